@@ -3,6 +3,7 @@
 capture.py      torch.export: a module as a graph of named operators
 api.py          `shard(module, ...)`: captured, planned, run
 run_program.py  a program on the streams of one rank, forward and backward
+saved_tensors.py  what autograd saves of a kernel, and buffers that are made again
 operations.py   what an operator of the program computes on a rank's own pieces
 merged.py       operators that exchange statistics: softmax, norms, attention over a sharded axis
 exchanges.py    what a collective of the program does to a rank's piece

@@ -76,14 +76,22 @@ def request(
 
 
 def plan(
-    document: Mapping[str, Any], *, cluster: str | None = None, budget_s: float = PLANNER_BUDGET_S
+    document: Mapping[str, Any],
+    *,
+    cluster: str | None = None,
+    memory_limit: float | None = None,
+    budget_s: float = PLANNER_BUDGET_S,
 ) -> RunnableProgram:
-    """Ask `planner shard` for the program of a request, of least time on `cluster`. Raises UserError where it has none."""
+    """Ask `planner shard` for the program of a request, of least time on `cluster` within GiB of memory a rank.
+
+    Raises UserError where it has none.
+    """
     with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
         asked, answered = Path(folder, "request.json"), Path(folder, "program.json")
         asked.write_text(json.dumps(document), encoding="utf-8")
         command = [sys.executable, "-m", "planner", "shard", str(asked), "--program", str(answered), "--json"]
         command += [] if cluster is None else ["--cluster", cluster]
+        command += [] if memory_limit is None else ["--memory-limit", repr(memory_limit)]
         try:
             done = subprocess.run(
                 command,
@@ -111,14 +119,17 @@ def shard(
     *,
     mesh: DeviceMesh | Mapping[str, int],
     cluster: str | None = None,
+    memory_limit: float | None = None,
     **wishes: Any,
 ) -> ShardedModule:
     """Return `module`, called with `args` and `kwargs` of these shapes, on the ranks of `mesh`.
 
     `wishes` are those of `request`: `placements` by tensor (`["S(0)", "R"]`, one a mesh axis), or `axes` with the maps
     `parameters` and `compute`. With `cluster` (a name or a file, as the planner's commands take it) what is left open is
-    chosen by time there, else by bytes; `policy="min_time"` leaves all open but placements. DTensors among `args` say their own placements. Collective: every rank calls it. Raises
-    UserError where the module cannot be captured or the planner has no program.
+    chosen by time there, else by bytes; `policy="min_time"` leaves all open but placements. What does not fit `memory_limit`
+    (GiB of a rank, for parameters with their state and all that a step needs) is dropped and made again in the backward pass:
+    gathered, or computed. DTensors among `args` say their own placements. Collective: every rank calls it. Raises UserError
+    where the module cannot be captured or the planner has no program.
     """
     leaves = pytree.tree_map(lambda leaf: leaf.full_tensor() if isinstance(leaf, DTensor) else leaf, list(args))
     captured = capture(module, leaves, kwargs)
@@ -129,7 +140,7 @@ def shard(
         if isinstance(leaf, DTensor):
             given.setdefault(name, tokens_of(leaf.placements))
     document = request(captured, sizes, placements=given, **wishes)
-    program = _planned_once(document, cluster)
+    program = _planned_once(document, cluster, memory_limit)
     return ShardedModule(module, captured, program, mesh if isinstance(mesh, DeviceMesh) else None)
 
 
@@ -141,15 +152,17 @@ def _mesh_sizes(mesh: DeviceMesh | Mapping[str, int]) -> dict[str, int]:
     return dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
 
 
-def _planned_once(document: Mapping[str, Any], cluster: str | None) -> RunnableProgram:
+def _planned_once(
+    document: Mapping[str, Any], cluster: str | None, memory_limit: float | None
+) -> RunnableProgram:
     """Return the program that rank 0 was given by the planner, on every rank. Raises UserError on all where there is none."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return plan(document, cluster=cluster)
+        return plan(document, cluster=cluster, memory_limit=memory_limit)
     device = _device()
     answer = b""
     if dist.get_rank() == 0:
         try:
-            answer = b"+" + msgspec.json.encode(plan(document, cluster=cluster))
+            answer = b"+" + msgspec.json.encode(plan(document, cluster=cluster, memory_limit=memory_limit))
         except PlannerError as error:
             answer = b"-" + str(error).encode()
     size = torch.tensor([len(answer)], device=device)

@@ -1,31 +1,37 @@
 """Run a program on one rank: its instructions in issue order, each on its stream, with its events.
 
 On CUDA every stream of the program is a CUDA stream, and events order them as the program says. On the CPU instructions run
-one after another. A kernel that has a backward keeps the graph that autograd made of it alone: between kernels there is no
-graph, and gradients move as the program says.
+one after another. A kernel that has a backward keeps the graph that autograd made of it alone, and with it what that saves:
+between kernels there is no graph, and gradients move as the program says. A buffer that the program makes again in the
+backward pass is not kept: the graph reads the new one in its place.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from executor.sharding.exchanges import Group, exchange, make_groups
 from executor.sharding.operations import run_kernel
-from executor.sharding.places import Context, Place
+from executor.sharding.places import DTYPES, Context, Place
+from executor.sharding.saved_tensors import Operand, SavedTensors
 from simulator.program.program import COMPUTE, Collective, Free, Launch, RecordEvent, WaitEvent
 from simulator.sharded.program import Exchange, Kernel, RunnableProgram
 
 
 @dataclass(slots=True)
 class _Tape:
-    """One kernel of the forward pass: its operands, cut off from what made them, and its result."""
+    """The graph of one kernel of the forward pass: where gradients leave it by operand, and where that of its result enters."""
 
-    operands: dict[str, torch.Tensor]
-    result: torch.Tensor
+    operands: dict[str, GradientEdge]
+    result: GradientEdge
+    dtype: torch.dtype
+    saved: SavedTensors | None
 
 
 @dataclass(slots=True)
@@ -50,7 +56,7 @@ class RankProgram:
     _beside: dict[str, Any] = field(init=False)  # streams besides the caller's, on which kernels run
     _streams: dict[str, Any] = field(init=False)
     _last_use: dict[int, list[str]] = field(init=False)
-    _differentiated: frozenset[str] = field(init=False)
+    _differentiated: dict[str, dict[str, str]] = field(init=False)  # by result of a kernel: what is made again of it
 
     def __post_init__(self) -> None:
         self.place = Place.of(self.program, self.rank)
@@ -63,7 +69,8 @@ class RankProgram:
         }
         self._streams = {}
         works = self.program.work.values()
-        self._differentiated = frozenset(w.args[0] for w in works if isinstance(w, Kernel) and w.op == "backward")
+        backward = [w for w in works if isinstance(w, Kernel) and w.op == "backward"]
+        self._differentiated = {w.args[0]: w.kwargs.get("again", {}) for w in backward}
         self._last_use = _last_uses(self._code, self.program)
 
     def pieces(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -126,7 +133,6 @@ class RankProgram:
     def _drop(self, name: str, state: State) -> None:
         """Let go of a buffer. The allocator may reuse its memory when every stream of the program is past this point."""
         value = state.at.pop(name, None)
-        state.tapes.pop(name, None)
         if value is not None:
             for stream in self._streams.values():
                 value.record_stream(stream)
@@ -152,22 +158,34 @@ class RankProgram:
             with torch.no_grad():
                 at[name] = run_kernel(work, operands, context)
             return
-        operands = {read: value.detach().requires_grad_(value.is_floating_point()) for read, value in operands.items()}
+        again = self._differentiated[name]
+        saved = SavedTensors({read: operands.get(read) for read in again}) if again else None
         with torch.enable_grad():
-            result = run_kernel(work, operands, context)
-        tapes[name] = _Tape(operands, result)
+            entered = {
+                read: Operand.apply(torch.empty(0, requires_grad=True), value) if value.is_floating_point() else value
+                for read, value in operands.items()
+            }
+            with saved.hooks() if saved is not None else nullcontext():
+                result = run_kernel(work, entered, context)
+        edges = {read: get_gradient_edge(value) for read, value in entered.items() if value.requires_grad}
         at[name] = result.detach()
+        if saved is not None:
+            saved.release(name, at[name])
+        tapes[name] = _Tape(edges, get_gradient_edge(result), result.dtype, saved)
 
     def _backward(
         self, instruction: Launch | Collective, work: Kernel, at: dict[str, torch.Tensor], tapes: dict[str, _Tape]
     ) -> None:
         forward, wanted = work.args
         tape = tapes.pop(forward)
-        incoming = at[instruction.reads[0]].to(tape.result.dtype)
-        operands = [tape.operands[name] for name in wanted]
-        found = torch.autograd.grad(tape.result, operands, incoming, allow_unused=True)
-        for name, operand, gradient in zip(instruction.writes, operands, found, strict=True):
-            at[name] = torch.zeros_like(operand) if gradient is None else gradient
+        if tape.saved is not None:
+            tape.saved.restore({name: at[again] for name, again in self._differentiated[forward].items()})
+        incoming = at[instruction.reads[0]].to(tape.dtype)
+        edges = [tape.operands[name] for name in wanted]
+        found = torch.autograd.grad(tape.result, edges, incoming, allow_unused=True)
+        for name, gradient in zip(instruction.writes, found, strict=True):
+            buffer = self.program.buffers[name]
+            at[name] = incoming.new_zeros(buffer.local, dtype=DTYPES[buffer.dtype]) if gradient is None else gradient
 
 
 def _last_uses(code: tuple[Any, ...], program: RunnableProgram) -> dict[int, list[str]]:
@@ -175,10 +193,7 @@ def _last_uses(code: tuple[Any, ...], program: RunnableProgram) -> dict[int, lis
     last: dict[str, int] = {}
     for number, one in enumerate(code):
         if isinstance(one, Launch | Collective):
-            work = program.work[one.writes[0]]
-            taped = [work.args[0]] if isinstance(work, Kernel) and work.op == "backward" else []
             last |= dict.fromkeys((*one.reads, *one.writes), number)
-            last |= {name: number for name in taped if name in last}
     kept = {*program.outputs, *program.gradients.values(), *program.inputs.values()}
     found: dict[int, list[str]] = {}
     for name, number in last.items():

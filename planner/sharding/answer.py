@@ -56,6 +56,29 @@ def answer_request(
     if request.backward:
         problem = replace(problem, differentiated=_differentiated(problem, request.gradients))
     captured = replace(captured, problem=problem)
+    if problem.memory is None:
+        return _answer(request, captured)
+    found: list[Answer] = []
+    refused: list[Infeasible] = []
+    for counts_saved in (True, False):  # all is kept, or may be made again: the programs say which is faster
+        memory = replace(problem.memory, counts_saved=counts_saved)
+        try:
+            found.append(_answer(request, replace(captured, problem=replace(problem, memory=memory))))
+        except Infeasible as error:
+            refused.append(error)
+    if not found:
+        raise refused[-1]
+    machine = problem.machine
+    if machine is None or len(found) == 1:
+        return found[0]
+    return min(
+        found,
+        key=lambda one: simulate_program(one.written, one.problem, machine.cluster, machine.calibration).step_s,
+    )
+
+
+def _answer(request: Request, captured: CapturedProblem) -> Answer:
+    """Return the plan of a problem and its program. Raises Infeasible."""
     plan = plan_sharding(captured.problem)
     pending = {name: plan.choice.layouts[name] for name in request.graph.outputs if plan.choice.layouts[name].pending}
     pending = {name: at for name, at in pending.items() if name not in request.wish.placements}
@@ -85,6 +108,8 @@ def _written(request: Request, captured: CapturedProblem, plan: ShardingPlan) ->
                 remedy=f"one of {', '.join(sites) or 'none'}",
             )
         chunks[site.result] = count
+    if machine is not None:
+        return fastest_program(captured, graph, plan, machine, gradients=gradients, backward=backward, chunks=chunks)
     return write_program(captured, graph, plan, gradients=gradients, backward=backward, chunks=chunks)
 
 
@@ -110,6 +135,8 @@ def answer_row(
     kinds = Counter(one.kind for one in program.work.values() if isinstance(one, Exchange))
     row["program"] = {"instructions": len(program.instructions), "exchanges": dict(kinds)}
     row["program"]["chunks"] = dict(answer.written.chunks)
+    row["program"]["again"] = sorted(answer.written.again)
+    row["program"]["peak_bytes"] = answer.written.peak_bytes
     row["opaque"] = list(answer.captured.opaque)
     if cluster is not None:
         run = simulate_program(answer.written, answer.captured.problem, cluster, calibration)

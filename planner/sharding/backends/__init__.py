@@ -3,5 +3,7 @@
 forward.py       the plan's steps as instructions: kernels on a rank's pieces, exchanges between ranks
 phases.py        operators that exchange statistics, as kernels with exchanges between them
 backward.py      the same instructions in reverse: gradients, and the exchanges that are dual to those before
+lifetimes.py     how long buffers live, and the memory of a rank at its peak
+remake.py        buffers that are dropped after the forward pass and made again in the backward pass, where memory is limited
 runnable.py      all of it as a program that the executor runs and the simulator times
 """

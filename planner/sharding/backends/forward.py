@@ -33,7 +33,7 @@ class Work:
     """What one instruction does: reads and writes buffers, by a kernel or an exchange.
 
     `step` is the operator's step that a kernel belongs to; `share` is its part of that operator's time, and `chunk` the axis
-    of which it has one in so many parts.
+    of which it has one in so many parts. It begins when the buffers in `after` are written, besides those that it reads.
     """
 
     do: Kernel | Exchange
@@ -42,6 +42,7 @@ class Work:
     step: OperatorStep | None = None
     share: float = 1.0
     chunk: tuple[str, int] = ("", 1)
+    after: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -62,7 +63,7 @@ class Writer:
     def add(self, work: Work) -> None:
         """Write the instruction of `work` on its stream, after what it reads."""
         stream = COMM if isinstance(work.do, Exchange) else COMPUTE
-        for name in work.reads:
+        for name in (*work.reads, *work.after):
             made = self._made.get(name)
             if made is not None and made[0] != stream and (stream, made[1]) not in self._waited:
                 self._waited.add((stream, made[1]))

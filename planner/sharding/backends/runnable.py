@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
+
+import numpy as np
 
 from planner.sharding.backends.backward import FLOATS, BackwardWriter
 from planner.sharding.backends.chunks import Site, choose_chunks, find_sites
 from planner.sharding.backends.forward import ForwardWriter, Work, Writer
+from planner.sharding.backends.lifetimes import VIEWS
+from planner.sharding.backends.remake import Remaker
 from planner.sharding.frontends.captured import CapturedProblem
-from planner.sharding.layouts.layout import Layout
+from planner.sharding.layouts.collectives import ALL_GATHER
+from planner.sharding.layouts.layout import Layout, local_shape
 from planner.sharding.plans.lowering import work_of
 from planner.sharding.plans.plan import ShardingPlan
 from planner.sharding.problem.problem import Machine, ShardingProblem
 from planner.sharding.solver.alike import find_alike
-from planner.sharding.solver.pricing import ATTENTION_KERNEL
+from planner.sharding.solver.pricing import ATTENTION_KERNEL, PICOSECONDS, TimePricing
 from simulator.calibration.calibration import Calibration, collectives_on
 from simulator.config.runtime import ELEMENT_BYTES
 from simulator.engine.simulate import Run, simulate
@@ -26,7 +32,7 @@ from simulator.lowering.steps import KernelKey
 from simulator.program.cost_model import Cost
 from simulator.program.program import RecordEvent, WaitEvent
 from simulator.sharded.graph import CapturedGraph
-from simulator.sharded.program import Kernel, RunnableProgram, written
+from simulator.sharded.program import Buffer, Exchange, Kernel, RunnableProgram, written
 from topology.cluster import Cluster
 from topology.errors import Infeasible
 
@@ -34,7 +40,6 @@ from topology.errors import Infeasible
 _ATTENTION_BACKWARD = 2.5
 _PRODUCTS = frozenset(("aten.linear.default", "aten.matmul.default", "aten.mm.default", "aten.bmm.default"))
 _LONGEST = 2_000  # steps of a plan whose program is simulated again and again
-_VIEWS = frozenset(("reshape", "permute", "expand", "same", "select", "range", "piece"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +49,17 @@ class Written:
     program: RunnableProgram
     works: tuple[Work, ...]
     chunks: Mapping[str, int] = field(default_factory=dict)  # by result: products that run in so many chunks
+    again: frozenset[str] = frozenset()  # buffers that the backward pass makes again
+    peak_bytes: int = 0  # of all buffers of a rank, inputs and gradients included
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """What a program's peak is brought down to by dropping what the backward pass needs and making it again (`remake.py`)."""
+
+    limit_bytes: float
+    machine: Machine
+    prefetch: bool
 
 
 def write_program(
@@ -54,10 +70,12 @@ def write_program(
     gradients: Sequence[str] = (),
     backward: bool = False,
     chunks: Mapping[str, int] | None = None,
+    memory: MemoryPlan | None = None,
 ) -> Written:
     """Return the program of `plan`; with `backward`, gradients of all parameters and of the inputs named in `gradients`.
 
-    `chunks` says by result which products run in how many chunks (`chunks.py`). A gradient ends in the layout of its tensor. Raises Infeasible where the program cannot be run.
+    `chunks` says by result which products run in how many chunks (`chunks.py`). A gradient ends in the layout of its tensor.
+    With `memory` what does not fit is made again. Raises Infeasible where the program cannot be run.
     """
     problem = captured.problem
     out = Writer(problem.mesh)
@@ -70,7 +88,7 @@ def write_program(
     outputs = tuple(forward.versions[name, layouts[name]] for name in graph.outputs)
     seeds: tuple[str, ...] = ()
     finished: dict[str, str] = {}
-    in_forward = len(out.code.code("forward", ()).instructions)
+    in_forward = len(out.works)
     if backward:
         parameters = problem.graph.parameters
         asked = [n for n in problem.inputs if n in parameters or n in gradients]
@@ -78,7 +96,63 @@ def write_program(
         writer = BackwardWriter(out, {inputs[name]: Layout(layouts[name].dims) for name in asked})
         seeds = writer.write(outputs)
         finished = {name: writer.finished[inputs[name]] for name in asked}
-    code = out.code.code("all", range(problem.mesh.ranks))
+    ends = Ends(inputs=inputs, outputs=outputs, seeds=seeds, gradients=finished)
+    return _assembled(problem, out, in_forward, ends, chunks or {}, memory)
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Buffers and works of a program that is being written."""
+
+    buffers: Mapping[str, Buffer]
+    work: Mapping[str, Kernel | Exchange]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ends:
+    """The buffers that a program is given and returns: inputs and their gradients by tensor, outputs and theirs in order."""
+
+    inputs: Mapping[str, str]
+    outputs: tuple[str, ...]
+    seeds: tuple[str, ...]
+    gradients: Mapping[str, str]
+
+
+def _assembled(
+    problem: ShardingProblem,
+    out: Writer,
+    in_forward: int,
+    ends: Ends,
+    chunks: Mapping[str, int],
+    memory: MemoryPlan | None,
+) -> Written:
+    """Return the program of the works that `out` has, of which `in_forward` are the forward pass."""
+    remaker = Remaker(
+        works=out.works,
+        buffers=out.buffers,
+        given=frozenset((*ends.inputs.values(), *ends.seeds)),
+        kept=frozenset((*ends.outputs, *ends.gradients.values())),
+        backward_start=in_forward,
+    )
+    works, again = list(out.works), frozenset[str]()
+    if memory is not None:
+        draft = Draft(out.buffers, {work.writes[0]: work.do for work in out.works})
+        pricing = TimePricing(memory.machine, problem.mesh)
+
+        def seconds(work: Work) -> float:
+            if isinstance(work.do, Kernel):
+                return kernel_seconds(work, draft, problem, memory.machine.cluster)
+            nbytes = _bytes(draft, work.writes[0] if work.do.kind == ALL_GATHER else work.reads[0])
+            return float(pricing.times(work.do.kind, work.do.axes, np.array([float(nbytes)]))[0]) / PICOSECONDS
+
+        works, again = remaker.drop_until(memory.limit_bytes, seconds, prefetch=memory.prefetch)
+    final = Writer(problem.mesh, buffers=out.buffers)
+    start = 0
+    for number, work in enumerate(works):
+        if number == in_forward:
+            start = len(final.code.code("forward", ()).instructions)
+        final.add(work)
+    code = final.code.code("all", range(problem.mesh.ranks))
     waited = {one.event for one in code.instructions if isinstance(one, WaitEvent)}
     numbered = list(enumerate(code.instructions))
     kept = [(n, one) for n, one in numbered if not isinstance(one, RecordEvent) or one.event in waited]
@@ -87,14 +161,15 @@ def write_program(
         mesh_shape=problem.mesh.shape,
         buffers=out.buffers,
         instructions=tuple(written(one) for _, one in kept),
-        work={work.writes[0]: work.do for work in out.works},
-        inputs=inputs,
-        outputs=outputs,
-        seeds=seeds,
-        backward_start=sum(n < in_forward for n, _ in kept),
-        gradients=finished,
+        work={work.writes[0]: work.do for work in works},
+        inputs=dict(ends.inputs),
+        outputs=ends.outputs,
+        seeds=ends.seeds,
+        backward_start=sum(n < start for n, _ in kept),
+        gradients=dict(ends.gradients),
     )
-    return Written(program, tuple(out.works), dict(chunks or {}))
+    peak = remaker.lifetimes(works).peak()[0]
+    return Written(program, tuple(works), dict(chunks), again, peak)
 
 
 def chunk_sites(captured: CapturedProblem, plan: ShardingPlan) -> dict[str, Site]:
@@ -111,22 +186,58 @@ def fastest_program(
     *,
     gradients: Sequence[str] = (),
     backward: bool = False,
+    chunks: Mapping[str, int] | None = None,
 ) -> Written:
-    """Return the program of `plan` with those products in chunks that make it shorter as it is simulated on `machine`."""
+    """Return the program of `plan` with those products in chunks that make it shorter as it is simulated on `machine`.
 
-    def written_with(chunks: Mapping[str, int]) -> Written:
-        return write_program(captured, graph, plan, gradients=gradients, backward=backward, chunks=chunks)
+    With `chunks` given, those run in chunks.
+    With a limit of memory, what does not fit is made again, in whichever way takes least time. Raises Infeasible where
+    nothing fits.
+    """
 
-    def seconds(chunks: Mapping[str, int]) -> float:
-        return simulate_program(written_with(chunks), captured.problem, machine.cluster, machine.calibration).step_s
+    def written_with(chunks: Mapping[str, int], memory: MemoryPlan | None = None) -> Written:
+        return write_program(
+            captured, graph, plan, gradients=gradients, backward=backward, chunks=chunks, memory=memory
+        )
 
-    sites = chunk_sites(captured, plan)
-    if not sites or len(plan.steps) > _LONGEST:
-        return written_with({})
+    def simulated(one: Written) -> float:
+        return simulate_program(one, captured.problem, machine.cluster, machine.calibration).step_s
+
     problem = captured.problem
-    alike = find_alike(problem.graph, {**problem.input_layouts, **problem.pins}, fold=True)
-    groups = [[problem.operators[number].result.name for number in members] for members in alike.members()]
-    return written_with(choose_chunks(sites, groups, seconds))
+    sites = chunk_sites(captured, plan) if chunks is None else {}
+    chunks = dict(chunks or {})
+    if sites and len(plan.steps) <= _LONGEST:
+        alike = find_alike(problem.graph, {**problem.input_layouts, **problem.pins}, fold=True)
+        groups = [[problem.operators[number].result.name for number in members] for members in alike.members()]
+        chunks = choose_chunks(sites, groups, lambda chosen: simulated(written_with(chosen)))
+    if problem.memory is None:
+        return written_with(chunks)
+    limit = buffer_limit(problem, plan)
+    tried = [
+        written_with(one, MemoryPlan(limit_bytes=limit, machine=machine, prefetch=prefetch))
+        for one in ([chunks, {}] if chunks else [chunks])
+        for prefetch in (True, False)
+    ]
+    fitting = [one for one in tried if one.peak_bytes <= limit]
+    if not fitting:
+        least = min(one.peak_bytes for one in tried) - limit + problem.memory.limit_bytes
+        raise Infeasible(
+            f"the program does not fit {problem.memory.limit_bytes / 2**30:.3g} GiB of memory",
+            why=f"with all that can be made again dropped, {least / 2**30:.3g} GiB are needed at its peak",
+            remedy="a larger limit, more ranks, or fewer tokens",
+        )
+    return min(fitting, key=simulated)
+
+
+def buffer_limit(problem: ShardingProblem, plan: ShardingPlan) -> float:
+    """Return the bytes that a program's buffers may have: what the state of parameters leaves, but for their gradients."""
+    assert problem.memory is not None  # noqa: S101 - by the caller
+    state = 0.0
+    for name in problem.graph.parameters:
+        tensor = problem.tensors[name]
+        elements = prod(local_shape(tensor.shape, plan.choice.layouts[name], problem.mesh))
+        state += elements * max(0.0, problem.memory.state_bytes_per_parameter - ELEMENT_BYTES[tensor.dtype])
+    return problem.memory.limit_bytes - state
 
 
 def simulate_program(
@@ -159,7 +270,7 @@ def simulate_program(
     return simulate(written_program.program.program(), costs, spans=spans)
 
 
-def kernel_seconds(work: Work, program: RunnableProgram, problem: ShardingProblem, cluster: Cluster) -> float:
+def kernel_seconds(work: Work, program: RunnableProgram | Draft, problem: ShardingProblem, cluster: Cluster) -> float:
     """Return the time of one kernel on the GPUs of `cluster`: by its operator's work, else by the bytes it moves."""
     assert isinstance(work.do, Kernel)  # noqa: S101 - by the caller
     moved = sum(_bytes(program, name) for name in (*work.reads, *work.writes))
@@ -170,7 +281,7 @@ def kernel_seconds(work: Work, program: RunnableProgram, problem: ShardingProble
     )
     backward = work.do.op == "backward"
     forward_do = program.work[work.do.args[0]] if backward else work.do
-    if isinstance(forward_do, Kernel) and forward_do.op in _VIEWS and (not backward or forward_do.op != "expand"):
+    if isinstance(forward_do, Kernel) and forward_do.op in VIEWS and (not backward or forward_do.op != "expand"):
         return 0.0
     if work.step is None:
         return float(roofline.seconds(KernelWork(kind=WorkKind.MOVE, name="elementwise", bytes=moved)).item())
@@ -186,7 +297,7 @@ def kernel_seconds(work: Work, program: RunnableProgram, problem: ShardingProble
     return work.share * factor * float(roofline.seconds(described).item())
 
 
-def _bytes(program: RunnableProgram, name: str) -> int:
+def _bytes(program: RunnableProgram | Draft, name: str) -> int:
     buffer = program.buffers[name]
     size = ELEMENT_BYTES[buffer.dtype]
     for n in buffer.local:

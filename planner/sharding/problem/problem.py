@@ -91,11 +91,13 @@ class MemoryLimit:
     """What a rank may hold when the backward pass begins: parameters with their state, and what is saved.
 
     `state_bytes_per_parameter` come with every parameter besides its own bytes: the gradient in bf16, and Adam's two
-    moments and master weight in float32, unless said otherwise.
+    moments and master weight in float32, unless said otherwise. With `counts_saved` false, what is saved is not counted: it
+    may be made again in the backward pass.
     """
 
     limit_bytes: float
     state_bytes_per_parameter: float = 14.0
+    counts_saved: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -384,7 +384,9 @@ class IntegerProgram:
         return own if self._is_saved(name) else 0.0
 
     def _is_saved(self, name: str) -> bool:
-        """Return whether the backward pass uses a tensor that is there when it begins."""
+        """Return whether the backward pass uses a tensor that is there when it begins, and its memory is counted."""
+        if self.problem.memory is not None and not self.problem.memory.counts_saved:
+            return False
         if name in self.problem.differentiated:  # an operator keeps its operands for its own backward pass
             readers = (self.problem.operators[number] for number, _ in self._consumers.get(name, ()))
             return any(not reader.is_view for reader in readers)

@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from executor.sharding import ShardedFunction, api, capture, shard
 from planner.sharding.answer import answer_request
 from planner.sharding.backends.dtensor_file import write_dtensor_file
+from planner.sharding.plans.report import Limits
 from simulator.sharded.program import read_program
 from tests.executor.forked_ranks import start
 from topology.catalog.cluster_file import load_cluster
@@ -31,10 +32,11 @@ class Case:
     wishes: dict = field(default_factory=dict)
 
 
-def planned_here(document, *, cluster=None):
+def planned_here(document, *, cluster=None, memory_limit=None):
     """What the planner's process answers, without starting one for every case."""
     machine = None if cluster is None else load_cluster(cluster)
-    program = answer_request(document, where="the test", cluster=machine).written.program
+    limits = Limits(memory_bytes=None if memory_limit is None else memory_limit * 2**30)
+    program = answer_request(document, where="the test", cluster=machine, limits=limits).written.program
     return read_program(msgspec.json.decode(msgspec.json.encode(program)), where="the test")
 
 

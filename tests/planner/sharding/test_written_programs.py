@@ -14,7 +14,7 @@ import pytest
 
 from planner.cli import main
 from planner.sharding.answer import answer_request
-from planner.sharding.backends.runnable import kernel_seconds, simulate_program
+from planner.sharding.backends.runnable import buffer_limit, kernel_seconds, simulate_program
 from planner.sharding.layouts.layout import local_shape
 from planner.sharding.plans.explanation import explain_plan
 from planner.sharding.plans.report import Limits
@@ -185,6 +185,30 @@ def test_products_run_in_chunks_where_the_program_is_shorter_for_it(backward) ->
 
     if not backward:
         assert reduced(chosen) == reduced(whole) == 32768 * 4096
+
+
+def test_with_little_memory_weights_are_gathered_again_and_intermediates_computed_again() -> None:
+    machine = cluster("dgx-h100")
+    asked = {**json.loads(EXAMPLE.read_text()), "policy": "min_time"}
+    roomy = answer_request(asked, where="roomy", cluster=machine, limits=Limits(memory_bytes=1e12))
+    state = 1e12 - buffer_limit(roomy.problem, roomy.plan)
+    assert not roomy.written.again
+    limits = [state + share * roomy.written.peak_bytes for share in (0.97, 0.9)]
+    little = [
+        answer_request(asked, where="little", cluster=machine, limits=Limits(memory_bytes=limit)) for limit in limits
+    ]
+
+    for answer, limit in zip(little, limits, strict=True):
+        written = answer.written
+        assert state + written.peak_bytes <= limit
+        assert written.again
+        assert check(written.program.program()) == []
+        again = {name for name in written.program.buffers if name.endswith(".again")}
+        assert {f"{name}.again" for name in written.again} <= again
+    seconds = [simulate_program(one.written, one.problem, machine).step_s for one in (roomy, *little)]
+    assert seconds == sorted(seconds)
+    with pytest.raises(Infeasible, match="memory"):
+        answer_request(asked, where="none", cluster=machine, limits=Limits(memory_bytes=state + 1000))
 
 
 def test_chunks_that_cannot_be_are_refused() -> None:

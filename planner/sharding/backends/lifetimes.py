@@ -1,0 +1,101 @@
+"""How long a written program's buffers live, in the order of its instructions, and the memory that a rank has at its peak.
+
+A buffer lives until nothing reads it any more; what autograd saves of a kernel of the forward pass lives until the kernel's
+backward. A view has no memory of its own and keeps that of what it views. What an allocator adds, and what kernels allocate
+inside, is not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from planner.sharding.backends.forward import Work
+from simulator.config.runtime import ELEMENT_BYTES
+from simulator.sharded.program import Buffer, Kernel
+
+VIEWS = frozenset(("reshape", "permute", "expand", "same", "select", "range", "piece"))
+# What the derivative of an operator needs: neither operands nor result, the result, or both; of all others the operands.
+_SAVES_NOTHING = ("add", "sub", "neg", "cast", "cat", "stack", "reduce.sum", "reduce.mean", "bias", "join_chunks")
+_SAVES_NOTHING += ("take_chunk", "shard", "unshard", "clone", "embedding")
+_SAVES_RESULT = ("softmax", "log_softmax", "exp", "tanh", "sigmoid", "sqrt", "rsqrt", "reciprocal", "relu")
+_SAVES_BOTH = ("attention",)
+
+
+def is_view(work: Work) -> bool:
+    return isinstance(work.do, Kernel) and work.do.op in VIEWS
+
+
+def is_backward(work: Work) -> bool:
+    return isinstance(work.do, Kernel) and work.do.op == "backward"
+
+
+def saved(work: Work) -> tuple[str, ...]:
+    """Return the buffers that the backward of a kernel needs."""
+    if not isinstance(work.do, Kernel) or is_view(work):
+        return ()
+    name = work.do.op.removeprefix("aten.").split(".")[0] if work.do.op.startswith("aten.") else work.do.op
+    if name in _SAVES_NOTHING:
+        return ()
+    if name in _SAVES_RESULT:
+        return work.writes
+    return (*work.reads, *work.writes) if name in _SAVES_BOTH else work.reads
+
+
+@dataclass(frozen=True, slots=True)
+class Lifetimes:
+    """By buffer that has memory of its own: the numbers of the first and the last instruction that need it, and its bytes."""
+
+    first: Mapping[str, int]
+    last: Mapping[str, int]
+    nbytes: Mapping[str, int]
+
+    def live(self, number: int) -> Iterable[str]:
+        return (name for name, start in self.first.items() if start <= number <= self.last[name])
+
+    def peak(self) -> tuple[int, int]:
+        """Return the bytes at the peak, and the number of the instruction at which they are there."""
+        changes: dict[int, int] = {}
+        for name, start in self.first.items():
+            changes[start] = changes.get(start, 0) + self.nbytes[name]
+            changes[self.last[name] + 1] = changes.get(self.last[name] + 1, 0) - self.nbytes[name]
+        total, best = 0, (0, -1)
+        for number in sorted(changes):
+            total += changes[number]
+            if total > best[0]:
+                best = (total, number)
+        return best
+
+
+def memory_of(works: Sequence[Work]) -> dict[str, str]:
+    """Return by buffer the one that has its memory: itself, unless it is a view."""
+    owner: dict[str, str] = {}
+    for work in works:
+        for name in work.writes:
+            owner[name] = owner.get(work.reads[0], work.reads[0]) if is_view(work) else name
+    return owner
+
+
+def lifetimes(
+    works: Sequence[Work], buffers: Mapping[str, Buffer], *, given: Iterable[str], kept: Iterable[str]
+) -> Lifetimes:
+    """Return the lifetimes of what `works` use: `given` buffers are there from the start, `kept` ones until the end."""
+    owner = memory_of(works)
+    given = tuple(given)
+    first = dict.fromkeys(given, -1)
+    last = dict.fromkeys(given, len(works))
+    forward = {work.writes[0]: work for work in works if not is_backward(work)}
+    for number, work in enumerate(works):
+        needed = [*work.reads, *work.writes]
+        if is_backward(work) and isinstance(work.do, Kernel):
+            again = work.do.kwargs.get("again", {})
+            needed += [again.get(name, name) for name in saved(forward[work.do.args[0]])]
+        for name in needed:
+            own = owner.get(name, name)
+            first.setdefault(own, number)
+            last[own] = max(last.get(own, -1), number)
+    for name in kept:
+        last[owner.get(name, name)] = len(works)
+    nbytes = {name: prod(buffers[name].local) * ELEMENT_BYTES[buffers[name].dtype] for name in first}
+    return Lifetimes(first, last, nbytes)

@@ -1,0 +1,146 @@
+"""Buffers that the backward pass needs and that are dropped and made again instead of kept, where memory is limited.
+
+A gathered parameter is gathered again (as FSDP reshards after the forward pass), an intermediate is computed again
+(activation recomputation, Chen et al., arXiv 1604.06174): either is the instruction that made it, written once more before the
+first backward kernel that needs it. Those are dropped first that cost least time for the bytes they free at the peak. An
+exchange is either written just before the kernel that needs it or one kernel earlier (prefetched), so that it runs beside that
+one for the memory of one more buffer; the simulation of both programs says which is faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from planner.sharding.backends.forward import Work
+from planner.sharding.backends.lifetimes import Lifetimes, is_backward, lifetimes, memory_of, saved
+from simulator.sharded.program import Buffer, Exchange, Kernel
+
+PRODUCTS = frozenset(("aten.linear.default", "aten.matmul.default", "aten.mm.default", "aten.bmm.default", "attention"))
+AGAIN = ".again"  # after the name of a buffer: the same, made again
+_MANY = 1500  # instructions, beyond which buffers of one kind are dropped together
+
+
+@dataclass(slots=True)
+class Remaker:
+    """The works of a program; `given` are its inputs and the gradients of its outputs, `kept` what a run returns."""
+
+    works: Sequence[Work]
+    buffers: dict[str, Buffer]
+    given: frozenset[str]
+    kept: frozenset[str]
+    backward_start: int  # the number of the first work that is not of the forward pass
+    _makers: dict[str, Work] = field(init=False)  # by buffer of the forward pass
+    _owner: dict[str, str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._owner = memory_of(self.works)
+        self._makers = {name: work for work in self.works[: self.backward_start] for name in work.writes}
+
+    def lifetimes(self, works: Sequence[Work]) -> Lifetimes:
+        return lifetimes(works, self.buffers, given=self.given, kept=self.kept)
+
+    def drop_until(
+        self, limit_bytes: float, seconds: Callable[[Work], float], *, prefetch: bool
+    ) -> tuple[list[Work], frozenset[str]]:
+        """Return the works with as much dropped as brings the peak to `limit_bytes`, and what was; all that helps if less fits.
+
+        `seconds` is the time of a work by itself.
+        """
+        dropped: frozenset[str] = frozenset()
+        works = list(self.works)
+        found = self.lifetimes(works)
+        for group in self._candidates(found, seconds):
+            peak, at = found.peak()
+            if peak <= limit_bytes:
+                break
+            if not any(found.first[name] <= at <= found.last[name] for name in group):
+                continue
+            tried = self.remade(dropped | set(group), prefetch=prefetch)
+            after = self.lifetimes(tried)
+            if after.peak()[0] < peak:
+                dropped, works, found = dropped | set(group), tried, after
+        return works, dropped
+
+    def _candidates(self, found: Lifetimes, seconds: Callable[[Work], float]) -> list[list[str]]:
+        """Return what may be dropped, cheapest for its bytes first: buffers, or groups of them in long programs."""
+        groups: dict[object, list[str]] = {}
+        start = self.backward_start
+        for name, work in self._makers.items():
+            if name in self.kept or self._owner[name] != name or found.last[name] < start or not found.nbytes[name]:
+                continue
+            kind = work.do.op if isinstance(work.do, Kernel) else work.do.kind
+            key = (kind, self.buffers[name].local) if len(self.works) > _MANY else name
+            groups.setdefault(key, []).append(name)
+
+        def price(group: list[str]) -> float:
+            return sum(seconds(self._makers[name]) for name in group) / sum(found.nbytes[name] for name in group)
+
+        return sorted(groups.values(), key=price)
+
+    def remade(self, dropped: Collection[str], *, prefetch: bool) -> list[Work]:
+        """Return the works where the backward pass makes `dropped` buffers again."""
+        out = list(self.works[: self.backward_start])
+        forward = {work.writes[0]: work for work in out}
+        again: dict[str, str] = {}
+        place: int | None = None  # in `out`, of the latest product of the backward pass
+        for work in self.works[self.backward_start :]:
+            if is_backward(work) and isinstance(work.do, Kernel):
+                needed = saved(forward[work.do.args[0]])
+                before = len(out)
+                for name in needed:
+                    self._make(name, dropped, again, out)
+                if len(out) > before:
+                    _place_exchanges(out, before, place if prefetch else None)
+                names = {name: again[name] for name in needed if name in again}
+                if names:
+                    do = replace_kwargs(work.do, {"again": names})
+                    work = replace(work, do=do, reads=(*work.reads, *names.values()))  # noqa: PLW2901
+                if forward[work.do.args[0]].do.op in PRODUCTS:  # type: ignore[union-attr]
+                    place = len(out)
+            out.append(work)
+        return out
+
+    def _make(self, name: str, dropped: Collection[str], again: dict[str, str], out: list[Work]) -> None:
+        """Write what makes buffer `name` again, if its memory was dropped."""
+        if name in again or self._owner.get(name, name) not in dropped:
+            return
+        work = self._makers[name]
+        for read in work.reads:
+            self._make(read, dropped, again, out)
+        again[name] = f"{name}{AGAIN}"
+        self.buffers[again[name]] = self.buffers[name]
+        do = work.do
+        if isinstance(do, Kernel):
+            do = Kernel(op=do.op, args=_renamed(do.args, again), kwargs=_renamed(do.kwargs, again), index=do.index)
+        reads = tuple(again.get(read, read) for read in work.reads)
+        out.append(replace(work, do=do, reads=reads, writes=(again[name],)))
+
+
+def _place_exchanges(out: list[Work], start: int, to: int | None) -> None:
+    """Let exchanges among the works from `start` on begin after the kernel before them: before work `to`, if that is given.
+
+    Without that they would begin as early as they can, and their memory would be taken as early.
+    """
+    at = start if to is None else to
+    made = {name for work in out[at:] for name in work.writes}
+    early = [w for w in out[start:] if isinstance(w.do, Exchange) and not made & set(w.reads)]
+    rest = [w for w in out[start:] if not any(w is one for one in early)]
+    before = next((w.writes for w in reversed(out[:at]) if isinstance(w.do, Kernel)), ())
+    out[start:] = rest
+    out[at:at] = [replace(w, after=before) for w in early]
+
+
+def replace_kwargs(kernel: Kernel, more: Mapping[str, object]) -> Kernel:
+    return Kernel(op=kernel.op, args=kernel.args, kwargs={**kernel.kwargs, **more}, index=kernel.index)
+
+
+def _renamed(value: object, names: Mapping[str, str]) -> object:
+    """Return a kernel's arguments with buffers by their new names."""
+    if isinstance(value, dict):
+        if "tensor" in value:
+            return {"tensor": names.get(value["tensor"], value["tensor"])}
+        return {key: _renamed(one, names) for key, one in value.items()}
+    if isinstance(value, tuple):
+        return tuple(_renamed(one, names) for one in value)
+    return [_renamed(one, names) for one in value] if isinstance(value, list) else value
