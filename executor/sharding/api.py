@@ -152,9 +152,7 @@ def _mesh_sizes(mesh: DeviceMesh | Mapping[str, int]) -> dict[str, int]:
     return dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
 
 
-def _planned_once(
-    document: Mapping[str, Any], cluster: str | None, memory_limit: float | None
-) -> RunnableProgram:
+def _planned_once(document: Mapping[str, Any], cluster: str | None, memory_limit: float | None) -> RunnableProgram:
     """Return the program that rank 0 was given by the planner, on every rank. Raises UserError on all where there is none."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return plan(document, cluster=cluster, memory_limit=memory_limit)
