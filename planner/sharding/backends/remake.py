@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from planner.sharding.backends.forward import Work
 from planner.sharding.backends.lifetimes import Lifetimes, is_backward, lifetimes, memory_of, saved
@@ -135,7 +136,7 @@ def replace_kwargs(kernel: Kernel, more: Mapping[str, object]) -> Kernel:
     return Kernel(op=kernel.op, args=kernel.args, kwargs={**kernel.kwargs, **more}, index=kernel.index)
 
 
-def _renamed(value: object, names: Mapping[str, str]) -> object:
+def _renamed(value: Any, names: Mapping[str, str]) -> Any:
     """Return a kernel's arguments with buffers by their new names."""
     if isinstance(value, dict):
         if "tensor" in value:
