@@ -40,11 +40,11 @@ def gpu_names(gpus: Iterable[int]) -> str:
     return f"GPU {shown}" if len(listed) == 1 else f"GPUs {shown}"
 
 
-def describe_processes(held: Mapping[int, float], owner: Callable[[int], str] | None = None) -> str:
+def describe_processes(bytes_by_pid: Mapping[int, float], owner: Callable[[int], str] | None = None) -> str:
     """Return a list of process ids with the bytes of GPU memory they hold (0: unknown) and, given `owner`, their user."""
     return ", ".join(
         f"pid {pid}"
         + (f" of {owner(pid)}" if owner else "")
         + (f" ({held_bytes / 2**30:.1f} GiB)" if held_bytes else "")
-        for pid, held_bytes in list(held.items())[:8]
+        for pid, held_bytes in list(bytes_by_pid.items())[:8]
     )

@@ -34,10 +34,10 @@ def measure_pair(device: Any, item: dict[str, Any], watch: ClockMonitor | None, 
     transfer = collective(device, item["op"], int(item["nbytes"]))
     alone = _time_alone(device, compute), _time_alone(device, transfer)
     alone = _max_over_ranks(alone)
-    beside = _max_over_ranks(_time_concurrently(device, compute, transfer, alone))
+    concurrent = _max_over_ranks(_time_concurrently(device, compute, transfer, alone))
     ended = time.monotonic()
     conditions = watch.between(began, ended, gpu) if watch is not None else {}
-    if not all(beside):
+    if not all(concurrent):
         return f"{item['compute']} {item['shape']} with {item['op']} {item['nbytes']}: no overlap seen"
     return {
         "compute": item["compute"],
@@ -48,8 +48,8 @@ def measure_pair(device: Any, item: dict[str, Any], watch: ClockMonitor | None, 
         "nbytes": int(item["nbytes"]),
         "compute_alone_s": alone[0],
         "collective_alone_s": alone[1],
-        "compute_beside_s": beside[0],
-        "collective_beside_s": beside[1],
+        "compute_beside_s": concurrent[0],
+        "collective_beside_s": concurrent[1],
         "count": CALLS,
         "conditions": conditions,
         "invalid": invalid_reason(conditions),

@@ -92,18 +92,18 @@ class RankPool:
             self._die("a rank had ended")
 
     def poll(self) -> list[Answer]:
-        """Return what ranks have said since; ends the pool where one failed alone, or time is over."""
-        said: list[Answer] = []
+        """Return the answers of ranks since the last call; ends the pool where one failed alone, or time is over."""
+        answers: list[Answer] = []
         for rank in sorted(self._waiting):
             pipe = self._pipes[rank]
             try:
                 while rank in self._waiting and pipe.poll():
                     answer = json.loads(pipe.recv_bytes())
-                    said.append({**answer, "rank": rank})
+                    answers.append({**answer, "rank": rank})
                     self._note(rank, answer)
             except (EOFError, OSError, ValueError):
                 self._die(f"rank {rank} ended{_tail(self.folder / f'rank{rank}.log')}")
-                return said
+                return answers
         now = time.monotonic()
         if self._waiting and self._failed_at is not None and now - self._failed_at > FAILED_S:
             self._die(self.cause or "one rank failed and the others waited for it")
@@ -112,7 +112,7 @@ class RankPool:
             self._die(f"{silent}{_tail(self.folder / f'rank{min(self._waiting)}.log')}")
         elif not self._waiting and self.state in {"starting", "working"}:
             self.state = "idle"
-        return said
+        return answers
 
     def end(self) -> None:
         """End the ranks and whatever they started; nothing of theirs needs an end in order."""

@@ -230,8 +230,8 @@ class Shop:
             if place is None:
                 break
             waiting.remove(job)
-            told = job.limited(self.deadline.left_s)
-            self.pools[place].give(told, told["limit_s"])
+            limited = job.limited(self.deadline.left_s)
+            self.pools[place].give(limited, limited["limit_s"])
             self.running[place] = job
             busy |= set(place[1])
             quiet |= {job.quiet}
@@ -249,8 +249,8 @@ class Shop:
         for place, pool in list(self.pools.items()):
             if pool.state not in {"starting", "working"}:
                 continue
-            said = pool.poll()
-            failures = [answer for answer in said if answer.get("failed")]
+            answers = pool.poll()
+            failures = [answer for answer in answers if answer.get("failed")]
             if pool.state == "dead" and self.starts[place] == 1 and self._cannot_fork(pool):
                 self.context = process_context(environment(self.options.device), "spawn")
             if pool.state == "dead" or (pool.state == "idle" and (place in self.running or place in self.compiling)):
@@ -273,8 +273,8 @@ class Shop:
         self.done += 1
         if cause:
             self.recorder.missing(f"{job.name}: {cause}")
-        told = f"failed: {cause}" if cause else f"{time.monotonic() - pool.began:.1f} s"
-        print(f"{time.monotonic() - self.began:6.1f} s  {self.done}/{self.total}  {job.name}: {told}", file=sys.stderr, flush=True)  # fmt: skip
+        outcome = f"failed: {cause}" if cause else f"{time.monotonic() - pool.began:.1f} s"
+        print(f"{time.monotonic() - self.began:6.1f} s  {self.done}/{self.total}  {job.name}: {outcome}", file=sys.stderr, flush=True)  # fmt: skip
 
     def _cannot_fork(self, pool: RankPool) -> bool:
         """Return whether a pool failed because its processes were forked: CUDA does not work in some of those."""

@@ -196,8 +196,8 @@ def workspace_bytes() -> int:
 
 
 def _allocations(part: Workspace | Allocation | None) -> tuple[Allocation, ...]:
-    held = (part.data, part.signals) if isinstance(part, Workspace) else (part,)
-    return tuple(one for one in held if one is not None)
+    parts = (part.data, part.signals) if isinstance(part, Workspace) else (part,)
+    return tuple(one for one in parts if one is not None)
 
 
 def release() -> None:

@@ -26,8 +26,8 @@ from topology.errors import BadModel, BadPlan
 def check(plan: Plan, model: Model, workload: Workload, runtime: Runtime) -> None:
     """Raise BadPlan or BadModel for what this executor cannot run as asked; it never runs something else instead."""
     refuse_unsupported(model)
-    asked = RuleFacts(model=model, workload=workload, framework=MESHWRIGHT, runtime=runtime)
-    refused = [problem.message for problem in problems(plan, asked) if problem.grade is Grade.ILLEGAL]
+    facts = RuleFacts(model=model, workload=workload, framework=MESHWRIGHT, runtime=runtime)
+    refused = [problem.message for problem in problems(plan, facts) if problem.grade is Grade.ILLEGAL]
     if refused:
         raise BadPlan("the executor cannot run this plan", why="; ".join(refused))
 

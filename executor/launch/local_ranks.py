@@ -366,8 +366,8 @@ def _error(path: Path) -> dict[str, Any]:
         document = json.loads(path.read_text(errors="replace")[: 2**20])
     except (OSError, ValueError):
         return {}
-    said = document.get("message") if isinstance(document, dict) else None
-    return said if isinstance(said, dict) else {"message": said} if said else {}
+    message = document.get("message") if isinstance(document, dict) else None
+    return message if isinstance(message, dict) else {"message": message} if message else {}
 
 
 def _message(path: Path) -> str:

@@ -19,19 +19,19 @@ class Ring(Nccl):
         world, rank, (rows, depth) = dist.get_world_size(group), dist.get_rank(group), x.shape
         outs = [x.new_empty(world, rows, operand.shape[1]) for operand in operands]
         gathered = x.new_empty(world, rows, depth)
-        held = x.contiguous()
+        chunk = x.contiguous()
         if keep:
             gathered[rank].copy_(x)
         for step in range(world):
             shard = (rank + step) % world
             works = []
             if step + 1 < world:  # what comes from the next rank is the shard after the one we hold
-                works = _hop(held, gathered[(shard + 1) % world], send_to=rank - 1, receive_from=rank + 1, group=group)
+                works = _hop(chunk, gathered[(shard + 1) % world], send_to=rank - 1, receive_from=rank + 1, group=group)
             for out, operand in zip(outs, operands, strict=True):
-                torch.mm(held, operand, out=out[shard])
+                torch.mm(chunk, operand, out=out[shard])
             for work in works:
                 work.wait()
-            held = gathered[(shard + 1) % world]
+            chunk = gathered[(shard + 1) % world]
         return tuple(out.flatten(0, 1) for out in outs), gathered.flatten(0, 1) if keep else None
 
     def matmul_scatter(self, pairs: tuple[Pair, ...], group: dist.ProcessGroup) -> Tensor:

@@ -52,9 +52,9 @@ def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the sum over ranks of `x` by torch's one-shot or two-shot kernel."""
     space = symmetric.workspace(group, "torch", x.device)
     space.reserve(x.numel() * x.element_size(), 1)
-    held = space.slots.local[: x.numel() * x.element_size()].view(x.dtype).view(x.shape)
+    chunk = space.slots.local[: x.numel() * x.element_size()].view(x.dtype).view(x.shape)
     if x.numel() * x.element_size() <= ONE_SHOT_BYTES:
-        return torch.ops.symm_mem.one_shot_all_reduce_copy(held, x, "sum", group.group_name)
-    held.copy_(x)
-    torch.ops.symm_mem.two_shot_all_reduce_(held, "sum", group.group_name)
-    return held.clone()
+        return torch.ops.symm_mem.one_shot_all_reduce_copy(chunk, x, "sum", group.group_name)
+    chunk.copy_(x)
+    torch.ops.symm_mem.two_shot_all_reduce_(chunk, "sum", group.group_name)
+    return chunk.clone()

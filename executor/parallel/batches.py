@@ -26,5 +26,5 @@ def rank_batch(
     share = workload.global_batch_size // plan.data_parallel
     rows = range(data_rank * share, (data_rank + 1) * share)
     whole = torch.stack([row(i, step, vocab=vocab, seq_len=workload.seq_len, seed=seed) for i in rows])
-    held = positions(workload.seq_len, cp_rank, plan.cp, torch.device("cpu"))
-    return whole[:, held], whole[:, held + 1]
+    own_positions = positions(workload.seq_len, cp_rank, plan.cp, torch.device("cpu"))
+    return whole[:, own_positions], whole[:, own_positions + 1]

@@ -243,13 +243,13 @@ class _RingAttention(torch.autograd.Function):
         rows = ring.world if ring.gathers else 1
         d_keys = torch.zeros((rows, *keys.shape), dtype=wide, device=keys.device)
         pending: list[Any] = []
-        for source, held in ring.key_blocks(keys):
+        for source, block_keys in ring.key_blocks(keys):
             queries, seen = ring.visible_slices(source, half)
             parts = part_backward(
                 grad[:, :, queries],  # already laid out as the kernel needs it (tokens before heads): do not copy
                 q[:, :, queries],
-                held[0][:, :, seen],
-                held[1][:, :, seen],
+                block_keys[0][:, :, seen],
+                block_keys[1][:, :, seen],
                 out[:, :, queries],
                 lse[:, :, queries].contiguous(),
                 causal=source == ring.rank,

@@ -120,8 +120,8 @@ def _shard_block(block: Block, layout: TokenLayout, *, expert_parallel: bool) ->
         # The compressed vector is shared by all heads: every rank compresses all tokens and expands them for its heads.
         dims |= dict.fromkeys(("attention.wq_b.weight", "attention.wkv_b.weight"), 0)
         compressing = ("wq_a", "q_norm", "wkv_a", "kv_norm")
-        held = [name for name in compressing if getattr(block.attention, name) is not None]
-        dims |= {f"attention.{name}.weight": None for name in held}
+        present = [name for name in compressing if getattr(block.attention, name) is not None]
+        dims |= {f"attention.{name}.weight": None for name in present}
         block.attention.gather_tokens = layout.gather_tokens
     else:
         dims |= {f"attention.{name}.weight": 0 for name in ("wq", "wk", "wv")}

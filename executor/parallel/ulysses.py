@@ -45,10 +45,10 @@ class UlyssesAttention(nn.Module):
         """Take q (B, a, S, d) and k, v (B, a_kv, S, d) of this rank's tokens; return (B, a, S, d)."""
         tokens = q.shape[2]
         # Ranks hold head and tail chunks of sequences; attention needs the tokens in order.
-        held = torch.cat([positions(self.world * tokens, r, self.world, q.device) for r in range(self.world)])
-        order = held.argsort()
+        rank_order = torch.cat([positions(self.world * tokens, r, self.world, q.device) for r in range(self.world)])
+        order = rank_order.argsort()
         out = self.core(*(self._all_tokens(t)[:, :, order] for t in (q, k, v)))
-        parts = out[:, :, held].unflatten(2, (self.world, tokens)).movedim(2, 0)
+        parts = out[:, :, rank_order].unflatten(2, (self.world, tokens)).movedim(2, 0)
         return _AllToAll.apply(parts, self.group).transpose(0, 1).flatten(1, 2)
 
     def _all_tokens(self, x: Tensor) -> Tensor:

@@ -250,11 +250,11 @@ def report(
 
 def _missing(by_rank: Sequence[Sequence[dict[str, Any]]]) -> list[str]:
     """Return the results other than step times that the run should have recorded but did not."""
-    said = [entry["what"] for records in by_rank for entry in records if entry["kind"] == "missing"]
+    missing = [entry["what"] for records in by_rank for entry in records if entry["kind"] == "missing"]
     kinds = [{entry["kind"] for entry in records} for records in by_rank]
     if all("timed" in kind for kind in kinds) and not all("done" in kind for kind in kinds):
-        said.append("profile: a rank ended while a step was profiled")
-    return said
+        missing.append("profile: a rank ended while a step was profiled")
+    return missing
 
 
 def _read_trace(path: Path) -> Trace | None:

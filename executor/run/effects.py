@@ -47,8 +47,8 @@ def read_back(
     if mesh is not None:
         axes = {axis: size for axis, size in mesh["axes"].items() if size > 1} or {"one rank": 1}
         wanted = {axis: getattr(request.plan, axis) for axis in mesh["axes"]}
-        asked = {axis: size for axis, size in wanted.items() if size > 1} or {"one rank": 1}
-        found.append(_effect("mesh", _words(asked), _words(axes), ok=bool(mesh["as_requested"])))
+        requested = {axis: size for axis, size in wanted.items() if size > 1} or {"one rank": 1}
+        found.append(_effect("mesh", _words(requested), _words(axes), ok=bool(mesh["as_requested"])))
     if facts is not None:
         found += _model_effects(request, facts)
     if trace is not None and any(trace.of(category=tr.COMPUTE)):
@@ -84,24 +84,24 @@ def _model_effects(request: Request, facts: Mapping[str, Any]) -> list[Effect]:
     )
     if plan.pp > 1:
         rounds = plan.micro_batches(request.workload.global_batch_size)
-        asked = f"{plan.schedule or 'the default'}, {rounds} micro batches"
+        requested = f"{plan.schedule or 'the default'}, {rounds} micro batches"
         ran = f"{facts['schedule']}, {facts['micro_batches']} micro batches"
-        found.append(_effect("pipeline", asked, ran, ok=facts["micro_batches"] == rounds))
+        found.append(_effect("pipeline", requested, ran, ok=facts["micro_batches"] == rounds))
     if plan.tp > 1:
         found.append(_overlap(plan.tp_overlap, facts["tp_overlap"]))
     if plan.cp > 1:
-        asked = cp_method(plan, runtime)
-        found.append(_effect("cp_method", asked, str(facts["cp_method"]), ok=asked == facts["cp_method"]))
+        requested = cp_method(plan, runtime)
+        found.append(_effect("cp_method", requested, str(facts["cp_method"]), ok=requested == facts["cp_method"]))
     return found
 
 
-def _overlap(asked: str, applied: Mapping[str, str]) -> Effect:
+def _overlap(requested: str, applied: Mapping[str, str]) -> Effect:
     """Return whether every overlap site of this rank's blocks runs in its mode."""
     ran = ", ".join(f"{site} {mode}" for site, mode in applied.items())
     if len(set(applied.values())) == 1:
         ran = next(iter(applied.values()))
-    right = all(mode == mode_at(asked, site) for site, mode in applied.items())
-    return _effect("tp_overlap", tp_overlap_label(asked), ran or "no block on this rank", ok=right)
+    right = all(mode == mode_at(requested, site) for site, mode in applied.items())
+    return _effect("tp_overlap", tp_overlap_label(requested), ran or "no block on this rank", ok=right)
 
 
 def _kernel_effects(request: Request, trace: Trace) -> list[Effect]:
@@ -123,12 +123,12 @@ def _kernel_effects(request: Request, trace: Trace) -> list[Effect]:
     found = [
         Effect(
             what=what,
-            requested=asked,
+            requested=requested,
             effective=f"{count(parts)} launches",
             ok=count(parts) > 0 or not needed,
             certain=False,
         )
-        for what, asked, parts, needed in wanted
+        for what, requested, parts, needed in wanted
     ]
     algorithms = sorted({_nccl(span.name) for span in trace.spans if "nccl" in span.name.lower()})
     if algorithms:

@@ -106,8 +106,8 @@ def _run_in_group(
         if request.trainer == "torchtitan"
         else _own_trainer(request, device, recorder, beat)
     )
-    held = sum(local_tensor(p).numel() for p in trainer.parameters()) if isinstance(trainer, Trainer) else None
-    recorder.write("built", parameters_here=held, after_s=time.perf_counter() - began, **_memory(device.type))
+    parameters = sum(local_tensor(p).numel() for p in trainer.parameters()) if isinstance(trainer, Trainer) else None
+    recorder.write("built", parameters_here=parameters, after_s=time.perf_counter() - began, **_memory(device.type))
     with PausedGarbageCollection() as collector:
         longest = _take_steps(request, trainer, device, deadline, recorder, beat, collector)
     recorder.write("timed")  # a failure after this loses the profiled step, not the measurement
@@ -174,7 +174,7 @@ def _take_steps(
     Warm-up is extended while the allocator still grows: experts get more tokens in some steps, and requesting memory
     from the driver is not a recurring cost of training.
     """
-    longest, index, warm_up, held = 0.0, 0, request.warm_up, 0
+    longest, index, warm_up, reserved = 0.0, 0, request.warm_up, 0
     clock = SmClock(device)
     while index < warm_up + request.steps:
         warm = index < warm_up
@@ -219,10 +219,10 @@ def _take_steps(
         )
         index += 1
         if index == warm_up and warm_up < request.warm_up + MAX_EXTRA_WARM_UP and device.type == "cuda":
-            before, held = held, torch.cuda.memory_reserved(device)
-            warm_up += _on_any_rank(held > before * GROWTH_FACTOR, device)
+            before, reserved = reserved, torch.cuda.memory_reserved(device)
+            warm_up += _on_any_rank(reserved > before * GROWTH_FACTOR, device)
         elif warm and device.type == "cuda":
-            held = torch.cuda.memory_reserved(device)
+            reserved = torch.cuda.memory_reserved(device)
     if clock.missing:
         recorder.missing(clock.missing)
     return longest

@@ -102,11 +102,11 @@ def _number(value: float) -> float:
 def differences(model: Model, small: Model, runtime: Runtime) -> list[str]:
     """Return sentences on how the two checks differ from the run that is timed."""
     sizes = " x ".join(f"{a} for {b}" for a, b in ((small.layers, model.layers), (small.hidden, model.hidden)))
-    said = [f"a smaller model: {sizes} (layers x hidden), a vocabulary of {small.vocab} for {model.vocab}"]
+    differences = [f"a smaller model: {sizes} (layers x hidden), a vocabulary of {small.vocab} for {model.vocab}"]
     if runtime.compute_dtype != "float64":
-        said.append(f"the exact check is in float64 and eager; in {runtime.compute_dtype} one step is compared")
+        differences.append(f"the exact check is in float64 and eager; in {runtime.compute_dtype} one step is compared")
         if model.moe is not None:
-            said.append(
+            differences.append(
                 f"in {runtime.compute_dtype} gradients are not compared: rounding changes which experts are chosen"
             )
-    return said
+    return differences

@@ -48,12 +48,12 @@ def check_ring(
     expected = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     expected.backward(whole[3].double())
 
-    held = positions(length, rank, world, device)
-    parts = [t[:, :, held].detach().requires_grad_() for t in whole[:3]]
+    own_positions = positions(length, rank, world, device)
+    parts = [t[:, :, own_positions].detach().requires_grad_() for t in whole[:3]]
     found = RingAttention(group, method, width=64, dtype=dtype, device=device)(*parts)
-    found.backward(whole[3][:, :, held])
+    found.backward(whole[3][:, :, own_positions])
     pairs = [(found, expected), *zip((p.grad for p in parts), (q.grad, k.grad, v.grad), strict=True)]
-    worst = torch.stack([_difference(mine, theirs[:, :, held], theirs) for mine, theirs in pairs]).max()
+    worst = torch.stack([_difference(mine, theirs[:, :, own_positions], theirs) for mine, theirs in pairs]).max()
     dist.all_reduce(worst, dist.ReduceOp.MAX, group=group)
     return _verdict("ring attention", dtype, worst)
 

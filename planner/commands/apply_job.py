@@ -63,7 +63,7 @@ def write(
         return _followed(job, written, launcher, request, wait_s)
     if not dry_run:
         _write(job, written, request)
-    said = scheduled.submit(written, launcher).said if submit and not dry_run else None
+    answer = scheduled.submit(written, launcher).said if submit and not dry_run else None
     if json:
         output.emit_json(
             {
@@ -75,7 +75,7 @@ def write(
                 "file": str(written.path),
                 "text": written.text,
                 "submit": list(written.submit),
-                "submitted": said,
+                "submitted": answer,
                 "advice": list(written.advice),
                 "request": request,
             }
@@ -85,7 +85,7 @@ def write(
         print(output.printable(written.text))
     else:
         print(output.printable(f"wrote {written.path}"))
-    for line in (said,) if said else written.advice:
+    for line in (answer,) if answer else written.advice:
         print(output.printable(line))
     return None
 

@@ -17,7 +17,7 @@ from planner.io.inputs import measurements, read_cluster
 from planner.io.output import console, printable
 from planner.validate.collective_rows import predicted_rows, table_rows
 from topology.errors import UserError
-from topology.rates.reach import doubts_about
+from topology.rates.reach import cluster_caveats
 
 
 class CostModel(StrEnum):
@@ -71,7 +71,7 @@ def collective(
         )
     else:
         machine = read_cluster(cluster, gpus, gpu=gpu)
-        for doubt in (*doubts_about(machine), *measured.check(machine)):
+        for doubt in (*cluster_caveats(machine), *measured.check(machine)):
             output.warn(f"warning: {doubt}")
         rows = predicted_rows(
             machine,

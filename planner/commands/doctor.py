@@ -125,8 +125,10 @@ def _owners(cluster: Cluster) -> Cluster:
     def named(finding: Finding) -> Finding:
         if finding.code != "busy" or not finding.numbers:
             return finding
-        held = {int(pid): held_bytes for pid, held_bytes in finding.numbers.items()}
-        return replace(finding, why=describe_processes(held, lambda pid: process_owner(pid) or "an unknown user"))
+        bytes_by_pid = {int(pid): held_bytes for pid, held_bytes in finding.numbers.items()}
+        return replace(
+            finding, why=describe_processes(bytes_by_pid, lambda pid: process_owner(pid) or "an unknown user")
+        )
 
     return replace(cluster, findings=tuple(named(finding) for finding in cluster.findings))
 

@@ -36,7 +36,7 @@ from topology.errors import Infeasible, UserError
 @takes_serving_flags(QUESTION_FLAGS, DEPLOYMENT_FLAGS)
 @takes_plan_flags
 def estimate(
-    said: Flags,
+    flags: Flags,
     task: TaskOption = Task.TRAIN,
     case: Annotated[str | None, typer.Option("--case", help="Case file: one case or a list; - reads stdin.")] = None,
     plan: Annotated[Path | None, typer.Option("--plan", help="Plan file saved by planner suggest --out.")] = None,
@@ -56,16 +56,15 @@ def estimate(
     """
     if task is Task.SERVE or is_serving_plan(plan):
         others = {"case": case, "profile": profile, "strict": strict}
-        flags = serving_flags(said, serving, others)
-        estimate_serving_plan(flags, plan=plan, out=out, force=force, json=json)
+        estimate_serving_plan(serving_flags(flags, serving, others), plan=plan, out=out, force=force, json=json)
         return
     refuse(stated(serving), Task.TRAIN)
     measured = measurements(profile, strict=strict)
-    named = said.runtime.get("name")
+    named = flags.runtime.get("name")
     learned = read_learned(named) if named is not None and is_learned(named) else None
     if learned is not None:
         measured = LearnedCalibrations(measured, learned)
-        said = replace(said, runtime={**said.runtime, "name": learned.like, "compile": learned.compile})
+        flags = replace(flags, runtime={**flags.runtime, "name": learned.like, "compile": learned.compile})
     if case is not None and plan is not None:
         raise UserError("--case and --plan exclude each other", remedy="give one of them")
     if out is not None:
@@ -76,17 +75,17 @@ def estimate(
         if many and out is not None:
             raise UserError("--out saves one plan, and the file has several", remedy="a file with one case")
         if many:
-            _answer_list(raw, said, measured, json=json)
+            _answer_list(raw, flags, measured, json=json)
             return
-        asked = with_flags(load_case(raw[0], measured), said, measured)
+        loaded = with_flags(load_case(raw[0], measured), flags, measured)
     elif plan is not None:
-        asked = with_flags(case_of_plan_file(plan, measured), said, measured)
+        loaded = with_flags(case_of_plan_file(plan, measured), flags, measured)
     else:
-        asked = case_from_flags(said, measured)
-    found = answer_plan(asked)
+        loaded = case_from_flags(flags, measured)
+    found = answer_plan(loaded)
     unsaved = None
     if out is not None and found.estimate is not None:
-        content = plan_file(asked.question, asked.plan, found.estimate)
+        content = plan_file(loaded.question, loaded.plan, found.estimate)
         unsaved = output.attempt(lambda: save_plan(content, out, force=force))
     if json:
         output.emit_json(plan_document(found))
@@ -102,12 +101,12 @@ def estimate(
         print(output.printable(f"saved {out}"))
 
 
-def _answer_list(raw: list[dict[str, Any]], said: Flags, measured: Calibrations, *, json: bool) -> None:
+def _answer_list(raw: list[dict[str, Any]], flags: Flags, measured: Calibrations, *, json: bool) -> None:
     """Answer every case of a list; one that cannot be read is answered with what is wrong. Exit 3 if none is legal."""
     documents = []
     for index, data in enumerate(raw):
         try:
-            found = answer_plan(with_flags(load_case(data, measured), said, measured))
+            found = answer_plan(with_flags(load_case(data, measured), flags, measured))
         except (UserError, Infeasible) as error:
             documents.append(unreadable_document(case_id(data), str(error)))
             output.warn(f"case {case_id(data)}: {error}")

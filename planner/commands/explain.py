@@ -82,8 +82,8 @@ def explain(
     )
     if task is Task.SERVE or is_serving_plan(file):
         others = {"framework": framework, "id": case_id, "memory": memory, "observed_peak": observed_peak, "svg": svg}
-        asked_of = serving_flags(flags, serving, {**others, "profile": profile, "strict": strict})
-        explain_serving_plan(asked_of, plan=file, top=top, sweep=flips, json=json)
+        serving_question = serving_flags(flags, serving, {**others, "profile": profile, "strict": strict})
+        explain_serving_plan(serving_question, plan=file, top=top, sweep=flips, json=json)
         return
     refuse(stated(serving), Task.TRAIN)
     if svg is not None:
@@ -93,12 +93,12 @@ def explain(
     changed: tuple[str, ...] = ()
     try:
         if file is not None:
-            asked = with_flags(case_of_file(file, case_id, measured), flags, measured)
-            changed = asked.changed
+            case = with_flags(case_of_file(file, case_id, measured), flags, measured)
+            changed = case.changed
             if memory:
-                _memory_only(asked, observed, svg, json=json)
+                _memory_only(case, observed, svg, json=json)
                 return
-            result, chosen = _search(asked, top), asked.plan
+            result, chosen = _search(case, top), case.plan
         else:
             wanted = SearchOptions(top=top + 1)
             result = answer(flags, framework or "torchtitan", wanted, measured=measured, progress=output.progress)
@@ -130,9 +130,9 @@ def _print(
         print_explanation(found, result, changed)
 
 
-def _search(asked: Case, top: int) -> SearchResult:
+def _search(case: Case, top: int) -> SearchResult:
     """Answer the question that a plan or a case is about, on as many GPUs as its plan uses. Raises Infeasible."""
-    question, offload = replace(asked.question, gpus=asked.plan.gpus), asked.plan.offload
+    question, offload = replace(case.question, gpus=case.plan.gpus), case.plan.offload
     bounds = Bounds() if offload == "none" else Bounds(offloads=("none", offload))
     return suggest(question, SearchOptions(top=top, bounds=bounds), progress=output.progress)
 
@@ -144,17 +144,17 @@ def _draw(title: str, estimate: Estimate, path: Path, *, memory: bool) -> None:
     output.warn(f"saved {path}")
 
 
-def _memory_only(asked: Case, observed: float | None, svg: Path | None, *, json: bool) -> None:
+def _memory_only(case: Case, observed: float | None, svg: Path | None, *, json: bool) -> None:
     """Account for the memory of one plan, legal or not."""
-    estimate = predict(asked.question, asked.plan).estimate
+    estimate = predict(case.question, case.plan).estimate
     account = reasons.memory_account(estimate, observed)
-    fixes = find_fixes(asked.question, asked.plan, estimate)
+    fixes = find_fixes(case.question, case.plan, estimate)
     if json:
         found = {"memory": codec.to_builtins(account), "fit": estimate.memory.fit, "fixes": codec.to_builtins(fixes)}
-        output.emit_json({"schema_version": output.SCHEMA_VERSION, "changed": list(asked.changed), **found})
+        output.emit_json({"schema_version": output.SCHEMA_VERSION, "changed": list(case.changed), **found})
     else:
-        for line in asked.changed:
+        for line in case.changed:
             print(f"changed: {line}")
         print_memory(account, memory_text(estimate, fixes))
     if svg is not None:
-        _draw(f"{asked.question.model.name}, {degrees_text(asked.plan)}", estimate, svg, memory=True)
+        _draw(f"{case.question.model.name}, {degrees_text(case.plan)}", estimate, svg, memory=True)

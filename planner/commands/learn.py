@@ -50,9 +50,9 @@ def learn(
     unmeasured: list[Case] = []
     for data in rows:
         stated = data.get("runtime")
-        said = {**(stated if isinstance(stated, dict) else {}), "name": base}
+        stated_runtime = {**(stated if isinstance(stated, dict) else {}), "name": base}
         try:
-            case = load_case({**data, "runtime": said}, measured)
+            case = load_case({**data, "runtime": stated_runtime}, measured)
             legal = is_legal(case.question.problems(case.plan))
         except UserError as error:
             output.warn(f"case {case_id(data)} is not used: {error}")
@@ -69,9 +69,9 @@ def learn(
             f"{len(runs)} runs with a measured time or memory are too few to learn from",
             remedy=f"give {FEWEST} or more; 20 that differ in model and degrees say most",
         )
-    learned, asked = _learn(runs, unmeasured, base, runtime)
+    learned, next_runs = _learn(runs, unmeasured, base, runtime)
     codec.write_text(out, codec.to_json(learned) + "\n")
-    _answer(learned, asked, out, json=json)
+    _answer(learned, next_runs, out, json=json)
 
 
 def _base(runtime: str, like: str | None, rows: list[dict[str, Any]]) -> str:
@@ -95,15 +95,15 @@ def _learn(
     output.progress("left-out errors")
     left_out = left_out_errors(same, found, base, compiled=compiled)
     output.progress("what to run next")
-    asked = ask_next(same, unmeasured, found, compiled=compiled)
+    next_runs = ask_next(same, unmeasured, found, compiled=compiled)
     output.end_progress()
     learned = LearnedRuntime(
         name=name, like=base, compile=compiled, rows=len(same), fitted=found.fitted(), left_out=left_out
     )
-    return learned, asked
+    return learned, next_runs
 
 
-def _answer(learned: LearnedRuntime, asked: list[dict[str, Any]], out: Path, *, json: bool) -> None:
+def _answer(learned: LearnedRuntime, next_runs: list[dict[str, Any]], out: Path, *, json: bool) -> None:
     if json:
         output.emit_json(
             {
@@ -113,7 +113,7 @@ def _answer(learned: LearnedRuntime, asked: list[dict[str, Any]], out: Path, *, 
                 "rows": learned.rows,
                 "fitted": codec.to_builtins(learned.fitted),
                 "left_out": learned.left_out,
-                "ask_next": asked,
+                "ask_next": next_runs,
                 "out": str(out),
             }
         )
@@ -126,7 +126,7 @@ def _answer(learned: LearnedRuntime, asked: list[dict[str, Any]], out: Path, *, 
         print(
             f"left out group by group, {quantity}: " + ("not measured" if value is None else f"{value:.1%} in the mean")
         )
-    for plan in asked:
+    for plan in next_runs:
         print(
             output.printable(f"next: {plan['id']} (its step is known within a factor of {1 + plan['step_unsure']:.2f})")
         )

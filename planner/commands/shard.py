@@ -25,7 +25,7 @@ from planner.sharding.problem.problem import split_cases
 from simulator.config.hf_config import load_model
 from topology import codec
 from topology.errors import UserError
-from topology.rates.reach import doubts_about
+from topology.rates.reach import cluster_caveats
 
 
 def shard(
@@ -87,8 +87,8 @@ def shard(
 
     A case that has no answer says why. Exit code 3 when that is so of every case.
     """
-    asked = (layers, mesh, seq_len, micro_batch)
-    if model is None and any(one is not None for one in asked):
+    about_model = (layers, mesh, seq_len, micro_batch)
+    if model is None and any(one is not None for one in about_model):
         raise UserError(
             "--layers, --mesh, --seq-len and --micro-batch are about a model", remedy="name it with --model"
         )
@@ -102,7 +102,7 @@ def shard(
     machine = None if cluster is None else read_cluster(cluster, gpus)
     known = measurements(profile, strict=strict)
     measured = None if machine is None else known.on(machine)
-    for doubt in (*doubts_about(machine), *known.doubts(machine)) if machine is not None else ():
+    for doubt in (*cluster_caveats(machine), *known.doubts(machine)) if machine is not None else ():
         output.warn(f"warning: {doubt}")
     if model is not None:
         if cluster is None:

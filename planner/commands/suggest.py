@@ -101,9 +101,9 @@ def suggest(
         measured = measurements(profile, strict=strict)
         if learned is not None:
             measured = LearnedCalibrations(measured, learned)
-        asked = (flags, framework, _search_options(given))
-        run = answer_run(*asked, goal, measured=measured, progress=output.progress) if goal else None
-        result = run.result if run else answer(*asked, measured=measured, progress=output.progress)
+        search = (flags, framework, _search_options(given))
+        run = answer_run(*search, goal, measured=measured, progress=output.progress) if goal else None
+        result = run.result if run else answer(*search, measured=measured, progress=output.progress)
     finally:
         output.end_progress()
     _show(result, run, pick, out, force=force, json=json)

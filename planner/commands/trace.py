@@ -23,7 +23,7 @@ from topology.errors import UserError
 
 @takes_plan_flags
 def trace(
-    said: Flags,
+    flags: Flags,
     out: Annotated[Path, typer.Option("--out", help="File to write the trace to.")],
     plan: Annotated[Path | None, typer.Option("--plan", help="Plan file saved by planner suggest --out.")] = None,
     case: Annotated[str | None, typer.Option("--case", help="Case file; of a list the first, or --id.")] = None,
@@ -44,24 +44,24 @@ def trace(
     refuse_overwrite(out, force=force)
     measured = measurements(profile, strict=strict)
     if plan is not None:
-        asked = with_flags(case_of_plan_file(plan, measured), said, measured)
+        loaded = with_flags(case_of_plan_file(plan, measured), flags, measured)
     elif case is not None:
-        asked = with_flags(named_case(case, case_id, measured), said, measured)
+        loaded = with_flags(named_case(case, case_id, measured), flags, measured)
     else:
-        asked = case_from_flags(said, measured)
+        loaded = case_from_flags(flags, measured)
     if detail is not None and detail not in set(Detail):
         raise UserError(f"--detail {detail!r} is unknown", why=f"known: {', '.join(Detail)}")
     warn_of_doubts(measured)
-    problems = asked.question.problems(asked.plan)
+    problems = loaded.question.problems(loaded.plan)
     if not is_legal(problems):
         for problem in problems:
             output.warn(problem.message)
         raise typer.Exit(3)
-    written = write_trace(asked, out, Detail(detail) if detail else None)
+    written = write_trace(loaded, out, Detail(detail) if detail else None)
     if json:
         output.emit_json(written)
         return
-    for line in asked.changed:
+    for line in loaded.changed:
         print(f"changed: {line}")
     print(
         f"{out}: {written['spans']} spans of {len(written['drawn_ranks'])} of {written['ranks']} ranks, "

@@ -30,13 +30,13 @@ from planner.tune.sessions.job import TuneJob
 from planner.tune.sessions.session import require_device, run_session, shown
 from planner.tune.sessions.start import (
     BUDGET,
-    asked_of,
-    how_of,
-    jobs_of,
-    recorded_of,
+    job_settings,
+    recorded_request,
     require_agreed,
     seconds_of,
+    trial_settings,
     trials_recorded_for,
+    tuning_request,
 )
 from planner.tune.state import State, TuningRequest, read_state, write_new
 from planner.tune.trials import Runner
@@ -96,16 +96,16 @@ def tune(
     path, known, runner = _new_session(given) if resume is None else _continued(given)
     if launcher != "local" and not each:
         _write_job(
-            TuneJob(asked=known.asked, state=path, launcher=launcher, name=job_name, image=image),
+            TuneJob(request=known.request, state=path, launcher=launcher, name=job_name, image=image),
             submit=submit,
             json=json,
         )
         return
-    if runner is None and not show and known.asked.how == "executor":
+    if runner is None and not show and known.request.how == "executor":
         require_torch()
-        require_device(known.asked)
+        require_device(known.request)
     view = shown(known) if show else _run(path, known, runner, budget, trial_limit, allow_busy=allow_busy)
-    learn = learn or (Path(known.asked.settings["learn"]) if "learn" in known.asked.settings else None)
+    learn = learn or (Path(known.request.settings["learn"]) if "learn" in known.request.settings else None)
     _answer(known, view, path, learn=None if show else learn, html=html, out=out, force=force, json=json)
 
 
@@ -116,13 +116,13 @@ def _continued(given: dict[str, Any]) -> tuple[Path, State, Runner | None]:
     known, trials, within = read_state(given["resume"]), given["trials"], given["within"]
     if not given["show"]:
         require_agreed(known, given["command"])
-    runner = trials_recorded_for(known) if known.asked.how == "recorded" else None
-    asked = replace(
-        known.asked,
-        most_trials=trials or known.asked.most_trials,
-        within=known.asked.within if within is None else within / 100,
+    runner = trials_recorded_for(known) if known.request.how == "recorded" else None
+    request = replace(
+        known.request,
+        most_trials=trials or known.request.most_trials,
+        within=known.request.within if within is None else within / 100,
     )
-    return given["resume"], replace(known, asked=asked), runner
+    return given["resume"], replace(known, request=request), runner
 
 
 def _new_session(given: dict[str, Any]) -> tuple[Path, State, Runner | None]:
@@ -133,15 +133,17 @@ def _new_session(given: dict[str, Any]) -> tuple[Path, State, Runner | None]:
     runner: Runner | None = None
     by = WITHIN_PERCENT if given["within"] is None else given["within"]
     if given["recorded"] is not None:
-        asked, plans, runner = recorded_of(given["recorded"], given["case_id"], given["budget"], given["trials"], by)
+        request, plans, runner = recorded_request(
+            given["recorded"], given["case_id"], given["budget"], given["trials"], by
+        )
     else:
-        asked, plans = _asked(given, by)
+        request, plans = _request(given, by)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_new(path, asked, plans, force=given["force"])
-    return path, State(asked=asked, candidates=plans, trials=(), cut_short=()), runner
+    write_new(path, request, plans, force=given["force"])
+    return path, State(request=request, candidates=plans, trials=(), cut_short=()), runner
 
 
-def _asked(given: dict[str, Any], within_percent: float) -> tuple[TuningRequest, Candidates]:
+def _request(given: dict[str, Any], within_percent: float) -> tuple[TuningRequest, Candidates]:
     """Return the question that the flags ask, and its candidates."""
     flags = Flags(
         model=given["model"],
@@ -152,22 +154,22 @@ def _asked(given: dict[str, Any], within_percent: float) -> tuple[TuningRequest,
         runtime={"compile": given["compile_model"], "param_dtype": given["param_dtype"]},
     )
     framework, learn = given["framework"], given["learn"]
-    wishes = {
+    fields = {
         "budget_s": seconds_of(given["budget"] or BUDGET, "--budget"),
         "within": within_percent / 100,
         "most_trials": given["trials"],
         "device": given["device"],
         "steps": given["steps"],
         **(
-            jobs_of(given["launcher"], given["job_name"], given["image"])
+            job_settings(given["launcher"], given["job_name"], given["image"])
             if given["each"]
-            else how_of(framework, given["command"], given["metric"])
+            else trial_settings(framework, given["command"], given["metric"])
         ),
     }
     if learn is not None:
         read_profile(learn)  # before trials are made for it
-        wishes["settings"] = {**wishes.get("settings", {}), "learn": str(learn)}
-    return asked_of(flags, framework, measurements(given["profile"], strict=given["strict"]), wishes)
+        fields["settings"] = {**fields.get("settings", {}), "learn": str(learn)}
+    return tuning_request(flags, framework, measurements(given["profile"], strict=given["strict"]), fields)
 
 
 def _answer(
@@ -186,8 +188,8 @@ def _answer(
         for line in add_trials(view.trials, learn):
             output.warn(line)
     if html is not None:
-        within_ = known.asked.within
-        found = history(view, within=within_, unknown_machine=known.asked.unknown_machine)
+        within_ = known.request.within
+        found = history(view, within=within_, unknown_machine=known.request.unknown_machine)
         codec.write_text(html, to_html(view, found, within=within_))
     unsaved = (
         output.attempt(lambda: save_plan(_best_file(known, view), out, force=force)) if out and view.best else None
@@ -195,11 +197,11 @@ def _answer(
     if json:
         output.emit_json(
             tune_document(
-                view, within=known.asked.within, state=str(path), learned=None if learn is None else str(learn)
+                view, within=known.request.within, state=str(path), learned=None if learn is None else str(learn)
             )
         )
     else:
-        for line in text.lines(view, within=known.asked.within):
+        for line in text.lines(view, within=known.request.within):
             print(output.printable(line))
         print(output.printable(f"state     {path}: planner tune --resume {path} goes on"))
     if unsaved is not None:
@@ -236,7 +238,7 @@ def _write_job(job: TuneJob, *, submit: bool, json: bool) -> None:
     """Write the job of a whole tuning, and hand it to the scheduler if asked."""
     written = job.written()
     codec.write_text(written.path, written.text)
-    said = submit_job(written.submit) if submit else None
+    submitted = submit_job(written.submit) if submit else None
     if json:
         output.emit_json(
             {
@@ -246,12 +248,12 @@ def _write_job(job: TuneJob, *, submit: bool, json: bool) -> None:
                 "file": str(written.path),
                 "text": written.text,
                 "submit": list(written.submit),
-                "submitted": said,
+                "submitted": submitted,
                 "advice": list(written.advice),
             }
         )
         return
-    for line in (f"wrote {written.path}", *((said,) if said else ()), *written.advice):
+    for line in (f"wrote {written.path}", *((submitted,) if submitted else ()), *written.advice):
         print(output.printable(line))
 
 
@@ -286,8 +288,8 @@ def _run(
             return run_session(
                 path,
                 budget_s=budget_s,
-                most_trials=known.asked.most_trials,
-                within=known.asked.within,
+                most_trials=known.request.most_trials,
+                within=known.request.within,
                 trial_limit_s=limit_s,
                 allow_busy=allow_busy,
                 tell=tell,
@@ -304,4 +306,4 @@ def _best_file(known: State, view: View) -> PlanFile:
     if view.best is None:
         raise PlannerError("no plan was measured")
     one = view.candidates.plans[view.best.row]
-    return plan_file(known.asked.question(), one.plan, one.estimate)
+    return plan_file(known.request.question(), one.plan, one.estimate)

@@ -51,7 +51,7 @@ LEAST_GAIN = 0.01  # of the step, below which a plan that may fit is not worth a
 def print_search(result: SearchResult, *, out: str | None) -> None:
     """Print the answer of `planner suggest`."""
     best, question = result.plans[0], result.question
-    sentences = [answer_sentence(best), asked_line(question, best.plan)]
+    sentences = [answer_sentence(best), question_line(question, best.plan)]
     if result.may_fit is not None and result.may_fit.faster >= LEAST_GAIN:
         sentences.append(may_fit_sentence(result.may_fit, best))
     if best.fixes:
@@ -103,10 +103,10 @@ def print_estimate(found: PlanAnswer) -> None:
 def approach_text(plan: Plan) -> str:
     """Return a plan as a person would say it: `FSDP over 8 GPUs`, `FSDP over 64 with tensor parallelism over 8 on 512 GPUs`."""
     away = {"optimizer": ", optimizer in host memory", "parameters": ", parameters and optimizer in host memory"}
-    return _degrees_said(plan) + away.get(plan.offload, "")
+    return _degrees_in_words(plan) + away.get(plan.offload, "")
 
 
-def _degrees_said(plan: Plan) -> str:
+def _degrees_in_words(plan: Plan) -> str:
     names = []
     if plan.zero_stage is not None and plan.dp_replicate > 1:
         names.append(
@@ -161,7 +161,7 @@ def _capital(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def asked_line(question: Question, plan: Plan) -> str:
+def question_line(question: Question, plan: Plan) -> str:
     """Return the question in a line: model, batch, machine, software."""
     workload, cluster = question.workload, question.cluster
     return (

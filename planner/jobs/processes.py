@@ -125,7 +125,7 @@ class Job:
         self.done = threading.Event()
         self.result: Any = None
         self.error: PlannerError | None = None
-        self.asked = self.started = time.monotonic()
+        self.last_request_at = self.started = time.monotonic()
         self.began: float | None = None
         self.slowed = False
         self._workers = workers
@@ -149,7 +149,7 @@ class Job:
 
     def ask(self, patience_s: float) -> bool:
         """Return whether the job is done, after waiting for it for at most `patience_s`."""
-        self.asked = time.monotonic()
+        self.last_request_at = time.monotonic()
         return self.done.wait(patience_s)
 
     def stop(self, reason: PlannerError | None = None) -> None:
@@ -207,7 +207,7 @@ class Job:
                         remedy="ask in a terminal, which has no limit",
                     )
                 )
-            elif time.monotonic() - self.asked > self._bounds.forgotten_s:
+            elif time.monotonic() - self.last_request_at > self._bounds.forgotten_s:
                 self.stop()
             elif self._may_slow() and (process := self._process) is not None:
                 self._slow(process)

@@ -53,12 +53,12 @@ def _read(waiting: queue.SimpleQueue[Any]) -> None:
 def _answer(
     function: Callable[..., Any], arguments: tuple[Any, ...], memory_bytes: int | None, out: IO[bytes]
 ) -> tuple[str, Any]:
-    said = 0.0
+    reported_at = 0.0
 
     def progress(line: str) -> None:
-        nonlocal said
-        if time.monotonic() - said > REPORT_S:
-            said = time.monotonic()
+        nonlocal reported_at
+        if time.monotonic() - reported_at > REPORT_S:
+            reported_at = time.monotonic()
             send(out, ("progress", line))
 
     try:

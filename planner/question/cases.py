@@ -47,7 +47,7 @@ from topology.catalog.cluster_file import ASSUMED, load_cluster, parse_cluster
 from topology.catalog.clusters import CASE_KEYS, cluster_from_case
 from topology.cluster import Cluster
 from topology.errors import BadCluster, BadInput, BadModel, Infeasible, UserError
-from topology.rates.reach import doubts_about
+from topology.rates.reach import cluster_caveats
 
 SEQ_LEN = 8192  # tokens in a sequence where flags give none
 
@@ -229,9 +229,9 @@ def case_from_flags(flags: Flags, measured: Calibrations = UNMEASURED) -> Case:
     if degree > 1 and filled not in stated_plan and not (filled == "dp_replicate" and "dp_shard" in stated_plan):
         stated_plan[filled] = degree
         assumed.append(f"{filled} {degree} (fills {count} GPUs)")
-    said = {**flags.runtime, "name": flags.runtime.get("name") or "torchtitan"}
-    said |= {"name": "pytorch"} if said["name"] == "any" else {}  # as a search under the rules that all share
-    stated_runtime, implied = implied_runtime(said, stated_plan, framework)
+    named = {**flags.runtime, "name": flags.runtime.get("name") or "torchtitan"}
+    named |= {"name": "pytorch"} if named["name"] == "any" else {}  # as a search under the rules that all share
+    stated_runtime, implied = implied_runtime(named, stated_plan, framework)
     resolved, from_runtime = resolve_runtime(stated_runtime)
     chosen, from_plan = complete_plan(stated_plan, workload, framework, where="flags")
     require_pipeline(flags, chosen)
@@ -259,14 +259,14 @@ def require_pipeline(flags: Flags, plan: Plan) -> None:
 
 def _all_assumed(assumed: Sequence[str], plan: Plan, question: Question, measured: Calibrations) -> tuple[str, ...]:
     """Return once each what was assumed: of the case, the machine, the profile, and overlap modes nobody measured."""
-    said = (
+    lines = (
         *assumed,
-        *doubts_about(question.cluster),
+        *cluster_caveats(question.cluster),
         *measured.doubts(question.cluster),
         *overlap_assumed([plan.tp_overlap], question.calibration),
         *offload_assumed([plan], question.cluster),
     )
-    return tuple(dict.fromkeys(said))
+    return tuple(dict.fromkeys(lines))
 
 
 def _product(stated: Mapping[str, Any]) -> int:
@@ -376,8 +376,8 @@ def _cluster(value: Any, name: str) -> tuple[Cluster, list[str]]:
         return load_cluster(value), []
     if isinstance(value, dict) and not set(value) <= set(CASE_KEYS):  # a cluster file's content
         found = parse_cluster({k: v for k, v in value.items() if not unsaid(v)}, where=f"case {name}: cluster")
-        said = (finding.what for finding in found.findings if finding.what.startswith(ASSUMED))
-        return found, [text.removeprefix(ASSUMED) for text in said]
+        texts = (finding.what for finding in found.findings if finding.what.startswith(ASSUMED))
+        return found, [text.removeprefix(ASSUMED) for text in texts]
     if isinstance(value, dict):
         cluster, assumed = cluster_from_case(value)
         return cluster, list(assumed)

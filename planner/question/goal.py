@@ -29,8 +29,8 @@ class Goal:
 def goal_of(tokens: str | None, gpu_price: float | None, deadline: str | None, budget: str | None) -> Goal | None:
     """Return the goal that flags state; None without tokens. Raises UserError where one flag needs another."""
     if tokens is None:
-        if said := "--deadline" if deadline is not None else "--budget" if budget is not None else "":
-            raise UserError(f"{said} is about a whole run", why="its tokens are not said", remedy="--tokens 2T")
+        if option := "--deadline" if deadline is not None else "--budget" if budget is not None else "":
+            raise UserError(f"{option} is about a whole run", why="its tokens are not said", remedy="--tokens 2T")
         return None
     if budget is not None and not gpu_price:
         raise UserError("--budget needs the price of a GPU for an hour", remedy="--gpu-price 2.5")

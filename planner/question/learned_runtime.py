@@ -117,5 +117,5 @@ def in_place(data: Mapping[str, Any], learned: LearnedRuntime | None) -> dict[st
     if learned is None:
         return dict(data)
     stated = data.get("runtime")
-    said = {key: value for key, value in stated.items() if key != "version"} if isinstance(stated, dict) else {}
-    return {**data, "runtime": {**said, "name": learned.like, "compile": learned.compile}}
+    settings = {key: value for key, value in stated.items() if key != "version"} if isinstance(stated, dict) else {}
+    return {**data, "runtime": {**settings, "name": learned.like, "compile": learned.compile}}

@@ -28,49 +28,49 @@ from topology.catalog.platform import take_gpus
 from topology.cluster import Cluster
 from topology.errors import BadCluster, UserError
 from topology.rates.orders import irregular
-from topology.rates.reach import doubts_about
+from topology.rates.reach import cluster_caveats
 
 
-def with_flags(asked: Case, flags: Flags, measured: Calibrations = UNMEASURED) -> Case:
+def with_flags(case: Case, flags: Flags, measured: Calibrations = UNMEASURED) -> Case:
     """Return the case of a file as `flags` change it, with `changed` naming every setting that differs.
 
     Raises Stale where a saved plan is asked of another model or cluster than it was made for, UserError for what cannot
     be changed: the framework, whose rules and defaults made the plan.
     """
-    question = asked.question
+    question = case.question
     _same_framework(flags, question)
     model = load_model(flags.model) if flags.model else question.model
-    cluster, count = _machine(asked, flags)
-    if asked.saved is not None and flags.model:
-        require_fresh(asked.saved, model=model)
+    cluster, count = _machine(case, flags)
+    if case.saved is not None and flags.model:
+        require_fresh(case.saved, model=model)
     workload = replace(
         question.workload,
         seq_len=flags.seq_len or question.workload.seq_len,
         global_batch_size=flags.global_batch or question.workload.global_batch_size,
     )
     runtime = _runtime(question.runtime, flags)
-    plan = _plan(asked.plan, {k: v for k, v in flags.plan.items() if v is not None}, count, workload, question)
+    plan = _plan(case.plan, {k: v for k, v in flags.plan.items() if v is not None}, count, workload, question)
     require_pipeline(flags, plan)
     changed = [
         *_differences({"model": question.model.name}, {"model": model.name}),
         *_differences({"cluster": question.cluster.name}, {"cluster": cluster.name}),
-        *_differences({"gpus": asked.plan.gpus}, {"gpus": count}),
+        *_differences({"gpus": case.plan.gpus}, {"gpus": count}),
         *(line for a, b in ((question.workload, workload), (question.runtime, runtime)) for line in _between(a, b)),
-        *_between(asked.plan, plan),
+        *_between(case.plan, plan),
     ]
     if not changed:
-        return asked
+        return case
     names = {line.split(" ")[0] for line in changed}
-    kept = [line for line in asked.assumed if line.removeprefix("runtime.").split(" ")[0] not in names]
+    kept = [line for line in case.assumed if line.removeprefix("runtime.").split(" ")[0] not in names]
     calibration = measured.on(cluster)
     return replace(
-        asked,
+        case,
         plan=plan,
         assumed=tuple(
             dict.fromkeys(
                 [
                     *kept,
-                    *doubts_about(cluster),
+                    *cluster_caveats(cluster),
                     *measured.doubts(cluster),
                     *overlap_assumed([plan.tp_overlap], calibration),
                     *offload_assumed([plan], cluster),
@@ -100,16 +100,16 @@ def _same_framework(flags: Flags, question: Question) -> None:
         )
 
 
-def _machine(asked: Case, flags: Flags) -> tuple[Cluster, int]:
+def _machine(case: Case, flags: Flags) -> tuple[Cluster, int]:
     """Return the cluster that is asked about now, and how many of its GPUs are to be used."""
-    count = _count(flags, asked.plan.gpus)
+    count = _count(flags, case.plan.gpus)
     if flags.cluster is None:
         if flags.gpu is not None:
             raise UserError("--gpu says which GPUs a captured text has", remedy="give the text with --cluster")
-        cluster = asked.question.cluster
-        return (cluster if count == asked.plan.gpus else _resized(cluster, count)), count
-    if asked.saved is not None:
-        require_fresh(asked.saved, cluster=read_cluster(flags.cluster, asked.plan.gpus, gpu=flags.gpu))
+        cluster = case.question.cluster
+        return (cluster if count == case.plan.gpus else _resized(cluster, count)), count
+    if case.saved is not None:
+        require_fresh(case.saved, cluster=read_cluster(flags.cluster, case.plan.gpus, gpu=flags.gpu))
     return read_cluster(flags.cluster, count, gpu=flags.gpu), count
 
 

@@ -54,7 +54,7 @@ class Question(Scenario):
             gpus_per_node=self.cluster.gpus_per_node,
             nvlink=all(any(link.kind in {LinkKind.NVLINK, LinkKind.NVSWITCH} for link in n.links) for n in nodes),
             reach=joined.gpus,
-            apart=joined.why,
+            reach_reason=joined.why,
             no_low_precision=why_not(self.runtime, self.cluster.slowest_kind),
         )
 

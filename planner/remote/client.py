@@ -115,12 +115,12 @@ class Client:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(self.content(artifact))
 
-    def _ask(self, method: str, url: str, **said: Any) -> httpx.Response:
+    def _ask(self, method: str, url: str, **options: Any) -> httpx.Response:
         """Return the answer to a request; one that was not answered is sent again. Raises ServiceError."""
         ends = time.monotonic() + self._patience_s
         while True:
             try:
-                answer = self._http.request(method, url, **said)
+                answer = self._http.request(method, url, **options)
             except httpx.TransportError as error:
                 if time.monotonic() > ends:
                     raise ServiceError(
@@ -144,10 +144,10 @@ def error_of(document: dict[str, Any]) -> PlannerError:
 
 def _refusal(answer: httpx.Response) -> ServiceError:
     try:
-        said = answer.json()
+        content = answer.json()
     except ValueError:
-        said = {}
-    detail = said.get("detail") or said.get("error", {}).get("message") or answer.reason_phrase
+        content = {}
+    detail = content.get("detail") or content.get("error", {}).get("message") or answer.reason_phrase
     if isinstance(detail, list):  # of a request that does not fit the command's flags
         detail = "; ".join(f"{'.'.join(map(str, one['loc'][1:2]))}: {one['msg']}" for one in detail[:8])
     refused = ServiceError(f"the service refused ({answer.status_code})", why=str(detail))

@@ -46,14 +46,14 @@ def _run(server: str, name: str, flags: dict[str, Flag], given: dict[str, Any]) 
     """Ask the service, print its answer, fetch what the job wrote, and return the exit code."""
     from planner.remote.client import Client, error_of  # noqa: PLC0415 - needs the extra `service`
 
-    said = {flag.name: given[flag.parameter] for flag in flags.values() if given[flag.parameter] != flag.default}
-    wanted = _wanted(name, flags, said)
+    values = {flag.name: given[flag.parameter] for flag in flags.values() if given[flag.parameter] != flag.default}
+    wanted = _wanted(name, flags, values)
     for flag, path in wanted.items():
-        _refuse_overwrite(path, force=bool(said.get("force")))
-        said[flag] = path.name
-    said.pop("force", None)
-    request = {key: _sent(flags[key], value) for key, value in said.items()}
-    request["json"] = bool(said.get("json"))
+        _refuse_overwrite(path, force=bool(values.get("force")))
+        values[flag] = path.name
+    values.pop("force", None)
+    request = {key: _sent(flags[key], value) for key, value in values.items()}
+    request["json"] = bool(values.get("json"))
     with Client(server) as service:
         job = service.submit(name, request)
         try:
@@ -75,7 +75,7 @@ def _run(server: str, name: str, flags: dict[str, Flag], given: dict[str, Any]) 
             for path in (path for path in wanted.values() if path.name == top):
                 service.download(artifact, path / rest if rest else path)
             if artifact["name"].startswith(f"inputs/{CONTINUED}/"):
-                service.download(artifact, Path(said[CONTINUED]))
+                service.download(artifact, Path(values[CONTINUED]))
     return int(document["exit_code"])
 
 
@@ -87,10 +87,10 @@ def _follow(service: Any, job: str) -> dict[str, Any]:
     return document
 
 
-def _wanted(name: str, flags: dict[str, Flag], said: dict[str, Any]) -> dict[str, Path]:
+def _wanted(name: str, flags: dict[str, Flag], values: dict[str, Any]) -> dict[str, Path]:
     """Return the paths that the command is to write here, by flag."""
-    wanted = {key: Path(said[key]) for key, flag in flags.items() if flag.writes and said.get(key) is not None}
-    if name in RUNS and CONTINUED not in said:
+    wanted = {key: Path(values[key]) for key, flag in flags.items() if flag.writes and values.get(key) is not None}
+    if name in RUNS and CONTINUED not in values:
         flag, plain = ALWAYS_WRITTEN[name]
         wanted.setdefault(flag, Path(time.strftime(f"meshwright-{name}-%Y%m%d-%H%M%S")) / plain)
     return wanted

@@ -63,11 +63,13 @@ def flags_of_command(command: Callable[..., Any]) -> dict[str, Flag]:
     return found
 
 
-def command_line(command: str, flags: dict[str, Flag], said: dict[str, Any]) -> list[str]:
+def command_line(command: str, flags: dict[str, Flag], values: dict[str, Any]) -> list[str]:
     """Return the arguments of `planner` for what was said, by name."""
-    stated = [(flags[name], value) for name, value in said.items()]
+    stated = [(flags[name], value) for name, value in values.items()]
     options = [word for flag, value in stated if flag.option for word in flag.words(value)]
-    bare = [word for name, flag in flags.items() if not flag.option and name in said for word in flag.words(said[name])]
+    bare = [
+        word for name, flag in flags.items() if not flag.option and name in values for word in flag.words(values[name])
+    ]
     return [command, *options, *(["--", *bare] if bare else [])]
 
 

@@ -27,7 +27,7 @@ from simulator.fitting.calibration_fit import UNMEASURED, Calibrations
 from simulator.legality.frameworks import framework_named
 from simulator.step.offload import offload_assumed
 from topology.cluster import Cluster
-from topology.rates.reach import doubts_about
+from topology.rates.reach import cluster_caveats
 
 
 def answer(
@@ -81,7 +81,7 @@ def search_question(flags: Flags, framework: str, measured: Calibrations = UNMEA
     named = {"name": "pytorch" if rules.name == "any" else rules.name, "version": version, **flags.runtime}
     runtime, from_runtime = resolve_runtime(named)
     machine = read_cluster(flags.cluster or "dgx-h100", max(flags.gpus) if flags.gpus else None, gpu=flags.gpu)
-    assumed = [*network.assumed, *from_runtime, *doubts_about(machine), *measured.doubts(machine)]
+    assumed = [*network.assumed, *from_runtime, *cluster_caveats(machine), *measured.doubts(machine)]
     # The batch is fixed before the number of GPUs is chosen: it must not grow with the answer.
     largest = max(flags.gpus) if flags.gpus else machine.gpus_per_node if flags.gpus == () else machine.gpu_count
     recommended, whose = default_batch(network, flags.seq_len or SEQ_LEN, largest)

@@ -30,10 +30,10 @@ class Believed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
-    """`finalists`, plan by plan and trial by trial; `better_left` is the probability that a better plan was left, by trials."""
+    """`finalists`, plan by plan and trial by trial; `better_plan_left` is the probability that a better plan was left, by trials."""
 
     finalists: tuple[Believed, ...]
-    better_left: tuple[float, ...]
+    better_plan_left: tuple[float, ...]
 
 
 def history(view: View, *, within: float, unknown_machine: bool = False, count: int = SHOWN) -> History:
@@ -58,7 +58,7 @@ def history(view: View, *, within: float, unknown_machine: bool = False, count: 
                     measured_s=_measured(one, seen),
                 )
             )
-    return History(finalists=tuple(found), better_left=tuple(left))
+    return History(finalists=tuple(found), better_plan_left=tuple(left))
 
 
 def candidate_words(one: Candidate) -> str:

@@ -95,7 +95,7 @@ class TrialStart:
 class State:
     """What a state file says. `cut_short` are trials that began and of which no end is written."""
 
-    asked: TuningRequest
+    request: TuningRequest
     candidates: Candidates
     trials: tuple[Trial, ...]
     cut_short: tuple[TrialStart, ...]
@@ -105,7 +105,7 @@ class State:
         return sum(trial.seconds for trial in self.trials)
 
 
-def write_new(path: Path, asked: TuningRequest, candidates: Candidates, *, force: bool = False) -> None:
+def write_new(path: Path, request: TuningRequest, candidates: Candidates, *, force: bool = False) -> None:
     """Begin a state file. Raises BadInput where there is one already and `force` is not given."""
     refuse_overwrite(path, force=force)
     head: dict[str, Any] = {
@@ -113,7 +113,7 @@ def write_new(path: Path, asked: TuningRequest, candidates: Candidates, *, force
         "schema_version": SCHEMA_VERSION,
         "tool_version": version(),
         "at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "asked": codec.to_builtins(asked),
+        "asked": codec.to_builtins(request),
     }
     lines = [head, *({"kind": "candidate", **codec.to_builtins(_brief(one))} for one in candidates.plans)]
     codec.write_text(path, "".join(codec.to_json(line, indent=None) + "\n" for line in lines))
@@ -136,7 +136,7 @@ def parse_state(text: str, *, where: str) -> State:
     if not complete:
         raise BadInput(f"{where} is not the state of a tuning", remedy="planner tune --state FILE begins one")
     lines = [codec.parse_json(line, where=f"{where}:{number}") for number, line in enumerate(complete, start=1)]
-    asked = _asked(lines[0], where)
+    request = _request(lines[0], where)
     plans: list[Candidate] = []
     trials: list[Trial] = []
     began: list[TrialStart] = []
@@ -155,14 +155,14 @@ def parse_state(text: str, *, where: str) -> State:
             raise BadInput(f"{line_of} is neither a candidate nor a trial")
     if not plans:
         raise BadInput(f"{where} has no candidates", remedy="begin anew: planner tune --state another")
-    known = Candidates(plans=tuple(plans), legal=asked.legal)
+    known = Candidates(plans=tuple(plans), legal=request.legal)
     strange = [trial.key for trial in trials if known.row(trial.key) is None]
     if strange:
         raise BadInput(f"{where} has trials of plans that are no candidates", why=", ".join(strange[:4]))
-    return State(asked=asked, candidates=known, trials=tuple(trials), cut_short=tuple(began))
+    return State(request=request, candidates=known, trials=tuple(trials), cut_short=tuple(began))
 
 
-def _asked(head: Any, where: str) -> TuningRequest:
+def _request(head: Any, where: str) -> TuningRequest:
     if not isinstance(head, dict) or head.get("kind") != "tuning":
         raise BadInput(f"{where} is not the state of a tuning", remedy="planner tune --state FILE begins one")
     found = head.get("schema_version")
@@ -170,13 +170,13 @@ def _asked(head: Any, where: str) -> TuningRequest:
         raise BadInput(f"{where} has no readable schema_version")
     if found > SCHEMA_VERSION:
         raise NewerSchema(f"{where} is in schema {found}", why=f"this release reads {SCHEMA_VERSION}")
-    asked = codec.convert(head.get("asked"), TuningRequest, where=f"{where}: asked")
-    require_possible(asked.cluster, where=where)
-    verify_model(asked.model, where=where)
-    verify_workload(asked.workload, where=where)
-    verify_runtime(asked.runtime, where=where)
-    framework_named(asked.framework)
-    return asked
+    request = codec.convert(head.get("asked"), TuningRequest, where=f"{where}: asked")
+    require_possible(request.cluster, where=where)
+    verify_model(request.model, where=where)
+    verify_workload(request.workload, where=where)
+    verify_runtime(request.runtime, where=where)
+    framework_named(request.framework)
+    return request
 
 
 def _candidate(line: dict[str, Any], where: str) -> Candidate:

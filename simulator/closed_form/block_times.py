@@ -269,7 +269,7 @@ class TrafficTimes:
             sms, sent = groups.load(op, axis, size)
             measured = self.context.held_sms(op)
             sms = sms if measured is None else np.where(there, measured, 0.0)
-            across, share, rate = groups.ways(axis)
+            across, share, rate = groups.bottlenecks(axis)
             self._known[key] = Background(
                 seconds=seconds,
                 host_s=np.where(there, self.context.spec.host.collective_s, 0.0),

@@ -222,7 +222,7 @@ def cost_context(
             cluster,
             table,
             collectives_on(cluster, calibration),
-            apart=tuple(models[id(machine)] for machine in each_on),
+            models_by_plan=tuple(models[id(machine)] for machine in each_on),
             factor=known_costs(scenario).collective_factor,
         ),
         runtime=scenario.runtime,

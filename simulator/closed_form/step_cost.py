@@ -236,7 +236,7 @@ def micro_batches(
     others = np.maximum(table["pp"] - 1, 1.0)
 
     def elsewhere(values: Floats) -> Floats:
-        mean = ((values * layout.alike).sum(axis=1) - here(values)) / others
+        mean = ((values * layout.rank_count).sum(axis=1) - here(values)) / others
         return np.asarray(np.where(table["virtual_stages"] > 1, np.maximum(mean, here(values)), mean))
 
     bubble = bubble_s(table, elsewhere(forward_s), elsewhere(behind_s - weight_s), elsewhere(weight_s))

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulator.collectives.cost import CollectiveModel
-from simulator.collectives.traffic import port_share, way_of, way_rates
+from simulator.collectives.traffic import bottleneck_of, bottleneck_rates, port_share
 from simulator.columns.plan_columns import distinct
 from simulator.columns.plan_table import Floats, PlanTable
 from topology.cluster import Cluster
@@ -26,18 +26,18 @@ class GroupTimes:
     Axes: `tp`, `cp`, `ep`, `pp` (neighbouring stages; `pp_across` where they are on different nodes), `pipeline` (all of them), `fsdp` (dp_shard x cp), `replicate` (dp_replicate), `dp` (both, and cp),
     `expert_fsdp` and `expert_dp` (what expert parallelism leaves of them).
 
-    `apart` has a model for each plan where they run on clusters that differ in the rates of their links. `factor`: how many
+    `models_by_plan` has a model for each plan where they run on clusters that differ in the rates of their links. `factor`: how many
     times as long collectives take in a runtime's steps as by themselves.
     """
 
     cluster: Cluster
     table: PlanTable
     collectives: CollectiveModel
-    apart: tuple[CollectiveModel, ...] = ()
+    models_by_plan: tuple[CollectiveModel, ...] = ()
     factor: float = 1.0
     _shapes: dict[str, tuple[tuple[GroupShape, ...], NDArray[np.int64]]] = field(default_factory=dict)
     _of_row: tuple[tuple[Order, ...], NDArray[np.int64]] | None = None
-    _alike: dict[str, list[tuple[CollectiveModel, GroupShape, NDArray[np.bool_]]]] = field(default_factory=dict)
+    _same_groups: dict[str, list[tuple[CollectiveModel, GroupShape, NDArray[np.bool_]]]] = field(default_factory=dict)
     # What has been asked of a few plans: those that are taken from others ask the same.
     _times: dict[object, Floats] = field(default_factory=dict)
     _loads: dict[object, tuple[Floats, Floats]] = field(default_factory=dict)
@@ -59,8 +59,8 @@ class GroupTimes:
 
     def take(self, rows: NDArray[np.intp], table: PlanTable) -> GroupTimes:
         """Return the times of some of the plans, those of `table`."""
-        apart = tuple(self.apart[row] for row in rows) if self.apart else ()
-        return replace(self, table=table, apart=apart, _shapes={}, _of_row=None, _alike={})
+        models_by_plan = tuple(self.models_by_plan[row] for row in rows) if self.models_by_plan else ()
+        return replace(self, table=table, models_by_plan=models_by_plan, _shapes={}, _of_row=None, _same_groups={})
 
     def load(self, op: str, axis: str, nbytes: Floats) -> tuple[Floats, Floats]:
         """Return (SMs that `op` holds, bytes that it sends through the port of a rank), one value per plan."""
@@ -78,32 +78,32 @@ class GroupTimes:
             sms[rows], sent[rows] = (each[which] for each in self._loads[key])
         return sms, sent
 
-    def ways(self, axis: str) -> tuple[NDArray[np.bool_], Floats, Floats]:
-        """Return (whether groups along an axis span nodes, how much of a rank's rate passes each GPU's way out, that way's
-        bytes/s), one value per plan; see `simulator.collectives.traffic.way_of`.
+    def bottlenecks(self, axis: str) -> tuple[NDArray[np.bool_], Floats, Floats]:
+        """Return (whether groups along an axis span nodes, the share of a rank's rate that passes the bottleneck, its
+        bytes/s), one value per plan; see `simulator.collectives.traffic.bottleneck_of`.
         """
-        rates = way_rates(self.cluster)
+        rates = bottleneck_rates(self.cluster)
         across, share = np.zeros(len(self.table), dtype=np.bool_), np.ones(len(self.table))
         rate = np.full(len(self.table), rates["port"])
         for _, shape, rows in self._groups(axis):
-            way, part = way_of(nodes=shape.nodes, ranks_per_node=shape.ranks_per_node)
-            across[rows], share[rows], rate[rows] = way == "nic", part, rates[way]
+            bottleneck, part = bottleneck_of(nodes=shape.nodes, ranks_per_node=shape.ranks_per_node)
+            across[rows], share[rows], rate[rows] = bottleneck == "nic", part, rates[bottleneck]
         return across, share, rate
 
     def _groups(self, axis: str) -> list[tuple[CollectiveModel, GroupShape, NDArray[np.bool_]]]:
         """Return the plans whose groups along an axis are the same on the same machine, groups of one left out."""
-        if axis not in self._alike:
+        if axis not in self._same_groups:
             shapes, which = self._axis(axis)
-            numbers = {id(model): number for number, model in enumerate(self.apart)}
-            machine = np.array([numbers[id(model)] for model in self.apart] or [0] * len(self.table))
-            self._alike[axis] = [
-                (self.apart[number] if self.apart else self.collectives, shape, rows)
+            numbers = {id(model): number for number, model in enumerate(self.models_by_plan)}
+            machine = np.array([numbers[id(model)] for model in self.models_by_plan] or [0] * len(self.table))
+            self._same_groups[axis] = [
+                (self.models_by_plan[number] if self.models_by_plan else self.collectives, shape, rows)
                 for index, shape in enumerate(shapes)
                 if shape.ranks > 1
                 for number in dict.fromkeys(machine[which == index].tolist())
                 if (rows := (which == index) & (machine == number)).any()
             ]
-        return self._alike[axis]
+        return self._same_groups[axis]
 
     def _axis(self, axis: str) -> tuple[tuple[GroupShape, ...], NDArray[np.int64]]:
         if axis not in self._shapes:

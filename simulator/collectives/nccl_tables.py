@@ -216,9 +216,9 @@ def evaluate(
     models: dict[tuple[str, int, int, str], CollectiveModel | None] = {}
     for index, table in enumerate(tables):
         try:
-            asked = _Table.read(table)
-            asked = replace(asked, launch=launch or asked.launch, algorithm=algorithm or asked.algorithm)
-            rows += _predict(asked, model, known_every, cluster_of, samples_of, models)
+            inputs = _Table.read(table)
+            inputs = replace(inputs, launch=launch or inputs.launch, algorithm=algorithm or inputs.algorithm)
+            rows += _predict(inputs, model, known_every, cluster_of, samples_of, models)
         except (_SkipTableError, PlannerError) as problem:
             name = str(table.get("machine", ""))
             skipped.append(SkippedTable(id=table.get("id", index), machine=name, reason=str(problem)))

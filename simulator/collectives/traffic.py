@@ -28,7 +28,7 @@ def port_share(op: str, algorithm: str, shape: GroupShape) -> float:
     return TRAFFIC[op](shape.ranks)
 
 
-def way_of(*, nodes: int, ranks_per_node: int) -> tuple[str, float]:
+def bottleneck_of(*, nodes: int, ranks_per_node: int) -> tuple[str, float]:
     """Return (what a group's traffic passes at every rank: "port" or "nic", how much of a rank's rate passes there).
 
     A ring enters and leaves every node once, whatever it has ranks there, and its channels spread that over the ranks' NICs.
@@ -36,7 +36,7 @@ def way_of(*, nodes: int, ranks_per_node: int) -> tuple[str, float]:
     return ("port", 1.0) if nodes == 1 else ("nic", 1.0 / ranks_per_node)
 
 
-def way_rates(cluster: Cluster) -> dict[str, float]:
+def bottleneck_rates(cluster: Cluster) -> dict[str, float]:
     """Return bytes/s of each GPU's "port" (NVLink or PCIe) and "nic", its share of the node's network."""
     node, kind = cluster.groups[0].node, cluster.slowest_kind
     network = sum(nic.bytes_per_s or 0.0 for nic in node.nics if nic.up)

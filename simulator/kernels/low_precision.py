@@ -61,8 +61,8 @@ def recipe_of(runtime: Runtime) -> Recipe | None:
 def recipes() -> Mapping[str, Recipe]:
     """Return every recipe by its name."""
     text = (resources.files("simulator") / "kernels" / "low_precision.toml").read_text("utf-8")
-    known = {name: said for name, said in tomllib.loads(text).items() if name != "source"}
-    return {name: convert(said, Recipe, where=f"low_precision.toml [{name}]") for name, said in known.items()}
+    known = {name: recipe for name, recipe in tomllib.loads(text).items() if name != "source"}
+    return {name: convert(recipe, Recipe, where=f"low_precision.toml [{name}]") for name, recipe in known.items()}
 
 
 def low_peak_flops(gpu: GpuKind, dtype: str) -> float:

@@ -52,8 +52,8 @@ class RuleFacts:
     gpus: int = 0  # to be used; 0: any number
     gpus_per_node: int = 0  # 0: not known
     nvlink: bool = True
-    reach: int = 0  # how many GPUs can exchange data at all, where `apart` says why not more
-    apart: str = ""
+    reach: int = 0  # how many GPUs can exchange data at all, where `reach_reason` says why not more
+    reach_reason: str = ""
     no_low_precision: str = ""  # why the GPUs cannot multiply in the low type that the runtime states
 
     @property
@@ -109,8 +109,8 @@ class Rule:
     applies: Callable[[RuleFacts], bool]
     policy: str = ""  # at the level of policies: the one field that the rule judges
 
-    def problem(self, plan: Plan, asked: RuleFacts) -> Problem:
-        message, field, nearest = self.say(plan, asked)
+    def problem(self, plan: Plan, facts: RuleFacts) -> Problem:
+        message, field, nearest = self.say(plan, facts)
         return Problem(rule=self.name, grade=self.grade, message=message, nearest=nearest, nearest_of=field)
 
 
@@ -154,12 +154,12 @@ def rule(
     policy: str = "",
     applies: Callable[[RuleFacts], bool] = lambda q: True,  # noqa: ARG005 - the signature is the interface
 ) -> Rule:
-    def full(plan: Plan, asked: RuleFacts) -> tuple[str, str, tuple[int, ...]]:
-        said = say(plan, asked)
-        if isinstance(said, str):
-            return said, "", ()
-        text, field, values = said
-        nearest = nearest_values([v for v in values if fills(field, v, asked)], int(getattr(plan, field)))
+    def full(plan: Plan, facts: RuleFacts) -> tuple[str, str, tuple[int, ...]]:
+        sentence = say(plan, facts)
+        if isinstance(sentence, str):
+            return sentence, "", ()
+        text, field, values = sentence
+        nearest = nearest_values([v for v in values if fills(field, v, facts)], int(getattr(plan, field)))
         hint = f"; nearest legal {field}: {' or '.join(map(str, nearest))}" if nearest else ""
         return text + hint, field, nearest
 
@@ -171,6 +171,6 @@ def with_nearest(field: str, values: Sequence[int], text: str) -> tuple[str, str
     return text, field, tuple(values)
 
 
-def fills(field: str, value: int, asked: RuleFacts) -> bool:
+def fills(field: str, value: int, facts: RuleFacts) -> bool:
     """Return whether some plan with this degree fills the GPUs of the question: the other degrees may have to change."""
-    return field not in {"tp", "cp", "pp"} or not asked.gpus or asked.gpus % value == 0
+    return field not in {"tp", "cp", "pp"} or not facts.gpus or facts.gpus % value == 0

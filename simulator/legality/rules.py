@@ -21,16 +21,16 @@ from simulator.pipeline.stages import rank_of_stage
 RULES: tuple[Rule, ...] = (*SHAPE_RULES, *EXPERT_RULES, *DATA_RULES, *PIPELINE_RULES, *POLICY_RULES)
 
 
-def problems(plan: Plan, asked: RuleFacts) -> tuple[Problem, ...]:
+def problems(plan: Plan, facts: RuleFacts) -> tuple[Problem, ...]:
     """Return what every rule has to say about `plan`, worst first; empty when all is well.
 
     Nothing is raised: a plan without meaning (a degree of zero) gets an illegal Problem.
     """
-    found = list(plan_problems(plan, asked))
+    found = list(plan_problems(plan, facts))
     if not any(problem.rule in {"positive", "range"} for problem in found):
         table = plan_columns([plan])
         found += [
-            rule.problem(plan, asked) for rule in RULES if rule.applies(asked) and bool(rule.broken(table, asked)[0])
+            rule.problem(plan, facts) for rule in RULES if rule.applies(facts) and bool(rule.broken(table, facts)[0])
         ]
     order = {Grade.ILLEGAL: 0, Grade.SLOW: 1, Grade.LEGAL: 2}
     return tuple(sorted(found, key=lambda problem: order[problem.grade]))
@@ -41,7 +41,7 @@ def is_legal(found: Sequence[Problem]) -> bool:
     return not any(problem.grade is Grade.ILLEGAL for problem in found)
 
 
-def plan_problems(plan: Plan, asked: RuleFacts) -> Iterator[Problem]:
+def plan_problems(plan: Plan, facts: RuleFacts) -> Iterator[Problem]:
     """Yield problems with what columns do not carry: meaningless numbers, listed layers, placement."""
     sizes = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "virtual_stages", "micro_batch_size")
     for name in sizes:
@@ -53,21 +53,21 @@ def plan_problems(plan: Plan, asked: RuleFacts) -> Iterator[Problem]:
         yield Problem(rule="range", grade=Grade.ILLEGAL, message=f"the degrees multiply to {plan.gpus:.3g} GPUs")
     stages = plan.pp * plan.virtual_stages
     listed = plan.layers_per_stage
-    if listed and (len(listed) != stages or sum(listed) != asked.model.layers or min(listed) < 0):
+    if listed and (len(listed) != stages or sum(listed) != facts.model.layers or min(listed) < 0):
         yield Problem(
             rule="layers-per-stage",
             grade=Grade.ILLEGAL,
             message=f"layers_per_stage lists {len(listed)} stages with {sum(listed)} layers; the plan has {stages} "
-            f"stages, the model {asked.model.layers} layers",
+            f"stages, the model {facts.model.layers} layers",
         )
-    elif listed and asked.framework.torch_pipelining and (bare := _ranks_without_layers(plan)):
+    elif listed and facts.framework.torch_pipelining and (bare := _ranks_without_layers(plan)):
         yield Problem(
             rule="layers-per-stage",
             grade=Grade.ILLEGAL,
             message=f"layers_per_stage leaves pipeline rank {bare[0]} nothing to train: give one of its stages a layer",
         )
     if modes := plan.recompute_per_stage:
-        yield from _recompute_problems(modes, stages, asked)
+        yield from _recompute_problems(modes, stages, facts)
     placed = plan.placement
     if placed and (len(placed) != plan.gpus or len(set(placed)) != len(placed) or min(placed) < 0):
         yield Problem(
@@ -84,8 +84,8 @@ def _ranks_without_layers(plan: Plan) -> tuple[int, ...]:
     return tuple(rank for rank in range(plan.pp) if rank not in holding | {rank_of[0], rank_of[-1]})
 
 
-def _recompute_problems(modes: tuple[str, ...], stages: int, asked: RuleFacts) -> Iterator[Problem]:
-    framework = asked.framework
+def _recompute_problems(modes: tuple[str, ...], stages: int, facts: RuleFacts) -> Iterator[Problem]:
+    framework = facts.framework
     unknown = sorted({mode for mode in modes if mode not in framework.recomputes})
     if not framework.lists_recompute:
         message = f"{framework.title} cannot be told to recompute stage by stage: say one mode for all in recompute"

@@ -30,11 +30,11 @@ def _axis_rules() -> Iterator[Rule]:
         )
 
 
-def _tensor_degrees(asked: RuleFacts) -> list[int]:
+def _tensor_degrees(facts: RuleFacts) -> list[int]:
     """Return tensor-parallel degrees that the head counts of the model allow in this framework."""
-    model = asked.model
+    model = facts.model
     degrees = divisors(model.heads)
-    if model.latent is None and asked.framework.kv_heads is KvHeads.DIVIDE:
+    if model.latent is None and facts.framework.kv_heads is KvHeads.DIVIDE:
         degrees = [d for d in degrees if model.kv_heads % d == 0]
     return degrees
 
@@ -84,8 +84,8 @@ SHAPE_RULES: list[Rule] = [
     rule(
         "reach",
         lambda c, q: np.asarray(c.gpus > q.reach),
-        lambda p, q: f"a plan of {p.gpus} GPU{'s' if p.gpus > 1 else ''} cannot run here: {q.apart}",
-        applies=lambda q: q.apart != "",
+        lambda p, q: f"a plan of {p.gpus} GPU{'s' if p.gpus > 1 else ''} cannot run here: {q.reach_reason}",
+        applies=lambda q: q.reach_reason != "",
     ),
     rule(
         "network",

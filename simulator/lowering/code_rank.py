@@ -55,7 +55,7 @@ class CodeRank:
     code: CodeWriter
     units: CodeOfUnits
     _live: set[str] = field(default_factory=set)
-    _owed: dict[tuple[str, str], float] = field(default_factory=dict)  # parts of collectives that were told
+    _remaining: dict[tuple[str, str], float] = field(default_factory=dict)  # parts of collectives that are not sent yet
 
     def begin(self, unit: Unit) -> None:
         """Every unit is written down."""
@@ -97,9 +97,9 @@ class CodeRank:
         size = _number(nbytes)
         if self.units.ranks_in(family) > 1 and size > 0:
             # Of a bucket that several units fill, the last of them sends it.
-            owed = self._owed.get((op, family), 0.0) + _number(times)
-            count = math.floor(owed + 0.5)
-            self._owed[op, family] = owed - count
+            remaining = self._remaining.get((op, family), 0.0) + _number(times)
+            count = math.floor(remaining + 0.5)
+            self._remaining[op, family] = remaining - count
             for _ in range(count):
                 self.code.collective(op, family, max(1, round(size)), stream=stream)
 

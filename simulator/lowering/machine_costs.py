@@ -7,7 +7,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from simulator.collectives.cost import CollectiveCost, CollectiveModel
-from simulator.collectives.traffic import port_share, way_of, way_rates
+from simulator.collectives.traffic import bottleneck_of, bottleneck_rates, port_share
 from simulator.kernels.roofline import efficiency
 from simulator.lowering.steps import KernelKey
 from simulator.lowering.writing import PEER_COPY, launch_key
@@ -54,7 +54,7 @@ class MachineCosts:
         self._gpus_per_node = self.cluster.gpus_per_node
         kinds = {gpu.kind for group in self.cluster.groups for gpu in group.node.gpus}
         self._one_kind = self.cluster.slowest_kind.name if len(kinds) == 1 else ""
-        self._link_rates = way_rates(self.cluster)
+        self._link_rates = bottleneck_rates(self.cluster)
 
     def cost(self, instruction: Kernel, ranks: Ranks) -> Cost:
         if isinstance(instruction, Launch):
@@ -75,7 +75,7 @@ class MachineCosts:
             sms = self.held_sms.get(op, sms)
         sent = instruction.nbytes * port_share(op, chosen.algorithm, shape)
         # By itself a transfer gets what its time says, whatever the time was measured or modelled from.
-        medium, share = way_of(nodes=shape.nodes, ranks_per_node=shape.ranks_per_node)
+        medium, share = bottleneck_of(nodes=shape.nodes, ranks_per_node=shape.ranks_per_node)
         rate = min(sent / seconds, self._link_rates[medium] / share) if seconds else 0.0
         return Cost(seconds=seconds, sms=sms, hbm_bytes_per_s=2 * rate, link_bytes_per_s=rate)
 
@@ -96,7 +96,7 @@ class MachineCosts:
         """
         physical = [self.placement[rank] for rank in ranks] if self.placement else list(ranks)
         per_node, nodes = self._spread(physical)
-        medium, share = way_of(nodes=nodes, ranks_per_node=per_node)
+        medium, share = bottleneck_of(nodes=nodes, ranks_per_node=per_node)
         if (medium, share) not in self._uses:
             self._uses[medium, share] = _LinkUses(medium, "out", share), _LinkUses(medium, "in", share)
         out, into = self._uses[medium, share]

@@ -71,7 +71,7 @@ class _Lowering:
         self.network = Network(self.model, operators, self.context, collapse=detail is Detail.STAGE)
         self.walk = StepWalk(self.context, operators, self.network.stages, single=self.schedule.micro_batches <= 1)
         self.steps = StepWriter()
-        self.told = CodeOfUnits(self.network, self.steps, self.context, detail)
+        self.units = CodeOfUnits(self.network, self.steps, self.context, detail)
 
     def lower(self) -> Lowered:
         in_flight = peak_in_flight(self.schedule)
@@ -81,15 +81,15 @@ class _Lowering:
         def begun(code: CodeWriter, rank: int) -> tuple[CodeRank, DataWriter, Held]:
             if rank not in ranks:
                 held = held_by(self.schedule, rank, in_flight[rank])
-                told = CodeRank(code, self.told)
-                ranks[rank] = told, self.walk.begin(told, held), held
+                writer = CodeRank(code, self.units)
+                ranks[rank] = writer, self.walk.begin(writer, held), held
             return ranks[rank]
 
         def body(code: CodeWriter, action: Action, rank: int) -> None:
-            told, data, _ = begun(code, rank)
+            writer, data, _ = begun(code, rank)
             for leaf in action.leaves:
                 last = leaf.micro_batch == last_turned[leaf.stage] and leaf.kind in TURNS
-                self.walk.action(told, data, leaf.stage, leaf.kind, leaf.micro_batch, last=last)
+                self.walk.action(writer, data, leaf.stage, leaf.kind, leaf.micro_batch, last=last)
 
         per_rank = self.plan.gpus // self.plan.pp
         program = pipeline_program(

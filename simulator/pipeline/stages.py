@@ -29,7 +29,7 @@ from topology.errors import BadPlan
 class StageLayout:
     """Layers held by pipeline ranks, shape (plans, columns); columns that a plan does not have hold -1.
 
-    Column c of a plan is its pipeline rank `rank[c]` and stands for `alike[c]` ranks. A whole layout has a column for
+    Column c of a plan is its pipeline rank `rank[c]` and stands for `rank_count[c]` ranks. A whole layout has a column for
     every rank; a merged one a column for each kind of rank, the first of its kind, which is all that sums and maxima
     over ranks need. `by_mode[mode]` counts the (dense, MoE) layers that run under each recompute mode, zero where there
     are none.
@@ -38,7 +38,7 @@ class StageLayout:
     dense: NDArray[np.int64]
     moe: NDArray[np.int64]
     rank: NDArray[np.int64]
-    alike: NDArray[np.int64]
+    rank_count: NDArray[np.int64]
     first: NDArray[np.bool_]  # holds the embedding
     last: NDArray[np.bool_]  # holds the head
     by_mode: dict[str, tuple[Floats, Floats]] = field(default_factory=dict)
@@ -99,7 +99,7 @@ def stage_layout(model: Model, table: PlanTable, spec: PipelineSpec, *, merged: 
     own = np.arange(len(table)) if any(p.layers_per_stage for p in table.plans) else np.zeros(len(table))
     rows, which = distinct(table["pp"], table["virtual_stages"], folded, own)
     kinds = [
-        _held_layers(
+        _layers_of_ranks(
             model.dense_before,
             table.plans[row].layers_per_stage if table.plans else (),
             int(table["pp"][row]),
@@ -112,7 +112,7 @@ def stage_layout(model: Model, table: PlanTable, spec: PipelineSpec, *, merged: 
     ]
     width = max(kind.shape[1] for kind in kinds)
     padded = [np.pad(kind, ((0, 0), (0, width - kind.shape[1])), constant_values=-1) for kind in kinds]
-    dense, moe, rank, alike, first, last = np.moveaxis(np.stack(padded)[which], 1, 0)
+    dense, moe, rank, rank_count, first, last = np.moveaxis(np.stack(padded)[which], 1, 0)
     modes = table.recompute_modes
     whole = np.where(dense >= 0, dense, 0).astype(np.float64), np.where(moe >= 0, moe, 0).astype(np.float64)
     by_mode = {
@@ -126,12 +126,18 @@ def stage_layout(model: Model, table: PlanTable, spec: PipelineSpec, *, merged: 
             counted = {mode: (counts[0][row], counts[1][row]) for mode, counts in by_mode.items()}
             _count_modes(model, plan, spec, str(table.schedule[row]), counted)
     return StageLayout(
-        dense=dense, moe=moe, rank=rank, alike=np.maximum(alike, 0), first=first > 0, last=last > 0, by_mode=by_mode
+        dense=dense,
+        moe=moe,
+        rank=rank,
+        rank_count=np.maximum(rank_count, 0),
+        first=first > 0,
+        last=last > 0,
+        by_mode=by_mode,
     )
 
 
 @lru_cache(maxsize=4096)
-def _held_layers(
+def _layers_of_ranks(
     dense_before: tuple[int, ...],
     listed: tuple[int, ...],
     pp: int,
@@ -265,7 +271,7 @@ def _counted_out(table: PlanTable) -> Iterator[tuple[int, tuple[float, ...], flo
     for row in np.nonzero(np.isin(table.schedule, SPLIT_BACKWARD))[0]:
         p, m, v = int(table["pp"][row]), int(table.micro_batches[row]), int(table["virtual_stages"][row])
         if p > 1 and m >= 1:
-            yield int(row), *_held(str(table.schedule[row]), p, m, v)
+            yield int(row), *_in_flight(str(table.schedule[row]), p, m, v)
 
 
 # Forward passes of a schedule that are laid out to be counted: half a second's worth.
@@ -273,7 +279,7 @@ MAX_COUNTED = 1 << 17
 
 
 @lru_cache(maxsize=1024)
-def _held(name: str, p: int, m: int, v: int) -> tuple[tuple[float, ...], float]:
+def _in_flight(name: str, p: int, m: int, v: int) -> tuple[tuple[float, ...], float]:
     """Return (micro batches in flight on each rank, on the last stage) of a schedule, in whole passes of a rank.
 
     Beyond a few rounds of the pipeline the steady state repeats, so that a long step is counted on a shorter one. A table

@@ -89,14 +89,14 @@ class _Reader:
         self.clocks: dict[str, dict[str, int]] = {HOST: {HOST: 0}}
         self.events: dict[str, dict[str, int]] = {}
         self.buffers: dict[str, _Buffer] = {}
-        self.said: set[tuple[str, str]] = set()
+        self.reported: set[tuple[str, str]] = set()
 
     def problems(self) -> Iterator[ProgramFault]:
         for index, instruction in enumerate(self.code.instructions):
             where = f"{self.code.name}[{index}] {label(instruction)}"
             for kind, name, what in self._read(instruction):
-                if (kind, name) not in self.said:  # the first of a kind says it; the rest follow from it
-                    self.said.add((kind, name))
+                if (kind, name) not in self.reported:  # the first of a kind says it; the rest follow from it
+                    self.reported.add((kind, name))
                     yield ProgramFault(kind, where, what)
 
     def _read(self, instruction: Instruction) -> Iterator[tuple[str, str, str]]:

@@ -259,9 +259,9 @@ class _Refinement:
         family = self.families[key[1]]
         group = int(family.group_of[rank])
         ranks, number = family.groups[group], int(group_colour[group])
-        alike = np.nonzero(group_colour == number)[0]
+        members = np.nonzero(group_colour == number)[0]
         classes = tuple(dict.fromkeys(int(class_of[member]) for member in sorted(ranks)))
-        return Meeting(("group", key[1], number), ranks, classes, *self.links.total(key[1], alike, link_colour))
+        return Meeting(("group", key[1], number), ranks, classes, *self.links.total(key[1], members, link_colour))
 
     def _pair_meeting(self, key: Endpoint, rank: int, class_of: Ints, link_colour: Ints) -> Meeting:
         kind, name, peer, relative = key
@@ -274,8 +274,8 @@ class _Refinement:
             step: Hashable = (peer if kind == "send" else -peer) % int(family.sizes[family.group_of[rank]])
         else:
             step = (int(family.position[source]), int(family.position[target]))
-        alike = np.nonzero(class_of[rows[:, 0]] == sender)[0]
-        use = self.links.total((code, key), alike, link_colour) if kind == "send" else ((), 0.0)
+        members = np.nonzero(class_of[rows[:, 0]] == sender)[0]
+        use = self.links.total((code, key), members, link_colour) if kind == "send" else ((), 0.0)
         channel = ("pair", name, step, sender, receiver)
         return Meeting(channel, (source, target), tuple(dict.fromkeys((sender, receiver))), *use)
 

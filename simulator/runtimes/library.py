@@ -113,15 +113,15 @@ def spec_for(runtime: Runtime) -> RuntimeSpec:
 
 @cache
 def _read(file: str, *, earlier: bool = False) -> RuntimeSpec:
-    said = _load_toml(file)
-    if said.get("like"):
+    document = _load_toml(file)
+    if document.get("like"):
         other = {
-            key: value for key, value in _load_toml(said["like"]).items() if key != "earlier"
+            key: value for key, value in _load_toml(document["like"]).items() if key != "earlier"
         }  # versions are its own
-        said = _replaced(other, said)
+        document = _replaced(other, document)
     if earlier:
-        said = _replaced(said, said["earlier"]["overrides"])
-    return convert(said, RuntimeSpec, where=f"runtimes/{file}.toml")
+        document = _replaced(document, document["earlier"]["overrides"])
+    return convert(document, RuntimeSpec, where=f"runtimes/{file}.toml")
 
 
 def _load_toml(file: str) -> dict[str, Any]:

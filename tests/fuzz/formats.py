@@ -56,7 +56,7 @@ from topology.probe.from_text import probe_text
 from topology.probe.report import probe_json
 from topology.profile.measurement import read_measurement
 from topology.profile.profile import read_profile
-from topology.rates.reach import doubts_about, reach
+from topology.rates.reach import cluster_caveats, reach
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "tests" / "data"
@@ -239,7 +239,7 @@ def _read_tuning(text: str, path: Path) -> list[Any]:
 def _read_cluster(text: str, _path: Path) -> list[Any]:
     found = parse_cluster(codec.parse_json(text, where="cluster"), where="cluster")
     assert verify_cluster(found) == []
-    doubts_about(found)
+    cluster_caveats(found)
     count = min(reach(found).gpus, 64)
     shown = [codec.to_builtins(found), codec.to_builtins(diagnose(found))]
     if count and found.gpu_count <= 4096:

@@ -1,4 +1,4 @@
-"""Tuning: beliefs against other computations of the same, choices against what is known to be right, and the twin."""
+"""Tuning: beliefs against other computations of the same, choices against what is known to be right, and recorded runs."""
 
 from __future__ import annotations
 

@@ -109,12 +109,12 @@ def asked(question, **changes) -> TuningRequest:
 def test_one_job_for_all_trials_is_refused_where_plans_need_several_nodes(two_nodes, tmp_path) -> None:
     wide = replace(asked(two_nodes[0]), gpus=16)
     with pytest.raises(UserError, match="16 GPUs"):
-        TuneJob(asked=wide, state=tmp_path / "state", launcher="slurm").written()
+        TuneJob(request=wide, state=tmp_path / "state", launcher="slurm").written()
 
 
 def test_a_trainjob_resumes_the_state_in_its_container(two_nodes, tmp_path) -> None:
     job = TuneJob(
-        asked=asked(two_nodes[0]), state=tmp_path / "state", launcher="trainjob", image="registry/meshwright:1"
+        request=asked(two_nodes[0]), state=tmp_path / "state", launcher="trainjob", image="registry/meshwright:1"
     )
 
     manifest = yaml.safe_load(job.written().text)

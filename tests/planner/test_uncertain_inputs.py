@@ -15,7 +15,7 @@ from topology.errors import Stale
 from topology.finding import INFO, WARNING, finding
 from topology.probe.from_text import probe_text
 from topology.profile.profile import CollectiveSample, Profile
-from topology.rates.reach import doubts_about, reach
+from topology.rates.reach import cluster_caveats, reach
 
 
 @pytest.fixture
@@ -127,9 +127,9 @@ def test_what_is_assumed_of_links_and_nodes_is_said() -> None:
     slow = replace(node, nics=tuple(replace(nic, bytes_per_s=1.25e9) for nic in node.nics))
     mixed = replace(TWO, groups=(NodeGroup(node=node), NodeGroup(node=slow)))
 
-    assert "not listed" in " ".join(doubts_about(with_node(TWO, links=bare)))
-    assert "different network ports" in " ".join(doubts_about(mixed))
-    assert doubts_about(TWO) == []
+    assert "not listed" in " ".join(cluster_caveats(with_node(TWO, links=bare)))
+    assert "different network ports" in " ".join(cluster_caveats(mixed))
+    assert cluster_caveats(TWO) == []
 
 
 SAMPLE = CollectiveSample(op="all_reduce", ranks=8, nodes=1, nbytes=1 << 20, time_s=55e-6)

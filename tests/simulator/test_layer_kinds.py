@@ -174,8 +174,8 @@ def test_merged_ranks_stand_for_as_many_layers() -> None:
         layout = stage_layout(MODELS[name], table, spec, merged=True)
         dense, sparse = layout.layers
 
-        assert (dense * layout.alike).sum(axis=1).tolist() == [MODELS[name].dense_layers] * len(table)
-        assert (sparse * layout.alike).sum(axis=1).tolist() == [MODELS[name].moe_layers] * len(table)
+        assert (dense * layout.rank_count).sum(axis=1).tolist() == [MODELS[name].dense_layers] * len(table)
+        assert (sparse * layout.rank_count).sum(axis=1).tolist() == [MODELS[name].moe_layers] * len(table)
 
 
 def test_modes_by_stage_count_the_layers_of_their_stages() -> None:

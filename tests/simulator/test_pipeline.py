@@ -189,9 +189,9 @@ def test_a_schedule_too_long_to_count_is_taken_to_hold_no_less(name, monkeypatch
     """What stands for tables beyond `MAX_COUNTED` is an upper bound of those below it."""
     virtual = {"ZBVZeroBubble": (2,), "DualPipeV": (2,), "ZBH1": (1,)}.get(name, (2, 3, 4))
     for p, rounds, v in itertools.product((2, 3, 4, 8), (1, 2, 5), virtual):
-        counted, last = stages._held.__wrapped__(name, p, rounds * p, v)
+        counted, last = stages._in_flight.__wrapped__(name, p, rounds * p, v)
         monkeypatch.setattr(stages, "MAX_COUNTED", 0)
-        bound, bound_last = stages._held.__wrapped__(name, p, rounds * p, v)
+        bound, bound_last = stages._in_flight.__wrapped__(name, p, rounds * p, v)
         monkeypatch.undo()
 
         assert np.all(np.array(counted) <= np.array(bound))

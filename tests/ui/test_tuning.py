@@ -48,6 +48,6 @@ def test_the_posterior_of_every_finalist_shrinks_to_its_measurement() -> None:
         if mine[-1].measured_s:
             assert mine[-1].low <= mine[-1].measured_s * 1.02
             assert mine[-1].high / mine[-1].low < mine[0].high / mine[0].low
-    assert found.better_left[-1] == view.outlook.probability < found.better_left[0]
-    for chart in (*posterior(found, dark=False).values(), better_left(found.better_left, dark=True)):
+    assert found.better_plan_left[-1] == view.outlook.probability < found.better_plan_left[0]
+    for chart in (*posterior(found, dark=False).values(), better_left(found.better_plan_left, dark=True)):
         assert chart.to_dict()

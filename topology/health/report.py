@@ -74,9 +74,9 @@ def health_text(cluster: Cluster, health: Health, measured: Measurement | None, 
 
 def _verdict(health: Health) -> str:
     counts = {word: sum(item.severity.value == word for item in health.items) for word in ("error", "warning", "info")}
-    said = ", ".join(f"{count} {word}{'s' if count != 1 else ''}" for word, count in counts.items() if count)
+    counted = ", ".join(f"{count} {word}{'s' if count != 1 else ''}" for word, count in counts.items() if count)
     basis = "" if health.measured else "; nothing was measured: add --measure"
-    return f"{'healthy' if health.healthy else 'UNHEALTHY'} ({said or 'nothing to report'}){basis}"
+    return f"{'healthy' if health.healthy else 'UNHEALTHY'} ({counted or 'nothing to report'}){basis}"
 
 
 def measured_lines(measured: Measurement) -> list[str]:

@@ -238,14 +238,14 @@ def _halves(flow: nx.DiGraph[str], gpus: tuple[str, ...]) -> Iterator[tuple[str,
     """Yield halves of `gpus`, one for each way to take some of each class of GPUs with identical links."""
     ends = {gpu: {b: facts["capacity"] for b, facts in flow[gpu].items()} for gpu in gpus}
 
-    def alike(a: str, b: str) -> bool:
+    def interchangeable(a: str, b: str) -> bool:
         """Whether the two are interchangeable: they have the same links to all others, and to each other."""
         mine, other = ends[a], ends[b]
         return mine.get(b) == other.get(a) and {**mine, b: 0.0, a: 0.0} == {**other, a: 0.0, b: 0.0}
 
     classes: list[list[str]] = []
     for gpu in gpus:
-        same = next((group for group in classes if alike(group[0], gpu)), None)
+        same = next((group for group in classes if interchangeable(group[0], gpu)), None)
         if same is None:
             classes.append([gpu])
         else:

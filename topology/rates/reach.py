@@ -56,10 +56,10 @@ def _reach(cluster: Cluster) -> Reach:
     between = GroupShape(ranks=2, ranks_per_node=1, siblings=per_node)
     if group_rates(cluster, between).inter_bytes_per_s > 0:
         return Reach(gpus=cluster.gpu_count)
-    return Reach(gpus=per_node, why=f"the {cluster.node_count} nodes are not joined: {_why_apart(cluster)}")
+    return Reach(gpus=per_node, why=f"the {cluster.node_count} nodes are not joined: {_why_unconnected(cluster)}")
 
 
-def _why_apart(cluster: Cluster) -> str:
+def _why_unconnected(cluster: Cluster) -> str:
     for position, group in enumerate(cluster.groups):
         node, which = group.node, f" of node group {position}" if len(cluster.groups) > 1 else ""
         if not node.nics:
@@ -89,17 +89,19 @@ def mixed_gpus(cluster: Cluster) -> list[str]:
     ]
 
 
-def doubts_about(cluster: Cluster) -> list[str]:
+def cluster_caveats(cluster: Cluster) -> list[str]:
     """Return a sentence for everything about the cluster's parts that a plan takes for granted or at its worst."""
-    said = mixed_gpus(cluster)
+    caveats = mixed_gpus(cluster)
     sizes = sorted({len(group.node.gpus) for group in cluster.groups})
     if len(sizes) > 1:
-        said.append(f"nodes of {' and '.join(map(str, sizes))} GPUs: groups inside a node are planned for {sizes[0]}")
+        caveats.append(
+            f"nodes of {' and '.join(map(str, sizes))} GPUs: groups inside a node are planned for {sizes[0]}"
+        )
     if len({_network(group.node.nics) for group in cluster.groups}) > 1:
-        said.append("nodes with different network ports: every one is planned as the slowest")
+        caveats.append("nodes with different network ports: every one is planned as the slowest")
     for position in range(len(cluster.groups)):
-        said += _unlisted(node_rates(cluster, position))
-    return list(dict.fromkeys(said))
+        caveats += _unlisted(node_rates(cluster, position))
+    return list(dict.fromkeys(caveats))
 
 
 def _network(nics: Sequence[Nic]) -> tuple[tuple[float, bool], ...]:
@@ -111,12 +113,12 @@ def _unlisted(rates: NodeRates) -> list[str]:
     node = rates.node
     hosted = {end for link in node.links if link.kind in HOST_KINDS for end in (link.a, link.b)}
     bare = [gpu.index for gpu in node.gpus if gpu.vertex not in hosted]
-    said = []
+    caveats = []
     if bare and len(node.gpus) > 1:
-        said.append(
+        caveats.append(
             f"the links of GPU {', '.join(map(str, bare[:8]))} to the host are not listed: taken as a slot of the card's own rate"
         )
     absent = sum(link.state is LinkState.ABSENT for link in node.links)
     if absent:
-        said.append(f"{absent} links of a node are absent: planned without them")
-    return said
+        caveats.append(f"{absent} links of a node are absent: planned without them")
+    return caveats

@@ -236,17 +236,17 @@ def read_graphs(root: Element) -> tuple[NcclGraph, ...]:
     sink: list[str] = []
     graphs = []
     for graph in (child for child in root if child.tag == "graph"):
-        said = graph.attrib
-        intra, inter = _float(said.get("speedintra")), _float(said.get("speedinter"))
+        attributes = graph.attrib
+        intra, inter = _float(attributes.get("speedintra")), _float(attributes.get("speedinter"))
         graphs.append(
             NcclGraph(
-                id=_int(said.get("id"), sink, "graph id"),
-                pattern=_int(said.get("pattern"), sink, "graph pattern"),
-                channel_count=_int(said.get("nchannels"), sink, "graph nchannels"),
+                id=_int(attributes.get("id"), sink, "graph id"),
+                pattern=_int(attributes.get("pattern"), sink, "graph pattern"),
+                channel_count=_int(attributes.get("nchannels"), sink, "graph nchannels"),
                 speed_intra_bytes_per_s=intra * 1e9 if intra is not None else None,
                 speed_inter_bytes_per_s=inter * 1e9 if inter is not None else None,
-                type_intra=said.get("typeintra", ""),
-                type_inter=said.get("typeinter", ""),
+                type_intra=attributes.get("typeintra", ""),
+                type_inter=attributes.get("typeinter", ""),
                 channels=tuple(
                     tuple((step.tag, _int(step.get("dev"), sink, "dev")) for step in channel)
                     for channel in graph
@@ -278,13 +278,13 @@ def normal_busid(busid: str) -> str:
 
 
 def _pci(element: Element, cpu: int, bridges: tuple[str, ...], problems: list[str]) -> PciDevice:
-    said = element.attrib
-    width = _int(said.get("link_width"), problems, "link_width")
-    speed = re.match(r"\s*([0-9]{1,3}(?:\.[0-9]+)?)\s*GT/s", said.get("link_speed", ""))
+    attributes = element.attrib
+    width = _int(attributes.get("link_width"), problems, "link_width")
+    speed = re.match(r"\s*([0-9]{1,3}(?:\.[0-9]+)?)\s*GT/s", attributes.get("link_speed", ""))
     rate = pcie_bytes_per_s(float(speed.group(1)), width) if speed and width and 0 < width <= 64 else None
     return PciDevice(
-        busid=normal_busid(said.get("busid", "")),
-        device_class=said.get("class", ""),
+        busid=normal_busid(attributes.get("busid", "")),
+        device_class=attributes.get("class", ""),
         cpu=cpu,
         bridges=bridges,
         link_speed_bytes_per_s=rate,
@@ -293,7 +293,7 @@ def _pci(element: Element, cpu: int, bridges: tuple[str, ...], problems: list[st
 
 
 def _gpu(element: Element, pci: PciDevice, problems: list[str]) -> GpuElement:
-    said = element.attrib
+    attributes = element.attrib
     links: list[NvlinkElement] = []
     c2c: float | None = None
     for child in element:
@@ -308,13 +308,13 @@ def _gpu(element: Element, pci: PciDevice, problems: list[str]) -> GpuElement:
         elif child.tag == "c2c":
             rate, count = _float(child.get("bw")), _int(child.get("count"), problems, "c2c count")
             c2c = rate * 1e6 * count if rate is not None and count is not None else None
-    gdr = _int(said.get("gdr"), problems, "gpu gdr")
+    gdr = _int(attributes.get("gdr"), problems, "gpu gdr")
     return GpuElement(
         pci=pci,
-        dev=_int(said.get("dev"), problems, "gpu dev"),
-        rank=_int(said.get("rank"), problems, "gpu rank"),
-        sm=_int(said.get("sm"), problems, "gpu sm"),
-        mlopart=_int(said.get("mlopart"), problems, "gpu mlopart"),
+        dev=_int(attributes.get("dev"), problems, "gpu dev"),
+        rank=_int(attributes.get("rank"), problems, "gpu rank"),
+        sm=_int(attributes.get("sm"), problems, "gpu sm"),
+        mlopart=_int(attributes.get("mlopart"), problems, "gpu mlopart"),
         gdr=bool(gdr) if gdr is not None else None,
         links=tuple(links),
         c2c_bytes_per_s=c2c,
@@ -322,15 +322,15 @@ def _gpu(element: Element, pci: PciDevice, problems: list[str]) -> GpuElement:
 
 
 def _net(element: Element, pci: PciDevice | None, cpu: int, problems: list[str]) -> NetElement:
-    said = element.attrib
-    speed = _float(said.get("speed"))
-    gdr = _int(said.get("gdr"), problems, "net gdr")
+    attributes = element.attrib
+    speed = _float(attributes.get("speed"))
+    gdr = _int(attributes.get("gdr"), problems, "net gdr")
     return NetElement(
-        name=said.get("name", ""),
+        name=attributes.get("name", ""),
         cpu=cpu,
         pci=pci,
-        dev=_int(said.get("dev"), problems, "net dev"),
-        port=_int(said.get("port"), problems, "net port"),
+        dev=_int(attributes.get("dev"), problems, "net dev"),
+        port=_int(attributes.get("port"), problems, "net port"),
         bytes_per_s=speed * 1e6 / 8 if speed is not None and speed > 0 else None,
         gdr=bool(gdr) if gdr is not None else None,
     )

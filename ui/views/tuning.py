@@ -104,7 +104,7 @@ def _show(found: State) -> None:
     if not found.trials:
         panels.empty("No trial yet", "The tuning has begun, and its first trial has not ended.")
         return
-    asked, view = found.asked, shown(found)
+    asked, view = found.request, shown(found)
     _answer(view, asked.within)
     seen = history(view, within=asked.within, unknown_machine=asked.unknown_machine)
     panels.section("Finalists", "What is believed of a step after each trial: the middle, and a band that holds 80 %.")
@@ -123,7 +123,7 @@ def _show(found: State) -> None:
     with right:
         panels.section("Is something better left?", "By more than the tuning cares for; it stops at 5 %.")
         panels.chart(
-            charts.better_left(seen.better_left, dark=panels.dark()),
+            charts.better_left(seen.better_plan_left, dark=panels.dark()),
             key="left",
             alt=f"Chance that a better plan is left, by trials; in the end {chance_text(view.outlook.probability)}",
         )

@@ -111,7 +111,7 @@ def flags_of(given: dict[str, Any]) -> Flags:
     )
 
 
-def _runtime(said: str | None) -> dict[str, str | None]:
+def _runtime(text: str | None) -> dict[str, str | None]:
     """Return the name and the version of `torchtitan@0.2.2`; a learned runtime is a file, and so has no version."""
-    name, mark, version = (said or "").partition("@")
-    return {"name": name, "version": version} if mark and version and not is_learned(said) else {"name": said}
+    name, mark, version = (text or "").partition("@")
+    return {"name": name, "version": version} if mark and version and not is_learned(text) else {"name": text}

@@ -110,10 +110,10 @@ def stated(given: Mapping[str, Any]) -> list[str]:
     return [name for name, value in given.items() if value not in (None, False)]
 
 
-def refuse(names: list[str], task: Task, spelled: Mapping[str, str] | None = None) -> None:
+def refuse(names: list[str], task: Task, flag_names: Mapping[str, str] | None = None) -> None:
     """Raise UserError where options were given that mean nothing for `task`."""
     if names:
-        flags = ", ".join((spelled or {}).get(name, "--" + name.replace("_", "-")) for name in names)
+        flags = ", ".join((flag_names or {}).get(name, "--" + name.replace("_", "-")) for name in names)
         whose, other = ("training", Task.TRAIN) if task is Task.SERVE else ("serving", Task.SERVE)
         raise UserError(
             f"{flags}: an option of {whose}",

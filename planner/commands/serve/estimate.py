@@ -34,19 +34,19 @@ def is_serving_plan(path: str | Path | None) -> bool:
         return False
 
 
-def serving_flags(said: Flags, serving: Mapping[str, Any], others: Mapping[str, Any] | None = None) -> ServingFlags:
+def serving_flags(flags: Flags, serving: Mapping[str, Any], others: Mapping[str, Any] | None = None) -> ServingFlags:
     """Return what a command states of serving. Raises UserError for options that only training has."""
-    only = {"seq_len": said.seq_len, "global_batch": said.global_batch, **said.plan, **said.runtime}
+    only = {"seq_len": flags.seq_len, "global_batch": flags.global_batch, **flags.plan, **flags.runtime}
     names = [name for name, value in only.items() if name not in DEGREES and value is not None]
     refuse([*names, *stated(others or {})], Task.SERVE, SPELLED)
     return ServingFlags(
-        model=said.model,
-        cluster=said.cluster,
-        gpu=said.gpu,
-        gpus=None if said.gpus is None else said.gpus[0],
-        tp=said.plan.get("tp"),
-        pp=said.plan.get("pp"),
-        ep=said.plan.get("ep"),
+        model=flags.model,
+        cluster=flags.cluster,
+        gpu=flags.gpu,
+        gpus=None if flags.gpus is None else flags.gpus[0],
+        tp=flags.plan.get("tp"),
+        pp=flags.plan.get("pp"),
+        ep=flags.plan.get("ep"),
         **serving,
     )
 

@@ -92,8 +92,8 @@ def _write_types(facts: Facts) -> Settings:
 
 def _read_types(settings: Settings, facts: Facts) -> Facts:
     words = {"bfloat16": "bf16", "float16": "fp16", "float8": "fp8", None: "no"}
-    said = {key: str(value).lower() if value is not False else "no" for key, value in settings.items()}
-    compute = one_of(said, "mixed_precision", words, "no")
+    lowered = {key: str(value).lower() if value is not False else "no" for key, value in settings.items()}
+    compute = one_of(lowered, "mixed_precision", words, "no")
     if compute is None:  # everything in the type that the program loads the model in
         stored = facts.get("param_dtype", "float32")
         return {"compute_dtype": stored, "param_dtype": stored, "reduce_dtype": stored}
@@ -120,8 +120,8 @@ def _read_recompute(settings: Settings, facts: Facts) -> Facts:
 
 
 def _read_compile(settings: Settings, _: Facts) -> Facts:
-    said = str(settings.get("dynamo_config.dynamo_backend", "no")).lower()
-    return {"compile": said not in {"no", "false"}}
+    backend = str(settings.get("dynamo_config.dynamo_backend", "no")).lower()
+    return {"compile": backend not in {"no", "false"}}
 
 
 TABLE: Table = (

@@ -34,9 +34,9 @@ def _write_batch(facts: Facts) -> Settings:
 
 def _read_batch(settings: Settings, facts: Facts) -> Facts:
     """As DeepSpeedConfig completes the three sizes (`_set_batch_related_parameters`): "auto" counts as absent."""
-    said = {key: None if settings.get(key) == "auto" else settings.get(key) for key in _BATCH}
+    stated = {key: None if settings.get(key) == "auto" else settings.get(key) for key in _BATCH}
     dp = facts["dp_replicate"] * facts["dp_shard"]
-    total, micro, steps = (whole(said, key, 0) if said[key] is not None else 0 for key in _BATCH)
+    total, micro, steps = (whole(stated, key, 0) if stated[key] is not None else 0 for key in _BATCH)
     if not total and not micro:
         raise BadInput(
             "the batch is not stated",
@@ -136,8 +136,8 @@ def _read_types(settings: Settings, _: Facts) -> Facts:
         raise BadInput("bf16 and fp16 are both enabled", why="DeepSpeed trains in one of them")
     compute = {"bf16": "bfloat16", "fp16": "float16"}[on[0]] if on else "float32"
     # Without a word gradients are communicated in the type of the model.
-    said = settings.get("communication_data_type")
-    reduce = one_of(settings, "communication_data_type", COMMUNICATION, "fp32") if said is not None else compute
+    stated = settings.get("communication_data_type")
+    reduce = one_of(settings, "communication_data_type", COMMUNICATION, "fp32") if stated is not None else compute
     return {"compute_dtype": compute, "param_dtype": compute, "reduce_dtype": reduce}
 
 

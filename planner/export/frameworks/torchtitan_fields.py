@@ -269,8 +269,8 @@ def _read_context(settings: Settings, facts: Facts) -> Facts:
 
 
 def _read_converters(settings: Settings, facts: Facts) -> Facts:
-    said = settings.get("model.converters") or []
-    names = said if isinstance(said, list) else [said]
+    converters = settings.get("model.converters") or []
+    names = converters if isinstance(converters, list) else [converters]
     low = any("float8" in str(name) or "mx" in str(name) for name in names)
     return {"compute_dtype": "float8" if low else facts["compute_dtype"]}
 

@@ -271,7 +271,7 @@ class _LayerCounts:
             dense=np.where(there, shaped(dense.sum(axis=1)), -1),
             moe=np.where(there, shaped(rest.sum(axis=1)), -1),
             rank=np.where(there, shaped(self.rank), -1),
-            alike=there.astype(np.int64),
+            rank_count=there.astype(np.int64),
             first=shaped(self.rank == 0) & there,
             last=shaped(self.rank == last) & there,
             by_mode={

@@ -130,8 +130,8 @@ class ExecutorTrials:
 
     def _request(self, candidate: Candidate, budget_s: float) -> dict[str, Any]:
         """Return the executor's request. Raises PlannerError where the plan cannot run here."""
-        asked = replace(self.question, runtime=candidate.runtime)
-        content = plan_file(asked, candidate.plan, candidate.estimate)
+        question = replace(self.question, runtime=candidate.runtime)
+        content = plan_file(question, candidate.plan, candidate.estimate)
         if self.device == "cpu" or self.here is None or self.health is None:
             run: PlannedRun = replace(cpu_run(content, None), predicted=codec.to_builtins(candidate.estimate))
         else:
@@ -198,9 +198,9 @@ def trial_of_report(
     status = Status(said) if said in words else Status.TIMEOUT if said == "overrun" else Status.FAILED
     measured = document.get("measured") or {}
     steps = measured.get("step_s") or {}
-    taken, asked = int(measured.get("steps") or 0), int(measured.get("steps_asked") or 0)
+    taken, wanted = int(measured.get("steps") or 0), int(measured.get("steps_asked") or 0)
     # Most of the steps are a measurement even where the time ended before the last.
-    if status is Status.OUT_OF_TIME and taken >= max(3, asked // 2):
+    if status is Status.OUT_OF_TIME and taken >= max(3, wanted // 2):
         status = Status.FINISHED
     timed = status is Status.FINISHED and bool(steps.get("median"))
     failure = document.get("failure") or {}

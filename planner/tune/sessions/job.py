@@ -20,7 +20,7 @@ LAUNCHERS = ("slurm", "trainjob")
 class TuneJob:
     """The job of the tuning in `state`."""
 
-    asked: TuningRequest
+    request: TuningRequest
     state: Path
     launcher: str
     name: str = "meshwright-tune"
@@ -31,18 +31,20 @@ class TuneJob:
         """Return the job file. Raises UserError where the plans need several nodes or a setting is missing."""
         if self.launcher not in LAUNCHERS:
             raise UserError(f"--launcher is {self.launcher!r}", remedy=f"local, or one of {', '.join(LAUNCHERS)}")
-        if self.asked.gpus > self.asked.cluster.gpus_per_node:
+        if self.request.gpus > self.request.cluster.gpus_per_node:
             raise UserError(
-                f"{self.asked.gpus} GPUs are more than a node of {self.asked.cluster.name} has",
+                f"{self.request.gpus} GPUs are more than a node of {self.request.cluster.name} has",
                 why="one job runs all trials on one node",
                 remedy="--each: a job for every trial, submitted from a machine that sees the folder of the nodes",
             )
         directory = self.state.parent.resolve()
-        LauncherJob(name=self.name, directory=directory, ranks=self.asked.gpus, nodes=1, budget_s=self.asked.budget_s)
+        LauncherJob(
+            name=self.name, directory=directory, ranks=self.request.gpus, nodes=1, budget_s=self.request.budget_s
+        )
         return self._slurm(directory) if self.launcher == "slurm" else self._trainjob(directory)
 
     def _command(self) -> list[str]:
-        command = self.asked.settings.get("command")
+        command = self.request.settings.get("command")
         stated = [] if command is None else ["--command", command]
         answer = [*stated, "--out", str(self.state.resolve().with_name("best.plan.json")), "--force", "--json"]
         return [self.python, "-m", "planner", "tune", "--resume", str(self.state.resolve()), *answer]
@@ -52,8 +54,8 @@ class TuneJob:
             raise BadInput(
                 f"{str(directory)!r} cannot be written in an #SBATCH line", remedy="--state with a plain name"
             )
-        minutes = math.ceil((self.asked.budget_s + STARTING_S) / 60)
-        options = slurm_options(self.name, nodes=1, gpus_per_node=self.asked.gpus)
+        minutes = math.ceil((self.request.budget_s + STARTING_S) / 60)
+        options = slurm_options(self.name, nodes=1, gpus_per_node=self.request.gpus)
         heads = directives({**options, "time": minutes, "output": f"{directory}/slurm-%j.txt"})
         text = f"{BASH}\n{heads}set -uo pipefail\nexec {shlex.join(self._command())} > {shlex.quote(str(directory / 'answer.json'))}\n"
         path = directory / "tune.sbatch"
@@ -70,7 +72,7 @@ class TuneJob:
             self.name,
             nodes=1,
             ranks_per_node=1,
-            gpus_per_node=self.asked.gpus,
+            gpus_per_node=self.request.gpus,
             command=self._command(),
             image=self.image,
         )

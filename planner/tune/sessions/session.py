@@ -52,21 +52,21 @@ def run_session(
         for trial in cut_short(state):
             journal.ended(trial)
             trials.append(trial)
-        asked = state.asked
-        left_s = max(0.0, asked.budget_s - state.spent_s) if budget_s is None else budget_s
+        request = state.request
+        left_s = max(0.0, request.budget_s - state.spent_s) if budget_s is None else budget_s
         made = runner or runner_for(
-            asked, path.parent, journal, tell=tell, allow_busy=allow_busy, trial_limit_s=trial_limit_s
+            request, path.parent, journal, tell=tell, allow_busy=allow_busy, trial_limit_s=trial_limit_s
         )
         return tune(
             state.candidates,
             made,
             Limits(
                 budget_s=left_s,
-                trials=asked.most_trials if most_trials is None else most_trials,
-                within=asked.within if within is None else within,
+                trials=request.most_trials if most_trials is None else most_trials,
+                within=request.within if within is None else within,
             ),
             trials=trials,
-            unknown_machine=asked.unknown_machine,
+            unknown_machine=request.unknown_machine,
             record=journal.ended,
             show=show,
         )
@@ -77,70 +77,70 @@ def shown(state: State) -> View:
     view = tune(
         state.candidates,
         RecordedTrials(recorded={}),
-        Limits(budget_s=0.0, within=state.asked.within),
+        Limits(budget_s=0.0, within=state.request.within),
         trials=[*state.trials, *cut_short(state)],
-        unknown_machine=state.asked.unknown_machine,
+        unknown_machine=state.request.unknown_machine,
     )
     return replace(view, reason="not running" if view.reason == "the budget ended" else view.reason)
 
 
 def runner_for(
-    asked: TuningRequest, folder: Path, journal: Journal, *, tell: Tell, allow_busy: bool, trial_limit_s: float
+    request: TuningRequest, folder: Path, journal: Journal, *, tell: Tell, allow_busy: bool, trial_limit_s: float
 ) -> Runner:
     """Return what makes trials on this machine. Raises PlannerError where it cannot."""
-    if asked.how == "command":
+    if request.how == "command":
         end_left_over((folder / "trials").resolve())  # by a tuning of this state that was killed here
-        question = asked.question()
+        question = request.question()
         return CommandTrials(
             question=question,
-            words=command_words(asked.settings.get("command", "")),
-            metric=command_metric(asked.settings.get("metric"), asked.framework, question),
-            target=TARGETS.get(asked.framework, asked.framework),
+            words=command_words(request.settings.get("command", "")),
+            metric=command_metric(request.settings.get("metric"), request.framework, question),
+            target=TARGETS.get(request.framework, request.framework),
             folder=folder / "trials",
             limit_s=trial_limit_s,
-            timed_steps=asked.steps,
+            timed_steps=request.steps,
             tell=tell,
             began=journal.began,
         )
-    if asked.how == "jobs":
+    if request.how == "jobs":
         return JobTrials(
-            question=asked.question(),
-            launcher=asked.settings.get("launcher", "slurm"),
+            question=request.question(),
+            launcher=request.settings.get("launcher", "slurm"),
             folder=(folder / "trials").resolve(),
-            name=asked.settings.get("name", "meshwright"),
-            image=asked.settings.get("image"),
+            name=request.settings.get("name", "meshwright"),
+            image=request.settings.get("image"),
             limit_s=trial_limit_s,
-            timed_steps=asked.steps,
+            timed_steps=request.steps,
             tell=tell,
             began=journal.began,
         )
-    here = probe_machine() if asked.device == "cuda" else None
+    here = probe_machine() if request.device == "cuda" else None
     health = None if here is None else diagnose(here)
     if here is not None and health is not None:
-        require_here(asked, here, health, allow_busy=allow_busy)
+        require_here(request, here, health, allow_busy=allow_busy)
     return ExecutorTrials(
-        question=asked.question(),
-        device=asked.device,
+        question=request.question(),
+        device=request.device,
         folder=folder / "trials",
         here=here,
         health=health,
         limit_s=trial_limit_s,
-        timed_steps=asked.steps,
+        timed_steps=request.steps,
         allow_busy=allow_busy,
-        profiled="learn" in asked.settings,
-        trainer="torchtitan" if asked.framework == "torchtitan" else "own",
+        profiled="learn" in request.settings,
+        trainer="torchtitan" if request.framework == "torchtitan" else "own",
         tell=tell,
         began=journal.began,
     )
 
 
-def require_here(asked: TuningRequest, here: Cluster, health: Health, *, allow_busy: bool) -> None:
+def require_here(request: TuningRequest, here: Cluster, health: Health, *, allow_busy: bool) -> None:
     """Raise Stale where the machine is not as planned, and PlannerError where it is not healthy: no trial would say more."""
-    kinds = [sorted({gpu.kind for group in one.groups for gpu in group.node.gpus}) for one in (asked.cluster, here)]
-    if here.gpu_count < asked.gpus or kinds[0] != kinds[1]:
+    kinds = [sorted({gpu.kind for group in one.groups for gpu in group.node.gpus}) for one in (request.cluster, here)]
+    if here.gpu_count < request.gpus or kinds[0] != kinds[1]:
         raise Stale(
             "the tuning is for another machine",
-            why=f"{asked.gpus} GPUs of {', '.join(kinds[0])} are asked for, here are {here.gpu_count} of {', '.join(kinds[1])}",
+            why=f"{request.gpus} GPUs of {', '.join(kinds[0])} are asked for, here are {here.gpu_count} of {', '.join(kinds[1])}",
             remedy="resume it on such a machine, or begin anew with --cluster local",
         )
     require_healthy(health, allow_busy=allow_busy)
@@ -179,16 +179,16 @@ def cut_short(state: State) -> list[Trial]:
     return found
 
 
-def require_device(asked: TuningRequest) -> None:
+def require_device(request: TuningRequest) -> None:
     """Raise PlannerError where a state's trials cannot be made on this machine at all."""
-    if asked.framework == "torchtitan" and importlib.util.find_spec("torchtitan") is None:
+    if request.framework == "torchtitan" and importlib.util.find_spec("torchtitan") is None:
         raise PlannerError(
             "torchtitan is not installed, so its plans cannot be run",
             remedy="pip install torchtitan==0.2.2; or --command, with a torchtitan of its own",
         )
-    if asked.device == "cuda" and asked.how == "executor" and not probe_machine().gpu_count:
+    if request.device == "cuda" and request.how == "executor" and not probe_machine().gpu_count:
         raise PlannerError(
             "this machine has no GPU to try plans on",
-            why=f"the tuning is for {asked.cluster.name}",
+            why=f"the tuning is for {request.cluster.name}",
             remedy="resume it on such a machine; --device cpu tries plans on processes of the CPU, where times mean little",
         )

@@ -26,7 +26,7 @@ UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0}
 BUDGET = "10m"
 
 
-def how_of(framework: str, command: str | None, metric: str | None) -> dict[str, Any]:
+def trial_settings(framework: str, command: str | None, metric: str | None) -> dict[str, Any]:
     """Return what makes the trials, and its settings. Raises UserError where nothing here can."""
     if command is not None:
         command_words(command)
@@ -42,7 +42,7 @@ def how_of(framework: str, command: str | None, metric: str | None) -> dict[str,
     return {"how": "executor"}
 
 
-def jobs_of(launcher: str, name: str, image: str | None) -> dict[str, Any]:
+def job_settings(launcher: str, name: str, image: str | None) -> dict[str, Any]:
     """Return the settings of a tuning with a job for each trial. Raises UserError."""
     if launcher not in LAUNCHERS:
         raise UserError(f"--launcher is {launcher!r}", remedy=f"one of {', '.join(LAUNCHERS)}")
@@ -54,10 +54,10 @@ def jobs_of(launcher: str, name: str, image: str | None) -> dict[str, Any]:
     return {"how": "jobs", "settings": settings}
 
 
-def asked_of(
-    flags: Flags, framework: str, measured: Calibrations, wishes: dict[str, Any]
+def tuning_request(
+    flags: Flags, framework: str, measured: Calibrations, fields: dict[str, Any]
 ) -> tuple[TuningRequest, Candidates]:
-    """Return what is asked, and the plans that could be the best; `wishes` are other fields of `TuningRequest`.
+    """Return the request of a tuning and the plans that could be the best; `fields` are its other fields.
 
     Raises Infeasible (exit 3) where there is none, and errors of the named inputs.
     """
@@ -66,14 +66,14 @@ def asked_of(
     question, assumed = search_question(flags, framework, measured)
     for line in assumed:
         output.warn(f"assumed: {line}")
-    if wishes["how"] == "command":
-        command_metric(wishes["settings"].get("metric"), question.framework.name, question)
+    if fields["how"] == "command":
+        command_metric(fields["settings"].get("metric"), question.framework.name, question)
     try:
         plans = candidates_of(question, progress=output.progress)
     finally:
         output.end_progress()
     known = question.calibration
-    asked = TuningRequest(
+    request = TuningRequest(
         model=question.model,
         cluster=question.cluster,
         workload=question.workload,
@@ -82,15 +82,15 @@ def asked_of(
         gpus=question.count,
         legal=plans.legal,
         profile=None if known is None else known.profile,
-        **wishes,
+        **fields,
     )
-    return asked, plans
+    return request, plans
 
 
-def recorded_of(
+def recorded_request(
     path: Path, case_id: str | None, budget: str | None, most: int | None, within: float
 ) -> tuple[TuningRequest, Candidates, RecordedTrials]:
-    """Return the question of recorded runs, and the twin that looks its trials up."""
+    """Return the question of recorded runs, its candidates, and what looks their trials up."""
     cases = read_cases(path)[0]
     found = [one for one in recorded_questions(cases) if case_id is None or case_id in one.ids]
     if not found:
@@ -100,7 +100,7 @@ def recorded_of(
             remedy="runs of one question share model, cluster, workload and GPUs",
         )
     one = found[0]
-    asked = TuningRequest(
+    request = TuningRequest(
         model=one.question.model,
         cluster=one.question.cluster,
         workload=one.question.workload,
@@ -114,12 +114,12 @@ def recorded_of(
         settings={"file": str(path), "id": one.name},
         legal=one.candidates.legal,
     )
-    return asked, one.candidates, RecordedTrials(recorded=one.recorded)
+    return request, one.candidates, RecordedTrials(recorded=one.recorded)
 
 
 def trials_recorded_for(known: State) -> RecordedTrials:
-    """Return the twin of a state whose trials are looked up. Raises BadInput where the runs are not there."""
-    file, name = known.asked.settings.get("file", ""), known.asked.settings.get("id", "")
+    """Return the recorded runs in which a state looks its trials up. Raises BadInput where they are not there."""
+    file, name = known.request.settings.get("file", ""), known.request.settings.get("id", "")
     for one in recorded_questions(read_cases(file)[0]):
         if name == one.name:
             return RecordedTrials(recorded=one.recorded)
@@ -128,7 +128,7 @@ def trials_recorded_for(known: State) -> RecordedTrials:
 
 def require_agreed(known: State, command: str | None) -> None:
     """Raise UserError where a state would run a command that the person who resumes it has not stated: files are data."""
-    wanted = known.asked.settings.get("command") if known.asked.how == "command" else None
+    wanted = known.request.settings.get("command") if known.request.how == "command" else None
     if wanted == command:
         return
     if wanted is None:
