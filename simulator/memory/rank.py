@@ -142,6 +142,7 @@ class RankReplay:
         self.compute_bytes, self.param_bytes = bytes_of("compute"), bytes_of("param")
         self.casts = bool(table.conditions["autocast"][0]) and self.param_bytes > self.compute_bytes
         self.piped = bool(table["pp"][0] > 1)
+        self.vocabulary_cuts = round(float(table["tp"][0])) if self.spec.state.whole_embedding_gradient else 1
 
     # --- the step -----------------------------------------------------------------------------------------------
 
@@ -335,7 +336,14 @@ class RankReplay:
         elements = wrapped.elements[place]
         if not elements or not (t.adds_up or t.fully_sharded):
             return
-        fresh = self._taken(elements * (t.unsharded_gradient_bytes if t.fully_sharded else self.compute_bytes))
+        rows = self.vocabulary_cuts if unit.block == "embedding" and place == 0 else 1
+        fresh = self._taken(rows * elements * (t.unsharded_gradient_bytes if t.fully_sharded else self.compute_bytes))
+        if rows > 1 and t.fully_sharded:  # FSDP sums it over tensor-parallel ranks first
+            mine = self._taken(elements * t.unsharded_gradient_bytes)
+            self._give(fresh)
+            fresh = mine
+        elif rows > 1:
+            elements *= rows
         if t.fully_sharded:
             keep = t.reduce_bytes if not t.every_micro_batch else t.unsharded_gradient_bytes
             width = t.unsharded_gradient_bytes

@@ -25,7 +25,8 @@ class StateSpec:
     `placeholder_gradients`: where products add weight gradients up themselves, autograd is handed a tensor that nobody
     fills, one for every distinct shape of weight, kept for good. `gradient_passes_bytes` are moved once a step for every
     element of a rank's gradients before they are sharded, `owned_gradient_passes_bytes` for each that it updates. `gradients_freed`: no gradient is there when a step begins
-    (`zero_grad(set_to_none=True)`), so the loss begins its backward pass before there are any.
+    (`zero_grad(set_to_none=True)`), so the loss begins its backward pass before there are any. `whole_embedding_gradient`: where
+    tensor-parallel ranks have cut the vocabulary, a rank's gradient of the embedding has all rows, to be summed over ranks.
     """
 
     master_weights: bool
@@ -35,6 +36,7 @@ class StateSpec:
     gradient_passes_bytes: float = 0.0
     owned_gradient_passes_bytes: float = 0.0
     gradients_freed: bool = False
+    whole_embedding_gradient: bool = False
     offloads_gradients: bool = True  # sharded gradients go where an offloaded optimizer is
 
 
