@@ -16,7 +16,7 @@ import scipy  # its parts are loaded when first used
 from numpy.typing import NDArray
 
 from planner.question.cases import Case
-from planner.question.learned_runtime import FACTORS, Fitted, costs_of
+from planner.question.learned_runtime import CROSSING, FACTORS, Fitted, costs_of
 from planner.validate.validation import GIB, compared_bytes, measured_step_s
 from simulator.calibration.calibration import Calibration
 from simulator.config.estimate import Estimate
@@ -32,11 +32,12 @@ Answer = dict[str, float]
 RUN_SPREAD = 0.05
 FACTOR_SPREAD = {"kernel_factor": 0.25, "collective_factor": 0.7}
 HOST_SPREAD = 1.0
-LEAST_S = {"launch_s": 5e-6}  # of a cost that is described as nothing; 1 ms for others
+LEAST_S = {"launch_s": 5e-6, CROSSING: 50e-6}  # of a cost that is described as nothing; 1 ms for others
 USUAL_LEAST_S = 1e-3
 HOST_COSTS = (
     "launch_s",
     "tp_layer_s",
+    "tp_rank_layer_s",
     "fsdp_layer_s",
     "ddp_layer_s",
     "cp_layer_s",
@@ -105,7 +106,12 @@ def usual_values(like: str) -> Answer:
     """Return the described value of everything that is fitted."""
     host = runtime_spec(like).host
     costs = {name: max(getattr(host, name), LEAST_S.get(name, USUAL_LEAST_S)) for name in HOST_COSTS}
-    return dict.fromkeys(FACTORS, 1.0) | costs | {"rest_s": host.rest_s + host.step_s, "step_s": 0.0}
+    return (
+        dict.fromkeys(FACTORS, 1.0)
+        | costs
+        | {CROSSING: LEAST_S[CROSSING]}
+        | {"rest_s": host.rest_s + host.step_s, "step_s": 0.0}
+    )
 
 
 class PredictedCases:
@@ -158,6 +164,7 @@ class Runs:
 # Costs of the host that only occur under some plans.
 OCCURS = {
     "tp_layer_s": lambda plan: plan.tp > 1,
+    "tp_rank_layer_s": lambda plan: plan.tp > 1 and plan.pp > 1,
     "fsdp_layer_s": lambda plan: plan.dp_shard > 1,
     "ddp_layer_s": lambda plan: plan.dp_replicate > 1,
     "cp_layer_s": lambda plan: plan.cp > 1,

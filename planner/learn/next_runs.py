@@ -32,7 +32,7 @@ def ask_next(
 
     Candidates are cases without a measurement where there are any, else neighbours of those that were run.
     """
-    candidates = [*(unmeasured or _neighbours([run.case for run in runs]))][:MOST_CANDIDATES]
+    candidates = _few([*(unmeasured or _neighbours([run.case for run in runs]))])
     kept = [case for case in candidates if _predictable(case, found, compiled=compiled)]
     gradients = _gradients(kept, found, compiled=compiled)
     covariance = found.covariance
@@ -47,6 +47,11 @@ def ask_next(
         toward = covariance @ gradients[best]
         covariance = covariance - np.outer(toward, toward) / (RUN_SPREAD**2 + variances[best])
     return [_described(kept[place], unsure) for place, unsure in chosen]
+
+
+def _few(cases: list[Case]) -> list[Case]:
+    """Return some of many candidates, spread over what they are: files list them by model and degree."""
+    return sorted(cases, key=lambda case: codec.fingerprint(case.id))[:MOST_CANDIDATES]
 
 
 def _described(case: Case, unsure: float) -> dict[str, Any]:

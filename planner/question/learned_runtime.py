@@ -36,7 +36,8 @@ class Fitted:
 class LearnedRuntime:
     """`name` is what its runs are called, `like` the description they were fitted around, `rows` how many were used.
 
-    `fitted` has `kernel_factor`, `collective_factor` and `memory_factor`, which multiply what is described, and fields of HostSpec.
+    `fitted` has `kernel_factor`, `collective_factor` and `memory_factor`, which multiply what is described, fields of HostSpec, and
+    `crossing_s`, what a collective takes more for each crossing between nodes.
     """
 
     name: str
@@ -56,16 +57,18 @@ class LearnedRuntime:
 HOST_FIELDS = frozenset(f.name for f in fields(HostSpec)) - {"synchronizes", "plain_tensors"}
 LEAST_FACTOR, MOST = 1e-6, 1e6  # of what is described, and seconds: wider than any runtime
 FACTORS = ("kernel_factor", "collective_factor", "memory_factor")
+CROSSING = "crossing_s"
 
 
 def costs_of(values: Mapping[str, float], *, rows: int) -> RuntimeCosts:
     """Return factors and host costs as a calibration holds them; a launch is one cost wherever it happens."""
-    host = {name: value for name, value in values.items() if name not in FACTORS}
+    host = {name: value for name, value in values.items() if name not in FACTORS and name != CROSSING}
     if "launch_s" in host:
         host |= dict.fromkeys(("backward_launch_s", "dtensor_launch_s"), host["launch_s"])
     return RuntimeCosts(
         kernel_factor=values.get("kernel_factor", 1.0),
         collective_factor=values.get("collective_factor", 1.0),
+        crossing_s=values.get(CROSSING, 0.0),
         reserved=values.get("memory_factor", 1.0),
         host=host,
         runs=rows,
@@ -77,7 +80,7 @@ def read_learned(path: str | Path) -> LearnedRuntime:
     found = codec.convert(codec.read_json(path), LearnedRuntime, where=str(path))
     runtime_spec(found.like)
     for name, one in found.fitted.items():
-        if name not in HOST_FIELDS and name not in FACTORS:
+        if name not in HOST_FIELDS and name not in (*FACTORS, CROSSING):
             raise BadInput(
                 f"{path}: fitted.{name} is no cost of a runtime", why=f"known: {', '.join(sorted(HOST_FIELDS))}"
             )

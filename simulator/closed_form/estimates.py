@@ -213,7 +213,11 @@ def cost_context(
     model, cluster, calibration = scenario.model, scenario.cluster, scenario.calibration
     windowed = windowed_share(model, scenario.workload.seq_len)
     measured = scenario.gpu_calibration
-    models = {id(machine): collectives_on(machine, calibration) for machine in each_on}
+    known = known_costs(scenario)
+    models = {
+        id(machine): replace(collectives_on(machine, calibration), crossing_s=known.crossing_s)
+        for machine in (cluster, *each_on)
+    }
     return CostContext(
         table=table,
         sizes=axis_sizes(model, scenario.workload, table, autocast_width=autocast_width(scenario.runtime)),
@@ -221,9 +225,9 @@ def cost_context(
         groups=GroupTimes(
             cluster,
             table,
-            collectives_on(cluster, calibration),
+            models[id(cluster)],
             models_by_plan=tuple(models[id(machine)] for machine in each_on),
-            factor=known_costs(scenario).collective_factor,
+            factor=known.collective_factor,
         ),
         runtime=scenario.runtime,
         spec=operators.spec,

@@ -12,6 +12,7 @@ all-gather; the input of a reduce-scatter.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -69,12 +70,23 @@ class _Options:
     pick: NDArray[np.intp]
 
 
+def _crossings(op: str, nodes: int) -> float:
+    """Return how often the longest chain of an operation crosses between nodes: a tree's both ways, else a ring's."""
+    if nodes <= 1:
+        return 0.0
+    return 1.0 if op == "send_recv" else min(float(nodes), 2.0 * math.ceil(math.log2(nodes)))
+
+
 @dataclass(slots=True)
 class CollectiveModel:
-    """Times of collectives on one cluster; measured samples, where there are any, go before the model."""
+    """Times of collectives on one cluster; measured samples, where there are any, go before the model.
+
+    `crossing_s`: what runs showed beyond that for every time that a chain of ranks crosses from one node to another.
+    """
 
     cluster: Cluster
     measured: MeasuredCollectives | None = None
+    crossing_s: float = 0.0
     _rates: dict[GroupShape, GroupRates] = field(default_factory=dict)
     _communicators: dict[GroupShape, Communicator] = field(default_factory=dict)
     _ratios: Ratios = field(default_factory=dict)
@@ -112,6 +124,8 @@ class CollectiveModel:
             device, _ = self._blended(self.measured, op, flat, shape, int8=int8)
         else:
             device = self._options(op, flat, shape, int8=int8, algorithm=algorithm).time_s
+        if self.crossing_s:
+            device = device + self.crossing_s * _crossings(op, shape.nodes)
         return np.asarray(self._launched(op, device, launch), dtype=np.float64).reshape(size.shape)
 
     def choose(

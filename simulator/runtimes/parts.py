@@ -134,6 +134,7 @@ class HostSpec:
     moe_layer_s: float = 0.0
     ep_layer_s: float = 0.0
     fsdp_tp_layer_s: float = 0.0
+    tp_rank_layer_s: float = 0.0  # for each tensor-parallel rank, in a stage of a pipeline; known from whole runs only
     pp_pass_s: float = 0.0
     selective_s: float | None = None  # None: as any other recomputed region
     rest_s: float = 0.0

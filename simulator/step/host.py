@@ -35,6 +35,7 @@ def graphed(host: HostSpec) -> HostSpec:
         "ep_layer_s",
         "moe_layer_s",
         "fsdp_tp_layer_s",
+        "tp_rank_layer_s",
         "checkpoint_s",
     )
     launches = ("launch_s", "backward_launch_s", "dtensor_launch_s", "collective_s")
@@ -59,6 +60,7 @@ def layer_host_s(host: HostSpec, table: PlanTable, *, sparse: bool = False) -> t
     added = (
         _sharding(table) * host.fsdp_layer_s
         + np.where(table["tp"] > 1, host.tp_layer_s, 0.0)
+        + np.where((table["tp"] > 1) & (table["pp"] > 1), table["tp"] * host.tp_rank_layer_s, 0.0)
         + np.where(table["cp"] > 1, host.cp_layer_s, 0.0)
         + (host.moe_layer_s + np.where(table["ep"] > 1, host.ep_layer_s, 0.0) if sparse else 0.0)
         + np.where(sharded & (table["tp"] > 1), host.fsdp_tp_layer_s, 0.0)

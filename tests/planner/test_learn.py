@@ -8,7 +8,7 @@ import json
 import numpy as np
 import pytest
 
-from planner.learn.fit import RUN_SPREAD, PredictedCases, Runs, fit, left_out_errors, measured_of
+from planner.learn.fit import LEAST_S, RUN_SPREAD, PredictedCases, Runs, fit, left_out_errors, measured_of
 from planner.learn.next_runs import _gradients, ask_next
 from planner.learn.runs_file import read_runs
 from planner.question.cases import load_case
@@ -94,6 +94,26 @@ def test_a_model_left_out_is_predicted_from_the_other(learned) -> None:
 
     assert errors["step"] < 0.12
     assert errors["memory"] < 0.05
+
+
+def test_hosts_that_pay_for_every_tensor_parallel_rank_of_a_pipeline_and_crossings_of_nodes_are_found() -> None:
+    """Runs on two nodes, made by costs that no description has: both come out, and steps with them."""
+    truth = {"tp_rank_layer_s": 3e-3, "crossing_s": 4e-4}
+    runs = []
+    for dp, tp, pp in ((16, 1, 1), (2, 8, 1), (1, 16, 1), (4, 2, 2), (2, 4, 2), (1, 8, 2), (2, 2, 4)):
+        data = case(MODELS[0], dp, tp, 1)
+        data["cluster"]["nodes"] = 2
+        data["plan"]["pp"] = pp
+        run = measured_of(load_case(data))
+        (made,) = PredictedCases([run.case]).predicted(truth, compiled=False)
+        runs.append(dataclasses.replace(run, step_s=made.step_s.value))
+
+    found = fit(runs, "megatron-lm")
+
+    assert found.values["tp_rank_layer_s"] == pytest.approx(truth["tp_rank_layer_s"], rel=0.2)
+    assert found.values["crossing_s"] > 2 * LEAST_S["crossing_s"]
+    assert abs(Runs(runs).logs({"step_s": 0.0, **found.values}, compiled=False)[:, 0]).max() < 0.1
+    assert abs(Runs(runs).logs({}, compiled=False)[:, 0]).max() > 0.3
 
 
 def test_the_first_run_asked_for_is_of_the_kind_that_is_least_sure(twins) -> None:
