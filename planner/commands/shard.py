@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.table import Table
 
-from planner.commands.flags import options
+from planner.commands.flags import options, shard_flags
 from planner.io import output
 from planner.io.inputs import measurements, read_cluster
 from planner.io.output import console, printable
@@ -29,55 +29,21 @@ from topology.rates.reach import cluster_caveats
 
 
 def shard(
-    file: Annotated[
-        str | None, typer.Argument(metavar="FILE", help="Cases: mesh, operators, placements; - for stdin.")
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option("--model", help="Instead of FILE: layers of a shipped model or config.json, none placed."),
-    ] = None,
-    layers: Annotated[
-        int | None,
-        typer.Option("--layers", min=1, help="How many of its layers; default: all, with embedding and loss."),
-    ] = None,
-    mesh: Annotated[str | None, typer.Option("--mesh", help="With --model: axes and sizes, data=8,model=8.")] = None,
-    seq_len: Annotated[
-        int | None, typer.Option("--seq-len", "--seq", min=1, max=1 << 24, help="With --model: tokens; default 4096.")
-    ] = None,
-    micro_batch: Annotated[
-        int | None,
-        typer.Option(
-            "--micro-batch", min=1, max=1 << 24, help="With --model: sequences in all; default: as many as ranks."
-        ),
-    ] = None,
-    cluster: Annotated[
-        str | None, typer.Option("--cluster", help="Choose by time there: catalogue name, cluster file or capture.")
-    ] = None,
-    gpus: Annotated[int | None, typer.Option("--gpus", min=1, max=1 << 20, help="GPUs of the cluster to have.")] = None,
+    file: shard_flags.File = None,
+    model: shard_flags.Model = None,
+    layers: shard_flags.Layers = None,
+    mesh: shard_flags.Mesh = None,
+    seq_len: shard_flags.SeqLen = None,
+    micro_batch: shard_flags.MicroBatch = None,
+    cluster: shard_flags.Cluster = None,
+    gpus: shard_flags.Gpus = None,
     profile: options.Profile = None,
-    program: Annotated[
-        str | None, typer.Option("--program", help="Write the program of a captured graph there, for the executor.")
-    ] = None,
-    python: Annotated[
-        str | None, typer.Option("--python", help="Write a Python file of DTensor placements there, which torch runs.")
-    ] = None,
-    picture: Annotated[
-        str | None,
-        typer.Option("--picture", help="Write the plan as an SVG there: operators, placements, collectives."),
-    ] = None,
-    explain: Annotated[
-        bool, typer.Option("--explain", help="Say why each collective is there, and what the plan without it takes.")
-    ] = False,
-    time_limit: Annotated[
-        float | None,
-        typer.Option(
-            "--time-limit", min=0.1, help="Seconds to look for the cheapest; then the best so far, and its gap."
-        ),
-    ] = None,
-    memory_limit: Annotated[
-        float | None,
-        typer.Option("--memory-limit", min=0.001, help="GiB of a rank for parameters, their state and what is saved."),
-    ] = None,
+    program: shard_flags.Program = None,
+    python: shard_flags.Python = None,
+    picture: shard_flags.Picture = None,
+    explain: shard_flags.Explain = False,
+    time_limit: shard_flags.TimeLimit = None,
+    memory_limit: shard_flags.MemoryLimit = None,
     strict: options.Strict = False,
     json: options.Json = False,
 ) -> None:
@@ -87,17 +53,8 @@ def shard(
 
     A case that has no answer says why. Exit code 3 when that is so of every case.
     """
-    about_model = (layers, mesh, seq_len, micro_batch)
-    if model is None and any(one is not None for one in about_model):
-        raise UserError(
-            "--layers, --mesh, --seq-len and --micro-batch are about a model", remedy="name it with --model"
-        )
-    if (file is None) == (model is None):
-        raise UserError("shard takes a FILE or --model", remedy="one of the two")
-    if cluster is None and (gpus is not None or profile is not None):
-        raise UserError("--gpus and --profile are about a machine", remedy="name it with --cluster")
-    if cluster is None and (time_limit is not None or memory_limit is not None):
-        raise UserError("--time-limit and --memory-limit are about time on a machine", remedy="name it with --cluster")
+    given = locals()  # first of all, so that it holds the arguments and nothing else
+    _refuse_unused(given)
     limits = Limits(time_limit, None if memory_limit is None else memory_limit * 2**30)
     machine = None if cluster is None else read_cluster(cluster, gpus)
     known = measurements(profile, strict=strict)
@@ -105,8 +62,6 @@ def shard(
     for doubt in (*cluster_caveats(machine), *known.doubts(machine)) if machine is not None else ():
         output.warn(f"warning: {doubt}")
     if model is not None:
-        if cluster is None:
-            raise UserError("--model is placed by time", remedy="name a machine with --cluster")
         cases = [_model_case(model, mesh, layers=layers, seq_len=seq_len, micro_batch=micro_batch)]
     else:
         text, where = codec.read_path_or_stdin(str(file))
@@ -119,10 +74,10 @@ def shard(
             found: Answer | Planned | None
             if is_request(case):
                 row, found = captured_row(case, number, machine, measured, limits=limits)
-                if found is not None:
-                    _write_captured(found, program=program, python=python)
             else:
                 row, found = planned_case(case, number, machine, measured, limits=limits)
+            if isinstance(found, Answer):
+                _write_captured(found, program=program, python=python)
             if found is not None and explain:
                 explained = explain_plan(found.problem, found.plan, machine, measured)
                 row["explanations"] = [codec.to_builtins(one) for one in explained]
@@ -137,6 +92,25 @@ def shard(
         _print(rows)
     if all(row["rejected"] is not None for row in rows):
         raise typer.Exit(3)
+
+
+def _refuse_unused(given: Mapping[str, Any]) -> None:
+    """Raise UserError where an option is about something that is not named, or where the cases are named twice or not."""
+    stated = {name for name, value in given.items() if value is not None}
+    if "model" not in stated and stated & {"layers", "mesh", "seq_len", "micro_batch"}:
+        raise UserError(
+            "--layers, --mesh, --seq-len and --micro-batch are about a model", remedy="name it with --model"
+        )
+    if ("file" in stated) == ("model" in stated):
+        raise UserError("shard takes a FILE or --model", remedy="one of the two")
+    if "cluster" in stated:
+        return
+    if stated & {"gpus", "profile"}:
+        raise UserError("--gpus and --profile are about a machine", remedy="name it with --cluster")
+    if stated & {"time_limit", "memory_limit"}:
+        raise UserError("--time-limit and --memory-limit are about time on a machine", remedy="name it with --cluster")
+    if "model" in stated:
+        raise UserError("--model is placed by time", remedy="name a machine with --cluster")
 
 
 def _model_case(
