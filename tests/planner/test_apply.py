@@ -2,37 +2,25 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
-import signal
-import subprocess
-import sys
 from dataclasses import replace
 
-import psutil
 import pytest
 
 from executor.launch.request import Request
-from planner.question.plan_file import plan_file, save_plan
-from planner.question.question import question_of
+from planner.question.plan_file import save_plan
 from planner.runs import apply_process
 from planner.runs.apply_report import lines
 from planner.runs.comparison import compare
 from planner.runs.planned_run import cpu_run, cuda_numbers, cuda_run, default_run, require_machine
 from planner.runs.runs_store import list_runs
-from planner.search.search import SearchOptions, suggest
 from simulator.config.plan import Plan
-from simulator.config.workload import Workload
-from tests.planner.conftest import ROOT, TINY, make_cluster
-from tests.waiting import wait_until
+from tests.planner.conftest import make_cluster
 from topology import codec
 from topology.cluster import Finding
 from topology.errors import BadPlan, Infeasible, PlannerError, Stale
 from topology.finding import WARNING
 from topology.health.diagnose import diagnose
-
-needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
 
 
 @pytest.fixture
@@ -52,9 +40,6 @@ def busy(cluster):
         remedy="wait",
     )
     return replace(cluster, findings=(finding,))
-
-
-# --- what is asked of the executor ------------------------------------------------------------------------------------
 
 
 def test_a_request_is_what_the_executor_reads(content) -> None:
@@ -101,9 +86,6 @@ def test_ranks_go_to_the_gpus_of_the_placement_as_cuda_counts_them() -> None:
     assert cuda_numbers(Plan(dp_shard=4), here) == (0, 1, 2, 3)
     with pytest.raises(BadPlan, match="GPU 0"):
         cuda_numbers(Plan(placement=(0,)), here)
-
-
-# --- what is refused --------------------------------------------------------------------------------------------------
 
 
 def test_the_machine_it_was_made_for_is_accepted(content) -> None:
@@ -190,9 +172,6 @@ def test_without_torch_the_remedy_is_named(planner, monkeypatch, tmp_path) -> No
     assert 'pip install "meshwright[exec]"' in done.stderr
 
 
-# --- dry run ----------------------------------------------------------------------------------------------------------
-
-
 def test_a_dry_run_shows_command_mesh_and_placement_and_starts_nothing(
     planner, saved, content, tmp_path, monkeypatch
 ) -> None:
@@ -221,9 +200,6 @@ def test_a_dry_run_as_text(planner) -> None:
     assert done.returncode == 0
     assert "executor.run.apply" in done.stdout
     assert "rank 0" in done.stdout
-
-
-# --- afterwards -------------------------------------------------------------------------------------------------------
 
 
 def document(content, step_s: float, *, status: str = "finished", code: int = 0) -> dict:
@@ -328,91 +304,6 @@ def test_memory_that_nobody_knows_is_said_and_not_invented(content) -> None:
 
     assert any("does not say how much memory" in note for note in cpu_run(small, None).notes)
     assert not any("does not say" in note for note in cpu_run(small, 1 << 50).notes)
-
-
-# --- for real ---------------------------------------------------------------------------------------------------------
-
-
-def start(*arguments: object) -> subprocess.Popen:
-    return subprocess.Popen(
-        [sys.executable, "-m", "planner", "apply", *map(str, arguments)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-
-
-@pytest.fixture
-def small_plan_file(content, tmp_path):
-    """A plan of two ranks for a model that a CPU runs."""
-    model = replace(TINY, hidden=32, head_dim=8, heads=4, kv_heads=2, ffn=64, vocab=128, layers=2)
-    result = suggest(
-        question_of(model, make_cluster(gpus_per_node=2), Workload(seq_len=64, global_batch_size=4)),
-        SearchOptions(top=1),
-    )
-    small = plan_file(result.question, Plan(pp=2, schedule="1F1B", micro_batch_size=1), result.plans[0].estimate)
-    path = tmp_path / "small.json"
-    save_plan(small, path)
-    return path
-
-
-@needs_torch
-@pytest.mark.slow
-def test_a_saved_plan_runs_on_a_cpu(small_plan_file, tmp_path) -> None:
-    process = start(
-        small_plan_file, "--device", "cpu", "--steps", "2", "--budget", "200s", "--out", tmp_path / "run", "--json"
-    )
-    out, err = process.communicate(timeout=220)
-
-    assert process.returncode == 0, err
-    said = json.loads(out)
-    assert said["verified"]["ok"]
-    assert said["measured"]["steps"] == 2
-    assert said["measured"]["tokens_per_s"] > 0
-    assert said["measured"]["mfu"] is None
-    assert said["mesh"]["effective"]["axes"]["pp"] == 2
-    assert said["comparison"] is None
-    assert said["plan"]["schedule"] == "1F1B"
-    assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "finished"
-
-
-@needs_torch
-@pytest.mark.slow
-def test_one_ctrl_c_ends_it_and_shows_what_there_is(small_plan_file, tmp_path) -> None:
-    folder = tmp_path / "run"
-    process = start(small_plan_file, "--device", "cpu", "--steps", "1000", "--budget", "200s", "--out", folder)
-    beat = folder / "records" / "rank0.beat"
-    wait_until(lambda: beat.is_file() and '"step 5"' in beat.read_text(), 150)
-
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=90)
-
-    assert process.returncode == 130, err
-    assert "interrupted" in out
-    assert "partial" in out
-    report = json.loads((folder / "run.json").read_text())
-    assert (report["status"], report["complete"]) == ("interrupted", False)
-    for path in folder.glob("records/rank*.beat"):
-        assert not psutil.pid_exists(json.loads(path.read_text())["pid"])
-
-
-@needs_torch
-@pytest.mark.slow
-def test_a_plan_that_cannot_be_run_is_bad_input(content, tmp_path) -> None:
-    path = tmp_path / "odd.json"
-    odd = replace(content.plan, tp=1, pp=1, dp_shard=8, dp_replicate=1, cp=1, virtual_stages=1, recompute="block")
-    small = replace(TINY, layers=2, hidden=64, head_dim=8, vocab=128)
-    save_plan(
-        plan_file(replace(content.question(), model=small), odd, content.estimate),
-        path,
-    )
-    process = start(path, "--device", "cpu", "--out", tmp_path / "run")
-    _, err = process.communicate(timeout=60)
-
-    assert process.returncode == 2
-    assert "recompute 'block'" in err
 
 
 @pytest.mark.parametrize("place", ["/proc/self/run", "/dev/null/run"])

@@ -11,34 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.explain.plan_answer import answer_plan
 from planner.explain.tables import cluster_line
 from planner.question.cases import case_from_flags, load_case, read_cases
 from planner.question.flags import Flags
-from planner.validate.validation import validate_case
-from simulator.runtimes.library import attention_kernel
 from tests.planner.conftest import CASES
+from tests.planner.stated_case import BASE, changed
 from topology.catalog.cluster_file import load_cluster, save_cluster
 from topology.cluster import LinkKind
 from topology.errors import BadCluster, BadInput, BadModel, BadPlan, UserError
 from topology.rates.reach import mixed_gpus
 
 ALL = [(path.name, case) for path in sorted(CASES.glob("*.json")) for case in json.loads(path.read_text())]
-BASE = {
-    "id": "base",
-    "model": "llama3-8b",
-    "cluster": "dgx-h100",
-    "workload": {"task": "train", "seq_len": 8192, "global_batch_size": 64},
-    "plan": {"dp_shard": 8, "micro_batch_size": 1, "recompute": "none"},
-    "runtime": {"name": "torchtitan"},
-}
-
-
-def changed(**sections):
-    case = copy.deepcopy(BASE)
-    for name, value in sections.items():
-        case[name] = {**case[name], **value} if isinstance(value, dict) and isinstance(case[name], dict) else value
-    return case
 
 
 @pytest.mark.parametrize(("file", "data"), ALL, ids=[case["id"] for _, case in ALL])
@@ -275,137 +258,6 @@ def test_what_is_said_about_a_case_is_no_setting():
     )
 
 
-@pytest.mark.parametrize("word", ["float8", "float4"])
-def test_nothing_is_stored_in_low_precision_by_itself(word):
-    """An answer is not legal, a row of a validation is skipped, with the reason."""
-    stated = changed(runtime={"param_dtype": word})
-    found = answer_plan(load_case(stated))
-    row = validate_case(stated | {"measured": {"step_s": 1.0}})
-
-    assert found.estimate is None
-    assert any(word in one.message and "not modelled" in one.message for one in found.problems)
-    assert row["predicted"] is None
-    assert word in row["skipped"]
-
-
-@pytest.mark.parametrize(
-    ("gpu", "runtime", "why"),
-    [
-        ("a100-sxm-80gb", {"compute_dtype": "float8"}, "no tensor cores for float8"),
-        ("h100-sxm", {"compute_dtype": "float4"}, "no tensor cores for float4"),
-        ("h100-sxm", {"compute_dtype": "float8", "low_precision_recipe": "mxfp8"}, "scale blocks"),
-        ("h100-sxm", {"compute_dtype": "float8", "name": "llm-foundry"}, "not modelled"),
-        ("h100-sxm", {"compute_dtype": "float8", "low_precision_recipe": "nvfp4"}, "none of float8"),
-    ],
-)
-def test_low_precision_that_cannot_be_is_refused_with_the_reason(gpu, runtime, why):
-    machine = {"gpu": gpu, "gpus_per_node": 8, "nodes": 1, "interconnect": "nvswitch"}
-    row = validate_case(changed(runtime=runtime, cluster=machine) | {"measured": {"step_s": 1.0}})
-
-    assert row["predicted"] is None
-    assert why in row["skipped"]
-
-
-@pytest.mark.parametrize("name", ["megatron-lm", "torchtitan"])
-def test_float8_gains_less_than_its_rate_and_quantising_is_paid_for(name):
-    """Between the 16-bit step and half of it; a recipe that reads tensors twice costs more than one that does not."""
-
-    def step_s(**runtime):
-        plan = {"dp_replicate": 8, "dp_shard": 1} if name == "megatron-lm" else {}
-        return validate_case(changed(plan=plan, runtime={"name": name, **runtime}))["predicted"]["step_s"]
-
-    plain = step_s()
-    found = {r: step_s(compute_dtype="float8", low_precision_recipe=r) for r in ("delayed", "current", "blockwise")}
-    assert plain / 2 < found["delayed"] < found["current"] < plain
-    assert found["blockwise"] > found["delayed"]
-    assert step_s(compute_dtype="float8", low_precision_recipe="tensorwise") == found["current"]
-
-
-def test_a_recipe_says_the_type_that_a_source_leaves_open():
-    case = load_case(changed(runtime={"low_precision_recipe": "nvfp4"}))
-
-    assert case.question.runtime.compute_dtype == "float4"
-    assert any("float4 (low_precision_recipe nvfp4)" in line for line in case.assumed)
-    plain = load_case(changed(runtime={"low_precision_recipe": "delayed", "compute_dtype": "bfloat16"}))
-    assert any("delayed changes nothing" in line for line in plain.assumed)
-
-
-def test_unknown_optimizers_are_refused_and_known_ones_recognised():
-    """Adam by any spelling is Adam; what has other states is not costed as if it were."""
-    assert load_case(changed(runtime={"optimizer": "FusedAdam"})).question.runtime.optimizer == "adam"
-    assert answer_plan(load_case(changed(runtime={"optimizer": "distributed_adamw"}))).estimate is not None
-    for word in ("muon", "adafactor", "adam8bit", "lamb"):
-        found = answer_plan(load_case(changed(runtime={"optimizer": word})))
-        assert found.estimate is None
-        assert any(word in one.message for one in found.problems)
-
-
-def test_every_optimizer_has_its_own_states_and_update():
-    """In float32 over 8 ranks: 8 bytes a parameter for Adam's two moments, 4 for Lion's one, none for plain SGD; an update
-    reads parameter and gradient, writes the parameter, and reads and writes each moment.
-    """
-    found = {
-        word: answer_plan(load_case(changed(runtime={"optimizer": word}, plan={"recompute": "full"}))).estimate
-        for word in ("adamw", "lion", "sgd")
-    }
-    parameters = load_case(changed()).question.model.parameters
-    states = [found[word].memory.by_stage[0].get("optimizer", 0.0) for word in found]
-
-    assert states == pytest.approx([parameters * width / 8 for width in (8, 4, 0)], rel=0.01)
-    # Clipping moves 12 bytes a parameter beside the 28, 20 and 12 of the updates.
-    updates = [found[word].breakdown_s["optimizer"] for word in found]
-    assert [one / updates[0] for one in updates] == pytest.approx([1, 32 / 40, 24 / 40], rel=0.01)
-
-
-def test_userbuffers_hide_tensor_parallel_traffic_inside_a_node():
-    plan = {"tp": 8, "dp_shard": 1, "sequence_parallel": True}
-    rows = {
-        mode: validate_case(changed(plan={**plan, "tp_overlap": mode}, runtime={"name": "megatron-lm"}))
-        for mode in ("none", "userbuffers")
-    }
-
-    assert rows["userbuffers"]["predicted"]["step_s"] < 0.97 * rows["none"]["predicted"]["step_s"]
-    two_nodes = {"gpu": "h100-sxm", "gpus_per_node": 8, "nodes": 2, "interconnect": "nvswitch", "nic_gbit_per_gpu": 400}
-    wide = validate_case(
-        changed(
-            plan={**plan, "tp": 16, "tp_overlap": "userbuffers"}, runtime={"name": "megatron-lm"}, cluster=two_nodes
-        )
-    )
-    assert "NVLink domain" in wide["skipped"]
-
-
-def test_expert_overlap_is_refused_until_it_is_modelled(planner, tmp_path):
-    (tmp_path / "case.json").write_text(json.dumps(changed(plan={"ep_overlap": True})))
-
-    assert "not modelled" in planner("estimate", "--case", tmp_path / "case.json").stderr
-    assert "not modelled" in validate_case(changed(plan={"ep_overlap": True}))["skipped"]
-    assert load_case(changed(plan={"ep_overlap": False})).plan == load_case(changed()).plan
-
-
-def test_cuda_graphs_take_the_host_out_of_the_way():
-    """A short step that waits for its host waits less with graphs, and no step gets longer."""
-
-    def host_s(graphs, seq_len):
-        stated = changed(runtime={"cuda_graph": graphs, "compute_dtype": "bfloat16"}, workload={"seq_len": seq_len})
-        case = load_case(stated)
-        return float(case.question.estimate([case.plan]).breakdown_s["host"][0])
-
-    assert host_s(True, 256) < 0.5 * host_s("no", 256)
-    assert host_s(None, 256) == host_s("impl none, scope full_iteration", 256)
-    assert host_s(True, 8192) <= host_s(None, 8192)
-
-
-def test_learned_positions_end_where_their_table_ends():
-    """GPT-2 has 1,024 rows of positions: no tokens after them. Rotary positions go on, at the price of a note."""
-    short, long = (
-        answer_plan(load_case(changed(model="gpt2", workload={"seq_len": length}))) for length in (1024, 2048)
-    )
-
-    assert short.estimate is not None
-    assert long.estimate is None
-    assert any("1024 learned positions" in one.message for one in long.problems)
-
-
 @pytest.mark.parametrize("arguments", [(), ("--case",)])
 def test_a_schedule_flag_needs_a_pipeline(planner, tmp_path, arguments):
     path = tmp_path / "case.json"
@@ -463,23 +315,3 @@ def test_where_a_case_is_from_changes_nothing():
     assert reported.question.runtime == plain.question.runtime
     assert reported.question.runtime.version is None
     assert reported.question.model == plain.question.model
-
-
-@pytest.mark.parametrize(
-    ("stated", "kernel"),
-    [
-        ({}, "cudnn"),
-        ({"version": "0.2.2"}, "cudnn"),
-        ({"version": "0.1"}, "flash2"),
-        ({"version": "2024-12"}, "flash2"),
-        ({"version": "2025-11"}, "cudnn"),
-        ({"release": "2024-12"}, "flash2"),
-        ({"release": "2024-12", "version": "0.2.0"}, "cudnn"),
-        ({"release": "nightly of 2024-12"}, "cudnn"),
-    ],
-)
-def test_a_stated_version_or_month_decides_which_software_ran(stated, kernel):
-    case = load_case(changed(runtime=stated))
-
-    assert attention_kernel(case.question.runtime, "hopper") == kernel
-    assert any("no month" in line for line in case.assumed) == ("nightly" in stated.get("release", ""))

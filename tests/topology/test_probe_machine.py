@@ -6,7 +6,7 @@ import pytest
 
 from tests.topology.captures import found, text
 from tests.topology.test_nvml import FakeNvml
-from tests.topology.test_probe_text import Shelf
+from tests.topology.three_models import Shelf
 from topology.cluster import LinkKind, LinkState, Severity
 from topology.errors import ProbeError
 from topology.probe.from_machine import CommandOutput, probe_machine, run_command
