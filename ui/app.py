@@ -11,7 +11,8 @@ from pathlib import Path
 import streamlit as st
 
 from topology.errors import BadCluster, PlannerError
-from ui import data, panels, state, uploads
+from ui import data, panels
+from ui.question import state, uploads
 
 # Streamlit's margins of 6 rem at the top and 5 at the sides would take a fifth of a small screen, and its colours of code
 # have contrasts below 4.5.
@@ -21,14 +22,16 @@ STYLE = """<style>
   [data-testid="stMetricLabel"] *, [data-testid="stMetricValue"] * { white-space: normal; overflow: visible; }
   [data-testid="stCode"] code span { color: inherit !important; }
   [data-testid="stStatusWidget"] button { display: none; }
-  [class*="st-key-figures_"] > div { min-width: 128px; flex: 1 1 128px; }
+  [class*="st-key-figures_"] { display: grid; grid-template-columns: repeat(auto-fit, minmax(128px, 1fr)); }
+  [class*="st-key-figures_"] > div { width: auto; }
+  .st-key-next { align-items: center; }
   @media (max-width: 640px) {
     .stMainBlockContainer { padding: 2.6rem 1.2rem 3rem; }
     [data-testid="stMetricValue"] { font-size: 1.1rem; }
   }
   .st-key-last_answer { opacity: 0.45; pointer-events: none; }
 </style>"""
-HOME = "home"
+HOME, SERVING = "home", "serving"
 VIEWS = Path(__file__).parent / "views"
 # name, title, icon, whether it shows a search result
 PAGES = (
@@ -43,7 +46,7 @@ PAGES = (
     ("check", "Check a configuration", ":material/fact_check:", False),
     ("run", "Run", ":material/play_circle:", True),
     ("measured", "Measured", ":material/straighten:", False),
-    ("tuning", "Tuning", ":material/tune:", False),
+    ("tuning", "Tuning", ":material/science:", False),
     ("exports", "Exports", ":material/ios_share:", True),
 )
 
@@ -66,11 +69,12 @@ unknown = state.follow_link()
 if unknown:
     panels.not_here(unknown)
     st.stop()
+st.sidebar.markdown("**meshwright**")
 navigation = st.sidebar.container(gap="xxsmall")
 at_home = page.url_path == pages[HOME].url_path
 if at_home:
     panels.purpose()
-question = state.ask(row=at_home)
+question = state.ask(row=at_home, training=page.url_path != SERVING)
 if at_home:
     panels.bring_files()
 for name, title, icon, _ in PAGES:

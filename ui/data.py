@@ -1,6 +1,6 @@
 """The data of the pages, from the same functions as the command line uses.
 
-Fast results are cached by their arguments; searches and simulations run as jobs (`ui.waiting`). Cached values are frozen,
+Fast results are cached by their arguments; searches and simulations run as jobs (`ui.background.waiting`). Cached values are frozen,
 so they are shared between sessions (`cache_resource`) and not copied.
 """
 
@@ -15,12 +15,12 @@ import streamlit as st
 
 from planner.configs.configuration import CheckFlags
 from planner.explain.plan_answer import answer_plan
-from planner.explain.tables import policy_text
 from planner.export.job import ExportJob
 from planner.export.targets.registry import TARGETS, export
 from planner.io.inputs import read_cluster
 from planner.question.cases import case_from_flags
 from planner.question.plan_file import plan_file
+from planner.question.question import plannable
 from planner.runs import runs_store
 from planner.search import scaling
 from planner.search.answer import search_question
@@ -29,8 +29,12 @@ from planner.search.search import SearchOptions
 from simulator.config.hf_config import load_model
 from topology import codec
 from topology.health.diagnose import diagnose
-from ui import kept, panels, service, sharing, uploads, waiting
-from ui.state import LISTED, Inputs, choose_plan, plan_chips, plan_name, results, source_of
+from ui import kept, panels, sharing
+from ui.background import service, waiting
+from ui.plan_words import plan_chips, plan_name, plan_settings
+from ui.published import nearest, sentence
+from ui.question import state, uploads
+from ui.question.state import LISTED, Inputs, choose_plan, results, source_of
 
 if TYPE_CHECKING:
     from planner.explain.plan_answer import PlanAnswer
@@ -42,8 +46,8 @@ if TYPE_CHECKING:
     from simulator.config.plan import Plan
     from topology.cluster import Cluster
     from topology.health.diagnose import Health
-    from ui.waiting import PendingAnswer
-    from ui.work import SimulatedStep
+    from ui.background.waiting import PendingAnswer
+    from ui.background.work import SimulatedStep
 
 
 # --- fast results --------------------------------------------------------------------------------------------------
@@ -202,7 +206,7 @@ def _elsewhere(
     """Return what starts a search on the service of `planner ui --server`; None where this explorer works by itself."""
     if service.server() is None:
         return None
-    from ui import remote  # noqa: PLC0415 - needs the extra `service`
+    from ui.background import remote  # noqa: PLC0415 - needs the extra `service`
 
     stated = flags or question.flags()
     if flags is not None and stated.global_batch is None:  # the same batch on all numbers of GPUs
@@ -236,7 +240,7 @@ def checked(question: Inputs, text: str, name: str, launch: str) -> dict[str, An
 def _checked_elsewhere(question: Inputs, text: str, name: str, launch: str) -> Callable[[], PendingAnswer] | None:
     if service.server() is None:
         return None
-    from ui import remote  # noqa: PLC0415 - needs the extra `service`
+    from ui.background import remote  # noqa: PLC0415 - needs the extra `service`
 
     said = {
         "file": {"name": name, "content": text},
@@ -287,8 +291,30 @@ def validation_rows(path: str, changed: float) -> tuple[dict[str, Any], ...]:
     """Return the compared rows of a file that `planner validate --json` wrote. `changed` is its modification time."""
     del changed
     document = codec.read_json(Path(path))
-    rows = document["rows"] if isinstance(document, dict) else []
-    return tuple(row for row in rows if row.get("predicted") and not row.get("skipped"))
+    found = document["rows"] if isinstance(document, dict) else []
+    return tuple(row for row in found if row.get("predicted") and not row.get("skipped"))
+
+
+def published() -> tuple[dict[str, Any], ...]:
+    """Return the published runs beside their predictions; nothing where only the package is installed. Raises PlannerError."""
+    path = state.example("validation/cases.json")
+    return () if path is None else validation_rows(str(path), path.stat().st_mtime)
+
+
+def nearest_published(question: Inputs) -> str | None:
+    """Return the published run nearest to a question and how far off its prediction is, as a sentence. Raises PlannerError."""
+    machine, trained = cluster(question.cluster, question.gpus, question.gpu), model(question.model)
+    kind = machine.slowest_kind if plannable(machine) else None
+    if kind is None:
+        return None
+    found = nearest(
+        published(),
+        parameters=trained.parameters,
+        gpu=kind.name,
+        gpus=question.gpus or machine.gpu_count,
+        framework=question.framework,
+    )
+    return None if found is None else sentence(found)
 
 
 def plan_file_text(result: SearchResult, ranked: RankedPlan) -> str:
@@ -352,7 +378,7 @@ def _choose(result: SearchResult) -> RankedPlan:
 
 
 def _title(ranked: RankedPlan) -> str:
-    return f"#{ranked.rank}  {plan_chips(ranked.plan)}  ({policy_text(ranked.plan)})"
+    return f"#{ranked.rank}  {plan_chips(ranked.plan)}  ({plan_settings(ranked.plan)})"
 
 
 def answer() -> tuple[SearchResult, RankedPlan]:

@@ -9,8 +9,10 @@ from typing import Any
 import streamlit as st
 
 from topology.errors import PlannerError
-from ui import panels, service, uploads
-from ui.state import Inputs
+from ui import panels
+from ui.background import service
+from ui.question import uploads
+from ui.question.state import Inputs
 
 WAITS = frozenset({"queued", "running"})
 SHOWN = 20
@@ -112,7 +114,7 @@ def ending(found: dict[str, Any]) -> dict[str, Any] | None:
 
 def history(title: str, commands: Sequence[str]) -> None:
     """List the newest jobs of some commands; one that is selected is shown."""
-    panels.section(title, "Select one to see it.")
+    panels.section(title)
     try:
         kept = [row for row in service.jobs().newest(ASKED) if row["command"] in commands][:SHOWN]
     except PlannerError as error:
@@ -121,6 +123,7 @@ def history(title: str, commands: Sequence[str]) -> None:
     if not kept:
         st.caption("None yet.")
         return
+    st.caption("Select one to see it.")
 
     def pick() -> None:
         selected = st.session_state["job_history"]["selection"]["rows"]

@@ -16,7 +16,7 @@ from planner.search.result import RankedPlan, SearchResult
 from simulator.config.plan import Plan
 from topology import codec
 from topology.errors import BadInput, PlannerError
-from ui.state import Inputs
+from ui.question.state import Inputs
 
 MOST = 20  # for one question
 OWN = "kept by you"

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import streamlit as st
 
 from topology.errors import Infeasible, PlannerError
-from ui import share_link, state, uploads
+from ui.charts import compare as compare_charts
+from ui.charts.look import PICK
+from ui.question import share_link, state, uploads
+
+if TYPE_CHECKING:
+    from ui.differences import StepDifference
 
 ICONS = {"info": ":material/info:", "warning": ":material/warning:", "error": ":material/error:"}
 
@@ -70,6 +75,27 @@ def chart(drawn: Any, *, key: str, alt: str) -> None:
     st.altair_chart(drawn, theme=None, key=key, alt=alt, width="stretch")
 
 
+def plan_chart(drawn: Any, *, key: str, alt: str, on_pick: Callable[[str], None]) -> None:
+    """Show a chart whose points are plans; `on_pick` gets the name of one that is clicked."""
+
+    def pick() -> None:
+        picked = st.session_state[key]["selection"][PICK]
+        if picked:
+            on_pick(str(picked[0]["plan"]))
+
+    st.altair_chart(drawn, theme=None, key=key, alt=alt, width="stretch", on_select=pick, selection_mode=PICK)
+
+
+def step_difference(found: StepDifference, about: str, *, key: str) -> None:
+    """Show two steps term by term. `about` says which is compared with which."""
+    if not found.bars:
+        empty("No difference in time", "No term differs by enough to be known.", icon=":material/drag_handle:")
+        return
+    largest = max(found.bars, key=lambda bar: abs(bar["delta"]))
+    drawn = compare_charts.differences(found.bars, unit=found.unit, dark=dark())
+    chart(drawn, key=key, alt=f"{about}: {found.net} a step; the largest term is {largest['name']}, {largest['text']}")
+
+
 def plan_table(
     rows: Sequence[dict[str, Any]],
     columns: Mapping[str, Any],
@@ -117,17 +143,30 @@ def infeasible(error: PlannerError) -> None:
     with st.container(border=True):
         st.markdown(f"##### :orange[:material/block:] {plain(error.what)}")
         _show_reasons(error)
-        st.caption(
-            "Every legal plan was checked: this is an answer, not an error. Change the question in the sidebar to search"
-            " again."
-        )
+        count = re.search(r"--gpus (\d+)", error.remedy)
+        if count:
+            st.button(f"Ask for {int(count[1]):,} GPUs", key="ask_more_gpus", on_click=_ask_gpus, args=(int(count[1]),))
+        st.caption("Every legal plan was checked: this is an answer, not an error.")
+
+
+def _ask_gpus(count: int) -> None:
+    st.session_state["gpus"] = count
 
 
 def _show_reasons(error: PlannerError) -> None:
     if error.why:
         st.markdown(f"**Why** · {plain(error.why)}")
     if error.remedy:
-        st.markdown(f"**What to do** · {plain(error.remedy)}")
+        st.markdown(f"**What to do** · {plain(in_words(error.remedy))}")
+
+
+def in_words(remedy: str) -> str:
+    """Return a remedy for somebody who has fields, not flags: `--gpus 128` becomes `128 GPUs`."""
+    return re.sub(
+        r"--([a-z]+(?:-[a-z]+)*) ",
+        lambda flag: f"{flag[1].replace('-', ' ')} ",
+        re.sub(r"--gpus (\d+)", r"\1 GPUs", remedy),
+    )
 
 
 def finding(severity: str, what: str, rows: Sequence[tuple[str, str]]) -> None:
@@ -227,16 +266,22 @@ def not_here(unknown: Sequence[state.Unresolved]) -> None:
     """Say which words of a link stand for nothing here, and offer what would help; the link stays as it is."""
     for word in unknown:
         with st.container(border=True):
-            st.markdown(f"##### :orange[:material/link_off:] This link names a {word.label} that is not here")
+            file = word.key in {"cluster", "model"}
+            what = (
+                f"This link names a {word.label} that is not here"
+                if file
+                else f"This link's {word.label} cannot be used"
+            )
+            st.markdown(f"##### :orange[:material/link_off:] {what}")
             st.markdown(f"**{plain(word.word)}**")
-            if word.key in {"cluster", "model"}:
+            if file:
                 st.markdown(
                     "Uploaded files stay on the computer they were uploaded to. With the same file, the link works here:"
                 )
                 kind: uploads.Kind = "cluster" if word.key == "cluster" else "model"
-                file = st.file_uploader("The file", key=f"missing_{kind}", label_visibility="collapsed")
-                if file is not None:
-                    _bring(kind, word.word, file.name, file.getvalue())
+                brought = st.file_uploader("The file", key=f"missing_{kind}", label_visibility="collapsed")
+                if brought is not None:
+                    _bring(kind, word.word, brought.name, brought.getvalue())
             st.button("Ask without it", key=f"without_{word.key}", on_click=_leave_out, args=(word.key,))
 
 

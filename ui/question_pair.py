@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import streamlit as st
 
-from planner.explain.tables import policy_text
-from planner.explain.waterfall import difference
-from planner.io.figures import last_digit_s, rate_text, seconds_text
+from planner.io.figures import rate_text
 from simulator.legality.frameworks import FRAMEWORKS
-from ui import data, panels, rows, state
-from ui.charts import compare as charts
-from ui.charts.look import words
+from ui import data, differences, panels, plan_words, rows
+from ui.question import state
 
 if TYPE_CHECKING:
     from planner.search.result import RankedPlan, SearchResult
@@ -76,20 +73,12 @@ def _beside(question: state.Inputs, result: SearchResult, other: state.Inputs, f
         "second": st.column_config.TextColumn(title(other), width="medium"),
     }
     st.dataframe(figure_rows(first, second), hide_index=True, width="stretch", column_config=headings)
-    last_s = min(last_digit_s(one.estimate.step_s) for one in (first, second)) / 10
-    terms = [t for t in difference(first.estimate, second.estimate) if t.unit == "s" and abs(t.delta) > 1e-6]
-    bars: list[dict[str, Any]] = [
-        {"name": words(t.name), "delta": t.delta * 1e3, "text": seconds_text(t.delta, last_s, signed=True)}
-        for t in terms
-    ]
-    if bars:
-        net = second.estimate.step_s.value - first.estimate.step_s.value
-        panels.section("Time, term by term", "The other question's best plan minus this one's.")
-        panels.chart(
-            charts.differences(bars, unit="ms per step", dark=panels.dark()),
-            key="questions_difference",
-            alt=f"The other question's step takes {seconds_text(net, last_s, signed=True)}, term by term",
-        )
+    panels.section("Time, term by term", "The other question's best plan minus this one's.")
+    panels.step_difference(
+        differences.step_difference(first.estimate, second.estimate),
+        "The other question's step",
+        key="questions_difference",
+    )
 
 
 def title(question: state.Inputs) -> str:
@@ -126,8 +115,8 @@ def figure_rows(first: RankedPlan, second: RankedPlan) -> list[dict[str, str]]:
         step, within = rows.step_figure(ranked.estimate)
         held, verdict = rows.memory_figure(ranked.estimate.memory)
         return {
-            "best plan": state.plan_chips(ranked.plan),
-            "settings": policy_text(ranked.plan),
+            "best plan": plan_words.plan_chips(ranked.plan),
+            "settings": plan_words.plan_settings(ranked.plan),
             "GPUs": f"{ranked.plan.gpus:,}",
             "step": step,
             "80 % range": within,

@@ -6,14 +6,12 @@ Nothing is computed here that the command line does not print as well.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import fields
+from collections.abc import Iterable, Mapping, Sequence
 from math import log2
 from typing import TYPE_CHECKING, Any
 
 from planner.explain.answer_text import fits_text
-from planner.explain.tables import HEADINGS, flip_text, policy_text, share_text
-from planner.explain.tables import estimate_cells as cells
+from planner.explain.tables import flip_text, share_text
 from planner.io.figures import gib_text, last_digit_s, rate_text, seconds_text
 from planner.pictures.node_layout import LINK_WORDS
 from planner.question.question import plannable
@@ -21,7 +19,7 @@ from planner.search.scaling import network_bytes_per_s, nvlink_bytes_per_s
 from simulator.config.estimate import Fit
 from topology.cluster import LinkKind, Severity
 from ui.charts.look import GIB, rate, rate_range, seconds, words
-from ui.state import plan_chips, plan_name
+from ui.plan_words import plan_chips, plan_name, plan_settings
 
 if TYPE_CHECKING:
     from planner.pictures.node_layout import Cable, NodeView
@@ -50,7 +48,7 @@ def plan_rows(result: SearchResult) -> list[dict[str, Any]]:
             "plan": plan_name(ranked.plan),
             "chips": plan_chips(ranked.plan),
             "label": f"{ranked.rank}  {plan_chips(ranked.plan)}",
-            "policy": policy_text(ranked.plan),
+            "policy": plan_settings(ranked.plan),
             "step_s": ranked.estimate.step_s.value,
             "low_s": ranked.estimate.step_s.low,
             "high_s": ranked.estimate.step_s.high,
@@ -70,6 +68,16 @@ def plan_rows(result: SearchResult) -> list[dict[str, Any]]:
         }
         for ranked in result.plans
     ]
+
+
+def ranges_finding(table: Sequence[Mapping[str, Any]]) -> str:
+    """Return what the ranges of the listed plans tell, for who cannot see them."""
+    if not table:
+        return "No plan"
+    first = table[0]
+    overlap = sum(row["low_s"] <= first["high_s"] for row in table[1:])
+    beside = f"; the ranges of {overlap} of the other {len(table) - 1} overlap it" if len(table) > 1 else ""
+    return f"Step times with ranges: the first takes {first['step']}, 80 % of steps within {first['range']}{beside}"
 
 
 def known_to_s(result: SearchResult) -> float:
@@ -113,31 +121,6 @@ def memory_costs_time(slowest: Estimate, fastest: Estimate) -> str | None:
     )
 
 
-def figure_rows(first: RankedPlan, second: RankedPlan) -> list[dict[str, str]]:
-    """Return the figures of two plans side by side, formatted as in the terminal."""
-    both = zip(HEADINGS, cells(first.estimate), cells(second.estimate), strict=True)
-    return [{"what": name, "first": a, "second": b} for name, a, b in both]
-
-
-def differing_rows(first: Plan, second: Plan) -> list[dict[str, str]]:
-    """Return the fields in which two plans differ, in words."""
-
-    def text(value: object) -> str:
-        if value is None or value == ():
-            return "framework default"
-        return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
-
-    return [
-        {
-            "what": words(field.name),
-            "first": text(getattr(first, field.name)),
-            "second": text(getattr(second, field.name)),
-        }
-        for field in fields(first)
-        if getattr(first, field.name) != getattr(second, field.name)
-    ]
-
-
 DEGREES = ("tp", "pp", "cp", "ep", "micro_batch_size", "virtual_stages", "dp_replicate")
 
 
@@ -177,6 +160,33 @@ def merged_flips(result: SearchResult) -> list[tuple[str, list[str]]]:
             _, names = found.setdefault(flip_text(flip), (abs(log2(flip.at / flip.now)), []))
             names.append(f"#{runner.rank} {plan_chips(runner.plan)}")
     return [(text, names) for text, (_, names) in sorted(found.items(), key=lambda item: item[1][0])]
+
+
+RULE_WORDS = {
+    "memory": "does not fit into memory",
+    "global-batch": "batch cannot be divided over replicas",
+    "heads": "heads cannot be divided over TP",
+    "kv-heads": "key/value heads cannot be divided over TP",
+    "ulysses-heads": "heads cannot be divided over TP and CP",
+    "vocabulary": "vocabulary cannot be divided over TP",
+    "sequence": "sequence cannot be divided over CP and TP",
+    "layers": "more stages than layers",
+    "layers-even": "layers cannot be divided over stages",
+    "micro-batches": "too few micro batches for the pipeline",
+    "interleaved-micro-batches": "micro batches cannot be divided over stages",
+    "experts": "experts cannot be divided over EP",
+    "expert-grid": "EP does not divide the grid of ranks",
+    "shard-degree": "degree of sharding not supported",
+    "tensor-domain": "TP reaches beyond NVLink",
+    "schedule": "schedule not supported",
+    "tied-embeddings": "tied embeddings on different stages",
+    "zero-pipeline": "ZeRO stage not supported with a pipeline",
+}
+
+
+def rejected_words(rejected: Mapping[str, int]) -> dict[str, int]:
+    """Return the numbers of rejected candidates by reason in words."""
+    return {RULE_WORDS.get(rule, words(rule).replace("-", " ")): count for rule, count in rejected.items()}
 
 
 # --- the machine, the model --------------------------------------------------------------------------------------------
@@ -302,6 +312,19 @@ def part_rows(model: Model) -> list[dict[str, object]]:
     }
     rest = model.parameters - sum(named.values())
     return [{"part": name, "parameters": n} for name, n in {**named, "norms and rest": rest}.items() if n > 0]
+
+
+def largest_part(model: Model) -> str:
+    """Return the part of a model with the most parameters, and its share."""
+    parts = {str(row["part"]): int(str(row["parameters"])) for row in part_rows(model)}
+    name = max(parts, key=lambda part: parts[part])
+    return f"{name}, {parts[name] / model.parameters:.0%}"
+
+
+def pairs_finding(pairs: Iterable[Mapping[str, object]]) -> str:
+    """Return how many pairs of GPUs have which class of link, the most first."""
+    counted = Counter(str(row["class"]) for row in pairs if row["class"] != "self")
+    return ", ".join(f"{count // 2} pairs {name}" for name, count in counted.most_common()) or "one GPU"
 
 
 def workload_rows(model: Model, seq_len: int, batch: int) -> list[dict[str, str]]:

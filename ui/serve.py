@@ -97,7 +97,7 @@ def _warm() -> None:
         with contextlib.suppress(Exception):
             import_module(name)
     with contextlib.suppress(Exception):
-        import_module("ui.waiting").workers().warm()
+        import_module("ui.background.waiting").workers().warm()
 
 
 def _end_with_parent() -> None:

@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from planner.explain.answer_text import answer_sentence
-from planner.explain.tables import basis_lines, cluster_line, model_line, policy_text, workload_line
+from planner.explain.tables import basis_lines, cluster_line, model_line, workload_line
 from planner.pictures.memory import memory
 from planner.pictures.topology import topology
 from planner.pictures.waterfall import estimate_picture
 from topology.errors import PlannerError
 from ui import rows
-from ui.state import plan_chips
+from ui.plan_words import plan_chips, plan_settings
 
 if TYPE_CHECKING:
     from planner.search.result import RankedPlan, SearchResult
@@ -58,7 +58,7 @@ def report(result: SearchResult, chosen: RankedPlan, *, command: str) -> str:
         f"<h2>{len(listed)} plans, best first</h2>",
         _table([name for name, _ in _TABLE], [[row[key] for _, key in _TABLE] for row in listed]),
         f"<h2>#{chosen.rank}: {_text(plan_chips(chosen.plan))}</h2>",
-        f"<p>{_text(policy_text(chosen.plan))}. Step {_text(step)} (80 % range {_text(within)}, {_text(estimate.step_s.source)})",
+        f"<p>{_text(plan_settings(chosen.plan))}. Step {_text(step)} (80 % range {_text(within)}, {_text(estimate.step_s.source)})",
         f"; memory {_text(held)}: {_text(verdict)}.</p>",
         estimate_picture(estimate, title="The step, term by term"),
         memory(estimate.memory, title="Memory by category"),

@@ -36,11 +36,13 @@ def validate_case(data: Mapping[str, Any], *, measured: Calibrations = UNMEASURE
         "convention": None,
         "memory_is": None,
         "assumed": [],
+        "about": None,
         "skipped": None,
     }
     try:
         case = load_case(data, measured)
         row["assumed"] = list(case.assumed)
+        row["about"] = about(case)
         problems = case.question.problems(case.plan)
         if not is_legal(problems):
             row["skipped"] = f"not legal in {case.question.framework.title}: {problems[0].message}"
@@ -51,6 +53,18 @@ def validate_case(data: Mapping[str, Any], *, measured: Calibrations = UNMEASURE
         return row
     _compare(row, case, estimate)
     return row
+
+
+def about(case: Case) -> dict[str, Any]:
+    """Return what a row is about, so that the rows nearest to a question can be found."""
+    kind = case.question.cluster.slowest_kind
+    return {
+        "model": case.question.model.name,
+        "parameters": case.question.model.parameters,
+        "gpu": kind.name if kind is not None else None,
+        "gpus": case.plan.gpus,
+        "framework": case.question.framework.name,
+    }
 
 
 def _compare(row: dict[str, Any], case: Case, estimate: Estimate) -> None:

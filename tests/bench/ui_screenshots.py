@@ -73,7 +73,7 @@ def resolved(path: str) -> str:
         return path
     from urllib.parse import quote_plus
 
-    from ui import uploads
+    from ui.question import uploads
 
     before, _, name = path.partition("@")
     file = Path("examples/clusters") / name

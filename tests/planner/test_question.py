@@ -61,7 +61,7 @@ def test_flags_a_case_and_a_saved_plan_are_one_question(tmp_path) -> None:
 
 def test_the_explorer_asks_what_its_command_line_asks() -> None:
     pytest.importorskip("streamlit", reason="the explorer is not installed")
-    from ui.state import Inputs
+    from ui.question.state import Inputs
 
     inputs = Inputs(model="llama3.2-1b", cluster="dgx-h100", gpus=16, seq_len=2048, framework="megatron-lm")
     flags = Flags(

@@ -261,6 +261,19 @@ def test_several_nodes_are_drawn_as_a_fabric(page, address):
     assert all(box["width"] >= 8 and box["height"] >= 8 for box in boxes)
 
 
+def test_a_mark_in_a_chart_chooses_its_plan(page, address):
+    page.goto(f"{address}/?{SMALL}")
+    marks = page.locator(".st-key-home_ranges svg .mark-symbol.role-mark path")
+    marks.first.wait_for()
+    settled(page)
+    third = marks.nth(3)  # the first mark is the ring around the chosen plan
+    chips = re.search(r"plan: ([^;]+)", third.get_attribute("aria-label"))[1]
+    third.click()
+    page.wait_for_url(re.compile("plan="))
+
+    page.get_by_role("heading", name=f"#3 {chips}").wait_for()
+
+
 def test_back_undoes_a_change(page, address):
     page.goto(f"{address}/cluster?gpus=4")
     assert figure(page, "GPUs") == "4"
@@ -282,16 +295,16 @@ def test_back_undoes_a_change(page, address):
 
 
 @pytest.mark.parametrize(
-    ("words", "label"),
+    ("words", "told"),
     [
-        ("cluster=rig.txt+(0123abcd)", "cluster"),
-        ("model=my-model.json+(0123abcd)", "model"),
-        ("gpus=many", "number of GPUs"),
+        ("cluster=rig.txt+(0123abcd)", "This link names a cluster that is not here"),
+        ("model=my-model.json+(0123abcd)", "This link names a model that is not here"),
+        ("gpus=many", "This link's number of GPUs cannot be used"),
     ],
 )
-def test_a_link_to_what_is_not_here_says_so_and_stays(page, address, words, label):
+def test_a_link_to_what_is_not_here_says_so_and_stays(page, address, words, told):
     page.goto(f"{address}/plans?{words}&batch=16")
-    page.get_by_text(f"This link names a {label} that is not here").wait_for()
+    page.get_by_text(told).wait_for()
     settled(page)
 
     assert page.url.endswith(f"plans?{words}&batch=16")

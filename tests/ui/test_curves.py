@@ -13,7 +13,8 @@ from planner.question.flags import Flags  # isort: skip
 from planner.search.answer import answer  # isort: skip
 from planner.search.scaling import scale_flops  # isort: skip
 from planner.search.search import SearchOptions  # isort: skip
-from ui import data, work  # isort: skip
+from ui import data  # isort: skip
+from ui.background import work  # isort: skip
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ PATIENT_S = 100.0
 
 @pytest.fixture
 def workers():
-    found = jobs.Workers("ui.worker")
+    found = jobs.Workers("ui.background.worker")
     yield found
     found.close()
 

@@ -9,7 +9,7 @@ from tests.ui.conftest import metrics, said, table
 from topology import codec
 from topology.errors import BadInput
 from ui import kept
-from ui.state import Inputs
+from ui.question.state import Inputs
 
 ASKED = {"model": "llama3.2-1b", "cluster": "h200x4"}
 

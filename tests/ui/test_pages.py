@@ -71,7 +71,8 @@ def linked(test, key):
 def test_a_link_that_names_what_is_not_here_says_so_and_stays_as_it_is(explorer, key, word, label):
     test = explorer("cluster", **{key: word})
 
-    assert f"This link names a {label} that is not here" in said(test)
+    named = key in {"cluster", "model"}
+    assert (f"names a {label} that is not here" if named else f"This link's {label} cannot be used") in said(test)
     assert word in said(test).replace("\\", "")
     assert linked(test, key) == word
     assert not test.metric
@@ -81,7 +82,7 @@ def test_a_link_that_names_what_is_not_here_says_so_and_stays_as_it_is(explorer,
 
 
 def test_a_link_to_a_file_of_another_computer_works_once_the_file_is_here(explorer):
-    from ui import uploads
+    from ui.question import uploads
 
     kept = uploads.store("cluster", "rig.txt", TOPO.read_bytes())
     kept.path.unlink()
@@ -299,7 +300,7 @@ def test_kept_runs_stand_beside_their_predictions(explorer):
 
 
 def test_without_the_repository_the_published_runs_say_where_they_are(explorer, monkeypatch):
-    from ui import state
+    from ui.question import state
 
     monkeypatch.setattr(state, "example", lambda name: None)
 
@@ -340,7 +341,7 @@ def test_plans_for_an_upload_that_does_not_name_its_gpus_ask_for_them(explorer):
     ],
 )
 def test_what_is_no_machine_is_refused_by_name_and_not_kept(explorer, name, content, reason):
-    from ui import uploads
+    from ui.question import uploads
 
     test = explorer("cluster")
     test.file_uploader(key="cluster_file").set_value((name, content, "text/plain")).run()
@@ -380,7 +381,7 @@ def test_the_serving_page_answers_as_the_command_does(explorer):
     )
     best = search_serving(serving_question(asked)).plans[0]
     assert table(test, "deployment")["deployment"][0] == deployment_text(best.deployment)
-    assert f"{digits(1e3 * best.estimate.tpot_s.value)} ms" == metrics(test)["A token"]
+    assert f"{digits(1e3 * best.estimate.tpot_s.value)} ms" == metrics(test)["Each further token"]
     assert "CUDA_VISIBLE_DEVICES" in said(test)
     assert "--concurrency 8" in said(test)
 

@@ -22,7 +22,7 @@ from tests.service.running import free_port  # noqa: E402
 from tests.service.running import service as running_service  # noqa: E402
 from topology import codec  # noqa: E402
 from topology.errors import BadInput  # noqa: E402
-from ui import remote, service  # noqa: E402
+from ui.background import remote, service  # noqa: E402
 
 
 @pytest.fixture

@@ -13,8 +13,9 @@ from tests.ui.conftest import ROOT, metrics, said, table
 for _name in ("fastapi", "sqlalchemy", "alembic"):
     pytest.importorskip(_name, reason=f"{_name} is not installed: pip install 'meshwright[service]'")
 
-from ui import jobs, service  # noqa: E402 - after the packages that it needs
-from ui.state import Inputs  # noqa: E402 - as above
+from ui import jobs  # noqa: E402 - after the packages that it needs
+from ui.background import service  # noqa: E402 - after the packages that it needs
+from ui.question.state import Inputs  # noqa: E402 - as above
 
 PATIENT_S = 120.0
 

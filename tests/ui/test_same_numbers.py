@@ -12,7 +12,8 @@ from planner.search.search import SearchOptions
 from simulator.config.plan import Plan
 from tests.ui import needs  # noqa: F401 - skips where a package is missing
 from tests.ui.conftest import metrics, table
-from ui.state import LISTED, plan_name
+from ui.plan_words import plan_name
+from ui.question.state import LISTED
 
 QUESTION = {"model": "llama3.2-3b", "cluster": "dgx-h100", "gpus": "16", "seq": "4096", "batch": "32"}
 FLAGS = ["--model", "llama3.2-3b", "--cluster", "dgx-h100", "--gpus", "16", "--seq-len", "4096", "--global-batch", "32"]
@@ -114,8 +115,8 @@ def test_a_plan_that_is_not_changed_stays_the_same(framework):
     from simulator.config.workload import Workload
     from simulator.legality.frameworks import framework_named
     from ui import data
+    from ui.question.state import Inputs
     from ui.rows import changed_flags, degrees_of
-    from ui.state import Inputs
 
     asked = Inputs(model="llama3-8b", gpus=8, seq_len=4096, global_batch=16, framework=framework)
     found = suggest(
@@ -138,7 +139,7 @@ def test_a_plan_that_is_not_changed_stays_the_same(framework):
 def test_the_plan_file_is_the_one_that_suggest_saves(explorer, capsys, tmp_path):
     from planner.question.plan_file import load_plan
     from ui import data
-    from ui.state import Inputs
+    from ui.question.state import Inputs
 
     out = tmp_path / "plan.json"
     answer(capsys, "suggest", *FLAGS, "--top", str(LISTED), "--out", str(out))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.ui import needs  # noqa: F401 - skips where a package is missing
 from tests.ui.conftest import ROOT, said
 from topology.errors import PlannerError
-from ui import share_link, uploads
+from ui.question import share_link, uploads
 
 TOPO = ROOT / "tests" / "data" / "topo" / "52_stas_h100_8gpu_52c.txt"
 ASKED = {"gpu": "h100-sxm", "model": "llama3.2-1b"}

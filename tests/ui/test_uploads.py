@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from tests.ui import needs  # noqa: F401 - skips where a package is missing
 from tests.ui.conftest import ROOT
 from topology.errors import PlannerError
-from ui import panels, uploads
+from ui import panels
+from ui.question import uploads
 
 TOPO = (ROOT / "tests" / "data" / "topo" / "47_3x_a6000_one_pair.txt").read_bytes()
 

@@ -14,7 +14,8 @@ from planner.runs import comparison
 from planner.runs.run_report import RunReport, load_run
 from simulator.program.trace import Span, Trace
 from topology.errors import PlannerError
-from ui import panels, service
+from ui import panels
+from ui.background import service
 from ui.canvas.component import timeline, window_of
 from ui.canvas.payload import Shown, payload
 from ui.charts.look import seconds

@@ -11,17 +11,18 @@ from planner.io.figures import last_digit_s, seconds_text
 from planner.pictures.node_layout import node_view
 from planner.pictures.palette import LINKS, SPANS
 from simulator.program import trace as tr
-from ui import data, panels, state
+from ui import data, panels, plan_words
 from ui.canvas.component import timeline, window_of
 from ui.canvas.payload import Shown, Strip, payload
 from ui.charts import loads as load_charts
 from ui.charts import topology as topology_charts
 from ui.charts.look import GIB
 from ui.charts.timeline import LANES
+from ui.question import state
 
 if TYPE_CHECKING:
     from planner.search.result import RankedPlan, SearchResult
-    from ui.work import SimulatedStep
+    from ui.background.work import SimulatedStep
 
 MANY_RANKS = 8  # with more, only the compute lane of each is shown at first
 KEY = "step_timeline"
@@ -42,11 +43,11 @@ def show_step(question: state.Inputs, result: SearchResult, ranked: RankedPlan) 
         f" {seconds_text(found.step_s, last_digit_s(ranked.estimate.step_s))}. Lighter compute is the forward pass.",
     )
     st.markdown(f"**{panels.plain(waits_for(found))}**")
-    _lanes(f"{question.key} {state.plan_name(ranked.plan)}", found, ranked)
+    _lanes(f"{question.key} {plan_words.plan_name(ranked.plan)}", found, ranked)
     st.download_button(
         "Trace for Perfetto",
         data=found.trace_text,
-        file_name=f"{state.plan_name(ranked.plan).replace(' ', '-')}.trace.json",
+        file_name=f"{plan_words.plan_name(ranked.plan).replace(' ', '-')}.trace.json",
         mime="application/json",
         icon=":material/download:",
         help="Every span, with messages and memory. Open it at ui.perfetto.dev, which reads it in the browser and does not upload it.",

@@ -149,6 +149,12 @@ class Timeline {
     return begin + ((x - this.gutter) / this.width) * (finish - begin);
   }
 
+  // A label for the gutter; where that is narrow, ends that tell lanes apart would be cut off.
+  shortened(label) {
+    if (this.gutter === GUTTER) return label;
+    return label.replace(/\brank /, "").replace("communication", "comm.");
+  }
+
   // --- drawing ------------------------------------------------------------------------------------------------------
 
   draw() {
@@ -167,7 +173,7 @@ class Timeline {
     this.data.lanes.forEach((lane, row) => {
       const top = row * high;
       pen.fillStyle = lane.strong ? ink : quiet;
-      write(pen, lane.label, 0, top + high / 2, this.gutter - 8);
+      write(pen, this.shortened(lane.label), 0, top + high / 2, this.gutter - 8);
       this.lane(pen, row, top + 2, high - 4);
     });
     this.axis(ticks);
@@ -304,7 +310,7 @@ class Timeline {
       pen.setLineDash([]);
     }
     pen.fillStyle = ink;
-    write(pen, one.label, 0, top + 10, this.gutter - 8);
+    write(pen, this.shortened(one.label), 0, top + 10, this.gutter - 8);
     pen.fillStyle = quiet;
     write(pen, one.about, 0, top + 27, this.gutter - 8);
   }

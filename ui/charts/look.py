@@ -12,6 +12,7 @@ import pandas as pd  # noqa: F401
 from planner.pictures.palette import DARK, LIGHT, Paper, colour
 
 GIB = 2.0**30
+PICK = "pick"  # the selection of charts whose marks are plans
 FONT = "Source Sans, Source Sans Pro, sans-serif"
 
 
@@ -71,6 +72,11 @@ def seconds(value: float) -> str:
         if abs(value) >= size:
             return f"{value / size:.3g} {unit}"
     return "0 s" if value == 0 else f"{value / 1e-6:.2g} us"
+
+
+def picked() -> alt.Parameter:
+    """Return the selection of one plan by a click on its mark."""
+    return alt.selection_point(name=PICK, fields=["plan"], on="click", toggle=False)
 
 
 def finished(chart: alt.Chart | alt.LayerChart | alt.VConcatChart, dark: bool) -> alt.Chart | alt.LayerChart:

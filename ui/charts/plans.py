@@ -8,7 +8,7 @@ from typing import Any
 import altair as alt
 
 from planner.pictures.palette import BAD, GOOD, GREEN, GREY, ORANGE, PURPLE, VERMILION
-from ui.charts.look import finished, paper, words
+from ui.charts.look import finished, paper, picked
 
 
 def front(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -76,6 +76,7 @@ def scatter(rows: Sequence[Mapping[str, Any]], *, limit_gib: float, chosen: str 
     )
     named = alt.FieldOneOfPredicate(field="place", oneOf=["on the front"])
     numbers = base.mark_text(dy=17, fontSize=11, color=p.quiet).encode(text="rank:Q").transform_filter(named)
+    points = points.add_params(picked())
     ring = base.mark_point(size=320, strokeWidth=2.5, color=ORANGE).transform_filter(alt.datum.plan == (chosen or ""))
     capacity_rule = alt.Chart(
         alt.Data(values=[{"limit": limit_gib, "text": f"{limit_gib:.1f} GiB available to a rank"}])
@@ -87,8 +88,8 @@ def scatter(rows: Sequence[Mapping[str, Any]], *, limit_gib: float, chosen: str 
     return finished(alt.layer(line, limit, label, points, numbers, ring).properties(height=380), dark)
 
 
-def ranges(rows: Sequence[Mapping[str, Any]], *, dark: bool) -> alt.LayerChart:
-    """Draw each plan's step as a mark on the bar of its range; plans that may not fit are hollow.
+def ranges(rows: Sequence[Mapping[str, Any]], *, chosen: str | None, dark: bool) -> alt.LayerChart:
+    """Draw each plan's step as a mark on the bar of its range; plans that may not fit are hollow, the chosen one has a ring.
 
     Rows are those of `ui.rows.plan_rows`.
     """
@@ -121,13 +122,18 @@ def ranges(rows: Sequence[Mapping[str, Any]], *, dark: bool) -> alt.LayerChart:
             scale=alt.Scale(domain=["surely fits", "may not fit"], range=["circle", "diamond"]),
         ),
     )
-    return finished(alt.layer(bars, marks).properties(height=alt.Step(30)), dark)
+    ring = (
+        base.mark_point(size=260, strokeWidth=2.5, color=ORANGE)
+        .encode(x=alt.X("step_s:Q"))
+        .transform_filter(alt.datum.plan == (chosen or ""))
+    )
+    return finished(alt.layer(bars, ring, marks.add_params(picked())).properties(height=alt.Step(30)), dark)
 
 
 def counts(rows: Mapping[str, int], *, dark: bool) -> alt.LayerChart:
     """Draw how many candidates each rule rejected, the most first, on a logarithmic axis."""
     p = paper(dark)
-    values = [{"rule": words(rule), "count": count, "text": f"{count:,}"} for rule, count in rows.items() if count]
+    values = [{"rule": rule, "count": count, "text": f"{count:,}"} for rule, count in rows.items() if count]
     top = max((value["count"] for value in values), default=1)
     ticks = [10**power for power in range(len(str(top)) + 1) if 10**power <= top * 2]
     base = alt.Chart(alt.Data(values=values)).encode(

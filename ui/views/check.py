@@ -11,8 +11,9 @@ import streamlit as st
 from planner.io.figures import rate_text
 from simulator.config.estimate import Estimate
 from topology import codec
-from ui import data, panels, rows, state, uploads
+from ui import data, panels, rows
 from ui.charts.look import seconds
+from ui.question import state, uploads
 
 READ = (
     "torchtitan TOML or command, Megatron-LM command line or script, Megatron-Bridge recipe dump, DeepSpeed JSON,"

@@ -11,8 +11,9 @@ from planner.pictures.node_layout import node_view, pair_rows
 from planner.question.question import plannable
 from topology import codec
 from topology.errors import PlannerError
-from ui import data, panels, rows, state, uploads
+from ui import data, panels, rows
 from ui.charts import topology as charts
+from ui.question import state, uploads
 
 if TYPE_CHECKING:
     from topology.cluster import Cluster
@@ -57,7 +58,7 @@ def show(question: state.Inputs) -> None:
         panels.chart(
             charts.pairs(pair_rows(found), switched=rows.is_switched(found), dark=panels.dark()),
             key="pairs",
-            alt="Matrix of link classes between GPUs",
+            alt=f"Matrix of link classes between GPUs: {rows.pairs_finding(pair_rows(found))}",
         )
     panels.section(
         "Expected against measured",

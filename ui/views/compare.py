@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import streamlit as st
 
-from planner.explain.tables import policy_text
 from planner.explain.waterfall import difference
-from planner.io.figures import last_digit_s, seconds_text
-from ui import data, panels, rows, state
+from ui import data, differences, panels, plan_words
 from ui.charts import compare as charts
 from ui.charts.look import GIB, words
+from ui.question import state
 from ui.question_pair import show_questions
 
 if TYPE_CHECKING:
+    from planner.explain.waterfall import Difference
     from planner.search.result import RankedPlan, SearchResult
 
 
@@ -32,7 +32,7 @@ def show(question: state.Inputs) -> None:
 
 def _plans(result: SearchResult, first: RankedPlan) -> None:
     st.caption("This plan compared with another: only the differences.")
-    others = [state.plan_name(r.plan) for r in result.plans if r.rank != first.rank]
+    others = [plan_words.plan_name(r.plan) for r in result.plans if r.rank != first.rank]
     if not others:
         panels.empty(
             "There is only one plan",
@@ -40,7 +40,10 @@ def _plans(result: SearchResult, first: RankedPlan) -> None:
         )
         return
     titles = {
-        state.plan_name(r.plan): f"#{r.rank}  {state.plan_chips(r.plan)}  ({policy_text(r.plan)})" for r in result.plans
+        plan_words.plan_name(
+            r.plan
+        ): f"#{r.rank}  {plan_words.plan_chips(r.plan)}  ({plan_words.plan_settings(r.plan)})"
+        for r in result.plans
     }
     name = st.selectbox("Compare with", others, key="other", bind="query-params", format_func=titles.__getitem__)
     second = data.chosen(result, str(name))
@@ -52,51 +55,37 @@ def _plans(result: SearchResult, first: RankedPlan) -> None:
     left, right = st.columns(2, gap="large")
     with left:
         panels.section("Results")
-        st.dataframe(rows.figure_rows(first, second), hide_index=True, width="stretch", column_config=headings)
+        st.dataframe(differences.figure_rows(first, second), hide_index=True, width="stretch", column_config=headings)
     with right:
-        panels.section("Differences of the plans")
+        panels.section("What differs")
         st.dataframe(
-            rows.differing_rows(first.plan, second.plan), hide_index=True, width="stretch", column_config=headings
+            differences.differing_rows(first.plan, second.plan),
+            hide_index=True,
+            width="stretch",
+            column_config=headings,
         )
+    time = differences.step_difference(first.estimate, second.estimate)
     terms = difference(first.estimate, second.estimate)
-    time = [term for term in terms if term.unit == "s" and abs(term.delta) > 1e-6]
-    memory = [term for term in terms if term.unit == "bytes" and abs(term.delta) > 0.01 * GIB]
-    net = second.estimate.step_s.value - first.estimate.step_s.value
-    last_s = min(last_digit_s(first.estimate.step_s), last_digit_s(second.estimate.step_s)) / 10
+    memory = [term for term in terms if term.unit == "bytes" and abs(term.delta) > 0.05 * GIB]
     reserved = (second.estimate.memory.reserved_bytes - first.estimate.memory.reserved_bytes) / GIB
+    net = f"{reserved:+.1f} GiB" if abs(reserved) >= 0.05 else "no difference"
+    about = f"#{second.rank} minus #{first.rank}"
     left, right = st.columns(2, gap="large")
     with left:
-        panels.section(
-            "Time, term by term",
-            f"#{second.rank} minus #{first.rank}: {seconds_text(net, last_s, signed=True)} per step in total.",
-        )
-        _bars(
-            [
-                {"name": words(t.name), "delta": t.delta * 1e3, "text": seconds_text(t.delta, last_s, signed=True)}
-                for t in time
-            ],
-            "ms per step",
-            "time",
-        )
+        panels.section("Time, term by term", f"{about}: {time.net} per step in total.")
+        panels.step_difference(time, about, key="difference_time")
     with right:
-        panels.section(
-            "Memory, term by term",
-            f"#{second.rank} minus #{first.rank}: {reserved:+.1f} GiB reserved on the worst rank.",
-        )
-        _bars(
-            [{"name": words(t.name), "delta": t.delta / GIB, "text": f"{t.delta / GIB:+.1f} GiB"} for t in memory],
-            "GiB",
-            "memory",
-        )
+        panels.section("Memory, term by term", f"{about}: {net} reserved on the worst rank.")
+        _memory(memory, f"{about}: {net}")
 
 
-def _bars(terms: list[dict[str, Any]], unit: str, key: str) -> None:
+def _memory(terms: list[Difference], about: str) -> None:
     if not terms:
-        panels.empty("No difference", "No term differs by enough to show.", icon=":material/drag_handle:")
+        panels.empty("No difference in memory", "No term differs by enough to show.", icon=":material/drag_handle:")
         return
-    panels.chart(
-        charts.differences(terms, unit=unit, dark=panels.dark()), key=f"difference_{key}", alt=f"Differences in {unit}"
-    )
+    bars = [{"name": words(t.name), "delta": t.delta / GIB, "text": f"{t.delta / GIB:+.1f} GiB"} for t in terms]
+    drawn = charts.differences(bars, unit="GiB", dark=panels.dark())
+    panels.chart(drawn, key="difference_memory", alt=f"{about} of memory, term by term")
 
 
 show(data.question())

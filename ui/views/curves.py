@@ -11,9 +11,10 @@ from planner.io.figures import gib_text, last_digit_s, seconds_text
 from planner.pictures.memory import stage_parts
 from planner.question.goal import Goal
 from planner.search.whole_run import DAY_S, whole_run
-from ui import data, panels, rows, state
+from ui import data, panels, plan_words, rows
 from ui.charts import curves as charts
 from ui.charts import detail as detail_charts
+from ui.question import state
 
 if TYPE_CHECKING:
     from planner.search.result import GpuCountRow, RankedPlan, SearchResult
@@ -34,6 +35,7 @@ def show(question: state.Inputs) -> None:
     _numbers(question, result)
 
 
+@st.fragment  # a slider runs this part of the page only
 def _machine(result: SearchResult) -> None:
     panels.section(
         "Another machine",
@@ -109,7 +111,7 @@ def _memory(result: SearchResult) -> None:
     panels.section("Memory side by side", "The stage that needs most, of each listed plan.")
     worst = [max(stage_parts(r.estimate.memory), key=lambda parts: sum(parts.values())) for r in result.plans]
     capacity = result.plans[0].estimate.memory.capacity_bytes
-    names = [f"{r.rank}  {state.plan_chips(r.plan)}" for r in result.plans]
+    names = [f"{r.rank}  {plan_words.plan_chips(r.plan)}" for r in result.plans]
     least = min(result.plans, key=lambda r: r.estimate.memory.reserved_bytes)
     about = f"Of {len(worst)} plans, #{least.rank} needs least: {gib_text(least.estimate.memory.reserved_bytes)} GiB"
     drawn = detail_charts.memory(worst, capacity, dark=panels.dark(), names=names)
@@ -154,7 +156,7 @@ def _count_row(row: GpuCountRow, last_s: float, best_rate: float) -> dict[str, A
     cost = row.cost_per_million_tokens
     return {
         "gpus": row.gpus,
-        "plan": state.plan_chips(row.plan) if row.plan else "",
+        "plan": plan_words.plan_chips(row.plan) if row.plan else "",
         "step_s": step_s,
         "step": seconds_text(step_s, last_s),
         "share": 100 * rate / best_rate,

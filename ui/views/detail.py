@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import streamlit as st
 
-from planner.explain.tables import flip_text, policy_text
+from planner.explain.tables import flip_text
 from planner.explain.waterfall import waterfall
 from planner.io.figures import gib_text, last_digit_s, rate_text, seconds_text
 from planner.pictures.memory import stage_parts
@@ -16,17 +16,20 @@ from planner.pictures.node_layout import node_view
 from planner.pictures.waterfall import waterfall_rows
 from planner.search.finalists import TIE
 from topology.errors import PlannerError
-from ui import data, kept, panels, rows, state
+from ui import data, kept, panels, plan_words, rows
 from ui.canvas.step import show_step
 from ui.charts import detail as charts
 from ui.charts import plans as plan_charts
 from ui.charts import topology as topology_charts
 from ui.charts.look import GIB, words
 from ui.charts.placement_layout import SHOWN_NODES, axes_used, placement_rows
+from ui.question import state
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from planner.search.result import RankedPlan, SearchResult
-    from simulator.config.estimate import Estimate
+    from simulator.config.estimate import Estimate, MemoryEstimate
     from simulator.config.plan import Plan
 
 AXIS_NAMES = {
@@ -42,7 +45,7 @@ TABS = ("Memory", "Step", "Placement", "Timeline", "Sensitivity", "Edit")
 def show(question: state.Inputs) -> None:
     result, ranked = data.answer()
     st.markdown(
-        f"#{ranked.rank} · **{panels.plain(state.plan_chips(ranked.plan))}** · {panels.plain(policy_text(ranked.plan))}"
+        f"#{ranked.rank} · **{panels.plain(plan_words.plan_chips(ranked.plan))}** · {panels.plain(plan_words.plan_settings(ranked.plan))}"
     )
     _figures(ranked.estimate)
     if ranked.lost_because == kept.OWN:
@@ -92,7 +95,7 @@ def _memory(question: state.Inputs, result: SearchResult, ranked: RankedPlan) ->
         f" {gib_text(memory.capacity_bytes)} GiB.",
     )
     drawn = charts.memory(stage_parts(memory), memory.capacity_bytes, dark=panels.dark())
-    panels.chart(drawn, key="memory", alt="Memory by category and pipeline stage")
+    panels.chart(drawn, key="memory", alt=_memory_finding(memory))
     shown = [
         {"category": words(name), "GiB": nbytes / GIB, "share": nbytes / max(peak.value, 1.0)}
         for name, nbytes in sorted(memory.by_category.items(), key=lambda item: -item[1])
@@ -118,7 +121,9 @@ def _step(question: state.Inputs, result: SearchResult, ranked: RankedPlan) -> N
         " is overhead.",
     )
     drawn = charts.waterfall(waterfall_rows(ranked.estimate), last_s=last_s, dark=panels.dark())
-    panels.chart(drawn, key="waterfall", alt="Step time from the GPU's peak, term by term")
+    top = fall.top_loss
+    about = f"The step from the GPU's peak, term by term; most is lost to {words(top.name)}: {seconds_text(top.seconds, last_s)}"
+    panels.chart(drawn, key="waterfall", alt=about)
 
 
 def _placement(question: state.Inputs, result: SearchResult, ranked: RankedPlan) -> None:
@@ -149,7 +154,7 @@ def _placement(question: state.Inputs, result: SearchResult, ranked: RankedPlan)
         panels.chart(
             topology_charts.placement(ranks, str(axis), dark=panels.dark()),
             key="placement",
-            alt="Ranks on nodes and GPUs",
+            alt=f"Ranks on nodes and GPUs, coloured by {AXIS_NAMES[str(axis)]}: {_spread(ranks, str(axis))}",
         )
     with right:
         panels.section("On the links of the first node", "Each GPU is labelled with its rank.")
@@ -163,6 +168,20 @@ def _placement(question: state.Inputs, result: SearchResult, ranked: RankedPlan)
             key="wires",
             alt="Ranks on the node's topology",
         )
+
+
+def _memory_finding(memory: MemoryEstimate) -> str:
+    largest = max(memory.by_category.items(), key=lambda item: item[1], default=("nothing", 0.0))
+    return f"Memory by category and pipeline stage; the largest on the worst rank: {words(largest[0])}, {gib_text(largest[1])} GiB"
+
+
+def _spread(ranks: Sequence[Mapping[str, Any]], axis: str) -> str:
+    """Return over how many nodes the ranks of one group of an axis lie."""
+    nodes: dict[int, set[int]] = {}
+    for row in ranks:
+        nodes.setdefault(row["node"], set()).add(row[axis])
+    most = max((len(found) for found in nodes.values()), default=1)
+    return "all of it on one coordinate of a node" if most == 1 else f"a node holds {most} of its coordinates"
 
 
 def _sensitivity(question: state.Inputs, result: SearchResult, ranked: RankedPlan) -> None:
@@ -203,7 +222,9 @@ def _sensitivity(question: state.Inputs, result: SearchResult, ranked: RankedPla
             drawn = plan_charts.sensitivity(
                 data.rate_curves(result, plans, quantity), quantity=quantity, now=now, flip=at, dark=panels.dark()
             )
-            panels.chart(drawn, key=f"sensitivity_{quantity}", alt=f"Step time over {quantity}")
+            flips_at = f"they change places at {at / 1e9:.3g} GB/s" if at else "they do not change places near it"
+            about = f"Step time over {quantity}, {now / 1e9:.3g} GB/s as it is; {flips_at}"
+            panels.chart(drawn, key=f"sensitivity_{quantity}", alt=about)
 
 
 def _change(question: state.Inputs, result: SearchResult, ranked: RankedPlan) -> None:
@@ -217,7 +238,7 @@ def _change(question: state.Inputs, result: SearchResult, ranked: RankedPlan) ->
 
     def degree(column: Any, label: str, name: str) -> int:
         return int(
-            column.number_input(label, 1, 4096, int(getattr(plan, name)), key=f"x_{name}_{state.plan_name(plan)}")
+            column.number_input(label, 1, 4096, int(getattr(plan, name)), key=f"x_{name}_{plan_words.plan_name(plan)}")
         )
 
     degrees = {
@@ -229,7 +250,7 @@ def _change(question: state.Inputs, result: SearchResult, ranked: RankedPlan) ->
     }
     modes = list(dict.fromkeys([plan.recompute, *framework.recomputes]))
     left, middle, right = st.columns(3)
-    recompute = left.selectbox("Recompute", modes, key=f"x_recompute_{state.plan_name(plan)}")
+    recompute = left.selectbox("Recompute", modes, key=f"x_recompute_{plan_words.plan_name(plan)}")
     degrees["virtual_stages"] = degree(middle, "Stages per rank", "virtual_stages")
     if plan.zero_stage is None:
         degrees["dp_replicate"] = degree(right, "Replicas", "dp_replicate")
@@ -251,7 +272,9 @@ def _change(question: state.Inputs, result: SearchResult, ranked: RankedPlan) ->
     if found.estimate is None:
         st.caption("Not legal: nothing to estimate.")
         return
-    st.markdown(f"**{panels.plain(state.plan_chips(found.case.plan))}** · {panels.plain(policy_text(found.case.plan))}")
+    st.markdown(
+        f"**{panels.plain(plan_words.plan_chips(found.case.plan))}** · {panels.plain(plan_words.plan_settings(found.case.plan))}"
+    )
     _difference(ranked.estimate, found.estimate)
     st.button(
         "Keep this plan",
@@ -269,7 +292,7 @@ def _keep(question: state.Inputs, plan: Plan) -> None:
     except (PlannerError, OSError) as error:
         st.toast(panels.plain(error), icon=":material/error:")
         return
-    state.choose_plan(state.plan_name(plan), best=False)
+    state.choose_plan(plan_words.plan_name(plan), best=False)
 
 
 def _leave_out(question: state.Inputs, plan: Plan) -> None:

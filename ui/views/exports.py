@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import streamlit as st
 
-from planner.explain.tables import degrees_text, policy_text
 from planner.export.targets.registry import TARGETS
 from topology.errors import PlannerError
-from ui import data, panels, state
+from ui import data, panels, plan_words
+from ui.question import state
 
 if TYPE_CHECKING:
     from planner.search.result import RankedPlan, SearchResult
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 def show(question: state.Inputs) -> None:
     del question
     result, ranked = data.answer()
-    st.caption(f"{panels.plain(degrees_text(ranked.plan))} · {panels.plain(policy_text(ranked.plan))}")
+    chips, settings = plan_words.plan_chips(ranked.plan), plan_words.plan_settings(ranked.plan)
+    st.caption(f"{panels.counted(ranked.plan.gpus, 'GPU')}: {panels.plain(chips)} · {panels.plain(settings)}")
     _own(result, ranked)
     panels.section("For other tools")
     names = [f"{target.title} {target.version}".strip() for target in TARGETS]

@@ -8,26 +8,25 @@ from typing import TYPE_CHECKING, Any
 import streamlit as st
 
 from planner.explain.answer_text import LEAST_GAIN, answer_sentence, may_fit_sentence
-from planner.explain.tables import policy_text
-from planner.explain.waterfall import difference
 from planner.io.figures import last_digit_s, rate_text, seconds_text
 from planner.pictures.memory import stage_parts
 from planner.pictures.waterfall import waterfall_rows
-from ui import data, panels, rows, state
-from ui.charts import compare as compare_charts
+from ui import data, differences, panels, plan_words, rows
 from ui.charts import detail as charts
+from ui.charts import plans as plan_charts
 from ui.charts.look import words
+from ui.question import state
 
 if TYPE_CHECKING:
     from planner.search.result import RankedPlan, SearchResult
 
 _COLUMNS = {
-    "place": st.column_config.TextColumn("#", width=40, help="= : too close for the model to tell apart."),
+    "place": st.column_config.TextColumn("#", width=36, help="= : too close for the model to tell apart."),
     "chips": st.column_config.TextColumn("plan", width=150),
-    "step": st.column_config.TextColumn("step", width=70),
-    "range": st.column_config.TextColumn("80 % range", width=110),
-    "memory": st.column_config.TextColumn("memory", width=80),
-    "fits": st.column_config.TextColumn("fits", width=60),
+    "step": st.column_config.TextColumn("step", width=58),
+    "fits": st.column_config.TextColumn("fits", width=48, help="Whether it fits into memory, or how likely that is."),
+    "memory": st.column_config.TextColumn("memory", width=70),
+    "range": st.column_config.TextColumn("80 % range", width=105),
     "policy": st.column_config.TextColumn("settings", width=260),
 }
 
@@ -39,20 +38,29 @@ def show(question: state.Inputs) -> None:
         st.markdown(panels.plain(may_fit_sentence(result.may_fit, result.plans[0])))
     left, right = st.columns(2, gap="large")
     with left:
-        _table(result)
+        _table(result, chosen)
     with right:
         second = data.second(result, chosen)
         if second is None:
-            _detail(chosen)
+            _detail(question, chosen)
         else:
             _comparison(chosen, second)
     _next(question, result, chosen)
 
 
-def _table(result: SearchResult) -> None:
+def _table(result: SearchResult, chosen: RankedPlan) -> None:
     table = rows.plan_rows(result)
     panels.section(f"{len(table)} plans, best first", "Tick one to see it, two to compare them.")
     panels.plan_table(table, _COLUMNS, key="home_plans", on_pick=tick, mode="multi-row")
+    if any(row["place"] != str(row["rank"]) for row in table):
+        st.caption("= too close for the model to tell apart: the simplest comes first.")
+    st.caption("Bars are where 80 % of steps are expected, marks the values. Click one to see its plan.")
+    panels.plan_chart(
+        plan_charts.ranges(table, chosen=plan_words.plan_name(chosen.plan), dark=panels.dark()),
+        key="home_ranges",
+        alt=rows.ranges_finding(table),
+        on_pick=lambda name: tick([row for row in table if row["plan"] == name]),
+    )
 
 
 def tick(ticked: Sequence[dict[str, Any]]) -> None:
@@ -62,9 +70,11 @@ def tick(ticked: Sequence[dict[str, Any]]) -> None:
     st.session_state["second"] = ticked[1]["plan"] if len(ticked) > 1 else None
 
 
-def _detail(ranked: RankedPlan) -> None:
+def _detail(question: state.Inputs, ranked: RankedPlan) -> None:
     estimate = ranked.estimate
-    panels.section(f"#{ranked.rank}  {state.plan_chips(ranked.plan)}", panels.plain(policy_text(ranked.plan)))
+    panels.section(
+        f"#{ranked.rank}  {plan_words.plan_chips(ranked.plan)}", panels.plain(plan_words.plan_settings(ranked.plan))
+    )
     step, within = rows.step_figure(estimate)
     held, verdict = rows.memory_figure(estimate.memory)
     panels.figures(
@@ -76,6 +86,9 @@ def _detail(ranked: RankedPlan) -> None:
     )
     memory_source = estimate.memory.peak_bytes.source
     st.markdown(f"Time {panels.badge(estimate.step_s.source)} Memory {panels.badge(memory_source)}")
+    near = data.nearest_published(question)
+    if near:
+        st.caption(f"The nearest published run: {panels.plain(near)}.")
     st.page_link(
         state.view("measured"),
         label="How far off such numbers were",
@@ -106,21 +119,13 @@ def _comparison(first: RankedPlan, second: RankedPlan) -> None:
         "first": st.column_config.TextColumn(f"#{first.rank}"),
         "second": st.column_config.TextColumn(f"#{second.rank}"),
     }
-    figures = rows.figure_rows(first, second) + rows.differing_rows(first.plan, second.plan)
+    figures = differences.figure_rows(first, second) + differences.differing_rows(first.plan, second.plan)
     st.dataframe(figures, hide_index=True, width="stretch", column_config=headings)
-    last_s = min(last_digit_s(one.estimate.step_s) for one in (first, second)) / 10
-    terms = [t for t in difference(first.estimate, second.estimate) if t.unit == "s" and abs(t.delta) > 1e-6]
-    bars = [
-        {"name": words(t.name), "delta": t.delta * 1e3, "text": seconds_text(t.delta, last_s, signed=True)}
-        for t in terms
-    ]
-    net = second.estimate.step_s.value - first.estimate.step_s.value
-    if bars:
-        drawn = compare_charts.differences(bars, unit="ms per step", dark=panels.dark())
-        about = (
-            f"#{second.rank} takes {seconds_text(net, last_s, signed=True)} a step beside #{first.rank}, term by term"
-        )
-        panels.chart(drawn, key="home_difference", alt=about)
+    panels.step_difference(
+        differences.step_difference(first.estimate, second.estimate),
+        f"#{second.rank} beside #{first.rank}",
+        key="home_difference",
+    )
     st.button("Compare no longer", key="no_second", on_click=tick, args=([],))
 
 

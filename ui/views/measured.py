@@ -9,15 +9,15 @@ import streamlit as st
 
 from planner.runs.runs_store import default_path
 from topology.errors import PlannerError
-from ui import data, panels, rows, state
+from ui import data, panels, rows
 from ui.charts import measured as charts
+from ui.question import state
 
 
 def show(question: state.Inputs) -> None:
-    del question
     st.caption("Measured runs compared with their predictions.")
     _own()
-    _published()
+    _published(question)
 
 
 def _own() -> None:
@@ -62,20 +62,23 @@ def _home(path: Path) -> str:
     return str(path).replace(str(Path.home()), "~", 1)
 
 
-def _published() -> None:
+def _published(question: state.Inputs) -> None:
     panels.section(
         "Published runs",
         "Predicted by planner validate from datasheets only; nothing was calibrated on these machines.",
     )
-    path = state.example("validation/cases.json")
-    if path is None:
+    published = data.published()
+    if not published:
         panels.empty(
             "The case files are not part of the installed package",
             "They are in the repository under `examples/validation/`; `planner validate cases.json` reproduces them.",
             icon=":material/table_chart:",
         )
         return
-    every = rows.compared_rows(data.validation_rows(str(path), path.stat().st_mtime))
+    near = data.nearest_published(question)
+    if near:
+        st.markdown(f"**Nearest to your question** · {panels.plain(near)}.")
+    every = rows.compared_rows(published)
     what = st.segmented_control(
         "Show", ["step time", "memory"], default="step time", required=True, key="show", bind="query-params"
     )
@@ -98,12 +101,20 @@ def _published() -> None:
     unit = "s per step" if what == "step time" else "GiB"
     with left:
         panels.section("Predicted against measured", "Equal on the dashed line.")
-        panels.chart(charts.against(shown, unit=unit, dark=panels.dark()), key="against", alt="Predicted over measured")
+        panels.chart(
+            charts.against(shown, unit=unit, dark=panels.dark()),
+            key="against",
+            alt=f"Predicted over measured: mean absolute error {mean(map(abs, errors)):.1%}",
+        )
     with right:
         panels.section(
             "Error by source", "One tick per run, a diamond for the median; errors beyond 60 % are drawn at the edge."
         )
-        panels.chart(charts.errors(shown, dark=panels.dark()), key="errors", alt="Signed errors by source")
+        panels.chart(
+            charts.errors(shown, dark=panels.dark()),
+            key="errors",
+            alt=f"Signed errors by source; median {median(errors):+.1%}",
+        )
 
 
 show(data.question())

@@ -9,8 +9,9 @@ import streamlit as st
 from planner.explain.tables import model_line
 from planner.question.recipes import default_batch
 from topology.errors import PlannerError
-from ui import data, panels, rows, state, uploads
+from ui import data, panels, rows
 from ui.charts import model as charts
+from ui.question import state, uploads
 
 if TYPE_CHECKING:
     from simulator.config.model import Model
@@ -49,7 +50,7 @@ def show(question: state.Inputs) -> None:
         panels.chart(
             charts.parameters(rows.part_rows(model), dark=panels.dark()),
             key="parameters",
-            alt="Parameters by part of the network",
+            alt=f"Parameters by part of the network; most are in {rows.largest_part(model)}",
         )
     with right:
         panels.section("One step of training")

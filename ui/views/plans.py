@@ -10,9 +10,10 @@ from planner.explain.answer_text import LEAST_GAIN, answer_sentence, may_fit_sen
 from planner.explain.tables import basis_lines, cluster_line, model_line, workload_line
 from planner.io.figures import rate_text
 from simulator.config.plan import MESH_AXES
-from ui import data, panels, rows, state
+from ui import data, panels, plan_words, rows
 from ui.charts import plans as charts
 from ui.charts.look import GIB
+from ui.question import state
 
 if TYPE_CHECKING:
     from planner.search.result import SearchResult
@@ -31,7 +32,7 @@ AXES = {
 # What decides comes first and fits a phone; the rest follows.
 _COLUMNS = {
     "place": st.column_config.TextColumn("#", width=36),
-    "chips": st.column_config.TextColumn("plan", width=128),
+    "chips": st.column_config.TextColumn("plan", width=195),
     "step": st.column_config.TextColumn(
         "step", width=58, help="Simulated where the plan is among the best, else by the closed form."
     ),
@@ -57,19 +58,25 @@ def show(question: state.Inputs) -> None:
         _against_the_fastest(question, best)
     _figures(result)
     table = rows.plan_rows(result)
+    best_name = table[0]["plan"]
+
+    def pick(name: str) -> None:
+        state.choose_plan(name, best=name == best_name)
+
     shown = _filtered(table, result)
     _table(shown, table)
     left, right = st.columns(2, gap="large")
     with left:
         panels.section(
             "Step time",
-            "The bar is where 80 % of steps are expected, the mark the value. Overlapping bars may change places.",
+            "The bar is where 80 % of steps are expected, the mark the value. Overlapping bars may change places. Click a mark to choose its plan.",
         )
         if shown:
-            panels.chart(
-                charts.ranges(shown, dark=panels.dark()),
+            panels.plan_chart(
+                charts.ranges(shown, chosen=plan_words.plan_name(chosen.plan), dark=panels.dark()),
                 key="ranges",
-                alt=f"Step times of {len(shown)} plans with ranges",
+                alt=rows.ranges_finding(shown),
+                on_pick=pick,
             )
     with right:
         panels.section("Time against memory", "One point per set of parallel degrees. The line is the Pareto front.")
@@ -77,12 +84,17 @@ def show(question: state.Inputs) -> None:
             drawn = charts.scatter(
                 shown,
                 limit_gib=best.memory.capacity_bytes / GIB,
-                chosen=state.plan_name(chosen.plan),
+                chosen=plan_words.plan_name(chosen.plan),
                 dark=panels.dark(),
             )
-            panels.chart(drawn, key="scatter", alt=f"Step time against memory of {len(shown)} plans")
+            best_of_both = charts.front(shown)
+            about = f"Step time against memory: {len(best_of_both)} of {len(shown)} plans are beaten in neither"
+            panels.plan_chart(drawn, key="scatter", alt=about, on_pick=pick)
     panels.section("Rejected candidates", _left_out(result))
-    panels.chart(charts.counts(result.rejected, dark=panels.dark()), key="rejected", alt="Rejected candidates by rule")
+    why = rows.rejected_words(result.rejected)
+    most = max(why, key=lambda word: why[word], default="")
+    about = f"Rejected candidates by reason; most, {why[most]:,}: {most}" if most else "No candidate was rejected"
+    panels.chart(charts.counts(why, dark=panels.dark()), key="rejected", alt=about)
     if result.search.pruned:
         with st.expander("Bounds of the search"):
             st.dataframe(
@@ -91,7 +103,7 @@ def show(question: state.Inputs) -> None:
                 width="stretch",
             )
     panels.assumed(result.assumed)
-    st.caption("  \n".join(panels.plain(line) for line in basis_lines(best, chosen.method)))
+    st.caption("  \n".join(_basis(line) for line in basis_lines(best, chosen.method)))
     st.caption(_about(result))
     with st.expander("The same question in a terminal", icon=":material/terminal:"):
         st.code(question.command(), language="bash", wrap_lines=True)
@@ -130,6 +142,12 @@ def _against_the_fastest(question: state.Inputs, best: Estimate) -> None:
         st.warning(panels.plain(text), icon=":material/hourglass_bottom:")
 
 
+def _basis(line: str) -> str:
+    """Return a line of `basis_lines` with its name set off."""
+    name, _, text = line.partition(" ")
+    return f"**{panels.plain(name)}** · {panels.plain(text.strip())}"
+
+
 def _about(result: SearchResult) -> str:
     lines = (
         model_line(result.question.model),
@@ -155,7 +173,7 @@ def _filtered(table: list[dict[str, Any]], result: SearchResult) -> list[dict[st
     top = float(round(result.plans[0].estimate.memory.capacity_bytes / GIB) + 1)
     most = middle.slider("At most, GiB", 1.0, top, top, key="most", bind="query-params", format="%.0f")
     front_only = right.toggle("Only the Pareto front", key="front", bind="query-params")
-    by_name = {state.plan_name(r.plan): r.plan for r in result.plans}
+    by_name = {plan_words.plan_name(r.plan): r.plan for r in result.plans}
     kept = [
         row
         for row in table
@@ -186,7 +204,7 @@ def _table(shown: list[dict[str, Any]], table: list[dict[str, Any]]) -> None:
     chosen = data.answer()[1]
     st.page_link(
         state.view("detail"),
-        label=f"Details of **{panels.plain(state.plan_chips(chosen.plan))}**",
+        label=f"Details of **{panels.plain(plan_words.plan_chips(chosen.plan))}**",
         icon=":material/troubleshoot:",
         query_params=state.link(),
     )

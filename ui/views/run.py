@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import streamlit as st
 
-from planner.explain.tables import policy_text
-from ui import data, jobs, panels, state
+from ui import data, jobs, panels, plan_words
 from ui.canvas import measured_run
+from ui.question import state
 
 if TYPE_CHECKING:
     from planner.search.result import RankedPlan, SearchResult
@@ -42,8 +42,8 @@ def show() -> None:
 
 def _form(result: SearchResult, ranked: RankedPlan) -> None:
     panels.section(
-        f"Run #{ranked.rank}  {state.plan_chips(ranked.plan)}",
-        f"{panels.plain(policy_text(ranked.plan))}. It runs {panels.plain(jobs.where())}; numbers are checked against one"
+        f"Run #{ranked.rank}  {plan_words.plan_chips(ranked.plan)}",
+        f"{panels.plain(plan_words.plan_settings(ranked.plan))}. It runs {panels.plain(jobs.where())}; numbers are checked against one"
         " process before anything is timed.",
     )
     with st.form("run"):

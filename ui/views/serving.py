@@ -12,18 +12,23 @@ from planner.serving.shown.text import answer_sentence, deployment_text, digits,
 from simulator.config.hf_config import hub_name
 from topology import codec
 from topology.errors import Infeasible
-from ui import panels, serving_question, state, waiting
+from ui import panels
+from ui.background import waiting
 from ui.charts import serving as charts
+from ui.question import serving_question, state
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from planner.serving.search import ServingPlan
-    from ui.work import ServingAnswers
+    from simulator.config.estimate import Interval
+    from ui.background.work import ServingAnswers
 
 _COLUMNS = {
     "place": st.column_config.TextColumn("#", width=40, help="= : too close for the model to tell apart."),
     "deployment": st.column_config.TextColumn("deployment", width=220),
     "first": st.column_config.TextColumn("first token, ms", width=120),
-    "token": st.column_config.TextColumn("a token, ms", width=110),
+    "token": st.column_config.TextColumn("further token, ms", width=125),
     "rate": st.column_config.TextColumn("tokens/s a GPU", width=110),
     "cache": st.column_config.NumberColumn("tokens in the cache", format="localized", width=110),
     "why": st.column_config.TextColumn("why not first", width=260),
@@ -84,13 +89,13 @@ def _table(found: ServingAnswers) -> int:
 def _load(found: ServingAnswers) -> None:
     if not found.load.rows:
         return
-    panels.section("With other numbers of clients", "The best of the deployments above that were followed.")
+    panels.section("With other numbers of clients", "The best of the deployments above at each number.")
     rows = [
         {
             "clients": f"{row.value:,.0f}",
             "deployment": deployment_text(row.deployment),
             "first token, ms": digits(1e3 * row.estimate.ttft_s.value),
-            "a token, ms": digits(1e3 * row.estimate.tpot_s.value),
+            "further token, ms": digits(1e3 * row.estimate.tpot_s.value),
             "tokens/s a GPU": digits(row.estimate.output_tokens_per_s_per_gpu.value),
         }
         for row in found.load.rows
@@ -104,24 +109,41 @@ def _detail(found: ServingAnswers, place: int) -> None:
     room = estimate.room
     panels.section(f"#{place + 1}  {panels.plain(deployment_text(plan.deployment))}")
     taken = sum(room.by_category.values()) / 2**30
-    first, _, first_range = ms_text(estimate.ttft_s).partition(" ")
-    token, _, token_range = ms_text(estimate.tpot_s).partition(" ")
+    first, first_range = _milliseconds(estimate.ttft_s)
+    token, token_range = _milliseconds(estimate.tpot_s)
     panels.figures(
         [
-            ("First token", f"{first} ms", "Mean; below it is where 80 % of such figures were.", first_range),
-            ("A token", f"{token} ms", "Mean time between tokens after the first.", token_range),
+            ("First token", first, "Mean; below it is where 80 % of such figures were.", first_range),
+            ("Each further token", token, "Mean time between tokens after the first.", token_range),
             ("Slow requests", f"{digits(1e3 * estimate.latency.ttft_s.p95)} ms", "95 of 100 first tokens are sooner."),
             ("Memory of a GPU", f"{taken:.0f} GiB", f"Of {room.capacity_bytes / 2**30:.1f} GiB, with the KV cache."),
         ]
     )
     st.markdown(f"Times {panels.badge(estimate.tpot_s.source)}")
     sequences, context = digits(account.sequences), digits(account.context)
-    panels.section("A token", f"{sequences} answers go on in a step, with {context} tokens each.")
+    panels.section("Each further token", f"{sequences} answers go on in a step, with {context} tokens each.")
     drawn = charts.parts(account.token_s, dark=panels.dark())
-    panels.chart(drawn, key="serving_token", alt=f"The {token} ms of a token by what takes them")
+    panels.chart(
+        drawn, key="serving_token", alt=f"The {token} of a token by what takes them: {_largest(account.token_s)}"
+    )
     panels.section("The first token")
     drawn = charts.parts(account.first_s, dark=panels.dark())
-    panels.chart(drawn, key="serving_first", alt=f"The {first} ms of the first token by what takes them")
+    panels.chart(
+        drawn,
+        key="serving_first",
+        alt=f"The {first} of the first token by what takes them: {_largest(account.first_s)}",
+    )
+
+
+def _milliseconds(value: Interval) -> tuple[str, str]:
+    """Return a time in milliseconds, and its range."""
+    low, middle, high = (digits(1e3 * end) for end in (value.low, value.value, value.high))
+    return f"{middle} ms", f"{low} to {high} ms"
+
+
+def _largest(parts_s: Mapping[str, float]) -> str:
+    name, seconds = max(parts_s.items(), key=lambda part: part[1], default=("nothing", 0.0))
+    return f"most of it {name}, {digits(1e3 * seconds)} ms"
 
 
 def _next(question: serving_question.ServingInputs, found: ServingAnswers, plan: ServingPlan) -> None:

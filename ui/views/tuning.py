@@ -8,14 +8,17 @@ from typing import Any
 
 import streamlit as st
 
-from planner.tune.history import candidate_words, history
+from planner.tune.candidates import Candidate
+from planner.tune.history import history
 from planner.tune.loop import View
 from planner.tune.sessions.session import shown
 from planner.tune.state import State, parse_state, read_state
 from planner.tune.text import chance_text
 from topology.errors import PlannerError
-from ui import data, jobs, panels, service, state
+from ui import data, jobs, panels, plan_words
+from ui.background import service
 from ui.charts import tuning as charts
+from ui.question import state
 
 MOST_BYTES = 16 * 2**20
 COMMANDS = ("tune",)
@@ -170,7 +173,12 @@ def _answer(view: View, within: float) -> None:
             ("Better plan left", chance_text(view.outlook.probability), f"by more than {within:.1%}"),
         ]
     )
-    st.markdown(f"**{panels.plain(candidate_words(one))}**")
+    st.markdown(f"**{panels.plain(_words(one))}**")
+
+
+def _words(one: Candidate) -> str:
+    compiled = ", compiled" if one.runtime.compile else ""
+    return f"{plan_words.plan_chips(one.plan)} ({plan_words.plan_settings(one.plan)}{compiled})"
 
 
 def _rows(view: View) -> list[dict[str, object]]:
@@ -181,7 +189,7 @@ def _rows(view: View) -> list[dict[str, object]]:
         rows.append(
             {
                 "trial": number,
-                "plan": candidate_words(view.candidates.plans[row]) if row is not None else trial.key,
+                "plan": _words(view.candidates.plans[row]) if row is not None else trial.key,
                 "status": trial.status.value,
                 "measured, s": trial.step_s,
                 "believed, s": value if math.isfinite(value) else None,

@@ -11,7 +11,7 @@ from planner.serving.asked import ServingFlags
 from simulator.serving.deployment import CACHE_BYTES, WEIGHT_BYTES
 from simulator.serving.engine import engines
 from topology import codec
-from ui import state
+from ui.question import state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +106,7 @@ def ask(about: state.Inputs) -> ServingInputs:
     with second[4]:
         ttft = state.number("First token, ms", "ttft", state.MAX_TARGET_MS, "no target", "At most, in the mean.")
     with second[5]:
-        tpot = state.number("A token, ms", "tpot", state.MAX_TARGET_MS, "no target", "At most, in the mean.")
+        tpot = state.number("Further token, ms", "tpot", state.MAX_TARGET_MS, "no target", "At most, in the mean.")
     found = {"isl": isl, "osl": osl, "clients": clients, "rate": rate, "engine": engine, "weights": weights}
     state.write_link(**found, cache=cache, aim=aim, ttft=ttft, tpot=tpot)
     return ServingInputs(

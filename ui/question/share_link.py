@@ -13,7 +13,7 @@ import streamlit as st
 
 from topology import codec
 from topology.errors import BadInput
-from ui import uploads
+from ui.question import uploads
 
 PARAMETER = "files"
 MOST_CHARACTERS = 48_000  # servers and browsers take addresses of 64 KB

@@ -16,8 +16,8 @@ from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
 from topology import codec
 from topology.errors import PlannerError
-from ui import uploads
-from ui.state import Inputs
+from ui.question import uploads
+from ui.question.state import Inputs
 
 
 class RemoteJob:

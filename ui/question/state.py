@@ -2,7 +2,7 @@
 
 Every widget of the question is bound to a query parameter, so that a link reproduces the page. Default values do not
 appear in the URL, and values that are not among the choices are ignored. Uploaded files are named by their content
-(`ui.uploads`) and plans by their degrees, so that no path is ever taken from a URL.
+(`ui.question.uploads`) and plans by their degrees, so that no path is ever taken from a URL.
 """
 
 from __future__ import annotations
@@ -17,15 +17,13 @@ import streamlit as st
 
 from planner.question.flags import Flags
 from simulator.config.hf_config import shipped_models
-from simulator.config.overlap_sites import tp_overlap_slug
-from simulator.config.plan import Plan
 from simulator.legality.frameworks import FRAMEWORKS
 from simulator.serving.deployment import CACHE_BYTES, WEIGHT_BYTES
 from simulator.serving.engine import engines
 from topology import codec
 from topology.catalog.clusters import catalog_names
 from topology.catalog.gpus import gpu_kinds
-from ui import uploads
+from ui.question import uploads
 
 OBJECTIVES = ("time", "memory", "pareto")
 LISTED = 10  # plans in a result: enough for a scatter plot, few enough to read
@@ -227,8 +225,11 @@ def choose_plan(name: str, *, best: bool) -> None:
 # --- the question ------------------------------------------------------------------------------------------------------
 
 
-def ask(*, row: bool) -> Inputs:
-    """Draw the question and return it: what decides most in a row on the page where `row`, the rest in the sidebar."""
+def ask(*, row: bool, training: bool) -> Inputs:
+    """Draw the question and return it: what decides most in a row on the page where `row`, the rest in the sidebar.
+
+    What only training asks for is not drawn where not `training`, and stays as it was.
+    """
     if row:
         first, second, third, fourth = st.columns([3, 3, 2, 2], gap="small")
     else:
@@ -250,6 +251,8 @@ def ask(*, row: bool) -> Inputs:
         gpus = number(
             "GPUs", "gpus", MAX_GPUS, "the whole cluster", "A cluster of the catalogue gets as many nodes as needed."
         )
+    if not training:
+        return _machine_only(model, cluster, gpu, gpus)
     with fourth:
         batch = number("Global batch", "batch", MAX_BATCH, "as a published recipe", "Sequences in an optimizer step.")
     with st.sidebar:
@@ -283,6 +286,23 @@ def ask(*, row: bool) -> Inputs:
     )
 
 
+def _machine_only(model: str, cluster: str, gpu: str | None, gpus: int | None) -> Inputs:
+    """Return the question with what it says of training as the link has it."""
+    write_link(cluster=cluster, gpu=gpu or FROM_FILE, gpus=gpus, model=model)
+    kept = {key: FIELDS[key].read(word) for key, word in link().items() if key in FIELDS}
+    return Inputs(
+        cluster=cluster,
+        gpu=None if gpu == FROM_FILE else gpu,
+        gpus=gpus,
+        model=model,
+        seq_len=kept.get("seq", _DEFAULT.seq_len),
+        global_batch=kept.get("batch"),
+        framework=kept.get("framework", _DEFAULT.framework),
+        objective=kept.get("objective", _DEFAULT.objective),
+        compile=bool(kept.get("compile")),
+    )
+
+
 def choice(label: str, options: list[str], key: str, text: str) -> str:
     """Draw a choice that the link holds, and return it."""
     default = FIELDS[key].default
@@ -308,49 +328,9 @@ def number(label: str, key: str, most: int, empty: str, text: str) -> int | None
     return None if value is None else int(value)
 
 
-def plan_name(plan: Plan) -> str:
-    """Return a short name of a plan for URLs and menus: `fsdp256 cp2 mb1 selective-op reshard`."""
-    degrees = {
-        "dp": plan.dp_replicate,
-        "fsdp": plan.dp_shard,
-        "cp": plan.cp,
-        "tp": plan.tp,
-        "pp": plan.pp,
-        "ep": plan.ep,
-    }
-    words = [f"{name}{degree}" for name, degree in degrees.items() if degree > 1] or ["one-gpu"]
-    if plan.zero_stage is not None:
-        words.append(f"zero{plan.zero_stage}")
-    if plan.pp > 1:
-        words.append((plan.schedule or "1F1B") + (f"x{plan.virtual_stages}" if plan.virtual_stages > 1 else ""))
-    words += ["no-sp"] if plan.tp > 1 and not plan.sequence_parallel else []
-    words += [f"mb{plan.micro_batch_size}", plan.recompute]
-    if plan.reshard_after_forward is not None and plan.dp_shard * plan.cp > 1:
-        words.append("reshard" if plan.reshard_after_forward else "keep")
-    words += [f"offload-{plan.offload}"] if plan.offload != "none" else []
-    words += [f"overlap-{tp_overlap_slug(plan.tp_overlap)}"] if plan.tp_overlap != "none" else []
-    if plan.layers_per_stage or plan.recompute_per_stage or plan.capacity_factor is not None:
-        words.append(f"own-{codec.fingerprint(plan)[:4]}")  # layers or recompute modes by stage would be too long
-    return " ".join(words)
-
-
-def plan_chips(plan: Plan) -> str:
-    """Return the degrees of a plan for people: `FSDP 4 · TP 4 · PP 4`. What else it sets stands beside it, or in a tooltip."""
-    replicas = "DP" if plan.zero_stage is None or plan.zero_stage == 0 else f"ZeRO-{plan.zero_stage}"
-    degrees = (
-        (replicas, plan.dp_replicate),
-        ("FSDP", plan.dp_shard),
-        ("CP", plan.cp),
-        ("TP", plan.tp),
-        ("PP", plan.pp),
-        ("EP", plan.ep),
-    )
-    return " · ".join(f"{name} {degree}" for name, degree in degrees if degree > 1) or "one GPU"
-
-
 def example(name: str) -> Path | None:
     """Return a file of the repository's examples, or None if only the package is installed."""
-    path = Path(__file__).resolve().parents[1] / "examples" / name
+    path = Path(__file__).resolve().parents[2] / "examples" / name
     return path if path.exists() else None
 
 
@@ -362,4 +342,4 @@ def results() -> dict[str, Any]:
 
 def view(name: str) -> str:
     """Return the file of a page, for links between pages."""
-    return str(Path(__file__).parent / "views" / f"{name}.py")
+    return str(Path(__file__).parents[1] / "views" / f"{name}.py")

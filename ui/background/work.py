@@ -1,4 +1,4 @@
-"""What worker processes work out (`ui.worker`): searches and simulated steps, by the functions of the command line."""
+"""What worker processes work out (`ui.background.worker`): searches and simulated steps, by the functions of the command line."""
 
 from __future__ import annotations
 

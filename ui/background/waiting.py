@@ -13,7 +13,7 @@ import streamlit as st
 
 from planner.jobs.processes import Job, Stopped, Workers
 from topology.errors import PlannerError
-from ui import state
+from ui.question import state
 
 MAX_RESULTS = {
     "search": 64,
@@ -30,7 +30,7 @@ PATIENCE_S = 0.8  # before the panel appears, so that fast results come without 
 @st.cache_resource(show_spinner=False)
 def workers() -> Workers:
     """Return the processes that all sessions share."""
-    return Workers("ui.worker")
+    return Workers("ui.background.worker")
 
 
 @st.cache_resource(show_spinner=False)
@@ -40,7 +40,7 @@ def _finished() -> dict[tuple[str, str], Any]:
 
 
 class PendingAnswer(Protocol):
-    """A job, of a process here (`planner.jobs.processes.Job`) or of a service (`ui.remote.RemoteJob`)."""
+    """A job, of a process here (`planner.jobs.processes.Job`) or of a service (`ui.background.remote.RemoteJob`)."""
 
     started: float
     line: str

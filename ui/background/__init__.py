@@ -1,0 +1,1 @@
+"""What pages wait for: worker processes of this machine, and jobs of the service."""

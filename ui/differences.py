@@ -1,0 +1,99 @@
+"""Two plans beside each other: their figures, the fields in which they differ, and their steps term by term."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from planner.explain.tables import share_text
+from planner.explain.waterfall import difference
+from planner.io.figures import last_digit_s, rate_text, seconds_text
+from ui.charts.look import words
+from ui.rows import memory_figure, step_figure
+
+if TYPE_CHECKING:
+    from planner.search.result import RankedPlan
+    from simulator.config.estimate import Estimate
+    from simulator.config.plan import Plan
+
+PER_SECOND = {"s": 1.0, "ms": 1e3, "us": 1e6}
+
+
+def figure_rows(first: RankedPlan, second: RankedPlan) -> list[dict[str, str]]:
+    """Return the figures of two plans side by side."""
+
+    def cells(estimate: Estimate) -> dict[str, str]:
+        step, within = step_figure(estimate)
+        held, verdict = memory_figure(estimate.memory)
+        parts = estimate.breakdown_s
+        return {
+            "step": step,
+            "80 % range": within,
+            "tokens/s per GPU": rate_text(estimate),
+            "MFU": f"{estimate.mfu:.0%}",
+            "memory": f"{held}, {verdict}",
+            "exposed communication": share_text(parts.get("exposed_communication", 0.0), estimate.step_s.value),
+            "pipeline bubble": share_text(parts.get("bubble", 0.0), estimate.step_s.value),
+        }
+
+    one, two = cells(first.estimate), cells(second.estimate)
+    return [{"what": name, "first": one[name], "second": two[name]} for name in one]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepDifference:
+    """Two steps term by term: `bars` have name, delta in `unit`, and text; `net` is the whole difference in words."""
+
+    bars: list[dict[str, Any]]
+    unit: str
+    net: str
+
+
+def step_difference(first: Estimate, second: Estimate) -> StepDifference:
+    """Return in which terms the second step is longer or shorter, those that round to nothing left out."""
+    last_s = min(last_digit_s(one.step_s) for one in (first, second)) / 10
+    unit = seconds_text(last_s, last_s).split()[1]
+    terms = [term for term in difference(first, second) if term.unit == "s" and abs(term.delta) >= last_s / 2]
+    bars = [
+        {
+            "name": words(term.name),
+            "delta": term.delta * PER_SECOND[unit],
+            "text": seconds_text(term.delta, last_s, signed=True),
+        }
+        for term in terms
+    ]
+    net_s = second.step_s.value - first.step_s.value
+    net = seconds_text(net_s, last_s, signed=True) if abs(net_s) >= last_s / 2 else "no difference"
+    return StepDifference(bars=bars, unit=f"{unit} per step", net=net)
+
+
+FIELD_WORDS = {
+    "dp_replicate": "data parallel (DP)",
+    "dp_shard": "sharded data parallel (FSDP)",
+    "tp": "tensor parallel (TP)",
+    "cp": "context parallel (CP)",
+    "pp": "pipeline parallel (PP)",
+    "ep": "expert parallel (EP)",
+    "tp_overlap": "TP overlap",
+    "cp_method": "context parallelism by",
+    "virtual_stages": "stages per rank",
+}
+
+
+def differing_rows(first: Plan, second: Plan) -> list[dict[str, str]]:
+    """Return the fields in which two plans differ, in words."""
+
+    def text(value: object) -> str:
+        if value is None or value == ():
+            return "framework default"
+        return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+    return [
+        {
+            "what": FIELD_WORDS.get(field.name, words(field.name)),
+            "first": text(getattr(first, field.name)),
+            "second": text(getattr(second, field.name)),
+        }
+        for field in fields(first)
+        if getattr(first, field.name) != getattr(second, field.name)
+    ]
