@@ -11,11 +11,13 @@ import math
 import os
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from topology.codec import parse_lines
+from topology.errors import ProbeError
 
 # Exit codes by which the report tells a full memory or wrong numbers from a crash.
 OUT_OF_MEMORY = 64
@@ -25,17 +27,32 @@ WRONG_NUMBERS = 65
 class Recorder:
     """Appends records to a file; without a path (ranks other than 0) it drops them.
 
-    A NaN or infinite number raises ValueError; pass values that may be infinite through `nonfinite_as_none`.
+    A NaN or infinite number raises ValueError; pass values that may be infinite through `nonfinite_as_none`. Raises
+    ProbeError where the file cannot be written.
     """
 
     def __init__(self, path: str | Path | None) -> None:
-        self._file = Path(path).open("a", encoding="utf-8") if path is not None else None  # noqa: SIM115 - closed by close()
+        self._path = path
+        with self._told():
+            self._file = Path(path).open("a", encoding="utf-8") if path is not None else None  # noqa: SIM115 - closed by close()
 
     def write(self, kind: str, **fields: Any) -> None:
         if self._file is None:
             return
-        self._file.write(json.dumps({"kind": kind, **fields}, allow_nan=False) + "\n")
-        self._file.flush()
+        line = json.dumps({"kind": kind, **fields}, allow_nan=False) + "\n"
+        with self._told():
+            self._file.write(line)
+            self._file.flush()
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            why = error.strerror or str(error)
+            raise ProbeError(
+                f"cannot write {self._path}", why=why, remedy="free the disk, or choose another"
+            ) from error
 
     def missing(self, what: str, *, late: bool = False) -> None:
         """Record what was not measured; `late`: there was no time left for it, nothing went wrong."""
@@ -43,7 +60,8 @@ class Recorder:
 
     def close(self) -> None:
         if self._file is not None:
-            self._file.close()
+            with suppress(OSError):  # what could not be flushed has been told when it was written
+                self._file.close()
 
 
 def nonfinite_as_none(fields: Mapping[str, Any]) -> dict[str, Any]:

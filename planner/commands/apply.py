@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import shutil
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -157,7 +156,7 @@ def _run(
 ) -> int:
     """Run the plan, keep and report what came of it, and return the exit code."""
     apply_process.require_torch()
-    _make(folder)
+    output.require_room(folder, LEAST_FREE_BYTES, "records and timelines of a run")
     for note in run.notes:
         output.warn(f"note: {note}")
     try:
@@ -179,21 +178,6 @@ def _concluded(document: dict[str, Any], folder: Path, tolerance: float | None, 
     if code == 0 and document.get("predicted") is not None and not (comparison and comparison["within"]):
         return 4
     return code
-
-
-def _make(folder: Path) -> None:
-    """Make the run's directory, and see that its disk has space left before anything starts."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(folder).free
-    except OSError as error:
-        raise BadInput(f"cannot write {folder}", why=error.strerror or str(error), remedy="--out elsewhere") from error
-    if free < LEAST_FREE_BYTES:
-        raise PlannerError(
-            f"there are {free / 2**20:.0f} MiB free for {folder}",
-            why=f"records and timelines of a run take up to {LEAST_FREE_BYTES / 2**20:.0f} MiB",
-            remedy="free the disk, or --out elsewhere",
-        )
 
 
 def _keep(document: dict[str, Any], folder: Path) -> None:

@@ -40,6 +40,7 @@ from topology.profile.profile import Profile, read_profile
 from topology.profile.store import add_to_store, merge, read_stored, store_folder, with_named_runs
 
 PLANS = 6  # that are taken to be able to win
+LEAST_FREE_BYTES = 4 * 2**20
 SEARCH_S = 20.0  # for finding them
 DEFAULT_RUNTIME = "meshwright"
 OF_A_QUESTION = {
@@ -92,6 +93,7 @@ def calibrate(
     machine = _machine(cluster, gpus, device)
     links, kind, count = machine.links, machine.gpu, len(machine.indices)
     records = (out.with_name(out.name + ".partial") if out is not None else _scratch()).absolute()
+    output.require_room(records.parent, LEAST_FREE_BYTES, "records and the profile")
     before = _known(out, kind, store=store)
     cut_short = _cut_short(records, kind)
     on = take_gpus(links or read_cluster(STAND_IN), count)
@@ -129,7 +131,6 @@ def calibrate(
 
 def _measure(given: dict[str, Any], agenda: Agenda, machine: Machine, records: Path, seconds: float) -> Profile:
     """Do the jobs of the agenda. Raises as `calibrate_process.calibrate`."""
-    records.parent.mkdir(parents=True, exist_ok=True)
     return run(
         agenda.jobs(),
         machine.indices,

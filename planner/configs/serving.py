@@ -38,6 +38,9 @@ _WEIGHTS = {
     "awq": "int4", "awq_marlin": "int4", "gptq": "int4", "gptq_marlin": "int4",
     "modelopt_fp4": "float4", "nvfp4": "float4", "mxfp4": "float4",
 }  # fmt: skip
+_UNITS = {"": 1, "k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20, "g": 10**9, "G": 2**30}
+_SHARES = {"gpu_memory_utilization", "mem_fraction_static"}
+MOST_TOKENS = 1 << 31
 LISTED = 3
 
 
@@ -172,6 +175,8 @@ def _refused(
             problems.append(f"{name} {value}: {engine} {VERSIONS[engine]} takes {', '.join(entry['choices'])}")
         elif entry["type"] in {"int", "float"} and not _is_number(value, entry["type"]):
             problems.append(f"{name} {value}: not a number")
+        elif entry["dest"] in _SHARES and _number(value) > 1:
+            problems.append(f"{name} {value}: a share of the GPU's memory is at most 1")
     return tuple(unknown), tuple(problems)
 
 
@@ -218,13 +223,9 @@ def _limits(engine: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     fields = ("max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization")
     found: dict[str, Any] = {}
     for name, field in zip(names, fields, strict=True):
-        value = settings.get(name)
-        try:
-            number = float(str(value)) if value is not None else 0.0
-        except ValueError:
-            number = 0.0
+        number = _number(settings.get(name))
         if number > 0:
-            found[field] = min(number, 1.0) if field == "gpu_memory_utilization" else int(number)
+            found[field] = min(number, 1.0) if field == "gpu_memory_utilization" else int(min(number, MOST_TOKENS))
     weights = _WEIGHTS.get(str(settings.get("quantization", "")).lower())
     if weights:
         found["weights"] = weights
@@ -233,10 +234,16 @@ def _limits(engine: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def _number(value: object) -> float:
+    """Return a number as the engines write it, `8k` and `8K` too (vLLM's 1,000 and 1,024); 0 for anything else."""
+    found = re.fullmatch(r"(\d{1,15}(?:\.\d*)?|\.\d+)([kKmMgG]?)", str(value))
+    return float(found[1]) * _UNITS[found[2]] if found else 0.0
+
+
 def _too_long(settings: Mapping[str, Any], question: ServingQuestion, found: ServingAnswer) -> tuple[str, ...]:
     """Return what the engine refuses of lengths: at its start, or of each request."""
-    longest = settings.get("max_model_len", settings.get("context_length"))
-    if isinstance(longest, bool) or not isinstance(longest, int):
+    longest = int(_number(settings.get("max_model_len", settings.get("context_length"))))
+    if not longest:
         return ()
     problems = []
     if question.longest > longest:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from io import StringIO
+from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from rich.console import Console
 from rich.console import Console as RichConsole
 
 from topology import codec
-from topology.errors import PlannerError
+from topology.errors import BadInput, PlannerError
 from topology.redact import redact
 
 SCHEMA_VERSION = 1
@@ -51,6 +54,26 @@ def redacted(on: bool) -> Iterator[None]:
         sys.stdout, sys.stderr = streams
         for stream, text in zip(streams, held, strict=True):
             print(redact(text.getvalue()), end="", file=stream)
+
+
+def require_room(folder: Path, least_bytes: int, what: str) -> None:
+    """Make a folder that results go to, and see that its disk has room for `what` before anything is measured.
+
+    Raises BadInput where it cannot be made or written, PlannerError where less than `least_bytes` are free.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            pass
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        raise BadInput(f"cannot write {folder}", why=error.strerror or str(error), remedy="--out elsewhere") from error
+    if free < least_bytes:
+        raise PlannerError(
+            f"there are {free / 2**20:.0f} MiB free for {folder}",
+            why=f"{what} take up to {least_bytes / 2**20:.0f} MiB",
+            remedy="free the disk, or --out elsewhere",
+        )
 
 
 def attempt(write: Callable[[], object]) -> PlannerError | None:

@@ -12,9 +12,11 @@ from typing import Any
 from planner.io.version import version
 from planner.serving.question import OBJECTIVES, ServingQuestion
 from planner.serving.stated import require_pool
+from planner.serving.trace_file import MAX_REQUESTS, read_request
 from simulator.config.verify import verify_model
 from simulator.serving.deployment import CACHE_BYTES, WEIGHT_BYTES, Deployment
 from simulator.serving.engine import engine_of
+from simulator.serving.traffic import Traffic
 from topology import codec
 from topology.catalog.verify import require_possible
 from topology.errors import BadPlan
@@ -22,9 +24,11 @@ from topology.ranges import Range, out_of_range
 
 SCHEMA_VERSION = 1
 TASK = "serve"
-_COUNTS = ("mean", "concurrency", "requests", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "seed")
+LEAST_RATE = 1e-6  # requests a second
+_COUNTS = ("mean", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "seed")
 _RANGES: dict[str, Range] = {
     **dict.fromkeys(_COUNTS, (0, 1 << 31)),
+    **dict.fromkeys(("concurrency", "requests"), (0, 4 * MAX_REQUESTS)),
     **dict.fromkeys(("low", "high", "shape"), (0, 100)),
     **dict.fromkeys(("request_rate", "gpu_price_per_hour"), (0, 1e9)),
     **dict.fromkeys(("cached_prompt", "memory_fraction"), (0, 1)),
@@ -86,7 +90,24 @@ def load_serving(path: str | Path) -> ServingFile:
         for problem in out_of_range(part, _RANGES, path="plan"):
             raise BadPlan(f"{path}: {problem}")
     _require_known(question, str(path))
+    if deployment != question.deployment(deployment.pool, deployment.prefill):
+        raise BadPlan(f"{path}: the deployment has another engine, other formats or limits than its question")
+    _require_traffic(question.traffic, str(path))
     return content
+
+
+def _require_traffic(traffic: Traffic, where: str) -> None:
+    for name, lengths in (("prompt", traffic.prompt), ("output", traffic.output)):
+        if lengths.low > lengths.high:
+            raise BadPlan(f"{where}: traffic.{name}.low is above its high")
+    if 0 < traffic.request_rate < LEAST_RATE:
+        raise BadPlan(
+            f"{where}: traffic.request_rate is {traffic.request_rate:g}", why=f"at least {LEAST_RATE:g}, or 0"
+        )
+    if len(traffic.trace) > MAX_REQUESTS:
+        raise BadPlan(f"{where} has more than {MAX_REQUESTS} requests")
+    for number, one in enumerate(traffic.trace):
+        read_request(one._asdict(), f"{where}: traffic.trace[{number}]")
 
 
 def _require_known(question: ServingQuestion, where: str) -> None:

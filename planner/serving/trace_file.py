@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from simulator.serving.traffic import Request
-from topology.codec import parse_csv, read_text
+from topology.codec import parse_csv, parse_json, read_text
 from topology.errors import BadInput
 
 MAX_REQUESTS = 100_000
@@ -28,7 +27,7 @@ def read_trace(path: str) -> tuple[Request, ...]:
     for number, row in rows:
         if len(found) >= MAX_REQUESTS:
             raise BadInput(f"{path} has more than {MAX_REQUESTS} requests", remedy="take a part of it")
-        found.append(_request(f"{path}: line {number}", row))
+        found.append(read_request(row, f"{path}: line {number}"))
     if not found:
         raise BadInput(f"{path} has no requests", remedy=f"write a line for each, with {', '.join(FIELDS)}")
     return tuple(sorted(found))
@@ -50,10 +49,7 @@ def _json_rows(path: str, text: str) -> Iterable[tuple[int, Mapping[str, Any]]]:
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
             continue
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise BadInput(f"{path}: line {number} is not JSON", why=str(error)) from error
+        row = parse_json(line, where=f"{path}: line {number}")
         if not isinstance(row, dict):
             raise BadInput(
                 f"{path}: line {number} is not an object", remedy='{"arrival_s": 0, "prompt": 9, "output": 9}'
@@ -61,7 +57,8 @@ def _json_rows(path: str, text: str) -> Iterable[tuple[int, Mapping[str, Any]]]:
         yield number, row
 
 
-def _request(where: str, row: Mapping[str, Any]) -> Request:
+def read_request(row: Mapping[str, Any], where: str) -> Request:
+    """Return a request by its FIELDS. Raises BadInput for what is missing or no number in its range."""
     values = [row.get(name) for name in FIELDS]
     most = (MAX_SECONDS, MAX_TOKENS, MAX_TOKENS)
     for name, value, limit in zip(FIELDS, values, most, strict=True):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import json
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ from statistics import fmean, median
 from typing import Any
 
 from planner.validate.serving_points import QUANTITIES
-from topology.codec import MAX_BYTES, read_text
+from topology.codec import MAX_BYTES, parse_json, read_text
 from topology.errors import BadInput
 
 MAX_ROWS = 100_000
@@ -30,10 +29,7 @@ def read_points(path: str | Path) -> list[dict[str, Any]]:
             continue
         if number > MAX_ROWS:
             raise BadInput(f"{path} has more than {MAX_ROWS} lines", remedy="split it")
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise BadInput(f"{path}: line {number} is not JSON", why=str(error)) from error
+        row = parse_json(line, where=f"{path}: line {number}")
         if not isinstance(row, dict):
             raise BadInput(f"{path}: line {number} is not an object", remedy="give one serving point a line")
         rows.append(row)

@@ -8,6 +8,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.random import Generator
 
+LEAST_SHAPE = 1e-3  # arrivals that vary by less are constant
+
 
 class Request(NamedTuple):
     """One request: seconds since the start (closed loops: ignored), tokens of the prompt, tokens of the answer."""
@@ -73,7 +75,7 @@ class Traffic:
         if not self.request_rate:
             return np.zeros(self.count)
         mean = 1 / self.request_rate
-        if not self.shape:
+        if self.shape < LEAST_SHAPE:
             return np.arange(self.count) * mean
         spread = self.shape**2
         return np.cumsum(random.gamma(1 / spread, mean * spread, self.count))

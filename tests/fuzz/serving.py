@@ -123,7 +123,7 @@ def _read_pool(text: str, _path: Path) -> list[Any]:
 
 
 @cache
-def _deployments() -> list[Any]:
+def deployments() -> list[Any]:
     flags = ServingFlags(model="llama3-8b", cluster="dgx-h100", gpus=2, isl=64, osl=8, concurrency=4)
     question = serving_question(flags)
     pools = ((Pool(tp=2), None), (Pool(), Pool()))
@@ -136,7 +136,7 @@ SERVING = {
         inputs=lambda: st.one_of(_damaged_lines(REQUESTS[0]), damaged_text([_csv(REQUESTS), _lines(REQUESTS)])),
         read=_read_requests,
     ),
-    "serving plan": Format(inputs=json_inputs(_deployments), read=_read_deployment),
+    "serving plan": Format(inputs=json_inputs(deployments), read=_read_deployment),
     "serving point": Format(inputs=lambda: _damaged_lines(POINT), read=_read_points),
     "pool of engines": Format(inputs=text_inputs(lambda: ["2xtp4", "1xdp8-ep8", "4xtp2-pp2", "tp4"]), read=_read_pool),
     "training log": Format(

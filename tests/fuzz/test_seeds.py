@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.fuzz.formats import FORMATS, clusters, measurements, plan_files, profiles, runs, wrong_numbers
-from tests.fuzz.serving import LEARNED, POINT
+from tests.fuzz.serving import LEARNED, POINT, deployments
 from topology.errors import PlannerError
 
 MATRIX = (Path(__file__).resolve().parents[1] / "data" / "h200x4" / "nvidia_smi_topo_m.txt").read_text()
@@ -94,6 +94,16 @@ def seeds() -> Iterator[tuple[str, str, str]]:
         "other nodes, no option",
         "#SBATCH --nodes=32\n#SBATCH --gpus-per-node=8\n-m torchtitan.train \\\n",
     )
+    yield "serving point", "a surrogate in a key", json.dumps(POINT)[:-1] + ', "\\ud800": 1}'
+    yield "serving command", "a number of 400 digits", "vllm serve llama3-8b --max-num-batched-tokens 1" + "0" * 400
+    for at, value in {
+        "deployment__weights": "-1",
+        "question__traffic__prompt__low": 1.6,
+        "question__traffic__requests": 2**31,
+        "question__traffic__trace": [[-1.0, 0, 0]],
+        "question__traffic__request_rate": 1e-300,
+    }.items():
+        yield "serving plan", f"{at} {value!r:.20}", altered(deployments()[0], **{at: value})
     yield "runs to learn from", "a carriage return in a heading", "id,model\ry\na,tiny-llama\n"
     yield "requests to serve", "a cell of 200,000 characters", "arrival_s,prompt,output\n" + "1" * 200_000 + ",1,1\n"
     yield "serving point", "an engine without a name", json.dumps({**POINT, "backend": " "})
