@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import streamlit as st
 
+from planner.configs.any_kind import names_model
 from planner.configs.configuration import CheckFlags
+from planner.configs.serving import serving_engine
 from planner.explain.plan_answer import answer_plan
 from planner.export.job import ExportJob
 from planner.export.targets.registry import TARGETS, export
@@ -28,6 +30,7 @@ from planner.search.flips import KNOBS
 from planner.search.search import SearchOptions
 from simulator.config.hf_config import load_model
 from topology import codec
+from topology.errors import UserError
 from topology.health.diagnose import diagnose
 from ui import kept, panels, sharing
 from ui.background import service, waiting
@@ -224,27 +227,32 @@ def checked(question: Inputs, text: str, name: str, launch: str) -> dict[str, An
 
     Where it leaves model, machine and GPUs open, the question's count. Raises PlannerError.
     """
+    named = names_model(text, name, launch)
+    if serving_engine(text) and launch:
+        raise UserError("a command that starts a server needs no other line", remedy="leave the line out")
     flags = CheckFlags(
-        model=question.model_source,
+        model=None if named else question.model_source,
         cluster=question.cluster_source,
         gpu=question.gpu,
         gpus=question.gpus,
         launch=launch,
     )
     key = codec.fingerprint([text, name, launch, question.key])
-    title, start = "Checking the configuration", _checked_elsewhere(question, text, name, launch)
+    title, start = "Checking the configuration", _checked_elsewhere(question, text, name, launch, named=named)
     found: dict[str, Any] | None = waiting.ask("check", key, text, name, flags, title=title, start=start)
     return found
 
 
-def _checked_elsewhere(question: Inputs, text: str, name: str, launch: str) -> Callable[[], PendingAnswer] | None:
+def _checked_elsewhere(
+    question: Inputs, text: str, name: str, launch: str, *, named: bool
+) -> Callable[[], PendingAnswer] | None:
     if service.server() is None:
         return None
     from ui.background import remote  # noqa: PLC0415 - needs the extra `service`
 
     said = {
         "file": {"name": name, "content": text},
-        "model": uploads.sent(question.model),
+        "model": None if named else uploads.sent(question.model),
         "cluster": uploads.sent(question.cluster),
         "gpu": question.gpu,
         "gpus": question.gpus,

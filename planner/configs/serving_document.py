@@ -31,6 +31,8 @@ def checked_serving_document(where: str, checked: CheckedServing) -> dict[str, A
         "problems": [{"grade": "illegal", "message": message} for message in checked.problems],
         "unknown": list(checked.unknown),
         "assumed": list(checked.assumed),
+        "model": None if checked.answer is None else checked.answer.question.model.name,
+        "cluster": None if checked.answer is None else checked.answer.question.cluster.name,
         "plan": None if answer is None else answer["plan"],
         "estimate": None if answer is None else answer["estimate"],
         "changes": changes,

@@ -8,6 +8,7 @@ utils/timer.py (`ThroughputTimer`: samples a second of the whole batch, GB are G
 
 from __future__ import annotations
 
+import math
 import re
 import statistics
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from topology import codec
 from topology.errors import BadInput
 
 MOST_LINE = 4096  # characters of a line that are looked at
+MOST_GIB = 1 << 20
 SKIPPED = 2  # steps that compile, allocate and choose algorithms, where more follow
 MIB, GIB = 1 / 1024, 1.0  # in GiB
 COLOR = re.compile(r"\x1b\[[0-9;]*m")
@@ -109,8 +111,8 @@ def measured_in(text: str, *, where: str, global_batch: float | None) -> dict[st
 def _measured(kind: str, reads: dict[str, _Read], where: str, global_batch: float | None) -> dict[str, Any]:
     read = reads[kind]
     steady = read.steady()
-    if not steady > 0:
-        raise BadInput(f"{where} has steps that took no time")
+    if not 0 < steady < math.inf:
+        raise BadInput(f"{where} has steps that took {'no time' if steady == 0 else 'for ever'}")
     if kind == "torchtitan":
         found: dict[str, Any] = {"tokens_per_s_per_gpu": steady}
     elif kind == "megatron-lm":
@@ -122,7 +124,9 @@ def _measured(kind: str, reads: dict[str, _Read], where: str, global_batch: floa
     memory, description = read.memory, RESERVED if kind != "deepspeed" else ALLOCATED
     if not memory and kind == "megatron-lm":
         memory, description = reads["deepspeed"].memory, ALLOCATED
-    held = {rank: nbytes for rank, nbytes in memory.items() if nbytes > 0}
+    if any(gib > MOST_GIB for gib in memory.values()):
+        raise BadInput(f"{where} has a rank with more memory than any GPU")
+    held = {rank: gib for rank, gib in memory.items() if gib > 0}
     if held:
         rank = max(held, key=lambda one: held[one])
         found |= {"peak_memory_gib": held[rank], "memory_is": description}

@@ -62,6 +62,6 @@ def _value(cell: str) -> Any:
     """Return a number, true, false or null as JSON reads it, all else as text."""
     try:
         found = json.loads(cell)
-    except ValueError:
+    except (ValueError, RecursionError):
         return cell
     return cell if isinstance(found, dict | list | str) else found

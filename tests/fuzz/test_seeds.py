@@ -104,6 +104,10 @@ def seeds() -> Iterator[tuple[str, str, str]]:
         "question__traffic__request_rate": 1e-300,
     }.items():
         yield "serving plan", f"{at} {value!r:.20}", altered(deployments()[0], **{at: value})
+    line = "step:  {0}  loss: 2.0  memory: {1}GiB(80%)  tps: {2}  tflops: 1  mfu: 9%\n"
+    yield "training log", "a memory of 400 digits", line.format(1, "9" * 400, 100)
+    yield "training log", "a rate of 400 digits", line.format(1, 9, "9" * 400)
+    yield "runs to learn from", "a cell of 50,000 brackets", "id,model\na," + "[" * 50_000 + "\n"
     yield "runs to learn from", "a carriage return in a heading", "id,model\ry\na,tiny-llama\n"
     yield "requests to serve", "a cell of 200,000 characters", "arrival_s,prompt,output\n" + "1" * 200_000 + ",1,1\n"
     yield "serving point", "an engine without a name", json.dumps({**POINT, "backend": " "})

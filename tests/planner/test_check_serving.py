@@ -13,6 +13,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import planner as package
 from planner.cli import main
 from planner.configs.command_line import CommandLine, option_kinds
 from planner.configs.configuration import CheckFlags
@@ -22,8 +23,9 @@ from planner.export.serving.commands import command
 from planner.export.serving.files import serving_files
 from planner.serving.asked import ServingFlags
 from simulator.serving.deployment import Deployment, Pool
-from topology.errors import BadInput, PlannerError
+from topology.errors import BadInput, PlannerError, UserError
 
+ROOT = Path(__file__).resolve().parents[2]
 LOAD = ServingFlags(isl=256, osl=32, concurrency=8)
 
 
@@ -157,6 +159,38 @@ def test_the_command_line_of_check(tmp_path: Path, capsys: pytest.CaptureFixture
     capsys.readouterr()
     assert main(["check", str(trainer), "--concurrency", "4"]) == 2
     assert "an option of serving" in capsys.readouterr().err
+
+
+def test_python_asks_the_same(tmp_path: Path) -> None:
+    file = tmp_path / "serve.sh"
+    file.write_text("vllm serve meta-llama/Llama-3.1-8B --tensor-parallel-size 2 --max-model-len 8k")
+
+    found = package.check(file, isl=256, osl=32, concurrency=8, search=False)
+
+    told = checked(file.read_text())
+    assert found.answer is not None
+    assert told.answer is not None
+    assert found.answer.estimate == told.answer.estimate
+    with pytest.raises(UserError, match="seq_len"):
+        package.check(file, seq_len=512)
+    with pytest.raises(UserError, match="tp"):
+        package.check(file, tp=2)
+    with pytest.raises(UserError, match="isl"):
+        package.check(ROOT / "examples" / "check" / "torchtitan_llama3_8b.toml", isl=512)
+
+
+@pytest.mark.parametrize(("said", "tokens"), [("8k", 8000), ("8K", 8192), ("4096", 4096)])
+def test_numbers_of_tokens_are_read_as_vllm_writes_them(said: str, tokens: int) -> None:
+    found = checked(f"vllm serve meta-llama/Llama-3.1-8B --max-num-batched-tokens {said}")
+
+    assert found.answer is not None
+    assert found.answer.deployment.max_num_batched_tokens == tokens
+
+
+def test_a_share_above_the_whole_is_refused() -> None:
+    found = checked("vllm serve meta-llama/Llama-3.1-8B --gpu-memory-utilization 7")
+
+    assert any("at most 1" in problem for problem in found.problems)
 
 
 def test_a_command_without_a_known_model_is_refused() -> None:

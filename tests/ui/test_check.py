@@ -9,8 +9,11 @@ import sys
 
 import pytest
 
+import planner as package
 from tests.ui import needs  # noqa: F401 - skips where a package is missing
 from tests.ui.conftest import ROOT, metrics, said
+
+from ui.charts.look import seconds  # isort: skip
 
 CHECKED = ROOT / "examples" / "check"
 
@@ -53,6 +56,26 @@ def test_the_answer_is_that_of_the_command(explorer, tmp_path):
     assert document["changes"][0]["diff"].strip() in [text.strip() for text in shown]
     assert document["best"]["diff"].strip() in [text.strip() for text in shown]
     assert document["changes"][0]["diff"].startswith("---")
+
+
+def test_a_command_that_serves_is_judged_for_its_own_model(explorer, tmp_path):
+    text = "vllm serve Qwen/Qwen3-8B --tensor-parallel-size 2 --max-model-len 4096"
+    test = checked(explorer, text, model="llama3-8b", cluster="dgx-h100", gpus="2")
+    file = tmp_path / "serve.sh"
+    file.write_text(text)
+    found = package.check(file, cluster="dgx-h100", gpus=2, search=False)
+
+    assert "vllm" in said(test)
+    assert metrics(test)["A token"] == seconds(found.answer.estimate.tpot_s.value)
+    assert found.answer.question.model.name == "qwen3-8b"
+
+
+def test_a_configuration_that_names_its_model_is_judged_for_that(explorer):
+    text = (CHECKED / "torchtitan_llama3_70b.toml").read_text()
+
+    shown = said(checked(explorer, text, model="llama3-8b", cluster="dgx-h100", gpus="64"))
+
+    assert "llama3-70b on" in shown.replace("\\", "")
 
 
 def test_fields_that_are_not_understood_are_listed(explorer):

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from planner.configs.answer import check_text
-from planner.configs.check_document import check_document
+from planner.configs.any_kind import any_document, check_any
 from planner.configs.configuration import CheckFlags
 from planner.explain.traffic import Traffic, traffic_of
 from planner.question.flags import Flags
@@ -112,7 +111,7 @@ def _busiest_links(run: Run, cluster: Cluster) -> dict[str, Samples]:
 
 def check(progress: Progress, text: str, name: str, flags: CheckFlags) -> dict[str, Any]:
     """Return what `planner check --json` answers."""
-    found: dict[str, Any] = check_document(check_text(text, name, flags, progress=progress))
+    found: dict[str, Any] = any_document(name, check_any(text, name, flags, progress=progress))
     return found
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import streamlit as st
 
+from planner.configs.serving import serving_engine
 from planner.io.figures import rate_text
 from simulator.config.estimate import Estimate
 from topology import codec
@@ -17,7 +18,7 @@ from ui.question import state, uploads
 
 READ = (
     "torchtitan TOML or command, Megatron-LM command line or script, Megatron-Bridge recipe dump, DeepSpeed JSON,"
-    " accelerate YAML, TrainingArguments JSON"
+    " accelerate YAML, TrainingArguments JSON, vllm serve or SGLang command"
 )
 
 
@@ -61,36 +62,40 @@ def _suffix(text: str) -> str:
     """Return the ending that a file with this text would have, by which configurations are told apart."""
     if text.lstrip().startswith("{"):
         return ".json"
-    if re.search(r"(?m)^\s*--|^#!", text):
+    if serving_engine(text) or re.search(r"(?m)^\s*--|^#!", text):
         return ".sh"
     return ".toml" if re.search(r"(?m)^\s*\[[\w.]+\]\s*$", text) else ".yaml"
 
 
 def _answer(found: dict[str, Any], name: str) -> None:
     version = f" {found['version']}" if found["version"] else ""
-    panels.section(f"{name}: {found['framework']}{version}")
-    estimate = found["estimate"]
-    if estimate is None:
+    about = f"{found['model']} on {found['cluster']}" if found.get("model") else ""
+    panels.section(f"{name}: {found['framework']}{version}", panels.plain(about))
+    serving = found.get("task") == "serve"
+    if found["estimate"] is None:
         st.markdown(":red[:material/error:] **Not legal:** it would not run.")
+    elif serving:
+        _serving_figures(found["estimate"])
     else:
-        _figures(estimate)
+        _figures(found["estimate"])
     for problem in found["problems"]:
         grade = {"illegal": "error", "legal-but-slow": "warning"}.get(str(problem["grade"]), "info")
-        panels.finding(grade, problem["message"], [("nearest", ", ".join(map(str, problem["nearest"])))])
+        panels.finding(grade, problem["message"], [("nearest", ", ".join(map(str, problem.get("nearest", []))))])
     if found["unknown"]:
         st.markdown(f"**Not understood, and not counted:** {panels.plain(', '.join(found['unknown']))}")
     changes, best = found["changes"], found["best"]
     if changes:
         panels.section("The one change that gains most", panels.plain(changes[0]["what"]))
-        st.markdown(f"{seconds(changes[0]['step_s'])} a step, {'fits' if changes[0]['fits'] else 'may not fit'}.")
+        each = "token" if serving else "step"
+        st.markdown(f"{seconds(changes[0]['step_s'])} a {each}, {'fits' if changes[0]['fits'] else 'may not fit'}.")
         _diff(changes[0]["diff"], name, "change")
         if changes[1:]:
             rows = [
-                {"or": one["what"], "step": seconds(one["step_s"]), "fits": "yes" if one["fits"] else "no"}
+                {"or": one["what"], each: seconds(one["step_s"]), "fits": "yes" if one["fits"] else "no"}
                 for one in changes[1:]
             ]
             st.dataframe(rows, hide_index=True, width="stretch")
-    if best is not None:
+    if best is not None and not serving:
         step = seconds(best["estimate"]["step_s"]["value"])
         panels.section("The best plan", f"{step} a step, as a change of the same file.")
         _diff(best["diff"], name, "best")
@@ -115,6 +120,24 @@ def _figures(told: dict[str, Any]) -> None:
             ("Memory", held, "What the allocator reserves on the worst rank, of what a rank can use.", verdict),
         ]
     )
+
+
+def _serving_figures(told: dict[str, Any]) -> None:
+    """Show what clients would see: told by the document alone, as a service elsewhere may have made it."""
+    first, token, rate = (told[name] for name in ("ttft_s", "tpot_s", "output_tokens_per_s_per_gpu"))
+    held, room = sum(told["memory"]["by_category"].values()) / 2**30, told["memory"]["capacity_bytes"] / 2**30
+    panels.figures(
+        [
+            ("First token", seconds(first["value"]), "In the mean.", _range(first)),
+            ("A token", seconds(token["value"]), "After the first, in the mean.", _range(token)),
+            ("Tokens/s per GPU", f"{rate['value']:,.0f}", "Of answers.", ""),
+            ("Memory of a GPU", f"{held:.0f} GiB", f"Of {room:.1f} GiB, with the KV cache.", ""),
+        ]
+    )
+
+
+def _range(told: dict[str, Any]) -> str:
+    return f"{seconds(told['low'])} to {seconds(told['high'])}"
 
 
 def _diff(text: str, name: str, key: str) -> None:

@@ -1,0 +1,66 @@
+"""A configuration of any kind, of training or of serving, judged as `planner check` judges it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from typing import Any
+
+from planner.configs.answer import Checked, check_text
+from planner.configs.check_document import check_document
+from planner.configs.configuration import CheckFlags
+from planner.configs.kinds import read_configuration
+from planner.configs.serving import CheckedServing, check_serving, serving_engine
+from planner.configs.serving_document import checked_serving_document
+from planner.serving.asked import ServingFlags
+from topology.errors import PlannerError, UserError
+
+
+def check_any(
+    text: str,
+    where: str,
+    flags: CheckFlags,
+    clients: Mapping[str, Any] | None = None,
+    *,
+    search: bool = True,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Checked | CheckedServing:
+    """Judge a configuration; `clients` are fields of ServingFlags that say what a server is asked.
+
+    Raises UserError for what is stated and means nothing for this kind, BadInput for a text that cannot be read.
+    """
+    said = {name: value for name, value in (clients or {}).items() if value is not None}
+    if not serving_engine(text):
+        _refuse(said, "training")
+        return check_text(text, where, flags, search=search, progress=progress)
+    _refuse({name: getattr(flags, name) for name in ("seq_len", "launch") if getattr(flags, name)}, "serving")
+    _refuse({name: value for name, value in said.items() if name not in CLIENTS}, "serving")
+    return check_serving(text, where, flags, ServingFlags(**said), search=search, progress=progress)
+
+
+CLIENTS = frozenset(field.name for field in fields(ServingFlags)) & {
+    *("isl", "osl", "vary", "concurrency", "request_rate", "arrivals", "requests", "cached_prompt"),
+    *("ttft", "tpot", "objective", "gpu_price", "separate"),
+}  # the command says the rest itself
+
+
+def _refuse(said: Mapping[str, Any], kind: str) -> None:
+    if said:
+        raise UserError(f"{', '.join(said)}: not about a configuration of {kind}", remedy="leave it out")
+
+
+def any_document(where: str, checked: Checked | CheckedServing) -> dict[str, Any]:
+    """Return the JSON document of `planner check`."""
+    if isinstance(checked, CheckedServing):
+        return checked_serving_document(where, checked)
+    return check_document(checked)
+
+
+def names_model(text: str, where: str, launch: str = "") -> bool:
+    """Return whether a configuration says itself which model it is for; one that cannot be read does not."""
+    if serving_engine(text):
+        return True
+    try:
+        return read_configuration(text, where, CheckFlags(launch=launch)).model is not None
+    except PlannerError:
+        return False
