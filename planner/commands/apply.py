@@ -143,7 +143,7 @@ def _serve(plan: Path | None, device: str | None, folder: Path, seconds: float, 
         return
     if not dry_run:
         apply_process.require_torch()
-        _make(folder)
+        output.require_room(folder, LEAST_FREE_BYTES, "records and timelines of a run")
     code = apply_serving_plan(
         plan, device=device or "cuda", folder=folder, budget_s=seconds, dry_run=dry_run, json=json
     )
