@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from tests.bench.serving_ranking import ranking_lines
 from planner.validate.serving_points import QUANTITIES, engine_named, validate_point
 from planner.validate.serving_report import by_group, read_points, summarise_points
 
@@ -50,11 +51,8 @@ def main() -> None:
     parser.add_argument("points", nargs="+")
     parser.add_argument("--out", required=True)
     options = parser.parse_args()
-    rows = [
-        validate_point(data) | {"engine": engine_named(str(data.get("backend") or ""))}
-        for name in options.points
-        for data in read_points(name)
-    ]
+    points = [data for name in options.points for data in read_points(name)]
+    rows = [validate_point(data) | {"engine": engine_named(str(data.get("backend") or ""))} for data in points]
     known = [row for row in rows if not row["skipped"]]
     names = " ".join(Path(name).name for name in options.points)
     lines = [
@@ -69,6 +67,7 @@ def main() -> None:
         "Median (mean) of absolute errors, predicted/measured - 1.",
         "",
     ]
+    lines += [RANKING, *ranking_lines([(raw, row) for raw, row in zip(points, rows, strict=True) if not row["skipped"]])]
     lines += [
         "## Ranges",
         "",
@@ -80,6 +79,12 @@ def main() -> None:
     Path(options.out).write_text("\n".join(lines) + "\n")
 
 
+RANKING = """## Ranking
+
+Loads with several configurations: points that share source, GPU, model, engine with its release, precision, lengths and clients
+(of a static batch: sequences) a GPU. The configuration predicted to be best, against the best measured; "any choice" is the mean
+of all configurations.
+"""
 HEADING = "| source, GPU, model, engine | points | first token | a token | throughput |"
 RULE = "|---|--:|--:|--:|--:|"
 
