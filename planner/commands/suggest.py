@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import typer
+
 from planner.commands.flags import options, suggest_flags
 from planner.commands.flags.serving_flags import (
     QUESTION_FLAGS,
@@ -38,6 +40,7 @@ from topology.errors import PlannerError, UserError
 
 @takes_serving_flags(QUESTION_FLAGS, {"separate": SEPARATE})
 def suggest(
+    context: typer.Context,
     model: options.Model = "llama3-8b",
     cluster: options.Cluster = "dgx-h100",
     gpu: options.Gpu = None,

@@ -177,7 +177,7 @@ def number_format(given: str | None, flag: str, known: tuple[str, ...], default:
 
 def _objective(flags: ServingFlags, assumed: list[str]) -> str:
     given = flags.objective
-    if given is None or given == "time":  # the default of training
+    if given is None:
         assumed.append("objective: output tokens a second and GPU")
         return "throughput"
     if given not in OBJECTIVES:

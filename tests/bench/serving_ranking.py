@@ -47,7 +47,9 @@ def _behind(
     points: Iterable[tuple[Mapping[str, Any], Mapping[str, Any]]], objective: str
 ) -> dict[tuple[str, ...], list[tuple[float, float]]]:
     """Return, of each load, how far the first choice and the mean choice are behind the best one that was measured."""
-    loads: dict[tuple[Any, ...], dict[tuple[str, ...], list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
+    loads: dict[tuple[Any, ...], dict[tuple[str, ...], list[tuple[float, float]]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
     for raw, report in points:
         gpus = raw.get("n_gpus") or (raw.get("tp") or 1) * (raw.get("pp") or 1)
         sent = raw.get("concurrency") or raw.get("batch_size")

@@ -15,9 +15,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from tests.bench.serving_ranking import ranking_lines
 from planner.validate.serving_points import QUANTITIES, engine_named, validate_point
 from planner.validate.serving_report import by_group, read_points, summarise_points
+from tests.bench.serving_ranking import ranking_lines
 
 HELD = 0.8
 TEXT = """# Serving: predictions beside published points
@@ -67,7 +67,10 @@ def main() -> None:
         "Median (mean) of absolute errors, predicted/measured - 1.",
         "",
     ]
-    lines += [RANKING, *ranking_lines([(raw, row) for raw, row in zip(points, rows, strict=True) if not row["skipped"]])]
+    lines += [
+        RANKING,
+        *ranking_lines([(raw, row) for raw, row in zip(points, rows, strict=True) if not row["skipped"]]),
+    ]
     lines += [
         "## Ranges",
         "",

@@ -78,6 +78,9 @@ def test_the_answer_is_a_sentence_a_table_and_memory_in_80_columns(planner: Call
         (("--objective", "memory"), "latency, throughput, cost"),
         (("--objective", "cost"), "needs a price"),
         (("--seq-len", "4096"), "--seq-len: an option of training"),
+        (("--seq-len", "8192"), "--seq-len: an option of training"),  # as its default
+        (("--framework", "torchtitan"), "--framework: an option of training"),
+        (("--objective", "time"), "latency, throughput, cost"),
         (("--runtime", "mine.toml"), "--runtime: an option of training"),
         (("--arrivals", "constant"), "needs a rate"),
         (("--request-rate", "2", "--arrivals", "gamma:-1"), "not a way of arriving"),

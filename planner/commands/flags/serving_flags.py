@@ -79,6 +79,12 @@ DEPLOYMENT_FLAGS: dict[str, Any] = {
 DEGREES = frozenset({"tp", "pp", "ep"})
 
 
+def typed(context: typer.Context, parameter: str) -> bool:
+    """Return whether the command line has a parameter's option, be it with the value that is the default."""
+    source = context.get_parameter_source(parameter)
+    return source is not None and source.name == "COMMANDLINE"
+
+
 def takes_serving_flags(
     *tables: Mapping[str, Any],
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from planner.commands.flags.serving_flags import Task, refuse, stated
+from planner.commands.flags.serving_flags import Task, refuse, stated, typed
 from planner.export.serving.commands import command
 from planner.export.serving.files import serving_files
 from planner.io import output
@@ -21,20 +21,20 @@ from simulator.config.hf_config import hub_name
 from topology import codec
 from topology.errors import Infeasible, UserError
 
-# Options of `suggest` that mean nothing when serving; those with a default are told from it.
+# Options of `suggest` that mean nothing when serving; of those with a default it counts whether the command line has them.
 ONLY_TRAINING = (
     *("global_batch", "all_variants", "compile_model", "param_dtype", "max_tp", "tp", "pp", "cp", "ep"),
     *("dp_shard", "dp_replicate", "tokens", "deadline", "budget", "schedule", "virtual_stages", "micro_batch"),
     *("recompute", "profile", "runtime", "strict", "pick", "offload"),
 )
 SPELLED = {"all_variants": "--all", "compile_model": "--compile", "global_batch": "--global-batch"}
-DEFAULTS = {"seq_len": 8192, "framework": "torchtitan", "simulate": True}
+DEFAULTED = ("seq_len", "framework", "simulate")
 
 
 def suggest_serving(given: Mapping[str, Any]) -> None:
     """Print the answer to the arguments of `suggest`. Raises UserError for options that only training has."""
     others = [name for name in stated({name: given[name] for name in ONLY_TRAINING}) if given[name] is not None]
-    others += [name for name, default in DEFAULTS.items() if given[name] != default]
+    others += [name for name in DEFAULTED if typed(given["context"], name)]
     refuse(others, Task.SERVE, SPELLED)
     counts = given["gpus"]
     if counts is not None and not (counts.strip().isdigit() and 0 < int(counts.strip()[:12]) <= 1 << 20):
@@ -44,7 +44,7 @@ def suggest_serving(given: Mapping[str, Any]) -> None:
         cluster=given["cluster"],
         gpu=given["gpu"],
         gpus=None if counts is None else int(counts),
-        objective=given["objective"].value,
+        objective=given["objective"].value if typed(given["context"], "objective") else None,
         gpu_price=given["gpu_price"],
         **given["serving"],
     )
