@@ -58,6 +58,7 @@ def typical_steps(name: str, gpus: int) -> list[PlannedStep]:
         Plan(dp_shard=2, tp=half, sequence_parallel=True),
         Plan(cp=many),
         Plan(dp_shard=many, recompute="full"),
+        Plan(recompute="full"),
         Plan(dp_shard=many, recompute="selective-op"),
         Plan(pp=2, dp_shard=half, schedule="1F1B"),
         Plan(dp_replicate=many),
@@ -81,8 +82,11 @@ def _step(name: str, model: Model, plan: Plan, seq_len: int, *, compiled: bool =
 def _types(runtime: Runtime, plan: Plan) -> Runtime:
     """Return the runtime in types that it has under a plan.
 
-    Mixed precision comes with FSDP; without it a model that is cut computes in the type that it is stored in.
+    Mixed precision comes with FSDP; without it a model that is cut computes in the type that it is stored in, but where FSDP
+    wraps a single rank, too.
     """
+    if runtime_spec(runtime.name).fsdp.wraps_one == "always":
+        return runtime
     cut = plan.tp * plan.pp > 1 and plan.dp_shard * plan.cp == 1
     return replace(runtime, param_dtype=runtime.compute_dtype) if cut else runtime
 

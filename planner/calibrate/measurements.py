@@ -50,7 +50,7 @@ WIDE_NOISE, NARROW_NOISE, KERNEL_NOISE, COLLECTIVE_NOISE, PAIR_NOISE = 0.03, 0.0
 # Seconds: of building a model, by whether torchtitan's trainer does; of compiling it where it is cached; of an operator, of
 # a size of a collective, of a pair, of a site in all modes.
 BUILD_S = {True: 1.3, False: 0.5}
-COMPILED_S, OPERATOR_S, SIZE_S, PAIR_S, SITE_S, JOB_S = 4.0, 0.22, 0.12, 2.0, 4.0, 0.5
+COMPILED_S, OPERATOR_S, SIZE_S, PAIR_S, SITE_S, JOB_S = 2.0, 0.22, 0.12, 2.0, 4.0, 0.5
 WARM_UP, STEPS, FEWEST_STEPS, TIMED_S = 3, 40, 5, 1.0
 OPERATORS_AT_ONCE = 24
 SIZES_AT_MOST = 8

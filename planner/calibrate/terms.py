@@ -54,6 +54,7 @@ HOST_WORDS = {
     "fsdp_tp_layer_s": "a layer's FSDP with tensor parallelism",
     "pp_pass_s": "a stage's pass in a pipeline",
     "checkpoint_s": "recomputing a layer",
+    "fsdp_again_s": "recomputing a layer under FSDP",
     "selective_s": "recomputing a layer operator by operator",
     "rest_s": "a step outside layers",
     "fsdp_rest_s": "a step outside layers, more under FSDP",

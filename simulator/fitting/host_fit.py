@@ -37,6 +37,7 @@ SINGLE = (
     "fsdp_tp_layer_s",
     "pp_pass_s",
     "checkpoint_s",
+    "fsdp_again_s",
     "selective_s",
     "rest_s",
     "fsdp_rest_s",
@@ -117,6 +118,7 @@ def costs_in(plan: Plan, *, sparse: bool) -> frozenset[str]:
         "pp_pass_s": plan.pp > 1,
         "checkpoint_s": plan.recompute != "none",
         "selective_s": plan.recompute != "none",
+        "fsdp_again_s": plan.recompute != "none" and (sharded or plan.tp > 1),
     }
     wrapped = {"fsdp_layer_s", "fsdp_rest_s"} if plan.tp > 1 else set()
     return frozenset({"launch_s", "rest_s"} | wrapped | {name for name, occurs in kinds.items() if occurs})

@@ -27,12 +27,14 @@ from simulator.config.workload import Workload
 from simulator.fitting.host_fit import LEAST_S, SINGLE, HostFit, HostRuns, as_host_fields, costs_in, fit_hosts
 from simulator.kernels.roofline import efficiency
 from simulator.runtimes.library import runtime_names, runtime_spec
+from simulator.step.host import BATCH_TOKENS
 from topology import codec
 from topology.catalog.platform import grow
 from topology.cluster import Cluster
 from topology.errors import PlannerError
 from topology.profile.profile import Profile
 from topology.profile.samples import LayerSample
+from topology.rates.reach import reach
 
 Floats = NDArray[np.float64]
 
@@ -43,7 +45,6 @@ ROUNDS = 3
 FACTORS = (0.5, 2.0)  # of kernel times inside a step over those alone; beyond, a fit has found noise
 KERNELS = ("compute", "recompute")  # parts of a step that the factors stretch
 MOST_STEP_S = 10e-3
-LEAST_LOADED = 4096  # tokens of a rank's step: of fewer, loading is what a batch costs, not a token
 # Costs of the host that a fit starts from: none, so that what is predicted is the device alone.
 NO_HOST_COST = as_host_fields(dict.fromkeys(("launch_s", *SINGLE), 0.0)) | {"step_s": 0.0, "cut_step_s": 0.0}
 NO_DATA = {"data_token_s": 0.0}
@@ -76,19 +77,25 @@ class Run:
 def fit_runtimes(profile: Profile, cluster: Cluster, calibration: Calibration) -> dict[tuple[str, bool], RuntimeCosts]:
     """Return the costs of every runtime that ran single layers, by (name, compiled).
 
-    `calibration` says what the GPU does; collectives are the model's. A cluster of one GPU does not say how more would be
-    joined, so there only runs on one tell something.
+    `calibration` says what the GPU does; collectives are the model's. A cluster of fewer GPUs is taken to be a part of the
+    machine that was measured; runs on more GPUs than have a path between them tell nothing, nor do several GPUs of the
+    kernels of one.
     """
     boost_hz = _boost_hz(profile)
     fits = [
         _Fit(runs, cluster, calibration, boost_hz)
         for key, found in _by_runtime(profile).items()
-        if (runs := [run for run in found if cluster.gpu_count > 1 or run.plan.gpus == 1])
+        if (runs := [run for run in found if joined(cluster, run.plan.gpus)])
     ]
     shown = [fit for fit in fits if fit.host_bound]
     hosts = fit_hosts([fit.host_runs() for fit in shown]) if shown else HostFit(speed=1.0, costs=[])
     costs = {fit.key: found for fit, found in zip(shown, hosts.costs, strict=True)}
     return {fit.key: fit.costs(costs.get(fit.key, {}), hosts.speed) for fit in fits}
+
+
+def joined(cluster: Cluster, gpus: int) -> bool:
+    """Return whether `gpus` GPUs like those of `cluster` would reach each other."""
+    return gpus == 1 or reach(grow(cluster, gpus)).gpus >= gpus
 
 
 def _boost_hz(profile: Profile) -> float:
@@ -207,7 +214,7 @@ class _Fit:
             share = float(silent[id(run)].step_s[0]) / run.seconds
             if share < HOST_BOUND:
                 self.host_bound.append(run)
-            elif share > DEVICE_BOUND:
+            elif share > DEVICE_BOUND and (cluster.gpu_count > 1 or run.plan.gpus == 1):
                 self.device_bound.append(run)
 
     def costs(self, host: dict[str, float], speed: float) -> RuntimeCosts:
@@ -217,12 +224,8 @@ class _Fit:
     # --- the host -----------------------------------------------------------------------------------------------
 
     def _data(self) -> dict[str, float]:
-        """Return host seconds per token loaded, as the runtime itself timed its loading."""
-        rates = [
-            run.sample.data_s / _loaded_tokens(run)
-            for run in self.runs
-            if run.sample.data_s is not None and _loaded_tokens(run) >= LEAST_LOADED
-        ]
+        """Return host seconds per token loaded, as the runtime itself timed its loading; every run tells, however short."""
+        rates = [run.sample.data_s / _loaded_tokens(run) for run in self.runs if run.sample.data_s is not None]
         return {"data_token_s": float(np.median(rates))} if rates else {}
 
     def host_runs(self) -> HostRuns:
@@ -361,4 +364,5 @@ def _loading_s(run: Run, host: dict[str, float]) -> float:
 
 
 def _loaded_tokens(run: Run) -> float:
-    return run.workload.seq_len * run.workload.global_batch_size / run.plan.data_parallel
+    mine = run.workload.global_batch_size / run.plan.data_parallel
+    return run.workload.seq_len * mine + BATCH_TOKENS * (1.0 if run.plan.pp > 1 else mine / run.plan.micro_batch_size)

@@ -126,7 +126,8 @@ class HostSpec:
     # tensor parallelism, sees a part of the sequence, has experts, exchanges their tokens, or is sharded and cut at once; what dispatching a layer
     # operator by operator costs under selective recomputation; and the host's work of a step outside its layers, which runs ahead of the
     # device where that is the slower one: of any step, and what it is more (embedding, head, norms, update) where parameters are
-    # sharded, replicated or cut, or sequences are; and what a pass of a pipeline's stage costs more: its action in the schedule, its messages.
+    # sharded, replicated or cut, or sequences are; what a pass of a pipeline's stage costs more: its action in the schedule, its messages; and what
+    # running a layer again costs more where FSDP wraps it.
     fsdp_layer_s: float = 0.0
     ddp_layer_s: float = 0.0
     tp_layer_s: float = 0.0
@@ -136,6 +137,7 @@ class HostSpec:
     fsdp_tp_layer_s: float = 0.0
     tp_rank_layer_s: float = 0.0  # for each tensor-parallel rank, in a stage of a pipeline; known from whole runs only
     pp_pass_s: float = 0.0
+    fsdp_again_s: float = 0.0
     selective_s: float | None = None  # None: as any other recomputed region
     rest_s: float = 0.0
     fsdp_rest_s: float = 0.0

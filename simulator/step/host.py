@@ -20,6 +20,10 @@ FORWARD_SHARE = 0.43
 # executor on a CPU takes 2.4 and 3.3 ms a layer, with collectives that send nothing; launching real ones is another third of it.
 WRAPPED_SHARE = 0.5
 
+# What asking torchtitan's loader for a batch costs, in tokens: it takes 0.8 ms for 256 and 1.5 us for each of thousands
+# (examples/profiles/h200x4.json).
+BATCH_TOKENS = 280
+
 # What the host takes to replay the graph of a layer's pass. Source: assumed; a graph of kernels in a row takes 2.5 us and a
 # nanosecond for each (NVIDIA, "Constant Time Launch for Straight-Line CUDA Graphs", 2024), the rest is Python around it.
 REPLAY_S = 20e-6
@@ -37,6 +41,7 @@ def graphed(host: HostSpec) -> HostSpec:
         "fsdp_tp_layer_s",
         "tp_rank_layer_s",
         "checkpoint_s",
+        "fsdp_again_s",
     )
     launches = ("launch_s", "backward_launch_s", "dtensor_launch_s", "collective_s")
     silent = dict.fromkeys((*by_layer, *launches), 0.0)
@@ -47,7 +52,7 @@ def compiled(host: HostSpec) -> HostSpec:
     """Return host costs with layers compiled: recomputation is part of their graphs, so that nothing is wrapped and no
     operator of it goes through Python.
     """
-    return replace(host, checkpoint_s=0.0, selective_s=None, plain_tensors=True)
+    return replace(host, checkpoint_s=0.0, fsdp_again_s=0.0, selective_s=None, plain_tensors=True)
 
 
 def layer_host_s(host: HostSpec, table: PlanTable, *, sparse: bool = False) -> tuple[Floats, Floats]:
@@ -111,10 +116,14 @@ def again_host_s(host: HostSpec, table: PlanTable) -> Floats:
     wrapping = np.zeros(len(table))
     for word in words(table.recompute):
         wrapping = np.where(table.recompute == word, host.wrapping_s(word), wrapping)
+    wrapping = wrapping + np.where((table.recompute != "none") & table.fully_sharded, host.fsdp_again_s, 0.0)
     return np.asarray(host.forward_layer_s + wrapping + np.where(tensors, FORWARD_SHARE * host.tp_layer_s, 0.0))
 
 
 def loaded_tokens(context: CostContext) -> Floats:
-    """Return the tokens a rank loads for a step: whole sequences of all its micro batches, whatever part it computes."""
+    """Return the tokens a rank loads for a step: whole sequences of all its micro batches, whatever part it computes, and
+    what asking for a batch costs, in tokens. A pipeline asks for all of them at once.
+    """
     table = context.table
-    return np.asarray(context.sizes["S"] * table["micro_batch_size"] * table.micro_batches)
+    batches = np.where(table["pp"] > 1, 1, table.micro_batches)
+    return np.asarray(context.sizes["S"] * table["micro_batch_size"] * table.micro_batches + BATCH_TOKENS * batches)

@@ -22,6 +22,7 @@ from simulator.fitting.runtime_fit import fit_runtimes
 from simulator.kernels.operators import OperatorSpec
 from simulator.lowering.simulation import simulate_plan
 from simulator.runtimes.library import RuntimeSpec, runtime_spec
+from simulator.step.host import BATCH_TOKENS
 from topology import codec
 from topology.catalog.cluster_file import load_cluster
 from topology.catalog.platform import take_gpus
@@ -250,7 +251,7 @@ def layers(
                     workload=codec.to_builtins(load),
                     runtime=codec.to_builtins(RUNTIME),
                     step_s=float(table.step_s[0]),
-                    data_s=own["data_token_s"] * length,
+                    data_s=own["data_token_s"] * (length + BATCH_TOKENS),
                 )
             )
     return tuple(found)
