@@ -138,13 +138,13 @@ def measured_step_s(case: Case) -> tuple[float | None, str | None]:
 def compared_bytes(case: Case, memory: MemoryEstimate) -> tuple[float, str]:
     """Return the predicted bytes that correspond to the source's peak memory, and a description of that quantity.
 
-    What nvidia-smi shows is all that a process holds: what the allocator reserved, and the CUDA context.
+    What nvidia-smi shows is all that a process holds: what the allocator reserved, NCCL's buffers, and the CUDA context.
     """
     stated = case.measured.get("memory_is")
     description = stated.lower() if isinstance(stated, str) else ""
     if "nvidia-smi" in description:
-        context_bytes = case.question.cluster.gpu_memory_bytes - memory.capacity_bytes
-        return _reserved_on(case, memory) + context_bytes, str(stated)
+        beside = case.question.cluster.gpu_memory_bytes - memory.capacity_bytes + memory.communicator_bytes
+        return _reserved_on(case, memory) + beside, str(stated)
     if description:
         return (_reserved_on(case, memory) if "reserved" in description else memory.peak_bytes.value), str(stated)
     if case.question.framework.name == "torchtitan":

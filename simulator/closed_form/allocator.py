@@ -16,29 +16,22 @@ from statistics import NormalDist
 import numpy as np
 
 from simulator.calibration.intervals import memory_factors
-from simulator.columns.plan_table import Floats, PlanTable
+from simulator.collectives.buffers import communicator_bytes
+from simulator.collectives.group_times import GroupTimes
+from simulator.columns.plan_table import Floats
 
-# Buffers and kernels of one communicator. Source: two ranks on H200, NCCL 2.28.9: processes that talked in two or three
-# groups left their allocators 135.1 and 135.6 of 139.8 GiB; each group more took 1.2 to 2.3 (examples/validation).
-COMMUNICATOR_BYTES = 1.2 * 2**30
 # A flush and what it leads to, a step, for each byte of the GPU. Source: nine plans on 2 x H200 that flushed once a step
 # took 0.06 to 0.15 s longer than their like that did not, 0.09 in the middle, of 140 GiB (examples/validation).
 FLUSH_S_PER_BYTE = 0.09 / 150e9
 
 
-def communicators(table: PlanTable) -> Floats:
-    """Return how many groups a rank of each plan talks in, the world included."""
-    along = [table[axis] > 1 for axis in ("gpus", "tp", "cp", "ep", "pp", "dp_replicate", "sharded_over")]
-    return np.asarray(np.sum(along, axis=0), dtype=np.float64)
-
-
-def flush_s(table: PlanTable, reserved_bytes: Floats, capacity_bytes: float) -> Floats:
+def flush_s(groups: GroupTimes, reserved_bytes: Floats, capacity_bytes: float) -> Floats:
     """Return the seconds of a step that flushes are expected to cost, one value a plan.
 
     `reserved_bytes` is what the allocator would hold on the worst rank if it could, `capacity_bytes` what a rank without
     communicators can use. What is reserved lies as far from that as memory did from predictions.
     """
-    left = capacity_bytes - COMMUNICATOR_BYTES * communicators(table)
+    left = capacity_bytes - communicator_bytes(groups)
     return capacity_bytes * FLUSH_S_PER_BYTE * retry_probability(reserved_bytes, left, memory_factors())
 
 

@@ -149,7 +149,7 @@ def estimate_plans(
         step = step_cost(operators, context, layout, parameters, micro)
     capacity = cluster.gpu_memory_bytes - CONTEXT_BYTES
     reserved = memory.reserved_bytes.max(axis=1)
-    flushing = flush_s(table, reserved, capacity)
+    flushing = flush_s(context.groups, reserved, capacity)
     flops = 3.0 * model.forward_flops_per_token(workload.seq_len) * workload.tokens_per_step
     return EstimateTable(
         plans=tuple(plans),

@@ -35,9 +35,9 @@ from simulator.step.symmetric_memory import symmetric_bytes
 from simulator.step.traffic import has_replicas
 from simulator.step.zero import zero_buffers
 
-# Bytes beside the allocator's: CUDA context, kernels and NCCL buffers of a few communicators. Source: assumed; a bare
-# torch process with NCCL shows 1 to 2 GiB in nvidia-smi on Hopper.
-CONTEXT_BYTES = 1.5 * 2**30
+# Bytes beside the allocator's and NCCL's: CUDA's context and loaded kernels. Source: a run that filled both of its two H200 and
+# retried allocations (2026-11-23.1/14 of examples/validation/fresh.jsonl) held 137.8 of 139.8 GiB, beside 1.1 of communicators.
+CONTEXT_BYTES = 0.9 * 2**30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -174,7 +174,7 @@ class ScreenedPlans:
 
     def flush_s(self, reserved_bytes: Floats) -> Floats:
         """Return what `step_s` leaves out: seconds that a nearly full allocator costs (`simulator.closed_form.allocator`)."""
-        return flush_s(self.table, reserved_bytes, self.screening.capacity_bytes)
+        return flush_s(self.context.groups, reserved_bytes, self.screening.capacity_bytes)
 
     def step_s(self) -> Floats:
         """Return seconds of the whole step but for flushes, as sums over its parts. Infinite where something cannot run."""

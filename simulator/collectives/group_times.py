@@ -46,7 +46,7 @@ class GroupTimes:
         """Return the seconds of `op` with `nbytes` (nccl-tests' size column) along `axis`, one value per plan."""
         size = np.broadcast_to(np.asarray(nbytes, dtype=np.float64), (len(self.table),))
         out = np.zeros(len(self.table))
-        for model, shape, rows in self._groups(axis):
+        for model, shape, rows in self.shapes(axis):
             sizes = size[rows]
             if len(sizes) > REMEMBERED:
                 out[rows] = self.factor * model.time_s(op, sizes, shape, algorithm=algorithm)
@@ -65,7 +65,7 @@ class GroupTimes:
     def load(self, op: str, axis: str, nbytes: Floats) -> tuple[Floats, Floats]:
         """Return (SMs that `op` holds, bytes that it sends through the port of a rank), one value per plan."""
         sms, sent = np.zeros(len(self.table)), np.zeros(len(self.table))
-        for model, shape, every in self._groups(axis):
+        for model, shape, every in self.shapes(axis):
             rows = every & (nbytes > 0)
             if rows.any() and not np.isfinite(model.time_s(op, float(nbytes[rows][0]), shape)):
                 continue  # nothing joins these ranks
@@ -85,12 +85,12 @@ class GroupTimes:
         rates = bottleneck_rates(self.cluster)
         across, share = np.zeros(len(self.table), dtype=np.bool_), np.ones(len(self.table))
         rate = np.full(len(self.table), rates["port"])
-        for _, shape, rows in self._groups(axis):
+        for _, shape, rows in self.shapes(axis):
             bottleneck, part = bottleneck_of(nodes=shape.nodes, ranks_per_node=shape.ranks_per_node)
             across[rows], share[rows], rate[rows] = bottleneck == "nic", part, rates[bottleneck]
         return across, share, rate
 
-    def _groups(self, axis: str) -> list[tuple[CollectiveModel, GroupShape, NDArray[np.bool_]]]:
+    def shapes(self, axis: str) -> list[tuple[CollectiveModel, GroupShape, NDArray[np.bool_]]]:
         """Return the plans whose groups along an axis are the same on the same machine, groups of one left out."""
         if axis not in self._same_groups:
             shapes, which = self._axis(axis)

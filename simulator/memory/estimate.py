@@ -7,9 +7,10 @@ from dataclasses import replace
 import numpy as np
 
 from simulator.calibration.intervals import replayed_memory_factors
-from simulator.closed_form.allocator import COMMUNICATOR_BYTES, FLUSH_S_PER_BYTE, communicators, retry_probability
+from simulator.closed_form.allocator import FLUSH_S_PER_BYTE, retry_probability
 from simulator.closed_form.estimates import known_costs
 from simulator.closed_form.scenario import Scenario
+from simulator.collectives.buffers import communicator_bytes
 from simulator.config.estimate import Estimate, MemoryEstimate
 from simulator.config.plan import Plan
 from simulator.memory.replay import Held, MemoryReplay
@@ -32,13 +33,12 @@ def with_replay(scenario: Scenario, plan: Plan, estimate: Estimate) -> Estimate:
     held = replay.ranks()
     worst = max(range(len(held)), key=lambda rank: held[rank].reserved_bytes)
     reserved = factor * held[worst].reserved_bytes
-    groups = COMMUNICATOR_BYTES * float(communicators(replay.context.table)[0])
+    groups = float(communicator_bytes(replay.context.groups)[0])
     left = told.capacity_bytes - groups
     low, high = replayed_memory_factors()
-    # What may be too much is tried with what there is; what fits but for its communicators may fit, since theirs is the least sure.
+    # What may be too much is tried with what there is.
     tried = replay.rank(worst, capacity_bytes=left / factor) if reserved > left else held[worst]
-    alone = replay.rank(worst, capacity_bytes=told.capacity_bytes / factor) if tried.out_of_memory else tried
-    memory = replace(_memory(told, held, worst, tried, factor, (low, high)), fits=not alone.out_of_memory)
+    memory = replace(_memory(told, held, worst, tried, factor, (low, high)), fits=not tried.out_of_memory)
     memory = replace(memory, communicator_bytes=groups, worst_rank=worst * (plan.gpus // plan.pp))
     likely = float(retry_probability(np.array([reserved]), np.array([left]), (low, high))[0])
     flushes = likely * max(1, tried.retries_per_step)

@@ -4,9 +4,12 @@ import numpy as np
 import pytest
 
 from simulator.calibration.intervals import memory_factors
-from simulator.closed_form.allocator import COMMUNICATOR_BYTES, FLUSH_S_PER_BYTE, communicators, flush_s
+from simulator.closed_form.allocator import FLUSH_S_PER_BYTE, flush_s
 from simulator.closed_form.estimates import estimate_plans
 from simulator.closed_form.scenario import Scenario
+from simulator.collectives.buffers import communicator_bytes
+from simulator.collectives.cost import CollectiveModel
+from simulator.collectives.group_times import GroupTimes
 from simulator.columns.plan_table import plan_table
 from simulator.config.hf_config import load_model
 from simulator.config.plan import Plan
@@ -16,22 +19,18 @@ from topology.catalog.cluster_file import load_cluster
 
 GIB = 2.0**30
 WORKLOAD = Workload(seq_len=4096, global_batch_size=8)
+MACHINE = load_cluster("h200x4")
 
 
-def test_every_group_of_a_plan_is_counted() -> None:
-    plans = [Plan(), Plan(tp=2, sequence_parallel=True), Plan(dp_shard=2, cp=2), Plan(dp_replicate=2, dp_shard=2, pp=2)]
-
-    found = communicators(plan_table(plans, WORKLOAD))
-
-    assert found.tolist() == [0, 2, 3, 4], "the world, and one for each axis; shards and context share parameters"
+def two_shards(rows: int) -> GroupTimes:
+    return GroupTimes(MACHINE, plan_table([Plan(dp_shard=2)] * rows, WORKLOAD), CollectiveModel(MACHINE))
 
 
 def test_a_flush_costs_what_it_costs_where_it_is_sure_and_nothing_where_there_is_room() -> None:
-    table = plan_table([Plan(dp_shard=2)] * 4, WORKLOAD)
-    capacity = 138.3 * GIB
-    left = capacity - 2 * COMMUNICATOR_BYTES
+    groups, capacity = two_shards(4), 138.3 * GIB
+    left = capacity - communicator_bytes(groups)
 
-    seconds = flush_s(table, np.array([0.5, 0.9, 1.0, 1.3]) * left, capacity)
+    seconds = flush_s(groups, np.array([0.5, 0.9, 1.0, 1.3]) * left, capacity)
 
     assert np.all(np.diff(seconds) > 0)
     assert seconds[0] < 0.01 * capacity * FLUSH_S_PER_BYTE
@@ -40,12 +39,11 @@ def test_a_flush_costs_what_it_costs_where_it_is_sure_and_nothing_where_there_is
 
 def test_how_likely_a_flush_is_follows_how_far_memory_lies_from_predictions() -> None:
     """Where the upper end of the range just fits, one in ten does not; where the lower end does, nine in ten."""
-    table = plan_table([Plan(dp_shard=2)] * 2, WORKLOAD)
-    capacity = 138.3 * GIB
-    left = capacity - 2 * COMMUNICATOR_BYTES
+    groups, capacity = two_shards(2), 138.3 * GIB
+    left = capacity - communicator_bytes(groups)[0]
     low, high = memory_factors()
 
-    likely = flush_s(table, np.array([left / high, left / low]), capacity) / (capacity * FLUSH_S_PER_BYTE)
+    likely = flush_s(groups, np.array([left / high, left / low]), capacity) / (capacity * FLUSH_S_PER_BYTE)
 
     assert likely == pytest.approx([0.1, 0.9], abs=0.01)
 
