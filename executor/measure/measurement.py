@@ -104,7 +104,7 @@ def loopback_environment() -> dict[str, str]:
 
 
 def record_problem(piece: str, done: LaunchResult, recorder: Recorder) -> None:
-    """Record and say what kept a piece from ending well, if anything did."""
+    """Record and print why a piece of the measurement failed, if it did."""
     listed = describe_problem(piece, done)
     if listed:
         recorder.missing(listed)

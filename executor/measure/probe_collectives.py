@@ -143,7 +143,7 @@ def replay(me: Rank, graph: Any) -> list[float]:
 
 
 def measure(me: Rank, indices: Sequence[int], recorder: Recorder, deadline: Deadline, largest: int) -> None:
-    """Time every set of groups, op and size that fits into the budget. All ranks call this alike."""
+    """Time every set of groups, op and size that fits into the budget. All ranks make the same call."""
     for number, pass_sizes in enumerate(sizes(largest)):
         for group_set in group_sets(me.world):
             for op in OPS:

@@ -235,7 +235,7 @@ class HostCopies:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure; return 0 even when time ran out, since what was recorded holds."""
+    """Measure; return 0 even when time ran out, since what was recorded is valid."""
     parser = piece_parser("executor.measure.probe_flows")
     parser.add_argument("--indices", required=True, help="nvidia-smi's index of each device, comma separated")
     parser.add_argument("--nbytes", type=int, default=FLOW_BYTES)

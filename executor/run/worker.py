@@ -229,7 +229,7 @@ def _take_steps(
 
 
 def _peaks(trainer: Trainer | TitanTrainer, device_type: str) -> dict[str, Any]:
-    """Return the peaks of memory; torchtitan's step has reset what torch says of what it reserved."""
+    """Return peak memory; torchtitan's step resets torch's counter of reserved bytes, so its trainer keeps the peak."""
     found = _memory(device_type)
     if isinstance(trainer, TitanTrainer) and device_type == "cuda":
         found["peak_reserved_bytes"] = max(found["peak_reserved_bytes"], trainer.peak_reserved_bytes)

@@ -32,7 +32,7 @@ class PlanAnswer:
 
 
 def answer_plan(case: Case, *, with_fixes: bool = True) -> PlanAnswer:
-    """Return what there is to say about the plan of a case. Raises BadCluster where the GPU's rates are not known."""
+    """Return the problems and the estimate of a case's plan. Raises BadCluster where the GPU's rates are not known."""
     question, plan = case.question, case.plan
     problems = question.problems(plan)
     if not is_legal(problems):

@@ -76,7 +76,7 @@ class LinkTraffic:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTraffic:
-    """What each of `ranks` sends in a step, by kind of link: the ranks of one pipeline stage send alike."""
+    """Bytes that each of `ranks` sends in a step, by kind of link; ranks of one pipeline stage send the same."""
 
     ranks: tuple[int, ...]
     sent_bytes: Mapping[str, float]

@@ -82,12 +82,12 @@ def number(key: str, fact: str, default: int = 1) -> Entry:
     )
 
 
-def switch(key: str, fact: str, *, default: bool = False) -> Entry:
+def switch(key: str, fact: str) -> Entry:
     """A boolean of the same meaning on both sides."""
     return Entry(
         keys=(key,),
         write=lambda facts: {key: bool(facts[fact])},
-        read=lambda settings, _: {fact: truth(settings, key, default=default)},
+        read=lambda settings, _: {fact: truth(settings, key)},
     )
 
 

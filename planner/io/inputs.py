@@ -78,7 +78,7 @@ def parse_bytes(text: str) -> float:
 
 
 def measurements(path: Path | None, *, strict: bool = False) -> Calibrations:
-    """Return what a profile file says of the machines that are asked about: nothing without a path.
+    """Return the calibrations that a profile file gives; none without a path.
 
     With `strict` a profile of other GPUs, of another driver or of long ago is an error. Raises BadInput when the file is
     malformed or its values are impossible.
@@ -87,6 +87,6 @@ def measurements(path: Path | None, *, strict: bool = False) -> Calibrations:
 
 
 def warn_of_doubts(measured: Calibrations) -> None:
-    """Say on standard error why a profile may not tell of the machines that were asked about."""
+    """Warn on standard error where a profile may not describe the machines of the question."""
     for doubt in measured.all_doubts():
         warn(f"warning: {doubt}")

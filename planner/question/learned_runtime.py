@@ -49,7 +49,7 @@ class LearnedRuntime:
     schema_version: int = SCHEMA_VERSION
 
     def costs(self) -> RuntimeCosts:
-        """Return what was learned as a calibration holds it."""
+        """Return the learned costs in the form that a calibration has."""
         values = {name: one.value for name, one in self.fitted.items()}
         return costs_of(values, rows=self.rows)
 
@@ -102,14 +102,14 @@ def is_learned(word: str | None) -> bool:
 
 
 class LearnedCalibrations(Calibrations):
-    """What a profile, if any, and a learned runtime say of machines."""
+    """Calibrations from a profile, if there is one, and from a learned runtime."""
 
     def __init__(self, below: Calibrations, learned: LearnedRuntime) -> None:
         super().__init__(below.profile, below.strict)
         self.learned = learned
 
     def on(self, cluster: Cluster) -> Calibration | None:
-        """Return the calibration of `cluster` with what was learned of the runtime before what its layers showed."""
+        """Return the calibration of `cluster`, with learned costs of the runtime in place of those measured by layers."""
         found = super().on(cluster) or Calibration(gpu=cluster.slowest_kind)
         key = (runtime_spec(self.learned.like).names[0], self.learned.compile)
         return replace(found, runtimes={**found.runtimes, key: self.learned.costs()})

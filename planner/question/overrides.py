@@ -101,7 +101,7 @@ def _same_framework(flags: Flags, question: Question) -> None:
 
 
 def _machine(case: Case, flags: Flags) -> tuple[Cluster, int]:
-    """Return the cluster that is asked about now, and how many of its GPUs are to be used."""
+    """Return the cluster that the flags name, else the case's, and how many of its GPUs are used."""
     count = _count(flags, case.plan.gpus)
     if flags.cluster is None:
         if flags.gpu is not None:
@@ -141,7 +141,7 @@ def _runtime(now: Runtime, flags: Flags) -> Runtime:
 
 
 def _plan(now: Plan, said: dict[str, Any], gpus: int, workload: Workload, question: Question) -> Plan:
-    """Return `now` with what was said, and what has to follow from it."""
+    """Return `now` with the stated fields, and with those that must follow from them."""
     if not said and gpus == now.gpus:
         return now
     stated: dict[str, Any] = {**codec.to_builtins(now), **said}

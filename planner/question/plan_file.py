@@ -98,7 +98,7 @@ def fingerprints(content: PlanFile) -> dict[str, str]:
 
 
 def fingerprint(value: Any) -> str:
-    """Return the fingerprint of a part of a question; what was found about a machine is not the machine."""
+    """Return the fingerprint of a part of a question; findings about a machine are left out."""
     return codec.fingerprint(replace(value, findings=()) if isinstance(value, Cluster) else value)
 
 
@@ -127,7 +127,7 @@ def refuse_overwrite(path: str | Path, *, force: bool) -> None:
 
 
 def require_folder(path: Path) -> None:
-    """Raise BadInput when the folder that `path` lies in does not exist: a misspelt one is not made in silence."""
+    """Raise BadInput when the folder that `path` lies in does not exist: folders are not created, since the name may be misspelt."""
     if not path.parent.is_dir():
         raise BadInput(
             f"cannot write {path}",
@@ -167,7 +167,7 @@ def load_plan(path: str | Path) -> PlanFile:
 
 
 def _part(data: dict[str, Any], name: str) -> Any:
-    """Return a part of a file; what was found about a machine is not the machine."""
+    """Return a part of a file; findings about a machine are left out."""
     part = data.get(name)
     return {**part, "findings": []} if name == "cluster" and isinstance(part, dict) else part
 
@@ -191,7 +191,7 @@ def require_fresh(
     workload: Workload | None = None,
     profile: Profile | None = None,
 ) -> None:
-    """Raise Stale (exit 1), with what differs, when the plan was made for something else than what is given."""
+    """Raise Stale (exit 1), with what differs, when the plan was made for another model or cluster than the given one."""
     then = {"model": content.model, "cluster": content.cluster, "workload": content.workload}
     now = {"model": model, "cluster": cluster, "workload": workload, "profile": profile}
     differ = []

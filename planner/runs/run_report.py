@@ -32,7 +32,7 @@ MAX_TRACE_BYTES = 256 * 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunReport:
-    """A run and its timelines. `notes` say what is missing and why."""
+    """A run and its timelines. `notes`: what is missing, and why."""
 
     document: dict[str, Any]
     directory: Path | None

@@ -260,7 +260,7 @@ def _runs(candidates: Candidates, made: Sequence[tuple[int, Trial]]) -> Floats:
 
 
 def likeness(plans: Sequence[Candidate]) -> Floats:
-    """Return how alike plans are, (n, n), from 0 to 1: less with every doubling of a degree and every other choice."""
+    """Return the similarity of plans, (n, n), from 0 to 1: less with every doubling of a degree and every other choice."""
     degrees = np.log2([[getattr(one.plan, name) for name in DEGREES] for one in plans])
     far = np.abs(degrees[:, None, :] - degrees[None, :, :]).sum(axis=2) / ALIKE_OCTAVES
     for name in CHOICES:

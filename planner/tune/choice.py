@@ -94,7 +94,7 @@ def gain(step: Belief, rows: Sequence[int], best: Best) -> Floats:
 
 
 def _first(beliefs: Beliefs, rows: Sequence[int]) -> Chosen:
-    """Return the first trial: the plan believed quickest, each taken as slower by how unlikely it is to run."""
+    """Return the first trial: the plan with the least expected time over the probability that it runs."""
     chance = np.maximum(beliefs.fits * beliefs.runs, 1e-9)
     row = min(rows, key=lambda one: float(beliefs.step.mean[one]) - math.log(float(chance[one])))
     reason = "believed quickest"

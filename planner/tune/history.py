@@ -13,7 +13,7 @@ from planner.tune.stop import outlook
 from planner.tune.trials import Trial
 from topology import codec
 
-SHOWN = 8
+SHOWN = 8  # plans
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,9 +36,9 @@ class History:
     better_plan_left: tuple[float, ...]
 
 
-def history(view: View, *, within: float, unknown_machine: bool = False, count: int = SHOWN) -> History:
+def history(view: View, *, within: float, unknown_machine: bool = False) -> History:
     """Return the posterior of the plans that matter in the end: those measured quickest and those believed quickest."""
-    rows = _finalists(view, count)
+    rows = _finalists(view)
     found: list[Believed] = []
     left = []
     for made in range(len(view.trials) + 1):
@@ -76,14 +76,14 @@ def _measured(one: Candidate, trials: tuple[Trial, ...]) -> float | None:
     return next((trial.step_s for trial in trials if trial.key == one.key), None)
 
 
-def _finalists(view: View, count: int) -> list[int]:
+def _finalists(view: View) -> list[int]:
     candidates: Candidates = view.candidates
     timed = sorted((trial.step_s, candidates.row(trial.key)) for trial in view.trials if trial.step_s)
-    tried = [row for _, row in timed if row is not None][: count // 2]
+    tried = [row for _, row in timed if row is not None][: SHOWN // 2]
     beliefs = view.beliefs
     chance = [float(beliefs.fits[row] * beliefs.runs[row]) for row in range(len(candidates))]
     ranked = sorted(
         (row for row in range(len(candidates)) if chance[row] > 0.05),
         key=lambda row: float(beliefs.step.mean[row]) - math.log(chance[row]),
     )
-    return list(dict.fromkeys([*tried, *ranked]))[:count]
+    return list(dict.fromkeys([*tried, *ranked]))[:SHOWN]

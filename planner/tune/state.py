@@ -40,7 +40,7 @@ MOST_LINES = 20_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuningRequest:
-    """What a tuning was asked, whole, so that it can be continued without its flags. Seconds and relative numbers.
+    """The complete request of a tuning, so that it can be continued without its flags. Seconds and relative numbers.
 
     `how` makes the trials: `executor`, `command`, `jobs` or `recorded`; `settings` are its own. `profile` is the
     fingerprint of the profile that predictions rest on.

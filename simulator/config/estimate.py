@@ -111,7 +111,7 @@ class MemoryEstimate:
 
 
 def chance(probability: float) -> str:
-    """Return the probability of what is neither sure nor out of the question, to 5 %: no more is known of it."""
+    """Return a probability that is neither 0 nor 1 rounded to 5 %, the precision to which it is known."""
     return f"{min(90, max(5, 5 * round(20 * probability)))}%"
 
 

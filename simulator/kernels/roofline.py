@@ -159,7 +159,7 @@ class MeasuredKernels(Protocol):
         ...
 
     def packing_factor(self, nbytes: Floats | float) -> Floats:
-        """Return what FSDP's packing of modules of `nbytes` takes over what is counted for it."""
+        """Return measured over counted seconds of FSDP's packing of modules of `nbytes`."""
         ...
 
     def update_bytes_per_s(self, param_dtype: str) -> float | None:

@@ -26,7 +26,7 @@ def _is(c: PlanColumns, names: Sequence[str]) -> Mask:
 
 
 def _named(fact: str) -> list[str]:
-    """Return the schedules of which something holds that `ScheduleKind` says."""
+    """Return the names of the schedules whose `ScheduleKind` has a property."""
     return [kind.name for kind in SCHEDULES.values() if getattr(kind, fact)]
 
 

@@ -21,7 +21,7 @@ def _method(c: PlanColumns, q: RuleFacts) -> NDArray[np.str_]:
 
 
 def _where_overlap(c: PlanColumns, broken: Callable[[str], bool]) -> Mask:
-    """Return where the text of tp_overlap is one that `broken` says yes to."""
+    """Return the rows whose tp_overlap is a text for which `broken` holds."""
     return one_of(c.tp_overlap, [text for text in words(c.tp_overlap) if broken(text)])
 
 

@@ -21,7 +21,7 @@ from simulator.step.update import updated_dtype
 
 
 class CodeOfUnits:
-    """The steps of every pass of a plan's units, as coarse as asked for, and what its copies and groups are."""
+    """The steps of every pass of a plan's units at the requested detail, and the sizes of its groups."""
 
     def __init__(self, network: Network, steps: StepWriter, context: CostContext, detail: Detail) -> None:
         self.network, self.steps, self.context, self.detail = network, steps, context, detail

@@ -109,7 +109,7 @@ class MachineCosts:
         return self._link_rates[link[0]]
 
     def kind(self, ranks: Ranks) -> Hashable:
-        """Groups that lie alike on nodes of the same GPU cost the same."""
+        """Groups with the same placement on nodes of the same GPU cost the same."""
         if len(ranks) == 1:
             return self._gpu_kind(ranks[0])
         physical = [self.placement[rank] for rank in ranks] if self.placement else ranks
@@ -124,7 +124,7 @@ class MachineCosts:
         return (len(ranks), tuple(sorted(nodes.count(node) for node in set(nodes))), kinds)
 
     def shape(self, family: str, ranks: Ranks) -> GroupShape:
-        """Return how a group lies on the machine: as planned for its family, else as its ranks are placed."""
+        """Return the shape of a group on the machine: that of its family in the plan, else that of its ranks' placement."""
         planned = self.families.get(family)
         if planned is not None and planned.ranks == len(ranks) and (planned.placed or not self.placement):
             return planned

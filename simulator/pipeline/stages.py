@@ -147,7 +147,7 @@ def _layers_of_ranks(
     folded: bool,
     merged: bool,
 ) -> NDArray[np.int64]:
-    """Return rows (dense, MoE, rank, alike, first, last) with a column for every pipeline rank of a plan, or, `merged`,
+    """Return rows (dense, MoE, rank, rank_count, first, last) with a column for every pipeline rank of a plan, or, `merged`,
     one for all ranks that hold the same. `dense_before` is the model's, `listed` the plan's layers by stage where it names
     them.
     """

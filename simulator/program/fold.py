@@ -44,7 +44,7 @@ class Meeting:
 
 @dataclass(frozen=True, slots=True)
 class RankClass:
-    """Ranks that behave alike, and the one that is simulated for them."""
+    """Ranks with the same behaviour, and the one that is simulated for all of them."""
 
     index: int
     ranks: Ranks
@@ -112,7 +112,7 @@ class _Family:
 
 
 def fold(program: Program, costs: CostModel | None = None, *, enabled: bool = True) -> Folding:
-    """Return the rank classes of `program`; one class a rank if not `enabled`. Without `costs`, all GPUs are alike.
+    """Return the rank classes of `program`; one class a rank if not `enabled`. Without `costs`, all GPUs are equal.
 
     Takes O(rounds * (ranks * families + links)) time. Raises ValueError when ranks are not 0..n-1 exactly once, or
     when code names a family, group or position that is not there.

@@ -80,7 +80,6 @@ def probe_text(
     texts: Sequence[tuple[str, str]],
     *,
     gpu: str | None = None,
-    name: str = "probed",
     catalogue: Catalogue | None = None,
 ) -> Cluster:
     """Return the machine that `texts` (pairs of a name to show and the content) describe.
@@ -103,7 +102,7 @@ def probe_text(
         if gpu is not None:
             raise BadCluster("--gpu names what a cluster file already says", remedy="leave --gpu out")
         return replace(evidence.saved, findings=(*evidence.saved.findings, *evidence.findings))
-    return build(evidence, gpu=gpu, name=name, catalogue=catalogue or shipped_catalogue())
+    return build(evidence, gpu=gpu, name="probed", catalogue=catalogue or shipped_catalogue())
 
 
 def _read_one_text(evidence: Evidence, label: str, text: str) -> bool:

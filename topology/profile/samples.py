@@ -48,14 +48,10 @@ class Conditions:
     temperature_c: float | None = None
     throttle: tuple[str, ...] = ()
 
-    @property
-    def faulty(self) -> bool:
-        return any(reason in FAULTS for reason in self.throttle)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """What every sample carries: of how many repetitions its median is, what it ran under, and whether it counts.
+    """Fields of every sample: repetitions behind the median, conditions, why it is invalid (if it is), and its run.
 
     `at_s` is when it was complete, in seconds from the beginning of its calibration; None where that was not noted.
     """

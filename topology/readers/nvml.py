@@ -159,7 +159,7 @@ def _numa(value: Any) -> int | None:
 
 
 def _links(nvml: Any, errors: tuple[type[Exception], ...], handle: Any) -> tuple[NvmlLink, ...] | None:
-    """Ask for every link until the GPU has no more. Any error that does not say so is a failure."""
+    """Query links by index until the driver reports that there is no such link; any other error is a failure."""
     links: list[NvmlLink] = []
     for number in range(int(getattr(nvml, "NVML_NVLINK_MAX_LINKS", MAX_LINKS))):
         try:

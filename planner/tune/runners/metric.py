@@ -45,7 +45,7 @@ class Metric:
     key: str = ""  # of JSON lines: what holds seconds beside the names that are known
 
     def samples(self, lines: Iterable[str]) -> list[Sample]:
-        """Return the steps that the lines tell of, in order; other lines say nothing."""
+        """Return the steps that the lines report, in order; other lines are skipped."""
         return [one for line in lines if (one := self._sample(line[:MOST_CHARACTERS])) is not None]
 
     def _sample(self, line: str) -> Sample | None:
