@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from planner.sharding.backward.formulas import arguments_of
+from planner.sharding.backward.views import padded
 from planner.sharding.formulas.axis_flow import NotUnderstood, number_of
 from planner.sharding.formulas.formula import ATTENTION, called_name
 
@@ -260,11 +261,35 @@ def _cat(step: Step) -> dict[str, str]:
 
 
 def _chunk(step: Step) -> dict[str, str]:
-    """All parts at once: where one has no gradient, zeros."""
+    """All parts at once: those that have a gradient, each among zeros, or joined where all have one."""
     x, at = step.tensor(0), step.number(2, "dim", 0)
-    shape = list(step.shape(step.result))
-    parts = [part or f"zeros({', '.join(map(str, shape))})" for part in step.parts]
-    return {x: f"cat([{', '.join(parts)}], {at})"}
+    before = step.shape(x)
+    at %= len(before)
+    lengths = _lengths(step, before[at])
+    parts = [*step.parts, *[""] * (len(lengths) - len(step.parts))]
+    if all(parts):
+        return {x: f"cat([{', '.join(parts)}], {at})"}
+    starts = [sum(lengths[:n]) for n in range(len(lengths))]
+    texts = [
+        padded(part, at, start, before[at] - start - length, len(before))
+        for part, start, length in zip(parts, starts, lengths, strict=True)
+        if part
+    ]
+    return {x: " + ".join(texts)}
+
+
+def _lengths(step: Step, size: int) -> list[int]:
+    """Return the lengths of all parts of a dim of `size` that `chunk` or `split` makes. Raises NotUnderstood."""
+    given = step.keyword("split_size_or_sections") or (step.arguments[1] if len(step.arguments) > 1 else None)
+    if isinstance(given, ast.List | ast.Tuple):
+        found = [number_of(node) for node in given.elts]
+        if None in found:
+            raise NotUnderstood("a split that is not written out")
+        return [n for n in found if n is not None]
+    chunk = called_name(step.call) == "chunk"
+    number = step.number(1, "chunks" if chunk else "split_size_or_sections", 1)
+    each = -(-size // number) if chunk else number
+    return [min(each, size - start) for start in range(0, size, each)]
 
 
 def _cumsum(step: Step) -> dict[str, str]:

@@ -57,11 +57,11 @@ def _taken_back(node: ast.expr, text: str, before: tuple[int, ...], after: tuple
             return f"{text}.unflatten({at}, ({before[at]}, {numbers[0]})).sum({at + 1})"
         case "narrow":
             at, start, length = (numbers[0] or 0) % len(before), numbers[1] or 0, numbers[2] or 1
-            return _padded(text, at, start, before[at] - start - length, len(before))
+            return padded(text, at, start, before[at] - start - length, len(before))
         case "select":
             at = (numbers[0] or 0) % len(before)
             front = (numbers[1] or 0) % before[at]
-            return _padded(f"{text}.unsqueeze({at})", at, front, before[at] - front - 1, len(before))
+            return padded(f"{text}.unsqueeze({at})", at, front, before[at] - front - 1, len(before))
         case "flip":
             return f"{text}.flip({', '.join(str(n) for n in numbers)})"
         case "roll" if len(numbers) == 2 and numbers[0] is not None:
@@ -73,7 +73,8 @@ def _flat(nodes: Sequence[ast.expr]) -> list[ast.expr]:
     return [each for node in nodes for each in (node.elts if isinstance(node, ast.Tuple | ast.List) else [node])]
 
 
-def _padded(text: str, at: int, before: int, after: int, rank: int) -> str:
+def padded(text: str, at: int, before: int, after: int, rank: int) -> str:
+    """Return the formula of `text` with so many zeros before and after it along dim `at` of `rank`."""
     return f"pad({text}, ({'0, 0, ' * (rank - 1 - at)}{before}, {after}))" if before or after else text
 
 
@@ -103,5 +104,5 @@ def _put_back(text: str, parts: Sequence[ast.expr], before: tuple[int, ...]) -> 
                 pads.append((at, number % before[at], before[at] - number % before[at] - 1))
                 at, out = at + 1, out + 1
     for where, front, back in pads:
-        text = _padded(text, where, front, back, len(before))
+        text = padded(text, where, front, back, len(before))
     return text

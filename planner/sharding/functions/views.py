@@ -215,7 +215,7 @@ def repeated(call: Call) -> Value:
 
 def joined(call: Call) -> Value:
     """`cat` of alike makes a dim (n dim); `stack` a dim of its own."""
-    flow, values = call.flow, call.values()
+    flow, values = call.flow, call.listed(0) or call.values()
     rank = len(values[0].dims)
     if any(len(value.dims) != rank for value in values):
         raise NotUnderstood("tensors of different rank joined")

@@ -67,6 +67,11 @@ class Call:
             out += [self.walker.value(each) for each in parts if self.walker.names_in(each)]
         return out
 
+    def listed(self, at: int) -> list[Value]:
+        """Return the values of all elements of an argument that is a list, also of those without tensors, as `zeros(2)`."""
+        node = self.node(at)
+        return [self.walker.value(each) for each in node.elts] if isinstance(node, ast.List | ast.Tuple) else []
+
     def flag(self, at: int, keyword: str) -> bool:
         node = self.node(at, keyword)
         return isinstance(node, ast.Constant) and node.value is True

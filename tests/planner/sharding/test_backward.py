@@ -66,6 +66,7 @@ FORMULAS = [
     "x.sum(-1, keepdim=True) * z",
     "cat([x, z, x], 1)",
     "x.chunk(2, -1)[0] * x.chunk(2, -1)[1]",
+    "x.chunk(4, -1)[1] * 2.0",
     "x.cumsum(1)",
     "x.flip(1)",
     "x.repeat_interleave(2, 1)",
