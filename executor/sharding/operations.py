@@ -136,6 +136,13 @@ def _expand(context: Context, x: torch.Tensor) -> torch.Tensor:
     return x.expand(context.out.local)
 
 
+def _repeat(context: Context, x: torch.Tensor) -> torch.Tensor:
+    """A rank has as many copies as its piece of the result has."""
+    local = context.out.local
+    shape = (1,) * (len(local) - x.ndim) + tuple(x.shape)
+    return x.repeat([after // before for after, before in zip(local, shape, strict=True)])
+
+
 def _range(x: torch.Tensor, dim: int, start: int, length: int, step: int) -> torch.Tensor:
     if step == 1:
         return x.narrow(dim, start, length)
@@ -277,6 +284,7 @@ _PLAIN: dict[str, Callable[..., torch.Tensor]] = {
 _PLACED: dict[str, Callable[..., torch.Tensor]] = {
     "reshape": _reshape,
     "expand": _expand,
+    "repeat": _repeat,
     "cast": lambda context, x: x.to(context.dtype),
     "embedding": _embedding,
     "attention": _attention,

@@ -211,6 +211,21 @@ def test_with_little_memory_weights_are_gathered_again_and_intermediates_compute
         answer_request(asked, where="none", cluster=machine, limits=Limits(memory_bytes=state + 1000))
 
 
+def test_the_result_of_an_operator_that_no_rule_knows_is_made_whole() -> None:
+    asked = {**json.loads(EXAMPLE.read_text()), "policy": "min_time", "backward": False}
+    (node,) = (one for one in asked["graph"]["nodes"] if one["op"].startswith("aten.gelu"))
+    node["op"] = "aten.unheard_of.default"
+    answer = answer_request(asked, where="opaque", cluster=cluster("dgx-h100"))
+
+    assert answer.captured.opaque == (node["name"],)
+    (option,) = (
+        option
+        for operator, option in zip(answer.problem.operators, answer.plan.choice.options, strict=True)
+        if operator.result.name == node["name"]
+    )
+    assert not option.result.axes()
+
+
 def test_chunks_that_cannot_be_are_refused() -> None:
     asked = large({"d": 4}, TENSOR_PARALLEL)
     for chunks, why in (({"gelu_0": 2}, "does not run"), ({"linear_1": 3}, "rows")):

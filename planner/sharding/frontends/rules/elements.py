@@ -77,3 +77,9 @@ def repeat_interleave(call: Call) -> list[Statement]:
     times, dim = int(call.argument(1)), call.dim(2, len(call.shape(0)))
     formula = f"repeat_interleave({call.tensor(0)}, {times}, {dim})"
     return [call.statement(formula, op="repeat_interleave", args=(call.argument(0), times, dim), kwargs={})]
+
+
+def repeat(call: Call) -> list[Statement]:
+    counts = [int(n) for n in call.argument(1)]
+    formula = f"repeat({call.tensor(0)}, {', '.join(map(str, counts))})"
+    return [call.statement(formula, op="repeat", args=(call.argument(0),), kwargs={})]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from planner.sharding.frontends.rules.elements import same_elements
-from planner.sharding.frontends.rules.statement import Call, NotKnownError, Statement, letters
+from planner.sharding.frontends.rules.statement import Call, NotKnownError, Statement, letters, result_axes, written
 from simulator.sharded.graph import GraphNode
 
 
@@ -82,3 +82,23 @@ def cat(call: Call) -> list[Statement]:
     dim = call.dim(1, len(call.node.shape), 0)
     formula = f"cat([{', '.join(names)}], {dim})"
     return [call.statement(formula, op="aten.cat.default", args=(listed, dim), kwargs={})]
+
+
+def scatter(call: Call) -> list[Statement]:
+    """Elements put where an index along one dim says: that dim is needed whole, and the others pass."""
+    shape, index, source = call.shape(0), call.shape(2), call.shape(3)
+    dim = call.dim(1, len(shape))
+    others = [d for d in range(len(shape)) if d != dim]
+    if index != source or any(shape[d] != index[d] for d in others):
+        raise NotKnownError
+    dims = letters(shape)
+    own = f"n{index[dim]}^" if index[dim] > 1 else "1"
+    part = " ".join(own if d == dim else n for d, n in enumerate(dims))
+    names = ", ".join(call.tensor(n) for n in (0, 2, 3))
+    if len({call.tensor(n) for n in (0, 2, 3)}) < 3:
+        raise NotKnownError
+    made, sizes = result_axes(call.node.shape, [dim])
+    right = " ".join(made[0] if d == dim else n for d, n in enumerate(dims))
+    return [
+        call.statement(f"scattered({names})", f"{written(dims, {dim: '^'})}, {part}, {part} -> {right}", sizes=sizes)
+    ]

@@ -12,7 +12,7 @@ Shape = tuple[int, ...]
 LETTERS = "abcdefgijklmnopq"
 # Functions of formulas here that have no rule in `planner.sharding.functions`: their arguments (windows, groups) stand in
 # the kernel alone, and their annotations are to be believed.
-ANNOTATED = frozenset(("groupnorm", "topk_part"))
+ANNOTATED = frozenset(("groupnorm", "topk_part", "scattered"))
 ANNOTATED_PREFIXES = ("opaque_", "space_")
 
 
@@ -99,9 +99,9 @@ class Call:
 
 
 def result_axes(shape: Shape, positions: Sequence[int] | None = None) -> tuple[list[str], dict[str, int]]:
-    """Return axes that only a result has, named by position and size, and their sizes."""
+    """Return axes that only a result has, named by position and size and marked as made whole, and their sizes."""
     chosen = range(len(shape)) if positions is None else positions
-    names = [f"r{LETTERS[d]}{shape[d]}" if shape[d] > 1 else "1" for d in chosen]
+    names = [f"r{LETTERS[d]}{shape[d]}^" if shape[d] > 1 else "1" for d in chosen]
     return names, {f"r{LETTERS[d]}{shape[d]}": shape[d] for d in chosen if shape[d] > 1}
 
 

@@ -12,12 +12,13 @@ from planner.sharding.frontends.rules.elements import (
     expand,
     permute,
     pointwise,
+    repeat,
     repeat_interleave,
     reshape,
     same_elements,
     transpose,
 )
-from planner.sharding.frontends.rules.parts import cat, pieces, select, sliced
+from planner.sharding.frontends.rules.parts import cat, pieces, scatter, select, sliced
 from planner.sharding.frontends.rules.products import addmm, convolution, einsum, embedding, linear, matmul
 from planner.sharding.frontends.rules.reductions import (
     REDUCTIONS,
@@ -103,6 +104,8 @@ _RULES: dict[str, Callable[[Call], list[Statement]]] = {
     "permute": permute,
     "expand": expand,
     "repeat_interleave": repeat_interleave,
+    "repeat": repeat,
+    "scatter": scatter,
     "slice": sliced,
     "select": select,
     "cat": cat,
