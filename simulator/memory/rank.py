@@ -22,6 +22,7 @@ import numpy as np
 from simulator.config.runtime import MOMENTS
 from simulator.engine.allocator import Block, CachingAllocator
 from simulator.kernels.operators import tensor_bytes
+from simulator.memory.cublas import workspace_bytes
 from simulator.memory.tensors import Act, BlockTensors, Passes
 from simulator.pipeline.schedule_program import last_backwards
 from simulator.pipeline.schedules import Kind, Schedule
@@ -35,16 +36,6 @@ from simulator.step.traffic import DataTraffic, data_traffic
 from simulator.step.units import Unit, held_kinds
 
 COMPUTE, GATHER, REDUCE, REPLICATE, PEERS = "compute", "gather", "reduce", "replicate", "peers"
-MIB = 1 << 20
-
-
-def workspace_bytes(architecture: str) -> int:
-    """Return the bytes of one cuBLAS handle's workspace on a stream.
-
-    Source: aten/src/ATen/cuda/CublasHandlePool.cpp, `parseChosenWorkspaceSize`: 32 MiB on Hopper and Blackwell, else 8 MiB and
-    128 KiB. Forward and backward run in threads of their own, each with its handle.
-    """
-    return 32 * MIB if architecture.lower().startswith(("hopper", "blackwell")) else 8 * MIB + 128 * 1024
 
 
 @dataclass(slots=True)
