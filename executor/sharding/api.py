@@ -55,7 +55,7 @@ def request(
     open_outputs: bool = False,
     backward: bool = True,
     gradients: Sequence[str] = (),
-    chunks: Mapping[str, int] | None = None,
+    chunks: Mapping[str, int | str] | None = None,
 ) -> dict[str, Any]:
     """Return the document that `planner shard` reads: the graph, and what is said of its sharding."""
     return {

@@ -261,6 +261,12 @@ def _join_chunks(parts: list[torch.Tensor], dim: int, blocks: int) -> torch.Tens
     return torch.stack(seen, dim + 1).reshape(*shape[:dim], shape[dim] * len(parts), *shape[dim + 1 :])
 
 
+def _join_ring(context: Context, parts: list[torch.Tensor], dim: int, axis: str) -> torch.Tensor:
+    """The whole of which `parts` are the pieces of this rank and of those after it along a mesh axis."""
+    own, ranks = context.place.position([axis])
+    return torch.cat([parts[(number - own) % ranks] for number in range(ranks)], dim)
+
+
 # Kernels of values alone, and those that know the buffer they write and where the rank is.
 _PLAIN: dict[str, Callable[..., torch.Tensor]] = {
     "same": lambda x: x,
@@ -285,6 +291,7 @@ _PLACED: dict[str, Callable[..., torch.Tensor]] = {
     "reshape": _reshape,
     "expand": _expand,
     "repeat": _repeat,
+    "join_ring": _join_ring,
     "cast": lambda context, x: x.to(context.dtype),
     "embedding": _embedding,
     "attention": _attention,

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from planner.sharding.backends.backward import FLOATS
+from planner.sharding.backends.duals import FLOATS
 from planner.sharding.backends.runnable import (
     Written,
     chunk_sites,
@@ -95,13 +95,14 @@ def _written(request: Request, captured: CapturedProblem, plan: ShardingPlan) ->
     machine = captured.problem.machine
     if machine is not None and request.chunks is None:
         return fastest_program(captured, graph, plan, machine, gradients=gradients, backward=backward)
-    chunks: dict[str, int] = {}
+    chunks: dict[str, int | str] = {}
     sites = chunk_sites(captured, plan) if request.chunks else {}
     for name, count in (request.chunks or {}).items():
         site = sites.get(name) or sites.get(f"{name}_product")
         if site is None or not site.divides(count):
             raise BadInput(
-                f"{name[:60]!r} does not run in {count} chunks",
+                f"{name[:60]!r} does not run "
+                + (f"as {count[:20]!r}" if isinstance(count, str) else f"in {count} chunks"),
                 why="no exchange comes before or after it along an axis that it keeps, or its rows do not divide"
                 if site is None
                 else f"a rank has {site.rows} rows of it",

@@ -1,8 +1,9 @@
 """Products in chunks, beside the exchange before or after them: a chunk is computed while the next one is on its way.
 
 A product whose operand is gathered along an axis that its result keeps may take the gathered rows chunk by chunk; one whose
-result is summed over ranks may hand its rows over chunk by chunk. Which products are worth it is what the simulation of
-the program says; a chunked program computes the same numbers.
+result is summed over ranks may hand its rows over chunk by chunk. Instead of gathering, ranks may pass their pieces on around a
+ring, and multiply each as it arrives. Which products are worth it, and which way, is what the simulation of the program says;
+the numbers are the same.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from planner.sharding.plans.plan import OperatorStep, ShardingPlan, TensorMove
 from planner.sharding.problem.problem import ShardingProblem
 
 COUNTS = (2, 4, 8)
+RING = "ring"  # instead of a number of chunks
+Chunks = Mapping[str, int | str]  # by result of a product: in how many chunks it runs, or around a ring
 MAX_TRIALS = 48
 GAIN = 0.002  # of the time: less is no reason for more instructions
 
@@ -38,7 +41,10 @@ class Site:
     blocks: int
     rows: int  # of a rank's piece, that chunks divide
 
-    def divides(self, count: int) -> bool:
+    def divides(self, count: int | str) -> bool:
+        """Return whether the product can run in `count` chunks, or around a ring."""
+        if isinstance(count, str):
+            return count == RING and self.exchange == ALL_GATHER and len(self.move.steps[-1].collectives[0].axes) == 1
         return self.rows % count == 0 and self.rows > count
 
 
@@ -135,23 +141,26 @@ def _site(
 
 
 def choose_chunks(
-    sites: Mapping[str, Site], groups: Sequence[Sequence[str]], seconds: Callable[[Mapping[str, int]], float]
-) -> dict[str, int]:
+    sites: Mapping[str, Site], groups: Sequence[Sequence[str]], seconds: Callable[[Chunks], float]
+) -> dict[str, int | str]:
     """Return in how many chunks products run, by result: what makes the program shorter, one group of products after another.
 
     `seconds` is the simulated time of the program with such chunks; products of a group have the same number.
     """
-    chosen: dict[str, int] = {}
+    chosen: dict[str, int | str] = {}
     best, trials = seconds(chosen), 0
     for group in groups:
         names = [name for name in group if name in sites]
-        for count in COUNTS:
-            if trials >= MAX_TRIALS or not names or not all(sites[name].divides(count) for name in names):
-                break
+        longer = False  # than fewer chunks were
+        for count in (*COUNTS, RING) if names else ():
+            possible = all(sites[name].divides(count) for name in names)
+            if trials >= MAX_TRIALS or not possible or (longer and count != RING):
+                continue
             trials += 1
             tried = {**chosen, **dict.fromkeys(names, count)}
             found = seconds(tried)
-            if found >= best * (1 - GAIN):
-                break
-            chosen, best = tried, found
+            if found < best * (1 - GAIN):
+                chosen, best = tried, found
+            else:
+                longer = True
     return chosen

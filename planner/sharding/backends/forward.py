@@ -91,7 +91,7 @@ class ForwardWriter:
     plan: ShardingPlan
     statements: Mapping[str, Statement]
     out: Writer
-    chunks: Mapping[str, tuple[Site, int]] = field(
+    chunks: Mapping[str, tuple[Site, int | str]] = field(
         default_factory=dict
     )  # by result: products that run in so many chunks
     versions: dict[tuple[str, Layout], str] = field(default_factory=dict)
@@ -136,7 +136,11 @@ class ForwardWriter:
         operator = self.problem.operators[step.operator]
         statement = self.statements[operator.result.name]
         if operator.result.name in self.chunks:
-            self._chunked(step, statement, *self.chunks[operator.result.name])
+            site, count = self.chunks[operator.result.name]
+            if isinstance(count, str):
+                self._around_ring(step, statement, site)
+            else:
+                self._chunked(step, statement, site, count)
             return
         operands = {name: self.versions[name, layout] for name, layout in step.option.operands}
         result = self._version(operator.result.name, step.option.result)
@@ -192,6 +196,35 @@ class ForwardWriter:
             made, site.result, name if gathers else moves[0].after, site.result_dim, site.blocks if gathers else 1
         )
 
+    def _around_ring(self, step: OperatorStep, statement: Statement, site: Site) -> None:
+        """Write a product of pieces that ranks pass on: after step s, a rank has that of the rank s after it in the group."""
+        last, needed = site.move.steps[-1], dict(step.option.operands)
+        (axis,) = last.collectives[0].axes
+        ranks = last.collectives[0].group
+        start = site.move.steps[-2].after if len(site.move.steps) > 1 else site.move.source
+        result = step.option.result
+        dims = tuple((*spec, axis) if d == site.result_dim else spec for d, spec in enumerate(result.dims))
+        others = {n: self.versions[n, at] for n, at in needed.items() if n != site.operand}
+        passes = Exchange(kind=PERMUTE, axes=self.out.mesh.names, source=_next_ranks(axis, self.out.mesh))
+        pieces, made = [self.versions[site.operand, start]], []
+        for number in range(ranks):
+            if number:
+                piece = self._part_buffer(site.operand, f"{pieces[0]}.{site.result}.ring{number}", start, 0, 1)
+                self.out.add(Work(do=passes, reads=(pieces[-1],), writes=(piece,)))
+                pieces.append(piece)
+            operands = {**others, site.operand: pieces[-1]}
+            kernel = Kernel(
+                op=statement.op, args=_bound(statement.args, operands), kwargs=_bound(statement.kwargs, operands)
+            )
+            name, layout = f"{site.result}.ring{number}", Layout(dims, result.pending)
+            target = self._part_buffer(site.result, name, layout, 0, 1)
+            reads = tuple(operands[n] for n, _ in step.option.operands)
+            self.out.add(Work(do=kernel, reads=reads, writes=(target,), step=step, chunk=(site.axis, ranks)))
+            made.append(target)
+        if self._is_used_again(site, needed[site.operand], step):
+            self._join(pieces, site.operand, needed[site.operand], site.operand_dim, axis)
+        self._join(made, site.result, result, site.result_dim, axis)
+
     def _is_used_again(self, site: Site, layout: Layout, step: OperatorStep) -> bool:
         others = (s for s in self.plan.steps if isinstance(s, OperatorStep) and s is not step)
         moves = (m for m in self.plan.steps if isinstance(m, TensorMove) and m is not site.move)
@@ -217,10 +250,11 @@ class ForwardWriter:
         self.out.add(Work(do=primitive(step, before, part, self.out.mesh), reads=(part,), writes=(after,)))
         return after
 
-    def _join(self, parts: Sequence[str], tensor: str, layout: Layout, dim: int, blocks: int) -> None:
-        """Write the kernel that puts chunks together, each of which has rows of `blocks` blocks."""
+    def _join(self, parts: Sequence[str], tensor: str, layout: Layout, dim: int, blocks: int | str) -> None:
+        """Write the kernel that puts chunks together, each with rows of `blocks` blocks; or pieces from around a mesh axis."""
         target = self._version(tensor, layout)
-        kernel = Kernel(op="join_chunks", args=([{"tensor": part} for part in parts], dim, blocks))
+        op = "join_ring" if isinstance(blocks, str) else "join_chunks"
+        kernel = Kernel(op=op, args=([{"tensor": part} for part in parts], dim, blocks))
         self.out.add(Work(do=kernel, reads=tuple(parts), writes=(target,)))
 
     def _phase(self, phase: Phase, step: OperatorStep, operands: dict[str, str], result: str) -> None:
@@ -295,6 +329,14 @@ def primitive(step: RedistributionStep, before: Layout, buffer: str, mesh: Mesh)
     assert step.kind == ALL_TO_ALL  # noqa: S101 - there are no other primitives
     ((dim, (blocks, axes)),) = lost
     return Exchange(kind=ALL_TO_ALL, axes=axes, dim=dim, blocks=blocks, to_dim=to_dim, to_blocks=to_blocks)
+
+
+def _next_ranks(axis: str, mesh: Mesh) -> tuple[int, ...]:
+    """Return by rank the next one along a mesh axis; the first comes after the last."""
+    at = mesh.names.index(axis)
+    stride, size = prod(mesh.shape[at + 1 :]), mesh.shape[at]
+    places = ((rank, rank // stride % size) for rank in range(mesh.ranks))
+    return tuple(rank + ((place + 1) % size - place) * stride for rank, place in places)
 
 
 def _changed(before: Layout, after: Layout) -> list[tuple[int, tuple[DimSpec, DimSpec]]]:

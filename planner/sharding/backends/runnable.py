@@ -8,8 +8,8 @@ from math import prod
 
 import numpy as np
 
-from planner.sharding.backends.backward import FLOATS, BackwardWriter
-from planner.sharding.backends.chunks import Site, choose_chunks, find_sites
+from planner.sharding.backends.chunks import Chunks, Site, choose_chunks, find_sites
+from planner.sharding.backends.duals import FLOATS, BackwardWriter
 from planner.sharding.backends.forward import ForwardWriter, Work, Writer
 from planner.sharding.backends.lifetimes import VIEWS
 from planner.sharding.backends.remake import Remaker
@@ -48,7 +48,7 @@ class Written:
 
     program: RunnableProgram
     works: tuple[Work, ...]
-    chunks: Mapping[str, int] = field(default_factory=dict)  # by result: products that run in so many chunks
+    chunks: Chunks = field(default_factory=dict)  # by result: products that run in so many chunks
     again: frozenset[str] = frozenset()  # buffers that the backward pass makes again
     peak_bytes: int = 0  # of all buffers of a rank, inputs and gradients included
 
@@ -69,7 +69,7 @@ def write_program(
     *,
     gradients: Sequence[str] = (),
     backward: bool = False,
-    chunks: Mapping[str, int] | None = None,
+    chunks: Chunks | None = None,
     memory: MemoryPlan | None = None,
 ) -> Written:
     """Return the program of `plan`; with `backward`, gradients of all parameters and of the inputs named in `gradients`.
@@ -123,7 +123,7 @@ def _assembled(
     out: Writer,
     in_forward: int,
     ends: Ends,
-    chunks: Mapping[str, int],
+    chunks: Chunks,
     memory: MemoryPlan | None,
 ) -> Written:
     """Return the program of the works that `out` has, of which `in_forward` are the forward pass."""
@@ -186,7 +186,7 @@ def fastest_program(
     *,
     gradients: Sequence[str] = (),
     backward: bool = False,
-    chunks: Mapping[str, int] | None = None,
+    chunks: Chunks | None = None,
 ) -> Written:
     """Return the program of `plan` with those products in chunks that make it shorter as it is simulated on `machine`.
 
@@ -195,7 +195,7 @@ def fastest_program(
     nothing fits.
     """
 
-    def written_with(chunks: Mapping[str, int], memory: MemoryPlan | None = None) -> Written:
+    def written_with(chunks: Chunks, memory: MemoryPlan | None = None) -> Written:
         return write_program(
             captured, graph, plan, gradients=gradients, backward=backward, chunks=chunks, memory=memory
         )

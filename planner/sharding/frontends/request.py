@@ -41,7 +41,7 @@ class RequestText(msgspec.Struct, forbid_unknown_fields=True):
     policy: str | None = None
     backward: bool = False
     gradients: list[str] = []
-    chunks: dict[str, int] | None = None
+    chunks: dict[str, int | str] | None = None
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -53,7 +53,7 @@ class Request(msgspec.Struct, frozen=True):
     wish: Wish
     backward: bool
     gradients: tuple[str, ...]
-    chunks: dict[str, int] | None = None
+    chunks: dict[str, int | str] | None = None
 
 
 def is_request(data: Mapping[str, Any]) -> bool:

@@ -107,7 +107,7 @@ class ShardingProblem:
     `input_layouts` are of the inputs that have placements, `pins` of results whose layout is prescribed; the solver
     places all other tensors. Where there are pipeline stages, `mesh` is the mesh of one stage. With a `machine`, cost is
     time, else ring bytes; the best answer found within `time_limit_s` is returned with its gap. Where the graph has no
-    backward pass, and what runs is the graph with the dual of every step (`planner.sharding.backends.backward`),
+    backward pass, and what runs is the graph with the dual of every step (`planner.sharding.backends.duals`),
     `differentiated` are the tensors that have gradients: their time counts, too.
     """
 

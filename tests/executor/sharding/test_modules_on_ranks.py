@@ -90,6 +90,13 @@ CHUNKS = [
         {"placements": {**FFN, "x": ["S(1)"], "output0": ["S(1)"]}, "chunks": {"linear_0": 2, "linear_1": 2}},
     ),
     Case(
+        "feed-forward, sequence parallel, around a ring",
+        modules.FeedForward().double(),
+        (X,),
+        {"d": 2},
+        {"placements": {**FFN, "x": ["S(1)"], "output0": ["S(1)"]}, "chunks": {"linear_0": "ring"}},
+    ),
+    Case(
         "feed-forward, tensor parallel, in chunks",
         modules.FeedForward().double(),
         (X,),

@@ -226,8 +226,24 @@ def test_the_result_of_an_operator_that_no_rule_knows_is_made_whole() -> None:
     assert not option.result.axes()
 
 
+def test_a_product_around_a_ring_passes_pieces_on_instead_of_gathering_them() -> None:
+    machine = cluster("h200x4")
+    rows = {**TENSOR_PARALLEL, "x": ["S(0)"], "output0": ["S(0)"]}
+    ring, chosen = (
+        answer_request(large({"d": 4}, rows, backward=False, **more), where="rows", cluster=machine)
+        for more in ({"chunks": {"linear_0": "ring"}}, {})
+    )
+
+    kinds = [work.do.kind for work in ring.written.works if isinstance(work.do, Exchange)]
+    assert kinds == ["collective_permute"] * 3 + ["reduce_scatter"]
+    assert check(ring.written.program.program()) == []
+    sent = simulate_program(ring.written, ring.problem, machine).step_s
+    assert simulate_program(chosen.written, chosen.problem, machine).step_s <= sent
+
+
 def test_chunks_that_cannot_be_are_refused() -> None:
     asked = large({"d": 4}, TENSOR_PARALLEL)
-    for chunks, why in (({"gelu_0": 2}, "does not run"), ({"linear_1": 3}, "rows")):
+    refused = ({"gelu_0": 2}, "does not run"), ({"linear_1": 3}, "rows"), ({"linear_1": "ring"}, "ring")
+    for chunks, why in refused:
         with pytest.raises(BadInput, match=why):
             answer_request({**asked, "chunks": chunks}, where="refused")
