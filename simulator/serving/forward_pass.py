@@ -19,6 +19,8 @@ from simulator.serving.kernels import Kernels
 from topology.cluster import Cluster
 from topology.rates.groups import GroupShape
 
+SINGLE = 512  # tokens up to which every count is tabulated
+
 
 def cache_elements(model: Model) -> float:
     """Return elements of the cache for one token and layer on a rank that holds all heads: keys and values, or the
@@ -51,7 +53,10 @@ class ForwardPass:
     _seconds: Floats = field(init=False)
     _rows: Floats = field(init=False)
     _head: Floats = field(init=False)  # seconds of the ends by sequences that get a token
+    _steps_s: list[float] = field(init=False)  # `_seconds` and `_head` as numbers that are read one by one
+    _heads_s: list[float] = field(init=False)
     _key_s: float = field(init=False)
+    _pair_s: float = field(init=False)
     _layers_met: tuple[int, int, int] = field(init=False)  # layers that see all keys, those with a window, its width
     _launch_s: float = field(init=False)
 
@@ -71,7 +76,8 @@ class ForwardPass:
         self._seconds = np.sum(list(self._parts.values()), axis=0)
         self._rows = token_grid(self.max_sequences * self.pool.dp_attention)
         self._head = self._ends(np.ceil(self._rows / self.pool.dp_attention))
-        self._key_s = self._one_key_s()
+        self._steps_s, self._heads_s = self._seconds.tolist(), self._head.tolist()
+        self._key_s, self._pair_s = self._one_key_s(), self._one_pair_s()
         windowed = self.model.windowed_layers
         self._layers_met = (self.model.layers - windowed, windowed, self.model.sliding_window)
         self._launch_s = self._unreplayed_s()
@@ -92,11 +98,14 @@ class ForwardPass:
         `pairs` are the queries of the prompts times the keys each meets, `keys` the cached ones of all answers.
         """
         tokens = prompt_tokens + sequences
-        time = self._at(tokens, self._seconds)
-        time += float(np.interp(sequences + (readers if prompt_tokens else 0), self._rows, self._head))
+        written = sequences + (readers if prompt_tokens else 0)
+        # The grid begins with every count, which most steps have.
+        time = self._steps_s[tokens - 1] if 0 < tokens <= SINGLE else self._at(tokens, self._seconds)
+        single = 0 < written <= min(SINGLE, len(self._heads_s))
+        time += self._heads_s[written - 1] if single else float(np.interp(written, self._rows, self._head))
         ranks = self.pool.dp_attention
         if pairs:
-            time += self._prompt_s(pairs / min(readers, ranks))
+            time += self._pair_s * pairs / min(readers, ranks)
         if sequences:
             time += self._cache_s(keys / min(sequences, ranks), keys / sequences)
         if prompt_tokens or sequences > self.engine.graph_batch:
@@ -112,7 +121,7 @@ class ForwardPass:
         written = sequences + (readers if prompt_tokens else 0)
         found["head"] = float(np.interp(written, self._rows, self._head))
         ranks = self.pool.dp_attention
-        met = self._prompt_s(pairs / min(readers, ranks)) if pairs else 0.0
+        met = self._pair_s * pairs / min(readers, ranks)
         met += self._cache_s(keys / min(sequences, ranks), keys / sequences) if sequences else 0.0
         found["attention"] = met
         if prompt_tokens or sequences > self.engine.graph_batch:
@@ -140,13 +149,11 @@ class ForwardPass:
         norms = 0.0 if self.engine.norm_in_all_reduce and self.pool.tp > 1 else 2.0
         return 2.0 + norms + (4.0 if narrow else 0.0) + latent + (6.0 if kind.sparse else 0.0)
 
-    def _prompt_s(self, pairs: float) -> float:
+    def _one_pair_s(self) -> float:
+        """Return seconds that all layers' attention takes for one query of a prompt and one key that it meets."""
         model = self.model
-        heads = model.heads / self.pool.tp
-        share = 1 - model.windowed_layers / model.layers
-        return float(
-            model.layers * share * self.kernels.prompt_attention(heads, model.qk_dim, model.v_dim, np.array(pairs))
-        )
+        heads, met = model.heads / self.pool.tp, model.layers - model.windowed_layers
+        return met * float(self.kernels.prompt_attention(heads, model.qk_dim, model.v_dim, np.array(1.0)))
 
     def _cache_s(self, keys: float, mean: float) -> float:
         """Return seconds of attention over `keys` cached on one rank, `mean` of them a sequence."""
@@ -286,6 +293,6 @@ class ForwardPass:
 
 def token_grid(most: int) -> Floats:
     """Return counts of tokens to tabulate: all small ones, where tiles decide, then about eight a doubling."""
-    small = np.arange(1.0, 513.0)
-    large = np.unique(np.rint(np.geomspace(512, max(most, 1024), 64) / 64) * 64)
-    return np.concatenate([small, large[large > 512]])
+    small = np.arange(1.0, SINGLE + 1.0)
+    large = np.unique(np.rint(np.geomspace(SINGLE, max(most, 2 * SINGLE), 64) / 64) * 64)
+    return np.concatenate([small, large[large > SINGLE]])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import simpy
@@ -116,11 +117,7 @@ def serve(model: Model, cluster: Cluster, deployment: Deployment, traffic: Traff
     def begin(prompt: int, output: int) -> None:
         cached = int(prompt * traffic.cached_prompt)
         answer = Answer(arrival_s=env.now, prompt=max(1, prompt - cached), output=output, cached=cached)
-        env.process(reach(answer))
-
-    def reach(answer: Answer) -> Generator[simpy.Event, Any, None]:
-        yield env.timeout(engine.host_request_s)
-        _least_loaded(first).add(answer)
+        _after(env, engine.host_request_s, lambda: _least_loaded(first).add(answer))
 
     def finished(answers: Iterable[Answer]) -> None:
         for answer in answers:
@@ -190,6 +187,12 @@ def _schedulers(
     ]
 
 
+def _after(env: simpy.Environment, delay_s: float, action: Callable[[], None]) -> None:
+    """Call `action` once, so many seconds from the present: one event, where a process would take three."""
+    event = env.timeout(delay_s)
+    event.callbacks.append(lambda _: action())
+
+
 def _least_loaded(schedulers: list[Scheduler]) -> Scheduler:
     return min(schedulers, key=lambda scheduler: scheduler.batch.load)
 
@@ -207,8 +210,7 @@ def _hand_over(
 ) -> None:
     """Move what was read to the engines that write, and let it go on there as a prompt that is cached but for a token."""
 
-    def moved(answer: Answer) -> Generator[simpy.Event, Any, None]:
-        yield env.timeout(move(answer.context))
+    def moved(answer: Answer) -> None:
         answer.done_s = -1.0
         answer.cached, answer.prompt, answer.read = answer.context - 1, 1, 0
         answer.output, answer.written = answer.output - 1, 0
@@ -218,7 +220,7 @@ def _hand_over(
         if answer.output <= 1:
             finished([answer])
         else:
-            env.process(moved(answer))
+            _after(env, move(answer.context), partial(moved, answer))
 
 
 def move_seconds(model: Model, cluster: Cluster, deployment: Deployment) -> Callable[[int], float]:
