@@ -14,18 +14,13 @@ from simulator.collectives.buffers import communicator_bytes
 from simulator.config.estimate import Estimate, MemoryEstimate
 from simulator.config.plan import Plan
 from simulator.memory.replay import Held, MemoryReplay
-from simulator.runtimes.library import spec_for
 
 # Blocks up to which a plan is replayed: about a second of one core.
 MOST_BLOCKS = 400_000
 
 
 def with_replay(scenario: Scenario, plan: Plan, estimate: Estimate) -> Estimate:
-    """Return the estimate of a plan with its memory as the caching allocator holds it; as it is where that takes too long,
-    and of runtimes that keep their own flat buffers (DeepSpeed's ZeRO), whose order of requests is not replayed.
-    """
-    if spec_for(scenario.runtime).zero is not None:
-        return estimate
+    """Return the estimate of a plan with its memory as the caching allocator holds it; as it is where that takes too long."""
     replay = MemoryReplay(scenario, plan)
     if replay.length > MOST_BLOCKS:
         return estimate

@@ -10,12 +10,15 @@ and go with the next step's `zero_grad`.
 FSDP1 (torch/distributed/fsdp/_flat_param.py, _runtime_utils.py) gathers a unit to one flat tensor of which its parameters are
 views, so nothing is copied; what it lets go is there until the device has used it, and `prefetch` units may wait for that
 (`limit_all_gathers`). Gradients of views are put together to a flat one on the compute stream.
+
+DeepSpeed's ZeRO gathers likewise. Its gradients go through buckets (`simulator.step.zero`): contiguous ones that backward asks for
+on the compute stream, copies on the stream that reduces, and gradients in float32 while the optimizer updates.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 
@@ -34,6 +37,7 @@ from simulator.step.offload import held_bytes
 from simulator.step.symmetric_memory import symmetric_bytes
 from simulator.step.traffic import DataTraffic, data_traffic
 from simulator.step.units import Unit, held_kinds
+from simulator.step.zero import zero_buffers
 
 COMPUTE, GATHER, REDUCE, REPLICATE, PEERS = "compute", "gather", "reduce", "replicate", "peers"
 
@@ -130,6 +134,9 @@ class RankReplay:
         self.optimizer: list[Block] = []
         bytes_of = self.context.dtype_bytes
         table = self.context.table
+        self.flat_units = self.spec.fsdp.flat_parameters or self.spec.zero is not None
+        self.zero = self._zero_buffers()
+        self.buckets: list[Block] = []
         self.compute_bytes, self.param_bytes = bytes_of("compute"), bytes_of("param")
         self.casts = bool(table.conditions["autocast"][0]) and self.param_bytes > self.compute_bytes
         self.piped = bool(table["pp"][0] > 1)
@@ -163,6 +170,7 @@ class RankReplay:
             self._take(float(placeholder_bytes(kinds, self.context)[0]), COMPUTE)
         self._take(float(symmetric_bytes(self.context, dense, moe)[0, 0]), PEERS)
         self._take_stage_buffers()
+        self._take(self.zero["standing"], COMPUTE)
 
     def step(self) -> None:
         """Run one step."""
@@ -182,6 +190,7 @@ class RankReplay:
                     self._backward(leaf.stage, leaf.micro_batch, last=last, split=split)
         if not self.optimizer:
             self._make_optimizer()
+        self._give(self._taken(self.zero["update"]))
 
     def _forward(self, stage: int, micro_batch: int) -> None:
         units = self.plan.stages[stage]
@@ -218,6 +227,8 @@ class RankReplay:
     def _backward(self, stage: int, micro_batch: int, *, last: bool, split: bool) -> None:
         units = self.plan.stages[stage]
         output = self.outputs.pop((stage, micro_batch), None)
+        if not self.buckets:
+            self.buckets = self._taken(self.zero["buckets"]) + self._taken(self.zero["reducing"], REDUCE)
         gradient: Block | None = None
         for unit in reversed(units):
             passes, instance = self.plan.passes(unit), self.running[unit.name, micro_batch]
@@ -297,7 +308,7 @@ class RankReplay:
             cast = self._taken(whole / ranks, GATHER) if self.param_bytes != t.compute_bytes else []
             buffer = self._taken(whole, GATHER)
             self._give(cast)
-            if self.spec.fsdp.flat_parameters:
+            if self.flat_units:
                 wrapped.gathered += buffer
                 while len(self.passing) > self.spec.fsdp.prefetch:
                     self.memory.free(self.passing.pop(0))
@@ -316,7 +327,7 @@ class RankReplay:
 
     def _reshard(self, unit: Unit, *, last_use: bool) -> None:
         if self.traffic.fully_sharded and (last_use or not self.traffic.keeps_gathered):
-            if self.spec.fsdp.flat_parameters:
+            if self.flat_units:
                 self.passing += self.wrapped[unit.name].gathered
                 self.wrapped[unit.name].gathered.clear()
             self._give(self.wrapped[unit.name].gathered)
@@ -361,6 +372,11 @@ class RankReplay:
             self._keep_shard(unit, COMPUTE)
             return
         elements = float(unit.elements[0])
+        if self.spec.zero is not None:  # through its buckets to gradients that stay
+            self._give(whole)
+            if t.adds_up:
+                self._keep_shard(unit, REDUCE)
+            return
         if self.spec.fsdp.flat_parameters:
             flat = self._taken(elements * t.unsharded_gradient_bytes)
             flat += (
@@ -395,12 +411,20 @@ class RankReplay:
 
     def _settle(self) -> None:
         """End a backward pass that reduced: its last buffers go."""
+        self._give(self.buckets)
         self._give(self.reducing)
         self._give(self.passing)
         self._give(self.summed)
         if self.flat is not None:
             self.memory.free(self.flat)
             self.flat = None
+
+    def _zero_buffers(self) -> dict[str, float]:
+        """Return the bytes of this rank's buffers under ZeRO by what they are for."""
+        whole = np.array([sum(float(unit.elements[0]) for unit in self.units)])
+        mine = np.array([sum(float(unit.elements[0]) * self.plan.share(unit, "optimizer") for unit in self.units)])
+        found = zero_buffers(self.context, whole, mine)
+        return {one.name: float(getattr(found, one.name)[0]) for one in fields(found)}
 
     def _make_optimizer(self) -> None:
         """Make the optimizer's state in the first step, a tensor a moment and parameter."""

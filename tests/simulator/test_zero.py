@@ -13,6 +13,7 @@ from simulator.config.plan import Plan
 from simulator.config.workload import Workload
 from simulator.lowering.simulation import simulate_plan
 from simulator.lowering.training import lower_training
+from simulator.memory.replay import MemoryReplay
 from simulator.program.program import Collective
 from simulator.runtimes.stated import resolve
 from topology.catalog.clusters import cluster
@@ -42,6 +43,13 @@ def test_memory_that_was_reserved_is_predicted_within_a_twelfth(plan, model, bat
     asked = scenario(model, batch=batch, gpus=2, reduce_dtype="float32")
 
     assert simulate_plan(asked, plan).estimate.memory.reserved_bytes == pytest.approx(reserved, rel=1 / 12)
+
+
+@pytest.mark.parametrize(("plan", "model", "batch", "reserved"), RAN)
+def test_replayed_memory_is_within_a_sixteenth_of_what_was_reserved(plan, model, batch, reserved):
+    asked = scenario(model, batch=batch, gpus=2, reduce_dtype="float32")
+
+    assert MemoryReplay(asked, plan).rank(0).reserved_bytes == pytest.approx(reserved, rel=1 / 16)
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
