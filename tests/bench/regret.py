@@ -15,7 +15,6 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from planner.question.question import question_of
 from simulator.closed_form.estimates import estimate_plans
 from simulator.closed_form.scenario import Scenario
 
@@ -43,13 +42,7 @@ def groups(files: list[str]) -> dict[tuple[str, ...], list[Run]]:
             except PlannerError:
                 continue
             step, _ = measured_step_s(case)
-            problems = question_of(
-                case.question.model,
-                case.question.cluster,
-                case.question.workload,
-                framework=case.question.framework,
-                runtime=case.question.runtime,
-            ).problems(case.plan)
+            problems = case.question.problems(case.plan)
             if step is None or not is_legal(problems):
                 continue
             # Names are the cases' own: what makes a question the same is what they describe.
