@@ -91,7 +91,7 @@ def read_learned(path: str | Path) -> LearnedRuntime:
                 why=f"a value lies in its range, and that in {least:g} to {MOST:g}",
             )
     errors = [error for error in found.left_out.values() if error is not None]
-    if found.rows < 1 or not all(0 <= error < math.inf for error in errors):
+    if not 1 <= found.rows <= MOST or not all(0 <= error < math.inf for error in errors):
         raise BadInput(f"{path}: rows or left_out cannot be", why="runs are at least one, errors are not negative")
     return found
 

@@ -349,6 +349,7 @@ QUERY = (
 # --- what is shown ----------------------------------------------------------------------------------------------------
 
 NEVER_NEGATIVE = ("_s", "_bytes", "_bytes_per_s", "_flops", "_hz", "seconds", "nbytes")
+LARGEST = 1e300  # of all quantities that are shown
 MAY_BE_NEGATIVE = ("headroom_bytes", "difference_s")
 
 
@@ -366,7 +367,9 @@ def wrong_numbers(document: Any, path: str = "") -> Iterator[str]:
             yield from wrong_numbers(value, f"{path}[{index}]")
     elif isinstance(document, (int, float)) and not isinstance(document, bool):
         name = path.rpartition(".")[2].partition("[")[0]
-        if not math.isfinite(document) or (
-            document < 0 and name.endswith(NEVER_NEGATIVE) and name not in MAY_BE_NEGATIVE
+        if (
+            abs(document) > LARGEST
+            or not math.isfinite(document)
+            or (document < 0 and name.endswith(NEVER_NEGATIVE) and name not in MAY_BE_NEGATIVE)
         ):
             yield f"{path} is {document}"

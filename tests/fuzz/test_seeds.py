@@ -116,6 +116,7 @@ def seeds() -> Iterator[tuple[str, str, str]]:
         "a factor of 1e300",
         altered(LEARNED, fitted__kernel_factor={"value": 1e300, "low": 1.0, "high": 1e301}),
     )
+    yield "learned runtime", "10^400 runs", altered(LEARNED, rows=10**400)
     yield "learned runtime", "a value outside its range", altered(LEARNED, fitted__launch_s__value=0.0)
     yield "config.json", "no layers", '{"model_type": "llama", "num_hidden_layers": 0}'
     yield "config.json", "code", '{"model_type": "llama", "auto_map": {"AutoModel": "os.system"}}'
