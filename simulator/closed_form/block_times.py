@@ -63,7 +63,7 @@ class BlockTimes:
     def _times(self, unit: Unit, which: Pass) -> PassTimes:
         block = self.blocks[unit.block]
         forward_s, backward_s = (
-            layer_host_s(self.context.spec.host, self.context.table, sparse=unit.block == "moe")
+            layer_host_s(self.context.spec, self.context.table, sparse=unit.block == "moe")
             if unit.block in {"dense", "moe"}
             else (np.zeros(self.rows), np.zeros(self.rows))
         )

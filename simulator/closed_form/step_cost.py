@@ -170,7 +170,7 @@ def rank_seconds(rank_sum: RankSum, spec: RuntimeSpec) -> RankSeconds:
     """Return how long pipeline ranks take for one micro batch, shape (plans, columns)."""
     device, host = rank_sum.passes("device_s"), rank_sum.passes("host_s")
     dense, moe = rank_sum.layout.layers
-    plain, sparse = (layer_host_s(spec.host, rank_sum.table, sparse=kind) for kind in (False, True))
+    plain, sparse = (layer_host_s(spec, rank_sum.table, sparse=kind) for kind in (False, True))
     forward_s, backward_s = (dense * a[:, None] + moe * b[:, None] for a, b in zip(plain, sparse, strict=True))
     stages_s = (rank_sum.table["virtual_stages"] * pass_host_s(spec.host, rank_sum.table))[:, None]
     host["forward"] = host["forward"] + forward_s + stages_s

@@ -60,7 +60,7 @@ class Network:
 
     def _new_block(self, unit: Unit, word: str) -> BlockCode:
         layer = unit.block in {"dense", "moe"}
-        added = layer_host_s(self.context.spec.host, self.context.table, sparse=unit.block == "moe")
+        added = layer_host_s(self.context.spec, self.context.table, sparse=unit.block == "moe")
         forward_s, backward_s = (float(seconds[0]) for seconds in added)
         return block_code(
             f"{unit.block} {word}" if unit.wrapped else unit.block,

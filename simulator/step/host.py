@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from simulator.columns.plan_columns import words
 from simulator.columns.plan_table import Floats, PlanTable
+from simulator.runtimes.library import RuntimeSpec
 from simulator.runtimes.parts import HostSpec
 from simulator.step.context import CostContext
 
@@ -55,11 +56,13 @@ def compiled(host: HostSpec) -> HostSpec:
     return replace(host, checkpoint_s=0.0, fsdp_again_s=0.0, selective_s=None, plain_tensors=True)
 
 
-def layer_host_s(host: HostSpec, table: PlanTable, *, sparse: bool = False) -> tuple[Floats, Floats]:
-    """Return the host seconds of one layer's forward and backward pass beside its launches, one value a plan.
+def layer_host_s(spec: RuntimeSpec, table: PlanTable, *, sparse: bool = False) -> tuple[Floats, Floats]:
+    """Return the host seconds of one layer's forward and backward pass beside its launches, one value a plan: means over micro
+    batches, of which DDP may leave all but the last alone.
 
     `sparse`: of a layer with experts.
     """
+    host, reduced = spec.host, 1.0 if spec.ddp.every_micro_batch else 1.0 / table.micro_batches
     sharded = table.fully_sharded
     replicated = ~sharded & (table["dp_replicate"] > 1)
     added = (
@@ -71,7 +74,9 @@ def layer_host_s(host: HostSpec, table: PlanTable, *, sparse: bool = False) -> t
         + np.where(sharded & (table["tp"] > 1), host.fsdp_tp_layer_s, 0.0)
     )
     forward = host.forward_layer_s + FORWARD_SHARE * added
-    backward = host.backward_layer_s + (1 - FORWARD_SHARE) * added + np.where(replicated, host.ddp_layer_s, 0.0)
+    backward = (
+        host.backward_layer_s + (1 - FORWARD_SHARE) * added + np.where(replicated, reduced * host.ddp_layer_s, 0.0)
+    )
     return forward, backward
 
 
