@@ -21,7 +21,7 @@ from simulator.closed_form.scenario import Scenario
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from planner.question.cases import Case, load_case, read_cases
-from planner.search.search import CLOSED_FORM_ERROR
+from planner.search.finalists import TIE
 from planner.validate.validation import measured_step_s
 from simulator.legality.rules import is_legal
 from simulator.lowering.simulation import simulate_plan
@@ -69,7 +69,7 @@ def predicted(runs: list[Run]) -> tuple[list[float], list[float]]:
         )
         for c, _ in runs
     ]
-    close = [i for i, step in enumerate(form) if step <= min(form) * (1 + CLOSED_FORM_ERROR)]
+    close = [i for i, step in enumerate(form) if step <= min(form) * (1 + TIE)]
     simulated = {i: simulated_s(runs[i][0]) for i in close} if len(close) > 1 else {}
     # The simulation deals the places of the close ones anew among them.
     places = sorted(form[i] for i in simulated)
@@ -139,7 +139,7 @@ def main(out: Path, files: list[str]) -> None:
         f"Made on {dt.datetime.now(tz=dt.UTC):%Y-%m-%d} by `python tests/bench/regret.py {out} FILE...` over {names}.",
         "A group is all runs of one model, cluster and global batch. Regret is how much longer the run took that was",
         "predicted to be quickest; tau is Kendall's, over all runs of the group. *Simulated* orders those within",
-        f"{CLOSED_FORM_ERROR:.0%} of the closed form's first by the simulation, as `planner suggest` does.",
+        f"{TIE:.0%} of the closed form's first by the simulation.",
         "",
         "| groups | number | mean regret, closed form | worst | mean regret, simulated | worst | mean tau |",
         "|---|--:|--:|--:|--:|--:|--:|",
