@@ -6,8 +6,10 @@ import gzip
 import itertools
 import json
 import math
+import shlex
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import pytest
 import yaml
 
 from planner.export.serving.commands import command
+from planner.export.serving.files import serving_files
 from planner.serving.asked import ServingFlags, serving_question
 from planner.serving.break_even import break_even
 from planner.serving.candidates import refusal
@@ -26,6 +29,7 @@ from simulator.serving.deployment import Deployment, Pool
 from tests.planner.conftest import Finished
 from topology.catalog.cluster_file import save_cluster
 from topology.catalog.clusters import cluster_from_case
+from topology.errors import Infeasible
 
 QUICK = ("--isl", "256", "--osl", "32", "--concurrency", "8")
 
@@ -182,6 +186,27 @@ def test_files_start_every_engine_on_its_own_gpus(planner: Callable[..., Finishe
     again = planner("suggest", "--task", "serve", "--out", str(folder), *QUICK)
     assert again.returncode == 2
     assert "is there already" in again.output
+
+
+def test_separated_engines_start_on_their_own_gpus_behind_a_router_that_knows_them() -> None:
+    """Of a node's eight GPUs each is one engine's; every address and bootstrap port of the router is an engine's."""
+    plan = Deployment(engine="sglang", pool=Pool(engines=2, tp=2), prefill=Pool(tp=4))
+    script = serving_files(plan, "meta-llama/Llama-3.1-70B", longest=4096, gpus_per_node=8)["serve.sh"]
+
+    assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
+    devices = [d for line in script.splitlines() if "CUDA" in line for d in line.split()[0].split("=")[1].split(",")]
+    assert sorted(devices) == list("01234567")
+    engines = [shlex.split(line)[1:-1] for line in script.splitlines() if "CUDA" in line]
+    router = shlex.split(next(line for line in script.splitlines() if "launch_router" in line))
+    told = [word.rsplit(":", 1)[1] for word in router if word.startswith("http://")]
+    assert told == [words[words.index("--port") + 1] for words in engines]
+    modes = [words[words.index("--disaggregation-mode") + 1] for words in engines]
+    assert modes == ["prefill", "decode", "decode"]
+    assert router[router.index("--prefill") + 2] == engines[0][-1]
+
+    for refused, gpus in ((replace(plan, engine="vllm"), 8), (plan, 4)):
+        with pytest.raises(Infeasible):
+            serving_files(refused, "m", longest=4096, gpus_per_node=gpus)
 
 
 ENGINE_POOLS = [("vllm", Pool(tp=2)), ("vllm", Pool(dp_attention=8, ep=8)), ("sglang", Pool(tp=4, pp=2)), ("sglang", Pool(dp_attention=4, ep=4)), ("trtllm", Pool(tp=8, ep=8))]  # fmt: skip
