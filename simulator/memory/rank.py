@@ -303,7 +303,7 @@ class RankReplay:
             return
         ranks = float(t.shard_ranks[0])
         whole = float(unit.elements[0]) * t.compute_bytes
-        if ranks > 1:
+        if ranks > 1 or self.flat_units:
             # Shards are cast to a flat buffer of their own where they are stored in a wider type.
             cast = self._taken(whole / ranks, GATHER) if self.param_bytes != t.compute_bytes else []
             buffer = self._taken(whole, GATHER)

@@ -118,6 +118,15 @@ def test_a_step_lets_go_of_all_that_it_asked_for_but_gradients_and_state(plan) -
         assert memory.reserved_bytes >= memory.peak_allocated_bytes
 
 
+def test_one_rank_that_gathers_its_parameters_from_the_host_never_holds_more_than_a_few_layers() -> None:
+    """ZeRO-3 with parameters in host memory, on one GPU: eight more layers are kept nowhere."""
+    plan = Plan(zero_stage=3, offload="parameters", recompute="full")
+    short, long = (replayed(plan, layers=n, framework="deepspeed", batch=1)[1].rank(0) for n in (8, 16))
+    layer = 2.0 * load_model("llama3.2-1b").parameters / 16
+
+    assert long.allocated_bytes - short.allocated_bytes < layer
+
+
 def test_replicas_that_add_up_gradients_hold_what_they_sum_beside_them() -> None:
     """FSDP2 keeps each unit's reduced gradient to the end of a backward pass if replicas sum it: a shard of all more."""
     shards = 4.0 * load_model("llama3.2-1b").parameters / 2
