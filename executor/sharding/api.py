@@ -120,11 +120,11 @@ def shard(
     mesh: DeviceMesh | Mapping[str, int],
     cluster: str | None = None,
     memory_limit: float | None = None,
-    **wishes: Any,
+    **constraints: Any,
 ) -> ShardedModule:
     """Return `module`, called with `args` and `kwargs` of these shapes, on the ranks of `mesh`.
 
-    `wishes` are those of `request`: `placements` by tensor (`["S(0)", "R"]`, one a mesh axis), or `axes` with the maps
+    `constraints` are those of `request`: `placements` by tensor (`["S(0)", "R"]`, one a mesh axis), or `axes` with the maps
     `parameters` and `compute`. With `cluster` (a name or a file, as the planner's commands take it) what is left open is
     chosen by time there, else by bytes; `policy="min_time"` leaves all open but placements. What does not fit `memory_limit`
     (GiB of a rank, for parameters with their state and all that a step needs) is dropped and made again in the backward pass:
@@ -134,12 +134,12 @@ def shard(
     leaves = pytree.tree_map(lambda leaf: leaf.full_tensor() if isinstance(leaf, DTensor) else leaf, list(args))
     captured = capture(module, leaves, kwargs)
     sizes = _mesh_sizes(mesh)
-    given = dict(wishes.pop("placements", None) or {})
+    given = dict(constraints.pop("placements", None) or {})
     names = [one.name for one in captured.graph.inputs if one.kind == INPUT]
     for name, leaf in zip(names, pytree.tree_leaves((list(args), dict(kwargs or {}))), strict=False):
         if isinstance(leaf, DTensor):
             given.setdefault(name, tokens_of(leaf.placements))
-    document = request(captured, sizes, placements=given, **wishes)
+    document = request(captured, sizes, placements=given, **constraints)
     program = _planned_once(document, cluster, memory_limit)
     return ShardedModule(module, captured, program, mesh if isinstance(mesh, DeviceMesh) else None)
 
@@ -278,8 +278,8 @@ class ShardedFunction:
     A program is made for every new set of shapes and placements. Weights stay: activations move to them.
     """
 
-    def __init__(self, function: Callable[..., Any], **wishes: Any) -> None:
-        self.function, self.wishes = function, {"policy": "follow_weights", "open_outputs": True, **wishes}
+    def __init__(self, function: Callable[..., Any], **constraints: Any) -> None:
+        self.function, self.constraints = function, {"policy": "follow_weights", "open_outputs": True, **constraints}
         self._made: dict[Any, ShardedModule] = {}
 
     def __call__(self, *args: DTensor) -> Any:
@@ -287,13 +287,13 @@ class ShardedFunction:
         if key not in self._made:
             whole = [torch.empty(one.shape, dtype=one.dtype) for one in args]
             placements = {f"args_{i}": tokens_of(one.placements) for i, one in enumerate(args)}
-            wishes = {
+            constraints = {
                 "gradients": [n for n, one in zip(placements, args, strict=True) if one.requires_grad],
-                **self.wishes,
+                **self.constraints,
             }
             module = _Function(self.function)
-            wishes["backward"] = bool(wishes["gradients"])
-            self._made[key] = shard(module, whole, mesh=args[0].device_mesh, placements=placements, **wishes)
+            constraints["backward"] = bool(constraints["gradients"])
+            self._made[key] = shard(module, whole, mesh=args[0].device_mesh, placements=placements, **constraints)
         return self._made[key](*args)
 
 

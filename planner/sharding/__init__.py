@@ -33,7 +33,7 @@ Reading order, which is also the order of the work:
       policies.py         which options are left to the cost
       pricing.py          what a choice costs: ring bytes, or time on a machine
       move_times.py       times of redistributions between all layouts of a tensor
-      alike.py            layers that stand for one another
+      equivalence.py      layers that stand for one another
       message_passing.py  a lower bound of all choices, and what each alternative costs above it at least
       by_messages.py      the choice of least time: that bound, and an exact solution of what it leaves
       deadline.py         when there has to be an answer

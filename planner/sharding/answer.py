@@ -51,7 +51,7 @@ def answer_request(
 ) -> Answer:
     """Return the answer to a request: of least time on `cluster`, else of fewest bytes. Raises BadInput and Infeasible."""
     request = read_request(data, where=where)
-    captured = captured_problem(request.graph, request.mesh, request.wish)
+    captured = captured_problem(request.graph, request.mesh, request.constraints)
     problem = on_machine(captured.problem, cluster, calibration, limits or Limits())
     if request.backward:
         problem = replace(problem, differentiated=_differentiated(problem, request.gradients))
@@ -81,7 +81,7 @@ def _answer(request: Request, captured: CapturedProblem) -> Answer:
     """Return the plan of a problem and its program. Raises Infeasible."""
     plan = plan_sharding(captured.problem)
     pending = {name: plan.choice.layouts[name] for name in request.graph.outputs if plan.choice.layouts[name].pending}
-    pending = {name: at for name, at in pending.items() if name not in request.wish.placements}
+    pending = {name: at for name, at in pending.items() if name not in request.constraints.placements}
     if pending:  # nobody outside could use them: they are summed where they are made
         finished = {name: Layout(at.dims) for name, at in pending.items()}
         captured = replace(captured, problem=replace(captured.problem, pins={**captured.problem.pins, **finished}))

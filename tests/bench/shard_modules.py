@@ -138,9 +138,9 @@ def main() -> None:
         "| module | placed | ranks | operators | opaque | exchanges forward and backward | planning s | equal |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for name, make, how, wishes in ASKED:
+    for name, make, how, constraints in ASKED:
         for ranks in asked.ranks if asked.only in f"{name} {how}" else ():
-            lines.append(row(name, make, how, wishes, ranks))
+            lines.append(row(name, make, how, constraints, ranks))
             print(lines[-1], flush=True)
     if asked.out is not None:
         asked.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -154,18 +154,18 @@ def versions() -> str:
     return ", ".join(found)
 
 
-def row(name: str, make: Callable[[], Made], how: str, wishes: dict[str, Any], ranks: int) -> str:
+def row(name: str, make: Callable[[], Made], how: str, constraints: dict[str, Any], ranks: int) -> str:
     torch.manual_seed(0)
     module, args, kwargs = make()
     started = process_time()
     captured = capture(module, args, kwargs)
     opaque = sum(not one.known for one in graph_statements(captured.graph))
     in_float32 = any(node.dtype == "f32" for node in captured.graph.nodes)
-    case = Case(f"{name}, {how}", module, args, {"d": ranks}, wishes, kwargs, 1e-6 if in_float32 else 1e-9)
+    case = Case(f"{name}, {how}", module, args, {"d": ranks}, constraints, kwargs, 1e-6 if in_float32 else 1e-9)
     try:
-        more = {key: value for key, value in wishes.items() if key != "cluster"}
+        more = {key: value for key, value in constraints.items() if key != "cluster"}
         document = api.request(captured, case.mesh, **more)
-        program = planned_here(document, cluster=wishes.get("cluster"))
+        program = planned_here(document, cluster=constraints.get("cluster"))
         seconds = process_time() - started
         kinds = [one.kind for one in program.work.values() if hasattr(one, "axes")]
         run([case], ranks)

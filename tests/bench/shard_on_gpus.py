@@ -76,10 +76,10 @@ def _worker(out: Path, *, cpu: bool) -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("gloo" if cpu else "nccl")
     started = time.monotonic()
-    for name, (axis, wishes) in WAYS.items():
+    for name, (axis, constraints) in WAYS.items():
         row = {"way": name, "ranks": dist.get_world_size(), "device": _device_name(cpu)}
         try:
-            _measure(row, axis, wishes, cpu=cpu)
+            _measure(row, axis, constraints, cpu=cpu)
         except Exception as error:  # noqa: BLE001 - the other way is still worth its time
             row["failed"] = f"{type(error).__name__}: {error}"[:1500]
         row["seconds"] = round(time.monotonic() - started, 1)
@@ -116,7 +116,7 @@ def _layer(cpu: bool):
     return model, layer, tokens
 
 
-def _measure(row: dict, axis: str, wishes: dict, *, cpu: bool) -> None:
+def _measure(row: dict, axis: str, constraints: dict, *, cpu: bool) -> None:
     import torch
     from torch import distributed as dist
 
@@ -132,7 +132,7 @@ def _measure(row: dict, axis: str, wishes: dict, *, cpu: bool) -> None:
     row |= {"model": model.name, "tokens": tokens, "batch": batch, "dtype": str(dtype)}
 
     axes = _named(layer, x)
-    sharded = shard(layer, (x,), mesh={axis: ranks}, axes=axes, gradients=["x"], **wishes)
+    sharded = shard(layer, (x,), mesh={axis: ranks}, axes=axes, gradients=["x"], **constraints)
     program = sharded.program
     x_name = next(one.name for one in sharded.captured.graph.inputs if one.kind == "input")
     values = {**{b: sharded.pieces[n].detach() for b, n in sharded._keys.items()}, **sharded.fixed}
@@ -144,7 +144,7 @@ def _measure(row: dict, axis: str, wishes: dict, *, cpu: bool) -> None:
     row["error_of_largest"] = _difference(layer, x, weight, sharded, found, device)
     row["captured_s"] = _seconds(lambda: sharded.ranks.run(values), device)
     row["hand_written_s"] = _hand_written(model, layer, x, weight, axis, device, tokens)
-    row["predicted_s"] = _predicted(sharded, wishes, axes, axis, ranks)
+    row["predicted_s"] = _predicted(sharded, constraints, axes, axis, ranks)
     row["exchanges"] = sum(hasattr(work, "kind") for work in program.work.values())
     if not cpu:
         try:
@@ -241,14 +241,14 @@ def _hand_written(model, layer, x, weight, axis: str, device, tokens: int) -> fl
     return _seconds(run, device)
 
 
-def _predicted(sharded, wishes: dict, axes: dict[str, str], axis: str, ranks: int) -> dict[str, float | str]:
+def _predicted(sharded, constraints: dict, axes: dict[str, str], axis: str, ranks: int) -> dict[str, float | str]:
     """Return the time of the same program on SimPy, from the datasheet of four H200s."""
     from executor.sharding import api
     from planner.io.inputs import read_cluster
     from planner.sharding.answer import answer_request
     from planner.sharding.backends.runnable import simulate_program
 
-    document = api.request(sharded.captured, {axis: ranks}, axes=axes, gradients=["x"], **wishes)
+    document = api.request(sharded.captured, {axis: ranks}, axes=axes, gradients=["x"], **constraints)
     answer = answer_request(document, where="the bench")
     run = simulate_program(answer.written, answer.captured.problem, read_cluster("h200x4"))
     return {"value": run.step_s, "source": "datasheet"}

@@ -141,15 +141,15 @@ def with_dtensors(row: Row, mesh) -> str:
 def here(row: Row) -> str:
     wholes = operands(row)
     shape, names = row.mesh
-    wishes = {f"args_{i}": tokens_of(p) for i, p in enumerate(row.placements)}
+    constraints = {f"args_{i}": tokens_of(p) for i, p in enumerate(row.placements)}
     if row.result is not None:
-        wishes["output0"] = tokens_of(row.result)
+        constraints["output0"] = tokens_of(row.result)
     api.plan = planned_here
     sharded = shard(
         Function(row.function),
         wholes,
         mesh=dict(zip(names, shape, strict=True)),
-        placements=wishes,
+        placements=constraints,
         backward=False,
         open_outputs=row.result is None,
         policy="min_ring_bytes" if row.result is not None else None,

@@ -19,7 +19,7 @@ from planner.sharding.layouts.layout import Layout, local_shape
 from planner.sharding.plans.lowering import work_of
 from planner.sharding.plans.plan import ShardingPlan
 from planner.sharding.problem.problem import Machine, ShardingProblem
-from planner.sharding.solver.alike import find_alike
+from planner.sharding.solver.equivalence import find_equivalent
 from planner.sharding.solver.pricing import ATTENTION_KERNEL, PICOSECONDS, TimePricing
 from simulator.calibration.calibration import Calibration, collectives_on
 from simulator.config.runtime import ELEMENT_BYTES
@@ -207,8 +207,8 @@ def fastest_program(
     sites = chunk_sites(captured, plan) if chunks is None else {}
     chunks = dict(chunks or {})
     if sites and len(plan.steps) <= _LONGEST:
-        alike = find_alike(problem.graph, {**problem.input_layouts, **problem.pins}, fold=True)
-        groups = [[problem.operators[number].result.name for number in members] for members in alike.members()]
+        equivalence = find_equivalent(problem.graph, {**problem.input_layouts, **problem.pins}, fold=True)
+        groups = [[problem.operators[number].result.name for number in members] for members in equivalence.members()]
         chunks = choose_chunks(sites, groups, lambda chosen: simulated(written_with(chosen)))
     if problem.memory is None:
         return written_with(chunks)

@@ -53,7 +53,7 @@ def graph_statements(graph: CapturedGraph) -> tuple[Statement, ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
+class Constraints:
     """What a user says of a graph's sharding.
 
     `placements` are of inputs and results, one token a mesh axis or a layout. `axes` names dims of inputs; `parameters`
@@ -69,11 +69,11 @@ class Wish:
     open_outputs: bool = False
 
 
-def captured_problem(graph: CapturedGraph, mesh: Mesh, wish: Wish) -> CapturedProblem:
-    """Return the question how `graph` is sharded over `mesh`. Raises BadInput where the wish does not fit the graph."""
-    names = named_inputs(graph, wish.axes)
-    check_maps(names, wish.parameters, wish.compute)
-    resting, used_as = _layouts_of_inputs(graph, mesh, wish, names)
+def captured_problem(graph: CapturedGraph, mesh: Mesh, constraints: Constraints) -> CapturedProblem:
+    """Return the question how `graph` is sharded over `mesh`. Raises BadInput where the constraints do not fit it."""
+    names = named_inputs(graph, constraints.axes)
+    check_maps(names, constraints.parameters, constraints.compute)
+    resting, used_as = _layouts_of_inputs(graph, mesh, constraints, names)
     lines = graph_statements(graph)
     uses = {name for line in lines for name in line.operands} | set(graph.outputs)
     gathered = [one for one in graph.inputs if one.name in uses and used_as[one.name] != resting[one.name]]
@@ -86,12 +86,12 @@ def captured_problem(graph: CapturedGraph, mesh: Mesh, wish: Wish) -> CapturedPr
             builder.add_input(one.name, one.shape, one.dtype, parameter=one.kind == PARAMETER, origin=one.target)
     for line in lines:
         _apply(builder, line)
-    asked = (*wish.placements, *wish.choose)
+    asked = (*constraints.placements, *constraints.choose)
     unknown = [n for n in asked if n not in builder.tensors and all(n != one.name for one in graph.inputs)]
     if unknown:
         raise BadInput(f"{unknown[0][:60]!r} is placed, and the graph has no such tensor", remedy="a name of the graph")
     all_names = result_names(builder.operators, names)
-    pins = _pins(graph, mesh, wish, all_names, builder)
+    pins = _pins(graph, mesh, constraints, all_names, builder)
     for name, tensor in builder.tensors.items():
         builder.tensors[name] = replace(tensor, axes=_distinct(all_names.get(name, ())))
     built = builder.build(outputs=graph.outputs)
@@ -99,9 +99,9 @@ def captured_problem(graph: CapturedGraph, mesh: Mesh, wish: Wish) -> CapturedPr
     problem = ShardingProblem(
         mesh=mesh,
         graph=built,
-        input_layouts={name: resting[name] for name in builder.inputs if name not in wish.choose},
+        input_layouts={name: resting[name] for name in builder.inputs if name not in constraints.choose},
         pins=pins,
-        policy=wish.policy,
+        policy=constraints.policy,
     )
     return CapturedProblem(problem=problem, statements={line.result: line for line in lines})
 
@@ -113,13 +113,13 @@ def _annotated_functions(lines: Sequence[Statement]) -> set[str]:
 
 
 def _layouts_of_inputs(
-    graph: CapturedGraph, mesh: Mesh, wish: Wish, names: Mapping[str, tuple[str, ...]]
+    graph: CapturedGraph, mesh: Mesh, constraints: Constraints, names: Mapping[str, tuple[str, ...]]
 ) -> tuple[dict[str, Layout], dict[str, Layout]]:
     """Return the layouts in which inputs rest, and those in which the computation uses them."""
     resting: dict[str, Layout] = {}
     used: dict[str, Layout] = {}
     for one in graph.inputs:
-        given = wish.placements.get(one.name)
+        given = constraints.placements.get(one.name)
         if given is not None:
             resting[one.name] = (
                 given if isinstance(given, Layout) else parse_placements(given, one.shape, mesh, of=one.name)
@@ -127,10 +127,10 @@ def _layouts_of_inputs(
             used[one.name] = resting[one.name]
             continue
         own = names.get(one.name, (UNNAMED,) * len(one.shape))
-        used[one.name] = layout_by_names(own, one.shape, wish.compute, mesh, of=one.name)
+        used[one.name] = layout_by_names(own, one.shape, constraints.compute, mesh, of=one.name)
         resting[one.name] = used[one.name]
         if one.kind == PARAMETER:
-            resting[one.name] = layout_by_names(own, one.shape, wish.parameters, mesh, of=one.name)
+            resting[one.name] = layout_by_names(own, one.shape, constraints.parameters, mesh, of=one.name)
     return resting, used
 
 
@@ -192,15 +192,19 @@ def _apply(builder: GraphBuilder, line: Statement) -> None:
 
 
 def _pins(
-    graph: CapturedGraph, mesh: Mesh, wish: Wish, names: Mapping[str, tuple[str, ...]], builder: GraphBuilder
+    graph: CapturedGraph,
+    mesh: Mesh,
+    constraints: Constraints,
+    names: Mapping[str, tuple[str, ...]],
+    builder: GraphBuilder,
 ) -> dict[str, Layout]:
     """Return the layouts of results that are prescribed: those placed, and outputs by the compute map."""
     pins: dict[str, Layout] = {}
     made = [name for name in builder.tensors if name not in builder.inputs]
     for name in made:
-        shape, given = builder.tensors[name].shape, wish.placements.get(name)
+        shape, given = builder.tensors[name].shape, constraints.placements.get(name)
         if given is not None:
             pins[name] = given if isinstance(given, Layout) else parse_placements(given, shape, mesh, of=name)
-        elif name in graph.outputs and not wish.open_outputs:
-            pins[name] = layout_by_names(names[name], shape, wish.compute, mesh, of=name)
+        elif name in graph.outputs and not constraints.open_outputs:
+            pins[name] = layout_by_names(names[name], shape, constraints.compute, mesh, of=name)
     return pins

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from planner.sharding.frontends.captured import Wish
+from planner.sharding.frontends.captured import Constraints
 from planner.sharding.frontends.did import parse_schedule_of
 from planner.sharding.layouts.layout import Layout
 from planner.sharding.layouts.mesh import Mesh, make_mesh
@@ -50,7 +50,7 @@ class Request(msgspec.Struct, frozen=True):
     id: str
     graph: CapturedGraph
     mesh: Mesh
-    wish: Wish
+    constraints: Constraints
     backward: bool
     gradients: tuple[str, ...]
     chunks: dict[str, int | str] | None = None
@@ -80,7 +80,7 @@ def read_request(data: Mapping[str, Any], *, where: str) -> Request:
         for pattern, calls in text.domains.items()
         for name in matching(graph, pattern)
     }
-    wish = Wish(
+    constraints = Constraints(
         placements=placements,
         axes=text.axes,
         parameters=text.parameters,
@@ -93,7 +93,7 @@ def read_request(data: Mapping[str, Any], *, where: str) -> Request:
         id=text.id[:200],
         graph=graph,
         mesh=mesh,
-        wish=wish,
+        constraints=constraints,
         backward=text.backward,
         gradients=tuple(name for pattern in text.gradients for name in matching(graph, pattern)),
         chunks=None

@@ -19,8 +19,8 @@ from planner.sharding.operators.options import (
 )
 from planner.sharding.problem.problem import ShardingProblem
 from planner.sharding.problem.schedule import Schedule
-from planner.sharding.solver.alike import Alike, find_alike
 from planner.sharding.solver.deadline import Deadline
+from planner.sharding.solver.equivalence import Equivalence, find_equivalent
 from planner.sharding.solver.policies import follow_weights, keep_agreeing_operands
 from planner.sharding.solver.pricing import BytesPricing, Pricing
 from simulator.config.runtime import ELEMENT_BYTES
@@ -35,7 +35,7 @@ class LayoutCandidates:
 
     problem: ShardingProblem
     pricing: Pricing
-    alike: Alike
+    equivalence: Equivalence
     options: list[list[ShardingOption]]
     layouts: dict[str, list[Layout]]
     deadline: Deadline = field(default_factory=Deadline)
@@ -76,7 +76,7 @@ class LayoutCandidates:
 def enumerate_candidates(
     problem: ShardingProblem,
     pricing: Pricing | None = None,
-    alike: Alike | None = None,
+    equivalence: Equivalence | None = None,
     deadline: Deadline | None = None,
 ) -> LayoutCandidates:
     """Return all alternatives of `problem`.
@@ -85,18 +85,18 @@ def enumerate_candidates(
     """
     deadline = deadline or Deadline()
     tensors, fixed = problem.tensors, {**problem.input_layouts, **problem.pins}
-    alike = alike or find_alike(problem.graph, fixed, fold=False)
-    first = [members[0] for members in alike.members()]
+    equivalence = equivalence or find_equivalent(problem.graph, fixed, fold=False)
+    first = [members[0] for members in equivalence.members()]
     options = _operator_options(problem, first, deadline)
-    names = [members[0] for members in alike.tensor_members()]
+    names = [members[0] for members in equivalence.tensor_members()]
     needed: dict[int, dict[Layout, None]] = {number: {} for number in range(len(names))}
-    members = alike.members()
+    members = equivalence.members()
     for found, same in zip(options, members, strict=True):
         for number in same:
             results = dict.fromkeys(option.result for option in found)
-            needed[alike.tensors[problem.operators[number].result.name]] |= results
+            needed[equivalence.tensors[problem.operators[number].result.name]] |= results
             for operand, name in enumerate(operand_names(problem, number)):
-                needed[alike.tensors[name]] |= dict.fromkeys(option.operands[operand][1] for option in found)
+                needed[equivalence.tensors[name]] |= dict.fromkeys(option.operands[operand][1] for option in found)
     layouts = {}
     for number, name in enumerate(names):
         whole = Layout(((),) * len(tensors[name].shape))
@@ -104,7 +104,7 @@ def enumerate_candidates(
     candidates = LayoutCandidates(
         problem=problem,
         pricing=pricing or BytesPricing(problem.mesh.ranks),
-        alike=alike,
+        equivalence=equivalence,
         options=options,
         layouts=layouts,
         deadline=deadline,
@@ -114,7 +114,7 @@ def enumerate_candidates(
     if problem.schedule:
         for number, operator in enumerate(problem.operators):
             for name, _ in operator.operands:
-                wanted = needed[alike.tensors[name]]
+                wanted = needed[equivalence.tensors[name]]
                 candidates.redistributor_for(name, number).allow_irregular_specs([*layouts[name], *wanted])
     return candidates
 

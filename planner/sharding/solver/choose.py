@@ -21,11 +21,11 @@ from dataclasses import dataclass, replace
 from planner.sharding.layouts.layout import Layout
 from planner.sharding.operators.options import ShardingOption
 from planner.sharding.problem.problem import ShardingProblem
-from planner.sharding.solver.alike import find_alike
 from planner.sharding.solver.assignment import Assignment, unsatisfiable
 from planner.sharding.solver.by_messages import solve_by_messages
 from planner.sharding.solver.candidates import LayoutCandidates, enumerate_candidates, operand_names
 from planner.sharding.solver.deadline import Deadline
+from planner.sharding.solver.equivalence import find_equivalent
 from planner.sharding.solver.pricing import pricing_of
 from planner.sharding.solver.solvable_program import SolvableProgram
 from topology.errors import Infeasible
@@ -62,7 +62,7 @@ def choose(problem: ShardingProblem) -> tuple[Choice, LayoutCandidates]:
     pricing = pricing_of(problem.mesh, problem.machine)
     fixed = {**problem.input_layouts, **problem.pins}
     fold = problem.policy in FOLDED_POLICIES and not problem.schedule and problem.stages is None
-    candidates = enumerate_candidates(problem, pricing, find_alike(problem.graph, fixed, fold=fold), listed_by)
+    candidates = enumerate_candidates(problem, pricing, find_equivalent(problem.graph, fixed, fold=fold), listed_by)
     program = SolvableProgram(candidates)
     timed = problem.machine is not None
     assignment, bound = solve_by_messages(program, deadline) if timed else (_solve_bytes(program), None)
@@ -98,9 +98,9 @@ def _solve_bytes(program: SolvableProgram) -> Assignment:
 
 def _flat(candidates: LayoutCandidates, found: Assignment, cost: int, bound: float) -> Choice:
     """Return the choice for every operator and tensor, given it for their classes."""
-    problem, alike = candidates.problem, candidates.alike
+    problem, equivalence = candidates.problem, candidates.equivalence
     options = []
-    for number, each in enumerate(alike.operators):
+    for number, each in enumerate(equivalence.operators):
         option = candidates.options[each][found.options[each]]
         operator = problem.operators[number]
         names = operand_names(problem, number)
@@ -111,8 +111,8 @@ def _flat(candidates: LayoutCandidates, found: Assignment, cost: int, bound: flo
                 collectives=tuple(replace(one, tensor=operator.result.name) for one in option.collectives),
             )
         options.append(option)
-    layouts = {name: found.layouts[each] for name, each in alike.tensors.items()}
-    members = alike.tensor_members()
+    layouts = {name: found.layouts[each] for name, each in equivalence.tensors.items()}
+    members = equivalence.tensor_members()
     kept = frozenset((name, layout) for each, layout in found.kept for name in members[each])
     return Choice(
         options=tuple(options),

@@ -44,8 +44,8 @@ class IntegerProgram:
         self.allowed: Mapping[Pairs, NDArray[np.bool_]] = {}
         self.layout_lists: list[list[Layout]] = []
         self._clear()
-        self.members = candidates.alike.members()
-        self.tensor_members = candidates.alike.tensor_members()
+        self.members = candidates.equivalence.members()
+        self.tensor_members = candidates.equivalence.tensor_members()
         self._producers, self._consumers = self.problem.graph.producers, self.problem.graph.consumers
         self._describe()
 
@@ -89,7 +89,7 @@ class IntegerProgram:
 
     def _describe(self) -> None:
         """Find what everything costs, before any variable is made."""
-        pricing, problem, alike = self.candidates.pricing, self.problem, self.candidates.alike
+        pricing, problem, equivalence = self.candidates.pricing, self.problem, self.candidates.equivalence
         self.option_costs: list[Integers] = []
         self.option_ties: list[list[int]] = []
         tensors = dict(problem.tensors)
@@ -110,8 +110,8 @@ class IntegerProgram:
         self.consumers: list[list[tuple[int, int]]] = []
         for name, *_ in self.tensor_members:
             self.layout_lists.append(self._possible_layouts(name))
-            self.producer.append(alike.operators[self._producers[name]] if name in self._producers else None)
-            self.consumers.append(sorted({(alike.operators[n], p) for n, p in self._consumers.get(name, ())}))
+            self.producer.append(equivalence.operators[self._producers[name]] if name in self._producers else None)
+            self.consumers.append(sorted({(equivalence.operators[n], p) for n, p in self._consumers.get(name, ())}))
             self.layout_costs.append(self._gradient_costs(len(self.layout_costs)))
         self._prepare_moves()
 
@@ -200,7 +200,7 @@ class IntegerProgram:
         fixed = name in self.problem.pins or name in self.problem.input_layouts
         parameter = next((p for p, gradient in graph.gradients.items() if gradient == name and not fixed), None)
         if parameter is not None:  # it lies as its parameter does
-            first = self.tensor_members[self.candidates.alike.tensors[parameter]][0]
+            first = self.tensor_members[self.candidates.equivalence.tensors[parameter]][0]
             found = list(dict.fromkeys([*found, *self.candidates.layouts[first]]))
         if self.timed and not fixed and (name in graph.outputs or name in graph.parameters):
             whole = Layout(((),) * len(self.problem.tensors[name].shape))
@@ -334,10 +334,10 @@ class IntegerProgram:
 
     def tied_gradients(self) -> list[tuple[int, int]]:
         """Return pairs of classes: parameters, and their gradients, which lie as they do since updates need it."""
-        graph, alike = self.problem.graph, self.candidates.alike
+        graph, equivalence = self.problem.graph, self.candidates.equivalence
         fixed = {**self.problem.pins, **self.problem.input_layouts}
         found = {
-            (alike.tensors[name], alike.tensors[gradient]): None
+            (equivalence.tensors[name], equivalence.tensors[gradient]): None
             for name, gradient in graph.gradients.items()
             if name in graph.parameters and gradient not in fixed
         }

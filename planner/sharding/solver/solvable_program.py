@@ -251,4 +251,4 @@ class SolvableProgram(IntegerProgram):
     def operands(self, each: int) -> list[int]:
         """Return the classes of the tensors that a class of operators reads, by position, for its first member."""
         names = operand_names(self.problem, self.members[each][0])
-        return [self.candidates.alike.tensors[name] for name in names]
+        return [self.candidates.equivalence.tensors[name] for name in names]

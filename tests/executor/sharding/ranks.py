@@ -30,7 +30,7 @@ class Case:
     module: torch.nn.Module
     args: tuple
     mesh: dict
-    wishes: dict = field(default_factory=dict)
+    constraints: dict = field(default_factory=dict)
     kwargs: dict = field(default_factory=dict)
     tolerance: float = 1e-9
 
@@ -77,7 +77,7 @@ def check(case: Case) -> None:
     wanted = dict(case.module.named_parameters())
     gradients = torch.autograd.grad((expected * weight).sum(), list(wanted.values()), materialize_grads=True)
 
-    sharded = shard(case.module, case.args, case.kwargs, mesh=case.mesh, **case.wishes)
+    sharded = shard(case.module, case.args, case.kwargs, mesh=case.mesh, **case.constraints)
     found = _first(sharded(*case.args, **case.kwargs))
     (found.full_tensor() * weight).sum().backward()
 
@@ -101,10 +101,10 @@ def run_files(cases: list[Case], ranks: int, folder) -> None:
     files = []
     for number, case in enumerate(cases):
         captured = capture(case.module, case.args)
-        wishes = dict(case.wishes)
-        cluster = wishes.pop("cluster", None)
+        constraints = dict(case.constraints)
+        cluster = constraints.pop("cluster", None)
         answer = answer_request(
-            api.request(captured, case.mesh, **wishes), where=case.name, cluster=cluster and load_cluster(cluster)
+            api.request(captured, case.mesh, **constraints), where=case.name, cluster=cluster and load_cluster(cluster)
         )
         text = write_dtensor_file(answer.captured, captured.graph, answer.plan, title=case.name)
         files.append(folder / f"placed_{number}.py")

@@ -19,8 +19,8 @@ TP = {"heads": "model", "mlp": "model"}
 FSDP = {"axes": LLAMA, "parameters": {"embed": "data"}, "compute": {"batch": "data"}}
 
 
-def block(name, mesh, **wishes):
-    return Case(f"llama block, {name}", modules.LlamaBlock().double(), (X,), mesh, {"axes": LLAMA, **wishes})
+def block(name, mesh, **constraints):
+    return Case(f"llama block, {name}", modules.LlamaBlock().double(), (X,), mesh, {"axes": LLAMA, **constraints})
 
 
 def on(name, module, args, mesh, **placements):

@@ -9,10 +9,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from planner.sharding.problem.problem import Machine, MemoryLimit
-from planner.sharding.solver.alike import find_alike
 from planner.sharding.solver.by_messages import solve_by_messages
 from planner.sharding.solver.candidates import enumerate_candidates
 from planner.sharding.solver.deadline import Deadline
+from planner.sharding.solver.equivalence import find_equivalent
 from planner.sharding.solver.message_passing import MessagePassing
 from planner.sharding.solver.pricing import pricing_of
 from planner.sharding.solver.solvable_program import SolvableProgram
@@ -23,8 +23,8 @@ from topology.errors import Infeasible
 
 def program_of(problem):
     pricing = pricing_of(problem.mesh, problem.machine)
-    alike = find_alike(problem.graph, {**problem.input_layouts, **problem.pins}, fold=True)
-    return SolvableProgram(enumerate_candidates(problem, pricing, alike))
+    equivalence = find_equivalent(problem.graph, {**problem.input_layouts, **problem.pins}, fold=True)
+    return SolvableProgram(enumerate_candidates(problem, pricing, equivalence))
 
 
 def exact(problem):

@@ -17,9 +17,9 @@ from planner.sharding.plans.lowering import work_of
 from planner.sharding.plans.plan import plan_sharding
 from planner.sharding.problem.problem import Machine, MemoryLimit, ShardingProblem
 from planner.sharding.problem.schedule import Schedule
-from planner.sharding.solver.alike import find_alike
 from planner.sharding.solver.candidates import enumerate_candidates
 from planner.sharding.solver.choose import choose
+from planner.sharding.solver.equivalence import find_equivalent
 from planner.sharding.solver.pricing import PICOSECONDS, TimePricing
 from simulator.config.runtime import ELEMENT_BYTES
 from tests.planner.sharding import cases, virtual_ranks
@@ -195,12 +195,12 @@ def test_less_memory_shards_parameters_and_costs_time() -> None:
 def test_layers_that_are_alike_are_placed_alike() -> None:
     machine = Machine(load_cluster("h200x4"))
     together = mlp(3, machine=machine)
-    alike = find_alike(together.graph, together.input_layouts, fold=True)
+    equivalence = find_equivalent(together.graph, together.input_layouts, fold=True)
     plan = plan_sharding(together)
     apart, _ = choose(replace(together, schedule={"x1": Schedule()}))
 
-    assert alike.operators[:12] == (0, 1, 2, 3) * 3
-    assert len(set(alike.operators)) < len(together.operators)
+    assert equivalence.operators[:12] == (0, 1, 2, 3) * 3
+    assert len(set(equivalence.operators)) < len(together.operators)
     assert {plan.choice.layouts[f"w{n}"] for n in range(3)} == {plan.choice.layouts["w0"]}
     assert apart.cost <= plan.choice.cost <= 1.05 * apart.cost
     assert plan.choice.gap == pytest.approx(0, abs=1e-6)

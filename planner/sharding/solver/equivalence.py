@@ -23,7 +23,7 @@ SHORTEST_PERIOD = 4  # operators: products of one shape in a row are no layers
 
 
 @dataclass(frozen=True, slots=True)
-class Alike:
+class Equivalence:
     """The class of every operator (by index) and of every tensor, numbered from 0."""
 
     operators: tuple[int, ...]
@@ -43,10 +43,10 @@ class Alike:
         return found
 
 
-def find_alike(graph: Graph, fixed: Mapping[str, Layout], *, fold: bool) -> Alike:
+def find_equivalent(graph: Graph, fixed: Mapping[str, Layout], *, fold: bool) -> Equivalence:
     """Return the classes of `graph`, whose tensors have `fixed` layouts; without `fold`, each stands for itself."""
     if not fold:
-        return Alike(
+        return Equivalence(
             operators=tuple(range(len(graph.operators))),
             tensors={name: number for number, name in enumerate(graph.tensors)},
         )
@@ -71,7 +71,7 @@ def find_alike(graph: Graph, fixed: Mapping[str, Layout], *, fold: bool) -> Alik
         count = len(consumers.get(name, ())) if made is None else 0
         key = (made, uses(name), tensor.shape, tensor.dtype, fixed.get(name), role, of, count)
         tensors[name] = keys.setdefault(key, len(keys))
-    return Alike(operators=tuple(operators), tensors=tensors)
+    return Equivalence(operators=tuple(operators), tensors=tensors)
 
 
 def _signature(operator: Operator, graph: Graph, fixed: Mapping[str, Layout]) -> Hashable:
