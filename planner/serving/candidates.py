@@ -15,6 +15,8 @@ from simulator.config.model import Model
 from simulator.serving.deployment import Deployment, Pool
 from simulator.serving.kv_cache import cache_capacity
 
+OWN = "meshwright"  # the executor, as executor/serving/request.py takes it
+
 
 def deployments(question: ServingQuestion) -> tuple[list[Deployment], Counter[str]]:
     """Return deployments on all GPUs of the cluster that hold the longest request, and how many others fail, by reason."""
@@ -23,7 +25,7 @@ def deployments(question: ServingQuestion) -> tuple[list[Deployment], Counter[st
     rejected: Counter[str] = Counter()
     fitting: list[Pool] = []
     for pool in _engines(question, gpus):
-        reason = refusal(question.model, pool) or exceeds_memory(question, pool)
+        reason = refusal(question.model, pool, question.engine) or exceeds_memory(question, pool)
         if reason:
             rejected[reason] += 1
             continue
@@ -34,8 +36,15 @@ def deployments(question: ServingQuestion) -> tuple[list[Deployment], Counter[st
     return found, rejected
 
 
-def refusal(model: Model, pool: Pool) -> str:
+def refusal(model: Model, pool: Pool, engine: str = "") -> str:
     """Return the rule that an engine of these degrees breaks, with its numbers, or nothing."""
+    if engine == OWN:
+        if pool.pp > 1 or pool.ep > 1 or pool.dp_attention > 1:
+            return "the executor serves with tensor parallelism alone"
+        cut = {"key/value heads": model.kv_heads, "ffn": model.ffn, "vocabulary": model.vocab}
+        for name, size in cut.items():
+            if size % pool.tp:
+                return f"tp {pool.tp} does not divide {name} of {size}"
     if model.heads % pool.tp:
         return f"tp {pool.tp} does not divide {model.heads} attention heads"
     if pool.pp > model.layers:

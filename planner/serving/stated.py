@@ -86,6 +86,6 @@ def problems_of(question: ServingQuestion, deployment: Deployment) -> tuple[str,
     if deployment.gpus > cluster.gpu_count:
         found.append(f"the degrees take {deployment.gpus} GPUs, {cluster.name} has {cluster.gpu_count}")
     for pool in (deployment.pool, *([deployment.prefill] if deployment.prefill else [])):
-        reason = refusal(question.model, pool) or exceeds_memory(question, pool)
+        reason = refusal(question.model, pool, question.engine) or exceeds_memory(question, pool)
         found += [reason] if reason else []
     return tuple(dict.fromkeys(found))

@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from planner.cli import app
 from planner.serving.asked import ServingFlags, serving_question
+from planner.serving.candidates import deployments
 from planner.serving.measured.asked_run import Step, asked_run
 from planner.serving.measured.side_by_side import load_rows, mean_error, step_rows
 from planner.serving.plan_file import serving_file
@@ -107,3 +108,11 @@ def test_options_of_training_are_refused_not_dropped(tmp_path, option) -> None:
     found = CliRunner().invoke(app, ["apply", str(saved(tmp_path)), "--dry-run", *option])
     assert isinstance(found.exception, UserError)
     assert option[0] in str(found.exception)
+
+
+def test_only_what_the_executor_serves_is_suggested_for_it() -> None:
+    """Tensor parallelism by divisors of the key/value heads, four here; the reasons of the others are told."""
+    found, rejected = deployments(question(gpus=8, cluster="dgx-h100"))
+    assert {(one.pool.tp, one.pool.pp) for one in found} == {(1, 1), (2, 1), (4, 1)}
+    assert any("does not divide key/value heads of 4" in reason for reason in rejected)
+    assert any("tensor parallelism alone" in reason for reason in rejected)
