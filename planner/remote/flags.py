@@ -13,6 +13,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
+import typer
 from typer.models import ArgumentInfo, OptionInfo
 
 SERVED = ("suggest", "estimate", "explain", "compare", "check", "trace", "apply", "tune")
@@ -55,9 +56,11 @@ class Flag:
 
 
 def flags_of_command(command: Callable[..., Any]) -> dict[str, Flag]:
-    """Return the flags of a command by their names, in the order of its parameters."""
+    """Return the flags of a command by their names, in the order of its parameters; its context is none."""
     found = {}
     for parameter in inspect.signature(command, eval_str=True).parameters.values():
+        if parameter.annotation is typer.Context:
+            continue
         flag = _flag(parameter)
         found[flag.name] = flag
     return found

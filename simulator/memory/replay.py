@@ -9,7 +9,8 @@ from simulator.config.plan import Plan
 from simulator.engine.allocator import CachingAllocator, OutOfMemory
 from simulator.lowering.network import Network
 from simulator.lowering.training import plan_context
-from simulator.memory.rank import PlanTensors, RankReplay
+from simulator.memory.plan_tensors import PlanTensors
+from simulator.memory.rank import RankReplay
 from simulator.pipeline.schedule_tables import build_schedule
 from simulator.pipeline.schedules import default_schedule
 from simulator.runtimes.library import operators_for

@@ -1,0 +1,67 @@
+"""What the ranks of a plan share when their allocations are replayed: units, the events of their passes, traffic."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from simulator.memory.tensors import BlockTensors, Passes
+from simulator.pipeline.schedule_program import last_backwards
+from simulator.pipeline.schedules import Schedule
+from simulator.runtimes.library import ModelOperators, head_peaks
+from simulator.runtimes.parts import RecomputeSpec
+from simulator.step.context import CostContext
+from simulator.step.held import State, state_bytes
+from simulator.step.offload import held_bytes
+from simulator.step.traffic import DataTraffic, data_traffic
+from simulator.step.units import Unit
+
+
+class PlanTensors:
+    """What all ranks of a plan share: its units, the events of their passes, its traffic."""
+
+    def __init__(
+        self, context: CostContext, operators: ModelOperators, stages: Sequence[Sequence[Unit]], schedule: Schedule
+    ) -> None:
+        self.context, self.operators, self.stages, self.schedule = context, operators, stages, schedule
+        self.traffic: DataTraffic = data_traffic(context)
+        self.last_turned = last_backwards(schedule)
+        self.state = {kind: float(held_bytes(context, kind)[0]) for kind in state_bytes(context)}
+        self._tensors, self._inside = BlockTensors(context), BlockTensors(context.in_layers)
+        self._passes: dict[tuple[str, str], Passes] = {}
+        self.metrics = self._tensors.sizes(context.spec.layer.metrics_after)
+        self._of_block = {
+            "dense": operators.dense_layer,
+            "moe": operators.moe_layer,
+            "embedding": operators.embedding,
+            "head": operators.head,
+        }
+
+    def passes(self, unit: Unit) -> Passes:
+        """Return the events of a unit's passes."""
+        word = str(unit.words[0]) if unit.wrapped else ""
+        key = (unit.block, word)
+        if key not in self._passes:
+            operators = self._of_block[unit.block]
+            if unit.block == "head":
+                peaks = head_peaks(self.context.runtime, cut=bool(self.context.table["tp"][0] > 1))
+                kept = bool(self.context.spec.layer.metrics_after)
+                self._passes[key] = self._tensors.head_passes(operators, peaks, kept=kept)
+            else:
+                mode = self.context.spec.recompute[word] if word else RecomputeSpec()
+                tensors = self._inside if unit.block in {"dense", "moe"} else self._tensors
+                self._passes[key] = tensors.passes(operators, mode)
+        return self._passes[key]
+
+    def elements(self, unit: Unit) -> list[int]:
+        """Return the elements of a unit's parameters before sharding: its matrices, and all others together."""
+        whole = float(unit.elements[0])
+        weights = self.passes(unit).weights
+        scale = min(1.0, whole / sum(weights)) if weights else 0.0
+        found = [round(w * scale) for w in weights]
+        return [*found, max(0, round(whole) - sum(found))]
+
+    def share(self, unit: Unit, kind: State) -> float:
+        """Return the share of a unit's elements that a rank has of a kind of state."""
+        table, whole = self.context.table, float(unit.elements[0])
+        mine = unit.shared[0] / table.state_shard[kind][0] + unit.experts[0] / table.expert_shard[kind][0]
+        return float(mine) / whole if whole else 0.0
