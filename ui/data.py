@@ -343,10 +343,15 @@ class Answer:
 def frame(asked: Inputs, *, choose: bool) -> bool:
     """Get the answer that a page is about to show, and let the user choose one of its plans where `choose`.
 
-    Returns False while a search runs: the page shows the last answer meanwhile, and ends here where there is none.
+    While a search runs, that is the closed form's answer once there is one. Before it, returns False: the page shows the
+    last answer meanwhile, and ends here where there is none.
     """
     last: Answer | None = results().get("answer")
     result = search(asked)
+    if result is None and (result := waiting.early("search", asked.key)) is not None:
+        st.caption(
+            ":material/hourglass_top: Preliminary, by the closed form: the plans are being simulated, and may change places."
+        )
     if result is None and last is None:
         st.stop()
     shown, found = (asked, kept.with_kept(asked, result)) if result is not None else (last.question, last.result)

@@ -114,7 +114,7 @@ class Workers:
 
 
 class Job:
-    """One request: `result` or `error` is set once `done` is. `ask` keeps it wanted; `told` is called at each change."""
+    """One request: `result` or `error` is set once `done` is, `early` where the work has told an answer before. `ask` keeps it wanted; `told` is called at each change."""
 
     def __init__(
         self,
@@ -127,6 +127,7 @@ class Job:
         self.line = ""
         self.done = threading.Event()
         self.result: Any = None
+        self.early: Any = None
         self.error: PlannerError | None = None
         self.last_request_at = self.started = time.monotonic()
         self.began: float | None = None
@@ -192,8 +193,8 @@ class Job:
         send(process.stdin, self._request)
         while True:
             kind, value = receive(process.stdout)
-            if kind == "progress":
-                self.line = value
+            if kind in {"progress", "early"}:
+                self.line, self.early = (value, self.early) if kind == "progress" else (self.line, value)
                 self._told()
                 continue
             self.result, self.error = (value, None) if kind == "result" else (None, value)

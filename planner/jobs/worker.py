@@ -1,7 +1,7 @@
 """The worker process: answers requests one at a time with the functions it was given, until its standard input ends.
 
 Requests come on standard input, messages go to standard output (`planner.jobs.messages`). A request is (kind, arguments,
-bytes of memory or None). A message is ("progress", line), ("result", value) or ("error", PlannerError); after a result or
+bytes of memory or None). A message is ("progress", line), ("early", value), ("result", value) or ("error", PlannerError); after a result or
 an error follows whether the process takes another request.
 """
 
@@ -18,11 +18,27 @@ from typing import IO, Any
 from planner.jobs.messages import receive, send
 from topology.errors import PlannerError
 
-Progress = Callable[[str], None]
 Work = Mapping[str, Callable[..., Any]]  # each takes a Progress and the arguments of a request
 
 KEPT_BYTES = 1 << 30  # a process that has grown beyond this ends, since Python seldom gives memory back
 REPORT_S = 0.1  # between two lines of progress
+
+
+class Progress:
+    """What a piece of work tells while it runs: lines of progress, and what it can answer early."""
+
+    def __init__(self, out: IO[bytes]) -> None:
+        self._out = out
+        self._reported_at = 0.0
+
+    def __call__(self, line: str) -> None:
+        if time.monotonic() - self._reported_at > REPORT_S:
+            self._reported_at = time.monotonic()
+            send(self._out, ("progress", line))
+
+    def early(self, value: object) -> None:
+        """Send an answer that a better one will follow."""
+        send(self._out, ("early", value))
 
 
 def serve(work: Work) -> None:
@@ -53,16 +69,8 @@ def _read(waiting: queue.SimpleQueue[Any]) -> None:
 def _answer(
     function: Callable[..., Any], arguments: tuple[Any, ...], memory_bytes: int | None, out: IO[bytes]
 ) -> tuple[str, Any]:
-    reported_at = 0.0
-
-    def progress(line: str) -> None:
-        nonlocal reported_at
-        if time.monotonic() - reported_at > REPORT_S:
-            reported_at = time.monotonic()
-            send(out, ("progress", line))
-
     try:
-        return "result", function(progress, *arguments)
+        return "result", function(Progress(out), *arguments)
     except PlannerError as error:
         return "error", error
     except MemoryError:

@@ -37,11 +37,12 @@ def answer(
     *,
     measured: Calibrations = UNMEASURED,
     progress: Callable[[str], None] | None = None,
+    early: Callable[[SearchResult], None] | None = None,
 ) -> SearchResult:
     """Return the best plans for what `flags` state, under the rules of `framework` (`torchtitan@0.3.0` names a
     version).
 
-    `progress` receives progress lines. Raises Infeasible (exit 3), and errors of the named inputs.
+    `progress` receives progress lines, `early` the plans of a single search before they are simulated. Raises Infeasible (exit 3), and errors of the named inputs.
     """
     question, assumed = search_question(flags, framework, measured)
     started, machine, counts = monotonic(), question.cluster, flags.gpus
@@ -54,14 +55,17 @@ def answer(
         counts = (fewest,)
         assumed.append(f"{fewest} GPUs is the fewest that fit" + (f": {proof}" if proof else ""))
 
+    unsound = faulty_gpus(machine) if counts is None and machine.node_count == 1 else ()
+    single = not unsound and (counts is None or len(counts) == 1)
+
     def run(number: int) -> SearchResult:
         limit = options.time_limit_s
         left = None if limit is None else max(0.0, limit - (monotonic() - started))
         on = machine if counts is None or len(counts) == 1 else grow(number)
         here = replace(question, cluster=on, gpus=number)
-        return suggest(here, replace(options, time_limit_s=left), grow=grow, progress=progress)
+        first = early if single else None
+        return suggest(here, replace(options, time_limit_s=left), grow=grow, progress=progress, early=first)
 
-    unsound = faulty_gpus(machine) if counts is None and machine.node_count == 1 else ()
     if counts is not None and len(counts) > 1:
         price = options.gpu_price_per_hour
         found = best_gpu_count(run, counts, objective=options.objective, gpu_price_per_hour=price)

@@ -75,11 +75,13 @@ def suggest(
     *,
     grow: Callable[[int], Cluster] | None = None,
     progress: Callable[[str], None] | None = None,
+    early: Callable[[SearchResult], None] | None = None,
 ) -> SearchResult:
     """Return the best plans for one training step.
 
-    `grow(n)` returns the cluster with n GPUs, for advice on an infeasible question. Raises Infeasible (exit 3) when no
-    plan is legal or none fits.
+    `grow(n)` returns the cluster with n GPUs, for advice on an infeasible question. `early` receives the plans as the
+    closed form sees them, without reasons, before they are simulated. Raises Infeasible (exit 3) when no plan is legal or
+    none fits.
     """
     started = time.monotonic()
     options = options or SearchOptions()
@@ -101,19 +103,24 @@ def suggest(
     quickest = float(table.step_s[: len(found.plans)].min())
     finalists = [one for one in finalists if one.plan in found.plans or one.estimate.step_s.value < quickest]
     late = deadline is not None and time.monotonic() >= deadline
-    if options.simulate and not late:
-        finalists = predict_all(question, finalists, progress)
-    listed = in_order(finalists[: len(found.plans)], options.objective)
-    stats = _search_stats(nodes, found, options.objective, listed, seconds=time.monotonic() - started)
     rejected = {**nodes.rejected, "memory": found.everything.legal - found.everything.fitting}
-    return SearchResult(
-        question=question,
-        search=stats,
-        plans=_rank(question, listed, options, reasons=options.reasons and not late),
-        rejected=dict(sorted(rejected.items(), key=lambda item: (-item[1], item[0]))),
-        assumed=(OUT_OF_TIME,) if late else (),
-        may_fit=_may_fit(listed, finalists) if options.objective not in {"memory", "pareto"} else None,
-    )
+
+    def result(finalists: list[Finalist], *, reasons: bool) -> SearchResult:
+        listed = in_order(finalists[: len(found.plans)], options.objective)
+        return SearchResult(
+            question=question,
+            search=_search_stats(nodes, found, options.objective, listed, seconds=time.monotonic() - started),
+            plans=_rank(question, listed, options, reasons=reasons),
+            rejected=dict(sorted(rejected.items(), key=lambda item: (-item[1], item[0]))),
+            assumed=(OUT_OF_TIME,) if late else (),
+            may_fit=_may_fit(listed, finalists) if options.objective not in {"memory", "pareto"} else None,
+        )
+
+    if options.simulate and not late:
+        if early is not None:
+            early(result(finalists, reasons=False))
+        finalists = predict_all(question, finalists, progress)
+    return result(finalists, reasons=options.reasons and not late)
 
 
 def explained(result: SearchResult, options: SearchOptions) -> SearchResult:

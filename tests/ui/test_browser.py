@@ -30,6 +30,9 @@ PAGES = (
     f"compare?{SMALL}&what=questions",
     "check",
     "tuning",
+    "serving?model=llama3.2-1b&cluster=h200x4",
+    "?model=llama3-405b&cluster=h200x4&framework=megatron-lm&batch=8",
+    "plans?gpus=none",
     f"curves?{SMALL}",
     f"run?{SMALL}",
     "measured",
@@ -83,9 +86,10 @@ def page(opened):
 
 
 def figure(page, label):
-    """Return the value under a label once the page shows it."""
+    """Return the value under a label once the page shows the final answer."""
     found = page.locator("[data-testid='stMetric']").filter(has_text=label).first
     found.wait_for()
+    page.wait_for_function("() => !document.body.innerText.includes('Preliminary, by the closed form')")
     return found.locator("[data-testid='stMetricValue']").inner_text()
 
 

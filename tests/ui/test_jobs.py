@@ -9,11 +9,17 @@ from dataclasses import replace
 import psutil
 import pytest
 
+from planner.io.figures import last_digit_s, seconds_text
 from planner.jobs import processes as jobs
 from planner.question.flags import Flags
+from planner.question.prediction import Method
+from planner.search.answer import answer
 from planner.search.search import SearchOptions
 from tests.ui import needs  # noqa: F401 - skips where a package is missing
+from tests.ui.conftest import metrics, said
 from topology.errors import Infeasible
+
+from ui.background import waiting  # isort: skip
 
 SHORT = (Flags(model="tiny-llama", cluster="h200x4", gpus=(2,), global_batch=8), "torchtitan", SearchOptions())
 LONG = (Flags(model="deepseek-v3", gpus=(65536,)), "megatron-lm", SearchOptions())
@@ -38,8 +44,6 @@ def running(job):
 
 
 def test_a_worker_answers_as_this_process_does(workers):
-    from planner.search.answer import answer
-
     job = jobs.Job(workers, "search", *SHORT)
 
     assert job.ask(PATIENT_S)
@@ -82,6 +86,40 @@ def test_a_job_ends_at_its_time_limit_and_when_nobody_asks(workers, limit, error
     assert job.done.wait(PATIENT_S)
     assert error in job.error.what
     assert psutil.wait_procs([process], timeout=10)[1] == []
+
+
+def test_a_search_answers_early_by_the_closed_form(workers):
+    """The same plans, before they are simulated; what they are then said to take is the final answer."""
+    job = jobs.Job(workers, "search", *SHORT)
+
+    assert job.ask(PATIENT_S)
+    early, final = job.early, job.result
+    assert {one.method for one in early.plans} == {Method.CLOSED_FORM}
+    assert {one.method for one in final.plans} == {Method.SIMULATION}
+    assert sorted(map(str, (one.plan for one in early.plans))) == sorted(map(str, (one.plan for one in final.plans)))
+    assert early.search.legal == final.search.legal
+
+
+def test_the_early_answer_is_shown_while_plans_are_simulated(explorer, monkeypatch):
+    flags = Flags(model="llama3.2-1b", cluster="h200x4", gpus=(4,), seq_len=4096, global_batch=12)
+    found = answer(flags, "torchtitan", SearchOptions(top=10, simulate=False, reasons=False))
+
+    class Searching:
+        started, line, result, error, early = time.monotonic(), "simulating plan 1 of 10", None, None, found
+
+        def ask(self, _patience_s):
+            return False
+
+        def stop(self):
+            pass
+
+    monkeypatch.setattr(waiting, "Job", lambda *_: Searching())
+    test = explorer("plans", model="llama3.2-1b", cluster="h200x4", batch="12")
+
+    assert "Preliminary" in said(test)
+    assert "simulating plan 1 of 10" in said(test)
+    step = found.plans[0].estimate.step_s
+    assert metrics(test)["Best step"] == seconds_text(step.value, last_digit_s(step))
 
 
 def test_a_short_question_is_answered_while_long_ones_run(workers, monkeypatch):

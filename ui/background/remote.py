@@ -29,6 +29,7 @@ class RemoteJob:
         self.started = time.monotonic()
         self.line = ""
         self.result: Any = None
+        self.early: Any = None  # a service answers once
         self.error: PlannerError | None = None
         self._client, self._read = client, read
         self._ended = False

@@ -45,6 +45,7 @@ class PendingAnswer(Protocol):
     started: float
     line: str
     result: Any
+    early: Any
     error: PlannerError | None
 
     def ask(self, patience_s: float) -> bool: ...
@@ -70,12 +71,18 @@ def ask(kind: str, key: str, *arguments: Any, title: str, start: Callable[[], Pe
         kept.clear()
         job = kept[key] = Job(workers(), kind, *arguments) if start is None else start()
     if not job.ask(st.session_state.get("_patience_s", PATIENCE_S)):
-        _panel(kind, key, job, title)
+        _panel(kind, key, job, title, seen=job.early is not None)
         return None
     if job.error is not None:
         raise job.error
     _share(finished, kind, key, job.result)
     return job.result
+
+
+def early(kind: str, key: str) -> Any:
+    """Return what a job of this session that still runs has answered early; None where it has not."""
+    job = state.results().get(kind, {}).get(key)
+    return None if job is None else job.early
 
 
 def _share(finished: dict[tuple[str, str], Any], kind: str, key: str, result: Any) -> None:
@@ -87,9 +94,12 @@ def _share(finished: dict[tuple[str, str], Any], kind: str, key: str, result: An
 
 
 @st.fragment(run_every=0.4)
-def _panel(kind: str, key: str, job: PendingAnswer, title: str) -> None:
-    """Show the progress of a job. Only this fragment of the page runs again until the job is done."""
-    if job.ask(0):
+def _panel(kind: str, key: str, job: PendingAnswer, title: str, *, seen: bool) -> None:
+    """Show the progress of a job. Only this fragment of the page runs again until the job is done, or answers early.
+
+    `seen` says that the page shows the early answer already.
+    """
+    if job.ask(0) or (job.early is not None and not seen):
         st.rerun()
     with st.container(border=True):
         left, right = st.columns([5, 1], vertical_alignment="center")

@@ -67,8 +67,8 @@ class ServingAnswers:
 
 
 def search(progress: Progress, flags: Flags, framework: str, options: SearchOptions) -> SearchResult:
-    """Return what `planner suggest` answers."""
-    return answer(flags, framework, options, progress=progress)
+    """Return what `planner suggest` answers; early, as the closed form does."""
+    return answer(flags, framework, options, progress=progress, early=getattr(progress, "early", None))
 
 
 def simulate(progress: Progress, question: Question, plan: Plan) -> SimulatedStep:
