@@ -8,6 +8,7 @@ from simulator.collectives.cost import CollectiveModel
 from simulator.kernels.operators import WorkKind
 from simulator.program.check import check
 from tests.planner.sharding import cases
+from tests.planner.sharding.known import KNOWN
 from topology.catalog.cluster_file import load_cluster
 from topology.errors import Infeasible
 from topology.rates.groups import GroupShape
@@ -73,7 +74,7 @@ def test_pieces_of_a_reduction_run_beside_the_product(machine) -> None:
     assert time_of(pieces, machine).seconds < time_of(TP, machine).seconds
 
 
-@pytest.mark.parametrize("stated", [TP, RING, *(c for c, _, _ in cases.KNOWN)], ids=lambda c: c["id"])
+@pytest.mark.parametrize("stated", [TP, RING, *(c for c, _, _ in KNOWN)], ids=lambda c: c["id"])
 def test_every_program_is_sound(stated, machine) -> None:
     """No event is waited for that nobody records, no rank waits for ever, and time is what kernels take at least."""
     problem = cases.problem(stated)

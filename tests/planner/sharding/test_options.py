@@ -16,8 +16,9 @@ from planner.sharding.operators.options import combine_axis_specs, split_dim_spe
 from planner.sharding.problem.problem import ShardingProblem
 from planner.sharding.solver.choose import enumerate_candidates
 from tests.planner.sharding import cases, virtual_ranks
+from tests.planner.sharding.known import KNOWN
 
-EVERY = [stated for stated, _, _ in cases.KNOWN if "schedule" not in stated]
+EVERY = [stated for stated, _, _ in KNOWN if "schedule" not in stated]
 
 
 @pytest.mark.parametrize("stated", EVERY, ids=lambda stated: stated["id"])

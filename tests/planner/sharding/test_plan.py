@@ -7,11 +7,10 @@ from hypothesis import strategies as st
 from planner.sharding.layouts.layout import placements_of
 from planner.sharding.plans.plan import plan_sharding
 from tests.planner.sharding import cases, virtual_ranks
+from tests.planner.sharding.known import KNOWN
 
 
-@pytest.mark.parametrize(
-    ("stated", "collectives", "placements"), cases.KNOWN, ids=[stated["id"] for stated, _, _ in cases.KNOWN]
-)
+@pytest.mark.parametrize(("stated", "collectives", "placements"), KNOWN, ids=[stated["id"] for stated, _, _ in KNOWN])
 def test_known_graphs(stated, collectives, placements) -> None:
     problem = cases.problem(stated)
 
@@ -23,7 +22,7 @@ def test_known_graphs(stated, collectives, placements) -> None:
     virtual_ranks.run(problem, cases.values(problem), found=found)
 
 
-@pytest.mark.parametrize("stated", [c for c, _, _ in cases.KNOWN if "schedule" not in c], ids=lambda c: c["id"])
+@pytest.mark.parametrize("stated", [c for c, _, _ in KNOWN if "schedule" not in c], ids=lambda c: c["id"])
 @pytest.mark.parametrize("policy", ["min_ring_bytes", "follow_weights"])
 def test_every_policy_computes_the_same(stated, policy) -> None:
     problem = cases.problem({**stated, "policy": policy})

@@ -15,11 +15,12 @@ from planner.sharding.plans.report import report_case
 from planner.sharding.problem.problem import parse_problem
 from simulator.config.hf_config import load_model
 from tests.planner.sharding import cases
+from tests.planner.sharding.known import KNOWN
 
 ROOT = Path(__file__).parents[3]
 EXAMPLE = ROOT / "examples" / "sharding" / "layer.json"
 KEYS = {"id", "placements", "named", "collectives", "ring_send_bytes_per_rank", "rejected"}
-TP = cases.KNOWN[0][0]
+TP = KNOWN[0][0]
 
 
 def ask(capsys, tmp_path, content, *flags):

@@ -1,0 +1,8 @@
+"""Cases whose collectives and placements are known in closed form: (case, [(kind, mesh axes, ring bytes)], {tensor: placements})."""
+
+from tests.planner.sharding.known.attention import ATTENTION
+from tests.planner.sharding.known.executions import EXECUTIONS
+from tests.planner.sharding.known.functions import FUNCTIONS
+from tests.planner.sharding.known.products import PRODUCTS
+
+KNOWN = [*PRODUCTS, *ATTENTION, *EXECUTIONS, *FUNCTIONS]
