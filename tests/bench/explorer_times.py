@@ -99,6 +99,14 @@ class Explorer:
         page.context.close()
         return took
 
+    def rows(self) -> list[tuple[tuple[str, ...], Callable[[], tuple[float, ...]]]]:
+        """Return what is timed together, by the names of its rows."""
+        return [
+            (ROWS[:1], lambda: (self.first_page(),)),
+            (ROWS[1:3], self.question),
+            (ROWS[3:], lambda: (self.slider(),)),
+        ]
+
     def _another(self) -> int:
         self.batch += 512
         return self.batch
@@ -108,9 +116,9 @@ def measured(explorer: Explorer, repeat: int) -> dict[str, list[float]]:
     """Return the seconds of each row, as often as asked."""
     found: dict[str, list[float]] = {name: [] for name in ROWS}
     for _ in range(repeat):
-        times = (explorer.first_page(), *explorer.question(), explorer.slider())
-        for name, took in zip(ROWS, times, strict=True):
-            found[name].append(took)
+        for names, does in explorer.rows():
+            for name, took in zip(names, does(), strict=True):
+                found[name].append(took)
     return found
 
 
@@ -129,13 +137,14 @@ def main() -> None:
             alone = measured(explorer, repeat)
             beside: dict[str, list[float]] = {name: [] for name in ROWS}
             for turn in range(repeat):
-                page = explorer.fresh()
-                page.goto(f"{address}/{LONG.format(batch=2048 + 512 * turn)}")
-                page.get_by_text("Searching all legal plans").wait_for()
-                for name, took in measured(explorer, 1).items():
-                    running_still = page.get_by_text("Searching all legal plans").count() > 0
-                    beside[name] += took if running_still else []
-                page.context.close()
+                for number, (names, does) in enumerate(explorer.rows()):
+                    page = explorer.fresh()  # a long search of its own for each, which must not end before
+                    page.goto(f"{address}/{LONG.format(batch=2048 + 512 * (3 * turn + number))}")
+                    page.get_by_text("Searching all legal plans").wait_for()
+                    for name, took in zip(names, does(), strict=True):
+                        running_still = page.get_by_text("Searching all legal plans").count() > 0
+                        beside[name] += [took] if running_still else []
+                    page.context.close()
         browser.close()
     print(report(alone, beside, load))
 
