@@ -40,7 +40,7 @@ def predict(question: Question, plan: Plan, *, progress: Callable[[str], None] |
     """Return what a legal plan takes. Raises as `Question.estimate` and `Question.simulate` do."""
     detail = detail_of(question, plan)
     if detail is None:
-        estimate, method = question.estimate([plan], counted=True).estimate(0), Method.CLOSED_FORM
+        estimate, method = question.estimate([plan]).estimate(0), Method.CLOSED_FORM
     else:
         estimate, method = question.simulate(plan, detail=detail, progress=progress).estimate, Method.SIMULATION
     return Prediction(estimate=with_replay(question, plan, estimate), method=method)

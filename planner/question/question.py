@@ -66,10 +66,8 @@ class Question(Scenario):
         """Return whether the framework runs `plan` on these GPUs at all."""
         return is_legal(self.problems(plan))
 
-    def estimate(
-        self, plans: Sequence[Plan], *, each_on: Sequence[Cluster] = (), counted: bool = False
-    ) -> EstimateTable:
-        """Return step time and memory of every plan by the closed form: by its sums, or `counted` by its account.
+    def estimate(self, plans: Sequence[Plan], *, each_on: Sequence[Cluster] = ()) -> EstimateTable:
+        """Return step time and memory of every plan by the closed form.
 
         Raises BadCluster where rates are not known, Infeasible for types and optimizers that are not modelled and where a
         plan needs GPUs between which there is no path.
@@ -78,7 +76,7 @@ class Question(Scenario):
         """
         require_plannable(self.cluster)
         self._require_modelled()
-        table = estimate_plans(self, plans, each_on=each_on, counted=counted)
+        table = estimate_plans(self, plans, each_on=each_on)
         if not np.isfinite(table.step_s).all():
             joined = reach(self.cluster)
             why = joined.why or "a rate that it rests on is zero"

@@ -84,7 +84,7 @@ class ConstrainedQuestion:
             )
             if len(found):
                 best = plan_of(found.columns, int(np.argmin(found.step_s)), question.cluster)
-                step_s = float(question.estimate([best], counted=True).step_s[0])
+                step_s = float(question.estimate([best]).step_s[0])
                 return question.workload.tokens_per_step / question.count / step_s
         return 0.0
 

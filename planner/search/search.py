@@ -313,6 +313,8 @@ def _search_stats(
         explored = replace(explored, complete=False, bound=0.0 if memory else explored.floor_s)
     values = explored.reserved_bytes if memory else explored.step_s
     value = float(values.min(initial=np.inf)) if len(values) else listed
+    if not memory:  # a tie's simplest plan may be its slowest
+        value = max(value, finalists[0].estimate.step_s.value)
     gap = 0.0 if explored.complete else value / explored.bound - 1 if explored.bound > 0 else float("inf")
     slowest = everything.step_s.max(initial=0.0)
     costed = len(everything) + (0 if explored is everything else int((explored.step_s > slowest).sum()))

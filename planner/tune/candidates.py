@@ -90,7 +90,7 @@ def candidates_of(
         [best.columns.take(_quickest(best)[:quickest]), apart.columns.take(_quickest_of_grids(apart))]
     )
     plans = list(dict.fromkeys(plan_of(columns, row, question.cluster) for row in range(len(columns))))
-    table = estimate_plans(question, plans, counted=True)
+    table = estimate_plans(question, plans)
     return in_order(
         [Candidate(plan=plan, runtime=question.runtime, estimate=table.estimate(i)) for i, plan in enumerate(plans)],
         legal=best.legal,

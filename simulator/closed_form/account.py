@@ -141,7 +141,7 @@ def _joined(inputs: AccountInputs) -> Account:
     return Account(parts_s=parts, held_bytes=held, clocks=inputs.clocks)
 
 
-def _plan_of(table: PlanTable) -> Plan:
+def plan_of(table: PlanTable) -> Plan:
     """Return a plan with the pipeline of the first row."""
     if table.plans:
         return table.plans[0]
@@ -149,8 +149,10 @@ def _plan_of(table: PlanTable) -> Plan:
     return Plan(pp=int(table["pp"][0]), virtual_stages=int(table["virtual_stages"][0]), schedule=schedule)
 
 
-def alike(table: PlanTable, context: CostContext) -> list[NDArray[np.intp]]:
-    """Return the plans of a table in groups that differ in amounts only."""
+def alike(table: PlanTable, context: CostContext, *, traffic: bool = True) -> list[NDArray[np.intp]]:
+    """Return the plans of a table in groups that differ in amounts only; without `traffic`, in that of data parallelism too,
+    but for whether parameters are let go of after each pass.
+    """
     m = table.micro_batches
     period = np.zeros(len(table))
     for word in words(table.recompute):
@@ -166,7 +168,8 @@ def alike(table: PlanTable, context: CostContext) -> list[NDArray[np.intp]]:
     for piped in np.nonzero(table["pp"] > 1)[0]:
         name = str(table.schedule[piped]) or default_schedule(int(table["virtual_stages"][piped]))
         counted[piped] = walked(name, int(table["pp"][piped]), max(1, int(m[piped])))
-    keys = (traffic_kinds(table), table["pp"], table["virtual_stages"], schedule, counted, period, own)
+    kinds = traffic_kinds(table) if traffic else table.fully_sharded & ~table.keeps_gathered
+    keys = (kinds, table["pp"], table["virtual_stages"], schedule, counted, period, own)
     _, which = distinct(*(np.asarray(key, dtype=np.float64) for key in keys))
     return [np.nonzero(which == number)[0] for number in range(int(which.max()) + 1)]
 
@@ -194,7 +197,7 @@ def account_alone(inputs: AccountInputs) -> Account:
     """Return the account of plans without a pipeline that differ in amounts only."""
     context, rows = inputs.context, len(inputs.context.table)
     m = context.table.micro_batches
-    walk = StepWalk(context, inputs.operators, _stages(inputs), single=bool(m[0] <= 1))
+    walk = StepWalk(context, inputs.operators, stage_units(inputs), single=bool(m[0] <= 1))
     rank = Tally(*_times(inputs))
     held = Held(stages=(0,), first=True, last=True, flying=np.ones(rows))
     data = walk.begin(rank, held)
@@ -217,14 +220,14 @@ def account_alone(inputs: AccountInputs) -> Account:
 
 def account_pipeline(inputs: AccountInputs) -> Account:
     """Return the account of plans through a pipeline that differ in amounts only, or in micro batches that repeat."""
-    columns, plan = inputs.context.table, _plan_of(inputs.context.table)
+    columns, plan = inputs.context.table, plan_of(inputs.context.table)
     name, m = plan.schedule or default_schedule(plan.virtual_stages), columns.micro_batches
     lets_go = bool(columns.fully_sharded[0] & ~columns.keeps_gathered[0])
     most = walked(name, plan.pp, int(m[0]))
     period, _ = rounds_of(name, plan.pp, int(m[0]))
     counts = (most, most - period) if (m > most).any() else (most,)
     tables = [table_of(name, plan.pp, count, plan.virtual_stages, lets_go=lets_go) for count in counts]
-    walk = StepWalk(inputs.context, inputs.operators, _stages(inputs), single=most <= 1)
+    walk = StepWalk(inputs.context, inputs.operators, stage_units(inputs), single=most <= 1)
     blocks, traffic = _times(inputs)
     counter = Counter(walk, tables, lambda several: Tally(blocks, traffic, several=several))
     hops = hops_of(inputs.context, message_bytes(inputs.context, inputs.scenario.model.hidden), traffic.sms)
@@ -233,9 +236,9 @@ def account_pipeline(inputs: AccountInputs) -> Account:
     return Account(parts_s=end.parts_s(), held_bytes=end.held_bytes, clocks=inputs.clocks)
 
 
-def _stages(inputs: AccountInputs) -> list[list[Unit]]:
+def stage_units(inputs: AccountInputs) -> list[list[Unit]]:
     """Return the units of every stage, equal ones as one."""
-    return [folded(units) for units in unit_maker(inputs).stages(_plan_of(inputs.context.table))]
+    return [folded(units) for units in unit_maker(inputs).stages(plan_of(inputs.context.table))]
 
 
 def _times(inputs: AccountInputs) -> tuple[BlockTimes, TrafficTimes]:

@@ -111,14 +111,14 @@ class EstimateTable:
 
 
 def estimate_plans(
-    scenario: Scenario, plans: Sequence[Plan], *, each_on: Sequence[Cluster] = (), counted: bool = False
+    scenario: Scenario, plans: Sequence[Plan], *, each_on: Sequence[Cluster] = (), counted: bool = True
 ) -> EstimateTable:
     """Return step time and memory of every plan, assuming each is legal for the model and the workload.
 
     `each_on` names the cluster of each plan, where they run on such as differ from the scenario's in link rates only.
 
-    With `counted` they are counted as the simulation has them (`simulator.closed_form.account`), some hundredths of a second
-    a plan, instead of summed up as searches do.
+    They are counted as the simulation has them (`simulator.closed_form.account`); without `counted` summed up instead, as the
+    assignment of layers to stages needs it, which is linear in them.
 
     Raises BadPlan when a plan needs more GPUs than there are, and when the runtime has no description or does not know
     a plan's recompute word.

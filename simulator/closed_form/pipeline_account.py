@@ -11,15 +11,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from simulator.closed_form.tally import PARTS, Tally
 from simulator.columns.plan_table import Floats
-from simulator.pipeline.schedule_program import TURNS, last_backwards, needs, peak_in_flight, sent_to
+from simulator.pipeline.schedule_program import TURNS, last_backwards, peak_in_flight
 from simulator.pipeline.schedule_tables import build_schedule
-from simulator.pipeline.schedules import SCHEDULES, Kind, Schedule
+from simulator.pipeline.schedules import SCHEDULES, Action, Kind, Schedule
 from simulator.step.rank import Value
 from simulator.step.traffic import WIRES, DataWriter
 from simulator.step.units import Unit
@@ -44,8 +45,7 @@ def walked(name: str, ranks: int, micro_batches: int) -> int:
     return min(micro_batches, most - (most - micro_batches) % period) if micro_batches > most else micro_batches
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
+class Turn(NamedTuple):
     """One action of a table in an order in which all that it needs has come before.
 
     `kind` is an index into `Table.kinds`; `needs` is (stage, is it a forward) of a result of another rank, whose message
@@ -67,6 +67,9 @@ class Gathered(IntEnum):
     LAST = 2
     ALL = 3
 
+
+# What messages carry: outputs of stages one way, gradients of their inputs the other.
+FORWARD, BACK = str(Kind.FORWARD), str(Kind.INPUT_GRAD)
 
 # What a pass leaves where parameters are let go after use. Between the halves of a backward all are kept.
 LEAVES = {
@@ -104,59 +107,64 @@ class Table:
 def table_of(name: str, ranks: int, micro_batches: int, stages_per_rank: int, *, lets_go: bool) -> Table:
     """Return the table of a schedule. `lets_go`: of gathered parameters after use. Raises BadPlan where it has none."""
     schedule = build_schedule(name, ranks=ranks, micro_batches=micro_batches, stages_per_rank=stages_per_rank)
-    kinds: dict[PassKind, int] = {}
+    kinds: dict[tuple[int, Kind, bool, bool, Gathered, bool], int] = {}
     rows: list[NDArray[np.intp]] = []
     ends = last_backwards(schedule)
     for row in schedule.table:
-        leaves = [leaf for action in row for leaf in action.leaves]
         seen: set[tuple[int, bool]] = set()
         gathered: dict[int, Gathered] = {}
         here: list[int] = []
         sent = False
-        for leaf in leaves:
-            turns = leaf.kind in TURNS
-            first = (leaf.stage, turns) not in seen and leaf.kind is not Kind.INPUT_GRAD
-            seen |= {(leaf.stage, turns)} if leaf.kind is not Kind.INPUT_GRAD else set()
-            held = gathered.get(leaf.stage, Gathered.NONE) if lets_go else Gathered.AS_LEFT
-            gathered[leaf.stage] = LEAVES[leaf.kind]
-            last = turns and leaf.micro_batch == ends[leaf.stage]
-            kind = PassKind(leaf.stage, leaf.kind, first, last, held, last and sent)
+        for leaf in _leaves(row):
+            stage, action = leaf.stage, leaf.kind
+            turns, first = action in TURNS, False
+            if action is not Kind.INPUT_GRAD:
+                first = (stage, turns) not in seen
+                seen.add((stage, turns))
+            held = gathered.get(stage, Gathered.NONE) if lets_go else Gathered.AS_LEFT
+            gathered[stage] = LEAVES[action]
+            last = turns and leaf.micro_batch == ends[stage]
+            here.append(kinds.setdefault((stage, action, first, last, held, last and sent), len(kinds)))
             sent = sent or last
-            here.append(kinds.setdefault(kind, len(kinds)))
         rows.append(np.array(here, dtype=np.intp))
-    return Table(schedule, _in_order(schedule, rows), tuple(kinds), tuple(rows), peak_in_flight(schedule))
+    passes = tuple(PassKind(*kind) for kind in kinds)
+    return Table(schedule, _in_order(schedule, rows), passes, tuple(rows), peak_in_flight(schedule))
+
+
+def _leaves(row: Sequence[Action]) -> list[Action]:
+    return [leaf for action in row for leaf in action.leaves]
 
 
 def _in_order(schedule: Schedule, rows: Sequence[NDArray[np.intp]]) -> tuple[Turn, ...]:
     """Return the actions of all ranks in an order in which each comes after what it needs."""
-    leaves = [[leaf for action in row for leaf in action.leaves] for row in schedule.table]
+    leaves, kinds = [_leaves(row) for row in schedule.table], [row.tolist() for row in rows]
+    home = [schedule.rank_of(stage) for stage in range(schedule.stages)]
     at = [0] * schedule.ranks
-    done: set[tuple[int, Kind, int]] = set()
+    done: set[tuple[int, str, int]] = set()
+    waiting: dict[tuple[int, str, int], int] = {}  # what ranks cannot go on without
+    able = list(range(schedule.ranks))
     turns: list[Turn] = []
-    moved = True
-    while moved:
-        moved = False
-        for rank, row in enumerate(leaves):
-            while at[rank] < len(row):
-                leaf = row[at[rank]]
-                wanted = [need for need in needs(leaf, schedule.stages) if schedule.rank_of(need[0]) != rank]
-                if any(need not in done for need in wanted):
-                    break
-                kind = Kind.FORWARD if leaf.kind is Kind.FORWARD else Kind.INPUT_GRAD
-                target = sent_to(leaf, schedule)
-                turns.append(
-                    Turn(
-                        rank,
-                        int(rows[rank][at[rank]]),
-                        (wanted[0][0], str(wanted[0][1]), wanted[0][2]) if wanted else None,
-                        (leaf.stage, str(kind), leaf.micro_batch) if target is not None else None,
-                        -1 if target is None else target,
-                    )
-                )
-                if leaf.kind is not Kind.WEIGHT_GRAD:
-                    done.add((leaf.stage, kind, leaf.micro_batch))
-                at[rank] += 1
-                moved = True
+    while able:
+        rank = able.pop()
+        row = leaves[rank]
+        for number in range(at[rank], len(row)):
+            stage, action, micro_batch = row[number].stage, row[number].kind, row[number].micro_batch
+            word, onward = (FORWARD, 1) if action is Kind.FORWARD else (BACK, -1)
+            made, comes, goes = (stage, word, micro_batch), None, None
+            if action is not Kind.WEIGHT_GRAD:
+                source, target = stage - onward, stage + onward
+                if 0 <= source < len(home) and home[source] != rank:
+                    comes = (source, word, micro_batch)
+                    if comes not in done:
+                        waiting[comes] = rank
+                        at[rank] = number
+                        break
+                if 0 <= target < len(home) and home[target] != rank:
+                    goes = made
+                done.add(made)
+                if made in waiting:
+                    able.append(waiting.pop(made))
+            turns.append(Turn(rank, kinds[rank][number], comes, goes, -1 if goes is None else home[stage + onward]))
     return tuple(turns)
 
 

@@ -4,11 +4,11 @@
     shared = screening.blocks(columns, modes)            # operators, once for all plans that run the same
     some = screening.plans(columns.take(rows), shared, rows)
     some.reserved_bytes(at_least=True)                   # memory, all of it true but for schedules counted on tables
-    some.at_least_s()                                    # a lower bound of the step: all but data-parallel traffic
-    some.step_s()                                        # the step, but for flushes of a full allocator: flush_s
+    some.at_least_s()                                    # a lower bound of the step
+    some.step_s(), some.peak_bytes()                     # its account, but for flushes of a full allocator: flush_s
 
-The numbers are those of `estimate_plans`: the same functions, on one column for each kind of pipeline rank instead of
-one for each rank.
+The numbers are those of `estimate_plans`, by the same functions; bounds have one column for each kind of pipeline rank
+instead of one for each rank.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from simulator.closed_form.account import Account, AccountInputs, account_inputs, account_plans
 from simulator.closed_form.allocator import flush_s
 from simulator.closed_form.estimates import calibrated_operators, cost_context, network_blocks
 from simulator.closed_form.layer_cost import BlockCost
+from simulator.closed_form.lower_bound import LowerBound
 from simulator.closed_form.memory import CONTEXT_BYTES, memory_columns
 from simulator.closed_form.scenario import Scenario
-from simulator.closed_form.step_cost import MicroBatches, micro_batches, step_cost
+from simulator.closed_form.schedule_bound import scheduled_at_least_s
 from simulator.columns.plan_columns import PlanColumns, distinct, words
 from simulator.columns.plan_table import Floats, PlanTable, table_of_columns
 from simulator.kernels.low_precision import recipe_of
@@ -34,6 +36,7 @@ from simulator.pipeline.stages import StageLayout, stage_layout
 from simulator.runtimes.library import ModelOperators, canonical_recompute, wraps_one
 from simulator.step.context import CostContext
 from simulator.step.held import Parameters, local_parameters
+from simulator.step.walk import message_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +148,9 @@ class ScreenedPlans:
         return local_parameters(self.screening.scenario.model, self.context)
 
     def reserved_bytes(self, *, at_least: bool = False) -> Floats:
-        """Return what the allocator holds on the worst rank; `at_least` a lower bound, where counting out is dear."""
+        """Return what the pools of the allocator hold on the worst rank; `at_least` a lower bound, where counting out is
+        dear.
+        """
         layout = self.layout
         if not at_least:
             layout = stage_layout(self.screening.scenario.model, self.table, self.operators.spec.pipeline)
@@ -160,24 +165,36 @@ class ScreenedPlans:
         )
         return np.asarray(memory.reserved_bytes.max(axis=1))
 
-    @cached_property
-    def micro(self) -> MicroBatches:
-        """What micro batches and the schedule take."""
-        with np.errstate(invalid="ignore"):
-            return micro_batches(
-                self.screening.scenario.model, self.operators, self.context, self.layout, self.blocks, self.parameters
-            )
-
     def at_least_s(self) -> Floats:
-        """Return a lower bound of the step: all but data-parallel traffic. Infinite where something cannot run."""
-        return np.nan_to_num(self.micro.at_least_s, nan=np.inf)
+        """Return a lower bound of the step. Infinite where something cannot run."""
+        sent = message_bytes(self.context, self.screening.scenario.model.hidden)
+        with np.errstate(invalid="ignore"):
+            bound = LowerBound(self.context, self.layout, self.blocks, self.parameters, sent).step_s()
+        return np.nan_to_num(bound, nan=np.inf)
+
+    def at_least_by_schedule_s(self) -> Floats:
+        """Return a lower bound of the step that its schedule's table is walked for; dearer, and 0 without a pipeline."""
+        with np.errstate(invalid="ignore"):
+            return np.nan_to_num(scheduled_at_least_s(self._inputs), nan=np.inf)
+
+    @property
+    def _inputs(self) -> AccountInputs:
+        return account_inputs(self.screening.scenario, self.context, self.operators, self.blocks, self.parameters)
+
+    @cached_property
+    def account(self) -> Account:
+        """The account of every step, some milliseconds for each kind of plan."""
+        with np.errstate(invalid="ignore"):
+            return account_plans(self._inputs)
+
+    def step_s(self) -> Floats:
+        """Return seconds of the whole step but for flushes. Infinite where something cannot run."""
+        return np.nan_to_num(self.account.total_s, nan=np.inf)
+
+    def peak_bytes(self) -> Floats:
+        """Return what is allocated at one moment on the worst rank, at which the allocator holds no less."""
+        return np.asarray(self.account.peak_bytes.max(axis=1))
 
     def flush_s(self, reserved_bytes: Floats) -> Floats:
         """Return what `step_s` leaves out: seconds that a nearly full allocator costs (`simulator.closed_form.allocator`)."""
         return flush_s(self.context.groups, reserved_bytes, self.screening.capacity_bytes)
-
-    def step_s(self) -> Floats:
-        """Return seconds of the whole step but for flushes, as sums over its parts. Infinite where something cannot run."""
-        with np.errstate(invalid="ignore"):
-            total = step_cost(self.operators, self.context, self.layout, self.parameters, self.micro).total_s
-        return np.nan_to_num(total, nan=np.inf)

@@ -74,7 +74,7 @@ def simulate_plan(
 
     Raises BadPlan as `estimate_plans` and `lower_training` do, ValueError where the global batch does not divide.
     """
-    table = estimate_plans(scenario, [plan], counted=True)
+    table = estimate_plans(scenario, [plan])
     detail = detail or choose_detail(scenario.model, scenario.workload, plan)
     clocks = float(table.clocks[0])
     say = progress or (lambda _: None)

@@ -148,7 +148,7 @@ def _layers_of_ranks(
     merged: bool,
 ) -> NDArray[np.int64]:
     """Return rows (dense, MoE, rank, rank_count, first, last) with a column for every pipeline rank of a plan, or, `merged`,
-    one for all ranks that hold the same. `dense_before` is the model's, `listed` the plan's layers by stage where it names
+    one for ranks in a row that hold the same. `dense_before` is the model's, `listed` the plan's layers by stage where it names
     them.
     """
     held = np.zeros((6, pp), dtype=np.int64)
@@ -166,11 +166,12 @@ def _layers_of_ranks(
 
 
 def _merged(held: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return one column for all ranks that hold the same: the first of them, and how many there are."""
-    _, first, count = np.unique(held[[0, 1, 4, 5]], axis=1, return_index=True, return_counts=True)
-    order = np.argsort(first)
-    result = held[:, first[order]].copy()
-    result[3] = count[order]
+    """Return one column for ranks in a row that hold the same: the first of them, and how many there are."""
+    kinds = held[[0, 1, 4, 5]]
+    first = np.nonzero(np.any(kinds[:, 1:] != kinds[:, :-1], axis=0))[0] + 1
+    first = np.concatenate([[0], first])
+    result = held[:, first].copy()
+    result[3] = np.diff([*first, held.shape[1]])
     return result
 
 

@@ -98,7 +98,7 @@ def brute_force(screening, columns, recomputes):
         for given in settings
     ]
     with np.errstate(invalid="ignore"):  # what cannot run here takes for ever, and for ever less for ever is no number
-        table = estimate_plans(s.scenario, plans)
+        table = estimate_plans(s.scenario, plans, counted=False)
     step_s = table.step_s - table.breakdown_s["allocator"]  # which stages are not chosen by
     return float(np.where(table.fits & np.isfinite(step_s), step_s, np.inf).min())
 

@@ -43,20 +43,28 @@ def workload():
 RUNTIME = resolve_runtime({"name": "torchtitan"})[0]
 
 
+@pytest.fixture(scope="module")
+def every_plan():
+    """The estimates of all legal plans of one question, made once."""
+    asked = question_of(
+        LLAMA8B, make_cluster(), Workload(seq_len=4096, global_batch_size=16), framework="torchtitan", runtime=RUNTIME
+    )
+    return asked.estimate(enumerate_candidates(asked).plans())
+
+
 def surely_fits(table):
     """Return which rows fit with a probability of SURE, each asked by itself."""
     return np.array([table.estimate(row).memory.fit is Fit.YES for row in range(len(table.plans))])
 
 
 @pytest.mark.parametrize("objective", ["time", "memory"])
-def test_no_candidate_beats_the_first(llama8b, cluster, workload, objective):
+def test_no_candidate_beats_the_first(llama8b, cluster, workload, every_plan, objective):
     """The best plan is the minimum over every candidate that surely fits, costed one by one; the bound is true and tight.
 
     By time the first is the simplest of those that tie with the best.
     """
     result = suggest(question_of(llama8b, cluster, workload), SearchOptions(top=3, objective=objective, simulate=False))
-    found = enumerate_candidates(question_of(llama8b, cluster, workload, framework="torchtitan", runtime=RUNTIME))
-    table = estimate_plans(Scenario(model=llama8b, cluster=cluster, workload=workload, runtime=RUNTIME), found.plans())
+    table = every_plan
     value = table.step_s if objective == "time" else table.reserved_bytes
     best = value[surely_fits(table) if objective == "time" else table.fits].min()
     listed = [ranked.estimate for ranked in result.plans]
@@ -67,16 +75,15 @@ def test_no_candidate_beats_the_first(llama8b, cluster, workload, objective):
     assert result.search.bound_s <= best * (1 + 1e-12) if objective == "time" else best
     assert result.search.gap == 0
     assert result.search.status == "optimal within the model"
-    assert result.search.legal == len(found)
-    assert int(table.fits.sum()) <= result.search.fitting <= len(found)
-    assert result.rejected["memory"] == len(found) - result.search.fitting
+    assert result.search.legal == len(table.plans)
+    assert int(table.fits.sum()) <= result.search.fitting <= len(table.plans)
+    assert result.rejected["memory"] == len(table.plans) - result.search.fitting
 
 
-def test_every_plan_listed_is_next_best(llama8b, cluster, workload):
+def test_every_plan_listed_is_next_best(llama8b, cluster, workload, every_plan):
     """Not only the first: of kin, which split data parallelism differently, one stands for all that tie with it."""
     result = suggest(question_of(llama8b, cluster, workload), SearchOptions(top=5, simulate=False))
-    found = enumerate_candidates(question_of(llama8b, cluster, workload, framework="torchtitan", runtime=RUNTIME))
-    table = estimate_plans(Scenario(model=llama8b, cluster=cluster, workload=workload, runtime=RUNTIME), found.plans())
+    table = every_plan
     best = {}
     for plan, step, fits in zip(table.plans, table.step_s, surely_fits(table), strict=True):
         best[kin(plan)] = min(best.get(kin(plan), np.inf), step if fits else np.inf)
@@ -96,11 +103,10 @@ def kin(plan):
     return (plan.data_parallel, plan.cp, plan.tp, plan.pp, plan.ep)
 
 
-def test_the_pareto_set_is_that_of_all_plans(llama8b, cluster, workload):
+def test_the_pareto_set_is_that_of_all_plans(llama8b, cluster, workload, every_plan):
     """Quickest first, each leaner than the one before; nothing legal beats any of them in both."""
     result = suggest(question_of(llama8b, cluster, workload), SearchOptions(objective="pareto", simulate=False))
-    found = enumerate_candidates(question_of(llama8b, cluster, workload, framework="torchtitan", runtime=RUNTIME))
-    table = estimate_plans(Scenario(model=llama8b, cluster=cluster, workload=workload, runtime=RUNTIME), found.plans())
+    table = every_plan
     rows = pareto_rows(np.where(table.fits, table.step_s, np.inf), table.reserved_bytes)
     front = [(p.estimate.step_s.value, p.estimate.memory.reserved_bytes) for p in result.plans]
 

@@ -1,4 +1,4 @@
-"""Two hundred small questions, answered by the search and by costing every legal plan: the same optimum, a true bound.
+"""Thirty small questions, answered by the search and by costing every legal plan: the same optimum, a true bound.
 
 Up to 16 GPUs; layers that do not divide into stages, memory that binds, one node or two, a switch, bridged pairs, or
 nothing but PCIe; dense and MoE; every framework; one plan a grid or all of them.
@@ -27,6 +27,7 @@ from tests.planner.every_plan import enumerate_candidates
 from topology.catalog.cluster_file import load_cluster
 from topology.codec import to_json
 
+MOST_BOUNDED = 60  # plans of a question whose bounds are checked
 NAMES = ("torchtitan", "megatron-lm", "any", "pytorch", "llm-foundry")
 
 
@@ -75,11 +76,11 @@ def draw(seed, folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("block", [0, 4, *(pytest.param(block, marks=pytest.mark.long) for block in (1, 2, 3, 5))])
+@pytest.mark.parametrize("block", [0, *(pytest.param(block, marks=pytest.mark.long) for block in range(1, 6))])
 def test_the_search_finds_what_brute_force_finds(block, tmp_path_factory):
     folder = tmp_path_factory.getbasetemp()
     answered = 0
-    for seed in range(block * 20, block * 20 + 20):
+    for seed in range(block * 10, block * 10 + 10):
         model, cluster, workload, framework, runtime, gpus, bounds = draw(seed, folder)
         question = question_of(model, cluster, workload, framework=framework, runtime=runtime, gpus=gpus)
         everything = enumerate_candidates(question, bounds=bounds).plans()
@@ -111,24 +112,27 @@ def test_the_search_finds_what_brute_force_finds(block, tmp_path_factory):
                 listed = min(keep, int(np.isfinite(values).sum()))
                 assert np.sort(mine)[:listed] == pytest.approx(np.sort(values)[:listed], rel=1e-12), seed
             answered += 1
-    assert answered >= 20
+    assert answered >= 10
 
 
 def test_what_bounds_the_step_is_never_above_it(tmp_path):
-    """Every plan of thirty questions: the bound from micro batches alone, and memory where schedules are not counted."""
-    for seed in range(30):
+    """Plans of ten questions: both bounds of the step, and memory where schedules are not counted."""
+    for seed in range(100, 110):
         model, cluster, workload, framework, runtime, gpus, bounds = draw(seed, tmp_path)
         found = enumerate_candidates(
             question_of(model, cluster, workload, framework=framework, runtime=runtime, gpus=gpus), bounds=bounds
         ).columns
         if not len(found):
             continue
+        drawn = np.random.default_rng(seed).permutation(len(found))[:MOST_BOUNDED]
+        found = found.take(np.sort(drawn))
         screening = Screening(Scenario(model=model, cluster=cluster, workload=workload, runtime=runtime))
         shared = screening.blocks(found, framework.recomputes)
         plans = screening.plans(found, shared, np.arange(len(found)))
         exact = plans.reserved_bytes()
 
         assert (plans.at_least_s() <= plans.step_s() * (1 + 1e-12)).all()
+        assert (plans.at_least_by_schedule_s() <= plans.step_s() * (1 + 1e-12)).all()
         assert (plans.reserved_bytes(at_least=True) <= exact * (1 + 1e-12)).all()
         lean = screening.plans(
             replace(found, recompute=np.full(len(found), "none")), shared.keeping_least(), np.arange(len(found))

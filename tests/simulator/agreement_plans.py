@@ -159,7 +159,7 @@ def _kind(plan: Plan, scenario: Scenario, micro_batches: int) -> str:
 
 def tell(drawn: Drawn, *, spans: bool = True) -> Told:
     """Return a plan's step and peak by the closed form and by the simulation; without `spans`, no parts of the step."""
-    table = estimate_plans(drawn.scenario, [drawn.plan], counted=True)
+    table = estimate_plans(drawn.scenario, [drawn.plan])
     lowered = lower_training(drawn.scenario, drawn.plan, detail=Detail.LAYER, clocks=float(table.clocks[0]))
     run = simulate(lowered.program, lowered.costs, spans=spans)
     formula = {name: float(column[0]) for name, column in table.breakdown_s.items()}

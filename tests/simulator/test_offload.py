@@ -98,7 +98,7 @@ PLANS = [
 @pytest.mark.parametrize(("runtime", "plan"), PLANS)
 def test_account_and_simulation_agree(runtime, plan):
     asked = scenario(runtime, batch=64, gpus=plan.gpus)
-    counted = estimate_plans(asked, [plan], counted=True)
+    counted = estimate_plans(asked, [plan])
     simulated = simulate_plan(asked, plan).estimate
 
     assert counted.step_s[0] == pytest.approx(simulated.step_s.value, rel=0.03)

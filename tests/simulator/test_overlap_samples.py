@@ -158,7 +158,6 @@ def test_both_forms_use_the_profile() -> None:
                 model=model, cluster=MACHINE, workload=workload, runtime=runtime, calibration=calibrated(given, MACHINE)
             ),
             [plan],
-            counted=True,
         ).step_s[0]
         lowered = lower_training(
             Scenario(

@@ -1,11 +1,12 @@
 """Branch and bound over all legal plans: every plan is bounded, few are costed in full, and the best is proved best.
 
 The search tree is that of `planner.search.plan_space.candidates`: a node is a (grid, batch, schedule), and its leaves
-are the policies. Three lower bounds prune it, the cheapest first:
+are the policies. Lower bounds prune it, the cheapest first:
 
     memory       what the worst rank reserves: a leaf that does not fit is removed with all its variants
-    step         micro batches on the slowest rank, bubble, host and optimizer: the step without data-parallel traffic
-    best so far  plans are costed in full in the order of that bound, until it exceeds the last plan that will be listed
+    step         what no step can beat, as no clock is followed (`simulator.closed_form.lower_bound`)
+    schedule     the same of passes and messages in the order of the schedule's table (`simulator.closed_form.schedule_bound`)
+    best so far  plans are accounted for in the order of those bounds, until they exceed the last plan that will be listed
 
 Everything is vectorised over plans (`simulator.closed_form.screening`), so the order of the work depends neither on a
 clock nor on the number of workers. The batch sizes below decide only how many plans are costed in vain: what is
@@ -28,12 +29,13 @@ from planner.search.plan_space.candidates import Nodes
 from planner.search.plan_space.collected import Collected, Threshold
 from simulator.closed_form.screening import Screening, SharedBlocks
 from simulator.columns.plan_columns import PlanColumns, concatenate, distinct
-from simulator.columns.plan_table import Floats
+from simulator.columns.plan_table import Floats, PlanTable
 from simulator.pipeline.schedules import SPLIT_BACKWARD
 
 NODES_AT_ONCE = 4096  # nodes whose leaves are screened at once: limits memory, and lets a deadline take effect
 PLANS_AT_ONCE = 1 << 15  # plans bounded or costed at once
-FIRST_PLANS = 256  # plans costed in full at first; the best of them bounds the rest
+FIRST_PLANS = 64  # plans costed in full at first; the best of them bounds the rest
+FIRST_TABLES = 4  # schedule tables whose plans are costed together next; twice as many each time after
 SCHEDULES_AT_ONCE = 64  # plans whose schedule table is counted at once
 MAX_NEAR_MISSES = 2048  # pipelines that nearly fit, at most
 # How much slower than the last plan to list a pipeline may be, split evenly, for its stages to be assigned: better
@@ -52,7 +54,7 @@ class Explored:
     list. `bound` is a lower bound of the objective (seconds, or bytes for memory) over all legal plans that fit; unless
     a deadline passed it is the value of the best plan. `floor_s` is a lower bound of the step of all plans, whatever
     the objective. `near_pipelines` are pipelines that other stages than the runtime's may bring into the list (a little
-    too slow, or a little too large), with `near_step_s`; only where they were asked for.
+    too slow, or a little too large), with lower bounds of their steps in `near_bound_s`; only where they were asked for.
     """
 
     columns: PlanColumns
@@ -64,7 +66,7 @@ class Explored:
     floor_s: float
     complete: bool
     near_pipelines: PlanColumns
-    near_step_s: Floats
+    near_bound_s: Floats
 
     def __len__(self) -> int:
         return len(self.step_s)
@@ -101,7 +103,7 @@ class Screened:
         return _Bounds(self, *_fitting_variants(self.screening, self.nodes, self.shared, self.leaves))
 
     def near_misses(self, limit_bytes: float, nearly: float) -> tuple[PlanColumns, Floats]:
-        """Return the pipelines that miss a limit by least, and their steps in seconds."""
+        """Return the pipelines that miss a limit by least, and lower bounds of their steps in seconds."""
         parts = []
         for columns, of_node, reserved in (self.leaves, self.near):
             rows = np.nonzero((columns.pp > 1) & (reserved > limit_bytes) & (reserved <= limit_bytes * nearly))[0]
@@ -112,12 +114,14 @@ class Screened:
             return columns, np.empty(0)
         rows = np.sort(np.argsort(reserved, kind="stable")[:MAX_NEAR_MISSES])
         columns = columns.take(rows)
-        costed = self.screening.plans(columns, self.shared, of_node[rows])
-        return columns, costed.step_s() + costed.flush_s(reserved[rows])
+        return columns, self.screening.plans(columns, self.shared, of_node[rows]).at_least_s()
 
 
 class _Bounds:
-    """Variants, the bytes they reserve, their grids, and lower bounds of their steps as far as there was time."""
+    """Variants, the bytes they reserve, their grids, and lower bounds of their steps as far as there was time.
+
+    Of those that were `accounted`, `step_s` is the step without flushes and `peak_bytes` what it holds at one moment.
+    """
 
     def __init__(self, screened: Screened, variants: PlanColumns, reserved: Floats, of_node: Rows) -> None:
         self.screening, self.variants, self.reserved = screened.screening, variants, reserved
@@ -126,6 +130,24 @@ class _Bounds:
         self.shared = self.screening.blocks(self.table, screened.recomputes)
         self.step_bound = np.full(len(variants), floor_s(self.screening, variants))
         self._parts = list(_batches(len(variants)))
+        self.accounted = np.zeros(len(variants), dtype=np.bool_)
+        self.walked = variants.pp == 1  # whose bound is that of their schedule's table
+        self.step_s, self.peak_bytes = np.zeros(len(variants)), np.zeros(len(variants))
+
+    def account(self, rows: Rows) -> None:
+        """Account for those of some variants that have not been."""
+        rows = rows[~self.accounted[rows]]
+        if len(rows):
+            some = self.screening.plans(self.table.take(rows), self.shared, rows)
+            self.step_s[rows], self.peak_bytes[rows] = some.step_s(), some.peak_bytes()
+            self.accounted[rows] = True
+
+    def walk(self, rows: Rows) -> None:
+        """Raise the bounds of some variants to what their schedules' tables show."""
+        rows = rows[~self.walked[rows]]
+        some = self.screening.plans(self.table.take(rows), self.shared, rows)
+        self.step_bound[rows] = np.maximum(some.at_least_by_schedule_s(), self.step_bound[rows])
+        self.walked[rows] = True
 
     def find(self, expired: Callable[[], bool], report: Progress) -> None:
         """Bound what has not been bounded yet, until the time is over."""
@@ -173,7 +195,7 @@ def explore(
             floor_s=floor_s(screening, nodes.columns),
             complete=True,
             near_pipelines=near[0],
-            near_step_s=near[1],
+            near_bound_s=near[1],
         )
     search = _BestFirst(
         screening,
@@ -282,6 +304,7 @@ class _BestFirst:
         self.exact = self.reserved.copy()
         self.needs_counting = np.isin(self.variants.schedule, SPLIT_BACKWARD)
         self.threshold = Threshold(keep, one_per_grid=one_per_grid, grids=int(self.grid.max()) + 1)
+        self.schedule_table = _schedule_tables(self.table)
 
     def run(self) -> None:
         """Bound all variants, then cost them in full until no other can be listed or the deadline has passed."""
@@ -289,20 +312,37 @@ class _BestFirst:
         self.left = self.within[np.argsort(self.bound[self.within], kind="stable")]
         size = FIRST_PLANS
         while len(self.left):
-            rows = self.left[:size]
-            if self.objective == "pareto":
-                self.left = self._undominated(self.left)
-                rows = self.left[:size]
-            elif self.bound[rows[-1]] > self.threshold.value:
-                rows = rows[self.bound[rows] <= self.threshold.value]
+            rows = self._promising(size)
             if not len(rows):
                 break
-            self._cost(rows)
-            self.left = self.left[len(rows) :]
-            size = min(2 * size, PLANS_AT_ONCE // 8)
+            if self.objective == "time" and np.isfinite(self.threshold.value) and not self.bounds.walked[rows].all():
+                self.bounds.walk(rows)
+                self.left = self.left[np.argsort(self.bound[self.left], kind="stable")]
+            else:
+                self._cost(rows[:size])
+                self.left = self.left[~self.costed[self.left]]
+                size = min(2 * size, PLANS_AT_ONCE // 8)
             self.report(f"costed {self.costed.sum():,} of {len(self.within):,} plans that fit")
             if self.expired() and np.isfinite(self.step).any():
                 break
+
+    def _promising(self, size: int) -> Rows:
+        """Return the plans to look at next, lowest bound first: those of the schedule tables of the first ones that may be
+        listed. Plans of one table are costed together in little more time than one of them.
+        """
+        if self.objective == "pareto":
+            self.left = self._undominated(self.left)
+            return self.left[:size]
+        limit = self.threshold.value
+        rows = self.left[self.bound[self.left] <= limit]
+        if self.objective == "memory":
+            return rows[:size]
+        if not np.isfinite(limit):  # plans without a pipeline, as they are cheap, then one of every grid
+            alone = rows[self.variants.pp[rows] == 1]
+            return alone if len(alone) else rows[np.sort(np.unique(self.grid[rows], return_index=True)[1])]
+        tables = self.schedule_table[rows]
+        first = np.sort(np.unique(tables, return_index=True)[1])
+        return rows[np.isin(tables, tables[first[: size * FIRST_TABLES // FIRST_PLANS]])]
 
     def result(self, *, legal: int, all_nodes_seen: bool, near_misses: tuple[PlanColumns, Floats] | None) -> Explored:
         """Return what was found.
@@ -338,37 +378,36 @@ class _BestFirst:
             else floor_s(self.screening, self.variants),
             complete=bool(complete),
             near_pipelines=near,
-            near_step_s=near_s,
+            near_bound_s=near_s,
         )
 
     def _cost(self, rows: Rows) -> None:
         by_memory = self.objective == "memory"
-        costed = self.screening.plans(self.table.take(rows), self.shared, rows)
-        self.seconds[rows] = costed.step_s() + costed.flush_s(self.reserved[rows])
-        certain = rows[~self.needs_counting[rows]]
-        self.step[certain] = self.seconds[certain]
-        runs = np.isfinite(self.step[certain])  # a plan whose GPUs cannot reach each other has no place in a list
-        values = self.exact[certain] if by_memory else self.step[certain]
-        self.threshold.add(self.grid[certain], np.where(runs, values, np.inf))
+        self.bounds.account(rows)
+        some = self.screening.plans(self.table.take(rows), self.shared, rows)
+        self.exact[rows] = np.maximum(self.reserved[rows], self.bounds.peak_bytes[rows])
+        self.seconds[rows] = self.bounds.step_s[rows] + some.flush_s(self.exact[rows])
+        self._settle(rows[~self.needs_counting[rows]])
         # Counting schedule tables is slow: quickest plans first, and none that have lost by then.
         uncertain = rows[self.needs_counting[rows]]
-        uncertain = uncertain[np.argsort((self.reserved if by_memory else self.seconds)[uncertain], kind="stable")]
+        uncertain = uncertain[np.argsort((self.exact if by_memory else self.seconds)[uncertain], kind="stable")]
         batches = np.array_split(uncertain, -(-len(uncertain) // SCHEDULES_AT_ONCE)) if len(uncertain) else ()
         for batch in batches:
             if self.objective == "time" and self.seconds[batch[0]] > self.threshold.value:
                 break
-            self._count_schedules(batch)
+            counted = self.screening.plans(self.table.take(batch), self.shared, batch)
+            self.exact[batch] = np.maximum(counted.reserved_bytes(), self.bounds.peak_bytes[batch])
+            self.seconds[batch] = self.bounds.step_s[batch] + counted.flush_s(self.exact[batch])
+            self._settle(batch)
         self.costed[rows] = True
 
-    def _count_schedules(self, rows: Rows) -> None:
-        """Find the exact memory of `rows`, and from it whether they fit and what the allocator costs them."""
-        counted = self.screening.plans(self.table.take(rows), self.shared, rows)
-        self.exact[rows] = counted.reserved_bytes()
-        more_s = counted.flush_s(self.exact[rows]) - counted.flush_s(self.reserved[rows])
+    def _settle(self, rows: Rows) -> None:
+        """Take note of plans whose memory is certain by now."""
         fits = self.exact[rows] <= self.screening.limit_bytes
-        self.step[rows] = np.where(fits, self.seconds[rows] + more_s, np.inf)
+        self.step[rows] = np.where(fits, self.seconds[rows], np.inf)
+        runs = np.isfinite(self.step[rows])  # a plan whose GPUs cannot reach each other has no place in a list
         values = self.exact[rows] if self.objective == "memory" else self.step[rows]
-        self.threshold.add(self.grid[rows], np.where(np.isfinite(self.step[rows]), values, np.inf))
+        self.threshold.add(self.grid[rows], np.where(runs, values, np.inf))
 
     def _bound_of_all(self, found: Rows, *, all_nodes_seen: bool) -> float:
         """Return a lower bound of the objective over all legal plans that fit."""
@@ -379,21 +418,13 @@ class _BestFirst:
         return float(min(least, unexplored))
 
     def _near_pipelines(self, near_misses: tuple[PlanColumns, Floats]) -> tuple[PlanColumns, Floats]:
-        """Return the pipelines whose step comes near the list, with their steps in seconds."""
+        """Return the pipelines whose step may come near the list, with lower bounds of their steps in seconds."""
         limit_s = self.threshold.value * (1 + NEAR_LIST) if self.objective == "time" else np.inf
-        left = self.left[(self.variants.pp[self.left] > 1) & (self.bound[self.left] <= limit_s)]
-        for part in _batches(len(left)):
-            if self.expired():
-                break
-            rows = left[part]
-            costed = self.screening.plans(self.table.take(rows), self.shared, rows)
-            self.seconds[rows] = costed.step_s() + costed.flush_s(self.reserved[rows])
-            self.costed[rows] = True
-        fitting = np.nonzero(self.costed & (self.variants.pp > 1) & (self.seconds <= limit_s))[0]
-        columns, step_s = near_misses
-        missing = np.nonzero(step_s <= limit_s)[0]
+        fitting = self.within[(self.variants.pp[self.within] > 1) & (self.step_bound[self.within] <= limit_s)]
+        columns, bound_s = near_misses
+        missing = np.nonzero(bound_s <= limit_s)[0]
         near = concatenate([self.variants.take(fitting), columns.take(missing)])
-        return near, np.concatenate([self.seconds[fitting], step_s[missing]])
+        return near, np.concatenate([self.step_bound[fitting], bound_s[missing]])
 
     def _undominated(self, rows: Rows) -> Rows:
         """Return those of `rows` that no costed plan beats in both time and memory, whatever their exact values."""
@@ -409,6 +440,16 @@ class _BestFirst:
         position = np.searchsorted(self.exact[known], self.reserved[rows], side="left") - 1
         beaten |= (position >= 0) & (quickest[np.maximum(position, 0)] <= self.step_bound[rows])
         return rows[~beaten]
+
+
+def _schedule_tables(table: PlanTable) -> Rows:
+    """Return a number for each plan, equal for plans that go through the same schedule table."""
+    schedule = np.unique(table.schedule, return_inverse=True)[1]
+    kept = table.fully_sharded & ~table.keeps_gathered
+    piped = table["pp"] > 1
+    return distinct(
+        table["pp"], table["virtual_stages"], schedule, np.where(piped, table.micro_batches, 0), piped & kept
+    )[1]
 
 
 def floor_s(screening: Screening, plans: PlanColumns) -> float:

@@ -108,7 +108,7 @@ def _fastest_pipelines(
     Where stages can differ in recompute mode, plans that differ in nothing else are one pipeline, ranked by its fastest
     mode, whether that fits or not.
     """
-    columns, steps = _fastest_of_each(explored.near_pipelines, explored.near_step_s, (*PIPELINE_FIELDS, "recompute"))
+    columns, steps = _fastest_of_each(explored.near_pipelines, explored.near_bound_s, (*PIPELINE_FIELDS, "recompute"))
     columns, steps = columns.take(slice(MAX_COUNTED)), steps[:MAX_COUNTED]
     if len(columns):  # so far the memory of some schedules is only bounded
         counted = screening.plans(columns, screening.blocks(columns, recomputes), np.arange(len(columns)))
@@ -123,7 +123,7 @@ def _fastest_pipelines(
 def _fastest_of_each(
     columns: PlanColumns, steps: NDArray[np.float64], fields: Sequence[str]
 ) -> tuple[PlanColumns, NDArray[np.float64]]:
-    """Return the fastest of the plans that are equal in `fields`, fastest first, and their steps."""
+    """Return the fastest of the plans that are equal in `fields` by their bounds, lowest first."""
     same = distinct(*(getattr(columns, name) for name in fields))[1]
     rows = np.argsort(steps, kind="stable")
     rows = rows[np.sort(np.unique(same[rows], return_index=True)[1])]
@@ -131,11 +131,11 @@ def _fastest_of_each(
 
 
 def _least_steps_s(screening: Screening, columns: PlanColumns, recomputes: Sequence[str]) -> NDArray[np.float64]:
-    """Return the step of every plan in its fastest recompute mode, in seconds."""
+    """Return a lower bound of the step of every plan in its fastest recompute mode, in seconds."""
     shared = screening.blocks(columns, recomputes)
     every = np.arange(len(columns))
     steps = [
-        screening.plans(replace(columns, recompute=np.full(len(columns), word)), shared, every).step_s()
+        screening.plans(replace(columns, recompute=np.full(len(columns), word)), shared, every).at_least_s()
         for word in recomputes
     ]
     return np.asarray(np.min(steps, axis=0))
@@ -151,7 +151,7 @@ def _best_settings(
 ) -> tuple[PlanColumns, list[int]]:
     """Return every plan in its best overlap modes and placements, and the rows where the settings of each plan start.
 
-    Those are the settings that are nearly as fast as the best with the runtime's stages, fastest first. The last row number
+    Those are the settings whose bound is nearly as low as the lowest with the runtime's stages, lowest first. The last row number
     is the end of the last plan's settings.
     """
     by_pipeline = [nodes.settings(plans.take(np.array([row]))) for row in range(len(plans))]
@@ -159,7 +159,7 @@ def _best_settings(
     starts = [0, *np.cumsum([len(some) for some in by_pipeline]).tolist()]
     if len(columns) == len(plans):
         return columns, starts
-    steps = screening.plans(columns, screening.blocks(columns, recomputes), np.arange(len(columns))).step_s()
+    steps = screening.plans(columns, screening.blocks(columns, recomputes), np.arange(len(columns))).at_least_s()
     kept = []
     for start, stop in pairwise(starts):
         order = start + np.argsort(steps[start:stop], kind="stable")[:MAX_SETTINGS]

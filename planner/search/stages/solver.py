@@ -97,7 +97,7 @@ def solve_stages(
     bound = proved if screening.scenario.gpu_calibration is None else bound
     if plan is None:
         return StageSolution(plan=None, step_s=cutoff_s, bound_s=min(cutoff_s, bound), solver=True)
-    table = estimate_plans(screening.scenario, [plan])
+    table = estimate_plans(screening.scenario, [plan], counted=False)
     step = float(table.step_s[0] - table.breakdown_s["allocator"][0]) if table.fits[0] else float("inf")
     if step >= cutoff_s:
         return StageSolution(plan=None, step_s=cutoff_s, bound_s=min(cutoff_s, bound), solver=True)

@@ -1,0 +1,290 @@
+"""What data-parallel traffic adds to every step of a plan, whatever it hides behind: copies, the ends, what never overlaps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simulator.columns.plan_table import Floats, PlanTable
+from simulator.pipeline.schedules import SPLIT_BACKWARD
+from simulator.pipeline.stages import StageLayout
+from simulator.step.context import CostContext
+from simulator.step.held import Parameters
+from simulator.step.offload import update_bytes_per_s
+from simulator.step.traffic import has_replicas
+from simulator.step.update import update_bytes, updated_dtype
+
+Rows = NDArray[np.bool_]
+
+
+class LeastTraffic:
+    """Seconds of a step on pipeline ranks, shape (plans, ranks), as `simulator.step.traffic` tells of them.
+
+    `forward` and `backward` come with those passes, `last_s` after all ranks have met. `settles`, one value a plan: traffic
+    of a pass has ended when the next one begins, where there is no pipeline.
+    """
+
+    def __init__(self, context: CostContext, layout: StageLayout, parameters: Parameters, lookup_s: Floats) -> None:
+        self.context, self.layout, self.table, self.spec = context, layout, context.table, context.spec
+        self.shared, self.experts = parameters.of_stage(layout)
+        self._compute, self._reduce = context.dtype_bytes("gathered"), context.dtype_bytes("reduce")
+        dense, moe = layout.layers
+        rows = np.zeros(len(self.table))
+        self._of_layers = {
+            "dense": (parameters.dense_layer + rows, rows),
+            "moe": (parameters.moe_layer + rows, parameters.experts + rows),
+        }
+        counts = zip((dense, moe), self._of_layers.values(), strict=True)
+        self._layers = tuple((held, *elements) for held, elements in counts if (held > 0).any())
+        self._embedding, self._head = parameters.embedding + rows, parameters.head + rows
+        self._m, self._piped = self.table.micro_batches, self.table["pp"] > 1
+        self._first, self._last = 1.0 * layout.first, 1.0 * layout.last
+        self.last_s = self._update_s()
+        full = self.table.fully_sharded
+        self.settles = full.copy()
+        nothing = PassTraffic(*(np.zeros(dense.shape) for _ in range(3)))
+        self.forward, self.backward = nothing, nothing
+        # What the first forward pass of a rank gathers behind its first units, and all copies of one micro batch there.
+        self.first_gathers_s, self.first_copies_s = nothing.stream_s, nothing.stream_s
+        self.last_copies_s = nothing.stream_s  # of its last backward pass
+        self.unit_gather_s = rows  # the least of a layer
+        if full.any():
+            self.forward, self.backward = self._sharded(lookup_s)
+        if not full.all():
+            self.forward = self.forward.only(full)
+            self.backward = self._whole(~full).only(~full).plus(self.backward.only(full))
+
+    @cached_property
+    def units_s(self) -> dict[str, UnitTraffic]:
+        """Seconds of each unit by its block."""
+        nothing = np.zeros(len(self.table))
+        return {
+            "embedding": self._unit(self._embedding, nothing),
+            "head": self._unit(self._head, nothing),
+            **{name: self._unit(*elements) for name, elements in self._of_layers.items()},
+        }
+
+    def _unit(self, shared: Floats, experts: Floats) -> UnitTraffic:
+        full, spec, table = self.table.fully_sharded, self.spec, self.table
+        unit, elements = _Sharded(self, shared, experts), shared + experts
+        sharded, scattered = (table.state_shard[kind] > 1 for kind in ("optimizer", "gradients"))
+        behind = (sharded & ~scattered & spec.ddp.sharded_overlap) | (~sharded & spec.ddp.overlap)
+        whole = self._reduced(shared, experts, sharded) if not full.all() else 0.0
+        reduced = np.where(full, unit.scatter_s, np.where(behind | scattered, whole, 0.0))
+        added = np.zeros(len(table))
+        if spec.state.gradient_dtype != "reduce":
+            gradient = 3 * self.context.dtype_bytes(spec.state.gradient_dtype)
+            added = elements * np.where(full, self._compute + 2 * self._reduce, gradient)
+            added = added / self.context.roofline.memory_bytes_per_s
+        return UnitTraffic(
+            out_s=np.where(full, unit.out_s, 0.0),
+            gather_s=np.where(full, unit.gather_s, 0.0),
+            in_s=np.where(full, unit.in_s, 0.0),
+            added_s=added,
+            reduce_s=reduced,
+            replicate_s=np.where(full, unit.replicate_s, 0.0),
+        )
+
+    def _sharded(self, lookup_s: Floats) -> tuple[PassTraffic, PassTraffic]:
+        """Units are gathered, copied, and their gradients scattered, one by one."""
+        table, m = self.table, self._m
+        keeps, off = table.keeps_gathered, np.isin(table.schedule, SPLIT_BACKWARD)
+        # Before each pass, unless a unit is still there from the one before, as a stage's last unit is.
+        forward, backward = np.where(keeps, 1.0, m), np.where(keeps | off, 0.0, m)
+        reductions = np.where(self._piped, 1.0, m)
+        embedding, *layers, head = (
+            _Sharded(self, shared, experts)
+            for _, shared, experts in (
+                (None, self._embedding, 0 * self._embedding),
+                *self._layers,
+                (None, self._head, 0 * self._head),
+            )
+        )
+        held = [self._first, *(held for held, _, _ in self._layers), self._last]
+        units = [embedding, *layers, head]
+
+        def total(quantity: str) -> Floats:
+            each = (count * getattr(unit, quantity)[:, None] for count, unit in zip(held, units, strict=True))
+            return sum(each, np.zeros(self._first.shape))
+
+        def widest(quantity: str) -> Floats:
+            layer = np.max([getattr(unit, quantity) for unit in layers], axis=0)[:, None]
+            stages = np.maximum(table["virtual_stages"], 1.0)[:, None]
+            return np.asarray(self._last * getattr(head, quantity)[:, None] + (stages - self._last) * layer)
+
+        # Weight gradients put off leave all of a stage as it was, and the next pass may find it so.
+        stay = np.where(off & ~keeps, m - 1.0, 0.0)[:, None]
+        out, gathered = total("out_s"), total("gather_s")
+        copied_out = np.maximum(forward[:, None] * out - stay * widest("out_s"), 0.0)
+        out_again = backward[:, None] * np.maximum(out - widest("out_s"), 0.0)
+        gathered_again = backward[:, None] * np.maximum(gathered - widest("gather_s"), 0.0)
+        # The first layer is gathered behind the embedding, which has nothing but its lookup to hide that.
+        second = np.min([unit.gather_s for unit in layers], axis=0) - embedding.out_s - lookup_s
+        lead = embedding.gather_s + np.maximum(second, 0.0)
+        lead = np.where(self._piped, 1.0, forward) * lead
+        once = reductions[:, None]
+        tail = self._end(embedding.tail_s, np.min([unit.tail_s for unit in layers], axis=0))
+        reduced = np.maximum(gathered_again + once * total("scatter_s"), once * total("replicate_s"))
+        full = table.fully_sharded[:, None]
+        # The first unit of a stage is gathered ahead of a pass, and the second while that waits for it.
+        ahead = 2.0 * np.maximum(
+            widest("gather_s"), np.max([unit.gather_s for unit in units], axis=0)[:, None] * stages_of(table)
+        )
+        self.first_gathers_s = np.where(full, np.maximum(gathered - ahead, 0.0), 0.0)
+        self.first_copies_s = np.where(full, copied_out / forward[:, None], 0.0)
+        self.last_copies_s = np.where(full, total("in_s") + (out_again + self._added()) / m[:, None], 0.0)
+        self.unit_gather_s = np.where(table.fully_sharded, np.min([unit.gather_s for unit in layers], axis=0), 0.0)
+        return (
+            PassTraffic(copied_out, forward[:, None] * gathered, np.broadcast_to(lead[:, None], out.shape)),
+            PassTraffic(out_again + once * total("in_s") + self._added(), reduced, once * tail),
+        )
+
+    def _added(self) -> Floats:
+        """Return what adding up gradients of micro batches takes where parameters are fully sharded."""
+        if self.spec.state.gradient_dtype == "reduce":
+            return np.zeros(self.shared.shape)
+        seconds = self._m * (self._compute + 2 * self._reduce) / self.context.roofline.memory_bytes_per_s
+        return np.where(self._piped[:, None], (self.shared + self.experts) * seconds[:, None], 0.0)
+
+    def _whole(self, rows: Rows) -> PassTraffic:
+        """Gradients are whole: reduced behind the backward pass that makes them, or after the last one."""
+        spec, table = self.spec, self.table
+        sharded, scattered = (table.state_shard[kind] > 1 for kind in ("optimizer", "gradients"))
+        # A sharded optimizer's traffic may go out behind backward, and come in behind the first forward pass.
+        fetched = sharded & ~scattered & spec.ddp.sharded_overlap
+        behind = fetched | (~sharded & spec.ddp.overlap)
+        every = self._m if spec.ddp.every_micro_batch else np.ones(len(table))
+        times = np.where(self._piped, 1.0, np.where(scattered, self._m, every))[:, None]
+        copies = np.zeros(self.shared.shape)
+        if spec.state.gradient_dtype != "reduce":
+            width = 3 * self.context.dtype_bytes(spec.state.gradient_dtype) / self.context.roofline.memory_bytes_per_s
+            copies = (self.shared + self.experts) * ((self._m - 1) * width)[:, None]
+        layers = [self._reduced(shared, experts, sharded) for _, shared, experts in self._layers]
+        embedding, head = (self._reduced(each, 0 * each, sharded) for each in (self._embedding, self._head))
+        held = [self._first, *(held for held, _, _ in self._layers), self._last]
+        each = (count * one[:, None] for count, one in zip(held, [embedding, *layers, head], strict=True))
+        reduced = sum(each, np.zeros(copies.shape))
+        tail = self._end(embedding, np.min(layers, axis=0))
+        one_by_one = (behind | scattered)[:, None]
+        late = np.where(
+            sharded[:, None],
+            self._of_all("reduce_scatter", self._reduce) if (sharded & ~behind).any() else 0.0,
+            self._of_all("all_reduce", self._reduce) if not (sharded | behind).all() else 0.0,
+        )
+        if sharded.any():
+            gathered = self._of_all("all_gather", self._compute)
+            self.last_s = self.last_s + np.where((rows & sharded & ~fetched)[:, None], gathered, 0.0)
+        self.settles = self.settles | (rows & behind)
+        return PassTraffic(
+            copies,
+            np.where(one_by_one, times * reduced, 0.0),
+            np.where(one_by_one, np.where(behind[:, None], times, 1.0) * tail, late),
+        )
+
+    def _end(self, embedding_s: Floats, layer_s: Floats) -> Floats:
+        """Return what the unit takes whose gradients a rank makes last."""
+        looped = (self.table["virtual_stages"] > 1)[:, None]
+        first, other = embedding_s[:, None], layer_s[:, None]
+        return np.where(self._first > 0, np.where(looped, np.minimum(first, other), first), other)
+
+    def _reduced(self, shared: Floats, experts: Floats, sharded: Rows) -> Floats:
+        """Return what reducing the gradients of one unit takes: in buckets, or scattered."""
+        size, reduce = self.spec.ddp.bucket_bytes, self._reduce
+        buckets = np.maximum(np.ceil((shared + experts) * reduce / size), 1.0) if size else 1.0
+        summed = buckets * self.send_s("all_reduce", "dp", shared / buckets, experts / buckets, reduce)
+        if not sharded.any():
+            return np.asarray(summed)
+        return np.where(sharded, self.send_s("reduce_scatter", "dp", shared, experts, reduce), summed)
+
+    def _of_all(self, op: str, width: float) -> Floats:
+        """Return what a collective of all that a rank holds takes, shape (plans, ranks)."""
+        ranks = range(self.shared.shape[1])
+        return np.stack([self.send_s(op, "dp", self.shared[:, r], self.experts[:, r], width) for r in ranks], axis=1)
+
+    def send_s(self, op: str, family: str, shared: Floats, experts: Floats, width: float) -> Floats:
+        """Return what a collective of some parameters takes, routed experts by themselves."""
+        groups = self.context.groups
+        total = groups.time_s(op, family, shared * width)
+        if experts.any():
+            total = total + np.where(experts > 0, groups.time_s(op, f"expert_{family}", experts * width), 0.0)
+        return total
+
+    def _update_s(self) -> Floats:
+        table, runtime, context = self.table, self.context.runtime, self.context
+        shards = (each["optimizer"][:, None] for each in (table.state_shard, table.expert_shard))
+        owned = sum(held / shard for held, shard in zip((self.shared, self.experts), shards, strict=True))
+        whole, away = self.shared + self.experts, table.offloaded["optimizer"][:, None]
+        moved = update_bytes(runtime, np.where(away, 0.0, owned), whole)
+        seconds = np.asarray(moved / context.roofline.update_bytes_per_s(updated_dtype(runtime)))
+        if away.any():
+            seconds = (
+                seconds + np.where(away, update_bytes(runtime, owned, 0.0), 0.0) / update_bytes_per_s(context)[:, None]
+            )
+        return seconds
+
+
+def stages_of(table: PlanTable) -> Floats:
+    """Return how many stages a rank has, as a column."""
+    return np.maximum(table["virtual_stages"], 1.0)[:, None]
+
+
+@dataclass(frozen=True, slots=True)
+class UnitTraffic:
+    """Seconds of one unit, one value a plan: copies out of its gather and into its reduction, both of these, sums over
+    replicas, and gradients added to those of micro batches before.
+    """
+
+    out_s: Floats
+    gather_s: Floats
+    in_s: Floats
+    added_s: Floats
+    reduce_s: Floats
+    replicate_s: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class PassTraffic:
+    """What comes with the passes of a step in one direction: `copies_s` on the compute stream, `stream_s` one after the
+    other on that of collectives, and of those `exposed_s`, which have nothing to hide behind.
+    """
+
+    copies_s: Floats
+    stream_s: Floats
+    exposed_s: Floats
+
+    def only(self, rows: Rows) -> PassTraffic:
+        here = rows[:, None]
+        return PassTraffic(*(np.where(here, each, 0.0) for each in (self.copies_s, self.stream_s, self.exposed_s)))
+
+    def plus(self, other: PassTraffic) -> PassTraffic:
+        return PassTraffic(
+            self.copies_s + other.copies_s, self.stream_s + other.stream_s, self.exposed_s + other.exposed_s
+        )
+
+
+class _Sharded:
+    """Seconds of one fully sharded unit: a gather and the copies out of it, a reduction and the copies into it."""
+
+    def __init__(self, traffic: LeastTraffic, shared: Floats, experts: Floats) -> None:
+        context, table = traffic.context, traffic.table
+        compute, reduce = context.dtype_bytes("gathered"), context.dtype_bytes("reduce")
+        elements = shared + experts
+        rate = context.roofline.packing_bytes_per_s(elements * compute)
+        whole = np.where(table["pp"] > 1, reduce, context.dtype_bytes(context.spec.state.unsharded_gradient_dtype))
+        copies = elements * (1.0 if context.spec.fsdp.copy_in_copy_out else 0.0)
+        self.out_s, self.in_s = copies * 2 * compute / rate, copies * (whole + reduce) / rate
+        self.gather_s = traffic.send_s("all_gather", "fsdp", shared, experts, compute)
+        self.scatter_s = traffic.send_s("reduce_scatter", "fsdp", shared, experts, reduce)
+        self.replicate_s = np.zeros(len(table))
+        if has_replicas(table).any():
+            groups = context.groups
+            shard = shared / groups.extent("fsdp")[0] + experts / groups.extent("expert_fsdp")[0]
+            self.replicate_s = groups.time_s("all_reduce", "replicate", shard * reduce)
+
+    @property
+    def tail_s(self) -> Floats:
+        """A reduction and what follows it."""
+        return self.scatter_s + self.replicate_s

@@ -1,0 +1,271 @@
+"""What no step of a plan can beat, as columns: a bound to search with, cheap because it follows no clock.
+
+A rank's device runs its passes and copies and receives its messages one after the other; its host issues all of it; the
+first micro batch passes other ranks before it gets there, and the last one after it has left. Nothing else that a step may
+wait for is counted, so the account of a step (`simulator.closed_form.account`), which walks through all of it, is never
+below. Block costs are summed over the blocks that a rank holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simulator.closed_form.data_parallel import FSDP_OPS, sm_share
+from simulator.closed_form.layer_cost import BlockCost
+from simulator.closed_form.least_traffic import LeastTraffic
+from simulator.columns.plan_columns import distinct
+from simulator.columns.plan_table import Floats
+from simulator.config.plan import Plan
+from simulator.pipeline.schedules import SPLIT_BACKWARD, V_SHAPED
+from simulator.pipeline.stages import StageLayout, stage_layers
+from simulator.step.context import CostContext
+from simulator.step.held import Parameters
+from simulator.step.host import again_host_s, host_synchronizes, layer_host_s, rest_host_s, step_host_s
+from simulator.step.update import NORM_AXES, NORM_BYTES
+
+LAYERS = ("dense", "moe")
+LAYER_PASSES = ("forward", "backward")
+LAGGING = ("ZBH1", "InterleavedZeroBubble")  # put off as many weight gradients as a rank has ranks before it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPasses:
+    """Seconds of one micro batch on each rank, shape (plans, ranks); of `backward`, `weight` is what schedules put off."""
+
+    forward: Floats
+    backward: Floats
+    weight: Floats
+
+    @property
+    def both(self) -> Floats:
+        return self.forward + self.backward
+
+
+class LowerBound:
+    """The bound of plans of `context`, whose ranks hold the layers of `layout` and send each other `message_bytes`."""
+
+    def __init__(
+        self,
+        context: CostContext,
+        layout: StageLayout,
+        blocks: Mapping[str, BlockCost],
+        parameters: Parameters,
+        message_bytes: Floats,
+    ) -> None:
+        self.context, self.layout, self.blocks, self.parameters = context, layout, blocks, parameters
+        self.table, self.spec = context.table, context.spec
+        self._message_bytes = message_bytes
+        self._hidden_share = sm_share(context, *FSDP_OPS)
+        calibration = context.calibration
+        self._clocks = 1.0 if calibration is None else min(1.0, calibration.burst)
+        self._stages = np.maximum(self.table["virtual_stages"], 1.0)
+
+    def step_s(self) -> Floats:
+        """Return seconds that the step takes at least, one value a plan."""
+        table, groups = self.table, self.context.groups
+        traffic = LeastTraffic(self.context, self.layout, self.parameters, self.blocks["embedding"].forward.device_s)
+        norm = sum((groups.time_s("all_reduce", axis, NORM_BYTES) for axis in NORM_AXES), np.zeros(len(table)))
+        # Ranks meet before they update.
+        computed = self._most(self._computing_s(traffic)) + self._most(traffic.last_s)
+        issued = self._most(self._issuing_s() + traffic.last_s)
+        return np.asarray(step_host_s(self.spec.host, self.context) + np.maximum(computed, issued) + norm)
+
+    def _computing_s(self, traffic: LeastTraffic) -> Floats:
+        """Return when the device of each rank has computed, gathered and reduced what it must."""
+        table, m = self.table, self.table.micro_batches[:, None]
+        device, hop = self.device(), self._hop_s()[:, None]
+        forward_s, backward_s = device.forward, device.backward
+        # In a pipeline a host that waits for the device may be late while that waits for messages.
+        waits = (host_synchronizes(self.spec.host, table) & (table["pp"] == 1))[:, None]
+        if waits.any():
+            host = self.host()
+            forward_s = np.where(waits, np.maximum(forward_s, host.forward), forward_s)
+            backward_s = np.where(waits, np.maximum(backward_s, host.backward), backward_s)
+        forward, backward = traffic.forward, traffic.backward
+        forward_s = m * forward_s + forward.copies_s + forward.exposed_s
+        backward_s = m * backward_s + backward.copies_s
+        own, tail = forward_s + backward_s, backward.exposed_s
+        settles, piped = traffic.settles[:, None], (table["pp"] > 1)[:, None]
+        in_turn = np.maximum(forward_s, forward.stream_s) + np.maximum(backward_s + tail, backward.stream_s)
+        alone = np.where(settles, in_turn, np.maximum(own + tail, forward.stream_s + backward.stream_s))
+        if not piped.any():
+            return np.asarray(alone)
+        own = own + m * self._messages() * hop
+        first = np.maximum(traffic.first_gathers_s - device.forward - traffic.first_copies_s, 0.0)
+        through = np.maximum(self._through(device, hop, m, own + first, traffic), self._wire_s(device, traffic))
+        return np.where(piped, through, alone)
+
+    def _wire_s(self, device: RankPasses, traffic: LeastTraffic) -> Floats:
+        """Return when the collectives of parameters that are let go after each pass have ended, one after the other.
+
+        Each is issued no later than when the unit before the one that needs it begins.
+        """
+        table, m = self.table, self.table.micro_batches[:, None]
+        passes = m * self._stages[:, None]
+        slack = sum(
+            (passes * np.maximum(self._layer_s(which) - traffic.unit_gather_s, 0.0)[:, None] for which in LAYER_PASSES),
+            np.zeros(device.forward.shape),
+        )
+        lets_go = (table.fully_sharded & ~table.keeps_gathered)[:, None]
+        return np.where(lets_go, traffic.forward.stream_s + traffic.backward.stream_s - slack, 0.0)
+
+    def _layer_s(self, which: str) -> Floats:
+        """Return what a layer's pass takes at most, with what is run again."""
+        most = np.zeros(len(self.table))
+        for name, block in self.blocks.items():
+            if name in LAYERS:
+                again = [cost.device_s for cost in block.recompute.values()] if which == "backward" else []
+                share = min((mode.layers for mode in self.spec.recompute.values() if mode.recomputes), default=1.0)
+                cost = getattr(block, which)
+                hidden = self._hidden_share * cost.hidden_s
+                most = np.maximum(most, cost.device_s + hidden + sum(again, np.zeros(len(most))) / share)
+        return most
+
+    def _issuing_s(self) -> Floats:
+        """Return when each host has issued everything."""
+        rest_s = rest_host_s(self.spec.host, self.table)[:, None]
+        return np.asarray(self.table.micro_batches[:, None] * self.host().both + rest_s)
+
+    def _most(self, of_ranks: Floats) -> Floats:
+        return np.asarray(of_ranks.max(axis=1, where=self.layout.exists, initial=0.0))
+
+    # --- one micro batch on a rank ------------------------------------------------------------------------------
+
+    def device(self) -> RankPasses:
+        """Return what kernels, at the quickest clocks, and the communication between them take."""
+        slower = 1.0 - self._clocks
+
+        def seconds(cost: str) -> Floats:
+            total = self._sum(cost, "device_s") + self._hidden_share * self._sum(cost, "hidden_s")
+            return total - slower * self._sum(cost, "compute_s") if slower else total
+
+        weight = self._clocks * self._sum("backward", "weight_s")
+        return RankPasses(forward=seconds("forward"), backward=seconds("backward") + seconds("again"), weight=weight)
+
+    def host(self) -> RankPasses:
+        """Return what the host takes to issue them."""
+        host = self.spec.host
+        forward_s, backward_s = (each[:, None] for each in layer_host_s(host, self.table))
+        again_s = again_host_s(host, self.table)[:, None]
+        dense, moe = self.layout.layers
+        again = self._sum("again", "host_s") + again_s * np.sum(
+            [self._wrapped(mode) for mode in self.layout.by_mode], axis=0
+        )
+        return RankPasses(
+            forward=self._sum("forward", "host_s") + (dense + moe) * forward_s,
+            backward=self._sum("backward", "host_s") + (dense + moe) * backward_s + again,
+            weight=self._sum("backward", "weight_host_s"),
+        )
+
+    def _sum(self, cost: str, quantity: str) -> Floats:
+        """Return a quantity of a pass (forward, backward; again: what recomputation repeats) of all blocks of a rank."""
+        layout, total = self.layout, np.zeros(self.layout.exists.shape)
+        if cost == "again":
+            for mode in layout.by_mode:
+                total = total + self._again(mode, quantity)
+            return total
+        held = dict(zip(LAYERS, layout.layers, strict=True)) | {"embedding": layout.first, "head": layout.last}
+        for name, block in self.blocks.items():
+            total = total + held[name] * np.asarray(getattr(getattr(block, cost), quantity))[:, None]
+        return total
+
+    def _again(self, mode: str, quantity: str) -> Floats:
+        each = {
+            name: np.asarray(getattr(block.recompute[mode], quantity), dtype=np.float64)[:, None]
+            for name, block in self.blocks.items()
+            if mode in block.recompute
+        }
+        total = np.zeros(self.layout.exists.shape)
+        share = self.spec.recompute[mode].layers
+        if share < 1 and each:  # whichever layers it wraps
+            return np.asarray(self._wrapped(mode) * np.minimum.reduce([*each.values()]) / share)
+        layers = dict(zip(LAYERS, self.layout.by_mode[mode], strict=True))
+        for name, seconds in each.items():
+            total = total + layers[name] * seconds
+        return total
+
+    def _wrapped(self, mode: str) -> Floats:
+        """Return how many layers of each rank a mode runs again at least: of those in a row on a stage every so many."""
+        spec, layers = self.spec.recompute[mode], np.add(*self.layout.by_mode[mode])
+        if not spec.recomputes:
+            return np.zeros(layers.shape)
+        period = round(1 / spec.layers)
+        return np.asarray(np.maximum(np.ceil((layers - self._stages[:, None] * (period - 1)) / period), 0.0))
+
+    # --- the pipeline -------------------------------------------------------------------------------------------
+
+    def _hop_s(self) -> Floats:
+        """Return what a message between neighbouring ranks takes, on one node or two."""
+        near, far = (self.context.groups.time_s("send_recv", axis, self._message_bytes) for axis in ("pp", "pp_across"))
+        return np.minimum(near, far)
+
+    def _messages(self) -> Floats:
+        """Return how many messages a rank receives for one micro batch: into each of its stages, forward and back."""
+        layout = self.layout
+        between = 2.0 * self._stages[:, None] - layout.first - layout.last
+        # The rank at the turn of a V has both stages beside it.
+        turn = np.isin(self.table.schedule, V_SHAPED)[:, None] & (
+            layout.rank + layout.rank_count == self.table["pp"][:, None]
+        )
+        return np.asarray(np.maximum(between - np.where(turn, 2.0, 0.0), 0.0))
+
+    def _through(self, device: RankPasses, hop: Floats, m: Floats, own: Floats, traffic: LeastTraffic) -> Floats:
+        """Return when each rank has done its `own` work behind what the first micro batch takes on its way there, and
+        before its `tail` or what the last one takes on its way back; or when one micro batch has passed all of them.
+        """
+        layout, tail = self.layout, traffic.backward.exposed_s
+        off = np.isin(self.table.schedule, SPLIT_BACKWARD)[:, None]
+        looped = self._stages[:, None] > 1
+        layer_forward, layer_back = (each[:, None] for each in self._layer_passes_s(off[:, 0]))
+        first = np.maximum(device.forward + traffic.first_copies_s, traffic.first_gathers_s)
+        last = device.backward - np.where(off, device.weight, traffic.last_copies_s * -1.0)
+        alike = layout.rank_count * layout.exists
+        # Ranks of a kind follow each other; the last of them is the furthest on the way.
+        # A message is the receiver's: of those there, the last is the rank's own.
+        before, hops = self._layers_before(), np.maximum(np.cumsum(alike, axis=1) - 1, 0) * hop
+        there, home = (
+            np.where(looped, before * layer + hops, np.cumsum(alike * (once + hop), axis=1) - (once + hop))
+            for layer, once in ((layer_forward, first), (layer_back, last))
+        )
+        there = np.maximum(there - hop, 0.0)
+        # Weight gradients put off may be what a rank does while the last micro batch goes home.
+        put_off = np.where(off, np.minimum(m, self._late_passes()) * device.weight, 0.0)
+        passing = device.both - np.where(off, device.weight, 0.0)
+        once = (alike * passing).sum(axis=1)[:, None]
+        return np.asarray(np.maximum(there + own + np.maximum(home - put_off, tail), once))
+
+    def _late_passes(self) -> Floats:
+        """Return how many micro batches' weight gradients a rank may owe at most when its last input gradient begins."""
+        layout, stages = self.layout, self._stages[:, None]
+        lags = np.isin(self.table.schedule, LAGGING)[:, None]
+        layers = np.maximum(np.add(*layout.layers), 1.0)
+        widest = np.minimum((np.ceil(layers / stages) + 2.0) / layers, 1.0)
+        return np.where(lags, (layout.rank + layout.rank_count) * np.where(stages > 1, widest, 1.0), np.inf)
+
+    def _layers_before(self) -> Floats:
+        """Return how many layers the first micro batch passes until it gets to the last rank of each kind: those of the first
+        stages of the ranks before it.
+        """
+        pp, total = self.table["pp"], (self.layout.rank_count * np.add(*self.layout.layers)).sum(axis=1)
+        rows, which = distinct(pp, self._stages)
+        ends = np.maximum(np.cumsum(self.layout.rank_count, axis=1) - 1, 0).astype(np.intp)
+        before = np.zeros(ends.shape)
+        for number, row in enumerate(rows):
+            plan = Plan(pp=int(pp[row]), virtual_stages=int(self._stages[row]))
+            layers = np.cumsum([0, *stage_layers(int(total[row]), plan, self.spec.pipeline)[: plan.pp - 1]])
+            here = which == number
+            before[here] = layers[np.minimum(ends[here], plan.pp - 1)]
+        return before
+
+    def _layer_passes_s(self, off: NDArray[np.bool_]) -> tuple[Floats, Floats]:
+        """Return what a layer takes forward and back at least."""
+        layers = [block for name, block in self.blocks.items() if name in LAYERS]
+        forward = np.minimum.reduce([block.forward.device_s for block in layers])
+        back = np.minimum.reduce(
+            [block.backward.device_s - np.where(off, block.backward.weight_s, 0.0) for block in layers]
+        )
+        return self._clocks * forward, self._clocks * back
