@@ -149,7 +149,7 @@ class LowerBound:
     def host(self) -> RankPasses:
         """Return what the host takes to issue them."""
         host = self.spec.host
-        forward_s, backward_s = (each[:, None] for each in layer_host_s(host, self.table))
+        forward_s, backward_s = (each[:, None] for each in layer_host_s(self.spec, self.table))
         again_s = again_host_s(host, self.table)[:, None]
         dense, moe = self.layout.layers
         again = self._sum("again", "host_s") + again_s * np.sum(
