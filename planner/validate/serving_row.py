@@ -13,8 +13,8 @@ from topology.codec import convert
 Degree = Annotated[int, Meta(ge=1, le=1024)]
 Tokens = Annotated[float, Meta(ge=1, le=1 << 20)]
 Requests = Annotated[int, Meta(ge=1, le=1 << 16)]
-Milliseconds = Annotated[float, Meta(gt=0, le=1e9)]
-Rate = Annotated[float, Meta(gt=0, le=1e9)]
+Milliseconds = Annotated[float, Meta(ge=1e-6, le=1e9)]
+Rate = Annotated[float, Meta(ge=1e-6, le=1e9)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -94,6 +94,7 @@ def seeds() -> Iterator[tuple[str, str, str]]:
         "other nodes, no option",
         "#SBATCH --nodes=32\n#SBATCH --gpus-per-node=8\n-m torchtitan.train \\\n",
     )
+    yield "serving point", "a rate of 1e-320", json.dumps({**POINT, "output_tok_s_per_gpu": 1e-320})
     yield "serving point", "a surrogate in a key", json.dumps(POINT)[:-1] + ', "\\ud800": 1}'
     yield "serving command", "a number of 400 digits", "vllm serve llama3-8b --max-num-batched-tokens 1" + "0" * 400
     for at, value in {
