@@ -51,6 +51,9 @@ class CausalAttention(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Take q (B, a, S, d) and k, v (B, a_kv, S, d); return (B, a, S, d)."""
         tokens = q.shape[2]
+        if q.dtype.itemsize > 2:
+            # No fused kernel takes grouped keys in wide types: torch would keep whole scores instead.
+            k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
         grouped = q.shape[1] != k.shape[1]
         with attention():
             if not 0 < self.window < tokens:

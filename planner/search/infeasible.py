@@ -16,14 +16,9 @@ from numpy.typing import NDArray
 
 from planner.io.figures import gpus_text, two_digits
 from planner.question.question import Question
-from planner.search.plan_space.branch_and_bound import (
-    NODES_AT_ONCE,
-    PLANS_AT_ONCE,
-    SCHEDULES_AT_ONCE,
-    Screened,
-    explore,
-)
+from planner.search.plan_space.branch_and_bound import SCHEDULES_AT_ONCE, explore
 from planner.search.plan_space.candidates import STATED, Bounds, Nodes, enumerate_nodes, plan_of
+from planner.search.plan_space.screened import NODES_AT_ONCE, PLANS_AT_ONCE, Screened
 from planner.search.scaling import scale_memory, with_gpus
 from simulator.calibration.intervals import memory_factors
 from simulator.closed_form.screening import Screening

@@ -23,9 +23,10 @@ from planner.search.fixes import find_fixes
 from planner.search.flips import FlipPoint, find_flips, memory_flip
 from planner.search.gpu_counts import cost_per_million_tokens
 from planner.search.infeasible import no_fitting_plan, no_legal_plan, nothing_fits
-from planner.search.plan_space.branch_and_bound import Explored, Screened, explore, pareto_rows
+from planner.search.plan_space.branch_and_bound import Explored, explore, pareto_rows
 from planner.search.plan_space.candidates import Bounds, Nodes, enumerate_nodes
 from planner.search.plan_space.overlap_choice import with_overlap_by_site
+from planner.search.plan_space.screened import Screened
 from planner.search.reasons import why_it_lost
 from planner.search.result import MayFit, RankedPlan, SearchResult, SearchStats
 from planner.search.stages.assignment import NEAR_FIT, AssignedPipelines, assign_stages, plan_of_row

@@ -15,8 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.question.question import Question
-from planner.search.plan_space.branch_and_bound import Explored, explore, grids_of
+from planner.search.plan_space.branch_and_bound import Explored, explore
 from planner.search.plan_space.candidates import Bounds, enumerate_nodes, plan_of
+from planner.search.plan_space.screened import grids_of
 from simulator.calibration.intervals import memory_factors
 from simulator.closed_form.estimates import estimate_plans
 from simulator.closed_form.screening import Screening

@@ -21,20 +21,17 @@ from simulator.closed_form.pipeline_account import (
     End,
     Hops,
     RankCounts,
-    Table,
     finish,
     issued,
     peak_of,
-    rounds_of,
-    table_of,
     walk_table,
-    walked,
 )
 from simulator.closed_form.scenario import Scenario
 from simulator.closed_form.tally import CATEGORIES, PARTS, Tally
 from simulator.columns.plan_columns import distinct, words
 from simulator.columns.plan_table import Floats, PlanTable
 from simulator.config.plan import Plan
+from simulator.pipeline.schedule_walk import Table, rounds_of, table_of, walked
 from simulator.pipeline.schedules import Kind, default_schedule
 from simulator.runtimes.library import ModelOperators
 from simulator.step.context import CostContext

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from simulator.closed_form.account import AccountInputs, alike, hops_of, plan_of, stage_units
 from simulator.closed_form.block_times import BlockTimes
 from simulator.closed_form.least_traffic import LeastTraffic, UnitTraffic
-from simulator.closed_form.pipeline_account import Gathered, PassKind, Table, table_of, walked
 from simulator.columns.plan_table import Floats
 from simulator.pipeline.schedule_program import TURNS
+from simulator.pipeline.schedule_walk import Gathered, PassKind, Table, table_of, walked
 from simulator.pipeline.schedules import Kind, default_schedule
 from simulator.pipeline.stages import stage_layout
 from simulator.step.host import step_host_s

@@ -17,33 +17,34 @@ answer may be from the best.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
 from planner.search.plan_space.candidates import Nodes
-from planner.search.plan_space.collected import Collected, Threshold
-from simulator.closed_form.screening import Screening, SharedBlocks
+from planner.search.plan_space.collected import Threshold
+from planner.search.plan_space.screened import (
+    PLANS_AT_ONCE,
+    Progress,
+    Rows,
+    Screened,
+    StepBounds,
+    expiry,
+    floor_s,
+    ignore,
+)
+from simulator.closed_form.screening import Screening
 from simulator.columns.plan_columns import PlanColumns, concatenate, distinct
 from simulator.columns.plan_table import Floats, PlanTable
 from simulator.pipeline.schedules import SPLIT_BACKWARD
 
-NODES_AT_ONCE = 4096  # nodes whose leaves are screened at once: limits memory, and lets a deadline take effect
-PLANS_AT_ONCE = 1 << 15  # plans bounded or costed at once
 FIRST_PLANS = 64  # plans costed in full at first; the best of them bounds the rest
 FIRST_TABLES = 4  # schedule tables whose plans are costed together next; twice as many each time after
 SCHEDULES_AT_ONCE = 64  # plans whose schedule table is counted at once
-MAX_NEAR_MISSES = 2048  # pipelines that nearly fit, at most
 # How much slower than the last plan to list a pipeline may be, split evenly, for its stages to be assigned: better
 # stages took off 7 % at most in the searches of tests/bench/search_cost.py, mostly less than 2.
 NEAR_LIST = 0.05
-
-Progress = Callable[[str], None]
-Rows = NDArray[np.intp]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,94 +71,6 @@ class Explored:
 
     def __len__(self) -> int:
         return len(self.step_s)
-
-
-class Screened:
-    """The leaves of a space that fit its memory, and their variants with lower bounds of the step: what searches for plans
-    that need no more than a part of the memory share.
-    """
-
-    def __init__(
-        self,
-        screening: Screening,
-        nodes: Nodes,
-        recomputes: tuple[str, ...],
-        *,
-        nearly: float = 1.0,
-        deadline: float | None = None,
-        progress: Progress | None = None,
-    ) -> None:
-        """Screen memory; with `nearly` above one, pipelines that need up to that many times as much are kept, too."""
-        self.screening, self.nodes, self.recomputes = screening, nodes, recomputes
-        self.expired, self.report = _clock(deadline), progress or _ignore
-        self.shared = screening.blocks(nodes.columns, recomputes)
-        fitting, near, seen = _screen_memory(screening, nodes, self.shared, nearly, self.expired, self.report)
-        self.all_nodes_seen = seen == len(nodes)
-        nothing = nodes.columns.take(slice(0)), np.empty(0, dtype=np.intp), np.empty(0)
-        self.leaves = fitting.concatenated() if len(fitting) else nothing
-        self.near = near.concatenated() if len(near) else nothing
-
-    @cached_property
-    def bounds(self) -> _Bounds:
-        """The variants of the leaves that fit."""
-        return _Bounds(self, *_fitting_variants(self.screening, self.nodes, self.shared, self.leaves))
-
-    def near_misses(self, limit_bytes: float, nearly: float) -> tuple[PlanColumns, Floats]:
-        """Return the pipelines that miss a limit by least, and lower bounds of their steps in seconds."""
-        parts = []
-        for columns, of_node, reserved in (self.leaves, self.near):
-            rows = np.nonzero((columns.pp > 1) & (reserved > limit_bytes) & (reserved <= limit_bytes * nearly))[0]
-            parts.append((columns.take(rows), of_node[rows], reserved[rows]))
-        columns = concatenate([part[0] for part in parts])
-        of_node, reserved = (np.concatenate([part[n] for part in parts]) for n in (1, 2))
-        if not len(columns):
-            return columns, np.empty(0)
-        rows = np.sort(np.argsort(reserved, kind="stable")[:MAX_NEAR_MISSES])
-        columns = columns.take(rows)
-        return columns, self.screening.plans(columns, self.shared, of_node[rows]).at_least_s()
-
-
-class _Bounds:
-    """Variants, the bytes they reserve, their grids, and lower bounds of their steps as far as there was time.
-
-    Of those that were `accounted`, `step_s` is the step without flushes and `peak_bytes` what it holds at one moment.
-    """
-
-    def __init__(self, screened: Screened, variants: PlanColumns, reserved: Floats, of_node: Rows) -> None:
-        self.screening, self.variants, self.reserved = screened.screening, variants, reserved
-        self.grid = grids_of(screened.nodes.columns)[of_node]
-        self.table = self.screening.table(variants)
-        self.shared = self.screening.blocks(self.table, screened.recomputes)
-        self.step_bound = np.full(len(variants), floor_s(self.screening, variants))
-        self._parts = list(_batches(len(variants)))
-        self.accounted = np.zeros(len(variants), dtype=np.bool_)
-        self.walked = variants.pp == 1  # whose bound is that of their schedule's table
-        self.step_s, self.peak_bytes = np.zeros(len(variants)), np.zeros(len(variants))
-
-    def account(self, rows: Rows) -> None:
-        """Account for those of some variants that have not been."""
-        rows = rows[~self.accounted[rows]]
-        if len(rows):
-            some = self.screening.plans(self.table.take(rows), self.shared, rows)
-            self.step_s[rows], self.peak_bytes[rows] = some.step_s(), some.peak_bytes()
-            self.accounted[rows] = True
-
-    def walk(self, rows: Rows) -> None:
-        """Raise the bounds of some variants to what their schedules' tables show."""
-        rows = rows[~self.walked[rows]]
-        some = self.screening.plans(self.table.take(rows), self.shared, rows)
-        self.step_bound[rows] = np.maximum(some.at_least_by_schedule_s(), self.step_bound[rows])
-        self.walked[rows] = True
-
-    def find(self, expired: Callable[[], bool], report: Progress) -> None:
-        """Bound what has not been bounded yet, until the time is over."""
-        while self._parts:
-            part = self._parts.pop(0)
-            some = self.screening.plans(self.table.take(part), self.shared, part)
-            self.step_bound[part] = np.maximum(some.at_least_s(), self.step_bound[part])
-            report(f"bounded {part[-1] + 1:,} of {len(self.variants):,} plans that fit")
-            if expired():
-                break
 
 
 def explore(
@@ -203,72 +116,13 @@ def explore(
         objective=objective,
         keep=keep,
         one_per_grid=one_per_grid,
-        expired=_clock(deadline),
-        report=progress or _ignore,
+        expired=expiry(deadline),
+        report=progress or ignore,
     )
     search.run()
     return search.result(
         legal=legal, all_nodes_seen=screened.all_nodes_seen, near_misses=near if nearly > 1.0 else None
     )
-
-
-def _screen_memory(
-    screening: Screening,
-    nodes: Nodes,
-    shared: SharedBlocks,
-    nearly: float,
-    expired: Callable[[], bool],
-    report: Progress,
-) -> tuple[Collected, Collected, int]:
-    """Return the leaves that fit, the pipelines that need up to `nearly` times the memory, and the nodes looked at."""
-    fitting, near_misses = Collected(), Collected()
-    capacity = screening.limit_bytes
-    least_recompute, least_saved = nodes.with_recompute("none"), shared.keeping_least()
-    seen = 0
-    # A batch takes every so many nodes, so that a search cut short has seen some of everything.
-    batches = -(-len(nodes) // NODES_AT_ONCE)
-    for number in range(batches):
-        rows = np.arange(number, len(nodes), batches)
-        # Skip nodes on which nothing fits, even if activations cost what they do under the leanest recomputation.
-        trial, of_node = least_recompute.leaves(rows)
-        lowest = screening.plans(trial, least_saved, of_node).reserved_bytes(at_least=True)
-        limit = capacity * np.where(nodes.columns.pp[of_node] > 1, nearly, 1.0)
-        leaves, of_node = nodes.leaves(np.unique(of_node[lowest <= limit]))
-        for part in _batches(len(leaves)):
-            some, some_nodes = leaves.take(part), of_node[part]
-            reserved = screening.plans(some, shared, some_nodes).reserved_bytes(at_least=True)
-            fit = np.nonzero(reserved <= capacity)[0]
-            if len(fit):
-                fitting.add(some.take(fit), some_nodes[fit], reserved[fit])
-            miss = np.nonzero((reserved > capacity) & (reserved <= capacity * nearly) & (some.pp > 1))[0]
-            if len(miss):
-                near_misses.add(some.take(miss), some_nodes[miss], reserved[miss])
-        seen += len(rows)
-        report(f"memory of {seen:,} of {len(nodes):,} nodes")
-        if expired() and len(fitting):
-            break
-    return fitting, near_misses, seen
-
-
-def _fitting_variants(
-    screening: Screening, nodes: Nodes, shared: SharedBlocks, fitting: tuple[PlanColumns, Rows, Floats]
-) -> tuple[PlanColumns, Floats, Rows]:
-    """Return the variants of all leaves that fit, the bytes they reserve, and the node of each."""
-    leaves, of_node, reserved = fitting
-    variants, of_leaf = nodes.variants(leaves, of_node)
-    reserved, of_node = reserved[of_leaf], of_node[of_leaf]
-    # Leaves do not overlap communication yet: variants that do need symmetric memory as well.
-    overlapping = np.nonzero(variants.tp_overlap != "none")[0]
-    for part in _batches(len(overlapping)):
-        rows = overlapping[part]
-        reserved[rows] = screening.plans(variants.take(rows), shared, of_node[rows]).reserved_bytes(at_least=True)
-    fit = np.nonzero(reserved <= screening.limit_bytes)[0]
-    return variants.take(fit), reserved[fit], of_node[fit]
-
-
-def grids_of(columns: PlanColumns) -> Rows:
-    """Return a number for each plan, equal for plans of equal degrees."""
-    return distinct(columns.dp_replicate, columns.dp_shard, columns.tp, columns.cp, columns.pp, columns.ep)[1]
 
 
 class _BestFirst:
@@ -283,7 +137,7 @@ class _BestFirst:
     def __init__(
         self,
         screening: Screening,
-        bounds: _Bounds,
+        bounds: StepBounds,
         *,
         objective: str,
         keep: int,
@@ -452,13 +306,6 @@ def _schedule_tables(table: PlanTable) -> Rows:
     )[1]
 
 
-def floor_s(screening: Screening, plans: PlanColumns) -> float:
-    """Return seconds that no plan can beat: the model's FLOP at the dense peak rate of all GPUs (datasheet)."""
-    workload = screening.scenario.workload
-    flops = screening.scenario.model.training_flops_per_token(workload.seq_len, causal=True) * workload.tokens_per_step
-    return flops / (screening.peak_flops * float(plans.gpus.max()))
-
-
 def pareto_rows(step_s: Floats, reserved_bytes: Floats) -> list[int]:
     """Return the plans that no other beats in both, quickest first; of equal plans the first."""
     order = np.lexsort((np.arange(len(step_s)), reserved_bytes, step_s))
@@ -468,16 +315,3 @@ def pareto_rows(step_s: Floats, reserved_bytes: Floats) -> list[int]:
             rows.append(int(row))
             least = float(reserved_bytes[row])
     return rows
-
-
-def _batches(count: int) -> Iterator[Rows]:
-    for start in range(0, count, PLANS_AT_ONCE):
-        yield np.arange(start, min(start + PLANS_AT_ONCE, count))
-
-
-def _clock(deadline: float | None) -> Callable[[], bool]:
-    return lambda: deadline is not None and time.monotonic() > deadline
-
-
-def _ignore(_text: str) -> None:
-    """Report no progress."""

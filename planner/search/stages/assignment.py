@@ -16,8 +16,9 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.search.plan_space.branch_and_bound import Explored, grids_of
+from planner.search.plan_space.branch_and_bound import Explored
 from planner.search.plan_space.candidates import NODE_FIELDS, Nodes, plan_of
+from planner.search.plan_space.screened import grids_of
 from planner.search.stages.options import cost_blocks
 from planner.search.stages.solver import solve_stages
 from simulator.closed_form.estimates import estimate_plans
