@@ -137,14 +137,16 @@ def estimate_plans(
     layout = stage_layout(model, table, operators.spec.pipeline)
     parameters = local_parameters(model, context)
     memory = memory_columns(model, operators, context, layout, blocks, parameters)
-    memory = memory.scaled(known_costs(scenario).reserved)
+    factor = known_costs(scenario).reserved
+    memory = memory.scaled(factor)
     micro = micro_batches(model, operators, context, layout, blocks, parameters)
     if counted:
         account = account_plans(account_inputs(scenario, context, operators, blocks, parameters))
         step = accounted_step(account, micro, context)
         # What is allocated at one moment is no more than what the allocator holds.
-        reserved_by_rank = np.maximum(memory.reserved_bytes, account.peak_bytes)
-        memory = replace(memory, peak_bytes=account.peak_bytes, reserved_bytes=reserved_by_rank)
+        peak_bytes = factor * account.peak_bytes
+        reserved_bytes = np.maximum(memory.reserved_bytes, peak_bytes)
+        memory = replace(memory, peak_bytes=peak_bytes, reserved_bytes=reserved_bytes)
     else:
         step = step_cost(operators, context, layout, parameters, micro)
     capacity = cluster.gpu_memory_bytes - CONTEXT_BYTES

@@ -96,6 +96,7 @@ def test_a_model_left_out_is_predicted_from_the_other(learned) -> None:
     assert errors["memory"] < 0.05
 
 
+@pytest.mark.long
 def test_hosts_that_pay_for_every_tensor_parallel_rank_of_a_pipeline_and_crossings_of_nodes_are_found() -> None:
     """Runs on two nodes, made by costs that no description has: both come out, and steps with them."""
     truth = {"tp_rank_layer_s": 3e-3, "crossing_s": 4e-4}

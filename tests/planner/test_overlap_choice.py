@@ -40,14 +40,14 @@ def test_no_other_choice_of_modes_is_better(name, gpus, length, memory_gib):
         question_of(model, machine, workload, framework="meshwright"),
         SearchOptions(top=8, simulate=False, bounds=Bounds(max_micro_batch=1, max_cp=1, max_pp=2)),
     )
-    best = next(ranked for ranked in answer.plans if ranked.plan.tp > 1)
-    table = estimate_plans(
-        Scenario(model=model, cluster=machine, workload=workload, runtime=answer.question.runtime),
-        [replace(best.plan, tp_overlap=text) for text in EVERY],
-    )
-
-    assert best.plan.tp_overlap != NONE
-    assert best.estimate.step_s.value == pytest.approx(table.step_s.min(), rel=1e-9)
+    cut = [ranked for ranked in answer.plans if ranked.plan.tp > 1][:3]
+    assert any(ranked.plan.tp_overlap != NONE for ranked in cut)
+    for ranked in cut:
+        table = estimate_plans(
+            Scenario(model=model, cluster=machine, workload=workload, runtime=answer.question.runtime),
+            [replace(ranked.plan, tp_overlap=text) for text in EVERY],
+        )
+        assert ranked.estimate.step_s.value == pytest.approx(table.step_s.min(), rel=1e-9)
 
 
 def test_what_modes_hide_adds_up_to_the_plan():
