@@ -40,7 +40,7 @@ from simulator.columns.plan_table import Floats, PlanTable
 from simulator.pipeline.schedules import SPLIT_BACKWARD
 
 FIRST_PLANS = 64  # plans costed in full at first; the best of them bounds the rest
-FIRST_TABLES = 4  # schedule tables whose plans are costed together next; twice as many each time after
+PLANS_A_TABLE = 16  # of so many plans costed at once, one schedule table's
 SCHEDULES_AT_ONCE = 64  # plans whose schedule table is counted at once
 # How much slower than the last plan to list a pipeline may be, split evenly, for its stages to be assigned: better
 # stages took off 7 % at most in the searches of tests/bench/search_cost.py, mostly less than 2.
@@ -169,7 +169,8 @@ class _BestFirst:
             rows = self._promising(size)
             if not len(rows):
                 break
-            if self.objective == "time" and np.isfinite(self.threshold.value) and not self.bounds.walked[rows].all():
+            limited = self.objective == "time" and np.isfinite(self.threshold.of(self.grid[rows])).all()
+            if limited and not self.bounds.walked[rows].all():
                 self.bounds.walk(rows)
                 self.left = self.left[np.argsort(self.bound[self.left], kind="stable")]
             else:
@@ -187,16 +188,18 @@ class _BestFirst:
         if self.objective == "pareto":
             self.left = self._undominated(self.left)
             return self.left[:size]
-        limit = self.threshold.value
-        rows = self.left[self.bound[self.left] <= limit]
+        limits = self.threshold.of(self.grid[self.left])
+        promising = self.bound[self.left] <= limits
+        rows = self.left[promising]
         if self.objective == "memory":
             return rows[:size]
-        if not np.isfinite(limit):  # plans without a pipeline, as they are cheap, then one of every grid
-            alone = rows[self.variants.pp[rows] == 1]
-            return alone if len(alone) else rows[np.sort(np.unique(self.grid[rows], return_index=True)[1])]
+        unlimited = rows[~np.isfinite(limits[promising])]
+        if len(unlimited):  # plans without a pipeline, as they are cheap, then one of every grid
+            alone = unlimited[self.variants.pp[unlimited] == 1]
+            return alone if len(alone) else unlimited[np.sort(np.unique(self.grid[unlimited], return_index=True)[1])]
         tables = self.schedule_table[rows]
         first = np.sort(np.unique(tables, return_index=True)[1])
-        return rows[np.isin(tables, tables[first[: size * FIRST_TABLES // FIRST_PLANS]])]
+        return rows[np.isin(tables, tables[first[: max(1, size // PLANS_A_TABLE)]])]
 
     def result(self, *, legal: int, all_nodes_seen: bool, near_misses: tuple[PlanColumns, Floats] | None) -> Explored:
         """Return what was found.
@@ -205,16 +208,17 @@ class _BestFirst:
         """
         # Plans costed in vain are left out: which those are depends on how many were costed at once.
         needed = np.zeros(len(self.variants), dtype=np.bool_)
-        needed[self.within] = self.bound[self.within] <= self.threshold.value
+        limits = self.threshold.of(self.grid)
+        needed[self.within] = self.bound[self.within] <= limits[self.within]
         if self.objective == "pareto":
             self.left = self._undominated(self.left)
             needed = np.isin(np.arange(len(self.variants)), self._undominated(self.within))
         elif self.objective == "time":
-            needed &= ~self.costed | (self.seconds <= self.threshold.value)
+            needed &= ~self.costed | (self.seconds <= limits)
         found = np.nonzero(needed & np.isfinite(self.step))[0]
         near, near_s = self.variants.take(slice(0)), np.empty(0)
         complete = all_nodes_seen and (
-            not len(self.left) or (self.objective != "pareto" and self.bound[self.left[0]] > self.threshold.value)
+            not len(self.left) or (self.objective != "pareto" and (self.bound[self.left] > limits[self.left]).all())
         )
         bound = self._bound_of_all(found, all_nodes_seen=all_nodes_seen)
         if near_misses is not None and (self.objective == "time" or not len(found)):
@@ -275,6 +279,9 @@ class _BestFirst:
         """Return the pipelines whose step may come near the list, with lower bounds of their steps in seconds."""
         limit_s = self.threshold.value * (1 + NEAR_LIST) if self.objective == "time" else np.inf
         fitting = self.within[(self.variants.pp[self.within] > 1) & (self.step_bound[self.within] <= limit_s)]
+        if np.isfinite(limit_s) and not self.expired():
+            self.bounds.walk(fitting)
+            fitting = fitting[self.step_bound[fitting] <= limit_s]
         columns, bound_s = near_misses
         missing = np.nonzero(bound_s <= limit_s)[0]
         near = concatenate([self.variants.take(fitting), columns.take(missing)])

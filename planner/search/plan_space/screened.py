@@ -96,6 +96,8 @@ class StepBounds:
     def walk(self, rows: Rows) -> None:
         """Raise the bounds of some variants to what their schedules' tables show."""
         rows = rows[~self.walked[rows]]
+        if not len(rows):
+            return
         some = self.screening.plans(self.table.take(rows), self.shared, rows)
         self.step_bound[rows] = np.maximum(some.at_least_by_schedule_s(), self.step_bound[rows])
         self.walked[rows] = True
