@@ -223,8 +223,8 @@ CHUNKS = [
 @pytest.fixture(scope="module", params=["time", "pareto"])
 def listed(request):
     """Return an objective, and the answer with chunks as they are."""
-    question = question_of(LLAMA8B, make_cluster(), Workload(seq_len=4096, global_batch_size=64))
-    return request.param, suggest(question, SearchOptions(objective=request.param, simulate=False, top=12))
+    question = question_of(LLAMA8B, make_cluster(), Workload(seq_len=8192, global_batch_size=128))
+    return request.param, suggest(question, SearchOptions(objective=request.param, simulate=False, top=5))
 
 
 @pytest.mark.parametrize(("name", "size"), CHUNKS)
@@ -232,7 +232,7 @@ def test_chunks_do_not_change_the_answer(listed, monkeypatch, name, size):
     """Byte for byte, account included; some of the plans listed have layers that CP-SAT put on their stages."""
     objective, whole = listed
     monkeypatch.setattr(f"planner.search.plan_space.branch_and_bound.{name}", size)
-    parts = suggest(whole.question, SearchOptions(objective=objective, simulate=False, top=12))
+    parts = suggest(whole.question, SearchOptions(objective=objective, simulate=False, top=5))
 
     assert any(ranked.plan.layers_per_stage for ranked in whole.plans) == (objective == "time")
     assert without_clock(parts) == without_clock(whole)
