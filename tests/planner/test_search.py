@@ -212,11 +212,11 @@ def without_clock(result):
 
 
 CHUNKS = [
-    ("NODES_AT_ONCE", 97),
-    ("PLANS_AT_ONCE", 211),
-    ("FIRST_PLANS", 1),
-    ("FIRST_PLANS", 10**6),
-    ("SCHEDULES_AT_ONCE", 1),
+    ("screened.NODES_AT_ONCE", 97),
+    ("screened.PLANS_AT_ONCE", 211),
+    ("branch_and_bound.FIRST_PLANS", 1),
+    ("branch_and_bound.FIRST_PLANS", 10**6),
+    ("branch_and_bound.SCHEDULES_AT_ONCE", 1),
 ]
 
 
@@ -231,7 +231,7 @@ def listed(request):
 def test_chunks_do_not_change_the_answer(listed, monkeypatch, name, size):
     """Byte for byte, account included; some of the plans listed have layers that CP-SAT put on their stages."""
     objective, whole = listed
-    monkeypatch.setattr(f"planner.search.plan_space.branch_and_bound.{name}", size)
+    monkeypatch.setattr(f"planner.search.plan_space.{name}", size)
     parts = suggest(whole.question, SearchOptions(objective=objective, simulate=False, top=5))
 
     assert any(ranked.plan.layers_per_stage for ranked in whole.plans) == (objective == "time")

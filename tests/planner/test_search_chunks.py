@@ -10,7 +10,7 @@ import pytest
 from hypothesis import event, given, settings
 
 from planner.question.question import question_of
-from planner.search.plan_space import branch_and_bound
+from planner.search.plan_space import branch_and_bound, screened
 from planner.search.plan_space.candidates import Bounds
 from planner.search.search import SearchOptions, suggest
 from simulator.config.workload import Workload
@@ -21,7 +21,7 @@ from topology.errors import Infeasible
 
 EVERYTHING = 10**6
 CHUNKS = st.fixed_dictionaries(
-    {name: st.sampled_from((1, 7, 64, EVERYTHING)) for name in ("NODES_AT_ONCE", "FIRST_PLANS", "SCHEDULES_AT_ONCE")}
+    {name: st.sampled_from((1, 7, 64, EVERYTHING)) for name in ("FIRST_PLANS", "SCHEDULES_AT_ONCE")}
 )
 WIDEST = st.sampled_from((64, 512, EVERYTHING))  # of which later rounds cost an eighth at once
 
@@ -71,12 +71,16 @@ def answer(question, **options):
     top=st.integers(1, 6),
     all_variants=st.booleans(),
     chunks=CHUNKS,
+    nodes=st.sampled_from((1, 7, 64, EVERYTHING)),
     widest=WIDEST,
 )
-def test_no_chunk_changes_any_answer(question, objective, top, all_variants, chunks, widest):
+def test_no_chunk_changes_any_answer(question, objective, top, all_variants, chunks, nodes, widest):
     options = {"objective": objective, "top": top, "all_variants": all_variants}
     whole, filled = answer(question, **options)
-    with patch.multiple(branch_and_bound, PLANS_AT_ONCE=widest, **chunks):
+    with (
+        patch.multiple(screened, PLANS_AT_ONCE=widest, NODES_AT_ONCE=nodes),
+        patch.multiple(branch_and_bound, PLANS_AT_ONCE=widest, **chunks),
+    ):
         parts, _ = answer(question, **options)
     event("with stages filled" if filled else "as the runtime splits them")
 
