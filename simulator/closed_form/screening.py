@@ -38,6 +38,9 @@ from simulator.step.context import CostContext
 from simulator.step.held import Parameters, local_parameters
 from simulator.step.walk import message_bytes
 
+# A bound may be the step itself, added up in another order: it is told so much lower.
+ROUNDED = 1.0 - 1e-12
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedBlocks:
@@ -170,12 +173,12 @@ class ScreenedPlans:
         sent = message_bytes(self.context, self.screening.scenario.model.hidden)
         with np.errstate(invalid="ignore"):
             bound = LowerBound(self.context, self.layout, self.blocks, self.parameters, sent).step_s()
-        return np.nan_to_num(bound, nan=np.inf)
+        return np.nan_to_num(bound * ROUNDED, nan=np.inf)
 
     def at_least_by_schedule_s(self) -> Floats:
         """Return a lower bound of the step that its schedule's table is walked for; dearer, and 0 without a pipeline."""
         with np.errstate(invalid="ignore"):
-            return np.nan_to_num(scheduled_at_least_s(self._inputs), nan=np.inf)
+            return np.nan_to_num(scheduled_at_least_s(self._inputs) * ROUNDED, nan=np.inf)
 
     @property
     def _inputs(self) -> AccountInputs:
