@@ -168,7 +168,7 @@ def _counted(tally: Tally, *, settles: bool, gathers: bool) -> PassCounts:
         waits_s=np.where(tally.host[0] > 0.0, tally.host[0], LONG_AGO),
         lead_s=lead_s,
         tail_s=tail_s,
-        sent_s=np.zeros(tally.rows) if tally.has_replicas else tally.sent_s[0],
+        sent_s=np.where(tally.replicated, 0.0, tally.sent_s[0]),
         kept=tally.bytes.now - before_bytes,
         most=tally.bytes.most - before_bytes,
         settles=settles,

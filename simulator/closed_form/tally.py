@@ -8,6 +8,7 @@ gives SMs and memory bandwidth to collectives beside it for as long as they last
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from simulator.closed_form.block_times import Background, BlockTimes, PassTimes, TrafficTimes
 from simulator.columns.plan_table import Floats
@@ -145,9 +146,10 @@ class Tally:
         return np.asarray(np.max([*self.clocks.values(), self.host], axis=0))
 
     @property
-    def has_replicas(self) -> bool:
-        """Whether shards have been summed over replicas, on a stream of their own."""
-        return REPLICAS in self._beside
+    def replicated(self) -> NDArray[np.bool_]:
+        """In which plans shards have been summed over replicas, on a stream of their own."""
+        beside = self._beside.get(REPLICAS)
+        return np.zeros(self.rows, dtype=np.bool_) if beside is None else beside.seconds > 0
 
     def begin_pass(self, *, compute_s: Value, wire_s: Value, host_s: Value) -> None:
         """Set all clocks: a pass to come is counted from there."""

@@ -116,8 +116,8 @@ def test_the_search_finds_what_brute_force_finds(block, tmp_path_factory):
 
 
 def test_what_bounds_the_step_is_never_above_it(tmp_path):
-    """Plans of ten questions: both bounds of the step, and memory where schedules are not counted."""
-    for seed in range(100, 110):
+    """Plans of twelve questions: both bounds of the step, and memory where schedules are not counted."""
+    for seed in (29, 37, *range(100, 110)):
         model, cluster, workload, framework, runtime, gpus, bounds = draw(seed, tmp_path)
         found = enumerate_candidates(
             question_of(model, cluster, workload, framework=framework, runtime=runtime, gpus=gpus), bounds=bounds
@@ -131,6 +131,9 @@ def test_what_bounds_the_step_is_never_above_it(tmp_path):
         plans = screening.plans(found, shared, np.arange(len(found)))
         exact = plans.reserved_bytes()
 
+        for row in np.random.default_rng(seed).integers(len(found), size=3):  # the same alone as among others
+            alone = screening.plans(found.take([row]), shared, np.array([row]))
+            assert alone.step_s()[0] == pytest.approx(plans.step_s()[row], rel=1e-9)
         assert (plans.at_least_s() <= plans.step_s() * (1 + 1e-12)).all()
         assert (plans.at_least_by_schedule_s() <= plans.step_s() * (1 + 1e-12)).all()
         assert (plans.reserved_bytes(at_least=True) <= exact * (1 + 1e-12)).all()

@@ -214,7 +214,7 @@ class _BestFirst:
             self.left = self._undominated(self.left)
             needed = np.isin(np.arange(len(self.variants)), self._undominated(self.within))
         elif self.objective == "time":
-            needed &= ~self.costed | (self.seconds <= limits)
+            needed[self.within] = (self.costed & (self.seconds <= limits))[self.within]
         found = np.nonzero(needed & np.isfinite(self.step))[0]
         near, near_s = self.variants.take(slice(0)), np.empty(0)
         complete = all_nodes_seen and (
