@@ -20,6 +20,7 @@ from planner.search.answer import answer  # noqa: E402
 from planner.search.search import SearchOptions  # noqa: E402
 from tests.service.running import free_port  # noqa: E402
 from tests.service.running import service as running_service  # noqa: E402
+from tests.waiting import wait_until  # noqa: E402
 from topology import codec  # noqa: E402
 from topology.errors import BadInput  # noqa: E402
 from ui.background import remote, service  # noqa: E402
@@ -94,8 +95,9 @@ def test_pages_ask_the_service_with_its_token(explorer, asks, tmp_path, monkeypa
         asks(there.url)
         monkeypatch.setenv("MESHWRIGHT_TOKEN", "secret")
         test = explorer("plans", model="llama3.2-1b", cluster="h200x4", batch="12")
-        kept = service.jobs().newest(10)
-        assert [(job["command"], job["state"]) for job in kept] == [("suggest", "done")]
+        wait_until(
+            lambda: [(job["command"], job["state"]) for job in service.jobs().newest(10)] == [("suggest", "done")]
+        )
         assert metrics(test)["Best step"].endswith("s")
         assert metrics(test).keys() == alone.keys()
         assert service.jobs().read("0" * 32) is None
