@@ -25,6 +25,7 @@ from simulator.pipeline.stages import StageLayout, stage_layers
 from simulator.step.context import CostContext
 from simulator.step.held import Parameters
 from simulator.step.host import again_host_s, host_synchronizes, layer_host_s, rest_host_s, step_host_s
+from simulator.step.traffic import has_replicas
 from simulator.step.update import NORM_AXES, NORM_BYTES
 
 LAYERS = ("dense", "moe")
@@ -110,7 +111,8 @@ class LowerBound:
             (passes * np.maximum(self._layer_s(which) - traffic.unit_gather_s, 0.0)[:, None] for which in LAYER_PASSES),
             np.zeros(device.forward.shape),
         )
-        lets_go = (table.fully_sharded & ~table.keeps_gathered)[:, None]
+        # Where shards are summed over replicas, the account has collectives of a pass wait for those of others at its end only.
+        lets_go = (table.fully_sharded & ~table.keeps_gathered & ~has_replicas(table))[:, None]
         return np.where(lets_go, traffic.forward.stream_s + traffic.backward.stream_s - slack, 0.0)
 
     def _layer_s(self, which: str) -> Floats:
