@@ -7,7 +7,7 @@ in float32 from the same weights.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from executor.model.init_weights import init_weights
 from executor.serving.cache import PAGE, PagedCache, pages_of
 from executor.serving.decoder import ServedDecoder, Spread
 from executor.serving.engine import Engine
+from executor.verify.kernels import KernelVerdict
 from simulator.config.model import Model
 
 PROMPTS = (5, PAGE, 2 * PAGE + 3)
@@ -28,24 +29,10 @@ LAYERS = 2
 UNITS, SUMMED_UNITS = 2.0**3, 2.0**5
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """The largest difference of scores over ranks and steps, relative to the largest score."""
-
-    name: str
-    dtype: str
-    difference: float
-    tolerance: float
-
-    @property
-    def ok(self) -> bool:
-        return self.difference <= self.tolerance
-
-
 def check(
     model: Model, spread: Spread, *, all_reduce: str, device: torch.device, dtype: torch.dtype, seed: int
-) -> Verdict:
-    """Compare served scores with the training decoder's; a collective call."""
+) -> KernelVerdict:
+    """Compare served scores with the training decoder's, relative to the largest score; a collective call."""
     small = replace(model, layers=LAYERS)
     room = max(PROMPTS) + ANSWER + 1
     served = ServedDecoder(small, spread, device=device, dtype=dtype, positions=room, seed=seed)
@@ -61,7 +48,7 @@ def check(
     found = torch.tensor([worst], dtype=torch.float64, device=device)
     if spread.group is not None:
         dist.all_reduce(found, dist.ReduceOp.MAX, group=spread.group)
-    return Verdict(
+    return KernelVerdict(
         name=f"served scores, tp {spread.ranks}, {all_reduce}",
         dtype=str(dtype).removeprefix("torch."),
         difference=float(found.item()),

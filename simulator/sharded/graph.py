@@ -7,7 +7,7 @@ bounded and nothing of a file is run: the planner knows operators from its table
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from math import prod
 from typing import Any
 
@@ -76,6 +76,17 @@ def _tensors(arguments: Any) -> Iterator[str]:
             yield argument["tensor"]
         elif isinstance(argument, list | tuple):
             yield from _tensors(argument)
+
+
+def renamed(arguments: Any, names: Mapping[str, str]) -> Any:
+    """Return arguments with tensors by their new names; those that `names` has not keep theirs."""
+    if isinstance(arguments, dict):
+        if "tensor" in arguments:
+            return {"tensor": names.get(arguments["tensor"], arguments["tensor"])}
+        return {key: renamed(one, names) for key, one in arguments.items()}
+    if isinstance(arguments, tuple):
+        return tuple(renamed(one, names) for one in arguments)
+    return [renamed(one, names) for one in arguments] if isinstance(arguments, list) else arguments
 
 
 def read_graph(data: Any, *, where: str) -> CapturedGraph:

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from planner.sharding.backends.forward import Work
 from planner.sharding.backends.lifetimes import Lifetimes, is_backward, lifetimes, memory_of, saved
+from simulator.sharded.graph import renamed
 from simulator.sharded.program import Buffer, Exchange, Kernel
 
 PRODUCTS = frozenset(("aten.linear.default", "aten.matmul.default", "aten.mm.default", "aten.bmm.default", "attention"))
@@ -113,7 +113,7 @@ class Remaker:
         self.buffers[again[name]] = self.buffers[name]
         do = work.do
         if isinstance(do, Kernel):
-            do = Kernel(op=do.op, args=_renamed(do.args, again), kwargs=_renamed(do.kwargs, again), index=do.index)
+            do = Kernel(op=do.op, args=renamed(do.args, again), kwargs=renamed(do.kwargs, again), index=do.index)
         reads = tuple(again.get(read, read) for read in work.reads)
         out.append(replace(work, do=do, reads=reads, writes=(again[name],)))
 
@@ -134,14 +134,3 @@ def _place_exchanges(out: list[Work], start: int, to: int | None) -> None:
 
 def replace_kwargs(kernel: Kernel, more: Mapping[str, object]) -> Kernel:
     return Kernel(op=kernel.op, args=kernel.args, kwargs={**kernel.kwargs, **more}, index=kernel.index)
-
-
-def _renamed(value: Any, names: Mapping[str, str]) -> Any:
-    """Return a kernel's arguments with buffers by their new names."""
-    if isinstance(value, dict):
-        if "tensor" in value:
-            return {"tensor": names.get(value["tensor"], value["tensor"])}
-        return {key: _renamed(one, names) for key, one in value.items()}
-    if isinstance(value, tuple):
-        return tuple(_renamed(one, names) for one in value)
-    return [_renamed(one, names) for one in value] if isinstance(value, list) else value

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from planner.sharding.frontends.axis_maps import (
     UNNAMED,
@@ -21,7 +20,7 @@ from planner.sharding.layouts.layout import Layout, parse_placements
 from planner.sharding.layouts.mesh import Mesh
 from planner.sharding.operators.graph import GraphBuilder
 from planner.sharding.problem.problem import ShardingProblem
-from simulator.sharded.graph import PARAMETER, CapturedGraph, GraphInput
+from simulator.sharded.graph import PARAMETER, CapturedGraph, GraphInput, renamed
 from topology.errors import BadInput
 
 USED = "_used"  # after a parameter's name: the same in the layout that the computation uses
@@ -137,7 +136,7 @@ def _layouts_of_inputs(
 def _with_uses(lines: Sequence[Statement], gathered: Sequence[GraphInput]) -> tuple[Statement, ...]:
     """Return the statements with inputs that rest in another layout redistributed before their first use."""
     waiting = {one.name: one for one in gathered}
-    renamed = {name: f"{name}{USED}" for name in waiting}
+    uses = {name: f"{name}{USED}" for name in waiting}
     out: list[Statement] = []
     for line in lines:
         for name in line.operands:
@@ -145,7 +144,7 @@ def _with_uses(lines: Sequence[Statement], gathered: Sequence[GraphInput]) -> tu
             if one is not None:
                 out.append(
                     Statement(
-                        result=renamed[name],
+                        result=uses[name],
                         formula=f"set({name})",
                         op="same",
                         args=({"tensor": name},),
@@ -155,21 +154,11 @@ def _with_uses(lines: Sequence[Statement], gathered: Sequence[GraphInput]) -> tu
                 )
         formula = line.formula
         for name in line.operands:
-            if name in renamed:
-                formula = re.sub(rf"\b{name}\b", renamed[name], formula)
-        args, kwargs = _renamed(line.args, renamed), _renamed(line.kwargs, renamed)
+            if name in uses:
+                formula = re.sub(rf"\b{name}\b", uses[name], formula)
+        args, kwargs = renamed(line.args, uses), renamed(line.kwargs, uses)
         out.append(replace(line, formula=formula, args=args, kwargs=kwargs))
     return tuple(out)
-
-
-def _renamed(value: Any, names: Mapping[str, str]) -> Any:
-    if isinstance(value, dict):
-        if "tensor" in value:
-            return {"tensor": names.get(value["tensor"], value["tensor"])}
-        return {key: _renamed(one, names) for key, one in value.items()}
-    if isinstance(value, tuple):
-        return tuple(_renamed(one, names) for one in value)
-    return [_renamed(one, names) for one in value] if isinstance(value, list) else value
 
 
 def _distinct(names: Sequence[str]) -> tuple[str, ...]:
