@@ -1,12 +1,13 @@
 """Are the served numbers right? Two layers of the model, held against the training decoder on one process.
 
-Prompts of several lengths are read together, then go on token by token, step by step and from captured graphs; after
+Prompts of several lengths are read, together and in parts beside answers, and go on, step by step and from captured graphs; after
 every step the scores of all ranks are compared with those of `executor.model.decoder.Decoder` over the whole sequence,
 in float32 from the same weights.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -22,6 +23,7 @@ from executor.verify.kernels import KernelVerdict
 from simulator.config.model import Model
 
 PROMPTS = (5, PAGE, 2 * PAGE + 3)
+CUT = PAGE + 6  # tokens of the last prompt that are read first
 ANSWER = 4
 LAYERS = 2
 # Of the served type, for results that are rounded to it several times a layer; of float32, for sums over up to thousands of
@@ -34,7 +36,7 @@ def check(
 ) -> KernelVerdict:
     """Compare served scores with the training decoder's, relative to the largest score; a collective call."""
     small = replace(model, layers=LAYERS)
-    room = max(PROMPTS) + ANSWER + 1
+    room = max(PROMPTS) + ANSWER + 2
     served = ServedDecoder(small, spread, device=device, dtype=dtype, positions=room, seed=seed)
     served.all_reduce = all_reduce
     pages = 1 + len(PROMPTS) * pages_of(room)
@@ -67,18 +69,32 @@ def _reference(model: Model, device: torch.device, dtype: torch.dtype, seed: int
 
 @torch.no_grad()
 def _compare(engine: Engine, whole: Decoder, seed: int) -> float:
-    """Serve every prompt and its answer; return the largest difference from the reference, fed with the served tokens."""
+    """Serve every prompt and its answer; return the largest difference from the reference, fed with the served tokens.
+
+    All prompts but the last are read together; the last in two parts, while the others go on; then all go on.
+    """
     generator = torch.Generator().manual_seed(seed)
     device, vocab = engine.model.device, engine.model.model.vocab
     texts = [torch.randint(vocab, (length,), generator=generator).to(device) for length in PROMPTS]
-    held = [engine.hold(length + ANSWER) for length in PROMPTS]
-    scores = engine.read(list(zip(held, texts, strict=True)))
-    worst = 0.0
-    for step in range(ANSWER):
-        worst = max(worst, *(_difference(engine.model, scores[row], whole, text) for row, text in enumerate(texts)))
-        if step + 1 < ANSWER:
-            texts = [torch.cat((text, engine.tokens[one.slot, None])) for text, one in zip(texts, held, strict=True)]
-            scores = engine.go_on(held)
+    held = [engine.hold(length + ANSWER + 2) for length in PROMPTS]
+    *early, late = range(len(PROMPTS))
+
+    def differs(scores: Tensor, which: Sequence[int]) -> float:
+        """Compare, and let the texts go on by what was served."""
+        found = [_difference(engine.model, row, whole, texts[one]) for row, one in zip(scores, which, strict=True)]
+        for one in which:
+            texts[one] = torch.cat((texts[one], engine.tokens[held[one].slot, None]))
+        return max(found)
+
+    prompt, begun = texts[late], 0
+    worst = differs(engine.read([(held[one], texts[one]) for one in early]), early)
+    for part in (prompt[:CUT], prompt[CUT:]):
+        scores = engine.mix([(held[late], part, begun)], [held[one] for one in early])
+        begun += part.numel()
+        worst = max(worst, differs(scores[1:], early))
+    worst = max(worst, differs(scores[:1], [late]))
+    for _ in range(ANSWER - 1):
+        worst = max(worst, differs(engine.go_on(held), [*early, late]))
     for one in held:
         engine.release(one)
     return worst

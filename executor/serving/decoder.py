@@ -1,4 +1,4 @@
-"""The forward pass of one rank: prompts read into the cache, or answers that go on by one token.
+"""The forward pass of one rank: answers that go on by one token, alone or in a step that reads prompts into the cache.
 
 Weights are those of `executor.model.decoder.Decoder`, drawn by the same names, with projections that read the same input
 joined into one matrix. Tensor parallelism cuts heads, the feed-forward's width and the vocabulary; after each half of a
@@ -23,10 +23,8 @@ from executor.model.init_weights import draw
 from executor.overlap.all_reduce import all_reduce_rms_norm, fits_own_kernel
 from executor.serving import operators
 from executor.serving.cache import PagedCache
-from executor.serving.operators import Heads
+from executor.serving.operators import Chunks, Heads
 from simulator.config.model import Model
-
-OWN_ROWS = 256  # more are a prompt's: every length would prepare a kernel, and NCCL is as fast there
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,21 +65,32 @@ class ServedDecoder:
         self.head = self._drawn(head, (model.vocab, model.hidden), cut=0)
         self.angles = self._angles(positions)
 
-    def read(self, tokens: Tensor, prompts: list[int], slots: Tensor, cache: PagedCache) -> Tensor:
-        """Read whole prompts, `tokens` (T,) of them one after the other; return the scores (prompts, V here) after each."""
-        positions = torch.cat([torch.arange(length, device=self.device) for length in prompts])
-        ends = torch.tensor(prompts, device=self.device).cumsum(0) - 1
+    def mix(self, tokens: Tensor, chunks: Chunks, going: tuple[Tensor, Tensor], cache: PagedCache) -> Tensor:
+        """Read `chunks` of prompts while answers go on; return the scores (prompts + B, V here) after each.
+
+        `tokens` (T + B,) are those of the chunks, then the last of each answer; `going` their positions (B,) and pages (B, ..).
+        """
+        positions, tables = going
+        read, size = chunks.positions.shape[0], cache.data.shape[4]
+        where = torch.cat((chunks.positions, positions))
+        slots = torch.cat((chunks.slots, _slots(positions, tables, size)))
+        lengths = (positions + 1).int()
 
         def attend(qkv: Tensor, index: int) -> Tensor:
-            operators.rotate_and_store(qkv, self.angles, positions, slots, cache.layer(index), self.heads)
-            return operators.attend_prompts(qkv, prompts, self.heads)
+            pages = cache.layer(index)
+            operators.rotate_and_store(qkv, self.angles, where, slots, pages, self.heads)
+            attended = operators.attend_prompts(qkv[:read], chunks, pages, self.heads)
+            if not positions.shape[0]:
+                return attended
+            return torch.cat((attended, operators.attend_pages(qkv[read:], pages, tables, lengths, self.heads)))
 
-        return functional.linear(self._through(tokens, attend)[ends], self.head)
+        ends = torch.arange(read, tokens.shape[0], device=self.device)
+        last = torch.cat((chunks.query_ends[1:].long() - 1, ends))
+        return functional.linear(self._through(tokens, attend, reads=True)[last], self.head)
 
     def go_on(self, tokens: Tensor, positions: Tensor, tables: Tensor, cache: PagedCache) -> Tensor:
         """Take the last token (B,) of each sequence and its position; return the scores (B, V here) of the next one."""
-        page = tables.gather(1, (positions // cache.data.shape[4])[:, None])[:, 0].long()
-        slots = page * cache.data.shape[4] + positions % cache.data.shape[4]
+        slots = _slots(positions, tables, cache.data.shape[4])
         lengths = (positions + 1).int()
 
         def attend(qkv: Tensor, index: int) -> Tensor:
@@ -102,24 +111,26 @@ class ServedDecoder:
         dist.all_gather_into_tensor(every, mine[None], group=self.spread.group)
         return every[:, 1].gather(0, every[:, 0].argmax(dim=0, keepdim=True))[0].long()
 
-    def _through(self, tokens: Tensor, attend: Callable[[Tensor, int], Tensor]) -> Tensor:
+    def _through(self, tokens: Tensor, attend: Callable[[Tensor, int], Tensor], *, reads: bool = False) -> Tensor:
         """Return normalized hidden states (T, h) after all layers."""
         residual = functional.embedding(tokens, self.embedding)
         first = self.layers[0].attention_norm
         x = functional.rms_norm(residual, first.shape, first, NORM_EPS)
         for index, layer in enumerate(self.layers):
             attended = attend(functional.linear(x, layer.qkv), index)
-            x, residual = self._sum_and_norm(functional.linear(attended, layer.out), residual, layer.ffn_norm)
+            x, residual = self._sum_and_norm(functional.linear(attended, layer.out), residual, layer.ffn_norm, reads)
             fed = functional.linear(operators.gated(functional.linear(x, layer.up)), layer.down)
             following = self.layers[index + 1].attention_norm if index + 1 < len(self.layers) else self.norm
-            x, residual = self._sum_and_norm(fed, residual, following)
+            x, residual = self._sum_and_norm(fed, residual, following, reads)
         return x
 
-    def _sum_and_norm(self, part: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (normalized, sum) of the residual and all ranks' parts (T, h)."""
+    def _sum_and_norm(self, part: Tensor, residual: Tensor, weight: Tensor, reads: bool) -> tuple[Tensor, Tensor]:
+        """Return (normalized, sum) of the residual and all ranks' parts (T, h). Our kernel is prepared for each count of
+        rows: steps that read have any, and go to NCCL, which is as fast there.
+        """
         group = self.spread.group
         if group is not None:
-            own = part.shape[0] <= OWN_ROWS and fits_own_kernel(part.numel() * part.element_size())
+            own = not reads and fits_own_kernel(part.numel() * part.element_size())
             if own and self.all_reduce == "own":
                 return all_reduce_rms_norm(part, residual, weight, group, eps=NORM_EPS)
             dist.all_reduce(part, group=group)
@@ -153,3 +164,9 @@ class ServedDecoder:
         half, width = torch.arange(0, self.heads.width, 2, dtype=torch.float64, device=self.device), self.heads.width
         angles = torch.arange(positions, device=self.device).double()[:, None] * ROPE_BASE ** (-half / width)
         return angles.cos().float(), angles.sin().float()
+
+
+def _slots(positions: Tensor, tables: Tensor, size: int) -> Tensor:
+    """Return the cache's slots (B,) at `positions` (B,) of sequences with pages `tables` (B, ..) of `size` tokens."""
+    page = tables.gather(1, (positions // size)[:, None])[:, 0].long()
+    return page * size + positions % size

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from executor.serving.cache import PAGE, PagedCache, pages_of
 from executor.serving.decoder import ServedDecoder
+from executor.serving.operators import Chunks
 
 EVERY = 8
 
@@ -78,14 +80,41 @@ class Engine:
 
     def read(self, prompts: Sequence[tuple[Held, Tensor]]) -> Tensor:
         """Read whole prompts (tokens,) into the cache and write the first token of each answer; return its scores."""
-        lengths = [tokens.numel() for _, tokens in prompts]
-        slots = torch.cat([self._places(held, length) for (held, _), length in zip(prompts, lengths, strict=True)])
-        whole = torch.cat([tokens for _, tokens in prompts]).to(self.model.device)
-        scores = self.model.read(whole, lengths, slots.to(self.model.device), self.cache)
-        rows = self._rows([held for held, _ in prompts])
+        return self.mix([(held, tokens, 0) for held, tokens in prompts], ())
+
+    def mix(self, parts: Sequence[tuple[Held, Tensor, int]], going: Sequence[Held]) -> Tensor:
+        """Read a part of each prompt, its tokens (tokens,) after so many that were read, while `going` go on by a token.
+
+        Returns scores (parts + going, V here). What follows a part that does not end its prompt is nobody's answer.
+        """
+        chunks = self._chunks(parts)
+        going_rows = self._rows(going)
+        positions = self.positions[going_rows]
+        tokens = torch.cat([part for _, part, _ in parts]).to(self.model.device)
+        tokens = torch.cat((tokens, self.tokens[going_rows]))
+        scores = self.model.mix(tokens, chunks, (positions, self.tables[going_rows]), self.cache)
+        rows = torch.cat((self._rows([held for held, _, _ in parts]), going_rows))
         self.tokens[rows] = self.model.likeliest(scores)
-        self.positions[rows] = torch.tensor(lengths).to(self.model.device)
+        self.positions[rows] = torch.cat((torch.tensor(chunks.keys).to(self.model.device), positions + 1))
         return scores
+
+    def _chunks(self, parts: Sequence[tuple[Held, Tensor, int]]) -> Chunks:
+        device = self.model.device
+        lengths = tuple(tokens.numel() for _, tokens, _ in parts)
+        before = tuple(at for _, _, at in parts)
+        ends = [begin + length for begin, length in zip(before, lengths, strict=True)]
+        places = [self._places(held, end) for (held, _, _), end in zip(parts, ends, strict=True)]
+        own = [place[begin:] for place, begin in zip(places, before, strict=True)]
+        positions = [torch.arange(begin, end) for begin, end in zip(before, ends, strict=True)]
+        return Chunks(
+            lengths=lengths,
+            before=before,
+            positions=torch.cat(positions).to(device),
+            slots=torch.cat(own).to(device),
+            cached=torch.cat(places).to(device) if any(before) else None,
+            query_ends=torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device),
+            key_ends=torch.tensor([0, *accumulate(ends)], dtype=torch.int32).to(device),
+        )
 
     def go_on(self, held: Sequence[Held]) -> Tensor:
         """Write one more token of every sequence; return the scores (sequences, V here) that chose it."""
@@ -115,7 +144,7 @@ class Engine:
         return torch.tensor(held.pages)[at // PAGE] * PAGE + at % PAGE
 
     def _rows(self, held: Sequence[Held]) -> Tensor:
-        return torch.tensor([one.slot for one in held]).to(self.model.device)
+        return torch.tensor([one.slot for one in held], dtype=torch.int64).to(self.model.device)
 
     # --- captured steps -----------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from executor.launch.garbage_collection import PausedGarbageCollection
 from executor.launch.records import Deadline
@@ -20,7 +21,7 @@ from executor.serving.board import Board
 from executor.serving.cache import PAGE
 from executor.serving.engine import Engine, Held
 from executor.serving.steps import wait
-from simulator.serving.batch import Answer, Batch
+from simulator.serving.batch import Answer, Batch, Step
 from simulator.serving.engine import engine_of
 from simulator.serving.traffic import Request, Traffic
 
@@ -33,6 +34,7 @@ class Going:
 
     answer: Answer
     held: Held | None = None
+    text: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     at_s: list[float] = field(default_factory=list)
 
 
@@ -116,17 +118,14 @@ class Server:
         """Take the scheduler's next step; return the requests that it ended."""
         step = self.batch.next_step()
         self.steps += 1
+        there = [one for one in going.values() if one.at_s] if step.sequences else []
+        held = [one.held for one in there if one.held is not None]
         if step.readers:
-            prompts = []
-            for answer in step.readers:
-                one = going[id(answer)]
-                one.held = self.engine.hold(answer.prompt + answer.output)
-                prompts.append((one.held, self._text(answer)))
-            self.engine.read(prompts)
-            there = [going[id(answer)] for answer in step.readers]
+            parts, ended = self._parts(step, going)
+            self.engine.mix(parts, held)
+            there += ended
         else:
-            there = [one for one in going.values() if one.at_s]
-            self.engine.go_on([one.held for one in there if one.held is not None])
+            self.engine.go_on(held)
         wait(self.engine.model.device)
         now = time.perf_counter() - begin
         for one in there:
@@ -138,7 +137,20 @@ class Server:
                 self.engine.release(one.held)
         return found
 
-    def _text(self, answer: Answer) -> torch.Tensor:
+    def _parts(self, step: Step, going: dict[int, Going]) -> tuple[list[tuple[Held, Tensor, int]], list[Going]]:
+        """Return what a step reads of each prompt, as `Engine.mix` takes it, and the requests whose prompts it ends."""
+        parts, ended, budget = [], [], step.prompt_tokens
+        for answer in step.readers:
+            one = going[id(answer)]
+            if one.held is None:
+                one.held, one.text = self.engine.hold(answer.whole), self._text(answer)
+            took = min(answer.prompt - answer.read, budget)
+            budget -= took
+            parts.append((one.held, one.text[answer.read : answer.read + took], answer.read))
+            ended += [one] if answer.read + took == answer.prompt else []
+        return parts, ended
+
+    def _text(self, answer: Answer) -> Tensor:
         generator = torch.Generator().manual_seed(answer.prompt)
         return torch.randint(self.engine.model.model.vocab, (answer.prompt,), generator=generator)
 

@@ -16,6 +16,7 @@ GATED_AT_ONCE = 1024
 SMALLEST_DOT = 16  # rows of a tensor core's product
 MAX_SPLITS = 64
 PROGRAMS_PER_SM = 8
+HALVES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,20 +117,53 @@ def _attend_gathered(qkv: Tensor, pages: Pages, tables: Tensor, lengths: Tensor,
     return out.flatten(1)
 
 
-def attend_prompts(qkv: Tensor, prompts: list[int], heads: Heads) -> Tensor:
-    """Return causal attention (T, a d) inside each prompt of qkv (T, (a + 2 k) d); `prompts` are their tokens, in order."""
-    out, begin = qkv.new_empty((qkv.shape[0], heads.queries, heads.width)), 0
-    for tokens in prompts:
-        rows = (
-            qkv[begin : begin + tokens].view(tokens, -1, heads.width).transpose(0, 1)[None]
-        )  # (1, a + 2 k, tokens, d)
-        q, k, v = rows.split((heads.queries, heads.kv, heads.kv), dim=1)
-        attended = functional.scaled_dot_product_attention(
-            q, k, v, is_causal=True, enable_gqa=heads.queries != heads.kv
-        )
-        out[begin : begin + tokens] = attended[0].transpose(0, 1)
-        begin += tokens
-    return out.flatten(1)
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """Parts of prompts that one step reads, one after the other: `lengths` tokens of each after `before` cached ones.
+
+    `positions` and `slots` (T,) are of the tokens; `cached` (K,) the slots of all keys that they meet, their own last, None
+    where no prompt has any before; `query_ends` and `key_ends` (prompts + 1,) int32 count both up from 0.
+    """
+
+    lengths: tuple[int, ...]
+    before: tuple[int, ...]
+    positions: Tensor
+    slots: Tensor
+    cached: Tensor | None
+    query_ends: Tensor
+    key_ends: Tensor
+
+    @property
+    def keys(self) -> tuple[int, ...]:
+        """Keys that the last token of each part meets."""
+        return tuple(before + length for before, length in zip(self.before, self.lengths, strict=True))
+
+
+def attend_prompts(qkv: Tensor, chunks: Chunks, pages: Pages, heads: Heads) -> Tensor:
+    """Return causal attention (T, a d) inside each prompt of qkv (T, (a + 2 k) d), over what is cached of it, too."""
+    q, k, v = qkv.view(qkv.shape[0], -1, heads.width).split((heads.queries, heads.kv, heads.kv), dim=1)
+    if chunks.cached is not None:
+        page, place = chunks.cached // pages.tokens, chunks.cached % pages.tokens
+        k, v = pages.keys[page, :, place], pages.values[page, :, place]  # (K, k, d)
+    if qkv.is_cuda and qkv.dtype in HALVES:
+        # Not scaled_dot_product_attention: where that prefers cuDNN, each new length builds an execution graph for tens of
+        # milliseconds. Here all prompts are one launch of one kernel; queries are the last of their keys, as FlashAttention counts.
+        out = torch.ops.aten._flash_attention_forward(  # noqa: SLF001 - an operator of torch, whose name begins so
+            q, k, v, chunks.query_ends, chunks.key_ends, max(chunks.lengths), max(chunks.keys), 0.0, True, False
+        )[0]  # fmt: skip
+        return out.reshape(qkv.shape[0], -1)
+    parts = [
+        _attend_prompt(*part)
+        for part in zip(q.split(chunks.lengths), k.split(chunks.keys), v.split(chunks.keys), strict=True)
+    ]
+    return torch.cat(parts).flatten(1)
+
+
+def _attend_prompt(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Return attention (tokens, a, d) of q (tokens, a, d), the last of the tokens whose keys k (keys, k, d) are."""
+    seen = torch.ones(q.shape[0], k.shape[0], dtype=torch.bool, device=q.device).tril(k.shape[0] - q.shape[0])
+    rows = (part.transpose(0, 1)[None] for part in (q, k, v))
+    return functional.scaled_dot_product_attention(*rows, attn_mask=seen, enable_gqa=True)[0].transpose(0, 1)
 
 
 def add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ from executor.serving.cache import PAGE, pages_of
 from executor.serving.engine import Engine, Held
 from executor.serving.request import StepShape
 
-WARM_UP, REPEATS = 2, 8
+WARM_UP, REPEATS, PROMPT_REPEATS = 2, 8, 2
 MEASURED = WARM_UP + 2 * REPEATS
 
 
@@ -61,7 +61,7 @@ def _prefill(engine: Engine, held: list[Held], shape: StepShape) -> tuple[float,
     generator = torch.Generator().manual_seed(shape.context)
     texts = [torch.randint(engine.model.model.vocab, (shape.context,), generator=generator) for _ in held]
     prompts = list(zip(held, texts, strict=True))
-    return _timed(engine, lambda: engine.read(prompts), max(2, REPEATS // 2))
+    return _timed(engine, lambda: engine.read(prompts), PROMPT_REPEATS)
 
 
 def _timed(engine: Engine, run: Callable[[], Any], repeats: int) -> tuple[float, float]:

@@ -36,7 +36,7 @@ from topology import codec  # noqa: E402 - as above
 SHARES = (0.3, 0.6, 0.85)  # of the requests a second that a full engine answers
 CLIENTS = 32
 LENGTHS = (1024, 128)  # of a prompt, of an answer
-LOAD_S = 9.0  # of arrivals
+LOAD_S, LEAST_REQUESTS = 6.0, 48  # of arrivals at a rate
 TINY_STEPS = (Step(phase="decode", batch=2, context=70), Step(phase="prefill", batch=1, context=64))
 
 
@@ -81,11 +81,13 @@ def predicted(model: str, cluster: str, tp: int, *, tiny: bool) -> AskedRun:
     full = replace(closed, concurrency=4 if tiny else 64, requests=40 if tiny else 400)
     most = latency(serve(question.model, question.cluster, question.deployment(pool), full)).requests_per_s
     loads = {f"{closed.concurrency} clients": closed}
-    for share in SHARES[:1] if tiny else SHARES:
+    for seed, share in enumerate(
+        SHARES[:1] if tiny else SHARES, 1
+    ):  # other requests each time: what is new to libraries counts
         rate = 20.0 if tiny else float(f"{share * most:.2g}")
-        count = 5 if tiny else max(60, int(rate * LOAD_S))
+        count = 5 if tiny else max(LEAST_REQUESTS, int(rate * LOAD_S))
         loads[f"Poisson, {rate:g} requests/s"] = Traffic(
-            prompt=prompts, output=answers, request_rate=rate, requests=count
+            prompt=prompts, output=answers, request_rate=rate, requests=count, seed=seed
         )
     return asked_run(question, pool, steps=TINY_STEPS if tiny else all_steps(), loads=loads)
 
