@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from time import monotonic
 
 from planner.io.inputs import faulty_gpus, read_cluster
 from planner.question.case_runtime import resolve_runtime
@@ -15,6 +14,7 @@ from planner.question.cases import SEQ_LEN
 from planner.question.flags import Flags
 from planner.question.question import Question
 from planner.question.recipes import default_batch
+from planner.search.deadline import deadline_of, left_s
 from planner.search.gpu_counts import best_gpu_count
 from planner.search.infeasible import minimal_gpus
 from planner.search.off_fabric import with_or_without_off_fabric
@@ -44,14 +44,15 @@ def answer(
 
     `progress` receives progress lines, `early` the plans of a single search before they are simulated. Raises Infeasible (exit 3), and errors of the named inputs.
     """
+    deadline = deadline_of(options.time_limit_s)
     question, assumed = search_question(flags, framework, measured)
-    started, machine, counts = monotonic(), question.cluster, flags.gpus
+    machine, counts = question.cluster, flags.gpus
 
     def grow(n: int) -> Cluster:
         return read_cluster(flags.cluster or "dgx-h100", n, gpu=flags.gpu)
 
     if counts == ():
-        fewest, machine, proof = minimal_gpus(question, bounds=options.bounds, grow=grow)
+        fewest, machine, proof = minimal_gpus(question, bounds=options.bounds, grow=grow, deadline=deadline)
         counts = (fewest,)
         assumed.append(f"{fewest} GPUs is the fewest that fit" + (f": {proof}" if proof else ""))
 
@@ -59,8 +60,9 @@ def answer(
     single = not unsound and (counts is None or len(counts) == 1)
 
     def run(number: int) -> SearchResult:
-        limit = options.time_limit_s
-        left = None if limit is None else max(0.0, limit - (monotonic() - started))
+        left = left_s(deadline)
+        if left is not None and counts:  # shared with those that are still to be tried
+            left /= sum(number <= count for count in set(counts))
         on = machine if counts is None or len(counts) == 1 else grow(number)
         here = replace(question, cluster=on, gpus=number)
         first = early if single else None
@@ -68,7 +70,7 @@ def answer(
 
     if counts is not None and len(counts) > 1:
         price = options.gpu_price_per_hour
-        found = best_gpu_count(run, counts, objective=options.objective, gpu_price_per_hour=price)
+        found = best_gpu_count(run, counts, objective=options.objective, gpu_price_per_hour=price, deadline=deadline)
     elif unsound:
         found = with_or_without_off_fabric(run, gpus=machine.gpu_count, off_fabric=unsound, objective=options.objective)
     else:

@@ -12,6 +12,7 @@ from functools import partial
 
 from planner.question.prediction import Method, predict
 from planner.question.question import Question
+from planner.search.deadline import over
 from simulator.config.estimate import SURE, Estimate
 from simulator.config.overlap_sites import NONE
 from simulator.config.plan import Plan
@@ -33,11 +34,21 @@ class Finalist:
 
 
 def predict_all(
-    question: Question, finalists: Sequence[Finalist], progress: Callable[[str], None] | None = None
-) -> list[Finalist]:
-    """Return the same plans as `predict` sees them."""
-    found = []
+    question: Question,
+    finalists: Sequence[Finalist],
+    progress: Callable[[str], None] | None = None,
+    *,
+    deadline: float | None = None,
+) -> list[Finalist] | None:
+    """Return the same plans as `predict` sees them.
+
+    None where the deadline, a reading of `time.monotonic`, passes before the last is begun: steps by two methods do not
+    make one list.
+    """
+    found: list[Finalist] = []
     for number, finalist in enumerate(finalists, start=1):
+        if over(deadline):
+            return None
         turn = f"simulating plan {number} of {len(finalists)}"
         tell = None if progress is None else partial(_report, progress, turn)
         prediction = predict(question, finalist.plan, progress=tell)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from planner.search.deadline import NOT_TRIED, over
 from planner.search.result import GpuCountRow, SearchResult
 from simulator.config.estimate import Estimate
 from topology.errors import Infeasible
@@ -36,15 +37,19 @@ def best_gpu_count(
     *,
     objective: str,
     gpu_price_per_hour: float | None = None,
+    deadline: float | None = None,
 ) -> SearchResult:
     """Search on each of `counts` and return the best result, with a row for each. Raises Infeasible if none has a plan.
 
-    Of equal counts the smaller wins.
+    Of equal counts the smaller wins. After `deadline`, a reading of `time.monotonic`, no other is tried once one has a plan.
     """
     best: SearchResult | None = None
     failure: Infeasible | None = None
     rows = []
     for gpus in sorted(set(counts)):
+        if best is not None and over(deadline):
+            rows.append(GpuCountRow(gpus=gpus, problem=NOT_TRIED))
+            continue
         try:
             found = search(gpus)
         except Infeasible as error:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from planner.io.figures import gpus_text, two_digits
 from planner.question.question import Question
+from planner.search.deadline import over
 from planner.search.plan_space.branch_and_bound import SCHEDULES_AT_ONCE, explore
 from planner.search.plan_space.candidates import STATED, Bounds, Nodes, enumerate_nodes, plan_of
 from planner.search.plan_space.screened import NODES_AT_ONCE, PLANS_AT_ONCE, Screened
@@ -187,11 +188,6 @@ def no_fitting_plan(
             else ": nothing else tried is enough"
         ),
     )
-
-
-def over(deadline: float | None) -> bool:
-    """Return whether a reading of `time.monotonic` has passed."""
-    return deadline is not None and time.monotonic() >= deadline
 
 
 def nothing_fits(question: Question, nodes: Nodes, bounds: Bounds) -> Infeasible:
@@ -403,15 +399,23 @@ def minimal_gpus(
     *,
     bounds: Bounds | None = None,
     grow: Callable[[int], Cluster] | None = None,
+    deadline: float | None = None,
 ) -> tuple[int, Cluster, str]:
     """Return the smallest GPU count with a fitting plan, its cluster, and the proof in words.
 
     Counts are tried from the first on which the sharded model state fits: each one up to a node, then whole nodes, and
-    beyond MAX_NODES_TRIED of those by doubling, which the proof mentions. Raises Infeasible beyond MAX_GPUS.
+    beyond MAX_NODES_TRIED of those by doubling, which the proof mentions. Raises Infeasible beyond MAX_GPUS, and
+    where none was found by the deadline.
     """
     constrained = ConstrainedQuestion(question=replace(question, gpus=None), bounds=bounds or Bounds())
     least = min_gpus_for_state(constrained.screening)
-    found = _first_fit(constrained, grow, least=least, limit=MAX_GPUS)
+    found = _first_fit(constrained, grow, least=least, limit=MAX_GPUS, deadline=deadline)
+    if found is None and over(deadline):
+        raise Infeasible(
+            f"the time limit ended before a number of GPUs was found on which {question.model.name} fits",
+            why=f"the state alone needs {least} of them, and larger numbers were tried one after the other",
+            remedy="a longer --time-limit, or --gpus with a number",
+        )
     if found is None:
         raise Infeasible(
             f"{question.model.name} fits on no cluster of up to {MAX_GPUS} GPUs of this kind",

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from planner.question.prediction import Method
 from planner.question.question import Question, require_plannable
+from planner.search.deadline import NOT_EXPLAINED, NOT_SIMULATED, deadline_of, over
 from planner.search.finalists import TIE, Finalist, in_order, mechanisms, predict_all
 from planner.search.fixes import find_fixes
 from planner.search.flips import FlipPoint, find_flips, memory_flip
@@ -67,7 +68,9 @@ class SearchOptions:
     reasons: bool = True
 
 
-OUT_OF_TIME = "the time limit ended before plans were simulated and flip points sought"
+SCREENING = (
+    0.6  # of a time limit, after which memory is no longer screened: what fits has to be bounded and costed, too
+)
 
 
 def suggest(
@@ -84,8 +87,8 @@ def suggest(
     closed form sees them, without reasons, before they are simulated. Raises Infeasible (exit 3) when no plan is legal or
     none fits.
     """
-    started = time.monotonic()
     options = options or SearchOptions()
+    started, deadline = time.monotonic(), deadline_of(options.time_limit_s)
     if options.objective not in OBJECTIVES:
         raise UserError(f"unknown objective {options.objective!r}", remedy=f"one of {', '.join(OBJECTIVES)}")
     require_plannable(question.cluster)
@@ -93,7 +96,6 @@ def suggest(
     if not len(nodes):
         raise contradiction(question, options.bounds, nodes) or no_legal_plan(question, nodes)
     screening = Screening(question)
-    deadline = None if options.time_limit_s is None else started + options.time_limit_s
     found = _explore(screening, question.framework, nodes, options, deadline, progress)
     if not found.plans and not options.reasons:
         raise nothing_fits(question, nodes, options.bounds)
@@ -103,25 +105,28 @@ def suggest(
     finalists = [Finalist(plan=plan, estimate=table.estimate(i)) for i, plan in enumerate(table.plans)]
     quickest = float(table.step_s[: len(found.plans)].min())
     finalists = [one for one in finalists if one.plan in found.plans or one.estimate.step_s.value < quickest]
-    late = deadline is not None and time.monotonic() >= deadline
     rejected = {**nodes.rejected, "memory": found.everything.legal - found.everything.fitting}
 
-    def result(finalists: list[Finalist], *, reasons: bool) -> SearchResult:
+    def result(finalists: list[Finalist], *, reasons: bool, assumed: tuple[str, ...] = ()) -> SearchResult:
         listed = in_order(finalists[: len(found.plans)], options.objective)
         return SearchResult(
             question=question,
             search=_search_stats(nodes, found, options.objective, listed, seconds=time.monotonic() - started),
             plans=_rank(question, listed, options, reasons=reasons),
             rejected=dict(sorted(rejected.items(), key=lambda item: (-item[1], item[0]))),
-            assumed=(OUT_OF_TIME,) if late else (),
+            assumed=assumed,
             may_fit=_may_fit(listed, finalists) if options.objective not in {"memory", "pareto"} else None,
         )
 
-    if options.simulate and not late:
-        if early is not None:
+    simulated: list[Finalist] | None = finalists
+    if options.simulate:
+        if early is not None and not over(deadline):
             early(result(finalists, reasons=False))
-        finalists = predict_all(question, finalists, progress)
-    return result(finalists, reasons=options.reasons and not late)
+        simulated = predict_all(question, finalists, progress, deadline=deadline)
+    if simulated is None or over(deadline):
+        left_out = NOT_SIMULATED if simulated is None else NOT_EXPLAINED
+        return result(simulated or finalists, reasons=False, assumed=(left_out,))
+    return result(simulated, reasons=options.reasons)
 
 
 def explained(result: SearchResult, options: SearchOptions) -> SearchResult:
@@ -157,8 +162,9 @@ def _explore(
     nodes = with_overlap_by_site(screening, nodes, framework, recomputes)  # the account of nodes stays the same
 
     lists = framework.lists_layers or framework.lists_recompute
+    until = None if deadline is None else deadline - (1 - SCREENING) * (options.time_limit_s or 0.0)
     screened = Screened(
-        screening, nodes, recomputes, nearly=NEAR_FIT if lists else 1.0, deadline=deadline, progress=progress
+        screening, nodes, recomputes, nearly=NEAR_FIT if lists else 1.0, deadline=until, progress=progress
     )
 
     def ask(screening: Screening, *, keep: int, stages: bool) -> tuple[Explored, AssignedPipelines]:
@@ -174,7 +180,7 @@ def _explore(
             nearly=NEAR_FIT if stages and lists else 1.0,
             screened=screened,
         )
-        if not stages or (objective in {"memory", "pareto"} and len(explored)):
+        if not stages or (len(explored) and (objective in {"memory", "pareto"} or over(deadline))):
             return explored, AssignedPipelines()
         assigned = assign_stages(
             screening, framework, nodes, explored, recomputes, top=keep, deadline=deadline, progress=progress

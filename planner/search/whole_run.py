@@ -16,6 +16,7 @@ from planner.question.flags import Flags
 from planner.question.goal import Goal
 from planner.question.question import Question
 from planner.search.answer import answer, search_question
+from planner.search.deadline import NOT_EXPLAINED, NOT_TRIED, deadline_of, left_s, over
 from planner.search.gpu_counts import objective_value
 from planner.search.infeasible import min_gpus_for_state
 from planner.search.result import SearchResult
@@ -86,15 +87,19 @@ def answer_run(
     # The batch is that of the question on all numbers of GPUs, or they would not train the same model.
     fixed = replace(flags, global_batch=question.workload.global_batch_size)
 
-    quick = replace(options, reasons=False)
+    deadline = deadline_of(options.time_limit_s)
 
     def search(gpus: int) -> SearchResult:
+        if counts.results and over(deadline):
+            raise Infeasible(NOT_TRIED)
+        quick = replace(options, reasons=False, time_limit_s=left_s(deadline))
         return answer(replace(fixed, gpus=(gpus,)), framework, quick, measured=measured, progress=progress)
 
     counts = Counts(question=question, goal=goal, search=search)
     found = compare_counts(counts, numbers, options.objective) if numbers else seek_count(counts)
-    said = tuple(dict.fromkeys([*found.result.assumed, *assumed]))
-    return replace(found, result=replace(explained(found.result, options), assumed=said))
+    late = (NOT_EXPLAINED,) if over(deadline) else ()
+    result = found.result if late else explained(found.result, options)
+    return replace(found, result=replace(result, assumed=tuple(dict.fromkeys([*result.assumed, *late, *assumed]))))
 
 
 def whole_run(result: SearchResult, goal: Goal) -> WholeRun:

@@ -10,6 +10,7 @@ import pytest
 from planner.question.case_runtime import resolve_runtime
 from planner.question.question import question_of
 from planner.search import infeasible
+from planner.search.deadline import NOT_SIMULATED, NOT_TRIED
 from planner.search.gpu_counts import best_gpu_count, cost_per_million_tokens
 from planner.search.infeasible import (
     ConstrainedQuestion,
@@ -55,6 +56,22 @@ def test_time_takes_more_gpus_and_cost_takes_those_that_pay():
         tokens_per_hour = workload.tokens_per_step / row.step_s * 3600
         assert row.cost_per_million_tokens == pytest.approx(2.0 * row.gpus / tokens_per_hour * 1e6)
     assert cost_per_million_tokens(cheap.plans[0].estimate, None) is None
+
+
+def test_when_the_time_is_over_one_count_has_been_tried_and_nothing_is_simulated():
+    asked = []
+
+    def run(n):
+        asked.append(n)
+        question = question_of(LLAMA8B, grown(n), Workload(seq_len=4096, global_batch_size=32), gpus=n)
+        return suggest(question, SearchOptions(top=1, time_limit_s=0.0))
+
+    found = best_gpu_count(run, (8, 16, 32), objective="time", deadline=0.0)
+
+    assert asked == [8]
+    assert [row.problem for row in found.by_gpus] == ["", NOT_TRIED, NOT_TRIED]
+    assert found.search.simulated == 0
+    assert NOT_SIMULATED in found.assumed
 
 
 def test_a_count_without_a_plan_is_a_row_with_its_reason():

@@ -80,7 +80,7 @@ class StepBounds:
         self.table = self.screening.table(variants)
         self.shared = self.screening.blocks(self.table, screened.recomputes)
         self.step_bound = np.full(len(variants), floor_s(self.screening, variants))
-        self._parts = list(batches_of(len(variants)))
+        self._parts, self._any_bounded = list(batches_of(len(variants))), False
         self.accounted = np.zeros(len(variants), dtype=np.bool_)
         self.walked = variants.pp == 1  # whose bound is that of their schedule's table
         self.step_s, self.peak_bytes = np.zeros(len(variants)), np.zeros(len(variants))
@@ -103,14 +103,13 @@ class StepBounds:
         self.walked[rows] = True
 
     def find(self, expired: Callable[[], bool], report: Progress) -> None:
-        """Bound what has not been bounded yet, until the time is over."""
-        while self._parts:
+        """Bound what has not been bounded yet, until the time is over; of none bounded the first part all the same."""
+        while self._parts and not (self._any_bounded and expired()):
             part = self._parts.pop(0)
             some = self.screening.plans(self.table.take(part), self.shared, part)
             self.step_bound[part] = np.maximum(some.at_least_s(), self.step_bound[part])
+            self._any_bounded = True
             report(f"bounded {part[-1] + 1:,} of {len(self.variants):,} plans that fit")
-            if expired():
-                break
 
 
 def _screen_memory(

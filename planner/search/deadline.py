@@ -1,0 +1,24 @@
+"""When the time limit of a search is over: a reading of `time.monotonic`, or None where there is no limit."""
+
+from __future__ import annotations
+
+import time
+
+NOT_SIMULATED = "the time limit ended before plans were simulated and flip points sought"
+NOT_EXPLAINED = "the time limit ended before flip points were sought"
+NOT_TRIED = "the time limit ended before it was tried"
+
+
+def deadline_of(limit_s: float | None) -> float | None:
+    """Return the reading at which a limit that begins now is over."""
+    return None if limit_s is None else time.monotonic() + limit_s
+
+
+def over(deadline: float | None) -> bool:
+    """Return whether a deadline has passed."""
+    return deadline is not None and time.monotonic() >= deadline
+
+
+def left_s(deadline: float | None) -> float | None:
+    """Return the seconds until a deadline, none if it has passed."""
+    return None if deadline is None else max(0.0, deadline - time.monotonic())
