@@ -118,13 +118,15 @@ class ServedDecoder:
         x = functional.rms_norm(residual, first.shape, first, NORM_EPS)
         for index, layer in enumerate(self.layers):
             attended = attend(functional.linear(x, layer.qkv), index)
-            x, residual = self._sum_and_norm(functional.linear(attended, layer.out), residual, layer.ffn_norm, reads)
+            x, residual = self.sum_and_norm(
+                functional.linear(attended, layer.out), residual, layer.ffn_norm, reads=reads
+            )
             fed = functional.linear(operators.gated(functional.linear(x, layer.up)), layer.down)
             following = self.layers[index + 1].attention_norm if index + 1 < len(self.layers) else self.norm
-            x, residual = self._sum_and_norm(fed, residual, following, reads)
+            x, residual = self.sum_and_norm(fed, residual, following, reads=reads)
         return x
 
-    def _sum_and_norm(self, part: Tensor, residual: Tensor, weight: Tensor, reads: bool) -> tuple[Tensor, Tensor]:
+    def sum_and_norm(self, part: Tensor, residual: Tensor, weight: Tensor, *, reads: bool) -> tuple[Tensor, Tensor]:
         """Return (normalized, sum) of the residual and all ranks' parts (T, h). Our kernel is prepared for each count of
         rows: steps that read have any, and go to NCCL, which is as fast there.
         """

@@ -39,6 +39,23 @@ class Going:
 
 
 @dataclass(slots=True)
+class Between:
+    """What the device waited for the host before steps that only go on: seconds of all, and how many answers they had."""
+
+    steps: int = 0
+    answers: int = 0
+    seconds: float = 0.0
+    since: float | None = None  # when the device became free; None where it had nothing to do
+
+    def issued(self, answers: int) -> None:
+        """Count a step that the host has just launched."""
+        if self.since is not None:
+            self.steps += 1
+            self.answers += answers
+            self.seconds += time.perf_counter() - self.since
+
+
+@dataclass(slots=True)
 class Server:
     """Answers the requests of `traffic` with an engine; `board` is where rank 0 tells the others, None for one rank."""
 
@@ -49,6 +66,7 @@ class Server:
     deadline: Deadline
     batch: Batch = field(init=False)
     steps: int = 0
+    between: Between = field(default_factory=Between)
 
     def __post_init__(self) -> None:
         engine = self.engine
@@ -82,13 +100,16 @@ class Server:
                     complete = False
                     break
                 if self.batch.idle:  # the next request is not quite there
+                    self.between.since = None
                     continue
                 left = self._step(going, begin)
                 for one in left:
                     done.append(one)
                     if closed and todo:
                         self._add(todo.popleft(), time.perf_counter() - begin, going)
-        return _seen(done, time.perf_counter() - begin, self.steps, complete=complete, asked=len(requests))
+        seen = _seen(done, time.perf_counter() - begin, self.steps, complete=complete, asked=len(requests))
+        between = self.between
+        return seen | {"host": {"steps": between.steps, "answers": between.answers, "seconds": between.seconds}}
 
     def _add(self, request: Request, now_s: float, going: dict[int, Going]) -> None:
         answer = Answer(arrival_s=now_s, prompt=request.prompt, output=request.output)
@@ -100,6 +121,7 @@ class Server:
         arrived = 0
         if self.board is None or self.board.writes:
             if self.batch.idle and todo:
+                self.between.since = None
                 time.sleep(max(0.0, todo[0].arrival_s - (time.perf_counter() - begin)))
             now = time.perf_counter() - begin
             arrived = sum(1 for request in todo if request.arrival_s <= now)
@@ -126,7 +148,9 @@ class Server:
             there += ended
         else:
             self.engine.go_on(held)
+            self.between.issued(len(held))
         wait(self.engine.model.device)
+        self.between.since = time.perf_counter()
         now = time.perf_counter() - begin
         for one in there:
             one.at_s.append(now)

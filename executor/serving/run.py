@@ -23,7 +23,7 @@ from topology.errors import PlannerError
 
 MODULE = "executor.serving.worker"
 ENDING_S = 8.0  # of the budget, for ending ranks and writing the report
-KINDS = {"checked": "checks", "step": "steps", "load": "loads", "missing": "missing"}
+KINDS = {"checked": "checks", "step": "steps", "sum": "sums", "load": "loads", "missing": "missing"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

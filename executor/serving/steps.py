@@ -1,4 +1,4 @@
-"""How long steps of given shapes take: answers that go on, or prompts that are read."""
+"""How long steps of given shapes take, answers that go on or prompts that are read, and the sums over ranks in them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ from executor.serving.request import StepShape
 
 WARM_UP, REPEATS, PROMPT_REPEATS = 2, 8, 2
 MEASURED = WARM_UP + 2 * REPEATS
+SUMS = 16  # over ranks, in one graph
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTime:
     """Seconds of one step in the slowest rank, medians. `queued_s` with the host ahead of the device, `seconds` with the
-    host waiting for each step before it starts the next, as it does while requests come and go.
+    host waiting for each step before it starts the next, as it does while requests come and go; `issued_s` until the host
+    had launched all of it.
     """
 
     phase: str
@@ -30,6 +32,7 @@ class StepTime:
     context: int
     queued_s: float
     seconds: float
+    issued_s: float
 
 
 def time_step(engine: Engine, shape: StepShape) -> dict[str, Any] | str:
@@ -47,25 +50,64 @@ def time_step(engine: Engine, shape: StepShape) -> dict[str, Any] | str:
     finally:
         for one in held:
             engine.release(one)
+    queued, seconds, issued = took
     return asdict(
-        StepTime(phase=shape.phase, batch=shape.batch, context=shape.context, queued_s=took[0], seconds=took[1])
+        StepTime(
+            phase=shape.phase,
+            batch=shape.batch,
+            context=shape.context,
+            queued_s=queued,
+            seconds=seconds,
+            issued_s=issued,
+        )
     )
 
 
-def _decode(engine: Engine, held: list[Held], shape: StepShape) -> tuple[float, float]:
+def time_all_reduce(engine: Engine, tokens: int) -> float:
+    """Return seconds of one sum over the ranks of `tokens` hidden vectors, with the residual and the norm that follow,
+    replayed from a graph. A collective call.
+    """
+    model = engine.model
+    part = torch.zeros((tokens, model.model.hidden), dtype=model.dtype, device=model.device)
+    residual = torch.zeros_like(part)
+
+    def run() -> None:
+        for _ in range(SUMS):
+            model.sum_and_norm(part, residual, model.norm, reads=False)
+
+    return _timed(engine, _replayed(run, model.device), REPEATS)[0] / SUMS
+
+
+def _replayed(run: Callable[[], None], device: torch.device) -> Callable[[], None]:
+    """Return what replays `run` from a CUDA graph; on a CPU itself."""
+    if device.type != "cuda":
+        return run
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()  # compiles kernels
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        run()
+    return graph.replay
+
+
+def _decode(engine: Engine, held: list[Held], shape: StepShape) -> tuple[float, float, float]:
     engine.set_position(held, shape.context)
     return _timed(engine, lambda: engine.go_on(held), REPEATS)
 
 
-def _prefill(engine: Engine, held: list[Held], shape: StepShape) -> tuple[float, float]:
+def _prefill(engine: Engine, held: list[Held], shape: StepShape) -> tuple[float, float, float]:
     generator = torch.Generator().manual_seed(shape.context)
     texts = [torch.randint(engine.model.model.vocab, (shape.context,), generator=generator) for _ in held]
     prompts = list(zip(held, texts, strict=True))
     return _timed(engine, lambda: engine.read(prompts), PROMPT_REPEATS)
 
 
-def _timed(engine: Engine, run: Callable[[], Any], repeats: int) -> tuple[float, float]:
-    """Return seconds of a run with the host ahead and with the host waiting, in the slowest rank."""
+def _timed(engine: Engine, run: Callable[[], Any], repeats: int) -> tuple[float, float, float]:
+    """Return seconds of a run with the host ahead, with the host waiting, and until it was issued, in the slowest rank."""
     device = engine.model.device
     for _ in range(WARM_UP):
         run()
@@ -75,16 +117,17 @@ def _timed(engine: Engine, run: Callable[[], Any], repeats: int) -> tuple[float,
         run()
     wait(device)
     queued = (time.perf_counter() - begin) / repeats
-    waited = []
+    waited, issued = [], []
     for _ in range(repeats):
         begin = time.perf_counter()
         run()
+        issued.append(time.perf_counter() - begin)
         wait(device)
         waited.append(time.perf_counter() - begin)
-    found = torch.tensor([queued, median(waited)], dtype=torch.float64, device=device)
+    found = torch.tensor([queued, median(waited), median(issued)], dtype=torch.float64, device=device)
     if engine.model.spread.group is not None:
         dist.all_reduce(found, dist.ReduceOp.MAX, group=engine.model.spread.group)
-    return float(found[0]), float(found[1])
+    return float(found[0]), float(found[1]), float(found[2])
 
 
 def wait(device: torch.device) -> None:

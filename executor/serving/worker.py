@@ -27,13 +27,14 @@ from executor.serving.decoder import ServedDecoder, Spread
 from executor.serving.engine import Engine
 from executor.serving.load import Server
 from executor.serving.request import ServeRequest, require_served
-from executor.serving.steps import time_step
+from executor.serving.steps import time_all_reduce, time_step
 from simulator.serving.traffic import Request, Traffic
 from topology import codec
 
 CACHE_SHARE = 0.85  # of what weights leave of a GPU's memory; graphs and prompts take of the rest
 CPU_CACHE_TOKENS = 4096
 WARM_UP = 8  # requests
+SUMMED = (1, 8, 64)  # tokens
 
 
 @record
@@ -100,6 +101,8 @@ def run(request: ServeRequest, device: torch.device, deadline: Deadline, recorde
                 recorder.missing(found)
             else:
                 recorder.write("step", tp=request.tp, all_reduce=way, **found)
+        if not alone:
+            _time_sums(engine, way, deadline, control, recorder)
         if device.type == "cuda" and not alone:
             symmetric.check_delivered()
     board = None if control is None else Board(control)
@@ -113,6 +116,16 @@ def run(request: ServeRequest, device: torch.device, deadline: Deadline, recorde
         if not server.batch.idle:  # there was no time for the rest, whose pages are not free
             break
     recorder.write("done", after_s=time.perf_counter() - began)
+
+
+def _time_sums(
+    engine: Engine, way: str, deadline: Deadline, control: dist.ProcessGroup | None, recorder: Recorder
+) -> None:
+    """Time the sums over ranks of steps of a few sizes."""
+    for tokens in sorted({min(size, engine.max_sequences) for size in SUMMED}):
+        if _all_have_time(deadline, control):
+            seconds = time_all_reduce(engine, tokens)
+            recorder.write("sum", tp=engine.model.spread.ranks, all_reduce=way, tokens=tokens, seconds=seconds)
 
 
 def _warm_up(traffic: Traffic) -> Traffic:

@@ -60,6 +60,9 @@ def apply(
     wait: Annotated[
         str, typer.Option("--wait", help="Follow a submitted job for so long, such as 12h, and report its run.")
     ] = "0h",
+    learn: Annotated[
+        Path | None, typer.Option("--learn", help="Of a serving plan: time steps, too, and add all to this profile.")
+    ] = None,
     json: options.Json = False,
 ) -> None:
     """Run a plan on this machine and report measured against predicted.
@@ -105,8 +108,10 @@ def apply(
         )
     if is_serving_plan(plan):
         _refuse_training(steps=steps, own_table=own_table, tolerance=tolerance, allow_busy=allow_busy)
-        _serve(plan, device, _folder(out, force=force), seconds, dry_run=dry_run, json=json)
+        _serve(plan, device, _folder(out, force=force), seconds, learn=learn, dry_run=dry_run, json=json)
         return
+    if learn is not None:
+        raise UserError("--learn: for a serving plan", remedy="planner report RUN --learn PROFILE")
     run = _planned(plan, device, allow_busy=allow_busy)
     if tolerance is not None and run.predicted is None:
         raise UserError(
@@ -137,7 +142,16 @@ def _refuse_training(*, steps: int | None, own_table: bool, tolerance: float | N
         raise UserError(f"{', '.join(given)}: not for a serving plan", remedy=f"leave out {', '.join(given)}")
 
 
-def _serve(plan: Path | None, device: str | None, folder: Path, seconds: float, *, dry_run: bool, json: bool) -> None:
+def _serve(
+    plan: Path | None,
+    device: str | None,
+    folder: Path,
+    seconds: float,
+    *,
+    learn: Path | None,
+    dry_run: bool,
+    json: bool,
+) -> None:
     """Run a serving plan; raise Exit with its code."""
     if plan is None:
         return
@@ -145,7 +159,7 @@ def _serve(plan: Path | None, device: str | None, folder: Path, seconds: float, 
         apply_process.require_torch()
         output.require_room(folder, LEAST_FREE_BYTES, "records and timelines of a run")
     code = apply_serving_plan(
-        plan, device=device or "cuda", folder=folder, budget_s=seconds, dry_run=dry_run, json=json
+        plan, device=device or "cuda", folder=folder, budget_s=seconds, learn=learn, dry_run=dry_run, json=json
     )
     if code:
         raise typer.Exit(code)

@@ -55,8 +55,8 @@ def estimate(
     but does not fit is an answer, and ends with 0.
     """
     if task is Task.SERVE or is_serving_plan(plan):
-        others = {"case": case, "profile": profile, "strict": strict}
-        estimate_serving_plan(serving_flags(flags, serving, others), plan=plan, out=out, force=force, json=json)
+        asked = serving_flags(flags, serving, {"case": case}, profile=profile, strict=strict)
+        estimate_serving_plan(asked, plan=plan, out=out, force=force, json=json)
         return
     refuse(stated(serving), Task.TRAIN)
     measured = measurements(profile, strict=strict)

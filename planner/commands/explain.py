@@ -82,7 +82,7 @@ def explain(
     )
     if task is Task.SERVE or is_serving_plan(file):
         others = {"framework": framework, "id": case_id, "memory": memory, "observed_peak": observed_peak, "svg": svg}
-        serving_question = serving_flags(flags, serving, {**others, "profile": profile, "strict": strict})
+        serving_question = serving_flags(flags, serving, others, profile=profile, strict=strict)
         explain_serving_plan(serving_question, plan=file, top=top, sweep=flips, json=json)
         return
     refuse(stated(serving), Task.TRAIN)

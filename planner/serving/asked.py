@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
-from planner.io.inputs import read_cluster
+from planner.io.inputs import measurements, read_cluster
 from planner.serving.question import OBJECTIVES, ServingQuestion
 from planner.serving.trace_file import read_trace
 from simulator.config.hf_config import load_model
+from simulator.fitting.calibration_fit import same_gpu
 from simulator.serving.deployment import CACHE_BYTES, WEIGHT_BYTES
 from simulator.serving.engine import engine_of
+from simulator.serving.fit_steps import fit_serving
+from simulator.serving.measured import MeasuredServing
 from simulator.serving.traffic import Lengths, Request, Traffic
 from topology.catalog.platform import take_gpus
+from topology.cluster import Cluster
 from topology.errors import BadInput, UserError
+from topology.profile.store import current_samples
 
 MODEL, CLUSTER = "llama3-8b", "dgx-h100"
 PROMPT, ANSWER, CLIENTS_PER_GPU = 1024, 256, 8
@@ -57,6 +63,8 @@ class ServingFlags:
     ep: int | None = None
     dp_attention: int | None = None
     prefill: str | None = None
+    profile: Path | None = None
+    strict: bool = False
 
 
 def serving_question(flags: ServingFlags) -> ServingQuestion:
@@ -68,13 +76,15 @@ def serving_question(flags: ServingFlags) -> ServingQuestion:
         machine = take_gpus(machine, flags.gpus)
         assumed.append(f"the first {flags.gpus} GPUs of the node")
     traffic = _traffic(flags, machine.gpu_count, assumed)
+    engine = engine_of(flags.engine or "vllm").name
+    measured = measured_serving(flags, machine, engine, assumed)
     formats = (("weights", flags.weights), ("KV cache", flags.kv_cache))
     assumed += [f"{name} in bfloat16" for name, said in formats if said is None]
     return ServingQuestion(
         model=load_model(flags.model or MODEL),
         cluster=machine,
         traffic=traffic,
-        engine=engine_of(flags.engine or "vllm").name,
+        engine=engine,
         weights=number_format(flags.weights, "--weights", tuple(WEIGHT_BYTES), "bfloat16"),
         kv_cache=number_format(flags.kv_cache, "--kv-cache", tuple(CACHE_BYTES), "bfloat16"),
         max_num_seqs=flags.max_num_seqs or 0,
@@ -85,8 +95,28 @@ def serving_question(flags: ServingFlags) -> ServingQuestion:
         tpot_s=flags.tpot or 0.0,
         gpu_price_per_hour=flags.gpu_price or 0.0,
         separate=flags.separate,
+        measured=measured,
         assumed=tuple(assumed),
     )
+
+
+def measured_serving(flags: ServingFlags, cluster: Cluster, engine: str, notes: list[str]) -> MeasuredServing | None:
+    """Return what the profile of `flags` says of an engine, and note what it does not; None without a profile.
+
+    Raises BadInput for a profile that cannot be, Stale for one in doubt where flags are strict.
+    """
+    if flags.profile is None:
+        return None
+    measured = measurements(flags.profile, strict=flags.strict)
+    notes += [f"profile: {doubt}" for doubt in measured.check(cluster)]
+    profile = measured.profile
+    if profile is None or not same_gpu(profile, cluster.slowest_kind):
+        return None
+    current = current_samples(profile)
+    found = fit_serving(current.serving, current.collectives, cluster, engine)
+    if found is None or not found.steps:
+        notes.append(f"the profile has no steps of {engine}: they are priced from the datasheet")
+    return found
 
 
 def _traffic(flags: ServingFlags, gpus: int, assumed: list[str]) -> Traffic:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from planner.serving.asked import ServingFlags, arrival_shape, number_format
+from planner.serving.asked import ServingFlags, arrival_shape, measured_serving, number_format
 from planner.serving.compare import differences
 from planner.serving.plan_file import ServingFile
 from planner.serving.question import ServingQuestion
@@ -32,10 +32,16 @@ def with_serving_flags(
             why="the plan was made for the model, the machine and the requests that it holds",
             remedy="plan again with planner suggest --task serve",
         )
+    engine = engine_of(flags.engine or content.question.engine).name
+    notes: list[str] = []
+    measured = measured_serving(flags, content.question.cluster, engine, notes)
+    if flags.profile is None and engine == content.question.engine:
+        measured = content.question.measured
     question = replace(
         content.question,
+        measured=measured,
         traffic=_traffic(content.question.traffic, flags),
-        engine=engine_of(flags.engine or content.question.engine).name,
+        engine=engine,
         weights=number_format(flags.weights, "--weights", tuple(WEIGHT_BYTES), content.question.weights),
         kv_cache=number_format(flags.kv_cache, "--kv-cache", tuple(CACHE_BYTES), content.question.kv_cache),
         max_num_seqs=flags.max_num_seqs or content.question.max_num_seqs,
@@ -57,7 +63,7 @@ def with_serving_flags(
     prefill = before.prefill if flags.prefill is None else read_pool(flags.prefill, "--prefill")
     deployment = question.deployment(pool, prefill)
     changed = [*differences(content.question, question), *differences(before, deployment)]
-    return question, deployment, tuple(dict.fromkeys(changed))
+    return question, deployment, tuple(dict.fromkeys([*changed, *notes]))
 
 
 def _traffic(before: Traffic, flags: ServingFlags) -> Traffic:

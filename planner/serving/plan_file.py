@@ -16,10 +16,12 @@ from planner.serving.trace_file import MAX_REQUESTS, read_request
 from simulator.config.verify import verify_model
 from simulator.serving.deployment import CACHE_BYTES, WEIGHT_BYTES, Deployment
 from simulator.serving.engine import engine_of
+from simulator.serving.fit_steps import BOUNDS
 from simulator.serving.traffic import Traffic
 from topology import codec
 from topology.catalog.verify import require_possible
 from topology.errors import BadPlan
+from topology.profile.profile import QUICKEST_S
 from topology.ranges import Range, out_of_range
 
 SCHEMA_VERSION = 1
@@ -32,6 +34,9 @@ _RANGES: dict[str, Range] = {
     **dict.fromkeys(("low", "high", "shape"), (0, 100)),
     **dict.fromkeys(("request_rate", "gpu_price_per_hour"), (0, 1e9)),
     **dict.fromkeys(("cached_prompt", "memory_fraction"), (0, 1)),
+    **dict.fromkeys(("ratio", "cached_ratio", "pair_ratio"), BOUNDS),
+    **dict.fromkeys(("tokens", "ranks", "nodes", "tp"), (1, 1 << 31)),
+    "time_s": (QUICKEST_S, 1e6),
 }
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from simulator.config.model import Model
 from simulator.serving.deployment import Deployment, Pool
+from simulator.serving.measured import MeasuredServing
 from simulator.serving.traffic import Traffic
 from topology.cluster import Cluster
 
@@ -17,7 +18,7 @@ class ServingQuestion:
     """One question. Targets in seconds, 0 where there is none; `gpu_price_per_hour` in any currency, 0 if not told.
 
     `objective` is one of OBJECTIVES: the mean time to a whole answer, output tokens a second and GPU, or the price of
-    a million output tokens. Limits of the scheduler and `memory_fraction` of 0 are the engine's defaults.
+    a million output tokens. Limits of the scheduler and `memory_fraction` of 0 are the engine's defaults. `measured` is what a profile says.
     """
 
     model: Model
@@ -34,6 +35,7 @@ class ServingQuestion:
     tpot_s: float = 0.0
     gpu_price_per_hour: float = 0.0
     separate: bool = False
+    measured: MeasuredServing | None = None
     assumed: tuple[str, ...] = ()
 
     @property
@@ -52,4 +54,5 @@ class ServingQuestion:
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             memory_fraction=self.memory_fraction,
+            measured=self.measured,
         )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from simulator.serving.measured import MeasuredServing
+
 # Bytes of one weight as the format stores it, scales included: one float8 scale for 16 weights in nvfp4 (NVIDIA, "Introducing
 # NVFP4"), one 16-bit scale for 128 in int4 as AutoGPTQ and AWQ write it by default.
 WEIGHT_BYTES = {"bfloat16": 2.0, "float16": 2.0, "float8": 1.0, "float4": 0.5 + 1 / 16, "int4": 0.5 + 2 / 128}
@@ -45,7 +47,7 @@ class Deployment:
     """A serving plan. Where `prefill` is given, prompts are read there and `pool` writes the answers.
 
     `max_num_seqs` and `max_num_batched_tokens` are limits of one scheduler: requests that run, and tokens of one step.
-    0 leaves them to the engine's defaults.
+    0 leaves them to the engine's defaults. `measured` is what a profile says of the engine on these GPUs.
     """
 
     engine: str = "vllm"
@@ -57,6 +59,7 @@ class Deployment:
     max_num_batched_tokens: int = 0
     memory_fraction: float = 0.0
     max_model_len: int = 0
+    measured: MeasuredServing | None = None
 
     @property
     def gpus(self) -> int:

@@ -40,15 +40,18 @@ def estimate_serving(
     served = serve(model, cluster, deployment, traffic)
     engine = engine_of(deployment.engine)
     seen = latency(served, ttft_s=ttft_s, tpot_s=tpot_s)
+    source = Source.DATASHEET if deployment.measured is None else Source.FITTED
     return ServingEstimate(
-        ttft_s=_interval(seen.ttft_s.mean, engine.spread_ttft),
-        tpot_s=_interval(seen.tpot_s.mean, engine.spread_tpot),
-        e2e_s=_interval(seen.e2e_s.mean, engine.spread_tpot),
-        output_tokens_per_s_per_gpu=_interval(seen.output_tokens_per_s / deployment.gpus, engine.spread_throughput),
+        ttft_s=_interval(seen.ttft_s.mean, engine.spread_ttft, source),
+        tpot_s=_interval(seen.tpot_s.mean, engine.spread_tpot, source),
+        e2e_s=_interval(seen.e2e_s.mean, engine.spread_tpot, source),
+        output_tokens_per_s_per_gpu=_interval(
+            seen.output_tokens_per_s / deployment.gpus, engine.spread_throughput, source
+        ),
         latency=seen,
         room=cache_capacity(model, cluster, deployment, deployment.pool),
     )
 
 
-def _interval(value: float, spread: float) -> Interval:
-    return Interval(value=value, low=value / (1 + spread), high=value * (1 + spread), source=Source.DATASHEET)
+def _interval(value: float, spread: float, source: Source) -> Interval:
+    return Interval(value=value, low=value / (1 + spread), high=value * (1 + spread), source=source)

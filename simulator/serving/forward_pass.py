@@ -6,16 +6,18 @@ of a query and a key) and attention of answers (by cached keys).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from simulator.collectives.cost import CollectiveModel
+from simulator.collectives.measured import MeasuredCollectives
 from simulator.columns.plan_table import Floats
 from simulator.config.model import LayerKind, Model
 from simulator.serving.deployment import CACHE_BYTES, Deployment, Pool
 from simulator.serving.engine import Engine, engine_of
 from simulator.serving.kernels import Kernels
+from simulator.serving.measured import MeasuredSteps, Ratio, scaled
 from topology.cluster import Cluster
 from topology.rates.groups import GroupShape
 
@@ -59,6 +61,7 @@ class ForwardPass:
     _pair_s: float = field(init=False)
     _layers_met: tuple[int, int, int] = field(init=False)  # layers that see all keys, those with a window, its width
     _launch_s: float = field(init=False)
+    _sum_ratios: tuple[Ratio, ...] = ()  # measured over priced all-reduces
 
     def __post_init__(self) -> None:
         self.engine = engine_of(self.deployment.engine)
@@ -69,18 +72,39 @@ class ForwardPass:
             experts_by_triton=self.engine.experts_by_triton,
             attention=self.engine.attention,
         )
-        self._collectives = CollectiveModel(self.cluster)
+        measured = self.deployment.measured
+        timed = MeasuredCollectives(measured.collectives) if measured and measured.collectives else None
+        self._collectives = CollectiveModel(self.cluster, timed)
+        steps = measured.of(self.pool.tp) if measured else None
         most = (self.max_batched_tokens + self.max_sequences) * self.pool.dp_attention
         self._tokens = token_grid(most)
         self._parts = self._by_tokens(self._tokens)
-        self._seconds = np.sum(list(self._parts.values()), axis=0)
         self._rows = token_grid(self.max_sequences * self.pool.dp_attention)
         self._head = self._ends(np.ceil(self._rows / self.pool.dp_attention))
+        if steps is not None:
+            self._bend(steps)
+        self._seconds = np.sum(list(self._parts.values()), axis=0)
         self._steps_s, self._heads_s = self._seconds.tolist(), self._head.tolist()
         self._key_s, self._pair_s = self._one_key_s(), self._one_pair_s()
+        if steps is not None:
+            self._key_s, self._pair_s = self._key_s * steps.cached_ratio, self._pair_s * steps.pair_ratio
         windowed = self.model.windowed_layers
         self._layers_met = (self.model.layers - windowed, windowed, self.model.sliding_window)
         self._launch_s = self._unreplayed_s()
+
+    def _bend(self, steps: MeasuredSteps) -> None:
+        """Let what was measured of this engine go before what its kernels are priced at."""
+        of_tokens = scaled(steps.by_tokens, self._tokens)
+        if steps.tp == self.pool.tp:
+            self._sum_ratios = steps.reduced
+        ratios = {}
+        if self._sum_ratios:  # larger sums than those timed are part of what steps of so many tokens took
+            timed = self._tokens <= self._sum_ratios[-1].tokens
+            ratios["all_reduce"] = np.where(timed, scaled(self._sum_ratios, self._tokens), of_tokens)
+        self._parts = {name: seconds * ratios.get(name, of_tokens) for name, seconds in self._parts.items()}
+        self._head = self._head * scaled(steps.by_tokens, self._rows)
+        said = {name: getattr(steps, name) for name in ("host_step_s", "host_sequence_s", "host_launch_s")}
+        self.engine = replace(self.engine, **{name: seconds for name, seconds in said.items() if seconds})
 
     @property
     def max_sequences(self) -> int:
@@ -135,10 +159,13 @@ class ForwardPass:
 
     def _unreplayed_s(self) -> float:
         """Return what the host takes to launch a step that no CUDA graph replays."""
+        return self.launches() * self.engine.host_launch_s
+
+    def launches(self) -> float:
+        """Return how many kernels and collectives the host launches in a step that no CUDA graph replays."""
         kinds = self.model.layer_kinds
         kernels = sum(self._small_kernels(kind) + (8.0 if kind.sparse else 6.0) for kind in kinds)
-        joined = 2.0 * len(kinds) if self.pool.ranks > 1 else 0.0
-        return (kernels + joined) * self.engine.host_launch_s
+        return kernels + (2.0 * len(kinds) if self.pool.ranks > 1 else 0.0)
 
     def _small_kernels(self, kind: LayerKind) -> float:
         """Return kernels of a layer that are neither products, attention nor collectives: norms, positions, the activation;
@@ -288,7 +315,8 @@ class ForwardPass:
     def reduced_s(self, sequences: int) -> float:
         """Return seconds of all all-reduces of a step that continues so many answers."""
         nbytes = np.array([2.0 * sequences * self.model.hidden])
-        return self.reductions() * float(self._all_reduce(nbytes, self.pool.tp)[0])
+        ratio = float(scaled(self._sum_ratios, np.array([float(sequences)]))[0])
+        return self.reductions() * ratio * float(self._all_reduce(nbytes, self.pool.tp)[0])
 
 
 def token_grid(most: int) -> Floats:

@@ -26,6 +26,7 @@ sys.path.insert(0, str(ROOT))
 
 from planner.serving.asked import ServingFlags, serving_question  # noqa: E402 - after the path
 from planner.serving.measured.asked_run import AskedRun, Step, all_steps, asked_run  # noqa: E402 - as above
+from planner.serving.measured.samples import add_to_profile  # noqa: E402 - as above
 from planner.serving.measured.side_by_side import Beside, load_rows, mean_error, step_rows  # noqa: E402 - as above
 from simulator.serving.deployment import Pool  # noqa: E402 - as above
 from simulator.serving.latency import latency  # noqa: E402 - as above
@@ -64,6 +65,8 @@ def main() -> None:
         start(options.out / f"tp{tp}", left / (len(counts) - place))
     found = {tp: report for tp in counts if (report := read(options.out / f"tp{tp}"))}
     text = table(model, options.device, found)
+    if not tiny:
+        text += with_samples(model, options.cluster, options.out / "profile.json", found)
     codec.write_text(options.out / "serving_run.md", text)
     print(text)
 
@@ -90,6 +93,28 @@ def predicted(model: str, cluster: str, tp: int, *, tiny: bool) -> AskedRun:
             prompt=prompts, output=answers, request_rate=rate, requests=count, seed=seed
         )
     return asked_run(question, pool, steps=TINY_STEPS if tiny else all_steps(), loads=loads)
+
+
+def with_samples(model: str, cluster: str, profile: Path, found: dict[int, dict]) -> str:
+    """Add what was measured to a profile; return how far the same loads are off when predicted again from its samples."""
+    for document in found.values():
+        add_to_profile(document, profile)
+    lines = [
+        "## Loads predicted again from the samples of the runs: steps, sums over ranks, the host's time between steps",
+        "",
+    ]
+    lines += ["| GPUs | load | first token p50 | p95 | a token p50 | output tokens/s |", "|--:|---|--:|--:|--:|--:|"]
+    for tp, document in found.items():
+        flags = ServingFlags(model=model, cluster=cluster, gpus=tp, engine="meshwright", profile=profile)
+        asked_loads = document["request"]["loads"]
+        loads = {load["name"]: codec.convert(load["traffic"], Traffic, where="a load") for load in asked_loads}
+        again = asked_run(serving_question(flags), Pool(tp=tp), loads=loads)
+        asked = document["request"] | {"predicted": codec.to_builtins({"steps": [], "loads": again.seen})}
+        for name, rows in load_rows(document | {"request": asked}).items():
+            errors = {row.what: row.error for row in rows}
+            shown = (errors[what] for what in ("first token p50", "first token p95", "a token p50", "output tokens/s"))
+            lines.append(f"| {tp} | {name} | " + " | ".join(f"{error:+.1%}" for error in shown) + " |")
+    return "\n".join([*lines, ""]) + "\n"
 
 
 def start(folder: Path, budget_s: float) -> None:

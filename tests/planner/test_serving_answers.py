@@ -83,7 +83,6 @@ def test_a_comparison_is_of_one_task(planner: Callable[..., Finished], tmp_path:
         (("explain", "--ttft", "1"), "--ttft: an option of serving"),
         (("estimate", "--task", "serve", "--schedule", "1F1B"), "--schedule: an option of training"),
         (("estimate", "--task", "serve", "--zero", "2"), "--zero: an option of training"),
-        (("estimate", "--task", "serve", "--profile", "p.json"), "--profile: an option of training"),
         (("explain", "--task", "serve", "--memory"), "--memory: an option of training"),
         (("explain", "--task", "serve", "--global-batch", "4"), "--global-batch: an option of training"),
         (("estimate", "--task", "serve", "--prefill", "2xqq4"), "does not describe engines"),

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from planner.cli import app
+from planner.serving.answer import answer_deployment
 from planner.serving.asked import ServingFlags, serving_question
 from planner.serving.candidates import deployments
-from planner.serving.measured.asked_run import Step, asked_run
+from planner.serving.measured.asked_run import Step, all_steps, asked_run
+from planner.serving.measured.samples import add_to_profile
 from planner.serving.measured.side_by_side import load_rows, mean_error, step_rows
-from planner.serving.plan_file import serving_file
+from planner.serving.overrides import with_serving_flags
+from planner.serving.plan_file import load_serving, serving_file
 from simulator.serving.deployment import Pool
+from simulator.serving.measured import MeasuredServing, MeasuredSteps, Ratio
 from simulator.serving.server import serve
 from topology import codec
-from topology.errors import BadPlan, UserError
+from topology.errors import BadInput, BadPlan, UserError
+from topology.profile.profile import read_profile
 
 STEPS = (Step(phase="decode", batch=2, context=100), Step(phase="prefill", batch=1, context=200))
 
@@ -116,3 +123,48 @@ def test_only_what_the_executor_serves_is_suggested_for_it() -> None:
     assert {(one.pool.tp, one.pool.pp) for one in found} == {(1, 1), (2, 1), (4, 1)}
     assert any("does not divide key/value heads of 4" in reason for reason in rejected)
     assert any("tensor parallelism alone" in reason for reason in rejected)
+
+
+def test_what_a_run_measured_feeds_a_profile_that_estimates_use(tmp_path: Path) -> None:
+    """Every step a fifth slower than priced: what clients of that engine see is estimated a fifth slower."""
+    said = {"model": "llama3-8b", "isl": 500, "osl": 50}
+    measured = report(asked_run(question(**said), Pool(tp=2), steps=all_steps()), slower=1.2)
+    measured["steps"] = [step | {"queued_s": step["seconds"]} for step in measured["steps"]]
+    measured["notes"] = [{"kind": "versions", "torch": "2.11.0", "device": "NVIDIA H200"}]
+    measured["sums"] = [{"tp": 2, "all_reduce": way, "tokens": 1, "seconds": 5e-6} for way in ("own", "nccl")]
+    profile = tmp_path / "profile.json"
+
+    count = add_to_profile(measured, profile)
+    again = add_to_profile(measured, profile)
+
+    kept = read_profile(profile)
+    assert count == again == len(all_steps()) + 3
+    assert len(kept.serving) == len(all_steps()) + 2  # the same on the same software: the newer ones
+    assert [(sample.op, sample.ranks) for sample in kept.collectives] == [("all_reduce", 2)]
+    plain, with_it = (question(**said, profile=path) for path in (None, profile))
+    answers = [answer_deployment(one, one.deployment(Pool(tp=2))).estimate for one in (plain, with_it)]
+    assert answers[1].tpot_s.value == pytest.approx(1.2 * answers[0].tpot_s.value, rel=0.1)
+    assert answers[1].ttft_s.value == pytest.approx(1.2 * answers[0].ttft_s.value, rel=0.1)
+    assert [answer.tpot_s.source for answer in answers] == ["datasheet", "fitted"]
+    assert any("no steps of vllm" in line for line in question(engine="vllm", profile=profile).assumed)
+
+
+def test_a_plan_keeps_what_was_measured_and_a_flag_replaces_it(tmp_path: Path) -> None:
+    """A saved plan answers as it did; under another engine the measurement of this one is gone, and that is said."""
+    found = question()
+    steps = MeasuredSteps(tp=2, by_tokens=(Ratio(1.0, 1.5),), host_step_s=1e-3)
+    found = replace(found, measured=MeasuredServing(steps=(steps,)))
+    path = tmp_path / "plan.json"
+    codec.write_text(path, codec.to_json(serving_file(found, found.deployment(Pool(tp=2)))) + "\n")
+
+    kept, deployment, changed = with_serving_flags(load_serving(path), ServingFlags())
+    assert (kept.measured, deployment.measured, changed) == (found.measured, found.measured, ())
+    other, _, changed = with_serving_flags(load_serving(path), ServingFlags(engine="vllm"))
+    assert other.measured is None
+    assert any(line.startswith("measured") for line in changed)
+
+
+def test_a_profile_of_no_gpu_is_not_made(tmp_path: Path) -> None:
+    found = report(asked_run(question(), Pool(tp=2), steps=STEPS), slower=1.0)
+    with pytest.raises(BadInput, match="no GPU"):
+        add_to_profile({**found, "notes": [{"kind": "versions", "torch": "2.11.0", "device": "cpu"}]}, tmp_path / "p")

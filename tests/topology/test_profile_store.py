@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from topology.errors import BadInput, NewerSchema, PlannerError
 from topology.profile.calibration_records import profile_from_records
-from topology.profile.profile import CollectiveSample, Profile, check_profile, read_profile
+from topology.profile.profile import PROFILE_SCHEMA_VERSION, CollectiveSample, Profile, check_profile, read_profile
 from topology.profile.samples import Conditions, LayerSample, OperatorSample, Provenance
 from topology.profile.store import add_to_store, current_samples, merge, read_stored, store_path, with_named_runs
 
@@ -113,9 +113,11 @@ def test_a_damaged_file_is_set_aside_and_one_of_a_newer_release_left_alone(tmp_p
     assert "damaged-1" in said[0]
     assert len(read_profile(path).operators) == 1
 
-    newer = json.dumps({**json.loads(path.read_text()), "schema_version": 3, "of_the_future": 1})
+    newer = json.dumps(
+        {**json.loads(path.read_text()), "schema_version": PROFILE_SCHEMA_VERSION + 1, "of_the_future": 1}
+    )
     path.write_text(newer)
-    with pytest.raises(NewerSchema, match="schema 3"):
+    with pytest.raises(NewerSchema, match=f"schema {PROFILE_SCHEMA_VERSION + 1}"):
         add_to_store(profile(operator(2)), tmp_path)
     assert path.read_text() == newer
 

@@ -28,11 +28,12 @@ from topology.profile.samples import (
     OverlapSample,
     Provenance,
 )
+from topology.profile.serving_samples import PHASES, ServingSample
 from topology.ranges import Range, out_of_range
 from topology.rates.groups import GroupShape, group_rates
 
-PROFILE_SCHEMA_VERSION = 2
-READABLE_VERSIONS = (1, 2)
+PROFILE_SCHEMA_VERSION = 3
+READABLE_VERSIONS = (1, 2, 3)
 FASTEST_OVER_DATASHEET = 1.1  # nominal link rates are rounded down by up to 6 % (26.56 GB/s of "25" on H100)
 
 RANGES: dict[str, Range] = {"count": (1, 10**9), "ranks": (1, 1 << 20), "nodes": (1, 1 << 20), "gpus": (0, 1 << 20)}
@@ -76,7 +77,7 @@ class Profile:
     """Everything measured on one machine. `taken_at` is ISO 8601; `versions` maps a library to its version.
 
     `runs` has the provenance of the samples, by the name in their `run`; `missing` what could not be measured, and why.
-    `overlap_rates` are those of `simulator.overlap.modes`, fitted to the samples of `overlap`.
+    `serving` are steps of engines that serve. `overlap_rates` are those of `simulator.overlap.modes`, fitted to the samples of `overlap`.
     """
 
     machine: str
@@ -93,6 +94,7 @@ class Profile:
     layers: tuple[LayerSample, ...] = ()
     overlap: tuple[OverlapSample, ...] = ()
     overlap_rates: dict[str, float] = field(default_factory=dict)
+    serving: tuple[ServingSample, ...] = ()
     missing: tuple[str, ...] = ()
 
     @property
@@ -118,6 +120,7 @@ SAMPLE_LISTS: dict[type, str] = {
     ContentionSample: "contention",
     LayerSample: "layers",
     OverlapSample: "overlap",
+    ServingSample: "serving",
 }
 
 
@@ -160,6 +163,8 @@ def check_profile(profile: Profile, *, where: str = "profile", cluster: Cluster 
         _check_operator(operator, f"{where}: $.operators[{index}]", cluster)
     for index, pair in enumerate(profile.overlap):
         _check_overlap(pair, f"{where}: $.overlap[{index}]")
+    for index, step in enumerate(profile.serving):
+        _check_serving(step, f"{where}: $.serving[{index}]")
     for name, rate in profile.overlap_rates.items():
         if not math.isfinite(rate) or rate < 0:
             raise BadInput(f"{where}: $.overlap_rates.{name} is {rate}", why="a rate is finite and not negative")
@@ -171,6 +176,16 @@ def check_profile(profile: Profile, *, where: str = "profile", cluster: Cluster 
                 f"{where}: $.layers[{index}] has {layer.layers} layers",
                 why="a runtime is calibrated on one and two layers, never on the runs that are to be predicted",
             )
+
+
+def _check_serving(sample: ServingSample, where: str) -> None:
+    if sample.phase not in PHASES:
+        raise BadInput(f"{where}.phase is {sample.phase!r}", remedy=f"use one of {', '.join(PHASES)}")
+    if sample.tp < 1 or sample.batch < 1 or (sample.phase in {"decode", "prefill"} and sample.context < 1):
+        raise BadInput(
+            f"{where} is of {sample.batch:g} sequences, {sample.context} tokens, tp {sample.tp}",
+            why="each is at least 1",
+        )
 
 
 def _check_overlap(sample: OverlapSample, where: str) -> None:

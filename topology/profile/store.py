@@ -19,7 +19,7 @@ import platformdirs
 
 from topology import codec
 from topology.errors import BadInput, NewerSchema
-from topology.profile.profile import Profile, read_profile
+from topology.profile.profile import PROFILE_SCHEMA_VERSION, Profile, read_profile
 from topology.profile.samples import Provenance
 
 STORE_VARIABLE = "MESHWRIGHT_DATA"
@@ -70,7 +70,9 @@ def with_named_runs(profile: Profile) -> Profile:
     named = profile.with_samples(
         lambda samples: (sample if sample.run else replace(sample, run=name) for sample in samples)
     )
-    return replace(named, schema_version=2, runs={**profile.runs, **({name: own} if unnamed else {})})
+    return replace(
+        named, schema_version=PROFILE_SCHEMA_VERSION, runs={**profile.runs, **({name: own} if unnamed else {})}
+    )
 
 
 def merge(older: Profile, newer: Profile) -> Profile:

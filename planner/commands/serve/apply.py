@@ -7,20 +7,33 @@ from typing import Any
 
 from planner.io import child, output
 from planner.io.output import SCHEMA_VERSION, printable
-from planner.serving.measured.asked_run import AskedRun, asked_run
+from planner.serving.measured.asked_run import AskedRun, all_steps, asked_run
+from planner.serving.measured.samples import add_to_profile
 from planner.serving.measured.side_by_side import load_rows, print_run, step_rows
 from planner.serving.plan_file import TASK, load_serving
 from simulator.serving.engine import engine_of
 from topology import codec
-from topology.errors import PlannerError
+from topology.errors import PlannerError, UserError
 
 MODULE = "executor.serving.run"
 
 
-def apply_serving_plan(path: Path, *, device: str, folder: Path, budget_s: float, dry_run: bool, json: bool) -> int:
-    """Run a saved deployment; return 0, 1 where the run failed, 4 where a load is outside its predicted interval."""
+def apply_serving_plan(
+    path: Path, *, device: str, folder: Path, budget_s: float, learn: Path | None, dry_run: bool, json: bool
+) -> int:
+    """Run a saved deployment; return 0, 1 where the run failed, 4 where a load is outside its predicted interval.
+
+    `learn` is a profile to which what was measured is added, steps too.
+    """
+    if learn is not None and device == "cpu":
+        raise UserError("--learn needs GPUs", why="a profile is of one kind of GPU", remedy="leave out --device cpu")
     content = load_serving(path)
-    run = asked_run(content.question, content.deployment.pool, prefill=content.deployment.prefill)
+    run = asked_run(
+        content.question,
+        content.deployment.pool,
+        steps=() if learn is None else all_steps(),
+        prefill=content.deployment.prefill,
+    )
     for note in run.notes:
         output.warn(f"note: {note}")
     request = run.request(device=device)
@@ -42,6 +55,8 @@ def apply_serving_plan(path: Path, *, device: str, folder: Path, budget_s: float
             print(printable(f"command   {' '.join(command)}"))
         return 0
     document = run_request(request, folder, budget_s)
+    if learn is not None:
+        output.warn(f"{learn}: {add_to_profile(document, learn)} samples of the run")
     if json:
         output.emit_json({**document, "comparison": comparison(document), "directory": str(folder)})
     else:

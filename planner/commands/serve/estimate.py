@@ -34,7 +34,14 @@ def is_serving_plan(path: str | Path | None) -> bool:
         return False
 
 
-def serving_flags(flags: Flags, serving: Mapping[str, Any], others: Mapping[str, Any] | None = None) -> ServingFlags:
+def serving_flags(
+    flags: Flags,
+    serving: Mapping[str, Any],
+    others: Mapping[str, Any] | None = None,
+    *,
+    profile: Path | None = None,
+    strict: bool = False,
+) -> ServingFlags:
     """Return what a command states of serving. Raises UserError for options that only training has."""
     only = {"seq_len": flags.seq_len, "global_batch": flags.global_batch, **flags.plan, **flags.runtime}
     names = [name for name, value in only.items() if name not in DEGREES and value is not None]
@@ -47,6 +54,8 @@ def serving_flags(flags: Flags, serving: Mapping[str, Any], others: Mapping[str,
         tp=flags.plan.get("tp"),
         pp=flags.plan.get("pp"),
         ep=flags.plan.get("ep"),
+        profile=profile,
+        strict=strict,
         **serving,
     )
 

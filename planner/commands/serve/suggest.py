@@ -25,7 +25,7 @@ from topology.errors import Infeasible, UserError
 ONLY_TRAINING = (
     *("global_batch", "all_variants", "compile_model", "param_dtype", "max_tp", "tp", "pp", "cp", "ep"),
     *("dp_shard", "dp_replicate", "tokens", "deadline", "budget", "schedule", "virtual_stages", "micro_batch"),
-    *("recompute", "profile", "runtime", "strict", "pick", "offload"),
+    *("recompute", "runtime", "pick", "offload"),
 )
 SPELLED = {"all_variants": "--all", "compile_model": "--compile", "global_batch": "--global-batch"}
 DEFAULTED = ("seq_len", "framework", "simulate")
@@ -46,6 +46,8 @@ def suggest_serving(given: Mapping[str, Any]) -> None:
         gpus=None if counts is None else int(counts),
         objective=given["objective"].value if typed(given["context"], "objective") else None,
         gpu_price=given["gpu_price"],
+        profile=given["profile"],
+        strict=given["strict"],
         **given["serving"],
     )
     question = serving_question(flags)

@@ -1,0 +1,161 @@
+"""From samples of an engine's steps to what they change in its costs.
+
+Of steps in which answers go on, the time is a part by tokens and a part by cached keys; both are priced, and what each
+takes longer is found by least squares of relative errors, the first for each number of answers. Steps that read have a part
+by tokens and one by pairs of a query and a key. A step whose issuing took as long as the step says nothing of kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean, median
+
+import numpy as np
+
+from simulator.config.model import Model
+from simulator.serving.deployment import Deployment, Pool
+from simulator.serving.forward_pass import ForwardPass
+from simulator.serving.measured import MeasuredServing, MeasuredSteps, Ratio, scaled
+from topology.cluster import Cluster
+from topology.codec import convert
+from topology.profile.profile import CollectiveSample
+from topology.profile.serving_samples import ServingSample
+
+HOST_BOUND = 0.9  # of a step's time to issue it: the device waited
+BOUNDS = (0.05, 20.0)  # of a ratio: beyond it a sample is of something else
+
+
+@dataclass(frozen=True, slots=True)
+class _Priced:
+    """A sample beside what is priced for it, in seconds: what grows with tokens, what attention takes."""
+
+    tokens: float
+    measured: float
+    grows: float
+    attention: float
+
+
+def fit_serving(
+    samples: Sequence[ServingSample], collectives: Sequence[CollectiveSample], cluster: Cluster, engine: str
+) -> MeasuredServing | None:
+    """Return what samples taken on GPUs of `cluster` say of an engine; None where they say nothing."""
+    own = [sample for sample in samples if sample.engine == engine and not sample.invalid]
+    reductions = tuple(sample for sample in collectives if sample.ranks <= cluster.gpu_count)
+    steps = tuple(
+        _steps([sample for sample in own if sample.tp == tp], cluster, engine, tp)
+        for tp in sorted({sample.tp for sample in own})
+        if tp <= cluster.gpu_count
+    )
+    if not steps and not reductions:
+        return None
+    return MeasuredServing(steps=steps, collectives=reductions)
+
+
+def _steps(samples: list[ServingSample], cluster: Cluster, engine: str, tp: int) -> MeasuredSteps:
+    first = "own" if any(sample.all_reduce == "own" for sample in samples) else "nccl"
+    timed = [sample for sample in samples if sample.all_reduce in {first, ""}]
+    costs: dict[str, ForwardPass] = {}
+    for sample in timed:
+        if str(sample.model.get("name")) not in costs:
+            model = convert(sample.model, Model, where="a sample's model")
+            costs[model.name] = ForwardPass(model, cluster, Deployment(engine=engine, pool=Pool(tp=tp)), Pool(tp=tp))
+    found = _host(MeasuredSteps(tp=tp, reduced=_reduced(timed, costs)), timed, costs)
+    decoded = [_priced(sample, costs, found) for sample in timed if sample.phase == "decode"]
+    read = [_priced(sample, costs, found) for sample in timed if sample.phase == "prefill" and not _host_bound(sample)]
+    low, cached = _decode_ratios(decoded)
+    high, pair = _prefill_ratios(read)
+    return replace(found, by_tokens=(*low, *high), cached_ratio=cached, pair_ratio=pair)
+
+
+def _host_bound(sample: ServingSample) -> bool:
+    return sample.issued_s >= HOST_BOUND * sample.queued_s
+
+
+def _priced(sample: ServingSample, costs: dict[str, ForwardPass], found: MeasuredSteps) -> _Priced:
+    """Return a step's device time beside its price, all-reduces left out of both where they were timed themselves."""
+    cost = costs[str(sample.model.get("name"))]
+    batch, context = int(sample.batch), sample.context
+    reads = sample.phase == "prefill"
+    tokens = batch * context if reads else batch
+    parts = cost.parts(
+        prompt_tokens=tokens if reads else 0,
+        pairs=batch * context * (context + 1) / 2 if reads else 0.0,
+        sequences=0 if reads else batch,
+        keys=0.0 if reads else float(batch * context),
+        readers=batch,
+    )
+    attention = parts.pop("attention", 0.0)
+    for outside in ("host", "launches"):
+        parts.pop(outside, None)
+    measured = sample.queued_s or sample.seconds
+    if found.reduced and tokens <= found.reduced[-1].tokens:
+        measured -= parts.pop("all_reduce", 0.0) * float(scaled(found.reduced, np.array([float(tokens)]))[0])
+    return _Priced(float(tokens), measured, sum(parts.values()), attention)
+
+
+def _decode_ratios(priced: list[_Priced]) -> tuple[list[Ratio], float]:
+    """Return the ratio at each number of answers, and that of attention over cached keys."""
+    batches = sorted({one.tokens for one in priced})
+    if not priced:
+        return [], 1.0
+    rows = np.zeros((len(priced), len(batches) + 1))
+    for row, one in zip(rows, priced, strict=True):
+        row[batches.index(one.tokens)] = one.grows / one.measured
+        row[-1] = one.attention / one.measured
+    if len(priced) <= len(batches):  # one context for each: attention is as priced
+        known = [(one.tokens, (one.measured - one.attention) / one.grows) for one in priced]
+        return [Ratio(tokens, _bounded(ratio)) for tokens, ratio in sorted(known)], 1.0
+    found = np.linalg.lstsq(rows, np.ones(len(priced)), rcond=None)[0]
+    return [Ratio(tokens, _bounded(found[i])) for i, tokens in enumerate(batches)], _bounded(found[-1])
+
+
+def _prefill_ratios(priced: list[_Priced]) -> tuple[list[Ratio], float]:
+    """Return the ratio at each number of tokens read, and that of attention of prompts."""
+    if not priced:
+        return [], 1.0
+    pair = 1.0
+    if len({one.tokens for one in priced}) > 1:
+        shares = np.array([one.attention / one.measured for one in priced])  # short prompts say little of attention
+        rows = np.column_stack(([one.grows / one.measured for one in priced], shares)) * shares[:, None]
+        pair = _bounded(np.linalg.lstsq(rows, shares, rcond=None)[0][1])
+    by_tokens: dict[float, list[float]] = {}
+    for one in priced:
+        by_tokens.setdefault(one.tokens, []).append((one.measured - pair * one.attention) / one.grows)
+    return [Ratio(tokens, _bounded(fmean(ratios))) for tokens, ratios in sorted(by_tokens.items())], pair
+
+
+def _reduced(samples: list[ServingSample], costs: dict[str, ForwardPass]) -> tuple[Ratio, ...]:
+    """Return the ratios of sums over ranks that were timed, over the priced ones."""
+    found: dict[float, list[float]] = {}
+    for sample in samples:
+        cost = costs[str(sample.model.get("name"))]
+        if sample.phase == "all_reduce" and cost.reductions():
+            priced = cost.reduced_s(round(sample.batch)) / cost.reductions()
+            found.setdefault(sample.batch, []).append(sample.seconds / priced)
+    return tuple(Ratio(tokens, _bounded(fmean(ratios))) for tokens, ratios in sorted(found.items()))
+
+
+def _host(steps: MeasuredSteps, samples: list[ServingSample], costs: dict[str, ForwardPass]) -> MeasuredSteps:
+    """Return `steps` with the host's seconds a step, a sequence and a launch: of loads where there were any, else of steps."""
+    waits = [(sample.batch, sample.seconds) for sample in samples if sample.phase == "host"]
+    if not waits:
+        timed = [sample for sample in samples if sample.phase == "decode" and sample.queued_s]
+        waits = [(sample.batch, max(0.0, sample.seconds - sample.queued_s)) for sample in timed]
+    if waits:
+        batches, seconds = np.array(waits).T
+        several = len(set(batches)) > 1
+        slope = max(0.0, float(np.polyfit(batches, seconds, 1)[0])) if several else 0.0
+        step_s = max(0.0, float(median(seconds - slope * batches)))
+        steps = replace(steps, host_sequence_s=slope, host_step_s=step_s)
+    # A long step's launches wait for room in the device's queue: the quickest issuing shows the host.
+    launches = [
+        sample.issued_s / costs[str(sample.model.get("name"))].launches()
+        for sample in samples
+        if sample.phase == "prefill" and sample.issued_s
+    ]
+    return replace(steps, host_launch_s=min(launches, default=0.0))
+
+
+def _bounded(ratio: float) -> float:
+    return float(min(max(ratio, BOUNDS[0]), BOUNDS[1]))
