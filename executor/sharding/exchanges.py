@@ -12,7 +12,7 @@ import torch
 from torch import distributed as dist
 
 from executor.sharding.places import Place
-from simulator.sharded.program import Exchange, RunnableProgram, rank_groups
+from simulator.sharded.program import Exchange, RunnableProgram, axes_used, rank_groups
 
 # torch 2.13 gives these two new names and warns about the old ones
 _GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -43,7 +43,7 @@ class Group:
 def make_groups(program: RunnableProgram, rank: int) -> dict[tuple[str, ...], Group]:
     """Return the groups of this rank by mesh axes. Every rank of the world calls this, as all take part in making each."""
     found: dict[tuple[str, ...], Group] = {}
-    wanted = sorted({one.axes for one in program.work.values() if isinstance(one, Exchange)})
+    wanted = sorted({axes for one in program.work.values() if (axes := axes_used(one))})
     made: dict[frozenset[str], dist.ProcessGroup] = {}
     for axes in wanted:
         groups = rank_groups(program.mesh_names, program.mesh_shape, axes)
@@ -58,8 +58,15 @@ def make_groups(program: RunnableProgram, rank: int) -> dict[tuple[str, ...], Gr
     return found
 
 
-def exchange(do: Exchange, x: torch.Tensor, group: Group, rank: int) -> torch.Tensor:
-    """Return this rank's piece after the exchange; a mean over ranks is their sum by their number."""
+def exchange(
+    do: Exchange, x: torch.Tensor, group: Group, rank: int, others: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return this rank's piece after the exchange; a mean over ranks is their sum by their number.
+
+    A reduction to one rank returns, on all other ranks, `others`: what earlier ones have brought them.
+    """
+    if do.kind in {"broadcast", "reduce"}:
+        return _rooted(do, x, group, rank, others)
     out = _exchanged(do, x, group, rank)
     return out / group.size if do.reducer == "avg" else out
 
@@ -81,6 +88,19 @@ def _exchanged(do: Exchange, x: torch.Tensor, group: Group, rank: int) -> torch.
             dist.all_to_all_single(pieces.view(-1), sent.view(-1), group=group.group)
             return _joined(_by_index(pieces, group), do.dim, do.blocks)
     return _permute(do, x, rank)
+
+
+def _rooted(do: Exchange, x: torch.Tensor, group: Group, rank: int, others: torch.Tensor | None) -> torch.Tensor:
+    root = dist.get_global_rank(group.group, group.order[do.root])
+    if do.kind == "broadcast":
+        out = x.contiguous() if rank == root else torch.empty_like(x, memory_format=torch.contiguous_format)
+        dist.broadcast(out, root, group=group.group)
+        return out
+    out = x.clone(memory_format=torch.contiguous_format)
+    dist.reduce(out, root, _REDUCERS[do.reducer], group=group.group)
+    if rank == root:
+        return out
+    return x if others is None else others  # before its turn a rank has nothing yet, and nobody reads it
 
 
 def _all_reduce(do: Exchange, x: torch.Tensor, group: Group) -> torch.Tensor:

@@ -261,6 +261,12 @@ def _join_chunks(parts: list[torch.Tensor], dim: int, blocks: int) -> torch.Tens
     return torch.stack(seen, dim + 1).reshape(*shape[:dim], shape[dim] * len(parts), *shape[dim + 1 :])
 
 
+def _take_ring(context: Context, x: torch.Tensor, dim: int, axis: str, after: int) -> torch.Tensor:
+    """The rows of the rank that comes so many after this one along a mesh axis."""
+    own, ranks = context.place.position([axis])
+    return _piece(x, dim, (own + after) % ranks, ranks)
+
+
 def _join_ring(context: Context, parts: list[torch.Tensor], dim: int, axis: str) -> torch.Tensor:
     """The whole of which `parts` are the pieces of this rank and of those after it along a mesh axis."""
     own, ranks = context.place.position([axis])
@@ -292,6 +298,7 @@ _PLACED: dict[str, Callable[..., torch.Tensor]] = {
     "expand": _expand,
     "repeat": _repeat,
     "join_ring": _join_ring,
+    "take_ring": _take_ring,
     "cast": lambda context, x: x.to(context.dtype),
     "embedding": _embedding,
     "attention": _attention,

@@ -18,6 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from executor.sharding.exchanges import Group, exchange, make_groups
 from executor.sharding.operations import run_kernel
+from executor.sharding.overlapped import is_overlapped, run_overlapped
 from executor.sharding.places import DTYPES, Context, Place
 from executor.sharding.saved_tensors import Operand, SavedTensors
 from simulator.program.program import COMPUTE, Collective, Free, Launch, RecordEvent, WaitEvent
@@ -140,8 +141,8 @@ class RankProgram:
     def _do(self, instruction: Launch | Collective, at: dict[str, torch.Tensor], tapes: dict[str, _Tape]) -> None:
         work = self.program.work[instruction.writes[0]]
         if isinstance(work, Exchange):
-            out = exchange(work, at[instruction.reads[0]], self.groups[work.axes], self.rank)
-            at[instruction.writes[0]] = out
+            x, *others = (at[name] for name in instruction.reads)
+            at[instruction.writes[0]] = exchange(work, x, self.groups[work.axes], self.rank, *others)
         elif work.op == "backward":
             self._backward(instruction, work, at, tapes)
         else:
@@ -156,7 +157,7 @@ class RankProgram:
         operands = {read: at[read] for read in instruction.reads}
         if name not in self._differentiated:
             with torch.no_grad():
-                at[name] = run_kernel(work, operands, context)
+                at[name] = self._kernel(work, operands, context)
             return
         again = self._differentiated[name]
         saved = SavedTensors({read: operands.get(read) for read in again}) if again else None
@@ -166,12 +167,17 @@ class RankProgram:
                 for read, value in operands.items()
             }
             with saved.hooks() if saved is not None else nullcontext():
-                result = run_kernel(work, entered, context)
+                result = self._kernel(work, entered, context)
         edges = {read: get_gradient_edge(value) for read, value in entered.items() if value.requires_grad}
         at[name] = result.detach()
         if saved is not None:
             saved.release(name, at[name])
         tapes[name] = _Tape(edges, get_gradient_edge(result), result.dtype, saved)
+
+    def _kernel(self, work: Kernel, operands: Mapping[str, torch.Tensor], context: Context) -> torch.Tensor:
+        if is_overlapped(work):
+            return run_overlapped(work, operands, self.groups)
+        return run_kernel(work, operands, context)
 
     def _backward(
         self, instruction: Launch | Collective, work: Kernel, at: dict[str, torch.Tensor], tapes: dict[str, _Tape]

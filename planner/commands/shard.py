@@ -163,6 +163,18 @@ def _print_explanations(explanations: Sequence[Mapping[str, Any]]) -> None:
             screen.print(printable(f"  wins     {one['wins']}"))
 
 
+def _print_schedules(schedules: Sequence[Mapping[str, Any]]) -> None:
+    screen = console()
+    for one in schedules:
+        way = f"{one['way']} chunks" if isinstance(one["way"], int) else one["way"]
+        other = one.get("instead")
+        other = f"{other} chunks" if isinstance(other, int) else other
+        more = "" if other is None else f"; next best {other}: {1e6 * one['more_s']:+,.1f} us"
+        screen.print(
+            printable(f"{one['product']} beside its exchange: {way}, {1e6 * one['program_s']:,.1f} us in all{more}")
+        )
+
+
 def _print(rows: Sequence[Mapping[str, Any]]) -> None:
     screen = console()
     for row in rows:
@@ -196,6 +208,7 @@ def _print(rows: Sequence[Mapping[str, Any]]) -> None:
         if row.get("explanations"):
             screen.print()
             _print_explanations(row["explanations"])
+            _print_schedules(row.get("program", {}).get("schedules", ()))
         screen.print()
 
 

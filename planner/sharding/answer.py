@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import isfinite
 from typing import Any
 
 from planner.sharding.backends.duals import FLOATS
@@ -25,6 +26,8 @@ from simulator.calibration.calibration import Calibration
 from simulator.sharded.program import Exchange
 from topology.cluster import Cluster
 from topology.errors import BadInput, Infeasible, UserError
+
+WHOLE = "whole"  # one exchange, then or before it one product
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +102,7 @@ def _written(request: Request, captured: CapturedProblem, plan: ShardingPlan) ->
     sites = chunk_sites(captured, plan) if request.chunks else {}
     for name, count in (request.chunks or {}).items():
         site = sites.get(name) or sites.get(f"{name}_product")
-        if site is None or not site.divides(count):
+        if site is None or not site.allows(count):
             raise BadInput(
                 f"{name[:60]!r} does not run "
                 + (f"as {count[:20]!r}" if isinstance(count, str) else f"in {count} chunks"),
@@ -136,6 +139,7 @@ def answer_row(
     kinds = Counter(one.kind for one in program.work.values() if isinstance(one, Exchange))
     row["program"] = {"instructions": len(program.instructions), "exchanges": dict(kinds)}
     row["program"]["chunks"] = dict(answer.written.chunks)
+    row["program"]["schedules"] = _schedules(answer.written)
     row["program"]["again"] = sorted(answer.written.again)
     row["program"]["peak_bytes"] = answer.written.peak_bytes
     row["opaque"] = list(answer.captured.opaque)
@@ -143,6 +147,17 @@ def answer_row(
         run = simulate_program(answer.written, answer.captured.problem, cluster, calibration)
         row["time_s"] = {"value": run.step_s, "source": "datasheet" if calibration is None else "fitted"}
     return row
+
+
+def _schedules(written: Written) -> list[dict[str, Any]]:
+    """Return, of every product that can run beside its exchange, the way it runs, and what the program takes with others."""
+    found = []
+    for name, seconds in written.tried.items():
+        way = written.chunks.get(name, 1)
+        others = sorted((taken, other) for other, taken in seconds.items() if other != way and isfinite(taken))
+        more = {"instead": WHOLE if others[0][1] == 1 else others[0][1], "more_s": others[0][0] - seconds[way]} if others else {}
+        found.append({"product": name, "way": WHOLE if way == 1 else way, "program_s": seconds[way], **more})
+    return found
 
 
 def captured_row(

@@ -32,6 +32,7 @@ from topology.errors import BadInput
 FORMAT = "meshwright runnable program"
 MAX_INSTRUCTIONS = 200_000
 MAX_RANKS = 1 << 20
+OVERLAPPED = "overlap."  # begins the names of kernels that exchange pieces while they multiply (`executor.overlap`)
 _INSTRUCTIONS: dict[str, Any] = {
     "launch": Launch,
     "collective": Collective,
@@ -69,7 +70,8 @@ class Exchange(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="exc
     """A collective over `axes` (major first) of the mesh, on a piece seen as [blocks, pieces, rest] along a dim.
 
     `dim` is gathered or, in a reduce-scatter, scattered; an all-to-all gathers `dim` and scatters `to_dim`. `source` has by
-    rank the one whose piece it takes, in a permute.
+    rank the one whose piece it takes, in a permute. `root` is the index, along `axes`, of the rank that broadcasts or is
+    reduced to; a reduction reads, besides its own piece, what the other ranks return.
     """
 
     kind: str
@@ -80,6 +82,7 @@ class Exchange(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="exc
     to_blocks: int = 1
     reducer: str = ""
     source: tuple[int, ...] = ()
+    root: int = 0
 
 
 class RunnableProgram(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -140,6 +143,13 @@ def axes_of(group: str, names: tuple[str, ...]) -> tuple[str, ...]:
     return names if group == "world" else tuple(group.split("+"))
 
 
+def axes_used(work: Kernel | Exchange) -> tuple[str, ...]:
+    """Return the mesh axes over which an instruction exchanges; none for a kernel of one rank."""
+    if isinstance(work, Exchange):
+        return work.axes
+    return tuple(work.kwargs["axes"]) if work.op.startswith(OVERLAPPED) else ()
+
+
 def rank_groups(names: tuple[str, ...], shape: tuple[int, ...], axes: tuple[str, ...]) -> Groups:
     """Return the groups of ranks that differ in `axes` only, each in the order of ranks."""
     groups: dict[tuple[int, ...], list[int]] = {}
@@ -194,7 +204,7 @@ def read_program(data: Any, *, where: str) -> RunnableProgram:
                 name = (missing or unknown or ["an instruction without work"])[0]
                 raise BadInput(f"{where}: {name[:60]!r} is used and not there", remedy="write it again")
             ready |= set(instruction.writes)
-    named = {axis for one in program.work.values() if isinstance(one, Exchange) for axis in one.axes}
+    named = {axis for one in program.work.values() for axis in axes_used(one)}
     if not named <= set(program.mesh_names) or not {*program.outputs, *program.gradients.values()} <= ready:
         raise BadInput(f"{where} names mesh axes or results that it does not have", remedy="write it again")
     return program

@@ -2,16 +2,17 @@
 
 A product whose operand is gathered along an axis that its result keeps may take the gathered rows chunk by chunk; one whose
 result is summed over ranks may hand its rows over chunk by chunk. Instead of gathering, ranks may pass their pieces on around a
-ring, and multiply each as it arrives. Which products are worth it, and which way, is what the simulation of the program says;
-the numbers are the same.
+ring and multiply each as it arrives, or send them to all one after the other; instead of scattering, sums go around the ring, or
+to rank after rank. Or the executor's overlapped kernels do both at once, moving pieces by copy engines. Which products are worth
+it, and which way, is what the simulation of the program says; the numbers are the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from planner.sharding.layouts.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from planner.sharding.layouts.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Collective
 from planner.sharding.layouts.layout import Layout, local_shape
 from planner.sharding.operators.operator import Operator
 from planner.sharding.plans.plan import OperatorStep, ShardingPlan, TensorMove
@@ -19,8 +20,13 @@ from planner.sharding.problem.problem import ShardingProblem
 
 COUNTS = (2, 4, 8)
 RING = "ring"  # instead of a number of chunks
-Chunks = Mapping[str, int | str]  # by result of a product: in how many chunks it runs, or around a ring
-MAX_TRIALS = 48
+BROADCAST_WAY = "broadcast"
+KERNELS = ("copy_engine", "fused", "torch_symm_mem")  # modes of `executor.overlap`
+Chunks = Mapping[str, int | str]  # by result of a product: in how many chunks it runs, or which way
+Tried = Mapping[
+    str, Mapping[int | str, float]
+]  # by result: seconds of the program, by way; 1 is the exchange as a whole
+MAX_TRIALS = 96
 GAIN = 0.002  # of the time: less is no reason for more instructions
 
 
@@ -29,6 +35,7 @@ class Site:
     """A product that can run in chunks of `axis`: dim `operand_dim` of `operand`, dim `result_dim` of its result.
 
     `exchange` is the gather that ends `move`, or the reduction that begins it; `blocks` are the ranks whose rows a chunk has.
+    What is gathered may be `shared` with other operators. `kernels` says whether the executor has overlapped kernels for it.
     """
 
     result: str
@@ -40,16 +47,31 @@ class Site:
     move: TensorMove
     blocks: int
     rows: int  # of a rank's piece, that chunks divide
+    shared: bool = False
+    kernels: bool = False
 
-    def divides(self, count: int | str) -> bool:
-        """Return whether the product can run in `count` chunks, or around a ring."""
-        if isinstance(count, str):
-            return count == RING and self.exchange == ALL_GATHER and len(self.move.steps[-1].collectives[0].axes) == 1
-        return self.rows % count == 0 and self.rows > count
+    @property
+    def collective(self) -> Collective:
+        return self.move.steps[-1 if self.exchange == ALL_GATHER else 0].collectives[0]
+
+    def allows(self, way: int | str) -> bool:
+        """Return whether the product can run in so many chunks, or in a way of another name."""
+        if isinstance(way, int):
+            return self.rows % way == 0 and self.rows > way
+        if way in KERNELS:
+            divides = self.exchange != ALL_REDUCE or self.rows % self.collective.group == 0
+            return self.kernels and divides and len(self.collective.axes) == 1 and not self.shared
+        pieces = self.exchange == ALL_GATHER or (self.exchange == REDUCE_SCATTER and self.collective.reducer == "sum")
+        return pieces and (way == BROADCAST_WAY or (way == RING and len(self.collective.axes) == 1))
 
 
-def find_sites(problem: ShardingProblem, plan: ShardingPlan, products: frozenset[str]) -> dict[str, Site]:
-    """Return by result the products, of those in `products`, that can run in chunks."""
+def find_sites(
+    problem: ShardingProblem, plan: ShardingPlan, products: frozenset[str], linears: Mapping[str, str]
+) -> dict[str, Site]:
+    """Return by result the products, of those in `products`, that can run beside an exchange.
+
+    `linears` has by result the rows of those that are linear layers.
+    """
     before: dict[str, list[TensorMove]] = {}
     after: dict[str, TensorMove] = {}
     for step in plan.steps:
@@ -68,8 +90,20 @@ def find_sites(problem: ShardingProblem, plan: ShardingPlan, products: frozenset
                 sites.append(_reduced(problem, operator, step, after[name]) if name in after else None)
                 first = next((site for site in sites if site is not None), None)
                 if first is not None:
-                    found[name] = first
+                    gathers = first.exchange == ALL_GATHER
+                    kernels = linears.get(name) == first.operand
+                    kernels &= first.operand_dim == first.result_dim < len(operator.dims) - 1
+                    shared = gathers and _is_used_again(plan, first, step)
+                    found[name] = replace(first, shared=shared, kernels=kernels)
     return found
+
+
+def _is_used_again(plan: ShardingPlan, site: Site, step: OperatorStep) -> bool:
+    """Return whether other steps use what is gathered for this one."""
+    use = (site.operand, site.move.target)
+    others = (s for s in plan.steps if isinstance(s, OperatorStep) and s is not step)
+    moves = (m for m in plan.steps if isinstance(m, TensorMove) and m is not site.move)
+    return any(use in s.option.operands for s in others) or any((m.tensor, m.source) == use for m in moves)
 
 
 def _gathered(problem: ShardingProblem, operator: Operator, move: TensorMove) -> Site | None:
@@ -142,25 +176,26 @@ def _site(
 
 def choose_chunks(
     sites: Mapping[str, Site], groups: Sequence[Sequence[str]], seconds: Callable[[Chunks], float]
-) -> dict[str, int | str]:
-    """Return in how many chunks products run, by result: what makes the program shorter, one group of products after another.
+) -> tuple[dict[str, int | str], Tried]:
+    """Return which products run beside their exchange and how: what makes the program shorter, one group after another.
 
-    `seconds` is the simulated time of the program with such chunks; products of a group have the same number.
+    `seconds` is the simulated time of the program with such ways, infinite where it cannot be; products of a group go the
+    same way. Besides, what was tried.
     """
     chosen: dict[str, int | str] = {}
     best, trials = seconds(chosen), 0
+    every: dict[str, Mapping[int | str, float]] = {}
     for group in groups:
         names = [name for name in group if name in sites]
-        longer = False  # than fewer chunks were
-        for count in (*COUNTS, RING) if names else ():
-            possible = all(sites[name].divides(count) for name in names)
-            if trials >= MAX_TRIALS or not possible or (longer and count != RING):
+        times: dict[int | str, float] = {1: best}
+        for way in (*COUNTS, RING, BROADCAST_WAY, *KERNELS) if names else ():
+            possible = all(sites[name].allows(way) for name in names)
+            if trials >= MAX_TRIALS or not possible:
                 continue
             trials += 1
-            tried = {**chosen, **dict.fromkeys(names, count)}
-            found = seconds(tried)
+            tried = {**chosen, **dict.fromkeys(names, way)}
+            times[way] = found = seconds(tried)
             if found < best * (1 - GAIN):
                 chosen, best = tried, found
-            else:
-                longer = True
-    return chosen
+        every |= dict.fromkeys(names, times)
+    return chosen, every

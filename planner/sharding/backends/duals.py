@@ -11,6 +11,7 @@ gradients are right whatever the placements are:
     all-reduce  pending to copies        all-reduce
     reduce-scatter  pending to shards    all-gather
     all-to-all, permute                  the same back
+    broadcast   a piece to copies        reduction to the piece's rank
 
 (Xu et al., GSPMD, arXiv 2105.04663, section 3.6, has the duals; JAX states the rule for types of cotangents.) A kernel's
 backward is that of its operator on the rank's own pieces.
@@ -21,8 +22,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from planner.sharding.backends.forward import Work, Writer, primitive
-from planner.sharding.layouts.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, PERMUTE, REDUCE_SCATTER
+from planner.sharding.backends.works import Work, Writer, primitive
+from planner.sharding.layouts.collectives import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    BROADCAST,
+    PERMUTE,
+    REDUCE,
+    REDUCE_SCATTER,
+)
 from planner.sharding.layouts.layout import Layout, local_shape
 from planner.sharding.layouts.redistribution import Redistributor
 from simulator.sharded.program import Buffer, Exchange, Kernel
@@ -43,6 +52,7 @@ class BackwardWriter:
     finished: dict[str, str] = field(default_factory=dict)  # by buffer in `wanted`
     _needed: set[str] = field(default_factory=set)
     _counts: dict[str, int] = field(default_factory=dict)
+    _reduced: dict[str, tuple[str, int]] = field(default_factory=dict)  # sums so far, of how many ranks are to come
 
     def write(self, outputs: Sequence[str]) -> tuple[str, ...]:
         """Write the backward pass from gradients of `outputs`, which it returns the buffers of.
@@ -85,7 +95,12 @@ class BackwardWriter:
                 self._needed |= {n for n in work.writes if self.out.buffers[n].dtype in FLOATS}
 
     def _contribution(self, name: str) -> str:
-        """Return a new buffer for a part of the gradient of buffer `name`."""
+        """Return a new buffer for a part of the gradient of buffer `name`, which may be all of it."""
+        gradient = self._part(name)
+        self.gradients.setdefault(name, gradient)
+        return gradient
+
+    def _part(self, name: str) -> str:
         number = self._counts.get(name, 0)
         self._counts[name] = number + 1
         gradient = f"{name}.grad{number or ''}"
@@ -93,10 +108,7 @@ class BackwardWriter:
         pending = {
             axis: "sum" for axis in self.out.mesh.names if axis not in _axes(about) and axis not in about.pending
         }
-        self.out.add_buffer(gradient, replace_buffer(about, pending))
-        if name not in self.gradients:
-            self.gradients[name] = gradient
-        return gradient
+        return self.out.add_buffer(gradient, replace_buffer(about, pending))
 
     def _add_up(self, name: str, part: str) -> None:
         """Add `part` to the gradient of buffer `name`, if there is one already."""
@@ -110,6 +122,9 @@ class BackwardWriter:
         self.gradients[name] = total
 
     def _exchange(self, work: Work, exchange: Exchange) -> None:
+        if exchange.kind in {BROADCAST, REDUCE}:
+            (self._reduce if exchange.kind == BROADCAST else self._broadcast)(work, exchange)
+            return
         (source,), (target,) = work.reads, work.writes
         duals = {ALL_GATHER: REDUCE_SCATTER, REDUCE_SCATTER: ALL_GATHER}
         sums = "sum" if exchange.kind in {ALL_GATHER, ALL_REDUCE} else ""
@@ -127,6 +142,30 @@ class BackwardWriter:
         part = self._contribution(source)
         self.out.add(Work(do=dual, reads=(incoming,), writes=(part,)))
         self._add_up(source, part)
+
+    def _reduce(self, work: Work, exchange: Exchange) -> None:
+        """Write the reduction of a piece's gradient to the rank that has the piece; the last one has those of all ranks."""
+        (source,), (target,) = work.reads, work.writes
+        sums, left = self._reduced.pop(source, ("", self.out.mesh.size(exchange.axes)))
+        part = self._part(source)
+        reads = (self.gradients[target], sums) if sums else (self.gradients[target],)
+        dual = replace_exchange(exchange, REDUCE)
+        self.out.add(Work(do=dual, reads=reads, writes=(part,)))
+        if left > 1:
+            self._reduced[source] = part, left - 1
+            return
+        self.gradients.setdefault(source, part)
+        self._add_up(source, part)
+
+    def _broadcast(self, work: Work, exchange: Exchange) -> None:
+        """Write the broadcast of a piece's gradient by its rank; reductions to other ranks have the same gradient."""
+        (source, *sums), (target,) = work.reads, work.writes
+        incoming = self.gradients[target]
+        part = self._contribution(source)
+        self.out.add(Work(do=replace_exchange(exchange, BROADCAST), reads=(incoming,), writes=(part,)))
+        self._add_up(source, part)
+        for name in sums:
+            self.gradients[name] = incoming
 
     def _unshard(self, work: Work) -> None:
         (source,), (target,) = work.reads, work.writes
@@ -197,6 +236,11 @@ def replace_buffer(buffer: Buffer, pending: dict[str, str]) -> Buffer:
         pending=pending,
         gradient=True,
     )
+
+
+def replace_exchange(exchange: Exchange, kind: str) -> Exchange:
+    """Return the dual of a broadcast or of a reduction to one rank."""
+    return Exchange(kind=kind, axes=exchange.axes, root=exchange.root, reducer="sum" if kind == REDUCE else "")
 
 
 def _inverse(source: Sequence[int]) -> tuple[int, ...]:

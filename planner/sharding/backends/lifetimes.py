@@ -11,14 +11,23 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from planner.sharding.backends.forward import Work
+from planner.sharding.backends.works import Work
 from simulator.config.runtime import ELEMENT_BYTES
 from simulator.sharded.program import Buffer, Kernel
 
 VIEWS = frozenset(("reshape", "permute", "expand", "same", "select", "range", "piece"))
 # What the derivative of an operator needs: neither operands nor result, the result, or both; of all others the operands.
 _SAVES_NOTHING = frozenset(("add", "sub", "neg", "cast", "cat", "stack", "clone", "bias", "embedding"))
-_SAVES_NOTHING |= {"reduce.sum", "reduce.mean", "join_chunks", "join_ring", "take_chunk", "shard", "unshard"}
+_SAVES_NOTHING |= {
+    "reduce.sum",
+    "reduce.mean",
+    "join_chunks",
+    "join_ring",
+    "take_chunk",
+    "take_ring",
+    "shard",
+    "unshard",
+}
 _SAVES_RESULT = ("softmax", "log_softmax", "exp", "tanh", "sigmoid", "sqrt", "rsqrt", "reciprocal", "relu")
 _SAVES_BOTH = ("attention",)
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from planner.sharding.backends.forward import Work
 from planner.sharding.backends.lifetimes import Lifetimes, is_backward, lifetimes, memory_of, saved
+from planner.sharding.backends.works import Work
 from simulator.sharded.graph import renamed
 from simulator.sharded.program import Buffer, Exchange, Kernel
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from math import prod
+from dataclasses import dataclass, field, replace
+from math import inf, prod
 
 import numpy as np
 
-from planner.sharding.backends.chunks import Chunks, Site, choose_chunks, find_sites
+from planner.sharding.backends.chunks import Chunks, Site, Tried, choose_chunks, find_sites
 from planner.sharding.backends.duals import FLOATS, BackwardWriter
-from planner.sharding.backends.forward import ForwardWriter, Work, Writer
+from planner.sharding.backends.forward import ForwardWriter
 from planner.sharding.backends.lifetimes import VIEWS
+from planner.sharding.backends.overlap_times import OverlapTimes
 from planner.sharding.backends.remake import Remaker
+from planner.sharding.backends.works import Work, Writer
 from planner.sharding.frontends.captured import CapturedProblem
 from planner.sharding.layouts.collectives import ALL_GATHER
 from planner.sharding.layouts.layout import Layout, local_shape
@@ -29,16 +31,18 @@ from simulator.kernels.operators import WorkKind
 from simulator.kernels.roofline import Roofline
 from simulator.lowering.machine_costs import MachineCosts
 from simulator.lowering.steps import KernelKey
+from simulator.overlap.modes import GATHER
 from simulator.program.cost_model import Cost
 from simulator.program.program import RecordEvent, WaitEvent
 from simulator.sharded.graph import CapturedGraph
-from simulator.sharded.program import Buffer, Exchange, Kernel, RunnableProgram, written
+from simulator.sharded.program import OVERLAPPED, Buffer, Exchange, Kernel, RunnableProgram, written
 from topology.cluster import Cluster
 from topology.errors import Infeasible
 
 # Backward over forward: a product has two of its size; attention is computed again and has four of five products.
 _ATTENTION_BACKWARD = 2.5
-_PRODUCTS = frozenset(("aten.linear.default", "aten.matmul.default", "aten.mm.default", "aten.bmm.default"))
+_LINEAR = "aten.linear.default"
+_PRODUCTS = frozenset((_LINEAR, "aten.matmul.default", "aten.mm.default", "aten.bmm.default"))
 _LONGEST = 2_000  # steps of a plan whose program is simulated again and again
 
 
@@ -51,6 +55,7 @@ class Written:
     chunks: Chunks = field(default_factory=dict)  # by result: products that run in so many chunks
     again: frozenset[str] = frozenset()  # buffers that the backward pass makes again
     peak_bytes: int = 0  # of all buffers of a rank, inputs and gradients included
+    tried: Tried = field(default_factory=dict)  # of products that can run beside their exchange: what every way takes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +146,7 @@ def _assembled(
 
         def seconds(work: Work) -> float:
             if isinstance(work.do, Kernel):
-                return kernel_seconds(work, draft, problem, memory.machine.cluster)
+                return kernel_seconds(work, draft, problem, memory.machine)
             nbytes = _bytes(draft, work.writes[0] if work.do.kind == ALL_GATHER else work.reads[0])
             return float(pricing.times(work.do.kind, work.do.axes, np.array([float(nbytes)]))[0]) / PICOSECONDS
 
@@ -174,8 +179,10 @@ def _assembled(
 
 def chunk_sites(captured: CapturedProblem, plan: ShardingPlan) -> dict[str, Site]:
     """Return by result the products of a plan that can run in chunks."""
-    products = frozenset(n for n, one in captured.statements.items() if one.op in _PRODUCTS and one.index is None)
-    return find_sites(captured.problem, plan, products)
+    statements = captured.statements
+    products = frozenset(n for n, one in statements.items() if one.op in _PRODUCTS and one.index is None)
+    linears = {n: one.args[0]["tensor"] for n, one in statements.items() if n in products and one.op == _LINEAR}
+    return find_sites(captured.problem, plan, products, linears)
 
 
 def fastest_program(
@@ -203,15 +210,22 @@ def fastest_program(
     def simulated(one: Written) -> float:
         return simulate_program(one, captured.problem, machine.cluster, machine.calibration).step_s
 
+    def simulated_with(chunks: Chunks) -> float:
+        try:
+            return simulated(written_with(chunks))
+        except Infeasible:  # on these links
+            return inf
+
     problem = captured.problem
     sites = chunk_sites(captured, plan) if chunks is None else {}
     chunks = dict(chunks or {})
+    tried_ways: Tried = {}
     if sites and len(plan.steps) <= _LONGEST:
         equivalence = find_equivalent(problem.graph, {**problem.input_layouts, **problem.pins}, fold=True)
         groups = [[problem.operators[number].result.name for number in members] for members in equivalence.members()]
-        chunks = choose_chunks(sites, groups, lambda chosen: simulated(written_with(chosen)))
+        chunks, tried_ways = choose_chunks(sites, groups, simulated_with)
     if problem.memory is None:
-        return written_with(chunks)
+        return replace(written_with(chunks), tried=tried_ways)
     limit = buffer_limit(problem, plan)
     tried = [
         written_with(one, MemoryPlan(limit_bytes=limit, machine=machine, prefetch=prefetch))
@@ -226,7 +240,7 @@ def fastest_program(
             why=f"with all that can be made again dropped, {least / 2**30:.3g} GiB are needed at its peak",
             remedy="a larger limit, more ranks, or fewer tokens",
         )
-    return min(fitting, key=simulated)
+    return replace(min(fitting, key=simulated), tried=tried_ways)
 
 
 def buffer_limit(problem: ShardingProblem, plan: ShardingPlan) -> float:
@@ -258,7 +272,7 @@ def simulate_program(
     for work in written_program.works:
         if isinstance(work.do, Kernel):
             first = written_program.program.buffers[work.writes[0]]
-            seconds = kernel_seconds(work, written_program.program, problem, cluster)
+            seconds = kernel_seconds(work, written_program.program, problem, Machine(cluster, calibration))
             cost = Cost(seconds=seconds, sms=float(cluster.slowest_kind.sm_count))
             kernels[work.writes[0], first.local, first.dtype] = (cost, 0.0)
     costs = MachineCosts(
@@ -270,9 +284,10 @@ def simulate_program(
     return simulate(written_program.program.program(), costs, spans=spans)
 
 
-def kernel_seconds(work: Work, program: RunnableProgram | Draft, problem: ShardingProblem, cluster: Cluster) -> float:
-    """Return the time of one kernel on the GPUs of `cluster`: by its operator's work, else by the bytes it moves."""
+def kernel_seconds(work: Work, program: RunnableProgram | Draft, problem: ShardingProblem, machine: Machine) -> float:
+    """Return the time of one kernel on the GPUs of a machine: by its operator's work, else by the bytes it moves."""
     assert isinstance(work.do, Kernel)  # noqa: S101 - by the caller
+    cluster = machine.cluster
     moved = sum(_bytes(program, name) for name in (*work.reads, *work.writes))
     dtype = program.buffers[work.writes[0]].dtype
     dtypes = {"bf16": "bfloat16", "f16": "float16", "f32": "tfloat32"}
@@ -288,6 +303,8 @@ def kernel_seconds(work: Work, program: RunnableProgram | Draft, problem: Shardi
     operator = problem.operators[work.step.operator]
     axis, parts = work.chunk
     described = work_of(operator, work.step.option, problem, {axis: parts})
+    if isinstance(forward_do, Kernel) and forward_do.op.startswith(OVERLAPPED):
+        return _overlapped_s(work, forward_do, program, described, roofline, OverlapTimes(machine, problem.mesh))
     if described.kind == WorkKind.MOVE:
         moved += sum(_bytes(program, name) for name in work.do.args[1]) if backward else 0
         return float(roofline.seconds(KernelWork(kind=WorkKind.MOVE, name="elementwise", bytes=moved)).item())
@@ -295,6 +312,29 @@ def kernel_seconds(work: Work, program: RunnableProgram | Draft, problem: Shardi
     if backward:
         factor = _ATTENTION_BACKWARD if described.kind == WorkKind.ATTENTION else float(len(work.writes))
     return work.share * factor * float(roofline.seconds(described).item())
+
+
+def _overlapped_s(
+    work: Work,
+    forward: Kernel,
+    program: RunnableProgram | Draft,
+    product: KernelWork,
+    roofline: Roofline,
+    times: OverlapTimes,
+) -> float:
+    """Return the time of a kernel of the executor's that exchanges beside its product, or of its backward pass."""
+    backward = work.do is not forward
+    kind, mode, axes = forward.op.removeprefix(OVERLAPPED), forward.kwargs["mode"], tuple(forward.kwargs["axes"])
+    exchanged = forward.args[0]["tensor"] if kind == GATHER else _written_by(work, forward)
+    nbytes = float(_bytes(program, exchanged) * times.mesh.size(axes))
+    if backward:
+        return times.backward_s(kind, mode, axes, nbytes, product, roofline, gradients=len(work.writes))
+    return times.forward_s(kind, mode, axes, nbytes, product, roofline)
+
+
+def _written_by(work: Work, forward: Kernel) -> str:
+    """Return the result of the kernel that `work` is, or is the backward of."""
+    return work.writes[0] if work.do is forward or not isinstance(work.do, Kernel) else str(work.do.args[0])
 
 
 def _bytes(program: RunnableProgram | Draft, name: str) -> int:

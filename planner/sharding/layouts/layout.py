@@ -80,6 +80,14 @@ def local_size(size: int, spec: DimSpec, mesh: Mesh) -> int:
     return size
 
 
+def has_empty_pieces(size: int, spec: DimSpec, mesh: Mesh) -> bool:
+    """Return whether some ranks have nothing of a dim: of uneven pieces the last ones are smaller, or empty."""
+    for item in spec:
+        ranks = 1 if isinstance(item, int) else mesh.size(item)
+        size = size // item if isinstance(item, int) else size - (ranks - 1) * -(-size // ranks)
+    return size <= 0
+
+
 def local_shape(shape: Sequence[int], layout: Layout, mesh: Mesh) -> tuple[int, ...]:
     """Return the shape of every rank's buffer, padded to the largest shard where sharding is uneven."""
     return tuple(local_size(size, spec, mesh) for size, spec in zip(shape, layout.dims, strict=True))

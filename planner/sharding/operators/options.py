@@ -24,7 +24,7 @@ from math import prod
 
 from planner.sharding.formulas.annotation import Dim
 from planner.sharding.layouts.collectives import Collective
-from planner.sharding.layouts.layout import DimSpec, Layout, divides_evenly, normalize_spec
+from planner.sharding.layouts.layout import DimSpec, Layout, divides_evenly, has_empty_pieces, normalize_spec
 from planner.sharding.layouts.mesh import Mesh
 from planner.sharding.operators.internal_collectives import internal_collectives
 from planner.sharding.operators.operator import Operator, Tensor
@@ -177,6 +177,9 @@ def _make_option(
         return None
     reducers = {axis: t.reducer for axis, t in pass_through.items()}
     for axis, spec in axis_specs.items():
+        largest = axis in operator.roles.merged or operator.roles.partial.get(axis) in {"max", "min"}
+        if largest and has_empty_pieces(operator.sizes[axis], spec, mesh):
+            return None  # nothing has no largest element
         if axis in operator.roles.partial:
             reducer = operator.roles.partial[axis]
             if reducer == "avg" and not divides_evenly(operator.sizes[axis], spec, mesh):

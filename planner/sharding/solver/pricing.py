@@ -21,8 +21,8 @@ from planner.sharding.layouts.collectives import (
     ALL_GATHER,
     ALL_TO_ALL_V,
     PERMUTE,
+    REDUCE,
     REDUCE_SCATTER,
-    SEND_RECV,
     Collective,
     Cost,
     cost_of,
@@ -124,8 +124,21 @@ class TimePricing:
         return self._known[key]
 
     def times(self, kind: str, axes: tuple[str, ...], nbytes: NDArray[np.float64]) -> Integers:
-        """Return the times of a collective over `axes`; bytes are the input, or the output of an all-gather."""
-        op = {PERMUTE: "send_recv", SEND_RECV: "send_recv", ALL_TO_ALL_V: "all_to_all"}.get(kind, kind)
+        """Return the times of a collective over `axes`; bytes are the input, or the output of an all-gather.
+
+        Raises Infeasible where nothing joins its ranks.
+        """
+        seconds = self.seconds(kind, axes, nbytes)
+        if not np.all(np.isfinite(seconds)):
+            raise Infeasible(f"{kind} over {'+'.join(axes)} cannot run", why="nothing joins the nodes of the cluster")
+        return np.asarray(np.rint(seconds * PICOSECONDS), dtype=np.int64)
+
+    def seconds(
+        self, kind: str, axes: tuple[str, ...], nbytes: NDArray[np.float64], *, algorithm: str | None = None
+    ) -> NDArray[np.float64]:
+        """Return the seconds of a collective, by an algorithm if one is named; infinite where it cannot run."""
+        ops = {PERMUTE: "send_recv", ALL_TO_ALL_V: "all_to_all", REDUCE: "broadcast"}
+        op = ops.get(kind, kind)
         shape = self.group_shape(axes)
         if op == "send_recv":
             shape = GroupShape(
@@ -133,10 +146,7 @@ class TimePricing:
                 ranks_per_node=2 if shape.nodes == 1 else 1,
                 siblings=max(1, shape.siblings * shape.ranks_per_node),
             )
-        seconds = self._model.time_s(op, nbytes, shape)
-        if not np.all(np.isfinite(seconds)):
-            raise Infeasible(f"{op} over {'+'.join(axes)} cannot run", why="nothing joins the nodes of the cluster")
-        return np.asarray(np.rint(seconds * PICOSECONDS), dtype=np.int64)
+        return np.asarray(self._model.time_s(op, nbytes, shape, algorithm=algorithm))
 
     def group_shape(self, axes: tuple[str, ...]) -> GroupShape:
         """Return how the groups over `axes` lie on the machine."""

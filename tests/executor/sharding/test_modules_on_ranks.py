@@ -89,12 +89,22 @@ CHUNKS = [
         {"d": 2},
         {"placements": {**FFN, "x": ["S(1)"], "output0": ["S(1)"]}, "chunks": {"linear_0": 2, "linear_1": 2}},
     ),
+    *(
+        Case(
+            f"feed-forward, sequence parallel, {way}",
+            modules.FeedForward().double(),
+            (X,),
+            {"d": 2},
+            {"placements": {**FFN, "x": ["S(1)"], "output0": ["S(1)"]}, "chunks": {"linear_0": way, "linear_1": way}},
+        )
+        for way in ("ring", "broadcast", "copy_engine", "fused")
+    ),
     Case(
-        "feed-forward, sequence parallel, around a ring",
+        "feed-forward, tensor parallel, by copy engines",
         modules.FeedForward().double(),
         (X,),
         {"d": 2},
-        {"placements": {**FFN, "x": ["S(1)"], "output0": ["S(1)"]}, "chunks": {"linear_0": "ring"}},
+        {"placements": FFN, "chunks": {"linear_1": "copy_engine"}},
     ),
     Case(
         "feed-forward, tensor parallel, in chunks",

@@ -57,6 +57,15 @@ def test_every_way_to_shard_a_view_computes_its_part(before, data) -> None:
     test_every_option_of_every_operator_computes_its_part(stated)
 
 
+@pytest.mark.parametrize("formula", ["amax(x, 1)", "softmax(x, 1)", "x.sum(1)"])
+def test_no_rank_takes_the_largest_of_nothing(formula) -> None:
+    """Of four columns on eight ranks, four have none: they may add up to zero, and have no maximum."""
+    rows = {"x": {"shape": [8, 4], "dtype": "f64", "placements": ["S(1)", "S(1)"]}}
+    stated = {"id": "few", "mesh": {"names": ["a", "b"], "shape": [4, 2]}, "inputs": rows, "ops": [f"y = {formula}"]}
+
+    test_every_option_of_every_operator_computes_its_part(stated)
+
+
 def placed_of(text, tensors, sizes, mesh=None):
     """All (axes that are cut) of an operator on a mesh of one axis."""
     problem = cases.problem(cases.case("one", mesh or {"x": 2}, [text], tensors, sizes, policy="min_ring_bytes"))

@@ -124,7 +124,7 @@ def test_on_a_machine_what_the_solver_counts_is_what_the_program_does(policy) ->
             nbytes = prod(buffer.local) * ELEMENT_BYTES[buffer.dtype]
             seconds += float(pricing.times(work.do.kind, work.do.axes, np.array([float(nbytes)]))[0]) / PICOSECONDS
         else:
-            seconds += kernel_seconds(work, program, problem, machine)
+            seconds += kernel_seconds(work, program, problem, Machine(machine))
 
     assert answer.plan.choice.cost / PICOSECONDS == pytest.approx(seconds, rel=0.1)
     assert answer.plan.choice.gap == 0
@@ -173,18 +173,20 @@ def test_products_run_in_chunks_where_the_program_is_shorter_for_it(backward) ->
     asked = large({"d": 4}, TENSOR_PARALLEL, backward=backward)
     whole = answer_request({**asked, "chunks": {}}, where="whole", cluster=machine)
     chosen = answer_request(asked, where="chosen", cluster=machine)
+    cut = answer_request({**asked, "chunks": {"linear_1": 4}}, where="cut", cluster=machine)
 
-    seconds = [simulate_program(one.written, one.problem, machine).step_s for one in (whole, chosen)]
+    seconds = [simulate_program(one.written, one.problem, machine).step_s for one in (whole, cut, chosen)]
     assert chosen.written.chunks
     assert check(chosen.written.program.program()) == []
-    assert seconds[1] < seconds[0]
+    assert seconds[2] < seconds[0]
+    assert seconds[2] <= seconds[1]
 
     def reduced(one):
         works = (w for w in one.written.works if isinstance(w.do, Exchange))
         return sum(prod(one.written.program.buffers[w.reads[0]].local) for w in works if w.do.kind == "all_reduce")
 
     if not backward:
-        assert reduced(chosen) == reduced(whole) == 32768 * 4096
+        assert reduced(cut) == reduced(whole) == 32768 * 4096
 
 
 def test_with_little_memory_weights_are_gathered_again_and_intermediates_computed_again() -> None:
@@ -242,6 +244,59 @@ def test_a_product_around_a_ring_passes_pieces_on_instead_of_gathering_them() ->
     assert check(ring.written.program.program()) == []
     sent = simulate_program(ring.written, ring.problem, machine).step_s
     assert simulate_program(chosen.written, chosen.problem, machine).step_s <= sent
+
+
+SEQUENCE_PARALLEL = {**TENSOR_PARALLEL, "x": ["S(0)"], "output0": ["S(0)"]}
+
+
+def test_how_pieces_move_beside_a_product_is_chosen_by_time_and_told_with_the_next_best(tmp_path, capsys) -> None:
+    """Every way is simulated where it can run; the one that is chosen is the shortest of them."""
+    machine, asked = cluster("h200x4"), large({"d": 4}, SEQUENCE_PARALLEL, backward=False, policy="follow_weights")
+    chosen = answer_request(asked, where="rows", cluster=machine)
+
+    ways = {"ring", "broadcast", "copy_engine", "fused", "torch_symm_mem"}
+    assert set(chosen.written.tried) == {"linear_0_product", "linear_1_product"}
+    for name, seconds in chosen.written.tried.items():
+        assert set(seconds) == {1, 2, 4, 8} | (ways if name == "linear_0_product" else ways - {"ring", "broadcast"})
+        assert seconds[chosen.written.chunks.get(name, 1)] == pytest.approx(min(seconds.values()), rel=0.002)
+    stated = {way: answer_request({**asked, "chunks": {"linear_0": way}}, where=way, cluster=machine) for way in ways}
+    first = chosen.written.tried["linear_0_product"]
+    for way, one in stated.items():
+        assert simulate_program(one.written, one.problem, machine).step_s == first[way]
+        assert check(one.written.program.program()) == []
+    at = tmp_path / "case.json"
+    at.write_text(json.dumps(asked))
+    assert main(["shard", str(at), "--cluster", "h200x4", "--explain"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "linear_0_product beside its exchange:" in text
+    assert "next best" in text
+
+
+@pytest.mark.parametrize(("way", "kinds"), [("broadcast", {"broadcast", "reduce"}), ("ring", {"collective_permute"})])
+def test_gathers_and_scatters_send_the_same_bytes_whichever_way_they_go(way, kinds) -> None:
+    """A product gathers over four ranks, and backward the gradient of what it gathered is scattered the same way."""
+    asked = large({"d": 4}, SEQUENCE_PARALLEL, backward=True, gradients=["x"], policy="follow_weights")
+    asked["chunks"] = {"linear_0": way}
+    answer = answer_request(asked, where=way)
+    program = answer.written.program
+
+    assert check(program.program()) == []
+    sent = [w for w in answer.written.works if isinstance(w.do, Exchange) and w.do.kind in kinds]
+    assert {w.do.kind for w in sent} == kinds
+    pieces = 4 if way == "broadcast" else 3
+    assert len(sent) == 2 * pieces
+    for work in sent:
+        assert prod(program.buffers[work.reads[0]].local) == 32768 // 4 * 4096
+
+
+def test_copy_engines_do_not_reach_other_nodes() -> None:
+    asked = large({"d": 16}, SEQUENCE_PARALLEL, backward=False, policy="follow_weights")
+    far = cluster("dgx-h100", 16)
+    stated = answer_request({**asked, "chunks": {"linear_0": "copy_engine"}}, where="far", cluster=far)
+    with pytest.raises(Infeasible, match="copy_engine"):
+        simulate_program(stated.written, stated.problem, far)
+    chosen = answer_request(asked, where="far", cluster=far)
+    assert not {"copy_engine", "fused", "torch_symm_mem"} & set(chosen.written.chunks.values())
 
 
 def test_chunks_that_cannot_be_are_refused() -> None:

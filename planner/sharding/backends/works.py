@@ -1,0 +1,203 @@
+"""Instructions of a sharded program as they are written: what each does, and where its buffers lie.
+
+A buffer is a tensor in one layout. What a step computes or exchanges is recorded as a `Work`, from which the backward pass is
+derived; kernels and exchanges are on two streams, and every instruction waits for the events of what it reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from math import prod
+from typing import Any
+
+from planner.sharding.layouts.collectives import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    BROADCAST,
+    PERMUTE,
+    REDUCE,
+    REDUCE_SCATTER,
+)
+from planner.sharding.layouts.layout import DimSpec, Layout, divides_evenly, local_shape
+from planner.sharding.layouts.mesh import Mesh
+from planner.sharding.layouts.redistribution import RedistributionStep
+from planner.sharding.plans.plan import OperatorStep
+from simulator.config.runtime import ELEMENT_BYTES
+from simulator.program.program import COMM, COMPUTE, CodeWriter
+from simulator.sharded.program import Buffer, Exchange, Kernel
+from topology.errors import Infeasible
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What one instruction does: reads and writes buffers, by a kernel or an exchange.
+
+    `step` is the operator's step that a kernel belongs to; `share` is its part of that operator's time, and `chunk` the axis
+    of which it has one in so many parts. It begins when the buffers in `after` are written, besides those that it reads.
+    """
+
+    do: Kernel | Exchange
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    step: OperatorStep | None = None
+    share: float = 1.0
+    chunk: tuple[str, int] = ("", 1)
+    after: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class Writer:
+    """Writes instructions, and keeps what each does and which event says that a buffer is there."""
+
+    mesh: Mesh
+    code: CodeWriter = field(default_factory=CodeWriter)
+    buffers: dict[str, Buffer] = field(default_factory=dict)
+    works: list[Work] = field(default_factory=list)
+    _made: dict[str, tuple[str, str]] = field(default_factory=dict)  # buffer -> stream that made it, event after it
+    _waited: set[tuple[str, str]] = field(default_factory=set)
+
+    def add_buffer(self, name: str, buffer: Buffer) -> str:
+        self.buffers[name] = buffer
+        return name
+
+    def add(self, work: Work) -> None:
+        """Write the instruction of `work` on its stream, after what it reads."""
+        stream = COMM if isinstance(work.do, Exchange) else COMPUTE
+        for name in (*work.reads, *work.after):
+            made = self._made.get(name)
+            if made is not None and made[0] != stream and (stream, made[1]) not in self._waited:
+                self._waited.add((stream, made[1]))
+                self.code.wait(stream, made[1])
+        if isinstance(work.do, Exchange):
+            read, written = self.buffers[work.reads[0]], self.buffers[work.writes[0]]
+            size = prod((written if work.do.kind == ALL_GATHER else read).local) * ELEMENT_BYTES[read.dtype]
+            op = {PERMUTE: "send_recv", REDUCE: BROADCAST}.get(work.do.kind, work.do.kind)  # a broadcast, backwards
+            group = "world" if work.do.kind == PERMUTE else self.mesh.group_name(work.do.axes)
+            self.code.collective(op, group, size, reads=work.reads, writes=work.writes)
+        else:
+            first = self.buffers[work.writes[0]]
+            self.code.launch(work.writes[0], first.local, first.dtype, reads=work.reads, writes=work.writes)
+        event = self.code.record(stream)
+        for name in work.writes:
+            self._made[name] = (stream, event)
+        self.works.append(work)
+
+
+def bound(arguments: Any, buffers: Mapping[str, str]) -> Any:
+    """Return arguments with the names of tensors replaced by those of buffers."""
+    if isinstance(arguments, dict):
+        if "tensor" in arguments:
+            return {"tensor": buffers[arguments["tensor"]]}
+        return {key: bound(value, buffers) for key, value in arguments.items()}
+    if isinstance(arguments, tuple):
+        return tuple(bound(one, buffers) for one in arguments)
+    return [bound(one, buffers) for one in arguments] if isinstance(arguments, list) else arguments
+
+
+def describe(
+    tensor: str, shape: Sequence[int], dtype: str, layout: Layout, mesh: Mesh, *, gradient: bool = False
+) -> Buffer:
+    """Return the buffer of a tensor in a layout. Raises Infeasible where ranks' pieces differ in size."""
+    for size, spec in zip(shape, layout.dims, strict=True):
+        if not divides_evenly(size, spec, mesh):
+            raise Infeasible(
+                f"{tensor}: {size} elements over {' '.join(map(str, spec))} are not equal pieces",
+                why="this back end runs equal pieces",
+                remedy="another placement, or a size that divides",
+            )
+    return Buffer(
+        tensor=tensor,
+        shape=tuple(shape),
+        dtype=dtype,
+        dims=layout.dims,
+        local=local_shape(shape, layout, mesh),
+        pending=dict(layout.pending),
+        gradient=gradient,
+    )
+
+
+def primitive(step: RedistributionStep, before: Layout, buffer: str, mesh: Mesh) -> Kernel | Exchange:
+    """Return what a primitive does to a rank's piece in `buffer`."""
+    after = step.after
+    reducer = step.collectives[0].reducer if step.collectives else ""
+    if step.kind == PERMUTE:
+        return Exchange(kind=PERMUTE, axes=mesh.names, source=permuted_from(before, after, mesh))
+    changed = _changed(before, after)
+    lost = [(d, added) for d, (old, new) in changed if (added := _added(new, old))[1]]
+    gained = [(d, added) for d, (old, new) in changed if (added := _added(old, new))[1]]
+    if step.kind == "slice":
+        parts = [[d, blocks, list(axes)] for d, (blocks, axes) in gained]
+        return Kernel(op="shard", args=({"tensor": buffer}, *parts))
+    if step.kind == ALL_REDUCE:
+        axes = tuple(axis for axis, _ in before.pending if axis not in dict(after.pending))
+        return Exchange(kind=ALL_REDUCE, axes=axes, reducer=reducer)
+    if step.kind == ALL_GATHER:
+        ((dim, (blocks, axes)),) = lost
+        return Exchange(kind=ALL_GATHER, axes=axes, dim=dim, blocks=blocks)
+    ((to_dim, (to_blocks, axes)),) = gained
+    if step.kind == REDUCE_SCATTER:
+        return Exchange(kind=REDUCE_SCATTER, axes=axes, dim=to_dim, blocks=to_blocks, reducer=reducer)
+    assert step.kind == ALL_TO_ALL  # noqa: S101 - there are no other primitives
+    ((dim, (blocks, axes)),) = lost
+    return Exchange(kind=ALL_TO_ALL, axes=axes, dim=dim, blocks=blocks, to_dim=to_dim, to_blocks=to_blocks)
+
+
+def next_ranks(axis: str, mesh: Mesh) -> tuple[int, ...]:
+    """Return by rank the next one along a mesh axis; the first comes after the last."""
+    at = mesh.names.index(axis)
+    stride, size = prod(mesh.shape[at + 1 :]), mesh.shape[at]
+    places = ((rank, rank // stride % size) for rank in range(mesh.ranks))
+    return tuple(rank + ((place + 1) % size - place) * stride for rank, place in places)
+
+
+def _changed(before: Layout, after: Layout) -> list[tuple[int, tuple[DimSpec, DimSpec]]]:
+    both = zip(before.dims, after.dims, strict=True)
+    return [(dim, pair) for dim, pair in enumerate(both) if pair[0] != pair[1]]
+
+
+def _added(less: DimSpec, more: DimSpec) -> tuple[int, tuple[str, ...]]:
+    """Return the blocks before the mesh axes that `more` has innermost beyond `less`, and those axes; none if it has not."""
+    kept = {item for item in less if isinstance(item, str)}
+    axes = tuple(item for item in more if isinstance(item, str) and item not in kept)
+    if not axes or more[len(more) - len(axes) :] != axes:
+        return 1, ()
+    return prod(item for item in more[: len(more) - len(axes)] if isinstance(item, int)), axes
+
+
+def permuted_from(before: Layout, after: Layout, mesh: Mesh) -> tuple[int, ...]:
+    """Return by rank the one that has, before a permute, the piece it has after it. Raises Infeasible if none is found.
+
+    A piece is known by the indices of its mesh axes in every dim; what is pending stays where it is unless axes swap.
+    """
+    places = [dict(zip(mesh.names, at, strict=True)) for at in product(*(range(n) for n in mesh.shape))]
+
+    def piece(layout: Layout, at: Mapping[str, int]) -> tuple[Any, ...]:
+        numbers = []
+        for spec in layout.dims:
+            number = 0
+            for item in spec:
+                if isinstance(item, str):
+                    number = number * mesh.size(item) + at[item]
+            numbers.append(number)
+        return (*numbers, *(at[axis] for axis, _ in layout.pending))
+
+    free_before = [n for n in mesh.names if n not in before.axes() | {a for a, _ in before.pending}]
+    free_after = [n for n in mesh.names if n not in after.axes() | {a for a, _ in after.pending}]
+    holders: dict[tuple[Any, ...], list[int]] = {}
+    for rank, at in enumerate(places):
+        holders.setdefault(piece(before, at), []).append(rank)
+    source = []
+    for at in places:
+        candidates = holders.get(piece(after, at), [])
+        copy = 0
+        for name in free_after:
+            copy = copy * mesh.size(name) + at[name]
+        if not candidates or (free_before and copy >= len(candidates)):
+            raise Infeasible("a permute whose pieces do not match", remedy="fewer mesh axes")
+        source.append(candidates[copy if len(candidates) > 1 else 0])
+    if sorted(source) != list(range(mesh.ranks)):
+        raise Infeasible("a permute that is none of ranks", remedy="fewer mesh axes")
+    return tuple(source)
