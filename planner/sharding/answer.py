@@ -155,8 +155,11 @@ def _schedules(written: Written) -> list[dict[str, Any]]:
     for name, seconds in written.tried.items():
         way = written.chunks.get(name, 1)
         others = sorted((taken, other) for other, taken in seconds.items() if other != way and isfinite(taken))
-        more = {"instead": WHOLE if others[0][1] == 1 else others[0][1], "more_s": others[0][0] - seconds[way]} if others else {}
-        found.append({"product": name, "way": WHOLE if way == 1 else way, "program_s": seconds[way], **more})
+        row = {"product": name, "way": WHOLE if way == 1 else way, "program_s": seconds[way]}
+        if others:
+            taken, other = others[0]
+            row |= {"instead": WHOLE if other == 1 else other, "more_s": taken - seconds[way]}
+        found.append(row)
     return found
 
 
