@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleSingle,
@@ -25,6 +26,31 @@ from torch.distributed.pipelining.schedules import (
 
 from executor.launch.legal import StagePart
 from simulator.pipeline.schedules import SCHEDULES, Schedule
+
+
+class _Stage(PipelineStage):
+    """A stage whose graph outlives the first half of a split backward pass.
+
+    After the gradients of its inputs torch cuts a stage's output off the graph. An autograd function written in Python
+    that has no other node behind it goes with it, though the gradients of its weights are still to come: torch 2.11
+    then fails ("Attribute '_input_metadata' is invalid"). The output's own node keeps the graph, without the loss.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.graphs: dict[int, list[Node | None]] = {}  # by micro batch, between the two halves
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        if not full_backward:
+            outputs, _ = self.fwd_cache[bwd_chunk_id]
+            self.graphs[bwd_chunk_id] = [output.grad_fn for output in outputs]
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+        self.graphs.pop(bwd_chunk_id, None)
 
 
 def build_schedule(
@@ -44,7 +70,7 @@ def build_schedule(
     `own_table` runs our table even where torch has the schedule; a schedule that torch lacks always uses our table.
     """
     stages = [
-        PipelineStage(
+        _Stage(
             module,
             part.index,
             table.stages,
