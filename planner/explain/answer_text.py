@@ -61,7 +61,10 @@ def print_search(result: SearchResult, *, out: str | None) -> None:
     print_plans(result.plans, question)
     print_gpu_counts(result.by_gpus)
     why = [f"#{ranked.rank:<8} {ranked.lost_because}" for ranked in result.plans[1:]]
-    flips = [f"flip      #{ranked.rank} {flip_text(flip)}" for ranked in result.plans for flip in ranked.flips]
+    flips: dict[str, list[str]] = {}
+    for ranked in result.plans:
+        for flip in ranked.flips:
+            flips.setdefault(flip_text(flip), []).append(f"#{ranked.rank}")
     print()
     print_lines(console(), [*why, *run_lines(best.plan, question, out)])
     if best.cost_per_million_tokens is not None and not result.by_gpus:
@@ -70,7 +73,8 @@ def print_search(result: SearchResult, *, out: str | None) -> None:
         )
     print()
     notes = [f"note      [{problem.grade}] {problem.message}" for problem in best.problems]
-    print_lines(console(), [*flips, ""] if flips else [])
+    flip_lines = [f"flip      {', '.join(ranks)}: {'each ' * (len(ranks) > 1)}{text}" for text, ranks in flips.items()]
+    print_lines(console(), [*flip_lines, ""] if flip_lines else [])
     lines = [*notes, *question_lines(question), *assumed_lines(result.assumed)]
     lines += [parts_line(best.estimate), memory_line(best.estimate), *basis_lines(best.estimate, best.method)]
     print_lines(console(), [*lines, f"searched  {search_line(result)}"])

@@ -70,8 +70,8 @@ def test_flips_carry_decimal_rates_and_binary_memory():
     link = FlipPoint(quantity="network per GPU", now=50e9, at=31e9, unit="bytes_per_s", wins="below")
     memory = FlipPoint(quantity="memory per GPU", now=80 * 2.0**30, at=96 * 2.0**30, unit="bytes", wins="above")
 
-    assert flip_text(link) == "wins if network per GPU < 31 GB/s (now 50)"
-    assert flip_text(memory) == "wins if memory per GPU > 96 GiB (now 80)"
+    assert flip_text(link) == "beats #1 if network per GPU < 31 GB/s (now 50)"
+    assert flip_text(memory) == "beats #1 if memory per GPU > 96 GiB (now 80)"
 
 
 @pytest.mark.parametrize("width", [80, 100, 160])
