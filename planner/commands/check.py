@@ -49,6 +49,12 @@ def check(
     launch: Annotated[
         str, typer.Option("--launch", help="The line that starts it: its GPUs and the program's arguments.")
     ] = "",
+    release: Annotated[
+        str,
+        typer.Option(
+            "--release", help="Release of vLLM or SGLang that runs, such as 0.8.3, where the file does not say."
+        ),
+    ] = "",
     search: Annotated[bool, typer.Option("--search/--no-search", help="Look for the best plan too.")] = True,
     profile: options.Profile = None,
     strict: options.Strict = False,
@@ -62,13 +68,15 @@ def check(
     not legal; one that does not fit is an answer, and ends with 0.
     """
     text, where = codec.read_path_or_stdin(file)
-    flags = CheckFlags(model=model, cluster=cluster, gpu=gpu, gpus=gpus, seq_len=seq_len, launch=launch)
+    flags = CheckFlags(
+        model=model, cluster=cluster, gpu=gpu, gpus=gpus, seq_len=seq_len, launch=launch, release=release
+    )
     if serving_engine(text):
         others = {"seq_len": seq_len, "launch": launch or None, "profile": profile, "strict": strict}
         refuse(stated(others), Task.SERVE)
         check_serving_command(text, where, flags, serving, search=search, json=json)
         return
-    refuse(stated(serving), Task.TRAIN)
+    refuse(stated({**serving, "release": release or None}), Task.TRAIN)
     try:
         checked = check_text(
             text, where, flags, measured=measurements(profile, strict=strict), search=search, progress=output.progress

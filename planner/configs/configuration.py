@@ -28,6 +28,7 @@ class CheckFlags:
     global_batch: int | None = None
     micro_batch: int | None = None
     launch: str = ""
+    release: str = ""  # of a serving engine, where the command does not say it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,10 +19,11 @@ from planner.export.schema import schema
 from planner.serving.answer import ServingAnswer, answer_deployment
 from planner.serving.asked import ServingFlags, serving_question
 from planner.serving.question import ServingQuestion
+from planner.serving.releases import parse_release
 from planner.serving.search import TIE, ServingPlan, search_serving, value_of
 from planner.serving.stated import MOST, require_pool
-from planner.validate.serving_names import model_of
-from simulator.config.hf_config import load_model
+from planner.validate.serving_names import model_of, plain
+from simulator.config.hf_config import hub_name, load_model
 from simulator.serving.deployment import Deployment, Pool
 from topology.errors import BadInput, BadModel, Infeasible, PlannerError
 
@@ -32,6 +33,13 @@ _STARTS = {
     "vllm": re.compile(r"^[^#`\n]*(\bvllm\s+serve\b|vllm\.entrypoints\.openai\.api_server)", re.MULTILINE),
     "sglang": re.compile(r"^[^#`\n]*(sglang\.launch_server|\bsglang\s+serve\b)", re.MULTILINE),
 }
+# Where a text says which release it starts: an image's tag, a requirement.
+_RELEASES = {
+    "vllm": re.compile(r"vllm-openai:v([0-9][\w.]*)|\bvllm==([0-9][\w.]*)"),
+    "sglang": re.compile(
+        r"lmsysorg/sglang:v([0-9][0-9.]*(?:(?:\.?post|rc)[0-9]+)?)|\bsglang(?:\[\w+\])?==([0-9][\w.]*)"
+    ),
+}
 # Formats of weights by the engines' words; a checkpoint that says its own format needs none.
 _WEIGHTS = {
     "fp8": "float8", "modelopt": "float8", "fbgemm_fp8": "float8", "compressed-tensors": "float8", "w8a8_fp8": "float8",
@@ -39,6 +47,7 @@ _WEIGHTS = {
     "modelopt_fp4": "float4", "nvfp4": "float4", "mxfp4": "float4",
 }  # fmt: skip
 _UNITS = {"": 1, "k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20, "g": 10**9, "G": 2**30}
+_LONGER = {"vllm": "VLLM_ALLOW_LONG_MAX_MODEL_LEN", "sglang": "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"}
 _SHARES = {"gpu_memory_utilization", "mem_fraction_static"}
 MOST_TOKENS = 1 << 31
 LISTED = 3
@@ -89,6 +98,7 @@ def check_serving(
     keys = schema(engine, VERSIONS[engine])["keys"]
     document = CommandLine(text, where, option_kinds(keys))
     unknown, problems = _refused(document.settings, keys, engine)
+    release = stated.release or release_in(text, engine)
     found_as = {name: flag_of(name, keys) for name in document.settings}
     settings = {keys[flag]["dest"]: document.settings[name] for name, flag in found_as.items() if flag}
     name = stated.model or _model_name(document, settings)
@@ -110,14 +120,24 @@ def check_serving(
         cluster=stated.cluster or flags.cluster,
         gpu=stated.gpu,
         gpus=stated.gpus or pool.engines * pool.gpus,
-        engine=engine,
+        engine=f"{engine}=={release}" if release else engine,
         **limits,
     )
     question = serving_question(asked)
     deployment = question.deployment(pool)
     found = answer_deployment(question, deployment)
-    problems = (*problems, *found.problems, *_too_long(settings, question, found))
+    same = stated.model or plain(name) in {
+        plain(model.name),
+        plain(hub_name(model.name)),
+    }  # not another of the same shapes
+    problems = (
+        *problems,
+        *found.problems,
+        *_too_long(settings, question, found, positions=model.max_positions if same else 0),
+    )
     assumed = tuple(line for line in found.assumed if not (line.startswith("weights") and "weights" in limits))
+    if release and parse_release(release) != parse_release(VERSIONS[engine]):
+        assumed += (f"flags and times are those of {engine} {VERSIONS[engine]}, features those of {release}",)
     base = CheckedServing(engine=engine, problems=problems, unknown=unknown, assumed=assumed, answer=found)
     if not search:
         return base
@@ -132,6 +152,12 @@ def check_serving(
         changes=tuple(one for one in changes if one.diff),
         no_better="" if better else "no deployment on these GPUs is better by more than predictions are off",
     )
+
+
+def release_in(text: str, engine: str) -> str:
+    """Return the release that a text starts by an image's tag or a requirement, or nothing."""
+    found = _RELEASES[engine].search(text)
+    return next(filter(None, found.groups()), "") if found else ""
 
 
 def flag_of(name: str, keys: Mapping[str, Any]) -> str:
@@ -240,12 +266,19 @@ def _number(value: object) -> float:
     return float(found[1]) * _UNITS[found[2]] if found else 0.0
 
 
-def _too_long(settings: Mapping[str, Any], question: ServingQuestion, found: ServingAnswer) -> tuple[str, ...]:
-    """Return what the engine refuses of lengths: at its start, or of each request."""
+def _too_long(
+    settings: Mapping[str, Any], question: ServingQuestion, found: ServingAnswer, *, positions: int
+) -> tuple[str, ...]:
+    """Return what the engine refuses of lengths: at its start, or of each request. `positions` of 0 are not known."""
     longest = int(_number(settings.get("max_model_len", settings.get("context_length"))))
     if not longest:
         return ()
     problems = []
+    if positions and longest > positions:
+        problems.append(
+            f"a context of {longest} tokens is beyond the {positions} positions of {question.model.name}: "
+            f"it does not start unless {_LONGER[question.engine]}=1 is set"
+        )
     if question.longest > longest:
         problems.append(f"requests of {question.longest} tokens are refused: the limit is {longest}")
     if found.estimate is not None and found.estimate.room.tokens < longest:

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from planner.io.inputs import measurements, read_cluster
 from planner.serving.question import OBJECTIVES, ServingQuestion
+from planner.serving.releases import split_engine
 from planner.serving.trace_file import read_trace
 from simulator.config.hf_config import load_model
 from simulator.fitting.calibration_fit import same_gpu
 from simulator.serving.deployment import CACHE_BYTES, WEIGHT_BYTES
-from simulator.serving.engine import engine_of
 from simulator.serving.fit_steps import fit_serving
 from simulator.serving.measured import MeasuredServing
 from simulator.serving.traffic import Lengths, Request, Traffic
@@ -76,7 +76,7 @@ def serving_question(flags: ServingFlags) -> ServingQuestion:
         machine = take_gpus(machine, flags.gpus)
         assumed.append(f"the first {flags.gpus} GPUs of the node")
     traffic = _traffic(flags, machine.gpu_count, assumed)
-    engine = engine_of(flags.engine or "vllm").name
+    engine, release = split_engine(flags.engine or "vllm")
     measured = measured_serving(flags, machine, engine, assumed)
     formats = (("weights", flags.weights), ("KV cache", flags.kv_cache))
     assumed += [f"{name} in bfloat16" for name, said in formats if said is None]
@@ -85,6 +85,7 @@ def serving_question(flags: ServingFlags) -> ServingQuestion:
         cluster=machine,
         traffic=traffic,
         engine=engine,
+        release=release,
         weights=number_format(flags.weights, "--weights", tuple(WEIGHT_BYTES), "bfloat16"),
         kv_cache=number_format(flags.kv_cache, "--kv-cache", tuple(CACHE_BYTES), "bfloat16"),
         max_num_seqs=flags.max_num_seqs or 0,

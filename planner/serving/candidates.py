@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from planner.serving.question import ServingQuestion
+from planner.serving.releases import too_old
 from simulator.config.model import Model
 from simulator.serving.deployment import Deployment, Pool
 from simulator.serving.kv_cache import cache_capacity
@@ -33,7 +34,14 @@ def deployments(question: ServingQuestion) -> tuple[list[Deployment], Counter[st
         found.append(question.deployment(_times(pool, gpus // pool.gpus)))
     if question.separate:
         found += [question.deployment(decode, prefill) for prefill, decode in _separated(fitting, gpus)]
-    return found, rejected
+    if not question.release:
+        return found, rejected
+    known: list[Deployment] = []
+    for deployment in found:
+        lacks = too_old(question.model, deployment, question.release)
+        rejected.update(lacks[:1])
+        known += [] if lacks else [deployment]
+    return known, rejected
 
 
 def refusal(model: Model, pool: Pool, engine: str = "") -> str:

@@ -8,9 +8,9 @@ from planner.serving.asked import ServingFlags, arrival_shape, measured_serving,
 from planner.serving.compare import differences
 from planner.serving.plan_file import ServingFile
 from planner.serving.question import ServingQuestion
+from planner.serving.releases import split_engine
 from planner.serving.stated import read_pool, require_pool
 from simulator.serving.deployment import CACHE_BYTES, WEIGHT_BYTES, Deployment
-from simulator.serving.engine import engine_of
 from simulator.serving.traffic import Lengths, Traffic
 from topology.errors import UserError
 
@@ -32,7 +32,9 @@ def with_serving_flags(
             why="the plan was made for the model, the machine and the requests that it holds",
             remedy="plan again with planner suggest --task serve",
         )
-    engine = engine_of(flags.engine or content.question.engine).name
+    engine, release = content.question.engine, content.question.release
+    if flags.engine is not None:
+        engine, release = split_engine(flags.engine)
     notes: list[str] = []
     measured = measured_serving(flags, content.question.cluster, engine, notes)
     if flags.profile is None and engine == content.question.engine:
@@ -42,6 +44,7 @@ def with_serving_flags(
         measured=measured,
         traffic=_traffic(content.question.traffic, flags),
         engine=engine,
+        release=release,
         weights=number_format(flags.weights, "--weights", tuple(WEIGHT_BYTES), content.question.weights),
         kv_cache=number_format(flags.kv_cache, "--kv-cache", tuple(CACHE_BYTES), content.question.kv_cache),
         max_num_seqs=flags.max_num_seqs or content.question.max_num_seqs,

@@ -11,11 +11,11 @@ from typing import Any
 
 from planner.io.version import version
 from planner.serving.question import OBJECTIVES, ServingQuestion
+from planner.serving.releases import split_engine
 from planner.serving.stated import require_pool
 from planner.serving.trace_file import MAX_REQUESTS, read_request
 from simulator.config.verify import verify_model
 from simulator.serving.deployment import CACHE_BYTES, WEIGHT_BYTES, Deployment
-from simulator.serving.engine import engine_of
 from simulator.serving.fit_steps import BOUNDS
 from simulator.serving.traffic import Traffic
 from topology import codec
@@ -116,7 +116,7 @@ def _require_traffic(traffic: Traffic, where: str) -> None:
 
 
 def _require_known(question: ServingQuestion, where: str) -> None:
-    engine_of(question.engine)
+    split_engine(question.engine + (f"=={question.release}" if question.release else ""))
     words = ((question.weights, WEIGHT_BYTES), (question.kv_cache, CACHE_BYTES), (question.objective, OBJECTIVES))
     for word, known in words:
         if word not in known:

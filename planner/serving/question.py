@@ -25,6 +25,7 @@ class ServingQuestion:
     cluster: Cluster
     traffic: Traffic
     engine: str = "vllm"
+    release: str = ""  # of the engine; empty: the one that is described
     weights: str = "bfloat16"
     kv_cache: str = "bfloat16"
     max_num_seqs: int = 0

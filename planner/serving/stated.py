@@ -7,6 +7,7 @@ import re
 from planner.serving.asked import ServingFlags
 from planner.serving.candidates import exceeds_memory, refusal
 from planner.serving.question import ServingQuestion
+from planner.serving.releases import too_old
 from simulator.serving.deployment import Deployment, Pool
 from topology.errors import BadPlan
 
@@ -88,4 +89,4 @@ def problems_of(question: ServingQuestion, deployment: Deployment) -> tuple[str,
     for pool in (deployment.pool, *([deployment.prefill] if deployment.prefill else [])):
         reason = refusal(question.model, pool, question.engine) or exceeds_memory(question, pool)
         found += [reason] if reason else []
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys([*found, *too_old(question.model, deployment, question.release)]))

@@ -51,7 +51,8 @@ QUESTION_FLAGS: dict[str, Any] = {
     "ttft": Annotated[float | None, _flag("--ttft", "Target: seconds to the first token.", least=0)],
     "tpot": Annotated[float | None, _flag("--tpot", "Target: seconds a token after it.", least=0)],
     "engine": Annotated[
-        str | None, _flag("--engine", "vllm, sglang, trtllm, or meshwright, which planner apply runs.")
+        str | None,
+        _flag("--engine", "vllm, sglang, trtllm, or meshwright, which planner apply runs; vllm==0.8.3 for a release."),
     ],
     "weights": Annotated[str | None, _flag("--weights", "bfloat16, float8, float4 or int4.")],
     "kv_cache": Annotated[str | None, _flag("--kv-cache", "bfloat16 or float8.")],

@@ -1,0 +1,106 @@
+"""Which release of an engine can do what a deployment needs: facts in releases.toml, each with its source."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+
+from simulator.config.model import Model
+from simulator.serving.deployment import Deployment
+from simulator.serving.engine import engine_of
+from topology.codec import convert
+from topology.errors import BadInput
+
+_RELEASE = re.compile(r"v?([0-9]{1,4}(?:\.[0-9]{1,6}){0,3})(?:\.?(rc|post)([0-9]{1,4}))?")
+_STAGES = {"rc": -1, None: 0, "post": 1}
+WORDS = {
+    "pipeline_parallel": "pipeline parallelism",
+    "expert_parallel": "experts spread over GPUs",
+    "dp_attention": "attention with requests of its own on each rank, behind one server",
+    "latent_attention": "latent attention with a compressed cache",
+    "float8_weights": "8-bit weights",
+    "float4_weights": "4-bit floating-point weights",
+    "float8_cache": "a KV cache in fp8_e4m3",
+    "separated": "reading and writing on GPUs of their own, connected by NIXL",
+}
+
+Release = tuple[tuple[int, ...], int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fact:
+    """`since` has it, `absent` lacks it; an empty `absent` is not known."""
+
+    since: str
+    absent: str
+    source: str
+
+
+@cache
+def facts() -> dict[str, dict[str, Fact]]:
+    """Return what is known by engine and feature."""
+    text = (resources.files("planner") / "serving" / "releases.toml").read_text("utf-8")
+    return {
+        engine: {name: convert(fact, Fact, where=f"releases.toml [{engine}.{name}]") for name, fact in table.items()}
+        for engine, table in tomllib.loads(text).items()
+    }
+
+
+def parse_release(text: str) -> Release:
+    """Return a release in an order that sorts: 0.4.6rc1, 0.4.6, 0.4.6.post2, 0.4.10. Raises BadInput."""
+    found = _RELEASE.fullmatch(text.strip())
+    if found is None:
+        raise BadInput(f"{text[:40]!r} is not a release", remedy="write it as PyPI does: 0.8.3, 0.4.6.post2")
+    numbers = [int(part) for part in found[1].split(".")]
+    while numbers and numbers[-1] == 0:
+        numbers.pop()
+    return tuple(numbers), _STAGES[found[2]], int(found[3] or 0)
+
+
+def split_engine(text: str) -> tuple[str, str]:
+    """Return the name and the release of `vllm==0.8.3`, the release empty for a name alone. Raises BadInput."""
+    name, pinned, release = text.partition("==")
+    engine = engine_of(name.strip()).name
+    if not pinned:
+        return engine, ""
+    if engine not in facts():
+        raise BadInput(f"releases of {engine} are not told apart", remedy=f"of {', '.join(facts())} they are")
+    parse_release(release)
+    return engine, release.strip().removeprefix("v")
+
+
+def needed(model: Model, deployment: Deployment) -> Iterator[str]:
+    """Yield the features that a deployment of a model needs, as releases.toml names them."""
+    pools = [deployment.pool, *([deployment.prefill] if deployment.prefill else [])]
+    needs = {
+        "pipeline_parallel": any(pool.pp > 1 for pool in pools),
+        "expert_parallel": any(pool.ep > 1 for pool in pools),
+        "dp_attention": any(pool.dp_attention > 1 for pool in pools),
+        "latent_attention": model.latent is not None,
+        "float8_weights": deployment.weights == "float8",
+        "float4_weights": deployment.weights == "float4",
+        "float8_cache": deployment.kv_cache == "float8",
+        "separated": deployment.prefill is not None,
+        f"model_{model.family}": True,
+    }
+    yield from (name for name, wanted in needs.items() if wanted)
+
+
+def too_old(model: Model, deployment: Deployment, release: str) -> tuple[str, ...]:
+    """Return what a release of the deployment's engine lacks, with the release that has it; nothing for no release."""
+    if not release:
+        return ()
+    title, known, found = engine_of(deployment.engine).title, facts().get(deployment.engine, {}), []
+    for name in needed(model, deployment):
+        fact = known.get(name)
+        if fact is None or parse_release(release) >= parse_release(fact.since):
+            continue
+        what = WORDS.get(name) or f"models of the family {name.removeprefix('model_')}"
+        surely = bool(fact.absent) and parse_release(release) <= parse_release(fact.absent)
+        lacks = "does not have" if surely else "is not known to have"
+        found.append(f"{title} {release} {lacks} {what}: {fact.since} has it ({fact.source})")
+    return tuple(found)

@@ -1,0 +1,115 @@
+"""What releases of engines can do: facts with sources, errors that name the release, searches that leave out what it lacks."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from planner.configs.configuration import CheckFlags
+from planner.configs.serving import VERSIONS, check_serving, release_in
+from planner.serving.asked import ServingFlags, serving_question
+from planner.serving.candidates import deployments
+from planner.serving.releases import WORDS, facts, parse_release, split_engine, too_old
+from planner.serving.stated import problems_of, stated_deployment
+from simulator.serving.deployment import Pool
+from topology.errors import BadInput
+
+DEEPSEEK = ServingFlags(model="deepseek-v3", cluster="dgx-h200", isl=100, osl=10, concurrency=4, weights="float8")
+
+
+def test_releases_sort_as_they_appeared() -> None:
+    releases = ["0.3.6", "0.4.6rc1", "0.4.6", "0.4.6.post2", "0.4.10", "0.5.0rc0", "0.5", "0.10.1"]
+    parsed = [parse_release(text) for text in releases]
+    assert all(before < after for before, after in pairwise(parsed))
+    assert parse_release("v0.5.0") == parse_release("0.5")
+
+
+@pytest.mark.parametrize("text", ["latest", "", "0.4.x", "1" * 40, "0.4.6.post2.3"])
+def test_what_is_no_release_is_refused(text: str) -> None:
+    with pytest.raises(BadInput, match="not a release"):
+        parse_release(text)
+
+
+def test_every_fact_has_a_source_and_an_order_and_what_is_described_has_everything() -> None:
+    for engine, table in facts().items():
+        for name, fact in table.items():
+            assert fact.source, name
+            assert name in WORDS or name.startswith("model_"), name
+            assert not fact.absent or parse_release(fact.absent) < parse_release(fact.since)
+            assert parse_release(fact.since) <= parse_release(VERSIONS[engine])
+
+
+@pytest.mark.parametrize(
+    ("engine", "pool", "says"),
+    [
+        ("vllm==0.7.3", Pool(tp=8, ep=8), "vLLM 0.7.3 does not have experts spread over GPUs: 0.8.0 has it"),
+        ("vllm==0.8.0", Pool(dp_attention=8, ep=8), "vLLM 0.8.0 does not have attention with requests of its own"),
+        (
+            "vllm==0.8.2",
+            Pool(dp_attention=8, ep=8),
+            "vLLM 0.8.2 is not known to have attention with requests of its own",
+        ),
+        ("sglang==0.4.6", Pool(tp=4, pp=2), "SGLang 0.4.6 does not have pipeline parallelism: 0.4.6.post2 has it"),
+        ("sglang==0.2.10", Pool(tp=8), "is not known to have latent attention"),
+    ],
+)
+def test_a_release_that_lacks_something_is_named_with_the_one_that_has_it(engine: str, pool: Pool, says: str) -> None:
+    name, release = split_engine(engine)
+    question = serving_question(ServingFlags(model="deepseek-v3", cluster="dgx-h200", engine=name))
+    assert any(says in line for line in too_old(question.model, question.deployment(pool), release))
+    assert too_old(question.model, question.deployment(pool), VERSIONS[name]) == ()
+
+
+def test_separated_pools_need_a_release_that_moves_the_cache() -> None:
+    flags = ServingFlags(model="llama3-8b", cluster="dgx-h200", engine="sglang==0.4.4", prefill="4xtp1", replicas=4)
+    question = serving_question(flags)
+    deployment, _ = stated_deployment(question, flags)
+    assert any("SGLang 0.4.4 does not have reading and writing" in line for line in problems_of(question, deployment))
+
+
+def test_a_search_leaves_out_what_the_release_lacks_and_counts_it() -> None:
+    old, new = (
+        deployments(serving_question(ServingFlags(**{**_fields(DEEPSEEK), "engine": engine})))
+        for engine in ("vllm==0.8.0", "vllm")
+    )
+    assert any(one.pool.dp_attention > 1 for one in new[0])
+    assert [one for one in new[0] if one.pool.dp_attention == 1] == old[0]
+    assert sum(count for reason, count in old[1].items() if "vLLM 0.8.0" in reason) == len(new[0]) - len(old[0])
+
+
+def _fields(flags: ServingFlags) -> dict[str, object]:
+    return {name: getattr(flags, name) for name in ServingFlags.__dataclass_fields__}
+
+
+def test_releases_are_told_apart_of_two_engines_only() -> None:
+    with pytest.raises(BadInput, match="not told apart"):
+        split_engine("trtllm==1.0")
+
+
+def test_a_command_is_judged_by_the_release_of_its_image_or_the_one_stated() -> None:
+    text = "docker run vllm/vllm-openai:v0.7.3\nvllm serve deepseek-ai/DeepSeek-V3 -tp 8 --enable-expert-parallel\n"
+    assert release_in(text, "vllm") == "0.7.3"
+    assert release_in("pip install 'sglang[all]==0.4.6.post2'", "sglang") == "0.4.6.post2"
+    found = check_serving(text, "run.sh", CheckFlags(cluster="dgx-h200"), ServingFlags(isl=100, osl=10), search=False)
+    assert any("vLLM 0.7.3 does not have experts spread over GPUs" in line for line in found.problems)
+    assert any("features those of 0.7.3" in line for line in found.assumed)
+    newer = check_serving(
+        text, "run.sh", CheckFlags(cluster="dgx-h200", release="0.9.0"), ServingFlags(isl=100, osl=10), search=False
+    )
+    assert not any("does not have" in line for line in newer.problems)
+
+
+def test_a_context_beyond_the_models_positions_does_not_start() -> None:
+    """Only of the model itself: others of its shapes may have been trained on longer texts."""
+
+    def problems(model: str) -> str:
+        text = f"vllm serve {model} -tp 4 --max-model-len 50000\n"
+        return " ".join(
+            check_serving(text, "run.sh", CheckFlags(), ServingFlags(isl=100, osl=10), search=False).problems
+        )
+
+    said = problems("Qwen/Qwen3-30B-A3B")
+    assert "50000 tokens is beyond the 40960 positions" in said
+    assert "VLLM_ALLOW_LONG_MAX_MODEL_LEN" in said
+    assert "positions" not in problems("Qwen/Qwen3-30B-A3B-Instruct-2507")
