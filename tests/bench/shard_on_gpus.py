@@ -1,11 +1,15 @@
-"""One layer of a Llama-like decoder, captured and sharded by the compiler, on 2 and 4 GPUs: right, how fast, and as predicted?
+"""Captured modules on the GPUs of this machine: right, how fast, and as predicted?
 
-    python3 tests/bench/shard_on_gpus.py OUT                on a machine with GPUs; at most 90 s
-    python3 tests/bench/shard_on_gpus.py OUT --cpu          on gloo with a small layer: whether it runs
+    python3 tests/bench/shard_on_gpus.py OUT                on a machine with GPUs; at most 150 s
+    python3 tests/bench/shard_on_gpus.py OUT --cpu          on gloo with narrow modules: whether it runs
 
-Rows go to OUT/rows.jsonl as they are made: the layer tensor parallel and fully sharded, forward and backward, as the
-executor's hand-written parallelism runs it and as the captured program does (launched one by one, and as a CUDA graph),
-with the largest difference to one GPU and the time that the same program takes on SimPy.
+Rows go to OUT/rows.jsonl as they are made, and to OUT/gpus.md at the end. Every row is a program of `planner shard`: its time
+is predicted first, then it is run, compared with one GPU, and timed launched one by one and as a CUDA graph.
+
+    layers      a Llama 3 8B layer beside the executor's hand-written tensor parallelism and FSDP2
+    modules     modules of transformers and diffusers at published shapes, where those are installed (or under --packages)
+    ways        a feed-forward network whose tokens are gathered and scattered in each of the ways of the compiler
+    memory      the fully sharded layer within less and less memory
 """
 
 from __future__ import annotations
@@ -18,12 +22,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-LIMIT_S = 42.0  # for the ranks of one world size
+SECONDS = 150.0
+PARTS = {"layers,modules": 0.6, "ways,memory": 1.0}  # what runs in one process group, and until which share of the time
 TOKENS = 4096
 REPEATS, WARM_UP = 12, 4
+CLUSTER = "h200x4"
 AXES = {
     "args_0": "batch seq embed",
     "x": "batch seq embed",
@@ -34,59 +41,94 @@ AXES = {
     **dict.fromkeys(("*.w1.weight", "*.w3.weight"), "mlp embed"),
 }
 HALVES = {"heads": "model", "mlp": "model"}
-WAYS = {
+LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
     "tensor parallel": ("model", {"parameters": HALVES, "compute": HALVES}),
     "fully sharded": ("data", {"parameters": {"embed": "data"}, "compute": {"batch": "data"}}),
 }
+WAYS = ("whole", 4, "ring", "broadcast", "copy_engine", "fused", "torch_symm_mem")
+MEMORY_SHARES = (1.0, 0.8, 0.65)  # of what the program has at its peak when nothing is made again
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--cpu", action="store_true")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    if arguments.worker:
-        _worker(arguments.out, cpu=arguments.cpu)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=SECONDS)
+    parser.add_argument("--packages", default="", help="folder that transformers and diffusers are installed in")
+    parser.add_argument("--part", default="", help="one of " + ", ".join(PARTS))
+    parser.add_argument("--worker", type=float, default=0.0, help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    asked.out.mkdir(parents=True, exist_ok=True)
+    if asked.packages:
+        sys.path.append(asked.packages)
+    if asked.worker:
+        _worker(asked)
         return
-    environment = {
-        **os.environ,
-        "NCCL_NVLS_ENABLE": "0",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-    }
-    for ranks in (2, 4):
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        command += [__file__, str(arguments.out), "--worker", *(["--cpu"] if arguments.cpu else [])]
-        with (arguments.out / f"ranks{ranks}.log").open("w", encoding="utf-8") as log:
+    from executor.launch.local_ranks import FORCED_VARIABLES
+
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, **FORCED_VARIABLES, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    started = time.monotonic()
+    for part, share in PARTS.items():
+        if asked.part not in {"", part}:
+            continue
+        left = share * asked.seconds - (time.monotonic() - started)
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={asked.ranks}"]
+        command += [__file__, str(asked.out), "--part", part, "--worker", str(time.time() + left - 4)]
+        command += [*(["--cpu"] if asked.cpu else []), *(["--packages", asked.packages] if asked.packages else [])]
+        with (asked.out / f"{part.replace(',', '_')}.log").open("w", encoding="utf-8") as log:
             try:
-                limit = LIMIT_S * (10 if arguments.cpu else 1)
-                subprocess.run(command, stdout=log, stderr=log, timeout=limit, check=False, env=environment)
+                subprocess.run(command, stdout=log, stderr=log, timeout=max(1.0, left), check=False, env=environment)
             except subprocess.TimeoutExpired:
-                log.write(f"ended after {limit:.0f} s\n")
+                log.write(f"ended after {left:.0f} s\n")
+    (asked.out / "gpus.md").write_text(table(asked.out / "rows.jsonl"), encoding="utf-8")
 
 
-def _worker(out: Path, *, cpu: bool) -> None:
+def _worker(asked: argparse.Namespace) -> None:
     import torch
     from torch import distributed as dist
 
-    rank = int(os.environ["RANK"])
-    if not cpu:
+    if not asked.cpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("gloo" if cpu else "nccl")
-    started = time.monotonic()
-    for name, (axis, constraints) in WAYS.items():
-        row = {"way": name, "ranks": dist.get_world_size(), "device": _device_name(cpu)}
+    dist.init_process_group("gloo" if asked.cpu else "nccl")
+    for what, run in _cases(asked):
+        go = torch.tensor([time.time() < asked.worker], device="cpu" if asked.cpu else "cuda").int()
+        dist.broadcast(go, 0)
+        if not go.item():
+            break
+        started = time.monotonic()
+        row = {"what": what, "ranks": dist.get_world_size(), "device": _device_name(asked.cpu)}
         try:
-            _measure(row, axis, constraints, cpu=cpu)
-        except Exception as error:  # noqa: BLE001 - the other way is still worth its time
+            run(row)
+        except ImportError as error:
+            row["skipped"] = str(error)
+        except Exception as error:  # noqa: BLE001 - the other rows are still worth their time
             row["failed"] = f"{type(error).__name__}: {error}"[:1500]
         row["seconds"] = round(time.monotonic() - started, 1)
-        if rank == 0:
-            with (out / "rows.jsonl").open("a", encoding="utf-8") as file:
+        if dist.get_rank() == 0:
+            with (asked.out / "rows.jsonl").open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
     dist.destroy_process_group()
+
+
+def _cases(asked: argparse.Namespace):
+    """Yield what is run, and the function that fills its row."""
+    from tests.bench import sharded_runs as runs
+
+    bench = runs.Bench(cpu=asked.cpu)
+    for part in asked.part.split(","):
+        if part == "layers":
+            for name, how in LAYERS.items():
+                yield f"Llama 3 8B layer, {name}", lambda row, how=how: runs.layer(row, bench, *how)
+        elif part == "modules":
+            yield from runs.modules(bench)
+        elif part == "ways":
+            for way in WAYS:
+                yield f"feed-forward, {way}", lambda row, way=way: runs.way(row, bench, way)
+        else:
+            for share in MEMORY_SHARES:
+                yield f"fully sharded, {share:.0%} of its peak", lambda row, share=share: runs.memory(row, bench, share)
 
 
 def _device_name(cpu: bool) -> str:
@@ -95,92 +137,52 @@ def _device_name(cpu: bool) -> str:
     return "cpu" if cpu else f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
 
 
-def _layer(cpu: bool):
-    """Return one layer of Llama 3 8B (a small one on the CPU), the same values on every rank, with its angles set."""
-    import torch
-
-    from executor.model.decoder import Decoder
-    from simulator.config.hf_config import load_model
-
-    model = load_model("tiny-llama" if cpu else "llama3-8b")
-    dtype, device = (torch.float32, "cpu") if cpu else (torch.bfloat16, "cuda")
-    with torch.device("meta"):
-        layer = Decoder(model, layers=[0], first=False, last=False)
-    layer = layer.to_empty(device="cpu").to(dtype)
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.copy_(torch.randn(parameter.shape, device=device) * 0.02)
-    tokens = 64 if cpu else TOKENS
-    layer.set_positions(torch.arange(tokens), torch.float32)
-    return model, layer, tokens
-
-
-def _measure(row: dict, axis: str, constraints: dict, *, cpu: bool) -> None:
-    import torch
-    from torch import distributed as dist
-
-    from executor.sharding import shard
-
-    device = torch.device("cpu") if cpu else torch.device("cuda", torch.cuda.current_device())
-    ranks = dist.get_world_size()
-    model, layer, tokens = _layer(cpu)
-    batch = ranks if axis == "data" else 1
-    generator = torch.Generator().manual_seed(2)
-    dtype = next(layer.parameters()).dtype
-    x = torch.randn(batch, tokens, model.hidden, generator=generator).to(dtype)
-    row |= {"model": model.name, "tokens": tokens, "batch": batch, "dtype": str(dtype)}
-
-    axes = _named(layer, x)
-    sharded = shard(layer, (x,), mesh={axis: ranks}, axes=axes, gradients=["x"], **constraints)
-    program = sharded.program
-    x_name = next(one.name for one in sharded.captured.graph.inputs if one.kind == "input")
-    values = {**{b: sharded.pieces[n].detach() for b, n in sharded._keys.items()}, **sharded.fixed}
-    values |= sharded.ranks.pieces({x_name: x.to(device)})
-    weight = torch.randn(batch, tokens, model.hidden, generator=generator).to(device, dtype) / tokens
-    values |= sharded.ranks.seeds([weight])
-
-    found = sharded.ranks.run(values)
-    row["error_of_largest"] = _difference(layer, x, weight, sharded, found, device)
-    row["captured_s"] = _seconds(lambda: sharded.ranks.run(values), device)
-    row["hand_written_s"] = _hand_written(model, layer, x, weight, axis, device, tokens)
-    row["predicted_s"] = _predicted(sharded, constraints, axes, axis, ranks)
-    row["exchanges"] = sum(hasattr(work, "kind") for work in program.work.values())
-    if not cpu:
-        try:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                sharded.ranks.run(values)
-            row["captured_as_cuda_graph_s"] = _seconds(graph.replay, device)
-        except Exception as error:  # noqa: BLE001 - torch says in many ways that something cannot be recorded
-            row["captured_as_cuda_graph_failed"] = f"{type(error).__name__}: {error}"[:500]
+def table(rows: Path) -> str:
+    """Return the rows as a table; times in milliseconds."""
+    found = [json.loads(line) for line in rows.read_text(encoding="utf-8").splitlines()] if rows.exists() else []
+    device = found[0]["device"] if found else "nothing"
+    lines = [
+        "# Captured modules on GPUs",
+        "",
+        f"`python3 tests/bench/shard_on_gpus.py OUT` on {found[0]['ranks'] if found else 0} x {device}. Forward and backward, bfloat16.",
+        '"Off" is the largest difference to one GPU over the largest number. A prediction is made before its row is run, from',
+        "datasheets, and compared with the CUDA graph where there is one.",
+        "",
+        "| what | off | predicted ms | as a CUDA graph ms | launched one by one ms | hand-written ms | peak GiB (predicted) | exchanges |",
+        "|---|--:|--:|--:|--:|--:|--:|---|",
+    ]
+    for row in found:
+        if "failed" in row or "skipped" in row:
+            lines.append(
+                f"| {row['what']} | {(row.get('failed') or row['skipped'])[:200]} | | | | | | |".replace("\n", " ")
+            )
+            continue
+        best = row.get("graph_s") or row["launched_s"]
+        own = row.get("hand_written_s")
+        peak = (
+            f"{row['peak_bytes'] / 2**30:.2f} ({row['predicted_peak_bytes'] / 2**30:.2f})"
+            if "peak_bytes" in row
+            else ""
+        )
+        cells = [
+            row["what"],
+            f"{100 * row['error_of_largest']:.2g} %",
+            f"{1e3 * row['predicted_s']:.3g} ({100 * (row['predicted_s'] / best - 1):+.0f} %)",
+            _ms(row.get("graph_s")),
+            _ms(row["launched_s"]),
+            f"{1e3 * own:.3g} ({100 * (best / own - 1):+.1f} % of it)" if own else "",
+            peak,
+            row["exchanges"],
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
 
 
-def _named(layer, x) -> dict[str, str]:
-    from executor.sharding import capture
-
-    names = {one.name for one in capture(layer, (x,)).graph.inputs}
-    return {pattern: text for pattern, text in AXES.items() if "*" in pattern or pattern in names}
+def _ms(seconds: float | None) -> str:
+    return "" if seconds is None else f"{1e3 * seconds:.3g}"
 
 
-def _difference(layer, x, weight, sharded, found, device) -> float:
-    """Return the largest difference of outputs and gradients to one process, over the largest value of each."""
-    import torch
-
-    whole = layer.to(device)
-    y = whole(x.to(device))
-    parameters = dict(whole.named_parameters())
-    gradients = torch.autograd.grad((y * weight).sum(), list(parameters.values()))
-    program, place = sharded.program, sharded.ranks.place
-    targets = {one.target: one.name for one in sharded.captured.graph.inputs}
-    pairs = [(found[program.outputs[0]], place.piece(y.detach(), program.buffers[program.outputs[0]]))]
-    for name, gradient in zip(parameters, gradients, strict=True):
-        buffer = program.gradients[targets[name]]
-        pairs.append((found[buffer], place.piece(gradient, program.buffers[buffer])))
-    return max(float((a - b).abs().max() / b.abs().max().clamp_min(1e-30)) for a, b in pairs)
-
-
-def _seconds(run, device) -> float:
+def median_s(run: Any, device: Any) -> float:
     """Return the median time of a run in the worst rank, with the host not waiting between runs."""
     import torch
     from torch import distributed as dist
@@ -200,58 +202,11 @@ def _seconds(run, device) -> float:
     return float(worst.item())
 
 
-def _wait(device) -> None:
+def _wait(device: Any) -> None:
     import torch
 
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _hand_written(model, layer, x, weight, axis: str, device, tokens: int) -> float:
-    """Return the time of the executor's own tensor parallelism or FSDP2 on the same layer."""
-    import torch
-    from torch import distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
-    from executor.model.decoder import Decoder
-    from executor.parallel.data_parallel import apply_fsdp
-    from executor.parallel.tensor_parallel import apply_tensor_parallel
-
-    with torch.device("meta"):
-        own = Decoder(model, layers=[0], first=False, last=False)
-    own = own.to_empty(device=device).to(x.dtype)
-    own.load_state_dict(layer.state_dict())
-    own.set_positions(torch.arange(tokens, device=device), torch.float32)
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    if axis == "model":
-        apply_tensor_parallel(own, dist.group.WORLD, sequence_parallel=False, expert_parallel=False)
-        here, seed = x, weight
-    else:
-        mesh = init_device_mesh(device.type, (ranks,))
-        apply_fsdp(own, mesh, expert_mesh=None, precision=MixedPrecisionPolicy(), reshard_after_forward=False)
-        here, seed = x[rank : rank + 1], weight[rank : rank + 1]
-    here = here.to(device).requires_grad_()
-
-    def run() -> None:
-        own.zero_grad(set_to_none=True)
-        here.grad = None
-        own(here).backward(seed)
-
-    return _seconds(run, device)
-
-
-def _predicted(sharded, constraints: dict, axes: dict[str, str], axis: str, ranks: int) -> dict[str, float | str]:
-    """Return the time of the same program on SimPy, from the datasheet of four H200s."""
-    from executor.sharding import api
-    from planner.io.inputs import read_cluster
-    from planner.sharding.answer import answer_request
-    from planner.sharding.backends.runnable import simulate_program
-
-    document = api.request(sharded.captured, {axis: ranks}, axes=axes, gradients=["x"], **constraints)
-    answer = answer_request(document, where="the bench")
-    run = simulate_program(answer.written, answer.captured.problem, read_cluster("h200x4"))
-    return {"value": run.step_s, "source": "datasheet"}
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from planner.sharding.plans.lowering import work_of
 from planner.sharding.plans.plan import ShardingPlan
 from planner.sharding.problem.problem import Machine, ShardingProblem
 from planner.sharding.solver.equivalence import find_equivalent
-from planner.sharding.solver.pricing import ATTENTION_KERNEL, PICOSECONDS, TimePricing
+from planner.sharding.solver.pricing import PICOSECONDS, TimePricing, roofline_on
 from simulator.calibration.calibration import Calibration, collectives_on
 from simulator.config.runtime import ELEMENT_BYTES
 from simulator.engine.simulate import Run, simulate
@@ -287,13 +287,10 @@ def simulate_program(
 def kernel_seconds(work: Work, program: RunnableProgram | Draft, problem: ShardingProblem, machine: Machine) -> float:
     """Return the time of one kernel on the GPUs of a machine: by its operator's work, else by the bytes it moves."""
     assert isinstance(work.do, Kernel)  # noqa: S101 - by the caller
-    cluster = machine.cluster
     moved = sum(_bytes(program, name) for name in (*work.reads, *work.writes))
     dtype = program.buffers[work.writes[0]].dtype
     dtypes = {"bf16": "bfloat16", "f16": "float16", "f32": "tfloat32"}
-    roofline = Roofline(
-        gpu=cluster.slowest_kind, dtype=dtypes.get(dtype, "tfloat32"), attention_kernel=ATTENTION_KERNEL
-    )
+    roofline = roofline_on(machine, dtypes.get(dtype, "tfloat32"))
     backward = work.do.op == "backward"
     forward_do = program.work[work.do.args[0]] if backward else work.do
     if isinstance(forward_do, Kernel) and forward_do.op in VIEWS and (not backward or forward_do.op != "expand"):

@@ -172,9 +172,7 @@ class TimePricing:
     def roofline(self, dtype: str) -> Roofline:
         name = ROOFLINE_DTYPES.get(dtype, dtype)
         if name not in self._rooflines:
-            self._rooflines[name] = Roofline(
-                gpu=self.machine.cluster.slowest_kind, dtype=name, attention_kernel=ATTENTION_KERNEL
-            )
+            self._rooflines[name] = roofline_on(self.machine, name)
         return self._rooflines[name]
 
     def operators(
@@ -186,6 +184,16 @@ class TimePricing:
         passes = 1.0 + backward_passes(work, gradients)
         seconds = passes * np.broadcast_to(self.roofline(operator.result.dtype).seconds(work), len(options))
         return [int(value) for value in np.rint(seconds * PICOSECONDS)]
+
+
+def roofline_on(machine: Machine, dtype: str) -> Roofline:
+    """Return the times of kernels on a machine: products that were measured there, else the datasheet's."""
+    return Roofline(
+        gpu=machine.cluster.slowest_kind,
+        dtype=dtype,
+        attention_kernel=ATTENTION_KERNEL,
+        measured=machine.calibration,
+    )
 
 
 # By what an exchange does to values, what its backward pass does to gradients; all others do the same.
