@@ -16,7 +16,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.calibration.calibration import Calibration, calibrated_host
+from simulator.calibration.calibration import LOADING, Calibration, calibrated_host
 from simulator.calibration.measured_operators import MeasuredOperators
 from simulator.closed_form.estimates import EstimateTable, estimate_plans
 from simulator.closed_form.scenario import Scenario
@@ -103,8 +103,8 @@ class _RaisedOperators(MeasuredOperators):
         seconds, source = self.base.seconds(work, datasheet, dtype=dtype, runtime=runtime)
         return (seconds * self.factor if work.kind is self.kind else seconds), source
 
-    def packing_factor(self, nbytes: Floats | float) -> Floats:
-        found = self.base.packing_factor(nbytes)
+    def packing_factor(self, nbytes: Floats | float, usual: float) -> Floats:
+        found = self.base.packing_factor(nbytes, usual)
         return found if self.kind is not None else found * self.factor
 
     def update_bytes_per_s(self, param_dtype: str) -> float | None:
@@ -256,7 +256,7 @@ def _raise_host(cost: tuple[str, bool, str] | None, spread: float) -> Change:
             raised = {
                 one.name: value * math.exp(HOST_SPREAD)
                 for one in fields(host)
-                if isinstance(value := getattr(host, one.name), float) and one.name != "data_token_s"
+                if isinstance(value := getattr(host, one.name), float) and one.name not in LOADING
             }
         else:
             names = LAUNCHES if cost[2] == "launch_s" else (cost[2],)

@@ -28,6 +28,7 @@ from topology.cluster import Cluster, GpuKind
 
 # Host costs that only runtimes have whose operators go through Python one by one.
 OF_DTENSORS = frozenset({"tp_layer_s", "selective_s"})
+LOADING = frozenset({"data_token_s", "data_spread"})
 NOTHING = 1e-12  # what is left of an effect that is not counted: a rate stays a number
 
 
@@ -133,9 +134,9 @@ class Calibration:
             return plain, np.full(plain.shape, DATASHEET)
         return self.operators.seconds(work, datasheet, dtype=dtype, runtime=runtime)
 
-    def packing_factor(self, nbytes: Floats | float) -> Floats:
-        """Return what FSDP's packing of modules of `nbytes` takes over what is counted for it."""
-        return self.operators.packing_factor(nbytes) if self.effects.packing else np.full(1, NOTHING)
+    def packing_factor(self, nbytes: Floats | float, usual: float) -> Floats:
+        """Return what FSDP's packing of modules of `nbytes` takes over what is counted for it; `usual` where not measured."""
+        return self.operators.packing_factor(nbytes, usual) if self.effects.packing else np.full(1, NOTHING)
 
     def update_bytes_per_s(self, param_dtype: str) -> float | None:
         """Return the rate of clipping and updating, over the bytes counted for them; None where it was not measured."""
@@ -204,7 +205,7 @@ def scaled_host(described: HostSpec, speed: float) -> dict[str, float]:
 
     Loading data is left out, which runtimes time themselves.
     """
-    costs = {field.name: getattr(described, field.name) for field in fields(described) if field.name != "data_token_s"}
+    costs = {field.name: getattr(described, field.name) for field in fields(described) if field.name not in LOADING}
     return {name: speed * value for name, value in costs.items() if isinstance(value, float)}
 
 

@@ -50,10 +50,10 @@ class MeasuredOperators:
             return plain, np.full(plain.shape, DATASHEET)
         return found
 
-    def packing_factor(self, nbytes: Floats | float) -> Floats:
-        """Return what FSDP's packing of modules of `nbytes` takes over what is counted for it."""
+    def packing_factor(self, nbytes: Floats | float, usual: float) -> Floats:
+        """Return what FSDP's packing of modules of `nbytes` takes over what is counted for it; `usual` where not measured."""
         if self.packing is None:
-            return np.ones(1)
+            return np.full(1, usual)
         return self.packing.ratio(np.asarray(nbytes, dtype=np.float64))
 
     def update_bytes_per_s(self, param_dtype: str) -> float | None:

@@ -27,7 +27,7 @@ from simulator.config.workload import Workload
 from simulator.fitting.host_fit import LEAST_S, SINGLE, HostFit, HostRuns, as_host_fields, costs_in, fit_hosts
 from simulator.kernels.roofline import efficiency
 from simulator.runtimes.library import runtime_names, runtime_spec
-from simulator.step.host import BATCH_TOKENS
+from simulator.step.host import BATCH_TOKENS, slowest
 from topology import codec
 from topology.catalog.platform import grow
 from topology.cluster import Cluster
@@ -56,7 +56,7 @@ SHAPE_SPREAD = 0.08  # and of what the kernels of some shapes are off by that ot
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """A layer sample as the simulator's types. `seconds` is the step without its data."""
+    """A layer sample as the simulator's types. `seconds` is the step without its data, for which one rank has said how long it took."""
 
     sample: LayerSample
     model: Model
@@ -66,7 +66,9 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        return self.sample.step_s - (self.sample.data_s or 0.0)
+        spread = runtime_spec(self.runtime.name).host.data_spread
+        waited = float(slowest(np.array([float(self.plan.gpus)]), spread)[0])
+        return self.sample.step_s - waited * (self.sample.data_s or 0.0)
 
     @property
     def pair(self) -> str:

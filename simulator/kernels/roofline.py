@@ -158,8 +158,8 @@ class MeasuredKernels(Protocol):
         """Return (seconds, source) of a kernel, one value a row; `datasheet` gives what the datasheet says of it."""
         ...
 
-    def packing_factor(self, nbytes: Floats | float) -> Floats:
-        """Return measured over counted seconds of FSDP's packing of modules of `nbytes`."""
+    def packing_factor(self, nbytes: Floats | float, usual: float) -> Floats:
+        """Return seconds over counted ones of FSDP's packing of modules of `nbytes`; `usual` where it was not measured."""
         ...
 
     def update_bytes_per_s(self, param_dtype: str) -> float | None:
@@ -264,8 +264,10 @@ class Roofline:
 
     def packing_bytes_per_s(self, nbytes: Floats | float) -> Floats:
         """Return the rate at which FSDP packs and unpacks modules of `nbytes`, over the bytes counted for it."""
-        factor = self.measured.packing_factor(nbytes) if self.measured is not None else 1.0
-        return np.asarray(self.memory_bytes_per_s / (factor * self.kernel_factor))
+        known, rate = efficiency(self.gpu.architecture), self.memory_bytes_per_s
+        usual = max(1.0, known.unit_s["packed"] * rate / self.gpu.sm_count)
+        factor = self.measured.packing_factor(nbytes, usual) if self.measured is not None else usual
+        return np.asarray(rate / (factor * self.kernel_factor))
 
     def update_bytes_per_s(self, param_dtype: str) -> float:
         """Return the rate at which gradients are clipped and parameters of a type updated, over the bytes counted."""

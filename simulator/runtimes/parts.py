@@ -122,6 +122,7 @@ class HostSpec:
     synchronizes: Literal["never", "pipeline", "always"] = "never"
     plain_tensors: bool = False
     data_token_s: float = 0.0
+    data_spread: float = 0.0  # of `data_token_s` from process to process: standard deviation over median
     # Known from measurements only: what a layer's forward and backward cost more where it is sharded, replicated, cut by
     # tensor parallelism, sees a part of the sequence, has experts, exchanges their tokens, or is sharded and cut at once; what dispatching a layer
     # operator by operator costs under selective recomputation; and the host's work of a step outside its layers, which runs ahead of the

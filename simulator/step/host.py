@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +25,9 @@ WRAPPED_SHARE = 0.5
 # What asking torchtitan's loader for a batch costs, in tokens: it takes 0.8 ms for 256 and 1.5 us for each of thousands
 # (examples/profiles/h200x4.json).
 BATCH_TOKENS = 280
+
+# The slowest process over half of them: none took longer where it was timed (hosts.md in examples/profiles).
+SLOWEST = 1.9
 
 # What the host takes to replay the graph of a layer's pass. Source: assumed; a graph of kernels in a row takes 2.5 us and a
 # nanosecond for each (NVIDIA, "Constant Time Launch for Straight-Line CUDA Graphs", 2024), the rest is Python around it.
@@ -94,7 +98,21 @@ def step_host_s(host: HostSpec, context: CostContext) -> Floats:
     """Return the host seconds of a step in which the device has nothing to do, one value a plan: its own, and loading data."""
     table = context.table
     cut = table.fully_sharded | (table["tp"] > 1) | (table["cp"] > 1)
-    return np.asarray(host.step_s + np.where(cut, host.cut_step_s, 0.0) + host.data_token_s * loaded_tokens(context))
+    loading_s = host.data_token_s * loaded_tokens(context) * slowest(table["gpus"], host.data_spread)
+    return np.asarray(host.step_s + np.where(cut, host.cut_step_s, 0.0) + loading_s)
+
+
+def slowest(ranks: Floats, spread: float) -> Floats:
+    """Return what the slowest of `ranks` processes that wait for each other takes over what half of them do.
+
+    `spread` is their standard deviation, of that; the expected largest of normal values is Blom's (1958).
+    """
+    if not spread:
+        return np.ones(len(ranks))
+    counts, back = np.unique(ranks, return_inverse=True)
+    normal = NormalDist()
+    largest = np.array([normal.inv_cdf((n - 0.375) / (n + 0.25)) for n in counts.tolist()])
+    return np.minimum(1.0 + spread * largest, SLOWEST)[back]
 
 
 def rest_host_s(host: HostSpec, table: PlanTable) -> Floats:
@@ -116,13 +134,16 @@ def host_synchronizes(host: HostSpec, table: PlanTable) -> NDArray[np.bool_]:
 
 
 def again_host_s(host: HostSpec, table: PlanTable) -> Floats:
-    """Return the host seconds of one layer recomputed, beside the launches: its modules, its wrapping, its DTensors."""
+    """Return the host seconds of one layer recomputed, beside the launches: its modules, its wrapping, its DTensors, its
+    parts of sequences.
+    """
     tensors = (table["tp"] > 1) & (not host.plain_tensors)
+    parts = np.where(tensors, host.tp_layer_s, 0.0) + np.where(table["cp"] > 1, host.cp_layer_s, 0.0)
     wrapping = np.zeros(len(table))
     for word in words(table.recompute):
         wrapping = np.where(table.recompute == word, host.wrapping_s(word), wrapping)
     wrapping = wrapping + np.where((table.recompute != "none") & table.fully_sharded, host.fsdp_again_s, 0.0)
-    return np.asarray(host.forward_layer_s + wrapping + np.where(tensors, FORWARD_SHARE * host.tp_layer_s, 0.0))
+    return np.asarray(host.forward_layer_s + wrapping + FORWARD_SHARE * parts)
 
 
 def loaded_tokens(context: CostContext) -> Floats:

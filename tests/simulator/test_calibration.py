@@ -148,7 +148,7 @@ def test_shares_add_up_and_name_what_the_step_rests_on() -> None:
     found = estimate(Plan(dp_shard=4), profile())
 
     assert sum(found.sources.values()) == pytest.approx(1.0)
-    assert found.sources["measured"] > 0.5
+    assert max(found.sources, key=lambda name: found.sources[name]) == "measured"
     assert found.sources["assumed"] > 0, "no layer of the runtime was run: its host is assumed"
     unseen = estimate(Plan(dp_shard=4), profile(), model=dataclasses.replace(WIDE, hidden=6144, heads=48, ffn=16384))
     assert unseen.sources["measured"] < 0.1
@@ -411,12 +411,13 @@ def test_layers_of_a_runtime_like_another_say_the_same_as_of_that_other() -> Non
     assert second_layer(own, "meshwright") == pytest.approx(second_layer(titan, "torchtitan"), rel=0.1)
 
 
-def test_the_executor_runs_torchtitans_operators_but_for_rotary_positions_in_one_kernel() -> None:
+def test_the_executor_runs_torchtitans_operators_but_for_rotary_positions_and_exchanged_heads() -> None:
     titan, executor = (runtime_spec(name) for name in ("torchtitan", "meshwright"))
     rotary = {"rotary", "rotary_kernel"}
 
     def others(spec: RuntimeSpec) -> list[OperatorSpec]:
-        return [operator for operator in spec.layer.attention if operator.name not in rotary]
+        moved = ("to_heads", "to_tokens")
+        return [op for op in spec.layer.attention if op.name not in rotary and not op.name.startswith(moved)]
 
     def passes(spec: RuntimeSpec) -> tuple[str, ...]:
         return next(op.reads for op in spec.layer.attention if op.name in rotary and "!compiled" in op.when)

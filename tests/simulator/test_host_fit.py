@@ -20,6 +20,7 @@ from simulator.fitting.host_fit import HostRuns, fit_hosts, usual_costs
 from simulator.fitting.runtime_fit import run_of
 from simulator.lowering.simulation import simulate_plan
 from simulator.runtimes.library import runtime_spec
+from simulator.step.host import SLOWEST, slowest
 from topology import codec
 from topology.catalog.cluster_file import load_cluster
 from topology.catalog.clusters import cluster
@@ -155,12 +156,19 @@ def sample_of(parts: tuple[Model, Plan, Workload, Runtime], seconds: float, **mo
     return LayerSample(**{n: codec.to_builtins(p) for n, p in zip(names, parts, strict=True)}, step_s=seconds, **more)
 
 
+def slowest_load_s(parts: tuple[Model, Plan, Workload, Runtime], usual_s: float) -> float:
+    """Return how long the slowest rank of a run loads data where the usual one takes `usual_s`."""
+    return float(slowest(np.array([float(parts[1].gpus)]), TITAN.data_spread)[0]) * usual_s
+
+
 def test_loading_that_runs_tell_of_is_no_cost_of_their_hosts() -> None:
-    """Layers as described, whose loading took twenty times as long as described, and was told: the host is as described."""
+    """Layers as described, whose loading took twenty times as long as described, and was told: the host is as described. Ranks wait
+    for the slowest of them, of which the one that tells is not one.
+    """
     gpu, steps = Calibration(gpu=MACHINE.slowest_kind), narrow_steps()[:4]
     silent = {("torchtitan", False): RuntimeCosts(host={"data_token_s": 0.0})}
     samples = tuple(
-        sample_of(parts, step_s(parts, dataclasses.replace(gpu, runtimes=silent)) + 10e-3, data_s=10e-3)
+        sample_of(parts, step_s(parts, dataclasses.replace(gpu, runtimes=silent)) + slowest_load_s(parts, 10e-3), data_s=10e-3)
         for parts in steps
     )
 
@@ -207,3 +215,14 @@ def test_the_simulation_and_the_sums_have_the_same_pipeline_host() -> None:
 
     assert more_simulated - simulated == pytest.approx(2 * 8 * 2e-3, rel=0.3)
     assert more_sums - sums == pytest.approx(more_simulated - simulated, rel=0.3)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 16])
+def test_the_slowest_of_several_ranks_is_the_expected_largest(ranks: int) -> None:
+    drawn = 1.0 + 0.2 * np.random.default_rng(0).standard_normal((40_000, ranks))
+
+    assert slowest(np.array([float(ranks)]), 0.2)[0] == pytest.approx(drawn.max(axis=1).mean(), abs=0.01)
+
+
+def test_no_rank_is_slower_than_any_that_was_timed() -> None:
+    assert slowest(np.array([1.0, 1024.0]), 0.7).tolist() == [1.0, SLOWEST]

@@ -49,6 +49,16 @@ def test_a_partial_wave_costs_a_whole_one() -> None:
     assert over > 1.2 * full
 
 
+def test_packing_takes_what_it_took_on_an_h200() -> None:
+    """A layer of 218 million parameters: 200 and 232 us to pack and unpack its gather, 695 us to pack its reduction
+    (examples/profiles/h200x4.json), for two passes in 16 bits, and one in 16 and one in 32.
+    """
+    elements = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336
+    rate = float(Roofline(gpu=gpu_kind("h200-sxm")).packing_bytes_per_s(2.0 * elements))
+
+    assert (4 + 6) * elements / rate == pytest.approx(200.3e-6 + 232.2e-6 + 695.0e-6, rel=0.03)
+
+
 def test_lower_power_limit_slows_products_as_published() -> None:
     """One H100 at 650 and 500 W: 1403 against 1655 us for the same matmul (symm-mem-recipes README)."""
     full, capped = gpu_kind("h100-sxm"), gpu_kind("h100-sxm-96gb-hbm2e-500w")
