@@ -168,7 +168,9 @@ def test_loading_that_runs_tell_of_is_no_cost_of_their_hosts() -> None:
     gpu, steps = Calibration(gpu=MACHINE.slowest_kind), narrow_steps()[:4]
     silent = {("torchtitan", False): RuntimeCosts(host={"data_token_s": 0.0})}
     samples = tuple(
-        sample_of(parts, step_s(parts, dataclasses.replace(gpu, runtimes=silent)) + slowest_load_s(parts, 10e-3), data_s=10e-3)
+        sample_of(
+            parts, step_s(parts, dataclasses.replace(gpu, runtimes=silent)) + slowest_load_s(parts, 10e-3), data_s=10e-3
+        )
         for parts in steps
     )
 
