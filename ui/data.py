@@ -325,6 +325,12 @@ def nearest_published(question: Inputs) -> str | None:
     return None if found is None else sentence(found)
 
 
+def near_words(question: Inputs) -> str:
+    """Return what is known of how far off such predictions are, for badges; empty where nothing is. Raises PlannerError."""
+    found = nearest_published(question)
+    return f"The nearest published run: {found}." if found else ""
+
+
 def plan_file_text(result: SearchResult, ranked: RankedPlan) -> str:
     """Return the plan file that `planner suggest --out` would write for this plan."""
     content = plan_file(result.question, ranked.plan, ranked.estimate)

@@ -50,24 +50,19 @@ def section(title: str, about: str = "") -> None:
         st.caption(about)
 
 
-Figure = (
-    tuple[str, str, str] | tuple[str, str, str, str]
-)  # label, value with unit, its source, and what stands below it
+# label, value with unit, what it is, what stands below it, and where it comes from (`topology.cluster.Source`)
+Figure = tuple[str, str, str] | tuple[str, str, str, str] | tuple[str, str, str, str, object]
 
 
-def figures(cells: Sequence[Figure]) -> None:
-    """Show a row of figures, which wraps on a narrow screen."""
+def figures(cells: Sequence[Figure], near: str = "") -> None:
+    """Show a row of figures, which wraps on a narrow screen. `near` says how far off such numbers were."""
     with st.container(horizontal=True, gap="small", key=f"figures_{cells[0][0].lower().replace(' ', '_')}"):
-        for label, value, about, *below in cells:
-            st.metric(
-                label,
-                value,
-                below[0] if below else None,
-                help=about or None,
-                border=True,
-                delta_color="off",
-                delta_arrow="off",
-            )
+        for label, value, about, *more in cells:
+            below, source = (*more, None, None)[:2]
+            with st.container(border=True, gap="xxsmall"):
+                st.metric(label, value, below or None, help=about or None, delta_color="off", delta_arrow="off")
+                if source is not None:
+                    badge(source, near)
 
 
 def chart(drawn: Any, *, key: str, alt: str) -> None:
@@ -75,15 +70,18 @@ def chart(drawn: Any, *, key: str, alt: str) -> None:
     st.altair_chart(drawn, theme=None, key=key, alt=alt, width="stretch")
 
 
-def plan_chart(drawn: Any, *, key: str, alt: str, on_pick: Callable[[str], None]) -> None:
-    """Show a chart whose points are plans; `on_pick` gets the name of one that is clicked."""
+def plan_chart(drawn: Any, *, key: str, alt: str, chosen: Sequence[str], on_pick: Callable[[str], None]) -> None:
+    """Show a chart whose points are plans, with rings around those `chosen`; `on_pick` gets the name of one that is clicked."""
+    # A chart remembers its last click and tells of another one only. With another choice it is another chart.
+    own = f"{key} {' '.join(chosen)}"
 
     def pick() -> None:
-        picked = st.session_state[key]["selection"][PICK]
+        picked = st.session_state[own]["selection"][PICK]
         if picked:
             on_pick(str(picked[0]["plan"]))
 
-    st.altair_chart(drawn, theme=None, key=key, alt=alt, width="stretch", on_select=pick, selection_mode=PICK)
+    with st.container(key=key):
+        st.altair_chart(drawn, theme=None, key=own, alt=alt, width="stretch", on_select=pick, selection_mode=PICK)
 
 
 def step_difference(found: StepDifference, about: str, *, key: str) -> None:
@@ -103,8 +101,16 @@ def plan_table(
     key: str,
     on_pick: Callable[[list[dict[str, Any]]], None],
     mode: Literal["single-row", "multi-row"],
+    ticked: Sequence[str],
 ) -> None:
-    """Show the rows of plans in `columns`, in their order; `on_pick` gets the rows that are ticked."""
+    """Show the rows of plans in `columns`, in their order, those of the plans `ticked` with a tick.
+
+    `on_pick` gets the rows that are ticked after a change.
+    """
+    wanted = [i for i, row in enumerate(rows) if row["plan"] in ticked]
+    present = st.session_state.get(key, {}).get("selection", {}).get("rows", [])
+    if sorted(present) != wanted:  # chosen elsewhere, or the rows are others than before
+        st.session_state[key] = {"selection": {"rows": wanted, "columns": [], "cells": []}}
 
     def pick() -> None:
         on_pick([rows[i] for i in st.session_state[key]["selection"]["rows"]])
@@ -182,7 +188,12 @@ def finding(severity: str, what: str, rows: Sequence[tuple[str, str]]) -> None:
 PURPOSE = (
     "**meshwright finds the fastest way to train a model on your GPUs, and says why.** Ask here; the answer follows."
 )
-SOURCES = {"measured": "green", "fitted": "blue", "datasheet": "gray", "assumed": "orange"}
+SOURCES: dict[str, Literal["green", "blue", "gray", "orange"]] = {
+    "measured": "green",
+    "fitted": "blue",
+    "datasheet": "gray",
+    "assumed": "orange",
+}
 SOURCE_WORDS = {"fitted": "calibrated"}
 
 
@@ -191,10 +202,10 @@ def purpose() -> None:
     st.markdown(PURPOSE)
 
 
-def badge(source: object) -> str:
-    """Return where a number comes from as a coloured word in Markdown: measured, calibrated, datasheet or assumed."""
+def badge(source: object, near: str = "") -> None:
+    """Show where a number comes from as a coloured word: measured, calibrated, datasheet or assumed."""
     word = str(source)
-    return f":{SOURCES.get(word, 'gray')}-badge[{SOURCE_WORDS.get(word, word)}]"
+    st.badge(SOURCE_WORDS.get(word, word), color=SOURCES.get(word, "gray"), help=plain(near) or None)
 
 
 def bring_files() -> None:

@@ -304,12 +304,12 @@ def _gpus(plan: Mapping[str, Any]) -> int:
     return count
 
 
+AXIS_NAMES = {"dp_replicate": "DP", "dp_shard": "FSDP", "cp": "CP", "tp": "TP", "pp": "PP", "ep": "EP"}
+
+
 def plan_words(plan: Mapping[str, Any]) -> str:
-    """Return a plan in words, without degrees of 1: `pp 2 x dp_shard 4, 1F1B, micro batch 2`."""
-    degrees = [
-        f"{axis} {plan[axis]}" for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep") if plan[axis] > 1
-    ]
-    words = [" x ".join(degrees) or "one GPU"]
+    """Return a plan in words, without degrees of 1: `FSDP 4 x PP 2, 1F1B, micro batch 2`."""
+    words = [" x ".join(f"{name} {plan[axis]}" for axis, name in AXIS_NAMES.items() if plan[axis] > 1) or "one GPU"]
     words += [str(plan["schedule"])] if plan.get("schedule") and plan["pp"] > 1 else []
     words += [f"{plan['virtual_stages']} stages per rank"] if plan["virtual_stages"] > 1 else []
     words += [f"recompute {plan['recompute']}"] if plan["recompute"] != "none" else []

@@ -203,7 +203,7 @@ def test_a_plan_in_words() -> None:
     plan = Plan(pp=2, dp_shard=4, schedule="1F1B", virtual_stages=2, recompute="full", micro_batch_size=3)
 
     assert plan_words(codec.to_builtins(plan)) == (
-        "pp 2 x dp_shard 4, 1F1B, 2 stages per rank, recompute full, micro batch 3"
+        "FSDP 4 x PP 2, 1F1B, 2 stages per rank, recompute full, micro batch 3"
     )
     assert plan_words(codec.to_builtins(replace(plan, pp=1, dp_shard=1, virtual_stages=1, recompute="none"))) == (
         "one GPU, micro batch 3"

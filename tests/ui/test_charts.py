@@ -44,7 +44,7 @@ def charts(dark):
         "pairs": topology.pairs(pair_rows(read_cluster("dgx-1v")), switched=False, dark=dark),
         "placement": topology.placement(placement_rows(Plan(tp=8, pp=2), 8), "tp", dark=dark),
         "scatter": plans.scatter(ROWS, limit_gib=80.0, chosen="a", dark=dark),
-        "ranges": plans.ranges(ROWS, chosen="a", dark=dark),
+        "ranges": plans.ranges(ROWS, chosen=["a"], dark=dark),
         "counts": plans.counts({"memory": 10, "kv-heads": 1, "none": 0}, dark=dark),
         "sensitivity": plans.sensitivity(
             [{"rate": 1e9, "plan": "a", "step_s": 1.0}], quantity="network", now=1e9, flip=2e9, dark=dark
@@ -150,7 +150,7 @@ def test_the_front_is_what_nothing_beats_in_both():
 
 
 def test_the_ranges_of_steps_are_drawn_and_what_may_not_fit_is_hollow():
-    spec = plans.ranges(ROWS, chosen="a", dark=False).to_dict()
+    spec = plans.ranges(ROWS, chosen=["a"], dark=False).to_dict()
     values = spec.get("data", spec["layer"][0].get("data"))["values"]
 
     assert [(v["low_s"], v["step_s"], v["high_s"]) for v in values] == [

@@ -145,7 +145,7 @@ def test_the_first_page_says_what_this_is_asks_and_answers(explorer):
     assert "Use " in text
     assert {"Step", "Memory"} <= set(metrics(test))
     assert not any(box.key == "cluster" for box in test.sidebar.selectbox)
-    assert "-badge[" in text
+    assert sum("-badge[" in str(one.value) for one in test.markdown) == len(test.metric)
 
 
 def test_two_ticked_plans_are_compared(explorer):

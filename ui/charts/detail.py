@@ -39,7 +39,10 @@ def memory(
     widest = max([capacity / GIB, *(sum(v["gib"] for v in values if v["number"] == s) for s in range(len(stages)))])
     x = alt.X("gib:Q", title="GiB on one GPU", scale=alt.Scale(domain=[0, widest * 1.04], nice=False), stack="zero")
     y = alt.Y(
-        "stage:N", title=None, sort=alt.SortField("number"), axis=alt.Axis(domain=False, ticks=False, labelLimit=190)
+        "stage:N",
+        title=None,
+        sort=alt.EncodingSortField("number", op="min"),
+        axis=alt.Axis(domain=False, ticks=False, labelLimit=190),
     )
     bars = (
         alt.Chart(alt.Data(values=values))
@@ -75,7 +78,7 @@ def waterfall(rows: Sequence[Mapping[str, Any]], *, last_s: float, dark: bool) -
     values = []
     at = 0.0
     for row in rows:
-        key = str(row["name"])
+        key = words(row["name"])
         values.append(
             {
                 "name": key,

@@ -13,6 +13,7 @@ from planner.pictures.palette import DARK, LIGHT, Paper, colour
 
 GIB = 2.0**30
 PICK = "pick"  # the selection of charts whose marks are plans
+ABBREVIATIONS = frozenset({"dp", "cp", "tp", "pp", "ep"})
 FONT = "Source Sans, Source Sans Pro, sans-serif"
 
 
@@ -44,8 +45,8 @@ def scale(family: str, names: Iterable[str]) -> alt.Scale:
 
 
 def words(name: str) -> str:
-    """Return a key in words: `exposed_communication` becomes `exposed communication`."""
-    return name.replace("_", " ")
+    """Return a key in words: `exposed_tp_communication` becomes `exposed TP communication`."""
+    return " ".join(word.upper() if word in ABBREVIATIONS else word for word in name.replace("_", " ").split(" "))
 
 
 def gib(nbytes: float) -> float:
@@ -96,6 +97,8 @@ def finished(chart: alt.Chart | alt.LayerChart | alt.VConcatChart, dark: bool) -
             titleFontSize=12,
             titleFontWeight="normal",
         )
+        .configure_axisX(tickCount=alt.ExprRef("max(3, ceil(width / 80))"))
+        .configure_axisY(labelPadding=6)
         .configure_legend(
             labelColor=p.ink,
             titleColor=p.quiet,

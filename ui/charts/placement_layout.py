@@ -6,6 +6,13 @@ import numpy as np
 
 from simulator.config.plan import MESH_AXES, Plan
 
+AXIS_NAMES = {
+    "pp": "pipeline stage",
+    "dp_replicate": "replica",
+    "dp_shard": "FSDP shard",
+    "cp": "context",
+    "tp": "tensor",
+}
 SHOWN_NODES = 32  # one page; the remaining nodes follow the same pattern
 
 

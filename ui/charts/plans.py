@@ -46,7 +46,7 @@ def scatter(rows: Sequence[Mapping[str, Any]], *, limit_gib: float, chosen: str 
         "peak_gib:Q",
         title="memory on the worst rank, GiB",
         scale=alt.Scale(
-            domain=[max(0.0, min([*memory_gib, limit_gib]) * 0.9), limit_gib * 1.05], nice=False, zero=False
+            domain=[max(0.0, min([*memory_gib, limit_gib]) - 0.1 * limit_gib), limit_gib * 1.05], nice=False, zero=False
         ),
     )
     tooltip = [
@@ -88,8 +88,8 @@ def scatter(rows: Sequence[Mapping[str, Any]], *, limit_gib: float, chosen: str 
     return finished(alt.layer(line, limit, label, points, numbers, ring).properties(height=380), dark)
 
 
-def ranges(rows: Sequence[Mapping[str, Any]], *, chosen: str | None, dark: bool) -> alt.LayerChart:
-    """Draw each plan's step as a mark on the bar of its range; plans that may not fit are hollow, the chosen one has a ring.
+def ranges(rows: Sequence[Mapping[str, Any]], *, chosen: Sequence[str], dark: bool) -> alt.LayerChart:
+    """Draw each plan's step as a mark on the bar of its range; plans that may not fit are hollow, the chosen have rings.
 
     Rows are those of `ui.rows.plan_rows`.
     """
@@ -125,7 +125,7 @@ def ranges(rows: Sequence[Mapping[str, Any]], *, chosen: str | None, dark: bool)
     ring = (
         base.mark_point(size=260, strokeWidth=2.5, color=ORANGE)
         .encode(x=alt.X("step_s:Q"))
-        .transform_filter(alt.datum.plan == (chosen or ""))
+        .transform_filter(alt.FieldOneOfPredicate(field="plan", oneOf=list(chosen)))
     )
     return finished(alt.layer(bars, ring, marks.add_params(picked())).properties(height=alt.Step(30)), dark)
 

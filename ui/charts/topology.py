@@ -10,6 +10,7 @@ from planner.pictures.node_layout import LINK_WORDS, NodeView, degraded
 from planner.pictures.palette import BAD, LINKS, colour
 from ui.charts.loads import LEVELS, UNKNOWN, level, percent
 from ui.charts.look import finished, ink_on, paper, rate
+from ui.charts.placement_layout import AXIS_NAMES
 
 ROW = 92  # pixels between rows of the picture
 # Okabe and Ito's hues for group numbers, ordered so that adjacent numbers differ most.
@@ -243,7 +244,12 @@ def placement(rows: list[dict[str, int]], axis: str, *, dark: bool) -> alt.Layer
             axis=alt.Axis(orient="top", labelAngle=0, grid=False, domain=False, ticks=False),
         ),
         y=alt.Y("node:O", title="node", axis=alt.Axis(grid=False, domain=False, ticks=False)),
-        tooltip=["rank:Q", "node:O", "gpu:O", "pp:O", "dp_replicate:O", "dp_shard:O", "cp:O", "tp:O"],
+        tooltip=[
+            "rank:Q",
+            "node:O",
+            alt.Tooltip("gpu:O", title="GPU"),
+            *(alt.Tooltip(f"{name}:O", title=words) for name, words in AXIS_NAMES.items()),
+        ],
     )
     boxes = base.mark_rect(cornerRadius=3, stroke=p.page, strokeWidth=2).encode(color=alt.Color("colour:N", scale=None))
     layers = [boxes]

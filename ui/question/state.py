@@ -222,6 +222,12 @@ def choose_plan(name: str, *, best: bool) -> None:
     write_link(plan=None if best else name)
 
 
+def choose_best() -> None:
+    """Choose the best plan of the answer."""
+    st.session_state["plan"] = None
+    write_link(plan=None)
+
+
 # --- the question ------------------------------------------------------------------------------------------------------
 
 

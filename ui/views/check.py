@@ -108,16 +108,18 @@ def _figures(told: dict[str, Any]) -> None:
     estimate = codec.convert(told, Estimate, where="estimate", others=True)
     step, within = rows.step_figure(estimate)
     held, verdict = rows.memory_figure(estimate.memory)
+    source = estimate.step_s.source
     panels.figures(
         [
+            ("Step as it is", step, "Below it is where 80 % of steps are expected.", within, source),
+            ("Tokens/s per GPU", rate_text(estimate), "", f"MFU {estimate.mfu:.0%}", source),
             (
-                "Step as it is",
-                step,
-                f"Below it is where 80 % of steps are expected; {estimate.step_s.source} numbers.",
-                within,
+                "Memory",
+                held,
+                "What the allocator reserves on the worst rank, of what a rank can use.",
+                verdict,
+                estimate.memory.peak_bytes.source,
             ),
-            ("Tokens/s per GPU", rate_text(estimate), "", f"MFU {estimate.mfu:.0%}"),
-            ("Memory", held, "What the allocator reserves on the worst rank, of what a rank can use.", verdict),
         ]
     )
 

@@ -22,7 +22,7 @@ from ui.charts import detail as charts
 from ui.charts import plans as plan_charts
 from ui.charts import topology as topology_charts
 from ui.charts.look import GIB, words
-from ui.charts.placement_layout import SHOWN_NODES, axes_used, placement_rows
+from ui.charts.placement_layout import AXIS_NAMES, SHOWN_NODES, axes_used, placement_rows
 from ui.question import state
 
 if TYPE_CHECKING:
@@ -32,13 +32,6 @@ if TYPE_CHECKING:
     from simulator.config.estimate import Estimate, MemoryEstimate
     from simulator.config.plan import Plan
 
-AXIS_NAMES = {
-    "pp": "pipeline stage",
-    "dp_replicate": "replica",
-    "dp_shard": "FSDP shard",
-    "cp": "context",
-    "tp": "tensor",
-}
 TABS = ("Memory", "Step", "Placement", "Timeline", "Sensitivity", "Edit")
 
 
@@ -47,7 +40,7 @@ def show(question: state.Inputs) -> None:
     st.markdown(
         f"#{ranked.rank} · **{panels.plain(plan_words.plan_chips(ranked.plan))}** · {panels.plain(plan_words.plan_settings(ranked.plan))}"
     )
-    _figures(ranked.estimate)
+    _figures(ranked.estimate, data.near_words(question))
     if ranked.lost_because == kept.OWN:
         st.button("Keep it no longer", key="leave_out", on_click=_leave_out, args=(question, ranked.plan))
     for problem in ranked.problems:
@@ -60,27 +53,29 @@ def show(question: state.Inputs) -> None:
                 page(question, result, ranked)
 
 
-def _figures(estimate: Estimate) -> None:
-    source = str(estimate.step_s.source)
+def _figures(estimate: Estimate, near: str) -> None:
+    source = estimate.step_s.source
     step, within = rows.step_figure(estimate)
     held, verdict = rows.memory_figure(estimate.memory)
     panels.figures(
         [
-            (
-                "Step",
-                step,
-                f"One optimizer step; below it is where 80 % of steps are expected; {source} numbers.",
-                within,
-            ),
-            ("Tokens/s per GPU", rate_text(estimate), f"{source} numbers", source),
+            ("Step", step, "One optimizer step; below it is where 80 % of steps are expected.", within, source),
+            ("Tokens/s per GPU", rate_text(estimate), "", "", source),
             (
                 "MFU",
                 f"{estimate.mfu:.0%}",
                 "Model FLOPs against the dense peak.",
                 f"of {estimate.peak_flops / 1e12:.0f} TFLOP/s",
             ),
-            ("Memory", held, "What the allocator reserves on the worst rank, of what a rank can use.", verdict),
-        ]
+            (
+                "Memory",
+                held,
+                "What the allocator reserves on the worst rank, of what a rank can use.",
+                verdict,
+                estimate.memory.peak_bytes.source,
+            ),
+        ],
+        near,
     )
 
 
@@ -297,8 +292,7 @@ def _keep(question: state.Inputs, plan: Plan) -> None:
 
 def _leave_out(question: state.Inputs, plan: Plan) -> None:
     kept.leave_out(question, plan)
-    st.session_state["plan"] = None
-    state.write_link(plan=None)
+    state.choose_best()
 
 
 def _difference(before: Estimate, after: Estimate) -> None:

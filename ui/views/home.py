@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _COLUMNS = {
     "place": st.column_config.TextColumn("#", width=36, help="= : too close for the model to tell apart."),
-    "chips": st.column_config.TextColumn("plan", width=150),
+    "chips": st.column_config.TextColumn("plan", width=210),
     "step": st.column_config.TextColumn("step", width=58),
     "fits": st.column_config.TextColumn("fits", width=48, help="Whether it fits into memory, or how likely that is."),
     "memory": st.column_config.TextColumn("memory", width=70),
@@ -36,11 +36,11 @@ def show(question: state.Inputs) -> None:
     st.markdown(f"#### {panels.plain(answer_sentence(result.plans[0]))}")
     if result.may_fit is not None and result.may_fit.faster >= LEAST_GAIN:
         st.markdown(panels.plain(may_fit_sentence(result.may_fit, result.plans[0])))
-    left, right = st.columns(2, gap="large")
+    second = data.second(result, chosen)
+    left, right = st.columns([11, 9], gap="large")
     with left:
-        _table(result, chosen)
+        _table(result, chosen, second)
     with right:
-        second = data.second(result, chosen)
         if second is None:
             _detail(question, chosen)
         else:
@@ -48,26 +48,44 @@ def show(question: state.Inputs) -> None:
     _next(question, result, chosen)
 
 
-def _table(result: SearchResult, chosen: RankedPlan) -> None:
+def _table(result: SearchResult, chosen: RankedPlan, second: RankedPlan | None) -> None:
     table = rows.plan_rows(result)
+    shown = [plan_words.plan_name(one.plan) for one in (chosen, second) if one is not None]
+    # The best plan is shown where nobody chose one: its row has a tick only if a person gave it one.
+    by_hand = chosen.rank > 1 or second is not None or st.session_state.get("best_ticked")
     panels.section(f"{len(table)} plans, best first", "Tick one to see it, two to compare them.")
-    panels.plan_table(table, _COLUMNS, key="home_plans", on_pick=tick, mode="multi-row")
+    panels.plan_table(
+        table, _COLUMNS, key="home_plans", on_pick=tick, mode="multi-row", ticked=shown if by_hand else ()
+    )
     if any(row["place"] != str(row["rank"]) for row in table):
         st.caption("= too close for the model to tell apart: the simplest comes first.")
     st.caption("Bars are where 80 % of steps are expected, marks the values. Click one to see its plan.")
     panels.plan_chart(
-        plan_charts.ranges(table, chosen=plan_words.plan_name(chosen.plan), dark=panels.dark()),
+        plan_charts.ranges(table, chosen=shown, dark=panels.dark()),
         key="home_ranges",
         alt=rows.ranges_finding(table),
+        chosen=shown,
         on_pick=lambda name: tick([row for row in table if row["plan"] == name]),
     )
 
 
 def tick(ticked: Sequence[dict[str, Any]]) -> None:
-    """Choose the first ticked plan, and compare it with the second, if there is one."""
+    """Choose the first ticked plan, the best where none is, and compare it with the second, if there is one.
+
+    A third one takes the place of the second.
+    """
+    if len(ticked) > 2:
+        ticked = [row for row in ticked if row["plan"] != st.session_state.get("second")]
     if ticked:
         state.choose_plan(ticked[0]["plan"], best=ticked[0]["rank"] == 1)
+    else:
+        state.choose_best()
+    st.session_state["best_ticked"] = bool(ticked) and ticked[0]["rank"] == 1
     st.session_state["second"] = ticked[1]["plan"] if len(ticked) > 1 else None
+
+
+def _compare_no_longer() -> None:
+    st.session_state["second"] = None
 
 
 def _detail(question: state.Inputs, ranked: RankedPlan) -> None:
@@ -77,18 +95,23 @@ def _detail(question: state.Inputs, ranked: RankedPlan) -> None:
     )
     step, within = rows.step_figure(estimate)
     held, verdict = rows.memory_figure(estimate.memory)
+    source, near = estimate.step_s.source, data.near_words(question)
     panels.figures(
         [
-            ("Step", step, "One optimizer step; below it is where 80 % of steps are expected.", within),
-            ("Tokens/s per GPU", rate_text(estimate), "", f"MFU {estimate.mfu:.0%}"),
-            ("Memory", held, "What the allocator reserves on the worst rank, of what a rank can use.", verdict),
-        ]
+            ("Step", step, "One optimizer step; below it is where 80 % of steps are expected.", within, source),
+            ("Tokens/s per GPU", rate_text(estimate), "", f"MFU {estimate.mfu:.0%}", source),
+            (
+                "Memory",
+                held,
+                "What the allocator reserves on the worst rank, of what a rank can use.",
+                verdict,
+                estimate.memory.peak_bytes.source,
+            ),
+        ],
+        near,
     )
-    memory_source = estimate.memory.peak_bytes.source
-    st.markdown(f"Time {panels.badge(estimate.step_s.source)} Memory {panels.badge(memory_source)}")
-    near = data.nearest_published(question)
     if near:
-        st.caption(f"The nearest published run: {panels.plain(near)}.")
+        st.caption(panels.plain(near))
     st.page_link(
         state.view("measured"),
         label="How far off such numbers were",
@@ -126,7 +149,7 @@ def _comparison(first: RankedPlan, second: RankedPlan) -> None:
         f"#{second.rank} beside #{first.rank}",
         key="home_difference",
     )
-    st.button("Compare no longer", key="no_second", on_click=tick, args=([],))
+    st.button("Compare no longer", key="no_second", on_click=_compare_no_longer)
 
 
 def _next(question: state.Inputs, result: SearchResult, chosen: RankedPlan) -> None:

@@ -56,7 +56,7 @@ def show(question: state.Inputs) -> None:
         st.markdown(panels.plain(may_fit_sentence(result.may_fit, result.plans[0])))
     if question.objective == "memory":
         _against_the_fastest(question, best)
-    _figures(result)
+    _figures(result, data.near_words(question))
     table = rows.plan_rows(result)
     best_name = table[0]["plan"]
 
@@ -64,7 +64,8 @@ def show(question: state.Inputs) -> None:
         state.choose_plan(name, best=name == best_name)
 
     shown = _filtered(table, result)
-    _table(shown, table)
+    name = plan_words.plan_name(chosen.plan)
+    _table(shown, table, name)
     left, right = st.columns(2, gap="large")
     with left:
         panels.section(
@@ -73,9 +74,10 @@ def show(question: state.Inputs) -> None:
         )
         if shown:
             panels.plan_chart(
-                charts.ranges(shown, chosen=plan_words.plan_name(chosen.plan), dark=panels.dark()),
+                charts.ranges(shown, chosen=(name,), dark=panels.dark()),
                 key="ranges",
                 alt=rows.ranges_finding(shown),
+                chosen=(name,),
                 on_pick=pick,
             )
     with right:
@@ -84,12 +86,12 @@ def show(question: state.Inputs) -> None:
             drawn = charts.scatter(
                 shown,
                 limit_gib=best.memory.capacity_bytes / GIB,
-                chosen=plan_words.plan_name(chosen.plan),
+                chosen=name,
                 dark=panels.dark(),
             )
             best_of_both = charts.front(shown)
             about = f"Step time against memory: {len(best_of_both)} of {len(shown)} plans are beaten in neither"
-            panels.plan_chart(drawn, key="scatter", alt=about, on_pick=pick)
+            panels.plan_chart(drawn, key="scatter", alt=about, chosen=(name,), on_pick=pick)
     panels.section("Rejected candidates", _left_out(result))
     why = rows.rejected_words(result.rejected)
     most = max(why, key=lambda word: why[word], default="")
@@ -109,29 +111,36 @@ def show(question: state.Inputs) -> None:
         st.code(question.command(), language="bash", wrap_lines=True)
 
 
-def _figures(result: SearchResult) -> None:
+def _figures(result: SearchResult, near: str) -> None:
     best, search = result.plans[0].estimate, result.search
-    source = "datasheet" if best.step_s.source in {"datasheet", "assumed"} else str(best.step_s.source)
+    source = best.step_s.source
     step, within = rows.step_figure(best)
     held, verdict = rows.memory_figure(best.memory)
     panels.figures(
         [
-            ("Best step", step, f"Below it is where 80 % of steps are expected; {source} numbers.", within),
-            ("Tokens/s per GPU", rate_text(best), f"{source} numbers", source),
+            ("Best step", step, "Below it is where 80 % of steps are expected.", within, source),
+            ("Tokens/s per GPU", rate_text(best), "", "", source),
             (
                 "MFU",
                 f"{best.mfu:.0%}",
                 "Model FLOPs against the dense peak.",
                 f"of {best.peak_flops / 1e12:.0f} TFLOP/s",
             ),
-            ("Memory", held, "What the allocator reserves on the worst rank, of what a rank can use.", verdict),
+            (
+                "Memory",
+                held,
+                "What the allocator reserves on the worst rank, of what a rank can use.",
+                verdict,
+                best.memory.peak_bytes.source,
+            ),
             (
                 "Legal plans",
                 f"{search.legal:,}",
                 f"Of {search.candidates:,} candidates; {search.fitting:,} fit into memory.",
                 f"{search.fitting:,} fit",
             ),
-        ]
+        ],
+        near,
     )
 
 
@@ -187,7 +196,7 @@ def _filtered(table: list[dict[str, Any]], result: SearchResult) -> list[dict[st
     return kept
 
 
-def _table(shown: list[dict[str, Any]], table: list[dict[str, Any]]) -> None:
+def _table(shown: list[dict[str, Any]], table: list[dict[str, Any]], chosen: str) -> None:
     many = len(shown) != len(table)
     panels.section(
         f"{len(shown)} of {len(table)} plans" if many else f"{len(table)} plans",
@@ -198,13 +207,12 @@ def _table(shown: list[dict[str, Any]], table: list[dict[str, Any]]) -> None:
         if picked:
             state.choose_plan(picked[0]["plan"], best=picked[0]["rank"] == 1)
 
-    panels.plan_table(shown, _COLUMNS, key="plans_table", on_pick=pick, mode="single-row")
+    panels.plan_table(shown, _COLUMNS, key="plans_table", on_pick=pick, mode="single-row", ticked=(chosen,))
     if any(row["place"] != str(row["rank"]) for row in shown):
         st.caption("= too close for the model to tell apart: the simplest comes first.")
-    chosen = data.answer()[1]
     st.page_link(
         state.view("detail"),
-        label=f"Details of **{panels.plain(plan_words.plan_chips(chosen.plan))}**",
+        label=f"Details of **{panels.plain(plan_words.plan_chips(data.answer()[1].plan))}**",
         icon=":material/troubleshoot:",
         query_params=state.link(),
     )

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 _COLUMNS = {
     "place": st.column_config.TextColumn("#", width=40, help="= : too close for the model to tell apart."),
-    "deployment": st.column_config.TextColumn("deployment", width=220),
-    "first": st.column_config.TextColumn("first token, ms", width=120),
+    "deployment": st.column_config.TextColumn("deployment", width=130),
+    "first": st.column_config.TextColumn("first token, ms", width=105),
     "token": st.column_config.TextColumn("further token, ms", width=125),
     "rate": st.column_config.TextColumn("tokens/s a GPU", width=110),
     "cache": st.column_config.NumberColumn("tokens in the cache", format="localized", width=110),
@@ -111,15 +111,21 @@ def _detail(found: ServingAnswers, place: int) -> None:
     taken = sum(room.by_category.values()) / 2**30
     first, first_range = _milliseconds(estimate.ttft_s)
     token, token_range = _milliseconds(estimate.tpot_s)
+    source = estimate.tpot_s.source
     panels.figures(
         [
-            ("First token", first, "Mean; below it is where 80 % of such figures were.", first_range),
-            ("Each further token", token, "Mean time between tokens after the first.", token_range),
-            ("Slow requests", f"{digits(1e3 * estimate.latency.ttft_s.p95)} ms", "95 of 100 first tokens are sooner."),
+            ("First token", first, "Mean; below it is where 80 % of such figures were.", first_range, source),
+            ("Each further token", token, "Mean time between tokens after the first.", token_range, source),
+            (
+                "Slow requests",
+                f"{digits(1e3 * estimate.latency.ttft_s.p95)} ms",
+                "95 of 100 first tokens are sooner.",
+                "",
+                source,
+            ),
             ("Memory of a GPU", f"{taken:.0f} GiB", f"Of {room.capacity_bytes / 2**30:.1f} GiB, with the KV cache."),
         ]
     )
-    st.markdown(f"Times {panels.badge(estimate.tpot_s.source)}")
     sequences, context = digits(account.sequences), digits(account.context)
     panels.section("Each further token", f"{sequences} answers go on in a step, with {context} tokens each.")
     drawn = charts.parts(account.token_s, dark=panels.dark())

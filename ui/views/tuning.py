@@ -119,17 +119,14 @@ def _show(found: State) -> None:
                 st.caption(panels.plain(plan))
                 about = f"Believed step of plan {plan} by trials; after {len(view.trials)} trials {finding}"
                 panels.chart(drawn, key=f"posterior_{number}", alt=about)
-    left, right = st.columns([5, 3], gap="large")
-    with left:
-        panels.section("Trials", "In the order in which they were made.")
-        st.dataframe(_rows(view), hide_index=True, width="stretch", placeholder="-")
-    with right:
-        panels.section("Is something better left?", "By more than the tuning cares for; it stops at 5 %.")
-        panels.chart(
-            charts.better_left(seen.better_plan_left, dark=panels.dark()),
-            key="left",
-            alt=f"Chance that a better plan is left, by trials; in the end {chance_text(view.outlook.probability)}",
-        )
+    panels.section("Trials", "In the order in which they were made.")
+    st.dataframe(_rows(view), hide_index=True, width="stretch", placeholder="-", column_config=_COLUMNS)
+    panels.section("Is something better left?", "By more than the tuning cares for; it stops at 5 %.")
+    panels.chart(
+        charts.better_left(seen.better_plan_left, dark=panels.dark()),
+        key="left",
+        alt=f"Chance that a better plan is left, by trials; in the end {chance_text(view.outlook.probability)}",
+    )
 
 
 def _chosen() -> State | None:
@@ -177,8 +174,25 @@ def _answer(view: View, within: float) -> None:
 
 
 def _words(one: Candidate) -> str:
-    compiled = ", compiled" if one.runtime.compile else ""
-    return f"{plan_words.plan_chips(one.plan)} ({plan_words.plan_settings(one.plan)}{compiled})"
+    return f"{plan_words.plan_chips(one.plan)} ({_settings(one)})"
+
+
+def _settings(one: Candidate) -> str:
+    return f"{plan_words.plan_settings(one.plan)}{', compiled' if one.runtime.compile else ''}"
+
+
+_COLUMNS = {
+    "trial": st.column_config.NumberColumn(width=50),
+    "plan": st.column_config.TextColumn(width=180),
+    "status": st.column_config.TextColumn(width=75),
+    **{
+        name: st.column_config.NumberColumn(width=width, format="%.4g")
+        for name, width in (("measured, s", 95), ("believed, s", 90), ("80% from", 75), ("80% to", 75))
+    },
+    "took, s": st.column_config.NumberColumn(width=65),
+    "why": st.column_config.TextColumn(width=220),
+    "settings": st.column_config.TextColumn(width=340),
+}
 
 
 def _rows(view: View) -> list[dict[str, object]]:
@@ -189,7 +203,7 @@ def _rows(view: View) -> list[dict[str, object]]:
         rows.append(
             {
                 "trial": number,
-                "plan": _words(view.candidates.plans[row]) if row is not None else trial.key,
+                "plan": plan_words.plan_chips(view.candidates.plans[row].plan) if row is not None else trial.key,
                 "status": trial.status.value,
                 "measured, s": trial.step_s,
                 "believed, s": value if math.isfinite(value) else None,
@@ -197,6 +211,7 @@ def _rows(view: View) -> list[dict[str, object]]:
                 "80% to": high,
                 "took, s": round(trial.seconds),
                 "why": trial.cause or trial.why,
+                "settings": _settings(view.candidates.plans[row]) if row is not None else None,
             }
         )
     return rows
