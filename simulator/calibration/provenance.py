@@ -37,29 +37,27 @@ class Shares:
 def shares(
     breakdown_s: dict[str, Floats],
     *,
-    measured_s: Floats,
-    fitted_s: Floats,
-    kernels_s: Floats,
+    measured: Floats,
+    fitted: Floats,
     calibration: Calibration | None,
     runtime: Runtime,
     communication_measured: NDArray[np.bool_],
 ) -> Shares:
     """Return what each part of a step rests on.
 
-    `measured_s` and `fitted_s` are parts of `kernels_s`, the compute of a micro batch. A bubble is made of the compute
-    of others, so it rests on the same.
+    `measured` and `fitted` are shares of the time of kernels. A bubble is made of the compute of others, so it rests on the
+    same.
     """
-    step = sum(breakdown_s.values(), np.zeros_like(kernels_s))
+    step = sum(breakdown_s.values(), np.zeros_like(measured))
     found = {source: np.zeros_like(step) for source in Source}
 
     def book(name: str, source: Source) -> None:
         found[source] = found[source] + breakdown_s.get(name, 0.0)
 
     compute = breakdown_s["compute"] + breakdown_s["recompute"] + breakdown_s["bubble"]
-    whole = np.maximum(kernels_s, 1e-30)
-    found[Source.MEASURED] = found[Source.MEASURED] + compute * measured_s / whole
-    found[Source.FITTED] = found[Source.FITTED] + compute * fitted_s / whole
-    found[Source.DATASHEET] = found[Source.DATASHEET] + compute * (1 - (measured_s + fitted_s) / whole)
+    found[Source.MEASURED] = found[Source.MEASURED] + compute * measured
+    found[Source.FITTED] = found[Source.FITTED] + compute * fitted
+    found[Source.DATASHEET] = found[Source.DATASHEET] + compute * (1 - (measured + fitted))
     moved = breakdown_s["exposed_communication"]
     found[Source.MEASURED] = found[Source.MEASURED] + np.where(communication_measured, moved, 0.0)
     found[Source.DATASHEET] = found[Source.DATASHEET] + np.where(communication_measured, 0.0, moved)

@@ -5,7 +5,7 @@ Plans that differ in amounts only are counted together. Micro batches that repea
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from simulator.closed_form.block_times import BlockTimes, TrafficTimes
 from simulator.closed_form.clocks import working_clocks
-from simulator.closed_form.data_parallel import FSDP_OPS, sm_share
 from simulator.closed_form.layer_cost import BlockCost
 from simulator.closed_form.pipeline_account import (
     Clocks,
@@ -33,6 +32,7 @@ from simulator.columns.plan_table import Floats, PlanTable
 from simulator.config.plan import Plan
 from simulator.pipeline.schedule_walk import Table, rounds_of, table_of, walked
 from simulator.pipeline.schedules import Kind, default_schedule
+from simulator.pipeline.stages import stage_layers
 from simulator.runtimes.library import ModelOperators
 from simulator.step.context import CostContext
 from simulator.step.held import Parameters
@@ -75,7 +75,6 @@ class AccountInputs:
     blocks: Mapping[str, BlockCost]
     parameters: Parameters
     clocks: Floats
-    hidden_share: float
 
     def take(self, rows: NDArray[np.intp], context: CostContext) -> AccountInputs:
         """Return the inputs of some of the plans, of which `context` is."""
@@ -86,7 +85,6 @@ class AccountInputs:
             blocks={name: block.take(rows) for name, block in self.blocks.items()},
             parameters=self.parameters.take(rows),
             clocks=self.clocks[rows],
-            hidden_share=self.hidden_share,
         )
 
 
@@ -105,27 +103,41 @@ def account_inputs(
         blocks=blocks,
         parameters=parameters,
         clocks=np.ones(len(context.table)),
-        hidden_share=sm_share(context, *FSDP_OPS),
     )
 
 
 def account_plans(inputs: AccountInputs) -> Account:
     """Return the account of all plans, kernels at the clocks that the idle moments of each step leave them."""
-    account = _joined(inputs)
+    return _at_working_clocks(inputs, _grouped)
+
+
+def account_assignments(inputs: AccountInputs, plans: Sequence[Plan]) -> Account:
+    """Return the account of `plans`, which differ in the layers and recompute modes of their stages only.
+
+    `inputs` are those of a single plan with the pipeline of all of them; modes are named as the runtime's description does.
+    """
+    rows = np.zeros(len(plans), dtype=np.intp)
+    inputs = inputs.take(rows, inputs.context.take(rows))
+    return _at_working_clocks(inputs, lambda some: account_pipeline(some, plans))
+
+
+def _at_working_clocks(inputs: AccountInputs, count: Callable[[AccountInputs], Account]) -> Account:
+    account = count(inputs)
     calibration = inputs.context.calibration
     if calibration is None:
         return account
     parts = dict(account.parts_s)
     parts["exposed_communication"] = sum((parts[axis] for axis in AXES), np.zeros(len(inputs.clocks)))
     clocks = working_clocks(parts, inputs.context)
-    return _joined(replace(inputs, clocks=clocks))
+    return count(replace(inputs, clocks=clocks))
 
 
 # What communication is exposed along.
 AXES = ("tp", "cp", "ep", "pp", "dp")
 
 
-def _joined(inputs: AccountInputs) -> Account:
+def _grouped(inputs: AccountInputs) -> Account:
+    """Return the account of all plans, those together that differ in amounts only."""
     rows = len(inputs.context.table)
     parts = {part: np.zeros(rows) for part in PARTS}
     held = np.zeros((len(CATEGORIES), rows, int(inputs.context.table["pp"].max())))
@@ -215,8 +227,10 @@ def account_alone(inputs: AccountInputs) -> Account:
     return Account(parts_s=parts, held_bytes=rank.bytes.most[:, :, None], clocks=inputs.clocks)
 
 
-def account_pipeline(inputs: AccountInputs) -> Account:
-    """Return the account of plans through a pipeline that differ in amounts only, or in micro batches that repeat."""
+def account_pipeline(inputs: AccountInputs, assigned: Sequence[Plan] = ()) -> Account:
+    """Return the account of plans through a pipeline that differ in amounts only, or in micro batches that repeat; where
+    plans are `assigned` their stages, in those too.
+    """
     columns, plan = inputs.context.table, plan_of(inputs.context.table)
     name, m = plan.schedule or default_schedule(plan.virtual_stages), columns.micro_batches
     lets_go = bool(columns.fully_sharded[0] & ~columns.keeps_gathered[0])
@@ -224,9 +238,12 @@ def account_pipeline(inputs: AccountInputs) -> Account:
     period, _ = rounds_of(name, plan.pp, int(m[0]))
     counts = (most, most - period) if (m > most).any() else (most,)
     tables = [table_of(name, plan.pp, count, plan.virtual_stages, lets_go=lets_go) for count in counts]
-    walk = StepWalk(inputs.context, inputs.operators, stage_units(inputs), single=most <= 1)
+    stages = _assigned_units(inputs, assigned) if assigned else [stage_units(inputs)]
+    walk = StepWalk(inputs.context, inputs.operators, stages[0], single=most <= 1)
     blocks, traffic = _times(inputs)
-    counter = Counter(walk, tables, lambda several: Tally(blocks, traffic, several=several))
+    counter = Counter(
+        [walk.with_stages(units) for units in stages], tables, lambda several: Tally(blocks, traffic, several=several)
+    )
     hops = hops_of(inputs.context, message_bytes(inputs.context, inputs.scenario.model.hidden), traffic.sms)
     walks = [_through(inputs, walk, counter, table, hops, longer=len(tables) > 1) for table in tables]
     end = walks[0] if len(walks) == 1 else walks[0].longer_by((m - most) / period, walks[1])
@@ -238,8 +255,27 @@ def stage_units(inputs: AccountInputs) -> list[list[Unit]]:
     return [folded(units) for units in unit_maker(inputs).stages(plan_of(inputs.context.table))]
 
 
+def _assigned_units(inputs: AccountInputs, plans: Sequence[Plan]) -> list[list[list[Unit]]]:
+    """Return the units of every stage of each of the plans, the same list for stages with the same layers."""
+    maker, model = unit_maker(inputs), inputs.scenario.model
+    known: dict[object, list[Unit]] = {}
+    found = []
+    for plan in plans:
+        counts, start, stages = stage_layers(model.layers, plan, inputs.context.spec.pipeline), 0, []
+        for number, count in enumerate(counts):
+            mode = plan.recompute_per_stage[number] if plan.recompute_per_stage else plan.recompute
+            first, last = number == 0, number == len(counts) - 1
+            key = start, count, mode, first, last
+            if key not in known:
+                known[key] = folded(maker.stage(start, count, mode, first=first, last=last))
+            stages.append(known[key])
+            start += count
+        found.append(stages)
+    return found
+
+
 def _times(inputs: AccountInputs) -> tuple[BlockTimes, TrafficTimes]:
-    blocks = BlockTimes(inputs.context, inputs.blocks, inputs.clocks, inputs.hidden_share)
+    blocks = BlockTimes(inputs.context, inputs.blocks, inputs.clocks)
     return blocks, TrafficTimes(inputs.context)
 
 
@@ -293,12 +329,12 @@ def _through(
     ranks = [counter.rank(held_by(schedule, rank, flying[rank])) for rank in range(schedule.ranks)]
     _, lags = walk_table(table, ranks, hops, {}, synchronizes=walk.synchronizes)
     clocks, _ = walk_table(table, ranks, hops, lags, synchronizes=walk.synchronizes)
-    ends = finish(walk, ranks, clocks)
+    ends = finish(ranks, clocks)
     done = np.max([end.done for end in ends], axis=0)
     return PipelineEnd(
         parts=np.stack([_parts(table, r, ranks[r], clocks[r], ends[r], done) for r in range(len(ranks))]),
         idle_s=np.stack([at.filling + e.parts[BUBBLE] + done - e.compute for at, e in zip(clocks, ends, strict=True)]),
-        host_s=issued(walk, table, ranks, hops) if longer else np.zeros((len(ranks), rows)),
+        host_s=issued(table, ranks, hops) if longer else np.zeros((len(ranks), rows)),
         held_bytes=np.stack([peak_of(table, rank, counts) for rank, counts in enumerate(ranks)], axis=2),
     )
 

@@ -46,10 +46,9 @@ class PassTimes:
 class BlockTimes:
     """Passes of units, from the costs of their blocks. `clocks` multiplies the time of kernels."""
 
-    def __init__(
-        self, context: CostContext, blocks: Mapping[str, BlockCost], clocks: Floats, hidden_share: float
-    ) -> None:
-        self.context, self.blocks, self.clocks, self.hidden_share = context, blocks, clocks, hidden_share
+    def __init__(self, context: CostContext, blocks: Mapping[str, BlockCost], clocks: Floats) -> None:
+        self.context, self.blocks, self.clocks = context, blocks, clocks
+        self.hidden_share = context.hidden_share
         self.rows = len(context.table)
         self._known: dict[tuple[object, ...], PassTimes] = {}
 

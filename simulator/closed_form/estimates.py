@@ -1,7 +1,7 @@
-"""Step time and memory of many plans at once, without simulating: sums, maxima and schedule formulas over columns.
+"""Step time and memory of many plans at once, without simulating.
 
-`simulator.closed_form.step_cost` adds the step up, `simulator.closed_form.memory` the bytes; here they become estimates. The closed form never
-overlaps what the simulation would not; where it must approximate (uneven stages, overlap) it takes the slower side.
+`simulator.closed_form.account` counts the step, `simulator.closed_form.memory` what the pools of the allocator hold; here
+they become estimates.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from simulator.calibration.calibration import (
     roofline_of,
 )
 from simulator.calibration.intervals import basis_of, interval_table, memory_factors, step_factors
-from simulator.calibration.provenance import Shares, main_source
-from simulator.closed_form.account import account_inputs, account_plans
+from simulator.calibration.provenance import Shares, main_source, shares
+from simulator.closed_form.account import AXES, Account, account_inputs, account_plans
 from simulator.closed_form.allocator import flush_s
+from simulator.closed_form.kernel_sources import kernel_shares
 from simulator.closed_form.layer_cost import BlockCost, block_cost
 from simulator.closed_form.memory import CONTEXT_BYTES, MemoryColumns, memory_columns
 from simulator.closed_form.scenario import Scenario
-from simulator.closed_form.step_cost import accounted_step, micro_batches, step_cost
 from simulator.collectives.group_times import GroupTimes
 from simulator.columns.plan_table import Floats, PlanTable, axis_sizes, plan_table, windowed_share
 from simulator.config.estimate import Estimate, Interval, MemoryEstimate
@@ -51,7 +51,6 @@ class EstimateTable:
     step_s: Floats
     breakdown_s: dict[str, Floats]
     exposed_by_axis_s: dict[str, Floats]
-    lower_bound_s: Floats
     peak_bytes: Floats
     reserved_bytes: Floats
     capacity_bytes: float
@@ -110,15 +109,10 @@ class EstimateTable:
         return _interval(step, factors, Source.DATASHEET if self.calibration is None else main_source(sources))
 
 
-def estimate_plans(
-    scenario: Scenario, plans: Sequence[Plan], *, each_on: Sequence[Cluster] = (), counted: bool = True
-) -> EstimateTable:
+def estimate_plans(scenario: Scenario, plans: Sequence[Plan], *, each_on: Sequence[Cluster] = ()) -> EstimateTable:
     """Return step time and memory of every plan, assuming each is legal for the model and the workload.
 
     `each_on` names the cluster of each plan, where they run on such as differ from the scenario's in link rates only.
-
-    They are counted as the simulation has them (`simulator.closed_form.account`); without `counted` summed up instead, as the
-    assignment of layers to stages needs it, which is linear in them.
 
     Raises BadPlan when a plan needs more GPUs than there are, and when the runtime has no description or does not know
     a plan's recompute word.
@@ -139,26 +133,29 @@ def estimate_plans(
     memory = memory_columns(model, operators, context, layout, blocks, parameters)
     factor = known_costs(scenario).reserved
     memory = memory.scaled(factor)
-    micro = micro_batches(model, operators, context, layout, blocks, parameters)
-    if counted:
-        account = account_plans(account_inputs(scenario, context, operators, blocks, parameters))
-        step = accounted_step(account, micro, context)
-        # What is allocated at one moment is no more than what the allocator holds.
-        peak_bytes = factor * account.peak_bytes
-        reserved_bytes = np.maximum(memory.reserved_bytes, peak_bytes)
-        memory = replace(memory, peak_bytes=peak_bytes, reserved_bytes=reserved_bytes)
-    else:
-        step = step_cost(operators, context, layout, parameters, micro)
+    account = account_plans(account_inputs(scenario, context, operators, blocks, parameters))
+    # What is allocated at one moment is no more than what the allocator holds.
+    peak_bytes = factor * account.peak_bytes
+    memory = replace(memory, peak_bytes=peak_bytes, reserved_bytes=np.maximum(memory.reserved_bytes, peak_bytes))
+    breakdown_s = _breakdown(account)
+    measured, fitted = kernel_shares(layout, blocks)
+    resting = shares(
+        breakdown_s,
+        measured=measured,
+        fitted=fitted,
+        calibration=context.calibration,
+        runtime=runtime,
+        communication_measured=_within_measured(context),
+    )
     capacity = cluster.gpu_memory_bytes - CONTEXT_BYTES
     reserved = memory.reserved_bytes.max(axis=1)
     flushing = flush_s(context.groups, reserved, capacity)
     flops = 3.0 * model.forward_flops_per_token(workload.seq_len) * workload.tokens_per_step
     return EstimateTable(
         plans=tuple(plans),
-        step_s=step.total_s + flushing,
-        breakdown_s={**step.breakdown_s, "allocator": flushing},
-        exposed_by_axis_s=step.exposed_s,
-        lower_bound_s=micro.clocks_at_least * (micro.compute + micro.recompute) + micro.optimizer,
+        step_s=account.total_s + flushing,
+        breakdown_s={**breakdown_s, "allocator": flushing},
+        exposed_by_axis_s={axis: account.parts_s[axis] for axis in AXES},
         peak_bytes=memory.peak_bytes.max(axis=1),
         reserved_bytes=reserved,
         capacity_bytes=capacity,
@@ -168,11 +165,28 @@ def estimate_plans(
         model_flops=flops,
         peak_flops=context.roofline.products_peak_flops,
         basis=tuple(basis_of(low=runtime.low, several_nodes=plan.gpus > cluster.gpus_per_node) for plan in plans),
-        shares=step.shares.more(Source.ASSUMED, flushing),
+        shares=resting.more(Source.ASSUMED, flushing),
         runtime=runtime,
-        clocks=step.clocks,
+        clocks=account.clocks,
         calibration=context.calibration,
     )
+
+
+def _breakdown(account: Account) -> dict[str, Floats]:
+    """Return the parts of every step, exposed communication of all axes together."""
+    exposed_s = sum((account.parts_s[axis] for axis in AXES), np.zeros(len(account.clocks)))
+    parts = {**account.parts_s, "exposed_communication": exposed_s}
+    return {name: parts[name] for name in BREAKDOWN}
+
+
+def _within_measured(context: CostContext) -> NDArray[np.bool_]:
+    """Return which plans are no larger than the groups whose collectives were measured."""
+    measured = context.groups.collectives.measured
+    most = max((sample.ranks for sample in measured.samples), default=0) if measured is not None else 0
+    return np.asarray(context.table["gpus"] <= most)
+
+
+BREAKDOWN = ("compute", "recompute", "copies", "contention", "exposed_communication", "bubble", "host", "optimizer")
 
 
 def require_gpus(plans: Sequence[Plan], cluster: Cluster) -> None:

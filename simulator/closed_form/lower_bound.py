@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.closed_form.data_parallel import FSDP_OPS, sm_share
 from simulator.closed_form.layer_cost import BlockCost
 from simulator.closed_form.least_traffic import LeastTraffic
 from simulator.columns.plan_columns import distinct
@@ -46,6 +45,22 @@ class RankPasses:
         return self.forward + self.backward
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankBounds:
+    """What each pipeline rank alone says of the step at least, in seconds, shape (plans, ranks).
+
+    A rank that begins `since` after the first of the pipeline is done no earlier than `own_s` later, and what it has
+    computed then goes home: `max(since - put_off_s, tail_s)` more. `passing_s` is by how much the next rank begins later than it.
+    However early it begins, it takes `alone_s`.
+    """
+
+    own_s: Floats
+    tail_s: Floats
+    put_off_s: Floats
+    passing_s: Floats
+    alone_s: Floats
+
+
 class LowerBound:
     """The bound of plans of `context`, whose ranks hold the layers of `layout` and send each other `message_bytes`."""
 
@@ -60,20 +75,49 @@ class LowerBound:
         self.context, self.layout, self.blocks, self.parameters = context, layout, blocks, parameters
         self.table, self.spec = context.table, context.spec
         self._message_bytes = message_bytes
-        self._hidden_share = sm_share(context, *FSDP_OPS)
+        self._hidden_share = context.hidden_share
         calibration = context.calibration
         self._clocks = 1.0 if calibration is None else min(1.0, calibration.burst)
         self._stages = np.maximum(self.table["virtual_stages"], 1.0)
 
     def step_s(self) -> Floats:
         """Return seconds that the step takes at least, one value a plan."""
-        table, groups = self.table, self.context.groups
-        traffic = LeastTraffic(self.context, self.layout, self.parameters, self.blocks["embedding"].forward.device_s)
-        norm = sum((groups.time_s("all_reduce", axis, NORM_BYTES) for axis in NORM_AXES), np.zeros(len(table)))
+        traffic = self._traffic()
         # Ranks meet before they update.
         computed = self._most(self._computing_s(traffic)) + self._most(traffic.last_s)
         issued = self._most(self._issuing_s() + traffic.last_s)
-        return np.asarray(step_host_s(self.spec.host, self.context) + np.maximum(computed, issued) + norm)
+        return np.asarray(self.fixed_s() + np.maximum(computed, issued))
+
+    def fixed_s(self) -> Floats:
+        """Return seconds of a step that no rank's layers change: the host's own and the norm of gradients."""
+        groups = self.context.groups
+        norm = sum((groups.time_s("all_reduce", axis, NORM_BYTES) for axis in NORM_AXES), np.zeros(len(self.table)))
+        return np.asarray(step_host_s(self.spec.host, self.context) + norm)
+
+    def of_ranks(self, first_stage: Floats) -> RankBounds:
+        """Return the bounds of each rank of a pipeline by itself, without `fixed_s`; `first_stage` are the layers on the first
+        stage of each rank.
+        """
+        traffic = self._traffic()
+        device, hop = self.device(), self._hop_s()[:, None]
+        off = np.isin(self.table.schedule, SPLIT_BACKWARD)[:, None]
+        first, last = self._first_and_last_s(device, traffic)
+        layer = np.add(*self._layer_passes_s(off[:, 0]))[:, None]
+        passing = np.where(self._stages[:, None] > 1, first_stage * layer, first + last)
+        own = self._own_s(device, hop, traffic) + traffic.last_s
+        # A message is the receiver's: on the way there the rank's own is counted already.
+        inner = self.layout.rank > 0
+        put_off = np.where(off, np.minimum(self.table.micro_batches[:, None], self._late_passes()) * device.weight, 0.0)
+        return RankBounds(
+            own_s=own,
+            tail_s=np.broadcast_to(traffic.backward.exposed_s, own.shape),
+            put_off_s=put_off + np.where(inner, hop, 0.0),
+            passing_s=passing + 2.0 * hop,
+            alone_s=np.maximum(self._wire_s(device, traffic), self._issuing_s()) + traffic.last_s,
+        )
+
+    def _traffic(self) -> LeastTraffic:
+        return LeastTraffic(self.context, self.layout, self.parameters, self.blocks["embedding"].forward.device_s)
 
     def _computing_s(self, traffic: LeastTraffic) -> Floats:
         """Return when the device of each rank has computed, gathered and reduced what it must."""
@@ -95,10 +139,22 @@ class LowerBound:
         alone = np.where(settles, in_turn, np.maximum(own + tail, forward.stream_s + backward.stream_s))
         if not piped.any():
             return np.asarray(alone)
-        own = own + m * self._messages() * hop
-        first = np.maximum(traffic.first_gathers_s - device.forward - traffic.first_copies_s, 0.0)
-        through = np.maximum(self._through(device, hop, m, own + first, traffic), self._wire_s(device, traffic))
+        own = self._own_s(device, hop, traffic)
+        through = np.maximum(self._through(device, hop, m, own, traffic), self._wire_s(device, traffic))
         return np.where(piped, through, alone)
+
+    def _own_s(self, device: RankPasses, hop: Floats, traffic: LeastTraffic) -> Floats:
+        """Return what the device of each rank of a pipeline does: passes, copies, messages, and its first gathers."""
+        m, forward, backward = self.table.micro_batches[:, None], traffic.forward, traffic.backward
+        own = m * device.both + forward.copies_s + forward.exposed_s + backward.copies_s
+        first = np.maximum(traffic.first_gathers_s - device.forward - traffic.first_copies_s, 0.0)
+        return np.asarray(own + m * self._messages() * hop + first)
+
+    def _first_and_last_s(self, device: RankPasses, traffic: LeastTraffic) -> tuple[Floats, Floats]:
+        """Return what the first forward and the last backward pass of each rank take."""
+        off = np.isin(self.table.schedule, SPLIT_BACKWARD)[:, None]
+        first = np.maximum(device.forward + traffic.first_copies_s, traffic.first_gathers_s)
+        return first, device.backward - np.where(off, device.weight, traffic.last_copies_s * -1.0)
 
     def _wire_s(self, device: RankPasses, traffic: LeastTraffic) -> Floats:
         """Return when the collectives of parameters that are let go after each pass have ended, one after the other.
@@ -223,8 +279,7 @@ class LowerBound:
         off = np.isin(self.table.schedule, SPLIT_BACKWARD)[:, None]
         looped = self._stages[:, None] > 1
         layer_forward, layer_back = (each[:, None] for each in self._layer_passes_s(off[:, 0]))
-        first = np.maximum(device.forward + traffic.first_copies_s, traffic.first_gathers_s)
-        last = device.backward - np.where(off, device.weight, traffic.last_copies_s * -1.0)
+        first, last = self._first_and_last_s(device, traffic)
         alike = layout.rank_count * layout.exists
         # Ranks of a kind follow each other; the last of them is the furthest on the way.
         # A message is the receiver's: of those there, the last is the rank's own.

@@ -8,9 +8,11 @@ and twice, one round apart: what the round adds, further rounds add as well.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from simulator.closed_form.tally import PARTS, Tally
 from simulator.columns.plan_table import Floats
@@ -58,35 +60,58 @@ Local = tuple[Kind, bool, bool, Gathered, bool]  # a kind of pass, wherever its 
 class Counter:
     """Counts the passes of stages that a plan's tables have, those of stages with the same units only once.
 
-    Three walks at once tell what a pass takes: with nothing in the way of the device, with nothing but the host in the way,
-    and with a wire that is free only when the pass begins (`BEGINS`).
+    `walks` is one walk of all plans, or, of plans that hold other layers on their stages, a walk for each. Three walks at
+    once tell what a pass takes: with nothing in the way of the device, with nothing but the host in the way, and with a wire
+    that is free only when the pass begins (`BEGINS`).
     """
 
-    def __init__(self, walk: StepWalk, tables: Sequence[Table], new_tally: Callable[[int], Tally]) -> None:
-        self.walk, self.new_tally = walk, new_tally
+    def __init__(self, walks: Sequence[StepWalk], tables: Sequence[Table], new_tally: Callable[[int], Tally]) -> None:
+        self.walks, self.new_tally = walks, new_tally
         follow = {kind.stage for table in tables for kind in table.kinds if kind.follows}
-        self._shapes = [(_shape(units), stage in follow) for stage, units in enumerate(walk.stages)]
+        shape_of = {id(units): _shape(units) for walk in walks for units in walk.stages}
+        # Of each stage the shapes that it has, each with the first walk that has it, and which of them every walk has.
+        self._shapes: list[dict[object, int]] = []
+        self._which: list[NDArray[np.intp]] = []
+        for stage in range(len(walks[0].stages)):
+            shapes: list[object] = [(shape_of[id(walk.stages[stage])], stage in follow) for walk in walks]
+            first = {shape: number for number, shape in reversed([*enumerate(shapes)])}
+            order = {shape: number for number, shape in enumerate(first)}
+            self._shapes.append(first)
+            self._which.append(np.array([order[shape] for shape in shapes], dtype=np.intp))
         self._kinds: dict[object, set[Local]] = {}
         for kind in {kind for table in tables for kind in table.kinds}:
-            self._kinds.setdefault(self._shapes[kind.stage], set()).add(local_kind(kind))
+            for shape in self._shapes[kind.stage]:
+                self._kinds.setdefault(shape, set()).add(local_kind(kind))
         self._known: dict[object, dict[Local, PassCounts]] = {}
 
     def rank(self, held: Held) -> RankCounts:
         """Return the counts of a rank."""
-        tally = self.new_tally(0)
-        data = self.walk.begin(tally, held)
+        which = np.stack([self._which[stage] for stage in held.stages])
+        _, firsts, contents = np.unique(which, axis=1, return_index=True, return_inverse=True)
+        endings, standing = [], []
+        for first in firsts:
+            tally = self.new_tally(0)
+            data = self.walks[first].begin(tally, held)
+            endings.append((self.walks[first], tally, data))
+            standing.append(tally.bytes.now.copy())
         passes = {stage: self.stage(stage) for stage in held.stages}
-        return RankCounts(held, tally.bytes.now.copy(), tally.host, passes, (tally, data))
+        contents = contents.ravel()
+        return RankCounts(held, _of_each(contents, standing), endings[0][1].host, passes, endings, contents)
 
     def stage(self, stage: int) -> Mapping[Local, PassCounts]:
         """Return the counts of a stage's passes by kind."""
-        shape = self._shapes[stage]
-        if shape not in self._known:
-            self._known[shape] = self._passes(self._kinds[shape], stage)
-        return self._known[shape]
+        found = []
+        for shape, first in self._shapes[stage].items():
+            if shape not in self._known:
+                self._known[shape] = self._passes(self._kinds[shape], self.walks[first], stage)
+            found.append(self._known[shape])
+        if len(found) == 1:
+            return found[0]
+        shared = set(found[0]).intersection(*found[1:])
+        return {kind: _counts_of_each(self._which[stage], [passes[kind] for passes in found]) for kind in shared}
 
-    def _passes(self, kinds: set[Local], stage: int) -> dict[Local, PassCounts]:
-        walk, units = self.walk, self.walk.stages[stage]
+    def _passes(self, kinds: set[Local], walk: StepWalk, stage: int) -> dict[Local, PassCounts]:
+        units = walk.stages[stage]
         tally = self.new_tally(len(BEGINS))
         data = DataWriter(rank=tally, traffic=walk.traffic)
         wanted = {Gathered.NONE: [], Gathered.LAST: units[-1:], Gathered.ALL: units}
@@ -108,16 +133,36 @@ class Counter:
 
 @dataclass(frozen=True, slots=True)
 class RankCounts:
-    """One pipeline rank: what was there before its first pass, its stages' passes, and who is to be told the end."""
+    """One pipeline rank: what was there before its first pass, its stages' passes, and who counts the end of its step:
+    a walk with its tally for each of its possible `contents`, of which every plan has one.
+    """
 
     held: Held
     base: Floats
     host_s: Floats
     passes: Mapping[int, Mapping[Local, PassCounts]]
-    told: tuple[Tally, DataWriter]
+    endings: Sequence[tuple[StepWalk, Tally, DataWriter]]
+    contents: NDArray[np.intp]
 
     def of(self, kind: PassKind) -> PassCounts:
         return self.passes[kind.stage][local_kind(kind)]
+
+
+def _of_each(which: NDArray[np.intp], values: Sequence[Floats]) -> Floats:
+    """Return for each column that of the `values` which it has; columns are the last dimension."""
+    if len(values) == 1:
+        return values[0]
+    columns = np.moveaxis(np.stack(np.broadcast_arrays(*values)), -1, 1)
+    return np.asarray(columns[which, np.arange(columns.shape[1])].T)
+
+
+def _counts_of_each(which: NDArray[np.intp], passes: Sequence[PassCounts]) -> PassCounts:
+    """Return for each column that of the `passes` which it has."""
+    found: dict[str, Any] = {}
+    for one in fields(PassCounts):
+        values = [getattr(each, one.name) for each in passes]
+        found[one.name] = any(values) if isinstance(values[0], bool) else _of_each(which, values)
+    return PassCounts(**found)
 
 
 def _shape(units: Sequence[Unit]) -> object:
@@ -273,14 +318,14 @@ class End:
     parts: Floats
 
 
-def finish(walk: StepWalk, ranks: Sequence[RankCounts], clocks: Sequence[Clocks]) -> list[End]:
-    """Tell every rank the end of the step. Ranks meet where the norm of gradients is summed."""
-    alone = [_told(walk, rank, at.compute, at.wire, at.host) for rank, at in zip(ranks, clocks, strict=True)]
+def finish(ranks: Sequence[RankCounts], clocks: Sequence[Clocks]) -> list[End]:
+    """Return how every rank ends the step. Ranks meet where the norm of gradients is summed."""
+    alone = [_end_of(rank, at.compute, at.wire, at.host) for rank, at in zip(ranks, clocks, strict=True)]
     meeting = np.max([end.met for end in alone], axis=0)
-    return [_told(walk, rank, at.compute, at.wire, at.host, meeting) for rank, at in zip(ranks, clocks, strict=True)]
+    return [_end_of(rank, at.compute, at.wire, at.host, meeting) for rank, at in zip(ranks, clocks, strict=True)]
 
 
-def issued(walk: StepWalk, table: Table, ranks: Sequence[RankCounts], hops: Hops) -> Floats:
+def issued(table: Table, ranks: Sequence[RankCounts], hops: Hops) -> Floats:
     """Return when ranks would be done that waited for nothing but their hosts, which wait for nothing."""
     ends = []
     for number, rank in enumerate(ranks):
@@ -289,20 +334,21 @@ def issued(walk: StepWalk, table: Table, ranks: Sequence[RankCounts], hops: Hops
         messages = sum(
             (turn.needs is not None) + (turn.sends is not None) for turn in table.turns if turn.rank == number
         )
-        ends.append(_told(walk, rank, LONG_AGO, LONG_AGO, rank.host_s + passes + messages * hops.host_s).done)
+        ends.append(_end_of(rank, LONG_AGO, LONG_AGO, rank.host_s + passes + messages * hops.host_s).done)
     return np.stack(ends)
 
 
-def _told(
-    walk: StepWalk, rank: RankCounts, compute_s: Value, wire_s: Value, host_s: Value, meeting: Floats | None = None
-) -> End:
-    tally, data = rank.told
-    tally.begin_pass(compute_s=compute_s, wire_s=wire_s, host_s=host_s)
-    tally.meeting = meeting
-    walk.end(tally, data, rank.held)
-    _, before = tally.at_pass
-    spent_s = tally.spent_s()
-    return End(tally.met, tally.compute, tally.done, np.stack([spent_s[name] - before[name] for name in PARTS]))
+def _end_of(rank: RankCounts, compute_s: Value, wire_s: Value, host_s: Value, meeting: Floats | None = None) -> End:
+    ends = []
+    for walk, tally, data in rank.endings:
+        tally.begin_pass(compute_s=compute_s, wire_s=wire_s, host_s=host_s)
+        tally.meeting = meeting
+        walk.end(tally, data, rank.held)
+        _, before = tally.at_pass
+        spent_s = tally.spent_s()
+        parts = np.stack([spent_s[name] - before[name] for name in PARTS])
+        ends.append(End(tally.met, tally.compute, tally.done, parts))
+    return End(*(_of_each(rank.contents, [getattr(end, one.name) for end in ends]) for one in fields(End)))
 
 
 def peak_of(table: Table, rank: int, counts: RankCounts) -> Floats:

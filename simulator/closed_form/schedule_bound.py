@@ -79,7 +79,7 @@ class _Group:
         embedding_s = inputs.blocks["embedding"].forward.device_s
         self.traffic = LeastTraffic(context, layout, inputs.parameters, embedding_s)
         self.units = stage_units(inputs)
-        self.blocks = BlockTimes(context, inputs.blocks, inputs.clocks, inputs.hidden_share)
+        self.blocks = BlockTimes(context, inputs.blocks, inputs.clocks)
         self._known: dict[object, _LeastPass] = {}
 
     def step_s(self) -> Floats:

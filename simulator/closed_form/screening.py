@@ -170,25 +170,30 @@ class ScreenedPlans:
 
     def at_least_s(self) -> Floats:
         """Return a lower bound of the step. Infinite where something cannot run."""
-        sent = message_bytes(self.context, self.screening.scenario.model.hidden)
         with np.errstate(invalid="ignore"):
-            bound = LowerBound(self.context, self.layout, self.blocks, self.parameters, sent).step_s()
+            bound = self.lower_bound(self.layout).step_s()
         return np.nan_to_num(bound * ROUNDED, nan=np.inf)
+
+    def lower_bound(self, layout: StageLayout) -> LowerBound:
+        """Return the bound of these plans if their ranks hold the layers of `layout`."""
+        sent = message_bytes(self.context, self.screening.scenario.model.hidden)
+        return LowerBound(self.context, layout, self.blocks, self.parameters, sent)
 
     def at_least_by_schedule_s(self) -> Floats:
         """Return a lower bound of the step that its schedule's table is walked for; dearer, and 0 without a pipeline."""
         with np.errstate(invalid="ignore"):
-            return np.nan_to_num(scheduled_at_least_s(self._inputs) * ROUNDED, nan=np.inf)
+            return np.nan_to_num(scheduled_at_least_s(self.inputs) * ROUNDED, nan=np.inf)
 
     @property
-    def _inputs(self) -> AccountInputs:
+    def inputs(self) -> AccountInputs:
+        """What an account of these plans rests on."""
         return account_inputs(self.screening.scenario, self.context, self.operators, self.blocks, self.parameters)
 
     @cached_property
     def account(self) -> Account:
         """The account of every step, some milliseconds for each kind of plan."""
         with np.errstate(invalid="ignore"):
-            return account_plans(self._inputs)
+            return account_plans(self.inputs)
 
     def step_s(self) -> Floats:
         """Return seconds of the whole step but for flushes. Infinite where something cannot run."""

@@ -1,9 +1,4 @@
-"""How layers spread over pipeline ranks, and what a schedule loses: both as columns, one row per plan.
-
-Bubbles are the schedules' closed forms: GPipe (arXiv 1811.06965), 1F1B and interleaving (arXiv 2104.04473, section
-2.2), zero bubble (arXiv 2401.10241, section 2 and table 1), ZB-V (arXiv 2405.15362, section 3), DualPipeV
-(deepseek-ai/DualPipe README, bubble comparison). They assume equal stages; the slowest stage stands for all.
-"""
+"""How layers spread over pipeline ranks, and the micro batches these hold at once: as columns, one row per plan."""
 
 from __future__ import annotations
 
@@ -191,34 +186,6 @@ def _count_modes(
         dense[rank] += among
         moe[rank] += count - among
         start += count
-
-
-def bubble_s(table: PlanTable, forward: Floats, input_gradient: Floats, weight_gradient: Floats) -> Floats:
-    """Return idle seconds of a rank over a step, given one micro batch's seconds on the slowest rank."""
-    p, v = table["pp"], np.maximum(table["virtual_stages"], 1.0)
-    backward = input_gradient + weight_gradient
-    whole = (p - 1) * (forward + backward)
-    result = whole.copy()
-    for name in words(table.schedule):
-        mask = table.schedule == name
-        match name:
-            case "Interleaved1F1B" | "LoopedBFS":
-                value = whole / v
-            case "ZBH1":
-                value = (p - 1) * np.maximum(forward + input_gradient - weight_gradient, 0.0)
-            case "InterleavedZeroBubble":
-                value = (p - 1) * np.maximum(forward + input_gradient - weight_gradient, 0.0) / v
-            case "ZBVZeroBubble":
-                # Bubble-free when the three passes take equally long; what differs between them remains.
-                longest = np.maximum(np.maximum(forward, input_gradient), weight_gradient)
-                value = (p - 1) * (3 * longest - forward - backward) / v
-            case "DualPipeV":
-                # Where a pair takes as long as its two parts; what overlaps inside a pair comes off elsewhere.
-                value = (p - 1) * np.maximum(forward + 2 * input_gradient - weight_gradient, 0.0) / v
-            case _:
-                value = whole
-        result = np.where(mask, value, result)
-    return np.where(p > 1, result, 0.0)
 
 
 def in_flight(table: PlanTable, rank: NDArray[np.int64] | None = None, *, at_least: bool = False) -> Floats:

@@ -95,19 +95,25 @@ class UnitMaker:
         belong together.
         """
         counts = stage_layers(self.model.layers, plan, self.context.spec.pipeline)
-        found: list[list[Unit]] = []
-        layer = 0
-        for stage, count in enumerate(counts):
-            here: list[Unit] = []
-            if stage == 0:
-                # Looked up, not multiplied with, unless it is the head as well.
-                here.append(self._end("embedding", self.parameters.embedding, cast=self.model.tied_embeddings))
-            word = plan.recompute_per_stage[stage] if plan.recompute_per_stage else ""
-            here += [self._layer(index, word) for index in range(layer, layer + count)]
-            layer += count
-            if stage == len(counts) - 1:
-                here.append(self._end("head", self.parameters.head))
-            found.append(here)
+        starts = np.cumsum([0, *counts]).tolist()
+        modes = plan.recompute_per_stage or ("",) * len(counts)
+        parts = zip(starts, counts, modes, strict=False)
+        return [
+            self.stage(start, count, mode, first=number == 0, last=number == len(counts) - 1)
+            for number, (start, count, mode) in enumerate(parts)
+        ]
+
+    def stage(self, start: int, count: int, mode: str, *, first: bool, last: bool) -> list[Unit]:
+        """Return the units of a stage with `count` layers from layer `start` on, all under `mode` or, where that is empty,
+        each plan's own.
+        """
+        found = []
+        if first:
+            # Looked up, not multiplied with, unless it is the head as well.
+            found.append(self._end("embedding", self.parameters.embedding, cast=self.model.tied_embeddings))
+        found += [self._layer(index, mode) for index in range(start, start + count)]
+        if last:
+            found.append(self._end("head", self.parameters.head))
         return found
 
     def _layer(self, index: int, word: str) -> Unit:

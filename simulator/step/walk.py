@@ -8,6 +8,7 @@ their way after. Memory is counted as the compute stream gets there, in the orde
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 
 import numpy as np
@@ -72,6 +73,12 @@ class StepWalk:
         self.traffic: DataTraffic = data_traffic(context)
         self.synchronizes = bool(host_synchronizes(self.spec.host, context.table)[0])
         self.cast_bytes = self._cast_bytes()
+
+    def with_stages(self, stages: Sequence[Sequence[Unit]]) -> StepWalk:
+        """Return a walk of the same plans with other units on their stages."""
+        other = copy(self)
+        other.stages = stages
+        return other
 
     def units_of(self, held: Held) -> list[Unit]:
         return [unit for stage in held.stages for unit in self.stages[stage]]

@@ -2,7 +2,7 @@
 
 Run as `python tests/bench/exhaustive.py OUT.md`. The search screens columns, merges ranks that are alike, shares blocks
 and stops at its bound; here `estimate_plans`, which does none of that, is asked about every legal plan in turn. For the
-stages of one pipeline the bound is CP-SAT's; here fillings are drawn at random and improved layer by layer and mode by mode
+stages of one pipeline the bound is the solver's; here fillings are drawn at random and improved layer by layer and mode by mode
 until nothing helps, many times over: none may be below it.
 """
 
@@ -105,7 +105,7 @@ def main(out: Path) -> None:
         print(lines[-1], flush=True)
     lines += [
         "",
-        "| pipeline | best found by CP-SAT, s | bound, s | best of random fillings improved, s | CP-SAT, CPU s | improving, CPU s |",
+        "| pipeline | best found by the search, s | bound, s | best of random fillings improved, s | search, CPU s | improving, CPU s |",
         "|---|--:|--:|--:|--:|--:|",
     ]
     for name, machine, gpus, batch, which, plan in PIPELINES:
@@ -115,7 +115,7 @@ def main(out: Path) -> None:
 
 
 def _pipeline(name: str, machine: str, gpus: int, batch: int, which: str, plan: Plan) -> str:
-    """Return the row of one pipeline: CP-SAT's answer and bound, and what improving random fillings comes to."""
+    """Return the row of one pipeline: the solver's answer and bound, and what improving random fillings comes to."""
     model, cluster, framework = load_model(name), read_cluster(machine, gpus), framework_named(which)
     workload, runtime = Workload(seq_len=4096, global_batch_size=batch), default_runtime(framework)
     screening = Screening(Scenario(model=model, cluster=cluster, workload=workload, runtime=runtime))

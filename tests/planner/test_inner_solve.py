@@ -1,4 +1,4 @@
-"""What CP-SAT decides inside a pipeline against brute force: every filling, every setting, the same closed form."""
+"""What the search for stages finds against brute force: every filling, every setting, accounted for one by one."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from planner.search.plan_space.candidates import plan_of
-from planner.search.stages.options import cost_blocks, stage_freedom
+from planner.search.stages.bounds import AssignmentBounds
+from planner.search.stages.options import build_pipeline, cost_blocks, stage_freedom
 from planner.search.stages.solver import solve_stages
+from simulator.closed_form.account import account_assignments
 from simulator.closed_form.estimates import estimate_plans
 from simulator.closed_form.scenario import Scenario
 from simulator.closed_form.screening import Screening
@@ -98,7 +100,7 @@ def brute_force(screening, columns, recomputes):
         for given in settings
     ]
     with np.errstate(invalid="ignore"):  # what cannot run here takes for ever, and for ever less for ever is no number
-        table = estimate_plans(s.scenario, plans, counted=False)
+        table = estimate_plans(s.scenario, plans)
     step_s = table.step_s - table.breakdown_s["allocator"]  # which stages are not chosen by
     return float(np.where(table.fits & np.isfinite(step_s), step_s, np.inf).min())
 
@@ -131,7 +133,8 @@ def draw(seed):
         schedule=schedule,
         micro_batch_size=rng.choice([1, 2]),
     )
-    workload = Workload(seq_len=rng.choice([512, 2048]), global_batch_size=plan.dp_shard * 2 * pp * rng.choice([1, 3]))
+    batch = plan.dp_shard * 2 * pp * virtual * rng.choice([1, 3])
+    workload = Workload(seq_len=rng.choice([512, 2048]), global_batch_size=batch)
     gib = rng.choice([2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 12.0, 16.0, 24.0, 80.0])
     if plan.gpus in {4, 8} and rng.random() < 0.7:
         cluster = bridged(plan.gpus)
@@ -144,15 +147,15 @@ def draw(seed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("block", range(4))
+@pytest.mark.parametrize("block", range(2))
 def test_the_stages_found_are_the_best_there_are(block):
-    """Eighty pipelines of every schedule, up to 16 GPUs, a quarter of them on bridged pairs.
+    """A dozen pipelines of several schedules, up to 16 GPUs, a quarter of them on bridged pairs.
 
     Layers, recomputation, overlap modes and the order of the GPUs together. Where nothing fits, the solver says so; nothing
     is below the bound.
     """
     answered = 0
-    for seed in range(block * 20, block * 20 + 20):
+    for seed in range(block * 6, block * 6 + 6):
         screening, plan = draw(seed)
         recomputes = ("none", "full")
         columns = settings_of(screening, plan)
@@ -160,9 +163,33 @@ def test_the_stages_found_are_the_best_there_are(block):
         found = solved(screening, columns, recomputes)
 
         assert found.step_s == pytest.approx(least, rel=1e-9), (seed, plan, found)
-        assert found.bound_s <= least, (seed, plan, found)
+        assert found.bound_s <= least * (1 + 1e-12), (seed, plan, found)
         answered += np.isfinite(least)
-    assert answered >= 8
+    assert answered >= 2
+
+
+@pytest.mark.parametrize("seed", range(40, 56))
+def test_no_assignment_is_quicker_than_its_bound_and_many_are_accounted_for_as_one_is(seed):
+    """Up to 48 assignments of each pipeline, whether they fit or not."""
+    screening, plan = draw(seed)
+    roomy = replace(screening.scenario.cluster.gpu_kinds[0], memory_bytes=1 << 40)
+    cluster = replace(screening.scenario.cluster, gpu_kinds=(roomy,))
+    screening = Screening(replace(screening.scenario, cluster=cluster))
+    columns = plan_columns([plan])
+    costs = cost_blocks(screening, [plan], columns, ("none", "full"))
+    freedom = stage_freedom(ANY, plan, screening.scenario.model, ("none", "full"))
+    pipeline = build_pipeline(screening, costs, 0, freedom, float("inf"))
+    bounds = AssignmentBounds(pipeline)
+    every, _ = bounds.below(float("inf"), 48)
+    plans = [pipeline.plan_with(pipeline.options.take(rows)) for rows in every]
+    step_s = account_assignments(pipeline.inputs, [pipeline.accounted(one) for one in plans]).total_s
+    bound_s = np.array([bounds.bound_s(rows) for rows in every])
+    alone = estimate_plans(screening.scenario, plans[-2:])
+    least = bounds.least(float("inf"))
+
+    assert (bound_s <= step_s * (1 + 1e-12)).all()
+    assert least is None or least[0] <= bound_s.min() * (1 + 1e-12)
+    np.testing.assert_allclose(step_s[-2:], alone.step_s - alone.breakdown_s["allocator"], rtol=1e-12)
 
 
 def test_a_framework_that_cannot_tell_stages_apart_keeps_its_plan():
@@ -189,7 +216,7 @@ def test_only_the_stages_that_need_it_recompute():
 
 
 def test_the_same_pipeline_has_the_same_filling_every_time():
-    """Ties between equal ranks included: a fixed seed, one thread, and a limit in the solver's own time."""
+    """Ties between equal ranks included."""
     model = replace(TINY, layers=22, hidden=2048, head_dim=256, ffn=8192, vocab=128000)
     screening = Screening(
         Scenario(
@@ -202,9 +229,9 @@ def test_the_same_pipeline_has_the_same_filling_every_time():
     columns = plan_columns([Plan(pp=8, schedule="1F1B")])
     first, second = (solved(screening, columns, ("none", "full")) for _ in range(2))
 
-    assert first.solver
+    assert first.accounted
     assert first == second
-    assert first.bound_s == pytest.approx(first.step_s, rel=1e-7)
+    assert first.bound_s <= first.step_s <= 1.02 * first.bound_s
 
 
 def test_layers_stay_where_the_runtime_puts_them_when_dense_ones_lie_between_sparse_ones() -> None:

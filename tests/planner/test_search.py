@@ -90,7 +90,7 @@ def test_every_plan_listed_is_next_best(llama8b, cluster, workload, every_plan):
     listed = {}
     for ranked in result.plans:
         listed[kin(ranked.plan)] = min(listed.get(kin(ranked.plan), np.inf), ranked.estimate.step_s.value)
-        if ranked.plan.layers_per_stage:  # filled by CP-SAT, which only goes beyond the list where that is quicker
+        if ranked.plan.layers_per_stage:  # filled, which only goes beyond the list where that is quicker
             best[kin(ranked.plan)] = min(best[kin(ranked.plan)], ranked.estimate.step_s.value)
 
     # Where merging kin leaves fewer than were asked for, the list is filled with some of them.
@@ -229,7 +229,7 @@ def listed(request):
 
 @pytest.mark.parametrize(("name", "size"), CHUNKS)
 def test_chunks_do_not_change_the_answer(listed, monkeypatch, name, size):
-    """Byte for byte, account included; some of the plans listed have layers that CP-SAT put on their stages."""
+    """Byte for byte, account included; some of the plans listed have layers that were assigned to their stages."""
     objective, whole = listed
     monkeypatch.setattr(f"planner.search.plan_space.{name}", size)
     parts = suggest(whole.question, SearchOptions(objective=objective, simulate=False, top=5))

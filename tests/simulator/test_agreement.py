@@ -51,7 +51,7 @@ def test_traffic_that_nothing_hides_takes_as_long(network) -> None:
     )
     plan = Plan(dp_shard=16, recompute="full")
 
-    step_s = estimate_plans(asked, [plan], counted=True).step_s[0]
+    step_s = estimate_plans(asked, [plan]).step_s[0]
     assert step_s == pytest.approx(simulate_plan(asked, plan, spans=False).estimate.step_s.value, rel=0.01)
 
 
@@ -66,7 +66,7 @@ def test_shards_and_replicas_share_the_way_out_of_a_node(network) -> None:
     )
     plan = Plan(dp_replicate=2, dp_shard=16)
 
-    step_s = estimate_plans(asked, [plan], counted=True).step_s[0]
+    step_s = estimate_plans(asked, [plan]).step_s[0]
     assert step_s == pytest.approx(simulate_plan(asked, plan, spans=False).estimate.step_s.value, rel=0.015)
 
 
@@ -78,7 +78,7 @@ def test_products_that_run_again_hide_as_much_as_those_before(mode) -> None:
     asked = Scenario(model=model, cluster=machine, workload=workload, runtime=runtime)
     plan = Plan(tp=4, sequence_parallel=True, tp_overlap=mode, recompute="selective")
 
-    step_s = estimate_plans(asked, [plan], counted=True).step_s[0]
+    step_s = estimate_plans(asked, [plan]).step_s[0]
     assert step_s == pytest.approx(simulate_plan(asked, plan, spans=False).estimate.step_s.value, rel=0.015)
 
 
@@ -98,5 +98,5 @@ def test_gradients_of_two_stages_go_one_after_the_other(runtime, sharding, sched
     )
     plan = Plan(**sharding, pp=2, virtual_stages=2, schedule=schedule)
 
-    step_s = estimate_plans(asked, [plan], counted=True).step_s[0]
+    step_s = estimate_plans(asked, [plan]).step_s[0]
     assert step_s == pytest.approx(simulate_plan(asked, plan, spans=False).estimate.step_s.value, rel=0.02)

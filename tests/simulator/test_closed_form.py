@@ -52,12 +52,11 @@ def test_columns_equal_one_plan_at_a_time() -> None:
         assert together.estimate(index).breakdown_s == pytest.approx(alone.estimate(0).breakdown_s, rel=1e-9)
 
 
-def test_breakdown_adds_up_and_bounds_hold() -> None:
+def test_breakdown_adds_up() -> None:
     got = table(PLANS)
     total = sum(got.breakdown_s.values())
 
     np.testing.assert_allclose(total, got.step_s, rtol=1e-12)
-    assert (got.lower_bound_s <= got.step_s).all()
     assert all((column >= 0).all() for column in got.breakdown_s.values())
     exposed = sum(got.exposed_by_axis_s.values())
     np.testing.assert_allclose(exposed, got.breakdown_s["exposed_communication"], rtol=1e-12)

@@ -1,13 +1,12 @@
-"""Layers on stages, bubbles and micro batches in flight, against the papers' formulas and a replay of the schedule."""
+"""Layers on stages and micro batches in flight, against the papers' formulas and a replay of the schedule."""
 
-import numpy as np
 import pytest
 
 from simulator.columns.plan_table import plan_table
 from simulator.config.hf_config import load_model
 from simulator.config.plan import Plan
 from simulator.config.workload import Workload
-from simulator.pipeline.stages import bubble_s, in_flight, rank_of_stage, stage_layers, stage_layout
+from simulator.pipeline.stages import in_flight, rank_of_stage, stage_layers, stage_layout
 from simulator.runtimes.library import runtime_spec
 
 TITAN = runtime_spec("torchtitan").pipeline
@@ -46,26 +45,6 @@ def test_leading_dense_layers_stay_on_the_first_stage() -> None:
 
     assert layout.dense[0].tolist() == [3, 0, 0, 0]
     assert layout.moe[0].sum() == 58
-
-
-def bubble(schedule: str, *, pp: int, m: int, v: int = 1, f: float = 1.0, b: float = 1.0, w: float = 1.0) -> float:
-    plan = Plan(pp=pp, schedule=schedule, virtual_stages=v)
-    table = plan_table([plan], Workload(seq_len=8, global_batch_size=m))
-    one = np.ones(1)
-    return float(bubble_s(table, f * one, b * one, w * one)[0])
-
-
-@pytest.mark.parametrize(("pp", "m"), [(2, 4), (4, 8), (8, 64)])
-def test_bubbles_of_published_schedules(pp: int, m: int) -> None:
-    """With tF = 1, tB = tW = 1: 1F1B (p-1)(F+B+W); interleaved over v; ZB-H1 (p-1)(F+B-W); ZB-V none."""
-    assert bubble("GPipe", pp=pp, m=m) == bubble("1F1B", pp=pp, m=m) == 3 * (pp - 1)
-    assert bubble("Interleaved1F1B", pp=pp, m=m, v=3) == pp - 1
-    assert bubble("ZBH1", pp=pp, m=m) == pp - 1
-    assert bubble("ZBVZeroBubble", pp=pp, m=m, v=2) == 0
-
-
-def test_a_single_stage_has_no_bubble() -> None:
-    assert bubble("", pp=1, m=8) == 0
 
 
 def replay_1f1b(pp: int, m: int, rank: int) -> int:

@@ -88,7 +88,7 @@ def test_the_account_waits_where_the_simulation_does(seq_len: int, recompute: st
     plan = Plan(dp_shard=4, ep=4, recompute=recompute, micro_batch_size=1)
     question = scenario(seq_len)
 
-    account = estimate_plans(question, [plan], counted=True).step_s[0]
+    account = estimate_plans(question, [plan]).step_s[0]
 
     assert account == pytest.approx(simulate_plan(question, plan, detail=Detail.LAYER).run.step_s, rel=0.04)
 

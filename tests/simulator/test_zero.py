@@ -55,16 +55,14 @@ def test_replayed_memory_is_within_a_sixteenth_of_what_was_reserved(plan, model,
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("batch", [8, 32])
-def test_sums_account_and_simulation_agree(stage, batch, recompute):
+def test_account_and_simulation_agree(stage, batch, recompute):
     asked = scenario(batch=batch)
     plan = Plan(dp_replicate=8, zero_stage=stage, recompute=recompute)
     simulated = simulate_plan(asked, plan).estimate
-    counted, summed = (estimate_plans(asked, [plan], counted=counted) for counted in (True, False))
+    counted = estimate_plans(asked, [plan])
 
     assert counted.step_s[0] == pytest.approx(simulated.step_s.value, rel=0.03)
     assert counted.peak_bytes[0] == pytest.approx(simulated.memory.peak_bytes.value, rel=0.02)
-    assert summed.step_s[0] == pytest.approx(simulated.step_s.value, rel=0.03)
-    assert summed.peak_bytes[0] == pytest.approx(simulated.memory.peak_bytes.value, rel=0.05)
 
 
 def test_even_a_short_network_goes_through_whole_buckets():

@@ -19,7 +19,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.search.plan_space.candidates import Nodes
-from simulator.closed_form.data_parallel import FSDP_OPS, sm_share
 from simulator.closed_form.layer_cost import BlockCost
 from simulator.closed_form.screening import Screening
 from simulator.columns.plan_columns import distinct
@@ -48,7 +47,7 @@ def with_overlap_by_site(screening: Screening, nodes: Nodes, framework: Framewor
     shared = screening.blocks(table, recomputes)
     costs = shared.take(np.arange(len(several)))
     some = np.zeros(1, dtype=np.intp)
-    share = sm_share(screening.plans(several.take(some), shared, some).context, *FSDP_OPS)
+    share = screening.plans(several.take(some), shared, some).context.hidden_share
     figures = _pass_times(screening, costs, share, (len(first), len(tried)))
     masks: dict[str, NDArray[np.bool_]] = {NONE: ~legal}
     for number in range(len(first)):

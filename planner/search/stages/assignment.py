@@ -21,7 +21,6 @@ from planner.search.plan_space.candidates import NODE_FIELDS, Nodes, plan_of
 from planner.search.plan_space.screened import grids_of
 from planner.search.stages.options import cost_blocks
 from planner.search.stages.solver import solve_stages
-from simulator.closed_form.estimates import estimate_plans
 from simulator.closed_form.screening import Screening
 from simulator.columns.plan_columns import PlanColumns, concatenate, distinct
 from simulator.config.plan import MESH_AXES, Plan
@@ -94,7 +93,7 @@ def assign_stages(
         gap = max(gap, found.gap)
         if found.plan is None:
             continue
-        step_s = _full_step_s(screening, found.plan)
+        step_s = found.step_s + found.flush_s
         if step_s < limit:
             better.append((found.plan, step_s))
             best[own_grid] = step_s
@@ -140,11 +139,6 @@ def _least_steps_s(screening: Screening, columns: PlanColumns, recomputes: Seque
         for word in recomputes
     ]
     return np.asarray(np.min(steps, axis=0))
-
-
-def _full_step_s(screening: Screening, plan: Plan) -> float:
-    """Return the full expected step of a plan in seconds."""
-    return float(estimate_plans(screening.scenario, [plan]).step_s[0])
 
 
 def _best_settings(

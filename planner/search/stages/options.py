@@ -1,14 +1,11 @@
-"""The options of every rank of one pipeline, costed by the closed form; `planner.search.stages.solver` chooses among
-them.
+"""The options of every rank of one pipeline, each with what it alone says of the step at least.
 
 An option of a rank is a number of layers, how many of them are leading dense layers (before those with experts), and a
-recompute mode for each of its stages. In the closed form a step is the sum of terms of the slowest rank, a bubble that
-sums over the other ranks, and the optimizer of the rank that takes longest over it. It is therefore enough to cost each
-option once, as if its rank were the slowest. The costs are those of `simulator.closed_form.step_cost`, one option per
-row.
+recompute mode for each of its stages. Which options together are quickest only the account of the step tells
+(`simulator.closed_form.account`); which need not be looked at is told by the lower bound of a step
+(`simulator.closed_form.lower_bound`), one option per row.
 
-With several stages per rank, layers are spread over them as evenly as possible, first stages first: uneven stages would
-stall each other in every round, which these sums do not model.
+With several stages per rank, layers are spread over them as evenly as possible, first stages first.
 """
 
 from __future__ import annotations
@@ -21,10 +18,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.closed_form.data_parallel import FSDP_OPS, sm_share
+from simulator.closed_form.account import AccountInputs
 from simulator.closed_form.memory import memory_columns
-from simulator.closed_form.screening import ScreenedPlans, Screening, SharedBlocks
-from simulator.closed_form.step_cost import RankSum, micro_batches, rank_seconds, step_cost
+from simulator.closed_form.screening import ROUNDED, ScreenedPlans, Screening, SharedBlocks
 from simulator.columns.plan_columns import PlanColumns
 from simulator.columns.plan_table import Floats
 from simulator.config.model import Model
@@ -68,11 +64,8 @@ class RankOptions:
     """The options of all ranks of one pipeline that fit into memory, one per entry, ordered by rank.
 
     An option has `layers`, `first_stage_layers` of them on the rank's first stage, and `dense` leading dense layers (0
-    where all layers are of one kind); `mode_mix` is an index into `Pipeline.mode_mixes`. `forward`, `input_s` and
-    `weight_s` are the seconds of one micro batch forward, and backward with respect to inputs and weights. `device_s`
-    is the step without bubble, host and optimizer if this rank is the slowest; `device_least_s` the same at the highest
-    clock that idle moments allow. `optimizer_s` is the optimizer. Host seconds are as in `HostTime`: it takes
-    `host_before_s`, and is late by `host_late_s` without a bubble and by `host_first_s` at least.
+    where all layers are of one kind); `mode_mix` is an index into `Pipeline.mode_mixes`. The seconds are those of
+    `simulator.closed_form.lower_bound.RankBounds`.
     """
 
     rank: Ints
@@ -80,23 +73,19 @@ class RankOptions:
     first_stage_layers: Ints
     dense: Ints
     mode_mix: Ints
-    forward: Floats
-    input_s: Floats
-    weight_s: Floats
-    device_s: Floats
-    device_least_s: Floats
-    optimizer_s: Floats
-    host_late_s: Floats
-    host_first_s: Floats
-    host_before_s: Floats
+    own_s: Floats
+    tail_s: Floats
+    put_off_s: Floats
+    passing_s: Floats
+    alone_s: Floats
 
     def __len__(self) -> int:
         return len(self.rank)
 
     @property
-    def seconds(self) -> Floats:
-        """Seconds of one micro batch, forward and backward."""
-        return self.forward + self.input_s + self.weight_s
+    def at_least_s(self) -> Floats:
+        """What the step takes at least, however little other ranks do."""
+        return np.maximum(self.own_s + self.tail_s, self.alone_s)
 
     def take(self, which: Any) -> RankOptions:
         """Return the options that `which` (a mask or indices) selects."""
@@ -107,17 +96,24 @@ class RankOptions:
 class Pipeline:
     """One pipeline and the options of its ranks.
 
-    `runtime_layers` are the layers of each stage where the runtime splits them, empty where they are free. With
-    `synchronizes` the host never runs ahead of the device, so a bubble hides none of its lateness.
+    `runtime_layers` are the layers of each stage where the runtime splits them, empty where they are free. `fixed_s` comes
+    on top of what options say of a step, and `inputs` are what its account rests on.
     """
 
     plan: Plan  # without layers or recompute modes by stage
     layers: int
     leading_dense_layers: int  # dense layers before those with experts; 0 where they need not be told apart
     mode_mixes: tuple[tuple[str, ...], ...]  # recompute modes of a rank's stages, first stage first
+    canonical: dict[str, str]  # modes as the runtime's description names them
     options: RankOptions
     runtime_layers: tuple[int, ...]
-    synchronizes: bool
+    fixed_s: float
+    inputs: AccountInputs
+
+    def accounted(self, plan: Plan) -> Plan:
+        """Return a plan of this pipeline with its modes as the runtime's description names them."""
+        modes = tuple(self.canonical[word] for word in plan.recompute_per_stage)
+        return replace(plan, recompute=self.canonical[plan.recompute], recompute_per_stage=modes)
 
     def plan_with(self, options: RankOptions) -> Plan:
         """Return the plan in which every rank has its option of `options`, one per rank."""
@@ -164,7 +160,7 @@ def cost_blocks(screening: Screening, plans: Sequence[Plan], columns: PlanColumn
 def build_pipeline(
     screening: Screening, costs: CostedPlans, number: int, freedom: StageFreedom, cutoff_s: float
 ) -> Pipeline | None:
-    """Return the options of the ranks of plan `number`, without those that take `cutoff_s` or more by themselves.
+    """Return the options of the ranks of plan `number`, without those with which a step takes `cutoff_s` or more.
 
     None where the ranks together do not have memory for all layers.
     """
@@ -179,7 +175,7 @@ def build_pipeline(
         else _runtime_layer_counts(model, plan, runtime_layers)
     )
     counts = counts.with_mixes(len(mixes))
-    words = [canonical_recompute(word, screening.scenario.runtime) for word in freedom.modes]
+    words = [_canonical(screening, word) for word in freedom.modes]
     modes = np.array([[freedom.modes.index(word) for word in mix] for mix in mixes])[counts.mode_mix]
     memory = memory_columns(
         model, single.operators, single.context, counts.as_one_row(plan, modes, words), single.blocks, single.parameters
@@ -192,19 +188,25 @@ def build_pipeline(
     counts, modes = counts.take(fits), modes[fits]
     rows = np.full(len(fits), number)
     costed = screening.plans(costs.columns.take(rows), costs.shared, rows)
-    options, synchronizes = _cost_options(model, costed, counts, counts.as_rows(plan, modes, words))
-    below_cutoff = (
-        np.isfinite(options.device_least_s) & np.isfinite(options.seconds) & (options.device_least_s < cutoff_s)
-    )
+    options, fixed_s = _bounded_options(costed, counts, counts.as_rows(plan, modes, words))
+    at_least_s = options.at_least_s + fixed_s
+    below_cutoff = np.isfinite(at_least_s) & np.isfinite(options.passing_s) & (at_least_s < cutoff_s)
     return Pipeline(
         plan=plan,
         layers=model.layers,
         leading_dense_layers=_leading_dense_layers(model) if freedom.layers else 0,
         mode_mixes=mixes,
+        canonical=dict(zip(freedom.modes, words, strict=True))
+        | {plan.recompute: _canonical(screening, plan.recompute)},
         options=options.take(below_cutoff),
         runtime_layers=() if freedom.layers else runtime_layers,
-        synchronizes=synchronizes,
+        fixed_s=fixed_s,
+        inputs=single.inputs,
     )
+
+
+def _canonical(screening: Screening, word: str) -> str:
+    return canonical_recompute(word, screening.scenario.runtime)
 
 
 def _mode_mixes(modes: Sequence[str], stages: int) -> tuple[tuple[str, ...], ...]:
@@ -329,38 +331,31 @@ def _runtime_layer_counts(model: Model, plan: Plan, layers_of_stage: Sequence[in
     )
 
 
-def _cost_options(
-    model: Model, plans: ScreenedPlans, counts: _LayerCounts, layout: StageLayout
-) -> tuple[RankOptions, bool]:
-    """Return the entries with their costs, and whether the host of this runtime synchronizes with the device."""
-    operators, context, parameters, blocks = plans.operators, plans.context, plans.parameters, plans.blocks
+def _bounded_options(plans: ScreenedPlans, counts: _LayerCounts, layout: StageLayout) -> tuple[RankOptions, float]:
+    """Return the entries with what they say of the step at least, and the seconds that come on top whatever they are."""
+    column = np.where(counts.rank == 0, 0, 1)
+    every = np.arange(len(column))
+    first_stage = counts.sizes[:, 0]
     with np.errstate(invalid="ignore"):
-        micro = micro_batches(model, operators, context, layout, blocks, parameters)
-        step = step_cost(operators, context, layout, parameters, micro)
-        rank_sum = RankSum(layout=layout, table=plans.table, blocks=blocks, has_moe="moe" in blocks)
-        seconds, weight = rank_seconds(rank_sum, operators.spec), rank_sum.of("backward.weight_s").sum(axis=1)
-    parts, host = step.breakdown_s, micro.host
-    arithmetic = parts["compute"] + parts["recompute"]
-    alone = step.total_s - parts["host"] - parts["optimizer"] - micro.bubble
-    # Work of the device that a late host does not delay; see `HostTime.seconds`.
-    device_busy_s = parts["copies"] + parts["contention"] - micro.hidden * sm_share(context, *FSDP_OPS)
-    device_busy_s = device_busy_s - (1 / step.clocks - 1) * arithmetic
-    late = np.where(host.synchronizes, host.late, host.late + micro.bubble - device_busy_s)
-    early = counts.sizes[:, 0] if counts.distinguishes_dense else np.zeros_like(counts.rank)
+        bound = plans.lower_bound(layout)
+        ranks = bound.of_ranks(first_stage[:, None].astype(np.float64))
+        fixed_s = float(bound.fixed_s()[0]) * ROUNDED
+
+    def seconds(name: str) -> Floats:
+        return np.asarray(getattr(ranks, name)[every, column])
+
+    told_apart = counts.distinguishes_dense
+    none = np.zeros_like(counts.rank)
     options = RankOptions(
         rank=counts.rank,
         layers=counts.sizes.sum(axis=1),
-        first_stage_layers=early,
-        dense=counts.dense.sum(axis=1) if counts.distinguishes_dense else np.zeros_like(counts.rank),
+        first_stage_layers=first_stage if told_apart else none,
+        dense=counts.dense.sum(axis=1) if told_apart else none,
         mode_mix=counts.mode_mix,
-        forward=seconds.forward.sum(axis=1),
-        input_s=seconds.backward.sum(axis=1) - weight,
-        weight_s=weight,
-        device_s=alone,
-        device_least_s=alone - arithmetic * (1 - micro.clocks_at_least / step.clocks),
-        optimizer_s=micro.optimizer,
-        host_late_s=late,
-        host_first_s=np.zeros_like(late) + host.first,
-        host_before_s=np.zeros_like(late) + host.before,
+        own_s=seconds("own_s") * ROUNDED,
+        tail_s=seconds("tail_s") * ROUNDED,
+        put_off_s=seconds("put_off_s"),
+        passing_s=seconds("passing_s") * ROUNDED,
+        alone_s=seconds("alone_s") * ROUNDED,
     )
-    return options, bool(host.synchronizes.all())
+    return options, fixed_s
