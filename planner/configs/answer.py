@@ -14,7 +14,7 @@ from planner.explain.plan_answer import PlanAnswer, answer_plan
 from planner.export.mapping import PLAN_FACTS, RUNTIME_FACTS, Facts, read
 from planner.io.inputs import read_cluster
 from planner.question.case_runtime import resolve_runtime
-from planner.question.cases import SEQ_LEN, Case, complete_plan
+from planner.question.cases import SEQ_LEN, Case, all_assumed, complete_plan
 from planner.question.prediction import predict
 from planner.question.question import Question
 from planner.search.plan_space.candidates import Bounds
@@ -133,7 +133,8 @@ def check_text(
 
     `flags` is what is known beside the file. Without `changes` only the plan is judged, and without `search` only plans one
     change away are tried. Raises BadInput (exit 2) for a
-    text that cannot be read or whose model or cluster is not known.
+    text that cannot be read or whose model or cluster is not known, and Stale (exit 1) for a profile in doubt where it is
+    refused.
     """
     flags = flags or CheckFlags()
     asked = ask(text, where, flags, measured=measured)
@@ -151,6 +152,7 @@ def ask(text: str, where: str, flags: CheckFlags, *, measured: Calibrations = UN
     """Return the question that a configuration asks, without its answer. Raises BadInput as `check_text` does."""
     configuration = read_configuration(text, where, flags)
     model, cluster, gpus, assumed = _inputs(configuration, flags)
+    measured.check(cluster)
     try:
         given = _given(configuration, flags, model, cluster, gpus)
         facts = read(configuration.table, configuration.settings, given)
@@ -235,9 +237,8 @@ def _case(
         calibration=measured.on(cluster),
         gpus=facts["gpus"],
     )
-    return Case(
-        id=where, question=question, plan=plan, assumed=tuple(dict.fromkeys([*assumed, *from_runtime, *from_plan]))
-    )
+    said = all_assumed([*assumed, *from_runtime, *from_plan], plan, question, measured)
+    return Case(id=where, question=question, plan=plan, assumed=said)
 
 
 # Other plans.

@@ -145,7 +145,7 @@ def load_case(data: Mapping[str, Any], measured: Calibrations = UNMEASURED) -> C
         id=name,
         question=question,
         plan=plan,
-        assumed=_all_assumed(assumed, plan, question, measured),
+        assumed=all_assumed(assumed, plan, question, measured),
         measured=seen,
         outcome=outcome if isinstance(outcome, str) else None,
     )
@@ -182,7 +182,7 @@ def case_of_plan_file(path: Path, measured: Calibrations = UNMEASURED) -> Case:
     if measured.profile is not None and "profile" in content.fingerprints:
         require_fresh(content, profile=measured.profile)
     question = content.question(measured.on(content.cluster))
-    assumed = _all_assumed([], content.plan, question, measured)
+    assumed = all_assumed([], content.plan, question, measured)
     return Case(id=path.name, question=question, plan=content.plan, assumed=assumed, saved=content)
 
 
@@ -245,7 +245,7 @@ def case_from_flags(flags: Flags, measured: Calibrations = UNMEASURED) -> Case:
         gpus=count,
     )
     assumed += [*network.assumed, *implied, *from_runtime, *from_plan]
-    return Case(id="flags", question=question, plan=chosen, assumed=_all_assumed(assumed, chosen, question, measured))
+    return Case(id="flags", question=question, plan=chosen, assumed=all_assumed(assumed, chosen, question, measured))
 
 
 def require_pipeline(flags: Flags, plan: Plan) -> None:
@@ -257,7 +257,7 @@ def require_pipeline(flags: Flags, plan: Plan) -> None:
         )
 
 
-def _all_assumed(assumed: Sequence[str], plan: Plan, question: Question, measured: Calibrations) -> tuple[str, ...]:
+def all_assumed(assumed: Sequence[str], plan: Plan, question: Question, measured: Calibrations) -> tuple[str, ...]:
     """Return once each what was assumed: of the case, the machine, the profile, and overlap modes nobody measured."""
     lines = (
         *assumed,

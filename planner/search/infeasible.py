@@ -54,8 +54,11 @@ class ConstrainedQuestion:
     def screening(self) -> Screening:
         return Screening(self.question)
 
-    def gap(self) -> float:
-        """Return the bytes that the plan with least memory lacks; negative if it fits, infinite if no plan is legal."""
+    def gap(self, deadline: float | None = None) -> float:
+        """Return the bytes that the plan with least memory lacks; negative if it fits, infinite if no plan is legal.
+
+        With a deadline, of the plans that were looked at by then.
+        """
         try:
             nodes = self.nodes()
         except UserError:
@@ -63,7 +66,7 @@ class ConstrainedQuestion:
         if not len(nodes):
             return float("inf")
         screening = self.screening
-        return least_memory_plan(screening, nodes, self.recomputes)[0] - screening.capacity_bytes
+        return least_memory_plan(screening, nodes, self.recomputes, deadline)[0] - screening.capacity_bytes
 
     def best_rate(self, deadline: float | None = None) -> float:
         """Return tokens a second and GPU of the fastest plan that surely fits, else of the fastest that may, of those looked
@@ -98,8 +101,10 @@ class ConstrainedQuestion:
         return replace(self, question=replace(self.question, **changes))
 
 
-def least_memory_plan(screening: Screening, nodes: Nodes, recomputes: tuple[str, ...]) -> tuple[float, Plan]:
-    """Return (bytes reserved on the worst rank, plan) of the plan that needs least memory."""
+def least_memory_plan(
+    screening: Screening, nodes: Nodes, recomputes: tuple[str, ...], deadline: float | None = None
+) -> tuple[float, Plan]:
+    """Return (bytes reserved on the worst rank, plan) of the plan that needs least memory, of those looked at by a deadline."""
     shared = screening.blocks(nodes.columns, recomputes)
     least, plan = np.inf, None
     to_count: list[
@@ -117,7 +122,7 @@ def least_memory_plan(screening: Screening, nodes: Nodes, recomputes: tuple[str,
             batches = np.array_split(np.nonzero(counted)[0], -(-len(some_nodes) // SCHEDULES_AT_ONCE))
             to_count += [(float(reserved[few].min()), some.take(few), some_nodes[few]) for few in batches if len(few)]
     for bound, some, some_nodes in sorted(to_count, key=lambda part: part[0]):
-        if bound >= least:
+        if bound >= least or (plan is not None and over(deadline)):
             break
         reserved = screening.plans(some, shared, some_nodes).reserved_bytes()
         row = int(np.argmin(reserved))
@@ -381,7 +386,7 @@ def _first_fit(
             on = grow(n) if grow else with_gpus(cluster, n)
         except (UserError, ValueError):
             return float("inf"), None  # the cluster does not come in this size
-        return constrained.ask(cluster=on, gpus=n).gap(), on
+        return constrained.ask(cluster=on, gpus=n).gap(deadline), on
 
     for n in gpu_counts(cluster, least, limit, tried):
         if over(deadline):

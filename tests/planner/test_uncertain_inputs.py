@@ -157,7 +157,7 @@ def test_a_profile_in_doubt_is_said_and_refused_when_strict(profile, machine, sa
     assert doubts_of(FRESH, replace(DRIVER, findings=(finding("driver", INFO, "driver 570.1", "", "", ""),))) == []
 
 
-@pytest.mark.parametrize("command", [*PLANS, "validate", "compare"])
+@pytest.mark.parametrize("command", [*PLANS, "validate", "compare", "check"])
 def test_every_command_that_takes_a_profile_holds_it_against_the_cluster(
     planner, tmp_path, monkeypatch, command
 ) -> None:
@@ -172,10 +172,17 @@ def test_every_command_that_takes_a_profile_holds_it_against_the_cluster(
     }
     case |= {"workload": {"seq_len": 256, "global_batch_size": 8}, "runtime": {"name": "torchtitan"}}
     (tmp_path / "case.json").write_text(json.dumps(case))
-    arguments = {"validate": ("case.json",), "compare": ("case.json", "case.json")}.get(command, PLANS.get(command, ()))
+    (tmp_path / "run.sh").write_text(
+        "torchrun --nproc_per_node=8 -m torchtitan.train --module llama3 --config llama3_8b\n"
+    )
+    arguments = PLANS | {
+        "validate": ("case.json",),
+        "compare": ("case.json", "case.json"),
+        "check": ("run.sh", "--model", "tiny-llama", "--seq-len", "256", "--no-search"),
+    }
 
-    strict = planner(command, *arguments, "--profile", "old.json", "--strict", "--json")
-    said = planner(command, *arguments, "--profile", "old.json")
+    strict = planner(command, *arguments[command], "--profile", "old.json", "--strict", "--json")
+    said = planner(command, *arguments[command], "--profile", "old.json")
 
     assert said.returncode == 0
     assert "days ago" in said.stdout.replace("\n", " ") + said.stderr
