@@ -8,10 +8,12 @@ error.
 from __future__ import annotations
 
 import errno
+import math
 import os
 import sys
 import traceback
 from difflib import get_close_matches
+from functools import wraps
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,7 +23,7 @@ from typer.core import TyperGroup
 
 from planner.io.interrupts import EXIT_CODE as INTERRUPTED
 from planner.io.interrupts import raise_again
-from topology.errors import PlannerError
+from topology.errors import PlannerError, UserError
 
 HELP = """Plan multi-GPU training: probe the machine, predict every plan, choose one and say why.
 
@@ -106,8 +108,21 @@ class _OnDemand(TyperGroup):
 def _single(name: str, function: Any) -> Any:
     """Return a command as typer runs it."""
     single = typer.Typer(**SETTINGS, context_settings=CONTEXT)
-    single.command(name)(function)
+    single.command(name)(_finite(function))
     return typer.main.get_command(single)
+
+
+def _finite(function: Any) -> Any:
+    """Return a command that refuses numbers that are not finite: a lower limit stops neither nan nor 1e999."""
+
+    @wraps(function)
+    def command(**given: Any) -> Any:
+        for name, value in given.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise UserError(f"--{name.replace('_', '-')} is {value}", remedy="a finite number")
+        return function(**given)
+
+    return command
 
 
 app = typer.Typer(

@@ -148,13 +148,13 @@ def write_text(path: str | Path, text: str) -> None:
     """Write `text` atomically: to a temporary file beside `path`, flushed to disk, then renamed over it.
 
     The file keeps its permissions, a new one gets those of the umask. What earlier writers of this file left when they
-    were killed is removed. A device or a pipe is written to. Raises BadInput when the place cannot be written.
+    were killed is removed. A device, or a pipe that is read, is written to. Raises BadInput when the place cannot be written.
     """
     path = Path(path)
     temporary = path.with_name(f"{_temporary_prefix(path)}{os.getpid()}.{uuid.uuid4().hex[:8]}")
     try:
         if path.exists() and not path.is_file():
-            path.write_text(text, encoding="utf-8")
+            _write_in_place(path, text)
             return
         path.parent.mkdir(parents=True, exist_ok=True)
         _remove_abandoned(path)
@@ -169,6 +169,13 @@ def write_text(path: str | Path, text: str) -> None:
         raise BadInput(f"cannot write {str(path)[:200]}", why=why, remedy="choose another --out") from error
     finally:
         _remove(temporary)
+
+
+def _write_in_place(path: Path, text: str) -> None:
+    """Write to a device or a pipe. Of a pipe that nobody reads the system says so here, instead of waiting for a reader."""
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_NONBLOCK), "w", encoding="utf-8") as file:
+        os.set_blocking(file.fileno(), True)
+        file.write(text)
 
 
 def _temporary_prefix(path: Path) -> str:

@@ -172,3 +172,17 @@ def test_paths_that_are_no_files_are_bad_input(tmp_path):
         read_text("a\0b")
     with pytest.raises(BadInput, match="cannot read"):
         read_text("x" * 300)
+
+
+def test_a_pipe_is_written_to_if_somebody_reads_it(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(BadInput, match="cannot write"):
+        write_text(tmp_path / "pipe", "unread")
+
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    write_text(tmp_path / "pipe", "read")
+
+    assert os.read(reader, 100) == b"read"
+    os.close(reader)
+    write_text("/dev/null", "dropped")
+    assert Path("/dev/null").is_char_device()

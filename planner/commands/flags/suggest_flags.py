@@ -36,7 +36,7 @@ ObjectiveOption = Annotated[
     ),
 ]
 GpuPrice = Annotated[
-    float | None, typer.Option("--gpu-price", min=0.0, help="Price of a GPU for an hour, to cost tokens.")
+    float | None, typer.Option("--gpu-price", min=0.0, max=1e9, help="Price of a GPU for an hour, to cost tokens.")
 ]
 Tokens = Annotated[
     str | None, typer.Option("--tokens", help="Tokens of the whole run (2T, 300B): its days, energy and cost.")
