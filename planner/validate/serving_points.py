@@ -136,7 +136,7 @@ def _engine(row: ServingRow, assumed: list[str]) -> str:
 
 
 def _deployment(row: ServingRow, model: Model, assumed: list[str]) -> Deployment:
-    weights, cache = _formats(row, assumed)
+    weights, cache = _formats(row, model, assumed)
     if row.disagg:
         prefill, pool = _pool_apart(row, "prefill"), _pool_apart(row, "decode")
     else:
@@ -174,10 +174,12 @@ def _pool_apart(row: ServingRow, name: str) -> Pool:
     return Pool(engines=side.workers, tp=side.tp, pp=side.pp, ep=ep, dp_attention=side.dp_attention)
 
 
-def _formats(row: ServingRow, assumed: list[str]) -> tuple[str, str]:
+def _formats(row: ServingRow, model: Model, assumed: list[str]) -> tuple[str, str]:
     """Return (weights, cache) by the words of `precision` and, where it has none, the model's own name."""
     words = f"{row.precision or ''} {row.model}".lower()
-    if re.search(r"fp4|mxfp4", words):
+    if "mxfp4" in words or model.family == "gpt_oss":  # its checkpoints have no other format
+        weights = "mxfp4"
+    elif "fp4" in words:
         weights = "float4"
     elif "int4" in words:
         weights = "int4"

@@ -254,7 +254,7 @@ def _experts(reader: ConfigReader, layers: int) -> MixtureOfExperts | None:
     dense = tuple(i for i in range(layers) if i in only_dense or (i + 1) % step or i < first or i % every)
     listed = _layers_of_type(reader, layers, "mlp_layer_types", ("sparse", "dense"))
     dense = dense if listed is None else listed
-    per_token = reader.integer("num_experts_per_tok", "num_experts_per_token", "moe_topk")
+    per_token = reader.integer("num_experts_per_tok", "num_experts_per_token", "moe_topk", "experts_per_token")
     width = reader.integer(*family.expert_width_keys)
     shared = _shared_experts(reader, width)
     if experts == 0 or len(dense) == layers:
@@ -275,6 +275,7 @@ def _experts(reader: ConfigReader, layers: int) -> MixtureOfExperts | None:
         shared_ffn=shared,
         shared_gate=family.shared_gate and shared > 0,
         router_bias=family.router_bias,
+        expert_bias=family.expert_bias,
         dense_layers=len(dense),
         dense_layer_ids=dense,
     )

@@ -41,7 +41,7 @@ class MixtureOfExperts:
     ffn: int  # width of one expert
     shared_ffn: int = 0  # total width of the experts every token visits
     shared_gate: bool = False  # a scalar gate on the shared expert (qwen2-moe)
-    expert_bias: bool = False  # biases on the routed experts (transformers' classes have none, even with mlp_bias)
+    expert_bias: bool = False  # biases on the routed experts (of transformers' classes gpt-oss has them)
     router_bias: bool = False  # a per-expert selection bias (deepseek-v3's e_score_correction_bias)
     dense_layers: int = 0
     dense_layer_ids: tuple[int, ...] = ()  # indices from 0, in order
@@ -155,6 +155,11 @@ class Model:
         return h * (q + 2 * kv) + q * h
 
     @property
+    def attention_sinks(self) -> bool:
+        """Whether the softmax of each query head has a learned term that belongs to no key (gpt-oss)."""
+        return self.family == "gpt_oss"
+
+    @property
     def attention_parameters(self) -> int:
         """Parameters of one attention block without its norms before and after."""
         out_bias = self.hidden if self.attention_out_bias else 0
@@ -167,7 +172,8 @@ class Model:
         norms = 0
         if self.qk_norm:
             norms = q + kv if self.qk_norm_wide else 2 * self.head_dim
-        return self.attention_matmul_parameters + (q + 2 * kv if self.qkv_bias else 0) + out_bias + norms
+        sinks = self.heads if self.attention_sinks else 0
+        return self.attention_matmul_parameters + (q + 2 * kv if self.qkv_bias else 0) + out_bias + norms + sinks
 
     def mlp_matmul_parameters(self, width: int) -> int:
         """Weights of one feed-forward block's matrices: gate (if any), up and down."""

@@ -46,6 +46,7 @@ class Family:
     expert_width_keys: tuple[str, ...] = ("moe_intermediate_size",)
     shared_gate: bool = False
     router_bias: bool = False
+    expert_bias: bool = False
     shared_experts: int | None = None  # default of n_shared_experts; None: the family has none unless it says so
     shared_expert_width: int | None = None  # default of shared_expert_intermediate_size
     dense_first: int = 0  # default of first_k_dense_replace
@@ -206,6 +207,21 @@ FAMILIES: dict[str, Family] = {
         sliding="five-of-six",
         sliding_window=4096,
     ),
+    "gpt_oss": Family(
+        config_class="GptOssConfig",
+        kv_heads=8,
+        head_dim=64,
+        qkv_bias=True,
+        qkv_bias_key="attention_bias",
+        out_bias=True,
+        out_bias_key="attention_bias",
+        experts="required",
+        expert_width_keys=("intermediate_size",),
+        expert_bias=True,
+        router_bias=True,
+        sliding="every-other",
+        sliding_window=128,
+    ),
     "phi3": Family(config_class="Phi3Config", sliding="all"),
     "olmo2": Family(
         config_class="Olmo2Config",
@@ -252,7 +268,7 @@ IRRELEVANT = frozenset({
     "chunk_size_feed_forward", "max_length", "min_length", "temperature", "top_k", "top_p", "do_sample",
     "begin_suppress_tokens", "suppress_tokens", "prefix", "finetuning_task", "torchscript", "tie_encoder_decoder",
     "attention_type", "use_flash_attn", "flash_attn", "mamba_ssm_dtype", "seq_length", "unsloth_version",
-    "unsloth_fixed",
+    "unsloth_fixed", "initial_context_length", "swiglu_limit",
     "qk_head_dim", "embd_layer_norm", "tf_legacy_loss", "use_bfloat16", "trust_remote_code",
 })  # fmt: skip
 
@@ -262,7 +278,7 @@ SHAPE_CHANGING = frozenset({
     "text_config", "vision_config", "audio_config", "encoder", "is_encoder_decoder", "add_cross_attention",
     "cross_attention_layers", "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
     "n_shared_experts", "num_shared_experts", "shared_expert_intermediate_size", "num_experts", "num_local_experts",
-    "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step", "mlp_only_layers",
+    "n_routed_experts", "num_experts_per_tok", "experts_per_token", "moe_intermediate_size", "decoder_sparse_step", "mlp_only_layers",
     "mlp_layer_types",
     "first_k_dense_replace", "moe_layer_freq", "layer_types", "hybrid_override_pattern", "full_attention_interval",
     "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",

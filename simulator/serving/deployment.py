@@ -7,8 +7,23 @@ from dataclasses import dataclass
 from simulator.serving.measured import MeasuredServing
 
 # Bytes of one weight as the format stores it, scales included: one float8 scale for 16 weights in nvfp4 (NVIDIA, "Introducing
-# NVFP4"), one 16-bit scale for 128 in int4 as AutoGPTQ and AWQ write it by default.
-WEIGHT_BYTES = {"bfloat16": 2.0, "float16": 2.0, "float8": 1.0, "float4": 0.5 + 1 / 16, "int4": 0.5 + 2 / 128}
+# NVFP4"), one 16-bit scale for 128 in int4 as AutoGPTQ and AWQ write it by default, one 8-bit scale for 32 in mxfp4 (OCP
+# Microscaling Formats 1.0), which checkpoints use for routed experts alone (modules_to_not_convert of gpt-oss).
+WEIGHT_BYTES = {
+    "bfloat16": 2.0,
+    "float16": 2.0,
+    "float8": 1.0,
+    "float4": 0.5 + 1 / 16,
+    "mxfp4": 0.5 + 1 / 32,
+    "int4": 0.5 + 2 / 128,
+}
+
+
+def dense_format(weights: str) -> str:
+    """Return the format of weights outside routed experts."""
+    return "bfloat16" if weights == "mxfp4" else weights
+
+
 CACHE_BYTES = {"bfloat16": 2.0, "float16": 2.0, "float8": 1.0}
 
 

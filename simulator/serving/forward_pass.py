@@ -7,6 +7,7 @@ of a query and a key) and attention of answers (by cached keys).
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
@@ -14,7 +15,7 @@ from simulator.collectives.cost import CollectiveModel
 from simulator.collectives.measured import MeasuredCollectives
 from simulator.columns.plan_table import Floats
 from simulator.config.model import LayerKind, Model
-from simulator.serving.deployment import CACHE_BYTES, Deployment, Pool
+from simulator.serving.deployment import CACHE_BYTES, Deployment, Pool, dense_format
 from simulator.serving.engine import Engine, engine_of
 from simulator.serving.kernels import Kernels
 from simulator.serving.measured import MeasuredSteps, Ratio, scaled
@@ -229,7 +230,8 @@ class ForwardPass:
         return block | self._block_collectives(tokens, local, sparse=kind.sparse)
 
     def _attention_products(self, rows: Floats) -> Floats:
-        model, product, tp = self.model, self.kernels.product, self.pool.tp
+        model, tp = self.model, self.pool.tp
+        product = partial(self.kernels.product, stored=dense_format(self.deployment.weights))
         h, heads = model.hidden, model.heads / tp
         if model.latent:
             m = model.latent
@@ -242,7 +244,8 @@ class ForwardPass:
 
     def _mlp(self, rows: Floats, width: float) -> Floats:
         h, f = self.model.hidden, width / self.pool.tp
-        return self.kernels.product(rows, (2 if self.model.gated_mlp else 1) * f, h) + self.kernels.product(rows, h, f)
+        product = partial(self.kernels.product, stored=dense_format(self.deployment.weights))
+        return product(rows, (2 if self.model.gated_mlp else 1) * f, h) + product(rows, h, f)
 
     def _experts(self, tokens: Floats, local: Floats) -> Floats:
         model, pool = self.model, self.pool

@@ -16,7 +16,7 @@ from simulator.serving.deployment import WEIGHT_BYTES
 from topology.cluster import GpuKind
 
 # Tensor cores multiply float4 at twice the rate of float8 from Blackwell on (NVIDIA Blackwell architecture brief: 9 against
-# 4.5 PFLOP/s dense); before it, and for int4, weights are widened to 16 bits inside the product.
+# 4.5 PFLOP/s dense); before it, and for int4 and mxfp4, weights are widened to 16 bits inside the product.
 FLOAT4_FROM = 100
 # The least of the datasheet's memory rate that reading weights and caches reaches: kernels that only stream reach 0.85 to 0.92
 # over generations (stas00/ml-engineering, compute/accelerator, BabelStream). Blackwell's rate in efficiency.toml is of kernels
@@ -45,6 +45,8 @@ class Kernels:
         capability = self.gpu.compute_capability
         if self.weights == "float4" and capability >= FLOAT4_FROM:
             return "float4"
+        if self.weights == "mxfp4" and capability >= FLOAT4_FROM:  # activations have 8 bits
+            return "float8"
         if self.weights in {"float4", "float8"} and capability >= FLOAT8_FROM and self.gpu.peak_flops.get("float8"):
             return "float8" if self.weights == "float8" else "bfloat16"
         return "bfloat16"

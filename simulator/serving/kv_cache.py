@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from simulator.config.model import Model
-from simulator.serving.deployment import WEIGHT_BYTES, Deployment, Pool
+from simulator.serving.deployment import WEIGHT_BYTES, Deployment, Pool, dense_format
 from simulator.serving.engine import engine_of
 from simulator.serving.forward_pass import cache_bytes_per_token
 from topology.cluster import Cluster
@@ -37,7 +37,7 @@ class CacheCapacity:
 
 def weight_bytes(model: Model, pool: Pool, weights: str) -> float:
     """Return bytes of weights on one GPU of an engine. Embedding, head, norms and routers stay 16 bits wide."""
-    wide, stored = WEIGHT_BYTES["bfloat16"], WEIGHT_BYTES[weights]
+    wide, stored, routed = WEIGHT_BYTES["bfloat16"], WEIGHT_BYTES[dense_format(weights)], WEIGHT_BYTES[weights]
     ends = (model.embedding_parameters + model.head_parameters) * wide / pool.tp
     attention = model.layers * model.attention_matmul_parameters * stored
     if model.latent:  # compressing projections are repeated on each rank
@@ -49,7 +49,7 @@ def weight_bytes(model: Model, pool: Pool, weights: str) -> float:
     dense = model.dense_layers * model.mlp_matmul_parameters(model.ffn) * stored / pool.tp
     sparse = 0.0
     if model.moe:
-        experts = model.expert_parameters * stored / pool.ranks
+        experts = model.expert_parameters * routed / pool.ranks
         shared = model.mlp_matmul_parameters(model.moe.shared_ffn) * stored / pool.tp if model.moe.shared_ffn else 0.0
         sparse = model.moe_layers * (experts + shared + model.hidden * model.moe.experts * wide)
     norms = model.layers * model.block_norm_parameters * wide

@@ -204,9 +204,12 @@ def test_separated_engines_start_on_their_own_gpus_behind_a_router_that_knows_th
     assert modes == ["prefill", "decode", "decode"]
     assert router[router.index("--prefill") + 2] == engines[0][-1]
 
-    for refused, gpus in ((replace(plan, engine="vllm"), 8), (plan, 4)):
+    for refused, gpus in ((replace(plan, engine="trtllm"), 8), (plan, 2)):
         with pytest.raises(Infeasible):
             serving_files(refused, "m", longest=4096, gpus_per_node=gpus)
+    assert set(serving_files(plan, "m", longest=4096, gpus_per_node=4)) == {
+        "kubernetes.yaml"
+    }  # pods go to several nodes
 
 
 ENGINE_POOLS = [("vllm", Pool(tp=2)), ("vllm", Pool(dp_attention=8, ep=8)), ("sglang", Pool(tp=4, pp=2)), ("sglang", Pool(dp_attention=4, ep=4)), ("trtllm", Pool(tp=8, ep=8))]  # fmt: skip

@@ -37,6 +37,8 @@ PUBLISHED: dict[str, tuple[int, str]] = {
     "deepseek-v2": (235_741_434_880, HUB + "deepseek-ai/DeepSeek-V2"),
     "deepseek-v2-lite": (15_706_484_224, HUB + "deepseek-ai/DeepSeek-V2-Lite"),
     "deepseek-v3": (671_026_419_200, "shard headers of deepseek-ai/DeepSeek-V3, main model, scales left out"),
+    "gpt-oss-20b": (20_914_757_184, "transformers 5.23 modules; arXiv 2508.10925, table 1: 20.91 B"),
+    "gpt-oss-120b": (116_829_156_672, "transformers 5.23 modules; arXiv 2508.10925, table 1: 116.83 B"),
     "kimi-k2": (1_026_408_232_448, "together.ai API table, paramCount; shard headers of moonshotai/Kimi-K2-Instruct"),
     "gpt2": (124_439_808, "Colossal-AI GPT benchmark table (numel of gpt2_small); GPT2LMHeadModel.num_parameters()"),
     "gpt2-xl": (1_557_611_200, KERAS + "gpt2_extra_large_en"),

@@ -54,7 +54,7 @@ QUESTION_FLAGS: dict[str, Any] = {
         str | None,
         _flag("--engine", "vllm, sglang, trtllm, or meshwright, which planner apply runs; vllm==0.8.3 for a release."),
     ],
-    "weights": Annotated[str | None, _flag("--weights", "bfloat16, float8, float4 or int4.")],
+    "weights": Annotated[str | None, _flag("--weights", "bfloat16, float8, float4, int4, or mxfp4 (experts).")],
     "kv_cache": Annotated[str | None, _flag("--kv-cache", "bfloat16 or float8.")],
     "max_num_seqs": Annotated[
         int | None, _flag("--max-num-seqs", "Answers that go on at once; default: the engine's.", least=1, most=1 << 16)

@@ -6,11 +6,11 @@ import shlex
 from typing import Any
 
 from planner.export.serving.commands import PORT, command
+from planner.export.serving.separated import require_separable, separated_files
 from planner.export.yaml_text import yaml_text
 from simulator.serving.deployment import Deployment, Pool
 from topology.errors import Infeasible
 
-BOOTSTRAP_PORT = 8998  # where an engine that reads tells the others how to fetch its cache; SGLang's default
 IMAGES = {
     "vllm": "vllm/vllm-openai:latest",
     "sglang": "lmsysorg/sglang:latest",
@@ -22,7 +22,9 @@ def serving_files(deployment: Deployment, model: str, *, longest: int, gpus_per_
     """Return the text of each file by name. Raises Infeasible for a plan that these cannot start."""
     pool = deployment.pool
     if deployment.prefill is not None:
-        return {"serve.sh": _separated_script(deployment, deployment.prefill, model, longest, gpus_per_node)}
+        require_separable(deployment)
+        image = IMAGES[deployment.engine]
+        return separated_files(deployment, model, longest=longest, gpus_per_node=gpus_per_node, image=image)
     if pool.gpus > gpus_per_node:
         raise Infeasible(
             f"one engine takes {pool.gpus} GPUs, a node has {gpus_per_node}",
@@ -53,43 +55,6 @@ def _script(deployment: Deployment, model: str, longest: int, gpus_per_node: int
         words = command(deployment, pool, model, longest=longest, port=PORT + number)
         lines.append(f"CUDA_VISIBLE_DEVICES={devices} {shlex.join(words)} &")
     return "\n".join([*lines, "wait -n", ""])
-
-
-def _separated_script(deployment: Deployment, prefill: Pool, model: str, longest: int, gpus_per_node: int) -> str:
-    """Return a script of one node that starts engines that read, engines that write, and SGLang's router before them.
-
-    The cache travels by NIXL. Flags: sglang/srt/server_args.py (disaggregation), sglang_router/router_args.py.
-    Raises Infeasible for other engines and for plans over several nodes.
-    """
-    if deployment.engine != "sglang":
-        raise Infeasible(
-            "engines that only read or only write are started for SGLang alone",
-            why="others connect them through a router that is not part of the engine",
-            remedy="use --engine sglang, leave --separate out, or take the degrees to NVIDIA Dynamo or llm-d",
-        )
-    if deployment.gpus > gpus_per_node:
-        raise Infeasible(
-            f"reading and writing take {deployment.gpus} GPUs, a node has {gpus_per_node}",
-            why="over several nodes the router needs addresses that are not known here",
-            remedy="ask for the GPUs of one node: --gpus",
-        )
-    lines = ["#!/usr/bin/env bash", "set -euo pipefail", "trap 'kill $(jobs -p) 2> /dev/null' EXIT"]
-    router = ["python", "-m", "sglang_router.launch_router", "--pd-disaggregation", "--host", "0.0.0.0"]  # noqa: S104
-    router += ["--port", str(PORT)]
-    number, first = 1, 0
-    for pool, mode in ((prefill, "prefill"), (deployment.pool, "decode")):
-        for _ in range(pool.engines):
-            port, bootstrap = PORT + number, BOOTSTRAP_PORT + number
-            words = command(deployment, pool, model, longest=longest, port=port)
-            words += ["--disaggregation-mode", mode, "--disaggregation-transfer-backend", "nixl"]
-            router += [f"--{mode}", f"http://127.0.0.1:{port}"]
-            if mode == "prefill":
-                words += ["--disaggregation-bootstrap-port", str(bootstrap)]
-                router.append(str(bootstrap))
-            devices = ",".join(map(str, range(first, first + pool.gpus)))
-            lines.append(f"CUDA_VISIBLE_DEVICES={devices} {shlex.join(words)} &")
-            number, first = number + 1, first + pool.gpus
-    return "\n".join([*lines, f"{shlex.join(router)} &", "wait -n", ""])
 
 
 def _compose(deployment: Deployment, words: list[str], gpus_per_node: int) -> dict[str, Any]:
