@@ -54,7 +54,7 @@ class LearnedRuntime:
         return costs_of(values, rows=self.rows)
 
 
-HOST_FIELDS = frozenset(f.name for f in fields(HostSpec)) - {"synchronizes", "plain_tensors"}
+HOST_FIELDS = frozenset(f.name for f in fields(HostSpec)) - {"synchronizes", "plain_tensors", "norm_to_host"}
 LEAST_FACTOR, MOST = 1e-6, 1e6  # of what is described, and seconds: wider than any runtime
 FACTORS = ("kernel_factor", "collective_factor", "memory_factor")
 CROSSING = "crossing_s"

@@ -191,7 +191,8 @@ def calibrated_host(spec: RuntimeSpec, calibration: Calibration | None, *, compi
     if calibration is None:
         return spec
     if not calibration.effects.host:
-        numbers = [f.name for f in fields(spec.host) if f.name not in {"synchronizes", "plain_tensors", "selective_s"}]
+        words = {"synchronizes", "plain_tensors", "norm_to_host", "selective_s"}
+        numbers = [f.name for f in fields(spec.host) if f.name not in words]
         silent = dict.fromkeys(numbers, 0.0)
         return replace(spec, host=replace(spec.host, selective_s=None, **silent))  # type: ignore[arg-type]  # floats
     found = calibration.runtime(spec.names[0], compiled=compiled).host

@@ -15,7 +15,7 @@ from simulator.columns.plan_columns import words
 from simulator.columns.plan_table import Floats
 from simulator.kernels.roofline import efficiency
 from simulator.step.context import CostContext
-from simulator.step.host import again_host_s, layer_host_s
+from simulator.step.host import QUEUED_LAUNCHES, again_host_s, layer_host_s
 from simulator.step.offload import copy_bytes_per_s, update_bytes_per_s
 from simulator.step.rank import Pass, Value
 from simulator.step.units import Unit
@@ -27,19 +27,23 @@ TINY = 1e-12  # seconds
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassTimes:
     """One pass of a unit: `kernels_s` and `exposed_s` communication, both `device_s`; how it moves the clocks of device and
-    host, which may be later than that where the host waits on its way: `waits`, in any row.
+    host, which may be later than that where the host waits on its way: `waits`, in any row. Where passes are like it the host is
+    ahead of the device by `ahead_s` at most, whose kernels fill a stream's queue.
     """
 
     kernels_s: Floats
     exposed_s: Floats
     pace: Pace
     bytes_per_s: Floats
+    launches: Floats
     parts: dict[str, Floats]
     device_s: Floats = field(init=False)
+    ahead_s: Floats = field(init=False)
     waits: bool = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "device_s", self.kernels_s + self.exposed_s)
+        object.__setattr__(self, "ahead_s", QUEUED_LAUNCHES * self.device_s / np.maximum(self.launches, 1.0))
         object.__setattr__(self, "waits", bool(np.isfinite(self.pace.waits_s).any()))
 
 
@@ -75,6 +79,7 @@ class BlockTimes:
                 exposed_s=np.zeros(self.rows),
                 pace=launching(weight, weight, block.backward.weight_host_s),
                 bytes_per_s=_rate(block.backward.moved_bytes, block.backward.compute_s),
+                launches=block.backward.launches * weight / np.maximum(self.clocks * block.backward.device_s, TINY),
                 parts={"compute": weight},
             )
         backward = self._backward(unit, block, backward_s)
@@ -91,6 +96,7 @@ class BlockTimes:
                 waits_s=pace.waits_s - block.backward.weight_host_s,
             ),
             bytes_per_s=backward.bytes_per_s,
+            launches=backward.launches * (1.0 - weight / np.maximum(backward.device_s, weight + TINY)),
             parts=backward.parts | {"compute": backward.parts["compute"] - weight},
         )
 
@@ -126,6 +132,7 @@ class BlockTimes:
                 waits_s=pace.waits_s + saved + hidden,
             ),
             bytes_per_s=_rate(cost.moved_bytes, cost.compute_s),
+            launches=cost.launches / share,
             parts={"compute": kernels, "contention": hidden, **exposed},
         )
 
@@ -146,6 +153,7 @@ def _one_after_other(again: PassTimes, then: PassTimes) -> PassTimes:
         exposed_s=again.exposed_s + then.exposed_s,
         pace=again.pace.then(then.pace),
         bytes_per_s=_rate(moved, kernels),
+        launches=again.launches + then.launches,
         parts=parts | {"compute": then.parts["compute"]},
     )
 
@@ -162,6 +170,7 @@ def _chosen(here: object, one: PassTimes, other: PassTimes) -> PassTimes:
         exposed_s=either(one.exposed_s, other.exposed_s),
         pace=one.pace.where(np.asarray(here), other.pace),
         bytes_per_s=either(one.bytes_per_s, other.bytes_per_s),
+        launches=either(one.launches, other.launches),
         parts={name: either(one.parts.get(name, 0.0), other.parts.get(name, 0.0)) for name in sorted(names)},
     )
 

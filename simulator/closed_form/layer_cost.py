@@ -34,7 +34,7 @@ class PassCost:
 
     `hidden_s` is communication that kernels hide while it takes SMs from them, `moved_bytes` what kernels read and write.
     `behind_s` is when the device ends what comes after the first collective, counted from the host's start, where it waits
-    for the host alone: minus infinity where nothing comes after it. `waits`: where the host waits for the device on its way.
+    for the host alone: minus infinity where nothing comes after it. `launches` is how many kernels. `waits`: where the host waits for the device on its way.
     """
 
     compute_s: Floats
@@ -44,6 +44,7 @@ class PassCost:
     behind_s: Floats
     weight_host_s: Floats  # of host_s, what issues weight gradients
     moved_bytes: Floats
+    launches: Floats
     measured_s: Floats | float = 0.0  # of compute_s, what rests on the very operator measured
     fitted_s: Floats | float = 0.0  # and what on a curve through others
     communication_s: dict[str, Floats] = field(default_factory=dict)
@@ -86,6 +87,7 @@ class PassCost:
             behind_s=self.behind_s[which],
             weight_host_s=self.weight_host_s[which],
             moved_bytes=self.moved_bytes[which],
+            launches=self.launches[which],
             measured_s=np.broadcast_to(self.measured_s, self.compute_s.shape)[which],
             fitted_s=np.broadcast_to(self.fitted_s, self.compute_s.shape)[which],
             communication_s={axis: seconds[which] for axis, seconds in self.communication_s.items()},
@@ -168,6 +170,7 @@ class PassWriter:
             behind_s=np.full(rows, -np.inf),
             weight_host_s=np.zeros(rows),
             moved_bytes=np.zeros(rows),
+            launches=np.zeros(rows),
         )
         self._issued = np.full(rows, NEVER)  # when the host issued the kernels since the last collective
         self._waited = np.zeros((2, rows))  # seconds of device and host when the host last waited
@@ -234,6 +237,7 @@ class PassWriter:
         cost.measured_s = cost.measured_s + np.where(source == MEASURED, seconds, 0.0)
         cost.fitted_s = cost.fitted_s + np.where(source == FITTED, seconds, 0.0)
         cost.moved_bytes = cost.moved_bytes + active * work.bytes
+        cost.launches = cost.launches + active * work.launches
         cost.behind_s = np.maximum(cost.behind_s, self._issued) + seconds
         launch = host.backward_launch_s if work.backward else host.launch_s
         eager = not self.context.runtime.compile

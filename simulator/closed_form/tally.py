@@ -130,6 +130,7 @@ class Tally:
         self._events: dict[str, tuple[str, Floats]] = {}
         self.sent_s: Floats = self._zero  # what the stream of shards has had to send since a pass began
         self._recorded = 0
+        self._ahead_s: Floats = self._zero
         self._begun = self.mark()
         self.runs_ahead = False  # the host never waits for the device, whatever the runtime says
         self.at_pass: tuple[Floats, dict[str, Floats]] = (self.bytes.now, self.parts)
@@ -206,6 +207,12 @@ class Tally:
         if unit.repeats > 1:
             self.bytes.end_unit(float(unit.repeats))
             self.repeat(self._begun, unit.repeats - 1.0)
+            self._fill_queue()
+
+    def _fill_queue(self) -> None:
+        """Have the host wait where the compute stream's queue is full of kernels like those of the last pass."""
+        if not self.runs_ahead:
+            self.host = np.maximum(self.host, self.compute - self._ahead_s)
 
     def host_work(self, name: str, seconds: Value) -> None:  # noqa: ARG002 - a Rank is told names
         self.host = self.host + seconds
@@ -228,6 +235,8 @@ class Tally:
         self.host = self.host + pace.host_s
         if times.waits:
             self.host = np.maximum(self.host, begun + pace.waits_s + longer)
+        self._ahead_s = times.ahead_s
+        self._fill_queue()
 
     def copy(
         self,

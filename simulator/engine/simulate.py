@@ -235,6 +235,7 @@ class _Rank:
         self.hbm: Hashable = ("hbm", self.index)
         limits = machine.costs.limits(self.number)
         machine.contention.add_gpu(self.index, limits.sms)
+        self.most_queued = limits.queue
         machine.contention.add_resource(self.hbm, limits.hbm_bytes_per_s)
         self.ops = self._look_up()
         self.streams = {op.instruction.stream: _Queue(self.env) for op in self.ops if op.instruction.stream != HOST}
@@ -286,7 +287,10 @@ class _Rank:
                     yield end
                     self._drawn(op, begin)
             else:
-                self.streams[op.instruction.stream].put(op)
+                queue = self.streams[op.instruction.stream]
+                while queue.launches and queue.launches + op.cost.launches > self.most_queued:
+                    yield queue.begun()
+                queue.put(op)
         self.machine.end_s = self.env.now
         for queue in self.streams.values():
             queue.close()
@@ -294,7 +298,7 @@ class _Rank:
     def _stream(self, queue: _Queue) -> Steps:
         while True:
             while queue.items:
-                op = queue.items.popleft()
+                op = queue.take()
                 begin, end = self.env.now, self._begin(op)
                 if end is not None:
                     yield end
@@ -370,17 +374,36 @@ class _Events:
 
 
 class _Queue:
-    """What a host has issued to a stream and the stream has not begun."""
+    """What a host has issued to a stream and the stream has not begun; `launches` of it are kernels."""
 
     def __init__(self, env: simpy.Environment) -> None:
         self.env = env
         self.items: deque[_Op] = deque()
+        self.launches = 0.0
         self.closed = False
         self._idle: simpy.Event | None = None
+        self._full: simpy.Event | None = None
 
     def put(self, op: _Op) -> None:
         self.items.append(op)
+        if isinstance(op.instruction, Launch):
+            self.launches += op.cost.launches
         self._wake()
+
+    def take(self) -> _Op:
+        op = self.items.popleft()
+        if isinstance(op.instruction, Launch):
+            # What is left of a sum of whole numbers is nothing.
+            self.launches = self.launches - op.cost.launches if self.items else 0.0
+            if self._full is not None:
+                self._full.succeed()
+                self._full = None
+        return op
+
+    def begun(self) -> simpy.Event:
+        """Return the event of the next kernel that begins."""
+        self._full = self.env.event()
+        return self._full
 
     def close(self) -> None:
         self.closed = True

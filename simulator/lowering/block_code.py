@@ -144,7 +144,7 @@ def _rings(steps: list[Step]) -> list[Step]:
 def _add_host(steps: list[Step], name: str, seconds: float) -> None:
     """Put Python between kernels in front: a launch that costs the host and nothing on the device."""
     if seconds:
-        steps.insert(0, KernelStep(key=(name, (), "host"), cost=Cost(seconds=0.0), host_s=seconds))
+        steps.insert(0, KernelStep(key=(name, (), "host"), cost=Cost(seconds=0.0, launches=0.0), host_s=seconds))
 
 
 def _extend(steps: list[Step], works: Sequence[Work], operator: OperatorSpec, context: CostContext) -> None:
@@ -220,6 +220,7 @@ def _kernel(work: Work, operator: OperatorSpec, context: CostContext) -> KernelS
             seconds=seconds,
             sms=float(context.roofline.gpu.sm_count),
             hbm_bytes_per_s=min(moved / seconds, context.roofline.memory_bytes_per_s) if seconds else 0.0,
+            launches=work.launches,
         ),
         host_s=launch * work.launches,
         weight=work.name.endswith(WEIGHT_GRADIENT),

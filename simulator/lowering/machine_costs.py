@@ -13,6 +13,7 @@ from simulator.lowering.steps import KernelKey
 from simulator.lowering.writing import PEER_COPY, launch_key
 from simulator.program.cost_model import Cost, GpuLimits, LinkUse, Ranks
 from simulator.program.program import Collective, Copy, Instruction, Kernel, Launch, Recv, Send
+from simulator.step.host import QUEUED_LAUNCHES
 from simulator.step.traffic import DATA_FAMILIES
 from topology.cluster import Cluster
 from topology.rates.groups import GroupShape
@@ -87,7 +88,8 @@ class MachineCosts:
     def limits(self, rank: int) -> GpuLimits:
         kind = self.cluster.kind(self._gpu_kind(rank))
         known = efficiency(kind.architecture)
-        return GpuLimits(sms=float(kind.sm_count), hbm_bytes_per_s=kind.memory_bytes_per_s * known.hbm)
+        hbm_bytes_per_s = kind.memory_bytes_per_s * known.hbm
+        return GpuLimits(sms=float(kind.sm_count), hbm_bytes_per_s=hbm_bytes_per_s, queue=QUEUED_LAUNCHES)
 
     def routes(self, ranks: Ranks) -> tuple[LinkUse, ...]:
         """Ports of the ranks, each direction apart: NVLink or PCIe inside a node, NICs between nodes.

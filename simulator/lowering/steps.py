@@ -152,6 +152,7 @@ def summed(run: Sequence[KernelStep], name: str) -> KernelStep:
             seconds=seconds,
             sms=max(step.cost.sms for step in run),
             hbm_bytes_per_s=moved / seconds if seconds else 0.0,
+            launches=sum(step.cost.launches for step in run),
         ),
         host_s=sum(step.host_s for step in run),
         weight=run[0].weight,

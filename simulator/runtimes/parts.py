@@ -122,6 +122,7 @@ class HostSpec:
     synchronizes: Literal["never", "pipeline", "always"] = "never"
     plain_tensors: bool = False
     data_token_s: float = 0.0
+    norm_to_host: bool = False  # the host reads the norm of gradients before it launches their clipping
     data_spread: float = 0.0  # of `data_token_s` from process to process: standard deviation over median
     # Known from measurements only: what a layer's forward and backward cost more where it is sharded, replicated, cut by
     # tensor parallelism, sees a part of the sequence, has experts, exchanges their tokens, or is sharded and cut at once; what dispatching a layer

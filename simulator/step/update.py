@@ -11,6 +11,8 @@ from simulator.runtimes.library import spec_for
 # What the gradient norm is summed over, and the bytes of it.
 NORM_AXES = ("dp", "tp", "pipeline")
 NORM_BYTES = 4.0
+# What the host launches before the device can go on, where it has read the norm: the kernel that scales gradients.
+UPDATE_LAUNCHES = 1.0
 
 # Bytes a fused optimizer moves per parameter it owns in float32: it reads parameter and gradient, writes the parameter, and
 # reads and writes every moment. AdamW has two. Clipping reads gradients for the norm, then reads and writes them to scale.

@@ -25,7 +25,7 @@ from simulator.step.rank import Pass, Rank
 from simulator.step.symmetric_memory import symmetric_bytes
 from simulator.step.traffic import DataTraffic, DataWriter, data_traffic
 from simulator.step.units import Unit, held_kinds
-from simulator.step.update import NORM_BYTES, update_bytes
+from simulator.step.update import NORM_BYTES, UPDATE_LAUNCHES, update_bytes
 from simulator.step.zero import ZeroBuffers, zero_buffers
 
 # Whose shares of the gradient norm are summed, and on which streams.
@@ -181,6 +181,9 @@ class StepWalk:
         data.finish(units)
         for family, stream in NORM_STREAMS:
             rank.blocking("all_reduce", family, NORM_BYTES, stream=stream)
+        if self.spec.host.norm_to_host:
+            rank.synchronize()
+            rank.host_work("clip", UPDATE_LAUNCHES * self.spec.host.launch_s)
         owned = self._sharded(units, "optimizer")
         runtime, whole = self.context.runtime, sum(u.repeats * u.elements for u in units)
         wide = 0.0 if data.zero is None else data.zero.update / whole

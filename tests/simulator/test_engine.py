@@ -38,6 +38,25 @@ def test_a_stream_runs_in_order_and_streams_run_beside_each_other():
     assert simulate(alone(code), seconds(a=2.0, b=3.0, copy=4.0)).step_s == 5.0
 
 
+def test_a_host_waits_where_the_queue_of_a_stream_is_full():
+    """Kernels of a second, issued in a tenth: with four in the queue the tenth is issued once the sixth has begun, so that work of five
+    seconds behind it ends later than they do.
+    """
+    code = CodeWriter()
+    for _ in range(10):
+        code.launch("a")
+    code.host_work("python", 5.0)
+    code.launch("a")
+
+    def step_s(**limits: float) -> float:
+        costs = SimpleCosts(lambda _: 1.0, launch_s=0.1, gpu=GpuLimits(**limits))
+        return simulate(alone(code), costs).step_s
+
+    assert step_s() == pytest.approx(0.1 + 11.0)
+    # The sixth begins at 5.1 and leaves three queued: there is room for the tenth.
+    assert step_s(queue=4) == pytest.approx(5.1 + 5.0 + 0.1 + 1.0)
+
+
 def test_a_long_run_says_how_far_it_is_and_can_be_ended():
     """Kernels of a second each: the clock that is reported rises to the step, and an error from the watcher gets out."""
     code = CodeWriter()
