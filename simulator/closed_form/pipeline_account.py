@@ -23,7 +23,7 @@ from simulator.pipeline.schedule_walk import (
 )
 from simulator.pipeline.schedules import Kind
 from simulator.step.rank import Value
-from simulator.step.traffic import WIRES, DataWriter
+from simulator.step.traffic import REPLICAS, STREAM, WIRES, DataWriter
 from simulator.step.units import Unit
 from simulator.step.walk import Held, StepWalk
 
@@ -45,7 +45,9 @@ class PassCounts:
     waits_s: Floats  # until the host goes on from the device's start, where it waits for the device
     lead_s: Floats
     tail_s: Floats
-    sent_s: Floats  # what the wire carries for it
+    sent_s: Floats  # what the stream of shards carries for it
+    summed_tail_s: Floats
+    summed_s: Floats  # and that of sums over their replicas
     kept: Floats
     most: Floats
     settles: bool
@@ -201,8 +203,9 @@ def _counted(tally: Tally, *, settles: bool, gathers: bool) -> PassCounts:
     """Return what a pass took, from the walks of it."""
     free, hosted, wired = tally.compute
     before_bytes, before_parts = tally.at_pass
-    ends = [tally.clocks[name][0] for name in WIRES if name in tally.clocks]
-    tail_s = np.max([*ends, np.full(tally.rows, LONG_AGO)], axis=0) - free
+    long_ago = np.full(tally.rows, LONG_AGO)
+    ends = [tally.clocks[name][0] for name in WIRES if name in tally.clocks and name != REPLICAS]
+    summed = tally.clocks[REPLICAS][0] if REPLICAS in tally.clocks else long_ago
     spent_s = tally.spent_s()
     parts = np.stack([(spent_s[name] - before_parts[name])[0] for name in PARTS])
     lead_s = wired - free if gathers else np.zeros(tally.rows)
@@ -212,8 +215,10 @@ def _counted(tally: Tally, *, settles: bool, gathers: bool) -> PassCounts:
         host_s=tally.host[1],
         waits_s=np.where(tally.host[0] > 0.0, tally.host[0], LONG_AGO),
         lead_s=lead_s,
-        tail_s=tail_s,
-        sent_s=np.where(tally.replicated, 0.0, tally.sent_s[0]),
+        tail_s=np.max([*ends, long_ago], axis=0) - free,
+        sent_s=tally.sent_s[STREAM][0],
+        summed_tail_s=summed - free,
+        summed_s=tally.sent_s[REPLICAS][0],
         kept=tally.bytes.now - before_bytes,
         most=tally.bytes.most - before_bytes,
         settles=settles,
@@ -239,6 +244,7 @@ class Clocks:
     host: Floats
     compute: Floats
     wire: Floats
+    summed: Floats  # when the stream of sums over replicas is done
     waits: dict[str, Floats]
     sending: dict[int, Floats] = field(default_factory=dict)  # until when messages to a rank are on their way
     filling: Floats | None = None  # how long it has waited before its first pass
@@ -261,8 +267,14 @@ class Clocks:
         self.compute = end
         self.host = np.maximum(self.host + did.host_s, begun + did.waits_s)
         self.wire = np.maximum(self.wire + did.sent_s, self.compute + did.tail_s)
+        self.summed = np.maximum(self.summed + did.summed_s, self.compute + did.summed_tail_s)
         if did.settles:
-            self.wait(self.wire, "dp")
+            self.wait(self.sent, "dp")
+
+    @property
+    def sent(self) -> Floats:
+        """When all streams of data-parallel traffic are done."""
+        return np.maximum(self.wire, self.summed)
 
 
 Lags = dict[tuple[int, str, int], Floats]  # how long each message waited and moved
@@ -274,7 +286,7 @@ def walk_table(
     """Return where every rank is after its last pass, and how long messages were on their way; `lags` are a guess at it."""
     nothing = np.zeros_like(hops.host_s)
     parts = dict.fromkeys(("bubble", "pp", "dp", "host", "contention"), nothing)
-    clocks = [Clocks(r.host_s, r.host_s, nothing, parts | {"host": r.host_s}) for r in ranks]
+    clocks = [Clocks(r.host_s, r.host_s, nothing, nothing, parts | {"host": r.host_s}) for r in ranks]
     passes = [
         {index: rank.of(table.kinds[index]) for index in set(row)} for rank, row in zip(ranks, table.rows, strict=True)
     ]
@@ -320,9 +332,9 @@ class End:
 
 def finish(ranks: Sequence[RankCounts], clocks: Sequence[Clocks]) -> list[End]:
     """Return how every rank ends the step. Ranks meet where the norm of gradients is summed."""
-    alone = [_end_of(rank, at.compute, at.wire, at.host) for rank, at in zip(ranks, clocks, strict=True)]
+    alone = [_end_of(rank, at.compute, at.sent, at.host) for rank, at in zip(ranks, clocks, strict=True)]
     meeting = np.max([end.met for end in alone], axis=0)
-    return [_end_of(rank, at.compute, at.wire, at.host, meeting) for rank, at in zip(ranks, clocks, strict=True)]
+    return [_end_of(rank, at.compute, at.sent, at.host, meeting) for rank, at in zip(ranks, clocks, strict=True)]
 
 
 def issued(table: Table, ranks: Sequence[RankCounts], hops: Hops) -> Floats:

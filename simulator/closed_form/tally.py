@@ -8,7 +8,6 @@ gives SMs and memory bandwidth to collectives beside it for as long as they last
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from simulator.closed_form.block_times import Background, BlockTimes, PassTimes, TrafficTimes
 from simulator.columns.plan_table import Floats
@@ -106,7 +105,7 @@ class Bytes:
 
 
 Ran = dict[int, tuple[PassTimes, Value]]
-Mark = tuple[Floats, dict[str, Floats], dict[str, Floats], Ran, Floats]
+Mark = tuple[Floats, dict[str, Floats], dict[str, Floats], Ran, dict[str, Floats]]
 
 
 class Tally:
@@ -128,7 +127,7 @@ class Tally:
         # Since when, and until when, a stream has had collectives one behind the other.
         self._busy: dict[str, tuple[Floats, Floats]] = {}
         self._events: dict[str, tuple[str, Floats]] = {}
-        self.sent_s: Floats = self._zero  # what the stream of shards has had to send since a pass began
+        self.sent_s = self._nothing_sent()  # what streams of collectives have had to send since a pass began
         self._recorded = 0
         self._ahead_s: Floats = self._zero
         self._begun = self.mark()
@@ -146,11 +145,8 @@ class Tally:
         """When all of it is done."""
         return np.asarray(np.max([*self.clocks.values(), self.host], axis=0))
 
-    @property
-    def replicated(self) -> NDArray[np.bool_]:
-        """In which plans shards have been summed over replicas, on a stream of their own."""
-        beside = self._beside.get(REPLICAS)
-        return np.zeros(self.rows, dtype=np.bool_) if beside is None else beside.seconds > 0
+    def _nothing_sent(self) -> dict[str, Floats]:
+        return dict.fromkeys((STREAM, REPLICAS), self._zero)
 
     def begin_pass(self, *, compute_s: Value, wire_s: Value, host_s: Value) -> None:
         """Set all clocks: a pass to come is counted from there."""
@@ -158,7 +154,7 @@ class Tally:
             self.clocks[stream] = self._zero + (compute_s if stream == COMPUTE else wire_s)
         self.host = self._zero + host_s
         self._events = {name: (stream, self._zero + wire_s) for name, (stream, _) in self._events.items()}
-        self._busy, self.sent_s = {}, self._zero
+        self._busy, self.sent_s = {}, self._nothing_sent()
         self.bytes.begin()
         self.at_pass = self.bytes.now.copy(), self.spent_s()
 
@@ -169,12 +165,12 @@ class Tally:
 
     def mark(self) -> Mark:
         """Return where the rank is."""
-        return self.host, dict(self.clocks), dict(self.parts), dict(self._ran), self.sent_s
+        return self.host, dict(self.clocks), dict(self.parts), dict(self._ran), dict(self.sent_s)
 
     def repeat(self, since: Mark, times: Value) -> None:
         """Let what has happened since a mark happen so many `times` more."""
         host, clocks, parts, ran, sent_s = since
-        self.sent_s = self.sent_s + times * (self.sent_s - sent_s)
+        self.sent_s = {name: sent + times * (sent - sent_s[name]) for name, sent in self.sent_s.items()}
         ahead = {name: times * (clock - clocks.get(name, self._zero)) for name, clock in self.clocks.items()}
         self.host = self.host + times * (self.host - host)
         self.clocks = {name: clock + ahead[name] for name, clock in self.clocks.items()}
@@ -278,8 +274,8 @@ class Tally:
         now = self._clock(stream)
         start, seconds = np.maximum(now, self.host), cost.seconds if once else times * cost.seconds
         end = start + seconds
-        if stream == STREAM:
-            self.sent_s = self.sent_s + seconds
+        if stream in self.sent_s:
+            self.sent_s[stream] = self.sent_s[stream] + seconds
         if stream in BESIDE and (other := self._beside.get(BESIDE[stream])) is not None:
             end = end + self._crowded(start, seconds, cost, BESIDE[stream], other)
         self.clocks[stream] = end if cost.everywhere else np.where(cost.seconds > 0, end, now)

@@ -85,8 +85,12 @@ def test_products_that_run_again_hide_as_much_as_those_before(mode) -> None:
 @pytest.mark.parametrize("schedule", ["Interleaved1F1B", "InterleavedZeroBubble"])
 @pytest.mark.parametrize(
     ("runtime", "sharding"),
-    [("megatron-lm", {"dp_replicate": 4, "zero_stage": 1}), ("torchtitan", {"dp_shard": 4})],
-    ids=["megatron-lm", "torchtitan"],
+    [
+        ("megatron-lm", {"dp_replicate": 4, "zero_stage": 1}),
+        ("torchtitan", {"dp_shard": 4}),
+        ("torchtitan", {"dp_replicate": 2, "dp_shard": 2}),
+    ],
+    ids=["megatron-lm", "torchtitan", "hybrid"],
 )
 def test_gradients_of_two_stages_go_one_after_the_other(runtime, sharding, schedule) -> None:
     """Over PCIe a stage's gradients are still on their way when the next stage's are ready."""
