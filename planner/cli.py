@@ -113,7 +113,7 @@ def _single(name: str, function: Any) -> Any:
 
 
 def _finite(function: Any) -> Any:
-    """Return a command that refuses numbers that are not finite: a lower limit stops neither nan nor 1e999."""
+    """Return a command that refuses numbers that are not finite: a lower limit does not stop 1e999."""
 
     @wraps(function)
     def command(**given: Any) -> Any:

@@ -248,7 +248,7 @@ def test_validate_holds_a_tolerance(planner):
         (("suggest", "--cluster", "dgx-h10"), 2, "dgx-h100"),
         (("suggest", "--gpus", "lots"), 2, "neither a number"),
         (("suggest", "--gpu-price", "9" * 400), 2, "--gpu-price"),
-        (("suggest", "--time-limit", "nan"), 2, "--time-limit is nan"),
+        (("suggest", "--time-limit", "nan"), 2, "--time-limit"),
         (("suggest", "--time-limit", "1e999"), 2, "--time-limit is inf"),
         (("suggest", "--framework", "torchtitn"), 2, "torchtitan"),
         (("suggest", "--profile", "/nonexistent"), 2, "cannot read"),
