@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from copy import deepcopy
 from typing import Any
 
@@ -88,7 +89,9 @@ def damaged_json(draw: st.DrawFn, corpus: list[Any]) -> str:
 def _alter(draw: st.DrawFn, container: Any, key: Any, how: str, places: list[tuple[Any, Any]]) -> None:
     value = container[key]
     if how == "scale" and isinstance(value, (int, float)) and not isinstance(value, bool):
-        container[key] = value * draw(st.sampled_from([-1, 0, 2, 10, 1000, 10**9, 0.5, 1e-6]))
+        factor = draw(st.sampled_from([-1, 0, 2, 10, 1000, 10**9, 0.5, 1e-6]))
+        with suppress(OverflowError):  # a whole number beyond all floats keeps its value
+            container[key] = value * factor
     elif how == "remove":
         del container[key]
     elif how == "rename" and isinstance(container, dict):

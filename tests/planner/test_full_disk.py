@@ -1,7 +1,11 @@
 """A finished answer is shown although its file cannot be written, and the exit code says that it was not."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -9,6 +13,7 @@ from executor.launch.records import Recorder
 from topology import codec
 from topology.errors import BadInput, ProbeError
 
+ROOT = Path(__file__).resolve().parents[2]
 SMALL = ("--model", "tiny-llama", "--cluster", "dgx-h100", "--gpus", "2", "--seq-len", "256", "--no-simulate")
 
 
@@ -78,3 +83,52 @@ def test_what_could_not_be_read_again_is_shown_and_not_written(planner, tmp_path
     assert "estimate.memory" in done.stderr
     assert json.loads(done.stdout)["legal"]
     assert not out.exists()
+
+
+# In namespaces of its own, where mounting needs no rights of the system.
+ON_TMPFS = 'mount -t tmpfs -o size="$1" none "$2" && shift 2 && exec "$@"'
+
+
+@pytest.fixture
+def on_tmpfs(tmp_path):
+    """Return what runs the command line with a file system of so many bytes at `tmp_path / "small"`."""
+    small = tmp_path / "small"
+    small.mkdir()
+
+    def run(size, *words):
+        command = [
+            "unshare",
+            "--user",
+            "--map-root-user",
+            "--mount",
+            "sh",
+            "-c",
+            ON_TMPFS,
+            "sh",
+            size,
+            str(small),
+            *words,
+        ]
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "XDG_DATA_HOME": str(small / "data")}
+        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
+
+    if shutil.which("unshare") is None:
+        pytest.skip("unshare (util-linux) is not installed")
+    tried = run("4k", "true")
+    if tried.returncode:
+        pytest.skip(f"no file system can be mounted in a namespace here: {tried.stderr.strip()[:100]}")
+    return run
+
+
+def test_a_full_file_system_takes_no_plan_and_keeps_no_piece_of_one(on_tmpfs, tmp_path) -> None:
+    script = f'"$@" --out "{tmp_path}/small/plan.json" --json; code=$?; ls -A "{tmp_path}/small" >&2; exit $code'
+    suggest = (sys.executable, "-m", "planner", "suggest", *SMALL)
+
+    full, enough = (on_tmpfs(size, "sh", "-c", script, "sh", *suggest) for size in ("4k", "1m"))
+
+    assert full.returncode == 2
+    assert json.loads(full.stdout)["plans"]
+    assert "No space left on device" in full.stderr
+    assert full.stderr.endswith("do: choose another --out\n")  # and the folder is empty
+    assert enough.returncode == 0
+    assert enough.stderr.endswith("plan.json\n")
