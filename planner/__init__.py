@@ -28,7 +28,7 @@ def check(
 
     `model` and `cluster` are names or files, as on the command line; `gpus` and `seq_len` (tokens) count where the file
     leaves them open, and `launch` is the line that starts it. `clients` are what a server is asked, by the fields of
-    `planner.serving.asked.ServingFlags`: `isl=512, osl=64, concurrency=16`. Without `search` only single changes are tried.
+    `planner.serving.question_from_flags.ServingFlags`: `isl=512, osl=64, concurrency=16`. Without `search` only single changes are tried.
     Raises BadInput for a file that cannot be read, UserError for what is stated and means nothing for it.
     """
     # What the answer needs is imported when it is asked for: `import planner` stays light.

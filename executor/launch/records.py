@@ -33,19 +33,19 @@ class Recorder:
 
     def __init__(self, path: str | Path | None) -> None:
         self._path = path
-        with self._told():
+        with self._write_errors():
             self._file = Path(path).open("a", encoding="utf-8") if path is not None else None  # noqa: SIM115 - closed by close()
 
     def write(self, kind: str, **fields: Any) -> None:
         if self._file is None:
             return
         line = json.dumps({"kind": kind, **fields}, allow_nan=False) + "\n"
-        with self._told():
+        with self._write_errors():
             self._file.write(line)
             self._file.flush()
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
+    def _write_errors(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:

@@ -22,7 +22,7 @@ EVERY = 8
 
 
 @dataclass(slots=True)
-class Held:
+class CacheSlot:
     """What a sequence has on the device."""
 
     slot: int
@@ -63,26 +63,26 @@ class Engine:
 
     # --- sequences ----------------------------------------------------------------------------------------------
 
-    def hold(self, tokens: int) -> Held:
+    def hold(self, tokens: int) -> CacheSlot:
         """Reserve a slot and pages for a sequence of up to `tokens`. Raises Infeasible without room."""
         pages = self.cache.take(tokens)
-        held = Held(self._free.pop(), pages)
+        held = CacheSlot(self._free.pop(), pages)
         self.tables[held.slot, : len(pages)] = torch.tensor(pages, dtype=torch.int32).to(self.model.device)
         return held
 
-    def release(self, held: Held) -> None:
+    def release(self, held: CacheSlot) -> None:
         self.cache.give_back(held.pages)
         self._free.append(held.slot)
 
-    def set_position(self, held: Sequence[Held], position: int) -> None:
+    def set_position(self, held: Sequence[CacheSlot], position: int) -> None:
         """Say that `position` tokens of each are cached, without reading any: for timing."""
         self.positions[self._rows(held)] = position
 
-    def read(self, prompts: Sequence[tuple[Held, Tensor]]) -> Tensor:
+    def read(self, prompts: Sequence[tuple[CacheSlot, Tensor]]) -> Tensor:
         """Read whole prompts (tokens,) into the cache and write the first token of each answer; return its scores."""
         return self.mix([(held, tokens, 0) for held, tokens in prompts], ())
 
-    def mix(self, parts: Sequence[tuple[Held, Tensor, int]], going: Sequence[Held]) -> Tensor:
+    def mix(self, parts: Sequence[tuple[CacheSlot, Tensor, int]], going: Sequence[CacheSlot]) -> Tensor:
         """Read a part of each prompt, its tokens (tokens,) after so many that were read, while `going` go on by a token.
 
         Returns scores (parts + going, V here). What follows a part that does not end its prompt is nobody's answer.
@@ -98,7 +98,7 @@ class Engine:
         self.positions[rows] = torch.cat((torch.tensor(chunks.keys).to(self.model.device), positions + 1))
         return scores
 
-    def _chunks(self, parts: Sequence[tuple[Held, Tensor, int]]) -> Chunks:
+    def _chunks(self, parts: Sequence[tuple[CacheSlot, Tensor, int]]) -> Chunks:
         device = self.model.device
         lengths = tuple(tokens.numel() for _, tokens, _ in parts)
         before = tuple(at for _, _, at in parts)
@@ -116,7 +116,7 @@ class Engine:
             key_ends=torch.tensor([0, *accumulate(ends)], dtype=torch.int32).to(device),
         )
 
-    def go_on(self, held: Sequence[Held]) -> Tensor:
+    def go_on(self, held: Sequence[CacheSlot]) -> Tensor:
         """Write one more token of every sequence; return the scores (sequences, V here) that chose it."""
         going = tuple(one.slot for one in held)
         size = self._graph_size(len(going))
@@ -138,12 +138,12 @@ class Engine:
         self.positions[-1:] = 0  # nobody's slot stays in its only page
         return scores
 
-    def _places(self, held: Held, tokens: int) -> Tensor:
+    def _places(self, held: CacheSlot, tokens: int) -> Tensor:
         """Return the cache's slots (tokens,) for the first tokens of a sequence, on the host."""
         at = torch.arange(tokens)
         return torch.tensor(held.pages)[at // PAGE] * PAGE + at % PAGE
 
-    def _rows(self, held: Sequence[Held]) -> Tensor:
+    def _rows(self, held: Sequence[CacheSlot]) -> Tensor:
         return torch.tensor([one.slot for one in held], dtype=torch.int64).to(self.model.device)
 
     # --- captured steps -----------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from executor.launch.garbage_collection import PausedGarbageCollection
 from executor.launch.records import Deadline
 from executor.serving.board import Board
 from executor.serving.cache import PAGE
-from executor.serving.engine import Engine, Held
+from executor.serving.engine import CacheSlot, Engine
 from executor.serving.steps import wait
 from simulator.serving.batch import Answer, Batch, Step
 from simulator.serving.engine import engine_of
@@ -33,7 +33,7 @@ class Going:
     """A request inside the server: its answer, what it holds on the device, and when each token was there."""
 
     answer: Answer
-    held: Held | None = None
+    held: CacheSlot | None = None
     text: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     at_s: list[float] = field(default_factory=list)
 
@@ -161,7 +161,7 @@ class Server:
                 self.engine.release(one.held)
         return found
 
-    def _parts(self, step: Step, going: dict[int, Going]) -> tuple[list[tuple[Held, Tensor, int]], list[Going]]:
+    def _parts(self, step: Step, going: dict[int, Going]) -> tuple[list[tuple[CacheSlot, Tensor, int]], list[Going]]:
         """Return what a step reads of each prompt, as `Engine.mix` takes it, and the requests whose prompts it ends."""
         parts, ended, budget = [], [], step.prompt_tokens
         for answer in step.readers:

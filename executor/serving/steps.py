@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from executor.serving.cache import PAGE, pages_of
-from executor.serving.engine import Engine, Held
+from executor.serving.engine import CacheSlot, Engine
 from executor.serving.request import StepShape
 
 WARM_UP, REPEATS, PROMPT_REPEATS = 2, 8, 2
@@ -94,12 +94,12 @@ def _replayed(run: Callable[[], None], device: torch.device) -> Callable[[], Non
     return graph.replay
 
 
-def _decode(engine: Engine, held: list[Held], shape: StepShape) -> tuple[float, float, float]:
+def _decode(engine: Engine, held: list[CacheSlot], shape: StepShape) -> tuple[float, float, float]:
     engine.set_position(held, shape.context)
     return _timed(engine, lambda: engine.go_on(held), REPEATS)
 
 
-def _prefill(engine: Engine, held: list[Held], shape: StepShape) -> tuple[float, float, float]:
+def _prefill(engine: Engine, held: list[CacheSlot], shape: StepShape) -> tuple[float, float, float]:
     generator = torch.Generator().manual_seed(shape.context)
     texts = [torch.randint(engine.model.model.vocab, (shape.context,), generator=generator) for _ in held]
     prompts = list(zip(held, texts, strict=True))

@@ -78,7 +78,7 @@ def _exchanged(do: Exchange, x: torch.Tensor, group: Group, rank: int) -> torch.
         case "all_gather":
             pieces = x.new_empty(group.size, *x.shape)
             _GATHER(pieces.view(-1), x.contiguous().view(-1), group=group.group)
-            return _joined(_by_index(pieces, group), do.dim, do.blocks)
+            return _concatenated(_by_index(pieces, group), do.dim, do.blocks)
         case "reduce_scatter":
             return _reduce_scatter(do, x, group)
         case "all_to_all":
@@ -86,7 +86,7 @@ def _exchanged(do: Exchange, x: torch.Tensor, group: Group, rank: int) -> torch.
             sent = sent if group.in_order else sent[_inverse(group.order)]
             pieces = torch.empty_like(sent := sent.contiguous())
             dist.all_to_all_single(pieces.view(-1), sent.view(-1), group=group.group)
-            return _joined(_by_index(pieces, group), do.dim, do.blocks)
+            return _concatenated(_by_index(pieces, group), do.dim, do.blocks)
     return _permute(do, x, rank)
 
 
@@ -145,7 +145,7 @@ def _split(x: torch.Tensor, dim: int, blocks: int, pieces: int) -> torch.Tensor:
     return first.reshape(pieces, *shape[:dim], shape[dim] // pieces, *shape[dim + 1 :])
 
 
-def _joined(pieces: torch.Tensor, dim: int, blocks: int) -> torch.Tensor:
+def _concatenated(pieces: torch.Tensor, dim: int, blocks: int) -> torch.Tensor:
     """Return stacked pieces as one tensor along `dim`: the inverse of `_split`."""
     number, shape = pieces.shape[0], pieces.shape[1:]
     seen = pieces.reshape(number, *shape[:dim], blocks, shape[dim] // blocks, *shape[dim + 1 :])

@@ -12,7 +12,7 @@ from planner.configs.configuration import CheckFlags
 from planner.configs.kinds import read_configuration
 from planner.configs.serving import CheckedServing, check_serving, serving_engine
 from planner.configs.serving_document import checked_serving_document
-from planner.serving.asked import ServingFlags
+from planner.serving.question_from_flags import ServingFlags
 from topology.errors import PlannerError, UserError
 
 

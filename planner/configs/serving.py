@@ -17,8 +17,8 @@ from planner.configs.command_line import CommandLine, option_kinds
 from planner.configs.configuration import CheckFlags
 from planner.export.schema import schema
 from planner.serving.answer import ServingAnswer, answer_deployment
-from planner.serving.asked import ServingFlags, serving_question
 from planner.serving.question import ServingQuestion
+from planner.serving.question_from_flags import ServingFlags, serving_question
 from planner.serving.releases import parse_release
 from planner.serving.search import TIE, ServingPlan, search_serving, value_of
 from planner.serving.stated import MOST, require_pool
@@ -301,12 +301,12 @@ def _change(
     plan: ServingPlan, document: CommandLine, engine: str, settings: Mapping[str, Any], where: str
 ) -> ServingChange:
     wanted = parallel_flags(engine, plan.deployment, deprecated="enable_dp_attention" in settings)
-    spelled = {flag: _spelled(flag, document, engine) for flag in wanted}
+    flag_names = {flag: _name_used(flag, document, engine) for flag in wanted}
     defaults: dict[str, Any] = {flag: 1 for flag, value in wanted.items() if not isinstance(value, bool)}
     changes = {
-        spelled[flag]: value
+        flag_names[flag]: value
         for flag, value in wanted.items()
-        if document.settings.get(spelled[flag], defaults.get(flag, False)) != value
+        if document.settings.get(flag_names[flag], defaults.get(flag, False)) != value
     }
     edited = document.edited(changes)
     diff = "".join(
@@ -316,7 +316,7 @@ def _change(
     return ServingChange(what=what, plan=plan, diff=diff)
 
 
-def _spelled(flag: str, document: CommandLine, engine: str) -> str:
+def _name_used(flag: str, document: CommandLine, engine: str) -> str:
     """Return the spelling of a flag that the text uses, or its first."""
     keys = schema(engine, VERSIONS[engine])["keys"]
     dest = keys[flag]["dest"]

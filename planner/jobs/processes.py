@@ -114,7 +114,7 @@ class Workers:
 
 
 class Job:
-    """One request: `result` or `error` is set once `done` is, `early` where the work has told an answer before. `ask` keeps it wanted; `told` is called at each change."""
+    """One request: `result` or `error` is set once `done` is, `early` where the work has given an answer before. `ask` keeps it wanted; `on_progress` is called at each change."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class Job:
         kind: str,
         *arguments: Any,
         bounds: Bounds | None = None,
-        told: Callable[[], None] = lambda: None,
+        on_progress: Callable[[], None] = lambda: None,
     ) -> None:
         self.line = ""
         self.done = threading.Event()
@@ -134,7 +134,7 @@ class Job:
         self.slowed = False
         self._workers = workers
         self._bounds = bounds or Bounds()
-        self._told = told
+        self._on_progress = on_progress
         self._request = (kind, arguments, self._bounds.memory_bytes)
         self._stopped: PlannerError | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -184,7 +184,7 @@ class Job:
         if self._stopped is not None:
             self.error, self.result = self._stopped, None
         self.done.set()
-        self._told()
+        self._on_progress()
 
     def _converse(self, process: subprocess.Popen[bytes]) -> bool:
         """Send the request and follow the answer; return whether the process takes another."""
@@ -195,7 +195,7 @@ class Job:
             kind, value = receive(process.stdout)
             if kind in {"progress", "early"}:
                 self.line, self.early = (value, self.early) if kind == "progress" else (self.line, value)
-                self._told()
+                self._on_progress()
                 continue
             self.result, self.error = (value, None) if kind == "result" else (None, value)
             return bool(receive(process.stdout))

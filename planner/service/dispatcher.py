@@ -189,7 +189,7 @@ class Dispatcher:
             str(folder),
             self._data_folder(claim.owner),
             bounds=bounds,
-            told=self._wake.set,
+            on_progress=self._wake.set,
         )
 
     def _data_folder(self, owner: str) -> str | None:

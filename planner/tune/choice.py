@@ -129,7 +129,7 @@ def _companions(
     Each is worth at least the part `least` of what the most valuable of all plans then is.
     """
     step, found, taken = beliefs.step, [first], {first.row}
-    kin = [
+    alike = [
         row
         for row in rows
         if beliefs.fits[row] >= SURE and runner.shares_start(candidates.plans[first.row], candidates.plans[row])
@@ -139,7 +139,7 @@ def _companions(
         step = step.given([last], [float(step.mean[last])], [NOISE])
         reached = min((one.row for one in found), key=lambda row: float(step.mean[row]))
         best = Best(row=reached, step_s=math.exp(float(step.mean[reached])))
-        left = [row for row in kin if row not in taken]
+        left = [row for row in alike if row not in taken]
         if not left:
             break
         gains = gain(step, left, best)

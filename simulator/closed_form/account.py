@@ -1,4 +1,4 @@
-"""The account of a step: every part of its time and its peak of memory, by counting what `simulator.step.walk` tells.
+"""The account of a step: every part of its time and its peak of memory, by counting what `simulator.step.walk` issues.
 
 Plans that differ in amounts only are counted together. Micro batches that repeat each other are counted once.
 """
@@ -38,7 +38,7 @@ from simulator.step.context import CostContext
 from simulator.step.held import Parameters
 from simulator.step.traffic import traffic_kinds
 from simulator.step.units import SavedBytes, Unit, UnitMaker, folded, wrapping_period
-from simulator.step.walk import Held, StepWalk, held_by, message_bytes
+from simulator.step.walk import RankStages, StepWalk, message_bytes, stages_of_rank
 
 BUBBLE, HOST = PARTS.index("bubble"), PARTS.index("host")
 # Of several micro batches so many are walked; further ones repeat the second.
@@ -208,7 +208,7 @@ def account_alone(inputs: AccountInputs) -> Account:
     m = context.table.micro_batches
     walk = StepWalk(context, inputs.operators, stage_units(inputs), single=bool(m[0] <= 1))
     rank = Tally(*_times(inputs))
-    held = Held(stages=(0,), first=True, last=True, flying=np.ones(rows))
+    held = RankStages(stages=(0,), first=True, last=True, flying=np.ones(rows))
     data = walk.begin(rank, held)
     rank.start()
     # Of two micro batches the middle one of three is taken back.
@@ -326,7 +326,7 @@ def _through(
     """Return the end of a step that is as long as a table; `longer`: of one from which longer ones follow."""
     rows, schedule = len(inputs.context.table), table.schedule
     flying = [np.full(rows, float(count)) for count in table.in_flight]
-    ranks = [counter.rank(held_by(schedule, rank, flying[rank])) for rank in range(schedule.ranks)]
+    ranks = [counter.rank(stages_of_rank(schedule, rank, flying[rank])) for rank in range(schedule.ranks)]
     _, lags = walk_table(table, ranks, hops, {}, synchronizes=walk.synchronizes)
     clocks, _ = walk_table(table, ranks, hops, lags, synchronizes=walk.synchronizes)
     ends = finish(ranks, clocks)

@@ -121,7 +121,7 @@ def estimate_plans(scenario: Scenario, plans: Sequence[Plan], *, each_on: Sequen
     require_gpus(plans, cluster)
     operators = calibrated_operators(scenario)
     table = plan_table(
-        [spelled(plan, runtime) for plan in plans],
+        [with_canonical_recompute(plan, runtime) for plan in plans],
         workload,
         cp_method=operators.spec.context_parallel,
         wraps_one=wraps_one(operators.spec, runtime),
@@ -267,7 +267,7 @@ def network_blocks(
     return blocks
 
 
-def spelled(plan: Plan, runtime: Runtime) -> Plan:
+def with_canonical_recompute(plan: Plan, runtime: Runtime) -> Plan:
     """Return `plan` with its recompute words as the runtime's description spells them. Raises BadPlan."""
     stages = plan.pp * plan.virtual_stages
     if plan.recompute_per_stage and len(plan.recompute_per_stage) != stages:

@@ -23,7 +23,7 @@ Rows = NDArray[np.bool_]
 class LeastTraffic:
     """Seconds of a step on pipeline ranks, shape (plans, ranks), as `simulator.step.traffic` tells of them.
 
-    `forward` and `backward` come with those passes, `last_s` after all ranks have met. `settles`, one value a plan: traffic
+    `forward` and `backward` come with those passes, `last_s` after all ranks have met. `waits_for_traffic`, one value a plan: traffic
     of a pass has ended when the next one begins, where there is no pipeline.
     """
 
@@ -44,7 +44,7 @@ class LeastTraffic:
         self._first, self._last = 1.0 * layout.first, 1.0 * layout.last
         self.last_s = self._update_s()
         full = self.table.fully_sharded
-        self.settles = full.copy()
+        self.waits_for_traffic = full.copy()
         nothing = PassTraffic(*(np.zeros(dense.shape) for _ in range(3)))
         self.forward, self.backward = nothing, nothing
         # What the first forward pass of a rank gathers behind its first units, and all copies of one micro batch there.
@@ -177,7 +177,7 @@ class LeastTraffic:
         if sharded.any():
             gathered = self._of_all("all_gather", self._compute)
             self.last_s = self.last_s + np.where((rows & sharded & ~fetched)[:, None], gathered, 0.0)
-        self.settles = self.settles | (rows & behind)
+        self.waits_for_traffic = self.waits_for_traffic | (rows & behind)
         return PassTraffic(
             copies,
             np.where(one_by_one, times * reduced, 0.0),

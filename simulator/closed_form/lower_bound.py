@@ -134,9 +134,9 @@ class LowerBound:
         forward_s = m * forward_s + forward.copies_s + forward.exposed_s
         backward_s = m * backward_s + backward.copies_s
         own, tail = forward_s + backward_s, backward.exposed_s
-        settles, piped = traffic.settles[:, None], (table["pp"] > 1)[:, None]
+        waits_for_traffic, piped = traffic.waits_for_traffic[:, None], (table["pp"] > 1)[:, None]
         in_turn = np.maximum(forward_s, forward.stream_s) + np.maximum(backward_s + tail, backward.stream_s)
-        alone = np.where(settles, in_turn, np.maximum(own + tail, forward.stream_s + backward.stream_s))
+        alone = np.where(waits_for_traffic, in_turn, np.maximum(own + tail, forward.stream_s + backward.stream_s))
         if not piped.any():
             return np.asarray(alone)
         own = self._own_s(device, hop, traffic)

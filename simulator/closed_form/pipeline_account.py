@@ -25,7 +25,7 @@ from simulator.pipeline.schedules import Kind
 from simulator.step.rank import Value
 from simulator.step.traffic import REPLICAS, STREAM, WIRES, DataWriter
 from simulator.step.units import Unit
-from simulator.step.walk import Held, StepWalk
+from simulator.step.walk import RankStages, StepWalk
 
 LONG_AGO = -1e6  # seconds: a clock that holds nothing up
 # (compute, wire, host) clocks with which passes begin: nothing in the way of the device, host or wire.
@@ -50,7 +50,7 @@ class PassCounts:
     summed_s: Floats  # and that of sums over their replicas
     kept: Floats
     most: Floats
-    settles: bool
+    waits_for_traffic: bool
     leads: bool  # in any row
     slack_s: Floats  # by how much the device ends later where the host is behind
     kernels_s: Floats
@@ -86,7 +86,7 @@ class Counter:
                 self._kinds.setdefault(shape, set()).add(local_kind(kind))
         self._known: dict[object, dict[Local, PassCounts]] = {}
 
-    def rank(self, held: Held) -> RankCounts:
+    def rank(self, held: RankStages) -> RankCounts:
         """Return the counts of a rank."""
         which = np.stack([self._which[stage] for stage in held.stages])
         _, firsts, contents = np.unique(which, axis=1, return_index=True, return_inverse=True)
@@ -129,7 +129,9 @@ class Counter:
             tally.begin_pass(compute_s=compute_s, wire_s=wire_s, host_s=host_s)
             walk.action(tally, data, stage, action, micro_batch, last=last)
             if local not in passes:
-                passes[local] = _counted(tally, settles=last and stage == 0, gathers=walk.traffic.gathers_before_use)
+                passes[local] = _counted(
+                    tally, waits_for_traffic=last and stage == 0, gathers=walk.traffic.gathers_before_use
+                )
         return passes
 
 
@@ -139,7 +141,7 @@ class RankCounts:
     a walk with its tally for each of its possible `contents`, of which every plan has one.
     """
 
-    held: Held
+    held: RankStages
     base: Floats
     host_s: Floats
     passes: Mapping[int, Mapping[Local, PassCounts]]
@@ -199,7 +201,7 @@ def _backwards(kinds: set[Local]) -> list[list[Local]]:
     return sorted(runs, key=lambda run: (not run[-1][1], run[-1][2]))
 
 
-def _counted(tally: Tally, *, settles: bool, gathers: bool) -> PassCounts:
+def _counted(tally: Tally, *, waits_for_traffic: bool, gathers: bool) -> PassCounts:
     """Return what a pass took, from the walks of it."""
     free, hosted, wired = tally.compute
     before_bytes, before_parts = tally.at_pass
@@ -221,7 +223,7 @@ def _counted(tally: Tally, *, settles: bool, gathers: bool) -> PassCounts:
         summed_s=tally.sent_s[REPLICAS][0],
         kept=tally.bytes.now - before_bytes,
         most=tally.bytes.most - before_bytes,
-        settles=settles,
+        waits_for_traffic=waits_for_traffic,
         leads=bool((lead_s > 0).any()),
         slack_s=np.maximum(hosted - free, 0.0),
         kernels_s=parts[PARTS.index("compute")] + parts[PARTS.index("recompute")],
@@ -268,7 +270,7 @@ class Clocks:
         self.host = np.maximum(self.host + did.host_s, begun + did.waits_s)
         self.wire = np.maximum(self.wire + did.sent_s, self.compute + did.tail_s)
         self.summed = np.maximum(self.summed + did.summed_s, self.compute + did.summed_tail_s)
-        if did.settles:
+        if did.waits_for_traffic:
             self.wait(self.sent, "dp")
 
     @property

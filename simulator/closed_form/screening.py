@@ -97,9 +97,9 @@ class Screening:
         """Return the columns as the closed form reads them. Raises BadPlan for words the runtime does not know."""
         recompute = columns.recompute
         for word in words(recompute):
-            spelled = canonical_recompute(word, self.scenario.runtime)
-            if spelled != word:
-                recompute = np.where(recompute == word, spelled, recompute)
+            canonical = canonical_recompute(word, self.scenario.runtime)
+            if canonical != word:
+                recompute = np.where(recompute == word, canonical, recompute)
         spec = self.operators.spec
         return table_of_columns(
             replace(columns, recompute=recompute),

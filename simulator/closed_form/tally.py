@@ -68,7 +68,7 @@ class Bytes:
         """It has ended: what it has taken and let go is `times` as much."""
         _ = self.most
         change = (times - 1.0) * (self.now - self._before)
-        change[GATHERED] = 0.0  # told of all of them together, as they are gathered ahead
+        change[GATHERED] = 0.0  # counted for all of them together, as they are gathered ahead
         self.now += change
         self._total += change.sum(axis=0)
         self._times |= {
@@ -192,7 +192,7 @@ class Tally:
                 parts[part] = parts[part] + count * seconds
         return parts
 
-    # --- what a rank is told ------------------------------------------------------------------------------------
+    # --- what a rank is asked to run ------------------------------------------------------------------------------------
 
     def begin(self, unit: Unit) -> None:
         if unit.repeats > 1:
@@ -210,7 +210,7 @@ class Tally:
         if not self.runs_ahead:
             self.host = np.maximum(self.host, self.compute - self._ahead_s)
 
-    def host_work(self, name: str, seconds: Value) -> None:  # noqa: ARG002 - a Rank is told names
+    def host_work(self, name: str, seconds: Value) -> None:  # noqa: ARG002 - a Rank is given names
         self.host = self.host + seconds
 
     def run(self, unit: Unit, which: Pass) -> None:
@@ -236,7 +236,7 @@ class Tally:
 
     def copy(
         self,
-        name: str,  # noqa: ARG002 - a Rank is told names
+        name: str,  # noqa: ARG002 - a Rank is given names
         moved_bytes: Value,
         *,
         module_bytes: Value | None = None,
@@ -255,7 +255,7 @@ class Tally:
         self.parts["optimizer"] = self.parts["optimizer"] + seconds
         self.clocks[COMPUTE] = self.compute + seconds
 
-    def host_copy(self, name: str, nbytes: Value, *, stream: str) -> None:  # noqa: ARG002 - a Rank is told names
+    def host_copy(self, name: str, nbytes: Value, *, stream: str) -> None:  # noqa: ARG002 - a Rank is given names
         start = np.maximum(self._clock(stream), self.host)
         self.clocks[stream] = np.asarray(start + nbytes / self.traffic.host_copy_bytes_per_s)
 

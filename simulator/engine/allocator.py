@@ -85,7 +85,7 @@ class Pool:
         for other in (block.after, block.before):
             if other is not None and other.free and other.mapped:
                 self._unset_free(other)
-                block = self._joined(block, other)
+                block = self._merged(block, other)
         self._set_free(block)
 
     def release(self) -> None:
@@ -110,7 +110,7 @@ class Pool:
     def _unset_free(self, block: Block) -> None:
         del self._free[bisect_left(self._free, (block.size, block.address))]
 
-    def _joined(self, a: Block, b: Block) -> Block:
+    def _merged(self, a: Block, b: Block) -> Block:
         low, high = (a, b) if a.address < b.address else (b, a)
         low.size += high.size
         _link(low, high.after)
@@ -155,7 +155,7 @@ class ExpandablePool(Pool):
                 self._unset_free(following)
             else:
                 following = self._mapped(following, size - block.size)
-            block = self._joined(block, following)
+            block = self._merged(block, following)
         return block
 
     def release(self) -> None:

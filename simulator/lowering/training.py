@@ -1,10 +1,10 @@
-"""One training step of one plan as a Program: `simulator.step.walk`, told to pipeline ranks that write it down."""
+"""One training step of one plan as a Program: `simulator.step.walk`, issued to pipeline ranks that write it down."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from simulator.closed_form.estimates import calibrated_operators, cost_context, spelled
+from simulator.closed_form.estimates import calibrated_operators, cost_context, with_canonical_recompute
 from simulator.closed_form.scenario import Scenario
 from simulator.columns.plan_table import plan_table
 from simulator.config.plan import Plan
@@ -21,7 +21,7 @@ from simulator.runtimes.library import operators_for, wraps_one
 from simulator.step.context import CostContext
 from simulator.step.offload import copy_bytes_per_s
 from simulator.step.traffic import DATA_OPS, DataWriter
-from simulator.step.walk import Held, StepWalk, held_by, message_bytes
+from simulator.step.walk import RankStages, StepWalk, message_bytes, stages_of_rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ def plan_context(scenario: Scenario, plan: Plan) -> CostContext:
     """Return what the costs of a single plan depend on: the closed form's context, with one row."""
     operators = calibrated_operators(scenario)
     table = plan_table(
-        [spelled(plan, scenario.runtime)],
+        [with_canonical_recompute(plan, scenario.runtime)],
         scenario.workload,
         cp_method=operators.spec.context_parallel,
         wraps_one=wraps_one(operators.spec, scenario.runtime),
@@ -76,11 +76,11 @@ class _Lowering:
     def lower(self) -> Lowered:
         in_flight = peak_in_flight(self.schedule)
         last_turned = last_backwards(self.schedule)
-        ranks: dict[int, tuple[CodeRank, DataWriter, Held]] = {}
+        ranks: dict[int, tuple[CodeRank, DataWriter, RankStages]] = {}
 
-        def begun(code: CodeWriter, rank: int) -> tuple[CodeRank, DataWriter, Held]:
+        def begun(code: CodeWriter, rank: int) -> tuple[CodeRank, DataWriter, RankStages]:
             if rank not in ranks:
-                held = held_by(self.schedule, rank, in_flight[rank])
+                held = stages_of_rank(self.schedule, rank, in_flight[rank])
                 writer = CodeRank(code, self.units)
                 ranks[rank] = writer, self.walk.begin(writer, held), held
             return ranks[rank]

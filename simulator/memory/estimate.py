@@ -13,7 +13,7 @@ from simulator.closed_form.scenario import Scenario
 from simulator.collectives.buffers import communicator_bytes
 from simulator.config.estimate import Estimate, MemoryEstimate
 from simulator.config.plan import Plan
-from simulator.memory.replay import Held, MemoryReplay
+from simulator.memory.replay import MemoryReplay, ReservedMemory
 
 # Blocks up to which a plan is replayed: about a second of one core.
 MOST_BLOCKS = 400_000
@@ -24,41 +24,41 @@ def with_replay(scenario: Scenario, plan: Plan, estimate: Estimate) -> Estimate:
     replay = MemoryReplay(scenario, plan)
     if replay.length > MOST_BLOCKS:
         return estimate
-    told, factor = estimate.memory, known_costs(scenario).reserved
+    counted, factor = estimate.memory, known_costs(scenario).reserved
     held = replay.ranks()
     worst = max(range(len(held)), key=lambda rank: held[rank].reserved_bytes)
     reserved = factor * held[worst].reserved_bytes
     groups = float(communicator_bytes(replay.context.groups)[0])
-    left = told.capacity_bytes - groups
+    left = counted.capacity_bytes - groups
     low, high = replayed_memory_factors()
     # What may be too much is tried with what there is.
     tried = replay.rank(worst, capacity_bytes=left / factor) if reserved > left else held[worst]
-    memory = replace(_memory(told, held, worst, tried, factor, (low, high)), fits=not tried.out_of_memory)
+    memory = replace(_memory(counted, held, worst, tried, factor, (low, high)), fits=not tried.out_of_memory)
     memory = replace(memory, communicator_bytes=groups, worst_rank=worst * (plan.gpus // plan.pp))
     likely = float(retry_probability(np.array([reserved]), np.array([left]), (low, high))[0])
     flushes = likely * max(1, tried.retries_per_step)
-    return _with_allocator(replace(estimate, memory=memory), flushes * told.capacity_bytes * FLUSH_S_PER_BYTE)
+    return _with_allocator(replace(estimate, memory=memory), flushes * counted.capacity_bytes * FLUSH_S_PER_BYTE)
 
 
 def _memory(
-    told: MemoryEstimate,
-    held: tuple[Held, ...],
+    counted: MemoryEstimate,
+    held: tuple[ReservedMemory, ...],
     worst: int,
-    tried: Held,
+    tried: ReservedMemory,
     factor: float,
     factors: tuple[float, float],
 ) -> MemoryEstimate:
     """Return the memory of the worst rank; its categories, which are those of sums, cut to the peak that was found."""
     peak, stages = factor * held[worst].allocated_bytes, len(held)
     by_stage = tuple(
-        _scaled(one, factor * rank.allocated_bytes) for one, rank in zip(told.by_stage, held, strict=False)
+        _scaled(one, factor * rank.allocated_bytes) for one, rank in zip(counted.by_stage, held, strict=False)
     )
     return replace(
-        told,
-        peak_bytes=replace(told.peak_bytes, value=peak, low=peak * factors[0], high=peak * factors[1]),
+        counted,
+        peak_bytes=replace(counted.peak_bytes, value=peak, low=peak * factors[0], high=peak * factors[1]),
         reserved_bytes=factor * held[worst].reserved_bytes,
-        by_category=by_stage[worst] if len(by_stage) == stages else _scaled(told.by_category, peak),
-        by_stage=by_stage if len(by_stage) == stages else told.by_stage,
+        by_category=by_stage[worst] if len(by_stage) == stages else _scaled(counted.by_category, peak),
+        by_stage=by_stage if len(by_stage) == stages else counted.by_stage,
         reserved_by_stage=tuple(factor * rank.reserved_bytes for rank in held),
         retries_per_step=tried.retries_per_step,
         fragmentation=held[worst].fragmentation,

@@ -194,7 +194,7 @@ class RankReplay:
                 self.passing += self._taken(nbytes)
             self._give(self.passing)
         if not split and self.traffic.reduces(last_micro_batch=last):
-            self._settle()
+            self._free_last_buffers()
 
     def _weights_turn(self, stage: int, micro_batch: int, *, last: bool) -> None:
         """The second half of a split backward: gradients of weights, whose inputs it lets go."""
@@ -207,7 +207,7 @@ class RankReplay:
                     self.memory.free(instance.slots.pop(slot))
             self._turned(unit, micro_batch, last=last)
         if self.traffic.reduces(last_micro_batch=last):
-            self._settle()
+            self._free_last_buffers()
 
     def _play(
         self,
@@ -353,7 +353,7 @@ class RankReplay:
         else:
             self.wrapped[unit.name].gradients += fresh
 
-    def _settle(self) -> None:
+    def _free_last_buffers(self) -> None:
         """End a backward pass that reduced: its last buffers go."""
         self._give(self.buckets)
         self._give(self.reducing)

@@ -23,7 +23,7 @@ ROUNDS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class ReservedMemory:
     """What the allocator of one pipeline rank holds. `retries_per_step` are those of the last step; `out_of_memory` says
     that giving memory back was not enough. `by_stream` are reserved bytes.
     """
@@ -55,7 +55,7 @@ class MemoryReplay:
         network = Network(scenario.model, operators, self.context, collapse=False)
         self.tensors = PlanTensors(self.context, operators, network.stages, self.schedule)
 
-    def rank(self, rank: int, *, capacity_bytes: float | None = None, expandable: bool = True) -> Held:
+    def rank(self, rank: int, *, capacity_bytes: float | None = None, expandable: bool = True) -> ReservedMemory:
         """Return what the allocator of pipeline rank `rank` holds."""
         memory = CachingAllocator(capacity_bytes=capacity_bytes, expandable=expandable)
         replay = RankReplay(self.tensors, rank, memory, micro_batches=self.micro_batches)
@@ -69,7 +69,7 @@ class MemoryReplay:
                 retried = memory.retries - before
         except OutOfMemory:
             full, retried = True, memory.retries - before
-        return Held(
+        return ReservedMemory(
             reserved_bytes=memory.peak_reserved_bytes,
             allocated_bytes=memory.peak_allocated_bytes,
             by_stream=dict(memory.streams()),
@@ -77,7 +77,7 @@ class MemoryReplay:
             out_of_memory=full,
         )
 
-    def ranks(self, *, capacity_bytes: float | None = None) -> tuple[Held, ...]:
+    def ranks(self, *, capacity_bytes: float | None = None) -> tuple[ReservedMemory, ...]:
         """Return what every pipeline rank holds."""
         return tuple(self.rank(rank, capacity_bytes=capacity_bytes) for rank in range(self.plan.pp))
 

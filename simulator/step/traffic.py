@@ -251,7 +251,7 @@ class DataWriter:
         if reducing:
             self._send_off(unit)
 
-    def settle(self) -> None:
+    def wait_for_reductions(self) -> None:
         """End a backward pass: FSDP2 waits there for all reductions (`_root_post_backward_final_callback`), and so does
         DDP (`Reducer::finalize_backward`) and ZeRO (`independent_gradient_partition_epilogue`).
         """

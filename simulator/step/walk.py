@@ -1,4 +1,4 @@
-"""One training step, told to a pipeline rank: micro batches through its stages, traffic around them, the optimizer.
+"""One training step, issued to a pipeline rank: micro batches through its stages, traffic around them, the optimizer.
 
 Reads like the loop it stands for. A rank runs its schedule's actions in order; an action runs the units of its stage
 (embedding, layers, head) forward, or backward in reverse; each unit is gathered before use and its gradients are sent on
@@ -33,7 +33,7 @@ NORM_STREAMS = (("dp", "dp norm"), ("tp", "tp comm"), ("pp", "pp norm"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class RankStages:
     """What a pipeline rank is: its stages, whether it has the network's ends, and its micro batches in flight at once."""
 
     stages: tuple[int, ...]
@@ -42,10 +42,10 @@ class Held:
     flying: Floats
 
 
-def held_by(schedule: Schedule, rank: int, flying: Floats | float) -> Held:
+def stages_of_rank(schedule: Schedule, rank: int, flying: Floats | float) -> RankStages:
     """Return what a rank of a schedule is, with `flying` of its (stage, micro batch) pairs in flight at most."""
     stages = schedule.stages_of(rank)
-    return Held(
+    return RankStages(
         stages=stages,
         first=0 in stages,
         last=schedule.stages - 1 in stages,
@@ -80,10 +80,10 @@ class StepWalk:
         other.stages = stages
         return other
 
-    def units_of(self, held: Held) -> list[Unit]:
+    def units_of(self, held: RankStages) -> list[Unit]:
         return [unit for stage in held.stages for unit in self.stages[stage]]
 
-    def begin(self, rank: Rank, held: Held) -> DataWriter:
+    def begin(self, rank: Rank, held: RankStages) -> DataWriter:
         """What is there before the first micro batch: parameters, optimizer state, and the step's own host work."""
         units, spec = self.units_of(held), self.spec
         rank.host_work("step", step_host_s(spec.host, self.context))
@@ -118,7 +118,7 @@ class StepWalk:
         else:
             self._backward(rank, data, self.stages[stage], kind, micro_batch, last=last)
             if stage == 0 and kind is not Kind.INPUT_GRAD and self.traffic.reduces(last_micro_batch=last):
-                data.settle()
+                data.wait_for_reductions()
         if self.synchronizes:
             rank.synchronize()
 
@@ -174,7 +174,7 @@ class StepWalk:
                 data.after(unit, last_use=last)
             rank.ended(unit)
 
-    def end(self, rank: Rank, data: DataWriter, held: Held) -> None:
+    def end(self, rank: Rank, data: DataWriter, held: RankStages) -> None:
         """Join what is under way, sum the gradient norm over all that share it, and update."""
         units = self.units_of(held)
         rank.host_work("rest", rest_host_s(self.spec.host, self.context.table))
@@ -222,7 +222,7 @@ class StepWalk:
         casts = self.context.table.conditions["autocast"] & (bytes_of("param") > bytes_of("compute"))
         return np.where(casts, bytes_of("compute"), 0.0)
 
-    def _between_stages_bytes(self, held: Held) -> Floats:
+    def _between_stages_bytes(self, held: RankStages) -> Floats:
         rows = (len(self.context.table), 1)
         first, last = np.full(rows, held.first), np.full(rows, held.last)
         return between_stages_bytes(self.context, first, last, held.flying[:, None])[:, 0]

@@ -14,7 +14,7 @@ from planner.configs.answer import ask
 from planner.configs.configuration import CheckFlags
 from planner.configs.serving import check_serving, serving_engine
 from planner.configs.serving_document import checked_serving_document
-from planner.serving.asked import ServingFlags
+from planner.serving.question_from_flags import ServingFlags
 from simulator.legality.rules import is_legal
 from tests.fuzz.format import Format, text_inputs
 from tests.fuzz.mutations import damaged_json, damaged_text

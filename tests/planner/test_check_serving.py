@@ -21,7 +21,7 @@ from planner.configs.serving import VERSIONS, CheckedServing, check_serving, fla
 from planner.export.schema import schema
 from planner.export.serving.commands import command
 from planner.export.serving.files import serving_files
-from planner.serving.asked import ServingFlags
+from planner.serving.question_from_flags import ServingFlags
 from simulator.serving.deployment import Deployment, Pool
 from topology.errors import BadInput, PlannerError, UserError
 

@@ -11,13 +11,13 @@ from typer.testing import CliRunner
 
 from planner.cli import app
 from planner.serving.answer import answer_deployment
-from planner.serving.asked import ServingFlags, serving_question
 from planner.serving.candidates import deployments
 from planner.serving.measured.asked_run import Step, all_steps, asked_run
 from planner.serving.measured.samples import add_to_profile
 from planner.serving.measured.side_by_side import load_rows, mean_error, step_rows
 from planner.serving.overrides import with_serving_flags
 from planner.serving.plan_file import load_serving, serving_file
+from planner.serving.question_from_flags import ServingFlags, serving_question
 from simulator.serving.deployment import Pool
 from simulator.serving.measured import MeasuredServing, MeasuredSteps, Ratio
 from simulator.serving.server import serve

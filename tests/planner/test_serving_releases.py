@@ -8,8 +8,8 @@ import pytest
 
 from planner.configs.configuration import CheckFlags
 from planner.configs.serving import VERSIONS, check_serving, release_in
-from planner.serving.asked import ServingFlags, serving_question
 from planner.serving.candidates import deployments
+from planner.serving.question_from_flags import ServingFlags, serving_question
 from planner.serving.releases import WORDS, facts, parse_release, split_engine, too_old
 from planner.serving.stated import problems_of, stated_deployment
 from simulator.serving.deployment import Pool

@@ -35,7 +35,7 @@ class Jobs(Protocol):
     def content(self, artifact: Document) -> bytes: ...
 
 
-class Here:
+class LocalQueue:
     """The queue in this process."""
 
     def __init__(self, queue: Queue) -> None:
@@ -61,7 +61,7 @@ class Here:
         return self.queue.files.path(artifact["sha256"]).read_bytes()
 
 
-class There:
+class RemoteService:
     """A service elsewhere."""
 
     def __init__(self, client: Client) -> None:
@@ -106,7 +106,7 @@ def missing() -> list[str]:
 @st.cache_resource(show_spinner=False)
 def jobs() -> Jobs:
     """Return the jobs that all sessions share. Raises PlannerError where the service or the database cannot be used."""
-    return There(client()) if server() else Here(queue())
+    return RemoteService(client()) if server() else LocalQueue(queue())
 
 
 @st.cache_resource(show_spinner=False)

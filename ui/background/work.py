@@ -16,8 +16,8 @@ from planner.search.answer import answer, search_question
 from planner.search.result import SearchResult
 from planner.search.search import SearchOptions
 from planner.serving.account import Account, account
-from planner.serving.asked import ServingFlags, serving_question
 from planner.serving.crossings import Sweep, over_clients
+from planner.serving.question_from_flags import ServingFlags, serving_question
 from planner.serving.search import ServingResult, search_serving
 from simulator.config.plan import Plan
 from simulator.engine.simulate import Run

@@ -42,12 +42,6 @@ def of_job(job: str, _artifacts: list[dict[str, Any]]) -> RunReport | None:
         return load_run(str(Path(folder) / "run"))
 
 
-@st.cache_resource(max_entries=8, show_spinner="Reading the run")
-def of_store(run: str) -> RunReport:
-    """Return the report of a kept run. Raises PlannerError."""
-    return load_run(run)
-
-
 def show_run(found: RunReport, key: str) -> None:
     """Show a run beside its prediction. `key` names it."""
     document = found.document

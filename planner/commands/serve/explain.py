@@ -8,10 +8,10 @@ import typer
 
 from planner.io import output
 from planner.search.flips import KNOBS
-from planner.serving.asked import ServingFlags, serving_question
 from planner.serving.explain import Links, explain_serving
 from planner.serving.overrides import with_serving_flags
 from planner.serving.plan_file import load_serving
+from planner.serving.question_from_flags import ServingFlags, serving_question
 from planner.serving.shown.documents import explanation_document
 from planner.serving.shown.plan_text import print_explained
 from topology.cluster import Cluster

@@ -11,9 +11,9 @@ from planner.commands.flags.serving_flags import Task, refuse, stated, typed
 from planner.export.serving.commands import command
 from planner.export.serving.files import serving_files
 from planner.io import output
-from planner.serving.asked import ServingFlags, serving_question
 from planner.serving.crossings import over_clients
 from planner.serving.plan_file import serving_file
+from planner.serving.question_from_flags import ServingFlags, serving_question
 from planner.serving.search import ServingResult, search_serving
 from planner.serving.shown.documents import serving_document
 from planner.serving.shown.text import print_serving

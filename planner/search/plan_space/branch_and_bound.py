@@ -256,7 +256,7 @@ class _BestFirst:
         some = self.screening.plans(self.table.take(rows), self.shared, rows)
         self.exact[rows] = np.maximum(self.reserved[rows], self.bounds.peak_bytes[rows])
         self.seconds[rows] = self.bounds.step_s[rows] + some.flush_s(self.exact[rows])
-        self._settle(rows[~self.needs_counting[rows]])
+        self._add_exact(rows[~self.needs_counting[rows]])
         # Counting schedule tables is slow: quickest plans first, and none that have lost by then.
         uncertain = rows[self.needs_counting[rows]]
         uncertain = uncertain[np.argsort((self.exact if by_memory else self.seconds)[uncertain], kind="stable")]
@@ -267,10 +267,10 @@ class _BestFirst:
             counted = self.screening.plans(self.table.take(batch), self.shared, batch)
             self.exact[batch] = np.maximum(counted.reserved_bytes(), self.bounds.peak_bytes[batch])
             self.seconds[batch] = self.bounds.step_s[batch] + counted.flush_s(self.exact[batch])
-            self._settle(batch)
+            self._add_exact(batch)
         self.costed[rows] = True
 
-    def _settle(self, rows: Rows) -> None:
+    def _add_exact(self, rows: Rows) -> None:
         """Take note of plans whose memory is certain by now."""
         fits = self.exact[rows] <= self.screening.limit_bytes
         self.step[rows] = np.where(fits, self.seconds[rows], np.inf)

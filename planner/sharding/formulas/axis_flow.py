@@ -85,7 +85,7 @@ class AxisFlow:
     def size(self, dim: Dim) -> int:
         return prod(self.sizes[axis] for axis in self.dim(dim))
 
-    def keep_whole(self, dim: Dim, why: str, *, contradicts: bool = False) -> None:
+    def keep_unsharded(self, dim: Dim, why: str, *, contradicts: bool = False) -> None:
         """Note that no axis of `dim` can be sharded. `contradicts`: nor is the axis reduced or passed through."""
         for axis in self.dim(dim):
             self.unsharded.setdefault(axis, why)
@@ -95,7 +95,7 @@ class AxisFlow:
     def finish(self, value: Value, why: str) -> Value:
         """Return `value` with its reductions finished: what comes next cannot be computed from partial results."""
         for axis in value.pending:
-            self.keep_whole((axis,), why)
+            self.keep_unsharded((axis,), why)
         return Value(value.dims)
 
     def unify(self, first: Dim, second: Dim, why: str) -> Dim:
@@ -113,7 +113,7 @@ class AxisFlow:
                 return other
         if self._unify_parts(first, second):
             return self.dim(first)
-        self.keep_whole((*first, *second), f"{why} takes {_names(first)} and {_names(second)} for one axis")
+        self.keep_unsharded((*first, *second), f"{why} takes {_names(first)} and {_names(second)} for one axis")
         return first
 
     def _unify_parts(self, first: Dim, second: Dim) -> bool:
@@ -177,7 +177,7 @@ class AxisFlow:
                 if reducer in {"sum", "avg"} and axis not in taken:
                     pending[axis] = reducer
                 else:
-                    self.keep_whole((axis,), f"{why} needs the finished {reducer}")
+                    self.keep_unsharded((axis,), f"{why} needs the finished {reducer}")
         return pending
 
     def elementwise(self, values: Sequence[Value], why: str) -> Value:
@@ -193,7 +193,7 @@ class AxisFlow:
             self.reduced.add(axis)
             mixed = any(other != reducer for other in pending.values())
             if axis in left or axis in pending or mixed:
-                self.keep_whole((axis,), f"{why} reduces it besides another use of it")
+                self.keep_unsharded((axis,), f"{why} reduces it besides another use of it")
             else:
                 pending[axis] = reducer
         return Value(value.dims, pending)

@@ -17,10 +17,10 @@ def attention(call: Call) -> Value:
     if min(len(value.dims) for value in (q, k, v)) < 2:
         raise NotUnderstood("attention without rows")
     for dim in (flow.unify(q.dims[-1], k.dims[-1], "attention"), v.dims[-1] if v.dims[-1] == q.dims[-1] else ()):
-        flow.keep_whole(dim, "attention multiplies along it before its softmax")
+        flow.keep_unsharded(dim, "attention multiplies along it before its softmax")
     keys = flow.unify(k.dims[-2], v.dims[-2], "attention")
     if set(flow.dim(keys)) & set(flow.dim(q.dims[-2])):
-        flow.keep_whole(keys, "it has both the queries and the keys: every query needs all keys")
+        flow.keep_unsharded(keys, "it has both the queries and the keys: every query needs all keys")
     flow.reduced.update(flow.dim(keys))
     merge_or_keep(call, "attention", keys, "every query needs all keys")
     if call.flag(3, "is_causal") or call.flag(3, "causal"):
@@ -59,7 +59,7 @@ def _grouped_heads(flow: AxisFlow, heads: Dim, fewer: Dim) -> Dim:
         flow._replace(heads[0], (outer, inner))
         return (*flow.unify((outer,), fewer, "attention"), inner)
     why = "several query heads share a key head: write (K g) for the query heads"
-    flow.keep_whole((*heads, *fewer), why)
+    flow.keep_unsharded((*heads, *fewer), why)
     return heads
 
 
@@ -67,10 +67,12 @@ def attention_rows(call: Call) -> Value:
     """`attention_rows(q, k)`: the logarithm of the sum of exponentials of every row of scores."""
     flow = call.flow
     q, k = (flow.finish(call.value(n), "attention needs finished sums") for n in range(2))
-    flow.keep_whole(flow.unify(q.dims[-1], k.dims[-1], "attention"), "attention multiplies along it before its softmax")
+    flow.keep_unsharded(
+        flow.unify(q.dims[-1], k.dims[-1], "attention"), "attention multiplies along it before its softmax"
+    )
     keys = flow.dim(k.dims[-2])
     if set(keys) & set(flow.dim(q.dims[-2])):
-        flow.keep_whole(keys, "it has both the queries and the keys: every query needs all keys")
+        flow.keep_unsharded(keys, "it has both the queries and the keys: every query needs all keys")
     flow.reduced.update(keys)
     merge_or_keep(call, "attention_rows", keys, "every query needs all keys")
     if call.flag(2, "causal"):
@@ -89,12 +91,12 @@ def attention_gradient(call: Call) -> Value:
     width = flow.unify(q.dims[-1], k.dims[-1], "attention")
     values = flow.unify(gradient.dims[-1], v.dims[-1], "attention")
     for dim in (width, values):
-        flow.keep_whole(dim, "attention multiplies along it before its softmax")
+        flow.keep_unsharded(dim, "attention multiplies along it before its softmax")
     keys = flow.unify(k.dims[-2], v.dims[-2], "attention")
     queries = flow.unify(flow.unify(q.dims[-2], gradient.dims[-2], "attention"), rows.dims[-1], "attention")
     queries = flow.unify(queries, along.dims[-1], "attention")
     if set(flow.dim(keys)) & set(flow.dim(queries)):
-        flow.keep_whole(keys, "it has both the queries and the keys: every query needs all keys")
+        flow.keep_unsharded(keys, "it has both the queries and the keys: every query needs all keys")
     if call.flag(6, "causal"):
         flow.positional.update((*flow.dim(keys), *flow.dim(queries)))
     heads = batch_of_attention(flow, gradient.dims[:-2], (q.dims[:-2], rows.dims[:-1], along.dims[:-1]))

@@ -39,7 +39,7 @@ def _attention_gradient(call: Call) -> Value:
     flow, values = call.flow, call.values()
     for value in values:
         for dim in value.dims[-2:]:
-            flow.keep_whole(dim, "the gradient of attention needs all queries and keys")
+            flow.keep_unsharded(dim, "the gradient of attention needs all queries and keys")
     for value in values[1:]:
         batch_of_attention(flow, values[0].dims[:-2], (value.dims[:-2],))
     raise NotUnderstood(f"which gradient {call.name} is")

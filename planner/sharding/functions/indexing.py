@@ -29,13 +29,13 @@ def indexed(
                 out.append(_sliced(flow, value.dims[at], part))
                 at += 1
             case _ if number_of(part) is not None:
-                flow.keep_whole(value.dims[at], "an index takes one element of it", contradicts=True)
+                flow.keep_unsharded(value.dims[at], "an index takes one element of it", contradicts=True)
                 at += 1
             case _:
                 numbers = index_of(part)
                 if numbers is None:
                     raise NotUnderstood("an index that is no number")
-                flow.keep_whole(value.dims[at], "an index takes elements of it by number", contradicts=True)
+                flow.keep_unsharded(value.dims[at], "an index takes elements of it by number", contradicts=True)
                 out += numbers.dims
                 at += 1
     return Value((*out, *value.dims[at:]), value.pending)
@@ -54,9 +54,9 @@ def _sliced(flow: AxisFlow, dim: Dim, part: ast.Slice) -> Dim:
 
 def part_of(flow: AxisFlow, dim: Dim, length: int, why: str) -> Dim:
     """Return a dim of `length` that is made of all of `dim`."""
-    flow.keep_whole(dim, why, contradicts=True)
+    flow.keep_unsharded(dim, why, contradicts=True)
     made = flow.new_dim(length)
-    flow.keep_whole(made, why)
+    flow.keep_unsharded(made, why)
     return made
 
 

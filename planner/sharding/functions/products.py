@@ -66,11 +66,11 @@ def grouped_mm(call: Call) -> Value:
     flow, x, w = call.flow, call.value(0), call.value(1)
     if len(x.dims) != 2 or len(w.dims) != 3:
         raise NotUnderstood("a grouped product that is not of [m, k] and [g, k, n]")
-    flow.keep_whole(w.dims[0], "rows of any group may be on any rank")
+    flow.keep_unsharded(w.dims[0], "rows of any group may be on any rank")
     flow.positional.update(flow.dim(x.dims[0]))
     if len(call.arguments) > 2 and call.walker.names_in(call.arguments[2]):
         for dim in call.value(2).dims:
-            flow.keep_whole(dim, "the ends of groups are needed whole")
+            flow.keep_unsharded(dim, "the ends of groups are needed whole")
     over = flow.unify(x.dims[1], w.dims[1], "grouped_mm")
     return flow.contract(
         [over], Value((x.dims[0], w.dims[2]), flow.pending_of_product([x, w], "grouped_mm")), "sum", "grouped_mm"
@@ -83,7 +83,7 @@ def grouped_mm_weight_gradient(call: Call) -> Value:
     rows = flow.unify(gradient.dims[0], x.dims[0], call.name)
     flow.positional.update(flow.dim(rows))
     (groups,) = call.value(2).dims
-    flow.keep_whole(groups, "rows of any group may be on any rank")
+    flow.keep_unsharded(groups, "rows of any group may be on any rank")
     pending = flow.pending_of_product([gradient, x], call.name)
     return flow.contract([rows], Value((groups, x.dims[1], gradient.dims[1]), pending), "sum", call.name)
 
@@ -96,12 +96,12 @@ def convolved(call: Call) -> Value:
         raise NotUnderstood("a convolution without a batch")
     groups = call.number(6, "groups", 1)
     for dim in (*x.dims[2:], *w.dims[2:]):
-        flow.keep_whole(dim, f"{call.name} slides a window over it", contradicts=True)
+        flow.keep_unsharded(dim, f"{call.name} slides a window over it", contradicts=True)
     spatial = tuple(flow.dim(dim) for dim in x.dims[2:])
     sized = _spatial_sizes(call, [flow.size(d) for d in spatial], [flow.size(d) for d in w.dims[2:]])
     made = tuple(flow.new_dim(size) for size in sized)
     for dim in made:
-        flow.keep_whole(dim, f"{call.name} makes it of windows")
+        flow.keep_unsharded(dim, f"{call.name} makes it of windows")
     left = Value((x.dims[0], w.dims[0], *made))
     x = flow.finish(x, "a convolution needs finished sums")
     if groups == 1:
@@ -109,7 +109,7 @@ def convolved(call: Call) -> Value:
         product_ = flow.contract([over], left, "sum", call.name)
     else:
         for dim in (x.dims[1], *w.dims[:2]):
-            flow.keep_whole(dim, f"{call.name} works in {groups} groups of channels")
+            flow.keep_unsharded(dim, f"{call.name} works in {groups} groups of channels")
         product_ = left
     bias = call.node(2, "bias")
     if bias is None or is_none(bias):
@@ -130,9 +130,9 @@ def pooled(call: Call) -> Value:
     step, padding = call.number(2, "stride", kernels[0]), call.number(3, "padding", 0)
     made = []
     for dim, size, kernel in zip(x.dims[-window:], sizes, kernels, strict=True):
-        flow.keep_whole(dim, f"{call.name} slides a window over it", contradicts=True)
+        flow.keep_unsharded(dim, f"{call.name} slides a window over it", contradicts=True)
         made.append(flow.new_dim((size + 2 * padding - kernel) // step + 1))
-        flow.keep_whole(made[-1], f"{call.name} makes it of windows")
+        flow.keep_unsharded(made[-1], f"{call.name} makes it of windows")
     return Value((*x.dims[:-window], *made))
 
 

@@ -23,7 +23,7 @@ def reduced(call: Call) -> Made:
         value = flow.finish(value, f"{call.name} needs finished sums")
         for n in chosen:
             flow.reduced.update(flow.dim(value.dims[n]))
-            flow.keep_whole(value.dims[n], f"{call.name} is no sum of what pieces give")
+            flow.keep_unsharded(value.dims[n], f"{call.name} is no sum of what pieces give")
     dims = [() if n in chosen else dim for n, dim in enumerate(value.dims) if keep or n not in chosen]
     if call.name in {"var", "std", "norm", "any", "all"}:
         return Value(tuple(dims))
@@ -47,7 +47,7 @@ def merge_or_keep(call: Call, kind: str, dim: Dim, why: str) -> None:
     if call.walker.may_merge(call, kind):
         call.flow.merged.update(dict.fromkeys(call.flow.dim(dim), kind))
     else:
-        call.flow.keep_whole(dim, why)
+        call.flow.keep_unsharded(dim, why)
 
 
 def logsumexp(call: Call) -> Value:
@@ -90,13 +90,13 @@ def layer_norm(call: Call) -> Value:
 def group_norm(call: Call) -> Value:
     flow, value = call.flow, call.flow.finish(call.value(0), "a norm needs finished sums")
     for dim in value.dims[1:] if call.name != "batch_norm" else (value.dims[0], *value.dims[2:]):
-        flow.keep_whole(dim, f"{call.name} takes means over it")
+        flow.keep_unsharded(dim, f"{call.name} takes means over it")
     for weight in call.values()[1:]:
         for dim in weight.dims:
             if call.name == "batch_norm":
                 flow.unify(dim, value.dims[1], call.name)
             else:
-                flow.keep_whole(dim, f"{call.name} takes means over it")
+                flow.keep_unsharded(dim, f"{call.name} takes means over it")
     return value
 
 
@@ -106,7 +106,7 @@ def top_k(call: Call) -> list[Value]:
     flow.reduced.update(flow.dim(value.dims[at]))
     merge_or_keep(call, "topk", value.dims[at], "the largest of a piece need not be the largest of all")
     made = flow.new_dim(call.number(1, "k", 1))
-    flow.keep_whole(made, "the k largest are needed together")
+    flow.keep_unsharded(made, "the k largest are needed together")
     return [Value((*value.dims[:at], made, *value.dims[at + 1 :]))] * 2
 
 

@@ -33,7 +33,7 @@ def scattered(call: Call) -> Value:
         raise NotUnderstood(f"{call.name} along another dim than the first")
     flow.positional.update(flow.dim(x.dims[0]))
     if not set(flow.dim(x.dims[0])) <= flow.created:
-        flow.keep_whole(x.dims[0], f"{call.name} adds to rows by number")
+        flow.keep_unsharded(x.dims[0], f"{call.name} adds to rows by number")
     rows = flow.unify(index.dims[0], source.dims[0], call.name)
     rest = flow.broadcast([x.dims[1:], source.dims[1:]], call.name)
     return flow.contract([rows], Value((x.dims[0], *rest), source.pending), "sum", call.name)
@@ -49,9 +49,9 @@ def one_hot(call: Call) -> Value:
 def rotary(call: Call) -> Value:
     """Rotary embedding: pairs of the last dim; angles by position, given or by number."""
     flow, value = call.flow, call.flow.finish(call.value(0), "a rotation needs finished sums")
-    flow.keep_whole(value.dims[-1], "a rotation mixes elements of it")
+    flow.keep_unsharded(value.dims[-1], "a rotation mixes elements of it")
     for angles in call.values()[1:]:
-        flow.keep_whole(angles.dims[-1], "a rotation mixes elements of it")
+        flow.keep_unsharded(angles.dims[-1], "a rotation mixes elements of it")
         known = {axis for dim in flow.dims(value) for axis in dim}
         if not {axis for dim in flow.dims(angles)[:-1] for axis in dim} <= known:
             flow.broadcast([value.dims[:-1], angles.dims[:-1]], call.name)

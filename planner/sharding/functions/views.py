@@ -141,10 +141,10 @@ def _split_to_sizes(flow: AxisFlow, axes: Sequence[str], sizes: Sequence[int]) -
             have = flow.sizes[axis]
             if left % have and have % left:
                 why = f"a view cuts a dim of {have} at {left}"
-                flow.keep_whole(tuple(axes), why, contradicts=True)
+                flow.keep_unsharded(tuple(axes), why, contradicts=True)
                 made = [flow.new_dim(each) for each in sizes]
                 for each in made:
-                    flow.keep_whole(each, why)
+                    flow.keep_unsharded(each, why)
                 return made
             if have > left:
                 outer, inner = flow.new_axis(left), flow.new_axis(have // left)
@@ -160,8 +160,8 @@ def _split_to_sizes(flow: AxisFlow, axes: Sequence[str], sizes: Sequence[int]) -
 def _split(flow: AxisFlow, axis: str, outer: str, inner: str) -> None:
     """Let `axis` be two: one of the annotation, which has no name for its parts, is not shardable across them."""
     if axis in flow.given:
-        flow.keep_whole((axis,), "a view splits it, and the annotation does not: write (a b) for its two parts")
-        flow.keep_whole((outer, inner), "it is a part of an axis that is kept whole")
+        flow.keep_unsharded((axis,), "a view splits it, and the annotation does not: write (a b) for its two parts")
+        flow.keep_unsharded((outer, inner), "it is a part of an axis that is kept whole")
     else:
         flow._replace(axis, (outer, inner))
 
@@ -224,7 +224,7 @@ def joined(call: Call) -> Value:
     whole = [value.dims if call.name == "stack" else (*value.dims[:at], *value.dims[at + 1 :]) for value in values]
     rest = flow.add([Value(dims, value.pending) for dims, value in zip(whole, values, strict=True)], call.name)
     many = flow.new_dim(len(values))
-    flow.keep_whole(many, f"{call.name} makes it of {len(values)} tensors")
+    flow.keep_unsharded(many, f"{call.name} makes it of {len(values)} tensors")
     if call.name == "stack":
         return Value((*rest.dims[:at], many, *rest.dims[at:]), rest.pending)
     sizes = {flow.size(value.dims[at]) for value in values}
@@ -233,9 +233,9 @@ def joined(call: Call) -> Value:
         joined: Dim = (*many, *flow.dim(dim))
     else:
         for value in values:
-            flow.keep_whole(value.dims[at], "cat appends another tensor to it", contradicts=True)
+            flow.keep_unsharded(value.dims[at], "cat appends another tensor to it", contradicts=True)
         joined = flow.new_dim(sum(flow.size(value.dims[at]) for value in values))
-        flow.keep_whole(joined, "cat makes it of several tensors")
+        flow.keep_unsharded(joined, "cat makes it of several tensors")
     return Value((*rest.dims[:at], joined, *rest.dims[at:]), rest.pending)
 
 
@@ -260,7 +260,7 @@ def chunked(call: Call) -> list[Value]:
     dim = flow.dim(value.dims[at])
     if len(set(lengths)) == 1 and len(dim) > 1 and flow.sizes[dim[0]] == len(lengths):
         # one of the blocks that the dim is made of, as gate and up of a fused weight
-        flow.keep_whole(dim[:1], f"{call.name} takes one block of it", contradicts=True)
+        flow.keep_unsharded(dim[:1], f"{call.name} takes one block of it", contradicts=True)
         return [Value((*value.dims[:at], dim[1:], *value.dims[at + 1 :]), value.pending) for _ in lengths]
     why = f"{call.name} takes a part of it"
     return [
@@ -280,7 +280,7 @@ def selected(call: Call) -> Value:
     """`index_select(dim, index)`, `gather(dim, index)` and `select(dim, n)`."""
     value, flow = call.value(0), call.flow
     at = position(call.number(1, "dim", 0), value)
-    flow.keep_whole(value.dims[at], f"{call.name} takes elements of it by number", contradicts=True)
+    flow.keep_unsharded(value.dims[at], f"{call.name} takes elements of it by number", contradicts=True)
     if call.name == "select":
         return Value((*value.dims[:at], *value.dims[at + 1 :]), value.pending)
     index = call.value(2)
@@ -300,14 +300,16 @@ def ordered(call: Call) -> Made:
     numbers = call.numbers(first, "dims" if "dims" in call.keywords else "dim")
     default = [-1] if call.name in {"sort", "argsort"} else list(range(len(value.dims)))
     for at in (numbers or default)[: None if call.name in {"flip", "roll"} else 1]:
-        flow.keep_whole(value.dims[position(at, value)], f"{call.name} needs all of it in its order", contradicts=True)
+        flow.keep_unsharded(
+            value.dims[position(at, value)], f"{call.name} needs all of it in its order", contradicts=True
+        )
     return [value, Value(value.dims)] if call.name == "sort" else value
 
 
 def triangle(call: Call) -> Value:
     value = call.value(0)
     for dim in value.dims[-2:]:
-        call.flow.keep_whole(dim, f"{call.name} depends on where in it an element is", contradicts=True)
+        call.flow.keep_unsharded(dim, f"{call.name} depends on where in it an element is", contradicts=True)
     return value
 
 

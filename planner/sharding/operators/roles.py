@@ -125,13 +125,13 @@ def _values(
         if name in values:
             for mine, other in zip(values[name].dims, found, strict=True):
                 if mine != other:
-                    flow.keep_whole((*mine, *other), "one tensor is annotated in two ways")
+                    flow.keep_unsharded((*mine, *other), "one tensor is annotated in two ways")
         values.setdefault(name, Value(found))
     for name in formula.tensors:
         if name not in values:
             dims = tuple(flow.new_dim(size) for size in shapes[name])
             for dim in dims:
-                flow.keep_whole(dim, f"{name} is not annotated")
+                flow.keep_unsharded(dim, f"{name} is not annotated")
             values[name] = Value(dims)
     return values
 
@@ -161,19 +161,19 @@ def _match_result(name: str, flow: AxisFlow, derived: Sequence[Dim], annotation:
             )
         pairs = list(zip(found, said, strict=True)) if len(found) == len(said) else []
         if not pairs or any(a != b and flow.sizes[a] != flow.sizes[b] for a, b in pairs):
-            flow.keep_whole((*found, *said), "the annotation has other axes there than the formula")
+            flow.keep_unsharded((*found, *said), "the annotation has other axes there than the formula")
             continue
         for a, b in pairs:
             if a == b:
                 continue
             if a in flow.given or b in seen:
-                flow.keep_whole((a, b), f"dim {number} of the result is another axis")
+                flow.keep_unsharded((a, b), f"dim {number} of the result is another axis")
             elif a in flow.created and a not in flow.unsharded:
                 created.add(b)
                 if a in flow.positional:
                     flow.positional.add(b)
             else:
-                flow.keep_whole((b,), flow.unsharded.get(a, "the function makes it"))
+                flow.keep_unsharded((b,), flow.unsharded.get(a, "the function makes it"))
     return created
 
 
