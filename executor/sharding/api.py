@@ -56,6 +56,7 @@ def request(
     backward: bool = True,
     gradients: Sequence[str] = (),
     chunks: Mapping[str, int | str] | None = None,
+    stages: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return the document that `planner shard` reads: the graph, and what is said of its sharding."""
     return {
@@ -72,6 +73,7 @@ def request(
         "backward": backward,
         "gradients": list(gradients),
         **({} if chunks is None else {"chunks": dict(chunks)}),
+        **({} if stages is None else {"stages": dict(stages)}),
     }
 
 
@@ -128,11 +130,15 @@ def shard(
     `parameters` and `compute`. With `cluster` (a name or a file, as the planner's commands take it) what is left open is
     chosen by time there, else by bytes; `policy="min_time"` leaves all open but placements. What does not fit `memory_limit`
     (GiB of a rank, for parameters with their state and all that a step needs) is dropped and made again in the backward pass:
-    gathered, or computed. DTensors among `args` say their own placements. Collective: every rank calls it. Raises UserError
+    gathered, or computed. DTensors among `args` say their own placements. With `stages` (`{"axis": "pp", "of": {"layers.1": 1},
+    "micro_batches": 4}`) modules run on coordinates of a mesh axis, and the first dim of every argument is cut into micro
+    batches; results are handed from their stage to all ranks. Collective: every rank calls it. Raises UserError
     where the module cannot be captured or the planner has no program.
     """
     leaves = pytree.tree_map(lambda leaf: leaf.full_tensor() if isinstance(leaf, DTensor) else leaf, list(args))
-    captured = capture(module, leaves, kwargs)
+    batches = int((constraints.get("stages") or {}).get("micro_batches", 1))
+    first, first_kwargs = pytree.tree_map(lambda leaf: _micro_batches(leaf, batches)[0], (leaves, dict(kwargs or {})))
+    captured = capture(module, first, first_kwargs)
     sizes = _mesh_sizes(mesh)
     given = dict(constraints.pop("placements", None) or {})
     names = [one.name for one in captured.graph.inputs if one.kind == INPUT]
@@ -142,6 +148,18 @@ def shard(
     document = request(captured, sizes, placements=given, **constraints)
     program = _planned_once(document, cluster, memory_limit)
     return ShardedModule(module, captured, program, mesh if isinstance(mesh, DeviceMesh) else None)
+
+
+def _micro_batches(leaf: Any, number: int) -> Sequence[Any]:
+    """Return the parts of an argument's first dim. Raises UserError where they are not equal."""
+    if number == 1 or not isinstance(leaf, torch.Tensor):
+        return [leaf] * number
+    if leaf.ndim == 0 or leaf.shape[0] % number:
+        raise UserError(
+            f"an argument of shape {tuple(leaf.shape)} does not divide into {number} micro batches",
+            remedy="micro batches that divide the first dim of every argument",
+        )
+    return leaf.chunk(number)
 
 
 def _mesh_sizes(mesh: DeviceMesh | Mapping[str, int]) -> dict[str, int]:
@@ -199,7 +217,7 @@ class ShardedModule(nn.Module):
         self._keys: dict[str, str] = {}
         for one in captured.graph.inputs:
             buffer = program.inputs.get(one.name)
-            if buffer is None or one.kind == INPUT:
+            if buffer is None or one.kind == INPUT or buffer not in self.ranks.used:
                 continue
             whole = captured.constants[one.name] if one.kind == CONSTANT else values[one.target]
             with torch.no_grad():
@@ -212,9 +230,9 @@ class ShardedModule(nn.Module):
 
     def placements(self, tensor: str) -> tuple[Any, ...]:
         """Return the DTensor placements of a tensor of the graph: an input's, or an output's."""
-        buffer = self.program.inputs.get(tensor) or next(
-            b for name, b in zip(self.captured.graph.outputs, self.program.outputs, strict=True) if name == tensor
-        )
+        inputs, outputs = self.program.inputs, self.captured.graph.outputs
+        buffer = inputs.get(tensor) or inputs.get(f"{tensor}[0]")
+        buffer = buffer or self.program.outputs[outputs.index(tensor)]
         return placements_of(self.program.buffers[buffer], self.program)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -222,15 +240,21 @@ class ShardedModule(nn.Module):
         graph_inputs = [one for one in self.captured.graph.inputs if one.kind == INPUT]
         leaves = [leaf for leaf in pytree.tree_leaves((list(args), kwargs)) if isinstance(leaf, torch.Tensor)]
         values: dict[str, torch.Tensor] = {}
+        batches = self.program.micro_batches
         for one, leaf in zip(graph_inputs, leaves, strict=True):
-            buffer = self.program.inputs.get(one.name)
-            if buffer is not None:
-                values[buffer] = self._local(one.name, leaf, buffer)
+            whole = leaf.full_tensor() if isinstance(leaf, DTensor) and batches > 1 else leaf
+            for number, part in enumerate(_micro_batches(whole, batches)):
+                buffer = self.program.inputs.get(f"{one.name}[{number}]" if batches > 1 else one.name)
+                if buffer is not None:
+                    values[buffer] = self._local(one.name, part, buffer)
         values |= {buffer: self.pieces[name] for buffer, name in self._keys.items()}
         outputs = _Run.apply(self, tuple(values), *values.values())
+        names = self.captured.graph.outputs
         found = []
-        for name, value in zip(self.captured.graph.outputs, outputs, strict=True):
-            found.append(DTensor.from_local(value, self.mesh, self.placements(name), run_check=False))
+        for at, name in enumerate(names):
+            places = self.placements(name)
+            parts = [DTensor.from_local(v, self.mesh, places, run_check=False) for v in outputs[at :: len(names)]]
+            found.append(torch.cat(parts) if len(parts) > 1 else parts[0])
         tree = self.captured.result_tree
         return pytree.tree_unflatten(found, tree) if tree is not None else tuple(found)
 
@@ -253,7 +277,7 @@ class _Run(torch.autograd.Function):
         values = dict(zip(names, (piece.detach() for piece in pieces), strict=True)) | sharded.fixed
         state = sharded.ranks.forward(values)
         ctx.sharded, ctx.state, ctx.names = sharded, state, names
-        return tuple(state.at[name] for name in sharded.program.outputs)
+        return tuple(sharded.ranks.everywhere(name, state) for name in sharded.program.outputs)
 
     @staticmethod
     def backward(ctx: Any, *incoming: torch.Tensor) -> Any:
@@ -264,7 +288,7 @@ class _Run(torch.autograd.Function):
             first = all(sharded.ranks.place.at[axis] == 0 for axis in program.buffers[name].pending)
             seeds[name] = gradient if first else torch.zeros_like(gradient)
         sharded.ranks.backward(state, seeds)
-        of_input = {program.inputs[tensor]: state.at[buffer] for tensor, buffer in program.gradients.items()}
+        of_input = {program.inputs[tensor]: state.at.get(buffer) for tensor, buffer in program.gradients.items()}
         ctx.state = State(at={})
         return (None, None, *(of_input.get(name) for name in ctx.names))
 

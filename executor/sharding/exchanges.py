@@ -43,7 +43,8 @@ class Group:
 def make_groups(program: RunnableProgram, rank: int) -> dict[tuple[str, ...], Group]:
     """Return the groups of this rank by mesh axes. Every rank of the world calls this, as all take part in making each."""
     found: dict[tuple[str, ...], Group] = {}
-    wanted = sorted({axes for one in program.work.values() if (axes := axes_used(one))})
+    stages = {(program.stage_axis,)} if program.stage_axis else set()
+    wanted = sorted(stages | {axes for one in program.work.values() if (axes := axes_used(one))})
     made: dict[frozenset[str], dist.ProcessGroup] = {}
     for axes in wanted:
         groups = rank_groups(program.mesh_names, program.mesh_shape, axes)

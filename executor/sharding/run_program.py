@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import distributed as dist
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from executor.sharding.exchanges import Group, exchange, make_groups
@@ -21,8 +22,8 @@ from executor.sharding.operations import run_kernel
 from executor.sharding.overlapped import is_overlapped, run_overlapped
 from executor.sharding.places import DTYPES, Context, Place
 from executor.sharding.saved_tensors import Operand, SavedTensors
-from simulator.program.program import COMPUTE, Collective, Free, Launch, RecordEvent, WaitEvent
-from simulator.sharded.program import Exchange, Kernel, RunnableProgram
+from simulator.program.program import COMPUTE, Collective, Free, Launch, RecordEvent, Recv, Send, WaitEvent
+from simulator.sharded.program import Exchange, Kernel, RunnableProgram, rank_at
 
 
 @dataclass(slots=True)
@@ -42,6 +43,7 @@ class State:
     at: dict[str, torch.Tensor]
     tapes: dict[str, _Tape] = field(default_factory=dict)
     events: dict[str, torch.cuda.Event] = field(default_factory=dict)
+    sent: list[tuple[Any, torch.Tensor]] = field(default_factory=list)  # messages on their way, and what they carry
 
 
 @dataclass(slots=True)
@@ -53,7 +55,10 @@ class RankProgram:
     device: torch.device
     place: Place = field(init=False)
     groups: dict[tuple[str, ...], Group] = field(init=False)
+    stage: int = field(init=False)
+    used: frozenset[str] = field(init=False)  # buffers that this rank's stage reads or writes
     _code: tuple[Any, ...] = field(init=False)
+    _backward_start: int = field(init=False)
     _beside: dict[str, Any] = field(init=False)  # streams besides the caller's, on which kernels run
     _streams: dict[str, Any] = field(init=False)
     _last_use: dict[int, list[str]] = field(init=False)
@@ -62,8 +67,13 @@ class RankProgram:
     def __post_init__(self) -> None:
         self.place = Place.of(self.program, self.rank)
         self.groups = make_groups(self.program, self.rank)
-        self._code = self.program.code()
-        names = {one.stream for one in self._code if isinstance(one, Launch | Collective)}
+        self.stage = self.program.stage_of(self.rank)
+        self._code = self.program.code(self.stage)
+        started = self.program.backward_start
+        self._backward_start = len(self._code) - len(self.program.code(self.stage, first=started)) if started else 0
+        moving = [one for one in self._code if isinstance(one, Launch | Collective | Send | Recv)]
+        self.used = frozenset(name for one in moving for name in (*one.reads, *one.writes))
+        names = {one.stream for one in moving}
         on_gpu = self.device.type == "cuda"
         self._beside = {
             name: torch.cuda.Stream(self.device) for name in (names | {COMPUTE} if on_gpu else ()) if name != COMPUTE
@@ -100,13 +110,26 @@ class RankProgram:
     def forward(self, values: Mapping[str, torch.Tensor]) -> State:
         """Run the forward pass on pieces of the inputs by buffer. The state has the outputs and what backward needs."""
         state = State(at=dict(values))
-        self._run(0, self.program.backward_start or len(self._code), state)
+        self._run(0, self._backward_start or len(self._code), state)
         return state
 
     def backward(self, state: State, seeds: Mapping[str, torch.Tensor]) -> None:
         """Run the backward pass from pieces of the outputs' gradients; the state has the inputs' gradients then."""
-        state.at.update({name: seeds[name] for name in self.program.seeds})
-        self._run(self.program.backward_start, len(self._code), state)
+        state.at.update({name: seeds[name] for name in self.program.seeds if name in self.used})
+        self._run(self._backward_start, len(self._code), state)
+
+    def everywhere(self, name: str, state: State) -> torch.Tensor:
+        """Return a result of the forward pass; with pipeline stages, from the stage that has it to the same place of all."""
+        if not self.program.stage_axis:
+            return state.at[name]
+        buffer, axis = self.program.buffers[name], self.program.stage_axis
+        made = next(data.get("stage", 0) for data in self.program.instructions if name in data.get("writes", ()))
+        value = state.at.get(name)
+        if value is None:
+            value = torch.empty(buffer.local, dtype=DTYPES[buffer.dtype], device=self.device)
+        value = value.contiguous()
+        dist.broadcast(value, rank_at(self.program, self.rank, axis, made), group=self.groups[axis,].group)
+        return value
 
     def _run(self, start: int, stop: int, state: State) -> None:
         events: dict[str, torch.cuda.Event] = state.events
@@ -124,12 +147,30 @@ class RankProgram:
                 case Launch() | Collective():
                     with torch.cuda.stream(self._streams.get(instruction.stream)):
                         self._do(instruction, state.at, state.tapes)
+                case Send() | Recv():
+                    with torch.cuda.stream(self._streams.get(instruction.stream)):
+                        self._message(instruction, state)
                 case Free():
                     self._drop(instruction.buffer, state)
             for name in self._last_use.get(number, ()):
                 self._drop(name, state)
+        for work, _ in state.sent:
+            work.wait()
+        state.sent.clear()
         for stream in self._beside.values():
             self._streams[COMPUTE].wait_stream(stream)
+
+    def _message(self, instruction: Send | Recv, state: State) -> None:
+        """Send a buffer to the rank at the same place of another stage, or receive one."""
+        peer = rank_at(self.program, self.rank, instruction.group, instruction.peer)
+        if isinstance(instruction, Send):
+            value = state.at[instruction.reads[0]].contiguous()
+            state.sent.append((dist.isend(value, peer), value))
+            return
+        (name,) = instruction.writes
+        buffer = self.program.buffers[name]
+        state.at[name] = torch.empty(buffer.local, dtype=DTYPES[buffer.dtype], device=self.device)
+        dist.irecv(state.at[name], peer).wait()
 
     def _drop(self, name: str, state: State) -> None:
         """Let go of a buffer. The allocator may reuse its memory when every stream of the program is past this point."""
@@ -198,7 +239,7 @@ def _last_uses(code: tuple[Any, ...], program: RunnableProgram) -> dict[int, lis
     """Return by instruction the buffers that nothing after it reads and no caller is given."""
     last: dict[str, int] = {}
     for number, one in enumerate(code):
-        if isinstance(one, Launch | Collective):
+        if isinstance(one, Launch | Collective | Send | Recv):
             last |= dict.fromkeys((*one.reads, *one.writes), number)
     kept = {*program.outputs, *program.gradients.values(), *program.inputs.values()}
     found: dict[int, list[str]] = {}

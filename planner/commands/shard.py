@@ -142,6 +142,8 @@ def _write_captured(answer: Answer, *, program: str | None, python: str | None) 
     if program is not None:
         codec.write_text(program, codec.to_json(answer.written.program, indent=None))
     if python is not None:
+        if answer.request.stages is not None:
+            raise UserError("pipeline stages are no DTensor placements", remedy="--program, which the executor runs")
         graph = answer.request.graph
         codec.write_text(python, write_dtensor_file(answer.captured, graph, answer.plan, title=answer.request.id))
 

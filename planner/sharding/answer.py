@@ -54,7 +54,9 @@ def answer_request(
 ) -> Answer:
     """Return the answer to a request: of least time on `cluster`, else of fewest bytes. Raises BadInput and Infeasible."""
     request = read_request(data, where=where)
-    captured = captured_problem(request.graph, request.mesh, request.constraints)
+    captured = captured_problem(request.graph, request.mesh, request.constraints, request.stages)
+    if request.stages is not None and limits is not None and limits.memory_bytes is not None:
+        raise BadInput("a limit of memory with pipeline stages", remedy="leave one of them out")
     problem = on_machine(captured.problem, cluster, calibration, limits or Limits())
     if request.backward:
         problem = replace(problem, differentiated=_differentiated(problem, request.gradients))

@@ -198,6 +198,11 @@ class CodeWriter:
         self._instructions: list[Instruction] = []
         self._events = 0
 
+    @property
+    def length(self) -> int:
+        """Return how many instructions are written."""
+        return len(self._instructions)
+
     def add(self, instruction: Instruction) -> None:
         self._instructions.append(instruction)
 

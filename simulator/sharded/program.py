@@ -2,7 +2,8 @@
 
 `RunnableProgram.program` is an ordinary `simulator.program.program.Program`. Every buffer that an instruction writes has
 its work under `work`: a `Kernel` (an operator on the rank's own pieces) or an `Exchange` (a collective). All ranks run the
-same code. The file is JSON data: operators are looked up by name in the executor's table.
+same code; with pipeline stages, those of each stage. The file is JSON data: operators are looked up by name in the
+executor's table.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from simulator.program.program import (
     Program,
     RankCode,
     RecordEvent,
+    Recv,
+    Send,
     WaitEvent,
 )
 from topology.errors import BadInput
@@ -36,6 +39,8 @@ OVERLAPPED = "overlap."  # begins the names of kernels that exchange pieces whil
 _INSTRUCTIONS: dict[str, Any] = {
     "launch": Launch,
     "collective": Collective,
+    "send": Send,
+    "recv": Recv,
     "record": RecordEvent,
     "wait": WaitEvent,
     "free": Free,
@@ -71,7 +76,8 @@ class Exchange(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="exc
 
     `dim` is gathered or, in a reduce-scatter, scattered; an all-to-all gathers `dim` and scatters `to_dim`. `source` has by
     rank the one whose piece it takes, in a permute. `root` is the index, along `axes`, of the rank that broadcasts or is
-    reduced to; a reduction reads, besides its own piece, what the other ranks return.
+    reduced to; a reduction reads, besides its own piece, what the other ranks return. `stages` are from and to which
+    coordinate of the stage axis a message goes.
     """
 
     kind: str
@@ -83,13 +89,16 @@ class Exchange(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="exc
     reducer: str = ""
     source: tuple[int, ...] = ()
     root: int = 0
+    stages: tuple[int, ...] = ()
 
 
 class RunnableProgram(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`inputs` and `gradients` map tensors of the graph to buffers; `outputs` and `seeds` are in the graph's order.
 
     `seeds` are the gradients of the outputs, which a run is given; there are none where a program has no backward, which
-    starts at instruction `backward_start`.
+    starts at instruction `backward_start`. With a `stage_axis`, every instruction is run by the ranks at one coordinate of
+    that mesh axis, its `stage`. With several `micro_batches`, inputs that have one a batch are called `x[0]`, `x[1]`, ...,
+    and `outputs` and `seeds` have those of the first micro batch first.
     """
 
     mesh_names: tuple[str, ...]
@@ -102,6 +111,8 @@ class RunnableProgram(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seeds: tuple[str, ...] = ()
     backward_start: int = 0
     gradients: dict[str, str] = {}
+    stage_axis: str = ""
+    micro_batches: int = 1
     format: str = FORMAT
     schema_version: int = 1
 
@@ -109,28 +120,44 @@ class RunnableProgram(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def ranks(self) -> int:
         return prod(self.mesh_shape)
 
-    def code(self) -> tuple[Instruction, ...]:
-        """Return the instructions in issue order."""
-        return tuple(_instruction(data) for data in self.instructions)
+    @property
+    def stages(self) -> int:
+        return self.mesh_shape[self.mesh_names.index(self.stage_axis)] if self.stage_axis else 1
+
+    def code(self, stage: int | None = None, *, first: int = 0) -> tuple[Instruction, ...]:
+        """Return the instructions in issue order, from number `first` on; those of one stage, if it is given."""
+        chosen = self.instructions[first:]
+        return tuple(_instruction(data) for data in chosen if stage is None or data.get("stage", 0) == stage)
+
+    def stage_of(self, rank: int) -> int:
+        return coordinates(self.mesh_names, self.mesh_shape, rank)[self.stage_axis] if self.stage_axis else 0
 
     def groups(self) -> dict[str, Groups]:
         """Return the families of groups that collectives name."""
-        names = {data["group"] for data in self.instructions if data["do"] == "collective"}
+        names = {data["group"] for data in self.instructions if data["do"] in {"collective", "send", "recv"}}
         return {name: rank_groups(self.mesh_names, self.mesh_shape, axes_of(name, self.mesh_names)) for name in names}
 
     def program(self) -> Program:
         """Return the Program that the simulator times: inputs are there from the start, every result from its writing on."""
-        given = [
-            self._alloc(name, filled=True)
-            for name in {**dict.fromkeys(self.inputs.values()), **dict.fromkeys(self.seeds)}
+        codes = []
+        for stage in range(self.stages):
+            ranks = tuple(rank for rank in range(self.ranks) if self.stage_of(rank) == stage)
+            name = f"stage {stage}" if self.stage_axis else "all"
+            codes.append(RankCode(name=name, ranks=ranks, instructions=self._with_memory(self.code(stage))))
+        return Program(codes=tuple(codes), groups=self.groups())
+
+    def _with_memory(self, code: tuple[Instruction, ...]) -> tuple[Instruction, ...]:
+        """Return code with the allocation of what it is given, and of what it writes."""
+        used = {name for one in code if isinstance(one, Launch | Collective | Send) for name in one.reads}
+        given = {**dict.fromkeys(self.inputs.values()), **dict.fromkeys(self.seeds)}
+        out: list[Instruction] = [
+            self._alloc(name, filled=True) for name in given if name in used or not self.stage_axis
         ]
-        code: list[Instruction] = list(given)
-        for one in self.code():
-            if isinstance(one, Launch | Collective):
-                code += [self._alloc(name, filled=False) for name in one.writes]
-            code.append(one)
-        ranks = RankCode(name="all", ranks=tuple(range(self.ranks)), instructions=tuple(code))
-        return Program(codes=(ranks,), groups=self.groups())
+        for one in code:
+            if isinstance(one, Launch | Collective | Recv):
+                out += [self._alloc(name, filled=False) for name in one.writes]
+            out.append(one)
+        return tuple(out)
 
     def _alloc(self, name: str, *, filled: bool) -> Alloc:
         buffer = self.buffers[name]
@@ -167,6 +194,15 @@ def coordinates(names: tuple[str, ...], shape: tuple[int, ...], rank: int) -> di
     return at
 
 
+def rank_at(program: RunnableProgram, rank: int, axis: str, coordinate: int) -> int:
+    """Return the rank with this one's coordinates but for that of one mesh axis."""
+    at = {**coordinates(program.mesh_names, program.mesh_shape, rank), axis: coordinate}
+    number = 0
+    for name, size in zip(program.mesh_names, program.mesh_shape, strict=True):
+        number = number * size + at[name]
+    return number
+
+
 def written(instruction: Instruction) -> dict[str, Any]:
     """Return an instruction as JSON data."""
     kind = next(name for name, one in _INSTRUCTIONS.items() if isinstance(instruction, one))
@@ -175,7 +211,7 @@ def written(instruction: Instruction) -> dict[str, Any]:
 
 
 def _instruction(data: Mapping[str, Any]) -> Instruction:
-    rest = {key: value for key, value in data.items() if key != "do"}
+    rest = {key: value for key, value in data.items() if key not in {"do", "stage"}}
     found: Instruction = msgspec.convert(rest, _INSTRUCTIONS[data["do"]], strict=True)
     return found
 
@@ -195,8 +231,14 @@ def read_program(data: Any, *, where: str) -> RunnableProgram:
         raise BadInput(f"{where} has {len(code):,} instructions for {program.ranks:,} ranks", why="more than are read")
     if len(program.mesh_names) != len(program.mesh_shape):
         raise BadInput(f"{where} names {len(program.mesh_names)} mesh axes and sizes {len(program.mesh_shape)}")
+    if program.stage_axis and program.stage_axis not in program.mesh_names:
+        raise BadInput(f"{where} has stages over {program.stage_axis[:40]!r}", remedy="an axis of its mesh")
+    if not all(0 <= data.get("stage", 0) < program.stages for data in program.instructions):
+        raise BadInput(f"{where} has an instruction of no stage", remedy="write it again")
     ready = {*program.inputs.values(), *program.seeds}
     for instruction in code:
+        if isinstance(instruction, Recv):
+            ready |= set(instruction.writes)
         if isinstance(instruction, Launch | Collective):
             missing = [name for name in instruction.reads if name not in ready]
             unknown = [name for name in instruction.writes if name not in program.buffers]

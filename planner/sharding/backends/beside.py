@@ -30,6 +30,7 @@ class Forward(Protocol):
     problem: ShardingProblem
     out: Writer
     versions: dict[tuple[str, Layout], str]
+    suffix: str
 
     def version(self, tensor: str, layout: Layout) -> str:
         """Return the buffer of a tensor in a layout."""
@@ -218,7 +219,7 @@ class _Product:
         about = self.forward.problem.tensors[tensor]
         shape = tuple(size // count if d == dim else size for d, size in enumerate(about.shape))
         out = self.forward.out
-        return out.add_buffer(name, describe(tensor, shape, about.dtype, layout, out.mesh))
+        return out.add_buffer(name + self.forward.suffix, describe(tensor, shape, about.dtype, layout, out.mesh))
 
     def _part(self, source: str, name: str, layout: Layout, count: int, which: tuple[int, int]) -> str:
         """Write the kernel that takes one chunk: of every one of `which[0]` blocks, part `which[1]` of `count`."""

@@ -72,7 +72,9 @@ class BackwardWriter:
         for number, work in enumerate(works):
             for name in work.reads:
                 first_use.setdefault(name, number)
+        staged = self.out.stage is not None
         for number, work in reversed(list(enumerate(works))):
+            self.out.stage = work.stage if staged else None
             if any(name in self.gradients for name in work.writes) and any(r in self._needed for r in work.reads):
                 if isinstance(work.do, Exchange):
                     self._exchange(work, work.do)
@@ -137,6 +139,7 @@ class BackwardWriter:
             to_blocks=exchange.blocks if exchange.kind == ALL_TO_ALL else 1,
             reducer="avg" if exchange.reducer == "avg" else sums,
             source=_inverse(exchange.source) if exchange.kind == PERMUTE else (),
+            stages=exchange.stages[::-1],
         )
         incoming = self.gradients[target]
         part = self._contribution(source)

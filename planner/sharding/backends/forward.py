@@ -5,7 +5,7 @@ Every instruction waits for the events of what it reads, so a gather runs beside
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from planner.sharding.backends.beside import write_beside
@@ -13,7 +13,7 @@ from planner.sharding.backends.chunks import Site
 from planner.sharding.backends.phases import Phase, phases
 from planner.sharding.backends.works import Work, Writer, bound, describe, primitive
 from planner.sharding.frontends.rules.statement import Statement
-from planner.sharding.layouts.collectives import ALL_GATHER, ALL_REDUCE
+from planner.sharding.layouts.collectives import ALL_GATHER, ALL_REDUCE, SEND_RECV
 from planner.sharding.layouts.layout import Layout
 from planner.sharding.plans.plan import OperatorStep, ShardingPlan, TensorMove
 from planner.sharding.problem.problem import ShardingProblem
@@ -32,33 +32,77 @@ class ForwardWriter:
     chunks: Mapping[str, tuple[Site, int | str]] = field(
         default_factory=dict
     )  # by result: products that run in so many chunks
+    split: frozenset[str] = frozenset()  # inputs of which every micro batch has its own
+    micro_batches: int = 1
     versions: dict[tuple[str, Layout], str] = field(default_factory=dict)
+    inputs: dict[str, str] = field(
+        default_factory=dict
+    )  # buffers by input; of those in `split`, by `x[0]`, `x[1]`, ...
+    outputs: list[str] = field(default_factory=list)  # buffers of all results, those of the first micro batch first
+    suffix: str = ""  # of buffers of the micro batch that is written
+    _once: set[str] = field(default_factory=set)  # tensors that are the same for all micro batches
+    _scopes: dict[tuple[int, int], dict[tuple[str, Layout], str]] = field(default_factory=dict)
 
-    def write(self) -> None:
-        """Write all steps. Raises Infeasible where a rank's pieces are not equal, or stages are given."""
-        if self.problem.stages is not None or self.problem.routed:
-            raise Infeasible("pipeline stages and routed tokens are not run by this back end", remedy="leave them out")
-        for name in self.problem.inputs:
-            self.version(name, self.plan.choice.layouts[name])
-        for step in self.plan.steps:
-            if isinstance(step, TensorMove):
-                self._move(step)
-            else:
-                self._operator(step)
+    def write(self, outputs: Sequence[str]) -> None:
+        """Write all steps, for one micro batch after another. Raises Infeasible where a rank's pieces are not equal."""
+        if self.problem.routed:
+            raise Infeasible("routed tokens are not run by this back end", remedy="leave them out")
+        layouts = self.plan.choice.layouts
+        self._once = {name for name in self.problem.inputs if name not in self.split}
+        for operator in self.problem.operators:  # what is computed of parameters alone is computed once
+            if all(name in self._once for name, _ in operator.operands):
+                self._once.add(operator.result.name)
+        for number in range(self.micro_batches):
+            self.suffix = f"[{number}]" if self.micro_batches > 1 else ""
+            for step in self.plan.steps:
+                self._enter(step.stage, number)
+                if isinstance(step, TensorMove):
+                    self._move(step)
+                elif not number or self.problem.operators[step.operator].result.name not in self._once:
+                    self._operator(step)
+            for name in outputs:
+                self._enter(self._stage_of(name), number)
+                self.outputs.append(self.versions[name, layouts[name]])
+
+    def _enter(self, stage: int, number: int) -> None:
+        """Look at the buffers of a stage and a micro batch: at first its inputs, and what all micro batches share."""
+        if self.problem.stages is not None:
+            self.out.stage = stage
+        key = (stage, number)
+        if key not in self._scopes:
+            shared = self._scopes.get((stage, 0), {})
+            self.versions = self._scopes[key] = {k: v for k, v in shared.items() if k[0] in self._once}
+            for name in self.problem.inputs:
+                layout = self.plan.choice.layouts[name]
+                called = f"{name}{self.suffix}" if name in self.split else name
+                if called not in self.inputs:
+                    self.inputs[called] = self._new_buffer(name, layout, called)
+                self.versions[name, layout] = self.inputs[called]
+        self.versions = self._scopes[key]
+
+    def _stage_of(self, name: str) -> int:
+        made = self.problem.graph.producers.get(name)
+        return 0 if self.problem.stages is None or made is None else self.problem.stages.operator_stages[made]
 
     def version(self, tensor: str, layout: Layout) -> str:
         """Return the buffer of `tensor` in `layout`, a new one where there is none yet."""
         key = (tensor, layout)
         if key not in self.versions:
             number = sum(name == tensor for name, _ in self.versions)
-            about = self.problem.tensors[tensor]
-            self.versions[key] = self.out.add_buffer(
-                f"{tensor}.{number}" if number else tensor,
-                describe(tensor, about.shape, about.dtype, layout, self.out.mesh),
-            )
+            there = f"@{self.out.stage}" if self.out.stage and self.out.stage != self._stage_of(tensor) else ""
+            suffix = "" if tensor in self._once else self.suffix
+            name = (f"{tensor}.{number}" if number else tensor) + there + suffix
+            self.versions[key] = self._new_buffer(tensor, layout, name)
         return self.versions[key]
 
+    def _new_buffer(self, tensor: str, layout: Layout, name: str) -> str:
+        about = self.problem.tensors[tensor]
+        return self.out.add_buffer(name, describe(tensor, about.shape, about.dtype, layout, self.out.mesh))
+
     def _move(self, move: TensorMove) -> None:
+        if any(one.kind == SEND_RECV for one in move.collectives):
+            self._send(move)
+            return
         here, steps = move.source, move.steps
         site, _ = self.chunks.get(move.consumer, (None, 1))
         if site is not None and site.exchange == ALL_GATHER and site.move is move:
@@ -69,6 +113,20 @@ class ForwardWriter:
                 target = self.version(move.tensor, step.after)
                 self.out.add(Work(do=primitive(step, here, source, self.out.mesh), reads=(source,), writes=(target,)))
             here = step.after
+
+    def _send(self, move: TensorMove) -> None:
+        """Write the message of a tensor to the stage that uses it, where it has the same layout."""
+        stages = self.problem.stages
+        assert stages is not None  # noqa: S101 - by the caller
+        there = stages.operator_stages[self.problem.graph.producers[move.consumer]]
+        here, number = move.stage, int(self.suffix[1:-1] or 0)
+        source = self.versions[move.tensor, move.source]
+        self._enter(there, number)
+        if (move.tensor, move.source) not in self.versions:
+            target = self.version(move.tensor, move.source)
+            do = Exchange(kind=SEND_RECV, axes=(stages.axis,), stages=(here, there))
+            self._enter(here, number)
+            self.out.add(Work(do=do, reads=(source,), writes=(target,)))
 
     def _operator(self, step: OperatorStep) -> None:
         operator = self.problem.operators[step.operator]

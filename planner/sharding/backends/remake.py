@@ -41,6 +41,11 @@ class Remaker:
     def lifetimes(self, works: Sequence[Work]) -> Lifetimes:
         return lifetimes(works, self.buffers, given=self.given, kept=self.kept)
 
+    def lifetimes_of(self, works: Sequence[Work]) -> Lifetimes:
+        """Return the lifetimes of what some of the works use: those of one pipeline stage."""
+        used = {name for work in works for name in (*work.reads, *work.writes)}
+        return lifetimes(works, self.buffers, given=self.given & used, kept=self.kept & used)
+
     def drop_until(
         self, limit_bytes: float, seconds: Callable[[Work], float], *, prefetch: bool
     ) -> tuple[list[Work], frozenset[str]]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf, prod
 
+import msgspec
 import numpy as np
 
 from planner.sharding.backends.chunks import Chunks, Site, Tried, choose_chunks, find_sites
@@ -16,10 +17,12 @@ from planner.sharding.backends.overlap_times import OverlapTimes
 from planner.sharding.backends.remake import Remaker
 from planner.sharding.backends.works import Work, Writer
 from planner.sharding.frontends.captured import CapturedProblem
-from planner.sharding.layouts.collectives import ALL_GATHER
+from planner.sharding.layouts.collectives import ALL_GATHER, PERMUTE
 from planner.sharding.layouts.layout import Layout, local_shape
+from planner.sharding.layouts.mesh import Mesh
 from planner.sharding.plans.lowering import work_of
 from planner.sharding.plans.plan import ShardingPlan
+from planner.sharding.problem.pipeline_stages import PipelineStages
 from planner.sharding.problem.problem import Machine, ShardingProblem
 from planner.sharding.solver.equivalence import find_equivalent
 from planner.sharding.solver.pricing import PICOSECONDS, TimePricing, roofline_on
@@ -34,7 +37,7 @@ from simulator.lowering.steps import KernelKey
 from simulator.overlap.modes import GATHER
 from simulator.program.cost_model import Cost
 from simulator.program.program import RecordEvent, WaitEvent
-from simulator.sharded.graph import CapturedGraph
+from simulator.sharded.graph import INPUT, CapturedGraph
 from simulator.sharded.program import OVERLAPPED, Buffer, Exchange, Kernel, RunnableProgram, written
 from topology.cluster import Cluster
 from topology.errors import Infeasible
@@ -83,26 +86,42 @@ def write_program(
     With `memory` what does not fit is made again. Raises Infeasible where the program cannot be run.
     """
     problem = captured.problem
-    out = Writer(problem.mesh)
+    out = _writer(problem)
     sites = chunk_sites(captured, plan) if chunks else {}
     in_chunks = {name: (sites[name], count) for name, count in (chunks or {}).items()}
-    forward = ForwardWriter(problem=problem, plan=plan, statements=captured.statements, out=out, chunks=in_chunks)
-    forward.write()
+    split = {one.name for one in graph.inputs if one.kind == INPUT} & set(problem.inputs)
+    batches = captured.micro_batches
+    forward = ForwardWriter(
+        problem=problem,
+        plan=plan,
+        statements=captured.statements,
+        out=out,
+        chunks=in_chunks,
+        split=frozenset(split if batches > 1 else ()),
+        micro_batches=batches,
+    )
+    forward.write(graph.outputs)
     layouts = plan.choice.layouts
-    inputs = {name: forward.versions[name, layouts[name]] for name in problem.inputs}
-    outputs = tuple(forward.versions[name, layouts[name]] for name in graph.outputs)
+    inputs, outputs = forward.inputs, tuple(forward.outputs)
     seeds: tuple[str, ...] = ()
     finished: dict[str, str] = {}
     in_forward = len(out.works)
     if backward:
-        parameters = problem.graph.parameters
-        asked = [n for n in problem.inputs if n in parameters or n in gradients]
-        asked = [n for n in asked if problem.tensors[n].dtype in FLOATS]
-        writer = BackwardWriter(out, {inputs[name]: Layout(layouts[name].dims) for name in asked})
+        of = {called: called.partition("[")[0] if batches > 1 else called for called in inputs}
+        asked = [n for n in inputs if of[n] in problem.graph.parameters or of[n] in gradients]
+        asked = [n for n in asked if problem.tensors[of[n]].dtype in FLOATS]
+        writer = BackwardWriter(out, {inputs[name]: Layout(layouts[of[name]].dims) for name in asked})
         seeds = writer.write(outputs)
         finished = {name: writer.finished[inputs[name]] for name in asked}
-    ends = Ends(inputs=inputs, outputs=outputs, seeds=seeds, gradients=finished)
+    ends = Ends(inputs=inputs, outputs=outputs, seeds=seeds, gradients=finished, micro_batches=batches)
     return _assembled(problem, out, in_forward, ends, chunks or {}, memory)
+
+
+def _writer(problem: ShardingProblem, buffers: dict[str, Buffer] | None = None) -> Writer:
+    """Return a writer of instructions: with pipeline stages, groups are those of the whole mesh."""
+    stages = problem.stages
+    world = "world" if stages is None else problem.mesh.group_name(problem.mesh.names)
+    return Writer(problem.mesh, world, None if stages is None else 0, buffers={} if buffers is None else buffers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +140,7 @@ class Ends:
     outputs: tuple[str, ...]
     seeds: tuple[str, ...]
     gradients: Mapping[str, str]
+    micro_batches: int = 1
 
 
 def _assembled(
@@ -151,7 +171,8 @@ def _assembled(
             return float(pricing.times(work.do.kind, work.do.axes, np.array([float(nbytes)]))[0]) / PICOSECONDS
 
         works, again = remaker.drop_until(memory.limit_bytes, seconds, prefetch=memory.prefetch)
-    final = Writer(problem.mesh, buffers=out.buffers)
+    final = _writer(problem, out.buffers)
+    final.stage = None
     start = 0
     for number, work in enumerate(works):
         if number == in_forward:
@@ -161,20 +182,42 @@ def _assembled(
     waited = {one.event for one in code.instructions if isinstance(one, WaitEvent)}
     numbered = list(enumerate(code.instructions))
     kept = [(n, one) for n, one in numbered if not isinstance(one, RecordEvent) or one.event in waited]
+    stages = problem.stages
+    mesh = problem.mesh if stages is None else stages.whole_mesh(problem.mesh)
+    where = [{} if stages is None else {"stage": final.stages[n]} for n, _ in kept]
+    do = {
+        work.writes[0]: work.do if stages is None else _on_all_stages(work.do, stages, problem.mesh) for work in works
+    }
     program = RunnableProgram(
-        mesh_names=problem.mesh.names,
-        mesh_shape=problem.mesh.shape,
+        mesh_names=mesh.names,
+        mesh_shape=mesh.shape,
         buffers=out.buffers,
-        instructions=tuple(written(one) for _, one in kept),
-        work={work.writes[0]: work.do for work in works},
+        instructions=tuple({**written(one), **at} for (_, one), at in zip(kept, where, strict=True)),
+        work=do,
+        stage_axis="" if stages is None else stages.axis,
+        micro_batches=ends.micro_batches,
         inputs=dict(ends.inputs),
         outputs=ends.outputs,
         seeds=ends.seeds,
         backward_start=sum(n < start for n, _ in kept),
         gradients=dict(ends.gradients),
     )
-    peak = remaker.lifetimes(works).peak()[0]
+    count = 1 if stages is None else stages.count
+    peak = max(remaker.lifetimes_of([w for w in works if w.stage == n]).peak()[0] for n in range(count))
     return Written(program, tuple(works), dict(chunks), again, peak)
+
+
+def _on_all_stages(do: Kernel | Exchange, stages: PipelineStages, mesh: Mesh) -> Kernel | Exchange:
+    """Return what an instruction does with the ranks of all stages in the place of one's."""
+    if isinstance(do, Kernel) or do.kind != PERMUTE:
+        return do
+    whole = stages.whole_mesh(mesh)
+    ranks = stages.ranks(mesh)
+    source = [0] * whole.ranks
+    for of_stage in ranks:
+        for rank, came in zip(of_stage, do.source, strict=True):
+            source[rank] = of_stage[came]
+    return msgspec.structs.replace(do, source=tuple(source))
 
 
 def chunk_sites(captured: CapturedProblem, plan: ShardingPlan) -> dict[str, Site]:
@@ -263,9 +306,10 @@ def simulate_program(
     spans: bool = False,
 ) -> Run:
     """Run the program on SimPy on the first GPUs of `cluster`; kernels by roofline. Raises Infeasible for too few GPUs."""
-    if problem.mesh.ranks > cluster.gpu_count:
+    ranks = written_program.program.ranks
+    if ranks > cluster.gpu_count:
         raise Infeasible(
-            f"{cluster.name} has {cluster.gpu_count} GPU(s), the mesh {problem.mesh.ranks} ranks",
+            f"{cluster.name} has {cluster.gpu_count} GPU(s), the mesh {ranks} ranks",
             remedy="a larger --cluster, or more nodes of it with --gpus",
         )
     kernels: dict[KernelKey, tuple[Cost, float]] = {}

@@ -7,7 +7,7 @@ derived; kernels and exchanges are on two streams, and every instruction waits f
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from math import prod
 from typing import Any
@@ -20,6 +20,7 @@ from planner.sharding.layouts.collectives import (
     PERMUTE,
     REDUCE,
     REDUCE_SCATTER,
+    SEND_RECV,
 )
 from planner.sharding.layouts.layout import DimSpec, Layout, divides_evenly, local_shape
 from planner.sharding.layouts.mesh import Mesh
@@ -29,6 +30,8 @@ from simulator.config.runtime import ELEMENT_BYTES
 from simulator.program.program import COMM, COMPUTE, CodeWriter
 from simulator.sharded.program import Buffer, Exchange, Kernel
 from topology.errors import Infeasible
+
+SENDS, RECEIVES = "sends", "receives"  # streams of messages between stages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,13 +49,21 @@ class Work:
     share: float = 1.0
     chunk: tuple[str, int] = ("", 1)
     after: tuple[str, ...] = ()
+    stage: int = 0
 
 
 @dataclass(slots=True)
 class Writer:
-    """Writes instructions, and keeps what each does and which event says that a buffer is there."""
+    """Writes instructions, and keeps what each does and which event says that a buffer is there.
+
+    `mesh` is that of one stage, `world` the name of the group of all its ranks. Works that are added while `stage` is set
+    are of that stage; `stages` has that of every instruction.
+    """
 
     mesh: Mesh
+    world: str = "world"
+    stage: int | None = None
+    stages: list[int] = field(default_factory=list)
     code: CodeWriter = field(default_factory=CodeWriter)
     buffers: dict[str, Buffer] = field(default_factory=dict)
     works: list[Work] = field(default_factory=list)
@@ -65,24 +76,48 @@ class Writer:
 
     def add(self, work: Work) -> None:
         """Write the instruction of `work` on its stream, after what it reads."""
+        if self.stage is not None:
+            work = replace(work, stage=self.stage)
+        if isinstance(work.do, Exchange) and work.do.kind == SEND_RECV:
+            self._send(work, work.do)
+            return
         stream = COMM if isinstance(work.do, Exchange) else COMPUTE
-        for name in (*work.reads, *work.after):
-            made = self._made.get(name)
-            if made is not None and made[0] != stream and (stream, made[1]) not in self._waited:
-                self._waited.add((stream, made[1]))
-                self.code.wait(stream, made[1])
+        self._wait(stream, (*work.reads, *work.after))
         if isinstance(work.do, Exchange):
             read, written = self.buffers[work.reads[0]], self.buffers[work.writes[0]]
             size = prod((written if work.do.kind == ALL_GATHER else read).local) * ELEMENT_BYTES[read.dtype]
             op = {PERMUTE: "send_recv", REDUCE: BROADCAST}.get(work.do.kind, work.do.kind)  # a broadcast, backwards
-            group = "world" if work.do.kind == PERMUTE else self.mesh.group_name(work.do.axes)
+            group = self.world if work.do.kind == PERMUTE else self.mesh.group_name(work.do.axes)
             self.code.collective(op, group, size, reads=work.reads, writes=work.writes)
         else:
             first = self.buffers[work.writes[0]]
             self.code.launch(work.writes[0], first.local, first.dtype, reads=work.reads, writes=work.writes)
+        self._end(stream, work, work.stage)
+
+    def _wait(self, stream: str, names: Sequence[str]) -> None:
+        """Let a stream wait for the buffers that other streams make."""
+        for name in names:
+            made = self._made.get(name)
+            if made is not None and made[0] != stream and (stream, made[1]) not in self._waited:
+                self._waited.add((stream, made[1]))
+                self.code.wait(stream, made[1])
+
+    def _send(self, work: Work, do: Exchange) -> None:
+        """Write a message to another stage: what the one sends and, for the ranks there, what the other receives."""
+        (source,), (target,), (here, there), (axis,) = work.reads, work.writes, do.stages, do.axes
+        about = self.buffers[source]
+        size = prod(about.local) * ELEMENT_BYTES[about.dtype]
+        self._wait(SENDS, work.reads)
+        self.code.send(axis, there, size, tag=target, stream=SENDS, reads=work.reads)
+        self.stages += [here] * (self.code.length - len(self.stages))
+        self.code.recv(axis, here, size, tag=target, stream=RECEIVES, writes=work.writes)
+        self._end(RECEIVES, work, there)
+
+    def _end(self, stream: str, work: Work, stage: int) -> None:
         event = self.code.record(stream)
         for name in work.writes:
             self._made[name] = (stream, event)
+        self.stages += [stage] * (self.code.length - len(self.stages))
         self.works.append(work)
 
 

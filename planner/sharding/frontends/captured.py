@@ -16,6 +16,7 @@ from planner.sharding.frontends.axis_maps import (
 )
 from planner.sharding.frontends.rules.statement import ANNOTATED, ANNOTATED_PREFIXES, Statement
 from planner.sharding.frontends.rules.table import statements
+from planner.sharding.frontends.stages import Stages
 from planner.sharding.layouts.layout import Layout, parse_placements
 from planner.sharding.layouts.mesh import Mesh
 from planner.sharding.operators.graph import GraphBuilder
@@ -32,6 +33,7 @@ class CapturedProblem:
 
     problem: ShardingProblem
     statements: Mapping[str, Statement]
+    micro_batches: int = 1
 
     @property
     def opaque(self) -> tuple[str, ...]:
@@ -68,8 +70,13 @@ class Constraints:
     open_outputs: bool = False
 
 
-def captured_problem(graph: CapturedGraph, mesh: Mesh, constraints: Constraints) -> CapturedProblem:
-    """Return the question how `graph` is sharded over `mesh`. Raises BadInput where the constraints do not fit it."""
+def captured_problem(
+    graph: CapturedGraph, mesh: Mesh, constraints: Constraints, stages: Stages | None = None
+) -> CapturedProblem:
+    """Return the question how `graph` is sharded over `mesh`, that of one stage where there are pipeline stages.
+
+    Raises BadInput where the constraints do not fit it.
+    """
     names = named_inputs(graph, constraints.axes)
     check_maps(names, constraints.parameters, constraints.compute)
     resting, used_as = _layouts_of_inputs(graph, mesh, constraints, names)
@@ -101,8 +108,10 @@ def captured_problem(graph: CapturedGraph, mesh: Mesh, constraints: Constraints)
         input_layouts={name: resting[name] for name in builder.inputs if name not in constraints.choose},
         pins=pins,
         policy=constraints.policy,
+        stages=None if stages is None else stages.of_operators(built.operators, built.parameters),
     )
-    return CapturedProblem(problem=problem, statements={line.result: line for line in lines})
+    batches = 1 if stages is None else stages.micro_batches
+    return CapturedProblem(problem=problem, statements={line.result: line for line in lines}, micro_batches=batches)
 
 
 def _annotated_functions(lines: Sequence[Statement]) -> set[str]:

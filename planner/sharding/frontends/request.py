@@ -10,8 +10,10 @@ import msgspec
 
 from planner.sharding.frontends.captured import Constraints
 from planner.sharding.frontends.did import parse_schedule_of
+from planner.sharding.frontends.stages import Stages, read_stages
 from planner.sharding.layouts.layout import Layout
 from planner.sharding.layouts.mesh import Mesh, make_mesh
+from planner.sharding.problem.pipeline_stages import mesh_without_axis, placements_without_stage_axis
 from planner.sharding.problem.problem import POLICIES
 from simulator.sharded.graph import CapturedGraph, read_graph
 from topology.errors import BadInput
@@ -42,10 +44,11 @@ class RequestText(msgspec.Struct, forbid_unknown_fields=True):
     backward: bool = False
     gradients: list[str] = []
     chunks: dict[str, int | str] | None = None
+    stages: dict[str, Any] | None = None
 
 
 class Request(msgspec.Struct, frozen=True):
-    """A decoded request: names are those of the graph."""
+    """A decoded request: names are those of the graph, placements and `mesh` those of one stage where there are stages."""
 
     id: str
     graph: CapturedGraph
@@ -54,6 +57,7 @@ class Request(msgspec.Struct, frozen=True):
     backward: bool
     gradients: tuple[str, ...]
     chunks: dict[str, int | str] | None = None
+    stages: Stages | None = None
 
 
 def is_request(data: Mapping[str, Any]) -> bool:
@@ -71,6 +75,13 @@ def read_request(data: Mapping[str, Any], *, where: str) -> Request:
     if policy is not None and policy not in POLICIES:
         raise BadInput(f"unknown policy {policy[:40]!r}", remedy=f"one of {', '.join(POLICIES)}, or none")
     mesh = make_mesh(text.mesh.names, text.mesh.shape)
+    stages = None if text.stages is None else read_stages(graph, mesh, text.stages)
+    if stages is not None:
+        text.placements = {
+            name: placements_without_stage_axis(tokens, stages.position, mesh, of=name[:60])
+            for name, tokens in text.placements.items()
+        }
+        mesh = mesh_without_axis(mesh, stages.axis)
     shapes = {one.name: one.shape for one in graph.inputs} | {one.name: one.shape for one in graph.nodes}
     placements: dict[str, list[str] | Layout] = {
         name: tokens for pattern, tokens in text.placements.items() for name in matching(graph, pattern)
@@ -99,6 +110,7 @@ def read_request(data: Mapping[str, Any], *, where: str) -> Request:
         chunks=None
         if text.chunks is None
         else {name: count for pattern, count in text.chunks.items() for name in matching(graph, pattern)},
+        stages=stages,
     )
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from planner.sharding.layouts.collectives import SEND_RECV, Collective
 from planner.sharding.layouts.layout import Layout, local_shape
@@ -36,6 +37,19 @@ class PipelineStages:
     count: int
     operator_stages: tuple[int, ...]
     micro_batches: int
+
+    def whole_mesh(self, mesh: Mesh) -> Mesh:
+        """Return the mesh with the axis of the stages, given that of one stage."""
+        names, shape = list(mesh.names), list(mesh.shape)
+        names.insert(self.position, self.axis)
+        shape.insert(self.position, self.count)
+        return Mesh(names=tuple(names), shape=tuple(shape))
+
+    def ranks(self, mesh: Mesh) -> tuple[tuple[int, ...], ...]:
+        """Return by stage its ranks in the whole mesh, in the order of `mesh`, that of one stage."""
+        whole = self.whole_mesh(mesh)
+        every = np.arange(whole.ranks).reshape(whole.shape)
+        return tuple(tuple(int(r) for r in np.take(every, n, self.position).ravel()) for n in range(self.count))
 
     def send_collectives(self, tensor: Tensor, layout: Layout, mesh: Mesh) -> tuple[Collective, ...]:
         """Return the sends of a tensor to another stage, one per micro batch. Raises BadInput where they are uneven."""

@@ -16,6 +16,19 @@ class FeedForward(nn.Module):
         return self.down(F.gelu(self.up(x)))
 
 
+class Stack(nn.Module):
+    """Feed-forward layers with their residuals, one after another."""
+
+    def __init__(self, layers=2) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([FeedForward() for _ in range(layers)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
 class Norm(nn.Module):
     """RMS norm in single operators, as in most model code."""
 

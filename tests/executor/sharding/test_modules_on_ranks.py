@@ -56,7 +56,23 @@ TWO = [
         **{"embed.weight": ["S(0)"], "head.weight": ["S(0)"]},
     ),
 ]
+STAGES = {"axis": "pp", "of": {"layers.1": 1}, "micro_batches": 4}
+STACK_TP = {"*.up.weight": ["S(0)"], "*.up.bias": ["S(0)"], "*.down.weight": ["S(1)"]}
+TWO.append(Case("two stages, four micro batches", modules.Stack().double(), (X,), {"pp": 2}, {"stages": STAGES}))
 FOUR = [
+    *(
+        Case(
+            f"two stages, tensor parallel, {'+'.join(names)}",
+            modules.Stack().double(),
+            (X,),
+            dict.fromkeys(names, 2),
+            {
+                "stages": STAGES,
+                "placements": {n: ["R", *p] if names[0] == "pp" else [*p, "R"] for n, p in STACK_TP.items()},
+            },
+        )
+        for names in (("pp", "tp"), ("tp", "pp"))
+    ),
     block(
         "FSDP and tensor parallel",
         {"data": 2, "model": 2},

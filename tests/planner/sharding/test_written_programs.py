@@ -289,6 +289,44 @@ def test_gathers_and_scatters_send_the_same_bytes_whichever_way_they_go(way, kin
         assert prod(program.buffers[work.reads[0]].local) == 32768 // 4 * 4096
 
 
+def test_the_program_of_a_pipeline_is_simulated_as_it_is_run() -> None:
+    """Each of two stages takes every micro batch in turn, forward and backward; with more of them the stages overlap."""
+    maps = {"axes": {}, "parameters": {}, "compute": {}, "placements": {}}
+    asked = {**large({"pp": 2, "d": 2}, {}), **maps, "backward": True}
+    asked["placements"] = {name: ["R", *tokens] for name, tokens in TENSOR_PARALLEL.items()}
+    seconds = []
+    for number in (1, 4):
+        stages = {"axis": "pp", "of": {"down": 1}, "micro_batches": number}
+        answer = answer_request({**asked, "stages": stages}, where="pipeline", cluster=cluster("h200x4"))
+        program = answer.written.program
+        assert check(program.program()) == []
+        assert [code.ranks for code in program.program().codes] == [(0, 1), (2, 3)]
+        sent = [one for one in program.instructions if one["do"] == "send"]
+        assert [one["stage"] for one in sent] == [0] * number + [1] * number
+        assert {one["nbytes"] for one in sent} == {32768 * 16384 // 2 * 2}
+        text = msgspec.json.encode(program)
+        assert msgspec.json.encode(read_program(json.loads(text), where="itself")) == text
+        seconds.append(simulate_program(answer.written, answer.problem, cluster("h200x4")).step_s)
+    # one passes both stages, forward and backward, alone; of four, three more pass the slower stage
+    assert 2 * seconds[0] < seconds[1] < 4 * seconds[0]
+
+
+@pytest.mark.parametrize(
+    ("stages", "what"),
+    [
+        ({"axis": "pp", "of": {"nobody": 1}}, "nobody"),
+        ({"axis": "pp", "of": {"down": 2}}, "stage 2"),
+        ({"axis": "cp", "of": {"down": 1}}, "no axis"),
+        ({"axis": "pp", "of": {"up": 1, "down": 0}}, "later stages"),
+        ({"axis": "pp", "of": {"down": 1}, "micro_batches": 0}, "micro batches"),
+    ],
+)
+def test_stages_that_cannot_be_are_refused(stages, what) -> None:
+    asked = {**large({"pp": 2, "d": 2}, {}), "stages": stages}
+    with pytest.raises(BadInput, match=what):
+        answer_request(asked, where="stages")
+
+
 def test_copy_engines_do_not_reach_other_nodes() -> None:
     asked = large({"d": 16}, SEQUENCE_PARALLEL, backward=False, policy="follow_weights")
     far = cluster("dgx-h100", 16)

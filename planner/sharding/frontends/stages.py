@@ -1,0 +1,107 @@
+"""Pipeline stages of a captured graph: `{"axis": "pp", "of": {"layers.1": 1}, "micro_batches": 4}`.
+
+A stage is a coordinate of one mesh axis. Operators, or all that a module calls, are named with the stage that they are on; what
+is not named is on the stage of the operator before it. The graph is that of one micro batch: every one goes through all
+stages, forward in order and backward in the reverse order, and gradients of parameters are summed over them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from planner.sharding.frontends.rules.statement import Statement
+from planner.sharding.frontends.rules.table import statements
+from planner.sharding.layouts.mesh import Mesh
+from planner.sharding.operators.operator import Operator
+from planner.sharding.problem.pipeline_stages import PipelineStages
+from simulator.sharded.graph import CapturedGraph, GraphNode
+from topology.errors import BadInput
+
+MAX_MICRO_BATCHES = 256
+
+
+class _StagesText(msgspec.Struct, forbid_unknown_fields=True):
+    axis: str
+    of: dict[str, int]
+    micro_batches: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stages:
+    """The stage of every result of the graph's statements, on `count` coordinates of a mesh axis, which is at `position`."""
+
+    axis: str
+    position: int
+    count: int
+    of: Mapping[str, int]
+    micro_batches: int
+
+    def of_operators(self, operators: Sequence[Operator], parameters: frozenset[str]) -> PipelineStages:
+        """Return the stages of a problem's operators. Raises BadInput where a result or a parameter cannot be there."""
+        found: list[int] = []
+        for operator in reversed(operators):  # what prepares an operand is where the operand is used
+            found.append(self.of.get(operator.result.name, found[-1] if found else self.count - 1))
+        stages = tuple(reversed(found))
+        made = {operator.result.name: stage for operator, stage in zip(operators, stages, strict=True)}
+        for operator, stage in zip(operators, stages, strict=True):
+            for name, _ in operator.operands:
+                before = made.setdefault(name, stage) if name in parameters else made.get(name, stage)
+                if before > stage or (name in parameters and before != stage):
+                    raise BadInput(
+                        f"{operator.result.name[:60]!r} on stage {stage} uses {name[:60]!r}, which is on stage {before}",
+                        why="results go to later stages only, and a parameter is on one stage",
+                        remedy="other stages",
+                    )
+        return PipelineStages(
+            axis=self.axis, position=self.position, count=self.count, operator_stages=stages, micro_batches=1
+        )
+
+
+def read_stages(graph: CapturedGraph, mesh: Mesh, data: Any) -> Stages:
+    """Return the stages that a request states. Raises BadInput."""
+    try:
+        text = msgspec.convert(data, _StagesText, strict=True)
+    except (msgspec.ValidationError, RecursionError) as error:
+        raise BadInput(
+            "cannot read the stages", why=str(error), remedy='{"axis": "pp", "of": {"layers.1": 1}}'
+        ) from error
+    if text.axis not in mesh.names:
+        raise BadInput(f"stages over {text.axis[:40]!r}", why="that is no axis of the mesh", remedy="name one")
+    if not 1 <= text.micro_batches <= MAX_MICRO_BATCHES:
+        raise BadInput(f"{text.micro_batches} micro batches", remedy=f"1 to {MAX_MICRO_BATCHES}")
+    count = mesh.size(text.axis)
+    for name, stage in text.of.items():
+        if not 0 <= stage < count or not any(_names(name, node) for node in graph.nodes):
+            raise BadInput(
+                f"{name[:60]!r} on stage {stage}",
+                why=f"operators or modules of the graph are on stages 0 to {count - 1}",
+                remedy="a name of an operator, or the path of a module",
+            )
+    return Stages(
+        axis=text.axis,
+        position=mesh.names.index(text.axis),
+        count=count,
+        of=_by_result(graph, text.of),
+        micro_batches=text.micro_batches,
+    )
+
+
+def _by_result(graph: CapturedGraph, of: Mapping[str, int]) -> dict[str, int]:
+    """Return the stage of every statement's result: that of its operator, of the module that calls it, or of what is before."""
+    shapes = {one.name: one.shape for one in graph.inputs} | {one.name: one.shape for one in graph.nodes}
+    found: dict[str, int] = {}
+    stage = 0
+    for node in graph.nodes:
+        named = sorted((name for name in of if _names(name, node)), key=len)
+        stage = of[named[-1]] if named else stage
+        lines: Sequence[Statement] = statements(node, shapes)
+        found |= {line.result: stage for line in lines}
+    return found
+
+
+def _names(name: str, node: GraphNode) -> bool:
+    return name in (node.name, node.module) or node.module.startswith(f"{name}.")
