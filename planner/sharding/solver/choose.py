@@ -26,14 +26,12 @@ from planner.sharding.solver.by_messages import solve_by_messages
 from planner.sharding.solver.candidates import LayoutCandidates, enumerate_candidates, operand_names
 from planner.sharding.solver.deadline import Deadline
 from planner.sharding.solver.equivalence import find_equivalent
-from planner.sharding.solver.pricing import pricing_of
+from planner.sharding.solver.first_answer import first_answer, on_all_axes, with_one_axis
+from planner.sharding.solver.pricing import TimePricing, pricing_of
 from planner.sharding.solver.solvable_program import SolvableProgram
 from topology.errors import Infeasible
 
 FOLDED_POLICIES = frozenset({"min_time", "min_ring_bytes"})  # those under which layers that are alike are placed alike
-
-
-LISTING_S = 1.5  # beyond a time limit, for the alternatives to be listed: there is no answer before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,11 +56,42 @@ class Choice:
 def choose(problem: ShardingProblem) -> tuple[Choice, LayoutCandidates]:
     """Return the cheapest choice and the candidates it was made from. Raises Infeasible where there is none."""
     deadline = Deadline.after(problem.time_limit_s)
-    listed_by = Deadline(deadline.end + LISTING_S)
+    first = _first(problem)
+    try:
+        choice, candidates = _best(problem, deadline)
+    except Infeasible:
+        if first is None or not deadline.over:
+            raise
+        return first
+    if first is not None and first[0].cost < choice.cost:
+        better, own = first
+        return replace(better, bound=max(better.bound, min(choice.bound, float(better.cost)))), own
+    return choice, candidates
+
+
+def _first(problem: ShardingProblem) -> tuple[Choice, LayoutCandidates] | None:
+    """Return an answer that is there at once, where there is a time limit and one is found (`first_answer.py`)."""
+    pricing = pricing_of(problem.mesh, problem.machine)
+    plain = not problem.schedule and problem.stages is None and not problem.routed
+    if problem.time_limit_s is None or len(problem.mesh.names) < 2 or not isinstance(pricing, TimePricing) or not plain:
+        return None
+    try:
+        easy, _ = _best(with_one_axis(problem), Deadline())
+    except Infeasible:
+        return None
+    equivalence = find_equivalent(problem.graph, {**problem.input_layouts, **problem.pins}, fold=False)
+    found = first_answer(problem, pricing, equivalence, easy.options, dict(easy.layouts), easy.cost)
+    kept = None if easy.kept is None else frozenset((n, on_all_axes(at, problem.mesh)) for n, at in easy.kept)
+    choice = Choice(options=found.options, layouts=found.layouts, cost=found.cost, bound=found.bound, kept=kept)
+    return choice, found.candidates
+
+
+def _best(problem: ShardingProblem, deadline: Deadline) -> tuple[Choice, LayoutCandidates]:
+    """Return the best choice that is found by `deadline`. Raises Infeasible where none is."""
     pricing = pricing_of(problem.mesh, problem.machine)
     fixed = {**problem.input_layouts, **problem.pins}
     fold = problem.policy in FOLDED_POLICIES and not problem.schedule and problem.stages is None
-    candidates = enumerate_candidates(problem, pricing, find_equivalent(problem.graph, fixed, fold=fold), listed_by)
+    candidates = enumerate_candidates(problem, pricing, find_equivalent(problem.graph, fixed, fold=fold), deadline)
     program = SolvableProgram(candidates)
     timed = problem.machine is not None
     assignment, bound = solve_by_messages(program, deadline) if timed else (_solve_bytes(program), None)

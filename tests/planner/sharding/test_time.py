@@ -215,6 +215,20 @@ def test_what_is_found_in_little_time_is_an_answer_with_its_gap() -> None:
     assert choice.gap >= (choice.cost - best.cost) / choice.cost
 
 
+@settings(max_examples=6, deadline=None)
+@given(placed(graphs(backward=True)))
+def test_an_answer_is_there_before_the_choices_are_listed(problem) -> None:
+    """It computes the same numbers, costs no less than the best, and its bound is below that."""
+    if len(problem.mesh.names) != 2:
+        return
+    problem = replace(problem, machine=Machine(load_cluster("dgx-h100", 8)), policy="min_time", time_limit_s=0.0)
+    first = virtual_ranks.run(problem, cases.values(problem)).choice
+    best, _ = choose(replace(problem, time_limit_s=None))
+
+    assert first.bound <= best.cost
+    assert best.bound <= first.cost
+
+
 def test_groups_are_priced_where_they_lie(nodes) -> None:
     pricing = TimePricing(nodes, make_mesh(["nodes", "inside"], [2, 8]))
 

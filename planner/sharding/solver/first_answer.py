@@ -1,0 +1,118 @@
+"""An answer at once: the best of those in which all mesh axes together shard one dim, as if the mesh had one axis.
+
+It has far fewer alternatives than the whole mesh has, so it is there before those are listed. What lies on single mesh axes by
+the question (inputs, pins) is moved from there, or to there. Its bound is what the arithmetic and the memory of all ranks
+allow, without any communication.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import prod
+
+import numpy as np
+
+from planner.sharding.layouts.layout import Layout
+from planner.sharding.layouts.mesh import Mesh
+from planner.sharding.operators.options import ShardingOption
+from planner.sharding.operators.work import operator_work
+from planner.sharding.problem.problem import ShardingProblem
+from planner.sharding.solver.candidates import LayoutCandidates
+from planner.sharding.solver.equivalence import Equivalence
+from planner.sharding.solver.pricing import PICOSECONDS, TimePricing
+from simulator.config.runtime import ELEMENT_BYTES
+
+ALL = "every_axis"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstAnswer:
+    """Options by operator, layouts by tensor, what they cost at most, and what every answer costs at least."""
+
+    options: tuple[ShardingOption, ...]
+    layouts: dict[str, Layout]
+    candidates: LayoutCandidates
+    cost: int
+    bound: float
+
+
+def with_one_axis(problem: ShardingProblem) -> ShardingProblem:
+    """Return the problem on a mesh of one axis; what is placed on single axes is whole there."""
+    mesh = Mesh(names=(ALL,), shape=(problem.mesh.ranks,))
+    inputs, pins = (
+        {name: Layout(((),) * len(problem.tensors[name].shape)) for name in given}
+        for given in (problem.input_layouts, problem.pins)
+    )
+    return replace(problem, mesh=mesh, input_layouts=inputs, pins=pins, time_limit_s=None)
+
+
+def first_answer(
+    problem: ShardingProblem,
+    pricing: TimePricing,
+    equivalence: Equivalence,
+    options: tuple[ShardingOption, ...],
+    layouts: dict[str, Layout],
+    cost: int,
+) -> FirstAnswer:
+    """Return the answer to `problem` that one to `with_one_axis` means; `cost` is what that one costs."""
+    fixed = {**problem.input_layouts, **problem.pins}
+    real_options = tuple(_option(option, problem.mesh) for option in options)
+    real_layouts = {name: fixed.get(name, on_all_axes(layout, problem.mesh)) for name, layout in layouts.items()}
+    candidates = LayoutCandidates(problem=problem, pricing=pricing, equivalence=equivalence, options=[], layouts={})
+    needed: dict[str, set[tuple[Layout, Layout]]] = {}
+    for operator, option in zip(problem.operators, real_options, strict=True):
+        for name, at in option.operands:
+            needed.setdefault(name, set()).add((real_layouts[name], at))
+        needed.setdefault(operator.result.name, set()).add((option.result, real_layouts[operator.result.name]))
+    for name, moves in needed.items():
+        candidates.redistributor_for(name).allow_irregular_specs([at for pair in moves for at in pair])
+    for name in fixed:  # the others' moves are in `cost`
+        moves_of = candidates.redistributor_for(name)
+        for source, target in needed.get(name, ()):
+            if source != target:
+                cost += moves_of.costs_between([source], [target])[source, target][0]
+    return FirstAnswer(
+        options=real_options,
+        layouts=real_layouts,
+        candidates=candidates,
+        cost=cost,
+        bound=min(float(cost), _least_s(problem, pricing) * PICOSECONDS),
+    )
+
+
+def _least_s(problem: ShardingProblem, pricing: TimePricing) -> float:
+    """Return the seconds in which all ranks together can do the arithmetic and move the bytes of all operators once."""
+    total, ranks = 0.0, problem.mesh.ranks
+    for operator in problem.operators:
+        if operator.is_view:
+            continue
+        sizes = {axis: np.array([float(size)]) for axis, size in operator.sizes.items()}
+        work, roofline = operator_work(operator, problem.tensors, sizes), pricing.roofline(operator.result.dtype)
+        peak = roofline.gpu.peak_flops.get(roofline.dtype, max(roofline.gpu.peak_flops.values()))
+        rate = roofline.gpu.memory_bytes_per_s
+        # a rank holds at least its share of what is written; operands may be in its caches
+        written = prod(operator.result.shape) * ELEMENT_BYTES[operator.result.dtype]
+        total += max(float(np.max(work.flops)) / peak, written / rate) / ranks
+    return total
+
+
+def on_all_axes(layout: Layout, mesh: Mesh) -> Layout:
+    """Return a layout on a mesh of one axis with all axes of `mesh` in the place of that."""
+    names = mesh.names
+    dims = tuple(tuple(one for item in spec for one in (names if item == ALL else (item,))) for spec in layout.dims)
+    return Layout(dims, tuple((name, how) for _, how in layout.pending for name in names))
+
+
+def _option(option: ShardingOption, mesh: Mesh) -> ShardingOption:
+    names = mesh.names
+    specs = tuple(
+        (axis, tuple(one for item in spec for one in (names if item == ALL else (item,))))
+        for axis, spec in option.axis_specs
+    )
+    return replace(
+        option,
+        axis_specs=specs,
+        operands=tuple((name, on_all_axes(at, mesh)) for name, at in option.operands),
+        result=on_all_axes(option.result, mesh),
+        collectives=tuple(replace(c, axes=names, mesh_dim=mesh.group_name(names)) for c in option.collectives),
+    )
