@@ -20,8 +20,15 @@ class PlanTensors:
     """What all ranks of a plan share: its units, the events of their passes, its traffic."""
 
     def __init__(
-        self, context: CostContext, operators: ModelOperators, stages: Sequence[Sequence[Unit]], schedule: Schedule
+        self,
+        context: CostContext,
+        operators: ModelOperators,
+        stages: Sequence[Sequence[Unit]],
+        schedule: Schedule,
+        *,
+        tied: bool,
     ) -> None:
+        self.tied = tied  # embedding and head are one matrix
         self.context, self.operators, self.stages, self.schedule = context, operators, stages, schedule
         self.traffic: DataTraffic = data_traffic(context)
         self.last_turned = last_backwards(schedule)

@@ -85,6 +85,8 @@ class RankReplay:
         self.casts = bool(table.conditions["autocast"][0]) and self.param_bytes > self.compute_bytes
         self.piped = bool(table["pp"][0] > 1)
         self.vocabulary_cuts = round(float(table["tp"][0])) if self.spec.state.whole_embedding_gradient else 1
+        # The embedding where the head multiplies with its matrix; a pipeline's last stage has a copy.
+        self.tied = self.units[0] if plan.tied and not self.piped else None
 
     # --- the step -----------------------------------------------------------------------------------------------
 
@@ -155,7 +157,7 @@ class RankReplay:
             self._play(unit, instance, ((act, slot, size) for act, slot, size in passes.forward), forward=True)
             instance.from_forward = set(instance.slots)
             given = instance.slots.pop(passes.outward, None)
-            if position + 1 < len(units):
+            if position + 1 < len(units) and unit is not self.tied:
                 self._reshard(unit, last_use=False)
         self._give(recast)
         if given is not None:
@@ -278,11 +280,13 @@ class RankReplay:
 
     def _weight_gradient(self, unit: Unit, place: int) -> None:
         """The gradient of one parameter: a tensor of its own, or added to what is there."""
+        rows = self.vocabulary_cuts if unit.block == "embedding" and place == 0 else 1
+        if unit.block == "head" and place == 0 and self.tied is not None:
+            unit = self.tied  # whose own rows are added when they come
         wrapped, t = self.wrapped[unit.name], self.traffic
         elements = wrapped.elements[place]
         if not elements or not (t.adds_up or t.fully_sharded):
             return
-        rows = self.vocabulary_cuts if unit.block == "embedding" and place == 0 else 1
         fresh = self._taken(rows * elements * (t.unsharded_gradient_bytes if t.fully_sharded else self.compute_bytes))
         if rows > 1 and t.fully_sharded:  # FSDP sums it over tensor-parallel ranks first
             mine = self._taken(elements * t.unsharded_gradient_bytes)

@@ -53,7 +53,9 @@ class MemoryReplay:
             name, ranks=self.plan.pp, micro_batches=self._replayed(name), stages_per_rank=self.plan.virtual_stages
         )
         network = Network(scenario.model, operators, self.context, collapse=False)
-        self.tensors = PlanTensors(self.context, operators, network.stages, self.schedule)
+        self.tensors = PlanTensors(
+            self.context, operators, network.stages, self.schedule, tied=scenario.model.tied_embeddings
+        )
 
     def rank(self, rank: int, *, capacity_bytes: float | None = None, expandable: bool = True) -> ReservedMemory:
         """Return what the allocator of pipeline rank `rank` holds."""
