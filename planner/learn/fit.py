@@ -12,13 +12,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import scipy  # its parts are loaded when first used
 from numpy.typing import NDArray
 
+from planner.learn.solver import solve
 from planner.question.cases import Case
 from planner.question.learned_runtime import CROSSING, FACTORS, Fitted, costs_of
 from planner.validate.validation import GIB, compared_bytes, measured_step_s
 from simulator.calibration.calibration import Calibration
+from simulator.closed_form.memory import CONTEXT_BYTES
 from simulator.config.estimate import Estimate
 from simulator.config.model import Model
 from simulator.runtimes.library import runtime_spec
@@ -30,7 +31,7 @@ Answer = dict[str, float]
 # Spreads of logarithms: of a run around a right description; of what multiplies kernels and collectives between runtimes;
 # of a host's costs, which differ by 2 to 5 between hosts and runtimes (examples/profiles/hosts.md). The others are assumed.
 RUN_SPREAD = 0.05
-FACTOR_SPREAD = {"kernel_factor": 0.25, "collective_factor": 0.7}
+FACTOR_SPREAD = {"kernel_factor": 0.25, "collective_factor": 0.7, "network_factor": 0.7}
 HOST_SPREAD = 1.0
 LEAST_S = {"launch_s": 5e-6, CROSSING: 50e-6}  # of a cost that is described as nothing; 1 ms for others
 USUAL_LEAST_S = 1e-3
@@ -44,8 +45,11 @@ HOST_COSTS = (
     "ep_layer_s",
     "rest_s",
 )
+LEAST_BEHIND = 0.2  # share of the runs that a fit takes kernels from before it has taken anything from any
 NORMAL_80 = 1.2816  # spreads on either side that hold 80 % of a normal distribution
-MOST_STEPS = 12  # of the solver; each costs a prediction of every run for every cost
+# Of the memory that a rank can use, above which its allocator gives blocks back and asks again: what a step then takes says
+# nothing of the costs here. Communicators and fragments have the rest. Source: assumed.
+FULL = 0.9
 FEWEST = 3  # runs with a time or a memory, below which nothing is learned
 
 
@@ -61,6 +65,12 @@ class Measured:
     case: Case
     step_s: float | None
     memory_bytes: float | None
+
+    @property
+    def fills(self) -> bool:
+        """Whether the run had as much of its GPU's memory as makes the allocator give blocks back and ask again."""
+        usable = self.case.question.cluster.gpu_memory_bytes - CONTEXT_BYTES
+        return self.memory_bytes is not None and self.memory_bytes > FULL * usable
 
     @property
     def group(self) -> str:
@@ -183,30 +193,27 @@ def fit(runs: Sequence[Measured], like: str, *, compiled: bool = False, start: A
     )
     values = np.array([usual[name] for name in names])
     spreads = np.array([FACTOR_SPREAD.get(name, HOST_SPREAD) for name in names])
-    timed = np.array([run.step_s is not None for run in runs])
+    described = known.logs({}, compiled=compiled)
+    timed = np.array([run.step_s is not None and not run.fills for run in runs])
 
     def missed(logs: Floats) -> Floats:
         answer = {"step_s": 0.0, **dict(zip(names, (values * np.exp(logs)).tolist(), strict=True))}
-        return np.concatenate([known.logs(answer, compiled=compiled)[timed, 0] / RUN_SPREAD, logs / spreads])
+        return known.logs(answer, compiled=compiled)[timed, 0] / RUN_SPREAD
 
-    described = known.logs({}, compiled=compiled)
+    # Hosts and collectives only add to kernels, so the runs that are least behind the description show these best.
     begin = dict.fromkeys(names, 0.0) | {
-        "kernel_factor": -float(np.median(described[timed, 0])) if timed.any() else 0.0
+        "kernel_factor": -float(np.quantile(described[timed, 0], 1 - LEAST_BEHIND)) if timed.any() else 0.0
     }
     if start is not None:
         begin |= {name: math.log(start[name] / usual[name]) for name in names if name in start}
-    found = scipy.optimize.least_squares(
-        missed, list(begin.values()), loss="soft_l1", diff_step=1e-3, ftol=1e-3, max_nfev=MOST_STEPS
-    )
+    found = solve(missed, np.array(list(begin.values())), spreads)
     # Scatter of the rows around the fit widens what they say of costs.
-    count = int(timed.sum())
-    scatter = max(_spread(found.fun[:count]), 1.0)
-    jacobian = np.vstack([found.jac[:count] / scatter, found.jac[count:]])
+    jacobian = found.jacobian / max(_spread(found.residuals), 1.0)
     memory = described[[run.memory_bytes is not None for run in runs], 1]
     return Fit(
         names=names,
-        logs=found.x,
-        covariance=np.linalg.pinv(jacobian.T @ jacobian),
+        logs=found.found,
+        covariance=np.linalg.inv(jacobian.T @ jacobian + np.diag(spreads**-2.0)),
         usual=values,
         memory_log=-float(np.median(memory)) if memory.size else 0.0,
         # Of a median: 1.25 times the spread over the root of how many.

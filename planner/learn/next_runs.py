@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from planner.learn.fit import RUN_SPREAD, Fit, Floats, Measured, PredictedCases
+from planner.learn.fit import FULL, RUN_SPREAD, Fit, Floats, Measured, PredictedCases
 from planner.question.cases import Case
 from simulator.legality.rules import is_legal
 from topology import codec
@@ -33,7 +33,7 @@ def ask_next(
     Candidates are cases without a measurement where there are any, else neighbours of those that were run.
     """
     candidates = _few([*(unmeasured or _neighbours([run.case for run in runs]))])
-    kept = [case for case in candidates if _predictable(case, found, compiled=compiled)]
+    kept = [case for case in candidates if _teaches(case, found, compiled=compiled)]
     gradients = _gradients(kept, found, compiled=compiled)
     covariance = found.covariance
     chosen: list[tuple[int, float]] = []
@@ -67,12 +67,13 @@ def _described(case: Case, unsure: float) -> dict[str, Any]:
     }
 
 
-def _predictable(case: Case, found: Fit, *, compiled: bool) -> bool:
+def _teaches(case: Case, found: Fit, *, compiled: bool) -> bool:
+    """Return whether a plan is predicted at all, and to leave the allocator room: steps of a full GPU say nothing of costs."""
     try:
-        PredictedCases([case]).predicted({"step_s": 0.0, **found.values}, compiled=compiled)
+        (here,) = PredictedCases([case]).predicted({"step_s": 0.0, **found.values}, compiled=compiled)
     except PlannerError:
         return False
-    return True
+    return here.memory.reserved_bytes <= FULL * here.memory.capacity_bytes
 
 
 def _gradients(cases: Sequence[Case], found: Fit, *, compiled: bool) -> Floats:

@@ -36,7 +36,7 @@ class Fitted:
 class LearnedRuntime:
     """`name` is what its runs are called, `like` the description they were fitted around, `rows` how many were used.
 
-    `fitted` has `kernel_factor`, `collective_factor` and `memory_factor`, which multiply what is described, fields of HostSpec, and
+    `fitted` has `kernel_factor`, `collective_factor`, `network_factor` and `memory_factor`, which multiply what is described, fields of HostSpec, and
     `crossing_s`, what a collective takes more for each crossing between nodes.
     """
 
@@ -56,7 +56,7 @@ class LearnedRuntime:
 
 HOST_FIELDS = frozenset(f.name for f in fields(HostSpec)) - {"synchronizes", "plain_tensors", "norm_to_host"}
 LEAST_FACTOR, MOST = 1e-6, 1e6  # of what is described, and seconds: wider than any runtime
-FACTORS = ("kernel_factor", "collective_factor", "memory_factor")
+FACTORS = ("kernel_factor", "collective_factor", "network_factor", "memory_factor")
 CROSSING = "crossing_s"
 
 
@@ -68,6 +68,7 @@ def costs_of(values: Mapping[str, float], *, rows: int) -> RuntimeCosts:
     return RuntimeCosts(
         kernel_factor=values.get("kernel_factor", 1.0),
         collective_factor=values.get("collective_factor", 1.0),
+        network_factor=values.get("network_factor", 1.0),
         crossing_s=values.get(CROSSING, 0.0),
         reserved=values.get("memory_factor", 1.0),
         host=host,

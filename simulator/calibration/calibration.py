@@ -67,10 +67,9 @@ class RuntimeCosts:
 
     `kernel_factor` multiplies kernel times: inside a step clocks, caches and gaps are not those of a kernel alone; `layer_factor`
     those of layers once more, whose many short kernels have more of all three than a head's few. `host` are fields of
-    HostSpec that replace the description's. `collective_factor` multiplies the times of collectives, `crossing_s` is what each
-    crossing between nodes adds to them (`CollectiveModel`); `reserved` is what memory was over what
-    is described. `borrowed`:
-    of the runtime that the one in question is like. `host_speed`: how many times as long the host takes as those that
+    HostSpec that replace the description's. `collective_factor` multiplies the times of collectives, `network_factor` once more
+    those between nodes, to which each crossing adds `crossing_s` (`CollectiveModel`); `reserved` is what memory was over what
+    is described. `borrowed`: of the runtime that the one in question is like. `host_speed`: how many times as long the host takes as those that
     descriptions tell of.
     """
 
@@ -78,6 +77,7 @@ class RuntimeCosts:
     layer_factor: float = 1.0
     host: dict[str, float] = field(default_factory=dict)
     collective_factor: float = 1.0
+    network_factor: float = 1.0
     crossing_s: float = 0.0
     reserved: float = 1.0
     spread: float = 0.0  # of the runs around the fit

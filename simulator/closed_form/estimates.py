@@ -231,7 +231,9 @@ def cost_context(
     measured = scenario.gpu_calibration
     known = known_costs(scenario)
     models = {
-        id(machine): replace(collectives_on(machine, calibration), crossing_s=known.crossing_s)
+        id(machine): replace(
+            collectives_on(machine, calibration), crossing_s=known.crossing_s, network_factor=known.network_factor
+        )
         for machine in (cluster, *each_on)
     }
     return CostContext(

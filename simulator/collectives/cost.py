@@ -81,12 +81,14 @@ def _crossings(op: str, nodes: int) -> float:
 class CollectiveModel:
     """Times of collectives on one cluster; measured samples, where there are any, go before the model.
 
-    `crossing_s`: what runs showed beyond that for every time that a chain of ranks crosses from one node to another.
+    `crossing_s`: what runs showed beyond that for every time that a chain of ranks crosses from one node to another;
+    `network_factor`: how many times as long as modelled what runs between nodes takes.
     """
 
     cluster: Cluster
     measured: MeasuredCollectives | None = None
     crossing_s: float = 0.0
+    network_factor: float = 1.0
     _rates: dict[GroupShape, GroupRates] = field(default_factory=dict)
     _communicators: dict[GroupShape, Communicator] = field(default_factory=dict)
     _ratios: Ratios = field(default_factory=dict)
@@ -124,8 +126,8 @@ class CollectiveModel:
             device, _ = self._blended(self.measured, op, flat, shape, int8=int8)
         else:
             device = self._options(op, flat, shape, int8=int8, algorithm=algorithm).time_s
-        if self.crossing_s:
-            device = device + self.crossing_s * _crossings(op, shape.nodes)
+        if shape.nodes > 1:
+            device = self.network_factor * device + self.crossing_s * _crossings(op, shape.nodes)
         return np.asarray(self._launched(op, device, launch), dtype=np.float64).reshape(size.shape)
 
     def choose(

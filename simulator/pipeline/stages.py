@@ -59,11 +59,26 @@ def stage_layers(model_layers: int, plan: Plan, spec: PipelineSpec) -> tuple[int
     stages = plan.pp * plan.virtual_stages
     if stages == 1:
         return (model_layers,)
+    if spec.by_arithmetic:
+        return _filled_in_turn(model_layers, stages, spec.head_weight)
     weights = [0.0] * stages
     weights[0], weights[-1] = counted_ends(model_layers, stages, spec)
     total = model_layers + int(sum(weights))
     counts = [total // stages + (1 if i < total % stages else 0) for i in range(stages)]
     return tuple(max(0, count - int(weight)) for count, weight in zip(counts, weights, strict=True))
+
+
+def _filled_in_turn(model_layers: int, stages: int, head_weight: float) -> tuple[int, ...]:
+    """Return the layers of stages that are filled one after the other: a stage is full when all up to it have more than their
+    share of the layers and the head (nanotron, models/base.py: build_model). The head is taken to be on the last stage, though
+    stages whose share is less than a layer may leave those at the end empty.
+    """
+    counts, stage = [0] * stages, 0
+    for layers in range(1, model_layers + 1):
+        counts[stage] += 1
+        if layers > (model_layers + head_weight) * (stage + 1) / stages:
+            stage += 1
+    return tuple(counts)
 
 
 def counted_ends(model_layers: int, stages: int, spec: PipelineSpec) -> tuple[float, float]:

@@ -248,7 +248,7 @@ PLAN_CONDITIONS = frozenset(_PLAN_SIDE) | {f"!{name}" for name in _PLAN_SIDE}
 
 def operators_for(model: Model, runtime: Runtime) -> ModelOperators:
     """Return the operators `runtime` runs for `model`."""
-    spec = spec_for(runtime)
+    spec = _with_head_weight(spec_for(runtime), model)
     features = _features(model, runtime, spec)
     attention = spec.layer.latent_attention if model.latent else spec.layer.attention
 
@@ -281,6 +281,16 @@ def operators_for(model: Model, runtime: Runtime) -> ModelOperators:
         head=active(spec.layer.head),
         features=features,
     )
+
+
+def _with_head_weight(spec: RuntimeSpec, model: Model) -> RuntimeSpec:
+    """Return a description that divides layers by their arithmetic with the head's products over those of a layer: weights as
+    nanotron counts them, which takes all projections of attention to be as wide as the queries and three for any feed-forward network.
+    """
+    if not spec.pipeline.by_arithmetic:
+        return spec
+    layer = 4 * model.heads * model.head_dim + 3 * model.ffn
+    return replace(spec, pipeline=replace(spec.pipeline, head_weight=model.vocab / layer))
 
 
 def _features(model: Model, runtime: Runtime, spec: RuntimeSpec) -> frozenset[str]:

@@ -91,7 +91,8 @@ class PipelineSpec:
     for every micro batch and direction, for good. `keeps_outputs`: what stages give lives until the step ends. `caches_outputs`:
     until its backward pass has run, logits of the last stage too.
     `ends_fill_stages`: layers that do not divide by the stages are made to by counting the head, or embedding and head, as
-    one layer each.
+    one layer each. `by_arithmetic`: stages take layers until they have their share of all products, those of the head too;
+    `head_weight` is then the head's products over a layer's, which follows from the model.
     """
 
     embedding_weight: float
@@ -102,6 +103,7 @@ class PipelineSpec:
     keeps_outputs: bool = False
     caches_outputs: bool = False
     ends_fill_stages: bool = False
+    by_arithmetic: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,9 +5,10 @@ import pytest
 from simulator.columns.plan_table import plan_table
 from simulator.config.hf_config import load_model
 from simulator.config.plan import Plan
+from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
 from simulator.pipeline.stages import in_flight, rank_of_stage, stage_layers, stage_layout
-from simulator.runtimes.library import runtime_spec
+from simulator.runtimes.library import operators_for, runtime_spec
 
 TITAN = runtime_spec("torchtitan").pipeline
 MEGATRON = runtime_spec("megatron-lm").pipeline
@@ -31,6 +32,13 @@ def test_torchtitan_splits_layers_with_the_ends_counted(layers: int, plan: Plan,
 
 def test_megatron_splits_layers_evenly() -> None:
     assert stage_layers(96, Plan(pp=8, virtual_stages=3), MEGATRON) == (4,) * 24
+
+
+def test_nanotron_fills_stages_by_their_share_of_products() -> None:
+    """Llama 3 8B on 8 stages, as nanotron's own code divides it (printed in its documentation of pipelines)."""
+    spec = operators_for(load_model("llama3-8b"), Runtime(name="nanotron")).spec.pipeline
+
+    assert stage_layers(32, Plan(pp=8), spec) == (5, 4, 4, 5, 4, 4, 4, 2)
 
 
 def test_folding_schedules_place_stages_in_a_v() -> None:
