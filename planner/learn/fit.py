@@ -198,7 +198,7 @@ def fit(runs: Sequence[Measured], like: str, *, compiled: bool = False, start: A
 
     def missed(logs: Floats) -> Floats:
         answer = {"step_s": 0.0, **dict(zip(names, (values * np.exp(logs)).tolist(), strict=True))}
-        return known.logs(answer, compiled=compiled)[timed, 0] / RUN_SPREAD
+        return np.asarray(known.logs(answer, compiled=compiled)[timed, 0] / RUN_SPREAD, dtype=np.float64)
 
     # Hosts and collectives only add to kernels, so the runs that are least behind the description show these best.
     begin = dict.fromkeys(names, 0.0) | {
@@ -213,7 +213,7 @@ def fit(runs: Sequence[Measured], like: str, *, compiled: bool = False, start: A
     return Fit(
         names=names,
         logs=found.found,
-        covariance=np.linalg.inv(jacobian.T @ jacobian + np.diag(spreads**-2.0)),
+        covariance=np.asarray(np.linalg.inv(jacobian.T @ jacobian + np.diag(spreads**-2.0)), dtype=np.float64),
         usual=values,
         memory_log=-float(np.median(memory)) if memory.size else 0.0,
         # Of a median: 1.25 times the spread over the root of how many.
