@@ -223,7 +223,7 @@ def _case(
     runtime, from_runtime = resolve_runtime({"name": name, "version": configuration.version, **stated})
     if configuration.framework in {"accelerate", "transformers", "megatron-bridge"}:
         runtime = replace(runtime, version=None)  # the version is the launcher's
-    plan, from_plan = complete_plan({k: facts[k] for k in PLAN_FACTS if k in facts}, workload, rules, where=where)
+    plan, from_plan = complete_plan(_stated(facts), workload, rules, where=where)
     verify_plan(plan, where=where)
     verify_lists(plan, where=where, layers=model.layers, gpus=max(plan.gpus, cluster.gpu_count))
     verify_workload(workload, where=where)
@@ -239,6 +239,11 @@ def _case(
     )
     said = all_assumed([*assumed, *from_runtime, *from_plan], plan, question, measured)
     return Case(id=where, question=question, plan=plan, assumed=said)
+
+
+def _stated(facts: Facts) -> dict[str, Any]:
+    """Return a plan's facts as a case states them: several numbers as a list."""
+    return {name: list(v) if isinstance(v := facts[name], tuple) else v for name in PLAN_FACTS if name in facts}
 
 
 # Other plans.

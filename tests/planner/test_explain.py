@@ -116,7 +116,7 @@ def test_asking_again_finds_what_brute_force_finds():
 
 def test_explain_and_compare_as_commands(planner, tmp_path):
     plans = [tmp_path / name for name in ("a.json", "b.json")]
-    question = ("--gpus", "4", "--seq-len", "4096", "--global-batch", "8", "--model", "llama3-8b")
+    question = ("--gpus", "4", "--seq-len", "4096", "--global-batch", "8", "--model", "llama3-8b", "--pp", "1")
     assert planner("suggest", *question, "--out", plans[0], "--no-simulate").returncode == 0
     assert planner("suggest", *question, "--objective", "memory", "--out", plans[1]).returncode == 0
 
@@ -144,8 +144,8 @@ def test_explain_and_compare_as_commands(planner, tmp_path):
 
 def test_plans_of_an_answer_are_plans_of_a_case(planner, tmp_path):
     """What suggest prints as a plan, a case accepts: the same step comes out."""
-    question = ("--gpus", "16", "--seq-len", "4096", "--global-batch", "32", "--model", "llama3-8b")
-    answer = json.loads(planner("suggest", *question, "--json", "--top", "3").stdout)
+    question = ("--gpus", "16", "--seq-len", "4096", "--global-batch", "32", "--model", "llama3-8b", "--pp", "1,2")
+    answer = json.loads(planner("suggest", *question, "--micro-batch", "1,2", "--json", "--top", "3").stdout)
     for ranked in answer["plans"]:
         case = {
             "id": "again",
@@ -170,7 +170,7 @@ def test_plans_of_an_answer_are_plans_of_a_case(planner, tmp_path):
 def test_text_is_no_more_precise_than_it_can_be_read(planner, tmp_path):
     """Terms stand under each other with the step's decimals; what neither plan has is left out; both say if they fit."""
     leaner = ("--recompute", "full", "--micro-batch", 1)
-    question = ("--model", "llama3-8b", "--cluster", "dgx-h100", "--gpus", 8, "--global-batch", 64)
+    question = ("--model", "llama3-8b", "--cluster", "dgx-h100", "--gpus", 8, "--global-batch", 64, "--pp", 1)
     plans = [tmp_path / "a.json", tmp_path / "b.json"]
     assert planner("suggest", *question, "--out", plans[0], "--no-simulate").returncode == 0
     assert planner("suggest", *question, "--out", plans[1], "--no-simulate", *leaner).returncode == 0

@@ -349,7 +349,7 @@ def test_exit_codes(planner, to: str, code: int) -> None:
 
 def test_a_saved_plan_exports_like_its_case(planner, tmp_path) -> None:
     saved = tmp_path / "plan.json"
-    asked = ("--model", "llama3-8b", "--cluster", "dgx-h100", "--gpus", "8", "--framework", "megatron-lm")
+    asked = ("--model", "llama3-8b", "--gpus", "4", "--framework", "megatron-lm", "--pp", "1", "--no-simulate")
     assert planner("suggest", *asked, "--seq-len", "4096", "--global-batch", "64", "--out", saved).returncode == 0
     done = planner("export", saved, "--to", "megatron", "--json")
 
@@ -396,7 +396,8 @@ def test_every_tool_in_one_folder_with_one_command_each(planner, tmp_path) -> No
 
 
 def test_any_listed_plan_is_saved(planner, tmp_path) -> None:
-    asked = ("--model", "llama3-8b", "--cluster", "dgx-h100", "--seq-len", "4096", "--global-batch", "64")
+    asked = ("--model", "llama3.2-1b", "--gpus", "4", "--seq-len", "4096", "--global-batch", "16")
+    asked += ("--pp", "1", "--no-simulate")
     listed = json.loads(planner("suggest", *asked, "--json").stdout)["plans"]
     saved, again = tmp_path / "third.json", tmp_path / "again.json"
 

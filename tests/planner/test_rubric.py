@@ -21,6 +21,8 @@ from simulator.config.workload import Workload
 from tests.planner.conftest import TINY, make_cluster
 from tests.planner.every_plan import enumerate_candidates
 
+# Larger micro batches and more stages a rank make more plans, of which none is another kind of plan.
+SIMPLE = Bounds(max_micro_batch=4, max_virtual_stages=2)
 TITAN = resolve_runtime({"name": "torchtitan"})[0]
 MEGATRON = resolve_runtime({"name": "megatron-lm"})[0]
 
@@ -35,7 +37,11 @@ def first(model, cluster, workload, *, framework="torchtitan", runtime=None, **o
 def test_what_fits_on_one_gpu_is_replicated(nodes, nvlink, framework):
     """A model of 100 million parameters: no tensor, context or pipeline parallelism anywhere."""
     plan = first(
-        TINY, make_cluster(nodes, 8, nvlink=nvlink), Workload(seq_len=1024, global_batch_size=512), framework=framework
+        TINY,
+        make_cluster(nodes, 8, nvlink=nvlink),
+        Workload(seq_len=1024, global_batch_size=512),
+        framework=framework,
+        bounds=SIMPLE,
     ).plan
 
     assert (plan.tp, plan.cp, plan.pp) == (1, 1, 1)
@@ -52,7 +58,7 @@ def test_tensor_parallel_stays_inside_an_nvlink_island(name, gpus, batch, framew
         cluster,
         Workload(seq_len=4096, global_batch_size=batch),
         framework=framework,
-        bounds=Bounds(max_tp=64, max_micro_batch=4),
+        bounds=replace(SIMPLE, max_tp=64),
     ).plan
 
     assert plan.tp <= cluster.gpus_per_node
@@ -64,7 +70,7 @@ def test_pipeline_crosses_the_slow_links():
     chosen = {}
     for network in (2e9, 400e9):
         cluster = make_cluster(32, 8, network=network)
-        chosen[network] = first(model, cluster, workload, framework="megatron-lm").plan
+        chosen[network] = first(model, cluster, workload, framework="megatron-lm", bounds=SIMPLE).plan
     slow, fast = chosen[2e9], chosen[400e9]
 
     assert slow.pp > 1
@@ -84,7 +90,8 @@ def test_with_faster_links_tensor_parallel_never_gets_relatively_worse(factor):
     model, workload = load_model("llama3-70b"), Workload(seq_len=8192, global_batch_size=32)
     slow, runtime = make_cluster(1, 8), replace(TITAN, compile=True)
     plans = enumerate_candidates(
-        question_of(model, slow, workload, framework="torchtitan", runtime=runtime), bounds=Bounds(max_micro_batch=2)
+        question_of(model, slow, workload, framework="torchtitan", runtime=runtime),
+        bounds=replace(SIMPLE, max_micro_batch=2),
     ).plans()
     before, after = (
         estimate_plans(Scenario(model=model, cluster=c, workload=workload, runtime=runtime), plans)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 
 import numpy as np
@@ -37,19 +38,29 @@ from topology.rates.orders import irregular
 
 @pytest.fixture
 def workload():
-    return Workload(seq_len=4096, global_batch_size=16)
+    return WORKLOAD
 
 
+WORKLOAD = Workload(seq_len=4096, global_batch_size=16)
 RUNTIME = resolve_runtime({"name": "torchtitan"})[0]
+# Half a node: as many kinds of plans as on a whole one, and a third of the number.
+LIMITS = Bounds(max_micro_batch=2)
+QUESTION = question_of(LLAMA8B, make_cluster(1, 4), WORKLOAD, framework="torchtitan", runtime=RUNTIME)
 
 
 @pytest.fixture(scope="module")
 def every_plan():
-    """The estimates of all legal plans of one question, made once."""
-    asked = question_of(
-        LLAMA8B, make_cluster(), Workload(seq_len=4096, global_batch_size=16), framework="torchtitan", runtime=RUNTIME
-    )
-    return asked.estimate(enumerate_candidates(asked).plans())
+    """The estimates of all legal plans of QUESTION within LIMITS, made once."""
+    return QUESTION.estimate(enumerate_candidates(QUESTION, bounds=LIMITS).plans())
+
+
+NO_PIPELINES = SearchOptions(bounds=replace(LIMITS, max_pp=1))
+
+
+@cache
+def answer(**options):
+    """Return what the search answers to QUESTION, asked once for all tests."""
+    return suggest(QUESTION, SearchOptions(bounds=LIMITS, **{"simulate": False, **options}))
 
 
 def surely_fits(table):
@@ -58,12 +69,12 @@ def surely_fits(table):
 
 
 @pytest.mark.parametrize("objective", ["time", "memory"])
-def test_no_candidate_beats_the_first(llama8b, cluster, workload, every_plan, objective):
+def test_no_candidate_beats_the_first(every_plan, objective):
     """The best plan is the minimum over every candidate that surely fits, costed one by one; the bound is true and tight.
 
     By time the first is the simplest of those that tie with the best.
     """
-    result = suggest(question_of(llama8b, cluster, workload), SearchOptions(top=3, objective=objective, simulate=False))
+    result = answer(objective=objective)
     table = every_plan
     value = table.step_s if objective == "time" else table.reserved_bytes
     best = value[surely_fits(table) if objective == "time" else table.fits].min()
@@ -80,9 +91,9 @@ def test_no_candidate_beats_the_first(llama8b, cluster, workload, every_plan, ob
     assert result.rejected["memory"] == len(table.plans) - result.search.fitting
 
 
-def test_every_plan_listed_is_next_best(llama8b, cluster, workload, every_plan):
+def test_every_plan_listed_is_next_best(every_plan):
     """Not only the first: of kin, which split data parallelism differently, one stands for all that tie with it."""
-    result = suggest(question_of(llama8b, cluster, workload), SearchOptions(top=5, simulate=False))
+    result = answer(objective="time")
     table = every_plan
     best = {}
     for plan, step, fits in zip(table.plans, table.step_s, surely_fits(table), strict=True):
@@ -103,9 +114,9 @@ def kin(plan):
     return (plan.data_parallel, plan.cp, plan.tp, plan.pp, plan.ep)
 
 
-def test_the_pareto_set_is_that_of_all_plans(llama8b, cluster, workload, every_plan):
+def test_the_pareto_set_is_that_of_all_plans(every_plan):
     """Quickest first, each leaner than the one before; nothing legal beats any of them in both."""
-    result = suggest(question_of(llama8b, cluster, workload), SearchOptions(objective="pareto", simulate=False))
+    result = answer(objective="pareto")
     table = every_plan
     rows = pareto_rows(np.where(table.fits, table.step_s, np.inf), table.reserved_bytes)
     front = [(p.estimate.step_s.value, p.estimate.memory.reserved_bytes) for p in result.plans]
@@ -117,9 +128,9 @@ def test_the_pareto_set_is_that_of_all_plans(llama8b, cluster, workload, every_p
 
 def test_a_search_cut_short_says_how_far_it_may_be_off(llama8b, workload):
     """No time at all: still a plan that runs and fits, a true bound, and the gap between them."""
-    cluster = make_cluster(2, 8)
-    cut = suggest(question_of(llama8b, cluster, workload), SearchOptions(time_limit_s=0.0, simulate=False))
-    whole = suggest(question_of(llama8b, cluster, workload), SearchOptions(simulate=False))
+    question = question_of(llama8b, make_cluster(2, 4), workload)
+    cut = suggest(question, SearchOptions(time_limit_s=0.0, simulate=False))
+    whole = suggest(question, SearchOptions(top=1, simulate=False))
     best = whole.plans[0].estimate.step_s.value
 
     assert cut.search.bound_s <= best <= cut.plans[0].estimate.step_s.value
@@ -127,10 +138,9 @@ def test_a_search_cut_short_says_how_far_it_may_be_off(llama8b, workload):
     assert cut.plans[0].estimate.memory.fits
 
 
-def test_every_plan_listed_is_simulated_and_in_that_order(llama8b, cluster, workload):
+def test_every_plan_listed_is_simulated_and_in_that_order():
     """First what surely fits; among equals in that, a plan of an earlier tie is never slower than one of a later."""
-    question = question_of(llama8b, cluster, workload)
-    result = suggest(question)
+    result = answer(objective="time", simulate=True, top=3)
     sure = [ranked.estimate.memory.fit is Fit.YES for ranked in result.plans]
     fastest = {ranked.tie: ranked.estimate.step_s.value for ranked in reversed(result.plans)}
     slowest = {ranked.tie: ranked.estimate.step_s.value for ranked in result.plans}
@@ -139,7 +149,7 @@ def test_every_plan_listed_is_simulated_and_in_that_order(llama8b, cluster, work
     assert result.search.simulated == len(result.plans)
     assert sure == sorted(sure, reverse=True)
     for ranked in result.plans:
-        again = predict(question, ranked.plan).estimate
+        again = predict(QUESTION, ranked.plan).estimate
         assert again == ranked.estimate
         assert sum(again.breakdown_s.values()) == pytest.approx(again.step_s.value)
         assert sum(again.exposed_by_axis_s.values()) == pytest.approx(again.breakdown_s["exposed_communication"])
@@ -147,11 +157,11 @@ def test_every_plan_listed_is_simulated_and_in_that_order(llama8b, cluster, work
         assert all(slowest[tie] < fastest[tie + 1] for tie in slowest if tie + 1 in fastest)
 
 
-def test_a_plan_that_may_not_fit_where_simulated_comes_after_those_that_do(llama8b, cluster, workload, monkeypatch):
+def test_a_plan_that_may_not_fit_where_simulated_comes_after_those_that_do(monkeypatch):
     """The first is quickest in the simulation too, but its allocator holds more than there is."""
     from planner.search import finalists
 
-    real, first = finalists.predict, suggest(question_of(llama8b, cluster, workload)).plans[0].plan
+    real, first = finalists.predict, answer(objective="time", simulate=True, top=3).plans[0].plan
 
     def fragmented(question, plan, **options):
         found = real(question, plan, **options)
@@ -162,49 +172,48 @@ def test_a_plan_that_may_not_fit_where_simulated_comes_after_those_that_do(llama
         return replace(found, estimate=replace(found.estimate, memory=memory))
 
     monkeypatch.setattr(finalists, "predict", fragmented)
-    result = suggest(question_of(llama8b, cluster, workload))
+    result = suggest(QUESTION, NO_PIPELINES)
     (demoted,) = (ranked for ranked in result.plans if ranked.plan == first)
 
     assert demoted.rank == len(result.plans)
     assert "is not predicted to fit" in demoted.lost_because
 
 
-def test_the_answer_is_ranked_feasible_and_explained(llama8b, cluster, workload):
-    result = suggest(question_of(llama8b, cluster, workload), SearchOptions(top=4, simulate=False))
+def test_the_answer_is_ranked_feasible_and_explained():
+    result = answer(objective="time")
     steps = [ranked.estimate.step_s.value for ranked in result.plans]
     grids = [(p.plan.dp_replicate, p.plan.dp_shard, p.plan.tp, p.plan.cp, p.plan.pp) for p in result.plans]
 
     assert all(step <= later * (1 + TIE) for step, later in pairwise(steps))
-    assert [ranked.rank for ranked in result.plans] == [1, 2, 3, 4]
-    assert len(set(grids)) == 4
+    assert [ranked.rank for ranked in result.plans] == [1, 2, 3, 4, 5]
+    assert len(set(grids)) == 5
     assert all(ranked.estimate.memory.fits and is_legal(ranked.problems) for ranked in result.plans)
     assert result.plans[0].lost_because is None
     assert all(ranked.lost_because for ranked in result.plans[1:])
 
 
-def test_variants_of_one_grid_are_listed_on_request(llama8b, cluster, workload):
-    result = suggest(question_of(llama8b, cluster, workload), SearchOptions(top=6, all_variants=True))
+def test_variants_of_one_grid_are_listed_on_request():
+    result = suggest(QUESTION, replace(NO_PIPELINES, top=6, all_variants=True))
     grids = {(p.plan.dp_replicate, p.plan.dp_shard, p.plan.tp, p.plan.cp, p.plan.pp) for p in result.plans}
 
     assert len(result.plans) == 6
     assert len(grids) < 6
 
 
-def test_objectives_differ(llama8b, cluster, workload):
-    fast = suggest(question_of(llama8b, cluster, workload), SearchOptions(objective="time", top=1)).plans[0].estimate
-    small = suggest(question_of(llama8b, cluster, workload), SearchOptions(objective="memory", top=1)).plans[0].estimate
+def test_objectives_differ():
+    fast, small = (answer(objective=objective).plans[0].estimate for objective in ("time", "memory"))
 
     assert small.memory.reserved_bytes < fast.memory.reserved_bytes
     assert small.step_s.value > fast.step_s.value
     with pytest.raises(UserError, match="objective"):
-        suggest(question_of(llama8b, cluster, workload), SearchOptions(objective="beauty"))
+        suggest(QUESTION, SearchOptions(objective="beauty"))
 
 
-def test_the_same_question_has_the_same_answer(llama8b, cluster, workload):
+def test_the_same_question_has_the_same_answer():
     """Byte for byte, but for how long the search took."""
-    first, second = (without_clock(suggest(question_of(llama8b, cluster, workload))) for _ in range(2))
+    first, second = answer(objective="time"), suggest(QUESTION, SearchOptions(bounds=LIMITS, simulate=False))
 
-    assert first == second
+    assert without_clock(first) == without_clock(second)
 
 
 def without_clock(result):
@@ -212,8 +221,8 @@ def without_clock(result):
 
 
 CHUNKS = [
-    ("screened.NODES_AT_ONCE", 97),
-    ("screened.PLANS_AT_ONCE", 211),
+    ("screened.NODES_AT_ONCE", 17),
+    ("screened.PLANS_AT_ONCE", 31),
     ("branch_and_bound.FIRST_PLANS", 1),
     ("branch_and_bound.FIRST_PLANS", 10**6),
     ("branch_and_bound.SCHEDULES_AT_ONCE", 1),
@@ -222,25 +231,27 @@ CHUNKS = [
 
 @pytest.fixture(scope="module", params=["time", "pareto"])
 def listed(request):
-    """Return an objective, and the answer with chunks as they are."""
-    question = question_of(LLAMA8B, make_cluster(), Workload(seq_len=8192, global_batch_size=128))
-    return request.param, suggest(question, SearchOptions(objective=request.param, simulate=False, top=5))
+    """Return how to search, and the answer with chunks as they are."""
+    model = replace(LLAMA8B, layers=7, hidden=2048, heads=16, ffn=4096)
+    question = question_of(model, make_cluster(1, 4, nvlink=False, memory_gib=24), WORKLOAD)
+    options = SearchOptions(objective=request.param, simulate=False, bounds=Bounds(max_cp=1, max_micro_batch=4))
+    return options, suggest(question, options)
 
 
 @pytest.mark.parametrize(("name", "size"), CHUNKS)
 def test_chunks_do_not_change_the_answer(listed, monkeypatch, name, size):
     """Byte for byte, account included; some of the plans listed have layers that were assigned to their stages."""
-    objective, whole = listed
+    options, whole = listed
     monkeypatch.setattr(f"planner.search.plan_space.{name}", size)
-    parts = suggest(whole.question, SearchOptions(objective=objective, simulate=False, top=5))
+    parts = suggest(whole.question, options)
 
-    assert any(ranked.plan.layers_per_stage for ranked in whole.plans) == (objective == "time")
+    assert any(ranked.plan.layers_per_stage for ranked in whole.plans) == (options.objective == "time")
     assert without_clock(parts) == without_clock(whole)
 
 
-def test_ties_go_to_the_simpler_plan(llama8b, cluster, workload):
+def test_ties_go_to_the_simpler_plan():
     """With all costs equal, the first plan has no pipeline, context or tensor parallelism and micro batch 1."""
-    found = enumerate_candidates(question_of(llama8b, cluster, workload, framework="torchtitan"))
+    found = enumerate_candidates(QUESTION, bounds=LIMITS)
     row = rank_rows(found.columns, np.ones(len(found)), top=1, all_variants=False)[0]
     plan = found.columns.plan(row)
 
@@ -360,11 +371,11 @@ def test_a_profile_changes_search_and_estimate_alike(llama8b):
     known = calibrated(profile, cluster)
     result = suggest(
         question_of(llama8b, cluster, workload, calibration=known),
-        SearchOptions(simulate=False, top=1, bounds=Bounds(max_micro_batch=2)),
+        SearchOptions(simulate=False, top=1, bounds=Bounds(max_micro_batch=2, max_pp=2)),
     )
     found = enumerate_candidates(
         question_of(llama8b, cluster, workload, framework="torchtitan", runtime=RUNTIME),
-        bounds=Bounds(max_micro_batch=2),
+        bounds=Bounds(max_micro_batch=2, max_pp=2),
     )
     table = estimate_plans(
         Scenario(model=llama8b, cluster=cluster, workload=workload, runtime=RUNTIME, calibration=known),

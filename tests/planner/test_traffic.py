@@ -139,7 +139,9 @@ def test_without_nvlink_bytes_cross_pcie():
 
 def test_documents_of_suggest_and_estimate_have_the_traffic_that_explain_has(planner, tmp_path):
     flags = ("--model", "llama3-8b", "--cluster", "dgx-h100", "--gpus", 16, "--seq-len", 4096, "--global-batch", 64)
-    found = json.loads(planner("suggest", *flags, "--tp", 2, "--json", "--out", tmp_path / "plan.json").stdout)
+    found = json.loads(
+        planner("suggest", *flags, "--tp", 2, "--pp", 1, "--json", "--out", tmp_path / "plan.json").stdout
+    )
     estimated = json.loads(planner("estimate", "--plan", tmp_path / "plan.json", "--json").stdout)
     explained = json.loads(planner("explain", tmp_path / "plan.json", "--json").stdout)
     away = json.loads(planner("estimate", *flags, "--offload", "parameters", "--micro-batch", 1, "--json").stdout)
