@@ -36,12 +36,13 @@ class Configuration:
     """A file that was read. `settings` are what the `table` reads; `rules` is the framework whose legality counts.
 
     `model` is the model that the file itself describes, by name or whole; None where it has none. `gpus` is how many the
-    file says it is for. `given` are facts that it holds in no key. `edit` turns changed settings into a new text.
+    file says it is for. `behaves_as` is the version whose step is predicted, where that is not `version`. `given` are facts that it holds in no key. `edit` turns changed settings into a new text.
     """
 
     framework: str
     version: str | None
     rules: str
+    behaves_as: str | None = None
     document: Document
     settings: Settings
     table: Table

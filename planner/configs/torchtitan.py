@@ -32,7 +32,8 @@ OLD_KEYS = {
 }
 INNER = ("tensor_parallel", "context_parallel", "pipeline_parallel")
 CHOICE = (("--module", "MODULE"), ("--config", "CONFIG"))
-CHUNKED = "the loss in one piece: torchtitan 0.3.0's own configurations compute it in chunks, which needs less memory"
+WHOLE_LOSS = "0.2.2"  # the version that computes the loss in one piece, as a configuration function may in 0.3.0
+IN_PIECES = "ChunkedLossWrapper"
 
 
 def read_toml(text: str, where: str) -> Configuration:
@@ -117,7 +118,12 @@ def read_command(text: str, where: str) -> Configuration:
     if mode:
         settings[torchtitan_fields.SUBCOMMAND] = mode.partition(":")[2].replace("-", "_")
     module = base.get("module", module) if base else module
-    assumed = () if base else (f"configuration {module[:40]}.{function[:40]} is not torchtitan's own: class defaults",)
+    assumed = (
+        ()
+        if base
+        else (f"configuration {module[:40]}.{function[:40]} is not torchtitan's own: class defaults, loss in 8 pieces",)
+    )
+    whole = base is not None and "module" in base and IN_PIECES not in text
     harmless = (
         r"(training\.(steps|dataset.*|max_norm|gc_.*|disable_cuda_graphs)|(checkpoint|metrics|profil\w+|optimizer|comm|debug"
         r"|lr_scheduler|validator|dataloader|hf_assets_path)\..*|compile\.(components|backend)|parallelism\.(spmd_backend"
@@ -143,6 +149,7 @@ def read_command(text: str, where: str) -> Configuration:
     return Configuration(
         framework="torchtitan",
         version="0.3.0",
+        behaves_as=WHOLE_LOSS if whole else None,
         rules="torchtitan",
         document=document,
         settings=settings,
@@ -153,7 +160,7 @@ def read_command(text: str, where: str) -> Configuration:
         unknown=not_understood(
             {key.replace(".no_", "."): 0 for key in plain}, keys_of(torchtitan_fields.COMMAND_LINE), harmless
         ),
-        assumed=(*assumed, CHUNKED) if base and "module" not in base else assumed,
+        assumed=assumed,
     )
 
 

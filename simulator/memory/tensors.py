@@ -167,7 +167,7 @@ class BlockTensors:
             if nbytes in peak:
                 peak.remove(nbytes)
         turning = [tape.allocate(nbytes) for nbytes in peak]
-        width = self._size(" ".join(parse_matmul(body[-1].matmul)[2]))
+        width = self._results(body[-1])[0]
         slope = next((s for s in turning if tape.live[s] == width), None)
         if slope is None:  # a loss that saves the logits writes their gradient over them
             slope = logits if logits in saved else tape.allocate(width)
@@ -342,14 +342,14 @@ class BlockTensors:
 
     def _results(self, operator: OperatorSpec) -> list[int]:
         """Return the bytes of what an operator gives."""
+        if operator.allocates is not None:
+            return self.sizes(operator.allocates)
         if operator.matmul:
             return self.sizes([" ".join(parse_matmul(operator.matmul)[2])])
         if operator.attention:
             return self.sizes(["t vv" if "vv" in self.context.sizes else "t q"])
         if operator.collective:
             return self._moved(operator, operator.collective)
-        if operator.allocates is not None:
-            return self.sizes(operator.allocates)
         return [] if _casts_weights(operator) else self.sizes(operator.writes)
 
     def _operands(self, operator: OperatorSpec) -> list[int]:

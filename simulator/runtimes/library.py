@@ -24,6 +24,7 @@ from simulator.runtimes.parts import (
     EarlierSpec,
     FsdpSpec,
     HostSpec,
+    LaterSpec,
     LayerSpec,
     PipelineSpec,
     RecomputeSpec,
@@ -66,6 +67,7 @@ class RuntimeSpec:
     scores_after: tuple[str, ...] = ()  # families whose experts' results are weighed, where others' tokens are
     recompute_stops: str = "never"
     earlier: EarlierSpec | None = None
+    later: LaterSpec | None = None
     like: str = ""
 
     @property
@@ -106,21 +108,22 @@ def _files() -> tuple[str, ...]:
 
 
 def spec_for(runtime: Runtime) -> RuntimeSpec:
-    """Return the description of a runtime in its version: what is read of a run that states none is today's."""
+    """Return the description of a runtime in its version: what is read of a run that states none is the description's own."""
     spec = runtime_spec(runtime.name)
-    return _read(spec.names[0], earlier=True) if is_earlier_version(runtime) else spec
+    generation = "earlier" if is_earlier_version(runtime) else "later" if is_later_version(runtime) else ""
+    return _read(spec.names[0], generation) if generation else spec
 
 
 @cache
-def _read(file: str, *, earlier: bool = False) -> RuntimeSpec:
+def _read(file: str, generation: str = "") -> RuntimeSpec:
     document = _load_toml(file)
     if document.get("like"):
         other = {
-            key: value for key, value in _load_toml(document["like"]).items() if key != "earlier"
+            key: value for key, value in _load_toml(document["like"]).items() if key not in {"earlier", "later"}
         }  # versions are its own
         document = _replaced(other, document)
-    if earlier:
-        document = _replaced(document, document["earlier"]["overrides"])
+    if generation:
+        document = _replaced(document, document[generation]["overrides"])
     return convert(document, RuntimeSpec, where=f"runtimes/{file}.toml")
 
 
@@ -161,6 +164,14 @@ def is_earlier_version(runtime: Runtime) -> bool:
     if DATED.match(runtime.version):
         return bool(earlier.before_date) and runtime.version[:7] < earlier.before_date
     return bool(earlier.before) and _release(runtime.version) < _release(earlier.before)
+
+
+def is_later_version(runtime: Runtime) -> bool:
+    """Whether `runtime` states a version of the newer generation that its description tells apart."""
+    later = runtime_spec(runtime.name).later
+    if later is None or runtime.version is None or DATED.match(runtime.version):
+        return False
+    return _release(runtime.version) >= _release(later.since)
 
 
 def attention_kernel(runtime: Runtime, architecture: str) -> str:

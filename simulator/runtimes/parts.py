@@ -211,3 +211,11 @@ class EarlierSpec:
     before: str = ""
     before_date: str = ""
     overrides: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaterSpec:
+    """A newer generation of the software: stated versions from `since` on; `overrides` as in `EarlierSpec`."""
+
+    since: str
+    overrides: dict[str, Any] = field(default_factory=dict)

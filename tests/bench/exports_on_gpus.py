@@ -2,6 +2,7 @@
 
     python3 tests/bench/exports_on_gpus.py prepare OUT                 anywhere: saves, exports and predicts
     python3 tests/bench/exports_on_gpus.py run OUT --budget 220        on a machine with such GPUs
+    python3 tests/bench/exports_on_gpus.py all OUT --text TEXT --budget 560 examples/validation/exports_4xH200.md      the three at once
     python3 tests/bench/exports_on_gpus.py table OUT examples/validation/exports_4xH200.md     anywhere, afterwards
 
 Every plan is asked for, saved and exported with the commands a user types; what then runs is the command that the export
@@ -212,7 +213,7 @@ def table(options: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("prepare", "run", "table"))
+    parser.add_argument("what", choices=("prepare", "run", "table", "all"))
     parser.add_argument("out", type=Path)
     parser.add_argument("page", type=Path, nargs="?", default=Path("exports_on_gpus.md"))
     parser.add_argument("--budget", type=float, default=220.0, help="seconds for everything")
@@ -221,12 +222,12 @@ def main() -> None:
     parser.add_argument("--first", nargs="*", default=[], help="for run: plans before all others, in this order")
     parser.add_argument("--gpus", type=int, default=4, choices=tuple(PLANS_BY_GPUS), help="for prepare")
     options = parser.parse_args()
-    if options.what == "prepare":
+    if options.what in {"prepare", "all"}:
         for name in PLANS_BY_GPUS[options.gpus]:
             prepare(name, options.gpus, options.out, options.profile)
-    elif options.what == "run":
+    if options.what in {"run", "all"}:
         run_all(options)
-    else:
+    if options.what in {"table", "all"}:
         table(options)
 
 

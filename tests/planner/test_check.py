@@ -34,7 +34,7 @@ ANSWERS = {
     "torchtitan_llama3_405b.toml": (CheckFlags(), True, None, "low_precision_recipe = tensorwise"),
     "torchtitan_deepseek_v3.toml": (CheckFlags(gpus=256), True, False, ""),
     "torchtitan_llama3_70b_8xb200.toml": (CheckFlags(cluster="dgx-b200"), False, None, "known: float32"),
-    "torchtitan_llama3_70b_command.sh": (CheckFlags(), True, True, "in chunks"),
+    "torchtitan_llama3_70b_command.sh": (CheckFlags(), True, True, ""),
     "megatron_gpt3_175b.sh": (CheckFlags(), False, None, "8 GPUs are not a multiple of tp 8 x cp 1 x pp 16"),
     "megatron_llama3_8b_fp8.sh": (CheckFlags(), True, None, "low_precision_recipe = delayed"),
     "bridge_llama32_1b.yaml": (CheckFlags(gpus=8), True, True, ""),

@@ -16,7 +16,7 @@ import pytest
 from planner.export.targets.registry import export, find_target
 from simulator.config.plan import Plan
 from simulator.pipeline.stages import stage_layers
-from simulator.runtimes.library import runtime_spec
+from simulator.runtimes.library import is_later_version, runtime_spec
 from tests.planner.test_export import FSDP, HYBRID, JOBS, TP, job
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -78,7 +78,8 @@ def built(target: str, jobs) -> dict:
 
 @pytest.mark.parametrize("target", ["torchtitan@0.2.2", "torchtitan@0.3.0"])
 def test_torchtitan_builds_the_plan(target: str) -> None:
-    jobs = TITAN if target.endswith("0.2.2") else {name: TITAN[name] for name in ("fsdp", "tp", "cp", "hybrid", "tied")}
+    shared = {name: TITAN[name] for name in ("fsdp", "tp", "cp", "hybrid", "tied")}
+    jobs = TITAN if target.endswith("0.2.2") else {**shared, "in pieces": job(FSDP, version="0.3.0")}
     for name, found in built(target, jobs).items():
         one = jobs[name]
         plan, model, workload = one.plan, one.question.model, one.question.workload
@@ -96,6 +97,7 @@ def test_torchtitan_builds_the_plan(target: str) -> None:
         held = stages[0] if plan.recompute != "none" else 0
         assert found["recomputed"] == held, name
         assert found["compiled"] is one.question.runtime.compile
+        assert found.get("loss_pieces", 1) == (8 if is_later_version(one.question.runtime) else 1)
         assert found["param_dtype"] == ["float32"]
         assert (found["compute_dtype"], found["reduce_dtype"]) == ("bfloat16", "float32")
         shards = plan.dp_shard * plan.cp * plan.tp

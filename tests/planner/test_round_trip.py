@@ -103,7 +103,8 @@ def jobs(draw, target: str) -> ExportJob:
 
 def said(plan: Plan, workload: Workload, runtime: Runtime) -> dict[str, object]:
     """Every field of the three, but for the version, which is the file's. What was left open is what
-    the runtime does."""
+    the runtime does.
+    """
     found = {
         field.name: getattr(one, field.name)
         for one in (plan, workload, runtime)

@@ -70,7 +70,7 @@ def test_pipeline_crosses_the_slow_links():
     chosen = {}
     for network in (2e9, 400e9):
         cluster = make_cluster(32, 8, network=network)
-        chosen[network] = first(model, cluster, workload, framework="megatron-lm", bounds=SIMPLE).plan
+        chosen[network] = first(model, cluster, workload, framework="megatron-lm").plan
     slow, fast = chosen[2e9], chosen[400e9]
 
     assert slow.pp > 1
@@ -91,7 +91,7 @@ def test_with_faster_links_tensor_parallel_never_gets_relatively_worse(factor):
     slow, runtime = make_cluster(1, 8), replace(TITAN, compile=True)
     plans = enumerate_candidates(
         question_of(model, slow, workload, framework="torchtitan", runtime=runtime),
-        bounds=replace(SIMPLE, max_micro_batch=2),
+        bounds=Bounds(max_micro_batch=2),
     ).plans()
     before, after = (
         estimate_plans(Scenario(model=model, cluster=c, workload=workload, runtime=runtime), plans)

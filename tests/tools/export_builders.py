@@ -174,7 +174,7 @@ def torchtitan_command(file: dict[str, Any]) -> Built:
         stages = {"schedule": name, "micro_batches": schedule._n_microbatches}
     else:
         parts, stages = [spec.parallelize_fn(model, **given)], {}
-    return titan(config, dims, parts) | stages
+    return titan(config, dims, parts) | stages | {"loss_pieces": getattr(config.loss, "num_chunks", 1)}
 
 
 def small_model(*, experts: bool) -> Any:

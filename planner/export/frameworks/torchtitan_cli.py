@@ -2,8 +2,8 @@
 
 0.3.0 reads no TOML (`config/manager.py`): `--module` and `--config` choose a function, `--section.key` overrides the
 configuration that it returns, and activation checkpointing is a subcommand, which must be last. The function is a module
-of its own, written beside the command: the functions that torchtitan ships cover few models, and cut the loss into chunks,
-which is not predicted.
+of its own, written beside the command: the functions that torchtitan ships cover few models. Its loss is in one piece, or in
+8 as in theirs where the plan was predicted for 0.3.0.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from planner.export.frameworks.torchtitan_models import CONFIG_FUNCTION, CONFIG_
 from planner.export.job import ExportJob
 from planner.export.mapping import write as settings_of
 from planner.export.script import ShellExpression, started_script
+from simulator.runtimes.library import is_later_version
 from topology.errors import Infeasible
 
 VERSION = "0.3.0"
@@ -27,7 +28,8 @@ def program(job: ExportJob) -> tuple[list[str], Draft]:
     title = f"{TITLE} {VERSION}"
     job, not_expressed, notes = prepared(job, title)
     plan, facts = job.plan, job.facts()
-    known = registry_model(job.question.model, job.question.workload, VERSION)
+    pieces = is_later_version(job.question.runtime)
+    known = registry_model(job.question.model, job.question.workload, VERSION, loss_in_pieces=pieces)
     if stage_modules(facts, plan, "lm_head"):
         raise Infeasible(
             f"{title} splits this pipeline differently",

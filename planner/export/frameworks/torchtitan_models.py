@@ -47,8 +47,11 @@ def toml_model(model: Model, workload: Workload, version: str) -> NamedModel:
     )
 
 
-def registry_model(model: Model, workload: Workload, version: str) -> NamedModel:
-    """Return the model for 0.3.0, as a module with a configuration function. Raises Infeasible."""
+def registry_model(model: Model, workload: Workload, version: str, *, loss_in_pieces: bool) -> NamedModel:
+    """Return the model for 0.3.0, as a module with a configuration function. Raises Infeasible.
+
+    `loss_in_pieces`: head and loss of an eighth of the sequence at a time, which is what torchtitan's own functions have.
+    """
     try:
         known = shipped_model("torchtitan", version, model)
     except Infeasible as error:
@@ -62,14 +65,19 @@ def registry_model(model: Model, workload: Workload, version: str) -> NamedModel
         module, start, flavor, shapes = known["module"], known["config"], known["flavor"], ""
     imports = _REGISTRY_IMPORTS if shapes else "from torchtitan.models.common.config_utils import decoder_vocab_size\n"
     models = f"from torchtitan.models import {module} as models\n"
+    loss, pieces = "CrossEntropyLoss.Config(global_vocab_size=decoder_vocab_size(config.model_spec))", "one piece"
+    names = "CrossEntropyLoss"
+    if loss_in_pieces:
+        loss, pieces = f"ChunkedLossWrapper.Config(num_chunks=8, loss_fn={loss})", "8 pieces"
+        names = f"ChunkedLossWrapper, {names}"
     body = (
-        f'"""The configuration that the plan starts from: {module} {flavor}, its loss in one piece as it was predicted."""\n\n'
-        f"from torchtitan.components.loss import CrossEntropyLoss\n{models}{imports}"
+        f'"""The configuration that the plan starts from: {module} {flavor}, its loss in {pieces} as it was predicted."""\n\n'
+        f"from torchtitan.components.loss import {names}\n{models}{imports}"
         f"from torchtitan.models.{module}.config_registry import {start}\n\n{shapes}\n"
         f"def {CONFIG_FUNCTION}():\n"
         f"    config = {start}()\n"
         f"    config.model_spec = models.model_registry({json.dumps(flavor)})\n"
-        "    config.loss = CrossEntropyLoss.Config(global_vocab_size=decoder_vocab_size(config.model_spec))\n"
+        f"    config.loss = {loss}\n"
         "    return config\n"
     )
     return NamedModel(module=module, flavor=flavor, files={f"{CONFIG_MODULE}.py": body})
