@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from planner import cli
-from planner.commands.service import read_tokens
+from planner.commands.service import NEEDS, read_tokens
 from planner.configs.documents import MAX_CHARACTERS
 from planner.explain.traced import MAX_INSTRUCTIONS
 from planner.runs.run_report import MAX_TRACE_BYTES
@@ -101,6 +101,9 @@ def test_nvidia_smi_is_asked_by_a_fixed_list(tmp_path) -> None:
 
 
 def test_other_addresses_than_loopback_need_tokens(capsys) -> None:
+    for name in NEEDS:
+        pytest.importorskip(name, reason=f"{name} is not installed: pip install 'meshwright[service]'")
+
     assert cli.main(["service", "--host", "0.0.0.0"]) == 2  # noqa: S104 - refused
     assert "needs --tokens" in capsys.readouterr().err
 
