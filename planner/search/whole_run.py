@@ -274,7 +274,8 @@ def _choose(counts: Counts, runs: list[WholeRun]) -> WholeRun:
     raise Infeasible(
         f"no number of GPUs tried ends {goal.tokens:.3g} tokens within {' and '.join(wanted)}",
         why="; ".join(ends),
-        remedy="a later deadline, more money, fewer tokens, or a larger --global-batch, which more GPUs can share",
+        remedy="a later deadline, more money, fewer tokens, or a larger --global-batch, which more GPUs can share"
+        + ("; or a longer --time-limit: not all were tried" if any(run.problem == NOT_TRIED for run in runs) else ""),
     )
 
 
