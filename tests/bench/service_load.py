@@ -47,14 +47,15 @@ class Count:
     refused: Counter[str] = field(default_factory=Counter)
     errors: Counter[str] = field(default_factory=Counter)
     lock: threading.Lock = field(default_factory=threading.Lock)
+    enough: threading.Event = field(default_factory=threading.Event)  # nothing more is asked
 
 
 def client(url: str, until: float, seed: int, seen: Count) -> None:
-    """Ask until the time is over, and wait for every answer."""
+    """Ask until the time is over or enough was killed, and wait for every answer."""
     draw = random.Random(seed)
     time.sleep(draw.random() * 2)
     with Client(url, patience_s=300) as asked:
-        while time.monotonic() < until:
+        while time.monotonic() < until and not seen.enough.is_set():
             batch = 4 * draw.randint(1, 16)
             command, flags = ("suggest", SEARCH) if draw.random() < 0.1 else ("estimate", draw.choice(ESTIMATES))
             began = time.monotonic()
@@ -138,6 +139,8 @@ def main() -> None:
         for thread in threads:
             thread.start()
         killed = disturb(said.kill, said.times, running, database, until) if said.kill else 0
+        if said.kill:
+            seen.enough.set()
         for thread in threads:
             thread.join()
         show(said, seen, killed, time.monotonic() - began, running)

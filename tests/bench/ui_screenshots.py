@@ -3,7 +3,7 @@
     python -m tests.bench.ui_screenshots OUT_FOLDER [NAME ...]
 
 Needs `pip install 'meshwright[ui]' playwright pillow` and a Chromium of the system (`apt-get install chromium`). Pages are
-1280 pixels wide and as high as what is on them; two are taken at 1920. Written as palette PNGs, for their size.
+1280 pixels wide and as high as what is on them, two 1920 and one 360. Written as palette PNGs, for their size.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ Q = "model=llama3-70b&gpus=64&batch=256&cluster=dgx-h100"
 PIPELINE = "model=llama3-70b&cluster=aws-p4de&gpus=64&batch=128&framework=megatron-lm"
 # name, address, width
 SHOTS = (
-    ("cluster", "?cluster=dgx-h100&gpus=64", 1280),
-    ("cluster_measured", "?cluster=@h200x4_measured/cluster.json", 1280),
-    ("cluster_rack", "?cluster=gb200-nvl72", 1280),
-    ("cluster_wide", "?cluster=dgx-1v", 1920),
+    ("home", f"?{Q}", 1280),
+    ("home_phone", f"?{Q}", 360),
+    ("cluster", "cluster?cluster=dgx-h100&gpus=64", 1280),
+    ("cluster_measured", "cluster?cluster=@h200x4_measured/cluster.json", 1280),
+    ("cluster_rack", "cluster?cluster=gb200-nvl72", 1280),
+    ("cluster_wide", "cluster?cluster=dgx-1v", 1920),
     ("model", f"model?{Q.replace('llama3-70b', 'deepseek-v3')}", 1280),
     ("plans", f"plans?{Q}", 1280),
     ("plans_wide", f"plans?{Q}", 1920),
@@ -37,8 +39,10 @@ SHOTS = (
     ("detail_timeline", f"detail?{PIPELINE}&tab=Timeline", 1280),
     ("detail_sensitivity", f"detail?{PIPELINE}&tab=Sensitivity", 1280),
     ("detail_change", f"detail?{PIPELINE}&tab=Edit", 1280),
+    ("curves", f"curves?{Q}", 1280),
     ("compare", f"compare?{Q}", 1280),
     ("compare_questions", f"compare?{Q}&what=questions&b_cluster=dgx-a100", 1280),
+    ("serving", "serving?model=llama3-8b&cluster=h200x4", 1280),
     ("tuning", "tuning", 1280),
     ("measured", "measured", 1280),
     ("exports", f"exports?{Q}", 1280),
@@ -81,11 +85,12 @@ def resolved(path: str) -> str:
     return before + quote_plus(kept.choice)
 
 
-def settled(page: Page, timeout_s: float = 120.0) -> None:
-    """Wait until the page has drawn itself and nothing runs any more."""
+def settled(page: Page, timeout_s: float = 600.0) -> None:
+    """Wait until the page has drawn itself and nothing runs any more. Raises TimeoutError where something still does."""
     page.wait_for_selector("h1", timeout=timeout_s * 1e3)
     quiet = 0
     ends = time.monotonic() + timeout_s
+    page.wait_for_timeout(1000)  # the first search begins a moment after the heading
     while quiet < 4 and time.monotonic() < ends:
         busy = page.locator(
             "[data-testid='stStatusWidget'], [data-testid='stSkeleton'], button:has-text('Stop')"
@@ -93,6 +98,8 @@ def settled(page: Page, timeout_s: float = 120.0) -> None:
         stale = page.locator("[data-stale='true']").count()
         quiet = 0 if busy or stale else quiet + 1
         page.wait_for_timeout(250)
+    if quiet < 4:
+        raise TimeoutError(f"{page.url} was not ready after {timeout_s:.0f} s")
     page.wait_for_timeout(700)
 
 
