@@ -1,0 +1,122 @@
+"""One Llama layer forward by torch's own automatic sharding and by `planner shard`: objective, seconds, collectives, bytes.
+
+    python -m tests.bench.shard_against_torch --out examples/sharding/torch.md
+
+torch's is `tensor_parallel_transformation` (torch.distributed.tensor.experimental._tp_transform): the user says how linear layers
+are split, and every operator takes the cheapest of DTensor's strategies by what moving its operands takes, one after another.
+Ring bytes are those that one of eight ranks sends.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from math import prod
+from pathlib import Path
+from time import process_time
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch.distributed.tensor.experimental._tp_transform import tensor_parallel_transformation
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from executor.sharding import api, capture
+from planner.sharding.answer import answer_request
+from tests.executor.sharding.modules import LlamaBlock
+from topology.catalog.cluster_file import load_cluster
+
+RANKS = 8
+COLUMNS, ROWS = ("wq", "wk", "wv", "w1", "w3"), ("wo", "w2")
+SHAPES = {"embed": 4096, "hidden": 14336, "heads": 32, "kv_heads": 8}
+SHARE = {
+    "all_reduce": 2 * (RANKS - 1) / RANKS,
+    "all_gather": (RANKS - 1) / RANKS,
+    "reduce_scatter": RANKS - 1,
+    "all_to_all": (RANKS - 1) / RANKS,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path)
+    asked = parser.parse_args()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
+    with torch.device("meta"):
+        module = LlamaBlock(**SHAPES)
+    module = module.to_empty(device="cpu")  # values do not matter
+    x = torch.empty(1, 4096, SHAPES["embed"])
+    captured = capture(module, (x,))
+    split = {f"{n}.weight": ["S(0)"] for n in COLUMNS} | {f"{n}.weight": ["S(1)"] for n in ROWS}
+    lines = [
+        "# Against torch's automatic sharding",
+        "",
+        f"`python -m tests.bench.shard_against_torch`: a Llama 3 8B layer, forward, 4,096 tokens, float32, {RANKS} ranks, torch {torch.__version__}.",
+        "Weights split by columns and rows as in Megatron-LM, but in the last row, which places everything. Seconds are of CPU time.",
+        "Without GPUs torch writes an all-to-all as a gather and a slice: its gathers here may be that, and its bytes more than on GPUs.",
+        "",
+        "| by | objective | s | collectives | ring MB a rank sends |",
+        "|---|---|--:|---|--:|",
+        by_torch(module, x),
+        ours(captured, "planner shard", "operands stay where they agree, then fewest bytes", placements=split),
+        ours(
+            captured,
+            "planner shard on DGX H100",
+            "least time, proved",
+            placements=split,
+            policy="min_time",
+            cluster=True,
+        ),
+        ours(
+            captured,
+            "planner shard on DGX H100, nothing placed",
+            "least time, proved",
+            choose=["*"],
+            policy="min_time",
+            cluster=True,
+        ),
+    ]
+    print("\n".join(lines))
+    if asked.out is not None:
+        asked.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def by_torch(module: torch.nn.Module, x: torch.Tensor) -> str:
+    exported = torch.export.export(module, (x,), strict=False).run_decompositions()
+    styles: dict[str, Any] = {**dict.fromkeys(COLUMNS, ColwiseParallel), **dict.fromkeys(ROWS, RowwiseParallel)}
+    objective = "cheapest redistribution, operator by operator"
+    started = process_time()
+    try:
+        made = tensor_parallel_transformation(exported, 0, RANKS, "cpu", styles)
+    except Exception as error:  # noqa: BLE001 - what it refuses is a result
+        why = " ".join(str(error).split())[:160]
+        return f"| torch | {objective} | {process_time() - started:.1f} | refused: {type(error).__name__}: {why} | |"
+    seconds = process_time() - started
+    kinds: Counter[str] = Counter()
+    sent = 0.0
+    for node in made.graph_module.graph.nodes:
+        kind = next((k for k in SHARE if k in str(node.target)), None)
+        if kind is not None:
+            value = node.meta["val"]
+            kinds[kind] += 1
+            sent += SHARE[kind] * prod(value.shape) * value.element_size()
+    return _row("torch", objective, seconds, kinds, sent)
+
+
+def ours(captured: Any, by: str, objective: str, *, cluster: bool = False, **constraints: Any) -> str:
+    document = api.request(captured, {"tp": RANKS}, backward=False, **constraints)
+    started = process_time()
+    answer = answer_request(document, where=by, cluster=load_cluster("dgx-h100") if cluster else None)
+    seconds = process_time() - started
+    kinds = Counter(one.kind for one in answer.plan.collectives)
+    return _row(by, objective, seconds, kinds, float(answer.plan.ring_send_bytes))
+
+
+def _row(by: str, objective: str, seconds: float, kinds: Counter[str], sent: float) -> str:
+    found = ", ".join(f"{n} {kind}" for kind, n in kinds.items()) or "none"
+    return f"| {by} | {objective} | {seconds:.1f} | {found} | {sent / 1e6:,.1f} |"
+
+
+if __name__ == "__main__":
+    main()
