@@ -25,6 +25,7 @@ from planner.serving.stated import MOST, require_pool
 from planner.validate.serving_names import model_of, plain
 from simulator.config.hf_config import hub_name, load_model
 from simulator.serving.deployment import Deployment, Pool
+from simulator.serving.engine import engine_of
 from topology.errors import BadInput, BadModel, Infeasible, PlannerError
 
 VERSIONS = {"vllm": "0.33.0", "sglang": "0.5.23"}
@@ -277,7 +278,7 @@ def _too_long(
     if positions and longest > positions:
         problems.append(
             f"a context of {longest} tokens is beyond the {positions} positions of {question.model.name}: "
-            f"it does not start unless {_LONGER[question.engine]}=1 is set"
+            f"it does not start unless {_LONGER[engine_of(question.engine).program]}=1 is set"
         )
     if question.longest > longest:
         problems.append(f"requests of {question.longest} tokens are refused: the limit is {longest}")

@@ -17,6 +17,7 @@ from topology.errors import BadInput
 
 _RELEASE = re.compile(r"v?([0-9]{1,4}(?:\.[0-9]{1,6}){0,3})(?:\.?(rc|post)([0-9]{1,4}))?")
 _STAGES = {"rc": -1, None: 0, "post": 1}
+OVERLAPS_FROM = "0.14.0"  # release notes: async scheduling is enabled by default (#27614)
 WORDS = {
     "pipeline_parallel": "pipeline parallelism",
     "expert_parallel": "experts spread over GPUs",
@@ -67,10 +68,20 @@ def split_engine(text: str) -> tuple[str, str]:
     engine = engine_of(name.strip()).name
     if not pinned:
         return engine, ""
-    if engine not in facts():
+    program = engine_of(engine).program
+    if program not in facts():
         raise BadInput(f"releases of {engine} are not told apart", remedy=f"of {', '.join(facts())} they are")
     parse_release(release)
-    return engine, release.strip().removeprefix("v")
+    release = release.strip().removeprefix("v")
+    return vllm_of(release) if program == "vllm" else engine, release
+
+
+def vllm_of(release: str) -> str:
+    """Return the engine that describes a release of vLLM; one that is not stated, or not readable, is an older one."""
+    try:
+        return "vllm" if parse_release(release) >= parse_release(OVERLAPS_FROM) else "vllm013"
+    except BadInput:
+        return "vllm013"
 
 
 def needed(model: Model, deployment: Deployment) -> Iterator[str]:
@@ -94,7 +105,8 @@ def too_old(model: Model, deployment: Deployment, release: str) -> tuple[str, ..
     """Return what a release of the deployment's engine lacks, with the release that has it; nothing for no release."""
     if not release:
         return ()
-    title, known, found = engine_of(deployment.engine).title, facts().get(deployment.engine, {}), []
+    engine = engine_of(deployment.engine)
+    title, known, found = engine_of(engine.program).title, facts().get(engine.program, {}), []
     for name in needed(model, deployment):
         fact = known.get(name)
         if fact is None or parse_release(release) >= parse_release(fact.since):

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from planner.serving.releases import vllm_of
 from planner.validate.serving_names import cluster_of, model_of
 from planner.validate.serving_row import ServingRow, read_row, side_of
 from simulator.config.model import Model
@@ -123,6 +124,8 @@ def engine_named(backend: str) -> str:
     """Return the engine of a source's words for its software and its release, or an empty string."""
     word, *rest = [*(backend.lower().split() or [""]), ""]
     found = next((_ENGINES[name] for name in sorted(_ENGINES, key=len, reverse=True) if word.startswith(name)), "")
+    if found == "vllm":
+        return vllm_of(rest[0].rstrip(","))
     # Releases with .post are of NVIDIA Dynamo, which counts its own.
     before = re.fullmatch(r"v?0[0-9.]*|\(2024\)", rest[0]) is not None and not word.startswith("dynamo")
     return "tensorrt" if found == "trtllm" and before else found
@@ -132,7 +135,9 @@ def _engine(row: ServingRow, assumed: list[str]) -> str:
     found = engine_named(row.backend or "")
     if not found:
         assumed.append(f"engine {row.backend!r}: scheduled as vLLM")
-    return found or "vllm"
+    if found == "vllm013" and not re.search(r"\d", row.backend or ""):
+        assumed.append("release of vLLM: one before 0.14, which schedules while the GPU waits")
+    return found or "vllm013"
 
 
 def _deployment(row: ServingRow, model: Model, assumed: list[str]) -> Deployment:

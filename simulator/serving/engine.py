@@ -32,12 +32,30 @@ class Engine:
     norm_in_all_reduce: bool
     host_step_s: float
     host_sequence_s: float
+    overlaps_host: bool
+    host_exposed_s: float
     host_request_s: float
     host_launch_s: float
     spread_ttft: float
     spread_tpot: float
     spread_throughput: float
     sources: dict[str, str]
+
+    @property
+    def program(self) -> str:
+        """The engine that is started: `vllm` for any of its releases."""
+        return RELEASES.get(self.name, self.name)
+
+    def step_s(self, device_s: float, sequences: float) -> float:
+        """Return seconds of a step whose kernels take `device_s` and in which so many answers go on."""
+        host = self.host_step_s + self.host_sequence_s * sequences
+        if self.overlaps_host:
+            return max(device_s, host) + self.host_exposed_s
+        return device_s + host
+
+
+# Engines that are described apart for older releases.
+RELEASES = {"vllm013": "vllm", "tensorrt": "trtllm"}
 
 
 @cache

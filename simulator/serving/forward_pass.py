@@ -135,7 +135,7 @@ class ForwardPass:
             time += self._cache_s(keys / min(sequences, ranks), keys / sequences)
         if prompt_tokens or sequences > self.engine.graph_batch:
             time = max(time, self._launch_s)
-        return time + self.engine.host_step_s + self.engine.host_sequence_s * sequences
+        return self.engine.step_s(time, sequences)
 
     def parts(
         self, *, prompt_tokens: int, pairs: float, sequences: float, keys: float, readers: int = 1
@@ -151,7 +151,8 @@ class ForwardPass:
         found["attention"] = met
         if prompt_tokens or sequences > self.engine.graph_batch:
             found["launches"] = max(0.0, self._launch_s - sum(found.values()))
-        found["host"] = self.engine.host_step_s + self.engine.host_sequence_s * sequences
+        device = sum(found.values())
+        found["host"] = self.engine.step_s(device, sequences) - device
         return {name: value for name, value in found.items() if value}
 
     def _at(self, tokens: float, seconds: Floats) -> float:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
 from planner.configs.configuration import CheckFlags
 from planner.configs.serving import VERSIONS, check_serving, release_in
+from planner.export.serving.commands import command
 from planner.serving.candidates import deployments
 from planner.serving.question_from_flags import ServingFlags, serving_question
 from planner.serving.releases import WORDS, facts, parse_release, split_engine, too_old
 from planner.serving.stated import problems_of, stated_deployment
 from simulator.serving.deployment import Pool
+from simulator.serving.engine import engine_of
+from simulator.serving.forward_pass import ForwardPass
 from topology.errors import BadInput
 
 DEEPSEEK = ServingFlags(model="deepseek-v3", cluster="dgx-h200", isl=100, osl=10, concurrency=4, weights="float8")
@@ -58,7 +62,7 @@ def test_a_release_that_lacks_something_is_named_with_the_one_that_has_it(engine
     name, release = split_engine(engine)
     question = serving_question(ServingFlags(model="deepseek-v3", cluster="dgx-h200", engine=name))
     assert any(says in line for line in too_old(question.model, question.deployment(pool), release))
-    assert too_old(question.model, question.deployment(pool), VERSIONS[name]) == ()
+    assert too_old(question.model, question.deployment(pool), VERSIONS[engine_of(name).program]) == ()
 
 
 def test_separated_pools_need_a_release_that_moves_the_cache() -> None:
@@ -69,17 +73,27 @@ def test_separated_pools_need_a_release_that_moves_the_cache() -> None:
 
 
 def test_a_search_leaves_out_what_the_release_lacks_and_counts_it() -> None:
-    old, new = (
-        deployments(serving_question(ServingFlags(**{**_fields(DEEPSEEK), "engine": engine})))
-        for engine in ("vllm==0.8.0", "vllm")
-    )
+    old, new = (deployments(serving_question(replace(DEEPSEEK, engine=engine))) for engine in ("vllm==0.8.0", "vllm"))
     assert any(one.pool.dp_attention > 1 for one in new[0])
-    assert [one for one in new[0] if one.pool.dp_attention == 1] == old[0]
+    assert [one.pool for one in new[0] if one.pool.dp_attention == 1] == [one.pool for one in old[0]]
     assert sum(count for reason, count in old[1].items() if "vLLM 0.8.0" in reason) == len(new[0]) - len(old[0])
 
 
-def _fields(flags: ServingFlags) -> dict[str, object]:
-    return {name: getattr(flags, name) for name in ServingFlags.__dataclass_fields__}
+def test_an_older_release_schedules_while_the_gpu_waits() -> None:
+    """From 0.14 on a step takes the longer of GPU and host, before it the sum: small steps are quicker by the host's time."""
+    old, new = (
+        serving_question(replace(DEEPSEEK, model="llama3-8b", engine=engine))
+        for engine in ("vllm==0.13.0", "vllm==0.14.0")
+    )
+    times = []
+    for question in (old, new):
+        deployment = question.deployment(Pool())
+        costs = ForwardPass(question.model, question.cluster, deployment, deployment.pool)
+        times.append([costs.seconds(prompt_tokens=0, pairs=0.0, sequences=n, keys=500.0 * n) for n in (1, 256)])
+        assert command(deployment, Pool(), "m", longest=100)[0] == "vllm"
+    host = [engine_of("vllm013").step_s(0.0, n) for n in (1, 256)]
+    assert times[0][0] - times[1][0] == pytest.approx(host[0] - engine_of("vllm").host_exposed_s)
+    assert times[1][1] >= host[1]
 
 
 def test_releases_are_told_apart_of_two_engines_only() -> None:

@@ -18,13 +18,14 @@ def command(deployment: Deployment, pool: Pool, model: str, *, longest: int, por
     Raises Infeasible for what an engine cannot be told.
     """
     writers = {"vllm": _vllm, "sglang": _sglang, "trtllm": _trtllm}
-    if deployment.engine not in writers:
+    program = engine_of(deployment.engine).program
+    if program not in writers:
         raise Infeasible(
             f"{engine_of(deployment.engine).title} has no server to start",
             why="it is described for its steps alone",
             remedy=f"use --engine {', '.join(writers)}",
         )
-    return writers[deployment.engine](deployment, pool, model, longest, port)
+    return writers[program](deployment, pool, model, longest, port)
 
 
 def _vllm(deployment: Deployment, pool: Pool, model: str, longest: int, port: int) -> list[str]:

@@ -9,6 +9,7 @@ from planner.export.serving.commands import PORT, command
 from planner.export.serving.separated import require_separable, separated_files
 from planner.export.yaml_text import yaml_text
 from simulator.serving.deployment import Deployment, Pool
+from simulator.serving.engine import engine_of
 from topology.errors import Infeasible
 
 IMAGES = {
@@ -23,7 +24,7 @@ def serving_files(deployment: Deployment, model: str, *, longest: int, gpus_per_
     pool = deployment.pool
     if deployment.prefill is not None:
         require_separable(deployment)
-        image = IMAGES[deployment.engine]
+        image = IMAGES[engine_of(deployment.engine).program]
         return separated_files(deployment, model, longest=longest, gpus_per_node=gpus_per_node, image=image)
     if pool.gpus > gpus_per_node:
         raise Infeasible(
@@ -65,7 +66,7 @@ def _compose(deployment: Deployment, words: list[str], gpus_per_node: int) -> di
         devices = [str(number * pool.gpus + index) for index in range(pool.gpus)]
         gpus = {"driver": "nvidia", "device_ids": devices, "capabilities": ["gpu"]}
         services[f"engine-{number}"] = {
-            "image": IMAGES[deployment.engine],
+            "image": IMAGES[engine_of(deployment.engine).program],
             "entrypoint": words[:1],
             "command": words[1:],
             "ports": [f"{PORT + number}:{PORT}"],
@@ -79,7 +80,7 @@ def _kubernetes(deployment: Deployment, pool: Pool, words: list[str]) -> dict[st
     labels = {"app": "model-server"}
     container = {
         "name": "engine",
-        "image": IMAGES[deployment.engine],
+        "image": IMAGES[engine_of(deployment.engine).program],
         "command": words,
         "ports": [{"containerPort": PORT}],
         "readinessProbe": {"httpGet": {"path": "/health", "port": PORT}, "periodSeconds": 10, "failureThreshold": 180},

@@ -14,6 +14,7 @@ from typing import Any
 from planner.export.serving.commands import PORT, command
 from planner.export.yaml_text import yaml_text
 from simulator.serving.deployment import Deployment, Pool
+from simulator.serving.engine import engine_of
 from topology.errors import Infeasible
 
 BOOTSTRAP_PORT = 8998  # where an engine of SGLang that reads tells the others how to fetch its cache; its default
@@ -44,9 +45,13 @@ class Address:
     fetched_at: int = 0
 
 
+def _is_vllm(deployment: Deployment) -> bool:
+    return engine_of(deployment.engine).program == "vllm"
+
+
 def require_separable(deployment: Deployment) -> None:
     """Raise Infeasible for an engine whose parts cannot be started apart."""
-    if deployment.engine not in {"sglang", "vllm"}:
+    if engine_of(deployment.engine).program not in {"sglang", "vllm"}:
         raise Infeasible(
             "engines that only read or only write are started for SGLang and vLLM",
             why="others connect them through a router that is not part of the engine",
@@ -90,7 +95,7 @@ def _engines(deployment: Deployment) -> list[Engine]:
 def engine_words(deployment: Deployment, engine: Engine, model: str, longest: int, address: Address) -> list[str]:
     """Return the command of one engine at an address."""
     words = command(deployment, engine.pool, model, longest=longest, port=address.port)
-    if deployment.engine == "vllm":
+    if _is_vllm(deployment):
         role = {"prefill": "kv_producer", "decode": "kv_consumer"}[engine.mode]
         return [*words, "--kv-transfer-config", json.dumps({"kv_connector": "NixlConnector", "kv_role": role})]
     words += ["--disaggregation-mode", engine.mode, "--disaggregation-transfer-backend", "nixl"]
@@ -101,7 +106,7 @@ def engine_words(deployment: Deployment, engine: Engine, model: str, longest: in
 
 def engine_environment(deployment: Deployment, address: Address) -> dict[str, str]:
     """Return what an engine reads of its environment: vLLM's address at which its cache is fetched."""
-    if deployment.engine != "vllm":
+    if not _is_vllm(deployment):
         return {}
     return {"VLLM_NIXL_SIDE_CHANNEL_HOST": address.host, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(address.fetched_at)}
 
@@ -109,7 +114,7 @@ def engine_environment(deployment: Deployment, address: Address) -> dict[str, st
 def router_words(deployment: Deployment, addresses: dict[Engine, Address], *, proxy: str = PROXY) -> list[str]:
     """Return the command of the router before all engines."""
     words = ["--host", "0.0.0.0", "--port", str(PORT)]  # noqa: S104
-    if deployment.engine == "vllm":
+    if _is_vllm(deployment):
         for name, mode in (("prefiller", "prefill"), ("decoder", "decode")):
             chosen = [address for engine, address in addresses.items() if engine.mode == mode]
             words += [f"--{name}-hosts", *(one.host for one in chosen)]
@@ -123,7 +128,7 @@ def router_words(deployment: Deployment, addresses: dict[Engine, Address], *, pr
 
 def _fetched_at(deployment: Deployment, place: int) -> int:
     """Return the port at which the cache of one of several engines on a host is fetched."""
-    if deployment.engine == "vllm":
+    if _is_vllm(deployment):
         widest = max(pool.dp_attention for pool in (deployment.pool, deployment.prefill or deployment.pool))
         return SIDE_CHANNEL_PORT + place * widest
     return BOOTSTRAP_PORT + place
@@ -132,7 +137,7 @@ def _fetched_at(deployment: Deployment, place: int) -> int:
 def _script(deployment: Deployment, engines: list[Engine], model: str, longest: int) -> str:
     """Return a script of one node that starts all engines, each on its own GPUs, and the router before them."""
     lines = ["#!/usr/bin/env bash"]
-    if deployment.engine == "vllm":
+    if _is_vllm(deployment):
         lines.append(f"# {PROXY}: of vLLM's repository, tests/v1/kv_connector/nixl_integration, beside this file.")
     lines += ["set -euo pipefail", "trap 'kill $(jobs -p) 2> /dev/null' EXIT"]
     addresses = {
@@ -173,7 +178,7 @@ def _compose(deployment: Deployment, engines: list[Engine], model: str, longest:
         "entrypoint": words[:1],
         "command": words[1:],
         "ports": [f"{PORT}:{PORT}"],
-        "volumes": [f"./{PROXY}:/{PROXY}:ro"] if deployment.engine == "vllm" else [],
+        "volumes": [f"./{PROXY}:/{PROXY}:ro"] if _is_vllm(deployment) else [],
         "depends_on": list(services),
     }
     return {"services": services}
@@ -218,7 +223,7 @@ def _kubernetes(
         "ports": [{"containerPort": PORT}],
     }
     volumes = []
-    if deployment.engine == "vllm":  # kubectl create configmap proxy --from-file toy_proxy_server.py
+    if _is_vllm(deployment):  # kubectl create configmap proxy --from-file toy_proxy_server.py
         container["volumeMounts"] = [{"name": "proxy", "mountPath": "/proxy"}]
         volumes = [{"name": "proxy", "configMap": {"name": "proxy"}}]
     router = _workload("Deployment", "router", labels, container, volumes, 1)
