@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from planner.serving.account import Account, account
+from planner.serving.custom_reduce import nccl_because
 from planner.serving.question import ServingQuestion
 from planner.serving.stated import problems_of
 from simulator.serving.deployment import Deployment
@@ -52,6 +53,8 @@ def answer_deployment(
 ) -> ServingAnswer:
     """Return what is predicted of one deployment, legal or not."""
     problems = problems_of(question, deployment)
+    reason = "" if problems else nccl_because(question, deployment.pool)
+    assumed += (reason,) if reason else ()
     estimate = None
     if not problems:
         try:

@@ -225,6 +225,17 @@ def test_replicas_without_nvlink_tensor_parallelism_with_it() -> None:
     assert break_even(fast, 4, 1).pays
 
 
+def test_custom_all_reduce_is_off_without_nvlink_between_all_gpus() -> None:
+    """Four PCIe GPUs: the reason, NCCL's time and how often it is taken are said; with NVSwitch nothing is."""
+    said = {}
+    for cluster in ("l40s-x8", "dgx-h100"):
+        question = serving_question(ServingFlags(model="llama3-8b", cluster=cluster, gpus=4, isl=100, osl=10))
+        said[cluster] = " ".join(answer_deployment(question, question.deployment(Pool(tp=4))).assumed)
+    assert "custom all-reduce is off, as NVLink does not connect all" in said["l40s-x8"]
+    assert "64 times a step" in said["l40s-x8"]
+    assert "all-reduce" not in said["dgx-h100"]
+
+
 def test_the_cache_in_words_that_vllm_prints(planner: Callable[..., Finished]) -> None:
     """The log of vLLM for Llama 3 8B on an 80 GB H100 at 0.9 has about 440 thousand tokens; asked of 131,072 a request."""
     done = planner("estimate", "--task", "serve", "--gpus", "1", "--model", "llama3-8b", "--gpu-memory-utilization", "0.9", "--isl", "130816", "--vary", "0", "--concurrency", "1")  # fmt: skip
