@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,17 +27,20 @@ FORBIDDEN = (
     "shutil.rmtree",
 )
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-_watched: list[tuple[Path, list[str]]] = []  # the folder that may be written to, and what was seen
+_watched: list[
+    tuple[int, Path, list[str]]
+] = []  # the thread that reads, the folder that may be written to, what was seen
 
 
 def _hook(event: str, arguments: tuple[Any, ...]) -> None:
     if not _watched:
         return
-    folder, seen = _watched[-1]
+    reader, folder, seen = _watched[-1]
     if event in FORBIDDEN and not (event == "os.remove" and _inside(arguments[0], folder)):
         seen.append(f"{event} {arguments!r:.200}")
     elif (
         event == "open"
+        and reader == threading.get_ident()  # other tests leave threads that write to their own folders
         and isinstance(arguments[2], int)
         and arguments[2] & WRITING
         and not _inside(arguments[0], folder)
@@ -49,7 +53,8 @@ def _inside(path: object, folder: Path) -> bool:
     if not isinstance(path, (str, bytes, os.PathLike)):
         return True  # a file that is open already
     place = Path(os.path.abspath(os.fsdecode(path)))  # noqa: PTH100 - as it was named, links included
-    return place.is_relative_to(folder) or place == Path(os.devnull) or "__pycache__" in place.parts
+    compiled = "__pycache__" in place.parts or (sys.pycache_prefix and place.is_relative_to(sys.pycache_prefix))
+    return place.is_relative_to(folder) or place == Path(os.devnull) or bool(compiled)
 
 
 sys.addaudithook(_hook)
@@ -59,7 +64,7 @@ sys.addaudithook(_hook)
 def watching(folder: Path) -> Iterator[list[str]]:
     """Collect what is forbidden and done meanwhile; `folder` may be written to."""
     seen: list[str] = []
-    _watched.append((folder.absolute(), seen))
+    _watched.append((threading.get_ident(), folder.absolute(), seen))
     try:
         yield seen
     finally:

@@ -7,16 +7,19 @@ possible": what fits on one GPU is replicated; tensor parallel stays where links
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
 from planner.question.case_runtime import resolve_runtime
 from planner.question.question import question_of
 from planner.search.plan_space.candidates import Bounds
+from planner.search.scaling import scale_nvlink
 from planner.search.search import SearchOptions, suggest
 from simulator.closed_form.estimates import estimate_plans
 from simulator.closed_form.scenario import Scenario
 from simulator.config.hf_config import load_model
+from simulator.config.plan import Plan
 from simulator.config.workload import Workload
 from tests.planner.conftest import TINY, make_cluster
 from tests.planner.every_plan import enumerate_candidates
@@ -65,38 +68,47 @@ def test_tensor_parallel_stays_inside_an_nvlink_island(name, gpus, batch, framew
 
 
 def test_pipeline_crosses_the_slow_links():
-    """405B on 32 nodes in Megatron-LM, which replicates parameters: with slow links stages take the place of data."""
-    model, workload = load_model("llama3-405b"), Workload(seq_len=4096, global_batch_size=512)
-    chosen = {}
+    """70B on 8 nodes in Megatron-LM, which replicates parameters: over slow links stages take the place of data."""
+    model, workload = load_model("llama3-70b"), Workload(seq_len=4096, global_batch_size=128)
+    kept = {"dp_shard": 1, "zero_stage": 1, "tp": 8, "sequence_parallel": True}
+    replicas, stages = Plan(dp_replicate=8, **kept), Plan(dp_replicate=2, pp=4, schedule="1F1B", **kept)
+    gained = {}
     for network in (2e9, 400e9):
-        cluster = make_cluster(32, 8, network=network)
-        chosen[network] = first(model, cluster, workload, framework="megatron-lm").plan
-    slow, fast = chosen[2e9], chosen[400e9]
+        question = question_of(model, make_cluster(8, 8, network=network), workload, framework="megatron-lm")
+        alone, piped = question.estimate([replicas, stages]).step_s
+        gained[network] = alone / piped
+    slow = first(model, make_cluster(8, 8, network=2e9), workload, framework="megatron-lm", bounds=SIMPLE).plan
 
+    assert gained[2e9] > 1 > gained[400e9]
     assert slow.pp > 1
-    assert slow.pp >= fast.pp
     assert slow.tp * slow.cp <= 8  # everything that talks in every layer is inside the node
 
 
+@pytest.fixture(scope="module")
+def eight_gpus():
+    """Return every legal plan of a 70B model on a node, and a function that costs them with links so many times faster."""
+    model, workload = load_model("llama3-70b"), Workload(seq_len=8192, global_batch_size=32)
+    cluster, runtime = make_cluster(1, 8), replace(TITAN, compile=True)
+    question = question_of(model, cluster, workload, framework="torchtitan", runtime=runtime)
+    plans = enumerate_candidates(question, bounds=Bounds(max_micro_batch=2)).plans()
+
+    @cache
+    def costed(factor):
+        faster = scale_nvlink(cluster, factor)
+        return estimate_plans(Scenario(model=model, cluster=faster, workload=workload, runtime=runtime), plans)
+
+    return plans, costed
+
+
 @pytest.mark.parametrize("factor", [2.0, 8.0])
-def test_with_faster_links_tensor_parallel_never_gets_relatively_worse(factor):
+def test_with_faster_links_tensor_parallel_never_gets_relatively_worse(eight_gpus, factor):
     """Every legal plan with and without more bandwidth inside a node: those with tensor parallelism gain at least as much.
 
     But for steps that wait longer for their hosts once the links are faster: what is gained is not theirs to show. Compiled, and
     of large layers, those are few.
     """
-    from planner.search.scaling import scale_nvlink
-
-    model, workload = load_model("llama3-70b"), Workload(seq_len=8192, global_batch_size=32)
-    slow, runtime = make_cluster(1, 8), replace(TITAN, compile=True)
-    plans = enumerate_candidates(
-        question_of(model, slow, workload, framework="torchtitan", runtime=runtime),
-        bounds=Bounds(max_micro_batch=2),
-    ).plans()
-    before, after = (
-        estimate_plans(Scenario(model=model, cluster=c, workload=workload, runtime=runtime), plans)
-        for c in (slow, scale_nvlink(slow, factor))
-    )
+    plans, costed = eight_gpus
+    before, after = costed(1.0), costed(factor)
     gain = before.step_s / after.step_s
     waits = after.breakdown_s["host"] > before.breakdown_s["host"] + 1e-6 * after.step_s
     # Of the same plan but for the split between tensor and data parallel, sharded alike.

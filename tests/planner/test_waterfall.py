@@ -16,7 +16,7 @@ from tests.planner.conftest import LLAMA8B, make_cluster
 PLANS = (
     Plan(dp_shard=16),
     Plan(dp_shard=4, tp=4, sequence_parallel=True),
-    Plan(dp_shard=2, pp=4, cp=2, recompute="full", virtual_stages=2, schedule="Interleaved1F1B"),
+    Plan(dp_shard=2, pp=4, cp=2, micro_batch_size=2, recompute="full", virtual_stages=2, schedule="Interleaved1F1B"),
 )
 
 

@@ -417,8 +417,9 @@ def test_sane_configs_are_read_and_round_trip(family, layers, head_dim, groups, 
         "tie_word_embeddings": tied,
     }
     if spec.experts == "required":
-        width = ffn if family == "mixtral" else expert_ffn  # mixtral has one width for both
-        config |= {"num_experts": experts, "num_experts_per_tok": 1, "moe_intermediate_size": width}
+        config |= {"num_experts": experts, "num_experts_per_tok": 1}
+        if "intermediate_size" not in spec.expert_width_keys:  # where it is, experts have no width of their own
+            config |= {"moe_intermediate_size": expert_ffn}
     model = model_from_config(config, name="sane")
     assert (model.layers, model.hidden, model.heads, model.ffn, model.vocab) == (
         layers, heads * head_dim, heads, ffn, vocab,

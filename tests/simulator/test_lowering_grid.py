@@ -78,14 +78,19 @@ def test_closed_form_memory_is_tied_to_the_simulated_peak(runs) -> None:
 
 
 def test_details_agree(runs) -> None:
-    """`kernel` within 6% of `layer` (launches merged between collectives), `stage` within 16% (overlap inside)."""
+    """`kernel` within 1% of `layer` (launches merged between collectives); `stage`, in which gradients begin to be reduced
+    only after a whole pass, within 3% in the mean, half of them within 1%, none beyond 20%.
+    """
     chosen = list(zip(QUESTIONS, runs, strict=True))[::5]
-    for question, (_, layer) in chosen:
-        _, fine = run(question, Detail.KERNEL, spans=False)
-        _, coarse = run(question, Detail.STAGE, spans=False)
+    fine, coarse = (
+        np.abs([run(q, detail, spans=False)[1].step_s / layer.step_s - 1 for q, (_, layer) in chosen])
+        for detail in (Detail.KERNEL, Detail.STAGE)
+    )
 
-        assert fine.step_s == pytest.approx(layer.step_s, rel=0.06)
-        assert coarse.step_s == pytest.approx(layer.step_s, rel=0.16)
+    assert fine.max() < 0.01
+    assert coarse.mean() < 0.03
+    assert np.median(coarse) < 0.01
+    assert coarse.max() < 0.20
 
 
 def test_folded_is_unfolded_to_the_nanosecond(runs) -> None:
