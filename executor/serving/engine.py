@@ -87,15 +87,17 @@ class Engine:
 
         Returns scores (parts + going, V here). What follows a part that does not end its prompt is nobody's answer.
         """
+        # A copy to the device waits for what was launched before it: all come before the first kernel.
         chunks = self._chunks(parts)
-        going_rows = self._rows(going)
+        going_rows, read_rows = self._rows(going), self._rows([held for held, _, _ in parts])
+        read_to = torch.tensor(chunks.keys).to(self.model.device)
         positions = self.positions[going_rows]
         tokens = torch.cat([part for _, part, _ in parts]).to(self.model.device)
         tokens = torch.cat((tokens, self.tokens[going_rows]))
         scores = self.model.mix(tokens, chunks, (positions, self.tables[going_rows]), self.cache)
-        rows = torch.cat((self._rows([held for held, _, _ in parts]), going_rows))
+        rows = torch.cat((read_rows, going_rows))
         self.tokens[rows] = self.model.likeliest(scores)
-        self.positions[rows] = torch.cat((torch.tensor(chunks.keys).to(self.model.device), positions + 1))
+        self.positions[rows] = torch.cat((read_to, positions + 1))
         return scores
 
     def _chunks(self, parts: Sequence[tuple[CacheSlot, Tensor, int]]) -> Chunks:
