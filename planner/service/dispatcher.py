@@ -61,6 +61,8 @@ class Dispatcher:
         self._over = threading.Event()
         self._renew_at = self._forget_at = 0.0
         self._turned_at = time.monotonic()
+        self._cancelled: set[str] = set()  # jobs whose scheduler has been asked to cancel
+        self._cancelling = threading.Lock()
         self.versions: dict[str, int] = {}  # by job that runs or ran here: grows when there is something to tell
         self._thread = threading.Thread(target=self._loop, daemon=True, name="dispatcher")
 
@@ -94,7 +96,11 @@ class Dispatcher:
         self._wake.set()
 
     def _cancel_scheduled(self, job: str) -> None:
-        """Cancel what a job has submitted to a scheduler, whoever follows it."""
+        """Cancel what a job has submitted to a scheduler, whoever follows it: once, though both threads come here."""
+        with self._cancelling:
+            if job in self._cancelled:
+                return
+            self._cancelled.add(job)
         for folder in self._work.glob(f"{job}*"):
             threading.Thread(target=cancel_below, args=(folder,), daemon=True, name="cancel").start()
 
@@ -150,6 +156,7 @@ class Dispatcher:
     def _forget(self, older_s: float) -> None:
         """Delete jobs that ended long ago, and files that only they can name."""
         self._jobs.forget(older_s)
+        self._cancelled.clear()
         self._files.forget(older_s)
         for folder in self._work.glob("*"):
             if time.time() - folder.stat().st_mtime > older_s:
