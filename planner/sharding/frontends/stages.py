@@ -11,23 +11,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
 from planner.sharding.frontends.rules.statement import Statement
 from planner.sharding.frontends.rules.table import statements
 from planner.sharding.layouts.mesh import Mesh
 from planner.sharding.operators.operator import Operator
-from planner.sharding.problem.pipeline_stages import PipelineStages
+from planner.sharding.problem.pipeline_stages import PipelineStages, parse_stage_assignment
 from simulator.sharded.graph import CapturedGraph, GraphNode
 from topology.errors import BadInput
 
-MAX_MICRO_BATCHES = 256
-
-
-class _StagesText(msgspec.Struct, forbid_unknown_fields=True):
-    axis: str
-    of: dict[str, int]
-    micro_batches: int = 1
+MAX_MICRO_BATCHES = 256  # every one is written into the program of each rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,30 +55,19 @@ class Stages:
 
 def read_stages(graph: CapturedGraph, mesh: Mesh, data: Any) -> Stages:
     """Return the stages that a request states. Raises BadInput."""
-    try:
-        text = msgspec.convert(data, _StagesText, strict=True)
-    except (msgspec.ValidationError, RecursionError) as error:
-        raise BadInput(
-            "cannot read the stages", why=str(error), remedy='{"axis": "pp", "of": {"layers.1": 1}}'
-        ) from error
-    if text.axis not in mesh.names:
-        raise BadInput(f"stages over {text.axis[:40]!r}", why="that is no axis of the mesh", remedy="name one")
-    if not 1 <= text.micro_batches <= MAX_MICRO_BATCHES:
-        raise BadInput(f"{text.micro_batches} micro batches", remedy=f"1 to {MAX_MICRO_BATCHES}")
-    count = mesh.size(text.axis)
-    for name, stage in text.of.items():
-        if not 0 <= stage < count or not any(_names(name, node) for node in graph.nodes):
+    assignment = parse_stage_assignment(data, mesh, max_micro_batches=MAX_MICRO_BATCHES)
+    for name in assignment.of:
+        if not any(_names(name, node) for node in graph.nodes):
             raise BadInput(
-                f"{name[:60]!r} on stage {stage}",
-                why=f"operators or modules of the graph are on stages 0 to {count - 1}",
-                remedy="a name of an operator, or the path of a module",
+                f"{name[:60]!r} has a stage, and is nothing of the graph",
+                remedy="the name of an operator, or the path of a module",
             )
     return Stages(
-        axis=text.axis,
-        position=mesh.names.index(text.axis),
-        count=count,
-        of=_by_result(graph, text.of),
-        micro_batches=text.micro_batches,
+        axis=assignment.axis,
+        position=mesh.names.index(assignment.axis),
+        count=mesh.size(assignment.axis),
+        of=_by_result(graph, assignment.of),
+        micro_batches=assignment.micro_batches,
     )
 
 

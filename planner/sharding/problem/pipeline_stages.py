@@ -21,8 +21,12 @@ from planner.sharding.layouts.mesh import Mesh
 from planner.sharding.operators.operator import PRODUCT, Operator, Tensor
 from topology.errors import BadInput
 
+MAX_MICRO_BATCHES = 4096
 
-class _StagesText(msgspec.Struct, forbid_unknown_fields=True):
+
+class StageAssignment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a file says of its stages: the mesh axis of them, the stage of what is named, and the micro batches."""
+
     axis: str
     of: dict[str, int]
     micro_batches: int = 1
@@ -76,42 +80,47 @@ class PipelineStages:
         return (message,) * self.micro_batches
 
 
-def parse_stage_axis(data: Any, mesh: Mesh) -> str:
-    """Return the name of the mesh axis whose coordinates are the stages. Raises BadInput."""
+def parse_stage_assignment(data: Any, mesh: Mesh, *, max_micro_batches: int = MAX_MICRO_BATCHES) -> StageAssignment:
+    """Parse decoded JSON. Raises BadInput for an axis that the mesh, or a stage that the axis, does not have."""
     try:
-        text = msgspec.convert(data, _StagesText, strict=True)
+        assignment = msgspec.convert(data, StageAssignment, strict=True)
     except (msgspec.ValidationError, RecursionError) as error:
         raise BadInput("cannot read the stages", why=str(error), remedy='{"axis": "pp", "of": {"y": 1}}') from error
-    if text.axis not in mesh.names:
-        raise BadInput(f"stages over {text.axis[:40]!r}", why="that is no axis of the mesh", remedy="name one")
-    if not 1 <= text.micro_batches <= 4096:
-        raise BadInput(f"{text.micro_batches} micro batches", remedy="1 to 4096")
-    return text.axis
-
-
-def parse_stages(data: Any, mesh: Mesh, operators: Sequence[Operator]) -> PipelineStages:
-    """Parse the stages of all operators. Raises BadInput for a stage that the mesh axis does not have."""
-    axis = parse_stage_axis(data, mesh)
-    text = msgspec.convert(data, _StagesText, strict=True)
-    count = mesh.size(axis)
-    made = {operator.result.name for operator in operators}
-    for name, stage in text.of.items():
-        if name not in made or not 0 <= stage < count:
+    if assignment.axis not in mesh.names:
+        raise BadInput(f"stages over {assignment.axis[:40]!r}", why="that is no axis of the mesh", remedy="name one")
+    if not 1 <= assignment.micro_batches <= max_micro_batches:
+        raise BadInput(f"{assignment.micro_batches} micro batches", remedy=f"1 to {max_micro_batches}")
+    count = mesh.size(assignment.axis)
+    for name, stage in assignment.of.items():
+        if not 0 <= stage < count:
             raise BadInput(
-                f"{name[:40]!r} at stage {stage}", why=f"results are made at stages 0 to {count - 1}", remedy="another"
+                f"{name[:60]!r} on stage {stage}",
+                why=f"{assignment.axis[:40]} has stages 0 to {count - 1}",
+                remedy="another stage",
+            )
+    return assignment
+
+
+def assign_stages(assignment: StageAssignment, mesh: Mesh, operators: Sequence[Operator]) -> PipelineStages:
+    """Return the stages of all operators. Raises BadInput for a name that no operator makes."""
+    made = {operator.result.name for operator in operators}
+    for name in assignment.of:
+        if name not in made:
+            raise BadInput(
+                f"{name[:60]!r} has a stage, and no operator makes it", remedy="name the result of an operator"
             )
     stage, stages = 0, []
     for position, operator in enumerate(operators):
         name = operator.result.name
         after = operators[position + 1].result.name if name.endswith(PRODUCT) else name
-        stage = text.of.get(after, stage)
+        stage = assignment.of.get(after, stage)
         stages.append(stage)
     return PipelineStages(
-        axis=axis,
-        position=mesh.names.index(axis),
-        count=count,
+        axis=assignment.axis,
+        position=mesh.names.index(assignment.axis),
+        count=mesh.size(assignment.axis),
         operator_stages=tuple(stages),
-        micro_batches=text.micro_batches,
+        micro_batches=assignment.micro_batches,
     )
 
 

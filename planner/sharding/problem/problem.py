@@ -18,9 +18,9 @@ from planner.sharding.operators.graph import Graph, GraphBuilder
 from planner.sharding.operators.operator import Operator, Tensor
 from planner.sharding.problem.pipeline_stages import (
     PipelineStages,
+    assign_stages,
     mesh_without_axis,
-    parse_stage_axis,
-    parse_stages,
+    parse_stage_assignment,
     placements_without_stage_axis,
 )
 from planner.sharding.problem.schedule import Schedule, parse_schedule
@@ -174,13 +174,13 @@ def parse_problem(data: Mapping[str, Any]) -> ShardingProblem:
         raise BadInput("not a sharding case", why=str(error), remedy="see examples/sharding/README.md") from error
     split = split_mesh(make_mesh(case.mesh.names, case.mesh.shape), case.mesh.split)
     full_mesh = split.mesh
-    stage_axis = None if case.stages is None else parse_stage_axis(case.stages, full_mesh)
-    mesh = full_mesh if stage_axis is None else mesh_without_axis(full_mesh, stage_axis)
+    assignment = None if case.stages is None else parse_stage_assignment(case.stages, full_mesh)
+    mesh = full_mesh if assignment is None else mesh_without_axis(full_mesh, assignment.axis)
 
     def parse_layout(tokens: list[str], name: str) -> Layout:
         tokens = split.expand_placements(tokens)
-        if stage_axis is not None:
-            tokens = placements_without_stage_axis(tokens, full_mesh.names.index(stage_axis), full_mesh, of=name)
+        if assignment is not None:
+            tokens = placements_without_stage_axis(tokens, full_mesh.names.index(assignment.axis), full_mesh, of=name)
         return parse_placements(tokens, tensors[name].shape, mesh, of=name)
 
     policy = None if case.policy == "none" else case.policy
@@ -220,7 +220,7 @@ def parse_problem(data: Mapping[str, Any]) -> ShardingProblem:
         pins={name: layout for name, layout in pins.items() if name not in graph.inputs},
         policy=policy,
         schedule={name: parse_schedule(name, value, tensors) for name, value in case.schedule.items()},
-        stages=None if stage_axis is None else parse_stages(case.stages, full_mesh, operators),
+        stages=None if assignment is None else assign_stages(assignment, full_mesh, operators),
         routed=parse_routings(case.routed, mesh, frozenset(operator.result.name for operator in operators)),
     )
 
