@@ -28,14 +28,20 @@ class _Address:
 class PreparedKernel:
     """A compiled kernel and its arguments, of which those at `changing` take new addresses in every call.
 
-    `args` are given as for Triton's own launch, tensors and TMA descriptors among them; each address that changes has
-    to be as well aligned as the first. Tensors are not kept alive.
+    `programs` are those of one dim or of up to three. `args` are given as for Triton's own launch, tensors and TMA
+    descriptors among them; each address that changes has to be as well aligned as the first. Tensors are not kept alive.
     """
 
     def __init__(
-        self, kernel: Any, programs: int, args: Sequence[Any], *, changing: Sequence[int], **options: int
+        self,
+        kernel: Any,
+        programs: int | tuple[int, ...],
+        args: Sequence[Any],
+        *,
+        changing: Sequence[int],
+        **options: int,
     ) -> None:
-        grid = (programs, 1, 1)
+        grid = _three(programs if isinstance(programs, tuple) else (programs,))
         compiled = kernel.warmup(*args, grid=grid, **options)
         compiled[grid]  # loads it
         self._launch = compiled.run
@@ -53,6 +59,15 @@ class PreparedKernel:
             else:
                 base.value = address
         self._launch(*self._head, *self._args)
+
+    def over(self, programs: tuple[int, ...], stream: int, *addresses: int) -> None:
+        """Launch as many programs as given, in this call and those that follow."""
+        self._head[:3] = _three(programs)
+        self(stream, *addresses)
+
+
+def _three(programs: tuple[int, ...]) -> tuple[int, ...]:
+    return (*programs, 1, 1)[:3]
 
 
 def _by_address(arg: Any) -> Any:

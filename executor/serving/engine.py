@@ -87,36 +87,43 @@ class Engine:
 
         Returns scores (parts + going, V here). What follows a part that does not end its prompt is nobody's answer.
         """
-        # A copy to the device waits for what was launched before it: all come before the first kernel.
-        chunks = self._chunks(parts)
-        going_rows, read_rows = self._rows(going), self._rows([held for held, _, _ in parts])
-        read_to = torch.tensor(chunks.keys).to(self.model.device)
-        positions = self.positions[going_rows]
-        tokens = torch.cat([part for _, part, _ in parts]).to(self.model.device)
+        read = [tokens.numel() for _, tokens, _ in parts]
+        ends = [begin + length for length, (_, _, begin) in zip(read, parts, strict=True)]
+        places = [self._places(held, end) for (held, _, _), end in zip(parts, ends, strict=True)]
+        before = tuple(begin for _, _, begin in parts)
+        # One copy, before the first kernel: each waits for what was launched before it.
+        positions, slots, cached, tokens, read_rows, going_rows, read_to, query_ends, key_ends = self._upload(
+            torch.cat([torch.arange(begin, end) for begin, end in zip(before, ends, strict=True)]),
+            torch.cat([place[begin:] for place, begin in zip(places, before, strict=True)]),
+            torch.cat(places) if any(before) else [],
+            torch.cat([tokens for _, tokens, _ in parts]),
+            [held.slot for held, _, _ in parts],
+            [one.slot for one in going],
+            ends,
+            [0, *accumulate(read)],
+            [0, *accumulate(ends)],
+        )
+        chunks = Chunks(
+            lengths=tuple(read),
+            before=before,
+            positions=positions,
+            slots=slots,
+            cached=cached if any(before) else None,
+            query_ends=query_ends.int(),
+            key_ends=key_ends.int(),
+        )
+        at = self.positions[going_rows]
         tokens = torch.cat((tokens, self.tokens[going_rows]))
-        scores = self.model.mix(tokens, chunks, (positions, self.tables[going_rows]), self.cache)
+        scores = self.model.mix(tokens, chunks, (at, self.tables[going_rows]), self.cache)
         rows = torch.cat((read_rows, going_rows))
         self.tokens[rows] = self.model.likeliest(scores)
-        self.positions[rows] = torch.cat((read_to, positions + 1))
+        self.positions[rows] = torch.cat((read_to, at + 1))
         return scores
 
-    def _chunks(self, parts: Sequence[tuple[CacheSlot, Tensor, int]]) -> Chunks:
-        device = self.model.device
-        lengths = tuple(tokens.numel() for _, tokens, _ in parts)
-        before = tuple(at for _, _, at in parts)
-        ends = [begin + length for begin, length in zip(before, lengths, strict=True)]
-        places = [self._places(held, end) for (held, _, _), end in zip(parts, ends, strict=True)]
-        own = [place[begin:] for place, begin in zip(places, before, strict=True)]
-        positions = [torch.arange(begin, end) for begin, end in zip(before, ends, strict=True)]
-        return Chunks(
-            lengths=lengths,
-            before=before,
-            positions=torch.cat(positions).to(device),
-            slots=torch.cat(own).to(device),
-            cached=torch.cat(places).to(device) if any(before) else None,
-            query_ends=torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device),
-            key_ends=torch.tensor([0, *accumulate(ends)], dtype=torch.int32).to(device),
-        )
+    def _upload(self, *rows: Tensor | list[int]) -> Sequence[Tensor]:
+        """Copy rows of whole numbers to the device at once; one int64 tensor (n,) each."""
+        host = [torch.as_tensor(row, dtype=torch.int64, device="cpu") for row in rows]
+        return torch.cat(host).to(self.model.device).split([row.numel() for row in host])
 
     def go_on(self, held: Sequence[CacheSlot]) -> Tensor:
         """Write one more token of every sequence; return the scores (sequences, V here) that chose it."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -56,6 +56,17 @@ class Between:
 
 
 @dataclass(slots=True)
+class Reading:
+    """Steps that read prompts: how many, their tokens and answers, seconds until they were issued and until they were done."""
+
+    steps: int = 0
+    tokens: int = 0
+    answers: int = 0
+    issued_s: float = 0.0
+    seconds: float = 0.0
+
+
+@dataclass(slots=True)
 class Server:
     """Answers the requests of `traffic` with an engine; `board` is where rank 0 tells the others, None for one rank."""
 
@@ -67,6 +78,7 @@ class Server:
     batch: Batch = field(init=False)
     steps: int = 0
     between: Between = field(default_factory=Between)
+    reading: Reading = field(default_factory=Reading)
 
     def __post_init__(self) -> None:
         engine = self.engine
@@ -109,7 +121,8 @@ class Server:
                         self._add(todo.popleft(), time.perf_counter() - begin, going)
         seen = _seen(done, time.perf_counter() - begin, self.steps, complete=complete, asked=len(requests))
         between = self.between
-        return seen | {"host": {"steps": between.steps, "answers": between.answers, "seconds": between.seconds}}
+        host = {"steps": between.steps, "answers": between.answers, "seconds": between.seconds}
+        return seen | {"host": host, "reading": asdict(self.reading)}
 
     def _add(self, request: Request, now_s: float, going: dict[int, Going]) -> None:
         answer = Answer(arrival_s=now_s, prompt=request.prompt, output=request.output)
@@ -138,19 +151,26 @@ class Server:
 
     def _step(self, going: dict[int, Going], begin: float) -> list[Going]:
         """Take the scheduler's next step; return the requests that it ended."""
-        step = self.batch.next_step()
+        step, began = self.batch.next_step(), time.perf_counter()
         self.steps += 1
         there = [one for one in going.values() if one.at_s] if step.sequences else []
         held = [one.held for one in there if one.held is not None]
         if step.readers:
             parts, ended = self._parts(step, going)
             self.engine.mix(parts, held)
+            self.reading.issued_s += time.perf_counter() - began
             there += ended
         else:
             self.engine.go_on(held)
             self.between.issued(len(held))
         wait(self.engine.model.device)
         self.between.since = time.perf_counter()
+        if step.readers:
+            reading = self.reading
+            reading.steps += 1
+            reading.tokens += step.prompt_tokens
+            reading.answers += step.sequences
+            reading.seconds += self.between.since - began
         now = time.perf_counter() - begin
         for one in there:
             one.at_s.append(now)

@@ -1,15 +1,22 @@
 """The operators of a decoder that serves beside its products: Triton kernels on a GPU, torch's own elsewhere.
 
+A step that reads prompts launches them one by one, six a layer, with the host beside the device: they go through
+`PreparedKernel`, since Triton's own launch takes the host longer than many of them run.
+
 Shapes in comments: T tokens, B sequences, h hidden, a query heads and k key/value heads of this rank, d head width.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from executor.kernels.prepared_kernel import PreparedKernel
 
 HEADS_AT_ONCE = 8
 GATED_AT_ONCE = 1024
@@ -17,6 +24,24 @@ SMALLEST_DOT = 16  # rows of a tensor core's product
 MAX_SPLITS = 64
 PROGRAMS_PER_SM = 8
 HALVES = (torch.bfloat16, torch.float16)
+ALIGNMENT = 16  # bytes: Triton compiles accesses of so many at once where all addresses allow it
+
+_prepared: dict[tuple[Any, ...], PreparedKernel] = {}
+
+
+def _launch(
+    kernel: Any, programs: tuple[int, ...], tensors: tuple[Tensor, ...], constants: tuple[Any, ...], **options: int
+) -> None:
+    """Launch `kernel`, whose first arguments are `tensors` and the others `constants`, on the current stream."""
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    device = tensors[0].device.index
+    aligned = tuple([address % ALIGNMENT == 0 for address in addresses])
+    key = (id(kernel), device, aligned, constants, tuple([tensor.dtype for tensor in tensors]))
+    ready = _prepared.get(key)
+    if ready is None:
+        ready = PreparedKernel(kernel, programs, (*tensors, *constants), changing=range(len(tensors)), **options)
+        _prepared[key] = ready
+    ready.over(programs, torch._C._cuda_getCurrentRawStream(device), *addresses)  # noqa: SLF001 - its public face makes an object each time
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +83,9 @@ def rotate_and_store(
         from executor.kernels.decoder_rows import rotate_and_store as kernel  # noqa: PLC0415 - Triton is not installed on CPU-only machines
 
         blocks = -(-(heads.queries + 2 * heads.kv) // HEADS_AT_ONCE)
-        kernel[(qkv.shape[0], blocks)](
-            qkv, cos, sin, positions, slots, pages.keys, pages.values,
-            heads.queries, heads.kv, heads.width // 2, pages.tokens, HEADS_AT_ONCE,
-        )  # fmt: skip
+        tensors = (qkv, cos, sin, positions, slots, pages.keys, pages.values)
+        constants = (heads.queries, heads.kv, heads.width // 2, pages.tokens, HEADS_AT_ONCE)
+        _launch(kernel, (qkv.shape[0], blocks), tensors, constants)
         return
     split = qkv.view(qkv.shape[0], -1, heads.width)
     turned = split[:, : heads.queries + heads.kv]
@@ -84,18 +108,22 @@ def attend_pages(qkv: Tensor, pages: Pages, tables: Tensor, lengths: Tensor, hea
     from executor.kernels.paged_attention import merge_shares  # noqa: PLC0415 - as above
 
     batch, group = qkv.shape[0], heads.queries // heads.kv
-    splits = splits_for(batch * heads.kv, torch.cuda.get_device_properties(qkv.device).multi_processor_count)
+    splits = splits_for(batch * heads.kv, _processors(qkv.device))
     parts = qkv.new_empty((batch, heads.queries, splits, heads.width), dtype=torch.float32)
     maxima, sums = qkv.new_empty((2, batch, heads.queries, splits), dtype=torch.float32)
     out = qkv.new_empty((batch, heads.queries * heads.width))
-    kernel[(batch, heads.kv, splits)](
-        qkv, pages.keys, pages.values, tables, lengths, parts, maxima, sums,
-        qkv.stride(0), tables.stride(0), heads.width**-0.5, heads.queries, group,
-        max(SMALLEST_DOT, 1 << (group - 1).bit_length()), heads.width, pages.tokens, splits, "ieee",
-        num_warps=4, num_stages=3,
-    )  # fmt: skip
-    merge_shares[(batch * heads.queries,)](parts, maxima, sums, out, heads.width, splits)
+    rows = max(SMALLEST_DOT, 1 << (group - 1).bit_length())
+    strides, shape = (qkv.stride(0), tables.stride(0)), (heads.queries, group, rows, heads.width, pages.tokens)
+    tensors = (qkv, pages.keys, pages.values, tables, lengths, parts, maxima, sums)
+    constants = (*strides, heads.width**-0.5, *shape, splits, "ieee")
+    _launch(kernel, (batch, heads.kv, splits), tensors, constants, num_warps=4, num_stages=3)
+    _launch(merge_shares, (batch * heads.queries,), (parts, maxima, sums, out), (heads.width, splits))
     return out
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def splits_for(programs: int, processors: int) -> int:
@@ -176,7 +204,8 @@ def add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[T
     rows, columns = x.shape
     out, total = torch.empty_like(x), torch.empty_like(x)
     block = 1 << (columns - 1).bit_length()
-    kernel[(rows,)](x, residual, weight, out, total, columns, eps, block, num_warps=min(16, max(4, block // 512)))
+    warps = min(16, max(4, block // 512))
+    _launch(kernel, (rows,), (x, residual, weight, out, total), (columns, eps, block), num_warps=warps)
     return out, total
 
 
@@ -188,5 +217,5 @@ def gated(both: Tensor) -> Tensor:
     from executor.kernels.decoder_rows import gated as kernel  # noqa: PLC0415 - Triton is not installed on CPU-only machines
 
     out = both.new_empty((both.shape[0], width))
-    kernel[(both.shape[0], -(-width // GATED_AT_ONCE))](both, out, width, GATED_AT_ONCE)
+    _launch(kernel, (both.shape[0], -(-width // GATED_AT_ONCE)), (both, out), (width, GATED_AT_ONCE))
     return out

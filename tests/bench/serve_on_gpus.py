@@ -2,6 +2,7 @@
 
     python3 tests/bench/serve_on_gpus.py OUT --budget 240                          8B shapes on 1 and 2 GPUs
     python3 tests/bench/serve_on_gpus.py OUT --model llama3-70b --ranks 2,4        larger ones
+    python3 tests/bench/serve_on_gpus.py OUT --profile examples/profiles/h200x2_serving.json   predicted from another host's samples
     python3 tests/bench/serve_on_gpus.py OUT --device cpu                          whether it runs: tiny shapes on gloo
 
 Per count of GPUs OUT/tpN has request.json with the prediction, written before anything is started, records as they are made,
@@ -50,12 +51,13 @@ def main() -> None:
     parser.add_argument("--model", default="")
     parser.add_argument("--ranks", default="1,2")
     parser.add_argument("--cluster", default="h200x4")
+    parser.add_argument("--profile", type=Path, help="predict from these samples; without, from the datasheet")
     options = parser.parse_args()
     until = time.monotonic() + options.budget
     tiny = options.device == "cpu"
     counts = [int(count) for count in options.ranks.split(",")]
     model = options.model or ("tiny-llama" if tiny else "llama3-8b")
-    runs = {tp: predicted(model, options.cluster, tp, tiny=tiny) for tp in counts}
+    runs = {tp: predicted(model, options.cluster, tp, tiny=tiny, profile=options.profile) for tp in counts}
     for tp, run in runs.items():
         folder = options.out / f"tp{tp}"
         folder.mkdir(parents=True, exist_ok=True)
@@ -64,17 +66,20 @@ def main() -> None:
         left = until - time.monotonic()
         start(options.out / f"tp{tp}", left / (len(counts) - place))
     found = {tp: report for tp in counts if (report := read(options.out / f"tp{tp}"))}
-    text = table(model, options.device, found)
+    source = options.profile.name if options.profile else "the datasheet"
+    text = f"# {model} served by the executor on {options.device}, predicted from {source}\n\n" + table(found)
     if not tiny:
         text += with_samples(model, options.cluster, options.out / "profile.json", found)
     codec.write_text(options.out / "serving_run.md", text)
     print(text)
 
 
-def predicted(model: str, cluster: str, tp: int, *, tiny: bool) -> AskedRun:
+def predicted(model: str, cluster: str, tp: int, *, tiny: bool, profile: Path | None) -> AskedRun:
     """Return what is asked of `tp` GPUs, predicted."""
-    flags = ServingFlags(model=model, cluster=cluster, gpus=tp, engine="meshwright", max_num_seqs=4 if tiny else None)
-    question = serving_question(flags)
+    most = 4 if tiny else None
+    question = serving_question(
+        ServingFlags(model=model, cluster=cluster, gpus=tp, engine="meshwright", max_num_seqs=most, profile=profile)
+    )
     pool = Pool(tp=tp)
     prompt, answer = (40, 5) if tiny else LENGTHS
     prompts, answers = (Lengths(mean=tokens, low=0.5, high=1.5) for tokens in (prompt, answer))
@@ -144,9 +149,9 @@ def read(folder: Path) -> dict | None:
         return None
 
 
-def table(model: str, device: str, found: dict[int, dict]) -> str:
+def table(found: dict[int, dict]) -> str:
     """Return steps and loads of all counts of GPUs as Markdown."""
-    lines = [f"# {model} served by the executor on {device}, predicted from the datasheet", ""]
+    lines = []
     for tp, document in found.items():
         device_name = next((note["device"] for note in document["notes"] if note["kind"] == "versions"), "?")
         lines += [
@@ -201,9 +206,17 @@ def _load_lines(document: dict) -> list[str]:
                 f"| {row.what} | {row.predicted * scale:.4g}{unit} | {row.measured * scale:.4g}{unit} | {row.error:+.1%} |"
             )
         load = next(one for one in document["loads"] if one["name"] == name)
-        gaps = load["itl_s"]
+        gaps, reading = load["itl_s"], load["reading"]
         if gaps:
             lines.append(f"| between tokens, mean | | {mean(gaps) * 1e3:.4g} ms | |")
+        if reading["steps"]:
+            shares = (reading[name] / reading["steps"] for name in ("tokens", "answers"))
+            issued, took = (f"{reading[name] / reading['steps'] * 1e3:.4g} ms" for name in ("issued_s", "seconds"))
+            lines += [
+                "",
+                "{} steps read, {:.0f} tokens beside {:.1f} answers in the mean".format(reading["steps"], *shares),
+            ]
+            lines[-1] += f": issued after {issued}, done after {took}."
     return [*lines, ""]
 
 
