@@ -15,8 +15,8 @@ from tests.ui.conftest import metrics, table
 from ui.plan_words import plan_name
 from ui.question.state import LISTED
 
-QUESTION = {"model": "llama3.2-3b", "cluster": "dgx-h100", "gpus": "16", "seq": "4096", "batch": "32"}
-FLAGS = ["--model", "llama3.2-3b", "--cluster", "dgx-h100", "--gpus", "16", "--seq-len", "4096", "--global-batch", "32"]
+QUESTION = {"model": "llama3.2-3b", "cluster": "dgx-h100", "gpus": "8", "seq": "4096", "batch": "16"}
+FLAGS = ["--model", "llama3.2-3b", "--cluster", "dgx-h100", "--gpus", "8", "--seq-len", "4096", "--global-batch", "16"]
 
 
 def answer(capsys, *arguments):
@@ -25,6 +25,7 @@ def answer(capsys, *arguments):
 
 
 def test_plans_are_those_of_suggest(explorer, capsys):
+    """Their numbers, and which of them the model cannot tell apart."""
     document = answer(capsys, "suggest", *FLAGS, "--top", str(LISTED))
     shown = table(explorer("plans", **QUESTION), "plan")
 
@@ -46,6 +47,8 @@ def test_plans_are_those_of_suggest(explorer, capsys):
         low, _, high = row["range"].partition(" to ")
         assert seconds(high) == pytest.approx(step["high"], abs=0.51 * place(high))
         assert float(low) < float(high.split()[0])
+    ties = [plan["tie"] for plan in document["plans"]]
+    assert [place.endswith("=") for place in shown["place"]] == [ties.count(tie) > 1 for tie in ties]
 
 
 UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
@@ -60,14 +63,6 @@ def place(text):
     """Return the place of the last digit of a time, in seconds."""
     value, unit = text.split()
     return 10.0 ** -len(value.partition(".")[2]) * UNITS[unit]
-
-
-def test_plans_that_the_model_cannot_tell_apart_are_marked_as_ties(explorer, capsys):
-    document = answer(capsys, "suggest", *FLAGS, "--top", str(LISTED))
-    shown = table(explorer("plans", **QUESTION), "plan")
-    ties = [plan["tie"] for plan in document["plans"]]
-
-    assert [place.endswith("=") for place in shown["place"]] == [ties.count(tie) > 1 for tie in ties]
 
 
 def plan_of(told):
@@ -89,9 +84,9 @@ def test_a_changed_plan_is_that_of_estimate(explorer, capsys, tmp_path):
     case = {
         "id": "changed",
         "model": "llama3.2-3b",
-        "cluster": {"gpu": "h100-sxm", "gpus_per_node": 8, "nodes": 2},
-        "workload": {"seq_len": 4096, "global_batch_size": 32},
-        "plan": {**flags, "dp_shard": 16 // (2 * flags["pp"] * flags["cp"] * flags["dp_replicate"])},
+        "cluster": {"gpu": "h100-sxm", "gpus_per_node": 8, "nodes": 1},
+        "workload": {"seq_len": 4096, "global_batch_size": 16},
+        "plan": {**flags, "dp_shard": 8 // (2 * flags["pp"] * flags["cp"] * flags["dp_replicate"])},
         "runtime": {"name": "torchtitan"},
     }
     path = tmp_path / "case.json"
@@ -118,19 +113,19 @@ def test_a_plan_that_is_not_changed_stays_the_same(framework):
     from ui.question.state import Inputs
     from ui.rows import changed_flags, degrees_of
 
-    asked = Inputs(model="llama3-8b", gpus=8, seq_len=4096, global_batch=16, framework=framework)
+    asked = Inputs(model="llama3-8b", gpus=4, seq_len=2048, global_batch=8, framework=framework)
     found = suggest(
         question_of(
             load_model("llama3-8b"),
-            read_cluster("dgx-h100", 8),
-            Workload(seq_len=4096, global_batch_size=16),
+            read_cluster("dgx-h100", 4),
+            Workload(seq_len=2048, global_batch_size=8),
             framework=framework_named(framework),
         ),
         SearchOptions(top=12),
     )
     for ranked in found.plans:
         plan = ranked.plan
-        again = data.what_if(asked, changed_flags(plan, degrees_of(plan), plan.recompute), gpus=8, like=plan)
+        again = data.what_if(asked, changed_flags(plan, degrees_of(plan), plan.recompute), gpus=4, like=plan)
 
         assert again.case.plan == plan
         assert again.estimate.step_s.value == pytest.approx(ranked.estimate.step_s.value, rel=1e-12)
