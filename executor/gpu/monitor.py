@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
+from executor.gpu.faults import GpuFault, NvmlFaults, SmiFaults
 from executor.gpu.state import Nvml, read_states
 from executor.launch.records import median_and_spread
 from topology.profile.samples import FAULTS
@@ -21,11 +22,15 @@ Sample = tuple[float, dict[int, dict[str, Any]]]  # seconds since the epoch, sta
 
 
 class GpuMonitor:
-    """Reads GPU states in a thread from `start` to `stop`: by NVML twice a second, else by nvidia-smi every 2 s."""
+    """Reads GPU states and faults in a thread from `start` to `stop`: by NVML twice a second, else nvidia-smi every 2 s.
+
+    `faults` are those until now.
+    """
 
     def __init__(self, read: Read = read_states, open_nvml: Callable[[], Nvml] = Nvml) -> None:
         self._read, self._open_nvml, self._over = read, open_nvml, threading.Event()
         self._samples: list[Sample] = []
+        self.faults: list[GpuFault] = []
         self._thread = threading.Thread(target=self._run, daemon=True, name="gpu-watch")
 
     def start(self) -> None:
@@ -41,16 +46,20 @@ class GpuMonitor:
         try:
             nvml = self._open_nvml()
         except Exception:  # noqa: BLE001 - whatever fails (library, driver, version), nvidia-smi may work
-            self._ask(self._read, PERIOD_S)
+            self._ask(self._read, SmiFaults(), PERIOD_S)
             return
-        self._ask(nvml.read, NVML_PERIOD_S)
+        self._ask(nvml.read, nvml.faults, NVML_PERIOD_S)
         nvml.close()
 
-    def _ask(self, read: Read, period_s: float) -> None:
-        while not self._over.wait(period_s):
-            states = read()
+    def _ask(self, read: Read, faults: NvmlFaults | SmiFaults, period_s: float) -> None:
+        over = False
+        while not over:
+            over = self._over.wait(period_s)  # once more at the end: a fault is what ended many a run
+            states = {} if over else read()
             if states:
                 self._samples.append((time.time(), states))
+            if isinstance(faults, NvmlFaults) or (self._samples and not states):
+                self.faults += [GpuFault(gpu=gpu, what=what, at=time.time()) for gpu, what in faults.poll()]
 
 
 def summarise(samples: Sequence[Sample], gpus: Sequence[int], begin: float, end: float) -> list[dict[str, Any]]:

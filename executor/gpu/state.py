@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from executor.gpu.faults import NvmlFaults
 from topology.processes import process_owner
 from topology.readers.nvml import THROTTLE_BITS
 
@@ -92,6 +93,7 @@ class Nvml:
         self._nvml = nvml or importlib.import_module("pynvml")
         self._nvml.nvmlInit()
         self._handles = [self._nvml.nvmlDeviceGetHandleByIndex(i) for i in range(self._nvml.nvmlDeviceGetCount())]
+        self.faults = NvmlFaults(self._nvml, self._handles)
 
     def read(self) -> dict[int, dict[str, Any]]:
         """Return the states of all GPUs; a field that a driver does not give is None."""

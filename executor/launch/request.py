@@ -18,8 +18,8 @@ class Request:
     """`gpus` are device numbers as CUDA counts them, rank by rank. `peak_flops` is MFU's denominator, per GPU.
 
     `start_timeout_s` and `collective_timeout_s` bound how long a rank waits for another one. `own_table` runs our own
-    schedule table even where torch has the schedule. `predicted`, `fingerprints` and `cluster` (that of the prediction)
-    are copied into the report. `trainer` is whose training step is run: `own`, or `torchtitan`, whose numbers are not checked.
+    schedule table even where torch has the schedule. `predicted`, `fingerprints`, `cluster` (that of the prediction)
+    and `notes` (how the run differs from what was planned) are copied into the report. `trainer` is whose training step is run: `own`, or `torchtitan`, whose numbers are not checked.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -42,3 +42,4 @@ class Request:
     predicted: dict[str, Any] | None = None
     fingerprints: dict[str, str] | None = None
     cluster: dict[str, Any] | None = None
+    notes: tuple[str, ...] = ()

@@ -17,9 +17,10 @@ import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
+from executor.gpu.faults import GpuFault
 from executor.gpu.monitor import GpuMonitor, Sample, summarise
 from executor.launch.heartbeat import find_suspects, read_heartbeats
 from executor.launch.legal import check
@@ -40,6 +41,7 @@ ENDING_S = 10.0  # of the budget, for ending ranks and writing the report
 GRACE_S = 4.0
 MODULE = "executor.run.worker"
 MAX_TRACE_BYTES = 256 * 2**20
+CLOCK_CHANGE = 0.1  # of the clocks of a run's steps: more than the power cap changes from step to step
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -78,16 +80,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(document["exit_code"])
 
 
-def run(request: Request, request_path: str, out: Path, budget_s: float) -> dict[str, Any]:
-    """Launch the ranks, write `run.json` into `out` and return it."""
+def run(
+    request: Request, request_path: str, out: Path, budget_s: float, watch: GpuMonitor | None = None
+) -> dict[str, Any]:
+    """Launch the ranks, write `run.json` into `out` and return it. `watch` reads the GPUs meanwhile; default: where there are."""
     records = out / "records"
     records.mkdir(parents=True, exist_ok=True)
     for stale in (*out.glob("agents/*.json"), *records.glob("rank*"), *records.glob("flight*")):
         stale.unlink()
     ending = min(ENDING_S, 0.3 * budget_s)
     arguments = worker_arguments(request_path, records, time.time() + budget_s - ending)
-    watch = GpuMonitor()
-    if request.device == "cuda":
+    if watch is None and request.device == "cuda":
+        watch = GpuMonitor()
+    if watch is not None:
         watch.start()
     done = launch(
         MODULE,
@@ -98,8 +103,8 @@ def run(request: Request, request_path: str, out: Path, budget_s: float) -> dict
         environment=environment(request, records),
         directory=out / "logs",
     )
-    samples = watch.stop() if request.device == "cuda" else []
-    document = report(request, done, records, arguments, samples)
+    samples = watch.stop() if watch is not None else []
+    document = report(request, done, records, arguments, samples, watch.faults if watch is not None else ())
     write_report(document, out / "run.json")
     return document
 
@@ -188,11 +193,16 @@ def environment(request: Request, records: Path, *, one_host: bool = True) -> di
 
 
 def report(
-    request: Request, done: LaunchResult, folder: Path, arguments: Sequence[str], samples: Sequence[Sample] = ()
+    request: Request,
+    done: LaunchResult,
+    folder: Path,
+    arguments: Sequence[str],
+    samples: Sequence[Sample] = (),
+    faults: Sequence[GpuFault] = (),
 ) -> dict[str, Any]:
     """Return the report of a run from its ranks' records in `folder`; `arguments` are those of the ranks.
 
-    `samples` are states of the GPUs during the run.
+    `samples` are states of the GPUs during the run, `faults` what their driver reported.
     """
     ranks = request.plan.gpus
     by_rank = [list(read_records(folder / f"rank{rank}.jsonl")) for rank in range(ranks)]
@@ -207,6 +217,10 @@ def report(
             "rank": None,
             "message": "; ".join(f"{e.what}: requested {e.requested}, took effect {e.effective}" for e in ignored),
         }
+    broken = [fault.text for fault in faults if _is_ours(request, fault)]
+    if broken and status in {"finished", "failed", "timeout"}:
+        doubt = {"rank": None, "message": "a GPU failed while the run lasted: its numbers and times are in doubt"}
+        status, failure = "failed", {**(failure or doubt), "gpus": broken}
     complete = status == "finished"
     return {
         "schema_version": 1,
@@ -233,6 +247,7 @@ def report(
         "fingerprints": request.fingerprints,
         "predicted": request.predicted,
         "cluster": request.cluster,
+        "notes": list(request.notes),
         "verified": _first_record(by_rank, "verified"),
         "verified_types": _first_record(by_rank, "verified_types"),
         "kernels": [entry for entry in by_rank[0] if entry["kind"] == "kernel"],
@@ -277,6 +292,11 @@ def _gpu_states(request: Request, records: Sequence[dict[str, Any]], samples: Se
     return summarise(samples, sorted(ours or seen), begin, steps[-1]["ended_at"])
 
 
+def _is_ours(request: Request, fault: GpuFault) -> bool:
+    """Return whether a fault may concern the run: with CUDA_VISIBLE_DEVICES the numbers of its GPUs are others."""
+    return fault.gpu is None or "CUDA_VISIBLE_DEVICES" in os.environ or not request.gpus or fault.gpu in request.gpus
+
+
 def versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
     for package in ("meshwright", "torch", "triton", "nvidia-nccl-cu12", "nvidia-nccl-cu13"):
@@ -307,7 +327,7 @@ def _status(
         return "out_of_memory", {"rank": full[0], "message": "memory is full", "memory": memory}
     wrong = _wrong_numbers(by_rank)
     if wrong:
-        return "wrong_numbers", {"rank": None, "message": f"{wrong}: not timed"}
+        return "wrong_numbers", {"rank": None, "message": wrong}
     if done.outcome == "interrupted":
         return "interrupted", None
     short = any("out_of_time" in kind for kind in kinds)
@@ -333,16 +353,16 @@ def _wrong_numbers(by_rank: Sequence[Sequence[dict[str, Any]]]) -> str:
     every = [entry for records in by_rank for entry in records]
     kernels = {entry["name"] for entry in every if entry["kind"] == "kernel" and not entry["ok"]}
     if kernels:
-        return f"wrong results of {', '.join(sorted(kernels))}"
+        return f"wrong results of {', '.join(sorted(kernels))}: not timed"
     for entry in every:
         if entry["kind"] in {"verified", "verified_types"} and not entry["ok"]:
             number = "" if entry["gradient"] is not None and entry["loss"] is not None else ", which is no number"
             return (
                 f"in {entry['dtype']} the plan computes something else than one process"
-                f" (worst at {entry['worst'] or 'the loss'}{number})"
+                f" (worst at {entry['worst'] or 'the loss'}{number}): not timed"
             )
         if entry["kind"] == "not_finite":
-            return f"the loss or the gradient of step {entry['index']} is no number"
+            return f"the loss or the gradient of step {entry['index']} is no number: the run ended there"
     return ""
 
 
@@ -375,13 +395,14 @@ def summarise_steps(request: Request, by_rank: Sequence[Sequence[dict[str, Any]]
     mid, spread = median_and_spread(seconds)
     gpus, tokens = request.plan.gpus, request.workload.tokens_per_step
     flops = request.model.training_flops_per_token(request.workload.seq_len) * tokens
-    peak = request.peak_flops
+    peak, clocks = request.peak_flops, _slowest_clocks(steps, count)
     answer |= {
         "step_s": {"median": median(seconds), "spread": spread, "all": seconds},
         # By CUDA events around the step; None without a GPU.
         "device_step_s": median(on_device) if all(on_device) else None,
         # Mean over each step by the SMs' cycle counters, of the slowest rank; None without a GPU.
-        "sm_clock_hz": _slowest_clock(steps, count),
+        "sm_clock_hz": median(clocks) if clocks else None,
+        "sm_clock_change": _clock_change(clocks),
         "tokens_per_s": tokens / mid,
         "tokens_per_s_per_gpu": tokens / mid / gpus,
         "tflops_per_gpu": flops / mid / gpus / 1e12,
@@ -391,11 +412,26 @@ def summarise_steps(request: Request, by_rank: Sequence[Sequence[dict[str, Any]]
     return answer
 
 
-def _slowest_clock(steps: Sequence[Sequence[dict[str, Any]]], count: int) -> float | None:
-    """Return the median over steps of the lowest clock of all ranks."""
+def _slowest_clocks(steps: Sequence[Sequence[dict[str, Any]]], count: int) -> list[float]:
+    """Return the lowest clock of all ranks in each step, in Hz, where all ranks know theirs."""
     clocks = [[taken[i].get("sm_clock_hz") for taken in steps] for i in range(count)]
-    known = [min(hz for hz in step if hz) for step in clocks if all(step)]
-    return median(known) if known else None
+    return [min(hz for hz in step if hz) for step in clocks if all(step)]
+
+
+def _clock_change(clocks: Sequence[float]) -> dict[str, float] | None:
+    """Return the medians before and after the step at which clocks changed most; None where by less than CLOCK_CHANGE.
+
+    A limit that is set or lifted in a run, or a GPU that heats up, makes two runs of one: its median is of neither.
+    """
+    count = len(clocks)
+    if count < 4:
+        return None
+    # The cut that leaves the least variance within the two parts, none of which is a single step.
+    at = max(range(2, count - 1), key=lambda i: i * (count - i) * (mean(clocks[:i]) - mean(clocks[i:])) ** 2)
+    before, after = median(clocks[:at]), median(clocks[at:])
+    return (
+        {"step": float(at), "before_hz": before, "after_hz": after} if abs(after / before - 1) > CLOCK_CHANGE else None
+    )
 
 
 def _peak_memory(records: Sequence[dict[str, Any]]) -> dict[str, int]:

@@ -132,7 +132,9 @@ def _launch_batch(runs: list[Run], budget_s: float) -> tuple[bool, list[Run], li
         took = _seconds(run)
         # The first run that did not finish is the one that ended the processes.
         ended = done if took is None else _as_finished(done, took)
-        document = report(run.request, ended, run.records, arguments, samples)
+        over_at = float("inf") if took is None else (run.records / "rank0.jsonl").stat().st_mtime
+        faults = [fault for fault in watch.faults if fault.at <= over_at]  # one before the run leaves it in doubt, too
+        document = report(run.request, ended, run.records, arguments, samples, faults)
         write_report(document, run.out / "run.json")
         made.append((run, document))
         if took is None:

@@ -59,6 +59,12 @@ def lines(document: Mapping[str, Any], comparison: Mapping[str, Any] | None) -> 
         text_lines.append(
             f"clocks    {clock_hz / 1e9:.2f} GHz in the mean of a step, on the slowest rank, by its processors' count"
         )
+    change = measured.get("sm_clock_change")
+    if change:
+        text_lines.append(
+            f"clocks    changed from {change['before_hz'] / 1e9:.2f} to {change['after_hz'] / 1e9:.2f} GHz at step"
+            f" {change['step']:.0f}: a limit was set or lifted, or the GPU was slowed down; the median mixes both"
+        )
     slow = {reason for gpu in document.get("gpus") or () for reason in gpu["throttle"]}
     if slow:
         text_lines.append(f"clocks    throttled while steps were timed: {', '.join(sorted(slow))}")
@@ -77,6 +83,7 @@ def _failure_lines(document: Mapping[str, Any]) -> list[str]:
     text = " ".join(str(failure.get("message") or "").split())[:400]
     text_lines = [f"status    {document['status']}: {who}{how}{' ' if how and text else ''}{text}".rstrip(": ")]
     text_lines += [f"          {line}" for line in failure.get("suspects") or ()]
+    text_lines += [f"          {line}" for line in failure.get("gpus") or ()]
     text_lines += _out_of_memory_lines(
         failure.get("memory") or {}, (document.get("predicted") or {}).get("memory") or {}
     )

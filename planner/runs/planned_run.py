@@ -67,6 +67,7 @@ class PlannedRun:
             "predicted": self.predicted,
             "fingerprints": self.fingerprints,
             "cluster": codec.to_builtins(self.cluster),
+            "notes": list(self.notes),
         }
 
 
@@ -137,6 +138,20 @@ def cuda_run(content: PlanFile, here: Cluster, health: Health, *, allow_busy: bo
         predicted=codec.to_builtins(content.estimate),
         cluster=content.cluster,
         fingerprints={**content.fingerprints, "machine": fingerprint(here)},
+        notes=other_driver(content.cluster, here),
+    )
+
+
+def other_driver(planned: Cluster, here: Cluster) -> tuple[str, ...]:
+    """Return a note where the driver was changed since the planned machine was probed."""
+    then, now = ([item.what for item in machine.findings if item.code == "driver"] for machine in (planned, here))
+    if not then or not now or then == now:
+        return ()
+    return (
+        (
+            f"the plan was made under {', '.join(then)}, this machine has {', '.join(now)}: kernels and collectives may take"
+            " other times than predicted; planner calibrate, then plan again"
+        ),
     )
 
 

@@ -65,12 +65,20 @@ class _Denominator:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _ClockChange:
+    step: float
+    before_hz: float
+    after_hz: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Measured:
     steps: int | None = None
     steps_asked: int | None = None
     step_s: _Steps | None = None
     device_step_s: float | None = None
     sm_clock_hz: float | None = None
+    sm_clock_change: _ClockChange | None = None
     tokens_per_s: float | None = None
     tokens_per_s_per_gpu: float | None = None
     tflops_per_gpu: float | None = None
@@ -100,6 +108,7 @@ class _Failure:
     signal: str | None = None
     message: str | None = None
     suspects: tuple[str, ...] | None = None
+    gpus: tuple[str, ...] | None = None
     memory: dict[str, dict[str, Any]] | None = None
 
 

@@ -1,6 +1,7 @@
 """Ranks that are killed or stopped, for real, on gloo: who is named, what is kept, and that nothing is left behind."""
 
 import json
+import math
 import os
 import re
 import resource
@@ -9,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -16,18 +18,25 @@ from pathlib import Path
 import psutil
 import pytest
 
-from executor.launch.local_ranks import TAG, launch
+from executor.gpu.monitor import GpuMonitor
+from executor.gpu.state import Nvml
+from executor.launch.local_ranks import TAG, Failure, LaunchResult
 from executor.launch.records import WRONG_NUMBERS
 from executor.launch.request import Request
-from executor.run.apply import report
+from executor.run.apply import report, run
+from planner.runs.apply_report import lines
 from simulator.config.model import Model
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
+from tests.executor.fake_gpus import FailingNvml
+from tests.executor.forked_ranks import run_module
 from tests.waiting import wait_until
 from topology import codec
 
 pytest.importorskip("torch", reason="torch is not installed: plans cannot be run")
+
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 pytestmark = pytest.mark.slow
 
@@ -130,19 +139,28 @@ def left(folder: Path) -> list[int]:
     return found
 
 
-def test_a_killed_rank_is_named_and_what_was_measured_is_kept(tmp_path) -> None:
-    process = start(tmp_path)
-    pid = pid_when(tmp_path, 1, "step 5")
+def test_a_killed_rank_is_named_and_what_was_measured_is_kept(tmp_path, monkeypatch) -> None:
+    """Its GPU, of a stand-in for the driver, falls off the bus at the same time: it is named beside the rank."""
+    monkeypatch.setattr("executor.gpu.monitor.NVML_PERIOD_S", 0.05)
+    library = FailingNvml()
+    codec.write_text(tmp_path / "request.json", codec.to_json(request()))
+    watch = GpuMonitor(open_nvml=lambda: Nvml(library))
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(run, request(), str(tmp_path / "request.json"), tmp_path, 240.0, watch)
+        pid = pid_when(tmp_path, 1, "step 5")
+        library.say(1, 79)
+        library.lose(1)
+        os.kill(pid, signal.SIGKILL)
+        report = running.result(200)
 
-    os.kill(pid, signal.SIGKILL)
-    report = finished(process, tmp_path)
-
-    assert (report["status"], report["complete"]) == ("failed", False)
+    assert (report["status"], report["complete"], report["exit_code"]) == ("failed", False, 1)
     assert report["failure"]["rank"] == 1
     assert report["failure"]["signal"] == "SIGKILL"
+    assert report["failure"]["gpus"][0] == "GPU 1: Xid 79 (the GPU has fallen off the bus)"
     assert report["measured"]["steps"] >= 4
     assert report["measured"]["step_s"]["median"] > 0
-    assert process.returncode == 1
+    assert json.loads((tmp_path / "run.json").read_text())["failure"] == report["failure"]
+    assert left(tmp_path) == []
 
 
 def test_a_stopped_rank_is_named_within_the_budget(tmp_path) -> None:
@@ -238,37 +256,50 @@ def test_a_full_disk_ends_the_run_and_is_named(tmp_path) -> None:
 
 
 def test_what_is_no_number_is_a_wrong_number_and_not_a_crash(tmp_path) -> None:
-    codec.write_text(tmp_path / "request.json", codec.to_json(request(steps=2)))
+    assert exit_code_of("wrong_numbers_worker", request(steps=2), tmp_path) == WRONG_NUMBERS
 
-    done = launch(
-        "tests.executor.workers.wrong_numbers_worker",
-        [str(tmp_path / "request.json"), str(tmp_path)],
-        ranks=2,
-        budget_s=60,
-        environment={"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-    )
-
-    assert done.failure.exit_code == WRONG_NUMBERS, done.stderr_tail
-    found = report(request(steps=2), done, tmp_path, [])
+    found = report(request(steps=2), FAILED, tmp_path, [])
     assert (found["status"], found["exit_code"]) == ("wrong_numbers", 1)
     assert "output.weight, which is no number" in found["failure"]["message"]
     assert found["measured"]["step_s"] is None
 
 
+def test_a_loss_that_is_no_number_ends_the_run_and_the_steps_before_are_kept(tmp_path) -> None:
+    """One weight of one rank is enough, and every rank leaves with the same code."""
+    assert exit_code_of("not_a_number_worker", request(steps=50), tmp_path) == WRONG_NUMBERS
+
+    found = report(request(steps=50), FAILED, tmp_path, [])
+    assert (found["status"], found["exit_code"], found["complete"]) == ("wrong_numbers", 1, False)
+    assert "step 3 is no number" in found["failure"]["message"]
+    assert found["measured"]["steps"] == 2  # steps 1 and 2, after one of warm-up
+    assert all(math.isfinite(loss) for loss in found["measured"]["losses"])
+    assert "status    wrong_numbers: the loss or the gradient of step 3" in "\n".join(lines(found, None))
+
+
 def test_a_rank_that_lives_but_is_stuck_is_named_by_what_it_has_not_entered(tmp_path) -> None:
-    codec.write_text(tmp_path / "request.json", codec.to_json(request()))
+    assert exit_code_of("stuck_worker", request(), tmp_path) != 0
 
-    done = launch(
-        "tests.executor.workers.stuck_worker",
-        [str(tmp_path / "request.json"), str(tmp_path)],
-        ranks=2,
-        budget_s=200,
-        environment={"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-    )
-
-    found = report(request(), done, tmp_path, [])
+    found = report(request(), FAILED, tmp_path, [])
     assert found["status"] == "failed"
     (line,) = found["failure"]["suspects"]
     assert line.startswith("rank 1 "), line
     assert "had not entered a collective" in line
     assert found["measured"]["steps"] >= 2
+
+
+FAILED = LaunchResult(
+    outcome="failed",
+    exit_code=1,
+    seconds=1.0,
+    failure=Failure(rank=0, exit_code=1, signal=None, message=""),
+    stdout_tail="",
+    stderr_tail="",
+)
+
+
+def exit_code_of(worker: str, asked: Request, folder: Path) -> int:
+    """Run two ranks of a worker without an agent; return the code with which the first of them ended."""
+    codec.write_text(folder / "request.json", codec.to_json(asked))
+    with pytest.raises((ProcessExitedException, ProcessRaisedException)) as caught:
+        run_module(f"tests.executor.workers.{worker}", [str(folder / "request.json"), str(folder)], ranks=2)
+    return getattr(caught.value, "exit_code", 1)

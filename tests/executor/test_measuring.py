@@ -7,8 +7,9 @@ import pytest
 
 from executor.gpu.monitor import GpuMonitor, summarise
 from executor.gpu.state import Nvml, read_states
-from executor.run.apply import report
+from executor.run.apply import report, summarise_steps
 from executor.run.effects import operator_table, read_back
+from planner.runs.apply_report import lines
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
 from simulator.program import trace as tr
@@ -142,6 +143,26 @@ def test_only_clocks_while_steps_were_timed_count() -> None:
     }
     assert one["throttle"] == ["software power cap"]
     assert summarise([], [0], 0, 1)[0]["sm_clock_hz"] is None
+
+
+def timed(*clocks_hz: float) -> list[dict]:
+    return [{**step(index, 1.0), "sm_clock_hz": clock} for index, clock in enumerate(clocks_hz)]
+
+
+def test_clocks_that_changed_in_a_run_are_told_with_the_step(tmp_path) -> None:
+    """As by `nvidia-smi -lgc` of another user, between two steps; the power cap's own swing is no change."""
+    steady, changed = timed(*[1.98e9] * 8), timed(*[1.95e9] * 5, *[1.2e9] * 3)
+
+    found = summarise_steps(REQUEST, [steady, changed])
+
+    assert found["sm_clock_change"] == {"step": 5.0, "before_hz": 1.95e9, "after_hz": 1.2e9}
+    for rank, records in enumerate((steady, changed)):
+        write(tmp_path, rank, *records, {"kind": "timed"}, {"kind": "done"})
+    told = "\n".join(lines(report(REQUEST, DONE, tmp_path, []), None))
+    assert "changed from 1.95 to 1.20 GHz at step 5" in told
+    swing = timed(1.98e9, 1.9e9, 1.95e9, 1.88e9, 1.92e9, 1.87e9)
+    assert summarise_steps(REQUEST, [swing, swing])["sm_clock_change"] is None
+    assert summarise_steps(REQUEST, [[step(0, 1.0)] * 5] * 2)["sm_clock_change"] is None
 
 
 def test_the_watch_asks_until_it_is_stopped(monkeypatch) -> None:

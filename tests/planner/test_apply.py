@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from executor.launch.local_ranks import LaunchResult
 from executor.launch.request import Request
+from executor.run.apply import report
 from planner.question.plan_file import save_plan
 from planner.runs import apply_process
 from planner.runs.apply_report import lines
@@ -19,7 +22,7 @@ from tests.planner.conftest import make_cluster
 from topology import codec
 from topology.cluster import Finding
 from topology.errors import BadPlan, Infeasible, PlannerError, Stale
-from topology.finding import WARNING
+from topology.finding import INFO, WARNING, finding
 from topology.health.diagnose import diagnose
 
 
@@ -106,6 +109,26 @@ def test_fewer_gpus_or_others_are_stale(content) -> None:
     with pytest.raises(Stale) as caught:
         require_machine(content, other)
     assert "planned for h100-sxm, here is a100-sxm-80" in str(caught.value)
+
+
+def test_a_driver_that_was_changed_since_the_plan_was_made_is_said(content) -> None:
+    def under(version: str | None):
+        said = ((INFO, f"driver {version}"),) if version else ()
+        return replace(
+            make_cluster(), findings=tuple(finding("driver", level, what, "x", "x", "x") for level, what in said)
+        )
+
+    planned, here = replace(content, cluster=under("570.86.15")), under("580.65.06")
+
+    run = cuda_run(planned, here, diagnose(here), allow_busy=False)
+
+    (note,) = run.notes
+    assert "under driver 570.86.15, this machine has driver 580.65.06" in note
+    asked = codec.convert(run.request(steps=1, budget_s=60, own_table=False), Request, where="request")
+    done = LaunchResult(outcome="finished", exit_code=0, seconds=1.0, failure=None, stdout_tail="", stderr_tail="")
+    assert report(asked, done, Path("/nonexistent"), [])["notes"] == [note]
+    for same in (under("570.86.15"), under(None)):
+        assert cuda_run(planned, same, diagnose(same), allow_busy=False).notes == ()
 
 
 def test_a_busy_machine_is_refused_unless_allowed(content) -> None:

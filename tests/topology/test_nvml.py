@@ -36,7 +36,9 @@ class FakeNvml:
     NVML_ERROR_LIBRARY_NOT_FOUND = 12
     c_nvmlGpuFabricInfo_v3_t = _Fabric  # noqa: N815  # pynvml's name
 
-    def __init__(self, *, count=4, broken=(), absent=(), dead_gpu=None, init_error=None, fabric_state=3, width=16):
+    def __init__(self, *, count=4, broken=(), absent=(), dead_gpu=None, init_error=None, fabric_state=3, width=16,
+                 lost_gpu=None, bad_memory=None):  # fmt: skip
+        self.lost_gpu, self.bad_memory = lost_gpu, bad_memory
         self.count, self.broken, self.absent = count, set(broken), set(absent)
         self.dead_gpu, self.init_error, self.fabric_state, self.width = dead_gpu, init_error, fabric_state, width
 
@@ -67,7 +69,15 @@ class FakeNvml:
         return b"570.86.15"
 
     def do_nvmlDeviceGetHandleByIndex(self, index):  # noqa: N802
+        if index == self.lost_gpu:
+            raise NVMLError(15, "GPU is lost")
         return index
+
+    def do_nvmlDeviceGetTotalEccErrors(self, handle, kind, counter):  # noqa: N802
+        return 2 if (handle, kind, counter) == (self.bad_memory, 1, 0) else 0
+
+    def do_nvmlDeviceGetRemappedRows(self, handle):  # noqa: N802
+        return [0, 1, 1, 0] if handle == self.bad_memory else [0, 0, 0, 0]
 
     def do_nvmlDeviceGetUUID(self, handle):  # noqa: N802
         return f"GPU-{handle:08d}"

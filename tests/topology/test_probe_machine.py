@@ -4,11 +4,13 @@ import sys
 
 import pytest
 
+from planner.runs.planned_run import require_healthy
 from tests.topology.captures import found, text
 from tests.topology.test_nvml import FakeNvml
 from tests.topology.three_models import Shelf
 from topology.cluster import LinkKind, LinkState, Severity
-from topology.errors import ProbeError
+from topology.errors import PlannerError, ProbeError
+from topology.health.diagnose import diagnose
 from topology.probe.from_machine import CommandOutput, probe_machine, run_command
 from topology.readers.nvml import NvmlSnapshot, read_nvml
 from topology.readers.smi_query import parse_query
@@ -135,6 +137,43 @@ def test_nvml_that_never_returns(tmp_path):
     stuck.set()
     assert found(cluster, Severity.ERROR, "stuck")
     assert len(node(cluster).gpus) == 4
+
+
+UNREACHABLE = (
+    "Unable to determine the device handle for GPU0000:0A:00.0: GPU is lost.  Reboot the system to recover this GPU"
+)
+
+
+@pytest.mark.parametrize("through", ["NVML", "nvidia-smi"])
+def test_a_gpu_off_the_bus_is_named_and_left_out(tmp_path, through):
+    fails = CommandOutput(failure=UNREACHABLE)
+    if through == "NVML":
+        cluster = probe(tmp_path, nvml=FakeNvml(lost_gpu=2))
+    else:
+        listing = LISTING.replace(LISTING.splitlines()[2], UNREACHABLE)
+        cluster = probe(
+            tmp_path,
+            run=smi(**{"-L": listing, "topo -m": fails, "topo -p2p": fails}),
+            nvml=lambda: NvmlSnapshot(failure="Unknown Error"),
+        )
+
+    (item,) = found(cluster, Severity.ERROR, "off_the_bus")
+    assert ("GPU 2" if through == "NVML" else "0000:0a:00.0") in item.what
+    assert [gpu.index for gpu in node(cluster).gpus] == [0, 1, 3]
+    assert not diagnose(cluster).healthy
+    with pytest.raises(PlannerError, match="fallen off the bus") as caught:
+        require_healthy(diagnose(cluster), allow_busy=True)
+    assert caught.value.exit_code == 1
+
+
+def test_uncorrected_memory_errors_are_told_before_a_run(tmp_path):
+    cluster = probe(tmp_path, nvml=FakeNvml(bad_memory=1))
+
+    (item,) = found(cluster, Severity.WARNING, "ecc", 1)
+    assert "2 uncorrected errors" in item.why
+    assert "reset the GPU" in item.remedy
+    with pytest.raises(PlannerError, match="the memory of GPU 1 has errors"):
+        require_healthy(diagnose(cluster), allow_busy=True)
 
 
 def test_links_active_but_fabric_not_ready(tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from topology.cluster import Finding, GpuKind
-from topology.finding import INFO, WARNING, describe_processes, finding, gpu_names
+from topology.finding import ERROR, INFO, WARNING, describe_processes, finding, gpu_names
 from topology.probe.machine import Evidence, Machine
 from topology.readers.smi_topo import closest_nics
 
@@ -20,6 +20,8 @@ def check_host(evidence: Evidence, machine: Machine, known: Mapping[int, GpuKind
         *_hidden_topology(hidden_reasons(evidence, machine)),
         *_numa(evidence, machine),
         *_nics(evidence, machine),
+        *_off_the_bus(evidence),
+        *_memory_errors(machine),
         *_device_state(machine),
         *_power(machine, known),
         *_driver(evidence),
@@ -35,6 +37,56 @@ def _driver(evidence: Evidence) -> list[Finding]:
         finding("driver", INFO, f"driver {version}", "nvidia-smi or NVML reports it", "kernels differ by driver", "")
         for version in sorted(versions)
     ]
+
+
+def _off_the_bus(evidence: Evidence) -> list[Finding]:
+    """GPUs that the driver knows and cannot reach, by NVML or in the words of nvidia-smi."""
+    lost = {
+        f"GPU {gpu.index}": "NVML: the GPU is lost" for gpu in (evidence.nvml.gpus if evidence.nvml else ()) if gpu.lost
+    }
+    if not lost:
+        lost = {f"the GPU at {address}": f"nvidia-smi: {words}" for address, words in evidence.unreachable}
+    return [
+        finding(
+            "off_the_bus",
+            ERROR,
+            f"{name} has fallen off the bus: the driver cannot reach it",
+            why,
+            "a program that uses it fails, and nvidia-smi may fail for all; plans use the remaining GPUs only",
+            "look for Xid 79 in `dmesg`; end what uses the GPUs, then reboot or power the machine off and on",
+        )
+        for name, why in lost.items()
+    ]
+
+
+def _memory_errors(machine: Machine) -> list[Finding]:
+    """GPUs whose memory has had errors that ECC could not correct, or rows that wait for a reset to be replaced."""
+    found = []
+    for index, gpu in sorted(machine.gpus.items()):
+        nvml = gpu.nvml
+        if nvml is None or not (nvml.uncorrected_errors or nvml.remap_pending or nvml.remap_failed):
+            continue
+        reasons = (
+            [f"{nvml.uncorrected_errors} uncorrected errors since the driver was loaded"]
+            if nvml.uncorrected_errors
+            else []
+        )
+        reasons += ["a row waits to be replaced"] if nvml.remap_pending else []
+        reasons += ["a row could not be replaced: no spare ones are left"] if nvml.remap_failed else []
+        found.append(
+            finding(
+                "ecc",
+                ERROR if nvml.remap_failed else WARNING,
+                f"the memory of GPU {index} has errors",
+                "; ".join(reasons),
+                "a program that reads the bad row is ended (Xid 48, 94 or 95); results may be lost at any step",
+                "replace the GPU"
+                if nvml.remap_failed
+                else "reset the GPU when nothing uses it, then run a memory test",
+                gpus=(index,),
+            )
+        )
+    return found
 
 
 def _pcie(machine: Machine) -> list[Finding]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import selectors
 import subprocess
 import threading
@@ -37,6 +38,7 @@ LIST = ("nvidia-smi", "-L")
 QUERY = ("nvidia-smi", f"--query-gpu={','.join(FIELDS)}", "--format=csv,nounits")
 TOPO = ("nvidia-smi", "topo", "-m")
 P2P = (("nvidia-smi", "topo", "-p2p", "r"), ("nvidia-smi", "topo", "-p2p", "w"))
+UNREACHABLE = re.compile(r"Unable to determine the device handle for GPU ?([0-9A-Fa-f:.]{7,20}): ", re.IGNORECASE)
 NVLINK = (("nvidia-smi", "nvlink", "-s"), ("nvidia-smi", "nvlink", "-R"), ("nvidia-smi", "nvlink", "-e"))
 
 
@@ -131,6 +133,7 @@ def probe_machine(
     _refuse_version_mismatch(outputs, snapshot)
     evidence.nvml = snapshot if snapshot is not None and snapshot.failure is None else None
     evidence.sysfs = read_sysfs(root)
+    evidence.unreachable = _unreachable(outputs)
     gpus = bool(evidence.topo or evidence.nvlink or evidence.query or (evidence.nvml and evidence.nvml.gpus))
     _missing_sources(evidence, outputs, snapshot, gpus=gpus)
     cluster = build(evidence, gpu=gpu, name=name, catalogue=catalogue or shipped_catalogue())
@@ -182,6 +185,16 @@ def _refuse_version_mismatch(outputs: Mapping[Sequence[str], CommandOutput], sna
             why="the driver was updated while the old kernel module stayed loaded",
             remedy="reboot, or unload and load the nvidia kernel modules",
         )
+
+
+def _unreachable(outputs: Mapping[Sequence[str], CommandOutput]) -> tuple[tuple[str, str], ...]:
+    """Return the address of each GPU that nvidia-smi says it cannot reach, and its words."""
+    found: dict[str, str] = {}
+    for output in outputs.values():
+        for line in f"{output.text}\n{output.failure or ''}".splitlines():
+            if match := UNREACHABLE.match(line.strip()):
+                found.setdefault(match[1].lower(), line.strip()[:200])
+    return tuple(found.items())
 
 
 def _missing_sources(

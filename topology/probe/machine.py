@@ -39,6 +39,7 @@ class Evidence:
     nvml: NvmlSnapshot | None = None
     sysfs: SysfsSnapshot | None = None
     saved: Cluster | None = None
+    unreachable: tuple[tuple[str, str], ...] = ()  # address of a GPU that nvidia-smi cannot reach, its words
     findings: list[Finding] = field(default_factory=list)
 
 
@@ -223,6 +224,9 @@ def _from_query(machine: Machine, queried: tuple[QueriedGpu, ...]) -> None:
 
 def _from_nvml(machine: Machine, snapshot: NvmlSnapshot | None, findings: list[Finding]) -> None:
     for reading in snapshot.gpus if snapshot is not None else ():
+        if reading.lost:
+            _forget(machine, reading.index)
+            continue
         gpu = _gpu(machine, reading.index)
         if gpu.uuid and reading.uuid and gpu.uuid != reading.uuid:
             findings.append(
@@ -249,6 +253,14 @@ def _from_nvml(machine: Machine, snapshot: NvmlSnapshot | None, findings: list[F
             gpu.listed = gpu.listed or len(reading.links) or None
             kinds = {link.remote_type for link in reading.links if link.active}
             gpu.switched = True if "switch" in kinds else False if "gpu" in kinds else gpu.switched
+
+
+def _forget(machine: Machine, index: int) -> None:
+    """Leave out a GPU that a source lists and the driver cannot reach."""
+    machine.gpus.pop(index, None)
+    machine.pairs = {pair: label for pair, label in machine.pairs.items() if index not in pair}
+    machine.nv = {pair: count for pair, count in machine.nv.items() if index not in pair}
+    machine.classes = {ends: label for ends, label in machine.classes.items() if f"gpu{index}" not in ends}
 
 
 def nccl_indices(nccl: NcclTopology, known: dict[str, int]) -> list[int]:

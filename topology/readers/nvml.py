@@ -23,6 +23,7 @@ THROTTLE_BITS = {
     0x80: "hardware power brake",
 }
 MAX_LINKS = 36
+GPU_IS_LOST = 15  # NVML_ERROR_GPU_IS_LOST: it has fallen off the bus
 
 T = TypeVar("T")
 
@@ -54,6 +55,10 @@ class NvmlGpu:
     throttle: tuple[str, ...] | None = None
     power_limit_w: float | None = None
     processes: tuple[tuple[int, int | None], ...] | None = None  # (pid, memory in bytes)
+    lost: bool = False  # the driver knows the GPU and cannot reach it
+    uncorrected_errors: int | None = None  # of its memory, since the driver was loaded
+    remap_pending: bool | None = None  # rows of its memory are replaced at the next reset
+    remap_failed: bool | None = None  # a row could not be replaced: no spare ones are left
     missing: tuple[str, ...] = ()
 
 
@@ -115,7 +120,13 @@ def _failure(nvml: Any, error: Exception) -> str:
 
 def _read_gpu(nvml: Any, errors: tuple[type[Exception], ...], index: int) -> NvmlGpu:
     missing: list[str] = []
-    handle = _get(errors, lambda: nvml.nvmlDeviceGetHandleByIndex(index))
+    handle = None
+    try:
+        handle = nvml.nvmlDeviceGetHandleByIndex(index)
+        nvml.nvmlDeviceGetMemoryInfo(handle)  # some drivers give the handle of a lost GPU
+    except errors as error:
+        if getattr(error, "value", None) == GPU_IS_LOST:
+            return NvmlGpu(index=index, lost=True)
     if handle is None:
         return NvmlGpu(index=index, missing=("handle",))
 
@@ -127,6 +138,9 @@ def _read_gpu(nvml: Any, errors: tuple[type[Exception], ...], index: int) -> Nvm
 
     fabric = field("fabric", lambda: _fabric(nvml, errors, handle)) or {}
     state = fabric.get("state")
+    remapped = _get(errors, lambda: tuple(nvml.nvmlDeviceGetRemappedRows(handle)))  # corrected, not, pending, failed
+    uncorrected = getattr(nvml, "NVML_MEMORY_ERROR_TYPE_UNCORRECTED", 1)
+    volatile = getattr(nvml, "NVML_VOLATILE_ECC", 0)
     return NvmlGpu(
         index=index,
         uuid=field("uuid", lambda: _text(nvml.nvmlDeviceGetUUID(handle))),
@@ -145,6 +159,9 @@ def _read_gpu(nvml: Any, errors: tuple[type[Exception], ...], index: int) -> Nvm
         throttle=field("throttle", lambda: _throttle(nvml, errors, handle)),
         power_limit_w=field("power_limit_w", lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1e3),
         processes=field("processes", lambda: _processes(nvml, handle)),
+        uncorrected_errors=_get(errors, lambda: int(nvml.nvmlDeviceGetTotalEccErrors(handle, uncorrected, volatile))),
+        remap_pending=bool(remapped[2]) if remapped is not None else None,
+        remap_failed=bool(remapped[3]) if remapped is not None else None,
         missing=tuple(missing),
     )
 

@@ -225,7 +225,7 @@ def _cause(failure: dict[str, Any]) -> str:
     who = "" if failure.get("rank") is None else f"rank {failure['rank']}: "
     words = " ".join(str(part) for part in (failure.get("signal"), failure.get("message")) if part)
     text = f"{who}{words}" if words else ""
-    suspects = "; ".join(failure.get("suspects") or ())
+    suspects = "; ".join((*(failure.get("gpus") or ()), *(failure.get("suspects") or ())))
     return " ".join(f"{text}{'; ' if text and suspects else ''}{suspects}".split())[:400]
 
 
