@@ -61,7 +61,7 @@ def main() -> None:
     asked = parser.parse_args()
     asked.out.mkdir(parents=True, exist_ok=True)
     if asked.packages:
-        sys.path.append(asked.packages)
+        sys.path.insert(0, asked.packages)  # before other versions of the same packages
     if asked.worker:
         _worker(asked)
         return
