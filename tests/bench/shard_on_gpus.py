@@ -29,9 +29,10 @@ sys.path.insert(0, str(ROOT))
 SECONDS = 150.0
 PARTS = {"layers,modules": 0.6, "ways,memory": 1.0}  # what runs in one process group, and until which share of the time
 TOKENS = 4096
-REPEATS, WARM_UP = 12, 4
+REPEATS, WARM_UP = 8, 3
+BUSY_S, GROUP_S = 0.3, 0.03  # seconds of runs before the first that counts, and of those timed together
 CLUSTER = "h200x4"
-AXES = {
+_BY_HEADS = {
     "args_0": "batch seq embed",
     "x": "batch seq embed",
     "*norm.weight": "embed",
@@ -40,10 +41,12 @@ AXES = {
     **dict.fromkeys(("*.wq.weight", "*.wk.weight", "*.wv.weight"), "heads embed"),
     **dict.fromkeys(("*.w1.weight", "*.w3.weight"), "mlp embed"),
 }
-HALVES = {"heads": "model", "mlp": "model"}
+# Rows of every parameter, as FSDP2 has them: what is gathered lies in order.
+_BY_ROWS = {"args_0": "batch _ _", "x": "batch _ _", "*norm.weight": "rows", "*.weight": "rows _"}
+_HALVES = {"heads": "model", "mlp": "model"}
 LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "tensor parallel": ("model", {"parameters": HALVES, "compute": HALVES}),
-    "fully sharded": ("data", {"parameters": {"embed": "data"}, "compute": {"batch": "data"}}),
+    "tensor parallel": ("model", {"axes": _BY_HEADS, "parameters": _HALVES, "compute": _HALVES}),
+    "fully sharded": ("data", {"axes": _BY_ROWS, "parameters": {"rows": "data"}, "compute": {"batch": "data"}}),
 }
 WAYS = ("whole", 4, "ring", "broadcast", "copy_engine", "fused", "torch_symm_mem")
 MEMORY_SHARES = (1.0, 0.8, 0.65)  # of what the program has at its peak when nothing is made again
@@ -183,20 +186,32 @@ def _ms(seconds: float | None) -> str:
 
 
 def median_s(run: Any, device: Any) -> float:
-    """Return the median time of a run in the worst rank, with the host not waiting between runs."""
+    """Return the median time of a run in the worst rank, back to back on GPUs at the clocks of a training step.
+
+    A GPU that has rested works faster than its power limit lets it go on with, so it is kept busy before and meanwhile.
+    """
     import torch
     from torch import distributed as dist
 
     for _ in range(WARM_UP):
         run()
+    _wait(device)
+    start = time.perf_counter()
+    run()
+    _wait(device)
+    once = torch.tensor([time.perf_counter() - start], dtype=torch.float64, device=device)
+    dist.all_reduce(once, dist.ReduceOp.MAX)  # ranks run as often as each other
+    together = max(1, round(GROUP_S / float(once.item()))) if device.type == "cuda" else 1
+    for _ in range(round(BUSY_S / GROUP_S) * together if device.type == "cuda" else 0):
+        run()
     times = []
     for _ in range(REPEATS):
-        _wait(device)
         dist.barrier()
         start = time.perf_counter()
-        run()
+        for _ in range(together):
+            run()
         _wait(device)
-        times.append(time.perf_counter() - start)
+        times.append((time.perf_counter() - start) / together)
     worst = torch.tensor([statistics.median(times)], dtype=torch.float64, device=device)
     dist.all_reduce(worst, dist.ReduceOp.MAX)
     return float(worst.item())

@@ -19,7 +19,7 @@ from planner.sharding.answer import Answer, answer_request
 from planner.sharding.backends.runnable import buffer_limit, simulate_program
 from planner.sharding.plans.report import Limits
 from simulator.config.hf_config import load_model
-from tests.bench.shard_on_gpus import AXES, CLUSTER, LAYERS, TOKENS, median_s
+from tests.bench.shard_on_gpus import CLUSTER, LAYERS, TOKENS, median_s
 from tests.bench.shard_real_modules import MODULES, FeedForward, Real
 from topology.errors import UserError
 
@@ -188,8 +188,9 @@ def layer(row: Row, bench: Bench, axis: str, constraints: Row, memory_bytes: flo
 
     def document(captured: Any) -> Row:
         names = {one.name for one in captured.graph.inputs}
-        axes = {pattern: text for pattern, text in AXES.items() if "*" in pattern or pattern in names}
-        return api.request(captured, {axis: dist.get_world_size()}, axes=axes, gradients=["x"], **constraints)
+        axes = {pattern: text for pattern, text in constraints["axes"].items() if "*" in pattern or pattern in names}
+        asked = {**constraints, "axes": axes}
+        return api.request(captured, {axis: dist.get_world_size()}, gradients=["x"], **asked)
 
     run_row(row, bench, own, (x,), {}, document, memory_bytes)
     if memory_bytes is None:

@@ -42,14 +42,22 @@ def is_backward(work: Work) -> bool:
 
 def saved(work: Work) -> tuple[str, ...]:
     """Return the buffers that the backward of a kernel needs."""
-    if not isinstance(work.do, Kernel) or is_view(work):
-        return ()
-    name = work.do.op.removeprefix("aten.").split(".")[0] if work.do.op.startswith("aten.") else work.do.op
-    if name in _SAVES_NOTHING:
+    return saved_by(work.do, work.reads, work.writes) if isinstance(work.do, Kernel) else ()
+
+
+def saved_by(do: Kernel, reads: tuple[str, ...], writes: tuple[str, ...]) -> tuple[str, ...]:
+    """Return, of a kernel that reads and writes these buffers, those that its backward needs."""
+    name = short_name(do.op)
+    if name in _SAVES_NOTHING or name in VIEWS:
         return ()
     if name in _SAVES_RESULT:
-        return work.writes
-    return (*work.reads, *work.writes) if name in _SAVES_BOTH else work.reads
+        return writes
+    return (*reads, *writes) if name in _SAVES_BOTH else reads
+
+
+def short_name(op: str) -> str:
+    """Return an operator's name: `add` of `aten.add.Tensor`."""
+    return op.removeprefix("aten.").split(".")[0] if op.startswith("aten.") else op
 
 
 @dataclass(frozen=True, slots=True)

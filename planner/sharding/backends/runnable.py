@@ -12,38 +12,30 @@ import numpy as np
 from planner.sharding.backends.chunks import Chunks, Site, Tried, choose_chunks, find_sites
 from planner.sharding.backends.duals import FLOATS, BackwardWriter
 from planner.sharding.backends.forward import ForwardWriter
-from planner.sharding.backends.lifetimes import VIEWS
-from planner.sharding.backends.overlap_times import OverlapTimes
+from planner.sharding.backends.kernel_times import Draft, buffer_bytes, kernel_seconds
 from planner.sharding.backends.remake import Remaker
 from planner.sharding.backends.works import Work, Writer
 from planner.sharding.frontends.captured import CapturedProblem
 from planner.sharding.layouts.collectives import ALL_GATHER, PERMUTE
 from planner.sharding.layouts.layout import Layout, local_shape
 from planner.sharding.layouts.mesh import Mesh
-from planner.sharding.plans.lowering import work_of
 from planner.sharding.plans.plan import ShardingPlan
 from planner.sharding.problem.pipeline_stages import PipelineStages
 from planner.sharding.problem.problem import Machine, ShardingProblem
 from planner.sharding.solver.equivalence import find_equivalent
-from planner.sharding.solver.pricing import PICOSECONDS, TimePricing, roofline_on
+from planner.sharding.solver.pricing import PICOSECONDS, TimePricing
 from simulator.calibration.calibration import Calibration, collectives_on
 from simulator.config.runtime import ELEMENT_BYTES
 from simulator.engine.simulate import Run, simulate
-from simulator.kernels.operators import Work as KernelWork
-from simulator.kernels.operators import WorkKind
-from simulator.kernels.roofline import Roofline
 from simulator.lowering.machine_costs import MachineCosts
 from simulator.lowering.steps import KernelKey
-from simulator.overlap.modes import GATHER
 from simulator.program.cost_model import Cost
 from simulator.program.program import RecordEvent, WaitEvent
 from simulator.sharded.graph import INPUT, CapturedGraph
-from simulator.sharded.program import OVERLAPPED, Buffer, Exchange, Kernel, RunnableProgram, written
+from simulator.sharded.program import Buffer, Exchange, Kernel, RunnableProgram, written
 from topology.cluster import Cluster
 from topology.errors import Infeasible
 
-# Backward over forward: a product has two of its size; attention is computed again and has four of five products.
-_ATTENTION_BACKWARD = 2.5
 _LINEAR = "aten.linear.default"
 _PRODUCTS = frozenset((_LINEAR, "aten.matmul.default", "aten.mm.default", "aten.bmm.default"))
 _LONGEST = 2_000  # steps of a plan whose program is simulated again and again
@@ -124,14 +116,6 @@ def _writer(problem: ShardingProblem, buffers: dict[str, Buffer] | None = None) 
     return Writer(problem.mesh, world, None if stages is None else 0, buffers={} if buffers is None else buffers)
 
 
-@dataclass(frozen=True, slots=True)
-class Draft:
-    """Buffers and works of a program that is being written."""
-
-    buffers: Mapping[str, Buffer]
-    work: Mapping[str, Kernel | Exchange]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ends:
     """The buffers that a program is given and returns: inputs and their gradients by tensor, outputs and theirs in order."""
@@ -167,7 +151,7 @@ def _assembled(
         def seconds(work: Work) -> float:
             if isinstance(work.do, Kernel):
                 return kernel_seconds(work, draft, problem, memory.machine)
-            nbytes = _bytes(draft, work.writes[0] if work.do.kind == ALL_GATHER else work.reads[0])
+            nbytes = buffer_bytes(draft, work.writes[0] if work.do.kind == ALL_GATHER else work.reads[0])
             return float(pricing.times(work.do.kind, work.do.axes, np.array([float(nbytes)]))[0]) / PICOSECONDS
 
         works, again = remaker.drop_until(memory.limit_bytes, seconds, prefetch=memory.prefetch)
@@ -326,61 +310,3 @@ def simulate_program(
         collective_host_s=0.0,
     )
     return simulate(written_program.program.program(), costs, spans=spans)
-
-
-def kernel_seconds(work: Work, program: RunnableProgram | Draft, problem: ShardingProblem, machine: Machine) -> float:
-    """Return the time of one kernel on the GPUs of a machine: by its operator's work, else by the bytes it moves."""
-    assert isinstance(work.do, Kernel)  # noqa: S101 - by the caller
-    moved = sum(_bytes(program, name) for name in (*work.reads, *work.writes))
-    dtype = program.buffers[work.writes[0]].dtype
-    dtypes = {"bf16": "bfloat16", "f16": "float16", "f32": "tfloat32"}
-    roofline = roofline_on(machine, dtypes.get(dtype, "tfloat32"))
-    backward = work.do.op == "backward"
-    forward_do = program.work[work.do.args[0]] if backward else work.do
-    if isinstance(forward_do, Kernel) and forward_do.op in VIEWS and (not backward or forward_do.op != "expand"):
-        return 0.0
-    if work.step is None:
-        return float(roofline.seconds(KernelWork(kind=WorkKind.MOVE, name="elementwise", bytes=moved)).item())
-    operator = problem.operators[work.step.operator]
-    axis, parts = work.chunk
-    described = work_of(operator, work.step.option, problem, {axis: parts})
-    if isinstance(forward_do, Kernel) and forward_do.op.startswith(OVERLAPPED):
-        return _overlapped_s(work, forward_do, program, described, roofline, OverlapTimes(machine, problem.mesh))
-    if described.kind == WorkKind.MOVE:
-        moved += sum(_bytes(program, name) for name in work.do.args[1]) if backward else 0
-        return float(roofline.seconds(KernelWork(kind=WorkKind.MOVE, name="elementwise", bytes=moved)).item())
-    factor = 1.0
-    if backward:
-        factor = _ATTENTION_BACKWARD if described.kind == WorkKind.ATTENTION else float(len(work.writes))
-    return work.share * factor * float(roofline.seconds(described).item())
-
-
-def _overlapped_s(
-    work: Work,
-    forward: Kernel,
-    program: RunnableProgram | Draft,
-    product: KernelWork,
-    roofline: Roofline,
-    times: OverlapTimes,
-) -> float:
-    """Return the time of a kernel of the executor's that exchanges beside its product, or of its backward pass."""
-    backward = work.do is not forward
-    kind, mode, axes = forward.op.removeprefix(OVERLAPPED), forward.kwargs["mode"], tuple(forward.kwargs["axes"])
-    exchanged = forward.args[0]["tensor"] if kind == GATHER else _written_by(work, forward)
-    nbytes = float(_bytes(program, exchanged) * times.mesh.size(axes))
-    if backward:
-        return times.backward_s(kind, mode, axes, nbytes, product, roofline, gradients=len(work.writes))
-    return times.forward_s(kind, mode, axes, nbytes, product, roofline)
-
-
-def _written_by(work: Work, forward: Kernel) -> str:
-    """Return the result of the kernel that `work` is, or is the backward of."""
-    return work.writes[0] if work.do is forward or not isinstance(work.do, Kernel) else str(work.do.args[0])
-
-
-def _bytes(program: RunnableProgram | Draft, name: str) -> int:
-    buffer = program.buffers[name]
-    size = ELEMENT_BYTES[buffer.dtype]
-    for n in buffer.local:
-        size *= n
-    return size

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from planner.sharding.operators.operator import Operator, Tensor
 from simulator.config.runtime import ELEMENT_BYTES
-from simulator.kernels.operators import Work, WorkKind
+from simulator.kernels.operators import ATTENTION_BACKWARD, Work, WorkKind
+from simulator.kernels.roofline import Roofline
 
 Sizes = Mapping[str, NDArray[np.float64]]
 # Products of [m, k] by [k, n] in the gradients of attention, of which the forward pass has two: scores again, the gradient
 # of the shares, and the three results, in one kernel (Dao, arXiv 2307.08691, algorithm 2): five, told evenly to the three.
-_BACKWARD_PRODUCTS = 5 / 3
+_BACKWARD_PRODUCTS = ATTENTION_BACKWARD * 2 / 3
 
 
 def operator_work(operator: Operator, tensors: Mapping[str, Tensor], sizes: Sizes) -> Work:
@@ -42,7 +44,18 @@ def operator_work(operator: Operator, tensors: Mapping[str, Tensor], sizes: Size
         (_, q), (_, keys) = operator.operands[first : first + 2]
         m, n, k, batch = size(q[-2]), size(keys[-2]), size(q[-1]), elements(q[:-2])
         flops = 2.0 * (_BACKWARD_PRODUCTS if first else 2.0) * m * n * k * batch
-        return Work(kind=WorkKind.ATTENTION, name="attn", flops=flops, bytes=moved, batch=batch, m=m, n=n, k=k)
+        flops = flops * _seen(operator, q[-2], keys[-2], m, n)
+        return Work(
+            kind=WorkKind.ATTENTION,
+            name="attn",
+            flops=flops,
+            bytes=moved,
+            batch=batch,
+            m=m,
+            n=n,
+            k=k,
+            backward=bool(first),
+        )
     if operator.kind == "attention_rows":  # the forward kernel keeps them
         return Work(kind=WorkKind.MOVE, name="rows", bytes=elements(operator.dims) * ELEMENT_BYTES["f32"])
     contracted = {axis for part in parts for axis in part} & set(operator.roles.partial) - result
@@ -55,3 +68,29 @@ def operator_work(operator: Operator, tensors: Mapping[str, Tensor], sizes: Size
             kind=WorkKind.MATMUL, name="product", flops=2.0 * m * n * k * batch, bytes=moved, batch=batch, m=m, n=n, k=k
         )
     return Work(kind=WorkKind.MOVE, name="elementwise", bytes=moved)
+
+
+def _seen(
+    operator: Operator, queries: tuple[str, ...], keys: tuple[str, ...], m: NDArray[np.float64], n: NDArray[np.float64]
+) -> NDArray[np.float64] | float:
+    """Return the share of the pairs of queries and keys that is computed.
+
+    A causal kernel leaves out keys after its queries; a rank with a piece of either has a mask instead, and computes all.
+    """
+    if not {*queries, *keys} & operator.roles.positional:
+        return 1.0
+    whole = [float(np.prod([operator.sizes[axis] for axis in axes])) for axes in (queries, keys)]
+    return np.where((m == whole[0]) & (n == whole[1]), (n + 1) / (2 * n), 1.0)
+
+
+def backward_s(work: Work, gradients: int, roofline: Roofline) -> NDArray[np.float64]:
+    """Return the seconds of an operator's backward pass, which makes so many `gradients`.
+
+    A product has one of its size for each; attention has one kernel with five products, of which the forward pass has two.
+    """
+    if not gradients:
+        return np.zeros(1)
+    if work.kind is WorkKind.ATTENTION:
+        flops, moved = work.flops * ATTENTION_BACKWARD, work.bytes * 2.0
+        return np.asarray(roofline.seconds(replace(work, flops=flops, bytes=moved, backward=True)))
+    return np.asarray(gradients * roofline.seconds(work))

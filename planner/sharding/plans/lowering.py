@@ -24,12 +24,11 @@ from planner.sharding.operators.operator import Operator
 from planner.sharding.operators.options import ShardingOption
 from planner.sharding.operators.work import operator_work
 from planner.sharding.plans.plan import OperatorStep, ShardingPlan, TensorMove
-from planner.sharding.problem.problem import ShardingProblem
-from planner.sharding.solver.pricing import ATTENTION_KERNEL, ROOFLINE_DTYPES
+from planner.sharding.problem.problem import Machine, ShardingProblem
+from planner.sharding.solver.pricing import ROOFLINE_DTYPES, roofline_on
 from simulator.calibration.calibration import Calibration, collectives_on
 from simulator.engine.simulate import simulate
 from simulator.kernels.operators import Work
-from simulator.kernels.roofline import Roofline
 from simulator.lowering.machine_costs import MachineCosts
 from simulator.lowering.steps import KernelKey
 from simulator.program.cost_model import Cost
@@ -78,7 +77,7 @@ def lower(
             f"{cluster.name} has {cluster.gpu_count} GPU(s), the mesh {mesh.ranks} ranks",
             remedy="a larger --cluster, or more nodes of it with --gpus",
         )
-    writer = _ProgramWriter(problem, cluster)
+    writer = _ProgramWriter(problem, Machine(cluster, calibration))
     for number, step in enumerate(plan.steps):
         if isinstance(step, TensorMove):
             writer.add_move(step, piecewise_consumer=writer.piecewise_consumer(plan.steps, number))
@@ -107,7 +106,7 @@ def _rank_groups(axes: tuple[str, ...], mesh: Mesh) -> tuple[tuple[int, ...], ..
 @dataclass(slots=True)
 class _ProgramWriter:
     problem: ShardingProblem
-    cluster: Cluster
+    machine: Machine
     code: CodeWriter = field(default_factory=CodeWriter)
     kernels: dict[KernelKey, tuple[Cost, float]] = field(default_factory=dict)
     group_axes: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -180,13 +179,12 @@ class _ProgramWriter:
     def _add_kernel(self, name: str, option: ShardingOption, operator: Operator, seconds: float) -> None:
         shape = local_shape(operator.result.shape, option.result, self.problem.mesh)
         self.code.launch(name, shape, operator.result.dtype)
-        kind = self.cluster.slowest_kind
+        kind = self.machine.cluster.slowest_kind
         self.kernels[name, shape, operator.result.dtype] = (Cost(seconds=seconds, sms=float(kind.sm_count)), 0.0)
 
     def _kernel_seconds(self, operator: Operator, option: ShardingOption) -> float:
         dtype = ROOFLINE_DTYPES.get(operator.result.dtype, operator.result.dtype)
-        roofline = Roofline(gpu=self.cluster.slowest_kind, dtype=dtype, attention_kernel=ATTENTION_KERNEL)
-        return float(roofline.seconds(work_of(operator, option, self.problem)).item())
+        return float(roofline_on(self.machine, dtype).seconds(work_of(operator, option, self.problem)).item())
 
 
 def work_of(

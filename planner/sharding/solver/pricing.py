@@ -31,17 +31,18 @@ from planner.sharding.layouts.layout import local_size
 from planner.sharding.layouts.mesh import Mesh
 from planner.sharding.operators.operator import Operator, Tensor
 from planner.sharding.operators.options import ShardingOption
-from planner.sharding.operators.work import operator_work
+from planner.sharding.operators.work import backward_s, operator_work
 from planner.sharding.problem.problem import Machine
 from simulator.calibration.calibration import collectives_on
 from simulator.collectives.cost import CollectiveModel
-from simulator.kernels.operators import Work, WorkKind
+from simulator.config.runtime import Runtime
 from simulator.kernels.roofline import Roofline
+from simulator.runtimes.library import attention_kernel
 from topology.errors import Infeasible
 from topology.rates.groups import GroupShape
 
 PICOSECONDS = 1e12
-ATTENTION_KERNEL = "flash2"
+_WIDE_ATTENTION = "flash2"  # of float32, over the rate of TF32. Source: assumed
 ROOFLINE_DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "tfloat32"}
 Integers = NDArray[np.int64]
 
@@ -181,19 +182,17 @@ class TimePricing:
         if operator.is_view or not options:
             return [0] * len(options)
         work = operator_work(operator, tensors, _sizes(operator, options, self.mesh))
-        passes = 1.0 + backward_passes(work, gradients)
-        seconds = passes * np.broadcast_to(self.roofline(operator.result.dtype).seconds(work), len(options))
+        roofline = self.roofline(operator.result.dtype)
+        seconds = np.broadcast_to(roofline.seconds(work) + backward_s(work, gradients, roofline), len(options))
         return [int(value) for value in np.rint(seconds * PICOSECONDS)]
 
 
 def roofline_on(machine: Machine, dtype: str) -> Roofline:
     """Return the times of kernels on a machine: products that were measured there, else the datasheet's."""
-    return Roofline(
-        gpu=machine.cluster.slowest_kind,
-        dtype=dtype,
-        attention_kernel=ATTENTION_KERNEL,
-        measured=machine.calibration,
-    )
+    gpu = machine.cluster.slowest_kind
+    wide = dtype not in {"bfloat16", "float16"}
+    kernel = _WIDE_ATTENTION if wide else attention_kernel(Runtime(name="pytorch"), gpu.architecture)
+    return Roofline(gpu=gpu, dtype=dtype, attention_kernel=kernel, measured=machine.calibration)
 
 
 # By what an exchange does to values, what its backward pass does to gradients; all others do the same.
@@ -204,16 +203,6 @@ def _dual(collective: Collective) -> Collective:
     """Return the exchange of the gradient: the same ranks, with buffers the other way round."""
     kind = DUALS.get(collective.kind, collective.kind)
     return replace(collective, kind=kind, local_in=collective.local_out, local_out=collective.local_in)
-
-
-def backward_passes(work: Work, gradients: int) -> float:
-    """Return how many times its forward pass an operator's backward pass takes, which makes so many `gradients`.
-
-    A product has one of its size for each; attention has five products of which the forward pass has two.
-    """
-    if not gradients:
-        return 0.0
-    return 2.5 if work.kind == WorkKind.ATTENTION else float(gradients)
 
 
 def _sizes(operator: Operator, options: Sequence[ShardingOption], mesh: Mesh) -> dict[str, NDArray[np.float64]]:

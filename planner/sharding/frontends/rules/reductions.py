@@ -83,7 +83,8 @@ def attention(call: Call) -> list[Statement]:
     names = [call.tensor(p) for p in range(3)] + ([mask] if mask else [])
     causal = bool(call.argument(5, default=False) or call.node.kwargs.get("is_causal"))
     args = ([{"tensor": name} for name in names], causal, call.node.kwargs.get("scale"))
-    return [call.statement(f"attn({', '.join(names)})", op="attention", args=args, kwargs={})]
+    listed = ", ".join([*names, "True"] if causal and not mask else names)
+    return [call.statement(f"attn({listed})", op="attention", args=args, kwargs={})]
 
 
 def cross_entropy(call: Call) -> list[Statement]:

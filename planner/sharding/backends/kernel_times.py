@@ -1,0 +1,149 @@
+"""What the kernels of a written program take: products and attention by their work, all others by the bytes they move.
+
+A kernel of the backward pass moves the incoming gradient, what autograd kept for it, and the gradients that it makes. One that
+hands the incoming gradient on as it is takes nothing; one that puts it among zeros writes these first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from planner.sharding.backends.lifetimes import VIEWS, saved_by, short_name
+from planner.sharding.backends.overlap_times import OverlapTimes
+from planner.sharding.backends.works import Work
+from planner.sharding.operators.work import backward_s
+from planner.sharding.plans.lowering import work_of
+from planner.sharding.problem.problem import Machine, ShardingProblem
+from planner.sharding.solver.pricing import ROOFLINE_DTYPES, roofline_on
+from simulator.config.runtime import ELEMENT_BYTES
+from simulator.kernels.operators import Work as KernelWork
+from simulator.kernels.operators import WorkKind
+from simulator.kernels.roofline import Roofline
+from simulator.overlap.modes import GATHER
+from simulator.sharded.program import OVERLAPPED, Buffer, Exchange, Kernel, RunnableProgram
+
+# Of views, those whose gradient is a part of a larger one: torch writes zeros and copies the part among them.
+_PARTS = frozenset(("piece", "range", "select"))
+# The incoming gradient is that of the operands as it is, or a view of it.
+_REPEATS = frozenset(("add", "bias"))
+_HANDED_ON = _REPEATS | {"clone", "cat", "stack", "reduce.sum", "join_chunks", "join_ring"}
+_PRODUCTS = frozenset(("mul", "div"))  # element by element: a kernel for every gradient
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Buffers and works of a program that is being written."""
+
+    buffers: Mapping[str, Buffer]
+    work: Mapping[str, Kernel | Exchange]
+
+
+def kernel_seconds(work: Work, program: RunnableProgram | Draft, problem: ShardingProblem, machine: Machine) -> float:
+    """Return the time of one kernel on the GPUs of a machine: by its operator's work, else by the bytes it moves."""
+    assert isinstance(work.do, Kernel)  # noqa: S101 - by the caller
+    roofline = roofline_on(machine, ROOFLINE_DTYPES.get(program.buffers[work.writes[0]].dtype, "tfloat32"))
+    backward = work.do.op == "backward"
+    forward = program.work[work.do.args[0]] if backward else work.do
+    assert isinstance(forward, Kernel)  # noqa: S101 - exchanges have duals of their own
+    described = None
+    if work.step is not None:
+        operator = problem.operators[work.step.operator]
+        axis, parts = work.chunk
+        described = work_of(operator, work.step.option, problem, {axis: parts})
+        if forward.op.startswith(OVERLAPPED):
+            return _overlapped_s(work, forward, program, described, roofline, OverlapTimes(machine, problem.mesh))
+    if described is None or described.kind is WorkKind.MOVE:
+        moving = _backward_moves(work, forward, program) if backward else _moves(work, program)
+        return 0.0 if moving is None else float(roofline.seconds(moving).item())
+    passed = backward_s(described, len(work.writes), roofline) if backward else roofline.seconds(described)
+    return work.share * float(np.asarray(passed).item())
+
+
+def _moves(work: Work, program: RunnableProgram | Draft) -> KernelWork | None:
+    """Return what a kernel of the forward pass moves; nothing if it is a view."""
+    assert isinstance(work.do, Kernel)  # noqa: S101 - by the caller
+    if work.do.op in VIEWS:
+        return None
+    out = program.buffers[work.writes[0]]
+    moved = sum(buffer_bytes(program, name) for name in (*work.reads, *work.writes))
+    joins = work.do.op == "aten.cat.default" and work.do.args[1] in {-1, len(out.local) - 1}
+    return KernelWork(
+        kind=WorkKind.MOVE,
+        name="elementwise",
+        bytes=float(moved),
+        units={"joined": float(prod(out.local))} if joins else {},
+    )
+
+
+def _backward_moves(work: Work, forward: Kernel, program: RunnableProgram | Draft) -> KernelWork | None:
+    """Return what the backward pass of a kernel moves; nothing if it hands the incoming gradient on, or a view of it."""
+    assert isinstance(work.do, Kernel)  # noqa: S101 - by the caller
+    name = short_name(forward.op)
+    incoming = buffer_bytes(program, work.reads[0])
+    wanted, made = work.do.args[1], {one: buffer_bytes(program, one) for one in work.writes}
+    if name in _PARTS:
+        return KernelWork(
+            kind=WorkKind.MOVE, name="elementwise", bytes=float(sum(made.values()) + 2 * incoming), launches=2.0
+        )
+    if name in VIEWS and name != "expand":
+        return None
+    if name in _HANDED_ON:  # but for operands that had been repeated
+        sums = [incoming + size for size in made.values() if size < incoming and name in _REPEATS]
+        moved, launches = sum(sums), len(sums)
+    elif name in _PRODUCTS:
+        operands = dict.fromkeys(_tensors(forward.args))
+        others = [sum(buffer_bytes(program, one) for one in operands if one != each) for each in wanted]
+        moved, launches = len(made) * incoming + sum(others) + sum(made.values()), len(made)
+    else:
+        kept = saved_by(forward, tuple(dict.fromkeys(_tensors(forward.args))), (work.do.args[0],))
+        moved, launches = incoming + sum(buffer_bytes(program, one) for one in kept) + sum(made.values()), 1
+    if not launches:
+        return None
+    return KernelWork(kind=WorkKind.MOVE, name="elementwise", bytes=float(moved), launches=float(launches))
+
+
+def _tensors(args: Any) -> Iterator[str]:
+    """Yield the buffers among a kernel's arguments."""
+    if isinstance(args, Mapping):
+        if "tensor" in args:
+            yield args["tensor"]
+    elif isinstance(args, list | tuple):
+        for one in args:
+            yield from _tensors(one)
+
+
+def _overlapped_s(
+    work: Work,
+    forward: Kernel,
+    program: RunnableProgram | Draft,
+    product: KernelWork,
+    roofline: Roofline,
+    times: OverlapTimes,
+) -> float:
+    """Return the time of a kernel of the executor's that exchanges beside its product, or of its backward pass."""
+    backward = work.do is not forward
+    kind, mode, axes = forward.op.removeprefix(OVERLAPPED), forward.kwargs["mode"], tuple(forward.kwargs["axes"])
+    exchanged = forward.args[0]["tensor"] if kind == GATHER else _written_by(work, forward)
+    nbytes = float(buffer_bytes(program, exchanged) * times.mesh.size(axes))
+    if backward:
+        return times.backward_s(kind, mode, axes, nbytes, product, roofline, gradients=len(work.writes))
+    return times.forward_s(kind, mode, axes, nbytes, product, roofline)
+
+
+def _written_by(work: Work, forward: Kernel) -> str:
+    """Return the result of the kernel that `work` is, or is the backward of."""
+    return work.writes[0] if work.do is forward or not isinstance(work.do, Kernel) else str(work.do.args[0])
+
+
+def buffer_bytes(program: RunnableProgram | Draft, name: str) -> int:
+    """Return the bytes of a rank's piece in a buffer."""
+    buffer = program.buffers[name]
+    size = ELEMENT_BYTES[buffer.dtype]
+    for n in buffer.local:
+        size *= n
+    return size
