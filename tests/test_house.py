@@ -1,8 +1,10 @@
 """Rules of the house that no other tool checks."""
 
 import ast
+import functools
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import networkx as nx
@@ -76,3 +78,61 @@ def test_nothing_is_unpickled() -> None:
 
             assert "import pickle" not in text, path
             assert "shell=True" not in text, path
+
+
+SCRIPTS = sorted(path for folder in ("bench", "tools") for path in (ROOT / "tests" / folder).glob("*.py"))
+
+
+@functools.cache
+def names_of(module: str) -> frozenset[str] | None:
+    """Return the names that a module of ours defines or imports, its submodules too; None if there is no such module."""
+    place = ROOT.joinpath(*module.split("."))
+    path = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+    found = {one.stem for one in place.iterdir()} if place.is_dir() else set()
+    if not path.is_file():
+        return frozenset(found) if place.is_dir() else None
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {(name.asname or name.name).split(".")[0] for name in node.names}
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+    return frozenset(found)
+
+
+def imported(tree: ast.Module) -> Iterator[tuple[str, str, str]]:
+    """Yield (module, name in it, name here) of all imports of ours, at the top and in functions."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in (*PACKAGES, "tests"):
+            yield from ((node.module, name.name, name.asname or name.name) for name in node.names)
+
+
+def unknown_names(path: Path) -> Iterator[str]:
+    """Yield what a script imports of ours, or takes from a module of ours, that is not there."""
+    tree = ast.parse(path.read_text())
+    here = {}
+    for module, name, as_name in imported(tree):
+        here[as_name] = f"{module}.{name}"
+        if name not in (names_of(module) or ()):
+            yield f"{path.name}: {module}.{name}"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in here:
+            names = names_of(here[node.value.id])
+            if names is not None and node.attr not in names:
+                yield f"{path.name}: {here[node.value.id]}.{node.attr}"
+
+
+def test_scripts_name_what_exists() -> None:
+    """Scripts are run by hand, on machines of their own: that what they name exists is looked up here."""
+    assert [problem for path in SCRIPTS for problem in unknown_names(path)] == []
+
+
+def test_scripts_tell_how_they_are_called() -> None:
+    """What runs as a command reads its arguments with argparse, so that `--help` answers and does nothing else."""
+    texts = {path.name: path.read_text() for path in SCRIPTS if path.parent.name == "bench"}
+    commands = {name: text for name, text in texts.items() if "__main__" in text}
+
+    assert [
+        name for name, text in commands.items() if "ArgumentParser(" not in text and "checks.parser()" not in text
+    ] == []

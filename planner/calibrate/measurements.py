@@ -231,7 +231,7 @@ def messages(step: PlannedStep, cluster: Cluster) -> set[tuple[str, int, int]]:
     """
     plan = replace(step.plan, layers_per_stage=(), recompute_per_stage=())
     scenario = Scenario(
-        model=_shallow(step.model, 2 * plan.pp * plan.virtual_stages + 2),
+        model=shallow(step.model, 2 * plan.pp * plan.virtual_stages + 2),
         cluster=step.cluster or grow(cluster, plan.gpus),
         workload=replace(step.workload, global_batch_size=plan.data_parallel * plan.micro_batch_size * plan.pp),
         runtime=step.runtime,
@@ -250,13 +250,13 @@ def messages(step: PlannedStep, cluster: Cluster) -> set[tuple[str, int, int]]:
     return found
 
 
-def _shallow(model: Model, layers: int) -> Model:
-    """Return a network of the same layers, but few: with experts, one that is dense before one that has them."""
+def shallow(model: Model, layers: int) -> Model:
+    """Return a network of `layers` such layers; with experts, behind a dense one where the model has dense layers."""
+    fewer = replace(model, layers=layers, sliding_layers=min(model.windowed_layers, layers))
     if model.moe is None:
-        return replace(model, layers=layers, sliding_layers=min(model.sliding_layers, layers))
+        return fewer
     dense = min(model.moe.dense_layers, 1)
-    moe = replace(model.moe, dense_layers=dense, dense_layer_ids=())
-    return replace(model, layers=layers + dense, moe=moe, sliding_layers=min(model.sliding_layers, layers))
+    return replace(fewer, layers=layers + dense, moe=replace(model.moe, dense_layers=dense, dense_layer_ids=()))
 
 
 def without_known(

@@ -3,6 +3,7 @@
 Run as `python tests/bench/answers.py examples/answers.md` (two minutes on two cores). Answers are cut to the first screen.
 """
 
+import argparse
 import datetime as dt
 import json
 import os
@@ -212,4 +213,7 @@ def main(out: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    options = parser.parse_args()
+    main(options.out)

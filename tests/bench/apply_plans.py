@@ -5,8 +5,8 @@
     python3 tests/bench/apply_plans.py table OUT > table.md                      anywhere
     python3 tests/bench/apply_plans.py whole OUT --set h200x2-fresh --profile P --calibrate 100 --budget 260
 
-`whole` is what a user does on a new machine: updates, and one and two layers of the executor's own runtime, are measured
-there and take the place of those that another host's profile holds, every plan is predicted from that and written, then run.
+`whole` is what a user does on a new machine: operators, and few layers of the executor's own runtime, are measured there
+and take the place of those that another host's profile holds, every plan is predicted from that and written, then run.
 Hosts differ by 10 % a launch, and the machine that is lent changes.
 
 OUT holds a plan file and a run's directory for each plan (tests/bench/plan_sets.py); the plan file has the prediction,
@@ -25,24 +25,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from simulator.fitting import calibration_fit
-
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from executor.run.apply_many import Run, read_run, run_many  # noqa: E402 - the path comes first
+from executor.verify.plans import small_model, small_plan, small_workload  # noqa: E402
+from planner.calibrate.agenda import Wanted, agenda_for  # noqa: E402
 from planner.calibrate.calibrate_process import calibrate  # noqa: E402
-from planner.calibrate.calibration_request import runtime_request, typical_request  # noqa: E402
+from planner.calibrate.layer_runs import typical_steps  # noqa: E402
 from planner.question.plan_file import PlanFile, load_plan, plan_file, save_plan  # noqa: E402
 from planner.question.question import question_of  # noqa: E402
-from planner.runs.planned_run import PlannedRun, cuda_run, job_run  # noqa: E402
+from planner.runs.planned_run import PlannedRun, cpu_run, cuda_run, job_run  # noqa: E402
 from planner.runs.run_report import load_run  # noqa: E402
 from planner.runs.runs_store import plan_words  # noqa: E402
-from simulator.calibration.kernel_samples import UPDATES  # noqa: E402 - as above
-from simulator.config.model import Model  # noqa: E402
-from simulator.config.plan import Plan  # noqa: E402
 from simulator.config.runtime import Runtime  # noqa: E402
-from simulator.config.workload import Workload  # noqa: E402
+from simulator.fitting import calibration_fit  # noqa: E402
 from tests.bench.plan_sets import AXES, SETS, Asked, plans  # noqa: E402
 from topology import codec  # noqa: E402
 from topology.catalog.cluster_file import load_cluster  # noqa: E402
@@ -89,31 +86,32 @@ def predict(folder: Path, name: str, profile_path: str, top: int) -> None:
 
 
 def calibrated(folder: Path, options: argparse.Namespace) -> str:
-    """Measure this host's layers within the budget; return the path of the profile with those instead of another's."""
-    base = read_profile(options.profile)
-    here = probe_machine() if options.device == "cuda" else None
-    request = runtime_request("meshwright", gpus=SETS[options.set])
-    # Compiling takes longer than all other layers together: what there is no time for comes last.
-    layers = sorted(request.layers, key=lambda one: bool(one["runtime"]["compile"]))
-    updates = tuple(one for one in typical_request().operators if one["name"] in UPDATES)
+    """Measure this host within the budget; return the path of the profile with its layers instead of another host's."""
+    base, count = read_profile(options.profile), SETS[options.set]
+    rehearsal = options.device == "cpu"
+    agenda = agenda_for(
+        Wanted(steps=tuple(typical_steps("meshwright", count)), everything=True),
+        take_gpus(load_cluster("h200x4"), count),
+        None,
+        gpus=count,
+        budget_s=options.calibrate,
+        collectives=False,
+        stand_in=rehearsal,
+    )
     folder.mkdir(parents=True, exist_ok=True)
     found = calibrate(
-        replace(
-            request,
-            operators=updates if here is not None else (),
-            layers=tuple(layers) if here is not None else tuple(map(small_layer, layers[:6])),
-        ),
-        range(SETS[options.set]),
+        agenda.jobs(),
+        range(count),
         budget_s=options.calibrate,
         machine="the machine that runs the plans",
-        gpu=base.gpu if here is not None else "cpu",
+        gpu="cpu" if rehearsal else base.gpu,
         records=folder / "calibration.jsonl",
         command=f"apply_plans.py whole --set {options.set} --calibrate {options.calibrate:g}",
         device=options.device,
         allow_busy=True,
     )
     print(
-        f"{len(found.operators)} samples of updates, {len(found.layers)} of layers; missing: {'; '.join(found.missing) or 'nothing'}",
+        f"{len(found.operators)} samples of operators, {len(found.layers)} of layers; missing: {'; '.join(found.missing) or 'nothing'}",
         flush=True,
     )
     for sample in found.layers:
@@ -122,19 +120,9 @@ def calibrated(folder: Path, options: argparse.Namespace) -> str:
         print(f"{what}: {sample.step_s:.4f} s at {clock:.2f} GHz", flush=True)
     path = folder / "profile.json"
     # A rehearsal measures a processor, of which nothing goes into a GPU's profile.
-    whole = base if here is None else merge(replace(base, layers=()), found)
+    whole = base if rehearsal else merge(replace(base, layers=()), found)
     codec.write_text(path, codec.to_json(whole) + "\n")
     return str(path)
-
-
-def small_layer(one: dict[str, Any]) -> dict[str, Any]:
-    """Return a layer to be run on a CPU, for a rehearsal."""
-    from executor.verify.plans import small_model, small_workload
-
-    plan = codec.convert(one["plan"], Plan, where="request")
-    model = small_model(codec.convert(one["model"], Model, where="request"), plan)
-    workload = small_workload(plan, codec.convert(one["workload"], Workload, where="request"))
-    return {**one, "model": codec.to_builtins(model), "workload": codec.to_builtins(workload)}
 
 
 # --- on the machine -------------------------------------------------------------------------------------------------
@@ -176,9 +164,6 @@ def checked(content: PlanFile, here: Cluster) -> PlannedRun:
 
 def on_cpu(content: PlanFile) -> dict[str, Any]:
     """Return a small stand-in of a plan's run on gloo processes: a rehearsal, which measures nothing."""
-    from executor.verify.plans import small_model, small_plan, small_workload
-    from planner.runs.planned_run import cpu_run
-
     question = cpu_run(
         replace(
             content,
@@ -228,7 +213,7 @@ def run(folder: Path, options: argparse.Namespace) -> None:
     run_many(runs, options.budget, told)
 
 
-KEPT = (".json", ".jsonl", ".txt")
+ARCHIVED = (".json", ".jsonl", ".txt")
 
 
 def pack(folder: Path, archive: Path) -> None:
@@ -236,7 +221,7 @@ def pack(folder: Path, archive: Path) -> None:
     fresh = archive.with_suffix(".part")
     with tarfile.open(fresh, "w:gz", compresslevel=3) as tar:
         for path in sorted(folder.rglob("*")):
-            if path.is_file() and path.suffix in KEPT and "ranks" not in path.parts:
+            if path.is_file() and path.suffix in ARCHIVED and "ranks" not in path.parts:
                 tar.add(path, arcname=str(path.relative_to(folder)))
     fresh.replace(archive)
 
@@ -270,9 +255,9 @@ def table(folder: Path) -> None:
         step_errors.append(error)
         memory_errors.append(memory)
         types = document.get("verified_types")
-        narrow = "loss only" if types and not types["gradients_compared"] else ""
+        in_types = "loss only" if types and not types["gradients_compared"] else ""
         if types and types["gradients_compared"]:
-            narrow = f"{types['gradient']:.1e} ({types['allowed']:.1e})"
+            in_types = f"{types['gradient']:.1e} ({types['allowed']:.1e})"
         cells = (
             name,
             f"{interval['value']:.3f}",
@@ -285,7 +270,7 @@ def table(folder: Path) -> None:
             f"{reserved / 2**30:.1f}",
             f"{memory:+.1%}",
             f"{document['verified']['gradient']:.1e}",
-            narrow,
+            in_types,
             *clocks(document),
         )
         print("| " + " | ".join(cells) + " |")

@@ -7,9 +7,9 @@ a shorter budget would have measured. Cases are read and never fitted to.
 
 from __future__ import annotations
 
+import argparse
 import datetime as dt
 import json
-import sys
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
@@ -256,4 +256,9 @@ def main(out: Path, profile_path: str, files: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("profile")
+    parser.add_argument("cases", nargs="+")
+    options = parser.parse_args()
+    main(options.out, options.profile, options.cases)

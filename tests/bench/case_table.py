@@ -3,6 +3,7 @@
 Run as `python tests/bench/case_table.py OUT.md FILE...`; writes OUT.md and, with every row, OUT.json.
 """
 
+import argparse
 import datetime as dt
 import json
 import platform
@@ -100,4 +101,8 @@ def peer_lines(files: list[str], rows: list[dict]) -> list[str]:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("files", nargs="+")
+    options = parser.parse_args()
+    main(options.out, options.files)

@@ -8,6 +8,7 @@ times and the mean clock between steps by the processors' own counters (`executo
 
 from __future__ import annotations
 
+import argparse
 import gc
 import json
 import os
@@ -88,8 +89,8 @@ def update(device: torch.device, sizes: list[int], *, numbers: bool) -> dict[str
     return {"parameters": sum(sizes), "seconds": seconds, "picoseconds_per_parameter": seconds / sum(sizes) * 1e12}
 
 
-def main() -> None:
-    out, found = Path(sys.argv[1]), {}
+def main(out: Path) -> None:
+    found: dict[str, Any] = {}
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
@@ -129,4 +130,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    options = parser.parse_args()
+    main(options.out)

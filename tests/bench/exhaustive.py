@@ -8,6 +8,7 @@ until nothing helps, many times over: none may be below it.
 
 from __future__ import annotations
 
+import argparse
 import datetime as dt
 import itertools
 import random
@@ -173,4 +174,7 @@ def _moves(layers: list[int], modes: list[str], words: tuple[str, ...], stages: 
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    options = parser.parse_args()
+    main(options.out)

@@ -5,9 +5,9 @@ Takes minutes a format at 10,000. An internal error is listed with the line that
 
 from __future__ import annotations
 
+import argparse
 import platform
 import resource
-import sys
 import tempfile
 import time
 import traceback
@@ -101,4 +101,9 @@ def main(inputs: int, out: Path, names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:] or list(FORMATS))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("inputs", type=int)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("formats", nargs="*", default=list(FORMATS))
+    options = parser.parse_args()
+    main(options.inputs, options.out, options.formats)

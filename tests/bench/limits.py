@@ -6,6 +6,7 @@ them, start included. So that a loaded machine shows what an idle one does, the 
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import resource
@@ -111,4 +112,7 @@ def main(out: Path) -> None:
 
 if __name__ == "__main__":
     resource.setrlimit(resource.RLIMIT_AS, (16 * 2**30, 16 * 2**30))
-    main(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    options = parser.parse_args()
+    main(options.out)

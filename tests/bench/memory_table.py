@@ -7,10 +7,11 @@ Every measured row of examples/validation/fresh.jsonl, and of case files whose m
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,8 +40,7 @@ class Row:
     replay: float
 
 
-def main() -> None:
-    files = [Path(name) for name in sys.argv[1:]] or list(DEFAULT)
+def main(files: Sequence[Path]) -> None:
     rows = [*ledger(), *cases(files)]
     print(HEAD.format(files=", ".join(path.name for path in files)))
     print(
@@ -130,4 +130,7 @@ def line(label: str, rows: list[Row]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="*", type=Path, default=DEFAULT)
+    options = parser.parse_args()
+    main(options.files)

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from planner.calibrate.measurements import shallow
 from planner.question.question import question_of
 from planner.search.search import SearchOptions, suggest
 from simulator.config.hf_config import load_model
@@ -65,7 +66,7 @@ def shortened(name: str, layers: int | None) -> Model:
     """Return a model, at its widths, with fewer layers where that is asked for."""
     shipped, changes = RELATED.get(name, (name, {}))
     model = replace(load_model(shipped), name=name, **changes)
-    return model if layers is None else replace(model, name=f"{model.name}-{layers}-layers", layers=layers)
+    return model if layers is None else replace(shallow(model, layers), name=f"{model.name}-{layers}-layers")
 
 
 def llama1(plan: Plan, batch: int, *, compiled: bool = False) -> Asked:

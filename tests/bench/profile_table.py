@@ -4,8 +4,8 @@ Run as `python -m tests.bench.profile_table OUT.md CLUSTER PROFILE`. Two columns
 every fourth size of the profile known and the others predicted.
 """
 
+import argparse
 import datetime as dt
-import sys
 from collections import defaultdict
 from pathlib import Path
 
@@ -66,4 +66,9 @@ def main(out: Path, cluster_name: str, profile_path: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("cluster")
+    parser.add_argument("profile")
+    options = parser.parse_args()
+    main(options.out, options.cluster, options.profile)

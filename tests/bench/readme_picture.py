@@ -3,6 +3,7 @@
 Run as `python tests/bench/readme_picture.py examples/suggest.svg planner suggest --model llama3-70b ...`.
 """
 
+import argparse
 import io
 import subprocess
 import sys
@@ -24,4 +25,8 @@ def main(target: str, command: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("target", help="an SVG file")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="what to run")
+    options = parser.parse_args()
+    main(options.target, options.command)

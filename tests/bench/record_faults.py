@@ -8,6 +8,7 @@ its exit code, and which processes of the run were left.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -159,7 +160,7 @@ FAULTS: dict[str, tuple[str, Callable[[Path], subprocess.Popen[str]]]] = {
 }  # fmt: skip
 
 
-def main() -> None:
+def main(wanted: str) -> None:
     print(
         "# Faults, made for real and recorded\n\n"
         f"By `python3 tests/bench/record_faults.py` on {datetime.now(UTC).date()}, {platform.system()}, torch"
@@ -167,7 +168,6 @@ def main() -> None:
         " of that list are refused before anything starts (`tests/planner/test_apply.py`: another machine or fewer GPUs, 54)"
         " or found in what is read back (`tests/executor/test_measuring.py`: requested against took effect, 44).\n"
     )
-    wanted = sys.argv[1] if len(sys.argv) > 1 else ""
     for name, (what, make) in FAULTS.items():
         if wanted not in name:
             continue
@@ -185,4 +185,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("wanted", nargs="?", default="", help="only faults whose names have this in them")
+    options = parser.parse_args()
+    main(options.wanted)

@@ -9,6 +9,7 @@ closed form, and with those within its known error of its first ordered by the s
 
 from __future__ import annotations
 
+import argparse
 import datetime as dt
 import itertools
 import sys
@@ -171,4 +172,8 @@ def main(out: Path, files: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("files", nargs="+")
+    options = parser.parse_args()
+    main(options.out, options.files)

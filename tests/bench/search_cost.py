@@ -6,6 +6,7 @@ together, which is what a machine that does nothing else takes in wall time on o
 
 from __future__ import annotations
 
+import argparse
 import datetime as dt
 import json
 import os
@@ -93,4 +94,7 @@ def main(out: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    options = parser.parse_args()
+    main(options.out)

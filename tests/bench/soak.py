@@ -7,6 +7,7 @@ explorer is visited all the time (`visitor.py`), and its memory recorded.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import random
@@ -254,4 +255,8 @@ def write(
 
 
 if __name__ == "__main__":
-    main(float(sys.argv[1]), Path(sys.argv[2]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("minutes", type=float)
+    parser.add_argument("out", type=Path)
+    options = parser.parse_args()
+    main(options.minutes, options.out)

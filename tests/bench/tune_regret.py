@@ -10,6 +10,7 @@ them among these (examples/validation/intervals.md).
 
 from __future__ import annotations
 
+import argparse
 import datetime as dt
 import sys
 from pathlib import Path
@@ -87,4 +88,8 @@ def main(out: Path, files: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("files", nargs="+")
+    options = parser.parse_args()
+    main(options.out, options.files)

@@ -8,9 +8,9 @@ Needs `pip install 'meshwright[ui]' playwright pillow` and a Chromium of the sys
 
 from __future__ import annotations
 
+import argparse
 import io
 import shutil
-import sys
 import time
 from pathlib import Path
 
@@ -118,4 +118,8 @@ def picture(page: Page, width: int) -> bytes:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("names", nargs="*", help="only pictures whose names have one of these in them")
+    options = parser.parse_args()
+    main(options.out, options.names)

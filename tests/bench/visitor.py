@@ -8,10 +8,10 @@ visit: that of the first tenth of the visits and that of the last tenth tell whe
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import random
-import sys
 import time
 import urllib.request
 from contextlib import suppress
@@ -80,12 +80,16 @@ async def visits(address: str, seconds: float, out: Path) -> None:
         await asyncio.sleep(dice.uniform(0.0, 3.0))
 
 
-def main() -> None:
-    address, seconds, out = sys.argv[1], float(sys.argv[2]), Path(sys.argv[3])
+def main(address: str, seconds: float, out: Path) -> None:
     with urllib.request.urlopen(f"{address}/_stcore/health", timeout=5) as answer:  # noqa: S310 - the explorer's own address
         answer.read()
     asyncio.run(visits(address, seconds, out))
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("address")
+    parser.add_argument("seconds", type=float)
+    parser.add_argument("out", type=Path)
+    options = parser.parse_args()
+    main(options.address, options.seconds, options.out)

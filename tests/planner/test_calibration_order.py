@@ -1,5 +1,6 @@
 """What a calibration measures first: posteriors against Gaussian conditioning on samples, orders against brute force."""
 
+from dataclasses import replace
 from itertools import permutations
 
 import numpy as np
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from planner.calibrate.agenda import Wanted, agenda_for, made_of
 from planner.calibrate.calibration_request import Request
 from planner.calibrate.choose import Knowledge, Measurement, Targets, in_order, targets_between
-from planner.calibrate.measurements import PossibleMeasurements, job_of, messages, ops_of
+from planner.calibrate.measurements import PossibleMeasurements, job_of, messages, ops_of, shallow
 from planner.calibrate.planned_step import PlannedStep
 from planner.calibrate.terms import effects, terms_of
 from simulator.calibration.calibration import Calibration
@@ -184,3 +185,13 @@ def test_a_job_is_what_the_executor_takes() -> None:
 
     assert {job["kind"] for job in jobs} == {"layers", "operators", "collectives", "contention"}
     assert all(1 <= job["ranks"] <= 4 and job["seconds"] > 0 and job["items"] for job in jobs)
+
+
+def test_a_shallow_network_has_layers_of_both_windows() -> None:
+    """A config may name the layers that attend within a window one by one: a shallow network counts them."""
+    named = replace(load_model("mistral-7b"), layers=6, sliding_window=4096, sliding_layers=(0, 1, 2, 4))
+
+    few = shallow(named, 2)
+
+    assert (few.layers, few.windowed_layers) == (2, 2)
+    assert shallow(replace(named, sliding_window=0, sliding_layers=6), 2).windowed_layers == 0
