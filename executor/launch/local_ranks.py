@@ -51,6 +51,7 @@ ROOT = Path(__file__).resolve().parents[2]
 class Rendezvous:
     """The rendezvous of several nodes: how many there are, its endpoint (HOST:PORT) and its id.
 
+    `join_s` bounds how long an agent waits for the others, in seconds.
     `address` is this node's address for the others, needed where its host name does not resolve; the agent then cannot
     tell by itself whether it hosts the endpoint.
     """
@@ -59,6 +60,7 @@ class Rendezvous:
     endpoint: str
     run_id: str
     address: str = ""
+    join_s: float = 60.0
 
     @property
     def loopback(self) -> bool:
@@ -67,11 +69,12 @@ class Rendezvous:
 
     @property
     def address_arguments(self) -> list[str]:
+        limits = f"join_timeout={self.join_s:.0f},read_timeout={self.join_s:.0f}"
         if self.loopback:
-            return ["--local-addr=127.0.0.1"]
+            return ["--local-addr=127.0.0.1", f"--rdzv-conf={limits}"]
         if not self.address:
-            return []
-        return [f"--local-addr={self.address}", f"--rdzv-conf=is_host={int(self.address == self._host)}"]
+            return [f"--rdzv-conf={limits}"]
+        return [f"--local-addr={self.address}", f"--rdzv-conf=is_host={int(self.address == self._host)},{limits}"]
 
     @property
     def _host(self) -> str:

@@ -1,26 +1,29 @@
 """Runs over several nodes: each node has an agent, and the results of all agents are collected afterwards.
 
 The agents meet at an endpoint (torch's c10d rendezvous, hosted by the node of that name) and assign ranks. The run's
-directory is shared by all nodes; each agent writes there how its ranks ended.
+directory is shared by all nodes; each agent writes there that it began, and how its ranks ended. A shared file system
+may show a file late, or less of it than was written: what an agent saw of the records is in its result, and whoever
+collects waits for as much, for a bounded time.
 """
 
 from __future__ import annotations
 
-import os
-import socket
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from executor.launch.local_ranks import Failure, LaunchResult
+from executor.launch.local_ranks import Failure, LaunchResult, Rendezvous
 from topology import codec
 from topology.errors import BadInput
+
+LATE_S = 15.0  # for a shared file system to show what another node wrote
+POLL_S = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentResult:
-    """How one agent's ranks ended, and when (seconds since the epoch)."""
+    """How one agent's ranks ended, and when (seconds since the epoch). `records` are sizes of the ranks' files in bytes."""
 
     node: str
     ended_at: float
@@ -29,11 +32,16 @@ class AgentResult:
     seconds: float
     failure: Failure | None
     survivors: tuple[int, ...]
+    records: dict[str, int] = field(default_factory=dict)
 
 
-def write_agent_result(folder: Path, done: LaunchResult) -> None:
+def write_agent_start(folder: Path, node: str) -> None:
+    """Write that an agent began."""
+    codec.write_text(folder / "agents" / f"{node}.began", f"{time.time():.3f}\n")
+
+
+def write_agent_result(folder: Path, node: str, done: LaunchResult) -> None:
     """Write the result of this process's agent."""
-    node = f"{socket.gethostname()}-{os.getpid()}"
     result = AgentResult(
         node=node,
         ended_at=time.time(),
@@ -42,8 +50,20 @@ def write_agent_result(folder: Path, done: LaunchResult) -> None:
         seconds=done.seconds,
         failure=done.failure,
         survivors=done.survivors,
+        records=_sizes(folder),
     )
     codec.write_text(folder / "agents" / f"{node}.json", codec.to_json(result) + "\n")
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    return {path.name: path.stat().st_size for path in sorted((folder / "records").glob("rank*.jsonl"))}
+
+
+def wait_for_file(path: Path, patience_s: float) -> None:
+    """Wait until a file of another node is there, or the time is over."""
+    end = time.monotonic() + patience_s
+    while not path.is_file() and time.monotonic() < end:
+        time.sleep(POLL_S)
 
 
 def read_agent_results(folder: Path) -> list[AgentResult]:
@@ -53,27 +73,86 @@ def read_agent_results(folder: Path) -> list[AgentResult]:
     return sorted(results, key=lambda result: result.ended_at)
 
 
-def combine_agent_results(results: Sequence[AgentResult], count: int) -> LaunchResult:
+def name_rendezvous(done: LaunchResult, folder: Path, meeting: Rendezvous) -> LaunchResult:
+    """Return the result with the cause in words where the agents did not meet."""
+    began = sorted(path.stem for path in (folder / "agents").glob("*.began"))
+    if done.outcome != "failed":
+        return done
+    if "RendezvousTimeoutError" in done.stderr_tail:
+        what = (
+            f"{meeting.count} nodes did not meet at {meeting.endpoint} within {meeting.join_s:.0f} s:"
+            f" {len(began)} began ({', '.join(began[:8])})"
+        )
+    elif "RendezvousConnectionError" in done.stderr_tail:
+        what = f"{meeting.endpoint}, where {meeting.count} nodes were to meet, is not reached from this one"
+    else:
+        return done
+    return replace(done, failure=Failure(rank=None, exit_code=done.exit_code, signal=None, message=what))
+
+
+def combine_agent_results(folder: Path, count: int, patience_s: float = LATE_S) -> LaunchResult:
     """Return the result of a run of `count` nodes: that of the first agent that failed, else of success.
 
-    Raises BadInput when the result of an agent is missing: its node was lost, or is still running.
+    What is not there is waited for. A node that left no result after others have theirs was lost. Raises BadInput where
+    no agent has ended, or ranks still run.
     """
-    if len(results) < count:
+    end = time.monotonic() + patience_s
+    beats = _beats(folder)
+    while True:
+        results = read_agent_results(folder)
+        late = _late(folder, results)
+        if (len(results) >= count and not late) or time.monotonic() > end:
+            break
+        time.sleep(POLL_S)
+    if not results or (len(results) < count and _beats(folder) != beats):
         raise BadInput(
             f"{len(results)} of {count} agents have ended",
-            why="the others still run, or their nodes were lost",
+            why="the others still run" if results else "all still run, or none has begun",
             remedy="wait for the job to end; then collect again",
         )
-    # Agents that only lost their peers fail later than the agent whose rank failed.
-    failed = [result for result in results if result.outcome != "finished"]
-    named = [result for result in failed if result.failure is not None and result.failure.rank is not None]
-    first = (named or failed or list(results))[0]
+    first = _first(results)
+    outcome, failure = first.outcome, first.failure
+    if len(results) < count:
+        outcome = "failed"
+        failure = Failure(rank=None, exit_code=None, signal=None, message=_lost(folder, results, count))
+    elif late:
+        outcome, cause = "failed", f"the shared file system does not show all of {', '.join(late[:8])}"
+        failure = failure or Failure(rank=None, exit_code=None, signal=None, message=f"{cause}: collect again later")
     return LaunchResult(
-        outcome=first.outcome,
-        exit_code=first.exit_code,
+        outcome=outcome,
+        exit_code=first.exit_code if outcome == first.outcome else 1,
         seconds=max(result.seconds for result in results),
-        failure=first.failure,
+        failure=failure,
         stdout_tail="",
         stderr_tail="",
         survivors=tuple(pid for result in results for pid in result.survivors),
     )
+
+
+def _first(results: Sequence[AgentResult]) -> AgentResult:
+    """Return the agent that failed first; agents that only lost their peers fail later than the one whose rank failed."""
+    failed = [result for result in results if result.outcome != "finished"]
+    named = [result for result in failed if result.failure is not None and result.failure.rank is not None]
+    return (named or failed or list(results))[0]
+
+
+def _late(folder: Path, results: Sequence[AgentResult]) -> list[str]:
+    """Return the records of which less is seen here than an agent saw."""
+    here = _sizes(folder)
+    return sorted({name for one in results for name, size in one.records.items() if here.get(name, 0) < size})
+
+
+def _beats(folder: Path) -> dict[str, float]:
+    return {path.name: path.stat().st_mtime for path in (folder / "records").glob("rank*.beat")}
+
+
+def _lost(folder: Path, results: Sequence[AgentResult], count: int) -> str:
+    """Return in words which nodes are missing, and what their peers said."""
+    ended = {result.node for result in results}
+    lost = sorted(path.stem for path in (folder / "agents").glob("*.began") if path.stem not in ended)
+    began = len(ended) + len(lost)
+    what = [f"{', '.join(lost[:8])} began and left no result: the node was lost"] if lost else []
+    what += [f"{began} of {count} nodes began"] if began < count else []
+    failure = _first(results).failure
+    heard = f" (the others say: {failure.message[:200]})" if failure is not None and failure.message else ""
+    return "; ".join(what) + heard

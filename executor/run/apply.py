@@ -8,16 +8,14 @@ status. Never imports torch.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import os
-import platform
 import socket
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from statistics import mean, median
 from typing import Any
 
 from executor.gpu.faults import GpuFault
@@ -25,11 +23,20 @@ from executor.gpu.monitor import GpuMonitor, Sample, summarise
 from executor.launch.heartbeat import find_suspects, read_heartbeats
 from executor.launch.legal import check
 from executor.launch.local_ranks import LaunchResult, Rendezvous, command, launch
-from executor.launch.nodes import combine_agent_results, read_agent_results, write_agent_result
+from executor.launch.nodes import (
+    LATE_S,
+    combine_agent_results,
+    name_rendezvous,
+    wait_for_file,
+    write_agent_result,
+    write_agent_start,
+)
 from executor.launch.process_exit import interrupt_on_sigterm
-from executor.launch.records import median_and_spread, read_records
+from executor.launch.records import read_records
 from executor.launch.request import Request
+from executor.launch.versions import versions
 from executor.run.effects import operator_table, read_back
+from executor.run.step_summary import summarise_steps
 from simulator.config.plan import rank_grid
 from simulator.program.chrome_trace import from_kineto
 from simulator.program.trace import Trace
@@ -41,7 +48,6 @@ ENDING_S = 10.0  # of the budget, for ending ranks and writing the report
 GRACE_S = 4.0
 MODULE = "executor.run.worker"
 MAX_TRACE_BYTES = 256 * 2**20
-CLOCK_CHANGE = 0.1  # of the clocks of a run's steps: more than the power cap changes from step to step
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -55,13 +61,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--address", default="", help="this node's address, where its host name does not lead to it")
     parser.add_argument("--meeting", default="meshwright", help="the name of their meeting, the same on all")
     parser.add_argument("--collect", action="store_true", help="start nothing: report what several nodes have left")
+    parser.add_argument("--patience", type=float, default=LATE_S, help="seconds for files of other nodes to appear")
     options = parser.parse_args(argv)
     interrupt_on_sigterm()
     try:
+        if options.nodes > 1:
+            wait_for_file(Path(options.request), options.patience)
         request = codec.convert(codec.read_json(options.request), Request, where=options.request)
         check(request.plan, request.model, request.workload, request.runtime)
         if options.collect:
-            document = collect(request, options.request, options.out, options.nodes)
+            document = collect(request, options.request, options.out, options.nodes, options.patience)
         elif options.nodes > 1:
             meeting = Rendezvous(
                 count=options.nodes,
@@ -86,7 +95,7 @@ def run(
     """Launch the ranks, write `run.json` into `out` and return it. `watch` reads the GPUs meanwhile; default: where there are."""
     records = out / "records"
     records.mkdir(parents=True, exist_ok=True)
-    for stale in (*out.glob("agents/*.json"), *records.glob("rank*"), *records.glob("flight*")):
+    for stale in (*out.glob("agents/*.*"), *records.glob("rank*"), *records.glob("flight*")):
         stale.unlink()
     ending = min(ENDING_S, 0.3 * budget_s)
     arguments = worker_arguments(request_path, records, time.time() + budget_s - ending)
@@ -131,7 +140,10 @@ def run_node(request: Request, request_path: str, out: Path, budget_s: float, me
         raise BadPlan(f"{request.plan.gpus} ranks do not share out evenly over {meeting.count} nodes")
     records = out / "records"
     records.mkdir(parents=True, exist_ok=True)
+    node = f"{socket.gethostname()}-{os.getpid()}"
+    write_agent_start(out, node)
     ending = min(ENDING_S, 0.3 * budget_s)
+    meeting = replace(meeting, join_s=max(1.0, 0.5 * (budget_s - ending)))
     done = launch(
         MODULE,
         worker_arguments(request_path, records, time.time() + budget_s - ending),
@@ -139,18 +151,21 @@ def run_node(request: Request, request_path: str, out: Path, budget_s: float, me
         budget_s=max(1.0, budget_s - 0.5 * ending),
         grace_s=min(GRACE_S, 0.25 * ending),
         environment=environment(request, records, one_host=meeting.loopback),
-        directory=out / "logs" / f"{socket.gethostname()}-{os.getpid()}",
+        directory=out / "logs" / node,
         nodes=meeting,
     )
-    write_agent_result(out, done)
+    done = name_rendezvous(done, out, meeting)
+    write_agent_result(out, node, done)
     if done.outcome == "interrupted":
         return 130
+    if not done.ok:
+        print(f"error: {done.failure.message if done.failure else done.outcome}", file=sys.stderr)
     return 0 if done.ok else 1
 
 
-def collect(request: Request, request_path: str, out: Path, nodes: int) -> dict[str, Any]:
+def collect(request: Request, request_path: str, out: Path, nodes: int, patience_s: float = LATE_S) -> dict[str, Any]:
     """Write `run.json` from what the ranks of all nodes recorded, and return it."""
-    done = combine_agent_results(read_agent_results(out), nodes)
+    done = combine_agent_results(out, nodes, patience_s)
     document = report(request, done, out / "records", worker_arguments(request_path, out / "records", 0.0))
     write_report(document, out / "run.json")
     return document
@@ -297,16 +312,6 @@ def _is_ours(request: Request, fault: GpuFault) -> bool:
     return fault.gpu is None or "CUDA_VISIBLE_DEVICES" in os.environ or not request.gpus or fault.gpu in request.gpus
 
 
-def versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for package in ("meshwright", "torch", "triton", "nvidia-nccl-cu12", "nvidia-nccl-cu13"):
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
 def _first_record(by_rank: Sequence[Sequence[dict[str, Any]]], kind: str) -> dict[str, Any] | None:
     for records in by_rank:
         for entry in records:
@@ -368,81 +373,6 @@ def _wrong_numbers(by_rank: Sequence[Sequence[dict[str, Any]]]) -> str:
 
 def _last_record(records: Sequence[dict[str, Any]], kind: str) -> dict[str, Any]:
     return [entry for entry in records if entry["kind"] == kind][-1]
-
-
-def summarise_steps(request: Request, by_rank: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any]:
-    """Return step time, throughput and memory from the ranks' records; only steps that all ranks ran count.
-
-    The time of a step is that of its slowest rank. The spread is (90th - 10th percentile) / median.
-    """
-    steps = [[entry for entry in records if entry["kind"] == "step"] for records in by_rank]
-    count = min((len(taken) for taken in steps), default=0)
-    seconds = [max(taken[i]["seconds"] for taken in steps) for i in range(count)]
-    first = steps[0] if steps else []
-    on_device = [max(taken[i].get("device_seconds") or 0.0 for taken in steps) for i in range(count)]
-    memory = [_peak_memory(records) for records in by_rank]
-    answer: dict[str, Any] = {
-        "steps": count,
-        "steps_asked": request.steps,
-        "step_s": None,
-        "losses": [entry["loss"] for entry in first[:count]],
-        "gradient_norms": [entry["gradient_norm"] for entry in first[:count]],
-        "memory_by_rank": memory,
-        "source": "measured",
-    }
-    if not seconds:
-        return answer
-    mid, spread = median_and_spread(seconds)
-    gpus, tokens = request.plan.gpus, request.workload.tokens_per_step
-    flops = request.model.training_flops_per_token(request.workload.seq_len) * tokens
-    peak, clocks = request.peak_flops, _slowest_clocks(steps, count)
-    answer |= {
-        "step_s": {"median": median(seconds), "spread": spread, "all": seconds},
-        # By CUDA events around the step; None without a GPU.
-        "device_step_s": median(on_device) if all(on_device) else None,
-        # Mean over each step by the SMs' cycle counters, of the slowest rank; None without a GPU.
-        "sm_clock_hz": median(clocks) if clocks else None,
-        "sm_clock_change": _clock_change(clocks),
-        "tokens_per_s": tokens / mid,
-        "tokens_per_s_per_gpu": tokens / mid / gpus,
-        "tflops_per_gpu": flops / mid / gpus / 1e12,
-        "mfu": flops / mid / gpus / peak if peak else None,
-        "mfu_denominator": {"peak_flops": peak, "source": request.peak_flops_source or "none given for this device"},
-    }
-    return answer
-
-
-def _slowest_clocks(steps: Sequence[Sequence[dict[str, Any]]], count: int) -> list[float]:
-    """Return the lowest clock of all ranks in each step, in Hz, where all ranks know theirs."""
-    clocks = [[taken[i].get("sm_clock_hz") for taken in steps] for i in range(count)]
-    return [min(hz for hz in step if hz) for step in clocks if all(step)]
-
-
-def _clock_change(clocks: Sequence[float]) -> dict[str, float] | None:
-    """Return the medians before and after the step at which clocks changed most; None where by less than CLOCK_CHANGE.
-
-    A limit that is set or lifted in a run, or a GPU that heats up, makes two runs of one: its median is of neither.
-    """
-    count = len(clocks)
-    if count < 4:
-        return None
-    # The cut that leaves the least variance within the two parts, none of which is a single step.
-    at = max(range(2, count - 1), key=lambda i: i * (count - i) * (mean(clocks[:i]) - mean(clocks[i:])) ** 2)
-    before, after = median(clocks[:at]), median(clocks[at:])
-    return (
-        {"step": float(at), "before_hz": before, "after_hz": after} if abs(after / before - 1) > CLOCK_CHANGE else None
-    )
-
-
-def _peak_memory(records: Sequence[dict[str, Any]]) -> dict[str, int]:
-    """Return the largest value of each peak that a rank recorded during timed steps, or at all if it ran none."""
-    timed = [entry for entry in records if entry["kind"] == "step"] or list(records)
-    peaks: dict[str, int] = {}
-    for entry in timed:
-        for key, value in entry.items():
-            if key.startswith("peak_") or key == "retries":
-                peaks[key] = max(peaks.get(key, 0), value)
-    return peaks
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ from executor.parallel.meshes import collectives_entered, describe_mesh, meshes_
 from executor.parallel.model_facts import read_model_facts
 from executor.parallel.parallelize import Setup
 from executor.parallel.train_step import Trainer
+from executor.run.same_software import require_same_software
 from executor.run.titan_trainer import TitanTrainer
 from executor.verify.checks import check_numbers
 from topology import codec
@@ -95,6 +96,7 @@ def _run_in_group(
 ) -> None:
     began = time.perf_counter()
     dist.barrier()  # the first collective: a missing rank is found here, under the short timeout
+    require_same_software(device)
     recorder.write("versions", torch=torch.__version__, backend=dist.get_backend(), device=_device_name(device))
     if not _all_have_time(deadline, 0.0, device):
         recorder.write("out_of_time", steps=0)

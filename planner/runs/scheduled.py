@@ -166,11 +166,12 @@ def cancel_below(folder: Path) -> None:
             cancel(record.parent)
 
 
-def collected(job: LauncherJob, launcher: str) -> dict[str, Any] | None:
-    """Return the report of a run; where its nodes left records only, make it of them."""
+def collected(job: LauncherJob, launcher: str, *, over: bool = False) -> dict[str, Any] | None:
+    """Return the report of a run; where its nodes left records only, make it of them, all nodes' or those of a job that is over."""
     folder = job.directory
     ended_nodes = len([*folder.glob("agents/*.json")])
-    if not (folder / "run.json").is_file() and launcher == "trainjob" and 1 < job.nodes <= ended_nodes:
+    enough = ended_nodes >= (1 if over else job.nodes)
+    if not (folder / "run.json").is_file() and launcher == "trainjob" and job.nodes > 1 and enough:
         command = launchers.collect_command(job)
         with (folder / "collect.txt").open("wb") as log:
             child.run_module(command[2], command[3:], budget_s=COLLECT_S, output=log)
@@ -204,6 +205,8 @@ def follow(
         tell(f"{submission.said}: {found.word}")
         given_up = None if not found.over else given_up or now + late_s
         if given_up is not None and now >= given_up:
+            if (document := collected(job, submission.launcher, over=True)) is not None:
+                break
             raise PlannerError(
                 f"the job ended ({found.word}) and left no report",
                 why=_log(folder) or "it may have been cancelled before it started",

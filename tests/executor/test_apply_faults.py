@@ -256,7 +256,7 @@ def test_a_full_disk_ends_the_run_and_is_named(tmp_path) -> None:
 
 
 def test_what_is_no_number_is_a_wrong_number_and_not_a_crash(tmp_path) -> None:
-    assert exit_code_of("wrong_numbers_worker", request(steps=2), tmp_path) == WRONG_NUMBERS
+    assert end_of("wrong_numbers_worker", request(steps=2), tmp_path).exit_code == WRONG_NUMBERS
 
     found = report(request(steps=2), FAILED, tmp_path, [])
     assert (found["status"], found["exit_code"]) == ("wrong_numbers", 1)
@@ -266,7 +266,7 @@ def test_what_is_no_number_is_a_wrong_number_and_not_a_crash(tmp_path) -> None:
 
 def test_a_loss_that_is_no_number_ends_the_run_and_the_steps_before_are_kept(tmp_path) -> None:
     """One weight of one rank is enough, and every rank leaves with the same code."""
-    assert exit_code_of("not_a_number_worker", request(steps=50), tmp_path) == WRONG_NUMBERS
+    assert end_of("not_a_number_worker", request(steps=50), tmp_path).exit_code == WRONG_NUMBERS
 
     found = report(request(steps=50), FAILED, tmp_path, [])
     assert (found["status"], found["exit_code"], found["complete"]) == ("wrong_numbers", 1, False)
@@ -276,8 +276,16 @@ def test_a_loss_that_is_no_number_ends_the_run_and_the_steps_before_are_kept(tmp
     assert "status    wrong_numbers: the loss or the gradient of step 3" in "\n".join(lines(found, None))
 
 
+def test_nodes_of_two_versions_are_refused_before_anything_is_timed(tmp_path) -> None:
+    said = str(end_of("other_version_worker", request(), tmp_path))
+
+    assert "the nodes do not run the same software: meshwright 1.0.0 on" in said
+    assert "(rank 0), 9.9.9 on" in said
+    assert report(request(), FAILED, tmp_path, [])["measured"]["steps"] == 0
+
+
 def test_a_rank_that_lives_but_is_stuck_is_named_by_what_it_has_not_entered(tmp_path) -> None:
-    assert exit_code_of("stuck_worker", request(), tmp_path) != 0
+    end_of("stuck_worker", request(), tmp_path)
 
     found = report(request(), FAILED, tmp_path, [])
     assert found["status"] == "failed"
@@ -297,9 +305,9 @@ FAILED = LaunchResult(
 )
 
 
-def exit_code_of(worker: str, asked: Request, folder: Path) -> int:
-    """Run two ranks of a worker without an agent; return the code with which the first of them ended."""
+def end_of(worker: str, asked: Request, folder: Path) -> Exception:
+    """Run two ranks of a worker without an agent; return what torch says of the first that ended badly."""
     codec.write_text(folder / "request.json", codec.to_json(asked))
     with pytest.raises((ProcessExitedException, ProcessRaisedException)) as caught:
         run_module(f"tests.executor.workers.{worker}", [str(folder / "request.json"), str(folder)], ranks=2)
-    return getattr(caught.value, "exit_code", 1)
+    return caught.value

@@ -9,7 +9,8 @@ import pytest
 from executor.launch.local_ranks import Failure, LaunchResult
 from executor.launch.records import Recorder
 from executor.launch.request import Request
-from executor.run.apply import report, summarise_steps, write_report
+from executor.run.apply import report, write_report
+from executor.run.step_summary import summarise_steps
 from simulator.config.hf_config import load_model
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime

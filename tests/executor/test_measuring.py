@@ -7,8 +7,9 @@ import pytest
 
 from executor.gpu.monitor import GpuMonitor, summarise
 from executor.gpu.state import Nvml, read_states
-from executor.run.apply import report, summarise_steps
+from executor.run.apply import report
 from executor.run.effects import operator_table, read_back
+from executor.run.step_summary import summarise_steps
 from planner.runs.apply_report import lines
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime

@@ -13,7 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from executor.launch.local_ranks import Rendezvous
+from executor.run.apply import collect, run_node
 from tests.executor.test_apply_faults import left, pid_when, request
+from tests.waiting import wait_until
 from topology import codec
 
 pytest.importorskip("torch", reason="torch is not installed: plans cannot be run")
@@ -62,6 +65,40 @@ def test_a_node_whose_rank_is_killed_is_named_by_the_run(tmp_path) -> None:
     assert (report["status"], report["complete"]) == ("failed", False)
     assert (report["failure"]["rank"], report["failure"]["signal"]) == (1, "SIGKILL"), report["failure"]
     assert report["measured"]["steps"] >= 2
+    assert left(tmp_path) == []
+
+
+def test_a_node_that_is_lost_is_named_and_its_neighbour_ends(tmp_path) -> None:
+    """Its agent and all its processes are gone at once, as with a node that loses power."""
+    codec.write_text(tmp_path / "request.json", codec.to_json(request()))
+    endpoint = f"127.0.0.1:{free_port()}"
+    agents = [start(tmp_path, endpoint) for _ in range(2)]
+    pid_when(tmp_path, 1, "step 3")
+
+    agents[1].kill()
+
+    assert agents[0].wait(220) == 1
+    subprocess.run(command(tmp_path, "--collect", "--patience=1"), cwd=ROOT, check=False, timeout=120)
+    report = json.loads((tmp_path / "run.json").read_text())
+    assert (report["status"], report["exit_code"]) == ("failed", 1)
+    assert f"-{agents[1].pid} began and left no result: the node was lost" in report["failure"]["message"]
+    assert report["measured"]["steps"] >= 2
+    wait_until(lambda: left(tmp_path) == [], 30)
+
+
+def test_a_rendezvous_that_never_completes_ends_in_time_and_says_who_came(tmp_path, capsys) -> None:
+    codec.write_text(tmp_path / "request.json", codec.to_json(request()))
+    endpoint = f"127.0.0.1:{free_port()}"
+
+    code = run_node(
+        request(), str(tmp_path / "request.json"), tmp_path, 20.0, Rendezvous(count=2, endpoint=endpoint, run_id="m")
+    )
+
+    assert code == 1
+    assert f"2 nodes did not meet at {endpoint} within 7 s: 1 began" in capsys.readouterr().err
+    found = collect(request(), str(tmp_path / "request.json"), tmp_path, 2, patience_s=0.1)
+    assert (found["status"], found["exit_code"]) == ("failed", 1)
+    assert "1 of 2 nodes began" in found["failure"]["message"]
     assert left(tmp_path) == []
 
 

@@ -1,0 +1,43 @@
+"""Versions of what a result rests on, in this process. Only the standard library."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import re
+from contextlib import suppress
+from pathlib import Path
+
+PACKAGES = ("meshwright", "torch", "triton", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
+DRIVER = Path("/proc/driver/nvidia/version")
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that are installed."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
+
+
+def driver_version() -> str | None:
+    """Return the version of the loaded NVIDIA driver; None where there is none, or a container hides it."""
+    try:
+        text = DRIVER.read_text(errors="replace")[:4096]
+    except OSError:
+        return None
+    found = re.search(r"Kernel Module .*?(\d+(?:\.\d+)+)", text)
+    return found[1] if found else None
+
+
+def differences(by_node: dict[str, dict[str, str]]) -> list[str]:
+    """Return a line for each version that nodes do not share: `torch 2.11 on a, 2.10 on b, c`."""
+    lines = []
+    for name in sorted({name for found in by_node.values() for name in found}):
+        nodes: dict[str, list[str]] = {}
+        for node, found in by_node.items():
+            nodes.setdefault(found.get(name, "absent"), []).append(node)
+        if len(nodes) > 1:
+            lines.append(f"{name} " + ", ".join(f"{version} on {', '.join(on[:8])}" for version, on in nodes.items()))
+    return lines

@@ -1,0 +1,87 @@
+"""What the steps that ranks recorded come to: times, throughput, clocks and memory of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import mean, median
+from typing import Any
+
+from executor.launch.records import median_and_spread
+from executor.launch.request import Request
+
+CLOCK_CHANGE = 0.1  # of the clocks of a run's steps: more than the power cap changes from step to step
+
+
+def summarise_steps(request: Request, by_rank: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any]:
+    """Return step time, throughput and memory from the ranks' records; only steps that all ranks ran count.
+
+    The time of a step is that of its slowest rank. The spread is (90th - 10th percentile) / median.
+    """
+    steps = [[entry for entry in records if entry["kind"] == "step"] for records in by_rank]
+    count = min((len(taken) for taken in steps), default=0)
+    seconds = [max(taken[i]["seconds"] for taken in steps) for i in range(count)]
+    first = steps[0] if steps else []
+    on_device = [max(taken[i].get("device_seconds") or 0.0 for taken in steps) for i in range(count)]
+    memory = [_peak_memory(records) for records in by_rank]
+    answer: dict[str, Any] = {
+        "steps": count,
+        "steps_asked": request.steps,
+        "step_s": None,
+        "losses": [entry["loss"] for entry in first[:count]],
+        "gradient_norms": [entry["gradient_norm"] for entry in first[:count]],
+        "memory_by_rank": memory,
+        "source": "measured",
+    }
+    if not seconds:
+        return answer
+    mid, spread = median_and_spread(seconds)
+    gpus, tokens = request.plan.gpus, request.workload.tokens_per_step
+    flops = request.model.training_flops_per_token(request.workload.seq_len) * tokens
+    peak, clocks = request.peak_flops, _slowest_clocks(steps, count)
+    answer |= {
+        "step_s": {"median": median(seconds), "spread": spread, "all": seconds},
+        # By CUDA events around the step; None without a GPU.
+        "device_step_s": median(on_device) if all(on_device) else None,
+        # Mean over each step by the SMs' cycle counters, of the slowest rank; None without a GPU.
+        "sm_clock_hz": median(clocks) if clocks else None,
+        "sm_clock_change": _clock_change(clocks),
+        "tokens_per_s": tokens / mid,
+        "tokens_per_s_per_gpu": tokens / mid / gpus,
+        "tflops_per_gpu": flops / mid / gpus / 1e12,
+        "mfu": flops / mid / gpus / peak if peak else None,
+        "mfu_denominator": {"peak_flops": peak, "source": request.peak_flops_source or "none given for this device"},
+    }
+    return answer
+
+
+def _slowest_clocks(steps: Sequence[Sequence[dict[str, Any]]], count: int) -> list[float]:
+    """Return the lowest clock of all ranks in each step, in Hz, where all ranks know theirs."""
+    clocks = [[taken[i].get("sm_clock_hz") for taken in steps] for i in range(count)]
+    return [min(hz for hz in step if hz) for step in clocks if all(step)]
+
+
+def _clock_change(clocks: Sequence[float]) -> dict[str, float] | None:
+    """Return the medians before and after the step at which clocks changed most; None where by less than CLOCK_CHANGE.
+
+    A limit that is set or lifted in a run, or a GPU that heats up, makes two runs of one: its median is of neither.
+    """
+    count = len(clocks)
+    if count < 4:
+        return None
+    # The cut that leaves the least variance within the two parts, none of which is a single step.
+    at = max(range(2, count - 1), key=lambda i: i * (count - i) * (mean(clocks[:i]) - mean(clocks[i:])) ** 2)
+    before, after = median(clocks[:at]), median(clocks[at:])
+    return (
+        {"step": float(at), "before_hz": before, "after_hz": after} if abs(after / before - 1) > CLOCK_CHANGE else None
+    )
+
+
+def _peak_memory(records: Sequence[dict[str, Any]]) -> dict[str, int]:
+    """Return the largest value of each peak that a rank recorded during timed steps, or at all if it ran none."""
+    timed = [entry for entry in records if entry["kind"] == "step"] or list(records)
+    peaks: dict[str, int] = {}
+    for entry in timed:
+        for key, value in entry.items():
+            if key.startswith("peak_") or key == "retries":
+                peaks[key] = max(peaks.get(key, 0), value)
+    return peaks
