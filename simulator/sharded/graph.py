@@ -74,6 +74,8 @@ def _tensors(arguments: Any) -> Iterator[str]:
             if not isinstance(argument["tensor"], str):
                 raise TypeError("a tensor is named by a string")
             yield argument["tensor"]
+        elif isinstance(argument, dict):
+            yield from _tensors(argument.values())
         elif isinstance(argument, list | tuple):
             yield from _tensors(argument)
 

@@ -183,6 +183,10 @@ def _configs() -> list[Any]:
     return [_json(path) for path in sorted((ROOT / "simulator" / "models").glob("*.json")) if path.stem != "SOURCES"]
 
 
+def captured() -> Any:
+    return _json(EXAMPLES / "sharding" / "captured.json")
+
+
 FLAGS = [
     "16",
     "8,16,32",
@@ -313,9 +317,7 @@ FORMATS = {
     "profile": Format(inputs=json_inputs(profiles), read=_read_profile),
     "measurement": Format(inputs=json_inputs(measurements), read=_read_measurement),
     "config.json": Format(inputs=json_inputs(_configs), read=_read_config),
-    "captured": Format(
-        inputs=json_inputs(lambda: [_json(EXAMPLES / "sharding" / "captured.json")]), read=_read_captured
-    ),
+    "captured": Format(inputs=json_inputs(lambda: [captured()]), read=_read_captured),
     "sharding": Format(inputs=json_inputs(lambda: [_json(EXAMPLES / "sharding" / "layer.json")]), read=_read_sharding),
     "trace": Format(inputs=json_inputs(traces), read=_read_trace),
     "topo -m": Format(

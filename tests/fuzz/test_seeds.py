@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.fuzz.formats import FORMATS, clusters, measurements, plan_files, profiles, runs, wrong_numbers
+from tests.fuzz.formats import FORMATS, captured, clusters, measurements, plan_files, profiles, runs, wrong_numbers
 from tests.fuzz.serving import LEARNED, POINT, deployments
 from topology.errors import PlannerError
 
@@ -33,6 +33,13 @@ def absent(document: Any) -> Any:
     for link in copy["groups"][0]["node"]["links"]:
         link["state"] = "absent"
     return copy
+
+
+def within_arguments(document: Any) -> str:
+    """Return the text of a captured graph, the first argument of which is the list of all its operators."""
+    copy = deepcopy(document)
+    copy["graph"]["nodes"][0]["args"][0] = deepcopy(document["graph"]["nodes"])
+    return json.dumps(copy)
 
 
 def seeds() -> Iterator[tuple[str, str, str]]:
@@ -86,6 +93,8 @@ def seeds() -> Iterator[tuple[str, str, str]]:
     yield "nvidia-smi", "capabilities without rows", "$ nvidia-smi topo -p2p r\n \tGPU0\tGPU1\n\nLegend:\n"
     yield "topo -m", "a thousand columns", "\t" + "\t".join(f"GPU{n}" for n in range(1000)) + "\nGPU0\t X \n"
     yield "topo -m", "a name of 300 characters", MATRIX.replace("GPU0", "GPU" + "0" * 300)
+    yield "topo -m", "a NUMA node of 400 digits", MATRIX.replace("0-63\t0", "0-63\t1" + "0" * 400)
+    yield "captured", "an operator among the arguments", within_arguments(captured())
     yield "NCCL XML", "entities", '<!DOCTYPE x [<!ENTITY a "aa"><!ENTITY b "&a;&a;">]><system>&b;</system>'
     yield "case", "numbers of 400 digits", '{"plan": {"tp": 1' + "0" * 400 + "}}"
     yield "torchtitan command", "no option", "python -m torchtitan.train\n"

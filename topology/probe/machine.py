@@ -23,6 +23,7 @@ from topology.readers.smi_topo import TopoMatrix, nv_count
 from topology.readers.sysfs import SysfsSnapshot
 
 T = TypeVar("T", int, str)
+MOST_NUMA = 2**16  # nodes; NVML's own bound
 
 
 @dataclass(slots=True, kw_only=True)
@@ -195,7 +196,8 @@ def first_node(numa: str | None) -> int | None:
     """Return the lowest NUMA node of a column such as `0` or `0,3-9`; nodes of GPU memory have higher numbers."""
     if numa is None or not is_affinity(numa) or numa == "N/A":
         return None
-    return min(int(part.partition("-")[0]) for part in numa.strip(",").split(","))
+    lowest = min(int(part.partition("-")[0]) for part in numa.strip(",").split(","))
+    return lowest if lowest < MOST_NUMA else None
 
 
 def _from_nvlink(machine: Machine, report: NvlinkReport | None) -> None:
