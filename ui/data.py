@@ -364,16 +364,16 @@ def frame(asked: Inputs, *, choose: bool) -> bool:
     results()["answer"] = Answer(
         question=shown,
         result=found,
-        ranked=_choose(found) if choose else chosen(found, str(st.session_state.get("plan"))),
+        ranked=_choose(found) if choose else chosen(found, state.link().get("plan", "")),
     )
     return result is not None
 
 
 def _choose(result: SearchResult) -> RankedPlan:
     names = [plan_name(ranked.plan) for ranked in result.plans]
-    wanted = st.session_state.get("plan")
-    if wanted not in names:
-        st.session_state["plan"] = names[0]
+    # What nobody chose is the best plan of this answer, and not the one that was the best before plans were simulated.
+    wanted = state.link().get("plan")
+    st.session_state["plan"] = wanted if wanted in names else names[0]
     if wanted not in {None, *names}:
         about = f"{panels.plain(wanted)} is not among the plans listed for this question; the best is shown."
         st.caption(f":material/info: {about}")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from planner.explain.plan_fields import changed_fields
 from planner.explain.tables import share_text
 from planner.explain.waterfall import difference
 from planner.io.figures import last_digit_s, rate_text, seconds_text
@@ -67,33 +68,6 @@ def step_difference(first: Estimate, second: Estimate) -> StepDifference:
     return StepDifference(bars=bars, unit=f"{unit} per step", net=net)
 
 
-FIELD_WORDS = {
-    "dp_replicate": "data parallel (DP)",
-    "dp_shard": "sharded data parallel (FSDP)",
-    "tp": "tensor parallel (TP)",
-    "cp": "context parallel (CP)",
-    "pp": "pipeline parallel (PP)",
-    "ep": "expert parallel (EP)",
-    "tp_overlap": "TP overlap",
-    "cp_method": "context parallelism by",
-    "virtual_stages": "stages per rank",
-}
-
-
 def differing_rows(first: Plan, second: Plan) -> list[dict[str, str]]:
     """Return the fields in which two plans differ, in words."""
-
-    def text(value: object) -> str:
-        if value is None or value == ():
-            return "framework default"
-        return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
-
-    return [
-        {
-            "what": FIELD_WORDS.get(field.name, words(field.name)),
-            "first": text(getattr(first, field.name)),
-            "second": text(getattr(second, field.name)),
-        }
-        for field in fields(first)
-        if getattr(first, field.name) != getattr(second, field.name)
-    ]
+    return [{"what": what, "first": one, "second": other} for what, one, other in changed_fields(first, second)]

@@ -26,7 +26,7 @@ def dark() -> bool:
 
 def plain(text: object) -> str:
     """Return `text` escaped for Markdown: names come from files, which are not trusted."""
-    return re.sub(r"([\\`*_{}\[\]()<>#+!|~$:])", r"\\\1", str(text)).replace("\n", " ")
+    return re.sub(r"([\\`*_{}\[\]()<>#+!|~$:]|^-)", r"\\\1", str(text)).replace("\n", " ")
 
 
 def counted(number: int, noun: str) -> str:
@@ -94,6 +94,16 @@ def step_difference(found: StepDifference, about: str, *, key: str) -> None:
     chart(drawn, key=key, alt=f"{about}: {found.net} a step; the largest term is {largest['name']}, {largest['text']}")
 
 
+def side_by_side(rows: Sequence[Mapping[str, str]], first: str, second: str, *, alt: str) -> None:
+    """Show two things beside each other, under their headings: rows of what, first, second. Words wrap on a narrow screen."""
+    second = second if second != first else f"{second} (other)"
+    told = [
+        {" ": plain(row["what"]), plain(first): plain(row["first"]), plain(second): plain(row["second"])}
+        for row in rows
+    ]
+    st.table(told, hide_index=True, alt=alt)
+
+
 def plan_table(
     rows: Sequence[dict[str, Any]],
     columns: Mapping[str, Any],
@@ -105,8 +115,11 @@ def plan_table(
 ) -> None:
     """Show the rows of plans in `columns`, in their order, those of the plans `ticked` with a tick.
 
-    `on_pick` gets the rows that are ticked after a change.
+    `on_pick` gets the rows that are ticked after a change. The column of plans is as wide as they need, so that short
+    ones leave a phone room for what decides.
     """
+    longest = max((len(row["chips"]) for row in rows), default=0)
+    columns = {**columns, "chips": st.column_config.TextColumn("plan", width=min(230, 22 + 6 * longest))}
     wanted = [i for i, row in enumerate(rows) if row["plan"] in ticked]
     present = st.session_state.get(key, {}).get("selection", {}).get("rows", [])
     if sorted(present) != wanted:  # chosen elsewhere, or the rows are others than before

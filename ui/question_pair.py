@@ -67,12 +67,7 @@ def _beside(question: state.Inputs, result: SearchResult, other: state.Inputs, f
     first, second = result.plans[0], found.plans[0]
     faster = first.estimate.step_s.value / second.estimate.step_s.value
     st.markdown(f"**{panels.plain(sentence(faster, first, second))}**")
-    headings = {
-        "what": st.column_config.TextColumn(""),
-        "first": st.column_config.TextColumn(title(question), width="medium"),
-        "second": st.column_config.TextColumn(title(other), width="medium"),
-    }
-    st.dataframe(figure_rows(first, second), hide_index=True, width="stretch", column_config=headings)
+    panels.side_by_side(figure_rows(first, second), title(question), title(other), alt="The answers of both questions")
     panels.section("Time, term by term", "The other question's best plan minus this one's.")
     panels.step_difference(
         differences.step_difference(first.estimate, second.estimate),

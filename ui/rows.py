@@ -18,7 +18,7 @@ from planner.question.question import plannable
 from planner.search.scaling import network_bytes_per_s, nvlink_bytes_per_s
 from simulator.config.estimate import Fit
 from topology.cluster import LinkKind, Severity
-from ui.charts.look import GIB, rate, rate_range, seconds, words
+from ui.charts.look import GIB, rate, rate_range, seconds
 from ui.plan_words import plan_chips, plan_name, plan_settings
 
 if TYPE_CHECKING:
@@ -160,33 +160,6 @@ def merged_flips(result: SearchResult) -> list[tuple[str, list[str]]]:
             _, names = found.setdefault(flip_text(flip), (abs(log2(flip.at / flip.now)), []))
             names.append(f"#{runner.rank} {plan_chips(runner.plan)}")
     return [(text, names) for text, (_, names) in sorted(found.items(), key=lambda item: item[1][0])]
-
-
-RULE_WORDS = {
-    "memory": "does not fit into memory",
-    "global-batch": "batch cannot be divided over replicas",
-    "heads": "heads cannot be divided over TP",
-    "kv-heads": "key/value heads cannot be divided over TP",
-    "ulysses-heads": "heads cannot be divided over TP and CP",
-    "vocabulary": "vocabulary cannot be divided over TP",
-    "sequence": "sequence cannot be divided over CP and TP",
-    "layers": "more stages than layers",
-    "layers-even": "layers cannot be divided over stages",
-    "micro-batches": "too few micro batches for the pipeline",
-    "interleaved-micro-batches": "micro batches cannot be divided over stages",
-    "experts": "experts cannot be divided over EP",
-    "expert-grid": "EP does not divide the grid of ranks",
-    "shard-degree": "degree of sharding not supported",
-    "tensor-domain": "TP reaches beyond NVLink",
-    "schedule": "schedule not supported",
-    "tied-embeddings": "tied embeddings on different stages",
-    "zero-pipeline": "ZeRO stage not supported with a pipeline",
-}
-
-
-def rejected_words(rejected: Mapping[str, int]) -> dict[str, int]:
-    """Return the numbers of rejected candidates by reason in words."""
-    return {RULE_WORDS.get(rule, words(rule).replace("-", " ")): count for rule, count in rejected.items()}
 
 
 # --- the machine, the model --------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from planner.explain.plan_fields import changed_fields
 from planner.question.question import Question
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
@@ -13,7 +14,7 @@ from simulator.pipeline.schedules import default_schedule
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """A plan and the runtime it runs in; `what` says the change: `tp 8 -> 4, dp_shard 4 -> 8`."""
+    """A plan and the runtime it runs in; `what` says the change: `tensor parallel (TP) from 8 to 4`."""
 
     what: str
     plan: Plan
@@ -100,15 +101,6 @@ def _sharded_otherwise(plan: Plan, question: Question) -> Iterator[Plan]:
 
 
 def _named(before: Plan, after: Plan) -> str:
-    said = []
-    for name in Plan.__dataclass_fields__:
-        old, new = getattr(before, name), getattr(after, name)
-        if old != new and not (name == "sequence_parallel" and after.tp == 1):
-            said.append(f"{name} {_shown(old)} -> {_shown(new)}")
-    return ", ".join(said)
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    return "default" if value is None or value == () else str(value)
+    # Sequence parallelism goes with tensor parallelism: without the one, the other says nothing.
+    same = after.with_(sequence_parallel=before.sequence_parallel) if after.tp == 1 else after
+    return ", ".join(f"{what} from {old} to {new}" for what, old, new in changed_fields(before, same))

@@ -60,4 +60,4 @@ def metrics(test: AppTest) -> dict[str, str]:
 
 def table(test: AppTest, column: str):
     """Return the first table of a page that has such a column."""
-    return next(frame.value for frame in test.dataframe if column in frame.value)
+    return next(frame.value for frame in (*test.dataframe, *test.table) if column in frame.value)

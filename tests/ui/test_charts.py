@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 import pytest
 
@@ -142,6 +142,13 @@ def test_one_colour_for_one_idea_on_all_pages():
     assert drawn["backward"] == palette.TIME["compute"]
 
 
+def test_kinds_that_follow_each_other_in_a_lane_can_be_told_apart():
+    """As far as red, green and blue differ: 75 of the 441 between black and white."""
+    for first, second in combinations(("forward", "backward", "recompute", "copies", "other kernels", "optimizer"), 2):
+        parts = zip(*(bytes.fromhex(COLOURS[kind][1:]) for kind in (first, second)), strict=True)
+        assert sum((a - b) ** 2 for a, b in parts) ** 0.5 > 75, (first, second)
+
+
 def test_the_front_is_what_nothing_beats_in_both():
     assert [row["plan"] for row in plans.front(ROWS)] == ["a", "b"]
     for first, second in pairwise(plans.front(ROWS)):
@@ -164,7 +171,7 @@ def test_the_ranges_of_steps_are_drawn_and_what_may_not_fit_is_hollow():
 
 def test_a_logarithmic_bar_has_an_axis():
     spec = plans.counts({"memory": 6172, "kv-heads": 8}, dark=False).to_dict()
-    x = spec["layer"][0]["encoding"]["x"]
+    (x,) = (layer["encoding"]["x"] for layer in spec["layer"] if layer["mark"]["type"] == "bar")
 
     assert x["scale"]["type"] == "log"
     assert "logarithmic" in x["title"]

@@ -10,6 +10,7 @@ import pytest
 
 from tests.ui import needs  # noqa: F401 - skips where a package is missing
 from tests.ui.conftest import ROOT, metrics, said, table
+from ui import plan_words
 
 PAGES = ("home", "cluster", "model", "plans", "curves", "serving", "run", "detail", "compare", "measured", "exports")
 TABS = ("Memory", "Step", "Placement", "Timeline", "Sensitivity", "Edit")
@@ -118,6 +119,17 @@ def test_a_plan_that_is_not_listed_is_said(explorer):
     assert linked(test, "plan") == "tp64 mb1 none"
 
 
+def test_a_plan_that_nobody_chose_gives_way_to_the_best(explorer):
+    """The best plan by the closed form may not be the best once plans are simulated."""
+    test = explorer("detail", model="llama3.2-1b")
+    listed = test.session_state["_results"]["answer"].result.plans
+    test.session_state["plan"] = plan_words.plan_name(listed[2].plan)
+    test.run()
+
+    assert test.selectbox(key="plan").value == plan_words.plan_name(listed[0].plan)
+    assert "#1 · " in said(test)
+
+
 def test_choosing_another_plan_changes_the_detail(explorer):
     test = explorer("detail", model="llama3.2-1b")
     plans = test.selectbox(key="plan").options
@@ -151,12 +163,12 @@ def test_the_first_page_says_what_this_is_asks_and_answers(explorer):
 def test_two_ticked_plans_are_compared(explorer):
     test = explorer(model="llama3.2-1b")
     listed = table(test, "chips")
-    test.session_state["plan"], test.session_state["second"] = listed["plan"][1], listed["plan"][2]
+    test.session_state["second"] = listed["plan"][2]
+    test.query_params["plan"] = listed["plan"][1]
     test.run()
 
     assert "#2 beside #3" in said(test)
-    compared = table(test, "what")
-    assert list(compared["first"][:1]) != []
+    assert list(table(test, " ")) == [" ", r"\#2", r"\#3"]
     test.button(key="no_second").click().run()
     assert "#2 beside #3" not in said(test)
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from planner.pictures.palette import BAD, GREY, SPANS, TIME
+from planner.pictures.palette import BAD, BROWN, GREY, SPANS, TIME
 from ui.charts.look import FONT, ink_on, paper
 from ui.charts.timeline import KINDS, LANES, Timeline, bars
 
@@ -46,8 +46,8 @@ class Shown:
 
 
 def lighter(colour: str) -> str:
-    """Return a colour halfway to white, which tells the forward from the backward pass."""
-    return "#" + "".join(f"{(int(colour[i : i + 2], 16) + 255) // 2:02X}" for i in (1, 3, 5))
+    """Return a colour two thirds of the way to white, which tells the forward pass from the backward and from recomputation."""
+    return "#" + "".join(f"{(int(colour[i : i + 2], 16) + 2 * 255) // 3:02X}" for i in (1, 3, 5))
 
 
 COLOURS = {
@@ -55,7 +55,7 @@ COLOURS = {
     "backward": SPANS["compute"],
     "recompute": TIME["recompute"],
     "copies": SPANS["copy"],
-    "kernel": SPANS["compute"],
+    "other kernels": BROWN,
     "optimizer": TIME["optimizer"],
     "communication": SPANS["communication"],
     "wait": GREY,

@@ -286,18 +286,19 @@ class Timeline {
     for (const tick of ticks) stroke(pen, this.x(tick), AXIS, this.x(tick), this.strips.clientHeight);
   }
 
-  // A quantity over time: the mean of each pixel for rates, the highest value for what must not be exceeded.
+  // A quantity over time: the mean of each pixel for rates, the highest value for what must not be exceeded. Without a
+  // limit, the strip is as high as what is drawn: bursts shorter than a pixel have means far below their peaks.
   strip(one, top) {
     const pen = this.strips.getContext("2d");
     const { ink, quiet, rule, bad } = this.data.theme;
-    const most = Math.max(one.limit ?? 0, one.most) || 1;
+    const columns = Math.ceil(this.width);
+    const values = perPixel(one, this.window, columns);
+    const most = one.limit ? Math.max(one.limit, one.most) : values.reduce((a, b) => Math.max(a, b), 0) || 1;
     const y = (value) => top + STRIP - (value / (most * 1.04)) * STRIP;
     pen.strokeStyle = rule;
     stroke(pen, this.gutter, top + STRIP, this.gutter + this.width, top + STRIP);
-    const columns = Math.ceil(this.width);
-    const values = perPixel(one, this.window, columns);
     pen.fillStyle = one.colour;
-    pen.globalAlpha = 0.55;
+    pen.globalAlpha = 0.75;
     for (let column = 0; column < columns; column++) {
       const at = y(values[column]);
       pen.fillRect(this.gutter + column, at, 1, top + STRIP - at);
@@ -313,6 +314,7 @@ class Timeline {
     write(pen, this.shortened(one.label), 0, top + 10, this.gutter - 8);
     pen.fillStyle = quiet;
     write(pen, one.about, 0, top + 27, this.gutter - 8);
+    if (!one.limit) write(pen, `drawn to ${figure(most, 2)}`, 0, top + 43, this.gutter - 8);
   }
 
   // --- spans under the pointer ----------------------------------------------------------------------------------------

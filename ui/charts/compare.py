@@ -10,6 +10,8 @@ import altair as alt
 from planner.pictures.palette import GOOD, VERMILION
 from ui.charts.look import finished, paper
 
+LABEL_PX = 62  # of the words beside a bar
+
 
 def differences(rows: Sequence[dict[str, Any]], *, unit: str, dark: bool) -> alt.LayerChart:
     """Draw terms to the right of zero where the second plan has more, to the left where it has less.
@@ -17,10 +19,16 @@ def differences(rows: Sequence[dict[str, Any]], *, unit: str, dark: bool) -> alt
     Rows: name, delta, text.
     """
     p = paper(dark)
-    reach = max((abs(row["delta"]) for row in rows), default=1.0) * 1.35
+    # On a phone, too, there is room for the words beside the longest bar.
+    most = max((abs(row["delta"]) for row in rows), default=1.0)
+    reach = f"{most} * max(width, 130) / max(width - {2 * LABEL_PX}, 50)"
     base = alt.Chart(alt.Data(values=list(rows))).encode(
         y=alt.Y("name:N", sort=None, title=None, axis=alt.Axis(domain=False, ticks=False, labelLimit=240)),
-        x=alt.X("delta:Q", title=unit, scale=alt.Scale(domain=[-reach, reach], nice=False)),
+        x=alt.X(
+            "delta:Q",
+            title=unit,
+            scale=alt.Scale(domainMin=alt.ExprRef(f"-({reach})"), domainMax=alt.ExprRef(reach), nice=False),
+        ),
         tooltip=["name:N", alt.Tooltip("text:N", title="difference")],
     )
     more = alt.condition("datum.delta > 0", alt.value(VERMILION), alt.value(GOOD))

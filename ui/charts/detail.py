@@ -116,7 +116,7 @@ def waterfall(rows: Sequence[Mapping[str, Any]], *, last_s: float, dark: bool) -
 def _term_text(value_s: float, share: float, last_s: float) -> str:
     if abs(value_s) < last_s / 2:
         return f"under {seconds_text(last_s, last_s)}"
-    return f"{seconds_text(value_s, last_s)}  {share:.0%}"
+    return f"{seconds_text(value_s, last_s)}, {share:.0%}"
 
 
 def _in_order(values: Sequence[Mapping[str, Any]], key: str, order: Sequence[str]) -> list[str]:

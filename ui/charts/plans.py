@@ -7,7 +7,7 @@ from typing import Any
 
 import altair as alt
 
-from planner.pictures.palette import BAD, GOOD, GREEN, GREY, ORANGE, PURPLE, VERMILION
+from planner.pictures.palette import BAD, GOOD, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION
 from ui.charts.look import finished, paper, picked
 
 
@@ -112,10 +112,11 @@ def ranges(rows: Sequence[Mapping[str, Any]], *, chosen: Sequence[str], dark: bo
         title="step time, s",
         scale=alt.Scale(domain=[max(0.0, low - margin), high + margin], nice=False, zero=False),
     )
-    bars = base.mark_bar(height=9, cornerRadius=4, color=GOOD, opacity=0.3).encode(x=x, x2="high_s:Q")
-    marks = base.mark_point(size=90, strokeWidth=2, color=GOOD, filled=False).encode(
+    bars = base.mark_bar(height=9, cornerRadius=4, color=GOOD, opacity=0.5 if dark else 0.35).encode(x=x, x2="high_s:Q")
+    mark = SKY if dark else GOOD
+    marks = base.mark_point(size=90, strokeWidth=2, color=mark, filled=False).encode(
         x=alt.X("step_s:Q"),
-        fill=alt.condition("datum.sure", alt.value(GOOD), alt.value(p.page)),
+        fill=alt.condition("datum.sure", alt.value(mark), alt.value(p.page)),
         shape=alt.Shape(
             "sure to fit:N",
             title=None,
@@ -137,18 +138,22 @@ def counts(rows: Mapping[str, int], *, dark: bool) -> alt.LayerChart:
     top = max((value["count"] for value in values), default=1)
     ticks = [10**power for power in range(len(str(top)) + 1) if 10**power <= top * 2]
     base = alt.Chart(alt.Data(values=values)).encode(
-        y=alt.Y("rule:N", sort=None, title=None, axis=alt.Axis(labelLimit=260, domain=False, ticks=False)),
-        tooltip=["rule:N", alt.Tooltip("text:N", title="candidates")],
+        y=alt.Y("rule:N", sort=None, title=None, axis=None),
+        tooltip=[alt.Tooltip("rule:N", title="reason"), alt.Tooltip("text:N", title="candidates")],
     )
     x = alt.X(
         "count:Q",
         scale=alt.Scale(type="log", domain=[0.7, top * 3], nice=False),
-        title="candidates, on a logarithmic axis",
+        title="candidates (logarithmic)",
         axis=alt.Axis(values=ticks, format=","),
     )
-    bars = base.mark_bar(color=PURPLE, height=15, cornerRadiusEnd=3).encode(x=x, x2=alt.datum(0.7))
-    text = base.mark_text(align="left", dx=5, color=p.quiet, fontSize=12).encode(x=x, text="text:N")
-    return finished(alt.layer(bars, text).properties(height=alt.Step(26)), dark)
+    # Reasons stand above their bars: beside them, they would leave a phone no room for bars.
+    why = base.mark_text(align="left", baseline="bottom", dy=-2, color=p.ink, fontSize=12).encode(
+        x=alt.value(0), text="rule:N"
+    )
+    bars = base.mark_bar(color=PURPLE, height=12, yOffset=7, cornerRadiusEnd=3).encode(x=x, x2=alt.datum(0.7))
+    text = base.mark_text(align="left", dx=5, dy=7, color=p.quiet, fontSize=12).encode(x=x, text="text:N")
+    return finished(alt.layer(why, bars, text).properties(height=alt.Step(38)), dark)
 
 
 COLOURS = (GOOD, VERMILION, GREEN, PURPLE)

@@ -11,20 +11,28 @@ from planner.serving.shown.plan_text import words
 from planner.serving.shown.text import digits
 from ui.charts.look import finished, paper
 
+LABEL_PX = 90  # of the words beside a bar
+
 
 def parts(seconds: Mapping[str, float], *, dark: bool) -> alt.LayerChart:
     """Draw parts of a time as bars, the longest first, each with its milliseconds and share."""
     p = paper(dark)
     whole = sum(seconds.values()) or 1.0
     values = [
-        {"part": words(name), "ms": 1e3 * value, "text": f"{digits(1e3 * value)} ms  {value / whole:.0%}"}
+        {"part": words(name), "ms": 1e3 * value, "text": f"{digits(1e3 * value)} ms, {value / whole:.0%}"}
         for name, value in sorted(seconds.items(), key=lambda item: -item[1])
         if value >= 0.005 * whole
     ]
     top = max((float(row["ms"]) for row in values), default=1.0)
     base = alt.Chart(alt.Data(values=values)).encode(
         y=alt.Y("part:N", sort=None, title=None, axis=alt.Axis(domain=False, ticks=False, labelLimit=260)),
-        x=alt.X("ms:Q", title="ms", scale=alt.Scale(domain=[0, top * 1.3], nice=False)),
+        x=alt.X(
+            "ms:Q",
+            title="ms",
+            scale=alt.Scale(
+                domainMin=0, domainMax=alt.ExprRef(f"{top} * max(width, 130) / max(width - {LABEL_PX}, 40)"), nice=False
+            ),
+        ),
     )
     bars = base.mark_bar(color=BLUE, height=18, cornerRadiusEnd=3)
     text = base.mark_text(align="left", dx=6, fontSize=12, color=p.ink).encode(text="text:N")

@@ -18,7 +18,7 @@ from simulator.program import trace as tr
 LANES = ("compute", "communication", "host")
 MAX_BARS = 4000
 # Kinds of spans, named as the terms of a step in the palette, so that pages use the same colours.
-KINDS = ("forward", "backward", "recompute", "copies", "kernel", "optimizer", "communication", "wait", "host")
+KINDS = ("forward", "backward", "recompute", "copies", "other kernels", "optimizer", "communication", "wait", "host")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +107,7 @@ def _kind(category: str, name: str) -> str:
         return "recompute"
     if "backward" in name:
         return "backward"
-    return "forward" if "forward" in name else "kernel"
+    return "forward" if "forward" in name else "other kernels"
 
 
 def bars(

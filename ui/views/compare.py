@@ -47,22 +47,15 @@ def _plans(result: SearchResult, first: RankedPlan) -> None:
     }
     name = st.selectbox("Compare with", others, key="other", bind="query-params", format_func=titles.__getitem__)
     second = data.chosen(result, str(name))
-    headings = {
-        "what": st.column_config.TextColumn(""),
-        "first": st.column_config.TextColumn(f"#{first.rank}"),
-        "second": st.column_config.TextColumn(f"#{second.rank}"),
-    }
+    names = f"#{first.rank}", f"#{second.rank}"
     left, right = st.columns(2, gap="large")
     with left:
         panels.section("Results")
-        st.dataframe(differences.figure_rows(first, second), hide_index=True, width="stretch", column_config=headings)
+        panels.side_by_side(differences.figure_rows(first, second), *names, alt=f"Results of {' and '.join(names)}")
     with right:
         panels.section("What differs")
-        st.dataframe(
-            differences.differing_rows(first.plan, second.plan),
-            hide_index=True,
-            width="stretch",
-            column_config=headings,
+        panels.side_by_side(
+            differences.differing_rows(first.plan, second.plan), *names, alt=f"Settings of {' and '.join(names)}"
         )
     time = differences.step_difference(first.estimate, second.estimate)
     terms = difference(first.estimate, second.estimate)

@@ -20,14 +20,15 @@ from ui.question import state
 if TYPE_CHECKING:
     from planner.search.result import RankedPlan, SearchResult
 
+# The first four fit a phone; the last takes what room is left.
 _COLUMNS = {
-    "place": st.column_config.TextColumn("#", width=36, help="= : too close for the model to tell apart."),
-    "chips": st.column_config.TextColumn("plan", width=210),
-    "step": st.column_config.TextColumn("step", width=58),
+    "place": st.column_config.TextColumn("#", width=35, help="= : too close for the model to tell apart."),
+    "chips": st.column_config.TextColumn("plan"),
+    "step": st.column_config.TextColumn("step", width=56),
     "fits": st.column_config.TextColumn("fits", width=48, help="Whether it fits into memory, or how likely that is."),
     "memory": st.column_config.TextColumn("memory", width=70),
     "range": st.column_config.TextColumn("80 % range", width=105),
-    "policy": st.column_config.TextColumn("settings", width=260),
+    "policy": st.column_config.TextColumn("settings", width="large"),
 }
 
 
@@ -137,13 +138,9 @@ def _detail(question: state.Inputs, ranked: RankedPlan) -> None:
 
 def _comparison(first: RankedPlan, second: RankedPlan) -> None:
     panels.section(f"#{first.rank} beside #{second.rank}", "Only what differs.")
-    headings = {
-        "what": st.column_config.TextColumn(""),
-        "first": st.column_config.TextColumn(f"#{first.rank}"),
-        "second": st.column_config.TextColumn(f"#{second.rank}"),
-    }
     figures = differences.figure_rows(first, second) + differences.differing_rows(first.plan, second.plan)
-    st.dataframe(figures, hide_index=True, width="stretch", column_config=headings)
+    names = f"#{first.rank}", f"#{second.rank}"
+    panels.side_by_side(figures, *names, alt=f"{names[0]} beside {names[1]}")
     panels.step_difference(
         differences.step_difference(first.estimate, second.estimate),
         f"#{second.rank} beside #{first.rank}",

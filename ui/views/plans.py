@@ -14,6 +14,7 @@ from ui import data, panels, plan_words, rows
 from ui.charts import plans as charts
 from ui.charts.look import GIB
 from ui.question import state
+from ui.rule_words import rejected_words
 
 if TYPE_CHECKING:
     from planner.search.result import SearchResult
@@ -31,10 +32,10 @@ AXES = {
 
 # What decides comes first and fits a phone; the rest follows.
 _COLUMNS = {
-    "place": st.column_config.TextColumn("#", width=36),
-    "chips": st.column_config.TextColumn("plan", width=195),
+    "place": st.column_config.TextColumn("#", width=35),
+    "chips": st.column_config.TextColumn("plan"),
     "step": st.column_config.TextColumn(
-        "step", width=58, help="Simulated where the plan is among the best, else by the closed form."
+        "step", width=56, help="Simulated where the plan is among the best, else by the closed form."
     ),
     "fits": st.column_config.TextColumn("fits", width=48, help="Whether it fits into memory, or how likely that is."),
     "range": st.column_config.TextColumn("80 % range", width=105),
@@ -93,7 +94,7 @@ def show(question: state.Inputs) -> None:
             about = f"Step time against memory: {len(best_of_both)} of {len(shown)} plans are beaten in neither"
             panels.plan_chart(drawn, key="scatter", alt=about, chosen=(name,), on_pick=pick)
     panels.section("Rejected candidates", _left_out(result))
-    why = rows.rejected_words(result.rejected)
+    why = rejected_words(result.rejected)
     most = max(why, key=lambda word: why[word], default="")
     about = f"Rejected candidates by reason; most, {why[most]:,}: {most}" if most else "No candidate was rejected"
     panels.chart(charts.counts(why, dark=panels.dark()), key="rejected", alt=about)
@@ -177,7 +178,12 @@ def _filtered(table: list[dict[str, Any]], result: SearchResult) -> list[dict[st
     left, middle, right = st.columns([4, 3, 2], vertical_alignment="bottom", gap="large")
     used = [a for a in (*MESH_AXES, "ep") if any(int(getattr(r.plan, a)) > 1 for r in result.plans)]
     wanted = left.pills(
-        "Only plans that use", [AXES[a] for a in used], selection_mode="multi", key="uses", bind="query-params"
+        "Only plans that use",
+        [AXES[a] for a in used],
+        selection_mode="multi",
+        key="uses",
+        bind="query-params",
+        wrap=True,
     )
     top = float(round(result.plans[0].estimate.memory.capacity_bytes / GIB) + 1)
     most = middle.slider("At most, GiB", 1.0, top, top, key="most", bind="query-params", format="%.0f")

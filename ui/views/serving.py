@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from ui.background.work import ServingAnswers
 
 _COLUMNS = {
-    "place": st.column_config.TextColumn("#", width=40, help="= : too close for the model to tell apart."),
-    "deployment": st.column_config.TextColumn("deployment", width=130),
-    "first": st.column_config.TextColumn("first token, ms", width=105),
-    "token": st.column_config.TextColumn("further token, ms", width=125),
-    "rate": st.column_config.TextColumn("tokens/s a GPU", width=110),
+    "place": st.column_config.TextColumn("#", width=36, help="= : too close for the model to tell apart."),
+    "deployment": st.column_config.TextColumn("deployment", width=112),
+    "first": st.column_config.TextColumn("first token, ms", width=100),
+    "token": st.column_config.TextColumn("further token, ms", width=112),
+    "rate": st.column_config.TextColumn("tokens/s a GPU", width=103),
     "cache": st.column_config.NumberColumn("tokens in the cache", format="localized", width=110),
     "why": st.column_config.TextColumn("why not first", width=260),
 }
@@ -45,7 +45,7 @@ def show(about: state.Inputs) -> None:
     best = found.result.plans[0]
     asked = found.result.question
     st.markdown(f"#### {panels.plain(answer_sentence(asked, best.deployment, best.estimate, meets=best.meets))}")
-    left, right = st.columns(2, gap="large")
+    left, right = st.columns([11, 9], gap="large")
     with left:
         chosen = _table(found)
         _load(found)
