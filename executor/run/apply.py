@@ -36,6 +36,7 @@ from executor.launch.records import read_records
 from executor.launch.request import Request
 from executor.launch.versions import versions
 from executor.run.effects import operator_table, read_back
+from executor.run.slow_ranks import slow_ranks
 from executor.run.step_summary import summarise_steps
 from simulator.config.plan import rank_grid
 from simulator.program.chrome_trace import from_kineto
@@ -271,6 +272,7 @@ def report(
         "mesh": {"requested": rank_grid(request.plan).tolist(), "effective": mesh},
         "effects": codec.to_builtins(effects),
         "operators": operator_table(trace) if trace else [],
+        "slow_ranks": slow_ranks(request.plan, _read_traces(folder, ranks)) if request.device == "cuda" else [],
         "operator_samples": [entry["sample"] for entry in by_rank[0] if entry["kind"] == "operator"],
         "gpus": _gpu_states(request, by_rank[0], samples),
         "missing": _missing(by_rank),
@@ -294,6 +296,17 @@ def _read_trace(path: Path) -> Trace | None:
         return from_kineto(codec.parse_json(text, where=str(path)))
     except PlannerError:
         return None
+
+
+def _read_traces(folder: Path, ranks: int) -> dict[int, Trace]:
+    """Return the traces of all ranks by rank; none where they are too large together, or one is missing."""
+    paths = [folder / f"rank{rank}.trace.json" for rank in range(ranks)]
+    if ranks < 2 or not all(path.is_file() for path in paths):
+        return {}
+    if sum(path.stat().st_size for path in paths) > MAX_TRACE_BYTES:
+        return {}
+    found = {rank: _read_trace(path) for rank, path in enumerate(paths)}
+    return {rank: trace for rank, trace in found.items() if trace is not None}
 
 
 def _gpu_states(request: Request, records: Sequence[dict[str, Any]], samples: Sequence[Sample]) -> list[dict[str, Any]]:

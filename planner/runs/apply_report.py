@@ -54,6 +54,7 @@ def lines(document: Mapping[str, Any], comparison: Mapping[str, Any] | None) -> 
         if not e["ok"]
     ]
     text_lines += [f"missing   {what}" for what in document.get("missing") or ()]
+    text_lines += [f"slow      {line}" for line in document.get("slow_ranks") or ()]
     clock_hz = measured.get("sm_clock_hz")
     if clock_hz:
         text_lines.append(

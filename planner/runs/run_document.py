@@ -133,6 +133,7 @@ class _Report:
     gpus: tuple[_Gpu, ...] | None = None
     missing: tuple[str, ...] | None = None
     survivors: tuple[int, ...] | None = None
+    slow_ranks: tuple[str, ...] | None = None
     operator_samples: tuple[OperatorSample, ...] | None = None
 
 

@@ -9,6 +9,7 @@ from executor.gpu.monitor import GpuMonitor, summarise
 from executor.gpu.state import Nvml, read_states
 from executor.run.apply import report
 from executor.run.effects import operator_table, read_back
+from executor.run.slow_ranks import slow_ranks
 from executor.run.step_summary import summarise_steps
 from planner.runs.apply_report import lines
 from simulator.config.plan import Plan
@@ -116,6 +117,26 @@ def test_operators_are_listed_by_the_time_they_took_together() -> None:
         {"name": "b", "calls": 2, "seconds": 5, "median_s": 2.5},
         {"name": "a", "calls": 1, "seconds": 3, "median_s": 3},
     ]
+
+
+def ranks_trace(rank: int, compute_s: float, waiting_s: float) -> Trace:
+    kernel = Span(rank, "stream 7", "gemm", 0.0, compute_s, tr.COMPUTE)
+    wait = Span(rank, "stream 9", "ncclDevKernel", compute_s, compute_s + waiting_s, tr.COMMUNICATION)
+    return Trace(spans=(kernel, wait))
+
+
+@pytest.mark.parametrize(("slow_s", "cause"), [(0.9, "kernels took 1.29 times"), (0.7, "its host was late")])
+def test_a_slow_rank_is_named_by_who_waits_for_it(slow_s: float, cause: str) -> None:
+    """A rank whose kernels are slow computes longer; one whose host is late launches its collectives late."""
+    traces = {rank: ranks_trace(rank, 0.7, 0.3) for rank in range(4)} | {2: ranks_trace(2, slow_s, 0.1)}
+
+    (line,) = slow_ranks(Plan(dp_shard=4), traces)
+
+    assert line.startswith("rank 2 kept others waiting: 0.3 s")
+    assert cause in line
+    even = {rank: ranks_trace(rank, 0.7, 0.3 - 0.02 * rank) for rank in range(4)}
+    assert slow_ranks(Plan(dp_shard=4), even) == []
+    assert slow_ranks(Plan(pp=4), traces) == []  # stages do different work
 
 
 # --- clocks -----------------------------------------------------------------------------------------------------------
