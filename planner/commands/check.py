@@ -23,6 +23,7 @@ from topology import codec
 FILE = "torchtitan TOML or command, Megatron-LM command line or script, Megatron-Bridge recipe dump, DeepSpeed JSON, accelerate YAML, TrainingArguments JSON, vllm serve or SGLang command; - reads stdin."
 
 IN_THE_COMMAND = {"engine", "weights", "kv_cache", "max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization"}
+IN_THE_COMMAND |= {"eager", "no_custom_all_reduce"}
 # The command says itself with what it serves.
 LOAD_FLAGS = {name: kind for name, kind in QUESTION_FLAGS.items() if name not in IN_THE_COMMAND}
 

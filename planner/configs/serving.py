@@ -24,6 +24,7 @@ from planner.serving.search import TIE, ServingPlan, search_serving, value_of
 from planner.serving.stated import MOST, require_pool
 from planner.validate.serving_names import model_of, plain
 from simulator.config.hf_config import hub_name, load_model
+from simulator.config.stored_weights import of_name
 from simulator.serving.deployment import Deployment, Pool
 from simulator.serving.engine import engine_of
 from topology.errors import BadInput, BadModel, Infeasible, PlannerError
@@ -50,6 +51,18 @@ _WEIGHTS = {
 _UNITS = {"": 1, "k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20, "g": 10**9, "G": 2**30}
 _LONGER = {"vllm": "VLLM_ALLOW_LONG_MAX_MODEL_LEN", "sglang": "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"}
 _SHARES = {"gpu_memory_utilization", "mem_fraction_static"}
+# Settings that are costed or judged, and those that say where and as what a server answers.
+_READ = {
+    "model", "model_path", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "enable_expert_parallel",
+    "tp_size", "pp_size", "dp_size", "attn_dp_size", "ep_size", "enable_dp_attention", "max_num_seqs", "max_num_batched_tokens",
+    "gpu_memory_utilization", "max_running_requests", "chunked_prefill_size", "mem_fraction_static", "quantization",
+    "kv_cache_dtype", "max_model_len", "context_length", "enforce_eager", "disable_cuda_graph", "disable_custom_all_reduce",
+}  # fmt: skip
+_OF_THE_SERVER = {
+    "host", "port", "api_key", "served_model_name", "trust_remote_code", "tokenizer", "tokenizer_path", "download_dir", "seed",
+    "random_seed", "revision", "chat_template", "uvicorn_log_level", "log_level", "disable_log_requests", "tool_call_parser",
+    "enable_auto_tool_choice", "reasoning_parser",
+}  # fmt: skip
 MOST_TOKENS = 1 << 31
 LISTED = 3
 
@@ -115,6 +128,8 @@ def check_serving(
     except PlannerError as error:
         return CheckedServing(engine=engine, problems=(*problems, error.what), unknown=unknown, assumed=())
     limits = _limits(engine, settings)
+    if "weights" not in limits and (said := of_name(name)):
+        limits["weights"] = said
     asked = replace(
         flags,
         model=stated.model or model.name,
@@ -137,8 +152,12 @@ def check_serving(
         *_too_long(settings, question, found, positions=model.max_positions if same else 0),
     )
     assumed = tuple(line for line in found.assumed if not (line.startswith("weights") and "weights" in limits))
+    assumed = tuple(line for line in assumed if not line.startswith("a checkpoint with")) + _not_costed(
+        settings, limits
+    )
     if release and parse_release(release) != parse_release(VERSIONS[engine]):
         assumed += (f"flags and times are those of {engine} {VERSIONS[engine]}, features those of {release}",)
+    found = replace(found, assumed=assumed)
     base = CheckedServing(engine=engine, problems=problems, unknown=unknown, assumed=assumed, answer=found)
     if not search:
         return base
@@ -258,7 +277,18 @@ def _limits(engine: str, settings: Mapping[str, Any]) -> dict[str, Any]:
         found["weights"] = weights
     if str(settings.get("kv_cache_dtype", "")).startswith("fp8"):
         found["kv_cache"] = "float8"
+    if settings.get("enforce_eager") is True or settings.get("disable_cuda_graph") is True:
+        found["eager"] = True
+    if settings.get("disable_custom_all_reduce") is True:
+        found["no_custom_all_reduce"] = True
     return found
+
+
+def _not_costed(settings: Mapping[str, Any], limits: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return in words which settings change nothing of the prediction, though the engine takes them."""
+    read = _READ if "weights" in limits else _READ - {"quantization"}
+    names = sorted(f"--{name.replace('_', '-')}" for name in settings if name not in read | _OF_THE_SERVER)
+    return (f"nothing changed by {', '.join(names)}",) if names else ()
 
 
 def _number(value: object) -> float:

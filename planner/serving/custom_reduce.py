@@ -24,7 +24,9 @@ def nccl_because(question: ServingQuestion, pool: Pool) -> str:
         return ""
     node = question.cluster.gpus_per_node
     shape = GroupShape(ranks=pool.tp, ranks_per_node=min(pool.tp, node))
-    if pool.tp > node:
+    if not question.custom_all_reduce:
+        reason = "the engine is told so"
+    elif pool.tp > node:
         reason = f"{pool.tp} ranks are on several nodes"
     elif pool.tp not in WORLD_SIZES:
         reason = f"it is written for {', '.join(map(str, WORLD_SIZES))} ranks, not {pool.tp}"

@@ -31,6 +31,8 @@ class ServingQuestion:
     max_num_seqs: int = 0
     max_num_batched_tokens: int = 0
     memory_fraction: float = 0.0
+    eager: bool = False
+    custom_all_reduce: bool = True
     objective: str = "throughput"
     ttft_s: float = 0.0
     tpot_s: float = 0.0
@@ -55,5 +57,7 @@ class ServingQuestion:
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             memory_fraction=self.memory_fraction,
+            eager=self.eager,
+            custom_all_reduce=self.custom_all_reduce,
             measured=self.measured,
         )

@@ -10,8 +10,10 @@ from planner.serving.question import OBJECTIVES, ServingQuestion
 from planner.serving.releases import split_engine
 from planner.serving.trace_file import read_trace
 from simulator.config.hf_config import load_model
+from simulator.config.stored_weights import stored_weights
 from simulator.fitting.calibration_fit import same_gpu
 from simulator.serving.deployment import CACHE_BYTES, WEIGHT_BYTES
+from simulator.serving.engine import engine_of
 from simulator.serving.fit_steps import fit_serving
 from simulator.serving.measured import MeasuredServing
 from simulator.serving.traffic import Lengths, Request, Traffic
@@ -23,6 +25,7 @@ from topology.profile.store import current_samples
 MODEL, CLUSTER = "llama3-8b", "dgx-h100"
 PROMPT, ANSWER, CLIENTS_PER_GPU = 1024, 256, 8
 VARY = 0.2  # requests of one length would begin and end together, as no real ones do
+FROM_CHECKPOINT = ("float4", "int4", "mxfp4")  # formats that engines do not make of 16 bits while they load
 ARRIVALS = {"constant": 0.0, "poisson": 1.0}
 
 
@@ -55,6 +58,8 @@ class ServingFlags:
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     gpu_memory_utilization: float | None = None
+    eager: bool | None = None
+    no_custom_all_reduce: bool | None = None
     gpu_price: float | None = None
     separate: bool = False
     replicas: int | None = None
@@ -78,19 +83,25 @@ def serving_question(flags: ServingFlags) -> ServingQuestion:
     traffic = _traffic(flags, machine.gpu_count, assumed)
     engine, release = split_engine(flags.engine or "vllm")
     measured = measured_serving(flags, machine, engine, assumed)
-    formats = (("weights", flags.weights), ("KV cache", flags.kv_cache))
-    assumed += [f"{name} in bfloat16" for name, said in formats if said is None]
+    stored = stored_weights(flags.model or MODEL)
+    assumed += _formats_unsaid(flags, stored)
+    if flags.eager and not engine_of(engine).may_be_eager:
+        raise UserError(
+            f"--eager: {engine_of(engine).title} does not run so", remedy="leave it out, or use --engine vllm or sglang"
+        )
     return ServingQuestion(
         model=load_model(flags.model or MODEL),
         cluster=machine,
         traffic=traffic,
         engine=engine,
         release=release,
-        weights=number_format(flags.weights, "--weights", tuple(WEIGHT_BYTES), "bfloat16"),
+        weights=number_format(flags.weights, "--weights", tuple(WEIGHT_BYTES), stored or "bfloat16"),
         kv_cache=number_format(flags.kv_cache, "--kv-cache", tuple(CACHE_BYTES), "bfloat16"),
         max_num_seqs=flags.max_num_seqs or 0,
         max_num_batched_tokens=flags.max_num_batched_tokens or 0,
         memory_fraction=flags.gpu_memory_utilization or 0.0,
+        eager=bool(flags.eager),
+        custom_all_reduce=not flags.no_custom_all_reduce,
         objective=_objective(flags, assumed),
         ttft_s=flags.ttft or 0.0,
         tpot_s=flags.tpot or 0.0,
@@ -99,6 +110,16 @@ def serving_question(flags: ServingFlags) -> ServingQuestion:
         measured=measured,
         assumed=tuple(assumed),
     )
+
+
+def _formats_unsaid(flags: ServingFlags, stored: str) -> list[str]:
+    """Return what is assumed of formats, and which checkpoint a format needs that engines do not convert to."""
+    said = []
+    if flags.weights is None:
+        said.append(f"weights in {stored}, as the checkpoint has them" if stored else "weights in bfloat16")
+    elif flags.weights in FROM_CHECKPOINT and flags.weights != stored:
+        said.append(f"a checkpoint with weights in {flags.weights}, whose name takes the place of the command's")
+    return said + (["KV cache in bfloat16"] if flags.kv_cache is None else [])
 
 
 def measured_serving(flags: ServingFlags, cluster: Cluster, engine: str, notes: list[str]) -> MeasuredServing | None:

@@ -62,7 +62,8 @@ class Deployment:
     """A serving plan. Where `prefill` is given, prompts are read there and `pool` writes the answers.
 
     `max_num_seqs` and `max_num_batched_tokens` are limits of one scheduler: requests that run, and tokens of one step.
-    0 leaves them to the engine's defaults. `measured` is what a profile says of the engine on these GPUs.
+    0 leaves them to the engine's defaults. `eager` engines capture no CUDA graph; without `custom_all_reduce` all sums over
+    ranks are NCCL's. `measured` is what a profile says of the engine on these GPUs.
     """
 
     engine: str = "vllm"
@@ -74,6 +75,8 @@ class Deployment:
     max_num_batched_tokens: int = 0
     memory_fraction: float = 0.0
     max_model_len: int = 0
+    eager: bool = False
+    custom_all_reduce: bool = True
     measured: MeasuredServing | None = None
 
     @property

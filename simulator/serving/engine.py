@@ -36,10 +36,16 @@ class Engine:
     host_exposed_s: float
     host_request_s: float
     host_launch_s: float
+    host_eager_launch_s: float
     spread_ttft: float
     spread_tpot: float
     spread_throughput: float
     sources: dict[str, str]
+
+    @property
+    def may_be_eager(self) -> bool:
+        """Whether its decode steps can run without a captured graph."""
+        return self.host_eager_launch_s > 0
 
     @property
     def program(self) -> str:

@@ -65,7 +65,7 @@ class ForwardPass:
     _sum_ratios: tuple[Ratio, ...] = ()  # measured over priced all-reduces
 
     def __post_init__(self) -> None:
-        self.engine = engine_of(self.deployment.engine)
+        self.engine = _as_started(self.deployment)
         gpu = self.cluster.slowest_kind
         self.kernels = Kernels(
             gpu=gpu,
@@ -307,7 +307,8 @@ class ForwardPass:
     def _all_reduce(self, nbytes: Floats, ranks: int) -> Floats:
         if ranks == 1:
             return np.zeros_like(nbytes)
-        algorithms = [None if name == "nccl" else name for name in self.engine.all_reduce]
+        known = self.engine.all_reduce if self.deployment.custom_all_reduce else ("nccl",)
+        algorithms = [None if name == "nccl" else name for name in known]
         shape = self._shape(ranks)
         times = [self._collectives.time_s("all_reduce", nbytes, shape, algorithm=name) for name in algorithms]
         return np.asarray(np.min(times, axis=0))
@@ -321,6 +322,12 @@ class ForwardPass:
         nbytes = np.array([2.0 * sequences * self.model.hidden])
         ratio = float(scaled(self._sum_ratios, np.array([float(sequences)]))[0])
         return self.reductions() * ratio * float(self._all_reduce(nbytes, self.pool.tp)[0])
+
+
+def _as_started(deployment: Deployment) -> Engine:
+    """Return the deployment's engine; one that runs eagerly replays no step, and launches each kernel from Python."""
+    engine = engine_of(deployment.engine)
+    return replace(engine, graph_batch=0, host_launch_s=engine.host_eager_launch_s) if deployment.eager else engine
 
 
 def token_grid(most: int) -> Floats:

@@ -79,11 +79,12 @@ def cache_capacity(model: Model, cluster: Cluster, deployment: Deployment, pool:
         "activations": activation_bytes(model, deployment, pool),
         "context": OUTSIDE_BYTES,
     }
+    graphs = 0.0 if deployment.eager else GRAPHS_BYTES
     if engine.fraction_of_free:
-        room = (total - sum(parts.values()) - GRAPHS_BYTES) * fraction
+        room = (total - sum(parts.values()) - graphs) * fraction
     else:
         room = total * fraction - sum(parts.values())
-    parts["graphs"] = GRAPHS_BYTES
+    parts["graphs"] = graphs
     per_token = cache_bytes_per_token(model, pool, deployment.kv_cache)
     blocks = max(0, int(room / (per_token * engine.block_tokens)))
     tokens = blocks * engine.block_tokens * pool.dp_attention

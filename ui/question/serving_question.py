@@ -48,7 +48,7 @@ class ServingInputs:
             concurrency=self.clients,
             request_rate=self.rate,
             engine=self.engine,
-            weights=self.weights,
+            weights=None if self.weights == state.AS_STORED else self.weights,
             kv_cache=self.cache,
             objective=self.aim,
             ttft=None if self.ttft is None else self.ttft / 1e3,
@@ -70,7 +70,7 @@ class ServingInputs:
             "--concurrency": self.clients,
             "--request-rate": self.rate,
             "--engine": self.engine,
-            "--weights": self.weights,
+            "--weights": flags.weights,
             "--kv-cache": self.cache,
             "--objective": self.aim,
             "--ttft": flags.ttft,
@@ -98,7 +98,9 @@ def ask(about: state.Inputs) -> ServingInputs:
     with second[0]:
         engine = state.choice("Engine", list(engines()), "engine", "Its scheduler, its limits, its host time.")
     with second[1]:
-        weights = state.choice("Weights", list(WEIGHT_BYTES), "weights", "The format they are stored in.")
+        weights = state.choice(
+            "Weights", [state.AS_STORED, *WEIGHT_BYTES], "weights", "Their format; as stored: the checkpoint's."
+        )
     with second[2]:
         cache = state.choice("KV cache", list(CACHE_BYTES), "cache", "The format of keys and values.")
     with second[3]:

@@ -28,6 +28,7 @@ from ui.question import uploads
 OBJECTIVES = ("time", "memory", "pareto")
 LISTED = 10  # plans in a result: enough for a scatter plot, few enough to read
 FROM_FILE = "as in the file"
+AS_STORED = "as stored"  # weights in the format of the checkpoint
 MAX_GPUS = 1 << 17  # more than the largest machines have
 MAX_SEQ = 1 << 22
 MAX_BATCH = 1 << 24
@@ -155,7 +156,7 @@ FIELDS = {
     "clients": Field(label="number of clients", default=None, read=_count(MAX_CLIENTS)),
     "rate": Field(label="rate of requests", default=None, read=_count(MAX_CLIENTS)),
     "engine": Field(label="engine", default="vllm", read=_among(lambda: list(engines()))),
-    "weights": Field(label="format of weights", default="bfloat16", read=_among(lambda: list(WEIGHT_BYTES))),
+    "weights": Field(label="format of weights", default=AS_STORED, read=_among(lambda: [AS_STORED, *WEIGHT_BYTES])),
     "cache": Field(label="format of the cache", default="bfloat16", read=_among(lambda: list(CACHE_BYTES))),
     "aim": Field(label="serving objective", default="throughput", read=_among(lambda: list(SERVING_OBJECTIVES))),
     "ttft": Field(label="target of the first token", default=None, read=_count(MAX_TARGET_MS)),

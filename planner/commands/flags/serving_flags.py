@@ -66,6 +66,10 @@ QUESTION_FLAGS: dict[str, Any] = {
         float | None, _flag("--gpu-memory-utilization", "Share of a GPU's memory to use.", least=0.01, most=1)
     ],
 }
+QUESTION_FLAGS |= {
+    "eager": Annotated[bool | None, _flag("--eager", "The engine captures no CUDA graph and compiles nothing.")],
+    "no_custom_all_reduce": Annotated[bool | None, _flag("--no-custom-all-reduce", "Sums over GPUs are NCCL's.")],
+}
 SEPARATE = Annotated[bool, _flag("--separate", "Read prompts and write answers on GPUs of their own, too.")]
 DEPLOYMENT_FLAGS: dict[str, Any] = {
     "replicas": Annotated[int | None, _flag("--replicas", "Engines; default: as many as the GPUs hold.", least=1)],

@@ -40,6 +40,8 @@ def _vllm(deployment: Deployment, pool: Pool, model: str, longest: int, port: in
     words += ["--max-num-seqs", str(deployment.max_num_seqs or engine.max_num_seqs)]
     words += ["--max-num-batched-tokens", str(deployment.max_num_batched_tokens or engine.max_num_batched_tokens)]
     words += ["--gpu-memory-utilization", f"{deployment.memory_fraction or engine.memory_fraction:g}"]
+    words += ["--enforce-eager"] if deployment.eager else []
+    words += [] if deployment.custom_all_reduce else ["--disable-custom-all-reduce"]
     if deployment.weights == "float8":
         words += ["--quantization", "fp8"]
     return words + (["--kv-cache-dtype", "fp8"] if deployment.kv_cache == "float8" else [])
@@ -57,6 +59,8 @@ def _sglang(deployment: Deployment, pool: Pool, model: str, longest: int, port: 
     words += ["--max-running-requests", str(deployment.max_num_seqs or engine.max_num_seqs)]
     words += ["--chunked-prefill-size", str(deployment.max_num_batched_tokens or engine.max_num_batched_tokens)]
     words += ["--mem-fraction-static", f"{deployment.memory_fraction or engine.memory_fraction:g}"]
+    words += ["--disable-cuda-graph"] if deployment.eager else []
+    words += [] if deployment.custom_all_reduce else ["--disable-custom-all-reduce"]
     if deployment.weights == "float8":
         words += ["--quantization", "fp8"]
     return words + (["--kv-cache-dtype", "fp8_e4m3"] if deployment.kv_cache == "float8" else [])
@@ -64,6 +68,12 @@ def _sglang(deployment: Deployment, pool: Pool, model: str, longest: int, port: 
 
 def _trtllm(deployment: Deployment, pool: Pool, model: str, longest: int, port: int) -> list[str]:
     engine = engine_of("trtllm")
+    if deployment.eager or not deployment.custom_all_reduce:
+        raise Infeasible(
+            "trtllm-serve is told of graphs and of its all-reduce in a YAML file only",
+            why="the command line has no flags for them",
+            remedy="leave out --eager and --no-custom-all-reduce, or write them into its --extra_llm_api_options",
+        )
     if pool.dp_attention > 1:
         raise Infeasible(
             "trtllm-serve takes attention with its own requests from a YAML file only",

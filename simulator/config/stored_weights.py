@@ -1,0 +1,69 @@
+"""In which format a checkpoint holds its weights, where that is not 16 bits: as its configuration or its name says."""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from topology.codec import read_json
+from topology.errors import BadInput
+
+# Words of names on the Hub, the first that is found. Source: the quantised checkpoints of NVIDIA, Red Hat AI and Qwen.
+_WORDS = (("mxfp4", "mxfp4"), ("fp4", "float4"), ("awq|gptq|int4|w4a16", "int4"), ("fp8|w8a8-float", "float8"))
+# `quant_method` of transformers' quantization_config; those of several widths say theirs in `bits` or `config_groups`.
+_METHODS = {"fp8": "float8", "fbgemm_fp8": "float8", "mxfp4": "mxfp4", "awq": "int4", "gptq": "int4"}
+_ALGORITHMS = {"FP8": "float8", "NVFP4": "float4"}  # `quant_algo` of modelopt
+
+
+def stored_weights(source: str) -> str:
+    """Return the format of the checkpoint of a model, given as `load_model` takes it; empty for 16 bits or unknown."""
+    path = Path(source)
+    try:
+        path = path / "config.json" if path.is_dir() else path
+        is_file = path.is_file()
+    except (OSError, ValueError):
+        return ""
+    if is_file:
+        try:
+            return of_config(read_json(path))
+        except BadInput:
+            return ""
+    return _published().get(source.strip().casefold(), "") or of_name(source)
+
+
+def of_name(name: str) -> str:
+    """Return the format that the name of a checkpoint says, or nothing."""
+    last = name.rsplit("/", 1)[-1].lower()
+    return next((format_ for words, format_ in _WORDS if re.search(rf"(?<![a-z0-9])n?v?({words})\b", last)), "")
+
+
+def of_config(config: Any) -> str:
+    """Return the format that a config.json's `quantization_config` says, or nothing."""
+    said = config.get("quantization_config") if isinstance(config, dict) else None
+    if not isinstance(said, dict):
+        return ""
+    method = str(said.get("quant_method", "")).lower()
+    if method in {"awq", "gptq"} and said.get("bits", 4) != 4:
+        return ""
+    if method == "compressed-tensors":
+        groups = said.get("config_groups")
+        parts = [group.get("weights") for group in groups.values()] if isinstance(groups, dict) else []
+        kinds = {(part.get("type"), part.get("num_bits")) for part in parts if isinstance(part, dict)}
+        known = {("float", 8): "float8", ("float", 4): "float4", ("int", 4): "int4"}
+        return known.get(next(iter(kinds)), "") if len(kinds) == 1 else ""
+    return _METHODS.get(method, "") or _ALGORITHMS.get(str(said.get("quant_algo", "")).upper(), "")
+
+
+@cache
+def _published() -> dict[str, str]:
+    """Return formats of shipped models that are published in other than 16 bits, by our name and the Hub's."""
+    sources = json.loads((resources.files("simulator") / "models" / "SOURCES.json").read_text("utf-8"))
+    found = {}
+    for name, entry in sources.items():
+        if "weights" in entry:
+            found |= dict.fromkeys((name, entry["hub"].casefold()), entry["weights"])
+    return found
