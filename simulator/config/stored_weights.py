@@ -53,7 +53,7 @@ def of_config(config: Any) -> str:
         groups = said.get("config_groups")
         parts = [group.get("weights") for group in groups.values()] if isinstance(groups, dict) else []
         kinds = {(part.get("type"), part.get("num_bits")) for part in parts if isinstance(part, dict)}
-        known = {("float", 8): "float8", ("float", 4): "float4", ("int", 4): "int4"}
+        known: dict[tuple[Any, Any], str] = {("float", 8): "float8", ("float", 4): "float4", ("int", 4): "int4"}
         return known.get(next(iter(kinds)), "") if len(kinds) == 1 else ""
     return _METHODS.get(method, "") or _ALGORITHMS.get(str(said.get("quant_algo", "")).upper(), "")
 
@@ -62,7 +62,7 @@ def of_config(config: Any) -> str:
 def _published() -> dict[str, str]:
     """Return formats of shipped models that are published in other than 16 bits, by our name and the Hub's."""
     sources = json.loads((resources.files("simulator") / "models" / "SOURCES.json").read_text("utf-8"))
-    found = {}
+    found: dict[str, str] = {}
     for name, entry in sources.items():
         if "weights" in entry:
             found |= dict.fromkeys((name, entry["hub"].casefold()), entry["weights"])
