@@ -9,9 +9,9 @@ from typing import Any
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 try:
-    from torch.distributed.tensor.placement_types import _StridedShard
+    from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 except ImportError:  # where torch makes it public
-    from torch.distributed.tensor.placement_types import StridedShard as _StridedShard
+    from torch.distributed.tensor.placement_types import StridedShard
 
 from simulator.sharded.program import Buffer, RunnableProgram
 from topology.errors import BadInput
@@ -47,5 +47,5 @@ def placements_of(buffer: Buffer, program: RunnableProgram) -> tuple[Any, ...]:
                     for item in spec[:position]
                     if isinstance(item, int) or item in later
                 )
-                found[axis] = Shard(dim) if skipped == 1 else _StridedShard(dim, split_factor=skipped)
+                found[axis] = Shard(dim) if skipped == 1 else StridedShard(dim, split_factor=skipped)
     return tuple(found[name] for name in program.mesh_names)

@@ -1,14 +1,17 @@
 """nvFuser's notation: a tensor's loop domain, made of its logical axes by splits, some of them parallelized on devices.
 
 A tensor starts with one loop axis for each logical axis. `outer_split(axis, n)` makes of one n pieces, the pieces first;
-`inner_split(axis, n)` makes pieces of n elements, the pieces first as well; `parallelize(axis, "DIDx")` gives an axis to the
+`inner_split(axis, n)` makes pieces of n elements, the pieces first as well; `parallelize(axis, DIDx)` gives an axis to the
 devices of a mesh axis. As a text, one tensor is
 
     outer_split(0, 4); parallelize(0, DIDx)                 dim 0 in four pieces, one a device
+    inner_split(0, 4); parallelize(1, DIDx)                 every fourth element of dim 0 on one device
     outer_split(0, 2); outer_split(1, 4); parallelize(1, DIDx)    a fused gate and up, each in four pieces
 
-Names of the mesh axes are those of the mesh: `DIDx` (in nvFuser's mesh the innermost), `DIDy`, `DIDz`, or any other.
-Positions count the loop axes at that moment. (NVIDIA/Fuser, doc/reading/multigpu.md and `TensorView.outer_split`.)
+nvFuser's older spellings are the same calls: `split(axis, n)` is an inner split, `split(axis, n, inner_split=False)` an outer
+one, and `axis(0).parallelize(ParallelType.mesh_x)` gives axis 0 to `DIDx`. Names of the mesh axes are those of the mesh: `DIDx`
+(in nvFuser's mesh the innermost), `DIDy`, `DIDz`, or any other. Positions count the loop axes at that moment. A device inside a
+split is DTensor's strided shard. (NVIDIA/Fuser, doc/reading/multigpu.md and `TensorView.outer_split`.)
 """
 
 from __future__ import annotations
@@ -23,10 +26,16 @@ from planner.sharding.layouts.mesh import Mesh
 from topology.errors import BadInput
 
 MAX_CALLS = 64
-_CALL = re.compile(
-    r"\s*(outer_split|inner_split|parallelize)\(\s*(-?\d{1,4})\s*,\s*([A-Za-z_]\w{0,31}|\d{1,12})\s*\)\s*",
+_AXIS, _NUMBER, _DEVICE = r"(-?\d{1,4})", r"(\d{1,12})", r"(?:ParallelType\.)?([A-Za-z_]\w{0,31})"
+_SPLIT = re.compile(
+    rf"(outer_split|inner_split|split)\(\s*{_AXIS}\s*,\s*{_NUMBER}\s*(?:,\s*(?:inner_split\s*=\s*)?(True|False)\s*)?\)",
     flags=re.ASCII,
 )
+_PARALLELIZE = re.compile(
+    rf"(?:parallelize\(\s*{_AXIS}\s*,|axis\(\s*{_AXIS}\s*\)\s*\.\s*parallelize\()\s*{_DEVICE}\s*\)", flags=re.ASCII
+)
+_MERGE = re.compile(rf"merge\(\s*{_AXIS}\s*\)", flags=re.ASCII)
+_DEVICES = {"mesh_x": "DIDx", "mesh_y": "DIDy", "mesh_z": "DIDz"}  # nvFuser's Python names of its parallel types
 
 
 @dataclass(slots=True)
@@ -62,9 +71,24 @@ class LoopDomain:
         self._split(axis, old.extent // max(elements, 1), elements)
         return self
 
+    def merge(self, axis: int) -> LoopDomain:
+        """Merge a loop axis and the next one, parts of the same dim. Raises BadInput for any other."""
+        outer, inner = self._at(axis), self._at(axis % len(self.axes) + 1)
+        if outer.dim != inner.dim or outer.device or inner.device:
+            raise BadInput(
+                f"{self.name}: loop axes {axis} and the next one are not merged",
+                why="a piece of two dims as one has no placement, nor has DTensor one: its shards are of one dim each"
+                if outer.dim != inner.dim
+                else "one of them is on devices",
+                remedy="the tensor viewed with the two dims as one",
+            )
+        position = axis % len(self.axes)
+        self.axes[position : position + 2] = [_LoopAxis(outer.dim, outer.extent * inner.extent)]
+        return self
+
     def parallelize(self, axis: int, device: str) -> LoopDomain:
         """Give a loop axis to the devices of a mesh axis. Raises BadInput where their numbers differ."""
-        at = self._at(axis)
+        at, device = self._at(axis), device if device in self.mesh.names else _DEVICES.get(device, device)
         if device not in self.mesh.names:
             raise BadInput(
                 f"{self.name}: {device[:40]!r} is no axis of the mesh",
@@ -126,17 +150,25 @@ def parse_schedule_of(text: str, shape: Sequence[int], mesh: Mesh, *, of: str) -
     if len(calls) > MAX_CALLS:
         raise BadInput(f"{of}: {len(calls)} calls", why=f"at most {MAX_CALLS} are read")
     for part in calls:
-        found = _CALL.fullmatch(part)
-        if found is None:
-            raise BadInput(f"{of}: cannot read {part.strip()[:60]!r}", remedy="outer_split(0, 4); parallelize(0, DIDx)")
-        call, axis, value = found.groups()
-        if call == "parallelize":
-            domain.parallelize(int(axis), value)
-        elif value.isdigit():
-            getattr(domain, call)(int(axis), int(value))
-        else:
-            raise BadInput(f"{of}: {part.strip()[:60]!r} splits by no number", remedy=f"{call}({axis}, 4)")
+        _call(domain, part.strip(), of)
     return domain.layout()
+
+
+def _call(domain: LoopDomain, text: str, of: str) -> None:
+    """Make one call of the notation. Raises BadInput."""
+    if found := _SPLIT.fullmatch(text):
+        call, axis, number, is_inner = found.groups()
+        inner = call == "inner_split" if is_inner is None else is_inner == "True"
+        if call != "split" and is_inner is not None:
+            raise BadInput(f"{of}: {text[:60]!r} says twice which split it is", remedy=f"{call}({axis}, {number})")
+        split = domain.inner_split if inner or (call == "split" and is_inner is None) else domain.outer_split
+        split(int(axis), int(number))
+    elif found := _PARALLELIZE.fullmatch(text):
+        domain.parallelize(int(found[1] or found[2]), found[3])
+    elif found := _MERGE.fullmatch(text):
+        domain.merge(int(found[1]))
+    else:
+        raise BadInput(f"{of}: cannot read {text[:60]!r}", remedy="outer_split(0, 4); parallelize(0, DIDx)")
 
 
 def schedule_of(layout: Layout, mesh: Mesh) -> str:

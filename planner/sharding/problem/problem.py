@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from planner.sharding.backward.derive import add_backward
+from planner.sharding.frontends.did import parse_schedule_of
 from planner.sharding.layouts.layout import REDUCERS, Layout, normalize_spec, parse_placements, placements_of
 from planner.sharding.layouts.mesh import Mesh, SplitMesh, make_mesh, split_mesh
 from planner.sharding.operators.graph import Graph, GraphBuilder
@@ -50,6 +51,7 @@ class _TensorText(msgspec.Struct, forbid_unknown_fields=True):
     axes: list[str] = []
     placements: list[str] | None = None
     named: _NamedLayoutText | None = None
+    domain: str | None = None
 
 
 # Keys of a case that are allowed and not read: prose, and the answer that its source expects.
@@ -191,8 +193,12 @@ def parse_problem(data: Mapping[str, Any]) -> ShardingProblem:
     input_layouts: dict[str, Layout] = {}
     for name, text in case.inputs.items():
         builder.add_input(name, text.shape, text.dtype, axes=text.axes, parameter=name in case.parameters)
+        if sum(said is not None for said in (text.placements, text.named, text.domain)) > 1:
+            raise BadInput(f"{name[:60]!r} is placed twice", remedy="one of placements, named and domain")
         if text.placements is not None:
             input_layouts[name] = parse_layout(text.placements, name)
+        elif text.domain is not None:
+            input_layouts[name] = parse_schedule_of(text.domain, tensors[name].shape, mesh, of=name)
         elif text.named is not None or case.axis_map:
             input_layouts[name] = _parse_named_layout(
                 tensors[name], text.named or _layout_text_from_map(case.axis_map, text.axes), split, mesh

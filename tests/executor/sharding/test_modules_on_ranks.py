@@ -56,6 +56,13 @@ TWO = [
         **{"embed.weight": ["S(0)"], "head.weight": ["S(0)"]},
     ),
 ]
+INSIDE = {
+    "up.weight": "inner_split(0, 2); parallelize(1, DIDx)",  # every second row
+    "up.bias": "inner_split(0, 2); parallelize(1, DIDx)",
+    "down.weight": "outer_split(1, 4); outer_split(2, 2); parallelize(2, DIDx)",
+    "x": "inner_split(1, 2); parallelize(2, DIDx)",
+}
+TWO.append(Case("devices inside splits", modules.FeedForward().double(), (X,), {"DIDx": 2}, {"domains": INSIDE}))
 STAGES = {"axis": "pp", "of": {"layers.1": 1}, "micro_batches": 4}
 STACK_TP = {"*.up.weight": ["S(0)"], "*.up.bias": ["S(0)"], "*.down.weight": ["S(1)"]}
 TWO.append(Case("two stages, four micro batches", modules.Stack().double(), (X,), {"pp": 2}, {"stages": STAGES}))
