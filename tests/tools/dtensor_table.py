@@ -100,7 +100,9 @@ class Function(nn.Module):
         return self.function(*args)
 
 
-def planned_here(document):
+def planned_here(document, *, cluster=None, memory_limit=None):
+    assert cluster is None
+    assert memory_limit is None
     answer = answer_request(document, where="the table")
     planned_here.plan = answer.plan
     return read_program(json.loads(to_json(answer.written.program)), where="the table")

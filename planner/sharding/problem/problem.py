@@ -193,8 +193,8 @@ def parse_problem(data: Mapping[str, Any]) -> ShardingProblem:
     input_layouts: dict[str, Layout] = {}
     for name, text in case.inputs.items():
         builder.add_input(name, text.shape, text.dtype, axes=text.axes, parameter=name in case.parameters)
-        if sum(said is not None for said in (text.placements, text.named, text.domain)) > 1:
-            raise BadInput(f"{name[:60]!r} is placed twice", remedy="one of placements, named and domain")
+        if text.domain is not None and (text.placements is not None or text.named is not None):
+            raise BadInput(f"{name[:60]!r} has a domain and another placement", remedy="one of the two")
         if text.placements is not None:
             input_layouts[name] = parse_layout(text.placements, name)
         elif text.domain is not None:

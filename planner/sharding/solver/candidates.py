@@ -153,15 +153,13 @@ def _excluded_kinds(problem: ShardingProblem, name: str, operator: Operator) -> 
 def _irregular_specs(problem: ShardingProblem) -> dict[str, frozenset[tuple[int, DimSpec]]]:
     """Return the (dim, spec) pairs by tensor that enumeration alone would not find: uneven ones, and ones with blocks.
 
-    They start at tensors whose layout is given or pinned, and are propagated through the operators in both directions.
+    They start at tensors whose layout is given or pinned, and are propagated through the operators in both directions: a
+    view that joins dims makes a spec with blocks of a regular one.
     """
     mesh = problem.mesh
     found: dict[str, set[tuple[int, DimSpec]]] = {name: set() for name in problem.tensors}
     for name, layout in {**problem.input_layouts, **problem.pins}.items():
-        for dim, spec in enumerate(layout.dims):
-            size = problem.tensors[name].shape[dim]
-            if any(isinstance(item, int) for item in spec) or not divides_evenly(size, spec, mesh):
-                found[name].add((dim, spec))
+        found[name] |= {(dim, spec) for dim, spec in enumerate(layout.dims) if spec}
 
     def propagate(
         source: str,
@@ -185,4 +183,9 @@ def _irregular_specs(problem: ShardingProblem) -> dict[str, frozenset[tuple[int,
         for operator in reversed(problem.operators):
             for name, dims in operator.operands:
                 propagate(operator.result.name, operator.dims, name, dims, operator)
-    return {name: frozenset(specs) for name, specs in found.items()}
+
+    def is_irregular(name: str, dim: int, spec: DimSpec) -> bool:
+        blocks = any(isinstance(item, int) for item in spec)
+        return blocks or not divides_evenly(problem.tensors[name].shape[dim], spec, mesh)
+
+    return {name: frozenset(one for one in specs if is_irregular(name, *one)) for name, specs in found.items()}

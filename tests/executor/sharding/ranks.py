@@ -177,8 +177,8 @@ def _function_worker(ranks):
             *((a.grad, alone.grad) for a, alone in zip(args, own, strict=True)),
         ]:
             # torch 2.11 cuts a tensor inside blocks, but has no redistribution of one
-            expected = distribute_tensor(whole.detach(), mesh, found.placements).to_local()
-            torch.testing.assert_close(found.to_local(), expected, msg=name)
+            own_piece = distribute_tensor(whole.detach(), mesh, found.placements).to_local()
+            torch.testing.assert_close(found.to_local(), own_piece, msg=name)
 
 
 def feed_forward(x, up, down):
