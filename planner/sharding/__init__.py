@@ -9,6 +9,7 @@ Reading order, which is also the order of the work:
     layouts/              how one tensor is sharded
       mesh.py             mesh axes, and axes split into finer ones
       layout.py           a spec per tensor dim (mesh axes and blocks), pending reductions; placements per mesh axis
+      loop_domain.py      nvFuser's notation for layouts: splits of dims, given to devices
       collectives.py      the primitives and their bytes
       redistribution.py   shortest path from one layout to another
     formulas/             what operators are, as text
@@ -46,7 +47,7 @@ Reading order, which is also the order of the work:
       lowering.py         as a program of the simulator, with its time on a cluster
       report.py           as JSON
       explanation.py      why each exchange is there, and what would be next best
-    frontends/            captured modules, shipped models, axis maps and nvFuser's notation as problems
+    frontends/            captured modules, shipped models and axis maps as problems
     backends/             plans as programs that ranks run, and as files for torch
     answer.py             a file asked, answered
 """

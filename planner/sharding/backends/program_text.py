@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from planner.sharding.frontends.did import loop_text
 from planner.sharding.layouts.layout import Layout
+from planner.sharding.layouts.loop_domain import loop_text
 from planner.sharding.plans.plan import ShardingPlan, TensorMove
 from planner.sharding.problem.problem import ShardingProblem
 
