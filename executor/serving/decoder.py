@@ -86,7 +86,7 @@ class ServedDecoder:
 
         ends = torch.arange(read, tokens.shape[0], device=self.device)
         last = torch.cat((chunks.query_ends[1:].long() - 1, ends))
-        return functional.linear(self._through(tokens, attend, reads=True)[last], self.head)
+        return functional.linear(self._through(tokens, attend)[last], self.head)
 
     def go_on(self, tokens: Tensor, positions: Tensor, tables: Tensor, cache: PagedCache) -> Tensor:
         """Take the last token (B,) of each sequence and its position; return the scores (B, V here) of the next one."""
@@ -111,32 +111,34 @@ class ServedDecoder:
         dist.all_gather_into_tensor(every, mine[None], group=self.spread.group)
         return every[:, 1].gather(0, every[:, 0].argmax(dim=0, keepdim=True))[0].long()
 
-    def _through(self, tokens: Tensor, attend: Callable[[Tensor, int], Tensor], *, reads: bool = False) -> Tensor:
+    def _through(self, tokens: Tensor, attend: Callable[[Tensor, int], Tensor]) -> Tensor:
         """Return normalized hidden states (T, h) after all layers."""
         residual = functional.embedding(tokens, self.embedding)
         first = self.layers[0].attention_norm
         x = functional.rms_norm(residual, first.shape, first, NORM_EPS)
         for index, layer in enumerate(self.layers):
             attended = attend(functional.linear(x, layer.qkv), index)
-            x, residual = self.sum_and_norm(
-                functional.linear(attended, layer.out), residual, layer.ffn_norm, reads=reads
-            )
+            x, residual = self.sum_and_norm(functional.linear(attended, layer.out), residual, layer.ffn_norm)
             fed = functional.linear(operators.gated(functional.linear(x, layer.up)), layer.down)
             following = self.layers[index + 1].attention_norm if index + 1 < len(self.layers) else self.norm
-            x, residual = self.sum_and_norm(fed, residual, following, reads=reads)
+            x, residual = self.sum_and_norm(fed, residual, following)
         return x
 
-    def sum_and_norm(self, part: Tensor, residual: Tensor, weight: Tensor, *, reads: bool) -> tuple[Tensor, Tensor]:
-        """Return (normalized, sum) of the residual and all ranks' parts (T, h). Our kernel is prepared for each count of
-        rows: steps that read have any, and go to NCCL, which is as fast there.
-        """
+    def sum_and_norm(self, part: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (normalized, sum) of the residual and all ranks' parts (T, h)."""
         group = self.spread.group
         if group is not None:
-            own = not reads and fits_own_kernel(part.numel() * part.element_size())
+            # Two ranks send as much to each other as NCCL's ring would, whatever the size.
+            own = self.spread.ranks == 2 or fits_own_kernel(part.numel() * part.element_size())
             if own and self.all_reduce == "own":
                 return all_reduce_rms_norm(part, residual, weight, group, eps=NORM_EPS)
             dist.all_reduce(part, group=group)
         return operators.add_norm(part, residual, weight, NORM_EPS)
+
+    def reserve(self, tokens: int) -> None:
+        """Let memory that ranks share have room for steps of so many tokens: it grows slowly. A collective call."""
+        part = torch.zeros((tokens, self.model.hidden), dtype=self.dtype, device=self.device)
+        self.sum_and_norm(part, torch.zeros_like(part), self.norm)
 
     # --- weights ------------------------------------------------------------------------------------------------
 

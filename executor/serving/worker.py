@@ -86,6 +86,7 @@ def run(request: ServeRequest, device: torch.device, deadline: Deadline, recorde
     recorder.write("built", pages=engine.cache.pages, after_s=time.perf_counter() - began, **_memory(device))
     for way in reversed(ways):  # the loads are answered with the first
         engine.model.all_reduce = way
+        engine.model.reserve(request.max_num_batched_tokens + request.max_num_seqs)
         engine.capture()
         recorder.write("captured", all_reduce=way, after_s=time.perf_counter() - began, **_memory(device))
         for shape in request.steps:

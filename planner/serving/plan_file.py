@@ -16,7 +16,7 @@ from planner.serving.stated import require_pool
 from planner.serving.trace_file import MAX_REQUESTS, read_request
 from simulator.config.verify import verify_model
 from simulator.serving.deployment import CACHE_BYTES, WEIGHT_BYTES, Deployment
-from simulator.serving.fit_steps import BOUNDS
+from simulator.serving.fit_steps import BOUNDS, LATEST_S
 from simulator.serving.traffic import Traffic
 from topology import codec
 from topology.catalog.verify import require_possible
@@ -36,6 +36,7 @@ _RANGES: dict[str, Range] = {
     **dict.fromkeys(("cached_prompt", "memory_fraction"), (0, 1)),
     **dict.fromkeys(("ratio", "cached_ratio", "pair_ratio"), BOUNDS),
     **dict.fromkeys(("tokens", "ranks", "nodes", "tp"), (1, 1 << 31)),
+    "late_s": (-LATEST_S, LATEST_S),
     "time_s": (QUICKEST_S, 1e6),
 }
 

@@ -1,7 +1,7 @@
 """From samples of an engine's steps to what they change in its costs.
 
 Of steps in which answers go on, the time is a part by tokens and a part by cached keys; both are priced, and what each
-takes longer is found by least squares of relative errors, the first for each number of answers. Steps that read have a part
+takes longer is found by least squares of relative errors, the first for each number of answers, as a time of each kernel. Steps that read have a part
 by tokens and one by pairs of a query and a key. A step whose issuing took as long as the step says nothing of kernels.
 """
 
@@ -16,13 +16,14 @@ import numpy as np
 from simulator.config.model import Model
 from simulator.serving.deployment import Deployment, Pool
 from simulator.serving.forward_pass import ForwardPass
-from simulator.serving.measured import MeasuredServing, MeasuredSteps, Ratio, scaled
+from simulator.serving.measured import LaunchTime, MeasuredServing, MeasuredSteps, Ratio, scaled
 from topology.cluster import Cluster
 from topology.codec import convert
 from topology.profile.profile import CollectiveSample
 from topology.profile.serving_samples import ServingSample
 
 HOST_BOUND = 0.9  # of a step's time to issue it: the device waited
+LATEST_S = 1e-3  # of one kernel
 BOUNDS = (0.05, 20.0)  # of a ratio: beyond it a sample is of something else
 
 
@@ -34,6 +35,7 @@ class _Priced:
     measured: float
     grows: float
     attention: float
+    launches: float
 
 
 def fit_serving(
@@ -63,9 +65,9 @@ def _steps(samples: list[ServingSample], cluster: Cluster, engine: str, tp: int)
     found = _host(MeasuredSteps(tp=tp, reduced=_reduced(timed, costs)), timed, costs)
     decoded = [_priced(sample, costs, found) for sample in timed if sample.phase == "decode"]
     read = [_priced(sample, costs, found) for sample in timed if sample.phase == "prefill" and not _host_bound(sample)]
-    low, cached = _decode_ratios(decoded)
+    low, cached = _decode_times(decoded)
     high, pair = _prefill_ratios(read)
-    return replace(found, by_tokens=(*low, *high), cached_ratio=cached, pair_ratio=pair)
+    return replace(found, by_answers=tuple(low), by_tokens=tuple(high), cached_ratio=cached, pair_ratio=pair)
 
 
 def _host_bound(sample: ServingSample) -> bool:
@@ -91,23 +93,24 @@ def _priced(sample: ServingSample, costs: dict[str, ForwardPass], found: Measure
     measured = sample.queued_s or sample.seconds
     if found.reduced and tokens <= found.reduced[-1].tokens:
         measured -= parts.pop("all_reduce", 0.0) * float(scaled(found.reduced, np.array([float(tokens)]))[0])
-    return _Priced(float(tokens), measured, sum(parts.values()), attention)
+    return _Priced(float(tokens), measured, sum(parts.values()), attention, cost.launches())
 
 
-def _decode_ratios(priced: list[_Priced]) -> tuple[list[Ratio], float]:
-    """Return the ratio at each number of answers, and that of attention over cached keys."""
+def _decode_times(priced: list[_Priced]) -> tuple[list[LaunchTime], float]:
+    """Return what a kernel takes beyond its price at each number of answers, and the ratio of attention over cached keys."""
     batches = sorted({one.tokens for one in priced})
     if not priced:
         return [], 1.0
     rows = np.zeros((len(priced), len(batches) + 1))
     for row, one in zip(rows, priced, strict=True):
-        row[batches.index(one.tokens)] = one.grows / one.measured
+        row[batches.index(one.tokens)] = one.launches / one.measured
         row[-1] = one.attention / one.measured
+    beyond = np.array([1 - one.grows / one.measured for one in priced])
     if len(priced) <= len(batches):  # one context for each: attention is as priced
-        known = [(one.tokens, (one.measured - one.attention) / one.grows) for one in priced]
-        return [Ratio(tokens, _bounded(ratio)) for tokens, ratio in sorted(known)], 1.0
-    found = np.linalg.lstsq(rows, np.ones(len(priced)), rcond=None)[0]
-    return [Ratio(tokens, _bounded(found[i])) for i, tokens in enumerate(batches)], _bounded(found[-1])
+        rows, beyond = rows[:, :-1], beyond - rows[:, -1]
+    found = np.linalg.lstsq(rows, beyond, rcond=None)[0]
+    late = [LaunchTime(tokens, float(np.clip(found[i], -LATEST_S, LATEST_S))) for i, tokens in enumerate(batches)]
+    return late, _bounded(found[-1]) if len(found) > len(batches) else 1.0
 
 
 def _prefill_ratios(priced: list[_Priced]) -> tuple[list[Ratio], float]:

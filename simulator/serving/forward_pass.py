@@ -95,7 +95,8 @@ class ForwardPass:
 
     def _bend(self, steps: MeasuredSteps) -> None:
         """Let what was measured of this engine go before what its kernels are priced at."""
-        of_tokens = scaled(steps.by_tokens, self._tokens)
+        by_tokens = (*self._of_answers(steps), *steps.by_tokens)
+        of_tokens = scaled(by_tokens, self._tokens)
         if steps.tp == self.pool.tp:
             self._sum_ratios = steps.reduced
         ratios = {}
@@ -103,9 +104,20 @@ class ForwardPass:
             timed = self._tokens <= self._sum_ratios[-1].tokens
             ratios["all_reduce"] = np.where(timed, scaled(self._sum_ratios, self._tokens), of_tokens)
         self._parts = {name: seconds * ratios.get(name, of_tokens) for name, seconds in self._parts.items()}
-        self._head = self._head * scaled(steps.by_tokens, self._rows)
+        self._head = self._head * scaled(by_tokens, self._rows)
         said = {name: getattr(steps, name) for name in ("host_step_s", "host_sequence_s", "host_launch_s")}
         self.engine = replace(self.engine, **{name: seconds for name, seconds in said.items() if seconds})
+
+    def _of_answers(self, steps: MeasuredSteps) -> list[Ratio]:
+        """Return by how much steps of so many answers are longer than priced, for the kernels that this model launches."""
+        found = []
+        for one in steps.by_answers:
+            parts = {name: self._at(one.tokens, seconds) for name, seconds in self._parts.items()}
+            if steps.tp == self.pool.tp and steps.reduced:
+                parts.pop("all_reduce", None)
+            priced = sum(parts.values()) + float(np.interp(one.tokens, self._rows, self._head))
+            found.append(Ratio(one.tokens, 1 + one.late_s * self.launches() / priced))
+        return found
 
     @property
     def max_sequences(self) -> int:

@@ -18,15 +18,24 @@ class Ratio(NamedTuple):
     ratio: float
 
 
+class LaunchTime(NamedTuple):
+    """Seconds that each kernel of a step takes beyond its price, where so many answers go on."""
+
+    tokens: float
+    late_s: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredSteps:
     """Steps of one engine over `tp` ranks. Curves ascend in tokens; empty ones change nothing, seconds of 0 neither.
 
-    `by_tokens` scales what grows with the tokens of a step, all-reduces with it but where `reduced` has their own ratios;
-    `cached_ratio` attention of answers over cached keys, `pair_ratio` that of prompts.
+    Few tokens are read and written within microseconds: what their kernels take longer is `late_s` of each, whatever the
+    model. `by_tokens` scales what grows with the tokens of larger steps, all-reduces with it but where `reduced` has their own
+    ratios; `cached_ratio` scales attention of answers over cached keys, `pair_ratio` that of prompts.
     """
 
     tp: int
+    by_answers: tuple[LaunchTime, ...] = ()
     by_tokens: tuple[Ratio, ...] = ()
     reduced: tuple[Ratio, ...] = ()
     cached_ratio: float = 1.0

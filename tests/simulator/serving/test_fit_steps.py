@@ -10,7 +10,7 @@ from simulator.config.hf_config import load_model
 from simulator.serving.deployment import Deployment, Pool
 from simulator.serving.fit_steps import fit_serving
 from simulator.serving.forward_pass import ForwardPass
-from simulator.serving.measured import MeasuredServing, MeasuredSteps, Ratio
+from simulator.serving.measured import LaunchTime, MeasuredServing, MeasuredSteps, Ratio
 from topology import codec
 from topology.catalog.cluster_file import load_cluster
 from topology.profile.profile import CollectiveSample
@@ -19,7 +19,8 @@ from topology.profile.serving_samples import ServingSample
 MODEL, CLUSTER, ENGINE = load_model("llama3-8b"), load_cluster("h200x4"), "meshwright"
 TRUE = MeasuredSteps(
     tp=2,
-    by_tokens=(Ratio(1, 1.2), Ratio(16, 1.3), Ratio(64, 1.1), Ratio(2048, 0.95), Ratio(8192, 0.95)),
+    by_answers=(LaunchTime(1, 1.2e-6), LaunchTime(16, 2e-6), LaunchTime(64, -0.5e-6)),
+    by_tokens=(Ratio(2048, 0.95), Ratio(8192, 0.95)),
     reduced=(Ratio(1, 2.0), Ratio(64, 1.5)),
     cached_ratio=1.4,
     pair_ratio=0.8,
@@ -70,8 +71,10 @@ def test_ratios_and_host_times_are_found_again() -> None:
 
     assert found is not None
     (steps,) = found.steps
-    assert [one.tokens for one in steps.by_tokens] == [one.tokens for one in TRUE.by_tokens]
-    assert [one.ratio for one in steps.by_tokens] == pytest.approx([1.2, 1.3, 1.1, 0.95, 0.95], rel=5e-3)
+    assert [one.tokens for one in steps.by_answers] == [1, 16, 64]
+    assert [one.late_s for one in steps.by_answers] == pytest.approx([1.2e-6, 2e-6, -0.5e-6], rel=5e-3)
+    assert [one.tokens for one in steps.by_tokens] == [2048, 8192]
+    assert [one.ratio for one in steps.by_tokens] == pytest.approx([0.95, 0.95], rel=5e-3)
     assert steps.pair_ratio == pytest.approx(0.8, rel=0.02)  # the head's one row takes another ratio
     assert [one.ratio for one in steps.reduced] == pytest.approx([2.0, 1.5])
     assert steps.cached_ratio == pytest.approx(1.4, rel=1e-3)
@@ -109,3 +112,17 @@ def test_samples_of_another_engine_change_nothing_and_nccls_times_any_engine() -
     )
     assert measured.reduced_s(1) == pytest.approx(64 * 5e-4, rel=0.05)
     assert plain.reduced_s(1) < measured.reduced_s(1) / 5
+
+
+def test_what_a_kernel_takes_longer_is_the_same_in_a_larger_model() -> None:
+    """Its launch and its first reads do not grow with its operands, as a ratio of the small model's steps would have them."""
+    large = load_model("llama3-70b")
+    pool, measured = Pool(tp=2), fit_serving(_samples(), (), CLUSTER, ENGINE)
+    assert measured is not None
+    steps = tuple(replace(one, reduced=(), host_step_s=0.0, host_sequence_s=0.0) for one in measured.steps)
+    plain, fitted = (
+        ForwardPass(large, CLUSTER, Deployment(engine=ENGINE, pool=pool, measured=known), pool)
+        for known in (None, replace(measured, steps=steps))
+    )
+    step = {"prompt_tokens": 0, "pairs": 0.0, "sequences": 1, "keys": 1.0}
+    assert fitted.seconds(**step) - plain.seconds(**step) == pytest.approx(1.2e-6 * plain.launches(), rel=0.01)
