@@ -8,6 +8,7 @@ never constructed, and aliases are refused.
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -21,7 +22,9 @@ from topology.errors import BadInput
 
 MAX_CHARACTERS = 1 << 20
 MAX_DEPTH = 32
+MAX_BRACKETS = 2 * MAX_DEPTH  # some stand in texts
 MAX_KEYS = 20_000
+MAX_PARTS = 5 * MAX_KEYS
 MERGE = "tag:yaml.org,2002:merge"
 
 
@@ -41,6 +44,21 @@ def bounded(text: str, where: str) -> str:
     if len(text) > MAX_CHARACTERS:
         raise BadInput(f"{where} is larger than {MAX_CHARACTERS >> 20} MiB", remedy="pass a configuration file")
     return text
+
+
+def _refuse_slow(text: str, where: str) -> None:
+    """Raise BadInput for more parts, or more open brackets, than any configuration has.
+
+    PyYAML takes some 20 us for a part, and longer the more brackets are open.
+    """
+    depth = 0
+    for parts, mark in enumerate(re.findall(r"[][{},\n]", text), start=1):
+        depth = depth + 1 if mark in "[{" else max(0, depth - 1) if mark in "]}" else depth
+        if depth > MAX_BRACKETS or parts > MAX_PARTS:
+            raise BadInput(
+                f"{where} is larger or deeper than any configuration",
+                why=f"at most {MAX_PARTS:,} lines, commas and brackets, {MAX_BRACKETS} of them open at once",
+            )
 
 
 class TomlDocument(Document):
@@ -85,6 +103,7 @@ class YamlDocument(Document):
 
     def __init__(self, text: str, where: str, *, is_json: bool = False) -> None:
         self.text, self.is_json = bounded(text, where), is_json
+        _refuse_slow(text, where)
         try:
             if is_json:
                 json.loads(text)  # stricter: YAML would take more

@@ -86,12 +86,16 @@ def ours(tag: str) -> list[psutil.Process]:
 
 
 def shared() -> set[str]:
-    """Return the files of shared memory that no living process has open or mapped: those of others are theirs."""
+    """Return the files of shared memory that no living process has open or mapped, without those of other users.
+
+    A PostgreSQL server that is killed leaves two until its next start, beside which this may run.
+    """
     used = set()
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             used |= {Path(one.path).name for one in (*process.open_files(), *process.memory_maps())}
-    return {path.name for path in SHARED.iterdir() if path.name not in used} if SHARED.is_dir() else set()
+    mine = [path for path in SHARED.iterdir() if path.stat().st_uid == os.getuid()] if SHARED.is_dir() else []
+    return {path.name for path in mine if path.name not in used}
 
 
 def left(tag: str, scratch: Path, before: set[str]) -> Counter[str]:
@@ -207,7 +211,8 @@ def turns(
             time.sleep(0.5)
         found = left(tag, scratch, before)
         remains = remains | found
-        print(f"{turn}: {name}, {ending}; left: {dict(+found) or 'nothing'}", flush=True)
+        names = sorted(shared() - before)
+        print(f"{turn}: {name}, {ending}; left: {dict(+found) or 'nothing'} {names or ''}", flush=True)
         for process in ours(tag):
             with suppress(psutil.Error):
                 process.kill()

@@ -114,6 +114,8 @@ def seeds() -> Iterator[tuple[str, str, str]]:
         "question__traffic__request_rate": 1e-300,
     }.items():
         yield "serving plan", f"{at} {value!r:.20}", altered(deployments()[0], **{at: value})
+    for name in ("accelerate YAML", "Megatron-Bridge dump", "DeepSpeed JSON"):
+        yield name, "20,000 brackets", '{"a": ' + "[" * 20_000
     line = "step:  {0}  loss: 2.0  memory: {1}GiB(80%)  tps: {2}  tflops: 1  mfu: 9%\n"
     yield "training log", "a memory of 400 digits", line.format(1, "9" * 400, 100)
     yield "training log", "a rate of 400 digits", line.format(1, 9, "9" * 400)
