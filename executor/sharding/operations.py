@@ -8,6 +8,7 @@ buffer it writes.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -208,9 +209,23 @@ def _attention(context: Context, tensors: list[torch.Tensor], causal: bool, scal
         mask = [q_at[:, None] >= keys[None, :], *mask]
         causal = False
     grouped = q.ndim > 2 and q.shape[-3] != k.shape[-3]
-    return F.scaled_dot_product_attention(
+    out = F.scaled_dot_product_attention(
         q, k, v, mask[0] if mask else None, is_causal=causal, scale=scale, enable_gqa=grouped
     )
+    if out.requires_grad:
+        out.register_hook(partial(_laid_out, strides=out.stride()))
+    return out
+
+
+def _laid_out(gradient: torch.Tensor, *, strides: tuple[int, ...]) -> torch.Tensor:
+    """A gradient with the strides of the result that it belongs to.
+
+    torch 2.11 keeps cuDNN's plans of the backward pass by the layouts of queries, keys and values: a gradient that lies otherwise
+    than the first one did would be read as if it lay like that.
+    """
+    if gradient.stride() == strides:
+        return gradient
+    return torch.empty_strided(gradient.shape, strides, dtype=gradient.dtype, device=gradient.device).copy_(gradient)
 
 
 def _cross_entropy(logits: torch.Tensor, targets: torch.Tensor, ignored: int) -> torch.Tensor:

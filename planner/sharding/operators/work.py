@@ -62,8 +62,9 @@ def operator_work(operator: Operator, tensors: Mapping[str, Tensor], sizes: Size
     both = [part for part in parts if contracted & part]
     if len(both) >= 2 and operator.kind == "sum" and any(len(t.linear) > 1 for t in operator.terms):
         left, right = both[0], both[1]
-        m, n = size(left & result - right), size(right & result - left)
-        batch, k = size(left & right & result), size(contracted)
+        # A convolution's result has places that no operand has, and each is summed over a window that the result has not.
+        m, n = size(result - right), size(right & result - left)
+        batch, k = size(left & right & result), size(contracted | (right - left - result))
         return Work(
             kind=WorkKind.MATMUL, name="product", flops=2.0 * m * n * k * batch, bytes=moved, batch=batch, m=m, n=n, k=k
         )

@@ -6,7 +6,10 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from tests.executor.sharding import modules  # noqa: E402 - after the check for torch
+from executor.sharding.operations import run_kernel  # noqa: E402 - after the check for torch
+from executor.sharding.places import Context, Place  # noqa: E402 - as above
+from simulator.sharded.program import Buffer, Kernel  # noqa: E402 - as above
+from tests.executor.sharding import modules  # noqa: E402 - as above
 from tests.executor.sharding.ranks import Case, run, run_files, run_function  # noqa: E402 - as above
 
 torch.manual_seed(0)
@@ -179,3 +182,21 @@ def test_torch_runs_the_python_file_as_it_stands(tmp_path) -> None:
 
 def test_a_function_takes_dtensors_and_returns_dtensors() -> None:
     run_function(2)
+
+
+def test_a_gradient_enters_attention_as_its_result_lies() -> None:
+    """Plans of cuDNN's backward pass are kept by the layouts of queries, keys and values alone."""
+    q, k, v = (torch.randn(2, 8, 4, 16, dtype=torch.float64).transpose(1, 2).requires_grad_() for _ in range(3))
+    like = Buffer(tensor="o", shape=(2, 4, 8, 16), dtype="f64", dims=((),) * 4, local=(2, 4, 8, 16))
+    kernel = Kernel(op="attention", args=([{"tensor": name} for name in "qkv"], False, None))
+    out = run_kernel(kernel, {"q": q, "k": k, "v": v}, Context(like, {}, Place({}, {})))
+    entered = []
+    out.register_hook(entered.append)  # after the kernel's own
+
+    gradient = torch.randn(2, 4, 8, 16, dtype=torch.float64)
+    other = gradient if out.stride() != gradient.stride() else gradient.transpose(1, 2).contiguous().transpose(1, 2)
+    out.backward(other)
+
+    assert other.stride() != out.stride()
+    assert entered[0].stride() == out.stride()
+    torch.testing.assert_close(entered[0], other)

@@ -13,6 +13,7 @@ from planner.sharding.backward.derive import add_backward
 from planner.sharding.layouts.layout import Layout, local_shape, parse_placements
 from planner.sharding.layouts.mesh import make_mesh
 from planner.sharding.operators.graph import GraphBuilder
+from planner.sharding.operators.work import operator_work
 from planner.sharding.plans.lowering import work_of
 from planner.sharding.plans.plan import plan_sharding
 from planner.sharding.problem.problem import Machine, MemoryLimit, ShardingProblem
@@ -251,3 +252,24 @@ def test_what_is_chosen_by_time_computes_the_same_numbers(data) -> None:
     timed = replace(problem, machine=machine, policy="min_time", memory=memory)
 
     virtual_ranks.run(timed, cases.values(timed))
+
+
+def test_work_of_convolutions_and_of_causal_attention() -> None:
+    """2 x output places x output channels x window x input channels; a causal kernel leaves out keys after its queries."""
+    builder = GraphBuilder({})
+    builder.add_input("x", [4, 32, 16, 16], "bf16")
+    builder.add_input("w", [64, 32, 3, 3], "bf16")
+    for name in "qkv":
+        builder.add_input(name, [2, 4, 128, 64], "bf16")
+    builder.apply("y = conv2d(x, w, None, 1, 1)")
+    builder.apply("a = attn(q, k, v)")
+    builder.apply("c = attn(q, k, v, True)")
+    graph = builder.build()
+    conv, whole, causal = (
+        operator_work(one, graph.tensors, {axis: np.array([float(n)]) for axis, n in one.sizes.items()})
+        for one in graph.operators
+    )
+
+    assert conv.flops.item() == 2 * (4 * 16 * 16) * 64 * (3 * 3 * 32)
+    assert whole.flops.item() == 4 * (2 * 4) * 128 * 128 * 64
+    assert causal.flops.item() == 4 * (2 * 4) * (128 * 129 // 2) * 64
