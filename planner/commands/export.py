@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from planner.commands.flags import options
+from planner.commands.serve.export import export_serving_plan
 from planner.export.job import ExportJob, export_job
 from planner.export.targets.folder import README, export_all
 from planner.export.targets.registry import TARGETS, find_target
@@ -15,12 +16,13 @@ from planner.export.targets.registry import export as written
 from planner.io import output
 from planner.question.cases import case_of_file
 from planner.question.plan_file import refuse_overwrite
+from planner.serving.plan_file import is_serving_file
 from topology import codec
 from topology.errors import BadInput, UserError
 
 TO = (
     f"{', '.join(dict.fromkeys(target.name for target in TARGETS))}; @VERSION where several are known, such as "
-    "torchtitan@0.2.2."
+    "torchtitan@0.2.2. Of a serving plan: script, compose, kubernetes, or its engine's name."
 )
 
 
@@ -31,7 +33,12 @@ def export(
         bool, typer.Option("--all", help="Write the folder --out: a file for every tool, and how to start each.")
     ] = False,
     out: Annotated[Path | None, typer.Option("--out", help="File to write; default: standard output.")] = None,
-    name: Annotated[str | None, typer.Option("--name", help="What to call the run; default: the model's name.")] = None,
+    name: Annotated[
+        str | None,
+        typer.Option(
+            "--name", help="What to call the run, or where an engine finds the weights; default: the model's name."
+        ),
+    ] = None,
     case_id: Annotated[str | None, typer.Option("--id", help="Which case of a list.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Let --out replace a file.")] = False,
     json: options.Json = False,
@@ -47,6 +54,11 @@ def export(
             why="--all writes a folder",
             remedy="--to torchtitan, or --all --out FOLDER",
         )
+    if plan.is_file() and is_serving_file(codec.read_json(plan)):
+        if case_id is not None:
+            raise UserError("--id: a serving plan is one", remedy="leave it out")
+        export_serving_plan(plan, to=to, every=every, out=out, name=name, force=force, json=json)
+        return
     if out is not None and not every:
         refuse_overwrite(out, force=force)
     job = export_job(case_of_file(str(plan), case_id), name)
