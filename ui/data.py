@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import streamlit as st
 
-from planner.configs.any_kind import names_model
 from planner.configs.configuration import CheckFlags
 from planner.configs.serving import serving_engine
 from planner.explain.plan_answer import answer_plan
@@ -222,44 +221,36 @@ def _elsewhere(
     )
 
 
-def checked(question: Inputs, text: str, name: str, launch: str) -> dict[str, Any] | None:
+def checked(
+    question: Inputs, text: str, name: str, launch: str, *, of_the_file: frozenset[str]
+) -> dict[str, Any] | None:
     """Return what `planner check --json` answers about a configuration, or None after showing progress.
 
-    Where it leaves model, machine and GPUs open, the question's count. Raises PlannerError.
+    What it is asked for is the question's, but for what is left to the file. Raises PlannerError.
     """
-    named = names_model(text, name, launch)
     if serving_engine(text) and launch:
         raise UserError("a command that starts a server needs no other line", remedy="leave the line out")
-    flags = CheckFlags(
-        model=None if named else question.model_source,
-        cluster=question.cluster_source,
-        gpu=question.gpu,
-        gpus=question.gpus,
-        launch=launch,
-    )
-    key = codec.fingerprint([text, name, launch, question.key])
-    title, start = "Checking the configuration", _checked_elsewhere(question, text, name, launch, named=named)
+    chosen = {"model": question.model, "cluster": question.cluster, "gpu": question.gpu, "gpus": question.gpus}
+    chosen |= {"seq_len": question.seq_len, "global_batch": question.global_batch}
+    left_out = of_the_file | ({"gpu"} if "cluster" in of_the_file else set())
+    said: dict[str, Any] = {key: None if key in left_out else value for key, value in chosen.items()}
+    sources = {key: said[key] and source_of(said[key]) for key in ("model", "cluster")}
+    flags = CheckFlags(**{**said, **sources}, launch=launch)
+    key = codec.fingerprint([text, name, launch, question.key, sorted(of_the_file)])
+    title, start = "Checking the configuration", _checked_elsewhere(said, text, name, launch)
     found: dict[str, Any] | None = waiting.ask("check", key, text, name, flags, title=title, start=start)
     return found
 
 
-def _checked_elsewhere(
-    question: Inputs, text: str, name: str, launch: str, *, named: bool
-) -> Callable[[], PendingAnswer] | None:
+def _checked_elsewhere(said: dict[str, Any], text: str, name: str, launch: str) -> Callable[[], PendingAnswer] | None:
     if service.server() is None:
         return None
     from ui.background import remote  # noqa: PLC0415 - needs the extra `service`
 
-    said = {
-        "file": {"name": name, "content": text},
-        "model": None if named else uploads.sent(question.model),
-        "cluster": uploads.sent(question.cluster),
-        "gpu": question.gpu,
-        "gpus": question.gpus,
-        "launch": launch or None,
-    }
-    stated = {key: value for key, value in said.items() if value is not None}
-    return lambda: remote.RemoteJob(service.client(), "check", stated, lambda answer: answer)
+    sent = {key: said[key] and uploads.sent(said[key]) for key in ("model", "cluster")}
+    stated = {**said, **sent, "file": {"name": name, "content": text}, "launch": launch or None}
+    asked = {key: value for key, value in stated.items() if value is not None}
+    return lambda: remote.RemoteJob(service.client(), "check", asked, lambda answer: answer)
 
 
 def simulated(question: Inputs, result: SearchResult, ranked: RankedPlan) -> SimulatedStep | None:

@@ -10,7 +10,7 @@ import typer
 from planner.commands.flags import options
 from planner.commands.flags.serving_flags import QUESTION_FLAGS, Task, refuse, stated, takes_serving_flags
 from planner.commands.serve.check import check_serving_command
-from planner.configs.answer import Change, Checked, check_text
+from planner.configs.answer import Checked, check_text
 from planner.configs.check_document import check_document
 from planner.configs.configuration import CheckFlags
 from planner.configs.serving import serving_engine
@@ -47,6 +47,14 @@ def check(
             "--seq-len", "--seq", min=1, max=1 << 31, help="Tokens in a sequence, where the file does not say."
         ),
     ] = None,
+    global_batch: Annotated[
+        int | None,
+        typer.Option("--global-batch", min=1, max=1 << 31, help="Sequences in a step, where the file does not say."),
+    ] = None,
+    micro_batch: Annotated[
+        int | None,
+        typer.Option("--micro-batch", min=1, max=1 << 31, help="Sequences in a pass, where the file does not say."),
+    ] = None,
     launch: Annotated[
         str, typer.Option("--launch", help="The line that starts it: its GPUs and the program's arguments.")
     ] = "",
@@ -70,10 +78,19 @@ def check(
     """
     text, where = codec.read_path_or_stdin(file)
     flags = CheckFlags(
-        model=model, cluster=cluster, gpu=gpu, gpus=gpus, seq_len=seq_len, launch=launch, release=release
+        model=model,
+        cluster=cluster,
+        gpu=gpu,
+        gpus=gpus,
+        seq_len=seq_len,
+        global_batch=global_batch,
+        micro_batch=micro_batch,
+        launch=launch,
+        release=release,
     )
     if serving_engine(text):
-        others = {"seq_len": seq_len, "launch": launch or None, "profile": profile, "strict": strict}
+        batch = {"global_batch": global_batch, "micro_batch": micro_batch}
+        others = {"seq_len": seq_len, **batch, "launch": launch or None, "profile": profile, "strict": strict}
         refuse(stated(others), Task.SERVE)
         check_serving_command(text, where, flags, serving, search=search, json=json)
         return
@@ -109,17 +126,21 @@ def _print(checked: Checked, name: str) -> None:
     for number, change in enumerate(checked.changes):
         print(
             output.printable(
-                f"{'change' if number == 0 else 'or':9} {change.what}: {change.step_s:.3g} s, {_fit(change)}"
+                f"{'change' if number == 0 else 'or':9} {change.what}: {change.step_s:.3g} s, {_fit(change.fit_probability)}"
             )
         )
     if checked.changes:
         print(output.printable(checked.changes[0].diff))
     if checked.best is not None:
-        print(output.printable(f"best      {checked.best.estimate.step_s.value:.3g} s"))
+        estimate = checked.best.estimate
+        fit = _fit(estimate.memory.fit_probability)
+        print(output.printable(f"best      {estimate.step_s.value:.3g} s, {fit}"))
         print(output.printable(checked.best.diff))
     elif checked.no_better:
         print(output.printable(f"best      {checked.no_better}"))
 
 
-def _fit(change: Change) -> str:
-    return "fits" if change.fit_probability >= SURE else f"fits with a chance of {chance(change.fit_probability)}"
+def _fit(probability: float) -> str:
+    if probability >= SURE:
+        return "fits"
+    return "does not fit" if probability <= 1 - SURE else f"fits with a chance of {chance(probability)}"

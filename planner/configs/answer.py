@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from planner.configs.configuration import CheckFlags, Configuration
+from planner.configs.configuration import CheckFlags, Configuration, Limits
 from planner.configs.kinds import read_configuration
 from planner.configs.variants import variants_of
 from planner.configs.written_back import Writer
@@ -31,12 +31,19 @@ from simulator.legality.frameworks import framework_named
 from simulator.legality.rule import Grade, Problem
 from simulator.legality.rules import is_legal
 from topology.cluster import Cluster
-from topology.errors import Infeasible, PlannerError
+from topology.errors import BadInput, Infeasible, PlannerError, UserError
 
 SEQUENCES_PER_GPU = 8  # of a step whose configuration states no batch: enough to accumulate, quick to run
 SHOWN = 5  # changes that are listed
 PREDICTED = 8  # changes, best first by the closed form, that are predicted as the plan itself is
 CANDIDATES = 24  # best plans of which the first that the file can say is the answer
+# Flags, and the facts of a configuration that they must not contradict.
+BESIDE = {
+    "gpus": "gpus",
+    "seq_len": "seq_len",
+    "global_batch": "global_batch_size",
+    "micro_batch": "micro_batch_size",
+}
 GAIN = 0.995  # of the step: what gains less than half a percent is within any prediction's noise
 
 
@@ -160,6 +167,7 @@ def ask(text: str, where: str, flags: CheckFlags, *, measured: Calibrations = UN
     except PlannerError as error:
         problem = Problem(rule="configuration", grade=Grade.ILLEGAL, message=str(error).replace("\n ", ";"))
         return Asked(configuration=configuration, assumed=tuple(assumed), problems=(problem,))
+    _agree(facts, flags)
     return Asked(configuration=configuration, assumed=case.assumed, given=given, facts=facts, case=case)
 
 
@@ -180,6 +188,8 @@ def _inputs(configuration: Configuration, flags: CheckFlags) -> tuple[Model, Clu
         assumed.append(f"cluster {name}" + (" (the file's own comment)" if configuration.cluster else ""))
     whole = read_cluster(name, gpu=flags.gpu)
     gpus = flags.gpus or configuration.gpus
+    if gpus and not flags.gpus and configuration.in_a_comment:
+        assumed.append(f"{gpus} GPUs (the file's own comment)")
     if not gpus:
         gpus = whole.gpu_count
         assumed.append(f"{gpus} GPUs (the cluster's; say another number with --gpus)")
@@ -195,7 +205,20 @@ def _given(configuration: Configuration, flags: CheckFlags, model: Model, cluste
         "moe": model.moe is not None,
         "max_positions": model.max_positions,
     }
-    return facts | ({"seq_len": flags.seq_len} if flags.seq_len else {})
+    beside = {"batch_beside": flags.global_batch, "micro_beside": flags.micro_batch}
+    facts |= {name: value for name, value in beside.items() if value}
+    return ({"seq_len": flags.seq_len} if flags.seq_len else {}) | facts
+
+
+def _agree(facts: Facts, flags: CheckFlags) -> None:
+    """Raise UserError where a flag and the configuration say different things: one of the two would be dropped."""
+    for name, fact in BESIDE.items():
+        asked = getattr(flags, name)
+        if asked and asked != facts[fact]:
+            raise UserError(
+                f"--{name.replace('_', '-')} {asked}, but the configuration says {facts[fact]}",
+                remedy="leave the flag out, or write its value into the configuration",
+            )
 
 
 def _case(
@@ -213,10 +236,7 @@ def _case(
         facts["seq_len"] = min(SEQ_LEN, model.max_positions or SEQ_LEN)
         assumed.append(f"sequence length {facts['seq_len']} tokens (the file does not say it)")
     if facts.get("global_batch_size") is None:
-        dp = facts["dp_replicate"] * facts["dp_shard"]
-        facts["micro_batch_size"] = 1
-        facts["global_batch_size"] = max(dp, SEQUENCES_PER_GPU * facts["gpus"] // dp * dp)
-        assumed.append(f"global batch {facts['global_batch_size']} in micro batches of 1 (the file does not say it)")
+        facts |= _open_batch(facts, assumed)
     workload = Workload(seq_len=facts["seq_len"], global_batch_size=facts["global_batch_size"])
     stated = {name: facts[name] for name in RUNTIME_FACTS if name in facts}
     name = {"pytorch": "pytorch"}.get(rules.name, rules.name)
@@ -243,6 +263,26 @@ def _case(
     return Case(id=where, question=question, plan=plan, assumed=said)
 
 
+def _open_batch(facts: Facts, assumed: list[str]) -> Facts:
+    """Return the batch of a file that has no key for it, of what was said beside it."""
+    dp, steps = facts["dp_replicate"] * facts["dp_shard"], facts.get("steps")
+    batch, micro = facts.get("batch_beside"), facts.get("micro_beside")
+    if not micro:
+        micro = batch // (dp * steps) or 1 if batch and steps else 1
+        assumed.append(f"micro batches of {micro} (the file does not say it)")
+    if not batch and steps:
+        batch = micro * steps * dp
+    if not batch:
+        batch = max(1, SEQUENCES_PER_GPU * facts["gpus"] // (dp * micro)) * dp * micro
+        assumed.append(f"global batch {batch} (the file does not say it)")
+    if steps and batch != micro * steps * dp:
+        raise BadInput(
+            f"global batch {batch} != {micro} a GPU x {steps} accumulated x {dp} data-parallel ranks",
+            remedy="leave one of the three open",
+        )
+    return {"micro_batch_size": micro, "global_batch_size": batch}
+
+
 def _stated(facts: Facts) -> dict[str, Any]:
     """Return a plan's facts as a case states them: several numbers as a list."""
     return {name: list(v) if isinstance(v := facts[name], tuple) else v for name in PLAN_FACTS if name in facts}
@@ -255,7 +295,8 @@ def _changes(found: PlanAnswer, written: Writer) -> tuple[Change, ...]:
     """Return the single changes that gain, most first: what does not fit first has to fit."""
     question, plan = found.case.question, found.case.plan
     now = found.estimate
-    candidates = variants_of(plan, question)
+    limits = written.configuration.limits
+    candidates = [one for one in variants_of(plan, question) if _within(one.plan, limits)]
     judged: list[tuple[bool, float, str, Plan, Runtime]] = []
     for runtime in dict.fromkeys(one.runtime for one in candidates):
         asked = replace(question, runtime=runtime)
@@ -277,6 +318,12 @@ def _changes(found: PlanAnswer, written: Writer) -> tuple[Change, ...]:
             better = Better(plan=other, runtime=runtime, estimate=there, diff=diff)
             changes.append(Change(what=what, better=better))
     return tuple(sorted(changes, key=lambda one: (one.fit_probability < SURE, one.step_s))[:SHOWN])
+
+
+def _within(plan: Plan, limits: Limits) -> bool:
+    """Return whether a plan's degrees are within those that a kind of file can ask for."""
+    held: Iterator[tuple[str, Any]] = ((axis, limits.get(axis)) for axis in ("tp", "cp", "pp", "ep"))
+    return all(not spans or any(least <= getattr(plan, axis) <= most for least, most in spans) for axis, spans in held)
 
 
 def _gains(there: Estimate, now: Estimate) -> bool:
@@ -304,6 +351,8 @@ def _best(
     rivals: list[Better] = []
     for one in listed:
         other = one.plan.with_(placement=())
+        if other.pp == 1 and other.reshard_after_forward and plan.reshard_after_forward is None:
+            other = other.with_(reshard_after_forward=None)  # the default without stages
         if diff := written.diff(other):
             rivals.append(Better(plan=other, runtime=question.runtime, estimate=one.estimate, diff=diff))
             break

@@ -33,7 +33,8 @@ def check_any(
     if not serving_engine(text):
         _refuse(said, "training")
         return check_text(text, where, flags, search=search, progress=progress)
-    _refuse({name: getattr(flags, name) for name in ("seq_len", "launch") if getattr(flags, name)}, "serving")
+    training = ("seq_len", "global_batch", "micro_batch", "launch")
+    _refuse({name: getattr(flags, name) for name in training if getattr(flags, name)}, "serving")
     _refuse({name: value for name, value in said.items() if name not in CLIENTS}, "serving")
     return check_serving(text, where, flags, ServingFlags(**said), search=search, progress=progress)
 
@@ -56,11 +57,13 @@ def any_document(where: str, checked: Checked | CheckedServing) -> dict[str, Any
     return check_document(checked)
 
 
-def names_model(text: str, where: str, launch: str = "") -> bool:
-    """Return whether a configuration says itself which model it is for; one that cannot be read does not."""
+def named_by(text: str, where: str, launch: str = "") -> frozenset[str]:
+    """Return which fields of CheckFlags a configuration says itself; one that cannot be read says none."""
     if serving_engine(text):
-        return True
+        return frozenset({"model", "seq_len", "global_batch"})
     try:
-        return read_configuration(text, where, CheckFlags(launch=launch)).model is not None
+        found = read_configuration(text, where, CheckFlags(launch=launch))
     except PlannerError:
-        return False
+        return frozenset()
+    named = {name for name in ("model", "cluster", "gpus") if getattr(found, name) is not None}
+    return frozenset(named | ({"seq_len", "global_batch"} - found.leaves_open))

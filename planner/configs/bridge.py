@@ -92,7 +92,7 @@ def fields_of(changes: dict[str, Any], paths: dict[str, str]) -> dict[str, Any]:
         name = RENAMED.get(flag, OPPOSITE.get(flag, flag.removeprefix("--").replace("-", "_")))
         path = paths.get(flag)
         if path is None:
-            if flag in {"--ckpt-format", "--no-gradient-accumulation-fusion", "--bf16", "--fp16"}:
+            if flag in {"--ckpt-format", "--no-gradient-accumulation-fusion", "--bf16", "--fp16", "--fp8-param-gather"}:
                 continue
             section = SECTIONS.get(name, "model")
             path = f"{section}.{name}" if section else name

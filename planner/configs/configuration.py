@@ -36,7 +36,7 @@ class Configuration:
     """A file that was read. `settings` are what the `table` reads; `rules` is the framework whose legality counts.
 
     `model` is the model that the file itself describes, by name or whole; None where it has none. `gpus` is how many the
-    file says it is for. `behaves_as` is the version whose step is predicted, where that is not `version`. `given` are facts that it holds in no key. `edit` turns changed settings into a new text.
+    file says it is for, in a comment where `in_a_comment`, as is `cluster` then. `behaves_as` is the version whose step is predicted, where that is not `version`. `given` are facts that it holds in no key. `edit` turns changed settings into a new text.
     """
 
     framework: str
@@ -54,12 +54,16 @@ class Configuration:
     assumed: tuple[str, ...] = ()
     limits: Limits = field(default_factory=dict)
     cluster: str | None = None
+    in_a_comment: bool = False
+    leaves_open: frozenset[str] = frozenset()  # of seq_len and global_batch
 
 
 def not_understood(settings: Mapping[str, Any], understood: frozenset[str], harmless: str) -> tuple[str, ...]:
     """Return the keys that nothing reads, but for those matching the pattern `harmless`, which cost nothing."""
     quiet = re.compile(harmless)
-    return tuple(key for key in settings if key not in understood and not quiet.fullmatch(key))
+    return tuple(
+        key for key, value in settings.items() if value != "" and key not in understood and not quiet.fullmatch(key)
+    )
 
 
 def preset(text: str) -> tuple[int | None, str | None]:

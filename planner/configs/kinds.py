@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,8 @@ from planner.configs import bridge, torchtitan
 from planner.configs.command_line import CommandLine, option_kinds
 from planner.configs.configuration import CheckFlags, Configuration, not_understood, unknown_kind
 from planner.configs.documents import YamlDocument
-from planner.configs.launch import launch_facts, launch_of
-from planner.configs.transformers_fields import MICRO, PROGRAM, STEPS
+from planner.configs.launch import launch_facts, launch_of, started_by
+from planner.configs.transformers_fields import LENGTHS, MICRO, PROGRAM, STEPS
 from planner.configs.transformers_fields import TABLE as TRANSFORMERS
 from planner.export.frameworks import accelerate_fields, deepspeed_fields, megatron_fields
 from planner.export.frameworks.megatron_model import MODEL_KEYS, model_of_flags
@@ -20,37 +21,52 @@ from planner.export.schema import schema
 from simulator.config.model import Model
 from topology.errors import BadInput
 
+SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu")
 WHOLE = {"pp": ((1, 1),), "ep": ((1, 1),)}  # limits of files that hold neither pipelines nor experts
 
 
 def read_configuration(text: str, where: str, flags: CheckFlags) -> Configuration:
-    """Return what a configuration says. Raises BadInput (exit 2) where it cannot be read or is of no known kind."""
+    """Return what a configuration and the line that starts it say.
+
+    Raises BadInput (exit 2) where it cannot be read, is of no known kind, or where the line says what the file says, too.
+    """
     name = Path(where).name.lower()
     if name.endswith(".toml"):
-        return torchtitan.read_toml(text, where)
-    if name.endswith((".yaml", ".yml")):
-        return _yaml(text, where)
-    if name.endswith(".json") or text.lstrip().startswith("{"):
-        return _json(text, where, flags)
-    return _script(text, where)
+        found = torchtitan.read_toml(text, where)
+    elif name.endswith((".yaml", ".yml")):
+        found = _yaml(text, where, flags)
+    elif name.endswith(".json") or text.lstrip().startswith("{"):
+        found = _json(text, where, flags)
+    else:
+        found = _script(text, where)
+    return started_by(found, flags) if flags.launch else found
 
 
-def _yaml(text: str, where: str) -> Configuration:
+def _yaml(text: str, where: str, flags: CheckFlags) -> Configuration:
     document = YamlDocument(text, where)
     settings = document.settings
     if bridge.is_bridge(settings):
         return _bridge(document, where)
     if "distributed_type" in settings or "mixed_precision" in settings:
-        return _accelerate(document)
+        return _accelerate(document, flags)
     if MICRO in settings:
-        return _transformers(document, settings, "")
+        return _transformers(document, settings, flags)
     raise unknown_kind(
         where, "its keys are neither accelerate's, nor a Megatron-Bridge recipe's, nor TrainingArguments'"
     )
 
 
-def _accelerate(document: YamlDocument) -> Configuration:
-    settings = document.settings
+def _accelerate(document: YamlDocument, flags: CheckFlags) -> Configuration:
+    launch = launch_facts(flags.launch)
+    settings = dict(document.settings)
+    # What `accelerate launch` is told counts before its file, and TrainingArguments tell accelerate their precision.
+    settings |= {"num_processes": launch["gpus"]} if "gpus" in launch else {}
+    for name in ("bf16", "fp16"):
+        settings |= {"mixed_precision": name} if launch.get(name) else {}
+    steps = settings.get("deepspeed_config.gradient_accumulation_steps")
+    said = {"steps": launch.get("steps", steps if isinstance(steps, int) else None)}
+    said |= {"micro_beside": launch.get("micro_batch"), "seq_len": launch.get("seq_len")}
+    said |= {"recompute": launch.get("recompute")}
     zero = str(settings.get("distributed_type", "")).upper() == "DEEPSPEED"
     harmless = (
         r"compute_environment|debug|downcast_bf16|main_.*|machine_rank|num_machines|rdzv_backend|same_network|tpu_.*|use_cpu"
@@ -71,7 +87,9 @@ def _accelerate(document: YamlDocument) -> Configuration:
         table=accelerate_fields.TABLE,
         edit=document.edited,
         gpus=count if isinstance(count, int) and count > 0 else None,
+        given={name: value for name, value in said.items() if value is not None},
         unknown=tuple(key for key in not_understood(settings, known, harmless) if key not in offload),
+        leaves_open=frozenset({"global_batch"} | ({"seq_len"} - launch.keys())),
         limits={
             **WHOLE,
             "micro_batch": None,
@@ -111,8 +129,19 @@ def _bridge(document: YamlDocument, where: str) -> Configuration:
         model=model,
         given=_megatron_given(model),
         unknown=unknown,
-        assumed=assumed,
+        assumed=(*assumed, *_taken_for_granted(flags)),
     )
+
+
+def _taken_for_granted(flags: Settings) -> Iterator[str]:
+    """Yield what Megatron-LM's step is predicted with although no flag asks for it."""
+    if not flags.get("--overlap-grad-reduce"):
+        yield "gradients are reduced while backward runs (--overlap-grad-reduce is not set; without it a step is longer)"
+    sharded = flags.get("--use-distributed-optimizer") or flags.get("--use-megatron-fsdp")
+    if sharded and not flags.get("--overlap-param-gather"):
+        yield "parameters are gathered while forward runs (--overlap-param-gather is not set)"
+    if sharded and flags.get("--fp8-format") and not flags.get("--fp8-param-gather"):
+        yield "parameters are gathered in float8 (--fp8-param-gather is not set)"
 
 
 def _flag_model(flags: Settings, where: str) -> tuple[Model | None, tuple[str, ...]]:
@@ -130,7 +159,7 @@ def _json(text: str, where: str, flags: CheckFlags) -> Configuration:
     document = YamlDocument(text, where, is_json=True)
     settings = document.settings
     if MICRO in settings or "output_dir" in settings:
-        return _transformers(document, settings, flags.launch)
+        return _transformers(document, settings, flags)
     if any(key.startswith(("zero_optimization", "train_")) for key in settings):
         return _deepspeed(document, settings, flags)
     if "tensor_model_parallel_size" in settings or bridge.is_bridge(settings):
@@ -151,19 +180,25 @@ def _deepspeed(document: YamlDocument, settings: Settings, flags: CheckFlags) ->
     )
     known = keys_of(deepspeed_fields.TABLE)
     unknown = not_understood(settings, known, harmless)
+    said = settings.get("sequence_parallel_size")
+    context = said if isinstance(said, int) and said > 0 and "data_parallel_size" in settings else 1
     return Configuration(
         framework="deepspeed",
         version="0.19.8",
         rules="deepspeed",
         document=document,
-        settings=settings
-        | {key: launch[name] for key, name in _FROM_LAUNCH.items() if name in launch and _open(settings, key)},
+        settings={**settings, **_filled(settings, launch, flags)},
         table=deepspeed_fields.TABLE,
         edit=document.edited,
         gpus=launch.get("gpus"),
         given={name: launch[name] for name in ("seq_len", "recompute") if name in launch},
+        leaves_open=frozenset({"seq_len"} - launch.keys())
+        | frozenset(
+            {"global_batch"} if "micro_batch" not in launch and all(_open(settings, key) for key in SIZES) else ()
+        ),
         unknown=tuple(unknown),
-        limits={"pp": ((1, 1),), "recomputes": None},
+        # Context parallelism needs the program's attention as well.
+        limits={"pp": ((1, 1),), "cp": ((context, context),), "recomputes": None},
     )
 
 
@@ -176,12 +211,22 @@ _FROM_LAUNCH = {
 }
 
 
+def _filled(settings: Settings, launch: Facts, flags: CheckFlags) -> Settings:
+    """Return the sizes and types that a DeepSpeed file leaves open, from what was said beside it."""
+    beside = {
+        "train_batch_size": flags.global_batch,
+        "train_micro_batch_size_per_gpu": flags.micro_batch,
+        **{key: launch[name] for key, name in _FROM_LAUNCH.items() if name in launch},
+    }
+    return {key: value for key, value in beside.items() if value is not None and _open(settings, key)}
+
+
 def _open(settings: Settings, key: str) -> bool:
     return bool(settings.get(key, "auto") == "auto")
 
 
-def _transformers(document: YamlDocument, settings: Settings, line: str) -> Configuration:
-    launch = launch_facts(line)
+def _transformers(document: YamlDocument, settings: Settings, flags: CheckFlags) -> Configuration:
+    launch = launch_facts(flags.launch)
     zero = settings.get("deepspeed")
     inner = {key.removeprefix("deepspeed."): value for key, value in settings.items() if key.startswith("deepspeed.")}
     if isinstance(zero, str) and zero:
@@ -222,6 +267,7 @@ def _transformers(document: YamlDocument, settings: Settings, line: str) -> Conf
         edit=edit,
         gpus=launch.get("gpus"),
         given={name: launch[name] for name in ("seq_len",) if name in launch},
+        leaves_open=frozenset({"seq_len"} - launch.keys() if not any(settings.get(key) for key in LENGTHS) else ()),
         unknown=tuple(
             key
             for key in settings
@@ -272,5 +318,5 @@ def _megatron(document: CommandLine, where: str, flags: dict[str, Any]) -> Confi
         gpus=launch.get("gpus"),
         given=_megatron_given(model),
         unknown=unknown,
-        assumed=(*assumed, *later),
+        assumed=(*assumed, *later, *_taken_for_granted(settings)),
     )

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from typing import Any
 
 from planner.configs.command_line import CommandLine, typed
+from planner.configs.configuration import CheckFlags, Configuration
 from planner.configs.transformers_fields import LENGTHS, MICRO, STEPS
+from topology.errors import BadInput, UserError
+
+# Options of launchers and programs that a step or its memory depends on, where nothing here reads them.
+COSTLY = re.compile(
+    r"--(.*parallel.*|.*(sharding|zero_|offload|liger|recomput|cudnn|autotp).*|(use_)?fsdp.*|fsdp_.*|mixed_precision|fp8.*"
+    r"|torch_compile|dynamo_.*|optim|packing|lora.*|use_peft|load_in_.*|finetuning_type|auto_find_batch_size|pipeline.*)"
+)
+# What a DeepSpeed file or arguments may say as well: Transformers refuses two values.
+TWICE = {"micro_batch": ("train_micro_batch_size_per_gpu", MICRO), "steps": ("gradient_accumulation_steps", STEPS)}
 
 
 def launch_facts(line: str) -> dict[str, Any]:
@@ -14,6 +26,36 @@ def launch_facts(line: str) -> dict[str, Any]:
         return {}
     said = CommandLine(line, "--launch", lambda _: None)
     return launch_of(said)
+
+
+def started_by(found: Configuration, flags: CheckFlags) -> Configuration:
+    """Return a configuration with what the line that starts it says of GPUs, and its options that are not understood.
+
+    Raises UserError where the line and a flag differ, BadInput where the line and the file do.
+    """
+    said = CommandLine(flags.launch, "--launch", lambda _: None)
+    launch = launch_of(said)
+    gpus = launch.get("gpus")
+    if flags.gpus and gpus and flags.gpus != gpus:
+        raise UserError(f"--gpus {flags.gpus}, but the launch line starts {gpus}", remedy="leave --gpus out")
+    inner = [name for name in said.settings if "." in name and found.framework == "torchtitan"]
+    if inner:
+        raise BadInput(
+            f"the launch line sets {', '.join(inner)[:200]}",
+            why="it counts before the file, which changes are written into",
+            remedy="write the values into the file",
+        )
+    for fact, keys in TWICE.items():
+        for key in keys:
+            value = found.settings.get(key)
+            if type(value) is int and launch.get(fact, value) != value:
+                raise BadInput(
+                    f"the launch line says {launch[fact]} for {key}, and the file {value}",
+                    remedy="write the same into both, or auto into the file",
+                )
+    unknown = tuple(name for name in said.settings if COSTLY.fullmatch(name))
+    known = {"gpus": gpus, "in_a_comment": False} if gpus else {}
+    return replace(found, unknown=(*found.unknown, *unknown), **known)
 
 
 def launch_of(said: CommandLine) -> dict[str, Any]:

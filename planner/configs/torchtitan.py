@@ -49,7 +49,7 @@ def read_toml(text: str, where: str) -> Configuration:
         r"|norm_type)|compile\.backend|activation_checkpoint\.(early_stop|debug|preserve_rng_state"
         r"|determinism_check|visualize.*|memory_budget|per_op_sac_force_recompute_mm_shapes_by_fqns|selective_ac_option)"
         r"|parallelism\.(disable_loss_parallel|context_parallel_load_balancer|expert_parallel_comm_backend"
-        r"|pipeline_parallel_schedule_csv|pipeline_parallel_expert_parallel_overlap)"
+        r"|pipeline_parallel_expert_parallel_overlap)"
     )
     known = keys_of(torchtitan_fields.TOML)
     assumed = []
@@ -63,9 +63,13 @@ def read_toml(text: str, where: str) -> Configuration:
         return document.edited({stated_as.get(key, key): value for key, value in changes.items()})
 
     optimizer = settings.get("optimizer.name", "AdamW")
+    degrees = _product(settings, None)
     model: Model | str | None = None
     if "model.name" in settings and "model.flavor" in settings:
         model = _flavor("0.2.2", str(settings["model.name"]), str(settings["model.flavor"]))
+    # One is no expert tensor parallelism; more is in no plan.
+    alone = settings.get("parallelism.expert_tensor_parallel_degree", 1) == 1
+    known |= {"parallelism.expert_tensor_parallel_degree"} if alone else set()
     return Configuration(
         framework="torchtitan",
         version="0.2.2",
@@ -75,11 +79,12 @@ def read_toml(text: str, where: str) -> Configuration:
         table=torchtitan_fields.TOML,
         edit=edit,
         model=model,
-        gpus=_product(settings, gpus),
+        gpus=degrees or gpus,
         given={"optimizer_said": optimizer},
         unknown=not_understood(settings, known, harmless),
-        assumed=(*assumed, *([f"{gpus} GPUs (the file's own comment)"] if gpus else [])),
+        assumed=tuple(assumed),
         cluster=machine,
+        in_a_comment=degrees is None,
     )
 
 
@@ -127,7 +132,7 @@ def read_command(text: str, where: str) -> Configuration:
     harmless = (
         r"(training\.(steps|dataset.*|max_norm|gc_.*|disable_cuda_graphs)|(checkpoint|metrics|profil\w+|optimizer|comm|debug"
         r"|lr_scheduler|validator|dataloader|hf_assets_path)\..*|compile\.(components|backend)|parallelism\.(spmd_backend"
-        r"|context_parallel_.*|disable_.*|pipeline_parallel_schedule_csv)|activation_checkpoint\..*)"
+        r"|context_parallel_.*|disable_.*)|activation_checkpoint\..*)"
     )
     model = _flavor("0.3.0", module, str(base["flavor"])) if base else None
     launch = launch_of(document)

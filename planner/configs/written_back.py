@@ -17,6 +17,8 @@ from topology.errors import PlannerError
 
 # Facts of a model that some keys depend on.
 OF_THE_MODEL = ("moe", "max_positions")
+# Which of two ways of saying the same a file uses.
+OF_THE_FILE = ("fsdp_version", "hosts")
 FILLS = -1
 # Facts that belong to one way of sharding, and stay while it does.
 OF_THE_SHARDING = ("hpz", "instances")
@@ -68,7 +70,7 @@ class Writer:
     def _settings(self, plan: Plan, runtime: Runtime) -> Settings:
         question, now = self.asked.question, self.asked.plan
         known = facts_of(plan, question.workload, runtime, question.model.layers)
-        kept = (*OF_THE_MODEL, *(OF_THE_SHARDING if plan.data_parallel == now.data_parallel else ()))
+        kept = (*OF_THE_MODEL, *OF_THE_FILE, *(OF_THE_SHARDING if plan.data_parallel == now.data_parallel else ()))
         extra = {name: self.facts[name] for name in kept if name in self.facts}
         return write(self.configuration.table, {**extra, **known})
 
@@ -83,9 +85,10 @@ class Writer:
                 continue
             if back.get(name, getattr(now, name)) != wanted:
                 return False
-        stated = {"global_batch_size": None, "compile": None, **back}
-        batch = self.asked.question.workload.global_batch_size
-        return stated["global_batch_size"] in {None, batch} and stated["compile"] in {None, runtime.compile}
+        question = self.asked.question
+        stated = {"global_batch_size": None, "compile": question.runtime.compile, **back}
+        same_batch = stated["global_batch_size"] in {None, question.workload.global_batch_size}
+        return same_batch and stated["compile"] == runtime.compile
 
 
 def unified(before: str, after: str, where: str) -> str:

@@ -188,8 +188,10 @@ def workload_line(workload: Workload) -> str:
 
 def runtime_line(runtime: Runtime, title: str) -> str:
     mode = "compiled" if runtime.compile else "eager"
+    plain = title.rstrip("0123456789.")
+    name = f"{plain}{runtime.version}" if runtime.version and plain != title else title
     return (
-        f"{title}, {mode}, parameters {runtime.param_dtype}, compute {runtime.compute_dtype}, gradients reduced in "
+        f"{name}, {mode}, parameters {runtime.param_dtype}, compute {runtime.compute_dtype}, gradients reduced in "
         f"{runtime.reduce_dtype}, {runtime.optimizer}"
     )
 

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import planner as package
-from planner.configs.answer import Checked, check_text
+from planner.configs.answer import Checked, ask, check_text
 from planner.configs.check_document import check_document
 from planner.configs.command_line import CommandLine, option_kinds
 from planner.configs.configuration import CheckFlags, NotAConfiguration
@@ -92,6 +93,7 @@ def test_every_change_is_a_diff_that_makes_its_plan(name: str, tmp_path: Path) -
         again = check_text(patched(name, change.diff, tmp_path), name, ANSWERS[name][0], changes=False)
         assert again.legal, change.what
         assert again.found.estimate.step_s.value == pytest.approx(change.step_s, rel=1e-6), change.what
+        assert change.better.plan.cp == found.found.case.plan.cp or name != "deepspeed_zero3_auto.json"  # the program's
 
 
 def test_arguments_that_name_a_deepspeed_file_ask_for_that_file() -> None:
@@ -126,6 +128,68 @@ def test_python_asks_the_same() -> None:
 
     assert check_document(found)["plan"]["cp"] == 4
     assert found.changes[0].fit_probability > 0.9
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "said"),
+    [
+        ("torchtitan_llama3_8b.toml", {"seq_len": 4096}, "--seq-len 4096, but the configuration says 8192"),
+        ("torchtitan_llama3_8b.toml", {"global_batch": 32}, "--global-batch 32, but the configuration says 64"),
+        ("megatron_llama3_8b_fp8.sh", {"micro_batch": 2}, "--micro-batch 2, but the configuration says 1"),
+        ("accelerate_fsdp1.yaml", {"gpus": 16}, "--gpus 16, but the configuration says 8"),
+        ("deepspeed_zero2_autotp.json", {"gpus": 4, "launch": LAUNCH}, "--gpus 4, but the launch line starts 8"),
+        ("torchtitan_llama3_8b.toml", {"launch": "torchrun t.py --training.seq_len 1"}, "sets --training.seq_len"),
+        ("arguments_zephyr_7b.yaml", {"launch": LAUNCH}, "says 1 for per_device_train_batch_size, and the file 16"),
+    ],
+)
+def test_what_contradicts_the_file_is_refused(name: str, flags: dict[str, object], said: str) -> None:
+    with pytest.raises(PlannerError, match=re.escape(said)):
+        check_text((KEPT / name).read_text(), name, CheckFlags(**flags), changes=False)
+
+
+def test_what_a_file_leaves_open_is_said_beside_it() -> None:
+    """By flags and by the launch line, whose options that nothing reads are listed."""
+
+    def plan_of(name: str, text: str = "", **flags: object) -> tuple[int, int, int, tuple[str, ...]]:
+        found = check_text(text or (KEPT / name).read_text(), name, CheckFlags(**flags), changes=False)
+        workload = found.found.case.question.workload
+        batch = (found.found.case.plan.micro_batch_size, workload.global_batch_size)
+        return (*batch, workload.seq_len, found.configuration.unknown)
+
+    line = f"{LAUNCH} --max_seq_length 1024 --optim adafactor --output_dir x"
+    file = "accelerate_fsdp1.yaml"
+    assert plan_of(file, micro_batch=2, global_batch=32, seq_len=512) == (2, 32, 512, ())
+    assert plan_of(file, launch=line) == (1, 64, 1024, ("--optim",))
+    assert plan_of("accelerate_zero3.yaml", micro_batch=2)[:2] == (2, 16)  # one micro batch a step, as the file says
+    open_batch = (
+        '{"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": "auto", "bf16": {"enabled": true}}'
+    )
+    assert plan_of("a.json", open_batch, gpus=8, micro_batch=2, global_batch=64)[:2] == (2, 64)
+    titan = check_text(
+        (KEPT / "torchtitan_llama3_8b.toml").read_text(), "a.toml", CheckFlags(launch=LAUNCH), changes=False
+    )
+    assert titan.found.case.plan.gpus == 8  # not the 64 of the file's comment
+    assert not any("comment" in line and "GPUs" in line for line in titan.assumed)
+
+
+def test_a_diff_says_all_of_its_plan() -> None:
+    """DeepSpeed's JSON has no key for torch.compile: a plan that needs it has no diff."""
+    name = "deepspeed_zero3_auto.json"
+    asked = ask((KEPT / name).read_text(), name, ANSWERS[name][0])
+    written, runtime = asked.writer(name, ANSWERS[name][0]), asked.case.question.runtime
+    lower = asked.case.plan.with_(zero_stage=1)
+
+    assert '+    "stage": 1,' in written.diff(lower)
+    assert written.diff(lower, replace(runtime, compile=True)) == ""
+
+
+def test_an_fsdp_1_file_stays_one() -> None:
+    name = "accelerate_fsdp1.yaml"
+    asked = ask((KEPT / name).read_text(), name, ANSWERS[name][0])
+    diff = asked.writer(name, ANSWERS[name][0]).diff(asked.case.plan.with_(reshard_after_forward=False))
+
+    assert "+  fsdp_sharding_strategy: SHARD_GRAD_OP" in diff
+    assert diff.count("\n+") == 2  # that line, and the file's name
 
 
 def test_unknown_fields_are_listed() -> None:

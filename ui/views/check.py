@@ -8,6 +8,7 @@ from typing import Any
 
 import streamlit as st
 
+from planner.configs.any_kind import named_by
 from planner.configs.serving import serving_engine
 from planner.io.figures import rate_text
 from simulator.config.estimate import Estimate
@@ -39,12 +40,13 @@ def show(question: state.Inputs) -> None:
         panels.empty(
             "Drop a file, or paste its text",
             "The answer says whether it is legal, whether it fits, how fast it is, and what to change in the file itself."
-            f" Where it leaves model, machine or GPUs open, the question's count: {panels.plain(question.model)} on"
+            f" What it leaves open of model, machine, GPUs, sequence and batch is the question's: {panels.plain(question.model)} on"
             f" {panels.plain(question.cluster)}.",
             icon=":material/fact_check:",
         )
         return
-    found = data.checked(question, *asked)
+    named = named_by(*asked)
+    found = data.checked(question, *asked, of_the_file=named - _chosen_instead(question, named))
     if found is not None:
         _answer(found, asked[1])
 
@@ -56,6 +58,24 @@ def _given() -> tuple[str, str]:
         return file.getvalue().decode("utf-8-sig", errors="replace"), uploads.harmless(file.name)
     pasted = str(st.text_area("Or its text", key="check_text", height=140) or "")
     return pasted, f"pasted{_suffix(pasted)}"
+
+
+def _chosen_instead(question: state.Inputs, named: frozenset[str]) -> frozenset[str]:
+    """Return what the question shall say although the file says it, too: nothing that was not chosen here."""
+    words = {"model": f"model {question.model}", "cluster": f"cluster {question.cluster}"}
+    words |= {"gpus": f"{question.gpus} GPUs"} if question.gpus else {}
+    offered = [key for key in words if key in named]
+    if not offered:
+        return frozenset()
+    chosen = st.pills(
+        "The file names its own; ask with the question's instead",
+        offered,
+        selection_mode="multi",
+        key="check_instead",
+        format_func=lambda key: panels.plain(words[key]),
+        help="What is not chosen stays as the file says it.",
+    )
+    return frozenset(chosen)
 
 
 def _suffix(text: str) -> str:
@@ -90,14 +110,15 @@ def _answer(found: dict[str, Any], name: str) -> None:
         st.markdown(f"{seconds(changes[0]['step_s'])} a {each}, {'fits' if changes[0]['fits'] else 'may not fit'}.")
         _diff(changes[0]["diff"], name, "change")
         if changes[1:]:
-            rows = [
+            others = [
                 {"or": one["what"], each: seconds(one["step_s"]), "fits": "yes" if one["fits"] else "no"}
                 for one in changes[1:]
             ]
-            st.dataframe(rows, hide_index=True, width="stretch")
+            st.dataframe(others, hide_index=True, width="stretch")
     if best is not None and not serving:
-        step = seconds(best["estimate"]["step_s"]["value"])
-        panels.section("The best plan", f"{step} a step, as a change of the same file.")
+        estimate = codec.convert(best["estimate"], Estimate, where="estimate", others=True)
+        step, (held, verdict) = seconds(estimate.step_s.value), rows.memory_figure(estimate.memory)
+        panels.section("The best plan", f"{step} a step; memory {held}, {verdict}. As a change of the same file.")
         _diff(best["diff"], name, "best")
     elif found.get("no_better"):
         st.markdown(panels.plain(found["no_better"]))

@@ -34,6 +34,14 @@ STRATEGIES = {
 }
 
 
+_WORDS = {
+    (False, True): "FULL_SHARD",
+    (False, False): "SHARD_GRAD_OP",
+    (True, True): "HYBRID_SHARD",
+    (True, False): "HYBRID_SHARD_ZERO2",
+}  # by whether there are replicas, and whether parameters are gathered again
+
+
 def kind(facts: Facts) -> str:
     """Return the distributed type: nothing is sharded in replicas alone."""
     if facts["zero_stage"] is not None:
@@ -47,10 +55,18 @@ def _write_mesh(facts: Facts) -> Settings:
     settings: Settings = {"distributed_type": kind(facts), "num_processes": facts["gpus"]}
     if settings["distributed_type"] == "DEEPSPEED":
         settings[_ZERO] = facts["zero_stage"]
-    if settings["distributed_type"] == "FSDP":
+    if settings["distributed_type"] == "FSDP" and _first_version(facts):
+        settings[_STRATEGY] = _WORDS[facts["dp_replicate"] > 1, facts["reshard_after_forward"] is not False]
+    elif settings["distributed_type"] == "FSDP":
         settings |= {_MESH.format(axis): facts[axis] for axis in _SHARDS}
         settings |= {_VERSION: 2, _RESHARD: facts["reshard_after_forward"] is not False}
     return settings
+
+
+def _first_version(facts: Facts) -> bool:
+    """Return whether a file that is about FSDP 1 can stay so."""
+    plain = facts["tp"] == facts["cp"] == 1 and facts["dp_replicate"] in {1, facts.get("hosts")}
+    return plain and facts.get("fsdp_version") == 1
 
 
 def _read_mesh(settings: Settings, facts: Facts) -> Facts:
@@ -70,13 +86,14 @@ def _read_mesh(settings: Settings, facts: Facts) -> Facts:
     if whole(settings, _VERSION, 1) == 2:
         reshard = truth(settings, _RESHARD, default=True)
         return same | (axes if meshed else {"dp_shard": gpus}) | {"reshard_after_forward": reshard}
+    hosts = whole(settings, "num_machines", 1)
+    same |= {"fsdp_version": 1, "hosts": hosts}
     strategy = str(settings.get(_STRATEGY, "FULL_SHARD")).upper()
     if strategy not in STRATEGIES:
         raise BadInput(f"{_STRATEGY} is {strategy[:40]!r}", why=f"known: {', '.join(STRATEGIES)}")
     gathered_again = STRATEGIES[strategy]
     if gathered_again is None:
         return same | {"dp_replicate": gpus}
-    hosts = whole(settings, "num_machines", 1)
     replicas = hosts if strategy.startswith("HYBRID") or strategy in {"4", "5"} else 1
     if gpus % replicas:
         raise BadInput(f"{gpus} processes are not a multiple of {hosts} machines")

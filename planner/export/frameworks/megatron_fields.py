@@ -41,7 +41,7 @@ _SHARD = (
 _OFFLOAD = ("--optimizer-cpu-offload", "--use-precision-aware-optimizer")
 _FRACTION = "--optimizer-offload-fraction"
 _RECOMPUTE = ("--recompute-granularity", "--recompute-method", "--recompute-num-layers", "--recompute-activations")
-_TYPES = ("--bf16", "--fp16", "--fp8-format", "--grad-reduce-in-bf16")
+_TYPES = ("--bf16", "--fp16", "--fp8-format", "--fp8-param-gather", "--grad-reduce-in-bf16")
 
 
 def _degree(flag: str, fact: str) -> Entry:
@@ -181,11 +181,11 @@ def _write_sharding(facts: Facts) -> Settings:
     stage = facts["zero_stage"] or 0
     fully = stage in SHARDING
     dp = facts["dp_replicate"] * facts["dp_shard"]
-    overlaps = stage >= 1 and dp * facts["cp"] > 1
+    overlaps = dp * facts["cp"] > 1
     values = (
         stage >= 1,
         overlaps,
-        overlaps,
+        overlaps and stage >= 1,
         fully,
         SHARDING.get(stage),
         facts.get("instances") if fully else None,
@@ -276,7 +276,7 @@ def _read_recompute(settings: Settings, facts: Facts) -> Facts:
         raise BadInput(
             f"full recomputation of {count} of the {held} layers of a stage is not described",
             why="--recompute-method block recomputes the first layers only",
-            remedy="--recompute full or none, to ask about one of the two",
+            remedy="--recompute-method uniform, or no recomputation, in the configuration",
         )
     return {"recompute": mode}
 
@@ -288,6 +288,7 @@ def _write_types(facts: Facts) -> Settings:
             "--bf16": compute in {"bfloat16", "float8", "float4"},
             "--fp16": compute == "float16",
             "--fp8-format": "hybrid" if compute == "float8" else None,
+            "--fp8-param-gather": compute == "float8" and bool(facts["zero_stage"]),
             "--grad-reduce-in-bf16": facts["reduce_dtype"] == "bfloat16",
         }
     )
