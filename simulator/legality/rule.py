@@ -16,7 +16,7 @@ from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
 from simulator.legality.frameworks import Framework
-from simulator.runtimes.library import runtime_spec
+from simulator.runtimes.library import is_later_version, runtime_spec
 
 Mask = NDArray[np.bool_]
 
@@ -68,6 +68,14 @@ class RuleFacts:
     @property
     def version(self) -> str | None:
         return self.runtime.version if self.runtime else None
+
+    @property
+    def loss_pieces(self) -> int:
+        """Into how many equal pieces a rank's sequence must be divisible for the loss."""
+        if self.runtime is None or not is_later_version(self.runtime):
+            return 1
+        later = runtime_spec(self.runtime.name).later
+        return 1 if later is None else later.loss_pieces
 
     @property
     def activation_dtype(self) -> str:

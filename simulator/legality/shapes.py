@@ -269,6 +269,15 @@ SHAPE_RULES: list[Rule] = [
         applies=lambda q: not q.framework.sequence_over_tensor,
     ),
     rule(
+        "loss-pieces",
+        lambda c, q: q.workload.seq_len % (c.cp * q.loss_pieces) != 0,
+        lambda p, q: (
+            f"sequence {q.workload.seq_len} over cp {p.cp} is not a multiple of the {q.loss_pieces} equal pieces in which "
+            f"this version of {q.framework.title} computes the loss"
+        ),
+        applies=lambda q: q.loss_pieces > 1,
+    ),
+    rule(
         "sequence-parallel",
         lambda c, q: c.sequence_parallel & (c.tp > 1) & ((q.workload.seq_len // c.cp) % c.tp != 0),
         lambda p, q: (

@@ -215,7 +215,11 @@ class EarlierSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaterSpec:
-    """A newer generation of the software: stated versions from `since` on; `overrides` as in `EarlierSpec`."""
+    """A newer generation of the software: stated versions from `since` on; `overrides` as in `EarlierSpec`.
+
+    `loss_pieces` is into how many equal pieces a rank's sequence is cut for the loss.
+    """
 
     since: str
+    loss_pieces: int = 1
     overrides: dict[str, Any] = field(default_factory=dict)

@@ -280,6 +280,20 @@ def test_asynchronous_tensor_parallelism_has_preconditions():
     assert rules(plan, framework="torchtitan", runtime=compiled, cluster=pcie)["overlap-pcie"].grade is Grade.SLOW
 
 
+@pytest.mark.parametrize(
+    ("seq_len", "cp", "version", "legal"),
+    [(4100, 1, "0.3.0", False), (4100, 1, "0.2.2", True), (4104, 1, "0.3.0", True), (4104, 2, "0.3.0", False)],
+)
+def test_torchtitan_0_3_cuts_a_ranks_sequence_into_8_equal_pieces(seq_len, cp, version, legal):
+    """ChunkedLossWrapper (components/loss.py) checks it of the local sequence; tensor-parallel ranks gather theirs."""
+    plan, runtime = Plan(dp_shard=8 // cp, cp=cp), Runtime(version=version)
+    found = rules(
+        plan, framework="torchtitan", runtime=runtime, workload=Workload(seq_len=seq_len, global_batch_size=8)
+    )
+
+    assert ("loss-pieces" not in found) is legal
+
+
 def test_split_backward_schedules_refuse_compiled_stages():
     plan = Plan(dp_shard=4, pp=2, virtual_stages=2, schedule="ZBVZeroBubble")
 
