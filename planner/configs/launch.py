@@ -13,7 +13,7 @@ from topology.errors import BadInput, UserError
 
 # Options of launchers and programs that a step or its memory depends on, where nothing here reads them.
 COSTLY = re.compile(
-    r"--(.*parallel.*|.*(sharding|zero_|offload|liger|recomput|cudnn|autotp).*|(use_)?fsdp.*|fsdp_.*|mixed_precision|fp8.*"
+    r"--(.*parallel.*|.*(sharding|zero_|offload|liger|recompute.*|cudnn|autotp).*|(use_)?fsdp.*|fsdp_.*|mixed_precision|fp8.*"
     r"|torch_compile|dynamo_.*|optim|packing|lora.*|use_peft|load_in_.*|finetuning_type|auto_find_batch_size|pipeline.*)"
 )
 # What a DeepSpeed file or arguments may say as well: Transformers refuses two values.
