@@ -1,7 +1,7 @@
 """The `planner` command: what is registered, and how every way of ending becomes text and an exit code.
 
 Commands live one a file in `planner.commands`, each a function of the file's name. A file is imported when its command
-is asked for, so that `planner --help` costs only typer. Results go to standard output, progress and warnings to standard
+is asked for, so that `planner --help` costs little. Results go to standard output, progress and warnings to standard
 error.
 """
 
@@ -23,6 +23,8 @@ from typer.core import TyperGroup
 
 from planner.io.interrupts import EXIT_CODE as INTERRUPTED
 from planner.io.interrupts import raise_again
+from planner.io.output import printable
+from planner.io.version import version
 from topology.errors import PlannerError, UserError
 
 HELP = """Plan multi-GPU training: probe the machine, predict every plan, choose one and say why.
@@ -87,9 +89,8 @@ class _OnDemand(TyperGroup):
         if cmd_name not in self.commands or ctx.params.get("server"):
             function = getattr(import_module(f"planner.commands.{cmd_name}"), cmd_name)
             if server := ctx.params.get("server"):
-                from planner.remote.command import asks  # noqa: PLC0415 - only where a service is asked
-
-                return _single(cmd_name, asks(server, cmd_name, function))
+                remote = import_module("planner.remote.command")
+                return _single(cmd_name, remote.asks(server, cmd_name, function))
             self.commands[cmd_name] = _single(cmd_name, function)
         raise_again()
         return self.commands[cmd_name]
@@ -136,8 +137,6 @@ _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 
 def _show_version(value: bool) -> None:
     if value:
-        from planner.io.version import version  # noqa: PLC0415 - importlib.metadata is slow to import
-
         typer.echo(f"planner (meshwright) {version()}")
         raise typer.Exit
 
@@ -214,8 +213,6 @@ def _last_resort(error: Exception) -> int:
 
 
 def _say(text: str) -> None:
-    from planner.io.output import printable  # noqa: PLC0415 - after argument parsing
-
     print(printable(text), file=sys.stderr)
 
 

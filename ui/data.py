@@ -32,7 +32,7 @@ from topology import codec
 from topology.errors import UserError
 from topology.health.diagnose import diagnose
 from ui import kept, panels, sharing
-from ui.background import service, waiting
+from ui.background import remote, service, waiting
 from ui.plan_words import plan_chips, plan_name, plan_settings
 from ui.published import nearest, sentence
 from ui.question import state, uploads
@@ -208,8 +208,6 @@ def _elsewhere(
     """Return what starts a search on the service of `planner ui --server`; None where this explorer works by itself."""
     if service.server() is None:
         return None
-    from ui.background import remote  # noqa: PLC0415 - needs the extra `service`
-
     stated = flags or question.flags()
     if flags is not None and stated.global_batch is None:  # the same batch on all numbers of GPUs
         batch = search_question(flags, question.framework)[0].workload.global_batch_size
@@ -245,8 +243,6 @@ def checked(
 def _checked_elsewhere(said: dict[str, Any], text: str, name: str, launch: str) -> Callable[[], PendingAnswer] | None:
     if service.server() is None:
         return None
-    from ui.background import remote  # noqa: PLC0415 - needs the extra `service`
-
     sent = {key: said[key] and uploads.sent(said[key]) for key in ("model", "cluster")}
     stated = {**said, **sent, "file": {"name": name, "content": text}, "launch": launch or None}
     asked = {key: value for key, value in stated.items() if value is not None}

@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import streamlit as st
 
+from planner.io.figures import rate_text
+from simulator.config.estimate import Estimate
 from topology.errors import Infeasible, PlannerError
+from ui import rows
 from ui.charts import compare as compare_charts
 from ui.charts.look import PICK
 from ui.question import share_link, state, uploads
@@ -63,6 +66,21 @@ def figures(cells: Sequence[Figure], near: str = "") -> None:
                 st.metric(label, value, below or None, help=about or None, delta_color="off", delta_arrow="off")
                 if source is not None:
                     badge(source, near)
+
+
+def estimate_figures(estimate: Estimate, step_label: str = "Step") -> list[Figure]:
+    """Return what every page shows of an estimate: step, tokens a second, utilization and memory."""
+    source = estimate.step_s.source
+    step, within = rows.step_figure(estimate)
+    held, verdict = rows.memory_figure(estimate.memory)
+    peak = f"of {estimate.peak_flops / 1e12:.0f} TFLOP/s"
+    reserved = "What the allocator reserves on the worst rank, of what a rank can use."
+    return [
+        (step_label, step, "One optimizer step; below it is where 80 % of steps are expected.", within, source),
+        ("Tokens/s per GPU", rate_text(estimate), "", "", source),
+        ("MFU", f"{estimate.mfu:.0%}", "Model FLOPs against the dense peak.", peak, source),
+        ("Memory", held, reserved, verdict, estimate.memory.peak_bytes.source),
+    ]
 
 
 def chart(drawn: Any, *, key: str, alt: str) -> None:

@@ -25,6 +25,7 @@ from executor.gpu.state import read_states
 from executor.launch.garbage_collection import PausedGarbageCollection
 from executor.launch.records import Recorder, median_and_spread
 from executor.measure.rank_group import rank_zero_decides
+from executor.measure.torchtitan import titan_step
 from executor.parallel.meshes import meshes_for
 from executor.parallel.parallelize import Setup
 from executor.parallel.train_step import Trainer
@@ -62,10 +63,8 @@ def titan_versions() -> dict[str, str]:
 
 
 def builder_of(runtime: str, text: str) -> Callable[..., Step]:
-    """Return what builds a step of a runtime. Raises ImportError where it is torchtitan's and that is not installed."""
+    """Return what builds a step of a runtime; torchtitan's raises ImportError where that is not installed."""
     if runtime == "torchtitan":
-        from executor.measure.torchtitan import titan_step  # noqa: PLC0415 - only for runtime torchtitan
-
         return lambda *parts, **more: titan_step(*parts, text=text, **more)
     return own_step
 

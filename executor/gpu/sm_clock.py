@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from executor.kernels import on_demand as kernels
+
 PROGRAMS_PER_PROCESSOR = 4  # so that nearly every SM runs one
 
 
@@ -30,11 +32,9 @@ class SmClock:
             self._processors = torch.cuda.get_device_properties(device).multi_processor_count
             self._device = device
             try:
-                from executor.kernels.cycles import stamp  # noqa: PLC0415 - Triton is optional
+                self._kernel = kernels.stamp
             except ImportError as error:
                 self.missing = f"mean clocks: {error}"
-                return
-            self._kernel = stamp
 
     def stamp(self) -> None:
         """Record every SM's cycle count and the time on the current stream."""

@@ -1,4 +1,4 @@
 """Triton kernels that combine communication and arithmetic, and small helpers of copies and clocks.
 
-Imported only where Triton is installed, inside functions of `gpu`, `model` and `overlap`. May import nothing else.
+Other folders take kernels from `on_demand`, which loads them where Triton is installed. May import nothing else.
 """

@@ -6,6 +6,7 @@ A measurement is a process that starts others for its parts (`executor.launch.lo
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 import sys
 from collections.abc import Sequence
@@ -16,6 +17,11 @@ from executor.gpu.state import gpu_processes, run_text
 from executor.launch.local_ranks import LaunchResult
 from executor.launch.records import Recorder
 from topology.errors import ProbeError
+
+
+def load_torch() -> Any:
+    """Return torch. Processes on CPUs measure without it, and tests bring a stand-in, so it is loaded here and late."""
+    return importlib.import_module("torch")
 
 
 def measurement_parser(program: str) -> argparse.ArgumentParser:

@@ -22,7 +22,7 @@ from itertools import pairwise
 from typing import Any
 
 from executor.launch.records import Deadline, Recorder, median_and_spread
-from executor.measure.measurement import piece_parser
+from executor.measure.measurement import load_torch, piece_parser
 
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv")
 SMALLEST, LARGEST = 2**10, 2**30
@@ -254,8 +254,7 @@ def record_sizes(device: Any, items: Sequence[dict[str, Any]], indices: Sequence
 
     Raises RuntimeError where an all-reduce of ones does not count the ranks.
     """
-    import torch  # noqa: PLC0415 - tests drive this module with a stand-in for torch
-
+    torch = load_torch()
     dist = torch.distributed
     cuda, world = device.type == "cuda", dist.get_world_size()
     everyone = tuple(range(world))
@@ -289,8 +288,7 @@ def check_sum(me: Rank, ranks: tuple[int, ...]) -> bool:
 
 def start_rank(options: argparse.Namespace) -> Rank:
     """Join the process group and allocate buffers as large as every GPU can spare."""
-    import torch  # noqa: PLC0415 - tests drive this module with a stand-in for torch
-
+    torch = load_torch()
     dist = torch.distributed
     rank, world, local = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     cuda = options.device == "cuda"

@@ -13,7 +13,7 @@ from typing import Any
 
 from executor.gpu.state import read_states
 from executor.launch.records import Deadline, Recorder, median_and_spread
-from executor.measure.measurement import piece_parser
+from executor.measure.measurement import load_torch, piece_parser
 
 MATMUL = 8192
 BURST = 10
@@ -27,8 +27,7 @@ CHUNK = 20  # matmuls between two looks at the clock, some 30 ms of an H200
 
 def measure_cuda(indices: Sequence[int], recorder: Recorder, deadline: Deadline, sustain_s: float) -> None:
     """Record one sample per GPU. Raises whatever torch raises when a GPU cannot be used at all."""
-    import torch  # noqa: PLC0415 - with --device cpu this runs without torch
-
+    torch = load_torch()
     before = read_states()
     samples: dict[int, dict[str, Any]] = {
         index: {"gpu": index, "size": MATMUL, "before": before.get(index)} for index in indices

@@ -15,7 +15,7 @@ from itertools import combinations, permutations
 from typing import Any
 
 from executor.launch.records import Deadline, Recorder, median_and_spread
-from executor.measure.measurement import piece_parser
+from executor.measure.measurement import load_torch, piece_parser
 
 FLOW_BYTES = 128 * 2**20  # copies reach their rate from about 64 MiB on
 ROUNDS = 5
@@ -131,9 +131,7 @@ class CudaCopies:
     """Buffers, streams and timing on CUDA devices."""
 
     def __init__(self, nbytes: int) -> None:
-        import torch  # noqa: PLC0415 - with --device cpu this runs without torch
-
-        self.torch, self.nbytes = torch, nbytes
+        self.torch, self.nbytes = load_torch(), nbytes
         self._sources: dict[End, Any] = {}
         self._sinks: dict[Ends, Any] = {}
         self._streams: dict[Ends, tuple[Any, Any]] = {}

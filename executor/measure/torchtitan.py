@@ -7,7 +7,6 @@ With `text`, torchtitan's own tokenizer and data loader run, which costs host ti
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import tempfile
 from collections.abc import Callable, Iterator
@@ -21,16 +20,13 @@ from simulator.config.model import Model
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
-from topology import codec
 from topology.errors import BadPlan
 
-FLAVOR = "calibration"
-SPEC = "meshwright_calibration"
+FLAVOR = "calibration"  # the name of the only size of a registered model
 STEPS = 100000  # of the learning-rate schedule; steps are taken one by one from outside
 SELECTIVE = {"selective-op": "op", "selective": "2"}
 
 _meshes: dict[tuple[int, ...], Any] = {}
-_registered: set[str] = set()
 
 
 def titan_step(
@@ -38,13 +34,12 @@ def titan_step(
 ) -> Callable[[], dict[str, float]]:
     """Return a function that takes one step of torchtitan. Raises BadPlan for what torchtitan cannot run."""
     family = _family(model)
-    from torchtitan.config import ConfigManager  # noqa: PLC0415 - may be absent
-    from torchtitan.train import Trainer  # noqa: PLC0415 - as above
+    from executor.measure import titan_models  # noqa: PLC0415 - the one place that loads torchtitan: it may be absent
 
     logging.getLogger().setLevel(logging.WARNING)
-    name = _register(model, family, text=bool(text))
-    config = ConfigManager().parse_args(list(flags(name, plan, workload, runtime, text)))
-    trainer = _reusing_meshes(Trainer, plan)(config)
+    name = titan_models.register(model, family, flavor=FLAVOR, text=bool(text))
+    config = titan_models.ConfigManager().parse_args(list(flags(name, plan, workload, runtime, text)))
+    trainer = _reusing_meshes(titan_models.Trainer, plan)(config)
     data = trainer.batch_generator(trainer.dataloader)
     seen: dict[str, float] = {}
     processor = trainer.metrics_processor
@@ -120,89 +115,6 @@ def _family(model: Model) -> str:
     if plain and model.qk_norm and (model.moe is None or (model.moe.shared_ffn == 0 and model.dense_layers == 0)):
         return "qwen3"
     raise BadPlan(f"{model.name} is neither a Llama nor a Qwen 3", why="only torchtitan's models of these two are run")
-
-
-def _register(model: Model, family: str, *, text: bool) -> str:
-    """Register the model's shape with torchtitan, with random data unless `text`; return its registered name."""
-    from torchtitan.protocols.train_spec import register_train_spec  # noqa: PLC0415 - may be absent
-
-    name = f"{SPEC}_{codec.fingerprint(model)}{'_text' if text else ''}"
-    if name in _registered:
-        return name
-    _registered.add(name)
-    spec, shape = _qwen3(model) if family == "qwen3" else _llama3(model)
-    spec = dataclasses.replace(spec, model_args={FLAVOR: shape}, build_validator_fn=None)
-    if not text:
-        spec = dataclasses.replace(
-            spec,
-            build_tokenizer_fn=None,
-            build_dataloader_fn=lambda **named: _RandomTokens(model.vocab, named["job_config"]),
-        )
-    register_train_spec(name, spec)
-    return name
-
-
-def _llama3(model: Model) -> tuple[Any, Any]:
-    """Return torchtitan's train spec and model arguments of a Llama of this shape."""
-    from torchtitan.models.llama3 import get_train_spec  # noqa: PLC0415 - may be absent
-    from torchtitan.models.llama3.model.args import TransformerModelArgs  # noqa: PLC0415 - as above
-
-    return get_train_spec(), TransformerModelArgs(
-        dim=model.hidden,
-        n_layers=model.layers,
-        n_heads=model.heads,
-        n_kv_heads=model.kv_heads,
-        vocab_size=model.vocab,
-        # torchtitan rounds the width up to `multiple_of`, so with a small factor the result is model.ffn itself.
-        ffn_dim_multiplier=0.01,
-        multiple_of=model.ffn,
-        rope_theta=500000,
-    )
-
-
-def _qwen3(model: Model) -> tuple[Any, Any]:
-    """Return torchtitan's train spec and model arguments of a Qwen 3 of this shape; experts as in its 30B-A3B."""
-    from torchtitan.models.moe import MoEArgs  # noqa: PLC0415 - may be absent
-    from torchtitan.models.qwen3 import get_train_spec  # noqa: PLC0415 - as above
-    from torchtitan.models.qwen3.model.args import Qwen3ModelArgs  # noqa: PLC0415 - as above
-
-    moe = model.moe
-    experts = {} if moe is None else {"num_experts": moe.experts, "top_k": moe.experts_per_token}
-    return get_train_spec(), Qwen3ModelArgs(
-        dim=model.hidden,
-        n_layers=model.layers,
-        n_heads=model.heads,
-        n_kv_heads=model.kv_heads,
-        head_dim=model.head_dim,
-        hidden_dim=model.ffn,
-        vocab_size=model.vocab,
-        qk_norm=True,
-        rope_theta=1000000,
-        enable_weight_tying=model.tied_embeddings,
-        moe_enabled=moe is not None,
-        moe_inter_dim=moe.ffn if moe is not None else 0,
-        moe_args=MoEArgs(
-            **experts, num_shared_experts=0, score_func="softmax", route_norm=True, score_before_experts=False
-        ),
-    )
-
-
-class _RandomTokens:
-    """An endless loader of one batch of random tokens, so that a step has no data-loading cost."""
-
-    def __init__(self, vocab: int, config: Any) -> None:
-        size = (config.training.local_batch_size, config.training.seq_len + 1)
-        self.tokens = torch.randint(vocab, size)
-
-    def __iter__(self) -> Iterator[tuple[dict[str, Any], Any]]:
-        while True:
-            yield {"input": self.tokens[:, :-1]}, self.tokens[:, 1:]
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        del state
 
 
 def _reusing_meshes(trainer: type, plan: Plan) -> type:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from executor.kernels import on_demand as kernels
 from executor.kernels.prepared_kernel import PreparedKernel
 
 ROWS_AT_ONCE = 32
@@ -63,15 +64,11 @@ def rotate_fused(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool) -> Tensor:
 
 
 def _prepare_kernel(x: Tensor, out: Tensor, cos: Tensor, sin: Tensor, *, back: bool) -> PreparedKernel:
-    import triton  # noqa: PLC0415 - Triton is not installed on CPU-only machines
-
-    from executor.kernels.rotary import rotate_pairs  # noqa: PLC0415 - as above
-
     *outer, heads, width = x.shape
     half = width // 2
     return PreparedKernel(
-        rotate_pairs,
-        triton.cdiv(x.numel() // width, ROWS_AT_ONCE),
+        kernels.rotate_pairs,
+        -(-(x.numel() // width) // ROWS_AT_ONCE),
         (
             x,
             out,
@@ -84,7 +81,7 @@ def _prepare_kernel(x: Tensor, out: Tensor, cos: Tensor, sin: Tensor, *, back: b
             back,
             cos.dim() > len(outer) + 1,
             half,
-            triton.next_power_of_2(half),
+            1 << (half - 1).bit_length(),
             ROWS_AT_ONCE,
         ),
         changing=(0, 1, 2, 3),

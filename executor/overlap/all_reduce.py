@@ -13,6 +13,7 @@ from torch import Tensor
 from executor.gpu import stream_ops
 from executor.gpu import symmetric_memory as symmetric
 from executor.gpu.symmetric_memory import MAX_PROGRAMS
+from executor.kernels import on_demand as kernels
 from executor.kernels.prepared_kernel import PreparedKernel
 
 LARGEST_BYTES = 8 * 2**20
@@ -124,8 +125,6 @@ def _prepare(space: symmetric.Workspace, x: Tensor, out: Tensor, launch: Launch 
 
 
 def _prepare_flagged(space: symmetric.Workspace, x: Tensor, out: Tensor, launch: Launch) -> PreparedKernel:
-    from executor.kernels.all_reduce import flagged_words  # noqa: PLC0415 - Triton is not installed on CPU-only machines
-
     # A separate workspace that holds flagged words only: other data could look like a flag.
     own = symmetric.workspace(space.group, "all_reduce words", x.device)
     own.reserve(8 * space.world * MAX_PROGRAMS * WORDS, 1)
@@ -144,14 +143,12 @@ def _prepare_flagged(space: symmetric.Workspace, x: Tensor, out: Tensor, launch:
         MAX_PROGRAMS,
         symmetric.POLLS,
     )
-    return PreparedKernel(flagged_words, launch.programs, args, changing=(0, 1), num_warps=launch.warps)
+    return PreparedKernel(kernels.flagged_words, launch.programs, args, changing=(0, 1), num_warps=launch.warps)
 
 
 def _prepare_rows(
     space: symmetric.Workspace, tensors: tuple[Tensor, ...], eps: float, launch: Launch, *, norm: bool = True
 ) -> PreparedKernel:
-    from executor.kernels.all_reduce import one_shot, two_shot  # noqa: PLC0415 - Triton is not installed on CPU-only machines
-
     x = tensors[0]
     rank, world, numel = space.rank, space.world, x.numel()
     # One shot: a slot for every source. Two shots: a share for every source, and the sums; both rounded up to rows.
@@ -177,6 +174,6 @@ def _prepare_rows(
         MAX_PROGRAMS,
         symmetric.POLLS,
     )
-    kernel = one_shot if launch.shots == 1 else two_shot
+    kernel = kernels.one_shot if launch.shots == 1 else kernels.two_shot
     programs = min(launch.programs, MAX_PROGRAMS)
     return PreparedKernel(kernel, programs, args, changing=range(len(tensors)), num_warps=launch.warps)

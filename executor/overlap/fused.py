@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from executor.gpu import symmetric_memory as symmetric
+from executor.kernels import on_demand as kernels
 from executor.kernels.prepared_kernel import PreparedKernel
 from executor.overlap import all_reduce, push
 from executor.overlap.copy_engine import CopyEngine, processors
@@ -95,9 +96,7 @@ def kernel_supports(x: Tensor, operand: Tensor) -> bool:
 
 def _descriptor(tensor: Tensor, block: list[int]) -> object:
     """Return the TMA descriptor of a tensor that is read or written in blocks."""
-    from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: PLC0415 - Triton is not installed on CPU-only machines
-
-    return TensorDescriptor.from_tensor(tensor, block)
+    return kernels.TensorDescriptor.from_tensor(tensor, block)
 
 
 def _descriptors(a: Tensor, operand: Tensor, tile: Tile) -> tuple[object, object, bool]:
@@ -122,8 +121,6 @@ def _gather_matmul(
 
 
 def _prepare_gather(exchange: push.CopyGather, operand: Tensor, out: Tensor, tile: Tile | None) -> PreparedKernel:
-    from executor.kernels.gather_matmul import gather_matmul  # noqa: PLC0415 - Triton is not installed on CPU-only machines
-
     x, plan, space = exchange.x, exchange.plan, exchange.space
     (rows, depth), columns, programs = x.shape, operand.shape[1], programs_on(x.device)
     tile = tile or tile_for(space.world * rows, columns, programs, GATHER_TILES)
@@ -154,7 +151,7 @@ def _prepare_gather(exchange: push.CopyGather, operand: Tensor, out: Tensor, til
         True,  # assembly: this is a GPU
     )
     return PreparedKernel(
-        gather_matmul, programs, args, changing=(0, 2, 3), num_warps=tile.warps, num_stages=tile.stages
+        kernels.gather_matmul, programs, args, changing=(0, 2, 3), num_warps=tile.warps, num_stages=tile.stages
     )
 
 
@@ -197,8 +194,6 @@ class TileCounter:
 def _prepare_scatter(
     exchange: push.CopyScatter, x: Tensor, operand: Tensor, parts: Tensor, out: Tensor, tile: Tile
 ) -> TileCounter:
-    from executor.kernels.matmul_scatter import matmul_scatter  # noqa: PLC0415 - Triton is not installed on CPU-only machines
-
     space, (rows, columns) = exchange.space, out.shape
     done = torch.zeros((space.world - 1, len(exchange.bounds)), dtype=torch.int32, device=x.device)
     left, right, transposed = _descriptors(x, operand, tile)
@@ -228,7 +223,7 @@ def _prepare_scatter(
         True,  # assembly: this is a GPU
     )
     kernel = PreparedKernel(
-        matmul_scatter,
+        kernels.matmul_scatter,
         programs_on(x.device),
         args,
         changing=(0, 1, 2, 4),

@@ -20,6 +20,7 @@ from torch import Tensor
 from executor.gpu import stream_ops
 from executor.gpu import symmetric_memory as symmetric
 from executor.gpu.symmetric_memory import Workspace
+from executor.kernels import on_demand as kernels
 from executor.kernels.prepared_kernel import PreparedKernel
 
 MAX_PIECES = 8
@@ -132,11 +133,9 @@ class CopyExchange:
         stream_ops.wait_word(word, value, stream)
 
     def _wait_kernel(self) -> Callable[..., None]:
-        from executor.kernels.copies import wait_and_clear  # noqa: PLC0415 - Triton is not installed on CPU-only machines
-
         flag = self.space.flags.on(self.space.rank, (1,), torch.int32)
         return PreparedKernel(
-            wait_and_clear, 1, (flag, self.space.error, 1, symmetric.POLLS), changing=(0, 2), num_warps=1
+            kernels.wait_and_clear, 1, (flag, self.space.error, 1, symmetric.POLLS), changing=(0, 2), num_warps=1
         )
 
     def finish(self) -> None:
@@ -284,10 +283,8 @@ class CopyScatter(CopyExchange):
         adding(self.current, out.data_ptr())
 
     def _add_kernel(self, out: Tensor) -> Callable[..., None]:
-        from executor.kernels.copies import add_slots  # noqa: PLC0415 - Triton is not installed on CPU-only machines
-
         args = (out, self.slots, out.numel(), self.space.rank, self.space.world, ADD_BLOCK)
-        return PreparedKernel(add_slots, -(-out.numel() // ADD_BLOCK), args, changing=(0,), num_warps=8)
+        return PreparedKernel(kernels.add_slots, -(-out.numel() // ADD_BLOCK), args, changing=(0,), num_warps=8)
 
 
 def scatter_sum(

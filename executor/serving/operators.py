@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from executor.kernels import on_demand as kernels
 from executor.kernels.prepared_kernel import PreparedKernel
 
 HEADS_AT_ONCE = 8
@@ -80,12 +81,10 @@ def rotate_and_store(
     """
     cos, sin = angles
     if qkv.is_cuda:
-        from executor.kernels.decoder_rows import rotate_and_store as kernel  # noqa: PLC0415 - Triton is not installed on CPU-only machines
-
         blocks = -(-(heads.queries + 2 * heads.kv) // HEADS_AT_ONCE)
         tensors = (qkv, cos, sin, positions, slots, pages.keys, pages.values)
         constants = (heads.queries, heads.kv, heads.width // 2, pages.tokens, HEADS_AT_ONCE)
-        _launch(kernel, (qkv.shape[0], blocks), tensors, constants)
+        _launch(kernels.rotate_and_store, (qkv.shape[0], blocks), tensors, constants)
         return
     split = qkv.view(qkv.shape[0], -1, heads.width)
     turned = split[:, : heads.queries + heads.kv]
@@ -104,9 +103,6 @@ def attend_pages(qkv: Tensor, pages: Pages, tables: Tensor, lengths: Tensor, hea
     """
     if not qkv.is_cuda:
         return _attend_gathered(qkv, pages, tables, lengths, heads)
-    from executor.kernels.paged_attention import attend_pages as kernel  # noqa: PLC0415 - Triton is not installed on CPU-only machines
-    from executor.kernels.paged_attention import merge_shares  # noqa: PLC0415 - as above
-
     batch, group = qkv.shape[0], heads.queries // heads.kv
     splits = splits_for(batch * heads.kv, _processors(qkv.device))
     parts = qkv.new_empty((batch, heads.queries, splits, heads.width), dtype=torch.float32)
@@ -116,8 +112,8 @@ def attend_pages(qkv: Tensor, pages: Pages, tables: Tensor, lengths: Tensor, hea
     strides, shape = (qkv.stride(0), tables.stride(0)), (heads.queries, group, rows, heads.width, pages.tokens)
     tensors = (qkv, pages.keys, pages.values, tables, lengths, parts, maxima, sums)
     constants = (*strides, heads.width**-0.5, *shape, splits, "ieee")
-    _launch(kernel, (batch, heads.kv, splits), tensors, constants, num_warps=4, num_stages=3)
-    _launch(merge_shares, (batch * heads.queries,), (parts, maxima, sums, out), (heads.width, splits))
+    _launch(kernels.attend_pages, (batch, heads.kv, splits), tensors, constants, num_warps=4, num_stages=3)
+    _launch(kernels.merge_shares, (batch * heads.queries,), (parts, maxima, sums, out), (heads.width, splits))
     return out
 
 
@@ -199,13 +195,11 @@ def add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[T
     if not x.is_cuda:
         total = residual + x
         return functional.rms_norm(total, weight.shape, weight, eps), total
-    from executor.kernels.decoder_rows import add_norm as kernel  # noqa: PLC0415 - Triton is not installed on CPU-only machines
-
     rows, columns = x.shape
     out, total = torch.empty_like(x), torch.empty_like(x)
     block = 1 << (columns - 1).bit_length()
     warps = min(16, max(4, block // 512))
-    _launch(kernel, (rows,), (x, residual, weight, out, total), (columns, eps, block), num_warps=warps)
+    _launch(kernels.add_norm, (rows,), (x, residual, weight, out, total), (columns, eps, block), num_warps=warps)
     return out, total
 
 
@@ -214,8 +208,6 @@ def gated(both: Tensor) -> Tensor:
     width = both.shape[1] // 2
     if not both.is_cuda:
         return functional.silu(both[:, :width]) * both[:, width:]
-    from executor.kernels.decoder_rows import gated as kernel  # noqa: PLC0415 - Triton is not installed on CPU-only machines
-
     out = both.new_empty((both.shape[0], width))
-    _launch(kernel, (both.shape[0], -(-width // GATED_AT_ONCE)), (both, out), (width, GATED_AT_ONCE))
+    _launch(kernels.gated, (both.shape[0], -(-width // GATED_AT_ONCE)), (both, out), (width, GATED_AT_ONCE))
     return out

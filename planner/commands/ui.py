@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import signal
 import subprocess
-from importlib.util import find_spec
 from typing import Annotated
 
 import typer
 
 from planner.io.explorer_server import require_free, require_installed, start, stop_server
+from planner.remote.connect import connect
 from planner.remote.settings import SERVER
-from topology.errors import UserError
 
 PATIENCE_S = 5.0  # for a service that does not answer at the start
 
@@ -41,11 +40,7 @@ def ui(
 
 def _require_service(server: str) -> None:
     """Raise UserError or ServiceError where no service answers, or does not know the token."""
-    if find_spec("httpx") is None:
-        raise UserError("--server needs httpx", remedy="pip install 'meshwright[service]'")
-    from planner.remote.client import Client  # noqa: PLC0415 - needs the extra `service`
-
-    with Client(server, patience_s=PATIENCE_S) as service:
+    with connect(server, patience_s=PATIENCE_S) as service:
         service.jobs(limit=1)
 
 

@@ -12,6 +12,7 @@ from topology.catalog.cluster_file import load_cluster
 from topology.catalog.platform import take_gpus
 from topology.cluster import Cluster
 from topology.errors import BadCluster, UserError
+from topology.probe.from_machine import probe_machine
 from topology.probe.from_text import probe_text
 from topology.profile.profile import read_profile
 from topology.rates.node_rates import node_rates
@@ -48,8 +49,6 @@ def faulty_gpus(cluster: Cluster) -> tuple[int, ...]:
 def _read_capture(name: str, gpu: str | None) -> Cluster | None:
     """Return the cluster of a capture or of this machine; None if `name` is neither."""
     if name == "local":
-        from topology.probe.from_machine import probe_machine  # noqa: PLC0415 - loads NVML, which only `local` needs
-
         found = probe_machine()
     elif not Path(name).is_file():
         return None

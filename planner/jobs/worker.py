@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import os
 import queue
+import resource
 import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import IO, Any
+
+import psutil
 
 from planner.jobs.messages import receive, send
 from topology.errors import PlannerError
@@ -86,14 +89,10 @@ def _answer(
 
 def _bound(memory_bytes: int | None) -> None:
     """Limit this process's memory, or lift the limit."""
-    with suppress(ImportError, OSError, ValueError):  # not on every system
-        import resource  # noqa: PLC0415 - as above
-
+    with suppress(OSError, ValueError):  # not every system limits this
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
         resource.setrlimit(resource.RLIMIT_DATA, (hard if memory_bytes is None else memory_bytes, hard))
 
 
 def _memory_bytes() -> int:
-    import psutil  # noqa: PLC0415 - after the first answer, not before it
-
     return int(psutil.Process().memory_info().rss)

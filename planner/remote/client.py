@@ -17,22 +17,16 @@ from typing import Any, Self
 
 import httpx
 
+from planner.remote.errors import ENDED, ServiceError, error_of
 from topology import codec
-from topology.errors import Infeasible, PlannerError, UserError
+from topology.errors import UserError
 
 TOKEN = "MESHWRIGHT_TOKEN"  # noqa: S105 - the name of the variable that holds it
-ENDED = frozenset({"done", "failed", "cancelled"})
 WAIT_S = 5.0  # a request that waits for a job: short, as it is lost where the server dies meanwhile
 TIMEOUT_S = 60.0
 PATIENCE_S = 120.0  # for a service that is away: it may be started again meanwhile
 RETRY_S = 0.5
 AWAY = frozenset({429, 502, 503, 504})
-
-
-class ServiceError(PlannerError):
-    """The service refused, or does not answer. `status` is that of its answer, 0 where there was none."""
-
-    status = 0
 
 
 class Client:
@@ -132,14 +126,6 @@ class Client:
                 if answer.status_code not in AWAY or time.monotonic() > ends:
                     raise _refusal(answer)
             time.sleep(RETRY_S)
-
-
-def error_of(document: dict[str, Any]) -> PlannerError:
-    """Return how a job ended that is not done, as the error that its command would have raised."""
-    error = document["error"] or {"message": f"the job was {document['state']}"}
-    kinds: dict[int | None, type[PlannerError]] = {2: UserError, 3: Infeasible}
-    kind = kinds.get(document["exit_code"], PlannerError)
-    return kind(error["message"], why=error.get("why", ""), remedy=error.get("remedy", ""))
 
 
 def _refusal(answer: httpx.Response) -> ServiceError:

@@ -7,13 +7,14 @@ import sys
 import time
 from collections.abc import Callable
 from functools import wraps
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import typer
 
 from planner.io import output
+from planner.remote.connect import connect, require_httpx
+from planner.remote.errors import error_of
 from planner.remote.flags import ALWAYS_WRITTEN, CONTINUED, RUNS, SERVED, Flag, flags_of_command
 from topology import codec
 from topology.errors import BadInput, UserError
@@ -29,8 +30,7 @@ def asks(server: str, name: str, command: Callable[..., Any]) -> Callable[..., N
             why=f"these are: {', '.join(SERVED)}",
             remedy="leave --server out",
         )
-    if find_spec("httpx") is None:
-        raise UserError("--server needs httpx", remedy="pip install 'meshwright[service]'")
+    require_httpx()
 
     @wraps(command)
     def run(**given: Any) -> None:
@@ -44,8 +44,6 @@ def asks(server: str, name: str, command: Callable[..., Any]) -> Callable[..., N
 
 def _run(server: str, name: str, flags: dict[str, Flag], given: dict[str, Any]) -> int:
     """Ask the service, print its answer, fetch what the job wrote, and return the exit code."""
-    from planner.remote.client import Client, error_of  # noqa: PLC0415 - needs the extra `service`
-
     values = {flag.name: given[flag.parameter] for flag in flags.values() if given[flag.parameter] != flag.default}
     wanted = _wanted(name, flags, values)
     for flag, path in wanted.items():
@@ -54,7 +52,7 @@ def _run(server: str, name: str, flags: dict[str, Flag], given: dict[str, Any]) 
     values.pop("force", None)
     request = {key: _sent(flags[key], value) for key, value in values.items()}
     request["json"] = bool(values.get("json"))
-    with Client(server) as service:
+    with connect(server) as service:
         job = service.submit(name, request)
         try:
             document = _follow(service, job)

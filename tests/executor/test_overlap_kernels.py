@@ -219,3 +219,12 @@ def _region_that_yields_the_row(lines: list[str], copy: int) -> str:
             break
         body.append(line)
     return "\n".join(body)
+
+
+def test_every_kernel_is_found_by_its_name() -> None:
+    """Other folders take kernels from `on_demand`, which names modules in words."""
+    from executor.kernels import on_demand
+
+    assert all(callable(getattr(on_demand, name)) for name in on_demand.MODULES)
+    with pytest.raises(AttributeError, match="no kernel"):
+        on_demand.triton_kernel  # noqa: B018 - asking is the test

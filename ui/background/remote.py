@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from planner.io.output import SCHEMA_VERSION
 from planner.question.flags import Flags
-from planner.remote.client import ENDED, Client, ServiceError, error_of
+from planner.remote.errors import ENDED, ServiceError, error_of
 from planner.search.answer import search_question
 from planner.search.result import GpuCountRow, MayFit, RankedPlan, SearchResult, SearchStats
 from simulator.config.runtime import Runtime
@@ -18,6 +18,9 @@ from topology import codec
 from topology.errors import PlannerError
 from ui.question import uploads
 from ui.question.state import Inputs
+
+if TYPE_CHECKING:
+    from planner.remote.client import Client
 
 
 class RemoteJob:

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import platformdirs
 import streamlit as st
 
+from planner.remote.connect import connect
+from planner.remote.errors import ServiceError
 from planner.remote.settings import SERVER, Settings
 
 if TYPE_CHECKING:
@@ -71,8 +73,6 @@ class RemoteService:
         return self.client.submit(command, said)
 
     def read(self, job: str) -> Document | None:
-        from planner.remote.client import ServiceError  # noqa: PLC0415 - needs the extra `service`
-
         try:
             return self.client.job(job)
         except ServiceError as error:
@@ -112,9 +112,7 @@ def jobs() -> Jobs:
 @st.cache_resource(show_spinner=False)
 def client() -> Client:
     """Return the client of the service of `planner ui --server`."""
-    from planner.remote.client import Client as Asking  # noqa: PLC0415 - needs the extra `service`
-
-    return Asking(str(server()), patience_s=PATIENCE_S)
+    return connect(str(server()), patience_s=PATIENCE_S)
 
 
 @st.cache_resource(show_spinner=False)

@@ -10,10 +10,9 @@ import streamlit as st
 
 from planner.configs.any_kind import named_by
 from planner.configs.serving import serving_engine
-from planner.io.figures import rate_text
 from simulator.config.estimate import Estimate
 from topology import codec
-from ui import data, panels, rows
+from ui import data, panels
 from ui.charts.look import seconds
 from ui.question import state, uploads
 
@@ -127,22 +126,7 @@ def _answer(found: dict[str, Any], name: str) -> None:
 
 def _figures(told: dict[str, Any]) -> None:
     estimate = codec.convert(told, Estimate, where="estimate", others=True)
-    step, within = rows.step_figure(estimate)
-    held, verdict = rows.memory_figure(estimate.memory)
-    source = estimate.step_s.source
-    panels.figures(
-        [
-            ("Step as it is", step, "Below it is where 80 % of steps are expected.", within, source),
-            ("Tokens/s per GPU", rate_text(estimate), "", f"MFU {estimate.mfu:.0%}", source),
-            (
-                "Memory",
-                held,
-                "What the allocator reserves on the worst rank, of what a rank can use.",
-                verdict,
-                estimate.memory.peak_bytes.source,
-            ),
-        ]
-    )
+    panels.figures(panels.estimate_figures(estimate, "Step as it is"))
 
 
 def _serving_figures(told: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ import streamlit as st
 
 from planner.explain.tables import flip_text
 from planner.explain.waterfall import waterfall
-from planner.io.figures import gib_text, last_digit_s, rate_text, seconds_text
+from planner.io.figures import gib_text, last_digit_s, seconds_text
 from planner.pictures.memory import stage_parts
 from planner.pictures.node_layout import node_view
 from planner.pictures.waterfall import waterfall_rows
@@ -40,7 +40,7 @@ def show(question: state.Inputs) -> None:
     st.markdown(
         f"#{ranked.rank} · **{panels.plain(plan_words.plan_chips(ranked.plan))}** · {panels.plain(plan_words.plan_settings(ranked.plan))}"
     )
-    _figures(ranked.estimate, data.near_words(question))
+    panels.figures(panels.estimate_figures(ranked.estimate), data.near_words(question))
     if ranked.lost_because == kept.OWN:
         st.button("Keep it no longer", key="leave_out", on_click=_leave_out, args=(question, ranked.plan))
     for problem in ranked.problems:
@@ -51,32 +51,6 @@ def show(question: state.Inputs) -> None:
         if tab.open:  # only the open tab is computed
             with tab:
                 page(question, result, ranked)
-
-
-def _figures(estimate: Estimate, near: str) -> None:
-    source = estimate.step_s.source
-    step, within = rows.step_figure(estimate)
-    held, verdict = rows.memory_figure(estimate.memory)
-    panels.figures(
-        [
-            ("Step", step, "One optimizer step; below it is where 80 % of steps are expected.", within, source),
-            ("Tokens/s per GPU", rate_text(estimate), "", "", source),
-            (
-                "MFU",
-                f"{estimate.mfu:.0%}",
-                "Model FLOPs against the dense peak.",
-                f"of {estimate.peak_flops / 1e12:.0f} TFLOP/s",
-            ),
-            (
-                "Memory",
-                held,
-                "What the allocator reserves on the worst rank, of what a rank can use.",
-                verdict,
-                estimate.memory.peak_bytes.source,
-            ),
-        ],
-        near,
-    )
 
 
 def _memory(question: state.Inputs, result: SearchResult, ranked: RankedPlan) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import streamlit as st
 
 from planner.explain.answer_text import LEAST_GAIN, answer_sentence, may_fit_sentence
-from planner.io.figures import last_digit_s, rate_text, seconds_text
+from planner.io.figures import last_digit_s, seconds_text
 from planner.pictures.memory import stage_parts
 from planner.pictures.waterfall import waterfall_rows
 from ui import data, differences, panels, plan_words, rows
@@ -94,23 +94,8 @@ def _detail(question: state.Inputs, ranked: RankedPlan) -> None:
     panels.section(
         f"#{ranked.rank}  {plan_words.plan_chips(ranked.plan)}", panels.plain(plan_words.plan_settings(ranked.plan))
     )
-    step, within = rows.step_figure(estimate)
-    held, verdict = rows.memory_figure(estimate.memory)
-    source, near = estimate.step_s.source, data.near_words(question)
-    panels.figures(
-        [
-            ("Step", step, "One optimizer step; below it is where 80 % of steps are expected.", within, source),
-            ("Tokens/s per GPU", rate_text(estimate), "", f"MFU {estimate.mfu:.0%}", source),
-            (
-                "Memory",
-                held,
-                "What the allocator reserves on the worst rank, of what a rank can use.",
-                verdict,
-                estimate.memory.peak_bytes.source,
-            ),
-        ],
-        near,
-    )
+    near = data.near_words(question)
+    panels.figures(panels.estimate_figures(estimate), near)
     if near:
         st.caption(panels.plain(near))
     st.page_link(
@@ -122,12 +107,10 @@ def _detail(question: state.Inputs, ranked: RankedPlan) -> None:
     last_s = last_digit_s(estimate.step_s)
     largest = max(estimate.breakdown_s.items(), key=lambda item: item[1])
     fall = charts.waterfall(waterfall_rows(estimate), last_s=last_s, dark=panels.dark())
-    about = (
-        f"The step of {step}, term by term; the largest is {words(largest[0])} with {seconds_text(largest[1], last_s)}"
-    )
+    about = f"The step of {rows.step_figure(estimate)[0]}, term by term; the largest is {words(largest[0])} with {seconds_text(largest[1], last_s)}"
     panels.chart(fall, key="home_step", alt=about)
     drawn = charts.memory(stage_parts(estimate.memory), estimate.memory.capacity_bytes, dark=panels.dark())
-    panels.chart(drawn, key="home_memory", alt=f"Memory by category: {held}, {verdict}")
+    panels.chart(drawn, key="home_memory", alt=f"Memory by category: {', '.join(rows.memory_figure(estimate.memory))}")
     st.page_link(
         state.view("detail"),
         label="Placement, timeline, sensitivity, and changes",

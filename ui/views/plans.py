@@ -8,7 +8,6 @@ import streamlit as st
 
 from planner.explain.answer_text import LEAST_GAIN, answer_sentence, may_fit_sentence
 from planner.explain.tables import basis_lines, cluster_line, model_line, workload_line
-from planner.io.figures import rate_text
 from simulator.config.plan import MESH_AXES
 from ui import data, panels, plan_words, rows
 from ui.charts import plans as charts
@@ -114,26 +113,9 @@ def show(question: state.Inputs) -> None:
 
 def _figures(result: SearchResult, near: str) -> None:
     best, search = result.plans[0].estimate, result.search
-    source = best.step_s.source
-    step, within = rows.step_figure(best)
-    held, verdict = rows.memory_figure(best.memory)
     panels.figures(
         [
-            ("Best step", step, "Below it is where 80 % of steps are expected.", within, source),
-            ("Tokens/s per GPU", rate_text(best), "", "", source),
-            (
-                "MFU",
-                f"{best.mfu:.0%}",
-                "Model FLOPs against the dense peak.",
-                f"of {best.peak_flops / 1e12:.0f} TFLOP/s",
-            ),
-            (
-                "Memory",
-                held,
-                "What the allocator reserves on the worst rank, of what a rank can use.",
-                verdict,
-                best.memory.peak_bytes.source,
-            ),
+            *panels.estimate_figures(best, "Best step"),
             (
                 "Legal plans",
                 f"{search.legal:,}",

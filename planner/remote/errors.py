@@ -1,0 +1,23 @@
+"""How a job of a service ended, and what a service refuses. Needs no HTTP client."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from topology.errors import Infeasible, PlannerError, UserError
+
+ENDED = frozenset({"done", "failed", "cancelled"})
+
+
+class ServiceError(PlannerError):
+    """The service refused, or does not answer. `status` is that of its answer, 0 where there was none."""
+
+    status = 0
+
+
+def error_of(document: dict[str, Any]) -> PlannerError:
+    """Return how a job ended that is not done, as the error that its command would have raised."""
+    error = document["error"] or {"message": f"the job was {document['state']}"}
+    kinds: dict[int | None, type[PlannerError]] = {2: UserError, 3: Infeasible}
+    kind = kinds.get(document["exit_code"], PlannerError)
+    return kind(error["message"], why=error.get("why", ""), remedy=error.get("remedy", ""))
