@@ -76,57 +76,61 @@ def apply(
     With --wait, the run of a scheduler is followed and reported like one here; Ctrl-C cancels it. Asked again with the
     same --out, a job that was submitted is followed, and not submitted again.
     """
-    seconds = budget_s(budget)
+    given = locals()  # first of all, so that it holds the arguments and nothing else
+    seconds, wait_s = budget_s(budget), patience_s(wait)
     if device is not None and device not in DEVICES:
         raise UserError(f"--device is {device!r}", remedy=f"one of {', '.join(DEVICES)}")
-    wait_s = patience_s(wait)
     if launcher != "local":
-        again = wait_s > 0 and out is not None and scheduled.recorded(out) is not None
-        folder = _folder(out, force=force or again)
-        document = write(
-            plan,
-            launcher=launcher,
-            nodes=nodes,
-            endpoint=endpoint,
-            name=job_name,
-            image=image,
-            submit=submit,
-            wait_s=wait_s,
-            folder=folder,
-            budget_s=seconds,
-            steps=steps or STEPS,
-            own_table=own_table,
-            dry_run=dry_run,
-            json=json,
-        )
-        if document is not None and (code := _concluded(document, folder, tolerance, json=json)):
-            raise typer.Exit(code)
-        return
-    if nodes is not None or endpoint is not None or image is not None or submit or wait_s:
+        code = _as_job(given, seconds, wait_s)
+    elif nodes is not None or endpoint is not None or image is not None or submit or wait_s:
         raise UserError(
             "--nodes, --endpoint, --image, --submit and --wait are for jobs", remedy="--launcher slurm, say"
         )
-    if is_serving_plan(plan):
+    elif is_serving_plan(plan):
         _refuse_training(steps=steps, own_table=own_table, tolerance=tolerance, allow_busy=allow_busy)
         _serve(plan, device, _folder(out, force=force), seconds, learn=learn, dry_run=dry_run, json=json)
         return
-    if learn is not None:
+    elif learn is not None:
         raise UserError("--learn: for a serving plan", remedy="planner report RUN --learn PROFILE")
-    run = _planned(plan, device, allow_busy=allow_busy)
-    if tolerance is not None and run.predicted is None:
+    else:
+        code = _here(given, seconds)
+    if code:
+        raise typer.Exit(code)
+
+
+def _as_job(given: dict[str, Any], seconds: float, wait_s: float) -> int:
+    """Write a launcher's job, and submit and follow it where that is asked; return the exit code."""
+    out = given["out"]
+    again = wait_s > 0 and out is not None and scheduled.recorded(out) is not None
+    folder = _folder(out, force=given["force"] or again)
+    document = write(
+        given["plan"],
+        **{name: given[name] for name in ("launcher", "nodes", "endpoint", "image", "submit", "own_table", "dry_run")},
+        name=given["job_name"],
+        wait_s=wait_s,
+        folder=folder,
+        budget_s=seconds,
+        steps=given["steps"] or STEPS,
+        json=given["json"],
+    )
+    return 0 if document is None else _concluded(document, folder, given["tolerance"], json=given["json"])
+
+
+def _here(given: dict[str, Any], seconds: float) -> int:
+    """Run a training plan on this machine, or show what would be run; return the exit code."""
+    run = _planned(given["plan"], given["device"], allow_busy=given["allow_busy"])
+    if given["tolerance"] is not None and run.predicted is None:
         raise UserError(
             "--tolerance has nothing to hold the step against",
             why="only runs of a saved plan on the planned GPUs are predicted",
             remedy="leave --tolerance out, or give a plan and GPUs",
         )
-    folder = _folder(out, force=force)
-    request = run.request(steps=steps or STEPS, budget_s=seconds, own_table=own_table)
-    if dry_run:
-        _show(run, request, folder, seconds, json=json)
-        return
-    code = _run(run, request, folder, seconds, tolerance, json=json)
-    if code:
-        raise typer.Exit(code)
+    folder = _folder(given["out"], force=given["force"])
+    request = run.request(steps=given["steps"] or STEPS, budget_s=seconds, own_table=given["own_table"])
+    if given["dry_run"]:
+        _show(run, request, folder, seconds, json=given["json"])
+        return 0
+    return _run(run, request, folder, seconds, given["tolerance"], json=given["json"])
 
 
 def _refuse_training(*, steps: int | None, own_table: bool, tolerance: float | None, allow_busy: bool) -> None:

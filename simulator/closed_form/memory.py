@@ -79,112 +79,165 @@ def memory_columns(
     """Return peak memory of every pipeline rank under every plan; with `at_least` a lower bound where schedules would
     have to be counted out.
     """
-    table, spec = context.table, operators.spec
-    exists, first, last = layout.exists, layout.first, layout.last
-    shared, experts = parameters.of_stage(layout)
-
-    def sharded(kind: str) -> Floats:
-        return shared / table.state_shard[kind][:, None] + experts / table.expert_shard[kind][:, None]
-
-    widths = state_bytes(context)
-    param_bytes, gradient_bytes = widths["parameters"], widths["gradients"]
-    fully_sharded = table.fully_sharded[:, None]
-
-    # Layers in flight under full sharding: the one computing, those gathered ahead, and the two ends of the network,
-    # which are units of their own. Backward holds their unsharded gradients until they are reduced.
-    per_layer = np.maximum(parameters.dense_layer, (parameters.moe_layer + parameters.experts) * (model.moe_layers > 0))
-    ends = np.maximum(first * parameters.embedding[:, None], last * parameters.head[:, None])
-    window = np.where(
-        table.keeps_gathered[:, None], shared + experts, (1.0 + spec.fsdp.prefetch) * per_layer[:, None] + ends
-    )
-    gathered = np.where(fully_sharded, window * context.dtype_bytes("compute"), 0.0)
-    # Autocast keeps a 16-bit copy of every weight that products use from its first use to the end of the forward pass,
-    # and backward keeps those of layers that are not run again; embeddings are looked up as they are. Compiled blocks cast
-    # by themselves, and autocast remembers nothing of theirs.
-    cast = table.conditions["autocast"] & (param_bytes > context.dtype_bytes("compute"))
-    cast_bytes = np.where(cast[:, None], context.dtype_bytes("compute"), 0.0)
-    again = np.zeros_like(shared)
-    for mode, (in_dense, in_moe) in layout.by_mode.items():
-        if mode != "none":
-            again = again + spec.recompute[mode].layers * _of_layers(parameters, (in_dense, in_moe))
-    if blocks["dense"].bounds:  # whatever the mode, copies are there together at the end of the forward pass
-        again = again + _of_layers(parameters, layout.by_mode.get("none"))
-    looked_up = np.where(model.tied_embeddings, 0.0, first * parameters.embedding[:, None])
-    gathered = np.where(cast[:, None], (shared + experts - again - looked_up) * cast_bytes, gathered)
-    zero = zero_buffers(context, shared + experts, sharded("optimizer"))
-    sent_bytes = 0.0 if spec.zero else context.dtype_bytes("reduce")  # of a module at once
-    unsharded_gradients = np.maximum(per_layer[:, None], ends) * (
-        context.dtype_bytes(spec.state.unsharded_gradient_dtype) + sent_bytes
-    )
-    # A data-parallel reduction through buckets may hold them beside the gradients.
-    copied = spec.ddp.bucket_copy & (table["dp_replicate"] > 1)
-    buckets = np.where(copied[:, None], (shared + experts) * gradient_bytes, 0.0)
-    buckets = buckets + _placeholders(operators, context, *layout.layers)
-    # Micro batches of a pipeline add up whole gradients, in the type they are reduced in, until the last one.
-    adding = (table["pp"] > 1)[:, None] * (shared + experts) * context.dtype_bytes("reduce")
-    reduction = np.where(fully_sharded, unsharded_gradients + adding, buckets) + zero.standing + zero.reducing
-    passing = np.where(fully_sharded, unsharded_gradients, 0.0) + zero.reducing
-
-    flying = in_flight(table, layout.rank, at_least=at_least)
-    saved = first * blocks["embedding"].saved_bytes["none"][:, None]
-    for mode, (in_dense, in_moe) in layout.by_mode.items():
-        saved = saved + in_dense * blocks["dense"].saved_bytes[mode][:, None]
-        if "moe" in blocks:
-            saved = saved + in_moe * blocks["moe"].saved_bytes[mode][:, None]
-    head_saved = blocks["head"].saved_bytes["none"]
-    head_kept = (head_saved + head_cached_bytes(context)) * head_in_flight(table, at_least=at_least)
-    activations = saved * flying + last * head_kept[:, None]
-    # Micro batches in flight hold what a stage received: most of them is least beside.
-    most = np.isin(table.schedule, SPLIT_BACKWARD)[:, None] & at_least
-    received = np.where(most, np.maximum(table.micro_batches[:, None], flying), flying)
-    activations = activations + between_stages_bytes(context, first, last, received)
-    # A recomputed block's intermediates live again, one block at a time.
-    widest = np.max([blocks[name].everything_bytes for name in ("dense", "moe") if name in blocks], axis=0)
-    wrapped = sum((a + b for mode, (a, b) in layout.by_mode.items() if mode != "none"), np.zeros_like(shared))
-    recomputed = np.where(wrapped > 0, widest[:, None] + per_layer[:, None] * cast_bytes, 0.0)
-    loss = last * np.maximum(head_peak_bytes(context) - head_saved, 0.0)[:, None]
-    remembered = np.zeros_like(again) if context.runtime.compile else again * cast_bytes
-    turning = np.maximum(np.maximum(loss, recomputed * exists), remembered * exists)
+    ranks = _Ranks(model, operators, context, layout, blocks, parameters)
+    exists, widths = layout.exists, state_bytes(context)
+    turning, recomputed = ranks.loss_and_recompute()
     # Buckets are there from the first gradient, when the loss has turned round.
-    reduction = reduction + np.maximum(recomputed + zero.buckets - turning, 0.0)
-
+    buckets = np.maximum(recomputed + ranks.zero.buckets - turning, 0.0)
     categories: dict[str, Floats] = {
-        **{str(kind): sharded(kind) * held_bytes(context, kind)[:, None] for kind in widths},
-        "activations": activations,
-        "gathered_parameters": gathered,
-        "gradient_buffers": reduction,
+        **{str(kind): ranks.sharded(kind) * held_bytes(context, kind)[:, None] for kind in widths},
+        "activations": ranks.activations(at_least=at_least),
+        "gathered_parameters": ranks.gathered(),
+        "gradient_buffers": ranks.gradient_buffers() + buckets,
         "loss_and_recompute": turning,
         "symmetric_buffers": symmetric_bytes(context, *layout.layers),
     }
     categories = {k: np.where(exists, v, 0.0) for k, v in categories.items()}
-    everything = sum(categories.values(), np.zeros_like(shared))
-    # The loss and a unit's whole gradient do not coincide: under full sharding gradients appear as activations go, and
-    # shards of them are there before only if an earlier micro batch has left them.
-    # Main gradients, and a flat partition of them, are there from the beginning.
-    appear = (spec.state.gradient_dtype != "reduce") & ~(fully_sharded & (spec.zero is not None))
-    alone = (table.micro_batches <= 1)[:, None]
-    fresh = fully_sharded & appear & ((table["pp"] > 1)[:, None] | alone)
-    whole = ~fully_sharded & appear & alone & spec.state.gradients_freed
-    early = everything - np.where(exists, passing, 0.0) - np.where(fresh | whole, categories["gradients"], 0.0)
-    # At the end each unit's whole gradient turns into its shard: what is left of the ones makes room for the others.
-    turned = np.where(fully_sharded & exists, np.minimum(adding, categories["gradients"]), 0.0)
-    late = everything - categories["activations"] - categories["loss_and_recompute"] - turned + exists * zero.update
-    peak = np.maximum(early, late)
-    # One pool per stream: the compute stream's peak and the communication streams' peak add up.
-    # Whole gradients come from the compute stream's own pool, where activations have made room for them.
-    reserved = np.where(whole, peak, np.maximum(everything, late)) + last * head_left_bytes(context)[:, None]
-    # Replicas keep what they sum to the end of a backward pass, beside the gradients of micro batches before.
-    beside = ~alone & (table["pp"] <= 1)[:, None] | (context.dtype_bytes("reduce") != gradient_bytes)
-    summed = fully_sharded & has_replicas(table)[:, None] & beside
-    reserved = reserved + np.where(summed, sharded("gradients") * context.dtype_bytes("reduce"), 0.0)
+    peak, reserved = ranks.peaks(categories)
     away: list[State] = [kind for kind in widths if offloaded(context, kind).any()]
-    on_host = sum((sharded(kind) * host_bytes(context, kind)[:, None] for kind in away), np.zeros_like(shared))
+    on_host = sum((ranks.sharded(kind) * host_bytes(context, kind)[:, None] for kind in away), np.zeros_like(peak))
     return MemoryColumns(
         categories=categories,
         peak_bytes=peak,
         reserved_bytes=np.where(exists, reserved, 0.0),
         host_bytes=np.where(exists, on_host, 0.0),
     )
+
+
+class _Ranks:
+    """Bytes of each kind on every pipeline rank of every plan, all of shape (plans, ranks)."""
+
+    def __init__(
+        self,
+        model: Model,
+        operators: ModelOperators,
+        context: CostContext,
+        layout: StageLayout,
+        blocks: dict[str, BlockCost],
+        parameters: Parameters,
+    ) -> None:
+        self.operators, self.context, self.layout, self.blocks = operators, context, layout, blocks
+        self.parameters, self.spec, self.table = parameters, operators.spec, context.table
+        self.shared, self.experts = parameters.of_stage(layout)
+        self.whole = self.shared + self.experts  # parameters of the rank before they are sharded
+        self.fully_sharded = self.table.fully_sharded[:, None]
+        layer = np.maximum(parameters.dense_layer, (parameters.moe_layer + parameters.experts) * (model.moe_layers > 0))
+        self.per_layer = layer[:, None]
+        # The two ends of the network are units of their own.
+        self.embedding = layout.first * parameters.embedding[:, None]
+        self.ends = np.maximum(self.embedding, layout.last * parameters.head[:, None])
+        self.looked_up = np.where(model.tied_embeddings, 0.0, self.embedding)
+        self.zero = zero_buffers(context, self.whole, self.sharded("optimizer"))
+        # Autocast keeps a 16-bit copy of every weight that products use from its first use to the end of the forward pass,
+        # and backward keeps those of layers that are not run again; embeddings are looked up as they are. Compiled blocks
+        # cast by themselves, and autocast remembers nothing of theirs.
+        compute = context.dtype_bytes("compute")
+        self.cast = (self.table.conditions["autocast"] & (state_bytes(context)["parameters"] > compute))[:, None]
+        self.cast_bytes = np.where(self.cast, compute, 0.0)
+        self.again = self._run_again()
+
+    def sharded(self, kind: State) -> Floats:
+        """Return how many parameters have their `kind` of state on the rank."""
+        shared = self.shared / self.table.state_shard[kind][:, None]
+        return shared + self.experts / self.table.expert_shard[kind][:, None]
+
+    def _run_again(self) -> Floats:
+        """Return the parameters of layers that recomputation runs again."""
+        again = np.zeros_like(self.shared)
+        for mode, layers in self.layout.by_mode.items():
+            if mode != "none":
+                again = again + self.spec.recompute[mode].layers * _of_layers(self.parameters, layers)
+        if self.blocks["dense"].bounds:  # whatever the mode, copies are there together at the end of the forward pass
+            again = again + _of_layers(self.parameters, self.layout.by_mode.get("none"))
+        return again
+
+    def gathered(self) -> Floats:
+        """Return parameters gathered for use: the layer computing, those ahead, and the ends; or copies that autocast made."""
+        ahead = (1.0 + self.spec.fsdp.prefetch) * self.per_layer + self.ends
+        window = np.where(self.table.keeps_gathered[:, None], self.whole, ahead)
+        gathered = np.where(self.fully_sharded, window * self.context.dtype_bytes("compute"), 0.0)
+        return np.where(self.cast, (self.whole - self.again - self.looked_up) * self.cast_bytes, gathered)
+
+    def unsharded_gradients(self) -> Floats:
+        """Return the gradients of one unit, which backward holds until they are reduced, and what is sent of them."""
+        sent_bytes = 0.0 if self.spec.zero else self.context.dtype_bytes("reduce")  # of a module at once
+        held = self.context.dtype_bytes(self.spec.state.unsharded_gradient_dtype) + sent_bytes
+        return np.where(self.fully_sharded, np.maximum(self.per_layer, self.ends) * held, 0.0)
+
+    def added_gradients(self) -> Floats:
+        """Return whole gradients that micro batches of a pipeline add up, in the type they are reduced in, until the last one."""
+        return (self.table["pp"] > 1)[:, None] * self.whole * self.context.dtype_bytes("reduce")
+
+    def gradient_buffers(self) -> Floats:
+        """Return what reducing gradients holds beside the gradients themselves."""
+        # A data-parallel reduction through buckets may hold them beside the gradients.
+        copied = self.spec.ddp.bucket_copy & (self.table["dp_replicate"] > 1)
+        buckets = np.where(copied[:, None], self.whole * state_bytes(self.context)["gradients"], 0.0)
+        buckets = buckets + _placeholders(self.operators, self.context, *self.layout.layers)
+        held = np.where(self.fully_sharded, self.unsharded_gradients() + self.added_gradients(), buckets)
+        return held + self.zero.standing + self.zero.reducing
+
+    def activations(self, *, at_least: bool) -> Floats:
+        """Return what forward passes saved, and stages received, of all micro batches in flight."""
+        table, layout, blocks = self.table, self.layout, self.blocks
+        flying = in_flight(table, layout.rank, at_least=at_least)
+        saved = layout.first * blocks["embedding"].saved_bytes["none"][:, None]
+        for mode, (in_dense, in_moe) in layout.by_mode.items():
+            saved = saved + in_dense * blocks["dense"].saved_bytes[mode][:, None]
+            if "moe" in blocks:
+                saved = saved + in_moe * blocks["moe"].saved_bytes[mode][:, None]
+        head = blocks["head"].saved_bytes["none"] + head_cached_bytes(self.context)
+        in_head = head * head_in_flight(table, at_least=at_least)
+        # Micro batches in flight hold what a stage received: most of them is least beside.
+        most = np.isin(table.schedule, SPLIT_BACKWARD)[:, None] & at_least
+        received = np.where(most, np.maximum(table.micro_batches[:, None], flying), flying)
+        activations = saved * flying + layout.last * in_head[:, None]
+        return activations + between_stages_bytes(self.context, layout.first, layout.last, received)
+
+    def loss_and_recompute(self) -> tuple[Floats, Floats]:
+        """Return the most that the loss, or a block run again, takes for a moment; and what such a block takes."""
+        blocks, layout = self.blocks, self.layout
+        # A recomputed block's intermediates live again, one block at a time.
+        widest = np.max([blocks[name].everything_bytes for name in ("dense", "moe") if name in blocks], axis=0)
+        wrapped = sum((a + b for mode, (a, b) in layout.by_mode.items() if mode != "none"), np.zeros_like(self.shared))
+        recomputed = np.where(wrapped > 0, widest[:, None] + self.per_layer * self.cast_bytes, 0.0)
+        head = head_peak_bytes(self.context) - blocks["head"].saved_bytes["none"]
+        loss = layout.last * np.maximum(head, 0.0)[:, None]
+        copies = np.zeros_like(self.again) if self.context.runtime.compile else self.again * self.cast_bytes
+        turning = np.maximum(np.maximum(loss, recomputed * layout.exists), copies * layout.exists)
+        return turning, recomputed
+
+    def peaks(self, categories: dict[str, Floats]) -> tuple[Floats, Floats]:
+        """Return the most allocated in a step, and what the allocator reserves for it."""
+        table, state, exists = self.table, self.spec.state, self.layout.exists
+        everything = sum(categories.values(), np.zeros_like(self.shared))
+        # The loss and a unit's whole gradient do not coincide: under full sharding gradients appear as activations go, and
+        # shards of them are there before only if an earlier micro batch has left them.
+        # Main gradients, and a flat partition of them, are there from the beginning.
+        appear = (state.gradient_dtype != "reduce") & ~(self.fully_sharded & (self.spec.zero is not None))
+        single = (table.micro_batches <= 1)[:, None]
+        fresh = self.fully_sharded & appear & ((table["pp"] > 1)[:, None] | single)
+        whole = ~self.fully_sharded & appear & single & state.gradients_freed
+        passing = self.unsharded_gradients() + self.zero.reducing
+        early = everything - np.where(exists, passing, 0.0) - np.where(fresh | whole, categories["gradients"], 0.0)
+        # At the end each unit's whole gradient turns into its shard: what is left of the ones makes room for the others.
+        adding = self.added_gradients()
+        turned = np.where(self.fully_sharded & exists, np.minimum(adding, categories["gradients"]), 0.0)
+        backward = categories["activations"] + categories["loss_and_recompute"]
+        late = everything - backward - turned + exists * self.zero.update
+        peak = np.maximum(early, late)
+        # One pool per stream: the compute stream's peak and the communication streams' peak add up.
+        # Whole gradients come from the compute stream's own pool, where activations have made room for them.
+        reserved = np.where(whole, peak, np.maximum(everything, late))
+        reserved = reserved + self.layout.last * head_left_bytes(self.context)[:, None]
+        return peak, reserved + self._summed_over_replicas(single)
+
+    def _summed_over_replicas(self, single: NDArray[np.bool_]) -> Floats:
+        """Return what replicas keep of their sums to the end of a backward pass, beside the gradients of micro batches before."""
+        reduce_bytes, table = self.context.dtype_bytes("reduce"), self.table
+        beside = ~single & (table["pp"] <= 1)[:, None] | (reduce_bytes != state_bytes(self.context)["gradients"])
+        summed = self.fully_sharded & has_replicas(table)[:, None] & beside
+        return np.where(summed, self.sharded("gradients") * reduce_bytes, 0.0)
 
 
 def _of_layers(parameters: Parameters, layers: tuple[Floats, Floats] | None) -> Floats | float:
