@@ -6,6 +6,7 @@ from pathlib import Path
 from planner.cli import main
 
 ROOT = Path(__file__).parents[1]
+PACKAGES = ("topology", "simulator", "planner", "executor", "ui")
 README = (ROOT / "README.md").read_text()
 
 
@@ -46,3 +47,32 @@ def test_links_lead_somewhere() -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", README):
         if "://" not in target:
             assert (ROOT / target).exists(), target
+
+
+CONTRIBUTING = ROOT / "CONTRIBUTING.md"
+
+
+def test_contributing_names_what_is_there() -> None:
+    """Whoever adds something follows these names: each is a file or a folder of ours, whole or by the end of its path."""
+    named = re.findall(r"`([\w./-]+(?:\.(?:py|toml|json|md)|/))`", CONTRIBUTING.read_text())
+    ours = [
+        path.relative_to(ROOT) for package in (*PACKAGES, "tests", "examples") for path in (ROOT / package).rglob("*")
+    ]
+    tails = {"/".join(path.parts[-depth:]) for path in ours for depth in range(1, len(path.parts) + 1)}
+
+    missing = [name for name in named if name.rstrip("/") not in tails and not (ROOT / name).exists()]
+    assert len(named) > 100
+    assert [
+        name for name in missing if name not in {"config.json", "simulator/runtimes/NAME.toml"}
+    ] == []  # the asker's own
+
+
+def test_contributing_has_a_line_for_every_folder() -> None:
+    text = CONTRIBUTING.read_text()
+    for package in PACKAGES:
+        start = text.index(f"| `{package}/`")
+        end = text.find("\n\n", start)
+        listed = re.findall(r"^\| `(\w+)/` \|", text[start:end], flags=re.MULTILINE)
+        folders = [path.parent.name for path in (ROOT / package).glob("*/*.py")]
+
+        assert sorted(listed) == sorted(set(folders)), package

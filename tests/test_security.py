@@ -8,7 +8,7 @@ import pytest
 
 from planner import cli
 from planner.commands.service import NEEDS, read_tokens
-from planner.configs.documents import MAX_CHARACTERS
+from planner.configs.formats.documents import MAX_CHARACTERS
 from planner.explain.traced import MAX_INSTRUCTIONS
 from planner.runs.run_report import MAX_TRACE_BYTES
 from simulator.config import verify

@@ -12,7 +12,7 @@ from planner.commands.flags.serving_flags import QUESTION_FLAGS, Task, refuse, s
 from planner.commands.serve.check import check_serving_command
 from planner.configs.answer import Checked, check_text
 from planner.configs.check_document import check_document
-from planner.configs.configuration import CheckFlags
+from planner.configs.formats.configuration import CheckFlags
 from planner.configs.serving import serving_engine
 from planner.explain.answer_text import print_estimate
 from planner.io import output

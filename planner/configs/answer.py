@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from planner.configs.configuration import CheckFlags, Configuration, Limits
-from planner.configs.kinds import read_configuration
+from planner.configs.formats.configuration import CheckFlags, Configuration, Limits
+from planner.configs.formats.kinds import read_configuration
 from planner.configs.variants import variants_of
 from planner.configs.written_back import Writer
 from planner.explain.plan_answer import PlanAnswer, answer_plan

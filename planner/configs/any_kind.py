@@ -9,11 +9,11 @@ from typing import Any
 
 from planner.configs.answer import Checked, check_text
 from planner.configs.check_document import check_document
-from planner.configs.configuration import CheckFlags
-from planner.configs.kinds import read_configuration
+from planner.configs.formats.configuration import CheckFlags
+from planner.configs.formats.kinds import read_configuration
 from planner.configs.serving import CheckedServing, check_serving, serving_engine
 from planner.configs.serving_document import checked_serving_document
-from planner.serving.question_from_flags import ServingFlags
+from planner.serving.question.from_flags import ServingFlags
 from topology.codec import read_text
 from topology.errors import PlannerError, UserError
 
@@ -36,7 +36,7 @@ def check(
 
     `model` and `cluster` are names or files, as on the command line; `gpus`, `seq_len` (tokens) and the batches (sequences)
     count where the file leaves them open, and `launch` is the line that starts it. `clients` are what a server is asked, by the fields of
-    `planner.serving.question_from_flags.ServingFlags`: `isl=512, osl=64, concurrency=16`. Without `search` only single changes are tried.
+    `planner.serving.question.from_flags.ServingFlags`: `isl=512, osl=64, concurrency=16`. Without `search` only single changes are tried.
     Raises BadInput for a file that cannot be read, UserError for what is stated and means nothing for it.
     """
     flags = CheckFlags(

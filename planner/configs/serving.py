@@ -1,6 +1,6 @@
 """The command line that starts vLLM or SGLang: read, judged by the engine's own flags and rules, and improved as a diff.
 
-A script may have other lines; variables that it assigns are looked up (`planner.configs.command_line`). Of several commands
+A script may have other lines; variables that it assigns are looked up (`planner.configs.formats.command_line`). Of several commands
 in one text the flags of all count, the last of each.
 """
 
@@ -13,13 +13,13 @@ from difflib import get_close_matches, unified_diff
 from itertools import pairwise
 from typing import Any
 
-from planner.configs.command_line import CommandLine, option_kinds
-from planner.configs.configuration import CheckFlags
+from planner.configs.formats.command_line import CommandLine, option_kinds
+from planner.configs.formats.configuration import CheckFlags
 from planner.export.schema import schema
 from planner.serving.answer import ServingAnswer, answer_deployment
-from planner.serving.question import ServingQuestion
-from planner.serving.question_from_flags import ServingFlags, serving_question
-from planner.serving.releases import parse_release
+from planner.serving.question.from_flags import ServingFlags, serving_question
+from planner.serving.question.question import ServingQuestion
+from planner.serving.question.releases import parse_release
 from planner.serving.search import TIE, ServingPlan, search_serving, value_of
 from planner.serving.stated import MOST, require_pool
 from planner.validate.serving_names import model_of, plain

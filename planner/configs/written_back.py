@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from planner.configs.configuration import CheckFlags, Configuration
-from planner.configs.kinds import read_configuration
+from planner.configs.formats.configuration import CheckFlags, Configuration
+from planner.configs.formats.kinds import read_configuration
 from planner.export.mapping import PLAN_FACTS, Facts, Settings, facts_of, read, write
 from planner.question.cases import Case
 from simulator.config.plan import Plan

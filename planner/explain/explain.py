@@ -26,8 +26,8 @@ from planner.search.reasons import lost_because
 from planner.search.result import SearchResult
 from planner.search.scaling import scale_memory, with_gpus
 from planner.search.search import rank_rows
+from simulator.bounds.screening import Screening
 from simulator.calibration.intervals import memory_factors
-from simulator.closed_form.screening import Screening
 from simulator.config.estimate import Estimate, sure_bytes
 from simulator.config.plan import MESH_AXES, Plan
 from topology.cluster import Cluster

@@ -21,8 +21,8 @@ from planner.search.plan_space.branch_and_bound import SCHEDULES_AT_ONCE, explor
 from planner.search.plan_space.candidates import STATED, Bounds, Nodes, enumerate_nodes, plan_of
 from planner.search.plan_space.screened import NODES_AT_ONCE, PLANS_AT_ONCE, Screened
 from planner.search.scaling import scale_memory, with_gpus
+from simulator.bounds.screening import Screening
 from simulator.calibration.intervals import memory_factors
-from simulator.closed_form.screening import Screening
 from simulator.columns.plan_columns import PlanColumns
 from simulator.config.estimate import sure_bytes
 from simulator.config.plan import Plan

@@ -32,8 +32,8 @@ from planner.search.reasons import why_it_lost
 from planner.search.result import MayFit, RankedPlan, SearchResult, SearchStats
 from planner.search.stages.assignment import NEAR_FIT, AssignedPipelines, assign_stages, plan_of_row
 from planner.search.stated_parts import contradiction
+from simulator.bounds.screening import Screening
 from simulator.calibration.intervals import memory_factors
-from simulator.closed_form.screening import Screening
 from simulator.columns.plan_columns import PlanColumns
 from simulator.config.estimate import SURE, Fit, sure_bytes
 from simulator.config.plan import MESH_AXES, Plan

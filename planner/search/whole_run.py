@@ -21,7 +21,7 @@ from planner.search.gpu_counts import objective_value
 from planner.search.infeasible import min_gpus_for_state
 from planner.search.result import SearchResult
 from planner.search.search import SearchOptions, explained
-from simulator.closed_form.screening import Screening
+from simulator.bounds.screening import Screening
 from simulator.config.plan import Plan
 from simulator.fitting.calibration_fit import UNMEASURED, Calibrations
 from topology.cluster import GpuKind

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from planner.serving.question import ServingQuestion
+from planner.serving.question.question import ServingQuestion
 from simulator.serving.deployment import Deployment
 from simulator.serving.engine import engine_of
 from simulator.serving.estimate import ServingEstimate

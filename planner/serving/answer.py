@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from planner.serving.account import Account, account
 from planner.serving.custom_reduce import nccl_because
-from planner.serving.question import ServingQuestion
+from planner.serving.question.question import ServingQuestion
 from planner.serving.stated import problems_of
 from simulator.serving.deployment import Deployment
 from simulator.serving.estimate import ServingEstimate, estimate_serving

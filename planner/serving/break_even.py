@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from planner.serving.question import ServingQuestion
+from planner.serving.question.question import ServingQuestion
 from simulator.serving.deployment import Pool
 from simulator.serving.forward_pass import ForwardPass
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from planner.serving.question import ServingQuestion
-from planner.serving.releases import too_old
+from planner.serving.question.question import ServingQuestion
+from planner.serving.question.releases import too_old
 from simulator.config.model import Model
 from simulator.serving.deployment import Deployment, Pool
 from simulator.serving.kv_cache import cache_capacity

@@ -8,7 +8,7 @@ from functools import partial
 from math import sqrt
 
 from planner.serving.answer import estimate_of
-from planner.serving.question import ServingQuestion
+from planner.serving.question.question import ServingQuestion
 from planner.serving.search import TIE, ServingPlan, ServingResult, value_of
 from simulator.serving.deployment import Deployment
 from simulator.serving.estimate import ServingEstimate

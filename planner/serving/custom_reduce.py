@@ -6,7 +6,7 @@ Conditions of vLLM 0.33 (vllm/distributed/device_communicators/custom_all_reduce
 
 from __future__ import annotations
 
-from planner.serving.question import ServingQuestion
+from planner.serving.question.question import ServingQuestion
 from simulator.collectives.communicator import Fabric
 from simulator.collectives.cost import CollectiveModel
 from simulator.serving.deployment import Pool

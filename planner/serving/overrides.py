@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from planner.serving.compare import differences
 from planner.serving.plan_file import ServingFile
-from planner.serving.question import ServingQuestion
-from planner.serving.question_from_flags import ServingFlags, arrival_shape, measured_serving, number_format
-from planner.serving.releases import split_engine
+from planner.serving.question.from_flags import ServingFlags, arrival_shape, measured_serving, number_format
+from planner.serving.question.question import ServingQuestion
+from planner.serving.question.releases import split_engine
 from planner.serving.stated import read_pool, require_pool
 from simulator.serving.deployment import CACHE_BYTES, WEIGHT_BYTES, Deployment
 from simulator.serving.traffic import Lengths, Traffic

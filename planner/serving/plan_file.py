@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from planner.io.version import version
-from planner.serving.question import OBJECTIVES, ServingQuestion
-from planner.serving.releases import split_engine
+from planner.serving.question.question import OBJECTIVES, ServingQuestion
+from planner.serving.question.releases import split_engine
+from planner.serving.question.trace_file import MAX_REQUESTS, read_request
 from planner.serving.stated import require_pool
-from planner.serving.trace_file import MAX_REQUESTS, read_request
 from simulator.config.verify import verify_model
 from simulator.serving.deployment import CACHE_BYTES, WEIGHT_BYTES, Deployment
 from simulator.serving.fit_steps import BOUNDS, LATEST_S

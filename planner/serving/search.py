@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from planner.serving.answer import estimate_of, meets
 from planner.serving.candidates import deployments
-from planner.serving.question import ServingQuestion
+from planner.serving.question.question import ServingQuestion
 from simulator.serving.deployment import Deployment
 from simulator.serving.estimate import ServingEstimate
 from topology.errors import Infeasible

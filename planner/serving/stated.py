@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 
 from planner.serving.candidates import exceeds_memory, refusal
-from planner.serving.question import ServingQuestion
-from planner.serving.question_from_flags import ServingFlags
-from planner.serving.releases import too_old
+from planner.serving.question.from_flags import ServingFlags
+from planner.serving.question.question import ServingQuestion
+from planner.serving.question.releases import too_old
 from simulator.serving.deployment import Deployment, Pool
 from topology.errors import BadPlan
 

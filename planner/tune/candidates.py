@@ -18,9 +18,9 @@ from planner.question.question import Question
 from planner.search.plan_space.branch_and_bound import Explored, explore
 from planner.search.plan_space.candidates import Bounds, enumerate_nodes, plan_of
 from planner.search.plan_space.screened import grids_of
+from simulator.bounds.screening import Screening
 from simulator.calibration.intervals import memory_factors
 from simulator.closed_form.estimates import estimate_plans
-from simulator.closed_form.screening import Screening
 from simulator.columns.plan_columns import concatenate
 from simulator.config.estimate import Estimate
 from simulator.config.plan import Plan

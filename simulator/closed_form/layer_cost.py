@@ -100,7 +100,7 @@ class BlockCost:
     """Forward, backward without recomputation, and for each recompute mode what runs again and what is kept.
 
     Bytes are of one micro batch. A mode that wraps a share of the layers is averaged over layers. `bounds`: of no mode, but
-    no more than under any (`simulator.closed_form.screening.SharedBlocks.keeping_least`).
+    no more than under any (`simulator.bounds.screening.SharedBlocks.keeping_least`).
     """
 
     forward: PassCost

@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT))
 from planner.serving.measured.asked_run import AskedRun, Step, all_steps, asked_run  # noqa: E402 - as above
 from planner.serving.measured.samples import add_to_profile  # noqa: E402 - as above
 from planner.serving.measured.side_by_side import Beside, load_rows, mean_error, step_rows  # noqa: E402 - as above
-from planner.serving.question_from_flags import ServingFlags, serving_question  # noqa: E402 - after the path
+from planner.serving.question.from_flags import ServingFlags, serving_question  # noqa: E402 - after the path
 from simulator.serving.deployment import Pool  # noqa: E402 - as above
 from simulator.serving.latency import latency  # noqa: E402 - as above
 from simulator.serving.server import serve  # noqa: E402 - as above

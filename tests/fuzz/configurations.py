@@ -11,10 +11,10 @@ import yaml
 from hypothesis import strategies as st
 
 from planner.configs.answer import ask
-from planner.configs.configuration import CheckFlags
+from planner.configs.formats.configuration import CheckFlags
 from planner.configs.serving import check_serving, serving_engine
 from planner.configs.serving_document import checked_serving_document
-from planner.serving.question_from_flags import ServingFlags
+from planner.serving.question.from_flags import ServingFlags
 from simulator.legality.rules import is_legal
 from tests.fuzz.format import Format, text_inputs
 from tests.fuzz.mutations import damaged_json, damaged_text

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 import planner as package
 from planner.configs.answer import Checked, ask, check_text
 from planner.configs.check_document import check_document
-from planner.configs.command_line import CommandLine, option_kinds
-from planner.configs.configuration import CheckFlags, NotAConfiguration
-from planner.configs.documents import TomlDocument, YamlDocument
-from planner.configs.kinds import read_configuration
+from planner.configs.formats.command_line import CommandLine, option_kinds
+from planner.configs.formats.configuration import CheckFlags, NotAConfiguration
+from planner.configs.formats.documents import TomlDocument, YamlDocument
+from planner.configs.formats.kinds import read_configuration
 from planner.export.schema import schema
 from topology.errors import BadInput, PlannerError
 

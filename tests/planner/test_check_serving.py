@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 
 import planner as package
 from planner.cli import main
-from planner.configs.command_line import CommandLine, option_kinds
-from planner.configs.configuration import CheckFlags
+from planner.configs.formats.command_line import CommandLine, option_kinds
+from planner.configs.formats.configuration import CheckFlags
 from planner.configs.serving import VERSIONS, CheckedServing, check_serving, flag_of, serving_engine
 from planner.export.schema import schema
 from planner.export.serving.commands import command
 from planner.export.serving.files import serving_files
-from planner.serving.question_from_flags import ServingFlags
+from planner.serving.question.from_flags import ServingFlags
 from simulator.serving.deployment import Deployment, Pool
 from topology.errors import BadInput, PlannerError, UserError
 

@@ -12,8 +12,8 @@ import yaml
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from planner.configs.configuration import CheckFlags
-from planner.configs.kinds import read_configuration
+from planner.configs.formats.configuration import CheckFlags
+from planner.configs.formats.kinds import read_configuration
 from planner.export.frameworks import accelerate_fields, deepspeed_fields, megatron_fields, torchtitan_fields
 from planner.export.frameworks.megatron_model import model_flags, model_of_flags
 from planner.export.mapping import Facts, facts_of, keys_of, read, write

@@ -15,7 +15,7 @@ from planner.question.question import question_of
 from planner.search.infeasible import ConstrainedQuestion, least_memory_plan
 from planner.search.plan_space.candidates import Bounds
 from planner.search.scaling import scale_memory, scale_network, scale_nvlink
-from simulator.closed_form.screening import Screening
+from simulator.bounds.screening import Screening
 from simulator.collectives.cost import CollectiveModel
 from simulator.config.estimate import Estimate
 from simulator.config.hf_config import load_model

@@ -11,7 +11,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from planner.configs.answer import ask
-from planner.configs.configuration import CheckFlags
+from planner.configs.formats.configuration import CheckFlags
 from planner.export.job import ExportJob
 from planner.export.targets.registry import export, find_target
 from planner.io.inputs import read_cluster

@@ -20,8 +20,8 @@ from planner.export.serving.commands import command
 from planner.export.serving.files import serving_files
 from planner.serving.break_even import break_even
 from planner.serving.candidates import refusal
-from planner.serving.question import ServingQuestion
-from planner.serving.question_from_flags import ServingFlags, serving_question
+from planner.serving.question.from_flags import ServingFlags, serving_question
+from planner.serving.question.question import ServingQuestion
 from planner.serving.search import search_serving
 from planner.validate.serving_names import cluster_of, model_of
 from simulator.config.hf_config import load_model

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from planner.configs.configuration import CheckFlags
+from planner.configs.formats.configuration import CheckFlags
 from planner.configs.serving import check_serving
 from planner.export.serving.commands import command
-from planner.serving.question_from_flags import ServingFlags, serving_question
+from planner.serving.question.from_flags import ServingFlags, serving_question
 from simulator.config.hf_config import hub_name
 from simulator.config.stored_weights import of_config, stored_weights
 from simulator.serving.deployment import Pool

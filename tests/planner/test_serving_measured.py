@@ -17,7 +17,7 @@ from planner.serving.measured.samples import add_to_profile
 from planner.serving.measured.side_by_side import load_rows, mean_error, step_rows
 from planner.serving.overrides import with_serving_flags
 from planner.serving.plan_file import load_serving, serving_file
-from planner.serving.question_from_flags import ServingFlags, serving_question
+from planner.serving.question.from_flags import ServingFlags, serving_question
 from simulator.serving.deployment import Pool
 from simulator.serving.measured import MeasuredServing, MeasuredSteps, Ratio
 from simulator.serving.server import serve

@@ -7,12 +7,12 @@ from itertools import pairwise
 
 import pytest
 
-from planner.configs.configuration import CheckFlags
+from planner.configs.formats.configuration import CheckFlags
 from planner.configs.serving import VERSIONS, check_serving, release_in
 from planner.export.serving.commands import command
 from planner.serving.candidates import deployments
-from planner.serving.question_from_flags import ServingFlags, serving_question
-from planner.serving.releases import WORDS, facts, parse_release, split_engine, too_old
+from planner.serving.question.from_flags import ServingFlags, serving_question
+from planner.serving.question.releases import WORDS, facts, parse_release, split_engine, too_old
 from planner.serving.stated import problems_of, stated_deployment
 from simulator.serving.deployment import Pool
 from simulator.serving.engine import engine_of

@@ -12,7 +12,7 @@ from itertools import pairwise
 import pytest
 import yaml
 
-from planner.configs.command_line import CommandLine, option_kinds
+from planner.configs.formats.command_line import CommandLine, option_kinds
 from planner.configs.serving import VERSIONS
 from planner.export.schema import schema
 from planner.export.serving.files import serving_files

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from planner.export.serving.files import serving_files  # noqa: E402 - after the path
-from planner.serving.question_from_flags import ServingFlags, serving_question  # noqa: E402 - as above
+from planner.serving.question.from_flags import ServingFlags, serving_question  # noqa: E402 - as above
 from simulator.config.hf_config import hub_name  # noqa: E402 - as above
 from simulator.serving.deployment import Deployment, Pool  # noqa: E402 - as above
 

@@ -382,7 +382,7 @@ def test_a_config_of_an_unknown_family_is_refused(explorer):
 
 
 def test_the_serving_page_answers_as_the_command_does(explorer):
-    from planner.serving.question_from_flags import ServingFlags, serving_question
+    from planner.serving.question.from_flags import ServingFlags, serving_question
     from planner.serving.search import search_serving
     from planner.serving.shown.text import deployment_text, digits
 

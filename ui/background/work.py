@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from planner.configs.any_kind import any_document, check_any
-from planner.configs.configuration import CheckFlags
+from planner.configs.formats.configuration import CheckFlags
 from planner.explain.traffic import Traffic, traffic_of
 from planner.question.flags import Flags
 from planner.question.question import Question
@@ -17,7 +17,7 @@ from planner.search.result import SearchResult
 from planner.search.search import SearchOptions
 from planner.serving.account import Account, account
 from planner.serving.crossings import Sweep, over_clients
-from planner.serving.question_from_flags import ServingFlags, serving_question
+from planner.serving.question.from_flags import ServingFlags, serving_question
 from planner.serving.search import ServingResult, search_serving
 from simulator.config.plan import Plan
 from simulator.engine.simulate import Run

@@ -8,12 +8,12 @@ from typing import Any
 
 import typer
 
-from planner.configs.configuration import CheckFlags
+from planner.configs.formats.configuration import CheckFlags
 from planner.configs.serving import VERSIONS, CheckedServing, check_serving
 from planner.configs.serving_document import checked_serving_document
 from planner.io import output
 from planner.io.output import console, printable
-from planner.serving.question_from_flags import ServingFlags
+from planner.serving.question.from_flags import ServingFlags
 from planner.serving.shown.plan_text import print_answer
 from planner.serving.shown.text import deployment_text, digits
 

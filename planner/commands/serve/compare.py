@@ -5,7 +5,7 @@ from __future__ import annotations
 from planner.commands.serve.estimate import answer_of
 from planner.io import output
 from planner.serving.compare import compare_answers
-from planner.serving.question_from_flags import ServingFlags
+from planner.serving.question.from_flags import ServingFlags
 from planner.serving.shown.documents import comparison_document
 from planner.serving.shown.plan_text import print_compared
 

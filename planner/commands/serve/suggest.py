@@ -13,7 +13,7 @@ from planner.export.serving.files import serving_files
 from planner.io import output
 from planner.serving.crossings import over_clients
 from planner.serving.plan_file import serving_file
-from planner.serving.question_from_flags import ServingFlags, serving_question
+from planner.serving.question.from_flags import ServingFlags, serving_question
 from planner.serving.search import ServingResult, search_serving
 from planner.serving.shown.documents import serving_document
 from planner.serving.shown.text import print_serving

@@ -4,11 +4,11 @@ The search tree is that of `planner.search.plan_space.candidates`: a node is a (
 are the policies. Lower bounds prune it, the cheapest first:
 
     memory       what the worst rank reserves: a leaf that does not fit is removed with all its variants
-    step         what no step can beat, as no clock is followed (`simulator.closed_form.lower_bound`)
-    schedule     the same of passes and messages in the order of the schedule's table (`simulator.closed_form.schedule_bound`)
+    step         what no step can beat, as no clock is followed (`simulator.bounds.lower_bound`)
+    schedule     the same of passes and messages in the order of the schedule's table (`simulator.bounds.schedule_bound`)
     best so far  plans are accounted for in the order of those bounds, until they exceed the last plan that will be listed
 
-Everything is vectorised over plans (`simulator.closed_form.screening`), so the order of the work depends neither on a
+Everything is vectorised over plans (`simulator.bounds.screening`), so the order of the work depends neither on a
 clock nor on the number of workers. The batch sizes below decide only how many plans are costed in vain: what is
 returned follows from each plan's own values and those of the last plan to list. With a deadline, the plans left
 unexplored are bounded by the model's FLOP at the GPUs' peak rate, which no plan can beat; the gap says how far the
@@ -33,7 +33,7 @@ from planner.search.plan_space.screened import (
     floor_s,
     ignore,
 )
-from simulator.closed_form.screening import Screening
+from simulator.bounds.screening import Screening
 from simulator.columns.plan_columns import PlanColumns, concatenate, distinct
 from simulator.columns.plan_table import Floats, PlanTable
 from simulator.pipeline.schedules import SPLIT_BACKWARD

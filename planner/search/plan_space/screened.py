@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from planner.search.plan_space.candidates import Nodes
 from planner.search.plan_space.collected import Collected
-from simulator.closed_form.screening import Screening, SharedBlocks
+from simulator.bounds.screening import Screening, SharedBlocks
 from simulator.columns.plan_columns import PlanColumns, concatenate, distinct
 from simulator.columns.plan_table import Floats
 

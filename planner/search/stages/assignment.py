@@ -21,7 +21,7 @@ from planner.search.plan_space.candidates import NODE_FIELDS, Nodes, plan_of
 from planner.search.plan_space.screened import grids_of
 from planner.search.stages.options import cost_blocks
 from planner.search.stages.solver import solve_stages
-from simulator.closed_form.screening import Screening
+from simulator.bounds.screening import Screening
 from simulator.columns.plan_columns import PlanColumns, concatenate, distinct
 from simulator.config.plan import MESH_AXES, Plan
 from simulator.legality.frameworks import Framework

@@ -1,7 +1,7 @@
 """What no assignment of layers to the stages of one pipeline can beat, and the assignments that may be below a limit.
 
 Layers go to ranks in order, so an assignment is a path over states (layers so far, leading dense layers so far), one step
-a rank. A rank with an option takes as long as that says (`simulator.closed_form.lower_bound.RankBounds`) after the first
+a rank. A rank with an option takes as long as that says (`simulator.bounds.lower_bound.RankBounds`) after the first
 micro batch has reached it, which is later the more the ranks before it do: so of all paths to a state the one that gets
 there first is the best for what follows, and whether any assignment is below a limit is told by one pass over the ranks.
 """

@@ -3,7 +3,7 @@
 An option of a rank is a number of layers, how many of them are leading dense layers (before those with experts), and a
 recompute mode for each of its stages. Which options together are quickest only the account of the step tells
 (`simulator.closed_form.account`); which need not be looked at is told by the lower bound of a step
-(`simulator.closed_form.lower_bound`), one option per row.
+(`simulator.bounds.lower_bound`), one option per row.
 
 With several stages per rank, layers are spread over them as evenly as possible, first stages first.
 """
@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from simulator.bounds.screening import ROUNDED, ScreenedPlans, Screening, SharedBlocks
 from simulator.closed_form.account import AccountInputs
 from simulator.closed_form.memory import memory_columns
-from simulator.closed_form.screening import ROUNDED, ScreenedPlans, Screening, SharedBlocks
 from simulator.columns.plan_columns import PlanColumns
 from simulator.columns.plan_table import Floats
 from simulator.config.model import Model
@@ -65,7 +65,7 @@ class RankOptions:
 
     An option has `layers`, `first_stage_layers` of them on the rank's first stage, and `dense` leading dense layers (0
     where all layers are of one kind); `mode_mix` is an index into `Pipeline.mode_mixes`. The seconds are those of
-    `simulator.closed_form.lower_bound.RankBounds`.
+    `simulator.bounds.lower_bound.RankBounds`.
     """
 
     rank: Ints

@@ -22,9 +22,9 @@ import numpy as np
 
 from planner.search.stages.bounds import AssignmentBounds, Rows
 from planner.search.stages.options import CostedPlans, Ints, Pipeline, build_pipeline, stage_freedom
+from simulator.bounds.screening import Screening
 from simulator.closed_form.account import account_assignments
 from simulator.closed_form.estimates import estimate_plans
-from simulator.closed_form.screening import Screening
 from simulator.config.plan import Plan
 from simulator.legality.frameworks import Framework
 

@@ -12,7 +12,7 @@ from planner.serving.compare import ServingComparison
 from planner.serving.crossings import Row, Sweep
 from planner.serving.explain import ServingExplanation
 from planner.serving.plan_file import TASK
-from planner.serving.question import ServingQuestion
+from planner.serving.question.question import ServingQuestion
 from planner.serving.search import ServingPlan, ServingResult
 from simulator.config.estimate import Interval
 from simulator.serving.deployment import Deployment, Pool

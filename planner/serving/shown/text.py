@@ -10,7 +10,7 @@ from rich.table import Table
 from planner.io.output import console, printable
 from planner.serving.break_even import BreakEven, break_even
 from planner.serving.crossings import Row
-from planner.serving.question import ServingQuestion
+from planner.serving.question.question import ServingQuestion
 from planner.serving.search import ServingPlan, ServingResult
 from planner.serving.shown.documents import price_per_million
 from simulator.config.estimate import Interval

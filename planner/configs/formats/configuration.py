@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from planner.configs.documents import Document
+from planner.configs.formats.documents import Document
 from planner.export.mapping import Facts, Settings, Table
 from simulator.config.model import Model
 from topology.errors import UserError

@@ -20,14 +20,14 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from simulator.bounds.lower_bound import LowerBound
+from simulator.bounds.schedule_bound import scheduled_at_least_s
 from simulator.closed_form.account import Account, AccountInputs, account_inputs, account_plans
 from simulator.closed_form.allocator import flush_s
 from simulator.closed_form.estimates import calibrated_operators, cost_context, network_blocks
 from simulator.closed_form.layer_cost import BlockCost
-from simulator.closed_form.lower_bound import LowerBound
 from simulator.closed_form.memory import CONTEXT_BYTES, memory_columns
 from simulator.closed_form.scenario import Scenario
-from simulator.closed_form.schedule_bound import scheduled_at_least_s
 from simulator.columns.plan_columns import PlanColumns, distinct, words
 from simulator.columns.plan_table import Floats, PlanTable, table_of_columns
 from simulator.kernels.low_precision import recipe_of

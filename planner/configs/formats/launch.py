@@ -6,9 +6,9 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from planner.configs.command_line import CommandLine, typed
-from planner.configs.configuration import CheckFlags, Configuration
-from planner.configs.transformers_fields import LENGTHS, MICRO, STEPS
+from planner.configs.formats.command_line import CommandLine, typed
+from planner.configs.formats.configuration import CheckFlags, Configuration
+from planner.configs.formats.transformers_fields import LENGTHS, MICRO, STEPS
 from topology.errors import BadInput, UserError
 
 # Options of launchers and programs that a step or its memory depends on, where nothing here reads them.

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from planner.io.inputs import measurements, read_cluster
-from planner.serving.question import OBJECTIVES, ServingQuestion
-from planner.serving.releases import split_engine
-from planner.serving.trace_file import read_trace
+from planner.serving.question.question import OBJECTIVES, ServingQuestion
+from planner.serving.question.releases import split_engine
+from planner.serving.question.trace_file import read_trace
 from simulator.config.hf_config import load_model
 from simulator.config.stored_weights import stored_weights
 from simulator.fitting.calibration_fit import same_gpu

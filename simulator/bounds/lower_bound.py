@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from simulator.bounds.least_traffic import LeastTraffic
 from simulator.closed_form.layer_cost import BlockCost
-from simulator.closed_form.least_traffic import LeastTraffic
 from simulator.columns.plan_columns import distinct
 from simulator.columns.plan_table import Floats
 from simulator.config.plan import Plan

@@ -44,7 +44,7 @@ class Fact:
 @cache
 def facts() -> dict[str, dict[str, Fact]]:
     """Return what is known by engine and feature."""
-    text = (resources.files("planner") / "serving" / "releases.toml").read_text("utf-8")
+    text = (resources.files("planner") / "serving" / "question" / "releases.toml").read_text("utf-8")
     return {
         engine: {name: convert(fact, Fact, where=f"releases.toml [{engine}.{name}]") for name, fact in table.items()}
         for engine, table in tomllib.loads(text).items()

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from planner.configs.documents import Document, bounded
+from planner.configs.formats.documents import Document, bounded
 from topology.errors import BadInput
 
 WORD = re.compile(

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from simulator.bounds.least_traffic import LeastTraffic, UnitTraffic
 from simulator.closed_form.account import AccountInputs, alike, hops_of, plan_of, stage_units
 from simulator.closed_form.block_times import BlockTimes
-from simulator.closed_form.least_traffic import LeastTraffic, UnitTraffic
 from simulator.columns.plan_table import Floats
 from simulator.pipeline.schedule_program import TURNS
 from simulator.pipeline.schedule_walk import Gathered, PassKind, Table, table_of, walked

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from planner.configs.command_line import CommandLine
-from planner.configs.configuration import Configuration, not_understood, preset, unknown_kind
-from planner.configs.documents import TomlDocument
-from planner.configs.launch import launch_of
-from planner.configs.named_models import model_of_flavor
+from planner.configs.formats.command_line import CommandLine
+from planner.configs.formats.configuration import Configuration, not_understood, preset, unknown_kind
+from planner.configs.formats.documents import TomlDocument
+from planner.configs.formats.launch import launch_of
+from planner.configs.formats.named_models import model_of_flavor
 from planner.export.frameworks import torchtitan_fields
 from planner.export.mapping import Settings, keys_of
 from planner.export.schema import schema

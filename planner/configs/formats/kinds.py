@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from planner.configs import bridge, torchtitan
-from planner.configs.command_line import CommandLine, option_kinds
-from planner.configs.configuration import CheckFlags, Configuration, not_understood, unknown_kind
-from planner.configs.documents import YamlDocument
-from planner.configs.launch import launch_facts, launch_of, started_by
-from planner.configs.transformers_fields import LENGTHS, MICRO, PROGRAM, STEPS
-from planner.configs.transformers_fields import TABLE as TRANSFORMERS
+from planner.configs.formats import bridge, torchtitan
+from planner.configs.formats.command_line import CommandLine, option_kinds
+from planner.configs.formats.configuration import CheckFlags, Configuration, not_understood, unknown_kind
+from planner.configs.formats.documents import YamlDocument
+from planner.configs.formats.launch import launch_facts, launch_of, started_by
+from planner.configs.formats.transformers_fields import LENGTHS, MICRO, PROGRAM, STEPS
+from planner.configs.formats.transformers_fields import TABLE as TRANSFORMERS
 from planner.export.frameworks import accelerate_fields, deepspeed_fields, megatron_fields
 from planner.export.frameworks.megatron_model import MODEL_KEYS, model_of_flags
 from planner.export.mapping import Facts, Settings, keys_of
