@@ -156,8 +156,12 @@ def _parts_s(formula: Estimate, run: Run, detail: Detail) -> tuple[dict[str, flo
 def breakdown_s(run: Run) -> dict[str, float]:
     """Return where the step's time goes on the rank that computes longest; the parts add up to the step.
 
-    Each moment counts once: compute before exposed communication before copies; what is left is the host where it
-    alone was busy, else the bubble: waiting for partners, or nothing to do.
+    Each moment counts once: compute before exposed communication before copies before waiting for partners, which is
+    bubble; what is left is the host where it alone was busy, else bubble, too.
+
+    The account (`simulator.closed_form.account`) names waits by what ends them, not by what else went on: a wait that a
+    late launch ends is the host's though a partner was waited for meanwhile. Steps agree, and so do the sums of
+    communication, bubble and host; which of the three a wait of a host-bound step is called does not.
     """
     trace = run.trace
     slowest = max(trace.ranks, key=lambda rank: (trace.busy_s(rank, tr.COMPUTE), -rank))
