@@ -7,6 +7,7 @@ all its processes are ended. Takes about 100 s on two H200. OUT/faults.md has wh
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -210,4 +211,8 @@ def main(out: Path, words: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("words", nargs="*", help="only faults whose names have one of these in them")
+    options = parser.parse_args()
+    main(options.out, options.words)

@@ -12,7 +12,7 @@ from planner.configs.any_kind import named_by
 from planner.configs.serving import serving_engine
 from simulator.config.estimate import Estimate
 from topology import codec
-from ui import data, panels
+from ui import data, panels, rows
 from ui.charts.look import seconds
 from ui.question import state, uploads
 
