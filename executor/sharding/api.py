@@ -237,6 +237,34 @@ class ShardedModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the module's results as DTensors. Inputs are whole tensors, or DTensors placed as the plan has them."""
+        values = self._values(args, kwargs)
+        return self._results(_Run.apply(self, tuple(values), *values.values()))
+
+    @torch.no_grad()
+    def step(self, *args: Any, gradients: Sequence[torch.Tensor], **kwargs: Any) -> Any:
+        """Run forward and backward with the gradients of all results, whole tensors; add to `grad` of the parameters.
+
+        For a module with pipeline stages in 1F1B, whose passes take turns; others may run so, too. Returns the results.
+        """
+        batches, names = self.program.micro_batches, self.captured.graph.outputs
+        if len(gradients) != len(names) or not self.program.seeds:
+            raise BadInput(
+                f"{len(gradients)} gradients for {len(names)} results",
+                remedy="one for each, and a program with a backward pass",
+            )
+        parts = [_micro_batches(one, batches) for one in gradients]
+        seeds = self.ranks.seeds(parts[at][number] for number in range(batches) for at in range(len(names)))
+        found = self.ranks.run({**self._values(args, kwargs), **self.fixed, **seeds})
+        of_tensor = self.program.gradients
+        for name, piece in self.pieces.items():
+            gradient = found.get(of_tensor.get(name, ""))
+            if gradient is not None:
+                piece.grad = gradient if piece.grad is None else piece.grad + gradient
+        state = State(at=found)
+        return self._results([self.ranks.everywhere(name, state) for name in self.program.outputs])
+
+    def _values(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """Return this rank's pieces of inputs and parameters by buffer."""
         graph_inputs = [one for one in self.captured.graph.inputs if one.kind == INPUT]
         leaves = [leaf for leaf in pytree.tree_leaves((list(args), kwargs)) if isinstance(leaf, torch.Tensor)]
         values: dict[str, torch.Tensor] = {}
@@ -247,8 +275,10 @@ class ShardedModule(nn.Module):
                 buffer = self.program.inputs.get(f"{one.name}[{number}]" if batches > 1 else one.name)
                 if buffer is not None:
                     values[buffer] = self._local(one.name, part, buffer)
-        values |= {buffer: self.pieces[name] for buffer, name in self._keys.items()}
-        outputs = _Run.apply(self, tuple(values), *values.values())
+        return values | {buffer: self.pieces[name] for buffer, name in self._keys.items()}
+
+    def _results(self, outputs: Sequence[torch.Tensor]) -> Any:
+        """Return pieces of all results as DTensors, those of micro batches as one."""
         names = self.captured.graph.outputs
         found = []
         for at, name in enumerate(names):

@@ -24,6 +24,7 @@ from executor.sharding.places import DTYPES, Context, Place
 from executor.sharding.saved_tensors import Operand, SavedTensors
 from simulator.program.program import COMPUTE, Collective, Free, Launch, RecordEvent, Recv, Send, WaitEvent
 from simulator.sharded.program import Exchange, Kernel, RunnableProgram, rank_at
+from topology.errors import UserError
 
 
 @dataclass(slots=True)
@@ -55,6 +56,7 @@ class RankProgram:
     device: torch.device
     place: Place = field(init=False)
     groups: dict[tuple[str, ...], Group] = field(init=False)
+    back: Any = field(init=False)  # the group of messages to earlier stages; those to later ones have the default group
     stage: int = field(init=False)
     used: frozenset[str] = field(init=False)  # buffers that this rank's stage reads or writes
     _code: tuple[Any, ...] = field(init=False)
@@ -67,6 +69,8 @@ class RankProgram:
     def __post_init__(self) -> None:
         self.place = Place.of(self.program, self.rank)
         self.groups = make_groups(self.program, self.rank)
+        # Of two ranks that send to each other at once, each would wait for the other's message on one communicator.
+        self.back = dist.new_group() if self.program.stage_axis and dist.is_initialized() else None
         self.stage = self.program.stage_of(self.rank)
         self._code = self.program.code(self.stage)
         started = self.program.backward_start
@@ -101,14 +105,27 @@ class RankProgram:
 
     def run(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Run the program on pieces by buffer; return the pieces of outputs and gradients by buffer."""
-        state = self.forward(values)
-        if self.program.seeds:
-            self.backward(state, values)
+        if self.program.interleaved:
+            state = State(at={name: value for name, value in values.items() if name in self.used})
+            self._run(0, len(self._code), state)
+        else:
+            state = self.forward(values)
+            if self.program.seeds:
+                self.backward(state, values)
         kept = {*self.program.outputs, *self.program.gradients.values()}
         return {name: value for name, value in state.at.items() if name in kept}
 
     def forward(self, values: Mapping[str, torch.Tensor]) -> State:
-        """Run the forward pass on pieces of the inputs by buffer. The state has the outputs and what backward needs."""
+        """Run the forward pass on pieces of the inputs by buffer. The state has the outputs and what backward needs.
+
+        Raises UserError where forward and backward passes take turns.
+        """
+        if self.program.interleaved:
+            raise UserError(
+                "forward and backward passes of this program take turns (1F1B)",
+                why="none of them runs by itself",
+                remedy="a step, which is given the gradients of the outputs: ShardedModule.step",
+            )
         state = State(at=dict(values))
         self._run(0, self._backward_start or len(self._code), state)
         return state
@@ -165,12 +182,16 @@ class RankProgram:
         peer = rank_at(self.program, self.rank, instruction.group, instruction.peer)
         if isinstance(instruction, Send):
             value = state.at[instruction.reads[0]].contiguous()
-            state.sent.append((dist.isend(value, peer), value))
+            state.sent.append((dist.isend(value, peer, group=self._group_to(self.stage, instruction.peer)), value))
             return
         (name,) = instruction.writes
         buffer = self.program.buffers[name]
         state.at[name] = torch.empty(buffer.local, dtype=DTYPES[buffer.dtype], device=self.device)
-        dist.irecv(state.at[name], peer).wait()
+        dist.irecv(state.at[name], peer, group=self._group_to(instruction.peer, self.stage)).wait()
+
+    def _group_to(self, source: int, target: int) -> Any:
+        """Return the group of messages from one stage to another."""
+        return self.back if target < source else None
 
     def _drop(self, name: str, state: State) -> None:
         """Let go of a buffer. The allocator may reuse its memory when every stream of the program is past this point."""

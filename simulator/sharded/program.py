@@ -98,7 +98,8 @@ class RunnableProgram(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     `seeds` are the gradients of the outputs, which a run is given; there are none where a program has no backward, which
     starts at instruction `backward_start`. With a `stage_axis`, every instruction is run by the ranks at one coordinate of
     that mesh axis, its `stage`. With several `micro_batches`, inputs that have one a batch are called `x[0]`, `x[1]`, ...,
-    and `outputs` and `seeds` have those of the first micro batch first.
+    and `outputs` and `seeds` have those of the first micro batch first. An `interleaved` program goes forward and backward by
+    turns (1F1B): it has no `backward_start`, and needs the seeds before it begins.
     """
 
     mesh_names: tuple[str, ...]
@@ -113,6 +114,7 @@ class RunnableProgram(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     gradients: dict[str, str] = {}
     stage_axis: str = ""
     micro_batches: int = 1
+    interleaved: bool = False
     format: str = FORMAT
     schema_version: int = 1
 

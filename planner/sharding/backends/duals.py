@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
 
 from planner.sharding.backends.works import Work, Writer, primitive
 from planner.sharding.layouts.collectives import (
@@ -59,7 +60,8 @@ class BackwardWriter:
 
         Raises Infeasible where something on the way has no gradient.
         """
-        works = list(self.out.works)
+        # in reverse, what all micro batches share is last, and the first of them is first
+        works = sorted(self.out.works, key=lambda work: -work.micro_batch if work.micro_batch >= 0 else -inf)
         self._find_needed(works)
         seeds = []
         for name in outputs:
@@ -74,7 +76,7 @@ class BackwardWriter:
                 first_use.setdefault(name, number)
         staged = self.out.stage is not None
         for number, work in reversed(list(enumerate(works))):
-            self.out.stage = work.stage if staged else None
+            self.out.stage, self.out.micro_batch = work.stage if staged else None, work.micro_batch
             if any(name in self.gradients for name in work.writes) and any(r in self._needed for r in work.reads):
                 if isinstance(work.do, Exchange):
                     self._exchange(work, work.do)

@@ -56,6 +56,7 @@ class ForwardWriter:
             self.suffix = f"[{number}]" if self.micro_batches > 1 else ""
             for step in self.plan.steps:
                 self._enter(step.stage, number)
+                self.out.micro_batch = -1 if self._is_once(step) else number
                 if isinstance(step, TensorMove):
                     self._move(step)
                 elif not number or self.problem.operators[step.operator].result.name not in self._once:
@@ -63,6 +64,12 @@ class ForwardWriter:
             for name in outputs:
                 self._enter(self._stage_of(name), number)
                 self.outputs.append(self.versions[name, layouts[name]])
+
+    def _is_once(self, step: OperatorStep | TensorMove) -> bool:
+        """Return whether a step is done once for all micro batches."""
+        if isinstance(step, TensorMove):
+            return step.tensor in self._once
+        return self.problem.operators[step.operator].result.name in self._once
 
     def _enter(self, stage: int, number: int) -> None:
         """Look at the buffers of a stage and a micro batch: at first its inputs, and what all micro batches share."""

@@ -13,6 +13,7 @@ from planner.sharding.backends.chunks import Chunks, Site, Tried, choose_chunks,
 from planner.sharding.backends.duals import FLOATS, BackwardWriter
 from planner.sharding.backends.forward import ForwardWriter
 from planner.sharding.backends.kernel_times import Draft, buffer_bytes, kernel_seconds
+from planner.sharding.backends.pipeline_order import turns
 from planner.sharding.backends.remake import Remaker
 from planner.sharding.backends.works import Work, Writer
 from planner.sharding.frontends.captured import CapturedProblem
@@ -105,7 +106,14 @@ def write_program(
         writer = BackwardWriter(out, {inputs[name]: Layout(layouts[of[name]].dims) for name in asked})
         seeds = writer.write(outputs)
         finished = {name: writer.finished[inputs[name]] for name in asked}
-    ends = Ends(inputs=inputs, outputs=outputs, seeds=seeds, gradients=finished, micro_batches=batches)
+    ends = Ends(
+        inputs=inputs,
+        outputs=outputs,
+        seeds=seeds,
+        gradients=finished,
+        micro_batches=batches,
+        interleaved=captured.interleaved and backward,
+    )
     return _assembled(problem, out, in_forward, ends, chunks or {}, memory)
 
 
@@ -125,6 +133,7 @@ class Ends:
     seeds: tuple[str, ...]
     gradients: Mapping[str, str]
     micro_batches: int = 1
+    interleaved: bool = False
 
 
 def _assembled(
@@ -158,10 +167,14 @@ def _assembled(
     final = _writer(problem, out.buffers)
     final.stage = None
     start = 0
-    for number, work in enumerate(works):
+    count = 1 if problem.stages is None else problem.stages.count
+    order = turns(works, in_forward, count, ends.micro_batches) if ends.interleaved else []
+    for number, work in enumerate(() if ends.interleaved else works):
         if number == in_forward:
             start = len(final.code.code("forward", ()).instructions)
         final.add(work)
+    for turn in order:
+        turn.add_to(final)
     code = final.code.code("all", range(problem.mesh.ranks))
     waited = {one.event for one in code.instructions if isinstance(one, WaitEvent)}
     numbered = list(enumerate(code.instructions))
@@ -185,9 +198,13 @@ def _assembled(
         seeds=ends.seeds,
         backward_start=sum(n < start for n, _ in kept),
         gradients=dict(ends.gradients),
+        interleaved=ends.interleaved,
     )
-    count = 1 if stages is None else stages.count
-    peak = max(remaker.lifetimes_of([w for w in works if w.stage == n]).peak()[0] for n in range(count))
+    of_stages = [
+        [turn.work for turn in order if turn.stage == n] if order else [w for w in works if w.stage == n]
+        for n in range(count)
+    ]
+    peak = max(remaker.lifetimes_of(some).peak()[0] for some in of_stages)
     return Written(program, tuple(works), dict(chunks), again, peak)
 
 

@@ -50,6 +50,12 @@ class Work:
     chunk: tuple[str, int] = ("", 1)
     after: tuple[str, ...] = ()
     stage: int = 0
+    micro_batch: int = -1  # none where it is done once for all of them
+
+
+def is_message(work: Work) -> bool:
+    """Return whether it is a message from one stage to another."""
+    return isinstance(work.do, Exchange) and work.do.kind == SEND_RECV
 
 
 @dataclass(slots=True)
@@ -57,12 +63,13 @@ class Writer:
     """Writes instructions, and keeps what each does and which event says that a buffer is there.
 
     `mesh` is that of one stage, `world` the name of the group of all its ranks. Works that are added while `stage` is set
-    are of that stage; `stages` has that of every instruction.
+    are of that stage and of `micro_batch`; `stages` has that of every instruction.
     """
 
     mesh: Mesh
     world: str = "world"
     stage: int | None = None
+    micro_batch: int = -1
     stages: list[int] = field(default_factory=list)
     code: CodeWriter = field(default_factory=CodeWriter)
     buffers: dict[str, Buffer] = field(default_factory=dict)
@@ -77,9 +84,10 @@ class Writer:
     def add(self, work: Work) -> None:
         """Write the instruction of `work` on its stream, after what it reads."""
         if self.stage is not None:
-            work = replace(work, stage=self.stage)
-        if isinstance(work.do, Exchange) and work.do.kind == SEND_RECV:
-            self._send(work, work.do)
+            work = replace(work, stage=self.stage, micro_batch=self.micro_batch)
+        if is_message(work):
+            self.send(work)
+            self.receive(work)
             return
         stream = COMM if isinstance(work.do, Exchange) else COMPUTE
         self._wait(stream, (*work.reads, *work.after))
@@ -102,16 +110,27 @@ class Writer:
                 self._waited.add((stream, made[1]))
                 self.code.wait(stream, made[1])
 
-    def _send(self, work: Work, do: Exchange) -> None:
-        """Write a message to another stage: what the one sends and, for the ranks there, what the other receives."""
-        (source,), (target,), (here, there), (axis,) = work.reads, work.writes, do.stages, do.axes
-        about = self.buffers[source]
-        size = prod(about.local) * ELEMENT_BYTES[about.dtype]
+    def send(self, work: Work) -> None:
+        """Write what a stage does for a message to another."""
+        assert isinstance(work.do, Exchange)  # noqa: S101 - by the caller
+        here, there = work.do.stages
         self._wait(SENDS, work.reads)
-        self.code.send(axis, there, size, tag=target, stream=SENDS, reads=work.reads)
+        self.code.send(
+            work.do.axes[0], there, self._message_bytes(work), tag=work.writes[0], stream=SENDS, reads=work.reads
+        )
         self.stages += [here] * (self.code.length - len(self.stages))
-        self.code.recv(axis, here, size, tag=target, stream=RECEIVES, writes=work.writes)
+
+    def receive(self, work: Work) -> None:
+        """Write what the other stage does for it."""
+        assert isinstance(work.do, Exchange)  # noqa: S101 - by the caller
+        here, there = work.do.stages
+        nbytes = self._message_bytes(work)
+        self.code.recv(work.do.axes[0], here, nbytes, tag=work.writes[0], stream=RECEIVES, writes=work.writes)
         self._end(RECEIVES, work, there)
+
+    def _message_bytes(self, work: Work) -> int:
+        about = self.buffers[work.reads[0]]
+        return prod(about.local) * ELEMENT_BYTES[about.dtype]
 
     def _end(self, stream: str, work: Work, stage: int) -> None:
         event = self.code.record(stream)

@@ -16,7 +16,7 @@ from planner.sharding.frontends.axis_maps import (
 )
 from planner.sharding.frontends.rules.statement import ANNOTATED, ANNOTATED_PREFIXES, Statement
 from planner.sharding.frontends.rules.table import statements
-from planner.sharding.frontends.stages import Stages
+from planner.sharding.frontends.stages import ONE_F_ONE_B, Stages
 from planner.sharding.layouts.layout import Layout, parse_placements
 from planner.sharding.layouts.mesh import Mesh
 from planner.sharding.operators.graph import GraphBuilder
@@ -34,6 +34,7 @@ class CapturedProblem:
     problem: ShardingProblem
     statements: Mapping[str, Statement]
     micro_batches: int = 1
+    interleaved: bool = False  # forward and backward passes of micro batches take turns (1F1B)
 
     @property
     def opaque(self) -> tuple[str, ...]:
@@ -111,7 +112,12 @@ def captured_problem(
         stages=None if stages is None else stages.of_operators(built.operators, built.parameters),
     )
     batches = 1 if stages is None else stages.micro_batches
-    return CapturedProblem(problem=problem, statements={line.result: line for line in lines}, micro_batches=batches)
+    return CapturedProblem(
+        problem=problem,
+        statements={line.result: line for line in lines},
+        micro_batches=batches,
+        interleaved=stages is not None and stages.schedule == ONE_F_ONE_B,
+    )
 
 
 def _annotated_functions(lines: Sequence[Statement]) -> set[str]:

@@ -2,7 +2,9 @@
 
 A stage is a coordinate of one mesh axis. Operators, or all that a module calls, are named with the stage that they are on; what
 is not named is on the stage of the operator before it. The graph is that of one micro batch: every one goes through all
-stages, forward in order and backward in the reverse order, and gradients of parameters are summed over them.
+stages, forward in order and backward in the reverse order, and gradients of parameters are summed over them. `schedule` is
+`gpipe`, all forward and then all backward (Huang et al., arXiv 1811.06965), or `1f1b`, in which a stage goes backward as soon as it
+can and holds no more micro batches than stages follow it (Narayanan et al., arXiv 2104.04473, section 2.2).
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from simulator.sharded.graph import CapturedGraph, GraphNode
 from topology.errors import BadInput
 
 MAX_MICRO_BATCHES = 256  # every one is written into the program of each rank
+GPIPE, ONE_F_ONE_B = "gpipe", "1f1b"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +34,7 @@ class Stages:
     count: int
     of: Mapping[str, int]
     micro_batches: int
+    schedule: str = GPIPE
 
     def of_operators(self, operators: Sequence[Operator], parameters: frozenset[str]) -> PipelineStages:
         """Return the stages of a problem's operators. Raises BadInput where a result or a parameter cannot be there."""
@@ -56,6 +60,9 @@ class Stages:
 def read_stages(graph: CapturedGraph, mesh: Mesh, data: Any) -> Stages:
     """Return the stages that a request states. Raises BadInput."""
     assignment = parse_stage_assignment(data, mesh, max_micro_batches=MAX_MICRO_BATCHES)
+    schedule = assignment.schedule or GPIPE
+    if schedule not in {GPIPE, ONE_F_ONE_B}:
+        raise BadInput(f"no schedule {schedule[:40]!r} of micro batches", remedy=f"{GPIPE} or {ONE_F_ONE_B}")
     for name in assignment.of:
         if not any(_names(name, node) for node in graph.nodes):
             raise BadInput(
@@ -68,6 +75,7 @@ def read_stages(graph: CapturedGraph, mesh: Mesh, data: Any) -> Stages:
         count=mesh.size(assignment.axis),
         of=_by_result(graph, assignment.of),
         micro_batches=assignment.micro_batches,
+        schedule=schedule,
     )
 
 

@@ -25,11 +25,12 @@ MAX_MICRO_BATCHES = 4096
 
 
 class StageAssignment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a file says of its stages: the mesh axis of them, the stage of what is named, and the micro batches."""
+    """What a file says of its stages: their mesh axis, the stage of what is named, the micro batches and their order."""
 
     axis: str
-    of: dict[str, int]
+    of: dict[str, int] = {}
     micro_batches: int = 1
+    schedule: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +105,12 @@ def parse_stage_assignment(data: Any, mesh: Mesh, *, max_micro_batches: int = MA
 def assign_stages(assignment: StageAssignment, mesh: Mesh, operators: Sequence[Operator]) -> PipelineStages:
     """Return the stages of all operators. Raises BadInput for a name that no operator makes."""
     made = {operator.result.name for operator in operators}
+    if assignment.schedule or not assignment.of:
+        raise BadInput(
+            "stages without operators, or with a schedule",
+            why="operators in the text form have the stages that are stated, and micro batches no order",
+            remedy="a captured graph, or `of` alone",
+        )
     for name in assignment.of:
         if name not in made:
             raise BadInput(

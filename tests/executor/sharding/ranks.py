@@ -79,8 +79,11 @@ def check(case: Case) -> None:
     gradients = torch.autograd.grad((expected * weight).sum(), list(wanted.values()), materialize_grads=True)
 
     sharded = shard(case.module, case.args, case.kwargs, mesh=case.mesh, **case.constraints)
-    found = _first(sharded(*case.args, **case.kwargs))
-    (found.full_tensor() * weight).sum().backward()
+    if sharded.program.interleaved:
+        found = _first(sharded.step(*case.args, gradients=[weight], **case.kwargs))
+    else:
+        found = _first(sharded(*case.args, **case.kwargs))
+        (found.full_tensor() * weight).sum().backward()
 
     torch.testing.assert_close(found.full_tensor(), expected.detach(), **close, msg=case.name)
     targets = {one.target: one.name for one in sharded.captured.graph.inputs}

@@ -69,7 +69,16 @@ TWO.append(Case("devices inside splits", modules.FeedForward().double(), (X,), {
 STAGES = {"axis": "pp", "of": {"layers.1": 1}, "micro_batches": 4}
 STACK_TP = {"*.up.weight": ["S(0)"], "*.up.bias": ["S(0)"], "*.down.weight": ["S(1)"]}
 TWO.append(Case("two stages, four micro batches", modules.Stack().double(), (X,), {"pp": 2}, {"stages": STAGES}))
+IN_TURNS = {**STAGES, "schedule": "1f1b"}
+TWO.append(Case("two stages in 1F1B", modules.Stack().double(), (X,), {"pp": 2}, {"stages": IN_TURNS}))
 FOUR = [
+    Case(
+        "two stages in 1F1B, tensor parallel",
+        modules.Stack().double(),
+        (X,),
+        {"pp": 2, "tp": 2},
+        {"stages": IN_TURNS, "placements": {n: ["R", *p] for n, p in STACK_TP.items()}},
+    ),
     *(
         Case(
             f"two stages, tensor parallel, {'+'.join(names)}",

@@ -53,7 +53,9 @@ def test_stages_compute_the_same_numbers() -> None:
         ({"stages": {"axis": "no", "of": {}}}, "no axis of the mesh"),
         ({"stages": {"axis": "pp", "of": {"y": 3}}}, "stages 0 to 2"),
         ({"stages": {"axis": "pp", "of": {"a": 0, "u": 1}, "micro_batches": 5}}, "does not divide"),
-        ({"stages": {"axis": "pp"}}, "cannot read the stages"),
+        ({"stages": {"of": {"y": 1}}}, "cannot read the stages"),
+        ({"stages": {"axis": "pp"}}, "stages without operators"),
+        ({"stages": {"axis": "pp", "of": {"y": 1}, "schedule": "1f1b"}}, "or with a schedule"),
         ({"pins": {"y": ["S(0)", "R"]}}, "cut over the stages"),
     ],
 )
