@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Any
 
+from msgspec.structs import replace as replace_fields
+
 from planner.sharding.backends.duals import FLOATS
 from planner.sharding.backends.runnable import (
     Written,
@@ -18,15 +20,17 @@ from planner.sharding.backends.runnable import (
 )
 from planner.sharding.frontends.captured import CapturedProblem, captured_problem
 from planner.sharding.frontends.request import Request, read_request
+from planner.sharding.frontends.stage_cuts import evenly, lean_cuts, neighbours
 from planner.sharding.layouts.layout import Layout
 from planner.sharding.plans.plan import ShardingPlan, plan_sharding
 from planner.sharding.plans.report import Limits, on_machine, plan_row, rejection
-from planner.sharding.problem.problem import ShardingProblem
+from planner.sharding.problem.problem import Machine, ShardingProblem
 from simulator.calibration.calibration import Calibration
 from simulator.sharded.program import Exchange
 from topology.cluster import Cluster
 from topology.errors import BadInput, Infeasible, UserError
 
+_MAX_CUTS = 32  # programs with other stages that are simulated
 WHOLE = "whole"  # one exchange, then or before it one product
 
 
@@ -54,13 +58,16 @@ def answer_request(
 ) -> Answer:
     """Return the answer to a request: of least time on `cluster`, else of fewest bytes. Raises BadInput and Infeasible."""
     request = read_request(data, where=where)
-    captured = captured_problem(request.graph, request.mesh, request.constraints, request.stages)
+    machine = None if cluster is None else Machine(cluster, calibration)
+    captured = captured_problem(request.graph, request.mesh, request.constraints, request.stages, machine)
     if request.stages is not None and limits is not None and limits.memory_bytes is not None:
         raise BadInput("a limit of memory with pipeline stages", remedy="leave one of them out")
     problem = on_machine(captured.problem, cluster, calibration, limits or Limits())
     if request.backward:
         problem = replace(problem, differentiated=_differentiated(problem, request.gradients))
     captured = replace(captured, problem=problem)
+    if request.stages is not None and not request.stages.of and machine is not None:
+        captured = _with_best_cuts(request, captured, machine)
     if problem.memory is None:
         return _answer(request, captured)
     found: list[Answer] = []
@@ -80,6 +87,37 @@ def answer_request(
         found,
         key=lambda one: simulate_program(one.written, one.problem, machine.cluster, machine.calibration).step_s,
     )
+
+
+def _with_best_cuts(request: Request, captured: CapturedProblem, machine: Machine) -> CapturedProblem:
+    """Return the problem with those stages, from the ones that it has by moving cuts, whose simulated program is shortest."""
+    quick = replace_fields(request, chunks={})
+
+    def seconds(one: CapturedProblem) -> float:
+        written = _answer(quick, one).written
+        return simulate_program(written, one.problem, machine.cluster, machine.calibration).step_s
+
+    graph = captured.problem.graph
+    cuts = lean_cuts(graph.operators, graph.tensors, graph.parameters)
+    pipeline = captured.problem.stages
+    assert pipeline is not None  # noqa: S101 - by the caller
+
+    def cut_at(stages: tuple[int, ...]) -> CapturedProblem:
+        return replace(captured, problem=replace(captured.problem, stages=replace(pipeline, operator_stages=stages)))
+
+    starts = {pipeline.operator_stages, evenly(len(graph.operators), pipeline.count, cuts)}
+    times = {stages: seconds(cut_at(stages)) for stages in sorted(starts)}
+    best, trials = min(times, key=lambda stages: times[stages]), 0
+    while trials < _MAX_CUTS:
+        for stages in neighbours(best, cuts):
+            if stages not in times and trials < _MAX_CUTS:
+                trials += 1
+                times[stages] = seconds(cut_at(stages))
+        better = min(times, key=lambda stages: times[stages])
+        if better == best:
+            break
+        best = better
+    return cut_at(best)
 
 
 def _answer(request: Request, captured: CapturedProblem) -> Answer:

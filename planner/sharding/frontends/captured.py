@@ -20,7 +20,7 @@ from planner.sharding.frontends.stages import ONE_F_ONE_B, Stages
 from planner.sharding.layouts.layout import Layout, parse_placements
 from planner.sharding.layouts.mesh import Mesh
 from planner.sharding.operators.graph import GraphBuilder
-from planner.sharding.problem.problem import ShardingProblem
+from planner.sharding.problem.problem import Machine, ShardingProblem
 from simulator.sharded.graph import PARAMETER, CapturedGraph, GraphInput, renamed
 from topology.errors import BadInput
 
@@ -72,11 +72,15 @@ class Constraints:
 
 
 def captured_problem(
-    graph: CapturedGraph, mesh: Mesh, constraints: Constraints, stages: Stages | None = None
+    graph: CapturedGraph,
+    mesh: Mesh,
+    constraints: Constraints,
+    stages: Stages | None = None,
+    machine: Machine | None = None,
 ) -> CapturedProblem:
     """Return the question how `graph` is sharded over `mesh`, that of one stage where there are pipeline stages.
 
-    Raises BadInput where the constraints do not fit it.
+    Stages of which nothing is said are cut by time on `machine`. Raises BadInput where the constraints do not fit it.
     """
     names = named_inputs(graph, constraints.axes)
     check_maps(names, constraints.parameters, constraints.compute)
@@ -109,7 +113,7 @@ def captured_problem(
         input_layouts={name: resting[name] for name in builder.inputs if name not in constraints.choose},
         pins=pins,
         policy=constraints.policy,
-        stages=None if stages is None else stages.of_operators(built.operators, built.parameters),
+        stages=None if stages is None else stages.of_operators(built, mesh, machine),
     )
     batches = 1 if stages is None else stages.micro_batches
     return CapturedProblem(

@@ -1,7 +1,7 @@
 """Pipeline stages of a captured graph: `{"axis": "pp", "of": {"layers.1": 1}, "micro_batches": 4}`.
 
 A stage is a coordinate of one mesh axis. Operators, or all that a module calls, are named with the stage that they are on; what
-is not named is on the stage of the operator before it. The graph is that of one micro batch: every one goes through all
+is not named is on the stage of the operator before it. Without `of`, the graph is cut by time (`stage_cuts.py`). The graph is that of one micro batch: every one goes through all
 stages, forward in order and backward in the reverse order, and gradients of parameters are summed over them. `schedule` is
 `gpipe`, all forward and then all backward (Huang et al., arXiv 1811.06965), or `1f1b`, in which a stage goes backward as soon as it
 can and holds no more micro batches than stages follow it (Narayanan et al., arXiv 2104.04473, section 2.2).
@@ -15,9 +15,12 @@ from typing import Any
 
 from planner.sharding.frontends.rules.statement import Statement
 from planner.sharding.frontends.rules.table import statements
+from planner.sharding.frontends.stage_cuts import cut_by_time
 from planner.sharding.layouts.mesh import Mesh
+from planner.sharding.operators.graph import Graph
 from planner.sharding.operators.operator import Operator
 from planner.sharding.problem.pipeline_stages import PipelineStages, parse_stage_assignment
+from planner.sharding.problem.problem import Machine
 from simulator.sharded.graph import CapturedGraph, GraphNode
 from topology.errors import BadInput
 
@@ -36,8 +39,25 @@ class Stages:
     micro_batches: int
     schedule: str = GPIPE
 
-    def of_operators(self, operators: Sequence[Operator], parameters: frozenset[str]) -> PipelineStages:
-        """Return the stages of a problem's operators. Raises BadInput where a result or a parameter cannot be there."""
+    def of_operators(self, graph: Graph, mesh: Mesh, machine: Machine | None) -> PipelineStages:
+        """Return the stages of a problem's operators: those stated, else by time on `machine`; `mesh` is that of one stage.
+
+        Raises BadInput where a result or a parameter cannot be there.
+        """
+        if self.of:
+            return self._pipeline(self._stated(graph.operators, graph.parameters))
+        if machine is None:
+            raise BadInput("stages that are not stated", why="they are cut by time", remedy="a --cluster, or `of`")
+        whole = self._pipeline(()).whole_mesh(mesh)
+        stages = cut_by_time(graph.operators, graph.tensors, graph.parameters, self.count, self.axis, whole, machine)
+        return self._pipeline(stages)
+
+    def _pipeline(self, stages: tuple[int, ...]) -> PipelineStages:
+        return PipelineStages(
+            axis=self.axis, position=self.position, count=self.count, operator_stages=stages, micro_batches=1
+        )
+
+    def _stated(self, operators: Sequence[Operator], parameters: frozenset[str]) -> tuple[int, ...]:
         found: list[int] = []
         for operator in reversed(operators):  # what prepares an operand is where the operand is used
             found.append(self.of.get(operator.result.name, found[-1] if found else self.count - 1))
@@ -52,9 +72,7 @@ class Stages:
                         why="results go to later stages only, and a parameter is on one stage",
                         remedy="other stages",
                     )
-        return PipelineStages(
-            axis=self.axis, position=self.position, count=self.count, operator_stages=stages, micro_batches=1
-        )
+        return stages
 
 
 def read_stages(graph: CapturedGraph, mesh: Mesh, data: Any) -> Stages:
@@ -73,7 +91,7 @@ def read_stages(graph: CapturedGraph, mesh: Mesh, data: Any) -> Stages:
         axis=assignment.axis,
         position=mesh.names.index(assignment.axis),
         count=mesh.size(assignment.axis),
-        of=_by_result(graph, assignment.of),
+        of=_by_result(graph, assignment.of) if assignment.of else {},
         micro_batches=assignment.micro_batches,
         schedule=schedule,
     )
