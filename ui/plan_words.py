@@ -28,6 +28,7 @@ def plan_name(plan: Plan) -> str:
     if plan.reshard_after_forward is not None and plan.dp_shard * plan.cp > 1:
         words.append("reshard" if plan.reshard_after_forward else "keep")
     words += [f"offload-{plan.offload}"] if plan.offload != "none" else []
+    words += [f"a2a-{plan.ep_overlap}"] if plan.ep_overlap != "none" else []
     words += [f"overlap-{tp_overlap_slug(plan.tp_overlap)}"] if plan.tp_overlap != "none" else []
     if plan.layers_per_stage or plan.recompute_per_stage or plan.capacity_factor is not None:
         words.append(f"own-{codec.fingerprint(plan)[:4]}")  # layers or recompute modes by stage would be too long
@@ -58,6 +59,8 @@ def plan_settings(plan: Plan) -> str:
         parts.append(f"{plan.schedule or '1F1B'} schedule{chunks}")
     if plan.tp_overlap != "none":
         parts.append(f"TP overlap: {tp_overlap_label(plan.tp_overlap)}")
+    if plan.ep_overlap != "none":
+        parts.append(f"EP overlap: {plan.ep_overlap}")
     if plan.offload != "none":
         parts.append(f"offload {plan.offload}")
     if plan.cp > 1 and plan.cp_method:

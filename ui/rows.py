@@ -135,7 +135,8 @@ def changed_flags(plan: Plan, degrees: Mapping[str, int], recompute: str) -> dic
 
     Fields that depend on a changed degree (schedule, placement) are left to the framework's defaults.
     """
-    flags: dict[str, Any] = {**degrees, "recompute": recompute, "tp_overlap": plan.tp_overlap, "offload": plan.offload}
+    flags: dict[str, Any] = {**degrees, "recompute": recompute}
+    flags |= {name: getattr(plan, name) for name in ("tp_overlap", "ep_overlap", "offload")}
     same = all(getattr(plan, name) == value for name, value in degrees.items())
     if degrees["tp"] > 1 and plan.tp > 1:
         flags["sequence_parallel"] = plan.sequence_parallel

@@ -30,7 +30,7 @@ from planner.question.learned_runtime import LearnedCalibrations, LearnedRuntime
 from planner.question.plan_file import plan_file, refuse_overwrite, save_plan
 from planner.search.answer import answer
 from planner.search.plan_space.candidates import Bounds
-from planner.search.plan_space.stated import known_offloads, read_spans, read_words
+from planner.search.plan_space.stated import known_ep_overlaps, known_offloads, read_spans, read_words
 from planner.search.result import SearchResult
 from planner.search.search import SearchOptions
 from planner.search.whole_run import RunAnswer, answer_run
@@ -70,6 +70,7 @@ def suggest(
     micro_batch: suggest_flags.MicroBatch = None,
     recompute: suggest_flags.Recompute = None,
     offload: suggest_flags.Offload = None,
+    ep_overlap: suggest_flags.EpOverlap = None,
     time_limit: suggest_flags.TimeLimit = None,
     simulate: suggest_flags.Simulate = True,
     profile: options.Profile = None,
@@ -170,11 +171,13 @@ def _bounds(given: dict[str, Any]) -> Bounds:
     numbers = ("tp", "pp", "cp", "ep", "dp_shard", "dp_replicate", "virtual_stages", "micro_batch")
     spans: dict[str, Any] = {name: read_spans(given[name], "--" + name.replace("_", "-")) for name in numbers}
     schedules, recomputes, offloads = (read_words(given[n], f"--{n}") for n in ("schedule", "recompute", "offload"))
+    overlaps = read_words(given["ep_overlap"], "--ep-overlap")
     return Bounds(
         **spans,
         schedules=schedules and tuple(map(schedule_named, schedules)),
         recomputes=recomputes and tuple(RECOMPUTE_SYNONYMS.get(word.lower(), word) for word in recomputes),
         offloads=offloads and known_offloads(offloads),
+        ep_overlaps=overlaps and known_ep_overlaps(overlaps),
         max_tp=given["max_tp"],
     )
 

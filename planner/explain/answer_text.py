@@ -221,6 +221,7 @@ def settings_text(plan: Plan) -> str:
     parts += [f"{plan.virtual_stages} stages a rank"] if plan.virtual_stages > 1 else []
     parts += [f"layers {run_length_text(plan.layers_per_stage)}"] if plan.layers_per_stage else []
     parts += [f"overlap {tp_overlap_label(plan.tp_overlap)}"] if plan.tp_overlap != NONE else []
+    parts += [f"all-to-all overlap {plan.ep_overlap}"] if plan.ep_overlap != NONE else []
     parts += [f"offload {plan.offload}"] if plan.offload != "none" else []
     parts += [f"cp by {plan.cp_method.replace('_', '-')}"] if plan.cp > 1 and plan.cp_method else []
     if plan.reshard_after_forward is False and plan.dp_shard * plan.cp > 1:

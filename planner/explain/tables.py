@@ -49,6 +49,8 @@ def policy_text(plan: Plan) -> str:
         parts.append((plan.schedule or "1F1B") + (f" x{plan.virtual_stages}" if plan.virtual_stages > 1 else ""))
     if plan.tp_overlap != "none":
         parts.append(f"tp overlap {tp_overlap_label(plan.tp_overlap)}")
+    if plan.ep_overlap != "none":
+        parts.append(f"ep overlap {plan.ep_overlap}")
     if plan.offload != "none":
         parts.append(f"offload {plan.offload}")
     if plan.cp > 1 and plan.cp_method:

@@ -98,7 +98,7 @@ def traffic_of(question: Question, plan: Plan, estimate: Estimate) -> Traffic | 
         return None
     batch = question.workload.global_batch_size
     count = plan.micro_batches(batch)
-    few = replace(plan, tp_overlap="none", schedule=_schedule(plan, count))
+    few = replace(plan, tp_overlap="none", ep_overlap="none", schedule=_schedule(plan, count))
     if count <= FEW + 1:
         by_rank, shapes = _sent(question, few, count)
     else:

@@ -34,7 +34,7 @@ from simulator.calibration.calibration import overlap_assumed
 from simulator.config.hf_config import load_model, model_from_config
 from simulator.config.model import Model
 from simulator.config.overlap_sites import NONE, USERBUFFERS, canonical
-from simulator.config.plan import Plan
+from simulator.config.plan import EP_OVERLAPS, Plan
 from simulator.config.verify import verify_lists, verify_plan, verify_runtime, verify_workload
 from simulator.config.workload import Workload
 from simulator.fitting.calibration_fit import UNMEASURED, Calibrations
@@ -46,7 +46,7 @@ from topology import codec
 from topology.catalog.cluster_file import ASSUMED, load_cluster, parse_cluster
 from topology.catalog.clusters import CASE_KEYS, cluster_from_case
 from topology.cluster import Cluster
-from topology.errors import BadCluster, BadInput, BadModel, Infeasible, UserError
+from topology.errors import BadCluster, BadInput, BadModel, BadPlan, UserError
 from topology.rates.reach import cluster_caveats
 
 SEQ_LEN = 8192  # tokens in a sequence where flags give none
@@ -338,11 +338,8 @@ def complete_plan(
     if factor is not None:
         values["capacity_factor"] = positive(factor, f"{where}: plan.capacity_factor")
     moved = stated_value(stated, "ep_overlap")
-    if moved is not None and flag(moved, f"{where}: plan.ep_overlap"):
-        raise Infeasible(
-            f"{where}: plan.ep_overlap: expert-parallel traffic beside compute is not modelled",
-            remedy="leave it out to have the traffic costed where nothing hides it",
-        )
+    if moved is not None:
+        values["ep_overlap"] = _ep_overlap(moved, f"{where}: plan.ep_overlap")
     values["schedule"] = _schedule(stated, values, assumed, where)
     values["recompute"] = _recompute(stated, framework, assumed, where)
     overlap = stated_value(stated, "tp_overlap")
@@ -357,6 +354,16 @@ def complete_plan(
 
 
 # --- one field at a time ------------------------------------------------------------------------------------------
+
+
+def _ep_overlap(value: Any, where: str) -> str:
+    """Return one of `EP_OVERLAPS`; a source that says just yes or no says whether passes are combined."""
+    if isinstance(value, str):
+        word = word_of(value, where).lower()
+        if word not in EP_OVERLAPS:
+            raise BadPlan(f"{where} is {word[:40]!r}", why=f"known: true, false, {', '.join(EP_OVERLAPS)}")
+        return word
+    return "combined" if flag(value, where) else "none"
 
 
 def _model(value: Any, name: str) -> Model:

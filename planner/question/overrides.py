@@ -171,6 +171,8 @@ def _dependents(now: Plan, stated: dict[str, Any]) -> Sequence[str]:
         loose.append("sequence_parallel")
         if stated["tp"] == 1:
             loose.append("tp_overlap")
+    if stated["ep"] == 1:
+        loose.append("ep_overlap")
     if stated["cp"] == 1:
         loose.append("cp_method")
     return loose

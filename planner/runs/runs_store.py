@@ -314,6 +314,7 @@ def plan_words(plan: Mapping[str, Any]) -> str:
     words += [f"{plan['virtual_stages']} stages per rank"] if plan["virtual_stages"] > 1 else []
     words += [f"recompute {plan['recompute']}"] if plan["recompute"] != "none" else []
     words += [f"overlap {plan['tp_overlap']}"] if plan["tp_overlap"] != "none" else []
+    words += ["all-to-all overlapped"] if plan.get("ep_overlap", "none") != "none" else []
     return ", ".join([*words, f"micro batch {plan['micro_batch_size']}"])
 
 

@@ -107,6 +107,7 @@ def mechanisms(plan: Plan) -> tuple[str, ...]:
         "a schedule that splits the backward pass": plan.schedule in SPLIT_BACKWARD,
         "stages set one by one": bool(plan.layers_per_stage or plan.recompute_per_stage),
         "overlapped tensor parallelism": plan.tp_overlap != NONE,
+        "overlapped all-to-all of experts": plan.ep_overlap != NONE,
         "state in host memory": plan.offload != "none",
     }
     return tuple(name for name, used in named.items() if used)

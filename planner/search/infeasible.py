@@ -40,7 +40,12 @@ MAX_GPUS = 1 << 16
 MAX_NODES_TRIED, MAX_NODES_ADVISED = 512, 32
 SHORTEST_SEQUENCE = 512
 LEAST_ADVICE_S = 1.0  # for what would help, where the search has used up its time limit
-ONE_WORD = {"recomputes": "recompute", "schedules": "schedule", "offloads": "offload"}  # flags of stated parts
+ONE_WORD = {
+    "recomputes": "recompute",
+    "schedules": "schedule",
+    "offloads": "offload",
+    "ep_overlaps": "ep-overlap",
+}  # flags of stated parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

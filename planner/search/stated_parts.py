@@ -19,7 +19,7 @@ from topology.errors import Infeasible
 
 COMBINATIONS = 256  # of stated values that are tried as an example
 SHOWN = 10  # legal values named
-FLAGS = {"schedules": "schedule", "recomputes": "recompute", "offloads": "offload"}
+FLAGS = {"schedules": "schedule", "recomputes": "recompute", "offloads": "offload", "ep_overlaps": "ep_overlap"}
 
 
 def contradiction(question: Question, bounds: Bounds, found: Nodes) -> Infeasible | None:

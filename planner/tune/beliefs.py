@@ -42,7 +42,7 @@ SCALE_SPREAD = math.log(2)  # prior of the logarithm of both scales
 NOISE = 0.01  # of the logarithm of a measured step: one start of processes against another (examples/validation)
 ALIKE_OCTAVES = 2.0  # doublings of degrees over which plans lose their likeness by a factor of e
 DEGREES = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "virtual_stages", "micro_batch_size")
-CHOICES = ("recompute", "schedule", "tp_overlap", "reshard_after_forward", "zero_stage", "cp_method")
+CHOICES = ("recompute", "schedule", "tp_overlap", "ep_overlap", "reshard_after_forward", "zero_stage", "cp_method")
 TERM_SPREADS = {
     "compute": COMPUTE,
     "recompute": COMPUTE,

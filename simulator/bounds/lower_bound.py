@@ -9,7 +9,7 @@ below. Block costs are summed over the blocks that a rank holds.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,6 +72,8 @@ class LowerBound:
         parameters: Parameters,
         message_bytes: Floats,
     ) -> None:
+        if context.table.paired.any():  # all of an exchange may run beside compute
+            blocks = {name: _without_exchanges(block, context.table.paired) for name, block in blocks.items()}
         self.context, self.layout, self.blocks, self.parameters = context, layout, blocks, parameters
         self.table, self.spec = context.table, context.spec
         self._message_bytes = message_bytes
@@ -326,3 +328,8 @@ class LowerBound:
             [block.backward.device_s - np.where(off, block.backward.weight_s, 0.0) for block in layers]
         )
         return self._clocks * forward, self._clocks * back
+
+
+def _without_exchanges(block: BlockCost, rows: NDArray[np.bool_]) -> BlockCost:
+    forward, backward = (one.without_exchanges(rows) for one in (block.forward, block.backward))
+    return replace(block, forward=forward, backward=backward)

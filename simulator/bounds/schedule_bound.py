@@ -74,7 +74,10 @@ class _Group:
         name = plan.schedule or default_schedule(plan.virtual_stages)
         self.lets_go = plans.fully_sharded & ~plans.keeps_gathered
         self.most = walked(name, plan.pp, int(plans.micro_batches[0]))
-        self.table = table_of(name, plan.pp, self.most, plan.virtual_stages, lets_go=bool(self.lets_go[0]))
+        paired = bool(plans.paired[0])
+        self.table = table_of(
+            name, plan.pp, self.most, plan.virtual_stages, lets_go=bool(self.lets_go[0]), paired=paired
+        )
         layout = stage_layout(inputs.scenario.model, plans, context.spec.pipeline)
         embedding_s = inputs.blocks["embedding"].forward.device_s
         self.traffic = LeastTraffic(context, layout, inputs.parameters, embedding_s)
@@ -112,7 +115,7 @@ class _Group:
 
     def _pass(self, kind: PassKind) -> _LeastPass:
         shape = tuple((unit.blocks, unit.wrapped, unit.repeats, id(unit.words)) for unit in self.units[kind.stage])
-        key = shape, kind.action, kind.first, kind.last, kind.gathered
+        key = shape, kind.action, kind.first, kind.last, kind.gathered, kind.paired
         if key not in self._known:
             self._known[key] = self._new_pass(kind)
         return self._known[key]
@@ -125,7 +128,7 @@ class _Group:
         total, first, shards, replicas = nothing, nothing, nothing, nothing
         for number, unit in enumerate(units):
             traffic = self.traffic.units_s[unit.block]
-            compute = self.blocks.of(unit, RUNS[kind.action]).device_s
+            compute = self.blocks.of(unit, RUNS[kind.action], paired=kind.paired).device_s
             copies = np.where(fresh[number], traffic.out_s, 0.0)
             after = self._turning_s(traffic, kind) if turns else nothing
             # The next unit is gathered when this one has been copied.

@@ -31,7 +31,7 @@ from simulator.columns.plan_columns import distinct, words
 from simulator.columns.plan_table import Floats, PlanTable
 from simulator.config.plan import Plan
 from simulator.pipeline.schedule_walk import Table, rounds_of, table_of, walked
-from simulator.pipeline.schedules import Kind, default_schedule
+from simulator.pipeline.schedules import Action, Kind, default_schedule
 from simulator.pipeline.stages import stage_layers
 from simulator.runtimes.library import ModelOperators
 from simulator.step.context import CostContext
@@ -178,7 +178,8 @@ def alike(table: PlanTable, context: CostContext, *, traffic: bool = True) -> li
         name = str(table.schedule[piped]) or default_schedule(int(table["virtual_stages"][piped]))
         counted[piped] = walked(name, int(table["pp"][piped]), max(1, int(m[piped])))
     kinds = traffic_kinds(table) if traffic else table.fully_sharded & ~table.keeps_gathered
-    keys = (kinds, table["pp"], table["virtual_stages"], schedule, counted, period, own)
+    overlap = np.unique(table.ep_overlap, return_inverse=True)[1]
+    keys = (kinds, table["pp"], table["virtual_stages"], schedule, counted, period, own, overlap)
     _, which = distinct(*(np.asarray(key, dtype=np.float64) for key in keys))
     return [np.nonzero(which == number)[0] for number in range(int(which.max()) + 1)]
 
@@ -214,9 +215,15 @@ def account_alone(inputs: AccountInputs) -> Account:
     # Of two micro batches the middle one of three is taken back.
     count = 1 if m[0] <= 1 else WALKED
     for number in range(count):
-        since = rank.mark()
-        for kind in (Kind.FORWARD, Kind.BACKWARD):
-            walk.action(rank, data, 0, kind, number, last=number == count - 1)
+        since, last = rank.mark(), number == count - 1
+        if context.table.paired[0] and number:
+            walk.pair(rank, data, Action(0, Kind.BACKWARD, number - 1), Action(0, Kind.FORWARD, number), last=False)
+            if last:
+                walk.action(rank, data, 0, Kind.BACKWARD, number, last=True)
+        else:
+            walk.action(rank, data, 0, Kind.FORWARD, number, last=last)
+            if last or not context.table.paired[0]:
+                walk.action(rank, data, 0, Kind.BACKWARD, number, last=last)
         if number == 1:
             rank.repeat(since, m - WALKED)
     walk.end(rank, data, held)
@@ -237,7 +244,8 @@ def account_pipeline(inputs: AccountInputs, assigned: Sequence[Plan] = ()) -> Ac
     most = walked(name, plan.pp, int(m[0]))
     period, _ = rounds_of(name, plan.pp, int(m[0]))
     counts = (most, most - period) if (m > most).any() else (most,)
-    tables = [table_of(name, plan.pp, count, plan.virtual_stages, lets_go=lets_go) for count in counts]
+    paired = bool(columns.paired[0])
+    tables = [table_of(name, plan.pp, count, plan.virtual_stages, lets_go=lets_go, paired=paired) for count in counts]
     stages = _assigned_units(inputs, assigned) if assigned else [stage_units(inputs)]
     walk = StepWalk(inputs.context, inputs.operators, stages[0], single=most <= 1)
     blocks, traffic = _times(inputs)

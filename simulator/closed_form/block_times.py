@@ -14,6 +14,7 @@ from simulator.collectives.group_times import GroupTimes
 from simulator.columns.plan_columns import words
 from simulator.columns.plan_table import Floats
 from simulator.kernels.roofline import efficiency
+from simulator.overlap.combined import DELAY_WGRAD, LayerParts, hidden_and_lost_s
 from simulator.step.context import CostContext
 from simulator.step.host import QUEUED_LAUNCHES, again_host_s, layer_host_s
 from simulator.step.offload import copy_bytes_per_s, update_bytes_per_s
@@ -46,6 +47,25 @@ class PassTimes:
         object.__setattr__(self, "ahead_s", QUEUED_LAUNCHES * self.device_s / np.maximum(self.launches, 1.0))
         object.__setattr__(self, "waits", bool(np.isfinite(self.pace.waits_s).any()))
 
+    def hiding(self, axis: str, seconds: Floats, lost: Floats) -> PassTimes:
+        """Return the pass with so much of its communication beside kernels, which take what is `lost` longer."""
+        pace = self.pace
+        parts = {axis: self.parts[axis] - seconds, "contention": self.parts["contention"] + lost}
+        device_s = pace.device_s - seconds + lost
+        return PassTimes(
+            kernels_s=self.kernels_s + lost,
+            exposed_s=self.exposed_s - seconds,
+            pace=Pace(
+                device_s=device_s,
+                late_s=np.maximum(pace.late_s - seconds + lost, device_s),
+                host_s=pace.host_s,
+                waits_s=pace.waits_s - seconds + lost,
+            ),
+            bytes_per_s=self.bytes_per_s,
+            launches=self.launches,
+            parts=self.parts | parts,
+        )
+
 
 class BlockTimes:
     """Passes of units, from the costs of their blocks. `clocks` multiplies the time of kernels."""
@@ -56,12 +76,38 @@ class BlockTimes:
         self.rows = len(context.table)
         self._known: dict[tuple[object, ...], PassTimes] = {}
 
-    def of(self, unit: Unit, which: Pass) -> PassTimes:
-        """Return the times of a pass of a unit."""
-        key = (unit.block, which, unit.wrapped, id(unit.words) if unit.wrapped else 0)
+    def of(self, unit: Unit, which: Pass, *, paired: bool = False) -> PassTimes:
+        """Return the times of a pass of a unit; `paired`: with layers like it of another micro batch beside it."""
+        paired = paired and unit.block == "moe" and which in {Pass.FORWARD, Pass.BACKWARD}
+        key = (unit.block, which, unit.wrapped, id(unit.words) if unit.wrapped else 0, paired)
         if key not in self._known:
-            self._known[key] = self._times(unit, which)
+            self._known[key] = self._paired(unit, which) if paired else self._times(unit, which)
         return self._known[key]
+
+    def _paired(self, unit: Unit, which: Pass) -> PassTimes:
+        """Return a pass of a layer with experts whose exchanges of tokens run beside another micro batch's layer."""
+        block = self.blocks[unit.block]
+        forward, backward = self.of(unit, Pass.FORWARD), self.of(unit, Pass.BACKWARD)
+        parts = self._parts(forward, block.forward), self._parts(backward, block.backward)
+        later = str(self.context.table.ep_overlap[0]) == DELAY_WGRAD
+        held = block.forward.exchange_sms / self.context.roofline.gpu.sm_count
+        hidden, lost = hidden_and_lost_s(*parts, held, weights_later=later)
+        times, own = (forward, parts[0]) if which is Pass.FORWARD else (backward, parts[1])
+        share = own.moved_s / np.maximum(parts[0].moved_s + parts[1].moved_s, TINY)
+        return times.hiding("ep", share * hidden, share * lost)
+
+    def _parts(self, times: PassTimes, cost: PassCost) -> LayerParts:
+        experts = self.clocks * cost.experts_s + cost.experts_exposed_s
+        moved = cost.communication_s.get("ep", np.zeros(self.rows))
+        weight = self.clocks * cost.experts_weight_s
+        return LayerParts(
+            around_s=times.device_s - moved - experts,
+            experts_s=experts,
+            around_weight_s=self.clocks * cost.weight_s - weight,
+            experts_weight_s=weight,
+            first_s=np.asarray(cost.first_exchange_s + np.zeros(self.rows)),
+            second_s=moved - cost.first_exchange_s,
+        )
 
     def _times(self, unit: Unit, which: Pass) -> PassTimes:
         block = self.blocks[unit.block]

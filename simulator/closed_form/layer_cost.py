@@ -35,6 +35,9 @@ class PassCost:
     `hidden_s` is communication that kernels hide while it takes SMs from them, `moved_bytes` what kernels read and write.
     `behind_s` is when the device ends what comes after the first collective, counted from the host's start, where it waits
     for the host alone: minus infinity where nothing comes after it. `launches` is how many kernels. `waits`: where the host waits for the device on its way.
+
+    Of a layer with experts on several ranks: seconds of kernels between its two exchanges of tokens, and of other communication
+    there, of kernels the gradients of weights, and the first exchange; the SMs that exchanges hold, of plans that run others beside.
     """
 
     compute_s: Floats
@@ -49,6 +52,11 @@ class PassCost:
     fitted_s: Floats | float = 0.0  # and what on a curve through others
     communication_s: dict[str, Floats] = field(default_factory=dict)
     waits: Waits | None = None
+    experts_s: Floats | float = 0.0
+    experts_exposed_s: Floats | float = 0.0
+    experts_weight_s: Floats | float = 0.0
+    first_exchange_s: Floats | float = 0.0
+    exchange_sms: Floats | float = 0.0
 
     @property
     def exposed_s(self) -> Floats:
@@ -65,6 +73,11 @@ class PassCost:
 
     def expose(self, axis: str, seconds: Floats) -> None:
         self.communication_s[axis] = self.communication_s.get(axis, np.zeros_like(self.compute_s)) + seconds
+
+    def without_exchanges(self, rows: Rows) -> PassCost:
+        """Return the pass with its exchanges of tokens hidden in some rows."""
+        hidden = {axis: np.where(rows & (axis == "ep"), 0.0, s) for axis, s in self.communication_s.items()}
+        return replace(self, communication_s=hidden)
 
     def of_share(self, layers: float) -> PassCost:
         """Return the average over layers of which a share runs this pass."""
@@ -92,7 +105,12 @@ class PassCost:
             fitted_s=np.broadcast_to(self.fitted_s, self.compute_s.shape)[which],
             communication_s={axis: seconds[which] for axis, seconds in self.communication_s.items()},
             waits=None if self.waits is None else self.waits.take(which),
+            **{name: np.broadcast_to(getattr(self, name), self.compute_s.shape)[which] for name in EXCHANGES},
         )
+
+
+# What `PassCost` says of the exchanges of tokens.
+EXCHANGES = ("experts_s", "experts_exposed_s", "experts_weight_s", "first_exchange_s", "exchange_sms")
 
 
 @dataclass(slots=True)
@@ -186,6 +204,7 @@ class PassWriter:
         self._beside = np.zeros((3, rows))  # its products: seconds at once and in pieces, and the host's for one launch
         self._tail = np.zeros((3, rows))  # products at the end of what has been added, claimed by no gather
         self._results: list[tuple[str, Rows]] = []  # what products since the last collective gave, and in which rows
+        self._exchanged: tuple[Floats, Floats, Floats] | None = None  # what there was at the first exchange of tokens
 
     def add(self, works: Sequence[Work], active: Floats, operator: OperatorSpec) -> None:
         for work in works:
@@ -278,6 +297,8 @@ class PassWriter:
             cost.host_s = cost.host_s + active * hops * (2 * context.spec.host.collective_s + launch)
             return
         seconds = active * context.groups.time_s(work.collective, work.over, work.bytes)
+        if work.over == "ep":
+            self._exchange(work, seconds)
         if work.over != "tp" or not self._overlaps:
             cost.host_s = cost.host_s + active * context.spec.host.collective_s * runs
             self._expose(work.over, seconds)
@@ -310,6 +331,21 @@ class PassWriter:
         else:
             self._expose("tp", seconds)
         self._end_tail(runs)
+
+    def _exchange(self, work: Work, seconds: Floats) -> None:
+        """Note what lies between the two exchanges of tokens."""
+        cost = self.cost
+        if self.context.table.paired.any():
+            size = np.broadcast_to(np.asarray(work.bytes, dtype=np.float64), seconds.shape)
+            cost.exchange_sms = self.context.groups.load(work.collective, work.over, size)[0]
+        others_s = cost.exposed_s - cost.communication_s.get("ep", 0.0)
+        there = (cost.compute_s, others_s, cost.weight_s)
+        if self._exchanged is None:
+            self._exchanged, cost.first_exchange_s = there, seconds
+        else:
+            cost.experts_s, cost.experts_exposed_s, cost.experts_weight_s = (
+                now - before for now, before in zip(there, self._exchanged, strict=True)
+            )
 
     def _pair_sites(
         self, work: Work, operator: OperatorSpec, paired: Rows, mode: NDArray[np.str_], seconds: Floats, runs: Rows

@@ -182,16 +182,18 @@ class _Ranks:
         table, layout, blocks = self.table, self.layout, self.blocks
         flying = in_flight(table, layout.rank, at_least=at_least)
         saved = layout.first * blocks["embedding"].saved_bytes["none"][:, None]
+        ahead = np.zeros_like(saved)  # of passes beside each other a layer of the one is there before the other's goes
         for mode, (in_dense, in_moe) in layout.by_mode.items():
             saved = saved + in_dense * blocks["dense"].saved_bytes[mode][:, None]
             if "moe" in blocks:
                 saved = saved + in_moe * blocks["moe"].saved_bytes[mode][:, None]
+                ahead = np.maximum(ahead, (in_moe > 0) * blocks["moe"].saved_bytes[mode][:, None])
         head = blocks["head"].saved_bytes["none"] + head_cached_bytes(self.context)
         in_head = head * head_in_flight(table, at_least=at_least)
         # Micro batches in flight hold what a stage received: most of them is least beside.
         most = np.isin(table.schedule, SPLIT_BACKWARD)[:, None] & at_least
         received = np.where(most, np.maximum(table.micro_batches[:, None], flying), flying)
-        activations = saved * flying + layout.last * in_head[:, None]
+        activations = saved * flying + layout.last * in_head[:, None] + np.where(table.paired[:, None], ahead, 0.0)
         return activations + between_stages_bytes(self.context, layout.first, layout.last, received)
 
     def loss_and_recompute(self) -> tuple[Floats, Floats]:

@@ -56,7 +56,7 @@ class PassCounts:
     kernels_s: Floats
 
 
-Local = tuple[Kind, bool, bool, Gathered, bool]  # a kind of pass, wherever its stage is
+Local = tuple[Kind, bool, bool, Gathered, bool, bool]  # a kind of pass, wherever its stage is
 
 
 class Counter:
@@ -119,9 +119,9 @@ class Counter:
         wanted = {Gathered.NONE: [], Gathered.LAST: units[-1:], Gathered.ALL: units}
         passes: dict[Local, PassCounts] = {}
         for local, micro_batch in _each_kind(kinds):
-            action, _, last, gathered, follows = local
+            action, _, last, gathered, follows, paired = local
             before = units[min(stage == 0, len(units) - 1)] if follows else None  # one of a size with it
-            tally.runs_ahead = True
+            tally.runs_ahead, tally.paired = True, paired
             if gathered is not Gathered.AS_LEFT:
                 data.have_gathered(units, wanted[gathered])
             data.have_sent(before)
@@ -175,7 +175,7 @@ def _shape(units: Sequence[Unit]) -> object:
 
 def local_kind(kind: PassKind) -> Local:
     """Return a kind of pass wherever its stage is."""
-    return kind.action, kind.first, kind.last, kind.gathered, kind.follows
+    return kind.action, kind.first, kind.last, kind.gathered, kind.follows, kind.paired
 
 
 def _each_kind(kinds: set[Local]) -> list[tuple[Local, int]]:

@@ -131,6 +131,7 @@ class Tally:
         self._recorded = 0
         self._ahead_s: Floats = self._zero
         self._begun = self.mark()
+        self.paired = False  # passes run beside those of another micro batch
         self.runs_ahead = False  # the host never waits for the device, whatever the runtime says
         self.at_pass: tuple[Floats, dict[str, Floats]] = (self.bytes.now, self.parts)
         self.meeting: Floats | None = None  # when the other ranks of the pipeline are ready to meet
@@ -205,6 +206,15 @@ class Tally:
             self.repeat(self._begun, unit.repeats - 1.0)
             self._fill_queue()
 
+    def begin_pair(self) -> None:
+        self.paired = True
+
+    def turn_pair(self) -> None:
+        """Both passes are counted one after the other."""
+
+    def end_pair(self) -> None:
+        self.paired = False
+
     def _fill_queue(self) -> None:
         """Have the host wait where the compute stream's queue is full of kernels like those of the last pass."""
         if not self.runs_ahead:
@@ -214,7 +224,10 @@ class Tally:
         self.host = self.host + seconds
 
     def run(self, unit: Unit, which: Pass) -> None:
-        times = self.blocks.of(unit, which)
+        times = self.blocks.of(unit, which, paired=self.paired)
+        if self.paired and which is Pass.FORWARD:  # a layer ahead of the one that the backward pass lets go
+            self.bytes.alloc("ahead", unit.saved_bytes, "activations", handed_on=True)
+            self.bytes.free("ahead")
         start = np.maximum(self.compute, self.host)
         stretched = self._beside_traffic(start, times.kernels_s, times.exposed_s, times.bytes_per_s)
         self._ran[id(times)] = times, self._ran.get(id(times), (times, 0.0))[1] + 1.0

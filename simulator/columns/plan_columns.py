@@ -41,6 +41,7 @@ class PlanColumns:
     listed: NDArray[np.bool_]
     placing: NDArray[np.int64]
     offload: NDArray[np.str_]
+    ep_overlap: NDArray[np.str_]
 
     def __len__(self) -> int:
         return len(self.tp)
@@ -87,6 +88,7 @@ class PlanColumns:
             reshard_after_forward=None if reshard < 0 else bool(reshard),
             capacity_factor=float(self.capacity_factor[row]) or None,
             offload=str(self.offload[row]),
+            ep_overlap=str(self.ep_overlap[row]),
         )
 
 
@@ -119,6 +121,7 @@ def plan_columns(plans: Sequence[Plan]) -> PlanColumns:
         listed=np.array([bool(p.layers_per_stage) for p in plans], dtype=np.bool_),
         placing=np.full(len(plans), -1, dtype=np.int64),
         offload=strings("offload"),
+        ep_overlap=strings("ep_overlap"),
     )
 
 

@@ -43,6 +43,7 @@ class PlanTable:
     recompute: NDArray[np.str_]
     schedule: NDArray[np.str_]
     tp_overlap: NDArray[np.str_]
+    ep_overlap: NDArray[np.str_]
     micro_batches: Floats
     state_shard: dict[str, Floats]
     expert_shard: dict[str, Floats]
@@ -60,6 +61,11 @@ class PlanTable:
         """Every recompute mode that some layer of some plan runs under."""
         per_stage = {mode for plan in self.plans for mode in plan.recompute_per_stage}
         return tuple(sorted({*words(self.recompute)} | per_stage))
+
+    @property
+    def paired(self) -> NDArray[np.bool_]:
+        """Which plans run forward and backward passes of two micro batches beside each other."""
+        return np.asarray(self.ep_overlap != "none")
 
     def __getitem__(self, name: str) -> Floats:
         return self.columns[name]
@@ -150,6 +156,7 @@ def table_of_columns(
         recompute=given.recompute,
         schedule=np.where((given.schedule == "") & piped, "1F1B", given.schedule),
         tp_overlap=given.tp_overlap,
+        ep_overlap=given.ep_overlap,
         micro_batches=workload.global_batch_size / (dp * columns["micro_batch_size"]),
         state_shard=state_shard,
         expert_shard=expert_shard,

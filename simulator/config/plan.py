@@ -9,6 +9,9 @@ from numpy.typing import NDArray
 
 # What is kept in host memory: nothing, the optimizer's state, or parameters and gradients as well.
 OFFLOADS = ("none", "optimizer", "parameters")
+# How experts' all-to-all runs beside compute: not, beside passes of another micro batch, and with gradients of weights put off
+# as well (`simulator.overlap.combined`).
+EP_OVERLAPS = ("none", "combined", "delay_wgrad")
 
 # Mesh axes, slowest first: neighbours in rank share tensor-parallel groups, stages are furthest apart. This is the
 # order of torchtitan's mesh and of Megatron's default tp-cp-ep-dp-pp (which lists the fastest first).
@@ -28,6 +31,7 @@ class Plan:
     `cp_method` is how ranks see each other's keys and values: `ring`, `all_gather` or `all_to_all` (Ulysses).
     `recompute_per_stage` names a mode for each of the pp * virtual_stages stages and then goes before `recompute`.
     `offload` is what is kept in host memory (`OFFLOADS`), where the CPU updates it: see `simulator.step.offload`.
+    `ep_overlap` is how the all-to-all of experts runs beside compute (`EP_OVERLAPS`).
     `tp_overlap` is one overlap mode, or one for each site of a block: see `simulator.config.overlap_sites`. With `capacity_factor` every expert computes that multiple of
     its mean load, padded or dropped; None is dropless.
     """
@@ -52,6 +56,7 @@ class Plan:
     recompute_per_stage: tuple[str, ...] = ()
     capacity_factor: float | None = None
     offload: str = "none"
+    ep_overlap: str = "none"
 
     @property
     def gpus(self) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 from simulator.config.estimate import Estimate, Interval
 from simulator.config.model import Model
 from simulator.config.overlap_sites import modes_by_site
-from simulator.config.plan import OFFLOADS, Plan
+from simulator.config.plan import EP_OVERLAPS, OFFLOADS, Plan
 from simulator.config.runtime import DTYPE_BYTES, LOW_PRECISION, Runtime
 from simulator.config.workload import Workload
 from topology.errors import BadModel, BadPlan
@@ -104,6 +104,8 @@ def verify_plan(plan: Plan, *, where: str) -> None:
     modes_by_site(plan.tp_overlap)
     if plan.offload not in OFFLOADS:
         raise BadPlan(f"{where}: plan.offload is {_shown(plan.offload)}", why=f"known: {', '.join(OFFLOADS)}")
+    if plan.ep_overlap not in EP_OVERLAPS:
+        raise BadPlan(f"{where}: plan.ep_overlap is {_shown(plan.ep_overlap)}", why=f"known: {', '.join(EP_OVERLAPS)}")
     factor = plan.capacity_factor
     if factor is not None and not (math.isfinite(factor) and 0 < factor < MAX_COUNT):
         raise BadPlan(f"{where}: plan.capacity_factor is {_shown(factor)}", why="it must be a number above zero")

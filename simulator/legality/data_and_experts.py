@@ -30,6 +30,12 @@ def _expert_ranks(c: PlanColumns | Plan, q: RuleFacts) -> NDArray[np.int64]:
     return np.asarray(ranks, dtype=np.int64)
 
 
+def _ep_overlaps(q: RuleFacts) -> tuple[str, ...]:
+    """Return the words of `ep_overlap` that the framework's version has; a version that is not said is today's."""
+    versions = q.framework.ep_overlap_versions
+    return q.framework.ep_overlaps if not versions or (q.version or "").startswith(versions) else ()
+
+
 _GRID_WORDS = {
     ExpertGrid.SHARD_CONTEXT_TENSOR: "dp_shard x cp x tp",
     ExpertGrid.DATA: "the data-parallel degree",
@@ -173,6 +179,54 @@ DATA_RULES: list[Rule] = [
             f"{'ZeRO stage 3' if q.framework.zero_stages else 'dp_shard or cp above 1'}"
         ),
         applies=lambda q: "parameters" in q.framework.offloads,
+    ),
+    rule(
+        "ep-overlap",
+        lambda c, q: (c.ep_overlap != "none") & ~one_of(c.ep_overlap, _ep_overlaps(q)),
+        lambda p, q: (
+            f"ep_overlap {p.ep_overlap}: {q.framework.title}{f' {q.version}' if q.version else ''} has "
+            f"{', '.join(_ep_overlaps(q)) or 'nothing that runs the all-to-all of experts beside compute'}"
+        ),
+        level=Level.BATCH,
+    ),
+    rule(
+        "ep-overlap-experts",
+        lambda c, q: (c.ep_overlap != "none") & (c.ep == 1),
+        lambda p, q: f"ep_overlap {p.ep_overlap} needs ep > 1: there is no all-to-all to overlap",
+        level=Level.BATCH,
+    ),
+    rule(
+        "ep-overlap-stages",
+        lambda c, q: (c.ep_overlap != "none") & (c.pp > 1) & (c.virtual_stages == 1),
+        lambda p, q: (
+            f"ep_overlap {p.ep_overlap} with pp {p.pp} needs virtual stages: without them {q.framework.title} has no forward "
+            "and backward of two micro batches side by side"
+        ),
+        level=Level.BATCH,
+        applies=lambda q: not q.framework.torch_pipelining,
+    ),
+    rule(
+        "ep-overlap-stages",
+        lambda c, q: (c.ep_overlap != "none") & ((c.pp == 1) | (c.schedule != "DualPipeV")),
+        lambda p, q: f"ep_overlap {p.ep_overlap} in {q.framework.title} needs a pipeline with schedule DualPipeV",
+        level=Level.BATCH,
+        applies=lambda q: q.framework.torch_pipelining,
+    ),
+    rule(
+        "ep-overlap-sharding",
+        lambda c, q: (c.ep_overlap != "none") & (c.zero_stage > 1),
+        lambda p, q: (
+            f"ep_overlap {p.ep_overlap} with ZeRO stage {p.zero_stage}: two passes at once that gather and let go of the same "
+            "layers are not modelled; stage 0 and 1 are"
+        ),
+        level=Level.BATCH,
+    ),
+    rule(
+        "ep-overlap-dtype",
+        lambda c, q: c.ep_overlap != "none",
+        lambda p, q: f"ep_overlap {p.ep_overlap} needs bfloat16 or float16, not {q.activation_dtype}",
+        level=Level.BATCH,
+        applies=lambda q: q.activation_dtype not in {"", "bfloat16", "float16"},
     ),
     rule(
         "one-axis",

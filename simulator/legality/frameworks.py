@@ -59,6 +59,8 @@ class Framework:
     schedules: tuple[str, ...] = TORCH_SCHEDULES
     overlaps: tuple[str, ...] = ()  # modes of overlap of tensor-parallel collectives beside "none"
     overlap_by_site: bool = False  # each communication of a layer may have its own
+    ep_overlaps: tuple[str, ...] = ()  # of experts' all-to-all beside "none", the one that hides most last
+    ep_overlap_versions: tuple[str, ...] = ()  # that have it; empty: any
     cp_methods: tuple[str, ...] = ()  # ways of context parallelism; empty: the runtime's own
     torch_pipelining: bool = False  # runs torch.distributed.pipelining, with its checks
     undescribed_recomputes: tuple[str, ...] = ()  # where no description of `simulator.runtimes` has this name
@@ -118,6 +120,8 @@ TORCHTITAN = Framework(
     kv_heads=KvHeads.DIVIDE,
     expert_grid=ExpertGrid.SHARD_CONTEXT_TENSOR,
     overlaps=("async",),  # parallelism.enable_async_tensor_parallel
+    ep_overlaps=("combined",),  # parallelism.pipeline_parallel_expert_parallel_overlap
+    ep_overlap_versions=("0.2",),
     cp_methods=(
         "all_gather",
         "ring",
@@ -187,6 +191,7 @@ MEGATRON = Framework(
     searched_zero_stages=(0, 1),  # 2 and 3 mean another implementation (Megatron-FSDP), asked for by name
     schedules=("1F1B", "Interleaved1F1B"),
     overlaps=(USERBUFFERS,),  # --tp-comm-overlap
+    ep_overlaps=("combined", "delay_wgrad"),  # --overlap-moe-expert-parallel-comm, --delay-wgrad-compute
     cp_methods=CP_METHODS,  # --cp-comm-type p2p, allgather, a2a
     lists_layers=True,  # --pipeline-model-parallel-layout
     fsdp_needs="--use-megatron-fsdp (or --use-torch-fsdp2)",
@@ -254,6 +259,7 @@ ANY = Framework(
     lists_layers=True,
     lists_recompute=True,
     overlaps=("ring", "async", "fused"),
+    ep_overlaps=("combined", "delay_wgrad"),
     cp_methods=CP_METHODS,
     zero_stages=(0, 1, 2, 3),
     parameter_offload=True,

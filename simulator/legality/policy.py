@@ -20,6 +20,13 @@ def _method(c: PlanColumns, q: RuleFacts) -> NDArray[np.str_]:
     return np.where(c.cp_method == "", q.cp_method, c.cp_method)
 
 
+def _recomputes_beside(q: RuleFacts) -> tuple[str, ...]:
+    """Return the recompute modes with which layers of two micro batches can run in turns: those that run no layer whole again
+    (Megatron-LM: transformer_config.py), none at all in torchtitan 0.2.2 (distributed/dual_pipe_v.py).
+    """
+    return ("none",) if q.framework.torch_pipelining else ("none", "selective")
+
+
 def _where_overlap(c: PlanColumns, broken: Callable[[str], bool]) -> Mask:
     """Return the rows whose tp_overlap is a text for which `broken` holds."""
     return one_of(c.tp_overlap, [text for text in words(c.tp_overlap) if broken(text)])
@@ -63,6 +70,24 @@ POLICY_RULES: list[Rule] = [
             f"recompute {p.recompute!r} is not known for {q.framework.title}; known: {', '.join(q.framework.recomputes)}"
         ),
         applies=lambda q: not q.framework.any_recompute,
+    ),
+    policy_rule(
+        "ep-overlap-recompute",
+        "recompute",
+        lambda c, q: (c.ep_overlap != "none") & ~one_of(c.recompute, _recomputes_beside(q)),
+        lambda p, q: (
+            f"ep_overlap {p.ep_overlap} with recompute {p.recompute!r}: {q.framework.title} cannot run passes of two micro "
+            f"batches beside each other with it; {' or '.join(_recomputes_beside(q))} can"
+        ),
+    ),
+    policy_rule(
+        "ep-overlap-reshard",
+        "reshard",
+        lambda c, q: (c.ep_overlap != "none") & (c.reshard == 1),
+        lambda p, q: (
+            f"ep_overlap {p.ep_overlap} with parameters that are let go after each pass: two passes at once that gather the same "
+            "layers are not modelled; --no-reshard-after-forward"
+        ),
     ),
     policy_rule(
         "context-method",

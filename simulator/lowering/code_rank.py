@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 
 from simulator.lowering.block_code import Detail, merged
 from simulator.lowering.network import Network
+from simulator.lowering.pairs import NOTHING, PairWriter, Parts, parts_of
 from simulator.lowering.steps import KernelStep, Step
 from simulator.lowering.writing import StepWriter
+from simulator.overlap.combined import DELAY_WGRAD
 from simulator.program.cost_model import Cost
-from simulator.program.program import COMPUTE, CodeWriter
+from simulator.program.program import COMPUTE, CodeWriter, Instruction
 from simulator.step.context import CostContext
 from simulator.step.offload import update_bytes_per_s
 from simulator.step.rank import Pass, Value
@@ -25,19 +28,35 @@ class CodeOfUnits:
 
     def __init__(self, network: Network, steps: StepWriter, context: CostContext, detail: Detail) -> None:
         self.network, self.steps, self.context, self.detail = network, steps, context, detail
-        self._merged: dict[tuple[str, Pass], list[Step]] = {}
+        self._merged: dict[tuple[str, Pass, bool], list[Step]] = {}
+        self._parts: dict[tuple[str, Pass], Parts] = {}
         self._ranks: dict[str, int] = {}
 
-    def passed(self, unit: Unit, which: Pass) -> list[Step]:
-        """Return the steps of a pass of a unit."""
+    def parts(self, unit: Unit, which: Pass) -> Parts:
+        """Return a pass of a unit cut at its exchanges of tokens."""
         block = self.network.code_of(unit)
         key = (block.name, which)
+        if key not in self._parts:
+            steps = block.forward if which is Pass.FORWARD else block.backward
+            later = which is Pass.BACKWARD and str(self.context.table.ep_overlap[0]) == DELAY_WGRAD
+            self._parts[key] = parts_of(steps, f"{block.name} {which}", self.detail, weights_later=later)
+        return self._parts[key]
+
+    def passed(self, unit: Unit, which: Pass, *, paired: bool = False) -> list[Step]:
+        """Return the steps of a pass of a unit; `paired`: its exchanges of tokens no longer than they are exposed beside
+        another micro batch, for units that are told as a whole.
+        """
+        block = self.network.code_of(unit)
+        key = (block.name, which, paired)
         if key not in self._merged:
             steps = block.forward if which is Pass.FORWARD else block.backward
             if which in {Pass.INPUT, Pass.WEIGHT}:
                 of_weight = which is Pass.WEIGHT
                 steps = tuple(s for s in steps if (isinstance(s, KernelStep) and s.weight) is of_weight)
-            self._merged[key] = merged(steps, f"{block.name} {which}", self.detail)
+            name = f"{block.name} {which}"
+            if paired:
+                steps, name = tuple(self.network.exposed(step) for step in steps), f"{name} beside"
+            self._merged[key] = merged(steps, name, self.detail)
         return self._merged[key]
 
     def ranks_in(self, family: str) -> int:
@@ -49,6 +68,19 @@ class CodeOfUnits:
 
 
 @dataclass(slots=True)
+class Told:
+    """One pass of a pair: its units with what was told before each of them, and what was told last."""
+
+    runs: list[tuple[list[Instruction], Unit, Pass]]
+    rest: list[Instruction]
+
+    @property
+    def in_layer(self) -> bool:
+        """Whether the next unit is a layer."""
+        return bool(self.runs) and self.runs[0][1].block in {"dense", "moe"}
+
+
+@dataclass(slots=True)
 class CodeRank:
     """Writes into the code of one rank."""
 
@@ -56,6 +88,10 @@ class CodeRank:
     units: CodeOfUnits
     _live: set[str] = field(default_factory=set)
     _remaining: dict[tuple[str, str], float] = field(default_factory=dict)  # parts of collectives that are not sent yet
+    _paired: bool = False
+    _start: int = 0
+    _runs: list[tuple[int, Unit, Pass]] = field(default_factory=list)  # of one pass of a pair, and where they belong
+    _backward: Told | None = None
 
     def begin(self, unit: Unit) -> None:
         """Every unit is written down."""
@@ -63,10 +99,60 @@ class CodeRank:
     def ended(self, unit: Unit) -> None:
         """Every unit is written down."""
 
+    def begin_pair(self) -> None:
+        self._paired, self._start = True, self.code.length
+
+    def turn_pair(self) -> None:
+        self._backward = self._told()
+
+    def end_pair(self) -> None:
+        forward, backward = self._told(), self._backward
+        self._paired, self._backward = False, None
+        if backward is not None:
+            self._interleave(forward, backward)
+
     def host_work(self, name: str, seconds: Value) -> None:
         self.code.host_work(name, _number(seconds))
 
     def run(self, unit: Unit, which: Pass) -> None:
+        if self._paired and self.units.detail is not Detail.STAGE:
+            self._runs.append((self.code.length, unit, which))
+        else:
+            self.units.steps.write(self.code, self.units.passed(unit, which, paired=self._paired))
+
+    def _told(self) -> Told:
+        """Take back what was told of one pass of a pair."""
+        start, runs = self._start, self._runs
+        written = self.code.cut(start)
+        edges = [0, *(at - start for at, _, _ in runs), len(written)]
+        told = [written[one:other] for one, other in pairwise(edges)]
+        self._runs = []
+        return Told([(before, unit, which) for before, (_, unit, which) in zip(told, runs, strict=False)], told[-1])
+
+    def _interleave(self, forward: Told, backward: Told) -> None:
+        """Write both passes: their layers in turns, the head and the embedding alone."""
+        code, pair = self.code, PairWriter(self.code, self.units.steps)
+        for told in (backward, forward):
+            while told.runs and not told.in_layer:
+                self._alone(told)
+        while forward.in_layer or backward.in_layer:
+            parts = {}
+            for told in (backward, forward):
+                parts[id(told)] = NOTHING
+                if told.in_layer:
+                    before, unit, which = told.runs.pop(0)
+                    code.extend(before)
+                    parts[id(told)] = self.units.parts(unit, which)
+            pair.layer(parts[id(forward)], parts[id(backward)])
+        pair.end()
+        for told in (forward, backward):
+            while told.runs:
+                self._alone(told)
+            code.extend(told.rest)
+
+    def _alone(self, told: Told) -> None:
+        before, unit, which = told.runs.pop(0)
+        self.code.extend(before)
         self.units.steps.write(self.code, self.units.passed(unit, which))
 
     def copy(self, name: str, moved_bytes: Value, *, module_bytes: Value | None = None) -> None:

@@ -10,6 +10,8 @@ import numpy as np
 from simulator.config.model import Model
 from simulator.kernels.operators import OperatorSpec
 from simulator.lowering.block_code import BlockCode, block_code
+from simulator.lowering.steps import KernelStep, Step, TransferStep, WaitStep
+from simulator.overlap.combined import DELAY_WGRAD, TINY, LayerParts, hidden_and_lost_s
 from simulator.runtimes.library import ModelOperators
 from simulator.runtimes.parts import RecomputeSpec
 from simulator.step.context import CostContext
@@ -34,6 +36,7 @@ class Network:
         self._blocks: dict[tuple[str, str], BlockCode] = {}
         self._collapsed: dict[str, BlockCode] = {}
         self._same: dict[tuple[object, ...], BlockCode] = {}
+        self._exposed: float | None = None
         saved = {name: self._saved(held) for name, held in self.operators.items()}
         plan = context.table.plans[0]
         self.units = UnitMaker(model, context, local_parameters(model, context), saved).stages(plan)
@@ -48,6 +51,30 @@ class Network:
         if key not in self._blocks:
             self._blocks[key] = self._new_block(unit, word)
         return self._blocks[key]
+
+    def exposed(self, step: Step) -> Step:
+        """Return an exchange of tokens as long as it delays two micro batches beside each other, and any other step as it is."""
+        if not isinstance(step, TransferStep) or step.group != "ep":
+            return step
+        if self._exposed is None:
+            self._exposed = self._exposed_share()
+        return replace(step, seconds=self._exposed * step.seconds)
+
+    def _exposed_share(self) -> float:
+        """Return what a layer forward and one backward beside it take longer for exchanges, as a share of these."""
+        code = next((code for (block, _), code in self._blocks.items() if block == "moe"), None)
+        if code is None:
+            return 1.0
+        forward, backward = _layer_parts(code.forward), _layer_parts(code.backward)
+        later = str(self.context.table.ep_overlap[0]) == DELAY_WGRAD
+        moved = forward.moved_s + backward.moved_s
+        sizes = [float(step.nbytes) for step in code.forward if isinstance(step, TransferStep) and step.group == "ep"]
+        held = (
+            self.context.groups.load("all_to_all", "ep", np.array(sizes[:1] or [0.0]))[0]
+            / self.context.roofline.gpu.sm_count
+        )
+        hidden, lost = hidden_and_lost_s(forward, backward, held, weights_later=later)
+        return float(((moved - hidden + lost) / np.maximum(moved, TINY))[0])
 
     def _saved(self, operators: Sequence[OperatorSpec]) -> SavedBytes:
         spec, table = self.context.spec, self.context.table
@@ -97,3 +124,26 @@ class Network:
             recast=sum((u.recast for u in units), nothing),
             widest=np.asarray(max((u.elements for u in units), default=nothing)),
         )
+
+
+def _layer_parts(steps: Sequence[Step]) -> LayerParts:
+    """Return what a pass computes around its experts and in them, and its exchanges."""
+    seconds: list[list[float]] = [[], [], []]
+    weights: list[list[float]] = [[], [], []]
+    exchanges: list[float] = []
+    for step in steps:
+        if isinstance(step, WaitStep):
+            continue
+        if isinstance(step, TransferStep) and step.group == "ep":
+            exchanges.append(step.seconds)
+            continue
+        took = step.cost.seconds if isinstance(step, KernelStep) else step.seconds
+        seconds[min(len(exchanges), 2)].append(took)
+        if isinstance(step, KernelStep) and step.weight:
+            weights[min(len(exchanges), 2)].append(took)
+    exchanges += [0.0, 0.0]
+    before, experts, behind = (sum(part) for part in seconds)
+    of_before, of_experts, of_behind = (sum(part) for part in weights)
+    figures = (before + behind, experts, of_before + of_behind, of_experts, exchanges[0], sum(exchanges[1:]))
+    names = ("around_s", "experts_s", "around_weight_s", "experts_weight_s", "first_s", "second_s")
+    return LayerParts(**{name: np.full(1, figure) for name, figure in zip(names, figures, strict=True)})

@@ -60,12 +60,13 @@ class _Lowering:
         slowed = replace(context.roofline, kernel_factor=context.roofline.kernel_factor * clocks)
         self.context = replace(context, roofline=slowed)
         self.plan = self.context.table.plans[0]
-        self.spec = self.context.spec
+        self.spec, self.paired = self.context.spec, self.plan.ep_overlap != "none"
         self.schedule = build_schedule(
             self.plan.schedule or default_schedule(self.plan.virtual_stages),
             ranks=self.plan.pp,
             micro_batches=self.plan.micro_batches(scenario.workload.global_batch_size),
             stages_per_rank=self.plan.virtual_stages,
+            paired=self.paired,
         )
         operators = operators_for(self.model, self.runtime)
         self.network = Network(self.model, operators, self.context, collapse=detail is Detail.STAGE)
@@ -87,6 +88,11 @@ class _Lowering:
 
         def body(code: CodeWriter, action: Action, rank: int) -> None:
             writer, data, _ = begun(code, rank)
+            if action.parts and self.paired:
+                backward, forward = action.parts
+                last = backward.micro_batch == last_turned[backward.stage]
+                self.walk.pair(writer, data, backward, forward, last=last)
+                return
             for leaf in action.leaves:
                 last = leaf.micro_batch == last_turned[leaf.stage] and leaf.kind in TURNS
                 self.walk.action(writer, data, leaf.stage, leaf.kind, leaf.micro_batch, last=last)

@@ -50,7 +50,11 @@ class MemoryReplay:
         self.micro_batches = self.plan.micro_batches(scenario.workload.global_batch_size)
         name = self.plan.schedule or default_schedule(self.plan.virtual_stages)
         self.schedule = build_schedule(
-            name, ranks=self.plan.pp, micro_batches=self._replayed(name), stages_per_rank=self.plan.virtual_stages
+            name,
+            ranks=self.plan.pp,
+            micro_batches=self._replayed(name),
+            stages_per_rank=self.plan.virtual_stages,
+            paired=self.plan.ep_overlap != "none",
         )
         network = Network(scenario.model, operators, self.context, collapse=False)
         self.tensors = PlanTensors(

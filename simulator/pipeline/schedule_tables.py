@@ -17,24 +17,32 @@ from topology.errors import BadPlan
 
 
 @lru_cache(maxsize=256)
-def build_schedule(name: str, *, ranks: int, micro_batches: int, stages_per_rank: int = 1) -> Schedule:
-    """Return the table of schedule `name`. Raises BadPlan for a combination that the schedule does not have."""
+def build_schedule(
+    name: str, *, ranks: int, micro_batches: int, stages_per_rank: int = 1, paired: bool = False
+) -> Schedule:
+    """Return the table of schedule `name`. Raises BadPlan for a combination that the schedule does not have.
+
+    `paired`: a forward and the backward that follows it run together, one more forward ahead, so that they are of two micro
+    batches (1F1B and its interleaved form: Megatron-LM, core/pipeline_parallel/combined_1f1b.py and schedules.py). Of such
+    pairs the backward is named first: layer by layer it makes room for the forward.
+    """
     _refuse_impossible(name, ranks, micro_batches, stages_per_rank)
     rows = []
     for rank in range(ranks):
         stages = [s for s in range(ranks * stages_per_rank) if stage_rank(s, ranks, v_shaped=name in V_SHAPED) == rank]
-        row = _Row()
+        row = _Row(backward_first=paired)
         match name:
             case "GPipe":
                 _gpipe(row, stages[0], micro_batches)
             case "LoopedBFS":
                 _looped_bfs(row, stages, micro_batches)
             case "1F1B":
-                _interleave(row, stages, micro_batches, micro_batches, warm_up=ranks - 1 - rank)
+                warm_up = ranks - 1 - rank + paired
+                _interleave(row, stages, micro_batches, micro_batches, warm_up=warm_up, paired=paired)
             case "Interleaved1F1B":
                 per_round = _per_round(ranks, micro_batches)
-                warm_up = (stages_per_rank - 1) * per_round + 2 * (ranks - 1 - rank)
-                _interleave(row, stages, micro_batches, per_round, warm_up=warm_up)
+                warm_up = (stages_per_rank - 1) * per_round + 2 * (ranks - 1 - rank) + paired
+                _interleave(row, stages, micro_batches, per_round, warm_up=warm_up, paired=paired)
             case "ZBH1":
                 _interleave(row, stages, micro_batches, micro_batches, warm_up=ranks - 1 - rank, weights_lag=rank)
             case "InterleavedZeroBubble":
@@ -93,7 +101,8 @@ def _per_round(ranks: int, micro_batches: int) -> int:
 class _Row:
     """One rank's row while it is written. Micro batches of a stage come in order, so only the stage is named."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, backward_first: bool) -> None:
+        self.backward_first = backward_first
         self.actions: list[Action] = []
         self.next: dict[tuple[int, Kind], int] = {}
         self.owed: deque[tuple[int, int]] = deque()  # weight gradients put off: (stage, micro batch)
@@ -128,7 +137,7 @@ class _Row:
             Action(forward, Kind.FORWARD, self._turn(forward, Kind.FORWARD)),
             Action(backward, Kind.BACKWARD, self._turn(backward, Kind.BACKWARD)),
         )
-        self.actions.append(Action(-1, Kind.OVERLAP, -1, parts))
+        self.actions.append(Action(-1, Kind.OVERLAP, -1, parts[::-1] if self.backward_first else parts))
 
 
 def _gpipe(row: _Row, stage: int, micro_batches: int) -> None:
@@ -155,6 +164,7 @@ def _interleave(
     *,
     warm_up: int,
     weights_lag: int | None = None,
+    paired: bool = False,
 ) -> None:
     """Forwards in rounds up the local stages, backwards in rounds down them, `warm_up` forwards ahead.
 
@@ -168,7 +178,11 @@ def _interleave(
     for stage in forwards[:warm_up]:
         row.forward(stage)
     for turn, stage in enumerate(backwards):
-        if warm_up + turn < total:
+        ahead = warm_up + turn < total
+        if ahead and paired:
+            row.pair(forwards[warm_up + turn], stage)
+            continue
+        if ahead:
             row.forward(forwards[warm_up + turn])
         if weights_lag is None:
             row.backward(stage)

@@ -70,7 +70,9 @@ LEAVES = {
 
 @dataclass(frozen=True, slots=True)
 class PassKind:
-    """A pass of a stage. `gathered`: before it; `follows`: another stage of its rank has sent its gradients off."""
+    """A pass of a stage. `gathered`: before it; `follows`: another stage of its rank has sent its gradients off; `paired`: it
+    runs together with one of another micro batch.
+    """
 
     stage: int
     action: Kind
@@ -78,6 +80,7 @@ class PassKind:
     last: bool
     gathered: Gathered
     follows: bool
+    paired: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +95,16 @@ class Table:
 
 
 @lru_cache(maxsize=512)
-def table_of(name: str, ranks: int, micro_batches: int, stages_per_rank: int, *, lets_go: bool) -> Table:
-    """Return the table of a schedule. `lets_go`: of gathered parameters after use. Raises BadPlan where it has none."""
-    schedule = build_schedule(name, ranks=ranks, micro_batches=micro_batches, stages_per_rank=stages_per_rank)
-    kinds: dict[tuple[int, Kind, bool, bool, Gathered, bool], int] = {}
+def table_of(
+    name: str, ranks: int, micro_batches: int, stages_per_rank: int, *, lets_go: bool, paired: bool = False
+) -> Table:
+    """Return the table of a schedule. `lets_go`: of gathered parameters after use; `paired`: see `build_schedule`, and pairs
+    that the schedule has by itself run as one. Raises BadPlan where it has none.
+    """
+    schedule = build_schedule(
+        name, ranks=ranks, micro_batches=micro_batches, stages_per_rank=stages_per_rank, paired=paired
+    )
+    kinds: dict[tuple[int, Kind, bool, bool, Gathered, bool, bool], int] = {}
     rows: list[NDArray[np.intp]] = []
     ends = last_backwards(schedule)
     for row in schedule.table:
@@ -103,7 +112,7 @@ def table_of(name: str, ranks: int, micro_batches: int, stages_per_rank: int, *,
         gathered: dict[int, Gathered] = {}
         here: list[int] = []
         sent = False
-        for leaf in _leaves(row):
+        for leaf, together in _leaves(row):
             stage, action = leaf.stage, leaf.kind
             turns, first = action in TURNS, False
             if action is not Kind.INPUT_GRAD:
@@ -112,20 +121,23 @@ def table_of(name: str, ranks: int, micro_batches: int, stages_per_rank: int, *,
             held = gathered.get(stage, Gathered.NONE) if lets_go else Gathered.AS_LEFT
             gathered[stage] = LEAVES[action]
             last = turns and leaf.micro_batch == ends[stage]
-            here.append(kinds.setdefault((stage, action, first, last, held, last and sent), len(kinds)))
+            key = (stage, action, first, last, held, last and sent, paired and together)
+            here.append(kinds.setdefault(key, len(kinds)))
             sent = sent or last
         rows.append(np.array(here, dtype=np.intp))
     passes = tuple(PassKind(*kind) for kind in kinds)
     return Table(schedule, _in_order(schedule, rows), passes, tuple(rows), peak_in_flight(schedule))
 
 
-def _leaves(row: Sequence[Action]) -> list[Action]:
-    return [leaf for action in row for leaf in action.leaves]
+def _leaves(row: Sequence[Action]) -> list[tuple[Action, bool]]:
+    """Return the single actions of a row, and whether each is half of a pair."""
+    return [(leaf, bool(action.parts)) for action in row for leaf in action.leaves]
 
 
 def _in_order(schedule: Schedule, rows: Sequence[NDArray[np.intp]]) -> tuple[Turn, ...]:
     """Return the actions of all ranks in an order in which each comes after what it needs."""
-    leaves, kinds = [_leaves(row) for row in schedule.table], [row.tolist() for row in rows]
+    leaves = [[leaf for leaf, _ in _leaves(row)] for row in schedule.table]
+    kinds = [row.tolist() for row in rows]
     home = [schedule.rank_of(stage) for stage in range(schedule.stages)]
     at = [0] * schedule.ranks
     done: set[tuple[int, str, int]] = set()

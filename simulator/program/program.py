@@ -206,6 +206,16 @@ class CodeWriter:
     def add(self, instruction: Instruction) -> None:
         self._instructions.append(instruction)
 
+    def extend(self, instructions: Iterable[Instruction]) -> None:
+        """Write instructions that were taken back."""
+        self._instructions.extend(instructions)
+
+    def cut(self, start: int) -> list[Instruction]:
+        """Take back what has been written from instruction `start` on, and return it."""
+        taken = self._instructions[start:]
+        del self._instructions[start:]
+        return taken
+
     def launch(
         self,
         name: str,

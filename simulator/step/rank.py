@@ -33,6 +33,15 @@ class Rank(Protocol):
     def ended(self, unit: Unit) -> None:
         """End with it: units that are like it do the same."""
 
+    def begin_pair(self) -> None:
+        """Begin with a backward and a forward pass that run beside each other, layer by layer."""
+
+    def turn_pair(self) -> None:
+        """End the backward pass of the two; what follows is the forward pass."""
+
+    def end_pair(self) -> None:
+        """End with both."""
+
     def host_work(self, name: str, seconds: Value) -> None:
         """Keep the host busy."""
 

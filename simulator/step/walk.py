@@ -15,7 +15,7 @@ import numpy as np
 
 from simulator.columns.plan_table import Floats
 from simulator.config.runtime import DTYPE_BYTES
-from simulator.pipeline.schedules import Kind, Schedule
+from simulator.pipeline.schedules import Action, Kind, Schedule
 from simulator.runtimes.library import ModelOperators
 from simulator.step.context import CostContext
 from simulator.step.held import State, between_stages_bytes, placeholder_bytes, state_bytes
@@ -121,6 +121,14 @@ class StepWalk:
                 data.wait_for_reductions()
         if self.synchronizes:
             rank.synchronize()
+
+    def pair(self, rank: Rank, data: DataWriter, backward: Action, forward: Action, *, last: bool) -> None:
+        """Run a backward and a forward beside each other; `last`: the backward is of the step's last micro batch."""
+        rank.begin_pair()
+        self.action(rank, data, backward.stage, backward.kind, backward.micro_batch, last=last)
+        rank.turn_pair()
+        self.action(rank, data, forward.stage, forward.kind, forward.micro_batch, last=False)
+        rank.end_pair()
 
     def _forward(self, rank: Rank, data: DataWriter, units: Sequence[Unit], micro_batch: int) -> None:
         # Autocast remembers its copies to the end of the pass; what compiled blocks cast is theirs.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from planner.explain.plan_answer import answer_plan
@@ -11,6 +9,7 @@ from planner.question.cases import load_case
 from planner.validate.validation import validate_case
 from simulator.runtimes.library import attention_kernel
 from tests.planner.stated_case import changed
+from topology.errors import BadPlan
 
 
 @pytest.mark.parametrize("word", ["float8", "float4"])
@@ -112,12 +111,36 @@ def test_userbuffers_hide_tensor_parallel_traffic_inside_a_node():
     assert "NVLink domain" in wide["skipped"]
 
 
-def test_expert_overlap_is_refused_until_it_is_modelled(planner, tmp_path):
-    (tmp_path / "case.json").write_text(json.dumps(changed(plan={"ep_overlap": True})))
+EXPERTS = {
+    "model": "qwen3-30b-a3b",
+    "plan": {"dp_replicate": 8, "dp_shard": 1, "zero_stage": 1, "ep": 8, "micro_batch_size": 1},
+    "workload": {"seq_len": 4096, "global_batch_size": 32},
+    "runtime": {"name": "megatron-lm"},
+}
 
-    assert "not modelled" in planner("estimate", "--case", tmp_path / "case.json").stderr
-    assert "not modelled" in validate_case(changed(plan={"ep_overlap": True}))["skipped"]
-    assert load_case(changed(plan={"ep_overlap": False})).plan == load_case(changed()).plan
+
+def test_a_source_says_yes_or_no_of_experts_overlap_or_how():
+    words = {
+        word: load_case(changed(plan={"ep_overlap": word})).plan.ep_overlap for word in (True, False, "delay_wgrad")
+    }
+
+    assert words == {True: "combined", False: "none", "delay_wgrad": "delay_wgrad"}
+    assert load_case(changed()).plan.ep_overlap == "none"
+    with pytest.raises(BadPlan, match="ep_overlap"):
+        load_case(changed(plan={"ep_overlap": "sometimes"}))
+    assert "torchtitan 0.3 has nothing" in validate_case(changed(plan={"ep_overlap": True}))["skipped"]
+
+
+def test_overlapped_exchanges_of_experts_are_shorter():
+    def answered(word):
+        case = changed(**{name: part for name, part in EXPERTS.items() if isinstance(part, dict)})
+        case |= {"model": EXPERTS["model"], "plan": EXPERTS["plan"] | {"ep_overlap": word}}
+        return answer_plan(load_case(case)).estimate
+
+    plain, beside = answered(False), answered(True)
+
+    assert 0.6 < beside.step_s.value / plain.step_s.value < 0.95
+    assert beside.memory.reserved_bytes > plain.memory.reserved_bytes
 
 
 def test_cuda_graphs_take_the_host_out_of_the_way():

@@ -19,7 +19,7 @@ from planner.export.frameworks.megatron_model import model_flags, model_of_flags
 from planner.export.mapping import Facts, facts_of, keys_of, read, write
 from planner.export.targets.registry import TARGETS, export
 from simulator.config.hf_config import load_model, shipped_models
-from simulator.config.plan import Plan
+from simulator.config.plan import EP_OVERLAPS, Plan
 from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
 from simulator.pipeline.schedules import SCHEDULES, default_schedule
@@ -75,6 +75,8 @@ def plans(draw, name: str):
         values |= {"sequence_parallel": tp > 1, "tp_overlap": draw(st.sampled_from(["none", "async"]))}
         method = st.sampled_from(["ring", "all_gather"]) if name.endswith("2.2") else st.just("all_gather")
         values["cp_method"] = draw(method) if cp > 1 else None
+        if name.endswith("2.2") and values["ep"] > 1 and values.get("schedule") == "DualPipeV":
+            values["ep_overlap"] = draw(st.sampled_from(["none", "combined"]))
         runtime["param_dtype"] = draw(st.sampled_from(["float32", "bfloat16"]))
     elif name == "megatron":
         values |= draw(stages(("1F1B", "Interleaved1F1B"), listed=True))
@@ -87,6 +89,7 @@ def plans(draw, name: str):
             "tp_overlap": draw(st.sampled_from(["none", "userbuffers"])),
         }
         values |= {"cp_method": draw(st.sampled_from(list(megatron_fields.CONTEXT))) if cp > 1 else None}
+        values |= {"ep_overlap": draw(st.sampled_from(EP_OVERLAPS))}
         values |= {"capacity_factor": draw(st.sampled_from([None, 1.25]))}
         compute = draw(st.sampled_from(["bfloat16", "float16"]))
         reduce = draw(st.sampled_from(["float32", "bfloat16"])) if compute == "bfloat16" else "float16"

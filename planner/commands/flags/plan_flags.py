@@ -43,6 +43,13 @@ Offload = Annotated[
     str | None,
     typer.Option("--offload", help="Kept in host memory: none, optimizer, or parameters as well; default none."),
 ]
+EpOverlap = Annotated[
+    str | None,
+    typer.Option(
+        "--ep-overlap",
+        help="All-to-all of experts beside compute: none, combined with another micro batch's passes, delay_wgrad.",
+    ),
+]
 Runtime = Annotated[
     str | None,
     typer.Option(
@@ -73,6 +80,7 @@ PLAN_FLAGS: dict[str, Any] = {
     "recompute": Recompute,
     "tp_overlap": TpOverlap,
     "offload": Offload,
+    "ep_overlap": EpOverlap,
     "runtime": Runtime,
     "compile_model": options.Compile,
     "param_dtype": options.ParamDtype,
@@ -103,7 +111,9 @@ def flags_of(given: dict[str, Any]) -> Flags:
         **{name: given[name] for name in ("model", "cluster", "gpu", "seq_len", "global_batch")},
         gpus=None if given["gpus"] is None else (given["gpus"],),
         plan={
-            **{name: given[name] for name in (*degrees, "schedule", "recompute", "tp_overlap", "offload")},
+            **{
+                name: given[name] for name in (*degrees, "schedule", "recompute", "tp_overlap", "offload", "ep_overlap")
+            },
             "zero_stage": given["zero"],
             "micro_batch_size": given["micro_batch"],
         },

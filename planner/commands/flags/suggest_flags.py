@@ -78,6 +78,12 @@ Offload = Annotated[
     str | None,
     typer.Option("--offload", help="Kept in host memory: none, optimizer, or parameters as well (words, with commas)."),
 ]
+EpOverlap = Annotated[
+    str | None,
+    typer.Option(
+        "--ep-overlap", help="All-to-all of experts beside compute: none, combined, delay_wgrad (words, with commas)."
+    ),
+]
 Simulate = Annotated[
     bool, typer.Option("--simulate/--no-simulate", help="Let the simulation order plans that are close.")
 ]

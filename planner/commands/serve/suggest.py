@@ -25,7 +25,7 @@ from topology.errors import Infeasible, UserError
 ONLY_TRAINING = (
     *("global_batch", "all_variants", "compile_model", "param_dtype", "max_tp", "tp", "pp", "cp", "ep"),
     *("dp_shard", "dp_replicate", "tokens", "deadline", "budget", "schedule", "virtual_stages", "micro_batch"),
-    *("recompute", "runtime", "pick", "offload"),
+    *("recompute", "runtime", "pick", "offload", "ep_overlap"),
 )
 SPELLED = {"all_variants": "--all", "compile_model": "--compile", "global_batch": "--global-batch"}
 DEFAULTED = ("seq_len", "framework", "simulate")

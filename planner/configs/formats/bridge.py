@@ -23,6 +23,8 @@ SECTIONS = {
     "num_distributed_optimizer_instances": "ddp",
     "grad_reduce_in_bf16": "",
     "tp_comm_overlap": "comm_overlap",
+    "overlap_moe_expert_parallel_comm": "comm_overlap",
+    "delay_wgrad_compute": "comm_overlap",
 }
 RENAMED = {
     "--num-experts": "num_moe_experts",
@@ -110,5 +112,7 @@ _SWITCHES = frozenset(
         "--overlap-param-gather",
         "--use-megatron-fsdp",
         "--tp-comm-overlap",
+        "--overlap-moe-expert-parallel-comm",
+        "--delay-wgrad-compute",
     }
 )

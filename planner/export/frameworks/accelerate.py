@@ -30,7 +30,7 @@ def write(job: ExportJob) -> Draft:
             f"{TITLE} combines tensor or context parallelism with sharding only", remedy="plan with dp_shard > 1"
         )
     recompute = plan.recompute if plan.recompute in {"none", "full"} else "full"
-    written = plan.with_(recompute=recompute, tp_overlap="none")
+    written = plan.with_(recompute=recompute, tp_overlap="none", ep_overlap="none")
     notes = require_legal(job.with_plan(written), "pytorch", TITLE)
     hosts = job.hosts()
     facts = job.with_plan(written).facts()
@@ -94,6 +94,8 @@ def _not_expressed(job: ExportJob, plan: Plan, recompute: str) -> list[str]:
         )
     if plan.tp_overlap != "none":
         not_expressed.append(f"tensor-parallel overlap {tp_overlap_label(plan.tp_overlap)}")
+    if plan.ep_overlap != "none":
+        not_expressed.append("all-to-all of experts beside compute")
     if job.question.runtime.compute_dtype == "float8":
         not_expressed.append("the recipe of float8: set fp8_config")
     return not_expressed

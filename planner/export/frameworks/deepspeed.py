@@ -41,6 +41,7 @@ def write(job: ExportJob) -> Draft:
         dp_shard=1,
         sequence_parallel=False,
         tp_overlap="none",
+        ep_overlap="none",
         recompute=plan.recompute if plan.recompute in {"none", "full"} else "full",
         cp_method="all_to_all" if plan.cp > 1 else None,
     )
@@ -131,6 +132,8 @@ def _not_expressed(job: ExportJob, *, hybrid: bool) -> tuple[str, ...]:
         not_expressed.append(
             f"tensor-parallel overlap {tp_overlap_label(plan.tp_overlap)}: written as tp_overlap_comm, which decides by itself where"
         )
+    if plan.ep_overlap != "none":
+        not_expressed.append("all-to-all of experts beside compute")
     if runtime.compute_dtype == "float8":
         not_expressed.append("float8 products")
     if runtime.compile:

@@ -41,6 +41,7 @@ _SHARD = (
 _OFFLOAD = ("--optimizer-cpu-offload", "--use-precision-aware-optimizer")
 _FRACTION = "--optimizer-offload-fraction"
 _RECOMPUTE = ("--recompute-granularity", "--recompute-method", "--recompute-num-layers", "--recompute-activations")
+_BESIDE = ("--overlap-moe-expert-parallel-comm", "--delay-wgrad-compute")
 _TYPES = ("--bf16", "--fp16", "--fp8-format", "--fp8-param-gather", "--grad-reduce-in-bf16")
 
 
@@ -311,6 +312,18 @@ def _read_overlap(settings: Settings, _: Facts) -> Facts:
     return {"tp_overlap": USERBUFFERS if truth(settings, "--tp-comm-overlap") else NONE}
 
 
+def _write_experts_beside(facts: Facts) -> Settings:
+    word = facts["ep_overlap"]
+    return set_flags({_BESIDE[0]: word != "none", _BESIDE[1]: word == "delay_wgrad"})
+
+
+def _read_experts_beside(settings: Settings, _: Facts) -> Facts:
+    overlaps, later = (truth(settings, flag) for flag in _BESIDE)
+    if later and not overlaps:
+        raise BadInput(f"{_BESIDE[1]} needs {_BESIDE[0]}", why="Megatron-LM puts weight gradients off for nothing else")
+    return {"ep_overlap": "none" if not overlaps else "delay_wgrad" if later else "combined"}
+
+
 TABLE: Table = (
     _degree(_TP, "tp"),
     Entry(
@@ -341,6 +354,7 @@ TABLE: Table = (
         write=lambda facts: {"--tp-comm-overlap": True} if facts["tp_overlap"] != NONE else {},
         read=_read_overlap,
     ),
+    Entry(keys=_BESIDE, write=_write_experts_beside, read=_read_experts_beside),
     Entry(keys=_TYPES, write=_write_types, read=_read_types),
     Entry(keys=(), write=lambda _: {}, read=lambda *_: {"optimizer": "adamw", "compile": False}),
 )

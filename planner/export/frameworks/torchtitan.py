@@ -17,6 +17,9 @@ def prepared(job: ExportJob, title: str) -> tuple[ExportJob, tuple[str, ...], tu
     Raises Infeasible for what it cannot run.
     """
     fsdp, sharding_notes = to_fsdp_degrees(job.plan, title)
+    if fsdp.ep_overlap != "none" and not (title.endswith("0.2.2") and fsdp.schedule == "DualPipeV"):
+        fsdp = fsdp.with_(ep_overlap="none")
+        sharding_notes = (*sharding_notes, f"all-to-all of experts beside compute: {title} does not with this schedule")
     job = job.with_plan(fsdp)
     written = fsdp if not overlap_not_expressed(fsdp) else fsdp.with_(tp_overlap="none")
     notes = require_legal(job.with_plan(written), "torchtitan", title)

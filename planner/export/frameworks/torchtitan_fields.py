@@ -256,6 +256,22 @@ def _write_async(key: str, *, always: bool) -> Entry:
     return Entry(keys=(key,), write=write, read=read)
 
 
+_BESIDE = "parallelism.pipeline_parallel_expert_parallel_overlap"
+
+
+def _pairs(facts: Facts) -> bool:
+    """Return whether 0.2.2 would overlap the all-to-all of experts unless told otherwise (distributed/dual_pipe_v.py)."""
+    return bool(facts["pp"] > 1 and facts["ep"] > 1 and facts["schedule"] == "DualPipeV")
+
+
+def _write_experts_beside(facts: Facts) -> Settings:
+    return {_BESIDE: facts["ep_overlap"] != "none"} if _pairs(facts) else {}
+
+
+def _read_experts_beside(settings: Settings, facts: Facts) -> Facts:
+    return {"ep_overlap": "combined" if _pairs(facts) and truth(settings, _BESIDE, default=True) else "none"}
+
+
 def _write_context(facts: Facts) -> Settings:
     method = facts["cp_method"] or "all_gather"
     key = "parallelism.context_parallel_rotate_method"
@@ -281,6 +297,7 @@ TOML: Table = (
     pipeline("output"),
     Entry(keys=("parallelism.context_parallel_rotate_method",), write=_write_context, read=_read_context),
     _write_async("parallelism.enable_async_tensor_parallel", always=False),
+    Entry(keys=(_BESIDE,), write=_write_experts_beside, read=_read_experts_beside),
     Entry(keys=(_AC_MODE, _AC_OPTION), write=_write_recompute, read=_read_recompute),
     COMPILE,
     # Converters swap layers for such of low precision; which of them to name depends on torchao, so none is written.

@@ -44,6 +44,7 @@ NODE_FIELDS = (
     "schedule",
     "micro_batch_size",
     "offload",
+    "ep_overlap",
 )
 GRID_FIELDS = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "zero_stage", "sequence_parallel", "offload")
 
@@ -67,6 +68,7 @@ class Bounds:
     schedules: tuple[str, ...] | None = None
     recomputes: tuple[str, ...] | None = None  # None: all that the framework has
     offloads: tuple[str, ...] | None = None  # None: everything stays on the GPUs
+    ep_overlaps: tuple[str, ...] | None = None  # None: none, and the framework's way that hides most
     max_tp: int | None = None
     max_cp: int | None = None
     max_pp: int | None = None
@@ -84,6 +86,7 @@ STATED = {
     "schedules": "schedule",
     "recomputes": "recompute",
     "offloads": "offload",
+    "ep_overlaps": "ep_overlap",
 }
 
 
@@ -231,6 +234,7 @@ def _grid_columns(rows: list[tuple[int, ...]], offloads: tuple[str, ...]) -> Pla
         listed=np.zeros(n, dtype=np.bool_),
         placing=np.full(n, -1, dtype=np.int64),
         offload=np.array(offloads)[given["offload"]],
+        ep_overlap=np.full(n, "none"),
     )
 
 
@@ -276,12 +280,15 @@ def _apply_bounds(table: PlanColumns, masks: dict[str, NDArray[np.bool_]], prune
 
 
 def _with_batches(table: PlanColumns, facts: RuleFacts, bounds: Bounds, pruned: Counter[str]) -> PlanColumns:
-    """Return each grid with every micro batch that divides its share, every schedule and stages per rank."""
+    """Return each grid with every micro batch that divides its share, every schedule, stages per rank and way to overlap
+    the all-to-all of experts.
+    """
     batch = facts.workload.global_batch_size
     rows: list[int] = []
     micro_batches: list[int] = []
     stages: list[int] = []
     schedules: list[str] = []
+    overlaps: list[str] = []
     for row in range(len(table)):
         local = batch // int(table.dp[row])
         # If the batch does not divide, keep micro batch 1, so that the rule counts the rejection.
@@ -296,8 +303,10 @@ def _with_batches(table: PlanColumns, facts: RuleFacts, bounds: Bounds, pruned: 
         if too_large:
             pruned[f"micro batch > {limit}"] += too_large
         for size in (s for s in sizes if s <= limit):
-            for schedule, virtual in orders:
+            beside = _ep_overlaps(int(table.ep[row]), local // size, facts, bounds)
+            for (schedule, virtual), overlap in product(orders, beside):
                 rows.append(row)
+                overlaps.append(overlap)
                 micro_batches.append(size)
                 stages.append(virtual)
                 schedules.append(schedule)
@@ -307,7 +316,15 @@ def _with_batches(table: PlanColumns, facts: RuleFacts, bounds: Bounds, pruned: 
         micro_batch_size=np.array(micro_batches, dtype=np.int64),
         virtual_stages=np.array(stages, dtype=np.int64),
         schedule=np.array(schedules, dtype=np.str_),
+        ep_overlap=np.array(overlaps, dtype=np.str_),
     )
+
+
+def _ep_overlaps(ep: int, micro_batches: int, facts: RuleFacts, bounds: Bounds) -> tuple[str, ...]:
+    """Return the ways to overlap the all-to-all of experts that are searched; all that were stated."""
+    if bounds.ep_overlaps is not None:
+        return bounds.ep_overlaps
+    return ("none", *facts.framework.ep_overlaps[-1:]) if ep > 1 and micro_batches > 1 else ("none",)
 
 
 def _schedules(pp: int, facts: RuleFacts, bounds: Bounds) -> tuple[list[tuple[str, int]], int]:

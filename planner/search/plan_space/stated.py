@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from simulator.config.plan import OFFLOADS
+from simulator.config.plan import EP_OVERLAPS, OFFLOADS
 from simulator.config.verify import MAX_COUNT
 from topology.errors import UserError
 
@@ -49,6 +49,14 @@ def known_offloads(words: tuple[str, ...]) -> tuple[str, ...]:
     for word in words:
         if word not in OFFLOADS:
             raise UserError(f"--offload {word[:40]!r} is not known", remedy=f"one of {', '.join(OFFLOADS)}")
+    return words
+
+
+def known_ep_overlaps(words: tuple[str, ...]) -> tuple[str, ...]:
+    """Return what `--ep-overlap` says. Raises UserError for a word that is none of `EP_OVERLAPS`."""
+    for word in words:
+        if word not in EP_OVERLAPS:
+            raise UserError(f"--ep-overlap {word[:40]!r} is not known", remedy=f"one of {', '.join(EP_OVERLAPS)}")
     return words
 
 

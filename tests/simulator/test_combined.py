@@ -1,0 +1,201 @@
+"""Experts' all-to-all beside the passes of another micro batch, as Megatron-LM's combined 1F1B has it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import networkx as nx
+import numpy as np
+import pytest
+
+from planner.question.question import Question
+from simulator.closed_form.estimates import estimate_plans
+from simulator.closed_form.scenario import Scenario
+from simulator.closed_form.screening import Screening
+from simulator.columns.plan_columns import plan_columns
+from simulator.config.hf_config import load_model
+from simulator.config.plan import Plan
+from simulator.config.runtime import Runtime
+from simulator.config.workload import Workload
+from simulator.engine.simulate import simulate
+from simulator.legality.frameworks import framework_of_runtime
+from simulator.legality.rule import Grade
+from simulator.lowering.block_code import Detail
+from simulator.lowering.training import lower_training
+from simulator.memory.replay import MemoryReplay
+from simulator.overlap.combined import LayerParts, hidden_and_lost_s, pair_s
+from simulator.pipeline.schedule_program import makes, needs, peak_in_flight
+from simulator.pipeline.schedule_tables import build_schedule
+from simulator.pipeline.schedules import Kind
+from topology.catalog.clusters import cluster
+
+MEGATRON = Runtime(name="megatron-lm", param_dtype="bfloat16")
+QWEN = replace(load_model("qwen3-30b-a3b"), layers=8)
+ALONE = Plan(dp_replicate=8, ep=8, zero_stage=1)
+PIPED = Plan(dp_replicate=4, ep=4, zero_stage=1, pp=2, virtual_stages=2, schedule="Interleaved1F1B")
+TITAN = Plan(dp_shard=4, ep=4, pp=2, virtual_stages=2, schedule="DualPipeV", ep_overlap="combined")
+
+
+def parts(figures: list[float]) -> LayerParts:
+    names = ("around_s", "experts_s", "around_weight_s", "experts_weight_s", "first_s", "second_s")
+    return LayerParts(**{name: np.array([figure]) for name, figure in zip(names, figures, strict=True)})
+
+
+def longest_path_s(forward: LayerParts, backward: LayerParts, layers: int, *, weights_later: bool) -> float:
+    """Return when `layers` pairs are done: the longest path through what waits for what, two streams among them."""
+    graph = nx.DiGraph()
+    last: dict[str, str] = {}
+
+    def run(name: str, stream: str, seconds: np.ndarray, *after: str) -> str:
+        graph.add_node(name, seconds=float(seconds[0]))
+        for before in (*after, last.get(stream, "")):
+            if before:
+                graph.add_edge(before, name)
+        last[stream] = name
+        return name
+
+    later = float(weights_later)
+    around_weights, experts_weights = later * backward.around_weight_s, later * backward.experts_weight_s
+    tokens = gradients = ""
+    for layer in range(layers):
+        combined = run(f"combine back {layer}", "wire", backward.first_s, gradients)
+        attended = run(f"attention {layer}", "compute", forward.around_s, tokens)
+        turned = run(f"experts back {layer}", "compute", backward.experts_s - experts_weights, combined)
+        dispatched = run(f"dispatch {layer}", "wire", forward.first_s, attended)
+        run(f"experts' weights {layer}", "compute", experts_weights)
+        returned = run(f"dispatch back {layer}", "wire", backward.second_s, turned)
+        computed = run(f"experts {layer}", "compute", forward.experts_s, dispatched)
+        tokens = run(f"combine {layer}", "wire", forward.second_s, computed)
+        gradients = run(f"attention back {layer}", "compute", backward.around_s - around_weights, returned)
+        run(f"attention's weights {layer}", "compute", around_weights)
+    ends: dict[str, float] = {}
+    for name in nx.topological_sort(graph):
+        begun = max((ends[before] for before in graph.predecessors(name)), default=0.0)
+        ends[name] = begun + graph.nodes[name]["seconds"]
+    return max(ends.values())
+
+
+@pytest.mark.parametrize("weights_later", [False, True])
+def test_a_pair_of_layers_takes_what_the_longest_path_says(weights_later: bool) -> None:
+    rng = random.Random(3)
+    for _ in range(20):
+        forward = parts([rng.uniform(0.1, 2), rng.uniform(0.1, 2), 0, 0, rng.uniform(0, 3), rng.uniform(0, 3)])
+        around, experts = rng.uniform(0.1, 4), rng.uniform(0.1, 4)
+        weights = [around * rng.uniform(0, 0.6), experts * rng.uniform(0, 0.6)]
+        backward = parts([around, experts, *weights, rng.uniform(0, 3), rng.uniform(0, 3)])
+        many, fewer = (longest_path_s(forward, backward, n, weights_later=weights_later) for n in (120, 60))
+
+        assert pair_s(forward, backward, weights_later=weights_later)[0] == pytest.approx((many - fewer) / 60, rel=0.02)
+
+
+def test_exchanges_that_fit_beside_compute_cost_only_the_sms_they_hold() -> None:
+    forward, backward = parts([4, 4, 0, 0, 0.5, 0.5]), parts([8, 8, 3, 3, 0.5, 0.5])
+
+    hidden, lost = hidden_and_lost_s(forward, backward, 0.1, weights_later=False)
+
+    assert hidden[0] == pytest.approx(2.0)
+    assert lost[0] == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(("ranks", "stages"), [(1, 1), (2, 2), (3, 2), (4, 3)])
+def test_pairs_are_of_two_micro_batches_and_wait_for_nobody(ranks: int, stages: int) -> None:
+    name = "1F1B" if stages == 1 else "Interleaved1F1B"
+    plain, schedule = (
+        build_schedule(name, ranks=ranks, micro_batches=3 * ranks, stages_per_rank=stages, paired=paired)
+        for paired in (False, True)
+    )
+    done: set[object] = set()
+    at = [0] * ranks
+    for _ in range(sum(map(len, schedule.table))):
+        for rank, row in enumerate(schedule.table):
+            if at[rank] == len(row):
+                continue
+            leaves = row[at[rank]].leaves
+            if all(result in done for leaf in leaves for result in needs(leaf, schedule.stages)):
+                for leaf in leaves:  # its own forward is no part of the same pair
+                    assert leaf.kind is Kind.FORWARD or (leaf.stage, Kind.FORWARD, leaf.micro_batch) in done
+                done |= {makes(leaf) for leaf in leaves}
+                at[rank] += 1
+
+    assert at == [len(row) for row in schedule.table]
+    assert any(action.parts for row in schedule.table for action in row)
+    assert peak_in_flight(schedule) == peak_in_flight(plain)
+
+
+def scenario(plan: Plan, runtime: Runtime, micro_batches: int) -> Scenario:
+    workload = Workload(seq_len=4096, global_batch_size=micro_batches * plan.data_parallel)
+    return Scenario(model=QWEN, cluster=cluster("dgx-h100", gpus=plan.gpus), workload=workload, runtime=runtime)
+
+
+@pytest.mark.parametrize("word", ["combined", "delay_wgrad"])
+@pytest.mark.parametrize(
+    ("plan", "micro_batches"),
+    [(ALONE, 2), (ALONE, 5), (ALONE.with_(dp_replicate=16, ep=16), 4), (PIPED, 4), (PIPED, 12)],
+)
+def test_the_account_and_the_simulation_agree(plan: Plan, micro_batches: int, word: str) -> None:
+    asked, plan = scenario(plan, MEGATRON, micro_batches), plan.with_(ep_overlap=word)
+    table = estimate_plans(asked, [plan.with_(ep_overlap="none"), plan])
+    bound = Screening(asked)
+    columns = plan_columns([plan])
+    shared = bound.blocks(columns, [plan.recompute])
+    screened = bound.plans(columns, shared, np.zeros(1, dtype=np.intp))
+
+    assert table.step_s[1] < table.step_s[0]
+    assert screened.at_least_s()[0] <= table.step_s[1]
+    assert screened.at_least_by_schedule_s()[0] <= table.step_s[1]
+    for detail in (Detail.LAYER, Detail.STAGE):
+        lowered = lower_training(asked, plan, detail=detail, clocks=float(table.clocks[1]))
+        run = simulate(lowered.program, lowered.costs, spans=False)
+
+        assert table.step_s[1] == pytest.approx(run.step_s, rel=0.03)
+    assert table.peak_bytes[1] >= table.peak_bytes[0]
+    reserved = max(rank.reserved_bytes for rank in MemoryReplay(asked, plan).ranks())
+    assert table.estimate(1).memory.reserved_bytes == pytest.approx(reserved, rel=0.08)
+
+
+def test_layers_beside_each_other_hold_one_layer_more() -> None:
+    asked = scenario(ALONE, MEGATRON, 4)
+    lowered = [lower_training(asked, ALONE.with_(ep_overlap=word)) for word in ("none", "combined")]
+    plain, paired = (simulate(one.program, one.costs, spans=False).memory[0] for one in lowered)
+    saved = plain.by_category["activations"] / QWEN.layers
+
+    assert plain.peak_bytes <= paired.peak_bytes <= plain.peak_bytes + 1.5 * saved
+
+
+@pytest.mark.parametrize(
+    ("plan", "runtime", "says"),
+    [
+        (ALONE.with_(ep_overlap="delay_wgrad"), MEGATRON, ""),
+        (PIPED.with_(ep_overlap="combined"), MEGATRON, ""),
+        (TITAN, Runtime(version="0.2.2"), ""),
+        (TITAN, Runtime(), "torchtitan 0.3 has nothing"),
+        (TITAN.with_(recompute="full"), Runtime(version="0.2.2"), "none can"),
+        (TITAN.with_(schedule="Interleaved1F1B"), Runtime(version="0.2.2"), "DualPipeV"),
+        (ALONE.with_(ep_overlap="combined", recompute="full"), MEGATRON, "none or selective can"),
+        (ALONE.with_(ep_overlap="combined", zero_stage=2), MEGATRON, "not modelled"),
+        (ALONE.with_(ep_overlap="combined", ep=1), MEGATRON, "ep > 1"),
+        (PIPED.with_(ep_overlap="combined", virtual_stages=1, schedule="1F1B"), MEGATRON, "virtual stages"),
+        (ALONE.with_(ep_overlap="combined"), replace(MEGATRON, compute_dtype="float32"), "not float32"),
+    ],
+)
+def test_where_it_is_legal(plan: Plan, runtime: Runtime, says: str, ask: Callable[[Scenario], Question]) -> None:
+    problems = ask(scenario(plan, runtime, 8)).problems(plan)
+    messages = [problem.message for problem in problems if problem.grade is Grade.ILLEGAL]
+
+    assert any(says in message for message in messages) if says else not messages
+
+
+@pytest.fixture
+def ask() -> Callable[[Scenario], Question]:
+    def question(asked: Scenario) -> Question:
+        return Question(
+            model=asked.model,
+            cluster=asked.cluster,
+            workload=asked.workload,
+            runtime=asked.runtime,
+            framework=framework_of_runtime(asked.runtime.name),
+        )
+
+    return question
