@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
 
+from simulator.config.plan import EP_OVERLAPS
 from simulator.config.verify import MAX_COUNT
 from topology.errors import BadPlan
 
@@ -83,3 +84,13 @@ def show(value: Any) -> str:
 def kind_of(value: Any) -> str:
     names: dict[type, str] = {type(None): "missing", dict: "an object", list: "a list", str: "a string", bool: "a flag"}
     return names.get(type(value), "a number")
+
+
+def ep_overlap_of(value: Any, where: str) -> str:
+    """Return one of `EP_OVERLAPS`; a source that says just yes or no says whether passes are combined."""
+    if isinstance(value, str):
+        word = word_of(value, where).lower()
+        if word not in EP_OVERLAPS:
+            raise BadPlan(f"{where} is {word[:40]!r}", why=f"known: true, false, {', '.join(EP_OVERLAPS)}")
+        return word
+    return "combined" if flag(value, where) else "none"

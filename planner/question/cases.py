@@ -13,6 +13,7 @@ from typing import Any
 
 from planner.io.inputs import read_cluster
 from planner.question.case_fields import (
+    ep_overlap_of,
     flag,
     kind_of,
     positive,
@@ -34,7 +35,7 @@ from simulator.calibration.calibration import overlap_assumed
 from simulator.config.hf_config import load_model, model_from_config
 from simulator.config.model import Model
 from simulator.config.overlap_sites import NONE, USERBUFFERS, canonical
-from simulator.config.plan import EP_OVERLAPS, Plan
+from simulator.config.plan import Plan
 from simulator.config.verify import verify_lists, verify_plan, verify_runtime, verify_workload
 from simulator.config.workload import Workload
 from simulator.fitting.calibration_fit import UNMEASURED, Calibrations
@@ -46,7 +47,7 @@ from topology import codec
 from topology.catalog.cluster_file import ASSUMED, load_cluster, parse_cluster
 from topology.catalog.clusters import CASE_KEYS, cluster_from_case
 from topology.cluster import Cluster
-from topology.errors import BadCluster, BadInput, BadModel, BadPlan, UserError
+from topology.errors import BadCluster, BadInput, BadModel, UserError
 from topology.rates.reach import cluster_caveats
 
 SEQ_LEN = 8192  # tokens in a sequence where flags give none
@@ -339,7 +340,7 @@ def complete_plan(
         values["capacity_factor"] = positive(factor, f"{where}: plan.capacity_factor")
     moved = stated_value(stated, "ep_overlap")
     if moved is not None:
-        values["ep_overlap"] = _ep_overlap(moved, f"{where}: plan.ep_overlap")
+        values["ep_overlap"] = ep_overlap_of(moved, f"{where}: plan.ep_overlap")
     values["schedule"] = _schedule(stated, values, assumed, where)
     values["recompute"] = _recompute(stated, framework, assumed, where)
     overlap = stated_value(stated, "tp_overlap")
@@ -354,16 +355,6 @@ def complete_plan(
 
 
 # --- one field at a time ------------------------------------------------------------------------------------------
-
-
-def _ep_overlap(value: Any, where: str) -> str:
-    """Return one of `EP_OVERLAPS`; a source that says just yes or no says whether passes are combined."""
-    if isinstance(value, str):
-        word = word_of(value, where).lower()
-        if word not in EP_OVERLAPS:
-            raise BadPlan(f"{where} is {word[:40]!r}", why=f"known: true, false, {', '.join(EP_OVERLAPS)}")
-        return word
-    return "combined" if flag(value, where) else "none"
 
 
 def _model(value: Any, name: str) -> Model:

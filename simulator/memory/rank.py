@@ -17,8 +17,10 @@ on the compute stream, copies on the stream that reduces, and gradients in float
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
+from itertools import chain, zip_longest
 
 import numpy as np
 
@@ -28,7 +30,7 @@ from simulator.kernels.operators import tensor_bytes
 from simulator.memory.cublas import workspace_bytes
 from simulator.memory.plan_tensors import PlanTensors
 from simulator.memory.tensors import Act
-from simulator.pipeline.schedules import Kind
+from simulator.pipeline.schedules import Action, Kind
 from simulator.step.held import placeholder_bytes, state_bytes
 from simulator.step.symmetric_memory import symmetric_bytes
 from simulator.step.units import Unit, held_kinds
@@ -125,20 +127,25 @@ class RankReplay:
                 wrapped.whole_gradients.clear()
             self._give(wrapped.gradients)
         for action in self.row:
-            for leaf in action.leaves:
-                last = leaf.micro_batch == self.plan.last_turned[leaf.stage]
-                if leaf.kind is Kind.FORWARD:
-                    self._forward(leaf.stage, leaf.micro_batch)
-                elif leaf.kind is Kind.WEIGHT_GRAD:
-                    self._weights_turn(leaf.stage, leaf.micro_batch, last=last)
-                else:
-                    split = leaf.kind is Kind.INPUT_GRAD
-                    self._backward(leaf.stage, leaf.micro_batch, last=last, split=split)
+            passes = [self._pass(leaf) for leaf in action.leaves]
+            if self.plan.paired:  # layer by layer, the forward pass ahead
+                deque(zip_longest(*reversed(passes)), maxlen=0)
+            else:
+                deque(chain(*passes), maxlen=0)
         if not self.optimizer:
             self._make_optimizer()
         self._give(self._taken(self.zero["update"]))
 
-    def _forward(self, stage: int, micro_batch: int) -> None:
+    def _pass(self, leaf: Action) -> Iterator[None]:
+        """Return a pass to be run unit by unit."""
+        last = leaf.micro_batch == self.plan.last_turned[leaf.stage]
+        if leaf.kind is Kind.FORWARD:
+            return self._forward(leaf.stage, leaf.micro_batch)
+        if leaf.kind is Kind.WEIGHT_GRAD:
+            return self._weights_turn(leaf.stage, leaf.micro_batch, last=last)
+        return self._backward(leaf.stage, leaf.micro_batch, last=last, split=leaf.kind is Kind.INPUT_GRAD)
+
+    def _forward(self, stage: int, micro_batch: int) -> Iterator[None]:
         units = self.plan.stages[stage]
         given = None if stage == 0 or self.spec.pipeline.receive_buffers else self._received()
         recast: list[Block] = []
@@ -159,6 +166,7 @@ class RankReplay:
             given = instance.slots.pop(passes.outward, None)
             if position + 1 < len(units) and unit is not self.tied:
                 self._reshard(unit, last_use=False)
+            yield
         self._give(recast)
         if given is not None:
             # A pipeline keeps what a stage gives until its backward pass (torch/distributed/pipelining/stage.py, fwd_cache).
@@ -170,7 +178,7 @@ class RankReplay:
             else:
                 self.memory.free(given)
 
-    def _backward(self, stage: int, micro_batch: int, *, last: bool, split: bool) -> None:
+    def _backward(self, stage: int, micro_batch: int, *, last: bool, split: bool) -> Iterator[None]:
         units = self.plan.stages[stage]
         output = self.outputs.pop((stage, micro_batch), None)
         if not self.buckets:
@@ -188,6 +196,7 @@ class RankReplay:
             if not split:
                 self._turned(unit, micro_batch, last=last)
             self._reshard(unit, last_use=last)
+            yield
         for block in (gradient, output):
             if block is not None:
                 self.memory.free(block)
@@ -198,7 +207,7 @@ class RankReplay:
         if not split and self.traffic.reduces(last_micro_batch=last):
             self._free_last_buffers()
 
-    def _weights_turn(self, stage: int, micro_batch: int, *, last: bool) -> None:
+    def _weights_turn(self, stage: int, micro_batch: int, *, last: bool) -> Iterator[None]:
         """The second half of a split backward: gradients of weights, whose inputs it lets go."""
         for unit in reversed(self.plan.stages[stage]):
             instance = self.running[unit.name, micro_batch]
@@ -208,6 +217,7 @@ class RankReplay:
                 elif slot in instance.slots:
                     self.memory.free(instance.slots.pop(slot))
             self._turned(unit, micro_batch, last=last)
+            yield
         if self.traffic.reduces(last_micro_batch=last):
             self._free_last_buffers()
 
