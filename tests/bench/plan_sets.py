@@ -5,7 +5,7 @@ context (ring, all-gather, by heads) and expert parallelism and their combinatio
 recomputation, on Llama shapes of 1B to 13B. `h200x2-fresh` goes over them once more with models, lengths and batches
 that nothing had been adjusted on when it ran; `h200x2-next` once more with others (two of its pipelines cannot be run: their models tie embedding and head);
 `h200x1-fresh` is of one GPU, where host, kernels, recomputation and memory are all there is, and so is `h200x1-next`, which
-has not been run. `regret1`, `regret2` and `regret4` are three questions, each answered by the
+has not been run. `regret1`, `regret2`, `regret2-later` and `regret4` are three questions, each answered by the
 planner: its first choice and the plans that it lists next.
 """
 
@@ -279,6 +279,11 @@ QUESTIONS: dict[str, dict[str, Question]] = {
         "13b-small-batch": Question(model="llama2-13b", seq_len=4096, batch=2),
         # Of 15B parameters, 24 layers, no plan fits two GPUs with room to spare: 16 layers, 10B, at the same widths.
         "moe-10b": Question(model="qwen3-30b-a3b", layers=16, seq_len=4096, batch=4),
+    },
+    "regret2-later": {
+        "3b-long": Question(model="llama3.2-3b", seq_len=LONG, batch=4),
+        "qwen-8b": Question(model="qwen3-8b", seq_len=4096, batch=8),
+        "moe-7b": Question(model="qwen3-30b-a3b", layers=12, seq_len=2048, batch=16),
     },
     "regret4": {
         "8b-long": Question(model="llama3-8b", seq_len=LONG, batch=2),
