@@ -14,6 +14,7 @@ WORDS = {
     "pp": "pipeline parallel (PP)",
     "ep": "expert parallel (EP)",
     "tp_overlap": "overlap of tensor parallelism",
+    "ep_overlap": "overlap of experts' all-to-all",
     "cp_method": "context parallelism by",
     "virtual_stages": "stages a rank",
     "zero_stage": "ZeRO stage",
