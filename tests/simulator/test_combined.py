@@ -9,9 +9,9 @@ from dataclasses import replace
 import networkx as nx
 import numpy as np
 import pytest
-from simulator.closed_form.screening import Screening
 
 from planner.question.question import Question
+from simulator.bounds.screening import Screening
 from simulator.closed_form.estimates import estimate_plans
 from simulator.closed_form.scenario import Scenario
 from simulator.columns.plan_columns import plan_columns
