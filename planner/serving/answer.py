@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from planner.serving.account import Account, account
@@ -36,8 +37,11 @@ def meets(question: ServingQuestion, estimate: ServingEstimate) -> bool:
     return first and (not question.tpot_s or estimate.tpot_s.value <= question.tpot_s)
 
 
-def estimate_of(question: ServingQuestion, deployment: Deployment) -> ServingEstimate:
-    """Return what clients of a deployment would see. Raises Infeasible where a request finds no room."""
+def estimate_of(question: ServingQuestion, deployment: Deployment, *, until_s: float = math.inf) -> ServingEstimate:
+    """Return what clients of a deployment would see.
+
+    Raises Infeasible where a request finds no room, OutOfTime at `until_s` of `time.monotonic`.
+    """
     return estimate_serving(
         question.model,
         question.cluster,
@@ -45,6 +49,7 @@ def estimate_of(question: ServingQuestion, deployment: Deployment) -> ServingEst
         question.traffic,
         ttft_s=question.ttft_s,
         tpot_s=question.tpot_s,
+        until_s=until_s,
     )
 
 

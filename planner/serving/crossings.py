@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,6 +13,7 @@ from planner.serving.question.question import ServingQuestion
 from planner.serving.search import TIE, ServingPlan, ServingResult, value_of
 from simulator.serving.deployment import Deployment
 from simulator.serving.estimate import ServingEstimate
+from simulator.serving.server import OutOfTime
 from simulator.serving.traffic import Lengths
 from topology.cluster import Cluster
 from topology.errors import Infeasible
@@ -51,11 +53,12 @@ class Sweep:
     crossings: tuple[Crossing, ...]
 
 
-def over_clients(result: ServingResult, *, cross: bool = False) -> Sweep:
+def over_clients(result: ServingResult, *, cross: bool = False, until_s: float = math.inf) -> Sweep:
     """Follow the best deployments over clients in a closed loop, from 1 on; no rows for open loops.
 
     Only the objective decides, not the targets. Deployments are those that were best for latency or for throughput at
     what was asked about, so a row is the best of few, not of all. `cross` looks for the crossings between rows too.
+    Rows that are not simulated by `until_s` of `time.monotonic` are left out.
     """
     question = result.question
     asked = question.traffic.concurrency
@@ -66,7 +69,7 @@ def over_clients(result: ServingResult, *, cross: bool = False) -> Sweep:
         return replace(question, traffic=replace(question.traffic, concurrency=count, requests=max(100, 3 * count)))
 
     values = [] if question.traffic.trace else values
-    return _sweep(result, "clients", "clients", float(asked), values, at, cross=cross)
+    return _sweep(result, "clients", "clients", float(asked), values, at, cross=cross, until_s=until_s)
 
 
 def over_context(result: ServingResult, *, cross: bool = True) -> Sweep:
@@ -104,12 +107,16 @@ def _sweep(
     ask: Callable[[float], ServingQuestion],
     *,
     cross: bool,
+    until_s: float = math.inf,
 ) -> Sweep:
     followed = _followed(result)
     rows: list[Row] = []
     crossings: list[Crossing] = []
     for value in values:
-        row = _best_at(ask(value), followed, value, rows[-1].deployment if rows else None)
+        try:
+            row = _best_at(ask(value), followed, value, rows[-1].deployment if rows else None, until_s)
+        except OutOfTime:
+            break
         if row is None:
             continue
         if cross and rows and row.deployment != rows[-1].deployment:
@@ -147,13 +154,19 @@ def _is_plain(plan: ServingPlan) -> bool:
 
 
 def _best_at(
-    question: ServingQuestion, followed: list[Deployment], value: float, incumbent: Deployment | None
+    question: ServingQuestion,
+    followed: list[Deployment],
+    value: float,
+    incumbent: Deployment | None,
+    until_s: float = math.inf,
 ) -> Row | None:
     """Return the best at one value; one that is better by less than a tie does not replace the one before."""
     found: dict[Deployment, tuple[float, Row]] = {}
     for deployment in followed:
         try:
-            estimate = estimate_of(question, deployment)
+            estimate = estimate_of(question, deployment, until_s=until_s)
+        except OutOfTime:
+            raise
         except Infeasible:
             continue
         plan = ServingPlan(deployment=deployment, estimate=estimate, meets=True)

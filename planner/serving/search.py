@@ -5,6 +5,7 @@ There are tens of them, and one takes milliseconds, so none is pruned: the best 
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from planner.serving.candidates import deployments
 from planner.serving.question.question import ServingQuestion
 from simulator.serving.deployment import Deployment
 from simulator.serving.estimate import ServingEstimate
+from simulator.serving.server import OutOfTime
 from topology.errors import Infeasible
 
 # Deployments closer than this are a tie: predictions of one model on one machine are off by about as much from one deployment
@@ -46,17 +48,23 @@ class ServingResult:
 def search_serving(
     question: ServingQuestion, *, progress: Callable[[str], None] = lambda _: None, time_limit_s: float | None = None
 ) -> ServingResult:
-    """Return all deployments, best first. Raises Infeasible, with the reasons, where there is none."""
+    """Return all deployments, best first; with a time limit those that were simulated within it.
+
+    Raises Infeasible, with the reasons, where there is none.
+    """
     begin = time.monotonic()
+    until_s = begin + (math.inf if time_limit_s is None else time_limit_s)
     found, rejected = deployments(question)
     plans: list[ServingPlan] = []
     for number, deployment in enumerate(found):
-        if time_limit_s is not None and time.monotonic() - begin > time_limit_s and plans:
-            rejected["not simulated: --time-limit"] += len(found) - number
-            break
         progress(f"deployment {number + 1} of {len(found)}")
         try:
-            estimate = estimate_of(question, deployment)
+            estimate = estimate_of(question, deployment, until_s=until_s)
+        except OutOfTime:
+            if not plans:
+                raise
+            rejected["not simulated: --time-limit"] += len(found) - number
+            break
         except Infeasible as problem:
             rejected[str(problem).splitlines()[0]] += 1
             continue

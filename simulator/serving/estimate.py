@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from simulator.config.estimate import Interval
@@ -35,9 +36,13 @@ def estimate_serving(
     *,
     ttft_s: float = 0.0,
     tpot_s: float = 0.0,
+    until_s: float = math.inf,
 ) -> ServingEstimate:
-    """Simulate `traffic` on a deployment; targets of 0 are none. Raises Infeasible where nothing fits."""
-    served = serve(model, cluster, deployment, traffic)
+    """Simulate `traffic` on a deployment; targets of 0 are none.
+
+    Raises Infeasible where nothing fits, OutOfTime at `until_s` of `time.monotonic`.
+    """
+    served = serve(model, cluster, deployment, traffic, until_s=until_s)
     engine = engine_of(deployment.engine)
     seen = latency(served, ttft_s=ttft_s, tpot_s=tpot_s)
     source = Source.DATASHEET if deployment.measured is None else Source.FITTED

@@ -6,6 +6,8 @@ with the context that they have in the middle.
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, field
 from functools import partial
@@ -106,8 +108,17 @@ class Served:
     preempted: int
 
 
-def serve(model: Model, cluster: Cluster, deployment: Deployment, traffic: Traffic) -> Served:
-    """Run all requests of `traffic`. Raises Infeasible where a request finds no room in an empty cache."""
+class OutOfTime(Infeasible):
+    """A simulation did not end within the time that it was given."""
+
+
+def serve(
+    model: Model, cluster: Cluster, deployment: Deployment, traffic: Traffic, *, until_s: float = math.inf
+) -> Served:
+    """Run all requests of `traffic`.
+
+    Raises Infeasible where a request finds no room in an empty cache, OutOfTime at `until_s` of `time.monotonic`.
+    """
     env = simpy.Environment()
     requests = traffic.draw()
     engine = engine_of(deployment.engine)
@@ -117,6 +128,8 @@ def serve(model: Model, cluster: Cluster, deployment: Deployment, traffic: Traff
     def begin(prompt: int, output: int) -> None:
         cached = int(prompt * traffic.cached_prompt)
         answer = Answer(arrival_s=env.now, prompt=max(1, prompt - cached), output=output, cached=cached)
+        if time.monotonic() > until_s:
+            return  # of many thousands that begin at once; the loop below says so
         _after(env, engine.host_request_s, lambda: _least_loaded(first).add(answer))
 
     def finished(answers: Iterable[Answer]) -> None:
@@ -146,6 +159,11 @@ def serve(model: Model, cluster: Cluster, deployment: Deployment, traffic: Traff
     else:
         env.process(_arrive(env, requests, begin))
     while len(done) < len(requests):
+        if time.monotonic() > until_s:
+            raise OutOfTime(
+                f"{len(done):,} of {len(requests):,} requests were simulated within the time limit",
+                remedy="a longer --time-limit, or fewer clients",
+            )
         env.step()
     every = {id(scheduler): scheduler for scheduler in (*first, *last)}.values()
     return Served(

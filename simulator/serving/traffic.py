@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -62,6 +63,14 @@ class Traffic:
 
     def draw(self) -> tuple[Request, ...]:
         """Return all requests, in order of arrival. The same seed gives the same requests."""
+        return _drawn(self)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest request, prompt and answer."""
+        return _longest(self)
+
+    def _draw(self) -> tuple[Request, ...]:
         if self.trace:
             return tuple(sorted(self.trace))
         random = np.random.default_rng(self.seed)
@@ -79,3 +88,13 @@ class Traffic:
             return np.arange(self.count) * mean
         spread = self.shape**2
         return np.cumsum(random.gamma(1 / spread, mean * spread, self.count))
+
+
+@lru_cache(maxsize=1)  # every deployment of a search is asked for the same, which may be hundreds of thousands
+def _drawn(traffic: Traffic) -> tuple[Request, ...]:
+    return traffic._draw()  # noqa: SLF001 - of this module
+
+
+@lru_cache(maxsize=8)
+def _longest(traffic: Traffic) -> int:
+    return max(request.prompt + request.output for request in traffic.draw())

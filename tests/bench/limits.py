@@ -41,6 +41,7 @@ def inputs(folder: Path) -> None:
 
 def commands(folder: Path) -> dict[str, list[str]]:
     suggest = ["suggest", "--time-limit", str(LIMIT_S), "--cluster", "dgx-h100"]
+    serve = [*suggest, "--task", "serve"]
     case = str(folder / "trace.json")
     return {
         "1,048,576 GPUs": [*suggest, "--model", "llama3-70b", "--gpus", str(1 << 20), "--global-batch", str(1 << 21)],
@@ -62,6 +63,10 @@ def commands(folder: Path) -> dict[str, list[str]]:
         "a matrix of 1,000 columns": ["probe", "--from", str(folder / "matrix.txt")],
         "XML of 20,000 GPUs": ["probe", "--from", str(folder / "system.xml")],
         "400,000 brackets": ["probe", "--from", str(folder / "brackets.txt")],
+        "65,536 clients of 512 GPUs": [*serve, "--model", "deepseek-v3", "--gpus", "512", "--isl", "4096", "--osl", "4096", "--concurrency", "65536"],
+        "65,536 clients, answers of 65,536 tokens": [*serve, "--model", "qwen3-30b-a3b", "--gpus", "64", "--isl", "512", "--osl", "65536", "--concurrency", "65536"],
+        "4,096 clients, prompts of 32,768 tokens": [*serve, "--model", "llama3-8b", "--gpus", "8", "--isl", "32768", "--osl", "8192", "--concurrency", "4096"],
+        "placements of 80 layers on 256 GPUs": ["shard", "--model", "llama3-70b", "--layers", "80", "--mesh", "pod=4,data=8,model=8", "--cluster", "dgx-h100", "--gpus", "256", "--time-limit", str(LIMIT_S)],
         "a collective of 1,048,576 GPUs": ["collective", "--cluster", "dgx-h100", "--gpus", str(1 << 20), "--op", "all_reduce", "--bytes", str(1 << 30)],
     }  # fmt: skip
 

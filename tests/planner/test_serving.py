@@ -20,12 +20,14 @@ from planner.export.serving.commands import command
 from planner.export.serving.files import serving_files
 from planner.serving.break_even import break_even
 from planner.serving.candidates import refusal
+from planner.serving.crossings import over_clients
 from planner.serving.question.from_flags import ServingFlags, serving_question
 from planner.serving.question.question import ServingQuestion
 from planner.serving.search import search_serving
 from planner.validate.serving_names import cluster_of, model_of
 from simulator.config.hf_config import load_model
 from simulator.serving.deployment import Deployment, Pool
+from simulator.serving.server import OutOfTime
 from tests.planner.conftest import Finished
 from topology.catalog.cluster_file import save_cluster
 from topology.catalog.clusters import cluster_from_case
@@ -37,6 +39,24 @@ QUICK = ("--isl", "256", "--osl", "32", "--concurrency", "8")
 def asked(**changed: Any) -> ServingQuestion:
     options: dict[str, Any] = {"model": "llama3-8b", "cluster": "dgx-h100", "isl": 256, "osl": 32, "concurrency": 8}
     return serving_question(ServingFlags(**(options | changed)))
+
+
+def test_a_time_limit_ends_the_simulation_of_a_deployment_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that ticks at every event: searches and sweeps stop in the middle of a deployment, with what there is."""
+    whole = search_serving(asked(gpus=2))
+    ticks = itertools.count()
+    monkeypatch.setattr("time.monotonic", lambda: next(ticks))
+
+    with pytest.raises(OutOfTime, match="of 200 requests were simulated within"):
+        search_serving(asked(gpus=2), time_limit_s=20)
+    begin = next(ticks)
+    search_serving(asked(gpus=2))
+    took = next(ticks) - begin
+    some = search_serving(asked(gpus=2), time_limit_s=took * 0.7)
+
+    assert 0 < len(some.plans) < len(whole.plans)
+    assert some.rejected["not simulated: --time-limit"] == len(whole.plans) - len(some.plans)
+    assert over_clients(whole, until_s=next(ticks) + 20).rows == ()
 
 
 def test_the_document_has_what_programs_read(planner: Callable[..., Finished]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import shlex
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -54,9 +56,11 @@ def suggest_serving(given: Mapping[str, Any]) -> None:
     out = given["out"]
     if out is not None and out.exists() and not given["force"]:
         raise UserError(f"{out} is there already", remedy="choose another name, or pass --force")
+    limit_s = given["time_limit"]
+    until_s = time.monotonic() + (math.inf if limit_s is None else limit_s)
     try:
-        result = search_serving(question, progress=output.progress, time_limit_s=given["time_limit"])
-        load = over_clients(result).rows
+        result = search_serving(question, progress=output.progress, time_limit_s=limit_s)
+        load = over_clients(result, until_s=until_s).rows
     finally:
         output.end_progress()
     if given["json"]:

@@ -44,7 +44,7 @@ class ServingQuestion:
     @property
     def longest(self) -> int:
         """Tokens of the longest request, prompt and answer."""
-        return max(request.prompt + request.output for request in self.traffic.draw())
+        return self.traffic.longest
 
     def deployment(self, pool: Pool, prefill: Pool | None = None) -> Deployment:
         """Return a deployment under the question's engine, formats and limits."""
