@@ -22,8 +22,8 @@ from planner.calibrate.choose import (
     Targets,
     expected_seconds,
     in_order,
-    targets_between,
-    targets_themselves,
+    targets_of_differences,
+    targets_of_steps,
 )
 from planner.calibrate.measurements import PossibleMeasurements, described, job_of, ops_of, own_effects, without_known
 from planner.calibrate.planned_step import PlannedStep
@@ -154,7 +154,7 @@ def agenda_for(
     order = np.argsort(seconds, kind="stable") if wanted.choice else np.arange(len(steps))
     wanted = replace(wanted, steps=tuple(steps[place] for place in order))
     rows, seconds = rows[order], seconds[order]
-    targets = targets_between(rows, seconds) if wanted.choice and len(steps) > 1 else targets_themselves(rows)
+    targets = targets_of_differences(rows, seconds) if wanted.choice and len(steps) > 1 else targets_of_steps(rows)
     possible = PossibleMeasurements(cluster, gpus, terms, calibration).of(wanted.steps)
     possible = [
         one

@@ -1,17 +1,12 @@
-"""What can be asked of a calibration, and what of it a profile lacks: the operators of plans, by the runtime's operator list.
-
-Without plans, the operators are those of typical layers: models from 1B to 70B, over tokens and tensor-parallel
-degrees, ordered so that the first ones already cover all kinds. With plans, they are what the plans run and the profile
-lacks.
-"""
+"""What can be asked of a calibration, and what of it a profile lacks: the operators of plans, by the runtime's operator list."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from planner.calibrate.overlap_request import plan_sites, site_key, typical_sites
+from planner.calibrate.overlap_request import site_key
 from planner.calibrate.planned_step import PlannedStep
 from simulator.calibration.kernel_samples import operators_of
 from simulator.config.model import Model
@@ -30,9 +25,6 @@ TYPICAL_LAYERS = (
 VOCABULARY = 128256
 COPIES = tuple(2**power for power in (16, 18, 20, 22, 24, 26, 28, 30))
 MAX_TENSOR_BYTES = 24 * 2**30  # of the largest operand: logits of very large batches are left out
-
-OPS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send_recv")
-SIZES = tuple(2**power for power in (14, 17, 20, 22, 24, 26, 28, 29))  # bytes of messages when no plan is named
 
 # Compute and a collective at the same time. Sizes are those of layers that FSDP gathers: 100 MB to 1 GB.
 CONTENTION: tuple[dict[str, Any], ...] = tuple(
@@ -64,15 +56,6 @@ class Request:
         return self == Request()
 
 
-def machine_request(*, gpus: int, collectives: bool = True) -> Request:
-    """Return measurements that need several GPUs: collectives, their contention with kernels, and overlap modes."""
-    if gpus < 2:
-        return Request()
-    groups = sorted({2, 1 << (gpus.bit_length() - 1)}, reverse=True)
-    wanted = [collective_item(op, ranks, SIZES) for ranks in groups for op in OPS] if collectives else []
-    return Request(contention=CONTENTION, overlap=typical_sites(gpus), collectives=tuple(wanted))
-
-
 def collective_item(op: str, ranks: int, sizes: Iterable[int]) -> dict[str, Any]:
     """Return a collective to measure at `sizes` in bytes, each rounded down so that all ranks have as many whole numbers."""
     whole = ranks * 256
@@ -82,12 +65,6 @@ def collective_item(op: str, ranks: int, sizes: Iterable[int]) -> dict[str, Any]
 def copies() -> Request:
     """Return plain copies of memory of all sizes, to which kernels that were not measured are compared."""
     return Request(operators=tuple(_copies()))
-
-
-def exact_request(questions: Sequence[PlannedStep], *, gpus: int) -> Request:
-    """Return the operators and overlap sites of the plans."""
-    operators = [one for question in questions for one in plan_operators(question)]
-    return Request(operators=tuple(unique(operators)), overlap=plan_sites(questions, gpus))
 
 
 def one_layer(shape: tuple[int, int, int, int, int], vocabulary: int) -> Model:

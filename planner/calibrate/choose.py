@@ -84,7 +84,7 @@ class Knowledge:
         self.covariance = self.after(measurement)
 
 
-def targets_between(effects: Floats, steps: Floats) -> Targets:
+def targets_of_differences(effects: Floats, steps: Floats) -> Targets:
     """Return what decides between plans, given their effects (plans, terms) and predicted steps, the quickest first.
 
     The difference of each to the first counts the more the likelier the two change places; the first step itself counts
@@ -97,15 +97,9 @@ def targets_between(effects: Floats, steps: Floats) -> Targets:
     return Targets(rows=np.vstack([apart, effects[:1]]), weights=np.append(weights, OWN_WEIGHT))
 
 
-def targets_themselves(effects: Floats) -> Targets:
+def targets_of_steps(effects: Floats) -> Targets:
     """Return the plans' own steps as what is to become sure."""
     return Targets(rows=effects, weights=np.ones(len(effects)))
-
-
-def together(targets: Sequence[Targets]) -> Targets:
-    return Targets(
-        rows=np.vstack([one.rows for one in targets]), weights=np.concatenate([one.weights for one in targets])
-    )
 
 
 def in_order(

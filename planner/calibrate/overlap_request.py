@@ -1,4 +1,4 @@
-"""Which tensor-parallel matrix products to measure in every overlap mode: those of given plans, or of typical layers.
+"""Which tensor-parallel matrix products to measure in every overlap mode: those of given plans.
 
 The forward sites of a dense layer are an all-gather before the QKV projection, one before the feed-forward, and a
 reduce-scatter after each block. Backward times are modelled from forward ones.
@@ -12,31 +12,6 @@ from typing import Any
 from planner.calibrate.planned_step import PlannedStep
 
 GATHER, SCATTER = "all_gather_matmul", "matmul_reduce_scatter"
-# (hidden, heads, key/value heads, head width, feed-forward width) and tokens of a micro batch: a layer of 8B and one of
-# 70B, few tokens and many. The first entries already cover both operations, and host-bound as well as device-bound
-# shapes.
-TYPICAL_LAYERS = (
-    ((4096, 32, 8, 128, 14336), 8192),
-    ((4096, 32, 8, 128, 14336), 2048),
-    ((8192, 64, 8, 128, 28672), 8192),
-    ((4096, 32, 8, 128, 14336), 16384),
-    ((8192, 64, 8, 128, 28672), 2048),
-)
-MAX_RANKS = 8
-
-
-def typical_sites(gpus: int) -> tuple[dict[str, Any], ...]:
-    """Return the sites of typical layers, on the largest power of two of `gpus` up to MOST_RANKS; none on one GPU."""
-    ranks = min(MAX_RANKS, 1 << (gpus.bit_length() - 1))
-    if ranks < 2:
-        return ()
-    return tuple(
-        one
-        for (hidden, heads, kv_heads, width, ffn), tokens in TYPICAL_LAYERS
-        for one in _sites(
-            tokens, hidden, (heads * width, kv_heads * width, kv_heads * width), ffn, gated=True, ranks=ranks
-        )
-    )
 
 
 def plan_sites(questions: Sequence[PlannedStep], gpus: int) -> tuple[dict[str, Any], ...]:

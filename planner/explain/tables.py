@@ -9,7 +9,7 @@ from textwrap import wrap
 
 from rich.console import Console
 
-from planner.io.figures import GIB, gib_text, interval_text, last_digit_s, rate_text, seconds_text
+from planner.io.figures import GIB, gib_text, last_digit_s, seconds_text
 from planner.io.output import printable
 from planner.question.prediction import Method
 from planner.search.flips import FlipPoint
@@ -68,22 +68,6 @@ def run_length_text(values: Sequence[object]) -> str:
     """Return a list with repetitions counted: `2 x full, 6 x none`."""
     groups = [(value, len(list(same))) for value, same in groupby(values)]
     return ", ".join(f"{count} x {value}" if count > 1 else f"{value}" for value, count in groups)
-
-
-HEADINGS = ("step (80% range)", "tok/s/GPU", "MFU", "peak GiB, fits", "exposed comm", "bubble")
-
-
-def estimate_cells(estimate: Estimate) -> list[str]:
-    """Return the figures of one estimate, in the order of `HEADINGS`."""
-    step, parts, memory = estimate.step_s, estimate.breakdown_s, estimate.memory
-    return [
-        interval_text(step),
-        rate_text(estimate),
-        f"{estimate.mfu:.0%}",
-        f"{gib_text(memory.reserved_bytes)} {memory.fit}",
-        share_text(parts.get("exposed_communication", 0.0), step.value),
-        share_text(parts.get("bubble", 0.0), step.value),
-    ]
 
 
 def share_text(part: float, whole: float) -> str:

@@ -30,7 +30,11 @@ def goal_of(tokens: str | None, gpu_price: float | None, deadline: str | None, b
     """Return the goal that flags state; None without tokens. Raises UserError where one flag needs another."""
     if tokens is None:
         if option := "--deadline" if deadline is not None else "--budget" if budget is not None else "":
-            raise UserError(f"{option} is about a whole run", why="its tokens are not said", remedy="--tokens 2T")
+            raise UserError(
+                f"{option} is about a whole run",
+                why="the number of tokens to train on is not given",
+                remedy="--tokens 2T",
+            )
         return None
     if budget is not None and not gpu_price:
         raise UserError("--budget needs the price of a GPU for an hour", remedy="--gpu-price 2.5")

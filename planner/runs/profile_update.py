@@ -54,7 +54,7 @@ def _add(run: RunReport, path: Path) -> ProfileUpdate:
     alone_times = standalone_times(before, cluster.slowest_kind)
     if alone_times is None:
         raise BadInput(
-            f"{path} holds no operators measured alone",
+            f"{path} has no samples of single operators",
             why="times within a step can only be compared with times of the same operators alone",
             remedy="planner calibrate first",
         )

@@ -142,13 +142,13 @@ def no_legal_plan(question: Question, found: Nodes) -> Infeasible:
     count, framework = question.count, question.framework
     if reason := question.runtime.not_modelled:
         return Infeasible(reason, remedy="ask in bfloat16, and with adamw")
-    joined = reach(question.cluster)
-    if count > joined.gpus:
+    reached = reach(question.cluster)
+    if count > reached.gpus:
         return Infeasible(
             f"a plan of {count} GPUs cannot run on {question.cluster.name}",
-            why=joined.why,
-            remedy=f"--gpus {joined.gpus}"
-            if joined.gpus > 0
+            why=reached.why,
+            remedy=f"--gpus {reached.gpus}"
+            if reached.gpus > 0
             else "plan for GPUs without MIG: choose them, or a catalogue cluster",
         )
     plainest = Plan(dp_shard=count) if not framework.zero_stages else Plan(dp_replicate=count, zero_stage=0)
@@ -156,7 +156,8 @@ def no_legal_plan(question: Question, found: Nodes) -> Infeasible:
     counts = ", ".join(f"{name} {n}" for name, n in {**found.rejected, **found.pruned}.items())
     return Infeasible(
         f"no legal plan for {question.model.name} on {gpus_text(count)} in {framework.title}",
-        why=f"grids rejected by rule: {counts}" + (f". Data parallel alone: {example.message}" if example else ""),
+        why=f"combinations of degrees rejected, by rule: {counts}"
+        + (f". Data parallel alone: {example.message}" if example else ""),
         remedy=f"change --global-batch (now {question.workload.global_batch_size}), --gpus, or --framework",
     )
 

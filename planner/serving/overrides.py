@@ -28,7 +28,7 @@ def with_serving_flags(
     if stated:
         names = ", ".join("--" + name for name in stated)
         raise UserError(
-            f"{names} beside a saved plan",
+            f"{names} cannot be combined with a saved plan",
             why="the plan was made for the model, the machine and the requests that it holds",
             remedy="plan again with planner suggest --task serve",
         )

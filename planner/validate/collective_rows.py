@@ -44,9 +44,9 @@ def predicted_rows(
         )
     if not 2 <= ranks <= cluster.gpu_count:
         raise UserError(f"{cluster.name} has {cluster.gpu_count} GPU(s); a collective of {ranks} cannot run there")
-    joined = reach(cluster)
-    if ranks > joined.gpus:
-        raise Infeasible(f"a collective of {ranks} GPUs cannot run on {cluster.name}", why=joined.why)
+    reached = reach(cluster)
+    if ranks > reached.gpus:
+        raise Infeasible(f"a collective of {ranks} GPUs cannot run on {cluster.name}", why=reached.why)
     nodes = -(-ranks // cluster.gpus_per_node)
     # Evaluated like a measured table, but without times.
     asked = {"machine": cluster.name, "gpus": ranks, "nodes": nodes, "collective": op}

@@ -87,7 +87,7 @@ def fit_runtimes(profile: Profile, cluster: Cluster, calibration: Calibration) -
     fits = [
         _Fit(runs, cluster, calibration, boost_hz)
         for key, found in _by_runtime(profile).items()
-        if (runs := [run for run in found if joined(cluster, run.plan.gpus)])
+        if (runs := [run for run in found if is_connected(cluster, run.plan.gpus)])
     ]
     shown = [fit for fit in fits if fit.host_bound]
     hosts = fit_hosts([fit.host_runs() for fit in shown]) if shown else HostFit(speed=1.0, costs=[])
@@ -95,7 +95,7 @@ def fit_runtimes(profile: Profile, cluster: Cluster, calibration: Calibration) -
     return {fit.key: fit.costs(costs.get(fit.key, {}), hosts.speed) for fit in fits}
 
 
-def joined(cluster: Cluster, gpus: int) -> bool:
+def is_connected(cluster: Cluster, gpus: int) -> bool:
     """Return whether `gpus` GPUs like those of `cluster` would reach each other."""
     return gpus == 1 or reach(grow(cluster, gpus)).gpus >= gpus
 

@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from planner.calibrate.agenda import STARTING_S  # noqa: E402 - the path comes first
-from planner.calibrate.choose import Knowledge, Measurement, in_order, targets_themselves  # noqa: E402
+from planner.calibrate.choose import Knowledge, Measurement, in_order, targets_of_steps  # noqa: E402
 from planner.calibrate.layer_runs import NARROW  # noqa: E402
 from planner.calibrate.measurements import OPERATORS_AT_ONCE, PossibleMeasurements, described, ops_of, own_effects  # noqa: E402
 from planner.calibrate.planned_step import PlannedStep  # noqa: E402
@@ -146,7 +146,7 @@ def in_chosen_order(profile: Profile, runs: Runs, cluster: Cluster) -> list[tupl
     by_id = {id(part.measurement): part for part in parts}
     chosen = in_order(
         [part.measurement for part in parts],
-        targets_themselves(rows),
+        targets_of_steps(rows),
         Knowledge.of_nothing(len(terms)),
         gpus=GPUS,
         budget_s=1e6,

@@ -10,9 +10,10 @@ from planner.calibrate.calibrate_process import calibrate, read_records
 from planner.calibrate.calibration_report import overlap_rows
 from planner.calibrate.calibration_request import (
     Request,
-    exact_request,
-    machine_request,
+    collective_item,
     missing_from,
+    plan_operators,
+    unique,
 )
 from planner.calibrate.layer_runs import (
     layer_request,
@@ -21,6 +22,7 @@ from planner.calibrate.layer_runs import (
     torchtitan_network,
     typical_steps,
 )
+from planner.calibrate.overlap_request import plan_sites
 from planner.calibrate.planned_step import PlannedStep
 from planner.cli import main
 from planner.commands.calibrate import _cut_short, _without_folder
@@ -48,6 +50,12 @@ def question(plan: Plan, *, runtime: Runtime | None = None, seq_len: int = 8192)
         workload=Workload(seq_len=seq_len, global_batch_size=plan.data_parallel * plan.micro_batch_size),
         runtime=runtime or Runtime(name="torchtitan"),
     )
+
+
+def exact_request(steps: list[PlannedStep], *, gpus: int) -> Request:
+    """Return the operators and overlap sites of steps."""
+    operators = unique(one for step in steps for one in plan_operators(step))
+    return Request(operators=tuple(operators), overlap=plan_sites(steps, gpus))
 
 
 def shapes(request: Request, name: str, direction: str) -> set[tuple[tuple[str, int], ...]]:
@@ -94,7 +102,7 @@ def test_the_sites_of_a_plan_are_measured_as_its_ranks_run_them() -> None:
 
 
 def test_a_shape_in_every_mode_is_asked_for_once() -> None:
-    request = machine_request(gpus=4)
+    request = exact_request([question(Plan(tp=4, sequence_parallel=True), seq_len=n) for n in (2048, 8192)], gpus=4)
     known = tuple(
         OverlapSample(
             **{**one, "columns": tuple(one["columns"])}, seconds={"nccl": 1e-3}, product_s=1e-3, collective_s=1e-4
@@ -104,8 +112,7 @@ def test_a_shape_in_every_mode_is_asked_for_once() -> None:
     throttled = dataclasses.replace(known[0], invalid="hot")
 
     assert {one["ranks"] for one in request.overlap} == {4}
-    assert not machine_request(gpus=1).overlap
-    assert missing_from(request, Profile(machine="m", gpu="x", overlap=known)).overlap == request.overlap[3:]
+    assert missing_from(request, Profile(machine="m", gpu="x", overlap=known)).overlap == request.overlap[3:] != ()
     assert missing_from(request, Profile(machine="m", gpu="x", overlap=(throttled,))).overlap == request.overlap
 
 
@@ -197,7 +204,7 @@ def test_what_the_profile_has_is_not_asked_for_again() -> None:
 
     assert missing_from(request, profile).operators == request.operators[10:], "a throttled sample is no sample"
     assert missing_from(request, None) == request
-    assert missing_from(machine_request(gpus=1), profile).empty
+    assert missing_from(Request(), profile).empty
 
 
 def test_layers_that_a_profile_file_has_are_not_asked_for_again(tmp_path) -> None:
@@ -223,7 +230,9 @@ def test_layers_that_a_profile_file_has_are_not_asked_for_again(tmp_path) -> Non
 
 
 def test_sizes_of_a_collective_that_were_measured_are_left_out() -> None:
-    request = machine_request(gpus=2)
+    request = Request(
+        collectives=tuple(collective_item(op, 2, (2**14, 2**20, 2**26)) for op in ("all_gather", "all_reduce"))
+    )
     first = request.collectives[0]
     samples = tuple(
         CollectiveSample(op=first["op"], ranks=2, nodes=1, nbytes=nbytes, time_s=1e-3) for nbytes in first["sizes"][1:]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from planner.calibrate.agenda import Wanted, agenda_for, made_of
 from planner.calibrate.calibration_request import Request
-from planner.calibrate.choose import Knowledge, Measurement, Targets, in_order, targets_between
+from planner.calibrate.choose import Knowledge, Measurement, Targets, in_order, targets_of_differences
 from planner.calibrate.measurements import PossibleMeasurements, job_of, messages, ops_of, shallow
 from planner.calibrate.planned_step import PlannedStep
 from planner.calibrate.terms import effects, terms_of
@@ -99,7 +99,7 @@ def test_what_shows_nothing_is_left_out_and_the_budget_is_kept() -> None:
 def test_plans_far_behind_the_first_count_less() -> None:
     effects_of = np.array([[0.1, 0.0], [0.0, 0.1], [0.0, 0.1]])
 
-    near, far, own = targets_between(effects_of, np.array([1.0, 1.05, 2.0])).weights
+    near, far, own = targets_of_differences(effects_of, np.array([1.0, 1.05, 2.0])).weights
 
     assert near > 0.5 > own > far
 

@@ -130,7 +130,7 @@ def test_flags_beside_a_saved_plan_change_it_and_say_so(planner: Callable[..., F
     assert "changed pool.tp: 4, then 2" in changed["assumed"]
     refused = planner("estimate", "--plan", saved, "--gpus", "8")
     assert refused.returncode == 2
-    assert "beside a saved plan" in refused.output
+    assert "cannot be combined with a saved plan" in refused.output
 
 
 def test_an_edited_plan_is_refused(planner: Callable[..., Finished], tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ def test_an_older_release_schedules_while_the_gpu_waits() -> None:
 
 
 def test_releases_are_told_apart_of_two_engines_only() -> None:
-    with pytest.raises(BadInput, match="not told apart"):
+    with pytest.raises(BadInput, match="not distinguished"):
         split_engine("trtllm==1.0")
 
 

@@ -82,7 +82,7 @@ def cluster_from_case(
         near = difflib.get_close_matches(unknown[0], CASE_KEYS, n=1)
         raise BadCluster(
             f"cluster has an unknown key: {unknown[0][:40]!r}",
-            why="nothing reads it, so what it says would be dropped",
+            why="nothing reads it, and it would be ignored",
             remedy=f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(CASE_KEYS)}",
         )
 

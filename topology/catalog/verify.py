@@ -66,7 +66,7 @@ def require_possible(cluster: Cluster, *, where: str) -> None:
     if problems:
         more = f" (and {len(problems) - 6} more)" if len(problems) > 6 else ""
         raise BadCluster(
-            f"{where} describes a cluster that cannot be: {'; '.join(problems[:6])}{more}",
+            f"{where} describes an impossible cluster: {'; '.join(problems[:6])}{more}",
             remedy="correct the file; a GPU that is not as its datasheet says needs a kind with a name of its own",
         )
 

@@ -128,7 +128,7 @@ def _read_one_text(evidence: Evidence, label: str, text: str) -> bool:
                 WARNING,
                 f"{label} was not read",
                 str(error),
-                "what it says is missing here",
+                "its contents are missing from the answer",
                 "check the file",
             )
         )

@@ -22,7 +22,7 @@ def command(deployment: Deployment, pool: Pool, model: str, *, longest: int, por
     if program not in writers:
         raise Infeasible(
             f"{engine_of(deployment.engine).title} has no server to start",
-            why="it is described for its steps alone",
+            why="only the steps of that engine are modelled",
             remedy=f"use --engine {', '.join(writers)}",
         )
     return writers[program](deployment, pool, model, longest, port)

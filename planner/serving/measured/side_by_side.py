@@ -17,7 +17,7 @@ WAYS = {"own": "ours, with the norm", "nccl": "NCCL"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Beside:
+class Compared:
     """One figure. Seconds, or tokens a second where `what` says so; `way` is the all-reduce it was measured with."""
 
     what: str
@@ -32,7 +32,7 @@ class Beside:
         return self.predicted / self.measured - 1
 
 
-def step_rows(document: Mapping[str, Any]) -> list[Beside]:
+def step_rows(document: Mapping[str, Any]) -> list[Compared]:
     """Return the timed steps of an executor's report, in the order asked; of several all-reduces the predicted first."""
     request = document["request"]
     predicted = {
@@ -41,7 +41,7 @@ def step_rows(document: Mapping[str, Any]) -> list[Beside]:
     }
     first = _loads_way(document)
     rows = [
-        Beside(
+        Compared(
             what=_step_text(step),
             predicted=predicted[step["phase"], step["batch"], step["context"]],
             measured=step["seconds"],
@@ -53,7 +53,7 @@ def step_rows(document: Mapping[str, Any]) -> list[Beside]:
     return sorted(rows, key=lambda row: not row.predicted_for)
 
 
-def load_rows(document: Mapping[str, Any]) -> dict[str, list[Beside]]:
+def load_rows(document: Mapping[str, Any]) -> dict[str, list[Compared]]:
     """Return by load what clients saw; a load that was not answered whole is left out."""
     found = {}
     for load in document["loads"]:
@@ -62,13 +62,13 @@ def load_rows(document: Mapping[str, Any]) -> dict[str, list[Beside]]:
         seen = measured_latency(load["answers"])
         predicted = document["request"]["predicted"]["loads"][load["name"]]
         rows = [
-            Beside(what=f"{title} {part}", predicted=predicted[name][part], measured=getattr(seen[name], part))
+            Compared(what=f"{title} {part}", predicted=predicted[name][part], measured=getattr(seen[name], part))
             for name, title in (("ttft_s", "first token"), ("tpot_s", "a token"), ("e2e_s", "whole answer"))
             for part in ("p50", "mean", "p95")
         ]
         tokens = sum(one["tokens"] for one in load["answers"])
         rows.append(
-            Beside(
+            Compared(
                 what="output tokens/s", predicted=predicted["output_tokens_per_s"], measured=tokens / load["seconds"]
             )
         )
@@ -88,7 +88,7 @@ def measured_latency(answers: Sequence[Mapping[str, float]]) -> dict[str, Distri
     }
 
 
-def mean_error(rows: Sequence[Beside]) -> float:
+def mean_error(rows: Sequence[Compared]) -> float:
     """Return the mean of absolute relative errors."""
     return float(np.mean([abs(row.error) for row in rows]))
 
@@ -121,7 +121,7 @@ def print_run(document: Mapping[str, Any]) -> None:
         screen.print(printable(f"failed   {document['failure']['message'][:500]}"))
 
 
-def _print_table(heading: str, rows: Sequence[tuple[str, Beside]]) -> None:
+def _print_table(heading: str, rows: Sequence[tuple[str, Compared]]) -> None:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(heading, overflow="fold")
     for name in ("predicted", "measured", "error"):

@@ -70,7 +70,7 @@ def split_engine(text: str) -> tuple[str, str]:
         return engine, ""
     program = engine_of(engine).program
     if program not in facts():
-        raise BadInput(f"releases of {engine} are not told apart", remedy=f"of {', '.join(facts())} they are")
+        raise BadInput(f"releases of {engine} are not distinguished", remedy=f"of {', '.join(facts())} they are")
     parse_release(release)
     release = release.strip().removeprefix("v")
     return vllm_of(release) if program == "vllm" else engine, release

@@ -157,7 +157,7 @@ def _bind_operator(line: _Binding, formula: Formula, annotation: Annotation, dec
     if unknown:
         raise BadInput(
             f"{name}: the size of axis {axis_name(unknown[0])} is not known",
-            why="no operand has it alone in a dim",
+            why="no operand has a dim of this axis only",
             remedy="give it under axes",
         )
     seen = {axis for operand in annotation.operands for dim in operand for axis in dim}

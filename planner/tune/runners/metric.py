@@ -102,7 +102,7 @@ def metric_of(text: str, *, tokens_per_step: float, gpus: int) -> Metric:
     strange = set(pattern.groupindex) - {*QUANTITIES, "memory_gib"}
     if strange or not pattern.groups or (pattern.groupindex and not set(pattern.groupindex) & set(QUANTITIES)):
         raise UserError(
-            f"--metric {text[:60]!r} does not say what it holds",
+            f"--metric {text[:60]!r} does not name the quantity it matches",
             why=f"groups are named {', '.join(QUANTITIES)} and memory_gib; one without a name holds seconds",
             remedy=r"--metric 'step time: (?P<step_ms>[\d.]+)'",
         )
