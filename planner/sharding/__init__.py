@@ -45,6 +45,7 @@ Reading order, which is also the order of the work:
     plans/                the answer
       plan.py             in program order
       lowering.py         as a program of the simulator, with its time on a cluster
+      schedules.py        how its exchanges are carried out, as the simulation says
       report.py           as JSON
       explanation.py      why each exchange is there, and what would be next best
     frontends/            captured modules, shipped models and axis maps as problems

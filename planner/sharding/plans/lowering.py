@@ -12,7 +12,7 @@ bytes). Host overhead is left out, as under a CUDA graph.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 
 import numpy as np
@@ -28,7 +28,7 @@ from planner.sharding.problem.problem import Machine, ShardingProblem
 from planner.sharding.solver.pricing import ROOFLINE_DTYPES, roofline_on
 from simulator.calibration.calibration import Calibration, collectives_on
 from simulator.engine.simulate import simulate
-from simulator.kernels.operators import Work
+from simulator.kernels.operators import Work, WorkKind
 from simulator.lowering.machine_costs import MachineCosts
 from simulator.lowering.steps import KernelKey
 from simulator.program.cost_model import Cost
@@ -160,12 +160,12 @@ class _ProgramWriter:
         if not operator.is_view:
             ring = schedule is not None and schedule.kind == "ring"
             parts = len(pieces) + int(ring) if pieces else (schedule.pieces if schedule is not None else 1)
-            cost = self._kernel_seconds(operator, step.option)
+            cost = self._kernel_seconds(operator, step.option, max(parts, 1))
             for part in range(max(parts, 1)):
                 waited = part - int(ring)  # a ring starts with the shard the rank already has
                 if pieces and waited >= 0:
                     self.code.wait(COMPUTE, pieces[waited])
-                self._add_kernel(f"{name}.{part}" if parts > 1 else name, step.option, operator, cost / max(parts, 1))
+                self._add_kernel(f"{name}.{part}" if parts > 1 else name, step.option, operator, cost)
                 if parts > 1:
                     self.produced_pieces.setdefault(name, []).append(self.code.record(COMPUTE))
         self.tensor_events[name, step.option.result] = self.code.record(COMPUTE)
@@ -182,9 +182,15 @@ class _ProgramWriter:
         kind = self.machine.cluster.slowest_kind
         self.kernels[name, shape, operator.result.dtype] = (Cost(seconds=seconds, sms=float(kind.sm_count)), 0.0)
 
-    def _kernel_seconds(self, operator: Operator, option: ShardingOption) -> float:
+    def _kernel_seconds(self, operator: Operator, option: ShardingOption, parts: int) -> float:
+        """Return the time of one of so many parts of an operator, each a kernel: of a product so many rows."""
         dtype = ROOFLINE_DTYPES.get(operator.result.dtype, operator.result.dtype)
-        return float(roofline_on(self.machine, dtype).seconds(work_of(operator, option, self.problem)).item())
+        work = work_of(operator, option, self.problem)
+        roofline = roofline_on(self.machine, dtype)
+        if work.kind is not WorkKind.MATMUL:
+            return float(np.asarray(roofline.seconds(work)).item()) / parts
+        part = replace(work, m=work.m / parts, flops=work.flops / parts, bytes=work.bytes / parts)
+        return float(np.asarray(roofline.seconds(part)).item())
 
 
 def work_of(

@@ -103,7 +103,7 @@ def plan_sharding(problem: ShardingProblem) -> ShardingPlan:
                 available.add((name, needed, stage))
                 move = _redistribute(name, candidates.redistributor_for(name, number), current, needed, result)
                 operand_moves.append(replace(move, stage=stage))
-        steps += _apply_to_moves(operand_moves, schedule)
+        steps += apply_to_moves(operand_moves, schedule)
         routing = problem.routed.get(result)
         if routing is not None:
             name, needed = option.operands[0]
@@ -117,7 +117,7 @@ def plan_sharding(problem: ShardingProblem) -> ShardingPlan:
         if option.result != choice.layouts[result]:
             result_schedule = schedule if schedule.kind != "ring" else Schedule()
             move = _redistribute(result, candidates.redistributor_for(result), option.result, choice.layouts[result])
-            steps += _apply_to_moves([replace(move, stage=stage)], result_schedule)
+            steps += apply_to_moves([replace(move, stage=stage)], result_schedule)
     return ShardingPlan(choice=choice, steps=tuple(steps))
 
 
@@ -138,7 +138,7 @@ def _redistribute(name: str, moves: Redistributor, source: Layout, target: Layou
     )
 
 
-def _apply_to_moves(moves: list[TensorMove], schedule: Schedule) -> list[TensorMove]:
+def apply_to_moves(moves: list[TensorMove], schedule: Schedule) -> list[TensorMove]:
     """Return the moves with `schedule` applied to their collectives, all of which run with the last move."""
     if not moves or schedule.kind == "whole":
         return moves

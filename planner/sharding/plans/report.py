@@ -12,7 +12,9 @@ from planner.sharding.layouts.layout import Layout, placements_of
 from planner.sharding.operators.operator import PRODUCT
 from planner.sharding.plans.lowering import simulate_time
 from planner.sharding.plans.plan import ShardingPlan, TensorMove, plan_sharding
+from planner.sharding.plans.schedules import Scheduled, choose_schedules, text_of
 from planner.sharding.problem.problem import Machine, MemoryLimit, ShardingProblem, parse_problem
+from planner.sharding.problem.schedule import Schedule
 from planner.sharding.solver.pricing import PICOSECONDS
 from simulator.calibration.calibration import Calibration
 from topology.cluster import Cluster
@@ -51,14 +53,28 @@ def planned_case(
     try:
         problem = on_machine(parse_problem(data), cluster, calibration, limits or Limits())
         plan = plan_sharding(problem)
-        time = (
-            {}
-            if cluster is None or problem.stages is not None
-            else {"time_s": _simulated_time(problem, plan, cluster, calibration)}
-        )
+        if cluster is None or problem.stages is not None:
+            return plan_row(name, problem, plan), Planned(problem, plan)
+        done = choose_schedules(problem, plan, Machine(cluster, calibration), seconds=(limits or Limits()).time_s)
+        row = plan_row(name, done.problem, done.plan)
+        row["schedules"] = _schedules(done)
+        row["time_s"] = _simulated_time(done.problem, done.plan, cluster, calibration)
     except (UserError, Infeasible) as error:
         return rejection(name, error), None
-    return {**plan_row(name, problem, plan), **time}, Planned(problem, plan)
+    return row, Planned(problem, plan)
+
+
+def _schedules(done: Scheduled) -> list[dict[str, Any]]:
+    """Return, of every result whose exchanges may be carried out in several ways, the one taken and what each takes."""
+    return [
+        {
+            "result": name.removesuffix(PRODUCT),
+            "way": text_of(done.problem.schedule.get(name, Schedule())),
+            "program_s": dict(times),
+        }
+        for name, times in done.tried.items()
+        if len(times) > 1
+    ]
 
 
 @dataclass(frozen=True, slots=True)

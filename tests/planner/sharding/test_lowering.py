@@ -4,6 +4,7 @@ import pytest
 
 from planner.sharding.plans.lowering import lower, simulate_time, work_of
 from planner.sharding.plans.plan import plan_sharding
+from planner.sharding.plans.report import planned_case
 from simulator.collectives.cost import CollectiveModel
 from simulator.kernels.operators import WorkKind
 from simulator.program.check import check
@@ -93,3 +94,25 @@ def test_a_mesh_larger_than_the_machine_has_no_time(machine) -> None:
 
     with pytest.raises(Infeasible, match="8 ranks"):
         time_of(stated, machine)
+
+
+def test_ways_of_exchanges_are_chosen_as_the_simulation_says() -> None:
+    """Every way of the last result, with those chosen before it, is the time of the case that states them."""
+    machine = load_cluster("dgx-h100")
+    weights = {"up": ([14336, 4096], "S(0)"), "down": ([4096, 14336], "S(1)"), "x": ([8192, 4096], "S(0)")}
+    case = {
+        "id": "sequence parallel",
+        "mesh": {"names": ["tp"], "shape": [8]},
+        "inputs": {name: {"shape": shape, "placements": [at]} for name, (shape, at) in weights.items()},
+        "ops": ["u = linear(x, up)", "g = gelu(u)", "y = linear(g, down)"],
+        "pins": {"g": ["S(1)"], "y": ["S(0)"]},
+    }
+    row, _ = planned_case(case, 0, machine)
+    first, last = row["schedules"]
+
+    assert (first["result"], last["result"]) == ("u", "y")
+    for way, seconds in last["program_s"].items():
+        stated, _ = planned_case({**case, "schedule": {"u": first["way"], "y": way}}, 0, machine)
+        assert stated["time_s"]["value"] == pytest.approx(seconds)
+    assert row["time_s"]["value"] == pytest.approx(min(last["program_s"].values()), rel=0.002)
+    assert row["time_s"]["value"] < first["program_s"]["whole"]

@@ -1,0 +1,110 @@
+"""How the exchanges of a plan are carried out where nobody said it: as what makes the simulated program shortest.
+
+For every result whose operands are moved, or that is moved itself: as a whole, around a ring, in chunks, or an all-reduce in two
+(`problem.schedule`). Layouts stay as they are chosen. Results that stand for one another, as in layers that repeat, go the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from math import inf
+from time import monotonic
+
+from planner.sharding.plans.lowering import simulate_time
+from planner.sharding.plans.plan import ShardingPlan, TensorMove, apply_to_moves
+from planner.sharding.problem.problem import Machine, ShardingProblem
+from planner.sharding.problem.schedule import Schedule
+from planner.sharding.solver.equivalence import find_equivalent
+from topology.errors import BadInput
+
+WAYS = (
+    Schedule(kind="ring"),
+    *(Schedule(kind="chunked", pieces=pieces) for pieces in (2, 4, 8)),
+    Schedule(kind="scatter_gather"),
+)
+WHOLE = "whole"
+GAIN = 0.002  # of the time: less is no reason for more messages
+MAX_TRIALS = 64
+_LONGEST = 2_000  # steps of a plan that is simulated again and again
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduled:
+    """The problem with its schedules and the plan that follows them; `tried` has seconds by result and way."""
+
+    problem: ShardingProblem
+    plan: ShardingPlan
+    tried: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+
+
+def choose_schedules(
+    problem: ShardingProblem, plan: ShardingPlan, machine: Machine, *, seconds: float | None = None
+) -> Scheduled:
+    """Return the plan with those schedules, of results that have none, whose program is shortest on `machine`.
+
+    Nothing new is tried after `seconds`.
+    """
+    until = monotonic() + (inf if seconds is None else seconds)
+    moved = dict.fromkeys(name for step in plan.steps if isinstance(step, TensorMove) for name in _scheduled_by(step))
+    best = Scheduled(problem, plan)
+    if problem.stages is not None or problem.routed or problem.schedule or not moved or len(plan.steps) > _LONGEST:
+        return best
+    least = _seconds(best, machine)
+    tried: dict[str, dict[str, float]] = {}
+    trials = 0
+    equivalence = find_equivalent(problem.graph, {**problem.input_layouts, **problem.pins}, fold=True)
+    for members in equivalence.members():
+        names = [name for number in members if (name := problem.operators[number].result.name) in moved]
+        times = {WHOLE: least}
+        start = best
+        for way in WAYS if names else ():
+            if trials == MAX_TRIALS or monotonic() > until:
+                break
+            trials += 1
+            found = _with(start, plan, dict.fromkeys(names, way))
+            if found is not None:
+                times[text_of(way)] = taken = _seconds(found, machine)
+                if taken < least * (1 - GAIN):
+                    best, least = found, taken
+        tried |= dict.fromkeys(names, times)
+    return replace(best, tried=tried)
+
+
+def text_of(schedule: Schedule) -> str:
+    """Return a schedule as a case states it."""
+    return f"{schedule.kind}:{schedule.pieces}" if schedule.kind == "chunked" else schedule.kind
+
+
+def _scheduled_by(move: TensorMove) -> Iterator[str]:
+    """Yield the result whose schedule a move follows."""
+    if move.collectives:
+        yield move.consumer or move.tensor
+
+
+def _with(before: Scheduled, plan: ShardingPlan, more: Mapping[str, Schedule]) -> Scheduled | None:
+    """Return the plan with more schedules; None where one of them cannot be."""
+    schedules = {**before.problem.schedule, **more}
+    steps: list[object] = []
+    waiting: list[TensorMove] = []
+    try:
+        for step in plan.steps:
+            if isinstance(step, TensorMove) and step.consumer in schedules:
+                waiting.append(step)  # until its operator: all of them travel together
+                continue
+            steps += apply_to_moves(waiting, schedules[waiting[0].consumer]) if waiting else []
+            waiting = []
+            own = schedules.get(step.tensor) if isinstance(step, TensorMove) and not step.consumer else None
+            if isinstance(step, TensorMove) and own is not None and own.kind != "ring":
+                steps += apply_to_moves([step], own)
+            else:
+                steps.append(step)
+    except BadInput:
+        return None
+    problem = replace(before.problem, schedule=schedules)
+    found = replace(plan, steps=tuple(steps))  # type: ignore[arg-type]
+    return None if found.steps == before.plan.steps else Scheduled(problem, found)
+
+
+def _seconds(one: Scheduled, machine: Machine) -> float:
+    return simulate_time(one.problem, one.plan, machine.cluster, machine.calibration).seconds
