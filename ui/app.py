@@ -25,6 +25,11 @@ STYLE = """<style>
   [class*="st-key-figures_"] { display: grid; grid-template-columns: repeat(auto-fit, minmax(128px, 1fr)); }
   [class*="st-key-figures_"] > div { width: auto; }
   .st-key-next { align-items: center; }
+  /* Charts side by side need room: on a narrow page they stand below each other. */
+  .stMainBlockContainer { container-type: inline-size; }
+  @container (max-width: 860px) {
+    [data-testid="stHorizontalBlock"]:has([data-testid="stVegaLiteChart"]) > [data-testid="stColumn"] { min-width: 100%; }
+  }
   @media (max-width: 640px) {
     .stMainBlockContainer { padding: 2.6rem 1.2rem 3rem; }
     [data-testid="stMetricValue"] { font-size: 1.1rem; }

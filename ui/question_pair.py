@@ -32,7 +32,8 @@ def show_questions(question: state.Inputs, result: SearchResult) -> None:
 
 def other_question(question: state.Inputs, result: SearchResult) -> state.Inputs:
     """Draw the second question and return it; it starts as the first."""
-    first, second, third, fourth, fifth = st.columns([3, 2, 3, 3, 2], vertical_alignment="bottom")
+    first, second, third = st.columns([3, 2, 3], vertical_alignment="bottom")
+    fourth, fifth = st.columns([3, 5], vertical_alignment="bottom")
     clusters, frameworks, precisions = state.clusters(), list(FRAMEWORKS), list(PRECISIONS)
     cluster = first.selectbox(
         "Machine", clusters, index=clusters.index(question.cluster), key="b_cluster", bind="query-params"

@@ -168,8 +168,9 @@ def fabric(nodes: Sequence[NodeLoad], *, dark: bool) -> alt.LayerChart:
     )
     tooltip = [alt.Tooltip("node:N"), alt.Tooltip("what:N"), alt.Tooltip("load:N", title="mean load")]
     base = alt.Chart(alt.Data(values=gpus)).encode(x=alt.X("x:Q", axis=None, scale=scale), y=y)
-    small = 420 if wide <= 8 else 130
-    squares = base.mark_point(shape="square", filled=True, opacity=1, size=small).encode(color=colours, tooltip=tooltip)
+    # As large as the room between two GPUs lets them be, and no larger than the row.
+    size = alt.ExprRef(f"pow(min(20, 0.86 * width / {edge + 1.2}), 2)")
+    squares = base.mark_point(shape="square", filled=True, opacity=1, size=size).encode(color=colours, tooltip=tooltip)
     links = alt.Chart(alt.Data(values=cables)).encode(y=y, tooltip=tooltip)
     lines = links.mark_rule().encode(
         x=alt.X("from:Q", scale=scale, axis=None), x2="to:Q", color=colours, size=alt.Size("size:Q", scale=None)

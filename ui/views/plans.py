@@ -157,7 +157,7 @@ def _left_out(result: SearchResult) -> str:
 
 def _filtered(table: list[dict[str, Any]], result: SearchResult) -> list[dict[str, Any]]:
     """Return the rows that pass the filters."""
-    left, middle, right = st.columns([4, 3, 2], vertical_alignment="bottom", gap="large")
+    left, middle, right = st.columns([4, 3, 3], vertical_alignment="bottom", gap="medium")
     used = [a for a in (*MESH_AXES, "ep") if any(int(getattr(r.plan, a)) > 1 for r in result.plans)]
     wanted = left.pills(
         "Only plans that use",
