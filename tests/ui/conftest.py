@@ -36,9 +36,9 @@ def explorer():
         test = AppTest.from_file(ROOT / "ui" / "app.py", default_timeout=120)
         test.session_state["_patience_s"] = patience_s
         test.query_params.update({"gpus": "4", "batch": "8", "seq": "4096", **parameters})
-        test.run()
         if page != "home":
-            test.switch_page(f"views/{page}.py").run()
+            test.switch_page(f"views/{page}.py")
+        test.run()
         assert [error.message for error in test.exception] == []
         return test
 

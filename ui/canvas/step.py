@@ -120,7 +120,7 @@ def strips(found: SimulatedStep, capacity: float) -> list[Strip]:
         shown.append(
             Strip(
                 label=name,
-                about=f"GB/s, peak {max(rate for _, rate in rates):.3g}",
+                about=f"peak {max(rate for _, rate in rates):.3g}",
                 unit="GB/s",
                 samples=rates,
                 colour=LINKS["network" if name.startswith("network") else "nvswitch"],
