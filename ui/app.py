@@ -19,7 +19,7 @@ from ui.question import state, uploads
 STYLE = """<style>
   .stMainBlockContainer { padding: 2.6rem 2.6rem 4rem; max-width: 1680px; }
   [data-testid="stSidebarUserContent"] { padding-top: 0; padding-bottom: 2rem; }
-  [data-testid="stMetricLabel"] *, [data-testid="stMetricValue"] * { white-space: normal; overflow: visible; }
+  [data-testid="stMetricLabel"] *, [data-testid="stMetricValue"] * { white-space: normal !important; overflow: visible; }
   [data-testid="stCode"] code span { color: inherit !important; }
   [data-testid="stStatusWidget"] button { display: none; }
   [class*="st-key-figures_"] { display: grid; grid-template-columns: repeat(auto-fit, minmax(128px, 1fr)); }
