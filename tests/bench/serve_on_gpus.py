@@ -27,7 +27,7 @@ sys.path.insert(0, str(ROOT))
 
 from planner.serving.measured.asked_run import AskedRun, Step, all_steps, asked_run  # noqa: E402 - as above
 from planner.serving.measured.samples import add_to_profile  # noqa: E402 - as above
-from planner.serving.measured.side_by_side import Beside, load_rows, mean_error, step_rows  # noqa: E402 - as above
+from planner.serving.measured.side_by_side import Compared, load_rows, mean_error, step_rows  # noqa: E402 - as above
 from planner.serving.question.from_flags import ServingFlags, serving_question  # noqa: E402 - after the path
 from simulator.serving.deployment import Pool  # noqa: E402 - as above
 from simulator.serving.latency import latency  # noqa: E402 - as above
@@ -188,7 +188,7 @@ def table(found: dict[int, dict]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _keys(document: dict, rows: list[Beside]) -> list[tuple]:
+def _keys(document: dict, rows: list[Compared]) -> list[tuple]:
     """Return the keys of the timed steps in the order of `rows`."""
     keys = [(s["all_reduce"], s["phase"], s["batch"], s["context"]) for s in document["steps"]]
     first = next((row.way for row in rows if row.predicted_for), "")
