@@ -28,16 +28,16 @@ def shipped_model(name: str, version: str, model: Model) -> dict[str, Any]:
 
     Raises Infeasible if it has none: a target that builds models by name would train another one.
     """
-    weights = model.parameters
-    if model.moe and model.moe.router_bias:  # a buffer in torchtitan, not a parameter
-        weights -= model.moe_layers * model.moe.experts
+    weights = {model.parameters}
+    if model.moe and model.moe.router_bias:  # a buffer in its DeepSeek, not a parameter
+        weights.add(model.parameters - model.moe_layers * model.moe.experts)
     for entry in schema(name, version)["models"]:
         same = (
             entry["layers"] == model.layers
             and entry["hidden"] == model.hidden
             and entry["heads"] == model.heads
             and entry["kv_heads"] in {None, model.kv_heads}
-            and entry["parameters"] == weights
+            and entry["parameters"] in weights
         )
         if same:
             return dict(entry)

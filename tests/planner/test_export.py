@@ -130,6 +130,17 @@ def test_torchtitan_runs_a_pipelines_micro_batches_in_one_pass() -> None:
     assert sorted(degrees.values()) == [1, 1, 1, 1, 2, 4]
 
 
+@pytest.mark.parametrize(
+    ("model", "flavor"), [("gpt-oss-20b", "20b"), ("gpt-oss-120b", "120b"), ("deepseek-v3", "671B")]
+)
+def test_a_routers_bias_is_a_parameter_or_a_buffer(model: str, flavor: str) -> None:
+    """Torchtitan's gpt-oss counts it among the parameters, its DeepSeek does not: both are its own flavors."""
+    one = job(Plan(dp_shard=64), model=model, nodes=8)
+
+    assert f'flavor = "{flavor}"' in export(one, find_target("torchtitan@0.2.2")).text
+    assert f'model_registry("{flavor}")' in export(one, find_target("torchtitan@0.3.0")).text
+
+
 def test_uneven_stages_are_spelled_out_or_refused() -> None:
     parts = tomllib.loads(exported("uneven", "torchtitan@0.2.2").text)["parallelism"]["module_fqns_per_model_part"]
 
