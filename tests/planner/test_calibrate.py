@@ -363,8 +363,12 @@ def test_a_calibration_for_a_question_runs_and_is_continued(tmp_path, capsys, mo
     assert not (tmp_path / "store").exists(), "a stand-in is not kept among measurements"
     assert not list(tmp_path.glob("*.partial"))
 
-    assert main(arguments) == 0
-    assert "nothing was measured" in capsys.readouterr().err
+    said = ""
+    for _ in range(4):  # a loaded machine needs more than one budget to get through
+        if "nothing was measured" not in said:
+            assert main(arguments) == 0
+            said = capsys.readouterr().err
+    assert "nothing was measured" in said
 
 
 @needs_torch
