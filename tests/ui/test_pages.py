@@ -398,6 +398,17 @@ def test_the_serving_page_answers_as_the_command_does(explorer):
     assert "--concurrency 8" in said(test)
 
 
+def test_the_serving_page_prices_tokens_once_it_knows_what_a_gpu_costs(explorer):
+    asked = {"model": "llama3-8b", "cluster": "h200x4", "isl": "64", "osl": "8", "clients": "4", "aim": "cost"}
+    assert "needs a price" in said(explorer("serving", **asked))
+
+    test = explorer("serving", **asked, price="3")
+
+    rate = float(table(test, "deployment")["rate"][0].replace(",", ""))
+    assert float(metrics(test)["A million output tokens"]) == pytest.approx(3 / 3600 / rate * 1e6, rel=0.06)
+    assert "--gpu-price 3" in said(test)
+
+
 def test_a_serving_question_without_an_answer_says_why(explorer):
     test = explorer("serving", model="llama3-405b")
 

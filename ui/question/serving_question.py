@@ -27,6 +27,7 @@ class ServingInputs:
     weights: str
     cache: str
     aim: str
+    price: int | None
     ttft: int | None
     tpot: int | None
 
@@ -51,6 +52,7 @@ class ServingInputs:
             weights=None if self.weights == state.AS_STORED else self.weights,
             kv_cache=self.cache,
             objective=self.aim,
+            gpu_price=None if self.price is None else float(self.price),
             ttft=None if self.ttft is None else self.ttft / 1e3,
             tpot=None if self.tpot is None else self.tpot / 1e3,
         )
@@ -73,6 +75,7 @@ class ServingInputs:
             "--weights": flags.weights,
             "--kv-cache": self.cache,
             "--objective": self.aim,
+            "--gpu-price": self.price,
             "--ttft": flags.ttft,
             "--tpot": flags.tpot,
         }
@@ -94,7 +97,7 @@ def ask(about: state.Inputs) -> ServingInputs:
         )
     with first[3]:
         rate = state.number("Requests/s", "rate", state.MAX_CLIENTS, "none", "Poisson arrivals, instead of clients.")
-    second = st.columns(6, gap="small")
+    second = st.columns(7, gap="small")
     with second[0]:
         engine = state.choice("Engine", list(engines()), "engine", "Its scheduler, its limits, its host time.")
     with second[1]:
@@ -104,13 +107,15 @@ def ask(about: state.Inputs) -> ServingInputs:
     with second[2]:
         cache = state.choice("KV cache", list(CACHE_BYTES), "cache", "The format of keys and values.")
     with second[3]:
-        aim = state.choice("Best by", list(state.SERVING_OBJECTIVES), "aim", "Output tokens a GPU, or whole answers.")
+        aim = state.choice("Best by", list(state.SERVING_OBJECTIVES), "aim", "Output tokens a GPU, whole answers, or their price.")
     with second[4]:
-        ttft = state.number("First token, ms", "ttft", state.MAX_TARGET_MS, "no target", "At most, in the mean.")
+        price = state.number("GPU price, an hour", "price", state.MAX_PRICE, "not told", "Of one GPU, in any currency.")
     with second[5]:
+        ttft = state.number("First token, ms", "ttft", state.MAX_TARGET_MS, "no target", "At most, in the mean.")
+    with second[6]:
         tpot = state.number("Further token, ms", "tpot", state.MAX_TARGET_MS, "no target", "At most, in the mean.")
     found = {"isl": isl, "osl": osl, "clients": clients, "rate": rate, "engine": engine, "weights": weights}
-    state.write_link(**found, cache=cache, aim=aim, ttft=ttft, tpot=tpot)
+    state.write_link(**found, cache=cache, aim=aim, price=price, ttft=ttft, tpot=tpot)
     return ServingInputs(
         about=about,
         isl=isl,
@@ -121,6 +126,7 @@ def ask(about: state.Inputs) -> ServingInputs:
         weights=weights,
         cache=cache,
         aim=aim,
+        price=price,
         ttft=ttft,
         tpot=tpot,
     )

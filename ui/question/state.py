@@ -34,7 +34,8 @@ MAX_SEQ = 1 << 22
 MAX_BATCH = 1 << 24
 MAX_CLIENTS = 4096
 MAX_TARGET_MS = 600_000
-SERVING_OBJECTIVES = ("throughput", "latency")
+MAX_PRICE = 1000
+SERVING_OBJECTIVES = ("throughput", "latency", "cost")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,6 +160,7 @@ FIELDS = {
     "weights": Field(label="format of weights", default=AS_STORED, read=_among(lambda: [AS_STORED, *WEIGHT_BYTES])),
     "cache": Field(label="format of the cache", default="bfloat16", read=_among(lambda: list(CACHE_BYTES))),
     "aim": Field(label="serving objective", default="throughput", read=_among(lambda: list(SERVING_OBJECTIVES))),
+    "price": Field(label="price of a GPU", default=None, read=_count(MAX_PRICE)),
     "ttft": Field(label="target of the first token", default=None, read=_count(MAX_TARGET_MS)),
     "tpot": Field(label="target of a token", default=None, read=_count(MAX_TARGET_MS)),
 }

@@ -8,6 +8,7 @@ import streamlit as st
 
 from planner.export.serving.files import serving_files
 from planner.serving.plan_file import serving_file
+from planner.serving.shown.documents import price_per_million
 from planner.serving.shown.text import answer_sentence, deployment_text, digits, ms_text
 from simulator.config.hf_config import hub_name
 from topology import codec
@@ -112,6 +113,8 @@ def _detail(found: ServingAnswers, place: int) -> None:
     first, first_range = _milliseconds(estimate.ttft_s)
     token, token_range = _milliseconds(estimate.tpot_s)
     source = estimate.tpot_s.source
+    price = price_per_million(found.result.question, estimate)
+    cost = [] if price is None else [("A million output tokens", digits(price), "At the price of a GPU that was told.")]
     panels.figures(
         [
             ("First token", first, "Mean; below it is where 80 % of such figures were.", first_range, source),
@@ -124,6 +127,7 @@ def _detail(found: ServingAnswers, place: int) -> None:
                 source,
             ),
             ("Memory of a GPU", f"{taken:.0f} GiB", f"Of {room.capacity_bytes / 2**30:.1f} GiB, with the KV cache."),
+            *cost,
         ]
     )
     sequences, context = digits(account.sequences), digits(account.context)
