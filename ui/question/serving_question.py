@@ -107,7 +107,9 @@ def ask(about: state.Inputs) -> ServingInputs:
     with second[2]:
         cache = state.choice("KV cache", list(CACHE_BYTES), "cache", "The format of keys and values.")
     with second[3]:
-        aim = state.choice("Best by", list(state.SERVING_OBJECTIVES), "aim", "Output tokens a GPU, whole answers, or their price.")
+        aim = state.choice(
+            "Best by", list(state.SERVING_OBJECTIVES), "aim", "Output tokens a GPU, whole answers, or their price."
+        )
     with second[4]:
         price = state.number("GPU price, an hour", "price", state.MAX_PRICE, "not told", "Of one GPU, in any currency.")
     with second[5]:
