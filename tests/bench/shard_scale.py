@@ -28,6 +28,7 @@ ASKED = [  # model, layers (None: all, with embedding and loss), mesh, GiB of a 
     ("llama3-70b", 80, {"data": 8, "model": 8}, None, None),
     ("llama3-8b", 1, {"pod": 4, "data": 2, "model": 8}, None, 60.0),
     ("llama3-8b", 32, {"pod": 4, "data": 2, "model": 8}, None, 60.0),
+    ("llama3-70b", 80, {"pod": 4, "data": 2, "model": 8}, None, None),
     ("llama3-8b", 1, {"pod": 4, "data": 2, "model": 8}, None, 1.0),
     ("llama3-8b", 1, {"pod": 4, "data": 2, "model": 8}, 2.0, 10.0),
 ]
