@@ -213,7 +213,9 @@ def account_alone(inputs: AccountInputs) -> Account:
     data = walk.begin(rank, held)
     rank.start()
     # Of two micro batches the middle one of three is taken back.
-    count = 1 if m[0] <= 1 else WALKED
+    # Beside each other the first two passes are a beginning of their own.
+    walked_out = WALKED + int(context.table.paired[0])
+    count = 1 if m[0] <= 1 else walked_out
     for number in range(count):
         since, last = rank.mark(), number == count - 1
         if context.table.paired[0] and number:
@@ -224,8 +226,8 @@ def account_alone(inputs: AccountInputs) -> Account:
             walk.action(rank, data, 0, Kind.FORWARD, number, last=last)
             if last or not context.table.paired[0]:
                 walk.action(rank, data, 0, Kind.BACKWARD, number, last=last)
-        if number == 1:
-            rank.repeat(since, m - WALKED)
+        if number == walked_out - 2:
+            rank.repeat(since, m - walked_out)
     walk.end(rank, data, held)
     parts = rank.spent_s()
     # The step ends with whatever is last: the host may still be at work.

@@ -132,7 +132,14 @@ def scenario(plan: Plan, runtime: Runtime, micro_batches: int) -> Scenario:
 @pytest.mark.parametrize("word", ["combined", "delay_wgrad"])
 @pytest.mark.parametrize(
     ("plan", "micro_batches"),
-    [(ALONE, 2), (ALONE, 5), (ALONE.with_(dp_replicate=16, ep=16), 4), (PIPED, 4), (PIPED, 12)],
+    [
+        (ALONE, 2),
+        (ALONE, 5),
+        (ALONE.with_(dp_replicate=16, ep=16), 4),
+        (ALONE.with_(dp_replicate=16, ep=16), 12),
+        (PIPED, 4),
+        (PIPED, 12),
+    ],
 )
 def test_the_account_and_the_simulation_agree(plan: Plan, micro_batches: int, word: str) -> None:
     asked, plan = scenario(plan, MEGATRON, micro_batches), plan.with_(ep_overlap=word)
