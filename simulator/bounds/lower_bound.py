@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulator.bounds.least_traffic import LeastTraffic
+from simulator.closed_form.clocks import quickest
 from simulator.closed_form.layer_cost import BlockCost
 from simulator.columns.plan_columns import distinct
 from simulator.columns.plan_table import Floats
@@ -78,8 +79,7 @@ class LowerBound:
         self.table, self.spec = context.table, context.spec
         self._message_bytes = message_bytes
         self._hidden_share = context.hidden_share
-        calibration = context.calibration
-        self._clocks = 1.0 if calibration is None else min(1.0, calibration.burst)
+        self._clocks = quickest(context)
         self._stages = np.maximum(self.table["virtual_stages"], 1.0)
 
     def step_s(self) -> Floats:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from simulator.bounds.least_traffic import LeastTraffic, UnitTraffic
 from simulator.closed_form.account import AccountInputs, alike, hops_of, plan_of, stage_units
 from simulator.closed_form.block_times import BlockTimes
+from simulator.closed_form.clocks import quickest
 from simulator.columns.plan_table import Floats
 from simulator.pipeline.schedule_program import TURNS
 from simulator.pipeline.schedule_walk import Gathered, PassKind, Table, table_of, walked
@@ -42,9 +43,7 @@ def scheduled_at_least_s(inputs: AccountInputs) -> Floats:
     piped = np.nonzero(inputs.context.table["pp"] > 1)[0]
     if not len(piped):
         return least
-    calibration = inputs.context.calibration
-    if calibration is not None:
-        inputs = replace(inputs, clocks=np.full(len(least), min(1.0, calibration.burst)))
+    inputs = replace(inputs, clocks=np.full(len(least), quickest(inputs.context)))
     some = inputs.take(piped, inputs.context.take(piped))
     for rows in alike(some.context.table, some.context, traffic=False):
         mine = some.take(rows, some.context.take(rows))

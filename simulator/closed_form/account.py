@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulator.closed_form.block_times import BlockTimes, TrafficTimes
-from simulator.closed_form.clocks import working_clocks
+from simulator.closed_form.clocks import Shares, kernel_shares, quickest, working_clocks
 from simulator.closed_form.layer_cost import BlockCost
 from simulator.closed_form.pipeline_account import (
     Clocks,
@@ -123,13 +123,20 @@ def account_assignments(inputs: AccountInputs, plans: Sequence[Plan]) -> Account
 
 def _at_working_clocks(inputs: AccountInputs, count: Callable[[AccountInputs], Account]) -> Account:
     account = count(inputs)
-    calibration = inputs.context.calibration
-    if calibration is None:
+    if quickest(inputs.context) == 1.0:
         return account
     parts = dict(account.parts_s)
     parts["exposed_communication"] = sum((parts[axis] for axis in AXES), np.zeros(len(inputs.clocks)))
-    clocks = working_clocks(parts, inputs.context)
+    clocks = working_clocks(parts, shares_of(inputs), inputs.context)
     return count(replace(inputs, clocks=clocks))
+
+
+def shares_of(inputs: AccountInputs) -> Shares:
+    """Return what part of the time of kernels products and attention take, one value a plan."""
+    model = inputs.scenario.model
+    sparse = sum(kind.sparse for kind in model.layer_kinds)
+    layers = {"dense": model.layers - sparse, "moe": sparse, "embedding": 1, "head": 1}
+    return kernel_shares(inputs.blocks, {name: count for name, count in layers.items() if count})
 
 
 # What communication is exposed along.

@@ -50,6 +50,8 @@ class PassCost:
     launches: Floats
     measured_s: Floats | float = 0.0  # of compute_s, what rests on the very operator measured
     fitted_s: Floats | float = 0.0  # and what on a curve through others
+    products_s: Floats | float = 0.0  # of compute_s, matrix products
+    attention_s: Floats | float = 0.0  # and attention
     communication_s: dict[str, Floats] = field(default_factory=dict)
     waits: Waits | None = None
     experts_s: Floats | float = 0.0
@@ -103,6 +105,8 @@ class PassCost:
             launches=self.launches[which],
             measured_s=np.broadcast_to(self.measured_s, self.compute_s.shape)[which],
             fitted_s=np.broadcast_to(self.fitted_s, self.compute_s.shape)[which],
+            products_s=np.broadcast_to(self.products_s, self.compute_s.shape)[which],
+            attention_s=np.broadcast_to(self.attention_s, self.compute_s.shape)[which],
             communication_s={axis: seconds[which] for axis, seconds in self.communication_s.items()},
             waits=None if self.waits is None else self.waits.take(which),
             **{name: np.broadcast_to(getattr(self, name), self.compute_s.shape)[which] for name in EXCHANGES},
@@ -255,6 +259,10 @@ class PassWriter:
         cost.compute_s = cost.compute_s + seconds
         cost.measured_s = cost.measured_s + np.where(source == MEASURED, seconds, 0.0)
         cost.fitted_s = cost.fitted_s + np.where(source == FITTED, seconds, 0.0)
+        if work.kind is WorkKind.MATMUL:
+            cost.products_s = cost.products_s + seconds
+        elif work.kind is WorkKind.ATTENTION:
+            cost.attention_s = cost.attention_s + seconds
         cost.moved_bytes = cost.moved_bytes + active * work.bytes
         cost.launches = cost.launches + active * work.launches
         cost.behind_s = np.maximum(cost.behind_s, self._issued) + seconds
@@ -296,7 +304,8 @@ class PassWriter:
             launch = context.spec.host.launch_s
             cost.host_s = cost.host_s + active * hops * (2 * context.spec.host.collective_s + launch)
             return
-        seconds = active * context.groups.time_s(work.collective, work.over, work.bytes)
+        between = f"{work.over}_pair" if work.collective == "send_recv" else work.over
+        seconds = active * context.groups.time_s(work.collective, between, work.bytes)
         if work.over == "ep":
             self._exchange(work, seconds)
         if work.over != "tp" or not self._overlaps:

@@ -164,6 +164,7 @@ def table_of_columns(
             "sp": given.sequence_parallel,
             "autocast": unsharded & (columns["tp"] == 1) & ~piped & ~parameters_away,
             **{f"cp_{m}": method == m for m in CP_METHODS},
+            "cp": columns["cp"] > 1,
             "ep": columns["ep"] > 1,
         },
         capacity_factor=given.capacity_factor,

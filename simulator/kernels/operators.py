@@ -3,7 +3,8 @@
     matmul = "t h, h q -> t q"          a matrix product, batched over axes that all three share
     reads = ["u h"], writes = ["u h"]   a kernel that only moves memory
     attention = "flash"                 a fused attention kernel over the axes b s j a d
-    collective = "all_gather", tensor = "t h", over = "tp"; "ring" passes a tensor's shards round its ranks
+    collective = "all_gather", tensor = "t h", over = "tp"; "ring" passes a tensor's shards round its ranks, "pass_back" sends
+                                        a gradient to the next rank in the backward pass
     waits = true                        the host reads something off the device, and waits for it
 
 A tensor is its axes, optionally with a dtype: `"t v:f32"`; without one it is in the compute dtype. Axis sizes are
@@ -43,7 +44,8 @@ class OperatorSpec:
     `when` lists features of the model, plan or runtime that must hold (`gated`, `!sp`). `saves` are tensors autograd
     keeps for the backward pass. A `low` product has operands in the type `low`, a `low` collective gathers in it. `units` are what a kernel's time counts where memory does not decide it: rows, or elements, of these axes by kind
     (`unit_s` of efficiency.toml), in the forward pass and in backward. `scattered` operators move rows to where an index says. A matmul's backward is its two
-    products; other operators give `backward_reads` and `backward_writes`. `hidden_by` names the operator, earlier in the
+    products; other operators give `backward_reads` and `backward_writes`, and a collective `backward_tensors` where what it moves
+    backward is not its `tensor`. `hidden_by` names the operator, earlier in the
     block, whose kernels a collective runs beside; `site` is what a plan calls a tensor-parallel collective
     (`simulator.config.overlap_sites`). An operator that `waits` has the host wait, in forward passes, for all that it has
     launched. `launches` are kernels (and host dispatches) forward,
@@ -61,6 +63,7 @@ class OperatorSpec:
     backward_writes: tuple[str, ...] = ()
     collective: str = ""
     tensor: str = ""
+    backward_tensors: tuple[str, ...] = ()
     over: str = ""
     site: str = ""
     hidden_by: str = ""
@@ -118,8 +121,11 @@ TRANSPOSED = {
     "all_to_all": "all_to_all",
     "ring": "ring",  # keys and values forward; backward their gradients travel with them
     "all_reduce": "",  # forward reduction of a row-parallel product: its backward is the identity
+    "pass_back": "send_recv",  # forward nothing: what was gathered gives gradients that go back where it came from
     "copy": "all_reduce",  # forward identity into a column-parallel region: its backward sums
 }
+
+BACKWARD_ONLY = frozenset({"copy", "pass_back"})  # collectives that are nothing in the forward pass
 
 
 def tensor_bytes(tensor: str, sizes: Mapping[str, Floats], dtype_bytes: DtypeBytes) -> Floats:
@@ -148,7 +154,7 @@ def forward_work(spec: OperatorSpec, sizes: Mapping[str, Floats], dtype_bytes: D
     if spec.attention:
         return [_attention(spec, sizes, dtype_bytes, backward=False)]
     if spec.collective:
-        return [] if spec.collective == "copy" else [_collective(spec.collective, spec, sizes, dtype_bytes)]
+        return [] if spec.collective in BACKWARD_ONLY else [_collective(spec.collective, spec, sizes, dtype_bytes)]
     if spec.waits:
         return [Work(kind=WorkKind.WAIT, name=spec.name, launches=spec.launches)]
     if not spec.reads and not spec.writes:
@@ -285,10 +291,14 @@ def _collective(
     backward: bool = False,
 ) -> Work:
     tensor = f"{spec.tensor}:low" if spec.low and op == "all_gather" else spec.tensor
+    if backward and spec.backward_tensors:
+        moved = sum((tensor_bytes(x, sizes, dtype_bytes) for x in spec.backward_tensors), np.zeros(1))
+    else:
+        moved = tensor_bytes(tensor, sizes, dtype_bytes) * (2.0 if op == "ring" and backward else 1.0)
     return Work(
         kind=WorkKind.COLLECTIVE,
         name=f"{spec.name}.backward" if backward else spec.name,
-        bytes=tensor_bytes(tensor, sizes, dtype_bytes) * (2.0 if op == "ring" and backward else 1.0),
+        bytes=moved,
         collective=op,
         over=spec.over,
         launches=spec.backward_launches if backward else spec.launches,

@@ -49,6 +49,7 @@ class Efficiency:
     nccl_sms: float
     simt: float
     unit_s: dict[str, float]
+    rested: float = 1.0
     float8: float = 0.0
     float4: float = 0.0
     tiles: tuple[tuple[float, float, float], ...] = ()
@@ -250,7 +251,8 @@ class Roofline:
     def seconds_and_source(self, work: Work) -> tuple[Floats, Floats]:
         """Return (seconds, source) of a compute kernel; sources are MEASURED, FITTED, DATASHEET."""
         if self.measured is None or work.low:
-            datasheet = np.atleast_1d(self._datasheet(work))
+            factor = self.kernel_factor if self.measured is None else 1.0
+            datasheet = np.atleast_1d(self._datasheet(work)) * factor
             return datasheet * self._window_factor(work) * grouped_tile_factor(work), np.full(
                 datasheet.shape, DATASHEET
             )

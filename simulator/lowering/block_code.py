@@ -182,12 +182,13 @@ def _extend(steps: list[Step], works: Sequence[Work], operator: OperatorSpec, co
 
 def _transfer(work: Work, site: str, ranks: int, context: CostContext) -> TransferStep:
     size = np.broadcast_to(np.asarray(work.bytes, dtype=np.float64), (1,))
+    between = f"{work.over}_pair" if work.collective == "send_recv" else work.over
     step = TransferStep(
         op=work.collective,
         group=work.over,
         nbytes=_whole(size),
         host_s=context.spec.host.collective_s,
-        seconds=float(context.groups.time_s(work.collective, work.over, size)[0]),
+        seconds=float(context.groups.time_s(work.collective, between, size)[0]),
         ranks=ranks,
         backward=work.backward,
     )

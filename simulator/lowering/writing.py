@@ -33,7 +33,10 @@ class StepWriter:
                 case TransferStep():
                     stream = f"{step.group} comm"
                     code.after(stream, COMPUTE)
-                    code.collective(step.op, step.group, step.nbytes, stream=stream)
+                    if step.op == "send_recv":
+                        code.exchange(step.group, 1, step.nbytes, tag="back", stream=stream)
+                    else:
+                        code.collective(step.op, step.group, step.nbytes, stream=stream)
                     code.after(COMPUTE, stream)
                 case RingStep():
                     self._ring(code, step.piece, step.group, step.nbytes, step.ranks)

@@ -364,7 +364,7 @@ class BlockTensors:
     def _moved(self, operator: OperatorSpec, kind: str) -> list[int]:
         """Return the bytes of what a collective gives: nothing among one rank, or where it is the identity or in place."""
         ranks = self._ranks(operator)
-        if ranks <= 1 or kind in {"copy", "ring"}:
+        if ranks <= 1 or kind in {"copy", "ring", "pass_back"}:
             return []
         whole = self.sizes([operator.tensor])
         return [round(nbytes / ranks) for nbytes in whole] if kind == "reduce_scatter" else whole

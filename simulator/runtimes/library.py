@@ -253,7 +253,8 @@ class ModelOperators:
     features: frozenset[str] = field(default_factory=frozenset)
 
 
-_PLAN_SIDE = ("sp", "autocast", "cp_ring", "cp_all_gather", "cp_all_to_all", "ep")
+CAST = "cast"  # in an operator's `units`
+_PLAN_SIDE = ("sp", "autocast", "cp_ring", "cp_all_gather", "cp_all_to_all", "cp", "ep")
 PLAN_CONDITIONS = frozenset(_PLAN_SIDE) | {f"!{name}" for name in _PLAN_SIDE}
 
 
@@ -278,7 +279,7 @@ def operators_for(model: Model, runtime: Runtime) -> ModelOperators:
             plan_side = tuple(c for c in operator.when if c in of_plans)
             model_side = [c for c in operator.when if c not in of_plans]
             if all((c[1:] not in features) if c.startswith("!") else (c in features) for c in model_side):
-                kept.append(replace(operator, when=plan_side))
+                kept.append(_cast_at_once(replace(operator, when=plan_side), features))
         recipe = recipe_of(runtime)
         if recipe is None or spec.low_precision is None or not in_layer:
             return tuple(kept)
@@ -292,6 +293,17 @@ def operators_for(model: Model, runtime: Runtime) -> ModelOperators:
         head=active(spec.layer.head),
         features=features,
     )
+
+
+def _cast_at_once(operator: OperatorSpec, features: frozenset[str]) -> OperatorSpec:
+    """Return an operator without torch's slow casts where a compiler writes its kernels, or its type is float32 already."""
+    if not {"compiled", "wide"} & features or not ({CAST} & {*operator.units, *operator.backward_units}):
+        return operator
+    units, backward = (
+        {kind: tensors for kind, tensors in both.items() if kind != CAST}
+        for both in (operator.units, operator.backward_units)
+    )
+    return replace(operator, units=units, backward_units=backward)
 
 
 def _with_head_weight(spec: RuntimeSpec, model: Model) -> RuntimeSpec:

@@ -121,7 +121,7 @@ class HostSpec:
     backward_layer_s: float
     checkpoint_s: float
     step_s: float
-    synchronizes: Literal["never", "pipeline", "always"] = "never"
+    synchronizes: Literal["never", "micro_batch", "pipeline", "always"] = "never"
     plain_tensors: bool = False
     data_token_s: float = 0.0
     norm_to_host: bool = False  # the host reads the norm of gradients before it launches their clipping

@@ -71,6 +71,8 @@ class StepWalk:
         self.context, self.operators, self.stages = context, operators, stages
         self.spec, self.single = context.spec, single  # a step of one micro batch
         self.traffic: DataTraffic = data_traffic(context)
+        # A pipeline is given all its tokens at once.
+        self.waits_for_tokens = self.spec.host.synchronizes == "micro_batch" and bool(context.table["pp"][0] == 1)
         self.synchronizes = bool(host_synchronizes(self.spec.host, context.table)[0])
         self.cast_bytes = self._cast_bytes()
 
@@ -114,6 +116,8 @@ class StepWalk:
         if kind is not Kind.WEIGHT_GRAD and self.spec.host.pp_pass_s:
             rank.host_work("pass", pass_host_s(self.spec.host, self.context.table))
         if kind is Kind.FORWARD:
+            if micro_batch and self.waits_for_tokens:
+                rank.synchronize()
             self._forward(rank, data, self.stages[stage], micro_batch)
         else:
             self._backward(rank, data, self.stages[stage], kind, micro_batch, last=last)
