@@ -38,9 +38,7 @@ class Movement:
 
 MOVEMENTS = (
     Movement(name="rms_norm", operators=("attention_norm", "ffn_norm", "norm", "norm_1", "norm_2"), axes=("u", "h")),
-    Movement(
-        name="rotary_complex", operators=("rotary_up", "rotary"), axes=("t", "q", "kv", "d"), runtime="torchtitan"
-    ),
+    Movement(name="rotary_complex", operators=("rotary",), axes=("t", "q", "kv", "d"), runtime="torchtitan"),
     Movement(name="rotary_halves", operators=("rotary",), axes=("t", "q", "kv", "d"), runtime="pytorch"),
     Movement(name="silu", operators=("silu",), axes=("t", "f")),
     Movement(name="gate", operators=("gate",), axes=("t", "f")),

@@ -11,18 +11,13 @@ from simulator.columns.plan_table import Floats
 from simulator.kernels.operators import WorkKind
 from simulator.kernels.roofline import efficiency
 from simulator.step.context import CostContext
-from simulator.step.host import slowest
 
 # What else a step does draws, of the power limit, which tensor cores reach by themselves. Source: what the driver read while one H200 repeated
 # updates (520 to 590 of 700 W), and at rest with its clocks up (130 to 160 W; examples/profiles/h200x1.json); attention, with its softmax between
-# products, and communication are assumed. Products of 17 steps on one H200 (fresh.jsonl, draws 1 to 9) are so described within 7 %, and 29 % too long without.
+# products, is assumed. Products of 17 steps on one H200 (fresh.jsonl, draws 1 to 9) are so described within 7 %, and 29 % too long without.
 MOVING = 0.75
 ATTENDING = 0.8
-COMMUNICATING = 0.5
 IDLE = 0.2
-# GPUs of one kind differ in what power makes of them, and ranks that exchange gradients wait for the slowest: the standard deviation of their
-# rates. Source: 8 % between GPUs of a cluster, on five clusters (arXiv 2208.11035), taken as four standard deviations.
-GPU_SPREAD = 0.02
 # Over how long a GPU's power limiter averages. Source: assumed.
 POWER_WINDOW_S = 0.1
 ROUNDS = 12
@@ -47,7 +42,9 @@ def quickest(context: CostContext) -> float:
     """Return the least that `working_clocks` gives."""
     if context.calibration is not None:
         return min(1.0, context.calibration.burst)
-    return 1.0 if context.roofline.simt else efficiency(context.roofline.gpu.architecture).rested
+    if context.roofline.simt or not np.any(context.table["gpus"] == 1):
+        return 1.0
+    return efficiency(context.roofline.gpu.architecture).rested
 
 
 def working_clocks(breakdown: Mapping[str, Floats], shares: Shares, context: CostContext) -> Floats:
@@ -55,7 +52,8 @@ def working_clocks(breakdown: Mapping[str, Floats], shares: Shares, context: Cos
     products are all that a GPU does.
 
     What the others do not draw of it, products may: their rate goes with the `power_exponent`-th power of what they draw, up to that
-    of a GPU that has rested (efficiency.toml). A calibration's factors are of whole kernels in steps like these, so there only idle moments count.
+    of a GPU that has rested (efficiency.toml). That is for one GPU: products beside collectives share both power and SMs with them, and take about as
+    long as `sustained` says. A calibration's factors are of whole kernels in steps like these, so there only idle moments count.
     """
     calibration, known = context.calibration, efficiency(context.roofline.gpu.architecture)
     # Of a long pause only the end of it is credited to what follows.
@@ -63,21 +61,16 @@ def working_clocks(breakdown: Mapping[str, Floats], shares: Shares, context: Cos
     if calibration is not None:
         busy = sum((breakdown[name] for name in BUSY), np.zeros(len(idle)))
         return calibration.clocks(busy / np.maximum(busy + idle, 1e-12), known.power_exponent)
-    if context.roofline.simt:
+    if quickest(context) == 1.0:
         return np.ones(len(idle))
     kernels = breakdown["compute"] + breakdown["recompute"]
     products, attention = (kernels * shares[kind] for kind in (WorkKind.MATMUL, WorkKind.ATTENTION))
     moving = kernels - products - attention
     moving = moving + breakdown["copies"] + breakdown["contention"] + breakdown["optimizer"]
-    spare = (
-        (1 - MOVING) * moving
-        + (1 - ATTENDING) * attention
-        + (1 - COMMUNICATING) * breakdown["exposed_communication"]
-        + (1 - IDLE) * idle
-    )
+    spare = (1 - MOVING) * moving + (1 - ATTENDING) * attention + (1 - IDLE) * idle
     taken = np.ones(len(kernels))
     for _ in range(ROUNDS):
         duty = taken * products / np.maximum(taken * products + spare, 1e-12)
         taken = np.maximum(duty**known.power_exponent, known.rested)
-    taken = taken * slowest(context.table["gpus"], GPU_SPREAD)
-    return np.asarray(1.0 - shares[WorkKind.MATMUL] * (1.0 - taken))
+    slower = 1.0 - shares[WorkKind.MATMUL] * (1.0 - taken)
+    return np.asarray(np.where(context.table["gpus"] == 1, slower, 1.0))

@@ -253,7 +253,7 @@ class ModelOperators:
     features: frozenset[str] = field(default_factory=frozenset)
 
 
-CAST = "cast"  # in an operator's `units`
+CASTS = frozenset({"cast", "turned"})  # in an operator's `units`
 _PLAN_SIDE = ("sp", "autocast", "cp_ring", "cp_all_gather", "cp_all_to_all", "cp", "ep")
 PLAN_CONDITIONS = frozenset(_PLAN_SIDE) | {f"!{name}" for name in _PLAN_SIDE}
 
@@ -297,10 +297,10 @@ def operators_for(model: Model, runtime: Runtime) -> ModelOperators:
 
 def _cast_at_once(operator: OperatorSpec, features: frozenset[str]) -> OperatorSpec:
     """Return an operator without torch's slow casts where a compiler writes its kernels, or its type is float32 already."""
-    if not {"compiled", "wide"} & features or not ({CAST} & {*operator.units, *operator.backward_units}):
+    if not {"compiled", "wide"} & features or not CASTS & {*operator.units, *operator.backward_units}:
         return operator
     units, backward = (
-        {kind: tensors for kind, tensors in both.items() if kind != CAST}
+        {kind: tensors for kind, tensors in both.items() if kind not in CASTS}
         for both in (operator.units, operator.backward_units)
     )
     return replace(operator, units=units, backward_units=backward)
