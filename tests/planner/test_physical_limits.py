@@ -90,13 +90,12 @@ def test_more_bandwidth_never_slows_a_step(name, scale, first, second) -> None:
     kernels last longer then also hides more, to less than a thousandth of a step.
     """
     machine = cluster(name, 16)
-    slow, fast = (
-        table.step_s - table.breakdown_s["contention"] - table.breakdown_s["allocator"]
-        for factor in (first, first * second)
-        for table in [question(scale(machine, factor)).estimate(PLANS)]
-    )
+    before, after = (question(scale(machine, factor)).estimate(PLANS) for factor in (first, first * second))
+    slow, fast = (table.step_s - table.breakdown_s["allocator"] for table in (before, after))
+    # What a step takes without contention, too, where the host does not hide it.
+    slow_alone, fast_alone = (step - table.breakdown_s["contention"] for step, table in ((slow, before), (fast, after)))
 
-    assert (fast <= slow * 1.001).all(), (slow, fast)
+    assert ((fast <= slow * 1.001) | (fast_alone <= slow_alone * 1.001)).all(), (slow, fast)
 
 
 def told(asked, plan) -> list[Estimate]:
