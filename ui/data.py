@@ -31,7 +31,7 @@ from simulator.config.hf_config import load_model
 from topology import codec
 from topology.errors import UserError
 from topology.health.diagnose import diagnose
-from ui import kept, panels, sharing
+from ui import panels, saved_plans, sharing
 from ui.background import remote, service, waiting
 from ui.plan_words import plan_chips, plan_name, plan_settings
 from ui.published import nearest, sentence
@@ -347,7 +347,9 @@ def frame(asked: Inputs, *, choose: bool) -> bool:
         )
     if result is None and last is None:
         st.stop()
-    shown, found = (asked, kept.with_kept(asked, result)) if result is not None else (last.question, last.result)
+    shown, found = (
+        (asked, saved_plans.with_saved(asked, result)) if result is not None else (last.question, last.result)
+    )
     results()["answer"] = Answer(
         question=shown,
         result=found,

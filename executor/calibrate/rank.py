@@ -61,7 +61,7 @@ class SampleRecorder(Recorder):
 
 
 @dataclass(slots=True, kw_only=True)
-class Station:
+class Instruments:
     """What a rank measures with. `indices` are nvidia-smi's of the pool's GPUs."""
 
     device: torch.device
@@ -132,7 +132,7 @@ def describe_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {text.splitlines()[0][:300] if text else 'no message'}"
 
 
-def _join(request: dict[str, Any]) -> Station:
+def _join(request: dict[str, Any]) -> Instruments:
     """Join the pool's process group and run one collective on the device, which sets up what later ones use."""
     rank, gpus = int(request["rank"]), request["gpus"]
     cuda, world = request["device"] == "cuda", len(gpus)
@@ -159,7 +159,7 @@ def _join(request: dict[str, Any]) -> Station:
     recorder = SampleRecorder(request["records"] if rank == 0 else None, float(request["began"]))
     recorder.write("header", versions=versions(request["device"]) | titan_versions())
     indices = [int(request["indices"][position]) for position in gpus]
-    return Station(device=device, recorder=recorder, indices=indices, text=request["text"])
+    return Instruments(device=device, recorder=recorder, indices=indices, text=request["text"])
 
 
 def _next_job(pipe: Connection) -> Job | None:

@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
     recorder.write("header", **header(options, len(indices)))
     jobs = [Work(job) for job in read_json(options.request).get("jobs", []) if job["ranks"] <= len(indices)]
     with tempfile.TemporaryDirectory(prefix="meshwright-", ignore_cleanup_errors=True) as folder:
-        shop = Shop(options, indices, Path(folder), recorder, deadline)
+        shop = PoolScheduler(options, indices, Path(folder), recorder, deadline)
         try:
             shop.work(jobs)
         except KeyboardInterrupt:
@@ -121,7 +121,7 @@ class Work:
         return {**self.job, "kind": kind or self.job["kind"], "limit_s": max(0.1, min(most, left_s))}
 
 
-class Shop:
+class PoolScheduler:
     """Gives jobs to pools, the first in the list first, and starts and ends pools."""
 
     def __init__(

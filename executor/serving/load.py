@@ -18,9 +18,9 @@ from torch import Tensor
 
 from executor.launch.garbage_collection import PausedGarbageCollection
 from executor.launch.records import Deadline
-from executor.serving.board import Board
 from executor.serving.cache import PAGE
 from executor.serving.engine import CacheSlot, Engine
+from executor.serving.shared_broadcast import SharedBroadcast
 from executor.serving.steps import wait
 from simulator.serving.batch import Answer, Batch, Step
 from simulator.serving.engine import engine_of
@@ -30,7 +30,7 @@ ENGINE = "meshwright"
 
 
 @dataclass(slots=True, eq=False)
-class Going:
+class ServedRequest:
     """A request inside the server: its answer, what it holds on the device, and when each token was there."""
 
     answer: Answer
@@ -40,7 +40,7 @@ class Going:
 
 
 @dataclass(slots=True)
-class Between:
+class HostGaps:
     """What the device waited for the host before steps that only go on: seconds of all, and how many answers they had."""
 
     steps: int = 0
@@ -57,7 +57,7 @@ class Between:
 
 
 @dataclass(slots=True)
-class Reading:
+class PrefillSteps:
     """Steps that read prompts: how many, their tokens and answers, seconds until they were issued and until they were done."""
 
     steps: int = 0
@@ -69,17 +69,17 @@ class Reading:
 
 @dataclass(slots=True)
 class Server:
-    """Answers the requests of `traffic` with an engine; `board` is where rank 0 tells the others, None for one rank."""
+    """Answers the requests of `traffic` with an engine; `broadcast` is where rank 0 tells the others, None for one rank."""
 
     engine: Engine
     traffic: Traffic
     max_batched_tokens: int
-    board: Board | None
+    broadcast: SharedBroadcast | None
     deadline: Deadline
     batch: Batch = field(init=False)
     steps: int = 0
-    between: Between = field(default_factory=Between)
-    reading: Reading = field(default_factory=Reading)
+    between: HostGaps = field(default_factory=HostGaps)
+    reading: PrefillSteps = field(default_factory=PrefillSteps)
 
     def __post_init__(self) -> None:
         engine = self.engine
@@ -96,8 +96,8 @@ class Server:
         requests = self.traffic.draw()
         closed = self.traffic.concurrency and not self.traffic.trace
         todo = deque(requests[self.traffic.concurrency :] if closed else requests)
-        going: dict[int, Going] = {}
-        done: list[Going] = []
+        going: dict[int, ServedRequest] = {}
+        done: list[ServedRequest] = []
         device = self.engine.model.device
         complete = True
         with PausedGarbageCollection():  # which collects first, for a fifth of a second
@@ -126,15 +126,15 @@ class Server:
         host = {"steps": between.steps, "answers": between.answers, "seconds": between.seconds}
         return seen | {"host": host, "reading": asdict(self.reading)}
 
-    def _add(self, request: Request, now_s: float, going: dict[int, Going]) -> None:
+    def _add(self, request: Request, now_s: float, going: dict[int, ServedRequest]) -> None:
         answer = Answer(arrival_s=now_s, prompt=request.prompt, output=request.output)
-        going[id(answer)] = Going(answer)
+        going[id(answer)] = ServedRequest(answer)
         self.batch.add(answer)
 
-    def _arrivals(self, todo: deque[Request], begin: float, going: dict[int, Going]) -> None:
+    def _arrivals(self, todo: deque[Request], begin: float, going: dict[int, ServedRequest]) -> None:
         """Add the requests that have arrived; where there is nothing else to do, wait for the next."""
         arrived = 0
-        if self.board is None or self.board.writes:
+        if self.broadcast is None or self.broadcast.writes:
             if self.batch.idle and todo:
                 self.between.since = None
                 time.sleep(max(0.0, todo[0].arrival_s - (time.perf_counter() - begin)))
@@ -146,12 +146,12 @@ class Server:
 
     def _agreed(self, value: int) -> int:
         """Return rank 0's value."""
-        return value if self.board is None else self.board.agreed(value)
+        return value if self.broadcast is None else self.broadcast.agreed(value)
 
     def _time_left(self) -> bool:
         return bool(self._agreed(int(self.deadline.left_s > 0)))
 
-    def _step(self, going: dict[int, Going], begin: float) -> list[Going]:
+    def _step(self, going: dict[int, ServedRequest], begin: float) -> list[ServedRequest]:
         """Take the scheduler's next step; return the requests that it ended."""
         step, began = self.batch.next_step(), time.perf_counter()
         self.steps += 1
@@ -183,7 +183,9 @@ class Server:
                 self.engine.release(one.held)
         return found
 
-    def _parts(self, step: Step, going: dict[int, Going]) -> tuple[list[tuple[CacheSlot, Tensor, int]], list[Going]]:
+    def _parts(
+        self, step: Step, going: dict[int, ServedRequest]
+    ) -> tuple[list[tuple[CacheSlot, Tensor, int]], list[ServedRequest]]:
         """Return what a step reads of each prompt, as `Engine.mix` takes it, and the requests whose prompts it ends."""
         parts, ended, budget = [], [], step.prompt_tokens
         for answer in step.readers:
@@ -201,7 +203,7 @@ class Server:
         return torch.randint(self.engine.model.model.vocab, (answer.prompt,), generator=generator)
 
 
-def _seen(done: list[Going], seconds: float, steps: int, *, complete: bool, asked: int) -> dict[str, Any]:
+def _seen(done: list[ServedRequest], seconds: float, steps: int, *, complete: bool, asked: int) -> dict[str, Any]:
     """Return what clients saw, in order of completion; times in seconds since the start."""
     gaps = [after - before for one in done for before, after in zip(one.at_s, one.at_s[1:], strict=False)]
     return {

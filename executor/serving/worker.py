@@ -20,13 +20,13 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from executor.gpu import symmetric_memory as symmetric
 from executor.launch.records import WRONG_NUMBERS, Deadline, Recorder
-from executor.serving.board import Board
 from executor.serving.cache import PagedCache, page_bytes, pages_of
 from executor.serving.check import check
 from executor.serving.decoder import ServedDecoder, Spread
 from executor.serving.engine import Engine
 from executor.serving.load import Server
 from executor.serving.request import ServeRequest, require_served
+from executor.serving.shared_broadcast import SharedBroadcast
 from executor.serving.steps import time_all_reduce, time_step
 from simulator.serving.traffic import Request, Traffic
 from topology import codec
@@ -106,13 +106,13 @@ def run(request: ServeRequest, device: torch.device, deadline: Deadline, recorde
             _time_sums(engine, way, deadline, control, recorder)
         if device.type == "cuda" and not alone:
             symmetric.check_delivered()
-    board = None if control is None else Board(control)
+    broadcast = None if control is None else SharedBroadcast(control)
     for load in request.loads:
         if not _all_have_time(deadline, control):
             recorder.missing(f"load {load.name}", late=True)
             continue
-        Server(engine, _warm_up(load.traffic), request.max_num_batched_tokens, board, deadline).run()
-        server = Server(engine, load.traffic, request.max_num_batched_tokens, board, deadline)
+        Server(engine, _warm_up(load.traffic), request.max_num_batched_tokens, broadcast, deadline).run()
+        server = Server(engine, load.traffic, request.max_num_batched_tokens, broadcast, deadline)
         recorder.write("load", tp=request.tp, name=load.name, all_reduce=ways[0], **server.run())
         if not server.batch.idle:  # there was no time for the rest, whose pages are not free
             break

@@ -40,7 +40,7 @@ def meets(question: ServingQuestion, estimate: ServingEstimate) -> bool:
 def estimate_of(question: ServingQuestion, deployment: Deployment, *, until_s: float = math.inf) -> ServingEstimate:
     """Return what clients of a deployment would see.
 
-    Raises Infeasible where a request finds no room, OutOfTime at `until_s` of `time.monotonic`.
+    Raises Infeasible where a request does not fit, OutOfTime at `until_s` of `time.monotonic`.
     """
     return estimate_serving(
         question.model,

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulator.bounds.least_traffic import LeastTraffic, UnitTraffic
-from simulator.closed_form.account import AccountInputs, alike, hops_of, plan_of, stage_units
+from simulator.closed_form.account import AccountInputs, hops_of, plan_of, stage_units, walked_together
 from simulator.closed_form.block_times import BlockTimes
 from simulator.closed_form.clocks import quickest
 from simulator.columns.plan_table import Floats
@@ -45,7 +45,7 @@ def scheduled_at_least_s(inputs: AccountInputs) -> Floats:
         return least
     inputs = replace(inputs, clocks=np.full(len(least), quickest(inputs.context)))
     some = inputs.take(piped, inputs.context.take(piped))
-    for rows in alike(some.context.table, some.context, traffic=False):
+    for rows in walked_together(some.context.table, some.context, traffic=False):
         mine = some.take(rows, some.context.take(rows))
         least[piped[rows]] = _Group(mine).step_s()
     return least

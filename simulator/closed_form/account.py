@@ -148,9 +148,9 @@ def _grouped(inputs: AccountInputs) -> Account:
     rows = len(inputs.context.table)
     parts = {part: np.zeros(rows) for part in PARTS}
     held = np.zeros((len(CATEGORIES), rows, int(inputs.context.table["pp"].max())))
-    for some in alike(inputs.context.table, inputs.context):
+    for some in walked_together(inputs.context.table, inputs.context):
         mine = inputs if len(some) == rows else inputs.take(some, inputs.context.take(some))
-        account = account_pipeline(mine) if mine.context.table["pp"][0] > 1 else account_alone(mine)
+        account = account_pipeline(mine) if mine.context.table["pp"][0] > 1 else account_unpipelined(mine)
         for part in PARTS:
             parts[part][some] = account.parts_s[part]
         held[:, some, : account.held_bytes.shape[2]] = account.held_bytes
@@ -165,7 +165,7 @@ def plan_of(table: PlanTable) -> Plan:
     return Plan(pp=int(table["pp"][0]), virtual_stages=int(table["virtual_stages"][0]), schedule=schedule)
 
 
-def alike(table: PlanTable, context: CostContext, *, traffic: bool = True) -> list[NDArray[np.intp]]:
+def walked_together(table: PlanTable, context: CostContext, *, traffic: bool = True) -> list[NDArray[np.intp]]:
     """Return the plans of a table in groups that differ in amounts only; without `traffic`, in that of data parallelism too,
     but for whether parameters are let go of after each pass.
     """
@@ -210,7 +210,7 @@ def unit_maker(inputs: AccountInputs) -> UnitMaker:
     return UnitMaker(inputs.scenario.model, inputs.context, inputs.parameters, saved)
 
 
-def account_alone(inputs: AccountInputs) -> Account:
+def account_unpipelined(inputs: AccountInputs) -> Account:
     """Return the account of plans without a pipeline that differ in amounts only."""
     context, rows = inputs.context, len(inputs.context.table)
     m = context.table.micro_batches

@@ -117,7 +117,7 @@ def serve(
 ) -> Served:
     """Run all requests of `traffic`.
 
-    Raises Infeasible where a request finds no room in an empty cache, OutOfTime at `until_s` of `time.monotonic`.
+    Raises Infeasible where a request does not fit an empty cache, OutOfTime at `until_s` of `time.monotonic`.
     """
     env = simpy.Environment()
     requests = traffic.draw()
@@ -257,7 +257,7 @@ def _refuse_what_never_fits(requests: Iterable[Any], schedulers: Iterable[Schedu
     room = min(scheduler.batch.capacity for scheduler in schedulers)
     if longest > room:
         raise Infeasible(
-            f"a request of {longest} tokens finds no room: the KV cache holds {room}",
+            f"a request of {longest} tokens does not fit: the KV cache holds {room}",
             why="weights and activations leave no more of the GPUs' memory",
             remedy="spread the model over more GPUs, store weights or cache in fewer bits, or serve shorter requests",
         )

@@ -18,7 +18,7 @@ import pytest
 from executor.calibrate import rank_pool as pools
 from executor.calibrate import run as shop
 from executor.calibrate.rank_pool import RankPool
-from executor.calibrate.run import Shop, Work
+from executor.calibrate.run import PoolScheduler, Work
 from executor.launch.records import Deadline, Recorder, read_records
 from tests.waiting import wait_until
 
@@ -117,7 +117,7 @@ def done(tmp_path, monkeypatch):
     def do(jobs: list[Work], budget_s: float = 20.0) -> tuple[dict[str, Any], list[str]]:
         records = tmp_path / "records"
         options = Namespace(device="cpu", records=str(records), text="")
-        here = Shop(options, [0, 1, 2, 3], tmp_path / "pools", Recorder(records), Deadline(budget_s))
+        here = PoolScheduler(options, [0, 1, 2, 3], tmp_path / "pools", Recorder(records), Deadline(budget_s))
         here.work(jobs)
         here.close()
         said = [record["what"] for record in read_records(records) if record["kind"] == "missing"]

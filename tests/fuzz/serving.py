@@ -19,7 +19,7 @@ from planner.serving.answer import answer_deployment
 from planner.serving.plan_file import load_serving, serving_file
 from planner.serving.question.from_flags import ServingFlags, serving_question
 from planner.serving.question.trace_file import read_trace
-from planner.serving.shown.documents import estimate_document
+from planner.serving.reports.documents import estimate_document
 from planner.serving.stated import pool_word, read_pool
 from planner.validate.serving_points import validate_point
 from planner.validate.serving_report import read_points

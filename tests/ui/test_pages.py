@@ -383,8 +383,8 @@ def test_a_config_of_an_unknown_family_is_refused(explorer):
 
 def test_the_serving_page_answers_as_the_command_does(explorer):
     from planner.serving.question.from_flags import ServingFlags, serving_question
+    from planner.serving.reports.text import deployment_text, digits
     from planner.serving.search import search_serving
-    from planner.serving.shown.text import deployment_text, digits
 
     test = explorer("serving", model="llama3-8b", cluster="dgx-h100", isl="256", osl="32", clients="8", aim="latency")
 

@@ -16,7 +16,7 @@ from planner.pictures.node_layout import node_view
 from planner.pictures.waterfall import waterfall_rows
 from planner.search.finalists import TIE
 from topology.errors import PlannerError
-from ui import data, kept, panels, plan_words, rows
+from ui import data, panels, plan_words, rows, saved_plans
 from ui.canvas.step import show_step
 from ui.charts import detail as charts
 from ui.charts import plans as plan_charts
@@ -41,8 +41,8 @@ def show(question: state.Inputs) -> None:
         f"#{ranked.rank} · **{panels.plain(plan_words.plan_chips(ranked.plan))}** · {panels.plain(plan_words.plan_settings(ranked.plan))}"
     )
     panels.figures(panels.estimate_figures(ranked.estimate), data.near_words(question))
-    if ranked.lost_because == kept.OWN:
-        st.button("Keep it no longer", key="leave_out", on_click=_leave_out, args=(question, ranked.plan))
+    if ranked.lost_because == saved_plans.OWN:
+        st.button("Remove it", key="leave_out", on_click=_leave_out, args=(question, ranked.plan))
     for problem in ranked.problems:
         st.markdown(f":orange[{panels.ICONS['warning']}] {panels.plain(problem.message)}")
     tabs = st.tabs(list(TABS), key="tab", bind="query-params", on_change="rerun")
@@ -257,7 +257,7 @@ def _change(question: state.Inputs, result: SearchResult, ranked: RankedPlan) ->
 
 def _keep(question: state.Inputs, plan: Plan) -> None:
     try:
-        kept.keep(question, plan)
+        saved_plans.save(question, plan)
     except (PlannerError, OSError) as error:
         st.toast(panels.plain(error), icon=":material/error:")
         return
@@ -265,7 +265,7 @@ def _keep(question: state.Inputs, plan: Plan) -> None:
 
 
 def _leave_out(question: state.Inputs, plan: Plan) -> None:
-    kept.leave_out(question, plan)
+    saved_plans.remove(question, plan)
     state.choose_best()
 
 

@@ -8,8 +8,8 @@ import streamlit as st
 
 from planner.export.serving.files import serving_files
 from planner.serving.plan_file import serving_file
-from planner.serving.shown.documents import price_per_million
-from planner.serving.shown.text import answer_sentence, deployment_text, digits, ms_text
+from planner.serving.reports.documents import price_per_million
+from planner.serving.reports.text import answer_sentence, deployment_text, digits, ms_text
 from simulator.config.hf_config import hub_name
 from topology import codec
 from topology.errors import Infeasible

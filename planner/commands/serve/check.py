@@ -14,8 +14,8 @@ from planner.configs.serving_document import checked_serving_document
 from planner.io import output
 from planner.io.output import console, printable
 from planner.serving.question.from_flags import ServingFlags
-from planner.serving.shown.plan_text import print_answer
-from planner.serving.shown.text import deployment_text, digits
+from planner.serving.reports.plan_text import print_answer
+from planner.serving.reports.text import deployment_text, digits
 
 
 def check_serving_command(

@@ -16,8 +16,8 @@ from planner.serving.answer import ServingAnswer, answer_deployment
 from planner.serving.overrides import with_serving_flags
 from planner.serving.plan_file import is_serving_file, load_serving, serving_file
 from planner.serving.question.from_flags import ServingFlags, serving_question
-from planner.serving.shown.documents import estimate_document
-from planner.serving.shown.plan_text import print_answer
+from planner.serving.reports.documents import estimate_document
+from planner.serving.reports.plan_text import print_answer
 from planner.serving.stated import stated_deployment
 from topology import codec
 

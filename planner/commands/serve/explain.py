@@ -12,8 +12,8 @@ from planner.serving.explain import Links, explain_serving
 from planner.serving.overrides import with_serving_flags
 from planner.serving.plan_file import load_serving
 from planner.serving.question.from_flags import ServingFlags, serving_question
-from planner.serving.shown.documents import explanation_document
-from planner.serving.shown.plan_text import print_explained
+from planner.serving.reports.documents import explanation_document
+from planner.serving.reports.plan_text import print_explained
 from topology.cluster import Cluster
 
 

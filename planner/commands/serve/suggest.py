@@ -16,9 +16,9 @@ from planner.io import output
 from planner.serving.crossings import over_clients
 from planner.serving.plan_file import serving_file
 from planner.serving.question.from_flags import ServingFlags, serving_question
+from planner.serving.reports.documents import serving_document
+from planner.serving.reports.text import print_serving
 from planner.serving.search import ServingResult, search_serving
-from planner.serving.shown.documents import serving_document
-from planner.serving.shown.text import print_serving
 from simulator.config.hf_config import hub_name
 from topology import codec
 from topology.errors import Infeasible, UserError

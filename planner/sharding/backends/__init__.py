@@ -6,6 +6,6 @@ duals.py         the same instructions in reverse: gradients, and the exchanges 
                  is autograd's. (`planner.sharding.backward` derives formulas instead, for graphs without kernels, so that
                  gradients have operators and layouts of their own.)
 lifetimes.py     how long buffers live, and the memory of a rank at its peak
-remake.py        buffers that are dropped after the forward pass and made again in the backward pass, where memory is limited
+recomputation.py buffers that are dropped after the forward pass and made again in the backward pass, where memory is limited
 runnable.py      all of it as a program that the executor runs and the simulator times
 """

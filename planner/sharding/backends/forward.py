@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from planner.sharding.backends.beside import write_beside
 from planner.sharding.backends.chunks import Site
+from planner.sharding.backends.overlapped_products import write_overlapped
 from planner.sharding.backends.phases import Phase, phases
 from planner.sharding.backends.works import Work, Writer, bound, describe, primitive
 from planner.sharding.frontends.rules.statement import Statement
@@ -139,7 +139,7 @@ class ForwardWriter:
         operator = self.problem.operators[step.operator]
         statement = self.statements[operator.result.name]
         if operator.result.name in self.chunks:
-            write_beside(self, step, statement, *self.chunks[operator.result.name])
+            write_overlapped(self, step, statement, *self.chunks[operator.result.name])
             return
         operands = {name: self.versions[name, layout] for name, layout in step.option.operands}
         result = self.version(operator.result.name, step.option.result)

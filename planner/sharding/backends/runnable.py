@@ -14,7 +14,7 @@ from planner.sharding.backends.duals import FLOATS, BackwardWriter
 from planner.sharding.backends.forward import ForwardWriter
 from planner.sharding.backends.kernel_times import Draft, buffer_bytes, kernel_seconds
 from planner.sharding.backends.pipeline_order import turns
-from planner.sharding.backends.remake import Remaker
+from planner.sharding.backends.recomputation import Recomputation
 from planner.sharding.backends.works import Work, Writer
 from planner.sharding.frontends.captured import CapturedProblem
 from planner.sharding.layouts.collectives import ALL_GATHER, PERMUTE
@@ -56,7 +56,7 @@ class Written:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """What a program's peak is brought down to by dropping what the backward pass needs and making it again (`remake.py`)."""
+    """What a program's peak is brought down to by dropping what the backward pass needs and making it again (`recomputation.py`)."""
 
     limit_bytes: float
     machine: Machine
@@ -145,7 +145,7 @@ def _assembled(
     memory: MemoryPlan | None,
 ) -> Written:
     """Return the program of the works that `out` has, of which `in_forward` are the forward pass."""
-    remaker = Remaker(
+    remaker = Recomputation(
         works=out.works,
         buffers=out.buffers,
         given=frozenset((*ends.inputs.values(), *ends.seeds)),

@@ -146,5 +146,5 @@ def test_pools_apart_never_stop_answers_to_read_prompts() -> None:
 
 
 def test_a_request_that_no_cache_holds_is_refused() -> None:
-    with pytest.raises(Infeasible, match="finds no room"):
+    with pytest.raises(Infeasible, match="does not fit: the KV cache"):
         serve(LLAMA, H100, Deployment(), trace([Request(0.0, 10_000_000, 1)]))

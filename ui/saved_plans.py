@@ -1,6 +1,6 @@
-"""Plans that a person made and kept for a question: they stand below the answer's, and are used like any other.
+"""Plans that a person made and saved for a question: they stand below the answer's, and are used like any other.
 
-They are kept as files on this machine, below the question that they are for.
+They are files on this machine, below the question that they are for.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from topology.errors import BadInput, PlannerError
 from ui.question.state import Inputs
 
 MOST = 20  # for one question
-OWN = "kept by you"
+OWN = "saved by you"
 
 
 def folder(question: Inputs) -> Path:
-    """Return where the plans kept for a question are."""
+    """Return where the plans saved for a question are."""
     return platformdirs.user_data_path("meshwright", appauthor=False) / "plans" / question.key
 
 
-def keep(question: Inputs, plan: Plan) -> None:
-    """Keep a plan. Raises BadInput where there are too many, OSError where it cannot be written."""
+def save(question: Inputs, plan: Plan) -> None:
+    """Save a plan. Raises BadInput where there are too many, OSError where it cannot be written."""
     if len(plans(question)) >= MOST:
-        raise BadInput(f"{MOST} plans are kept for this question", remedy="leave one out first")
+        raise BadInput(f"{MOST} plans are saved for this question", remedy="remove one first")
     codec.write_text(folder(question) / f"{codec.fingerprint(plan)}.json", codec.to_json(plan) + "\n")
 
 
-def leave_out(question: Inputs, plan: Plan) -> None:
-    """Keep a plan no longer."""
+def remove(question: Inputs, plan: Plan) -> None:
+    """Remove a saved plan."""
     (folder(question) / f"{codec.fingerprint(plan)}.json").unlink(missing_ok=True)
 
 
 def plans(question: Inputs) -> tuple[Plan, ...]:
-    """Return the plans kept for a question, oldest first; a file that is not a plan is passed over."""
+    """Return the plans saved for a question, oldest first; a file that is not a plan is passed over."""
     found = []
     for path in sorted(folder(question).glob("*.json"), key=lambda path: (path.stat().st_mtime_ns, path.name)):
         try:
@@ -50,8 +50,8 @@ def plans(question: Inputs) -> tuple[Plan, ...]:
     return tuple(found[:MOST])
 
 
-def with_kept(question: Inputs, result: SearchResult) -> SearchResult:
-    """Return the result with the kept plans below those that were found, predicted like them."""
+def with_saved(question: Inputs, result: SearchResult) -> SearchResult:
+    """Return the result with the saved plans below those that were found, predicted like them."""
     listed = {codec.fingerprint(ranked.plan) for ranked in result.plans}
     own = []
     for plan in plans(question):
@@ -75,7 +75,7 @@ def with_kept(question: Inputs, result: SearchResult) -> SearchResult:
     return replace(result, plans=(*result.plans, *own)) if own else result
 
 
-@st.cache_resource(max_entries=64, show_spinner="Predicting a kept plan")
+@st.cache_resource(max_entries=64, show_spinner="Predicting a saved plan")
 def _predicted(key: str, _result: SearchResult, _plan: Plan) -> Prediction:
     del key
     return predict(_result.question, _plan)

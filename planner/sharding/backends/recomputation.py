@@ -23,7 +23,7 @@ _MANY = 1500  # instructions, beyond which buffers of one kind are dropped toget
 
 
 @dataclass(slots=True)
-class Remaker:
+class Recomputation:
     """The works of a program; `given` are its inputs and the gradients of its outputs, `kept` what a run returns."""
 
     works: Sequence[Work]

@@ -36,7 +36,7 @@ class Forward(Protocol):
         """Return the buffer of a tensor in a layout."""
 
 
-def write_beside(forward: Forward, step: OperatorStep, statement: Statement, site: Site, way: int | str) -> None:
+def write_overlapped(forward: Forward, step: OperatorStep, statement: Statement, site: Site, way: int | str) -> None:
     """Write a product in one of the ways that `site` allows."""
     product = _Product(forward, step, statement, site)
     if isinstance(way, int):

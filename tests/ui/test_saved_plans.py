@@ -8,7 +8,7 @@ from tests.ui import needs  # noqa: F401 - skips where a package is missing
 from tests.ui.conftest import metrics, said, table
 from topology import codec
 from topology.errors import BadInput
-from ui import kept
+from ui import saved_plans
 from ui.question.state import Inputs
 
 ASKED = {"model": "llama3.2-1b", "cluster": "h200x4"}
@@ -35,20 +35,20 @@ def test_an_edited_plan_is_kept_listed_simulated_and_left_out_again(explorer):
     assert test.selectbox(key="plan").options == listed
 
 
-def test_kept_plans_are_those_of_their_question_and_damaged_files_are_passed_over():
+def test_saved_plans_are_those_of_their_question_and_damaged_files_are_passed_over():
     from simulator.config.plan import Plan
 
     first, second = Inputs(), Inputs(seq_len=4096)
-    kept.keep(first, Plan(dp_shard=4, tp=2))
-    (kept.folder(first) / "broken.json").write_text('{"tp": "many"}')
+    saved_plans.save(first, Plan(dp_shard=4, tp=2))
+    (saved_plans.folder(first) / "broken.json").write_text('{"tp": "many"}')
 
-    assert kept.plans(first) == (Plan(dp_shard=4, tp=2),)
-    assert kept.plans(second) == ()
-    for size in range(kept.MOST):
-        if len(kept.plans(first)) < kept.MOST:
-            kept.keep(first, Plan(dp_shard=size + 1, cp=1, pp=2))
-    with pytest.raises(BadInput, match="kept for this question"):
-        kept.keep(first, Plan(tp=8))
+    assert saved_plans.plans(first) == (Plan(dp_shard=4, tp=2),)
+    assert saved_plans.plans(second) == ()
+    for size in range(saved_plans.MOST):
+        if len(saved_plans.plans(first)) < saved_plans.MOST:
+            saved_plans.save(first, Plan(dp_shard=size + 1, cp=1, pp=2))
+    with pytest.raises(BadInput, match="saved for this question"):
+        saved_plans.save(first, Plan(tp=8))
 
 
 def test_two_questions_are_compared_for_the_same_batch(explorer):

@@ -11,8 +11,8 @@ from planner.io.output import console, printable
 from planner.serving.break_even import BreakEven, break_even
 from planner.serving.crossings import Row
 from planner.serving.question.question import ServingQuestion
+from planner.serving.reports.documents import price_per_million
 from planner.serving.search import ServingPlan, ServingResult
-from planner.serving.shown.documents import price_per_million
 from simulator.config.estimate import Interval
 from simulator.serving.deployment import Deployment, Pool
 from simulator.serving.engine import engine_of

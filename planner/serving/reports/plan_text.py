@@ -11,7 +11,7 @@ from planner.serving.answer import ServingAnswer
 from planner.serving.compare import ServingComparison
 from planner.serving.crossings import Sweep
 from planner.serving.explain import ServingExplanation
-from planner.serving.shown.text import (
+from planner.serving.reports.text import (
     answer_sentence,
     break_even_text,
     deployment_text,

@@ -18,7 +18,7 @@ POLL_S = 2e-5
 SLOTS = 64  # messages a reader may be behind
 
 
-class Board:
+class SharedBroadcast:
     """A collective constructor: every rank of `group`, processes of one host, makes one at the same time."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
