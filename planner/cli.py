@@ -23,7 +23,7 @@ from typer.core import TyperGroup
 
 from planner.io.interrupts import EXIT_CODE as INTERRUPTED
 from planner.io.interrupts import raise_again
-from planner.io.output import printable
+from planner.io.printable import printable
 from planner.io.version import version
 from topology.errors import PlannerError, UserError
 

@@ -18,7 +18,8 @@ from planner.commands.serve.apply import apply_serving_plan
 from planner.commands.serve.estimate import is_serving_plan
 from planner.explain.tables import degrees_text
 from planner.io import output
-from planner.io.output import SCHEMA_VERSION, printable
+from planner.io.output import SCHEMA_VERSION
+from planner.io.printable import printable
 from planner.question.plan_file import load_plan
 from planner.runs import apply_process, apply_report, runs_store, scheduled
 from planner.runs.comparison import compare
@@ -278,10 +279,10 @@ def _report(document: dict[str, Any], folder: Path, *, json: bool) -> None:
         output.emit_json({**document, "directory": str(folder)})
         return
     for line in apply_report.lines(document, document["comparison"]):
-        print(output.printable(line))
-    print(output.printable(f"saved {folder / 'run.json'}"))
+        print(printable(line))
+    print(printable(f"saved {folder / 'run.json'}"))
     if document.get("predicted"):
-        print(output.printable(f"next: planner report {document['id']}"))
+        print(printable(f"next: planner report {document['id']}"))
 
 
 def _interrupted(folder: Path, *, json: bool) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from planner.io import output
+from planner.io.printable import printable
 from planner.question.plan_file import load_plan
 from planner.runs import launchers, scheduled
 from planner.runs.launchers import JobFile, LauncherJob
@@ -82,11 +83,11 @@ def write(
         )
         return None
     if dry_run:
-        print(output.printable(written.text))
+        print(printable(written.text))
     else:
-        print(output.printable(f"wrote {written.path}"))
+        print(printable(f"wrote {written.path}"))
     for line in (answer,) if answer else written.advice:
-        print(output.printable(line))
+        print(printable(line))
     return None
 
 

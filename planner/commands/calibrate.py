@@ -22,6 +22,7 @@ from planner.commands.flags import calibrate_flags, options
 from planner.io import output
 from planner.io.inputs import read_cluster
 from planner.io.output import warn
+from planner.io.printable import printable
 from planner.question.cases import case_of_plan_file, load_case, read_cases
 from planner.question.flags import Flags
 from planner.question.plan_file import require_folder
@@ -308,6 +309,6 @@ def _answer(
         output.emit_json(document(found, whole, links) | agenda_document(agenda, whole, links))
         return
     for line in [*lines(found, whole, links), *what_is_left(agenda, whole, links)]:
-        print(output.printable(line))
+        print(printable(line))
     if out is not None:
-        print(output.printable(f"saved {out}"))
+        print(printable(f"saved {out}"))

@@ -17,6 +17,7 @@ from planner.configs.serving import serving_engine
 from planner.explain.answer_text import print_estimate
 from planner.io import output
 from planner.io.inputs import measurements
+from planner.io.printable import printable
 from simulator.config.estimate import SURE, chance
 from topology import codec
 
@@ -112,32 +113,32 @@ def check(
 def _print(checked: Checked, name: str) -> None:
     configuration = checked.configuration
     version = f" {configuration.version}" if configuration.version else ""
-    print(output.printable(f"file      {name}: {configuration.framework}{version}"))
+    print(printable(f"file      {name}: {configuration.framework}{version}"))
     if checked.found is not None:
         print_estimate(checked.found)
     else:
         for line in checked.assumed:
-            print(output.printable(f"assumed   {line}"))
+            print(printable(f"assumed   {line}"))
         for problem in checked.problems:
-            print(output.printable(f"{problem.grade!s:9} {problem.message}"))
+            print(printable(f"{problem.grade!s:9} {problem.message}"))
         print("verdict   not legal: nothing to estimate")
     if configuration.unknown:
-        print(output.printable(f"unknown   {', '.join(configuration.unknown)}"))
+        print(printable(f"unknown   {', '.join(configuration.unknown)}"))
     for number, change in enumerate(checked.changes):
         print(
-            output.printable(
+            printable(
                 f"{'change' if number == 0 else 'or':9} {change.what}: {change.step_s:.3g} s, {_fit(change.fit_probability)}"
             )
         )
     if checked.changes:
-        print(output.printable(checked.changes[0].diff))
+        print(printable(checked.changes[0].diff))
     if checked.best is not None:
         estimate = checked.best.estimate
         fit = _fit(estimate.memory.fit_probability)
-        print(output.printable(f"best      {estimate.step_s.value:.3g} s, {fit}"))
-        print(output.printable(checked.best.diff))
+        print(printable(f"best      {estimate.step_s.value:.3g} s, {fit}"))
+        print(printable(checked.best.diff))
     elif checked.no_better:
-        print(output.printable(f"best      {checked.no_better}"))
+        print(printable(f"best      {checked.no_better}"))
 
 
 def _fit(probability: float) -> str:

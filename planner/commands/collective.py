@@ -14,7 +14,8 @@ from rich.table import Table
 from planner.commands.flags import options
 from planner.io import output
 from planner.io.inputs import measurements, read_cluster
-from planner.io.output import console, printable
+from planner.io.output import console
+from planner.io.printable import printable
 from planner.validate.collective_rows import predicted_rows, table_rows
 from topology.errors import UserError
 from topology.rates.reach import cluster_caveats

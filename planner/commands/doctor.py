@@ -16,7 +16,7 @@ from planner.commands.flags import options
 from planner.commands.probe import probe_cluster
 from planner.io import output
 from planner.io.inputs import read_cluster
-from planner.io.output import printable
+from planner.io.printable import printable
 from planner.io.version import version
 from planner.question.plan_file import refuse_overwrite
 from topology import codec

@@ -24,6 +24,7 @@ from planner.explain.answer_text import print_estimate
 from planner.explain.plan_answer import answer_plan, plan_document, unreadable_document
 from planner.io import output
 from planner.io.inputs import measurements
+from planner.io.printable import printable
 from planner.question.cases import case_from_flags, case_id, case_of_plan_file, load_case, read_cases
 from planner.question.flags import Flags
 from planner.question.learned_runtime import LearnedCalibrations, in_place, is_learned, read_learned
@@ -98,7 +99,7 @@ def estimate(
             output.warn(f"{out} is not written: the plan is not legal")
         raise typer.Exit(3)
     if out is not None and not json:
-        print(output.printable(f"saved {out}"))
+        print(printable(f"saved {out}"))
 
 
 def _answer_list(raw: list[dict[str, Any]], flags: Flags, measured: Calibrations, *, json: bool) -> None:

@@ -14,6 +14,7 @@ from planner.export.targets.folder import README, export_all
 from planner.export.targets.registry import TARGETS, find_target
 from planner.export.targets.registry import export as written
 from planner.io import output
+from planner.io.printable import printable
 from planner.question.cases import case_of_file
 from planner.question.plan_file import refuse_overwrite
 from planner.serving.plan_file import is_serving_file
@@ -81,8 +82,8 @@ def export(
         return
     for label, lines in (("not expressed", done.not_expressed), ("needed", done.needed), ("note", done.notes)):
         for line in lines:
-            print(output.printable(f"{label}: {line}"))
-    print(output.printable(f"saved {', '.join([str(out), *(str(out.parent / beside) for beside in done.files)])}"))
+            print(printable(f"{label}: {line}"))
+    print(printable(f"saved {', '.join([str(out), *(str(out.parent / beside) for beside in done.files)])}"))
 
 
 def _write_all(job: ExportJob, folder: Path, *, force: bool, json: bool) -> None:
@@ -103,4 +104,4 @@ def _write_all(job: ExportJob, folder: Path, *, force: bool, json: bool) -> None
     if json:
         output.emit_json({"schema_version": output.SCHEMA_VERSION, "saved": str(folder), "files": files})
         return
-    print(output.printable(f"saved {len(files)} files in {folder}; {folder / README} says how to start each"))
+    print(printable(f"saved {len(files)} files in {folder}; {folder / README} says how to start each"))

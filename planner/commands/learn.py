@@ -10,6 +10,7 @@ import typer
 from planner.commands.flags import options
 from planner.io import output
 from planner.io.inputs import measurements
+from planner.io.printable import printable
 from planner.learn.fit import FEWEST, Measured, fit, left_out_errors, measured_of
 from planner.learn.next_runs import ask_next
 from planner.learn.runs_file import read_runs
@@ -127,7 +128,5 @@ def _answer(learned: LearnedRuntime, next_runs: list[dict[str, Any]], out: Path,
             f"left out group by group, {quantity}: " + ("not measured" if value is None else f"{value:.1%} in the mean")
         )
     for plan in next_runs:
-        print(
-            output.printable(f"next: {plan['id']} (its step is known within a factor of {1 + plan['step_unsure']:.2f})")
-        )
-    print(output.printable(f"saved {out}"))
+        print(printable(f"next: {plan['id']} (its step is known within a factor of {1 + plan['step_unsure']:.2f})"))
+    print(printable(f"saved {out}"))

@@ -12,7 +12,7 @@ from planner.commands.flags import options
 from planner.explain.tables import cluster_line
 from planner.io import output
 from planner.io.inputs import read_cluster
-from planner.io.output import printable
+from planner.io.printable import printable
 from planner.pictures.topology import topology
 from planner.question.plan_file import refuse_overwrite
 from planner.question.question import plannable

@@ -12,6 +12,7 @@ from rich.table import Table
 from planner.commands.flags import options
 from planner.io import output
 from planner.io.inputs import measurements
+from planner.io.printable import printable
 from planner.pictures.timelines import timelines
 from planner.question.plan_file import refuse_overwrite
 from planner.runs import profile_update, report_text
@@ -70,9 +71,9 @@ def report(
 
 def _print(answer: dict[str, Any]) -> None:
     screen = output.console()
-    screen.print(output.printable(f"{answer['model']}, {plan_words(answer['plan'])}"))
+    screen.print(printable(f"{answer['model']}, {plan_words(answer['plan'])}"))
     partial = "" if answer["complete"] else ", not complete"
-    screen.print(output.printable(f"run {answer['id']} of {answer['taken_at']}: {answer['status']}{partial}"))
+    screen.print(printable(f"run {answer['id']} of {answer['taken_at']}: {answer['status']}{partial}"))
 
     def table(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
         if not rows:
@@ -81,14 +82,14 @@ def _print(answer: dict[str, Any]) -> None:
         for index, head in enumerate(heads):
             grid.add_column(head, justify="left" if index == 0 else "right", overflow="fold")
         for row in rows:
-            grid.add_row(*(output.printable(cell) for cell in row))
+            grid.add_row(*(printable(cell) for cell in row))
         screen.print()
         screen.print(grid)
 
     table(("quantity", "predicted", "80% range", "source", "measured", "error"), report_text.quantity_rows(answer))
     table(("where the step went", "predicted s", "measured s", "difference s"), report_text.term_rows(answer))
     if answer["blame"]:
-        screen.print(output.printable(f"to blame: {answer['blame']}"))
+        screen.print(printable(f"to blame: {answer['blame']}"))
     table(("collective", "side", "calls", "seconds", "exposed s"), report_text.collective_rows(answer))
     table(("setting", "requested", "took effect", "agree"), report_text.effect_rows(answer))
     if "learned" in answer:
@@ -97,7 +98,7 @@ def _print(answer: dict[str, Any]) -> None:
         screen.print()
         screen.print("Errors and differences are predicted / measured - 1 and predicted - measured.")
     for note in answer["notes"]:
-        screen.print(output.printable(f"note: {note}"))
+        screen.print(printable(f"note: {note}"))
 
 
 def _learn(found: RunReport, profile: Path) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from planner.commands.flags import options
 from planner.io import output
+from planner.io.printable import printable
 from planner.runs import runs_store
 from planner.runs.report_text import quantity_text
 from planner.runs.run_report import load_run
@@ -68,7 +69,7 @@ def _list(limit: int, *, json: bool) -> None:
             quantity_text(row.measured_peak_bytes, "bytes"),
             _error(row.memory_error),
         )
-        table.add_row(*(output.printable(word) for word in (*words, *numbers)))
+        table.add_row(*(printable(word) for word in (*words, *numbers)))
     output.console().print(table)
 
 

@@ -12,7 +12,8 @@ from rich.table import Table
 from planner.commands.flags import options, shard_flags
 from planner.io import output
 from planner.io.inputs import measurements, read_cluster
-from planner.io.output import console, printable
+from planner.io.output import console
+from planner.io.printable import printable
 from planner.pictures.sharding import sharding_picture
 from planner.sharding.answer import Answer, captured_row
 from planner.sharding.backends.dtensor_file import write_dtensor_file

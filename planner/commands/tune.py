@@ -15,6 +15,7 @@ from rich.live import Live
 from planner.commands.flags import options, tune_flags
 from planner.io import output
 from planner.io.inputs import measurements
+from planner.io.printable import printable
 from planner.question.flags import Flags
 from planner.question.plan_file import PlanFile, plan_file, refuse_overwrite, save_plan
 from planner.runs.apply_process import require_torch
@@ -202,8 +203,8 @@ def _answer(
         )
     else:
         for line in text.lines(view, within=known.request.within):
-            print(output.printable(line))
-        print(output.printable(f"state     {path}: planner tune --resume {path} goes on"))
+            print(printable(line))
+        print(printable(f"state     {path}: planner tune --resume {path} goes on"))
     if unsaved is not None:
         raise unsaved
     if view.best is None:
@@ -254,7 +255,7 @@ def _write_job(job: TuneJob, *, submit: bool, json: bool) -> None:
         )
         return
     for line in (f"wrote {written.path}", *((submitted,) if submitted else ()), *written.advice):
-        print(output.printable(line))
+        print(printable(line))
 
 
 def _run(
@@ -297,7 +298,7 @@ def _run(
                 runner=runner,
             )
         except KeyboardInterrupt:
-            print(output.printable(f"planner tune --resume {path} goes on"), file=sys.stderr)
+            print(printable(f"planner tune --resume {path} goes on"), file=sys.stderr)
             raise
 
 

@@ -13,7 +13,8 @@ from planner.commands.flags import options
 from planner.commands.serve.validate import validate_serving
 from planner.io import output
 from planner.io.inputs import measurements, warn_of_doubts
-from planner.io.output import console, printable
+from planner.io.output import console
+from planner.io.printable import printable
 from planner.question.cases import read_cases
 from planner.question.learned_runtime import LearnedCalibrations, in_place, read_learned
 from planner.validate.serving_report import is_points_file

@@ -35,7 +35,8 @@ from planner.io.figures import (
     seconds_text,
     two_digits,
 )
-from planner.io.output import console, printable
+from planner.io.output import console
+from planner.io.printable import printable
 from planner.question.question import Question
 from planner.search.fixes import memory_text
 from planner.search.result import GpuCountRow, MayFit, RankedPlan, SearchResult

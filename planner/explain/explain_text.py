@@ -24,7 +24,8 @@ from planner.explain.tables import (
 from planner.explain.traffic_text import print_traffic, traffic_rows
 from planner.explain.waterfall import Waterfall
 from planner.io.figures import GIB, change_text, gib_text, last_digit_s, rate_text, seconds_text
-from planner.io.output import console, printable
+from planner.io.output import console
+from planner.io.printable import printable
 from planner.search.fixes import memory_text
 from planner.search.result import SearchResult
 from simulator.config.overlap_sites import NONE

@@ -10,7 +10,7 @@ from textwrap import wrap
 from rich.console import Console
 
 from planner.io.figures import GIB, gib_text, last_digit_s, seconds_text
-from planner.io.output import printable
+from planner.io.printable import printable
 from planner.question.prediction import Method
 from planner.search.flips import FlipPoint
 from planner.search.result import SearchResult

@@ -15,6 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.console import Console as RichConsole
 
+from planner.io.printable import printable
 from topology import codec
 from topology.errors import BadInput, PlannerError
 from topology.redact import redact
@@ -22,11 +23,6 @@ from topology.redact import redact
 SCHEMA_VERSION = 1
 
 _listener: Callable[[str], None] | None = None
-
-
-def printable(text: str) -> str:
-    """Return `text` with control characters escaped: names come from files, and could contain terminal commands."""
-    return "".join(c if c == "\n" or c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def emit_json(document: Any) -> None:

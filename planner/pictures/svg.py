@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from xml.etree import ElementTree as ET
 
-from planner.io.output import printable
+from planner.io.printable import printable
 from planner.pictures.palette import DARK, LIGHT, Paper
 
 MARGIN = 24.0

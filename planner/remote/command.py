@@ -13,6 +13,7 @@ from typing import Any
 import typer
 
 from planner.io import output
+from planner.io.printable import printable
 from planner.remote.connect import connect, require_httpx
 from planner.remote.errors import error_of
 from planner.remote.flags import ALWAYS_WRITTEN, CONTINUED, RUNS, SERVED, Flag, flags_of_command
@@ -63,11 +64,11 @@ def _run(server: str, name: str, flags: dict[str, Flag], given: dict[str, Any]) 
             output.end_progress()
         if document["state"] != "done" and document["result"] is None:
             raise error_of(document)
-        sys.stderr.write(output.printable(document["warnings"]))
+        sys.stderr.write(printable(document["warnings"]))
         if request["json"]:
             output.emit_json(document["result"])
         else:
-            print(output.printable(document["result"]["text"]), end="")
+            print(printable(document["result"]["text"]), end="")
         for artifact in document["artifacts"]:
             top, _, rest = artifact["name"].partition("/")
             for path in (path for path in wanted.values() if path.name == top):

@@ -19,6 +19,7 @@ from simulator.config.plan import Plan
 from simulator.legality.rule import divisors
 from topology.errors import UserError
 
+SIMPLER_MARGIN = 0.02  # of its cost, which one change more has to save
 MOST_FIXES = 4  # that are returned
 WIDER = (2, 4)  # factors of tensor and context parallelism, and of the number of GPUs, that are tried
 
@@ -67,8 +68,9 @@ def find_fixes(question: Question, plan: Plan, estimate: Estimate) -> tuple[Fix,
             found.append((not sure, float(table.step_s[row]) * one.plan.gpus, float(table.reserved_bytes[row]), one))
     surely = sorted((one for one in found if not one[0]), key=lambda one: one[1])
     chosen: list[_Variant] = []
-    for *_, one in surely or sorted(found, key=lambda one: one[2])[:1]:
-        if not any(other.kinds <= one.kinds for other in chosen):
+    for _, cost, _, one in surely or sorted(found, key=lambda one: one[2])[:1]:
+        simpler = any(other.kinds < one.kinds and least <= cost * (1 + SIMPLER_MARGIN) for _, least, _, other in surely)
+        if not simpler and not any(other.kinds <= one.kinds for other in chosen):
             chosen.append(one)
     fixes = [_fix(one, plan, estimate) for one in chosen[:MOST_FIXES]]
     fixes = [one for one in fixes if one.reserved_bytes < estimate.memory.reserved_bytes]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.table import Table
 
-from planner.io.output import printable
+from planner.io.printable import printable
 from planner.tune.history import candidate_words
 from planner.tune.loop import View
 from planner.tune.trials import Trial

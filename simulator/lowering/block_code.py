@@ -13,7 +13,7 @@ from enum import StrEnum
 
 import numpy as np
 
-from simulator.closed_form.layer_cost import WEIGHT_GRADIENT, copy_hop_s, ends_of, pieces_s
+from simulator.closed_form.pieces import WEIGHT_GRADIENT, copy_hop_s, ends_of, pieces_s
 from simulator.kernels.operators import OperatorSpec, Work, WorkKind, active_rows, backward_work, forward_work
 from simulator.lowering.pairing import async_pairs, site_pairs
 from simulator.lowering.steps import AsyncStep, KernelStep, RingStep, SiteStep, Step, TransferStep, WaitStep, summed

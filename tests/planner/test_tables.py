@@ -9,7 +9,7 @@ import pytest
 
 from planner.explain.answer_text import approach_text, print_search
 from planner.explain.tables import degrees_text, flip_text, policy_text
-from planner.io.output import printable
+from planner.io.printable import printable
 from planner.question.question import question_of
 from planner.search.flips import FlipPoint
 from planner.search.search import SearchOptions, suggest

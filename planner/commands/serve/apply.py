@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from planner.io import child, output
-from planner.io.output import SCHEMA_VERSION, printable
+from planner.io.output import SCHEMA_VERSION
+from planner.io.printable import printable
 from planner.serving.measured.asked_run import AskedRun, all_steps, asked_run
 from planner.serving.measured.samples import add_to_profile
 from planner.serving.measured.side_by_side import load_rows, print_run, step_rows

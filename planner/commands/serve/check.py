@@ -12,7 +12,8 @@ from planner.configs.formats.configuration import CheckFlags
 from planner.configs.serving import VERSIONS, CheckedServing, check_serving
 from planner.configs.serving_document import checked_serving_document
 from planner.io import output
-from planner.io.output import console, printable
+from planner.io.output import console
+from planner.io.printable import printable
 from planner.serving.question.from_flags import ServingFlags
 from planner.serving.reports.plan_text import print_answer
 from planner.serving.reports.text import deployment_text, digits
@@ -50,6 +51,6 @@ def _print(checked: CheckedServing, name: str) -> None:
         screen.print(printable(f"\nbetter    {deployment_text(one.plan.deployment)}: {figures}"))
         screen.print(printable(f"change    {one.what}"))
     if checked.changes:
-        print(output.printable(checked.changes[0].diff))
+        print(printable(checked.changes[0].diff))
     elif checked.no_better:
         screen.print(printable(f"\nbest      {checked.no_better}"))

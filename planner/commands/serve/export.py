@@ -6,6 +6,7 @@ from pathlib import Path
 
 from planner.export.serving.files import serving_files
 from planner.io import output
+from planner.io.printable import printable
 from planner.question.plan_file import refuse_overwrite
 from planner.serving.plan_file import TASK, ServingFile, load_serving
 from simulator.config.hf_config import hub_name
@@ -36,7 +37,7 @@ def export_serving_plan(
         if json:
             output.emit_json({"schema_version": output.SCHEMA_VERSION, "task": TASK, "saved": str(out), "files": files})
         else:
-            print(output.printable(f"saved {', '.join(str(out / file) for file in files)}"))
+            print(printable(f"saved {', '.join(str(out / file) for file in files)}"))
         return
     file = _file(content, str(to))
     if file not in files:
@@ -50,7 +51,7 @@ def export_serving_plan(
         saved = str(out) if out else None
         output.emit_json({"schema_version": output.SCHEMA_VERSION, "task": TASK, "text": files[file], "saved": saved})
     else:
-        print(files[file] if out is None else output.printable(f"saved {out}"), end="" if out is None else "\n")
+        print(files[file] if out is None else printable(f"saved {out}"), end="" if out is None else "\n")
 
 
 def files_of(content: ServingFile, name: str | None) -> dict[str, str]:

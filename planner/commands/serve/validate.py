@@ -9,7 +9,8 @@ from typing import Any
 from rich.table import Table
 
 from planner.io import output
-from planner.io.output import console, printable
+from planner.io.output import console
+from planner.io.printable import printable
 from planner.validate.serving_points import QUANTITIES, validate_point
 from planner.validate.serving_report import by_group, is_points_file, read_points, summarise_points
 from topology.errors import Infeasible, OutOfTolerance, UserError

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from planner.io.output import console, printable
+from planner.io.output import console
+from planner.io.printable import printable
 from planner.serving.measured.asked_run import DECODE
 from simulator.serving.latency import Distribution, distribution
 

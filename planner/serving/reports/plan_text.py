@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 from rich.table import Table
 
-from planner.io.output import console, printable
+from planner.io.output import console
+from planner.io.printable import printable
 from planner.serving.answer import ServingAnswer
 from planner.serving.compare import ServingComparison
 from planner.serving.crossings import Sweep

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from planner.io.output import console, printable
+from planner.io.output import console
+from planner.io.printable import printable
 from planner.serving.break_even import BreakEven, break_even
 from planner.serving.crossings import Row
 from planner.serving.question.question import ServingQuestion

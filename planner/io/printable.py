@@ -1,0 +1,8 @@
+"""Text that is safe for a terminal. Apart from `output.py`, whose libraries take longer to load than `planner --help`."""
+
+from __future__ import annotations
+
+
+def printable(text: str) -> str:
+    """Return `text` with control characters escaped: names come from files, and could contain terminal commands."""
+    return "".join(c if c == "\n" or c.isprintable() else c.encode("unicode_escape").decode() for c in text)
