@@ -140,15 +140,19 @@ def parse_state(text: str, *, where: str) -> State:
     plans: list[Candidate] = []
     trials: list[Trial] = []
     began: list[TrialStart] = []
+    keys: dict[str, str] = {}  # as written, by a version whose plans may have had fewer fields, and as they are here
     for number, line in enumerate(lines[1:], start=2):
         line_of = f"{where}:{number}"
         kind = line.pop("kind", None) if isinstance(line, dict) else None
         if kind == "candidate":
             plans.append(_candidate(line, line_of))
+            keys[codec.fingerprint((line.get("plan"), line.get("runtime")))] = plans[-1].key
         elif kind == "began":
-            began.append(codec.convert(line, TrialStart, where=line_of))
+            start = codec.convert(line, TrialStart, where=line_of)
+            began.append(replace(start, key=keys.get(start.key, start.key)))
         elif kind == "trial":
             trial = codec.convert(line, Trial, where=line_of)
+            trial = replace(trial, key=keys.get(trial.key, trial.key))
             began = [one for one in began if one.key != trial.key]
             trials.append(trial)
         else:

@@ -20,6 +20,7 @@ from planner.serving.search import search_serving
 from planner.serving.stated import pool_word, problems_of, read_pool, stated_deployment
 from simulator.serving.deployment import Pool
 from tests.planner.conftest import Finished
+from topology import codec
 from topology.errors import BadPlan
 
 QUICK = ("--model", "llama3-8b", "--cluster", "dgx-h100", "--gpus", "4", "--isl", "256", "--osl", "32", "--concurrency", "8")  # fmt: skip
@@ -142,6 +143,18 @@ def test_an_edited_plan_is_refused(planner: Callable[..., Finished], tmp_path: P
     done = planner("estimate", "--plan", str(path))
     assert done.returncode == 2
     assert "was edited" in done.output
+
+
+def test_a_plan_of_a_release_with_fewer_fields_is_read(planner: Callable[..., Finished], tmp_path: Path) -> None:
+    """Its fingerprints are of what it wrote; what it does not say has the value that it had then."""
+    path = tmp_path / "plan.json"
+    assert planner("estimate", "--task", "serve", *QUICK, "--tp", "4", "--out", str(path)).returncode == 0
+    data = json.loads(path.read_text())
+    assert data["deployment"].pop("eager") is False
+    data["fingerprints"]["deployment"] = codec.fingerprint(data["deployment"])
+    path.write_text(json.dumps(data))
+
+    assert planner("estimate", "--plan", str(path)).returncode == 0
 
 
 def test_where_the_answer_changes_lies_between_rows_that_differ() -> None:

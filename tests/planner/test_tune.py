@@ -25,6 +25,7 @@ from planner.tune.trials import Status, Trial
 from simulator.config.hf_config import load_model
 from simulator.config.workload import Workload
 from tests.planner.conftest import ROOT, make_cluster
+from topology import codec
 from topology.errors import BadInput, PlannerError, Stale
 from topology.health.diagnose import diagnose
 
@@ -253,6 +254,21 @@ def test_a_state_is_read_as_it_was_written(tmp_path, small) -> None:
     assert [one.plan for one in found.candidates.plans] == [one.plan for one in plans.plans]
     first, again = (believe(known, made).step.interval(1) for known in (plans, found.candidates))
     assert first == pytest.approx(again)
+
+
+def test_a_state_of_a_release_whose_plans_had_fewer_fields_is_read(tmp_path, small) -> None:
+    plans = begun(tmp_path / "state", small)
+    head, *lines = map(json.loads, (tmp_path / "state").read_text().splitlines())
+    for line in lines:
+        assert line["plan"].pop("ep_overlap") == "none"
+    key = codec.fingerprint((lines[0]["plan"], lines[0]["runtime"]))
+    lines.append({"kind": "trial", **codec.to_builtins(replace(trial(plans, 0, 0.5), key=key))})
+    (tmp_path / "state").write_text("".join(json.dumps(line) + "\n" for line in (head, *lines)))
+
+    found = read_state(tmp_path / "state")
+
+    assert key != plans.plans[0].key
+    assert [one.key for one in found.trials] == [plans.plans[0].key]
 
 
 def test_nothing_but_a_torn_last_line_is_lost_wherever_a_writer_is_killed(tmp_path, small) -> None:
