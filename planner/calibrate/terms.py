@@ -24,6 +24,7 @@ from simulator.collectives.measured import MeasuredCollectives, Model, Ratios
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
 from simulator.fitting.host_fit import COST_SPREAD, HOST_SPREAD, LAUNCHES, LEAST_S, costs_in, spread_of, usual_costs
+from simulator.fitting.runtime_fit import INSIDE_SPREAD
 from simulator.kernels.operators import Work, WorkKind
 from simulator.runtimes.library import runtime_spec
 from topology.rates.groups import GroupShape
@@ -41,7 +42,6 @@ KERNELS = {
 KERNEL_SPREADS = {"matrix products": 0.06, "attention": 0.12, "kernels that move memory": 0.12}
 COLLECTIVE_SPREAD = 0.15
 PACKING_SPREAD, UPDATE_SPREAD, CONTENTION_SPREAD, OVERLAP_SPREAD = 0.3, 0.25, 0.4, 0.3
-INSIDE_SPREAD = 0.05  # of kernels inside a step over those alone
 UNKNOWN_S = 1.5e-3  # what a cost of the host is off by that is described as nothing; assumed
 HOST_WORDS = {
     "launch_s": "launches",
