@@ -1,6 +1,7 @@
 """Settings of all tests. Prefer fixtures to classes, and parametrize to loops; say in each docstring what is true."""
 
 import os
+import signal
 
 import pytest
 from hypothesis import settings
@@ -10,6 +11,10 @@ from hypothesis import settings
 settings.register_profile("gate", deadline=None, derandomize=True)
 settings.register_profile("explore", deadline=None)
 settings.load_profile(os.environ.get("MESHWRIGHT_HYPOTHESIS", "gate"))
+
+# Tests interrupt what they start. A shell that runs them in the background has them ignore SIGINT, which children inherit.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
