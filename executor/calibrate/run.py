@@ -65,14 +65,14 @@ def run(options: argparse.Namespace) -> int:
     recorder.write("header", **header(options, len(indices)))
     jobs = [Work(job) for job in read_json(options.request).get("jobs", []) if job["ranks"] <= len(indices)]
     with tempfile.TemporaryDirectory(prefix="meshwright-", ignore_cleanup_errors=True) as folder:
-        shop = PoolScheduler(options, indices, Path(folder), recorder, deadline)
+        scheduler = PoolScheduler(options, indices, Path(folder), recorder, deadline)
         try:
-            shop.work(jobs)
+            scheduler.work(jobs)
         except KeyboardInterrupt:
             recorder.missing("interrupted", late=True)
             return 130
         finally:
-            shop.close()
+            scheduler.close()
             recorder.write("header", seconds=options.budget - deadline.left_s)
             recorder.close()
     return 0

@@ -1,7 +1,8 @@
 """What would make a plan fit its memory, cheapest first: all that can be changed, in the order of throughput lost.
 
 Changed are recomputation, the micro batch, resharding, sharding over replicas, tensor and context parallelism, what is kept
-in host memory, compilation and the number of GPUs, one by one and together. A change is shown where nothing that is part of it does as well.
+in host memory, compilation and the number of GPUs, one by one and together. A change is shown where nothing that is
+part of it does as well, to within a tie.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ from itertools import product
 from planner.io.figures import change_text, gib_text
 from planner.question.prediction import predict
 from planner.question.question import Question
+from planner.search.finalists import TIE
 from planner.search.scaling import with_gpus
 from simulator.config.estimate import Estimate, Fit, chance, sure_bytes
 from simulator.config.plan import Plan
 from simulator.legality.rule import divisors
 from topology.errors import UserError
 
-SIMPLER_MARGIN = 0.02  # of its cost, which one change more has to save
 MOST_FIXES = 4  # that are returned
 WIDER = (2, 4)  # factors of tensor and context parallelism, and of the number of GPUs, that are tried
 
@@ -69,7 +70,7 @@ def find_fixes(question: Question, plan: Plan, estimate: Estimate) -> tuple[Fix,
     surely = sorted((one for one in found if not one[0]), key=lambda one: one[1])
     chosen: list[_Variant] = []
     for _, cost, _, one in surely or sorted(found, key=lambda one: one[2])[:1]:
-        simpler = any(other.kinds < one.kinds and least <= cost * (1 + SIMPLER_MARGIN) for _, least, _, other in surely)
+        simpler = any(other.kinds < one.kinds and least <= cost * (1 + TIE) for _, least, _, other in surely)
         if not simpler and not any(other.kinds <= one.kinds for other in chosen):
             chosen.append(one)
     fixes = [_fix(one, plan, estimate) for one in chosen[:MOST_FIXES]]

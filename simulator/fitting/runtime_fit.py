@@ -50,12 +50,11 @@ NO_HOST_COST = as_host_fields(dict.fromkeys(("launch_s", *SINGLE), 0.0)) | {"ste
 NO_DATA = {"data_token_s": 0.0}
 FEWEST = 3  # device-bound runs below which factors stay near 1, by these spreads
 # Root mean squares over the nine fits of six runs and more of h200x1, h200x2_fresh, h200x2_next, h200x4, h200x4_draw1 and
-# h200x4_draw3 in examples/profiles: 0.04 of the mean factor and 0.06 of layers and others apart, and 0.62.
+# h200x4_draw3 in examples/profiles: 0.035 of the mean factor, 0.057 of layers and others apart, and 0.62.
 INSIDE_SPREAD = 0.05  # of kernels inside a step over those alone
 STEP_SPREAD = 0.6  # of what a step makes its device wait for, over what is described
-SHAPE_SPREAD = (
-    0.08  # of what kernels of some shapes are off by that others are not: assumed, twice what those fits leave
-)
+# Of what kernels of some shapes are off by that others are not. Source: assumed.
+SHAPE_SPREAD = 0.08
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
