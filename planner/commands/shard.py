@@ -22,6 +22,7 @@ from planner.sharding.frontends.request import is_request
 from planner.sharding.layouts.mesh import make_mesh
 from planner.sharding.plans.explanation import explain_plan
 from planner.sharding.plans.report import Limits, Planned, planned_case
+from planner.sharding.problem.deadline import Deadline
 from planner.sharding.problem.problem import split_cases
 from simulator.config.hf_config import load_model
 from topology import codec
@@ -56,7 +57,7 @@ def shard(
     """
     given = locals()  # first of all, so that it holds the arguments and nothing else
     _refuse_unused(given)
-    limits = Limits(time_limit, None if memory_limit is None else memory_limit * 2**30)
+    limits = Limits(Deadline.after(time_limit), None if memory_limit is None else memory_limit * 2**30)
     machine = None if cluster is None else read_cluster(cluster, gpus)
     known = measurements(profile, strict=strict)
     measured = None if machine is None else known.on(machine)

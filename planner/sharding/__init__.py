@@ -23,10 +23,12 @@ Reading order, which is also the order of the work:
       options.py          all ways to shard an operator, with the layouts of operands and result that follow
       internal_collectives.py  what softmax, norms, attention and top-k exchange over a sharded axis
       local_formula.py    the formula as one rank runs it
+      repeated.py         lines that are alike but for the names of tensors, parsed once
       graph.py            the computation as for one process: operators over tensors, in program order
     backward/             the backward pass of a graph, derived from its formulas
     problem/              what is asked
       problem.py          a graph on a mesh, with given and pinned layouts; parsed from files (untrusted, bounded)
+      deadline.py         when there has to be an answer
       schedule.py         whole, ring or chunked: how a planned collective is executed
       pipeline_stages.py  tensors sent between parts of the mesh
       token_routing.py    tokens routed to experts, by counts
@@ -37,7 +39,6 @@ Reading order, which is also the order of the work:
       equivalence.py      layers that stand for one another
       message_passing.py  a lower bound of all choices, and what each alternative costs above it at least
       by_messages.py      the choice of least time: that bound, and an exact solution of what it leaves
-      deadline.py         when there has to be an answer
       integer_program.py  the choice as an integer program, built
       solvable_program.py and solved: linear relaxation, then branch and bound (HiGHS) or CP-SAT
       candidates.py       options, layouts and redistributions of a whole graph

@@ -73,6 +73,8 @@ def answer_request(
     found: list[Answer] = []
     refused: list[Infeasible] = []
     for counts_saved in (True, False):  # all is kept, or may be made again: the programs say which is faster
+        if found and problem.deadline.over:
+            break
         memory = replace(problem.memory, counts_saved=counts_saved)
         try:
             found.append(_answer(request, replace(captured, problem=replace(problem, memory=memory))))
@@ -108,7 +110,7 @@ def _with_best_cuts(request: Request, captured: CapturedProblem, machine: Machin
     starts = {pipeline.operator_stages, evenly(len(graph.operators), pipeline.count, cuts)}
     times = {stages: seconds(cut_at(stages)) for stages in sorted(starts)}
     best, trials = min(times, key=lambda stages: times[stages]), 0
-    while trials < _MAX_CUTS:
+    while trials < _MAX_CUTS and not captured.problem.deadline.over:
         for stages in neighbours(best, cuts):
             if stages not in times and trials < _MAX_CUTS:
                 trials += 1

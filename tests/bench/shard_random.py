@@ -17,6 +17,7 @@ from time import monotonic, process_time
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
+from planner.sharding.problem.deadline import Deadline
 from planner.sharding.problem.problem import Machine
 from tests.planner.sharding import cases, virtual_ranks
 from tests.planner.sharding.random_graphs import graphs, placed
@@ -66,7 +67,7 @@ def run(number: int, seeded: int, minutes: float) -> Counter[tuple[str, str, str
             return
         if timed or len(problem.mesh.shape) > 2:  # fewest bytes over three axes take minutes a graph
             timed = True
-            problem = replace(problem, machine=machine, policy="min_time", time_limit_s=LIMIT_S)
+            problem = replace(problem, machine=machine, policy="min_time", deadline=Deadline.after(LIMIT_S))
         key = ("x".join(map(str, problem.mesh.shape)), "both" if backward else "forward", "time" if timed else "bytes")
         try:
             virtual_ranks.run(problem, cases.values(problem))

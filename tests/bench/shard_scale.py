@@ -14,6 +14,7 @@ from pathlib import Path
 from time import monotonic, process_time
 
 from planner.sharding.frontends.decoder import decoder_case
+from planner.sharding.problem.deadline import Deadline
 from planner.sharding.problem.problem import Machine, MemoryLimit, parse_problem
 from planner.sharding.solver.choose import choose
 from simulator.config.hf_config import load_model
@@ -60,7 +61,7 @@ def row(name: str, layers: int | None, mesh: dict[str, int], memory_gib: float |
     read_s = process_time() - started
     machine = Machine(load_cluster("dgx-h100", problem.mesh.ranks))
     memory = None if memory_gib is None else MemoryLimit(limit_bytes=memory_gib * 2**30)
-    problem = replace(problem, machine=machine, memory=memory, time_limit_s=limit_s)
+    problem = replace(problem, machine=machine, memory=memory, deadline=Deadline.after(limit_s))
     started, wall = process_time(), monotonic()
     try:
         gap = f"{100 * choose(problem)[0].gap:.2g} %"

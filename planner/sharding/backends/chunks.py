@@ -16,6 +16,7 @@ from planner.sharding.layouts.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_
 from planner.sharding.layouts.layout import Layout, local_shape
 from planner.sharding.operators.operator import Operator
 from planner.sharding.plans.plan import OperatorStep, ShardingPlan, TensorMove
+from planner.sharding.problem.deadline import NO_DEADLINE, Deadline
 from planner.sharding.problem.problem import ShardingProblem
 
 COUNTS = (2, 4, 8)
@@ -175,12 +176,15 @@ def _site(
 
 
 def choose_chunks(
-    sites: Mapping[str, Site], groups: Sequence[Sequence[str]], seconds: Callable[[Chunks], float]
+    sites: Mapping[str, Site],
+    groups: Sequence[Sequence[str]],
+    seconds: Callable[[Chunks], float],
+    deadline: Deadline = NO_DEADLINE,
 ) -> tuple[dict[str, int | str], Tried]:
     """Return which products run beside their exchange and how: what makes the program shorter, one group after another.
 
     `seconds` is the simulated time of the program with such ways, infinite where it cannot be; products of a group go the
-    same way. Besides, what was tried.
+    same way, and nothing new is tried after `deadline`. Besides, what was tried.
     """
     chosen: dict[str, int | str] = {}
     best, trials = seconds(chosen), 0
@@ -190,7 +194,7 @@ def choose_chunks(
         times: dict[int | str, float] = {1: best}
         for way in (*COUNTS, RING, BROADCAST_WAY, *KERNELS) if names else ():
             possible = all(sites[name].allows(way) for name in names)
-            if trials >= MAX_TRIALS or not possible:
+            if trials >= MAX_TRIALS or not possible or deadline.over:
                 continue
             trials += 1
             tried = {**chosen, **dict.fromkeys(names, way)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from math import inf, prod
 
 import msgspec
@@ -267,15 +268,14 @@ def fastest_program(
     if sites and len(plan.steps) <= _LONGEST:
         equivalence = find_equivalent(problem.graph, {**problem.input_layouts, **problem.pins}, fold=True)
         groups = [[problem.operators[number].result.name for number in members] for members in equivalence.members()]
-        chunks, tried_ways = choose_chunks(sites, groups, simulated_with)
+        chunks, tried_ways = choose_chunks(sites, groups, simulated_with, problem.deadline)
     if problem.memory is None:
         return replace(written_with(chunks), tried=tried_ways)
     limit = buffer_limit(problem, plan)
-    tried = [
-        written_with(one, MemoryPlan(limit_bytes=limit, machine=machine, prefetch=prefetch))
-        for one in ([chunks, {}] if chunks else [chunks])
-        for prefetch in (True, False)
-    ]
+    tried: list[Written] = []
+    for one, prefetch in product(([chunks, {}] if chunks else [chunks]), (True, False)):
+        if not problem.deadline.over or all(each.peak_bytes > limit for each in tried):
+            tried.append(written_with(one, MemoryPlan(limit_bytes=limit, machine=machine, prefetch=prefetch)))
     fitting = [one for one in tried if one.peak_bytes <= limit]
     if not fitting:
         least = min(one.peak_bytes for one in tried) - limit + problem.memory.limit_bytes

@@ -74,7 +74,9 @@ class _Backward:
         built = self.builder.build()
         return replace(
             built,
-            outputs=tuple(dict.fromkeys([*self.graph.outputs, *(self.done[n] for n in self.wanted if n in self.done)])),
+            outputs=tuple(
+                dict.fromkeys([*self.graph.outputs, *(self.done[n] for n in sorted(self.wanted) if n in self.done)])
+            ),
             gradients={name: self.done[name] for name in sorted(self.wanted) if name in self.done},
             backward_start=start,
         )
@@ -94,7 +96,7 @@ class _Backward:
             )
         for operator in graph.operators:
             name = operator.result.name
-            steps = single_steps(operator, _names(name, {*graph.tensors, *builder.tensors}))
+            steps = single_steps(operator, self._free_names(f"{name}_in"))
             if len(steps) == 1:  # as it is, with its annotation
                 builder.operators.append(operator)
                 builder.tensors[name] = operator.result
@@ -123,9 +125,16 @@ class _Backward:
         return self.done.get(name)
 
     def _emit(self, wanted: str, text: str, dtype: str | None = None) -> str:
-        taken = self.builder.tensors
-        name = next(n for n in _candidates(wanted) if n not in taken and n not in self.graph.tensors)
+        name = next(self._free_names(wanted))
         return self.builder.apply(f"{name} = {text}", dtype=dtype)[0].name
+
+    def _free_names(self, wanted: str) -> Iterator[str]:
+        """Yield `wanted` and numbered names like it, as far as no tensor has them."""
+        wanted = wanted[:56]
+        for number in range(1, 10_000):
+            name = f"{wanted}_{number}" if number > 1 else wanted
+            if name not in self.builder.tensors and name not in self.graph.tensors:
+                yield name
 
     def _step_back(self, line: _Line, needed: set[str]) -> set[str]:
         """Emit the gradients of what one step uses; return the results that are dealt with."""
@@ -153,18 +162,21 @@ class _Backward:
         if is_elementwise(tree):
             return self._elementwise(tree, gradient), set()
         if is_view(tree):
-            return dict([views.gradient_text(tree, gradient, self._shapes())]), set()
+            return dict([views.gradient_text(tree, gradient, self._shapes(tree))]), set()
         if isinstance(tree, ast.Call | ast.Subscript):
             return self._call(line, gradient)
         if isinstance(tree, ast.Name):
             return {tree.id: gradient}, set()
         raise NotUnderstood(f"a {type(tree).__name__.lower()}")
 
-    def _shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: tensor.shape for name, tensor in self.builder.tensors.items()}
+    def _shapes(self, tree: ast.expr) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the tensors in a formula."""
+        tensors = self.builder.tensors
+        names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        return {name: tensors[name].shape for name in names if name in tensors}
 
     def _elementwise(self, tree: ast.expr, gradient: str) -> dict[str, str]:
-        shapes = self._shapes()
+        shapes = self._shapes(tree)
         shape = shape_of_node(tree, shapes)
         return {
             name: elementwise.sum_to_shape(text, shape, shapes[name])
@@ -209,14 +221,3 @@ class _Backward:
 
 def _plain(axes: tuple[str, ...]) -> bool:
     return bool(axes) and all(axis.isidentifier() for axis in axes) and len(set(axes)) == len(axes)
-
-
-def _names(name: str, taken: Collection[str]) -> Iterator[str]:
-    return (n for n in _candidates(f"{name}_in") if n not in taken)
-
-
-def _candidates(wanted: str) -> Iterator[str]:
-    wanted = wanted[:56]
-    yield wanted
-    for number in range(2, 10_000):
-        yield f"{wanted}_{number}"

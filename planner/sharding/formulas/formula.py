@@ -13,7 +13,7 @@ Two properties decide how an operator treats reductions:
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
@@ -216,7 +216,7 @@ class Formula:
     bias: str = ""  # the bias of a linear layer
 
 
-def parse_formula(text: str, tensor_names: Sequence[str]) -> Formula:
+def parse_formula(text: str, tensor_names: Collection[str]) -> Formula:
     """Parse the formula `text` over the tensors `known`. Raises BadInput if it is not an expression."""
     if len(text) > MAX_CHARACTERS:
         raise BadInput(f"a formula of {len(text)} characters", why=f"at most {MAX_CHARACTERS} are read")

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 
 from planner.sharding.operators.operator import PRODUCT, Operator, Tensor, parse_operators
+from planner.sharding.operators.repeated import RepeatedLines
 from simulator.config.runtime import ELEMENT_BYTES
 from topology.errors import BadInput
 
@@ -82,6 +83,7 @@ class GraphBuilder:
         self.inputs: list[str] = []
         self.parameters: set[str] = set()
         self.operators: list[Operator] = []
+        self._lines = RepeatedLines()
 
     def add_input(
         self,
@@ -122,7 +124,7 @@ class GraphBuilder:
         results, where it is not that of the operands.
         """
         results = []
-        for parsed in parse_operators(text, self.tensors, self.sizes, self.declared):
+        for parsed in self._lines.parse(text, self.tensors, self._parsed):
             result = parsed.result if dtype is None else replace(parsed.result, dtype=dtype)
             operator = replace(parsed, result=result)
             _check_size(operator.result)
@@ -132,6 +134,9 @@ class GraphBuilder:
             self.operators.append(operator)
             results.append(operator.result)
         return tuple(tensor for tensor in results if not tensor.name.endswith(PRODUCT))
+
+    def _parsed(self, text: str, tensors: Mapping[str, Tensor]) -> list[Operator]:
+        return parse_operators(text, tensors, self.sizes, self.declared)
 
     def build(self, outputs: Sequence[str] = ()) -> Graph:
         """Return the graph; `outputs` unsaid are the results that no operator reads. Raises BadInput."""

@@ -7,7 +7,7 @@ names for one dim, and one may see a single axis where another sees two.
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
 from math import prod
@@ -62,6 +62,11 @@ class Operator:
     top_k: int = 0  # k of a top-k
 
     @property
+    def likeness(self) -> Hashable:
+        """Equal for operators whose lines are alike but for the names of tensors (`repeated.py`), as long as they are there."""
+        return id(self.roles), id(self.sizes), self.result.dtype
+
+    @property
     def axes(self) -> tuple[str, ...]:
         """Return all axes in order of appearance."""
         every = [axis for _, dims in self.operands for dim in dims for axis in dim]
@@ -86,7 +91,7 @@ def parse_operators(
     if duplicates or len(set(results)) < len(results):
         name = (duplicates or results)[0]
         raise BadInput(f"{name} is given twice", why="every tensor is made once", remedy="another name")
-    formula = parse_formula(formula_text, list(tensors))
+    formula = parse_formula(formula_text, tensors)
     operators = []
     for index, name in enumerate(results):
         bound = _Binding(name=name, text=formula_text, index=index, tensors=tensors, declared=frozenset(declared))
@@ -149,7 +154,7 @@ class _Binding:
 def _bind_operator(line: _Binding, formula: Formula, annotation: Annotation, declared: Mapping[str, int]) -> Operator:
     name, text, tensors = line.name, line.text, line.tensors
     operand_names, sizes = _match_operands(text, formula, annotation, tensors)
-    shapes = {tensor.name: tensor.shape for tensor in tensors.values()}
+    shapes = {name: tensors[name].shape for name in {*formula.tensors, *operand_names}}
     _infer_axis_sizes(sizes, annotation, operand_names, declared, shape_of(formula, shapes, index=line.index), tensors)
     annotation = _merge_unknown_groups(annotation, operand_names, sizes, tensors)
     (dims,) = annotation.results

@@ -11,7 +11,7 @@ bytes). Host overhead is left out, as under a CUDA graph.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import product
 
@@ -119,6 +119,7 @@ class _ProgramWriter:
     produced_pieces: dict[str, list[str]] = field(
         default_factory=dict
     )  # by tensor: events of chunks that are produced one by one
+    _known_seconds: dict[Hashable, float] = field(default_factory=dict)
 
     def piecewise_consumer(self, program: tuple[TensorMove | OperatorStep, ...], number: int) -> str:
         """Return the consumer that uses the shards of this move as they arrive, or "" if its schedule does not."""
@@ -184,6 +185,13 @@ class _ProgramWriter:
 
     def _kernel_seconds(self, operator: Operator, option: ShardingOption, parts: int) -> float:
         """Return the time of one of so many parts of an operator, each a kernel: of a product so many rows."""
+        dtypes = tuple(self.problem.tensors[name].dtype for name, _ in operator.operands)
+        key = (operator.likeness, dtypes, option.axis_specs, parts)
+        if key not in self._known_seconds:
+            self._known_seconds[key] = self._part_seconds(operator, option, parts)
+        return self._known_seconds[key]
+
+    def _part_seconds(self, operator: Operator, option: ShardingOption, parts: int) -> float:
         dtype = ROOFLINE_DTYPES.get(operator.result.dtype, operator.result.dtype)
         work = work_of(operator, option, self.problem)
         roofline = roofline_on(self.machine, dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from time import monotonic
 from typing import Any
 
 from planner.sharding.layouts.collectives import Collective
@@ -13,6 +14,7 @@ from planner.sharding.operators.operator import PRODUCT
 from planner.sharding.plans.lowering import simulate_time
 from planner.sharding.plans.plan import ShardingPlan, TensorMove, plan_sharding
 from planner.sharding.plans.schedules import Scheduled, choose_schedules, text_of
+from planner.sharding.problem.deadline import NO_DEADLINE, Deadline
 from planner.sharding.problem.problem import Machine, MemoryLimit, ShardingProblem, parse_problem
 from planner.sharding.problem.schedule import Schedule
 from planner.sharding.solver.pricing import PICOSECONDS
@@ -50,12 +52,16 @@ def planned_case(
     """
     name = data.get("id")
     name = name[:200] if isinstance(name, str) else f"case {number}"
+    limits, started = limits or Limits(), monotonic()
     try:
-        problem = on_machine(parse_problem(data), cluster, calibration, limits or Limits())
+        parsed = parse_problem(data)
+        # what comes after the choice takes about as long as what comes before
+        choosing = replace(limits, deadline=limits.deadline.earlier(monotonic() - started))
+        problem = on_machine(parsed, cluster, calibration, choosing)
         plan = plan_sharding(problem)
         if cluster is None or problem.stages is not None:
             return plan_row(name, problem, plan), Planned(problem, plan)
-        done = choose_schedules(problem, plan, Machine(cluster, calibration), seconds=(limits or Limits()).time_s)
+        done = choose_schedules(problem, plan, Machine(cluster, calibration), deadline=choosing.deadline)
         row = plan_row(name, done.problem, done.plan)
         row["schedules"] = _schedules(done)
         row["time_s"] = _simulated_time(done.problem, done.plan, cluster, calibration)
@@ -79,9 +85,9 @@ def _schedules(done: Scheduled) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Seconds that the solver may take, and bytes that a rank may hold when the backward pass begins."""
+    """When the best answer so far is wanted, and bytes that a rank may hold when the backward pass begins."""
 
-    time_s: float | None = None
+    deadline: Deadline = NO_DEADLINE
     memory_bytes: float | None = None
 
 
@@ -94,7 +100,7 @@ def on_machine(
             raise BadInput("the policy min_time without a machine", remedy="name it with --cluster")
         return problem
     memory = None if limits.memory_bytes is None else MemoryLimit(limit_bytes=limits.memory_bytes)
-    return replace(problem, machine=Machine(cluster, calibration), memory=memory, time_limit_s=limits.time_s)
+    return replace(problem, machine=Machine(cluster, calibration), memory=memory, deadline=limits.deadline)
 
 
 def plan_row(name: str, problem: ShardingProblem, plan: ShardingPlan) -> dict[str, Any]:

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from math import inf
-from time import monotonic
 
 from planner.sharding.plans.lowering import simulate_time
 from planner.sharding.plans.plan import ShardingPlan, TensorMove, apply_to_moves
+from planner.sharding.problem.deadline import NO_DEADLINE, Deadline
 from planner.sharding.problem.problem import Machine, ShardingProblem
 from planner.sharding.problem.schedule import Schedule
 from planner.sharding.solver.equivalence import find_equivalent
@@ -39,13 +38,12 @@ class Scheduled:
 
 
 def choose_schedules(
-    problem: ShardingProblem, plan: ShardingPlan, machine: Machine, *, seconds: float | None = None
+    problem: ShardingProblem, plan: ShardingPlan, machine: Machine, *, deadline: Deadline = NO_DEADLINE
 ) -> Scheduled:
     """Return the plan with those schedules, of results that have none, whose program is shortest on `machine`.
 
-    Nothing new is tried after `seconds`.
+    Nothing new is tried after `deadline`.
     """
-    until = monotonic() + (inf if seconds is None else seconds)
     moved = dict.fromkeys(name for step in plan.steps if isinstance(step, TensorMove) for name in _scheduled_by(step))
     best = Scheduled(problem, plan)
     if problem.stages is not None or problem.routed or problem.schedule or not moved or len(plan.steps) > _LONGEST:
@@ -59,7 +57,7 @@ def choose_schedules(
         times = {WHOLE: least}
         start = best
         for way in WAYS if names else ():
-            if trials == MAX_TRIALS or monotonic() > until:
+            if trials == MAX_TRIALS or deadline.over:
                 break
             trials += 1
             found = _with(start, plan, dict.fromkeys(names, way))

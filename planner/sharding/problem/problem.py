@@ -17,6 +17,7 @@ from planner.sharding.layouts.loop_domain import parse_schedule_of
 from planner.sharding.layouts.mesh import Mesh, SplitMesh, make_mesh, split_mesh
 from planner.sharding.operators.graph import Graph, GraphBuilder
 from planner.sharding.operators.operator import Operator, Tensor
+from planner.sharding.problem.deadline import NO_DEADLINE, Deadline
 from planner.sharding.problem.pipeline_stages import (
     PipelineStages,
     assign_stages,
@@ -108,7 +109,7 @@ class ShardingProblem:
 
     `input_layouts` are of the inputs that have placements, `pins` of results whose layout is prescribed; the solver
     places all other tensors. Where there are pipeline stages, `mesh` is the mesh of one stage. With a `machine`, cost is
-    time, else ring bytes; the best answer found within `time_limit_s` is returned with its gap. Where the graph has no
+    time, else ring bytes; the best answer found by `deadline` is returned with its gap. Where the graph has no
     backward pass, and what runs is the graph with the dual of every step (`planner.sharding.backends.duals`),
     `differentiated` are the tensors that have gradients: their time counts, too.
     """
@@ -123,7 +124,7 @@ class ShardingProblem:
     routed: Mapping[str, TokenRouting] = field(default_factory=dict)
     machine: Machine | None = None
     memory: MemoryLimit | None = None
-    time_limit_s: float | None = None
+    deadline: Deadline = NO_DEADLINE
     differentiated: frozenset[str] = frozenset()
 
     @property

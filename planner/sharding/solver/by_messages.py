@@ -16,8 +16,8 @@ from time import monotonic
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.sharding.problem.deadline import Deadline
 from planner.sharding.solver.assignment import Assignment, unsatisfiable
-from planner.sharding.solver.deadline import Deadline
 from planner.sharding.solver.integer_program import Pairs
 from planner.sharding.solver.message_passing import NO_PATH, MessagePassing
 from planner.sharding.solver.solvable_program import SolvableProgram

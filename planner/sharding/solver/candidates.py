@@ -17,9 +17,9 @@ from planner.sharding.operators.options import (
     sharding_options,
     split_dim_spec,
 )
+from planner.sharding.problem.deadline import Deadline
 from planner.sharding.problem.problem import ShardingProblem
 from planner.sharding.problem.schedule import Schedule
-from planner.sharding.solver.deadline import Deadline
 from planner.sharding.solver.equivalence import Equivalence, find_equivalent
 from planner.sharding.solver.policies import follow_weights, keep_agreeing_operands
 from planner.sharding.solver.pricing import BytesPricing, Pricing

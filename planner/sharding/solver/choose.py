@@ -20,11 +20,11 @@ from dataclasses import dataclass, replace
 
 from planner.sharding.layouts.layout import Layout
 from planner.sharding.operators.options import ShardingOption
+from planner.sharding.problem.deadline import NO_DEADLINE, Deadline
 from planner.sharding.problem.problem import ShardingProblem
 from planner.sharding.solver.assignment import Assignment, unsatisfiable
 from planner.sharding.solver.by_messages import solve_by_messages
 from planner.sharding.solver.candidates import LayoutCandidates, enumerate_candidates, operand_names
-from planner.sharding.solver.deadline import Deadline
 from planner.sharding.solver.equivalence import find_equivalent
 from planner.sharding.solver.first_answer import first_answer, on_all_axes, with_one_axis
 from planner.sharding.solver.pricing import TimePricing, pricing_of
@@ -55,10 +55,11 @@ class Choice:
 
 def choose(problem: ShardingProblem) -> tuple[Choice, LayoutCandidates]:
     """Return the cheapest choice and the candidates it was made from. Raises Infeasible where there is none."""
-    deadline = Deadline.after(problem.time_limit_s)
+    deadline = problem.deadline
     first = _first(problem)
+    listing = deadline if first is not None else NO_DEADLINE  # without an answer so far, the first takes what it takes
     try:
-        choice, candidates = _best(problem, deadline)
+        choice, candidates = _best(problem, deadline, listing)
     except Infeasible:
         if first is None or not deadline.over:
             raise
@@ -73,10 +74,15 @@ def _first(problem: ShardingProblem) -> tuple[Choice, LayoutCandidates] | None:
     """Return an answer that is there at once, where there is a time limit and one is found (`first_answer.py`)."""
     pricing = pricing_of(problem.mesh, problem.machine)
     plain = not problem.schedule and problem.stages is None and not problem.routed
-    if problem.time_limit_s is None or len(problem.mesh.names) < 2 or not isinstance(pricing, TimePricing) or not plain:
+    if (
+        problem.deadline == NO_DEADLINE
+        or len(problem.mesh.names) < 2
+        or not isinstance(pricing, TimePricing)
+        or not plain
+    ):
         return None
     try:
-        easy, _ = _best(with_one_axis(problem), Deadline())
+        easy, _ = _best(with_one_axis(problem), NO_DEADLINE, NO_DEADLINE)
     except Infeasible:
         return None
     equivalence = find_equivalent(problem.graph, {**problem.input_layouts, **problem.pins}, fold=False)
@@ -86,12 +92,14 @@ def _first(problem: ShardingProblem) -> tuple[Choice, LayoutCandidates] | None:
     return choice, found.candidates
 
 
-def _best(problem: ShardingProblem, deadline: Deadline) -> tuple[Choice, LayoutCandidates]:
-    """Return the best choice that is found by `deadline`. Raises Infeasible where none is."""
+def _best(problem: ShardingProblem, deadline: Deadline, listing: Deadline) -> tuple[Choice, LayoutCandidates]:
+    """Return the best choice that is found by `deadline`. Raises Infeasible where none is, or what to choose from is not
+    listed by `listing`.
+    """
     pricing = pricing_of(problem.mesh, problem.machine)
     fixed = {**problem.input_layouts, **problem.pins}
     fold = problem.policy in FOLDED_POLICIES and not problem.schedule and problem.stages is None
-    candidates = enumerate_candidates(problem, pricing, find_equivalent(problem.graph, fixed, fold=fold), deadline)
+    candidates = enumerate_candidates(problem, pricing, find_equivalent(problem.graph, fixed, fold=fold), listing)
     program = SolvableProgram(candidates)
     timed = problem.machine is not None
     assignment, bound = solve_by_messages(program, deadline) if timed else (_solve_bytes(program), None)

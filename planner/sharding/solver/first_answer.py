@@ -7,15 +7,17 @@ allow, without any communication.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from math import prod
 
 import numpy as np
 
-from planner.sharding.layouts.layout import Layout
+from planner.sharding.layouts.layout import Layout, local_shape
 from planner.sharding.layouts.mesh import Mesh
 from planner.sharding.operators.options import ShardingOption
 from planner.sharding.operators.work import operator_work
+from planner.sharding.problem.deadline import NO_DEADLINE
 from planner.sharding.problem.problem import ShardingProblem
 from planner.sharding.solver.candidates import LayoutCandidates
 from planner.sharding.solver.equivalence import Equivalence
@@ -43,7 +45,7 @@ def with_one_axis(problem: ShardingProblem) -> ShardingProblem:
         {name: Layout(((),) * len(problem.tensors[name].shape)) for name in given}
         for given in (problem.input_layouts, problem.pins)
     )
-    return replace(problem, mesh=mesh, input_layouts=inputs, pins=pins, time_limit_s=None)
+    return replace(problem, mesh=mesh, input_layouts=inputs, pins=pins, deadline=NO_DEADLINE)
 
 
 def first_answer(
@@ -55,7 +57,9 @@ def first_answer(
     cost: int,
 ) -> FirstAnswer:
     """Return the answer to `problem` that one to `with_one_axis` means; `cost` is what that one costs."""
-    fixed = {**problem.input_layouts, **problem.pins}
+    given = {**problem.input_layouts, **problem.pins}
+    # gradients of parameters lie as they do
+    fixed = {other: given[name] for name, other in problem.graph.gradients.items() if name in given} | given
     real_options = tuple(_option(option, problem.mesh) for option in options)
     real_layouts = {name: fixed.get(name, on_all_axes(layout, problem.mesh)) for name, layout in layouts.items()}
     candidates = LayoutCandidates(problem=problem, pricing=pricing, equivalence=equivalence, options=[], layouts={})
@@ -66,11 +70,13 @@ def first_answer(
         needed.setdefault(operator.result.name, set()).add((option.result, real_layouts[operator.result.name]))
     for name, moves in needed.items():
         candidates.redistributor_for(name).allow_irregular_specs([at for pair in moves for at in pair])
-    for name in fixed:  # the others' moves are in `cost`
+    for name, moves in needed.items():
         moves_of = candidates.redistributor_for(name)
-        for source, target in needed.get(name, ()):
-            if source != target:
+        for source, target in moves:
+            if source != target and name in fixed:
                 cost += moves_of.costs_between([source], [target])[source, target][0]
+            elif source != target:  # in `cost`, as over one axis
+                cost += _slices_between(problem, pricing, name, source, target)
     return FirstAnswer(
         options=real_options,
         layouts=real_layouts,
@@ -80,11 +86,28 @@ def first_answer(
     )
 
 
+def _slices_between(problem: ShardingProblem, pricing: TimePricing, name: str, source: Layout, target: Layout) -> int:
+    """Return the cost of what slices over one mesh axis after another leave before the last; 0 where the move is no slice."""
+    pairs = list(zip(source.dims, target.dims, strict=True))
+    if source.pending != target.pending or any(after[: len(before)] != before for before, after in pairs):
+        return 0
+    cut = [item for before, after in pairs for item in after[len(before) :] if isinstance(item, str)]
+    tensor = problem.tensors[name]
+    nbytes = float(prod(local_shape(tensor.shape, source, problem.mesh)) * ELEMENT_BYTES[tensor.dtype])
+    left = [nbytes := nbytes / problem.mesh.size((axis,)) for axis in cut[:-1]]
+    return int(pricing.copy(np.array(left)).sum()) * (2 if name in problem.differentiated else 1)
+
+
 def _least_s(problem: ShardingProblem, pricing: TimePricing) -> float:
     """Return the seconds in which all ranks together can do the arithmetic and move the bytes of all operators once."""
     total, ranks = 0.0, problem.mesh.ranks
+    known: dict[Hashable, float] = {}
     for operator in problem.operators:
         if operator.is_view:
+            continue
+        key = (operator.likeness, *(problem.tensors[name].dtype for name, _ in operator.operands))
+        if key in known:
+            total += known[key]
             continue
         sizes = {axis: np.array([float(size)]) for axis, size in operator.sizes.items()}
         work, roofline = operator_work(operator, problem.tensors, sizes), pricing.roofline(operator.result.dtype)
@@ -92,7 +115,8 @@ def _least_s(problem: ShardingProblem, pricing: TimePricing) -> float:
         rate = roofline.gpu.memory_bytes_per_s
         # a rank holds at least its share of what is written; operands may be in its caches
         written = prod(operator.result.shape) * ELEMENT_BYTES[operator.result.dtype]
-        total += max(float(np.max(work.flops)) / peak, written / rate) / ranks
+        known[key] = max(float(np.max(work.flops)) / peak, written / rate) / ranks
+        total += known[key]
     return total
 
 

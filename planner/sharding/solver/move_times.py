@@ -21,7 +21,7 @@ from planner.sharding.layouts.layout import Layout, local_shape
 from planner.sharding.layouts.mesh import Mesh
 from planner.sharding.layouts.redistribution import Redistributor
 from planner.sharding.operators.operator import Tensor
-from planner.sharding.solver.deadline import Deadline
+from planner.sharding.problem.deadline import Deadline
 from planner.sharding.solver.pricing import DUALS, TimePricing
 from simulator.config.runtime import ELEMENT_BYTES
 

@@ -12,9 +12,9 @@ from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 from scipy.sparse import csr_matrix
 
 from planner.sharding.layouts.layout import Layout
+from planner.sharding.problem.deadline import NO_DEADLINE, Deadline
 from planner.sharding.solver.assignment import Assignment, Found, unsatisfiable
 from planner.sharding.solver.candidates import operand_names
-from planner.sharding.solver.deadline import NO_DEADLINE, Deadline
 from planner.sharding.solver.integer_program import IntegerProgram
 from planner.sharding.solver.sparse_rows import Integers, Numbers
 from topology.errors import Infeasible

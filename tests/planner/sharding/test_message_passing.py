@@ -8,10 +8,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from planner.sharding.problem.deadline import Deadline
 from planner.sharding.problem.problem import Machine, MemoryLimit
 from planner.sharding.solver.by_messages import solve_by_messages
 from planner.sharding.solver.candidates import enumerate_candidates
-from planner.sharding.solver.deadline import Deadline
 from planner.sharding.solver.equivalence import find_equivalent
 from planner.sharding.solver.message_passing import MessagePassing
 from planner.sharding.solver.pricing import pricing_of

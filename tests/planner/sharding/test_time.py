@@ -16,6 +16,7 @@ from planner.sharding.operators.graph import GraphBuilder
 from planner.sharding.operators.work import operator_work
 from planner.sharding.plans.lowering import work_of
 from planner.sharding.plans.plan import plan_sharding
+from planner.sharding.problem.deadline import NO_DEADLINE, Deadline
 from planner.sharding.problem.problem import Machine, MemoryLimit, ShardingProblem
 from planner.sharding.problem.schedule import Schedule
 from planner.sharding.solver.candidates import enumerate_candidates
@@ -208,9 +209,9 @@ def test_layers_that_are_alike_are_placed_alike() -> None:
 
 
 def test_what_is_found_in_little_time_is_an_answer_with_its_gap() -> None:
-    problem = replace(mlp(2, machine=Machine(load_cluster("h200x4"))), time_limit_s=1e-3)
+    problem = replace(mlp(2, machine=Machine(load_cluster("h200x4"))), deadline=Deadline.after(1e-3))
     choice, _ = choose(problem)
-    best, _ = choose(replace(problem, time_limit_s=None))
+    best, _ = choose(replace(problem, deadline=NO_DEADLINE))
 
     assert 0 < choice.bound <= best.cost <= choice.cost
     assert choice.gap >= (choice.cost - best.cost) / choice.cost
@@ -222,9 +223,11 @@ def test_an_answer_is_there_before_the_choices_are_listed(problem) -> None:
     """It computes the same numbers, costs no less than the best, and its bound is below that."""
     if len(problem.mesh.names) != 2:
         return
-    problem = replace(problem, machine=Machine(load_cluster("dgx-h100", 8)), policy="min_time", time_limit_s=0.0)
+    problem = replace(
+        problem, machine=Machine(load_cluster("dgx-h100", 8)), policy="min_time", deadline=Deadline.after(0.0)
+    )
     first = virtual_ranks.run(problem, cases.values(problem)).choice
-    best, _ = choose(replace(problem, time_limit_s=None))
+    best, _ = choose(replace(problem, deadline=NO_DEADLINE))
 
     assert first.bound <= best.cost
     assert best.bound <= first.cost

@@ -23,6 +23,10 @@ class Deadline:
         """Return this deadline, or the one in `seconds` if that is sooner."""
         return Deadline(min(self.end, monotonic() + seconds))
 
+    def earlier(self, seconds: float) -> Deadline:
+        """Return this deadline, or the one so many seconds before it."""
+        return Deadline(self.end - seconds)
+
     @property
     def left_s(self) -> float:
         return self.end - monotonic()
