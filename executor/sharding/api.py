@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -282,11 +283,18 @@ class ShardedModule(nn.Module):
         names = self.captured.graph.outputs
         found = []
         for at, name in enumerate(names):
-            places = self.placements(name)
-            parts = [DTensor.from_local(v, self.mesh, places, run_check=False) for v in outputs[at :: len(names)]]
+            places, shape = self.placements(name), self.program.buffers[self.program.outputs[at]].shape
+            parts = [self._dtensor(v, places, shape) for v in outputs[at :: len(names)]]
             found.append(torch.cat(parts) if len(parts) > 1 else parts[0])
         tree = self.captured.result_tree
         return pytree.tree_unflatten(found, tree) if tree is not None else tuple(found)
+
+    def _dtensor(self, piece: torch.Tensor, placements: tuple[Any, ...], shape: tuple[int, ...]) -> DTensor:
+        """Return this rank's piece as part of a DTensor of `shape`, whose pieces may be of different sizes."""
+        strides = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
+        return DTensor.from_local(
+            piece, self.mesh, placements, run_check=False, shape=torch.Size(shape), stride=strides
+        )
 
     def _local(self, name: str, value: torch.Tensor, buffer: str) -> torch.Tensor:
         if isinstance(value, DTensor):

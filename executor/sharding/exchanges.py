@@ -1,18 +1,22 @@
 """What a collective of a program does to a rank's piece: torch.distributed on one group, and the order of elements.
 
-A piece is seen as [blocks, rest] along the dim that is gathered or scattered, the whole as [blocks, pieces, rest].
+A piece is seen as [blocks, rest] along the dim that is gathered or scattered, the whole as [blocks, pieces, rest]. Pieces
+of different sizes (a dim that the mesh axes do not divide) are padded to the largest one for a gather or a scatter, and
+sent as they are by an all-to-all, which is told every rank's count.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import distributed as dist
+from torch.nn import functional
 
 from executor.sharding.places import Place
-from simulator.sharded.program import Exchange, RunnableProgram, axes_used, rank_groups
+from simulator.sharded.program import Buffer, Exchange, RunnableProgram, axes_used, rank_groups
 
 # torch 2.13 gives these two new names and warns about the old ones
 _GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -59,8 +63,22 @@ def make_groups(program: RunnableProgram, rank: int) -> dict[tuple[str, ...], Gr
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """How large the pieces of the ranks of a group are, of the buffer that an exchange reads and of the one it writes."""
+
+    place: Place
+    read: Buffer
+    written: Buffer
+
+    def along(self, dim: int, axes: Sequence[str], *, before: bool) -> tuple[int, ...] | None:
+        """Return the sizes of a dim by rank of the group over `axes`, before or after; None where all are equal."""
+        sizes = self.place.member_sizes(self.read if before else self.written, dim, axes)
+        return None if len(set(sizes)) == 1 else sizes
+
+
 def exchange(
-    do: Exchange, x: torch.Tensor, group: Group, rank: int, others: torch.Tensor | None = None
+    do: Exchange, x: torch.Tensor, group: Group, pieces: Pieces, rank: int, others: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Return this rank's piece after the exchange; a mean over ranks is their sum by their number.
 
@@ -68,27 +86,63 @@ def exchange(
     """
     if do.kind in {"broadcast", "reduce"}:
         return _rooted(do, x, group, rank, others)
-    out = _exchanged(do, x, group, rank)
+    out = _exchanged(do, x, group, pieces, rank)
     return out / group.size if do.reducer == "avg" else out
 
 
-def _exchanged(do: Exchange, x: torch.Tensor, group: Group, rank: int) -> torch.Tensor:
+def _exchanged(do: Exchange, x: torch.Tensor, group: Group, pieces: Pieces, rank: int) -> torch.Tensor:
     match do.kind:
         case "all_reduce":
             return _all_reduce(do, x, group)
         case "all_gather":
-            pieces = x.new_empty(group.size, *x.shape)
-            _GATHER(pieces.view(-1), x.contiguous().view(-1), group=group.group)
-            return _concatenated(_by_index(pieces, group), do.dim, do.blocks)
+            return _all_gather(do, x, group, pieces.along(do.dim, do.axes, before=True))
         case "reduce_scatter":
-            return _reduce_scatter(do, x, group)
+            return _reduce_scatter(do, x, group, pieces.along(do.dim, do.axes, before=False))
         case "all_to_all":
-            sent = _split(x, do.to_dim, do.to_blocks, group.size)
-            sent = sent if group.in_order else sent[_inverse(group.order)]
-            pieces = torch.empty_like(sent := sent.contiguous())
-            dist.all_to_all_single(pieces.view(-1), sent.view(-1), group=group.group)
-            return _concatenated(_by_index(pieces, group), do.dim, do.blocks)
-    return _permute(do, x, rank)
+            return _all_to_all(do, x, group, pieces)
+    return _permute(do, x, rank, pieces)
+
+
+def _all_gather(do: Exchange, x: torch.Tensor, group: Group, sizes: tuple[int, ...] | None) -> torch.Tensor:
+    if sizes is not None:
+        x = _padded(x, do.dim, max(sizes))
+    found = x.new_empty(group.size, *x.shape)
+    _GATHER(found.view(-1), x.contiguous().view(-1), group=group.group)
+    found = _by_index(found, group)
+    if sizes is None:
+        return _concatenated(found, do.dim, do.blocks)
+    return torch.cat([piece.narrow(do.dim, 0, size) for piece, size in zip(found, sizes, strict=True)], do.dim)
+
+
+def _all_to_all(do: Exchange, x: torch.Tensor, group: Group, pieces: Pieces) -> torch.Tensor:
+    came, goes = (pieces.along(do.dim, do.axes, before=True), pieces.along(do.to_dim, do.axes, before=False))
+    if came is not None or goes is not None:
+        return _all_to_all_by_counts(do, x, group, pieces)
+    sent = _split(x, do.to_dim, do.to_blocks, group.size)
+    sent = sent if group.in_order else sent[_inverse(group.order)]
+    found = torch.empty_like(sent := sent.contiguous())
+    dist.all_to_all_single(found.view(-1), sent.view(-1), group=group.group)
+    return _concatenated(_by_index(found, group), do.dim, do.blocks)
+
+
+def _all_to_all_by_counts(do: Exchange, x: torch.Tensor, group: Group, pieces: Pieces) -> torch.Tensor:
+    """An all-to-all of pieces of different sizes: of each only its own elements are sent. Only even dims have blocks."""
+    came = pieces.place.member_sizes(pieces.read, do.dim, do.axes)
+    goes = pieces.along(do.to_dim, do.axes, before=False)
+    own = pieces.place.size(pieces.written, do.to_dim)
+    parts = _split(x, do.to_dim, do.to_blocks, group.size) if goes is None else x.split(goes, do.to_dim)
+    sent = [parts[index].contiguous().view(-1) for index in _inverse(group.order)]
+    shapes = [
+        tuple(size if d == do.dim else own if d == do.to_dim else n for d, n in enumerate(x.shape)) for size in came
+    ]
+    counts = [prod(shapes[index]) for index in _inverse(group.order)]
+    found = x.new_empty(sum(counts))
+    dist.all_to_all_single(found, torch.cat(sent), counts, [len(one) for one in sent], group=group.group)
+    received = found.split(counts)
+    by_index = [received[group.order[index]].view(shape) for index, shape in enumerate(shapes)]
+    return (
+        torch.cat(by_index, do.dim) if len(set(came)) > 1 else _concatenated(torch.stack(by_index), do.dim, do.blocks)
+    )
 
 
 def _rooted(do: Exchange, x: torch.Tensor, group: Group, rank: int, others: torch.Tensor | None) -> torch.Tensor:
@@ -110,19 +164,27 @@ def _all_reduce(do: Exchange, x: torch.Tensor, group: Group) -> torch.Tensor:
     return out
 
 
-def _reduce_scatter(do: Exchange, x: torch.Tensor, group: Group) -> torch.Tensor:
-    pieces = _split(x, do.dim, do.blocks, group.size)
+def _reduce_scatter(do: Exchange, x: torch.Tensor, group: Group, sizes: tuple[int, ...] | None) -> torch.Tensor:
+    if sizes is None:
+        pieces = _split(x, do.dim, do.blocks, group.size)
+    else:
+        pieces = torch.stack([_padded(piece, do.dim, max(sizes)) for piece in x.split(sizes, do.dim)])
     pieces = (pieces if group.in_order else pieces[_inverse(group.order)]).contiguous()
     out = torch.empty_like(pieces[0])
     _SCATTER(out.view(-1), pieces.view(-1), _REDUCERS[do.reducer], group=group.group)
-    return out
+    return out if sizes is None else out.narrow(do.dim, 0, sizes[group.order.index(dist.get_rank(group.group))])
 
 
-def _permute(do: Exchange, x: torch.Tensor, rank: int) -> torch.Tensor:
+def _padded(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+    """Return a piece with zeros at its end, so that a dim has `size` elements."""
+    return functional.pad(x, [0, 0] * (x.ndim - 1 - dim) + [0, size - x.shape[dim]])
+
+
+def _permute(do: Exchange, x: torch.Tensor, rank: int, pieces: Pieces) -> torch.Tensor:
     source, targets = do.source[rank], [r for r, s in enumerate(do.source) if s == rank]
     if source == rank:
         return x
-    x, out = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
+    x, out = x.contiguous(), x.new_empty(pieces.place.shape(pieces.written))
     moves = [dist.P2POp(dist.isend, x, target) for target in targets]
     for work in dist.batch_isend_irecv([*moves, dist.P2POp(dist.irecv, out, source)]):
         work.wait()

@@ -108,7 +108,7 @@ def _attention_finish(context: Context, values: torch.Tensor, total: torch.Tenso
 
 def _target_logit(context: Context, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """The logit of each row's target if this rank has it, else 0."""
-    buffer = next(b for b in context.reads.values() if b.local == tuple(logits.shape))
+    buffer = next(b for b in context.reads.values() if context.place.shape(b) == tuple(logits.shape))
     here = context.place.indices(buffer, 1).to(logits.device)
     where = torch.full((buffer.shape[1],), -1, dtype=torch.long, device=logits.device)
     where[here] = torch.arange(len(here), device=logits.device)

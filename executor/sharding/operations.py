@@ -130,18 +130,18 @@ _PURE = frozenset(
 
 
 def _reshape(context: Context, x: torch.Tensor) -> torch.Tensor:
-    return x.reshape(context.out.local)
+    return x.reshape(context.shape)
 
 
 def _expand(context: Context, x: torch.Tensor) -> torch.Tensor:
-    return x.expand(context.out.local)
+    return x.expand(context.shape)
 
 
 def _repeat(context: Context, x: torch.Tensor) -> torch.Tensor:
     """A rank has as many copies as its piece of the result has."""
-    local = context.out.local
+    local = context.shape
     shape = (1,) * (len(local) - x.ndim) + tuple(x.shape)
-    return x.repeat([after // before for after, before in zip(local, shape, strict=True)])
+    return x.repeat([after // before if before else 1 for after, before in zip(local, shape, strict=True)])
 
 
 def _range(x: torch.Tensor, dim: int, start: int, length: int, step: int) -> torch.Tensor:
@@ -161,7 +161,8 @@ def _bias(x: torch.Tensor, bias: torch.Tensor, dim: int) -> torch.Tensor:
 
 def _embedding(context: Context, weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Rows of this rank's part of the table; ids of other ranks' parts give zeros, so that the sum has all rows."""
-    buffer = next(b for b in context.reads.values() if b.local == tuple(weight.shape) and b.dtype not in _INTEGERS)
+    shape, read = tuple(weight.shape), context.reads.values()
+    buffer = next(b for b in read if context.place.shape(b) == shape and b.dtype not in _INTEGERS)
     if not buffer.dims[0]:
         return F.embedding(ids, weight)
     here = context.place.indices(buffer, 0).to(ids.device)
@@ -245,17 +246,35 @@ def _shard(context: Context, x: torch.Tensor, *parts: list[Any]) -> torch.Tensor
     for dim, blocks, axes in parts:
         index, pieces = context.place.position(axes)
         shape = x.shape
+        if shape[dim] % (blocks * pieces):
+            x = x.narrow(dim, *_share(shape[dim], axes, context))
+            continue
         seen = x.reshape(*shape[:dim], blocks, pieces, shape[dim] // blocks // pieces, *shape[dim + 1 :])
         part = seen.select(dim + 1, index)
         x = part.reshape(*shape[:dim], shape[dim] // pieces, *shape[dim + 1 :])
     return x
 
 
+def _share(size: int, axes: list[str], context: Context) -> tuple[int, int]:
+    """Return the start and the length of this rank's part of a dim that mesh axes cut unevenly, one after the other."""
+    start = 0
+    for axis in axes:
+        width = -(-size // context.place.sizes[axis])
+        before = min(size, context.place.at[axis] * width)
+        start, size = start + before, min(width, size - before)
+    return start, size
+
+
 def _unshard(context: Context, x: torch.Tensor, *parts: list[Any]) -> torch.Tensor:
     """The gradient of `_shard`: this rank's part in its place, zeros around it."""
+    whole = context.shape
     for dim, blocks, axes in reversed(parts):
         index, pieces = context.place.position(axes)
         shape = x.shape
+        if whole[dim] % (blocks * pieces):
+            start, length = _share(whole[dim], axes, context)
+            x = F.pad(x, [0, 0] * (x.ndim - 1 - dim) + [start, whole[dim] - start - length])
+            continue
         out = x.new_zeros(*shape[:dim], blocks, pieces, shape[dim] // blocks, *shape[dim + 1 :])
         out.select(dim + 1, index).copy_(x.reshape(*shape[:dim], blocks, shape[dim] // blocks, *shape[dim + 1 :]))
         x = out.reshape(*shape[:dim], shape[dim] * pieces, *shape[dim + 1 :])

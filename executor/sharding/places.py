@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 
@@ -45,15 +46,28 @@ class Place:
         return index, size
 
     def indices(self, buffer: Buffer, dim: int) -> torch.Tensor:
-        """Return which elements of a dim this rank's piece has, in its order."""
+        """Return which elements of a dim this rank's piece has, in its order; uneven pieces are those of torch.chunk."""
         blocks = torch.arange(buffer.shape[dim]).reshape(1, -1)
         for item in buffer.dims[dim]:
             if isinstance(item, int):
                 blocks = blocks.reshape(blocks.shape[0] * item, -1)
             else:
-                pieces = blocks.reshape(blocks.shape[0], self.sizes[item], -1)
-                blocks = pieces[:, self.at[item]]
+                width = -(-blocks.shape[1] // self.sizes[item])
+                blocks = blocks[:, self.at[item] * width : (self.at[item] + 1) * width]
         return blocks.reshape(-1)
+
+    def size(self, buffer: Buffer, dim: int) -> int:
+        """Return how many elements of a dim this rank's piece has."""
+        return _size(buffer, dim, self.at, self.sizes)
+
+    def shape(self, buffer: Buffer) -> tuple[int, ...]:
+        """Return the shape of this rank's piece: that of the largest one, `buffer.local`, or a smaller one."""
+        return tuple(self.size(buffer, dim) for dim in range(len(buffer.shape)))
+
+    def member_sizes(self, buffer: Buffer, dim: int, axes: Sequence[str]) -> tuple[int, ...]:
+        """Return how many elements of a dim each rank of this one's group over `axes` has, in the order of the axes."""
+        places = product(*(range(self.sizes[axis]) for axis in axes))
+        return tuple(_size(buffer, dim, {**self.at, **dict(zip(axes, at, strict=True))}, self.sizes) for at in places)
 
     def piece(self, whole: torch.Tensor, buffer: Buffer) -> torch.Tensor:
         """Return this rank's piece of a whole tensor; what is pending is with the ranks at coordinate 0."""
@@ -65,6 +79,17 @@ class Place:
         return whole.clone()
 
 
+def _size(buffer: Buffer, dim: int, at: Mapping[str, int], sizes: Mapping[str, int]) -> int:
+    blocks, size = 1, buffer.shape[dim]
+    for item in buffer.dims[dim]:
+        if isinstance(item, int):
+            blocks, size = blocks * item, size // item
+        else:
+            width = -(-size // sizes[item])
+            size = max(0, min(width, size - at[item] * width))
+    return blocks * size
+
+
 @dataclass(frozen=True, slots=True)
 class Context:
     """What a kernel may know besides its operands: the buffer it writes, those it reads, and the rank's place."""
@@ -72,6 +97,11 @@ class Context:
     out: Buffer
     reads: Mapping[str, Buffer]
     place: Place
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the piece that the kernel makes."""
+        return self.place.shape(self.out)
 
     @property
     def dtype(self) -> torch.dtype:

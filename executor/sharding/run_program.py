@@ -17,13 +17,13 @@ import torch
 from torch import distributed as dist
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from executor.sharding.exchanges import Group, exchange, make_groups
+from executor.sharding.exchanges import Group, Pieces, exchange, make_groups
 from executor.sharding.operations import run_kernel
 from executor.sharding.overlapped import is_overlapped, run_overlapped
 from executor.sharding.places import DTYPES, Context, Place
 from executor.sharding.saved_tensors import Operand, SavedTensors
 from simulator.program.program import COMPUTE, Collective, Free, Launch, RecordEvent, Recv, Send, WaitEvent
-from simulator.sharded.program import Exchange, Kernel, RunnableProgram, rank_at
+from simulator.sharded.program import Buffer, Exchange, Kernel, RunnableProgram, rank_at
 from topology.errors import UserError
 
 
@@ -143,7 +143,7 @@ class RankProgram:
         made = next(data.get("stage", 0) for data in self.program.instructions if name in data.get("writes", ()))
         value = state.at.get(name)
         if value is None:
-            value = torch.empty(buffer.local, dtype=DTYPES[buffer.dtype], device=self.device)
+            value = torch.empty(self.place.shape(buffer), dtype=DTYPES[buffer.dtype], device=self.device)
         value = value.contiguous()
         dist.broadcast(value, rank_at(self.program, self.rank, axis, made), group=self.groups[axis,].group)
         return value
@@ -186,7 +186,7 @@ class RankProgram:
             return
         (name,) = instruction.writes
         buffer = self.program.buffers[name]
-        state.at[name] = torch.empty(buffer.local, dtype=DTYPES[buffer.dtype], device=self.device)
+        state.at[name] = torch.empty(self.place.shape(buffer), dtype=DTYPES[buffer.dtype], device=self.device)
         dist.irecv(state.at[name], peer, group=self._group_to(instruction.peer, self.stage)).wait()
 
     def _group_to(self, source: int, target: int) -> Any:
@@ -204,7 +204,10 @@ class RankProgram:
         work = self.program.work[instruction.writes[0]]
         if isinstance(work, Exchange):
             x, *others = (at[name] for name in instruction.reads)
-            at[instruction.writes[0]] = exchange(work, x, self.groups[work.axes], self.rank, *others)
+            pieces = Pieces(
+                self.place, self.program.buffers[instruction.reads[0]], self.program.buffers[instruction.writes[0]]
+            )
+            at[instruction.writes[0]] = exchange(work, x, self.groups[work.axes], pieces, self.rank, *others)
         elif work.op == "backward":
             self._backward(instruction, work, at, tapes)
         else:
@@ -253,7 +256,10 @@ class RankProgram:
         found = torch.autograd.grad(tape.result, edges, incoming, allow_unused=True)
         for name, gradient in zip(instruction.writes, found, strict=True):
             buffer = self.program.buffers[name]
-            at[name] = incoming.new_zeros(buffer.local, dtype=DTYPES[buffer.dtype]) if gradient is None else gradient
+            at[name] = gradient if gradient is not None else self._zeros(buffer, incoming)
+
+    def _zeros(self, buffer: Buffer, like: torch.Tensor) -> torch.Tensor:
+        return like.new_zeros(self.place.shape(buffer), dtype=DTYPES[buffer.dtype])
 
 
 def _last_uses(code: tuple[Any, ...], program: RunnableProgram) -> dict[int, list[str]]:

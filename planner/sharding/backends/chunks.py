@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from planner.sharding.layouts.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Collective
-from planner.sharding.layouts.layout import Layout, local_shape
+from planner.sharding.layouts.layout import Layout, divides_evenly, local_shape
 from planner.sharding.operators.operator import Operator
 from planner.sharding.plans.plan import OperatorStep, ShardingPlan, TensorMove
 from planner.sharding.problem.deadline import NO_DEADLINE, Deadline
@@ -86,7 +86,9 @@ def find_sites(
         if isinstance(step, OperatorStep) and not step.collectives:
             operator = problem.operators[step.operator]
             name = operator.result.name
-            if name in products:
+            if name in products and _is_even(
+                problem, step, [*before.get(name, ()), *([after[name]] if name in after else [])]
+            ):
                 sites = [_gathered(problem, operator, move) for move in before.get(name, ())]
                 sites.append(_reduced(problem, operator, step, after[name]) if name in after else None)
                 first = next((site for site in sites if site is not None), None)
@@ -97,6 +99,17 @@ def find_sites(
                     shared = gathers and _is_used_again(plan, first, step)
                     found[name] = replace(first, shared=shared, kernels=kernels)
     return found
+
+
+def _is_even(problem: ShardingProblem, step: OperatorStep, moves: Sequence[TensorMove]) -> bool:
+    """Return whether all pieces of a product, and of what is exchanged for it, are equal: chunks are of equal rows."""
+    used = [*step.option.operands, (problem.operators[step.operator].result.name, step.option.result)]
+    used += [(move.tensor, layout) for move in moves for layout in (move.source, *(one.after for one in move.steps))]
+    return all(
+        divides_evenly(size, spec, problem.mesh)
+        for name, layout in used
+        for size, spec in zip(problem.tensors[name].shape, layout.dims, strict=True)
+    )
 
 
 def _is_used_again(plan: ShardingPlan, site: Site, step: OperatorStep) -> bool:

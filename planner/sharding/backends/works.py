@@ -154,12 +154,12 @@ def bound(arguments: Any, buffers: Mapping[str, str]) -> Any:
 def describe(
     tensor: str, shape: Sequence[int], dtype: str, layout: Layout, mesh: Mesh, *, gradient: bool = False
 ) -> Buffer:
-    """Return the buffer of a tensor in a layout. Raises Infeasible where ranks' pieces differ in size."""
+    """Return the buffer of a tensor in a layout. Raises Infeasible where pieces inside blocks of a dim differ in size."""
     for size, spec in zip(shape, layout.dims, strict=True):
-        if not divides_evenly(size, spec, mesh):
+        if any(isinstance(item, int) for item in spec) and not divides_evenly(size, spec, mesh):
             raise Infeasible(
                 f"{tensor}: {size} elements over {' '.join(map(str, spec))} are not equal pieces",
-                why="this back end runs equal pieces",
+                why="pieces inside blocks of a dim are equal",
                 remedy="another placement, or a size that divides",
             )
     return Buffer(

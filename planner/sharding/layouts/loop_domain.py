@@ -11,7 +11,11 @@ devices of a mesh axis. As a text, one tensor is
 nvFuser's older spellings are the same calls: `split(axis, n)` is an inner split, `split(axis, n, inner_split=False)` an outer
 one, and `axis(0).parallelize(ParallelType.mesh_x)` gives axis 0 to `DIDx`. Names of the mesh axes are those of the mesh: `DIDx`
 (in nvFuser's mesh the innermost), `DIDy`, `DIDz`, or any other. Positions count the loop axes at that moment. A device inside a
-split is DTensor's strided shard. (NVIDIA/Fuser, doc/reading/multigpu.md and `TensorView.outer_split`.)
+split is DTensor's strided shard.
+
+A split that does not divide its axis leaves the last pieces smaller, or empty, as nvFuser's and torch.chunk do: pieces are of
+ceil(extent / n) elements. Its parts are given to devices or kept, and not split again: nvFuser would go on from the padded
+extent, and DTensor from what a device has. (NVIDIA/Fuser, doc/reading/multigpu.md and `TensorView.outer_split`.)
 """
 
 from __future__ import annotations
@@ -40,11 +44,15 @@ _DEVICES = {"mesh_x": "DIDx", "mesh_y": "DIDy", "mesh_z": "DIDz"}  # nvFuser's P
 
 @dataclass(slots=True)
 class _LoopAxis:
-    """An axis of the loop domain: the logical dim it comes from, its extent, and the mesh axis it is given to."""
+    """An axis of the loop domain: the logical dim it comes from, its extent, and the mesh axis it is given to.
+
+    `uneven` parts are those of a split that does not divide.
+    """
 
     dim: int
     extent: int
     device: str = ""
+    uneven: bool = False
 
 
 @dataclass(slots=True)
@@ -60,26 +68,26 @@ class LoopDomain:
         self.axes = [_LoopAxis(dim, size) for dim, size in enumerate(self.shape)]
 
     def outer_split(self, axis: int, pieces: int) -> LoopDomain:
-        """Split a loop axis into `pieces` and what is in each. Raises BadInput where it does not divide."""
+        """Split a loop axis into `pieces` and what is in each. Raises BadInput where that cannot be."""
         old = self._at(axis)
-        self._split(axis, pieces, old.extent // max(pieces, 1))
+        self._split(axis, pieces, -(-old.extent // max(pieces, 1)))
         return self
 
     def inner_split(self, axis: int, elements: int) -> LoopDomain:
-        """Split a loop axis into pieces of `elements`. Raises BadInput where it does not divide."""
+        """Split a loop axis into pieces of `elements`. Raises BadInput where that cannot be."""
         old = self._at(axis)
-        self._split(axis, old.extent // max(elements, 1), elements)
+        self._split(axis, -(-old.extent // max(elements, 1)), elements)
         return self
 
     def merge(self, axis: int) -> LoopDomain:
         """Merge a loop axis and the next one, parts of the same dim. Raises BadInput for any other."""
         outer, inner = self._at(axis), self._at(axis % len(self.axes) + 1)
-        if outer.dim != inner.dim or outer.device or inner.device:
+        if outer.dim != inner.dim or outer.device or inner.device or outer.uneven or inner.uneven:
             raise BadInput(
                 f"{self.name}: loop axes {axis} and the next one are not merged",
                 why="a piece of two dims as one has no placement, nor has DTensor one: its shards are of one dim each"
                 if outer.dim != inner.dim
-                else "one of them is on devices",
+                else "one of them is on devices, or a part of an uneven split",
                 remedy="the tensor viewed with the two dims as one",
             )
         position = axis % len(self.axes)
@@ -120,14 +128,30 @@ class LoopDomain:
 
     def _split(self, axis: int, outer: int, inner: int) -> None:
         old = self._at(axis)
-        if old.device or outer < 1 or inner < 1 or outer * inner != old.extent:
+        uneven = outer * inner != old.extent
+        if why := self._refusal(old, outer, inner, uneven=uneven):
             raise BadInput(
                 f"{self.name}: an axis of {old.extent} is not split into {outer} x {inner}",
-                why=f"it is on {old.device} already" if old.device else "only equal pieces are",
-                remedy="a number that divides",
+                why=why,
+                remedy="a number that divides, or one outer split of the whole dim",
             )
         position = axis % len(self.axes)
-        self.axes[position : position + 1] = [_LoopAxis(old.dim, outer), _LoopAxis(old.dim, inner)]
+        parts = [_LoopAxis(old.dim, extent, uneven=uneven) for extent in (outer, inner)]
+        self.axes[position : position + 1] = parts
+
+    def _refusal(self, old: _LoopAxis, outer: int, inner: int, *, uneven: bool) -> str:
+        """Return why a loop axis is not split so; nothing where it is."""
+        if old.device:
+            return f"it is on {old.device} already"
+        if outer < 1 or inner < 1:
+            return "there are no such pieces"
+        if old.uneven:
+            return "it is a part of an uneven split"
+        if uneven and sum(one.dim == old.dim for one in self.axes) > 1:
+            return "pieces of a part of a dim are equal"
+        if uneven and -(-old.extent // outer) != inner:
+            return f"{outer} uneven pieces, as torch.chunk has them, are of {-(-old.extent // outer)} elements"
+        return ""
 
 
 def _trimmed(spec: Sequence[str | int]) -> tuple[str | int, ...]:

@@ -251,7 +251,8 @@ class Redistributor:
         layouts = {*self._other_axis_assignments(layout), *self._swapped_axes(layout)} - {layout}
         buffer = local_shape(self.shape, layout, self.mesh)
         for after in sorted(layouts, key=repr):
-            if all(self._is_allowed(dim, spec) for dim, spec in enumerate(after.dims)):
+            allowed = all(self._is_allowed(dim, spec) for dim, spec in enumerate(after.dims))
+            if allowed and self._has_same_pieces(layout, after):
                 collective = Collective(
                     kind=PERMUTE,
                     mesh_dim="world",
@@ -262,6 +263,14 @@ class Redistributor:
                     local_out=buffer,
                 )
                 yield RedistributionStep(PERMUTE, after, (collective,))
+
+    def _has_same_pieces(self, before: Layout, after: Layout) -> bool:
+        """Return whether pieces of the same number are equal: those of an uneven dim depend on the order of its cuts."""
+        both = zip(self.shape, before.dims, after.dims, strict=True)
+        return all(
+            divides_evenly(size, old, self.mesh) or _cuts(old, self.mesh) == _cuts(new, self.mesh)
+            for size, old, new in both
+        )
 
     def _other_axis_assignments(self, layout: Layout) -> Iterator[Layout]:
         """Yield the layouts with the same shards over other mesh axes, those that are pending excepted."""
@@ -368,6 +377,11 @@ def _check_layout_count(layouts: int, dims: int) -> None:
 
 def _with_dims(layout: Layout, dims: dict[int, DimSpec]) -> Layout:
     return Layout(tuple(dims.get(dim, spec) for dim, spec in enumerate(layout.dims)), layout.pending)
+
+
+def _cuts(spec: DimSpec, mesh: Mesh) -> list[int]:
+    """Return in how many pieces each item of a spec cuts what those before it left."""
+    return [n for item in spec if (n := item if isinstance(item, int) else mesh.size(item)) > 1]
 
 
 def _shard_counts(spec: DimSpec, mesh: Mesh) -> list[int]:

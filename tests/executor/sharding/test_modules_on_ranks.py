@@ -71,7 +71,60 @@ STACK_TP = {"*.up.weight": ["S(0)"], "*.up.bias": ["S(0)"], "*.down.weight": ["S
 TWO.append(Case("two stages, four micro batches", modules.Stack().double(), (X,), {"pp": 2}, {"stages": STAGES}))
 IN_TURNS = {**STAGES, "schedule": "1f1b"}
 TWO.append(Case("two stages in 1F1B", modules.Stack().double(), (X,), {"pp": 2}, {"stages": IN_TURNS}))
+ODD = torch.randn(5, 7, 16, dtype=torch.float64)
+UNEVEN = {"axes": LLAMA, "parameters": {"embed": "data"}, "compute": {"batch": "data"}}
+TWO += [  # pieces of different sizes
+    Case("llama block of five rows, FSDP", modules.LlamaBlock().double(), (ODD,), {"data": 2}, UNEVEN),
+    Case(
+        "llama block, mlp of 11, sequence of 7",
+        modules.LlamaBlock(hidden=11).double(),
+        (ODD,),
+        {"model": 2},
+        {
+            "axes": LLAMA,
+            "parameters": {"mlp": "model"},
+            "compute": {"mlp": "model"},
+            "placements": {"x": ["S(1)"], "output0": ["S(1)"]},
+        },
+    ),
+    Case(
+        "an odd sequence, context parallel",
+        modules.LlamaBlock().double(),
+        (ODD,),
+        {"seq": 2},
+        {"axes": LLAMA, "compute": {"seq": "seq"}},
+    ),
+    on("from rows to columns", modules.FeedForward(), (ODD,), {"d": 2}, x=["S(0)"], output0=["S(1)"]),
+    on("three experts on two ranks", modules.Experts(experts=3), (ODD,), {"ep": 2}, **EXPERTS),
+    on(
+        "vocabulary of 13",
+        modules.Classifier(13),
+        (IDS, (IDS + 3) % 12),
+        {"d": 2},
+        **{"embed.weight": ["S(0)"], "head.weight": ["S(0)"]},
+    ),
+    Case(
+        "nvFuser's split of 11",
+        modules.FeedForward(hidden=11).double(),
+        (ODD,),
+        {"DIDx": 2},
+        {
+            "domains": {
+                "up.*": "outer_split(0, 2); parallelize(0, DIDx)",
+                "down.weight": "outer_split(1, 2); parallelize(1, DIDx)",
+            }
+        },
+    ),
+]
 FOUR = [
+    Case(
+        "a rank without rows, 2-D",
+        modules.FeedForward().double(),
+        (ODD,),
+        {"a": 2, "b": 2},
+        {"placements": {"x": ["S(0)", "S(0)"], "output0": ["R", "S(1)"]}},
+    ),
+    on("five rows on four ranks", modules.FeedForward(), (ODD,), {"d": 4}, x=["S(0)"], output0=["S(2)"]),
     Case(
         "two stages in 1F1B, tensor parallel",
         modules.Stack().double(),

@@ -56,6 +56,21 @@ def test_every_device_has_the_elements_of_its_loop_axes(drawn) -> None:
             assert world.indices(size, layout.dims[dim], rank).tolist() == held(axes, dim, world, rank).tolist()
 
 
+@given(st.integers(1, 40), st.sampled_from(["outer_split(0, {n})", "inner_split(0, {width})"]))
+def test_uneven_pieces_are_those_of_torch_chunk(size, split) -> None:
+    """Pieces of ceil(size / n) elements until nothing is left, as torch.chunk has them; nvFuser masks what is beyond."""
+    width = -(-size // 4)
+    calls = split.format(n=4, width=width)
+    if -(-size // width) != 4 and split.startswith("inner"):
+        return  # pieces of so many elements are fewer than devices
+    layout = parse_schedule_of(f"{calls}; parallelize(0, DIDx)", (size, 8), MESH, of="w")
+
+    assert placements_of(layout, MESH) == ("R", "S(0)")
+    for rank in range(MESH.ranks):
+        own = range(size)[(rank % 4) * width :][:width]
+        assert World(MESH).indices(size, layout.dims[0], rank).tolist() == list(own)
+
+
 def case(ops, inputs, **more):
     mesh = {"names": list(MESH.names), "shape": list(MESH.shape)}
     return parse_problem({"id": "domains", "mesh": mesh, "ops": ops, "inputs": inputs, **more})
@@ -113,7 +128,10 @@ def test_devices_inside_blocks_are_strided_shards() -> None:
 @pytest.mark.parametrize(
     ("calls", "why"),
     [
-        ("outer_split(0, 3)", "not split into"),
+        ("outer_split(0, 3); outer_split(1, 2)", "part of an uneven split"),
+        ("outer_split(0, 2); outer_split(1, 3)", "pieces of a part"),
+        ("inner_split(0, 7)", "as torch.chunk has them"),
+        ("outer_split(0, 5); merge(0)", "uneven"),
         ("outer_split(0, 2); parallelize(0, DIDx)", "given to the 4 devices"),
         ("outer_split(0, 4); parallelize(0, Stream)", "no axis of the mesh"),
         ("outer_split(0, 4); parallelize(0, DIDx); outer_split(2, 4); parallelize(2, DIDx)", "two axes"),

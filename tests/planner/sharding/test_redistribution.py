@@ -189,6 +189,28 @@ def test_uneven_and_strided_pieces_end_where_they_belong(tokens, wanted, shape) 
     assert here == target
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_every_rank_ends_with_its_part_where_no_mesh_axis_divides(data) -> None:
+    """Of an uneven dim no two ranks may have the same number of elements, or some none; permutes must not confuse them."""
+    mesh = make_mesh(["a", "b"], data.draw(st.sampled_from([[2, 3], [3, 2], [2, 2], [3, 3]])))
+    shape = data.draw(st.tuples(st.integers(3, 13), st.integers(3, 13)))
+    token = st.sampled_from(["R", "S(0)", "S(1)", "P(sum)"])
+    source, target = (parse_placements(data.draw(st.tuples(token, token)), shape, mesh, of="x") for _ in range(2))
+    moves, world = Redistributor(shape, "f32", mesh), World(mesh)
+    moves.allow_irregular_specs([source, target])
+    if moves.cost(source, target) is None:
+        assert target.pending
+        return
+    rng = np.random.default_rng(0)
+    whole = rng.normal(size=shape)
+    pieces, here = world.scattered(whole, source, rng), source
+    for step in moves.path(source, target):
+        pieces, here = world.moved(step, here, pieces, shape), step.after
+        world.check(pieces, here, whole, f"{placements_of(source, mesh)} -> {placements_of(here, mesh)} by {step.kind}")
+    assert here == target
+
+
 @pytest.mark.parametrize("mesh", [TWO, make_mesh(["a", "b"], [2, 4])], ids=["2x2", "2x4"])
 def test_searching_back_from_the_target_finds_the_same_costs(mesh) -> None:
     forward, back = Redistributor((16, 8), "f32", mesh), Redistributor((16, 8), "f32", mesh)
