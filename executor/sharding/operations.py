@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F  # noqa: N812
 
+from executor.model import rotary
 from executor.sharding import merged
 from executor.sharding.places import DTYPES, Context
 from simulator.sharded.program import Kernel
@@ -229,6 +230,22 @@ def _laid_out(gradient: torch.Tensor, *, strides: tuple[int, ...]) -> torch.Tens
     return torch.empty_strided(gradient.shape, strides, dtype=gradient.dtype, device=gradient.device).copy_(gradient)
 
 
+def _rotary(context: Context, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary positions: one kernel where it takes these shapes and the angles have no gradient."""
+    width = x.shape[-1]
+    shape = (1,) * (x.ndim - cos.ndim) + tuple(cos.shape)
+    fits = x.ndim == 4 and context.dtype == x.dtype in rotary.IN_ONE_PASS and shape[-1] == width and x.is_cuda
+    if fits and not (cos.requires_grad or sin.requires_grad):
+        angles = [angle.reshape(-1, 1, width).contiguous() for angle in (cos, sin)]
+        if shape[:-1] == (1, x.shape[1], 1):
+            return rotary.rotate(x, *angles)
+        if shape[:-1] == (1, 1, x.shape[2]):
+            return rotary.rotate(x.transpose(1, 2), *angles).transpose(1, 2)
+    wide = x.to(torch.promote_types(x.dtype, cos.dtype))
+    first, second = wide.chunk(2, dim=-1)
+    return (wide * cos + torch.cat((-second, first), dim=-1) * sin).to(context.dtype)
+
+
 def _cross_entropy(logits: torch.Tensor, targets: torch.Tensor, ignored: int) -> torch.Tensor:
     return F.cross_entropy(logits, targets, reduction="none", ignore_index=ignored)
 
@@ -336,6 +353,7 @@ _PLACED: dict[str, Callable[..., torch.Tensor]] = {
     "cast": lambda context, x: x.to(context.dtype),
     "embedding": _embedding,
     "attention": _attention,
+    "rotary": _rotary,
     "not_equal": _not_equal,
     "shard": _shard,
     "unshard": _unshard,

@@ -65,6 +65,7 @@ class RankProgram:
     _streams: dict[str, Any] = field(init=False)
     _last_use: dict[int, list[str]] = field(init=False)
     _differentiated: dict[str, dict[str, str]] = field(init=False)  # by result of a kernel: what is made again of it
+    _wanted: dict[str, frozenset[str]] = field(init=False)  # by result of a kernel: operands whose gradients are taken
 
     def __post_init__(self) -> None:
         self.place = Place.of(self.program, self.rank)
@@ -85,6 +86,7 @@ class RankProgram:
         self._streams = {}
         works = self.program.work.values()
         backward = [w for w in works if isinstance(w, Kernel) and w.op == "backward"]
+        self._wanted = {w.args[0]: frozenset(w.args[1]) for w in backward}
         self._differentiated = {w.args[0]: w.kwargs.get("again", {}) for w in backward}
         self._last_use = _last_uses(self._code, self.program)
 
@@ -228,7 +230,7 @@ class RankProgram:
         saved = SavedTensors({read: operands.get(read) for read in again}) if again else None
         with torch.enable_grad():
             entered = {
-                read: Operand.apply(torch.empty(0, requires_grad=True), value) if value.is_floating_point() else value
+                read: Operand.apply(torch.empty(0, requires_grad=True), value) if read in self._wanted[name] else value
                 for read, value in operands.items()
             }
             with saved.hooks() if saved is not None else nullcontext():

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from math import prod
 
 from planner.sharding.backends.works import Work
+from planner.sharding.frontends.rotations import ROTARY
 from simulator.config.runtime import ELEMENT_BYTES
 from simulator.sharded.program import Buffer, Kernel
 
@@ -50,6 +51,8 @@ def saved_by(do: Kernel, reads: tuple[str, ...], writes: tuple[str, ...]) -> tup
     name = short_name(do.op)
     if name in _SAVES_NOTHING or name in VIEWS:
         return ()
+    if name == ROTARY:  # the angles
+        return reads[1:]
     if name in _SAVES_RESULT:
         return writes
     return (*reads, *writes) if name in _SAVES_BOTH else reads

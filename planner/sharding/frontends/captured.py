@@ -14,6 +14,7 @@ from planner.sharding.frontends.axis_maps import (
     named_inputs,
     result_names,
 )
+from planner.sharding.frontends.rotations import with_rotations
 from planner.sharding.frontends.rules.statement import ANNOTATED, ANNOTATED_PREFIXES, Statement
 from planner.sharding.frontends.rules.table import statements
 from planner.sharding.frontends.stages import ONE_F_ONE_B, Stages
@@ -82,6 +83,8 @@ def captured_problem(
 
     Stages of which nothing is said are cut by time on `machine`. Raises BadInput where the constraints do not fit it.
     """
+    captured_names = {node.name for node in graph.nodes}
+    graph = with_rotations(graph, constraints.placements)
     names = named_inputs(graph, constraints.axes)
     check_maps(names, constraints.parameters, constraints.compute)
     resting, used_as = _layouts_of_inputs(graph, mesh, constraints, names)
@@ -97,8 +100,9 @@ def captured_problem(
             builder.add_input(one.name, one.shape, one.dtype, parameter=one.kind == PARAMETER, origin=one.target)
     for line in lines:
         _apply(builder, line)
-    asked = (*constraints.placements, *constraints.choose)
-    unknown = [n for n in asked if n not in builder.tensors and all(n != one.name for one in graph.inputs)]
+    there = {*builder.tensors, *(one.name for one in graph.inputs)}
+    asked = [*constraints.placements, *(name for name in constraints.choose if name not in captured_names)]
+    unknown = [name for name in asked if name not in there]
     if unknown:
         raise BadInput(f"{unknown[0][:60]!r} is placed, and the graph has no such tensor", remedy="a name of the graph")
     all_names = result_names(builder.operators, names)

@@ -262,3 +262,23 @@ def test_a_gradient_enters_attention_as_its_result_lies() -> None:
     assert other.stride() != out.stride()
     assert entered[0].stride() == out.stride()
     torch.testing.assert_close(entered[0], other)
+
+
+@pytest.mark.parametrize("at", [1, 2])
+def test_rotary_positions_are_those_of_separate_operators(at: int) -> None:
+    """With tokens before heads or after them; angles have gradients, too."""
+    x = torch.randn(2, 4, 4, 8, dtype=torch.float64, requires_grad=True)
+    angles = torch.randn([4 if dim == at else 8 if dim == 3 else 1 for dim in range(1, 4)], dtype=torch.float64)
+    cos, sin = angles.cos().requires_grad_(), angles.sin().requires_grad_()
+    kernel = Kernel(op="rotary", args=tuple({"tensor": name} for name in ("x", "cos", "sin")))
+    like = Buffer(tensor="y", shape=tuple(x.shape), dtype="f64", dims=((),) * 4, local=tuple(x.shape))
+    found = run_kernel(kernel, {"x": x, "cos": cos, "sin": sin}, Context(like, {}, Place({}, {})))
+    first, second = x.chunk(2, -1)
+    expected = x * cos + torch.cat((-second, first), -1) * sin
+    weight = torch.randn_like(expected)
+
+    torch.testing.assert_close(found, expected)
+    for one, other in zip(
+        *(torch.autograd.grad((y * weight).sum(), (x, cos, sin)) for y in (found, expected)), strict=True
+    ):
+        torch.testing.assert_close(one, other)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from planner.sharding.formulas.formula import parse_formula
+from planner.sharding.frontends.rotations import ROTARY
 from planner.sharding.frontends.rules.elements import (
     POINTWISE,
     RESHAPES,
@@ -40,6 +41,8 @@ from simulator.sharded.graph import GraphNode
 def statements(node: GraphNode, shapes: dict[str, Shape]) -> list[Statement]:
     """Return the statements of one node of a graph; `shapes` are of all tensors before it."""
     call = Call(node, shapes)
+    if node.op == ROTARY:
+        return [call.statement(f"rope({', '.join(call.tensor(at) for at in range(3))})")]
     rule = _RULES.get(call.name)
     if rule is None and call.name in POINTWISE:
         rule = pointwise
