@@ -67,7 +67,7 @@ def answer_request(
         problem = replace(problem, differentiated=_differentiated(problem, request.gradients))
     captured = replace(captured, problem=problem)
     if request.stages is not None and not request.stages.of and machine is not None:
-        captured = _with_best_cuts(request, captured, machine)
+        return _faster([_answer(request, one) for one in _with_best_cuts(request, captured, machine)])
     if problem.memory is None:
         return _answer(request, captured)
     found: list[Answer] = []
@@ -82,7 +82,12 @@ def answer_request(
             refused.append(error)
     if not found:
         raise refused[-1]
-    machine = problem.machine
+    return _faster(found)
+
+
+def _faster(found: Sequence[Answer]) -> Answer:
+    """Return the answer whose program is shortest on its machine, the first of those without one."""
+    machine = found[0].problem.machine
     if machine is None or len(found) == 1:
         return found[0]
     return min(
@@ -91,8 +96,11 @@ def answer_request(
     )
 
 
-def _with_best_cuts(request: Request, captured: CapturedProblem, machine: Machine) -> CapturedProblem:
-    """Return the problem with those stages, from the ones that it has by moving cuts, whose simulated program is shortest."""
+def _with_best_cuts(request: Request, captured: CapturedProblem, machine: Machine) -> list[CapturedProblem]:
+    """Return the problem with those stages, from the ones that it has by moving cuts, whose simulated program is shortest.
+
+    And, besides, with even stages: programs are compared without chunks here, and with them these may be shorter.
+    """
     quick = replace_fields(request, chunks={})
 
     def seconds(one: CapturedProblem) -> float:
@@ -107,8 +115,8 @@ def _with_best_cuts(request: Request, captured: CapturedProblem, machine: Machin
     def cut_at(stages: tuple[int, ...]) -> CapturedProblem:
         return replace(captured, problem=replace(captured.problem, stages=replace(pipeline, operator_stages=stages)))
 
-    starts = {pipeline.operator_stages, evenly(len(graph.operators), pipeline.count, cuts)}
-    times = {stages: seconds(cut_at(stages)) for stages in sorted(starts)}
+    even = evenly(len(graph.operators), pipeline.count, cuts)
+    times = {stages: seconds(cut_at(stages)) for stages in sorted({pipeline.operator_stages, even})}
     best, trials = min(times, key=lambda stages: times[stages]), 0
     while trials < _MAX_CUTS and not captured.problem.deadline.over:
         for stages in neighbours(best, cuts):
@@ -119,7 +127,7 @@ def _with_best_cuts(request: Request, captured: CapturedProblem, machine: Machin
         if better == best:
             break
         best = better
-    return cut_at(best)
+    return [cut_at(stages) for stages in dict.fromkeys((best, even))]
 
 
 def _answer(request: Request, captured: CapturedProblem) -> Answer:

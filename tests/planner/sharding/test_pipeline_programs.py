@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from itertools import combinations, pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from planner.sharding.answer import answer_request
 from planner.sharding.backends.pipeline_order import turns
+from planner.sharding.backends.runnable import simulate_program
 from planner.sharding.backends.works import Work
 from planner.sharding.frontends.stage_cuts import cut_by_time, evenly, lean_cuts, neighbours
 from planner.sharding.layouts.mesh import make_mesh
@@ -17,8 +21,11 @@ from planner.sharding.operators.graph import GraphBuilder
 from planner.sharding.operators.work import backward_s, operator_work
 from planner.sharding.problem.problem import Machine
 from planner.sharding.solver.pricing import TimePricing
+from simulator.program.check import check
 from simulator.sharded.program import Exchange, Kernel
 from topology.catalog.cluster_file import load_cluster
+
+EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "sharding" / "captured.json"
 
 
 def pipeline(stages, batches):
@@ -104,3 +111,37 @@ def test_the_slowest_stage_is_as_fast_as_in_the_best_of_all_cuts(widths, count) 
     assert slowest(own) == pytest.approx(best)
     assert max(evenly(len(graph.operators), count, cuts)) == count - 1
     assert all(sorted(set(one)) == list(range(count)) for one in neighbours(found, cuts))
+
+
+def layers(widths, tokens=8192, embed=2048):
+    """A captured graph of layers with hidden widths of their own, as a request on stages that are not stated."""
+    inputs = [{"name": "x", "shape": [tokens, embed], "dtype": "bf16", "kind": "input", "target": ""}]
+    nodes, previous = [], "x"
+    for n, width in enumerate(widths):
+        for side, shape, op in (("u", [width, embed], "linear"), ("d", [embed, width], "linear")):
+            weight = f"w{side}{n}"
+            inputs.append({"name": weight, "shape": shape, "dtype": "bf16", "kind": "parameter", "target": weight})
+            args = [{"tensor": previous}, {"tensor": weight}]
+            previous = f"{side}_{n}"
+            node = {"name": previous, "op": f"aten.{op}.default", "args": args, "shape": [tokens, shape[0]]}
+            nodes.append({**node, "dtype": "bf16"})
+    graph = {"inputs": inputs, "nodes": nodes, "outputs": [previous]}
+    return {"graph": {**json.loads(EXAMPLE.read_text())["graph"], **graph}, "backward": True}
+
+
+@settings(max_examples=5, deadline=None)
+@given(st.lists(st.sampled_from([512, 2048, 8192, 16384]), min_size=3, max_size=5), st.sampled_from(["1f1b", "gpipe"]))
+def test_stages_cut_by_time_are_never_slower_than_even_ones(widths, schedule) -> None:
+    machine = load_cluster("h200x4")
+    stages = {"axis": "pp", "micro_batches": 4, "schedule": schedule}
+    asked = {**layers(widths), "mesh": {"names": ["pp"], "shape": [2]}}
+    chosen = answer_request({**asked, "stages": stages}, where="by time", cluster=machine)
+    graph = chosen.problem.graph
+    cuts = lean_cuts(graph.operators, graph.tensors, graph.parameters)
+    even = evenly(len(graph.operators), 2, cuts)
+    of = {operator.result.name: stage for operator, stage in zip(graph.operators, even, strict=True)}
+    stated = answer_request({**asked, "stages": {**stages, "of": of}}, where="evenly", cluster=machine)
+
+    seconds = [simulate_program(one.written, one.problem, machine).step_s for one in (chosen, stated)]
+    assert seconds[0] <= seconds[1]
+    assert check(chosen.written.program.program()) == []
