@@ -89,6 +89,24 @@ class RankProgram:
         self._wanted = {w.args[0]: frozenset(w.args[1]) for w in backward}
         self._differentiated = {w.args[0]: w.kwargs.get("again", {}) for w in backward}
         self._last_use = _last_uses(self._code, self.program)
+        self._meet_neighbours()
+
+    def _meet_neighbours(self) -> None:
+        """Send a first message between all stages that have any, in an order that all ranks share.
+
+        NCCL makes a communicator of two ranks when they first talk, and both wait for each other. In a step, where other
+        messages are under way, that wait could be for a rank that waits itself.
+        """
+        pairs = {(data["stage"], data["peer"]) for data in self.program.instructions if data["do"] == "send"}
+        for source, target in sorted(pairs):
+            group, greeting = self._group_to(source, target), torch.zeros(1, device=self.device)
+            if self.stage == source:
+                dist.isend(greeting, self._rank_at_stage(target), group=group).wait()
+            elif self.stage == target:
+                dist.irecv(greeting, self._rank_at_stage(source), group=group).wait()
+
+    def _rank_at_stage(self, stage: int) -> int:
+        return rank_at(self.program, self.rank, self.program.stage_axis, stage)
 
     def pieces(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return this rank's pieces of whole tensors of the graph, by buffer."""
@@ -181,9 +199,11 @@ class RankProgram:
 
     def _message(self, instruction: Send | Recv, state: State) -> None:
         """Send a buffer to the rank at the same place of another stage, or receive one."""
-        peer = rank_at(self.program, self.rank, instruction.group, instruction.peer)
+        peer = self._rank_at_stage(instruction.peer)
         if isinstance(instruction, Send):
             value = state.at[instruction.reads[0]].contiguous()
+            if not (self._streams and torch.cuda.is_current_stream_capturing()):
+                state.sent = [one for one in state.sent if not one[0].is_completed()]
             state.sent.append((dist.isend(value, peer, group=self._group_to(self.stage, instruction.peer)), value))
             return
         (name,) = instruction.writes

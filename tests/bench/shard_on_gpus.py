@@ -10,6 +10,7 @@ is predicted first, then it is run, compared with one GPU, and timed launched on
     modules     modules of transformers and diffusers at published shapes, where those are installed (or under --packages)
     ways        a feed-forward network whose tokens are gathered and scattered in each of the ways of the compiler
     memory      the fully sharded layer within less and less memory
+    stages      two pipeline stages of feed-forward layers in 1F1B and in GPipe; on four GPUs and more with tensor parallelism inside
 """
 
 from __future__ import annotations
@@ -27,7 +28,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 SECONDS = 150.0
-PARTS = {"layers,modules": 0.6, "ways,memory": 1.0}  # what runs in one process group, and until which share of the time
+PARTS = {
+    "layers,modules": 0.5,
+    "ways,memory": 0.8,
+    "stages": 1.0,
+}  # what runs in one process group, and until which share of the time
 TOKENS = 4096
 REPEATS, WARM_UP = 8, 3
 BUSY_S, GROUP_S = 0.3, 0.03  # seconds of runs before the first that counts, and of those timed together
@@ -59,7 +64,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=SECONDS)
     parser.add_argument("--packages", default="", help="folder that transformers and diffusers are installed in")
-    parser.add_argument("--part", default="", help="one of " + ", ".join(PARTS))
+    parser.add_argument("--part", default="", choices=["", *PARTS], help="one of " + ", ".join(PARTS))
     parser.add_argument("--worker", type=float, default=0.0, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     asked.out.mkdir(parents=True, exist_ok=True)
@@ -126,6 +131,9 @@ def _cases(asked: argparse.Namespace):
                 yield f"Llama 3 8B layer, {name}", lambda row, how=how: runs.layer(row, bench, *how)
         elif part == "modules":
             yield from runs.modules(bench)
+        elif part == "stages":
+            for schedule in ("1f1b", "gpipe"):
+                yield f"two stages, {schedule}", lambda row, how=schedule: runs.stages(row, bench, how)
         elif part == "ways":
             for way in WAYS:
                 yield f"feed-forward, {way}", lambda row, way=way: runs.way(row, bench, way)

@@ -24,6 +24,7 @@ from tests.bench.shard_real_modules import MODULES, FeedForward, Real
 from topology.errors import UserError
 
 Row = dict[str, Any]
+MICRO_BATCHES = 4  # of the programs with stages
 
 
 @dataclass
@@ -280,3 +281,39 @@ def memory(row: Row, bench: Bench, share: float) -> None:
     layer(row, bench, *LAYERS["fully sharded"], memory_bytes=limit)
     if not bench.roomy:
         bench.roomy = dict(row)
+
+
+def stages(row: Row, bench: Bench, schedule: str) -> None:
+    """Two pipeline stages of two feed-forward layers each, four micro batches; tensor parallelism over the other ranks."""
+    width, hidden, tokens = (32, 64, 32) if bench.cpu else (4096, 14336, 4096)
+    torch.manual_seed(6)
+    module = torch.nn.Sequential(*(FeedForward(width, hidden) for _ in range(4))).to(bench.device, bench.dtype)
+    x = torch.randn(MICRO_BATCHES, tokens, width, device=bench.device).to(bench.dtype)
+    inside = dist.get_world_size() // 2
+    mesh = {"pp": 2, "tp": inside} if inside > 1 else {"pp": 2}
+    halves = {"*.up.weight": ["R", "S(0)"], "*.down.weight": ["R", "S(1)"]} if inside > 1 else {}
+    of = {"axis": "pp", "of": {"2": 1}, "micro_batches": MICRO_BATCHES, "schedule": schedule}
+    captured = capture(module, (x[:1],))
+    program, told = planned(api.request(captured, mesh, stages=of, placements=halves))
+    row |= told | {"batch": MICRO_BATCHES, "tokens": tokens}
+    sharded = ShardedModule(module, captured, program)
+    values = {**{b: sharded.pieces[n].detach() for b, n in sharded._keys.items()}, **sharded.fixed}
+    name = next(one.name for one in captured.graph.inputs if one.kind == "input")
+    parts = {f"{name}[{number}]": x[number : number + 1] for number in range(MICRO_BATCHES)}
+    weight = torch.randn(x.shape, device=bench.device).to(bench.dtype) / tokens
+    values |= sharded.ranks.pieces(parts) | sharded.ranks.seeds(weight.split(1))
+    found = sharded.ranks.run(values)
+    parameters = dict(module.named_parameters())
+    gradients = torch.autograd.grad((module(x) * weight).sum(), list(parameters.values()))
+    of_tensor = {one.target: program.gradients.get(one.name, "") for one in captured.graph.inputs}
+    least = 1e-3 * max(float(one.abs().max()) for one in gradients)
+    off = 0.0
+    for target, gradient in zip(parameters, gradients, strict=True):
+        if of_tensor[target] in found:  # the other stage's parameters are not here
+            piece = sharded.ranks.place.piece(gradient, program.buffers[of_tensor[target]])
+            difference = (found[of_tensor[target]] - piece).abs().max() / piece.abs().max().clamp_min(least)
+            off = max(off, float(difference))
+    worst = torch.tensor([off], device=bench.device, dtype=torch.float64)
+    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    row["error_of_largest"] = float(worst.item())
+    row["launched_s"] = median_s(lambda: sharded.ranks.run(values), bench.device)
