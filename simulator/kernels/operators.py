@@ -50,7 +50,8 @@ class OperatorSpec:
     (`simulator.config.overlap_sites`). An operator that `waits` has the host wait, in forward passes, for all that it has
     launched. `launches` are kernels (and host dispatches) forward,
     `backward_launches` backward; an operator without reads and writes does nothing forward. `allocates` are the tensors that its
-    forward pass asks memory for where they are not what it `writes`: some of its kernels work in place.
+    forward pass asks memory for where they are not what it `writes`: some of its kernels work in place; `backward_allocates`
+    those of its backward pass, none where it writes over the gradient that it is given.
     """
 
     name: str
@@ -69,6 +70,7 @@ class OperatorSpec:
     hidden_by: str = ""
     saves: tuple[str, ...] = ()
     allocates: tuple[str, ...] | None = None
+    backward_allocates: tuple[str, ...] | None = None
     weight_gradient: bool = True
     weight_gradient_dtype: str = "compute"
     low: bool = False

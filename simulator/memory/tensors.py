@@ -382,6 +382,8 @@ class BlockTensors:
             back = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather", "copy": "all_reduce"}
             kind = back.get(operator.collective, operator.collective)
             return [] if operator.collective == "all_reduce" else self._moved(operator, kind)
+        if operator.backward_allocates is not None:
+            return self.sizes(operator.backward_allocates)
         if _casts_weights(operator):
             return []
         return self.sizes(x for x in operator.backward_writes if TOKEN_AXES & set(_axes(x)))
@@ -392,6 +394,8 @@ class BlockTensors:
             return self._results(operator)
         if operator.collective:
             return [] if operator.collective == "all_reduce" else self._moved(operator, operator.collective)
+        if operator.backward_allocates == ():  # the gradient that it reads becomes the one that it gives
+            return []
         return self.sizes(operator.backward_reads)
 
 
