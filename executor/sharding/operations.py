@@ -1,7 +1,7 @@
 """What an operator of a program computes on a rank's own pieces.
 
-Kernels are looked up by name in the table at the end, or are ATen operators that torch tags as elementwise or core: both
-compute a value from values and nothing else. Shapes that an operator is told are those of its piece: a kernel knows the
+Kernels are looked up by name in the table at the end, or are ATen operators that compute values of tensors from values of
+tensors and do nothing else. Shapes that an operator is told are those of its piece: a kernel knows the
 buffer it writes.
 """
 
@@ -52,82 +52,24 @@ def _aten(name: str) -> Callable[..., torch.Tensor]:
     overload = getattr(packet, parts[2], None) if packet is not None and parts[1].isidentifier() else None
     if overload is None:
         raise BadInput(f"{name[:60]!r} is no operator of ATen", remedy="one of the captured module's")
-    tags = getattr(overload, "tags", ())
-    pure = torch.Tag.pointwise in tags or torch.Tag.core in tags or parts[1] in _PURE
-    if not pure or overload._schema.is_mutable:  # noqa: SLF001 - torch has no public way to ask
+    if not _only_computes(overload):
         raise BadInput(f"{name[:60]!r} is no operator that is run here", remedy="one of the captured module's")
     found: Callable[..., torch.Tensor] = overload
     return found
 
 
-_PURE = frozenset(
-    (
-        "linear",
-        "matmul",
-        "mm",
-        "bmm",
-        "addmm",
-        "einsum",
-        "conv1d",
-        "conv2d",
-        "conv3d",
-        "cat",
-        "stack",
-        "cumsum",
-        "cumprod",
-        "flip",
-        "one_hot",
-        "type_as",
-        "to",
-        "float",
-        "pad",
-        "max_pool2d",
-        "avg_pool2d",
-        "adaptive_avg_pool2d",
-        "upsample_nearest2d",
-        "upsample_bilinear2d",
-        "scatter",
-        "gather",
-        "index",
-        "index_select",
-        "baddbmm",
-        "tril",
-        "triu",
-        "masked_fill",
-        "batch_norm",
-        "instance_norm",
-        "sort",
-        "argmax",
-        "argmin",
-        "max",
-        "min",
-        "diff",
-        "roll",
-        "outer",
-        "nll_loss",
-        "mse_loss",
-        "rms_norm",
-        "layer_norm",
-        "group_norm",
-        "cross_entropy_loss",
-        "scaled_dot_product_attention",
-        "softmax",
-        "log_softmax",
-        "var",
-        "std",
-        "norm",
-        "unfold",
-        "masked_scatter",
-        "select_scatter",
-        "slice_scatter",
-        "index_add",
-        "scatter_add",
-        "index_put",
-        "histc",
-        "bincount",
-        "searchsorted",
-    )
-)
+def _only_computes(overload: Any) -> bool:
+    """Return whether an operator takes tensors, makes tensors of their values, and does nothing else.
+
+    Others make tensors of files or memory, write into their operands, draw random numbers, or are torch's own internals.
+    """
+    schema, tags = overload._schema, getattr(overload, "tags", ())  # noqa: SLF001 - torch has no public way to ask
+    core = torch.Tag.pointwise in tags or torch.Tag.core in tags
+    name = schema.name.removeprefix("aten::")
+    draws = torch.Tag.nondeterministic_seeded in tags and name != "scaled_dot_product_attention"  # without dropout
+    takes = any("Tensor" in str(one.type) for one in schema.arguments)
+    gives = all(str(one.type) in {"Tensor", "List[Tensor]"} for one in schema.returns)
+    return takes and gives and not (schema.is_mutable or draws) and (core or not name.startswith("_"))
 
 
 def _reshape(context: Context, x: torch.Tensor) -> torch.Tensor:

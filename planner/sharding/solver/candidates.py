@@ -134,9 +134,14 @@ def _operator_options(
     options = []
     for operator in (problem.operators[number] for number in numbers):
         deadline.check()
-        options.append(
-            sharding_options(operator, problem.tensors, problem.mesh, pending=pending, irregular_specs=irregular_specs)
+        found = sharding_options(
+            operator, problem.tensors, problem.mesh, pending=pending, irregular_specs=irregular_specs
         )
+        if operator.result.name in problem.differentiated:  # a largest value's gradient is that of one rank's element
+            found = [
+                one for one in found if all(how in ("sum", "avg", "mask") for _, how in one.result.pending)
+            ] or found
+        options.append(found)
     if problem.policy == "follow_weights":
         return follow_weights(problem, options)
     return keep_agreeing_operands(problem, options) if problem.policy is None else options

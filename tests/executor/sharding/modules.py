@@ -137,3 +137,18 @@ class Classifier(nn.Module):
     def forward(self, ids, targets):
         logits = self.head(F.layer_norm(self.embed(ids), (self.embed.embedding_dim,)))
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class ManyFunctions(nn.Module):
+    """Functions that no rule knows, or that need a dim whole, on what a product makes."""
+
+    def __init__(self, embed=16) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(embed, embed) / 4)
+
+    def forward(self, x):
+        y = x @ self.weight
+        sums = y.logsumexp(1) + y.median(1).values + torch.linalg.vector_norm(y, dim=1) + y.amax((0, 1))
+        z = torch.where(x > 0, y, 0.5) + y.gather(1, x.argsort(1)) + y.roll(1, 1).flip(1).cumsum(1)
+        pooled = F.avg_pool2d(z, 3, 1, 1)  # of [channels, height, width]: the first dim is no batch
+        return F.glu(F.pad(pooled, (0, 0, 1, 1)), -1).movedim(0, 1)[1:-1] * sums.mean() + y.std(1).sum()

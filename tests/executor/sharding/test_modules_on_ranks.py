@@ -116,6 +116,7 @@ TWO += [  # pieces of different sizes
         },
     ),
 ]
+TWO += [on(f"many functions, {at}", modules.ManyFunctions(), (X,), {"d": 2}, x=[at]) for at in ("S(0)", "S(1)")]
 FOUR = [
     Case(
         "a rank without rows, 2-D",

@@ -138,12 +138,19 @@ def along_one_dim(call: Call) -> list[Statement]:
 
 
 def over_space(call: Call) -> list[Statement]:
-    """Pooling and resampling: batch and channels pass, the rest is needed whole."""
+    """Pooling, resampling and padding: the dims that an operator changes are needed whole, those before them pass."""
     shape, after = call.shape(0), call.node.shape
-    if len(shape) < 3 or len(after) != len(shape) or len(call.node.operands()) != 1:
+    if call.name.endswith("2d"):
+        space = [len(shape) - 2, len(shape) - 1]
+    else:  # pairs of widths, those of the last dim first
+        pairs = list(call.argument(1))
+        last = len(shape) - 1
+        space = sorted(last - n // 2 for n in range(0, len(pairs), 2) if any(pairs[n : n + 2]))
+    passes = all(d in space or n == after[d] for d, n in enumerate(shape))
+    if not passes or min(space, default=0) < 0 or len(after) != len(shape) or len(call.node.operands()) != 1:
         raise NotKnownError
     dims = letters(shape)
-    space = list(range(2, len(shape)))
     made, sizes = result_axes(after, space)
-    annotation = f"{written(dims, dict.fromkeys(space, '^'))} -> {' '.join([*dims[:2], *made])}"
+    right = [dict(zip(space, made, strict=True)).get(d, n) for d, n in enumerate(dims)]
+    annotation = f"{written(dims, dict.fromkeys(space, '^'))} -> {' '.join(right)}"
     return [call.statement(f"space_{call.name}({call.tensor(0)})", annotation, sizes=sizes)]
