@@ -44,6 +44,7 @@ RULE_WORDS = {
     "ep-overlap-reshard": "overlap of the experts' all-to-all with resharding is not modelled",
     "capacity": "capacity factor not supported",
     "expert-load": "load of experts not supported",
+    "pipeline-length": "pipeline too long to be followed",
     "zero-stage": "ZeRO stage not supported",
     "zero-pipeline": "ZeRO stage not supported with a pipeline",
     "offload": "offloading not supported",

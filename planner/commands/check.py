@@ -20,6 +20,7 @@ from planner.io.inputs import measurements
 from planner.io.printable import printable
 from simulator.config.estimate import SURE, chance
 from topology import codec
+from topology.errors import UserError
 
 FILE = "torchtitan TOML or command, Megatron-LM command line or script, Megatron-Bridge recipe dump, DeepSpeed JSON, accelerate YAML, TrainingArguments JSON, vllm serve or SGLang command; - reads stdin."
 
@@ -66,6 +67,7 @@ def check(
         ),
     ] = "",
     search: Annotated[bool, typer.Option("--search/--no-search", help="Look for the best plan too.")] = True,
+    time_limit: options.TimeLimit = None,
     profile: options.Profile = None,
     strict: options.Strict = False,
     json: options.Json = False,
@@ -92,13 +94,21 @@ def check(
     if serving_engine(text):
         batch = {"global_batch": global_batch, "micro_batch": micro_batch}
         others = {"seq_len": seq_len, **batch, "launch": launch or None, "profile": profile, "strict": strict}
-        refuse(stated(others), Task.SERVE)
+        refuse(stated(others | {"time_limit": time_limit}), Task.SERVE)
         check_serving_command(text, where, flags, serving, search=search, json=json)
         return
     refuse(stated({**serving, "release": release or None}), Task.TRAIN)
+    if time_limit is not None and not search:
+        raise UserError("--time-limit is for the search, which --no-search leaves out", remedy="leave out one of them")
     try:
         checked = check_text(
-            text, where, flags, measured=measurements(profile, strict=strict), search=search, progress=output.progress
+            text,
+            where,
+            flags,
+            measured=measurements(profile, strict=strict),
+            search=search,
+            time_limit_s=time_limit,
+            progress=output.progress,
         )
     finally:
         output.end_progress()

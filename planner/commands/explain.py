@@ -38,6 +38,7 @@ from planner.search.result import SearchResult
 from planner.search.search import SearchOptions, suggest
 from simulator.config.estimate import Estimate
 from topology import codec
+from topology.errors import UserError
 
 
 @takes_serving_flags(QUESTION_FLAGS)
@@ -58,6 +59,7 @@ def explain(
     flips: explain_flags.Flips = False,
     compile_model: options.Compile = None,
     param_dtype: options.ParamDtype = None,
+    time_limit: options.TimeLimit = None,
     profile: options.Profile = None,
     strict: options.Strict = False,
     svg: explain_flags.Svg = None,
@@ -81,11 +83,20 @@ def explain(
         runtime={"compile": compile_model, "param_dtype": param_dtype} | ({"name": framework} if file else {}),
     )
     if task is Task.SERVE or is_serving_plan(file):
-        others = {"framework": framework, "id": case_id, "memory": memory, "observed_peak": observed_peak, "svg": svg}
+        others = {
+            "framework": framework,
+            "id": case_id,
+            "memory": memory,
+            "observed_peak": observed_peak,
+            "svg": svg,
+            "time_limit": time_limit,
+        }
         serving_question = serving_flags(flags, serving, others, profile=profile, strict=strict)
         explain_serving_plan(serving_question, plan=file, top=top, sweep=flips, json=json)
         return
     refuse(stated(serving), Task.TRAIN)
+    if time_limit is not None and (flips or (file is not None and memory)):
+        raise UserError("--time-limit is for one search", remedy="leave it out, or --flips and --memory")
     if svg is not None:
         refuse_overwrite(svg, force=force)
     observed = None if observed_peak is None else parse_bytes(observed_peak)
@@ -98,9 +109,9 @@ def explain(
             if memory:
                 _memory_only(case, observed, svg, json=json)
                 return
-            result, chosen = _search(case, top), case.plan
+            result, chosen = _search(case, top, time_limit), case.plan
         else:
-            wanted = SearchOptions(top=top + 1)
+            wanted = SearchOptions(top=top + 1, time_limit_s=time_limit)
             result = answer(flags, framework or "torchtitan", wanted, measured=measured, progress=output.progress)
             chosen = result.plans[0].plan
         found = reasons.explain(
@@ -130,11 +141,12 @@ def _print(
         print_explanation(found, result, changed)
 
 
-def _search(case: Case, top: int) -> SearchResult:
+def _search(case: Case, top: int, time_limit_s: float | None) -> SearchResult:
     """Answer the question that a plan or a case is about, on as many GPUs as its plan uses. Raises Infeasible."""
     question, offload = replace(case.question, gpus=case.plan.gpus), case.plan.offload
     bounds = Bounds() if offload == "none" else Bounds(offloads=("none", offload))
-    return suggest(question, SearchOptions(top=top, bounds=bounds), progress=output.progress)
+    wanted = SearchOptions(top=top, bounds=bounds, time_limit_s=time_limit_s)
+    return suggest(question, wanted, progress=output.progress)
 
 
 def _draw(title: str, estimate: Estimate, path: Path, *, memory: bool) -> None:

@@ -71,7 +71,7 @@ def suggest(
     recompute: suggest_flags.Recompute = None,
     offload: suggest_flags.Offload = None,
     ep_overlap: suggest_flags.EpOverlap = None,
-    time_limit: suggest_flags.TimeLimit = None,
+    time_limit: options.TimeLimit = None,
     simulate: suggest_flags.Simulate = True,
     profile: options.Profile = None,
     runtime: options.LearnedRuntime = None,

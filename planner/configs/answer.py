@@ -134,12 +134,13 @@ def check_text(
     measured: Calibrations = UNMEASURED,
     changes: bool = True,
     search: bool = True,
+    time_limit_s: float | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Checked:
     """Judge the configuration `text`; `where` is its file's name, in messages and diffs.
 
     `flags` is what is known beside the file. Without `changes` only the plan is judged, and without `search` only plans one
-    change away are tried. Raises BadInput (exit 2) for a
+    change away are tried; `time_limit_s` is the search's. Raises BadInput (exit 2) for a
     text that cannot be read or whose model or cluster is not known, and Stale (exit 1) for a profile in doubt where it is
     refused.
     """
@@ -152,7 +153,9 @@ def check_text(
     base = Checked(configuration=configuration, problems=found.problems, assumed=case.assumed, found=found)
     written = asked.writer(where, flags)
     single = _changes(found, written) if changes else ()
-    return replace(base, changes=single, **(_best(found, written, single, progress) if search and changes else {}))
+    return replace(
+        base, changes=single, **(_best(found, written, single, time_limit_s, progress) if search and changes else {})
+    )
 
 
 def ask(text: str, where: str, flags: CheckFlags, *, measured: Calibrations = UNMEASURED) -> Asked:
@@ -335,7 +338,11 @@ def _gains(there: Estimate, now: Estimate) -> bool:
 
 
 def _best(
-    found: PlanAnswer, written: Writer, changes: tuple[Change, ...], progress: Callable[[str], None] | None
+    found: PlanAnswer,
+    written: Writer,
+    changes: tuple[Change, ...],
+    time_limit_s: float | None,
+    progress: Callable[[str], None] | None,
 ) -> dict[str, Any]:
     """Return the best plan that the file can say, or why there is none. It is at least as good as every single change."""
     question, plan = found.case.question, found.case.plan
@@ -344,7 +351,8 @@ def _best(
     fixed = {"recomputes": (plan.recompute,), "micro_batch": ((plan.micro_batch_size,) * 2,)}
     limits |= {name: fixed[name] for name in fixed if name in limits}
     try:
-        options = SearchOptions(bounds=Bounds(**limits), top=CANDIDATES, all_variants=True)  # type: ignore[arg-type]
+        bounds = Bounds(**limits)  # type: ignore[arg-type]
+        options = SearchOptions(bounds=bounds, top=CANDIDATES, all_variants=True, time_limit_s=time_limit_s)
         listed = suggest(question, options, progress=progress).plans
     except Infeasible as error:
         return {"no_better": str(error)}

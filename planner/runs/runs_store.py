@@ -140,9 +140,11 @@ def _rows(path: str | Path | None) -> Iterator[RunSummary | DamagedRun]:
     for number, *row in rows:
         name = row[0] if isinstance(row[0], str) and row[0].isalnum() else f"#{number}"
         try:
-            yield _summary(row)
+            run = _summary(row)
         except BadInput as error:
             yield DamagedRun(id=name, why=error.why or error.what)
+        else:
+            yield run if run.id == name else DamagedRun(id=name, why=f"its id is {run.id!r:.40}")
 
 
 def read_run(run_id: str, path: str | Path | None = None) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from simulator.legality.rule import divisors
 from topology.errors import UserError
 
 MOST_FIXES = 4  # that are returned
+MOST_LAYERS = 2048  # of a model; each of hundreds of variants is counted layer by layer
 WIDER = (2, 4)  # factors of tensor and context parallelism, and of the number of GPUs, that are tried
 
 
@@ -54,9 +55,9 @@ class _Variant:
 def find_fixes(question: Question, plan: Plan, estimate: Estimate) -> tuple[Fix, ...]:
     """Return the variants that surely fit, cheapest first; where none does, the one with the most headroom.
 
-    There is none where `plan` surely fits itself, and where no variant needs less memory.
+    There is none where `plan` surely fits itself, where no variant needs less memory, and of models of more than MOST_LAYERS.
     """
-    if estimate.memory.fit is Fit.YES:
+    if estimate.memory.fit is Fit.YES or question.model.layers > MOST_LAYERS:
         return ()
     found: list[tuple[bool, float, float, _Variant]] = []
     for asked, variants in _by_question(question, plan):

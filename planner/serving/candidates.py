@@ -15,6 +15,7 @@ from planner.serving.question.releases import too_old
 from simulator.config.model import Model
 from simulator.serving.deployment import Deployment, Pool
 from simulator.serving.kv_cache import cache_capacity
+from topology.rates.reach import reach
 
 OWN = "meshwright"  # the executor, as executor/serving/request.py takes it
 
@@ -26,14 +27,22 @@ def deployments(question: ServingQuestion) -> tuple[list[Deployment], Counter[st
     rejected: Counter[str] = Counter()
     fitting: list[Pool] = []
     for pool in _engines(question, gpus):
-        reason = refusal(question.model, pool, question.engine) or exceeds_memory(question, pool)
+        whole = question.deployment(_times(pool, gpus // pool.gpus))
+        reason = (
+            refusal(question.model, pool, question.engine)
+            or out_of_reach(question, whole)
+            or exceeds_memory(question, pool)
+        )
         if reason:
             rejected[reason] += 1
             continue
         fitting.append(pool)
-        found.append(question.deployment(_times(pool, gpus // pool.gpus)))
+        found.append(whole)
     if question.separate:
-        found += [question.deployment(decode, prefill) for prefill, decode in _separated(fitting, gpus)]
+        both = [question.deployment(decode, prefill) for prefill, decode in _separated(fitting, gpus)]
+        joined = [one for one in both if not out_of_reach(question, one)]
+        rejected.update(out_of_reach(question, one) for one in both if one not in joined)
+        found += joined
     if not question.release:
         return found, rejected
     known: list[Deployment] = []
@@ -62,6 +71,20 @@ def refusal(model: Model, pool: Pool, engine: str = "") -> str:
     if model.dense_layers and model.ffn % pool.tp:
         return f"tp {pool.tp} does not divide the feed-forward width of {model.ffn}"
     return ""
+
+
+def out_of_reach(question: ServingQuestion, deployment: Deployment) -> str:
+    """Return why GPUs of a deployment cannot exchange what they have to, or nothing. Engines of one pool exchange nothing."""
+    joined = reach(question.cluster)
+    if deployment.prefill is not None or joined.gpus < question.cluster.gpus_per_node:
+        # Caches go from pool to pool; and nobody says which engine gets the GPUs of a node that have no links.
+        alone = deployment.prefill is None and deployment.pool.gpus == 1 and joined.gpus > 0
+        together = 1 if alone else deployment.gpus
+    else:
+        together = deployment.pool.gpus
+    if together <= joined.gpus:
+        return ""
+    return joined.why if not joined.gpus else f"{together} GPUs have to exchange data: {joined.why}"
 
 
 def _engines(question: ServingQuestion, gpus: int) -> Iterator[Pool]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from planner.serving.candidates import exceeds_memory, refusal
+from planner.serving.candidates import exceeds_memory, out_of_reach, refusal
 from planner.serving.question.from_flags import ServingFlags
 from planner.serving.question.question import ServingQuestion
 from planner.serving.question.releases import too_old
@@ -86,6 +86,8 @@ def problems_of(question: ServingQuestion, deployment: Deployment) -> tuple[str,
     found = []
     if deployment.gpus > cluster.gpu_count:
         found.append(f"the degrees take {deployment.gpus} GPUs, {cluster.name} has {cluster.gpu_count}")
+    elif apart := out_of_reach(question, deployment):
+        found.append(apart)
     for pool in (deployment.pool, *([deployment.prefill] if deployment.prefill else [])):
         reason = refusal(question.model, pool, question.engine) or exceeds_memory(question, pool)
         found += [reason] if reason else []

@@ -14,6 +14,10 @@ from simulator.legality.rule import Grade, Level, Mask, Rule, RuleFacts, divisor
 from simulator.pipeline.schedules import SCHEDULES, default_schedule
 from simulator.runtimes.library import runtime_names, runtime_spec
 
+# Ranks x ranks x stages of a rank, up to which a schedule's table is followed: about as many passes as it has. 128 ranks of eight
+# stages are followed within half a minute of one core.
+MOST_PASSES = 1 << 17
+
 
 def _is(c: PlanColumns, names: Sequence[str]) -> Mask:
     """Return where a pipeline runs one of a few schedules, by name or as the default."""
@@ -107,6 +111,16 @@ PIPELINE_RULES: list[Rule] = [
         "virtual-stages",
         lambda c, q: (c.virtual_stages > 1) & (c.pp == 1),
         lambda p, q: f"virtual_stages={p.virtual_stages} without a pipeline (pp=1)",
+        level=Level.BATCH,
+    ),
+    rule(
+        "pipeline-length",
+        lambda c, q: c.pp * c.pp * c.virtual_stages > MOST_PASSES,
+        lambda p, q: with_nearest(
+            "pp",
+            [1 << power for power in range(10) if (p.virtual_stages << 2 * power) <= MOST_PASSES],
+            f"{_stage_text(p)}: schedules of more than {MOST_PASSES:,} ranks x ranks x virtual stages are not followed",
+        ),
         level=Level.BATCH,
     ),
     rule(

@@ -13,7 +13,7 @@ from simulator.closed_form.scenario import Scenario
 from simulator.collectives.buffers import communicator_bytes
 from simulator.config.estimate import Estimate, MemoryEstimate
 from simulator.config.plan import Plan
-from simulator.memory.replay import MemoryReplay, ReservedMemory
+from simulator.memory.replay import MemoryReplay, ReservedMemory, least_blocks
 
 # Blocks up to which a plan is replayed: about a second of one core.
 MOST_BLOCKS = 400_000
@@ -21,8 +21,7 @@ MOST_BLOCKS = 400_000
 
 def with_replay(scenario: Scenario, plan: Plan, estimate: Estimate) -> Estimate:
     """Return the estimate of a plan with its memory as the caching allocator holds it; as it is where that takes too long."""
-    replay = MemoryReplay(scenario, plan)
-    if replay.length > MOST_BLOCKS:
+    if least_blocks(scenario, plan) > MOST_BLOCKS or (replay := MemoryReplay(scenario, plan)).length > MOST_BLOCKS:
         return estimate
     counted, factor = estimate.memory, known_costs(scenario).reserved
     held = replay.ranks()

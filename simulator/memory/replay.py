@@ -40,6 +40,24 @@ class ReservedMemory:
         return 1 - self.allocated_bytes / self.reserved_bytes if self.reserved_bytes else 0.0
 
 
+def least_blocks(scenario: Scenario, plan: Plan) -> int:
+    """Return how many blocks a replay asks for at least, before anything of it is made: one a pass, one a message, one a layer."""
+    micro_batches = plan.micro_batches(scenario.workload.global_batch_size)
+    stages = plan.pp * plan.virtual_stages
+    messages = micro_batches * stages if plan.pp > 1 else 0
+    return 2 * stages * _replayed(plan, micro_batches) + messages + scenario.model.layers
+
+
+def _replayed(plan: Plan, micro_batches: int) -> int:
+    """Return how many micro batches are enough to see the most that is in flight."""
+    if plan.pp == 1:
+        return min(micro_batches, 2)
+    if (plan.schedule or default_schedule(plan.virtual_stages)) in WHOLE:
+        return micro_batches
+    few = ROUNDS * plan.pp
+    return few if few < micro_batches and micro_batches % plan.pp == 0 else micro_batches
+
+
 class MemoryReplay:
     """A plan whose ranks are replayed, with as much memory as they ask for or with a limit."""
 
@@ -52,7 +70,7 @@ class MemoryReplay:
         self.schedule = build_schedule(
             name,
             ranks=self.plan.pp,
-            micro_batches=self._replayed(name),
+            micro_batches=_replayed(self.plan, self.micro_batches),
             stages_per_rank=self.plan.virtual_stages,
             paired=self.plan.ep_overlap != "none",
         )
@@ -98,12 +116,3 @@ class MemoryReplay:
             for unit in s
         )
         return round(STEPS * passes * each / max(1, 2 * len(stages)))
-
-    def _replayed(self, name: str) -> int:
-        """Return how many micro batches are enough to see the most that is in flight."""
-        if self.plan.pp == 1:
-            return min(self.micro_batches, 2)
-        if name in WHOLE:
-            return self.micro_batches
-        few = ROUNDS * self.plan.pp
-        return few if few < self.micro_batches and self.micro_batches % self.plan.pp == 0 else self.micro_batches

@@ -14,6 +14,14 @@ from tests.fuzz.serving import LEARNED, POINT, deployments
 from topology.errors import PlannerError
 
 MATRIX = (Path(__file__).resolve().parents[1] / "data" / "h200x4" / "nvidia_smi_topo_m.txt").read_text()
+TITAN = """
+[model]
+name = "llama3"
+flavor = "8B"
+[training]
+local_batch_size = 4
+seq_len = 4096
+"""
 
 
 def altered(document: Any, **values: Any) -> str:
@@ -97,6 +105,7 @@ def seeds() -> Iterator[tuple[str, str, str]]:
     yield "captured", "an operator among the arguments", within_arguments(captured())
     yield "NCCL XML", "entities", '<!DOCTYPE x [<!ENTITY a "aa"><!ENTITY b "&a;&a;">]><system>&b;</system>'
     yield "case", "numbers of 400 digits", '{"plan": {"tp": 1' + "0" * 400 + "}}"
+    yield "torchtitan TOML", "components that are no list", "[compile]\nenable = true\ncomponents = 0\n" + TITAN
     yield "torchtitan command", "no option", "python -m torchtitan.train\n"
     yield (
         "torchtitan command",

@@ -407,6 +407,18 @@ def test_the_nearest_degrees_divide_the_gpus():
     assert "nearest legal pp: 2" in found["layers"].message
 
 
+def test_a_pipeline_too_long_to_be_followed_is_a_problem():
+    deep = replace(LLAMA8B, layers=100_000)
+    batch = Workload(seq_len=8192, global_batch_size=65536)
+    long, followed = (
+        rules(Plan(pp=pp), framework="torchtitan", model=deep, cluster=make_cluster(8192, 8), workload=batch)
+        for pp in (65536, 256)
+    )
+
+    assert long["pipeline-length"].nearest == (256,)
+    assert "pipeline-length" not in followed
+
+
 @pytest.mark.parametrize("framework", ["torchtitan", "megatron-lm", "pytorch", "meshwright"])
 def test_embedding_and_head_may_have_a_stage_of_their_own(framework):
     """Llama 3 405B has 126 layers for 128 stages: the first held the embedding alone, the last the head alone (Meta,

@@ -223,6 +223,8 @@ def test_a_plan_in_words() -> None:
         ("taken_at", b"7.5"),
         ("id", b"\xff"),
         ("id", None),
+        ("id", ""),
+        ("id", "../x"),
     ],
 )
 def test_a_damaged_row_is_named_left_out_and_removed(store, column, value) -> None:

@@ -6,7 +6,13 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
+from planner.serving.candidates import deployments
+from planner.serving.question.question import ServingQuestion
+from planner.serving.stated import problems_of
+from simulator.config.hf_config import load_model
 from simulator.fitting.calibration_fit import MAX_AGE_DAYS, Calibrations, doubts_of
+from simulator.serving.deployment import Pool
+from simulator.serving.traffic import Lengths, Traffic
 from topology.catalog.cluster_file import save_cluster
 from topology.catalog.clusters import cluster
 from topology.cluster import LinkKind, LinkState, NodeGroup
@@ -77,6 +83,21 @@ def test_gpus_without_a_path_are_no_plan(planner, tmp_path, monkeypatch, name, c
     assert done.returncode == 3
     assert why in done.stdout + done.stderr
     assert "nan" not in done.stdout
+
+
+@pytest.mark.parametrize("name", APART)
+def test_engines_that_serve_have_a_path_between_their_gpus(name) -> None:
+    machine, gpus, why = APART[name]
+    traffic = Traffic(prompt=Lengths(mean=64), output=Lengths(mean=8), concurrency=2, requests=4)
+    asked = ServingQuestion(model=load_model("llama3-8b"), cluster=machine, traffic=traffic, separate=True)
+
+    found, rejected = deployments(asked)
+
+    assert all(one.pool.gpus <= gpus and one.prefill is None for one in found)
+    assert bool(found) is (gpus > 0)
+    assert any(why in reason for reason in rejected)
+    wide = asked.deployment(Pool(tp=8, pp=machine.node_count))
+    assert any(why in problem for problem in problems_of(asked, wide))
 
 
 @pytest.mark.parametrize("name", APART)

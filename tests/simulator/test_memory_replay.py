@@ -19,12 +19,14 @@ from simulator.config.hf_config import load_model
 from simulator.config.plan import Plan
 from simulator.config.workload import Workload
 from simulator.engine.allocator import CachingAllocator
+from simulator.memory.estimate import with_replay
 from simulator.memory.rank import RankReplay
 from simulator.memory.replay import MemoryReplay
 from simulator.memory.tensors import Act, Passes
 from simulator.runtimes.stated import resolve
 from tests.bench.learn_intervals import fresh_runs
 from topology.catalog.cluster_file import load_cluster
+from topology.catalog.clusters import cluster
 
 CASES = Path(__file__).parents[1] / "data" / "cases"
 MEASURED = json.loads((CASES / "torchtitan_h200x4.json").read_text("utf-8"))
@@ -202,3 +204,15 @@ def test_a_learned_memory_factor_scales_what_is_held() -> None:
     after = predict(replace(case.question, calibration=known), case.plan).estimate.memory
 
     assert after.reserved_bytes == pytest.approx(1.1 * before.reserved_bytes)
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "GPipe"])
+def test_a_step_of_very_many_micro_batches_is_not_replayed(schedule) -> None:
+    """The framework keeps a buffer for every message of a step: 2^31 of them would take hours, and more memory than there is."""
+    asked = question_of(
+        load_model("tiny-llama"), cluster("dgx-h100"), Workload(seq_len=256, global_batch_size=2**31), gpus=8
+    )
+    plan = Plan(pp=4, dp_shard=2, schedule=schedule)
+    counted = asked.estimate([plan]).estimate(0)
+
+    assert with_replay(asked, plan, counted) is counted

@@ -48,3 +48,6 @@ Tolerance = Annotated[
 ParamDtype = Annotated[
     str | None, typer.Option("--param-dtype", help="Type parameters are stored in: float32, bfloat16 or float16.")
 ]
+TimeLimit = Annotated[
+    float | None, typer.Option("--time-limit", min=0.0, help="Seconds after which the best so far is the answer.")
+]

@@ -49,9 +49,6 @@ Budget = Annotated[
     str | None,
     typer.Option("--budget", help="Money for the whole run (1M): the soonest number of GPUs that it pays for."),
 ]
-TimeLimit = Annotated[
-    float | None, typer.Option("--time-limit", min=0.0, help="Seconds after which the best so far is the answer.")
-]
 MaxTp = Annotated[
     int | None, typer.Option("--max-tp", min=1, help="Largest tensor-parallel degree tried; default a node.")
 ]

@@ -21,6 +21,7 @@ from topology.catalog.platform import take_gpus
 from topology.cluster import Cluster
 from topology.errors import BadInput, UserError
 from topology.profile.store import current_samples
+from topology.rates.reach import cluster_caveats
 
 MODEL, CLUSTER = "llama3-8b", "dgx-h100"
 PROMPT, ANSWER, CLIENTS_PER_GPU = 1024, 256, 8
@@ -80,6 +81,7 @@ def serving_question(flags: ServingFlags) -> ServingQuestion:
     if flags.gpus is not None and flags.gpus < machine.gpu_count:  # a node with irregular links comes whole
         machine = take_gpus(machine, flags.gpus)
         assumed.append(f"the first {flags.gpus} GPUs of the node")
+    assumed += cluster_caveats(machine)
     traffic = _traffic(flags, machine.gpu_count, assumed)
     engine, release = split_engine(flags.engine or "vllm")
     measured = measured_serving(flags, machine, engine, assumed)
