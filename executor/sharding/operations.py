@@ -17,7 +17,7 @@ from torch.nn import functional as F  # noqa: N812
 from executor.model import rotary
 from executor.sharding import merged
 from executor.sharding.places import DTYPES, Context
-from simulator.sharded.program import Kernel
+from simulator.sharded.program import Kernel, is_of_patches
 from topology.errors import BadInput
 
 
@@ -28,6 +28,8 @@ def run_kernel(kernel: Kernel, values: Mapping[str, torch.Tensor], context: Cont
         return _PLAIN[kernel.op](*args)
     if kernel.op in _PLACED:
         return _PLACED[kernel.op](context, *args)
+    if kernel.op in _CONVOLUTIONS and not kernel.kwargs and is_of_patches(kernel, args[0].shape, args[1].shape):
+        return _patches(*args[:3])
     found = _aten(kernel.op)(*args, **_given(kernel.kwargs, values))
     return found if kernel.index is None else found[kernel.index]
 
@@ -70,6 +72,20 @@ def _only_computes(overload: Any) -> bool:
     takes = any("Tensor" in str(one.type) for one in schema.arguments)
     gives = all(str(one.type) in {"Tensor", "List[Tensor]"} for one in schema.returns)
     return takes and gives and not (schema.is_mutable or draws) and (core or not name.startswith("_"))
+
+
+_CONVOLUTIONS = frozenset(("aten.conv1d.default", "aten.conv2d.default", "aten.conv3d.default"))
+
+
+def _patches(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """A convolution whose windows lie side by side: one product, where cuDNN's kernels for it are many times as slow."""
+    window, images = weight.shape[2:], len(x)
+    places = [size // width for size, width in zip(x.shape[2:], window, strict=True)]
+    pairs = [size for pair in zip(places, window, strict=True) for size in pair]
+    seen = x.reshape(images, x.shape[1], *pairs)
+    across, inside = range(2, seen.ndim, 2), range(3, seen.ndim, 2)
+    rows = seen.permute(0, *across, 1, *inside).reshape(images, *places, -1)
+    return F.linear(rows, weight.flatten(1), bias).movedim(-1, 1)
 
 
 def _reshape(context: Context, x: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ executor's table.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import product
 from math import prod
 from typing import Any
@@ -90,6 +90,19 @@ class Exchange(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="exc
     source: tuple[int, ...] = ()
     root: int = 0
     stages: tuple[int, ...] = ()
+
+
+def is_of_patches(kernel: Kernel, x: Sequence[int], weight: Sequence[int]) -> bool:
+    """Return whether the windows of a convolution of these shapes lie side by side, so that it is one product."""
+    ones = [1] * (len(weight) - 2)
+    said: list[Any] = [ones, [0], ones, 1]
+    said[: len(kernel.args[3:7])] = kernel.args[3:7]
+    stride, padding, dilation, groups = said[0], said[1], said[2], said[3]
+    window = list(weight[2:])
+    if not all(isinstance(one, list | tuple) for one in (stride, padding, dilation)):
+        return False
+    beside = list(stride) == window != ones and not any(padding) and set(dilation) <= {1} and groups == 1
+    return beside and all(size % width == 0 for size, width in zip(x[2:], window, strict=True))
 
 
 class RunnableProgram(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

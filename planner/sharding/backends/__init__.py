@@ -7,5 +7,6 @@ duals.py         the same instructions in reverse: gradients, and the exchanges 
                  gradients have operators and layouts of their own.)
 lifetimes.py     how long buffers live, and the memory of a rank at its peak
 recomputation.py buffers that are dropped after the forward pass and made again in the backward pass, where memory is limited
+kernel_times.py  what its kernels take; local_copies.py, what ranks copy before and after exchanges
 runnable.py      all of it as a program that the executor runs and the simulator times
 """

@@ -25,13 +25,20 @@ from simulator.kernels.operators import Work as KernelWork
 from simulator.kernels.operators import WorkKind
 from simulator.kernels.roofline import Roofline
 from simulator.overlap.modes import GATHER
-from simulator.sharded.program import OVERLAPPED, Buffer, Exchange, Kernel, RunnableProgram
+from simulator.sharded.program import OVERLAPPED, Buffer, Exchange, Kernel, RunnableProgram, is_of_patches
 
 # Of views, those whose gradient is a part of a larger one: torch writes zeros and copies the part among them.
 _PARTS = frozenset(("piece", "range", "select"))
 # The incoming gradient is that of the operands as it is, or a view of it.
 _REPEATS = frozenset(("add", "bias"))
 _HANDED_ON = _REPEATS | {"clone", "cat", "stack", "reduce.sum", "join_chunks", "join_ring"}
+# Tensor cores take channels last: cuDNN turns both operands, and the result back (NVIDIA, Convolutional Layers User's Guide,
+# "Tensor Layouts in Memory").
+CONVOLUTIONS = frozenset(("conv1d", "conv2d", "conv3d"))
+# Gradients of a norm's weights: a kernel that reads its operand and the incoming gradient once more, and one that adds up blocks of
+# rows. Of groups, the moments are a kernel before the norm, and its backward pass reads both twice (ATen/native/cuda/
+# layer_norm_kernel.cu and group_norm_kernel.cu).
+_NORMS = frozenset(("layernorm", "rmsnorm", "groupnorm"))
 _PRODUCTS = frozenset(("mul", "div"))  # element by element: a kernel for every gradient
 
 
@@ -61,7 +68,24 @@ def kernel_seconds(work: Work, program: RunnableProgram | Draft, problem: Shardi
         moving = _backward_moves(work, forward, program) if backward else _moves(work, program)
         return 0.0 if moving is None else float(roofline.seconds(moving).item())
     passed = backward_s(described, len(work.writes), roofline) if backward else roofline.seconds(described)
+    if short_name(forward.op) in CONVOLUTIONS and ELEMENT_BYTES[program.buffers[work.writes[0]].dtype] == 2:
+        passed = passed + _layouts_s(work, forward, program, described, roofline)
     return work.share * float(np.asarray(passed).item())
+
+
+def _layouts_s(
+    work: Work, forward: Kernel, program: RunnableProgram | Draft, product: KernelWork, roofline: Roofline
+) -> float:
+    """Return the time in which a convolution turns what it takes and gives; of one of patches, its images alone."""
+    images, weight = list(_tensors(forward.args))[:2]
+    wanted = work.do.args[1] if work.do is not forward and isinstance(work.do, Kernel) else ()
+    results = len(wanted) or 1
+    moved, launches = 2.0 * product.bytes, 3.0
+    if not forward.kwargs and is_of_patches(forward, program.buffers[images].local, program.buffers[weight].local):
+        moved, launches = 2.0 * buffer_bytes(program, images), 1.0
+        results = int(work.do is forward or images in wanted)
+    turned = KernelWork(kind=WorkKind.MOVE, name="layouts", bytes=moved, launches=launches)
+    return results * float(np.asarray(roofline.seconds(turned)).item())
 
 
 def _moves(work: Work, program: RunnableProgram | Draft) -> KernelWork | None:
@@ -71,11 +95,15 @@ def _moves(work: Work, program: RunnableProgram | Draft) -> KernelWork | None:
         return None
     out = program.buffers[work.writes[0]]
     moved = sum(buffer_bytes(program, name) for name in (*work.reads, *work.writes))
+    launches = 1.0
+    if work.do.op == "groupnorm":
+        moved, launches = moved + buffer_bytes(program, work.reads[0]), 3.0
     joins = work.do.op == "aten.cat.default" and work.do.args[1] in {-1, len(out.local) - 1}
     return KernelWork(
         kind=WorkKind.MOVE,
         name="elementwise",
         bytes=float(moved),
+        launches=launches,
         units={"joined": float(prod(out.local))} if joins else {},
     )
 
@@ -85,7 +113,8 @@ def _backward_moves(work: Work, forward: Kernel, program: RunnableProgram | Draf
     assert isinstance(work.do, Kernel)  # noqa: S101 - by the caller
     name = short_name(forward.op)
     incoming = buffer_bytes(program, work.reads[0])
-    wanted, made = work.do.args[1], {one: buffer_bytes(program, one) for one in work.writes}
+    wanted: list[str] = list(work.do.args[1])
+    made = {one: buffer_bytes(program, one) for one in work.writes}
     if name in _PARTS:
         return KernelWork(
             kind=WorkKind.MOVE, name="elementwise", bytes=float(sum(made.values()) + 2 * incoming), launches=2.0
@@ -102,6 +131,10 @@ def _backward_moves(work: Work, forward: Kernel, program: RunnableProgram | Draf
     else:
         kept = saved_by(forward, tuple(dict.fromkeys(_tensors(forward.args))), (work.do.args[0],))
         moved, launches = incoming + sum(buffer_bytes(program, one) for one in kept) + sum(made.values()), 1
+        first, *weights = dict.fromkeys(_tensors(forward.args))
+        if name in _NORMS and (name == "groupnorm" or not set(weights).isdisjoint(wanted)):
+            moved += incoming + buffer_bytes(program, first)
+            launches = 4 if name == "groupnorm" else 3
     if not launches:
         return None
     return KernelWork(kind=WorkKind.MOVE, name="elementwise", bytes=float(moved), launches=float(launches))

@@ -14,6 +14,7 @@ from planner.sharding.backends.chunks import Chunks, Site, Tried, choose_chunks,
 from planner.sharding.backends.duals import FLOATS, BackwardWriter
 from planner.sharding.backends.forward import ForwardWriter
 from planner.sharding.backends.kernel_times import Draft, buffer_bytes, kernel_seconds
+from planner.sharding.backends.local_copies import with_copies
 from planner.sharding.backends.pipeline_order import turns
 from planner.sharding.backends.recomputation import Recomputation
 from planner.sharding.backends.works import Work, Writer
@@ -320,10 +321,11 @@ def simulate_program(
             seconds = kernel_seconds(work, written_program.program, problem, Machine(cluster, calibration))
             cost = Cost(seconds=seconds, sms=float(cluster.slowest_kind.sm_count))
             kernels[work.writes[0], first.local, first.dtype] = (cost, 0.0)
+    program = with_copies(written_program.program, kernels, Machine(cluster, calibration))
     costs = MachineCosts(
         cluster=cluster,
         collectives=collectives_on(cluster, calibration),
         kernels=kernels,
         collective_host_s=0.0,
     )
-    return simulate(written_program.program.program(), costs, spans=spans)
+    return simulate(program, costs, spans=spans)

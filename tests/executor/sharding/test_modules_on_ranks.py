@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from executor.sharding.operations import run_kernel  # noqa: E402 - after the check for torch
 from executor.sharding.places import Context, Place  # noqa: E402 - as above
-from simulator.sharded.program import Buffer, Kernel  # noqa: E402 - as above
+from simulator.sharded.program import Buffer, Kernel, is_of_patches  # noqa: E402 - as above
 from tests.executor.sharding import modules  # noqa: E402 - as above
 from tests.executor.sharding.ranks import Case, run, run_files, run_function  # noqa: E402 - as above
 
@@ -282,4 +282,30 @@ def test_rotary_positions_are_those_of_separate_operators(at: int) -> None:
     for one, other in zip(
         *(torch.autograd.grad((y * weight).sum(), (x, cos, sin)) for y in (found, expected)), strict=True
     ):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize(
+    ("name", "image", "weight", "stride", "patches"),
+    [
+        ("conv1d", (2, 3, 8), (5, 3, 2), [2], True),
+        ("conv2d", (2, 3, 8, 8), (5, 3, 4, 4), [4, 4], True),
+        ("conv3d", (2, 3, 4, 8, 8), (5, 3, 2, 4, 4), [2, 4, 4], True),
+        ("conv2d", (2, 3, 8, 8), (5, 3, 4, 4), [2, 2], False),
+        ("conv2d", (2, 3, 9, 8), (5, 3, 4, 4), [4, 4], False),
+        ("conv2d", (2, 3, 8, 8), (5, 3, 1, 1), [1, 1], False),
+    ],
+)
+def test_a_convolution_of_patches_is_what_torch_computes(name, image, weight, stride, patches) -> None:
+    """Forward, and gradients of images and weights."""
+    x, w = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in (image, weight))
+    kernel = Kernel(op=f"aten.{name}.default", args=({"tensor": "x"}, {"tensor": "w"}, None, stride))
+    like = Buffer(tensor="y", shape=(), dtype="f64", dims=(), local=())
+    found = run_kernel(kernel, {"x": x, "w": w}, Context(like, {}, Place({}, {})))
+    expected = getattr(torch.nn.functional, name)(x, w, None, stride)
+    seed = torch.randn_like(expected)
+
+    assert is_of_patches(kernel, image, weight) == patches
+    torch.testing.assert_close(found, expected)
+    for one, other in zip(*(torch.autograd.grad((y * seed).sum(), (x, w)) for y in (found, expected)), strict=True):
         torch.testing.assert_close(one, other)
