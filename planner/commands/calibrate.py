@@ -74,6 +74,7 @@ def calibrate(
     text: calibrate_flags.Text = None,
     store: calibrate_flags.Store = True,
     allow_busy: calibrate_flags.AllowBusy = False,
+    dry_run: calibrate_flags.DryRun = False,
     device: calibrate_flags.Device = "cuda",
     json: options.Json = False,
 ) -> None:
@@ -91,7 +92,7 @@ def calibrate(
         raise UserError(f"--device is {device!r}", remedy="leave it out")
     _refuse_unused(given)
     steps = _steps(wanted or [])
-    machine = _machine(cluster, gpus, device)
+    machine = _elsewhere(cluster, gpus) if dry_run and cluster != "local" else _machine(cluster, gpus, device)
     links, kind, count = machine.links, machine.gpu, len(machine.indices)
     records = (out.with_name(out.name + ".partial") if out is not None else _scratch()).absolute()
     output.require_room(records.parent, LEAST_FREE_BYTES, "records and the profile")
@@ -110,6 +111,9 @@ def calibrate(
         collectives=collectives,
         stand_in=device == "cpu",
     )
+    if dry_run:
+        _say(agenda, seconds, before or Profile(machine=machine.name, gpu=kind), links, json=json)
+        return
     if not agenda.chosen and before is not None and cut_short is None:
         warn("the profile has all of it already: nothing was measured")
         _answer(before, before, agenda, out, links, json=json)
@@ -128,6 +132,15 @@ def calibrate(
     _answer(found, whole, agenda, out if saved else None, links, json=json)
     if not saved:
         raise typer.Exit(1)
+
+
+def _say(agenda: Agenda, seconds: float, known: Profile, links: Cluster | None, *, json: bool) -> None:
+    """Print what would be measured."""
+    if json:
+        output.emit_json(agenda_document(agenda, known, links))
+        return
+    for line in announced(agenda, seconds):
+        print(printable(line))
 
 
 def _measure(given: dict[str, Any], agenda: Agenda, machine: Machine, records: Path, seconds: float) -> Profile:
@@ -245,6 +258,12 @@ def _machine(name: str, gpus: int | None, device: str) -> Machine:
         )
     indices = [gpu.index for gpu in here.groups[0].node.gpus if gpu.healthy]
     return Machine(found.name, found.slowest_kind.name, indices[:gpus], found)
+
+
+def _elsewhere(name: str, gpus: int | None) -> Machine:
+    """Return a machine that is not asked: a catalogue's, or a file's."""
+    found = read_cluster(name)
+    return Machine(found.name, found.slowest_kind.name, list(range(found.gpu_count))[:gpus], found)
 
 
 def _known(out: Path | None, kind: str, *, store: bool) -> Profile | None:

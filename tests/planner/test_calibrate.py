@@ -252,6 +252,28 @@ def test_without_a_gpu_the_command_says_so(tmp_path, monkeypatch, capsys) -> Non
     assert not (tmp_path / "p.json").exists()
 
 
+def test_a_dry_run_for_another_machine_says_what_would_be_measured_and_how_long(tmp_path, capsys) -> None:
+    """Each measurement with its seconds, in the order in which a second narrows most; nothing is written."""
+    plan = {"dp_shard": 2, "tp": 2, "micro_batch_size": 1}
+    workload = {"seq_len": 4096, "global_batch_size": 4}
+    case = {"id": "a", "cluster": "h200x4", "model": "llama3-8b", "runtime": {"name": "torchtitan"}}
+    path = tmp_path / "case.json"
+    path.write_text(json.dumps([case | {"plan": plan, "workload": workload}]))
+    wanted = ["calibrate", "--cluster", "h200x4", "--for", str(path), "--budget", "60s", "--no-store", "--dry-run"]
+
+    assert main([*wanted, "--out", str(tmp_path / "p.json"), "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert main(wanted) == 0
+    shown = capsys.readouterr().out
+
+    seconds = [one["expected_s"] for one in answer["agenda"]]
+    assert seconds
+    assert sum(seconds) <= 60
+    assert f"{len(seconds)} measurements, about" in shown
+    assert all("FSDP 2 x TP 2" in one["name"] and one["name"] in shown for one in answer["agenda"])
+    assert not (tmp_path / "p.json").exists()
+
+
 @pytest.mark.parametrize(
     ("word", "shown"),
     [("/home/ada/p.json", "p.json"), ("--out=/home/ada/p.json", "--out=p.json"), ("--gpus", "--gpus")],

@@ -41,4 +41,10 @@ Text = Annotated[
 ]
 Store = Annotated[bool, typer.Option("--store/--no-store", help="Also keep the samples among this user's data.")]
 AllowBusy = Annotated[bool, typer.Option("--allow-busy", help="Measure though others use the GPUs.")]
+DryRun = Annotated[
+    bool,
+    typer.Option(
+        "--dry-run", help="Say what would be measured, in which order and how long; --cluster may be another machine."
+    ),
+]
 Device = Annotated[str, typer.Option("--device", hidden=True)]
