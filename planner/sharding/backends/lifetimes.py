@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import prod
 
 from planner.sharding.backends.works import Work
-from planner.sharding.frontends.rotations import ROTARY
+from planner.sharding.frontends.rules.rotations import ROTARY
 from simulator.config.runtime import ELEMENT_BYTES
 from simulator.sharded.program import Buffer, Kernel
 

@@ -14,7 +14,7 @@ from planner.sharding.frontends.axis_maps import (
     named_inputs,
     result_names,
 )
-from planner.sharding.frontends.rotations import with_rotations
+from planner.sharding.frontends.rules.rotations import with_rotations
 from planner.sharding.frontends.rules.statement import ANNOTATED, ANNOTATED_PREFIXES, Statement
 from planner.sharding.frontends.rules.table import statements
 from planner.sharding.frontends.stages import ONE_F_ONE_B, Stages

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from planner.sharding.formulas.formula import parse_formula
-from planner.sharding.frontends.rotations import ROTARY
 from planner.sharding.frontends.rules.elements import (
     POINTWISE,
     RESHAPES,
@@ -33,6 +32,7 @@ from planner.sharding.frontends.rules.reductions import (
     softmax,
     topk,
 )
+from planner.sharding.frontends.rules.rotations import ROTARY
 from planner.sharding.frontends.rules.statement import LETTERS, Call, NotKnownError, Shape, Statement, result_axes
 from planner.sharding.operators.roles import shape_of
 from simulator.sharded.graph import GraphNode
