@@ -4,14 +4,17 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
-from torch._inductor.utils import run_fw_bw_and_get_code
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.profiler import ProfilerActivity, profile
 
-from executor.model.moe import looped
 from simulator.kernels.operators import OperatorSpec
 from simulator.runtimes.library import runtime_spec
+
+torch = pytest.importorskip("torch")
+
+from torch._inductor.utils import run_fw_bw_and_get_code  # noqa: E402 - after the skip
+from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402 - after the skip
+from torch.profiler import ProfilerActivity, profile  # noqa: E402 - after the skip
+
+from executor.model.moe import looped  # noqa: E402 - after the skip
 
 BATCH, HEADS, TOKENS, WIDTH = 1, 2, 640, 32
 

@@ -209,8 +209,9 @@ def _uneven(layers: int, stages: int, less: list[int]) -> list[int]:
 
 
 def _read_compile(settings: Settings, _: Facts) -> Facts:
-    # The loss may be compiled alone.
+    # The loss may be compiled alone. A command line joins the parts with commas.
     parts = settings.get("compile.components", ["model", "loss"])
+    parts = parts.split(",") if isinstance(parts, str) else parts
     if not isinstance(parts, (list, tuple)):
         raise BadInput(f"compile.components is {str(parts)[:60]!r}", why="it must be a list, such as ['model', 'loss']")
     return {"compile": truth(settings, "compile.enable") and "model" in parts}
