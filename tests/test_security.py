@@ -12,6 +12,7 @@ from planner.configs.formats.documents import MAX_CHARACTERS
 from planner.explain.traced import MAX_INSTRUCTIONS
 from planner.runs.run_report import MAX_TRACE_BYTES
 from simulator.config import verify
+from simulator.legality.pipeline import MOST_PASSES
 from tests.fuzz.watch import watching
 from tests.topology.test_probe_machine import probe, smi
 from topology import codec
@@ -54,6 +55,7 @@ def test_every_sentence_is_shown_by_a_test_that_exists() -> None:
         (r"a plan 2\^(\d+)", {verify.MAX_GPUS.bit_length() - 1}),
         (r"a model ([\d,]+) layers", {verify.MAX_LAYERS}),
         (r"a timeline ([\d,]+) instructions", {MAX_INSTRUCTIONS}),
+        (r"a schedule ([\d,]+) ranks x ranks x stages a rank", {MOST_PASSES}),
     ],
 )
 def test_bounds_are_those_of_the_code(words: str, bounds: set[float]) -> None:
