@@ -17,6 +17,7 @@ from planner.io.printable import printable
 from planner.pictures.sharding import sharding_picture
 from planner.sharding.answer import Answer, captured_row
 from planner.sharding.backends.dtensor_file import write_dtensor_file
+from planner.sharding.backends.program_text import program_text
 from planner.sharding.frontends.decoder import decoder_case
 from planner.sharding.frontends.request import is_request
 from planner.sharding.layouts.mesh import make_mesh
@@ -43,6 +44,7 @@ def shard(
     program: shard_flags.Program = None,
     python: shard_flags.Python = None,
     picture: shard_flags.Picture = None,
+    listing: shard_flags.Listing = False,
     explain: shard_flags.Explain = False,
     time_limit: shard_flags.TimeLimit = None,
     memory_limit: shard_flags.MemoryLimit = None,
@@ -80,6 +82,8 @@ def shard(
                 row, found = planned_case(case, number, machine, measured, limits=limits)
             if isinstance(found, Answer):
                 _write_captured(found, program=program, python=python)
+            if found is not None and listing:
+                row["listing"] = program_text(found.problem, found.plan)
             if found is not None and explain:
                 explained = explain_plan(found.problem, found.plan, machine, measured)
                 row["explanations"] = [codec.to_builtins(one) for one in explained]
@@ -209,6 +213,9 @@ def _print(rows: Sequence[Mapping[str, Any]]) -> None:
                 sent = f"{one['ring_send_bytes_per_rank']:,}"
                 table.add_row(kind, printable(one["mesh_dim"]), f"{one['bytes_in']:,}", sent, printable(one["why"]))
             screen.print(table)
+        if row.get("listing"):
+            screen.print()
+            screen.print(printable(row["listing"]), soft_wrap=True)
         if row.get("explanations"):
             screen.print()
             _print_explanations(row["explanations"])

@@ -53,11 +53,6 @@ class Pace:
         """Return the pass with everything in it so many times as long."""
         return Pace(**{f.name: factor * getattr(self, f.name) for f in fields(Pace)})
 
-    @property
-    def repeated_s(self) -> Floats:
-        """Return what the pass takes where it follows itself for long: the largest mean of a cycle of clocks."""
-        return np.asarray(np.maximum(np.maximum(self.device_s, self.host_s), (self.late_s + self.waits_s) / 2))
-
 
 def launching(device_s: Floats, behind_s: Floats, host_s: Floats) -> Pace:
     """Return the pace of a host that only launches; see `simulator.closed_form.layer_cost.PassCost.behind_s`."""

@@ -319,10 +319,6 @@ class Model:
         """FLOPs of one token's forward pass: two per matmul weight, plus attention over the keys it meets."""
         return 2.0 * self.matmul_parameters() + self.attention_flops_per_token(seq_len)
 
-    def full_attention_flops_per_token(self, seq_len: int) -> float:
-        """FLOPs of scores and context for one token over all layers, no causal saving: 2 s a (d_qk + d_v) a layer."""
-        return self.attention_flops_per_token(seq_len, causal=False)
-
     def training_flops_per_token(self, seq_len: int, *, causal: bool = False, recompute_layers: float = 0.0) -> float:
         """FLOPs of one token's forward and backward pass (twice the forward), plus recomputed layers.
 

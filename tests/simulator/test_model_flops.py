@@ -46,7 +46,7 @@ def test_palm_and_torchtitan_convention(name, seq_len):
 
 def test_causal_attention_is_half_the_square():
     model = load_model("llama3-8b")
-    assert 2 * model.attention_flops_per_token(8192) == model.full_attention_flops_per_token(8192)
+    assert 2 * model.attention_flops_per_token(8192) == model.attention_flops_per_token(8192, causal=False)
     assert model.forward_flops_per_token(8192) == 2 * model.matmul_parameters() + model.attention_flops_per_token(8192)
     assert model.training_flops_per_token(8192, causal=True) == pytest.approx(3 * model.forward_flops_per_token(8192))
 
@@ -82,7 +82,7 @@ def test_tied_head_is_multiplied_though_it_has_no_parameters():
 
 def test_latent_attention_scores_use_its_own_widths():
     model = load_model("deepseek-v3")
-    assert model.full_attention_flops_per_token(1) == 2 * 128 * (192 + 128) * 61
+    assert model.attention_flops_per_token(1, causal=False) == 2 * 128 * (192 + 128) * 61
 
 
 @pytest.mark.parametrize("name", shipped_models())

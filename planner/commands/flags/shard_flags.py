@@ -36,6 +36,9 @@ Python = Annotated[
 Picture = Annotated[
     str | None, typer.Option("--picture", help="Write the plan as an SVG there: operators, placements, collectives.")
 ]
+Listing = Annotated[
+    bool, typer.Option("--listing", help="Print the program, a line a tensor: what of it a device has, and exchanges.")
+]
 Explain = Annotated[
     bool, typer.Option("--explain", help="Say why each collective is there, and what the plan without it takes.")
 ]

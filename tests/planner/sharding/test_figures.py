@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from planner.cli import main
 from planner.sharding.plans.plan import plan_sharding
 from planner.sharding.problem.problem import parse_problem
 from tests.tools.sharding_figures import FOLDER, figures
@@ -31,3 +32,11 @@ def test_each_figure_communicates_as_its_document_says(name) -> None:
 
 def test_the_printed_programs_are_those_of_the_compiler() -> None:
     assert (FOLDER / "figures.md").read_text() == figures()
+
+
+def test_a_listing_is_the_program_in_the_notation_of_the_document(capsys) -> None:
+    assert main(["shard", str(FOLDER / "figures.json"), "--listing", "--json"]) == 0
+
+    rows = json.loads(capsys.readouterr().out)["cases"]
+    text = (FOLDER / "figures.md").read_text()
+    assert all(f"```\n{row['listing']}\n```" in text for row in rows)
