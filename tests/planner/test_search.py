@@ -54,7 +54,8 @@ def every_plan():
     return QUESTION.estimate(enumerate_candidates(QUESTION, bounds=LIMITS).plans())
 
 
-NO_PIPELINES = SearchOptions(bounds=replace(LIMITS, max_pp=1))
+NARROW = replace(LIMITS, max_pp=1)
+NO_PIPELINES = SearchOptions(bounds=NARROW)
 
 
 @cache
@@ -371,11 +372,11 @@ def test_a_profile_changes_search_and_estimate_alike(llama8b):
     known = calibrated(profile, cluster)
     result = suggest(
         question_of(llama8b, cluster, workload, calibration=known),
-        SearchOptions(simulate=False, top=1, bounds=Bounds(max_micro_batch=2, max_pp=2)),
+        SearchOptions(simulate=False, top=1, bounds=NARROW),
     )
     found = enumerate_candidates(
         question_of(llama8b, cluster, workload, framework="torchtitan", runtime=RUNTIME),
-        bounds=Bounds(max_micro_batch=2, max_pp=2),
+        bounds=NARROW,
     )
     table = estimate_plans(
         Scenario(model=llama8b, cluster=cluster, workload=workload, runtime=RUNTIME, calibration=known),

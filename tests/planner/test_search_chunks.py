@@ -64,7 +64,7 @@ def answer(question, **options):
 
 
 @pytest.mark.slow
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     question=questions(),
     objective=st.sampled_from(("time", "time", "time", "memory", "pareto")),

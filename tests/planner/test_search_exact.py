@@ -116,8 +116,8 @@ def test_the_search_finds_what_brute_force_finds(block, tmp_path_factory):
 
 
 def test_what_bounds_the_step_is_never_above_it(tmp_path):
-    """Plans of twelve questions: both bounds of the step, and memory where schedules are not counted."""
-    for seed in (29, 37, *range(100, 110)):
+    """Plans of eight questions: both bounds of the step, and memory where schedules are not counted."""
+    for seed in (29, 37, *range(100, 106)):
         model, cluster, workload, framework, runtime, gpus, bounds = draw(seed, tmp_path)
         found = enumerate_candidates(
             question_of(model, cluster, workload, framework=framework, runtime=runtime, gpus=gpus), bounds=bounds

@@ -54,7 +54,7 @@ SCANCEL = '#!/bin/sh\necho "$1" >> "$SCANCELLED"\n'
 @pytest.fixture(scope="module")
 def two_nodes():
     workload = Workload(seq_len=1024, global_batch_size=64)
-    question = question_of(load_model("llama3-8b"), make_cluster(nodes=2), workload, framework="meshwright")
+    question = question_of(load_model("tiny-llama"), make_cluster(2, 2), workload, framework="meshwright")
     return question, candidates_of(question, quickest=10)
 
 
@@ -103,12 +103,12 @@ def test_each_trial_is_a_job_of_two_nodes(two_nodes, scheduler, tmp_path, what, 
 
 def asked(question, **changes) -> TuningRequest:
     fields = {name: getattr(question, name) for name in ("model", "cluster", "workload", "runtime")}
-    return TuningRequest(**fields, framework="meshwright", gpus=8, budget_s=600.0, within=0.01, **changes)
+    return TuningRequest(**fields, framework="meshwright", gpus=2, budget_s=600.0, within=0.01, **changes)
 
 
 def test_one_job_for_all_trials_is_refused_where_plans_need_several_nodes(two_nodes, tmp_path) -> None:
-    wide = replace(asked(two_nodes[0]), gpus=16)
-    with pytest.raises(UserError, match="16 GPUs"):
+    wide = replace(asked(two_nodes[0]), gpus=4)
+    with pytest.raises(UserError, match="4 GPUs"):
         TuneJob(request=wide, state=tmp_path / "state", launcher="slurm").written()
 
 
@@ -121,7 +121,7 @@ def test_a_trainjob_resumes_the_state_in_its_container(two_nodes, tmp_path) -> N
 
     trainer = manifest["spec"]["trainer"]
     assert trainer["command"][:6] == ["python3", "-m", "planner", "tune", "--resume", str(tmp_path / "state")]
-    assert trainer["resourcesPerNode"]["limits"] == {"nvidia.com/gpu": 8}
+    assert trainer["resourcesPerNode"]["limits"] == {"nvidia.com/gpu": 2}
 
 
 def test_a_batch_job_runs_all_trials_of_a_state_on_its_node(tmp_path, planner) -> None:

@@ -55,7 +55,7 @@ for step in range(1, 400):
 @pytest.fixture(scope="module")
 def small():
     workload = Workload(seq_len=512, global_batch_size=16)
-    question = question_of(load_model("llama3-8b"), make_cluster(), workload, framework="torchtitan")
+    question = question_of(load_model("tiny-llama"), make_cluster(gpus_per_node=4), workload, framework="torchtitan")
     return question, candidates_of(question, quickest=20)
 
 
@@ -67,7 +67,7 @@ def runner(small, tmp_path):
 
     def make(what: str, **more) -> CommandTrials:
         words = (sys.executable, str(tmp_path / "trainer.py"), "{config}", what)
-        metric = metric_of("torchtitan", tokens_per_step=16 * 512, gpus=8)
+        metric = metric_of("torchtitan", tokens_per_step=16 * 512, gpus=4)
         fields = {"question": question, "words": words, "metric": metric, "target": "torchtitan@0.2.2"}
         return CommandTrials(**fields, folder=tmp_path / "trials", timed_steps=4, **more)
 
@@ -96,8 +96,8 @@ def test_every_way_of_ending_is_recorded_with_its_cause_and_the_next_trial_runs(
     assert "mesh of 3" in found[0].cause
     assert "CUDA out of memory" in found[1].cause
     assert "SIGKILL" in found[3].cause
-    # 5,000 tokens a second and GPU, on eight GPUs.
-    assert found[4].step_s == pytest.approx(16 * 512 / (8 * 5000))
+    # 5,000 tokens a second and GPU, on four GPUs.
+    assert found[4].step_s == pytest.approx(16 * 512 / (4 * 5000))
     assert found[4].reserved_bytes == pytest.approx(1.5 * 2**30)
     assert nothing_is_left(tmp_path)
 
@@ -107,7 +107,7 @@ def test_a_command_that_prints_a_mean_alone_is_measured_by_it(small, runner) -> 
 
     found = list(runner("mean", limit_s=20.0).run([(small[1].plans[0], chosen)], 60.0))
 
-    assert found[0].step_s == pytest.approx(16 * 512 / (8 * 3000))
+    assert found[0].step_s == pytest.approx(16 * 512 / (4 * 3000))
 
 
 def test_a_tuning_goes_on_over_failures_to_an_answer(small, runner) -> None:
@@ -124,8 +124,21 @@ def test_a_tuning_that_is_killed_leaves_no_process_and_loses_no_trial(tmp_path) 
     """Kill -9 in the middle of the second trial; the state then has the first, and a second process goes on."""
     (tmp_path / "trainer.py").write_text(TRAINER)
     state = tmp_path / "state.jsonl"
-    flags = ["--model", "llama3-8b", "--cluster", "dgx-h100", "--framework", "torchtitan@0.2.2", "--seq-len", "512"]
-    flags += ["--global-batch", "16", "--state", str(state), "--steps", "4", "--trial-limit", "20s", "--budget", "2m"]
+    flags = ["--model", "tiny-llama", "--cluster", "dgx-h100", "--gpus", "4", "--framework", "torchtitan@0.2.2"]
+    flags += [
+        "--seq-len",
+        "512",
+        "--global-batch",
+        "16",
+        "--state",
+        str(state),
+        "--steps",
+        "4",
+        "--trial-limit",
+        "20s",
+        "--budget",
+        "2m",
+    ]
     trainer = f"{sys.executable} {tmp_path / 'trainer.py'} {{config}} "
     first = start_planner("tune", *flags, "--command", trainer + "fine,hang,fine")
     wait_for(lambda: state.is_file() and state.read_text().count('"kind":"began"') == 2)
