@@ -11,6 +11,7 @@ from simulator.columns.plan_table import Floats
 from simulator.kernels.operators import WorkKind
 from simulator.kernels.roofline import efficiency
 from simulator.step.context import CostContext
+from simulator.step.host import step_host_s
 
 # What else a step does draws, of the power limit, which tensor cores reach by themselves. Source: what the driver read while one H200 repeated
 # updates (520 to 590 of 700 W), and at rest with its clocks up (130 to 160 W; examples/profiles/h200x1.json); attention, with its softmax between
@@ -18,8 +19,9 @@ from simulator.step.context import CostContext
 MOVING = 0.75
 ATTENDING = 0.8
 IDLE = 0.2
-# Over how long a GPU's power limiter averages. Source: assumed.
-POWER_WINDOW_S = 0.1
+# Over how long a GPU's power limiter averages. Source: mean clocks of three runs that load data for 50 to 150 ms of a step leave kernels 1.55 to
+# 1.6 GHz (fresh.jsonl: 4/21, 9/05, 9/06), as 5 to 30 ms of the pause would, where all of it would leave them 1.9.
+POWER_WINDOW_S = 0.02
 ROUNDS = 12
 # Parts of a step in which kernels run.
 BUSY = ("compute", "recompute", "copies", "contention", "optimizer", "exposed_communication")
@@ -56,8 +58,10 @@ def working_clocks(breakdown: Mapping[str, Floats], shares: Shares, context: Cos
     long as `sustained` says. A calibration's factors are of whole kernels in steps like these, so there only idle moments count.
     """
     calibration, known = context.calibration, efficiency(context.roofline.gpu.architecture)
-    # Of a long pause only the end of it is credited to what follows.
-    idle = breakdown["host"] + np.minimum(breakdown["bubble"], POWER_WINDOW_S)
+    # Of a long pause, in a pipeline or while data is loaded, only the end of it is credited to what follows.
+    loading = np.minimum(step_host_s(context.spec.host, context), breakdown["host"])
+    pauses = np.minimum(breakdown["bubble"], POWER_WINDOW_S) + np.minimum(loading, POWER_WINDOW_S)
+    idle = breakdown["host"] - loading + pauses
     if calibration is not None:
         busy = sum((breakdown[name] for name in BUSY), np.zeros(len(idle)))
         return calibration.clocks(busy / np.maximum(busy + idle, 1e-12), known.power_exponent)

@@ -50,6 +50,7 @@ class Efficiency:
     simt: float
     unit_s: dict[str, float]
     rested: float = 1.0
+    updated: float = 1.0
     float8: float = 0.0
     float4: float = 0.0
     tiles: tuple[tuple[float, float, float], ...] = ()
@@ -281,7 +282,7 @@ class Roofline:
             # Half the bytes, but the same arithmetic in float32.
             arithmetic = UPDATE_BYTES / UPDATE_FLOPS * self.gpu.peak_flops["float32"]
             return float(np.clip(arithmetic, self.memory_bytes_per_s, 2.0 * self.memory_bytes_per_s))
-        return self.memory_bytes_per_s
+        return self.memory_bytes_per_s * efficiency(self.gpu.architecture).updated
 
     def _datasheet(self, work: Work) -> Floats:
         if work.kind is WorkKind.MATMUL:

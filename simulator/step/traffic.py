@@ -72,6 +72,8 @@ class DataTraffic:
     sends: bool  # shards of gradients go to the host when they have been reduced
     param_bytes: float
     bucket_bytes_moved: Floats  # within the GPU, for each gradient that goes through ZeRO's buckets
+    # Gradients go into DDP's buckets and sums come out of them (reducer.cpp: `mark_variable_ready_dense`, `copy_bucket_to_grad`).
+    copies_buckets: bool
 
     @property
     def reduces_behind_compute(self) -> bool:
@@ -99,6 +101,7 @@ def traffic_kinds(table: PlanTable) -> NDArray[np.int64]:
         full & table.keeps_gathered,
         ~full & (table.state_shard["optimizer"] > 1),
         ~full & (table.state_shard["gradients"] > 1),
+        ~full & (table["dp_replicate"] > 1),
         table["pp"] > 1,
         table.offloaded["optimizer"],
         table.offloaded["parameters"],
@@ -142,6 +145,7 @@ def data_traffic(context: CostContext) -> DataTraffic:
         sends=full and bool(offloaded(context, "gradients")[0]),
         param_bytes=bytes_of("param"),
         bucket_bytes_moved=bucket_copies_bytes(context),
+        copies_buckets=not full and not in_shards and spec.ddp.bucket_copy and bool(table["dp_replicate"][0] > 1),
     )
 
 
@@ -169,6 +173,7 @@ class DataWriter:
     _inner: str = ""  # event of the gathers beside a collapsed unit
     _turn: int = 0
     _in_buckets: bool = False
+    _summed: Value = 0.0  # elements of gradients that DDP's buckets have taken in a backward pass
 
     def before(self, unit: Unit, following: Unit | None, *, reducing: bool = False) -> None:
         """Have `unit` gathered, and the gather of `following` under way, before `unit` computes.
@@ -260,6 +265,9 @@ class DataWriter:
             if self.traffic.replicated_sharding:
                 self.rank.after(COMPUTE, REPLICAS)
             self.release()
+        if self.traffic.copies_buckets and np.any(self._summed):
+            self.rank.copy("copy_out", 2 * self._summed * self.traffic.reduce_bytes)
+            self._summed = 0.0
         if self.traffic.sends:  # `finalize_backward` has the host wait for gradients on their way to it
             self.rank.on_host("wait", 0.0, after=OFFLOAD)
 
@@ -303,6 +311,9 @@ class DataWriter:
         if self.zero is not None:
             self._fill_buckets(self.zero)
             self.rank.copy(f"copy_in {unit.name}", unit.elements * t.bucket_bytes_moved)
+        elif t.copies_buckets:
+            self.rank.copy(f"copy_in {unit.name}", 2 * unit.elements * t.reduce_bytes)
+            self._summed = self._summed + unit.repeats * unit.elements
         if t.fully_sharded:
             width = t.reduce_bytes if not t.every_micro_batch else t.unsharded_gradient_bytes
             if t.copies and self.zero is None:

@@ -82,7 +82,8 @@ def test_one_gpu_is_the_sum_of_its_kernels_and_the_optimizer(detail: Detail) -> 
     model, plan = shortened("llama3-8b", 4), Plan()
     workload = Workload(seq_len=8192, global_batch_size=1)
     compute, context = kernels_s(model, workload, plan, QUIET)
-    update = update_bytes(context.runtime, model.parameters, model.parameters) / context.roofline.memory_bytes_per_s
+    rate = context.roofline.update_bytes_per_s(context.runtime.param_dtype)
+    update = update_bytes(context.runtime, model.parameters, model.parameters) / rate
 
     _, got = run((model, H100, workload, plan, QUIET), detail)
     assert got.trace.busy_s(0, "compute") == pytest.approx(compute + update, rel=1e-3)
@@ -432,3 +433,17 @@ def test_pairs_are_issued_as_the_executor_was_counted_to(mode: str) -> None:
     products = sum(bool(operator.matmul) for operator in operators)
     spared = products * context.spec.host.launch_s + 4 * context.spec.host.collective_s
     assert host[mode] - host["none"] == pytest.approx(issued - spared)
+
+
+@pytest.mark.parametrize(("name", "reductions"), [("torchtitan", 2), ("meshwright", 1)])
+def test_gradients_are_copied_into_the_buckets_of_ddp_and_back(name: str, reductions: int) -> None:
+    """Both ways read and write all of them (reducer.cpp); torchtitan reduces after each of two micro batches."""
+    model, plan = shortened("llama3-8b", 2), Plan(dp_replicate=2)
+    workload, runtime = Workload(seq_len=2048, global_batch_size=4), Runtime(name=name)
+    _, context = kernels_s(model, workload, plan, runtime)
+
+    _, got = run((model, H100, workload, plan, runtime), Detail.LAYER)
+
+    copied = sum(span.duration_s for span in got.trace.of(0, "compute") if span.name.startswith("copy_"))
+    alone = reductions * 4 * 4 * model.parameters / context.roofline.memory_bytes_per_s
+    assert alone * (1 - 1e-6) <= copied < 1.3 * alone  # some of it beside reductions
