@@ -1,8 +1,11 @@
 """A runtime's own costs from whole runs: how far kernels, collectives, memory and the host are from the description it is like.
 
 Few runs say little of many costs, so a fit is least squares of logarithms around the description, each cost as far from it as
-runtimes are from each other, and each run as far as a description can be from a run. Published grids have runs that stood
-still or shared their machine: the loss grows linearly beyond a few spreads, so that such rows do not decide.
+runtimes are from each other, and each run as far as a description can be from a run: the further, the less of it is kernels. Published grids have runs that stood
+still or shared their machine: a loss that hardly grows beyond a few spreads leaves such rows out of the decision.
+
+Memory is fitted before steps: what a rank keeps and what its passes save have a factor each. A run whose GPU was full waits for
+its allocator in every micro batch, which shows what that takes and next to nothing else.
 """
 
 from __future__ import annotations
@@ -14,26 +17,39 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.learn.solver import solve
+from planner.learn.solver import Solution, solve
 from planner.question.cases import Case
-from planner.question.learned_runtime import CROSSING, FACTORS, Fitted, costs_of
+from planner.question.learned_runtime import CROSSING, FACTORS, FLUSH, MEMORY_FACTORS, Fitted, costs_of
 from planner.validate.validation import GIB, compared_bytes, measured_step_s
-from simulator.calibration.calibration import Calibration
-from simulator.closed_form.memory import CONTEXT_BYTES
+from simulator.calibration.calibration import Calibration, RuntimeCosts
+from simulator.closed_form.allocator import FLUSH_S_PER_BYTE
+from simulator.closed_form.memory import CONTEXT_BYTES, STATE
 from simulator.config.estimate import Estimate
 from simulator.config.model import Model
+from simulator.memory.estimate import with_replay
 from simulator.runtimes.library import runtime_spec
 from topology import codec
 
 Floats = NDArray[np.float64]
+Flags = NDArray[np.bool_]
 Answer = dict[str, float]
 
 # Spreads of logarithms: of a run around a right description; of what multiplies kernels and collectives between runtimes;
 # of a host's costs, which differ by 2 to 5 between hosts and runtimes (examples/profiles/hosts.md). The others are assumed.
-RUN_SPREAD = 0.05
-FACTOR_SPREAD = {"kernel_factor": 0.25, "collective_factor": 0.7, "network_factor": 0.7}
-HOST_SPREAD = 1.0
-LEAST_S = {"launch_s": 5e-6, CROSSING: 50e-6}  # of a cost that is described as nothing; 1 ms for others
+RUN_SPREAD, REST_SPREAD = 0.05, 0.1  # of a run of kernels alone, and what the share that is none adds
+MEMORY_SPREAD = 0.1
+FULL_SPREAD = 0.4  # of a full GPU's flushes: how many there are follows from sizes that no description has
+FACTOR_SPREAD = {
+    "kernel_factor": 0.25,
+    "collective_factor": 0.35,
+    "network_factor": 0.7,
+    "memory_factor": 0.3,
+    "activation_factor": 0.3,
+    FLUSH: 2.0,  # one in a micro batch, or tens
+}
+HOST_SPREAD = 1.5
+# Of a cost that is described as nothing; 1 ms for others. A flush is one that gives back 80 GB.
+LEAST_S = {"launch_s": 5e-6, CROSSING: 50e-6, FLUSH: FLUSH_S_PER_BYTE * 80e9}
 USUAL_LEAST_S = 1e-3
 HOST_COSTS = (
     "launch_s",
@@ -80,24 +96,29 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """Costs of steps, the covariance of their logarithms in the order of `names`, and what memory is over what is described."""
+    """Costs, and the covariance of their logarithms in the order of `names`, which begin with those of memory."""
 
     names: tuple[str, ...]
     logs: Floats
     covariance: Floats
     usual: Floats
-    memory_log: float = 0.0
-    memory_spread: float = 0.0
 
     @property
     def values(self) -> Answer:
-        return dict(zip(self.names, (self.usual * np.exp(self.logs)).tolist(), strict=True)) | {
-            "memory_factor": math.exp(self.memory_log)
-        }
+        return dict(zip(self.names, (self.usual * np.exp(self.logs)).tolist(), strict=True))
+
+    @property
+    def of_steps(self) -> tuple[str, ...]:
+        return tuple(name for name in self.names if name not in MEMORY_FACTORS)
+
+    @property
+    def covariance_of_steps(self) -> Floats:
+        first = len(self.names) - len(self.of_steps)
+        return self.covariance[first:, first:]
 
     def fitted(self) -> dict[str, Fitted]:
         """Return every cost with the range that holds it in four of five fits."""
-        width = NORMAL_80 * np.array([*np.sqrt(np.diag(self.covariance)), self.memory_spread])
+        width = NORMAL_80 * np.sqrt(np.diag(self.covariance))
         return {
             name: Fitted(value=value, low=value * float(np.exp(-w)), high=value * float(np.exp(w)))
             for (name, value), w in zip(self.values.items(), width, strict=True)
@@ -119,7 +140,7 @@ def usual_values(like: str) -> Answer:
     return (
         dict.fromkeys(FACTORS, 1.0)
         | costs
-        | {CROSSING: LEAST_S[CROSSING]}
+        | {name: LEAST_S[name] for name in (CROSSING, FLUSH)}
         | {"rest_s": host.rest_s + host.step_s, "step_s": 0.0}
     )
 
@@ -137,16 +158,19 @@ class PredictedCases:
             )
         self.groups = list(together.values())
 
-    def predicted(self, values: Mapping[str, float], *, compiled: bool) -> list[Estimate]:
-        """Return the estimates of all plans under costs of their runtime."""
+    def predicted(self, values: Mapping[str, float], *, compiled: bool, replayed: bool = False) -> list[Estimate]:
+        """Return the estimates of all plans under costs of their runtime, with what the allocator holds where `replayed`."""
         found: dict[int, Estimate] = {}
         for places in self.groups:
             question = self.cases[places[0]].question
             below = question.calibration or Calibration(gpu=question.cluster.slowest_kind)
             key = (runtime_spec(question.runtime.name).names[0], compiled)
             known = replace(below, runtimes={key: costs_of(values, rows=1)})
-            table = replace(question, calibration=known).estimate([self.cases[place].plan for place in places])
-            found |= {place: table.estimate(row) for row, place in enumerate(places)}
+            asked = replace(question, calibration=known)
+            table = asked.estimate([self.cases[place].plan for place in places])
+            for row, place in enumerate(places):
+                estimate = table.estimate(row)
+                found[place] = with_replay(asked, self.cases[place].plan, estimate) if replayed else estimate
         return [found[place] for place in range(len(self.cases))]
 
 
@@ -156,11 +180,15 @@ class Runs:
     def __init__(self, runs: Sequence[Measured]) -> None:
         self.runs = runs
         self.asked = PredictedCases([run.case for run in runs])
+        self.micro_batches = np.array(
+            [run.case.plan.micro_batches(run.case.question.workload.global_batch_size) for run in runs]
+        )
 
     def logs(self, values: Mapping[str, float], *, compiled: bool) -> Floats:
         """Return log(predicted / measured) of step and memory, shape (runs, 2); 0 for what was not measured."""
         rows = []
-        for run, found in zip(self.runs, self.asked.predicted(values, compiled=compiled), strict=True):
+        predicted = self.asked.predicted(values, compiled=compiled, replayed=True)
+        for run, found in zip(self.runs, predicted, strict=True):
             memory = compared_bytes(run.case, found.memory)[0]
             rows.append(
                 (
@@ -169,6 +197,25 @@ class Runs:
                 )
             )
         return np.array(rows, dtype=np.float64).reshape(-1, 2)
+
+    def steps(self, values: Mapping[str, float], full: Flags, *, compiled: bool) -> Floats:
+        """Return log(predicted / measured) of steps, those in `full` on GPUs whose allocator flushes; 0 where not measured."""
+        found = self.asked.predicted({**values, FLUSH: 0.0}, compiled=compiled)
+        predicted = np.array([one.step_s.value for one in found]) + full * self.micro_batches * values[FLUSH]
+        measured = np.array([run.step_s or one for run, one in zip(self.runs, predicted, strict=True)])
+        return np.asarray(np.log(predicted / measured))
+
+    def described_memory(self, *, compiled: bool) -> tuple[Floats, Floats]:
+        """Return the bytes of state and all bytes, as described, that compare with what each run measured."""
+        state, whole = [], []
+        for run, found in zip(self.runs, self.asked.predicted({}, compiled=compiled, replayed=True), strict=True):
+            rank = run.case.measured.get("memory_rank")
+            stage = rank // (run.case.plan.gpus // run.case.plan.pp) if isinstance(rank, int) else -1
+            known = 0 <= stage < len(found.memory.by_stage)
+            categories = found.memory.by_stage[stage] if known else found.memory.by_category
+            state.append(sum(categories.get(name, 0.0) for name in STATE))
+            whole.append(compared_bytes(run.case, found.memory)[0])
+        return np.array(state), np.array(whole)
 
 
 # Costs of the host that only occur under some plans.
@@ -185,41 +232,86 @@ OCCURS = {
 def fit(runs: Sequence[Measured], like: str, *, compiled: bool = False, start: Answer | None = None) -> Fit:
     """Return the costs that meet `runs` best around the description `like`."""
     usual, known = usual_values(like), Runs(runs)
-    plans = [run.case.plan for run in runs]
+    of_memory = _fit_memory(known, compiled=compiled)
+    of_steps = _fit_steps(known, usual, of_memory, compiled=compiled, start=start or {})
+    both = (of_memory, of_steps)
+    widths = [len(one.names) for one in both]
+    covariance = np.zeros((sum(widths), sum(widths)))
+    covariance[: widths[0], : widths[0]], covariance[widths[0] :, widths[0] :] = (one.covariance for one in both)
+    return Fit(
+        names=of_memory.names + of_steps.names,
+        logs=np.concatenate([one.logs for one in both]),
+        covariance=covariance,
+        usual=np.concatenate([one.usual for one in both]),
+    )
+
+
+def _fit_memory(known: Runs, *, compiled: bool) -> Fit:
+    """Return the factors of what ranks hold and, once more, of what of it is no state."""
+    measured = np.array([run.memory_bytes is not None for run in known.runs])
+    seen = np.log([run.memory_bytes for run in known.runs if run.memory_bytes is not None])
+    state, whole = (column[measured] for column in known.described_memory(compiled=compiled))
+
+    def missed(logs: Floats) -> Floats:
+        factor, more = np.exp(logs)
+        held = RuntimeCosts(reserved=factor, activations=more).held_bytes(whole, state)
+        return np.asarray((np.log(held) - seen) / MEMORY_SPREAD)
+
+    found = solve(missed, np.zeros(len(MEMORY_FACTORS)), _priors(MEMORY_FACTORS))
+    return _fitted(MEMORY_FACTORS, np.ones(len(MEMORY_FACTORS)), found)
+
+
+def _fit_steps(known: Runs, usual: Answer, memory: Fit, *, compiled: bool, start: Answer) -> Fit:
+    plans = [run.case.plan for run in known.runs]
     names = tuple(
         name
         for name, value in usual.items()
-        if value > 0 and name != "memory_factor" and (name not in OCCURS or any(OCCURS[name](plan) for plan in plans))
+        if value > 0
+        and name not in MEMORY_FACTORS
+        and (name not in OCCURS or any(OCCURS[name](plan) for plan in plans))
     )
     values = np.array([usual[name] for name in names])
-    spreads = np.array([FACTOR_SPREAD.get(name, HOST_SPREAD) for name in names])
-    described = known.logs({}, compiled=compiled)
-    timed = np.array([run.step_s is not None and not run.fills for run in runs])
+    timed = np.array([run.step_s is not None for run in known.runs])
+    full = np.array([run.fills for run in known.runs])
+
+    def answer(logs: Floats) -> Answer:
+        return {"step_s": 0.0, **memory.values, **dict(zip(names, (values * np.exp(logs)).tolist(), strict=True))}
 
     def missed(logs: Floats) -> Floats:
-        answer = {"step_s": 0.0, **dict(zip(names, (values * np.exp(logs)).tolist(), strict=True))}
-        return np.asarray(known.logs(answer, compiled=compiled)[timed, 0] / RUN_SPREAD, dtype=np.float64)
+        return np.asarray(known.steps(answer(logs), full, compiled=compiled)[timed], dtype=np.float64)
 
     # Hosts and collectives only add to kernels, so the runs that are least behind the description show these best.
-    begin = dict.fromkeys(names, 0.0) | {
-        "kernel_factor": -float(np.quantile(described[timed, 0], 1 - LEAST_BEHIND)) if timed.any() else 0.0
-    }
-    if start is not None:
-        begin |= {name: math.log(start[name] / usual[name]) for name in names if name in start}
-    found = solve(missed, np.array(list(begin.values())), spreads)
+    begin = dict.fromkeys(names, 0.0)
+    free = timed & ~full
+    if free.any():
+        described = known.steps({FLUSH: 0.0}, full, compiled=compiled)[free]
+        begin["kernel_factor"] = -float(np.quantile(described, 1 - LEAST_BEHIND))
+    begin |= {name: math.log(start[name] / usual[name]) for name in names if name in start}
+    spreads = np.where(full, FULL_SPREAD, RUN_SPREAD)[timed]
+    first = solve(lambda logs: missed(logs) / spreads, np.array(list(begin.values())), _priors(names))
+    of_kernels = first.jacobian[:, names.index("kernel_factor")] * spreads
+    spreads = np.where(full[timed], FULL_SPREAD, spread_of_runs(of_kernels))
+    found = solve(lambda logs: missed(logs) / spreads, first.found, _priors(names), loss="cauchy")
+    return _fitted(names, values, found)
+
+
+def spread_of_runs(of_kernels: Floats) -> Floats:
+    """Return how far runs lie from a right description, by the share of their steps that kernels are."""
+    return np.asarray(np.hypot(RUN_SPREAD, REST_SPREAD * (1 - np.clip(of_kernels, 0.0, 1.0))))
+
+
+def _priors(names: tuple[str, ...]) -> Floats:
+    return np.array([FACTOR_SPREAD.get(name, HOST_SPREAD) for name in names])
+
+
+def _fitted(names: tuple[str, ...], usual: Floats, found: Solution) -> Fit:
     # Scatter of the rows around the fit widens what they say of costs.
     jacobian = found.jacobian / max(_spread(found.residuals), 1.0)
-    memory = described[[run.memory_bytes is not None for run in runs], 1]
     return Fit(
         names=names,
         logs=found.found,
-        covariance=np.asarray(np.linalg.inv(jacobian.T @ jacobian + np.diag(spreads**-2.0)), dtype=np.float64),
-        usual=values,
-        memory_log=-float(np.median(memory)) if memory.size else 0.0,
-        # Of a median: 1.25 times the spread over the root of how many.
-        memory_spread=max(1.25 * _spread(memory - np.median(memory)) / math.sqrt(memory.size), 0.0)
-        if memory.size
-        else 0.0,
+        covariance=np.asarray(np.linalg.inv(jacobian.T @ jacobian + np.diag(_priors(names) ** -2.0)), dtype=np.float64),
+        usual=usual,
     )
 
 

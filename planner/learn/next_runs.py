@@ -1,9 +1,10 @@
 """Which runs would teach most: those that make the steps of all candidates surest, one after the other.
 
 A fit leaves its costs with a covariance. A run that is made narrows it by what its step says of the costs (its gradient), so
-the next run is the one after which the variances of all candidates' steps add up to least, the covariance is narrowed as if it
-had been made, and so on: greedy I-optimal design (Fedorov, Theory of Optimal Experiments, 1972). Asking where a single step is
-least sure would ask for the extremes of a grid, of which a description knows least and which say least of the others.
+the next run is the one after which the spreads of all candidates' steps add up to least, the covariance is narrowed as if it
+had been made, and so on: greedy I-optimal design (Fedorov, Theory of Optimal Experiments, 1972), by spreads rather than variances,
+among which a few plans that nothing is known of would decide. Asking where a single step is least sure would ask for the
+extremes of a grid, of which a description knows least and which say least of the others.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from planner.learn.fit import FULL, RUN_SPREAD, Fit, Floats, Measured, PredictedCases
+from planner.learn.fit import Fit, Floats, Measured, PredictedCases, spread_of_runs
 from planner.question.cases import Case
 from simulator.legality.rules import is_legal
 from topology import codec
@@ -35,17 +36,19 @@ def ask_next(
     candidates = _few([*(unmeasured or _neighbours([run.case for run in runs]))])
     kept = [case for case in candidates if _teaches(case, found, compiled=compiled)]
     gradients = _gradients(kept, found, compiled=compiled)
-    covariance = found.covariance
+    covariance = found.covariance_of_steps
+    spreads = spread_of_runs(gradients[:, found.of_steps.index("kernel_factor")])
     chosen: list[tuple[int, float]] = []
     for _ in range(min(MOST, len(kept))):
         together = gradients @ covariance @ gradients.T
         variances = np.diag(together)
-        narrowed = np.sum(together**2, axis=0) / (RUN_SPREAD**2 + variances)
-        narrowed[[place for place, _ in chosen]] = -1.0
-        best = int(np.argmax(narrowed))
+        left = variances[:, None] - together**2 / (spreads**2 + variances)
+        unsure = np.sum(np.sqrt(np.maximum(left, 0.0)), axis=0)  # all steps, after each of the runs
+        unsure[[place for place, _ in chosen]] = np.inf
+        best = int(np.argmin(unsure))
         chosen.append((best, float(np.sqrt(variances[best]))))
         toward = covariance @ gradients[best]
-        covariance = covariance - np.outer(toward, toward) / (RUN_SPREAD**2 + variances[best])
+        covariance = covariance - np.outer(toward, toward) / (spreads[best] ** 2 + variances[best])
     return [_described(kept[place], unsure) for place, unsure in chosen]
 
 
@@ -68,12 +71,12 @@ def _described(case: Case, unsure: float) -> dict[str, Any]:
 
 
 def _teaches(case: Case, found: Fit, *, compiled: bool) -> bool:
-    """Return whether a plan is predicted at all, and to leave the allocator room: steps of a full GPU say nothing of costs."""
+    """Return whether a plan is predicted at all, and may run."""
     try:
         (here,) = PredictedCases([case]).predicted({"step_s": 0.0, **found.values}, compiled=compiled)
     except PlannerError:
         return False
-    return here.memory.reserved_bytes <= FULL * here.memory.capacity_bytes
+    return here.memory.reserved_low_bytes <= here.memory.capacity_bytes
 
 
 def _gradients(cases: Sequence[Case], found: Fit, *, compiled: bool) -> Floats:
@@ -84,7 +87,7 @@ def _gradients(cases: Sequence[Case], found: Fit, *, compiled: bool) -> Floats:
         return np.log([one.step_s.value for one in asked.predicted(values, compiled=compiled)])
 
     base = logs(at)
-    return np.stack([(logs(at | {name: at[name] * (1 + STEP)}) - base) / STEP for name in found.names], axis=1)
+    return np.stack([(logs(at | {name: at[name] * (1 + STEP)}) - base) / STEP for name in found.of_steps], axis=1)
 
 
 def _neighbours(cases: Sequence[Case]) -> Iterable[Case]:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
+Loss = Literal["soft_l1", "cauchy"]
 
 ROUNDS = 10
 HALVINGS = 3
@@ -31,23 +33,24 @@ class Solution:
     jacobian: Floats
 
 
-def solve(missed: Callable[[Floats], Floats], start: Floats, spreads: Floats) -> Solution:
+def solve(missed: Callable[[Floats], Floats], start: Floats, spreads: Floats, *, loss: Loss = "soft_l1") -> Solution:
     """Return the parameters that make `missed` least, each held near 0 by its prior spread.
 
-    A residual counts as its square near 0 and linearly beyond 1 (soft L1: 2 (sqrt(1 + r^2) - 1)).
+    A residual counts as its square near 0, and far beyond 1 linearly with soft L1, 2 (sqrt(1 + r^2) - 1), or next to nothing with
+    `cauchy`, log(1 + r^2). Only the first has no minima where it ignores what it should meet: begin with it.
     """
     held = np.diag(spreads**-2.0)
     at, here = start, missed(start)
-    cost, jacobian = _cost(here, at, spreads), _jacobian(missed, start, here)
+    cost, jacobian = _cost(here, at, spreads, loss), _jacobian(missed, start, here)
     for _ in range(ROUNDS):
-        weights = 1 / np.sqrt(1 + here**2)
+        weights = 1 / (1 + here**2) if loss == "cauchy" else 1 / np.sqrt(1 + here**2)
         slope = jacobian.T @ (weights * here) + held @ at
         step = np.linalg.solve(jacobian.T @ (weights[:, None] * jacobian) + held, -slope)
         step *= min(1.0, FURTHEST / max(float(np.abs(step).max()), FURTHEST))
         for halved in range(HALVINGS + 1):
             there = at + step / 2**halved
             residuals = missed(there)
-            reached = _cost(residuals, there, spreads)
+            reached = _cost(residuals, there, spreads, loss)
             if reached < cost:
                 break
         else:
@@ -59,8 +62,9 @@ def solve(missed: Callable[[Floats], Floats], start: Floats, spreads: Floats) ->
     return Solution(found=at, residuals=here, jacobian=jacobian)
 
 
-def _cost(residuals: Floats, at: Floats, spreads: Floats) -> float:
-    return float(2 * np.sum(np.sqrt(1 + residuals**2) - 1) + np.sum((at / spreads) ** 2))
+def _cost(residuals: Floats, at: Floats, spreads: Floats, loss: Loss) -> float:
+    far = np.log1p(residuals**2) if loss == "cauchy" else 2 * (np.sqrt(1 + residuals**2) - 1)
+    return float(np.sum(far) + np.sum((at / spreads) ** 2))
 
 
 def _jacobian(missed: Callable[[Floats], Floats], at: Floats, here: Floats) -> Floats:

@@ -36,8 +36,9 @@ class Fitted:
 class LearnedRuntime:
     """`name` is what its runs are called, `like` the description they were fitted around, `rows` how many were used.
 
-    `fitted` has `kernel_factor`, `collective_factor`, `network_factor` and `memory_factor`, which multiply what is described, fields of HostSpec, and
-    `crossing_s`, what a collective takes more for each crossing between nodes.
+    `fitted` has factors of what is described (`FACTORS`; `activation_factor` multiplies once more what of memory is no state), fields
+    of HostSpec, `crossing_s`, what a collective takes more for each crossing between nodes, and `flush_s`, what a micro batch
+    takes more on a GPU that is full.
     """
 
     name: str
@@ -56,13 +57,15 @@ class LearnedRuntime:
 
 HOST_FIELDS = frozenset(f.name for f in fields(HostSpec)) - {"synchronizes", "plain_tensors", "norm_to_host"}
 LEAST_FACTOR, MOST = 1e-6, 1e6  # of what is described, and seconds: wider than any runtime
-FACTORS = ("kernel_factor", "collective_factor", "network_factor", "memory_factor")
-CROSSING = "crossing_s"
+MEMORY_FACTORS = ("memory_factor", "activation_factor")
+FACTORS = ("kernel_factor", "collective_factor", "network_factor", *MEMORY_FACTORS)
+CROSSING, FLUSH = "crossing_s", "flush_s"
+OTHER_COSTS = (CROSSING, FLUSH)
 
 
 def costs_of(values: Mapping[str, float], *, rows: int) -> RuntimeCosts:
     """Return factors and host costs as a calibration holds them; a launch is one cost wherever it happens."""
-    host = {name: value for name, value in values.items() if name not in FACTORS and name != CROSSING}
+    host = {name: value for name, value in values.items() if name not in (*FACTORS, *OTHER_COSTS)}
     if "launch_s" in host:
         host |= dict.fromkeys(("backward_launch_s", "dtensor_launch_s"), host["launch_s"])
     return RuntimeCosts(
@@ -71,6 +74,8 @@ def costs_of(values: Mapping[str, float], *, rows: int) -> RuntimeCosts:
         network_factor=values.get("network_factor", 1.0),
         crossing_s=values.get(CROSSING, 0.0),
         reserved=values.get("memory_factor", 1.0),
+        activations=values.get("activation_factor", 1.0),
+        flush_s=values.get(FLUSH),
         host=host,
         runs=rows,
     )
@@ -81,7 +86,7 @@ def read_learned(path: str | Path) -> LearnedRuntime:
     found = codec.convert(codec.read_json(path), LearnedRuntime, where=str(path))
     runtime_spec(found.like)
     for name, one in found.fitted.items():
-        if name not in HOST_FIELDS and name not in (*FACTORS, CROSSING):
+        if name not in HOST_FIELDS and name not in (*FACTORS, *OTHER_COSTS):
             raise BadInput(
                 f"{path}: fitted.{name} is no cost of a runtime", why=f"known: {', '.join(sorted(HOST_FIELDS))}"
             )

@@ -22,11 +22,12 @@ from numpy.typing import NDArray
 
 from simulator.bounds.lower_bound import LowerBound
 from simulator.bounds.schedule_bound import scheduled_at_least_s
+from simulator.calibration.calibration import RuntimeCosts
 from simulator.closed_form.account import Account, AccountInputs, account_inputs, account_plans
 from simulator.closed_form.allocator import flush_s
-from simulator.closed_form.estimates import calibrated_operators, cost_context, network_blocks
+from simulator.closed_form.estimates import calibrated_operators, cost_context, known_costs, network_blocks
 from simulator.closed_form.layer_cost import BlockCost
-from simulator.closed_form.memory import CONTEXT_BYTES, memory_columns
+from simulator.closed_form.memory import CONTEXT_BYTES, MemoryColumns, memory_columns
 from simulator.closed_form.scenario import Scenario
 from simulator.columns.plan_columns import PlanColumns, distinct, words
 from simulator.columns.plan_table import Floats, PlanTable, table_of_columns
@@ -154,10 +155,18 @@ class ScreenedPlans:
         """Return what the pools of the allocator hold on the worst rank; `at_least` a lower bound, where counting out is
         dear.
         """
+        return np.asarray(self._memory(at_least=at_least).scaled(self.known).reserved_bytes.max(axis=1))
+
+    @cached_property
+    def known(self) -> RuntimeCosts:
+        """What runs showed of the runtime."""
+        return known_costs(self.screening.scenario)
+
+    def _memory(self, *, at_least: bool) -> MemoryColumns:
         layout = self.layout
         if not at_least:
             layout = stage_layout(self.screening.scenario.model, self.table, self.operators.spec.pipeline)
-        memory = memory_columns(
+        return memory_columns(
             self.screening.scenario.model,
             self.operators,
             self.context,
@@ -166,7 +175,6 @@ class ScreenedPlans:
             self.parameters,
             at_least=at_least,
         )
-        return np.asarray(memory.reserved_bytes.max(axis=1))
 
     def at_least_s(self) -> Floats:
         """Return a lower bound of the step. Infinite where something cannot run."""
@@ -201,8 +209,10 @@ class ScreenedPlans:
 
     def peak_bytes(self) -> Floats:
         """Return what is allocated at one moment on the worst rank, at which the allocator holds no less."""
-        return np.asarray(self.account.peak_bytes.max(axis=1))
+        peak = self.account.peak_bytes
+        state = 0.0 if self.known.activations == 1.0 else self._memory(at_least=False).state_bytes
+        return np.asarray(self.known.held_bytes(peak, state).max(axis=1))
 
     def flush_s(self, reserved_bytes: Floats) -> Floats:
         """Return what `step_s` leaves out: seconds that a nearly full allocator costs (`simulator.closed_form.allocator`)."""
-        return flush_s(self.context.groups, reserved_bytes, self.screening.capacity_bytes)
+        return flush_s(self.context.groups, reserved_bytes, self.screening.capacity_bytes, self.known.flush_s)

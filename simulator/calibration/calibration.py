@@ -69,7 +69,8 @@ class RuntimeCosts:
     those of layers once more, whose many short kernels have more of all three than a head's few. `host` are fields of
     HostSpec that replace the description's. `collective_factor` multiplies the times of collectives, `network_factor` once more
     those between nodes, to which each crossing adds `crossing_s` (`CollectiveModel`); `reserved` is what memory was over what
-    is described. `borrowed`: of the runtime that the one in question is like. `host_speed`: how many times as long the host takes as those that
+    is described, `activations` once more what of it is no state; `flush_s` what a micro batch takes more where the allocator
+    has to give memory back, None where that is as described. `borrowed`: of the runtime that the one in question is like. `host_speed`: how many times as long the host takes as those that
     descriptions tell of.
     """
 
@@ -80,10 +81,24 @@ class RuntimeCosts:
     network_factor: float = 1.0
     crossing_s: float = 0.0
     reserved: float = 1.0
+    activations: float = 1.0
+    flush_s: float | None = None
     spread: float = 0.0  # of the runs around the fit
     runs: int = 0
     borrowed: bool = False
     host_speed: float = 1.0
+
+    def held_bytes(self, described: Floats | float, state: Floats | float) -> Floats:
+        """Return the bytes that are held where so many are described, of them `state` parameters, gradients and optimizer."""
+        if self.activations == 1.0:
+            return np.asarray(self.reserved * described)
+        kept = np.minimum(state, described)
+        return np.asarray(self.reserved * (kept + self.activations * (described - kept)))
+
+    def described_bytes(self, held: float, state: float) -> float:
+        """Return how many bytes are described where so many are held."""
+        over = held / self.reserved - state
+        return state + over / self.activations if over > 0 else held / self.reserved
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

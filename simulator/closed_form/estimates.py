@@ -131,11 +131,11 @@ def estimate_plans(scenario: Scenario, plans: Sequence[Plan], *, each_on: Sequen
     layout = stage_layout(model, table, operators.spec.pipeline)
     parameters = local_parameters(model, context)
     memory = memory_columns(model, operators, context, layout, blocks, parameters)
-    factor = known_costs(scenario).reserved
-    memory = memory.scaled(factor)
+    known = known_costs(scenario)
     account = account_plans(account_inputs(scenario, context, operators, blocks, parameters))
+    peak_bytes = known.held_bytes(account.peak_bytes, memory.state_bytes)
+    memory = memory.scaled(known)
     # What is allocated at one moment is no more than what the allocator holds.
-    peak_bytes = factor * account.peak_bytes
     memory = replace(memory, peak_bytes=peak_bytes, reserved_bytes=np.maximum(memory.reserved_bytes, peak_bytes))
     breakdown_s = _breakdown(account)
     measured, fitted = kernel_shares(layout, blocks)
@@ -149,7 +149,7 @@ def estimate_plans(scenario: Scenario, plans: Sequence[Plan], *, each_on: Sequen
     )
     capacity = cluster.gpu_memory_bytes - CONTEXT_BYTES
     reserved = memory.reserved_bytes.max(axis=1)
-    flushing = flush_s(context.groups, reserved, capacity)
+    flushing = flush_s(context.groups, reserved, capacity, known.flush_s)
     flops = 3.0 * model.forward_flops_per_token(workload.seq_len) * workload.tokens_per_step
     return EstimateTable(
         plans=tuple(plans),

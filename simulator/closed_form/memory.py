@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from simulator.calibration.calibration import RuntimeCosts
 from simulator.closed_form.layer_cost import BlockCost
 from simulator.columns.plan_table import Floats
 from simulator.config.model import Model
@@ -38,6 +39,7 @@ from simulator.step.zero import zero_buffers
 # Bytes beside the allocator's and NCCL's: CUDA's context and loaded kernels. Source: a run that filled both of its two H200 and
 # retried allocations (2026-11-23.1/14 of examples/validation/fresh.jsonl) held 137.8 of 139.8 GiB, beside 1.1 of communicators.
 CONTEXT_BYTES = 0.9 * 2**30
+STATE = ("parameters", "gradients", "gradient_buffers", "optimizer")  # what stays from step to step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,16 +51,25 @@ class MemoryColumns:
     reserved_bytes: Floats
     host_bytes: Floats  # of offloaded state
 
-    def scaled(self, factor: float) -> MemoryColumns:
-        """Return `factor` times the bytes: what runs of a runtime took over what its description says."""
-        if factor == 1.0:
+    def scaled(self, costs: RuntimeCosts) -> MemoryColumns:
+        """Return what runs of a runtime took where its description says this."""
+        if costs.reserved == costs.activations == 1.0:
             return self
+        state = self.state_bytes
         return MemoryColumns(
-            categories={name: factor * column for name, column in self.categories.items()},
-            peak_bytes=factor * self.peak_bytes,
-            reserved_bytes=factor * self.reserved_bytes,
+            categories={
+                name: costs.held_bytes(column, column if name in STATE else 0.0)
+                for name, column in self.categories.items()
+            },
+            peak_bytes=costs.held_bytes(self.peak_bytes, state),
+            reserved_bytes=costs.held_bytes(self.reserved_bytes, state),
             host_bytes=self.host_bytes,
         )
+
+    @property
+    def state_bytes(self) -> Floats:
+        """Return the bytes of state on every rank."""
+        return np.asarray(sum(self.categories[name] for name in STATE))
 
     @property
     def worst_rank(self) -> NDArray[np.int64]:

@@ -170,7 +170,7 @@ class RankReplay:
         self._give(recast)
         if given is not None:
             # A pipeline keeps what a stage gives until its backward pass (torch/distributed/pipelining/stage.py, fwd_cache).
-            if self.spec.layer.metrics_after and units[-1].block == "head":
+            if self.spec.layer.metrics_after and units and units[-1].block == "head":
                 self._give(self.logits)
                 self.logits.append(given)
             elif self.piped and self.spec.pipeline.caches_outputs:
@@ -200,7 +200,7 @@ class RankReplay:
         for block in (gradient, output):
             if block is not None:
                 self.memory.free(block)
-        if units[-1].block == "head":
+        if units and units[-1].block == "head":  # a stage may have nothing to do
             for nbytes in self.plan.metrics:
                 self.passing += self._taken(nbytes)
             self._give(self.passing)

@@ -4,9 +4,9 @@
 
 CASES are case files; a source is what a case's `source` names up to the first `@`, `:`, `,` or `(`. `--calibrated` files are
 predicted with a profile of the very host too, and so are the runs of examples/validation/apply_*.json whose hosts' layers
-were measured. `--held-out` files are judged and not learned from. What the factors mean: `simulator/calibration/intervals.py`.
-Memory is learned twice, from sums and from the allocator's replay, and of both from the draws of examples/validation/fresh.jsonl
-too, each a source. With `--only memory` the factors of steps stay as they are.
+were measured. The draws of examples/validation/fresh.jsonl are a source each, from datasheets and, where the profile made on
+their host is shipped, calibrated; the last draw is judged and not learned from, and so are `--held-out` files. What the factors
+mean: `simulator/calibration/intervals.py`. Memory is learned twice, from sums and from the allocator's replay.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from planner.question.cases import Case, load_case  # noqa: E402 - the path come
 from planner.question.question import Question, question_of  # noqa: E402
 from planner.validate.validation import GIB, compared_bytes, measured_step_s  # noqa: E402
 from simulator.calibration.intervals import Factors, IntervalTable, interval_table, step_factors  # noqa: E402
+from simulator.config.estimate import Estimate  # noqa: E402
 from simulator.config.model import Model  # noqa: E402
 from simulator.config.plan import Plan  # noqa: E402
 from simulator.config.runtime import Runtime  # noqa: E402
@@ -50,6 +51,8 @@ from topology.profile.profile import read_profile  # noqa: E402
 
 LEVEL = 0.8
 MEMORY = ("memory", "replayed memory")  # from sums, and from the allocator's replay
+MANY = 8  # sources from which their rows, each source's as one, say more of a range than a mean and a spread do
+NOTHING_S = 1e-6  # for a wait of nothing, which has no logarithm
 WAITS = 0.1  # of a step: predicted waits below say little of hosts
 # Runs of our executor on hosts whose layers of it were in the profile they were predicted from; the second part of the last
 # ran on another host.
@@ -67,6 +70,7 @@ class Row:
     shares: dict[str, float]
     host: float = 0.0
     calibrated: bool = False
+    asked_before: float | None = None  # the ratio to what was predicted before the run
 
 
 def main() -> None:
@@ -74,33 +78,57 @@ def main() -> None:
     parser.add_argument("cases", nargs="+", type=Path)
     parser.add_argument("--calibrated", action="append", default=[], help="PROFILE=CASES")
     parser.add_argument("--held-out", action="append", default=[], type=Path)
-    parser.add_argument("--only", choices=["memory"])
     parser.add_argument("--out", type=Path, default=ROOT / "simulator/calibration/intervals.json")
     asked = parser.parse_args()
 
+    found = fresh_rows()
+    last = list(found)[-1]
+    judged = found.pop(last)
+    rows = [row for of_draw in found.values() for row in of_draw]
     steps, memory = rows_of(cases(asked.cases), None)
-    memory += fresh_memory()
-    if asked.only:
-        write(asked, {**interval_table().factors, **learned_factors([], memory, [], [])}, interval_table().held_out)
-        return
     calibrated: list[Row] = []
     for pair in asked.calibrated:
         profile, file = pair.split("=", 1)
-        calibrated += rows_of(cases([Path(file)]), Calibrations(read_profile(profile)))[0]
+        calibrated += rows_of(cases([Path(file)]), Calibrations(read_profile(profile)), memory=False)[0]
     for name, part, profile in (*OWN, OWN_ELSEWHERE):
         measured = Calibrations(read_profile(ROOT / f"examples/profiles/{profile}.json"))
-        calibrated += rows_of(own_runs(name, part), measured)[0]
-
-    factors = learned_factors(steps, memory, calibrated, host_waits())
-    other_steps, other_memory = rows_of(cases(asked.held_out), None)
-    held_out = {"step": held(other_steps, factors), "memory": held(other_memory, factors)} if asked.held_out else {}
+        calibrated += rows_of(own_runs(name, part), measured, memory=False)[0]
+    factors = learned_factors(
+        steps + [row for row in rows if row.basis not in {*MEMORY, "host"} and not row.calibrated],
+        memory + [row for row in rows if row.basis in MEMORY],
+        calibrated + [row for row in rows if row.calibrated],
+        [row for row in rows if row.basis == "host"],
+    )
+    held_out = of_kinds(last, judged, factors)
+    if asked.held_out:
+        other_steps, other_memory = rows_of(cases(asked.held_out), None)
+        held_out |= {
+            "other files, step": held(other_steps, factors),
+            "other files, memory": held(other_memory, factors),
+        }
     write(asked, factors, held_out)
+
+
+def of_kinds(draw: str, rows: list[Row], factors: dict[str, Factors]) -> dict[str, float]:
+    """Return the shares of a draw that its ranges hold, by what was predicted."""
+    plain = [row for row in rows if row.basis not in {*MEMORY, "host"}]
+    kinds = {
+        "datasheets": [row for row in plain if not row.calibrated],
+        "calibrated": [row for row in plain if row.calibrated],
+        **{kind: [row for row in rows if row.basis == kind] for kind in (*MEMORY, "host")},
+    }
+    for kind in ("datasheets", "calibrated"):
+        before = [replace(row, ratio=row.asked_before) for row in kinds[kind] if row.asked_before is not None]
+        kinds[f"{kind}, as predicted before the runs"] = before
+    return {f"draw {draw}, {kind}": held(some, factors) for kind, some in kinds.items() if some}
 
 
 def write(asked: argparse.Namespace, factors: dict[str, Factors], held_out: dict[str, float]) -> None:
     found = IntervalTable(
         made_on=datetime.now(UTC).date().isoformat(),
-        command=f"python tests/bench/learn_intervals.py {' '.join(path.name for path in asked.cases)}",
+        command=f"python tests/bench/learn_intervals.py {' '.join(path.name for path in asked.cases)}"
+        + "".join(f" --calibrated {'='.join(Path(one).name for one in pair.split('='))}" for pair in asked.calibrated)
+        + "".join(f" --held-out {path.name}" for path in asked.held_out),
         factors=factors,
         held_out={name: round(share, 2) for name, share in held_out.items()},
     )
@@ -144,9 +172,11 @@ def own_runs(name: str, part: str) -> Iterator[tuple[str, Case]]:
         )
 
 
-def rows_of(found: Iterable[tuple[str, Case]], measured: Calibrations | None) -> tuple[list[Row], list[Row]]:
-    """Return the rows of step time and of memory."""
-    steps, memory = [], []
+def rows_of(
+    found: Iterable[tuple[str, Case]], measured: Calibrations | None, *, memory: bool = True
+) -> tuple[list[Row], list[Row]]:
+    """Return the rows of step time, and of memory if asked for."""
+    steps, held_bytes = [], []
     for source, case in found:
         step, _ = measured_step_s(case)
         peak = case.measured.get("peak_memory_gib")
@@ -171,25 +201,58 @@ def rows_of(found: Iterable[tuple[str, Case]], measured: Calibrations | None) ->
                     calibrated=calibration is not None,
                 )
             )
-        if peak:
+        if peak and memory:
             replayed = with_replay(asked, case.plan, estimate)
             for kind, one in zip(MEMORY, (estimate, replayed), strict=True):
                 predicted, _ = compared_bytes(case, one.memory)
-                memory.append(Row(source=source, basis=kind, ratio=peak * GIB / predicted, shares={}))
-    return steps, memory
+                held_bytes.append(Row(source=source, basis=kind, ratio=peak * GIB / predicted, shares={}))
+    return steps, held_bytes
 
 
-def fresh_memory() -> list[Row]:
-    """Return the reserved memory of fresh runs over the predicted one, a draw as a source."""
-    found = []
+def fresh_rows() -> dict[str, list[Row]]:
+    """Return the rows of every draw: steps from datasheets and calibrated, waits for hosts, memory."""
+    found: dict[str, list[Row]] = defaultdict(list)
     for run, question, plan in fresh_runs():
-        reserved = run["measured"]["reserved_bytes"]
-        if reserved:
-            estimate = question.estimate([plan]).estimate(0)
-            for kind, one in zip(MEMORY, (estimate, with_replay(question, plan, estimate)), strict=True):
-                ratio = reserved / one.memory.reserved_bytes
-                found.append(Row(source=f"draw {run['draw']}", basis=kind, ratio=ratio, shares={}))
+        source, measured = f"draw {run['draw']}", run["measured"]
+        rows = found[run["draw"]]
+        estimates = {"datasheet": (question.estimate([plan]), False)}
+        number = len(found)
+        profiles = list((ROOT / "examples/profiles").glob(f"*_draw{number}.json"))
+        if profiles:
+            known = Calibrations(read_profile(profiles[0])).on(question.cluster)
+            estimates["calibrated"] = (replace(question, calibration=known).estimate([plan]), True)
+        for kind, (answer, calibrated) in estimates.items():
+            estimate, before = answer.estimate(0), run["predicted"].get(kind, {}).get("step_s")
+            rows.append(
+                Row(
+                    source=source,
+                    basis=answer.basis[0],
+                    ratio=measured["step_s"] / estimate.step_s.value,
+                    shares=estimate.sources,
+                    host=estimate.breakdown_s["host"] / estimate.step_s.value,
+                    calibrated=calibrated,
+                    asked_before=measured["step_s"] / before if before else None,
+                )
+            )
+        estimate = estimates["datasheet"][0].estimate(0)
+        rows += waits(source, estimate, measured)
+        if measured["reserved_bytes"]:
+            for basis, one in zip(MEMORY, (estimate, with_replay(question, plan, estimate)), strict=True):
+                ratio = measured["reserved_bytes"] / one.memory.reserved_bytes
+                rows.append(Row(source=source, basis=basis, ratio=ratio, shares={}))
     return found
+
+
+def waits(source: str, estimate: Estimate, measured: dict[str, Any]) -> list[Row]:
+    """Return what rank 0's GPU idled of the timed step over the predicted wait.
+
+    Only of a run that is predicted to wait for a tenth of the step: where next to nothing is, its ratio is noise.
+    """
+    predicted_s, profiled = estimate.breakdown_s["host"], measured["profiled"]
+    if predicted_s <= WAITS * estimate.step_s.value:
+        return []
+    waited_s = measured["step_s"] * profiled["idle_s"] / profiled["wall_s"]
+    return [Row(source=source, basis="host", ratio=max(waited_s, NOTHING_S) / predicted_s, shares={})]
 
 
 def fresh_runs() -> Iterator[tuple[dict[str, Any], Question, Plan]]:
@@ -208,21 +271,6 @@ def fresh_runs() -> Iterator[tuple[dict[str, Any], Question, Plan]]:
             gpus=plan.gpus,
         )
         yield run, question, plan
-
-
-def host_waits() -> list[Row]:
-    """Return waits of fresh runs over the predicted ones, a draw as a source: what rank 0's GPU idled of the timed step.
-
-    Only runs that are predicted to wait for a tenth of the step: where next to nothing is, its ratio is noise.
-    """
-    found = []
-    for run, question, plan in fresh_runs():
-        answer = question.estimate([plan]).estimate(0)
-        predicted_s, profiled = answer.breakdown_s["host"], run["measured"]["profiled"]
-        waited_s = run["measured"]["step_s"] * profiled["idle_s"] / profiled["wall_s"]
-        if predicted_s > WAITS * answer.step_s.value:
-            found.append(Row(source=f"draw {run['draw']}", basis="host", ratio=waited_s / predicted_s, shares={}))
-    return found
 
 
 # --- factors --------------------------------------------------------------------------------------------------------
@@ -262,14 +310,26 @@ def together(rows: list[Row]) -> Factors:
     by_source: dict[str, list[float]] = defaultdict(list)
     for row in (row for row in rows if row.host < WAITS):
         by_source[row.source].append(math.log(row.ratio))
+    k, counted = len(by_source), sum(map(len, by_source.values()))
+    if k >= MANY:
+        low, high = pooled(list(by_source.values()))
+        return Factors(low=round(low, 3), high=round(high, 3), sources=k, rows=counted, coverage=None, left_out={})
     means = np.array([np.mean(values) for values in by_source.values()])
     within = float(np.mean([np.var(values) for values in by_source.values() if len(values) > 1] or [0.0]))
     between = float(np.var(means, ddof=1))
-    k = len(means)
     half = stats.t.ppf((1 + LEVEL) / 2, k - 1) * math.sqrt(between * (1 + 1 / k) + within)
     low, high = (math.exp(float(means.mean()) + sign * half) for sign in (-1, 1))
-    counted = sum(map(len, by_source.values()))
     return Factors(low=round(low, 3), high=round(high, 3), sources=k, rows=counted, coverage=None, left_out={})
+
+
+def pooled(sources: list[list[float]]) -> tuple[float, float]:
+    """Return the quantiles of a row of any source, each source's rows counting as one."""
+    values = np.concatenate(sources)
+    weights = np.concatenate([np.full(len(one), 1 / len(one) / len(sources)) for one in sources])
+    order = np.argsort(values)
+    below = np.cumsum(weights[order]) - weights[order] / 2
+    low, high = (math.exp(float(np.interp((1 + sign * LEVEL) / 2, below, values[order]))) for sign in (-1, 1))
+    return low, high
 
 
 def held(rows: list[Row], factors: dict[str, Factors]) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 
@@ -51,13 +52,17 @@ def factors(low: float, high: float) -> Factors:
 
 
 def test_a_step_is_as_sure_as_its_parts() -> None:
-    """Half measured and half from datasheets is half way between the two; without a calibration nothing was measured."""
+    """Parts that are off by themselves add up as variances do; without a calibration nothing was measured."""
     known = {"calibrated": factors(0.9, 1.1), "node": factors(0.7, 1.5), "host": factors(0.5, 4.0)}
     shares = {"measured": 0.3, "fitted": 0.2, "datasheet": 0.4, "assumed": 0.1}
 
-    assert step_factors("node", shares, host=0.0, calibrated=True, factors=known) == pytest.approx((0.8, 1.3))
-    assert step_factors("node", shares, host=0.0, calibrated=False, factors=known) == (0.7, 1.5)
-    assert step_factors("node", shares, host=0.5, calibrated=False, factors=known) == pytest.approx((0.6, 2.75))
+    assert step_factors("node", shares, host=0.0, calibrated=True, factors=known) == pytest.approx(
+        (1 - math.hypot(0.05, 0.15), 1 + math.hypot(0.05, 0.25))
+    )
+    assert step_factors("node", shares, host=0.0, calibrated=False, factors=known) == pytest.approx((0.7, 1.5))
+    assert step_factors("node", shares, host=0.5, calibrated=False, factors=known) == pytest.approx(
+        (1 - math.hypot(0.15, 0.25), 1 + math.hypot(0.25, 1.5))
+    )
 
 
 def test_a_step_that_waits_for_its_host_is_less_sure() -> None:

@@ -8,12 +8,13 @@ import json
 import numpy as np
 import pytest
 
-from planner.learn.fit import LEAST_S, RUN_SPREAD, PredictedCases, Runs, fit, left_out_errors, measured_of
+from planner.learn.fit import LEAST_S, PredictedCases, Runs, fit, left_out_errors, measured_of, spread_of_runs
 from planner.learn.next_runs import _gradients, ask_next
 from planner.learn.runs_file import read_runs
 from planner.question.cases import load_case
 from planner.question.learned_runtime import LearnedCalibrations, in_place, read_learned
 from planner.validate.validation import GIB
+from simulator.closed_form.memory import STATE
 from simulator.fitting.calibration_fit import UNMEASURED
 from topology.errors import BadInput
 
@@ -129,17 +130,66 @@ def test_the_first_run_asked_for_is_of_the_kind_that_is_least_sure(twins) -> Non
 
 
 def test_the_first_run_asked_for_leaves_the_steps_of_all_candidates_surest(twins) -> None:
-    """By brute force: what the variances of all steps add up to after each of the runs that could be made."""
+    """By brute force: what the spreads of all steps add up to after each of the runs that could be made."""
     runs = [measured_of(load_case(data)) for data in twins[:5]]
     candidates = [load_case(case(model, dp, tp, 1)) for model in MODELS for dp, tp in DEGREES]
     found = fit(runs, "megatron-lm")
     g = _gradients(candidates, found, compiled=False)
-    information = np.linalg.pinv(found.covariance)
-    left = [np.trace(g @ np.linalg.pinv(information + np.outer(one, one) / RUN_SPREAD**2) @ g.T) for one in g]
+    information = np.linalg.pinv(found.covariance_of_steps)
+    spreads = spread_of_runs(g[:, found.of_steps.index("kernel_factor")])
+    after = [np.linalg.pinv(information + np.outer(one, one) / s**2) for one, s in zip(g, spreads, strict=True)]
+    left = [np.sqrt(np.diag(g @ covariance @ g.T)).sum() for covariance in after]
 
     asked = ask_next(runs, candidates, found, compiled=False)
 
     assert asked[0]["id"] == candidates[int(np.argmin(left))].id
+
+
+def test_a_full_gpu_shows_what_its_flushes_take_and_nothing_else(twins, learned) -> None:
+    """A run that filled its GPU and took a second more in each of its two micro batches."""
+    full = json.loads(json.dumps(twins[0]))
+    whole = load_case(full).question.cluster.gpu_memory_bytes
+    full["id"], full["measured"]["peak_memory_gib"] = "full", whole / GIB
+    full["measured"]["step_s"] += 2.0
+    runs = [measured_of(load_case(data)) for data in [*twins, full]]
+
+    found = fit(runs, "megatron-lm")
+
+    assert runs[-1].fills
+    assert not any(run.fills for run in runs[:-1])
+    micro_batches = 32 // 8 // 2
+    assert found.values["flush_s"] == pytest.approx(2.0 / micro_batches, rel=0.3)
+    assert found.values["kernel_factor"] == pytest.approx(learned[1].values["kernel_factor"], rel=0.05)
+
+
+def test_a_plan_that_flushes_pays_in_every_micro_batch() -> None:
+    loaded = load_case(case(MODELS[1], 8, 1, 4))
+    asked = PredictedCases([loaded])
+    (plain,) = asked.predicted({}, compiled=False, replayed=True)
+    over = 1.3 * plain.memory.capacity_bytes / plain.memory.reserved_bytes
+
+    (free,), (paying,) = (
+        asked.predicted({"memory_factor": over, "flush_s": cost}, compiled=False, replayed=True) for cost in (0.0, 0.7)
+    )
+
+    assert paying.step_s.value == pytest.approx(free.step_s.value + 0.7 * (32 // 8 // 4))
+    (fits,) = asked.predicted({"flush_s": 0.7}, compiled=False, replayed=True)
+    assert fits.breakdown_s["allocator"] == 0.0
+
+
+def test_what_passes_save_and_what_stays_have_a_factor_each() -> None:
+    """Twice the activations and half the rest, by hand from the described categories."""
+    loaded = load_case(case(MODELS[1], 8, 1, 4))
+    asked = PredictedCases([loaded])
+    (plain,) = asked.predicted({}, compiled=False)
+
+    (found,) = asked.predicted({"memory_factor": 0.5, "activation_factor": 4.0}, compiled=False)
+
+    state = sum(plain.memory.by_category[name] for name in STATE)
+    assert found.memory.reserved_bytes == pytest.approx(0.5 * state + 2.0 * (plain.memory.reserved_bytes - state))
+    assert sum(found.memory.by_category.values()) == pytest.approx(
+        0.5 * state + 2.0 * (sum(plain.memory.by_category.values()) - state)
+    )
 
 
 def test_learn_writes_a_runtime_that_validate_estimate_and_suggest_take(planner, twins, tmp_path) -> None:

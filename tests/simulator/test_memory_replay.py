@@ -216,3 +216,22 @@ def test_a_step_of_very_many_micro_batches_is_not_replayed(schedule) -> None:
     counted = asked.estimate([plan]).estimate(0)
 
     assert with_replay(asked, plan, counted) is counted
+
+
+def test_a_stage_that_is_left_without_layers_holds_little_beside_the_others() -> None:
+    """nanotron cuts stages by their arithmetic: beside the head of a wide vocabulary narrow layers do not fill four stages."""
+    asked = {
+        "model": {"model_type": "llama", "num_hidden_layers": 4, "hidden_size": 256, "num_attention_heads": 4,
+                  "num_key_value_heads": 4, "intermediate_size": 1024, "vocab_size": 131072},
+        "cluster": {"gpu": "h100-sxm", "gpus_per_node": 8, "nodes": 1, "interconnect": "nvswitch"},
+        "workload": {"seq_len": 1024, "global_batch_size": 8},
+        "plan": {"pp": 4, "zero_stage": 1},
+        "runtime": {"name": "nanotron", "param_dtype": "bfloat16", "compute_dtype": "bfloat16"},
+    }  # fmt: skip
+    case = load_case(asked)
+
+    replay = MemoryReplay(case.question, case.plan)
+    first, second, third, last = (rank.reserved_bytes for rank in replay.ranks())
+
+    assert [len(units) for units in replay.tensors.stages] == [5, 0, 0, 1]
+    assert second == third < first / 5 < last / 5
