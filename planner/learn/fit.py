@@ -1,8 +1,9 @@
 """A runtime's own costs from whole runs: how far kernels, collectives, memory and the host are from the description it is like.
 
 Few runs say little of many costs, so a fit is least squares of logarithms around the description, each cost as far from it as
-runtimes are from each other, and each run as far as a description can be from a run: the further, the less of it is kernels. Published grids have runs that stood
-still or shared their machine: a loss that hardly grows beyond a few spreads leaves such rows out of the decision.
+runtimes are from each other, and each run as far as a description can be from a run: the further, the less of it is kernels.
+Published grids have runs that stood still or shared their machine: a loss that hardly grows beyond a few spreads leaves such
+rows out of the decision.
 
 Memory is fitted before steps: what a rank keeps and what its passes save have a factor each. A run whose GPU was full waits for
 its allocator in every micro batch, which shows what that takes and next to nothing else.
