@@ -219,7 +219,7 @@ def test_a_step_of_very_many_micro_batches_is_not_replayed(schedule) -> None:
 
 
 def test_a_stage_that_is_left_without_layers_holds_little_beside_the_others() -> None:
-    """nanotron cuts stages by their arithmetic: beside the head of a wide vocabulary narrow layers do not fill four stages."""
+    """A runtime cuts stages by their arithmetic: beside the head of a wide vocabulary narrow layers do not fill four stages."""
     asked = {
         "model": {"model_type": "llama", "num_hidden_layers": 4, "hidden_size": 256, "num_attention_heads": 4,
                   "num_key_value_heads": 4, "intermediate_size": 1024, "vocab_size": 131072},
