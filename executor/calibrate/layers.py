@@ -3,8 +3,8 @@
 Their difference is the cost of a layer, host and device together; their common part is the rest of a step. Full models
 are never run here, so that predictions of whole steps stay out-of-sample.
 
-Requests of the runtime `torchtitan` run in torchtitan itself (`executor.measure.torchtitan`), all others in the
-executor.
+Requests of the runtime `torchtitan` run in torchtitan itself (`executor.measure.torchtitan`), those of `meshwright` in
+the executor.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
 from topology import codec
+from topology.errors import ProbeError
 from topology.profile.samples import LayerSample
 
 SAMPLED = frozenset(field.name for field in fields(LayerSample))
@@ -63,9 +64,14 @@ def titan_versions() -> dict[str, str]:
 
 
 def builder_of(runtime: str, text: str) -> Callable[..., Step]:
-    """Return what builds a step of a runtime; torchtitan's raises ImportError where that is not installed."""
+    """Return what builds a step of a runtime; torchtitan's raises ImportError where that is not installed.
+
+    Raises ProbeError for another runtime: its host and its kernels are not those of the executor.
+    """
     if runtime == "torchtitan":
         return lambda *parts, **more: titan_step(*parts, text=text, **more)
+    if runtime != "meshwright":
+        raise ProbeError(f"layers of {runtime} are not run here", remedy="ask for torchtitan's or meshwright's")
     return own_step
 
 

@@ -25,6 +25,7 @@ from planner.calibrate.choose import (
     targets_of_differences,
     targets_of_steps,
 )
+from planner.calibrate.layer_runs import timed_runtime
 from planner.calibrate.measurements import PossibleMeasurements, described, job_of, ops_of, own_effects, without_known
 from planner.calibrate.planned_step import PlannedStep
 from planner.calibrate.terms import Term, terms_of
@@ -149,7 +150,9 @@ def agenda_for(
     Raises what predicting the steps raises.
     """
     steps = list(wanted.steps)
-    terms = terms_of([step.plan for step in steps], [step.runtime for step in steps], ops_of(steps, cluster))
+    runtimes = [step.runtime for step in steps]
+    runtimes += [timed_runtime(one) for one in runtimes]
+    terms = terms_of([step.plan for step in steps], runtimes, ops_of(steps, cluster))
     rows, seconds = own_effects(steps, cluster, terms, calibration)
     order = np.argsort(seconds, kind="stable") if wanted.choice else np.arange(len(steps))
     wanted = replace(wanted, steps=tuple(steps[place] for place in order))

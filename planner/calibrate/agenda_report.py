@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from planner.calibrate.agenda import Agenda, made_of
+from planner.calibrate.agenda import STARTING_S, Agenda, made_of
 from planner.calibrate.choose import NORMAL_80
 from planner.calibrate.measurements import described, own_effects
 from simulator.fitting.calibration_fit import calibrated
@@ -25,8 +25,11 @@ def announced(agenda: Agenda, budget_s: float) -> list[str]:
     before, after = agenda.spread_after(agenda.known), agenda.spread_after(made)
     lines = [
         f"to be made sure: {what}, off by ±{before:.1%} (80 %), ±{after:.1%} afterwards",
-        f"{len(agenda.chosen)} measurements, about {agenda.seconds:.0f} s of {budget_s:.0f} on {agenda.gpus} GPUs:",
+        f"{len(agenda.chosen)} measurements, about {agenda.seconds:.0f} s of {budget_s:.0f} on {agenda.gpus} GPUs,"
+        f" {STARTING_S:.0f} of them for processes to start:",
     ]
+    if agenda.chosen and agenda.seconds > budget_s:
+        lines.append("  too little time for all of them where torch is not in memory yet: a longer --budget")
     lines += [
         f"  {one.measurement.seconds:5.1f} s  {one.measurement.name:<84} ±{_wide(one.before)} to ±{_wide(one.after)}"
         for one in agenda.chosen

@@ -20,6 +20,7 @@ from simulator.runtimes.library import runtime_spec
 from topology import codec
 
 MAX_RANKS = 4
+RUN_HERE = ("torchtitan", "meshwright")  # runtimes whose layers the executor runs
 # At 256 tokens the kernels of such a layer take no longer on the device than their launch on the host.
 NARROW: dict[str, Any] = {"hidden": 512, "heads": 8, "kv_heads": 8, "head_dim": 64, "ffn": 1024, "vocab": 1024}
 # What a layer of Llama or Qwen 3 does not have.
@@ -91,8 +92,24 @@ def _types(runtime: Runtime, plan: Plan) -> Runtime:
     return replace(runtime, param_dtype=runtime.compute_dtype) if cut else runtime
 
 
+def runs_here(runtime: Runtime) -> bool:
+    """Return whether the executor can run layers of a runtime."""
+    return runtime_spec(runtime.name).names[0] in RUN_HERE
+
+
+def timed_runtime(runtime: Runtime) -> Runtime:
+    """Return the runtime whose narrow layers are timed for one: itself, or the executor's own, which shows how quick the host is."""
+    return runtime if runs_here(runtime) else Runtime(name="meshwright")
+
+
 def narrow_requests(step: PlannedStep, gpus: int) -> list[dict[str, Any]]:
-    """Return the narrow runs whose hosts do what the plan's do: of its layer and, under a pipeline, of two stages."""
+    """Return the narrow runs whose hosts do what the plan's do: of its layer and, under a pipeline, of two stages.
+
+    For a runtime that is not run here, a plain layer of the executor's on one GPU: hosts are quicker or slower as a whole.
+    """
+    if not runs_here(step.runtime):
+        plain = replace(step, model=one_layer(TYPICAL_LAYERS[0], VOCABULARY), runtime=timed_runtime(step.runtime))
+        return [_narrow(plain, Plan(), (1, 8))]
     single = single_layer_plan(step.plan, gpus)
     found = [] if single is None else [_narrow(step, single, (1, 8))]
     if step.plan.pp > 1 and gpus > 1:
@@ -141,13 +158,14 @@ def torchtitan_network(model: Model) -> Model:
 
 
 def layer_request(question: PlannedStep, gpus: int) -> dict[str, Any] | None:
-    """Return the run of one and two layers that is closest to the plan on `gpus` GPUs; None if there is none.
+    """Return the run of one and two layers that is closest to the plan on `gpus` GPUs; None if there is none, or the
+    executor cannot run the runtime.
 
     Pipeline parallelism is dropped, as it does not change a layer; then data parallelism is reduced, and only then
     context and tensor parallelism. A loss that would not fit has fewer words.
     """
     plan = single_layer_plan(question.plan, gpus)
-    if plan is None:
+    if plan is None or not runs_here(question.runtime):
         return None
     workload = replace(question.workload, global_batch_size=plan.data_parallel * plan.micro_batch_size)
     model = question.model

@@ -25,7 +25,7 @@ from planner.calibrate.calibration_request import (
     unique,
 )
 from planner.calibrate.choose import Floats, Measurement
-from planner.calibrate.layer_runs import layer_request, narrow_requests
+from planner.calibrate.layer_runs import layer_request, narrow_requests, runs_here
 from planner.calibrate.overlap_request import plan_sites
 from planner.calibrate.planned_step import PlannedStep
 from planner.calibrate.terms import Term, collective_term, effects
@@ -80,7 +80,7 @@ class PossibleMeasurements:
         if self.gpus > 1:
             found += [self.collective(item) for item in self._messages(steps)]
             found += [self.pair(item) for item in CONTENTION]
-            overlapped = [step for step in steps if step.plan.tp_overlap != "none"]
+            overlapped = [step for step in steps if step.plan.tp_overlap != "none" and runs_here(step.runtime)]
             found += [self.site(item) for item in plan_sites(overlapped, self.gpus)]
         return found
 
@@ -119,7 +119,7 @@ class PossibleMeasurements:
             timed = WARM_UP * step_s + min(max(FEWEST_STEPS * step_s, TIMED_S), STEPS * step_s)
             each = BUILD_S[runtime.name == "torchtitan"] + timed + (COMPILED_S if runtime.compile else 0.0)
             what = f"layers of {runtime.name}{', compiled' if runtime.compile else ''}, {described(plan)}"
-            shape = f", width {model.hidden}, {scenario.workload.seq_len} tokens"
+            shape = f", width {model.hidden}, {_tokens(plan, scenario.workload)}"
             waiting = 1.0 if narrow else float(table.breakdown_s["host"][row]) / step_s
             yield Measurement(
                 name=f"narrow {what}" if narrow else what + shape,
@@ -151,7 +151,8 @@ class PossibleMeasurements:
             for start in range(0, len(items), OPERATORS_AT_ONCE):
                 some = items[start : start + OPERATORS_AT_ONCE]
                 what = f"{len(some)} operators of {described(step.plan)}, {step.runtime.compute_dtype}"
-                yield self.operators(what, some)
+                shape = f", width {step.model.hidden}, {_tokens(step.plan, step.workload)}"
+                yield self.operators(what + shape, some)
 
     def operators(self, name: str, items: Sequence[dict[str, Any]]) -> Measurement:
         """Return operators on one GPU as one job."""
@@ -186,7 +187,7 @@ class PossibleMeasurements:
     def pair(self, item: dict[str, Any]) -> Measurement:
         """Return a kernel beside a collective of all GPUs."""
         return self._direct(
-            f"{item['compute']} beside {collective_term(item['op'])[:-1]}",
+            f"{item['compute']} of {_size(item['shape'])} beside {collective_term(item['op'])[:-1]} of {item['nbytes'] / 1e6:.0f} MB",
             Request(contention=(item,)),
             {"kernels beside collectives": 1},
             PAIR_NOISE,
@@ -197,7 +198,7 @@ class PossibleMeasurements:
     def site(self, item: dict[str, Any]) -> Measurement:
         """Return a tensor-parallel product with its collective in every overlap mode."""
         return self._direct(
-            f"{item['operation'].replace('_', ' ')} of {item['ranks']} GPUs in every mode",
+            f"{item['operation'].replace('_', ' ')} of {item['ranks']} GPUs, {item['rows']} x {sum(item['columns'])} x {item['depth']}, in every mode",
             Request(overlap=(item,)),
             {"overlap of tensor parallelism": 1},
             PAIR_NOISE,
@@ -289,8 +290,21 @@ def described(plan: Plan) -> str:
     """Return what is special of a plan, in a few words."""
     words = {"dp_replicate": "DDP", "dp_shard": "FSDP", "tp": "TP", "cp": "CP", "pp": "PP", "ep": "EP"}
     parts = [f"{word} {degree}" for axis, word in words.items() if (degree := getattr(plan, axis)) > 1]
-    recompute = [] if plan.recompute == "none" else [f"recompute {plan.recompute}"]
-    return " x ".join(parts or ["one GPU"]) + "".join(f", {word}" for word in recompute)
+    special = [] if plan.recompute == "none" else [f"recompute {plan.recompute}"]
+    if plan.reshard_after_forward is not None:
+        special.append("resharded" if plan.reshard_after_forward else "not resharded")
+    return ", ".join([" x ".join(parts or ["one GPU"]), *special])
+
+
+def _tokens(plan: Plan, workload: Workload) -> str:
+    """Return the tokens of a micro batch in words."""
+    sequences = "" if plan.micro_batch_size == 1 else f"{plan.micro_batch_size} x "
+    return f"{sequences}{workload.seq_len} tokens"
+
+
+def _size(shape: Mapping[str, int]) -> str:
+    """Return the shape of a kernel in words: a product's m x n x k, or the bytes that are moved."""
+    return f"{shape['bytes'] / 1e6:.0f} MB" if "bytes" in shape else " x ".join(map(str, shape.values()))
 
 
 def _spread_out(sizes: Sequence[int]) -> list[int]:

@@ -176,6 +176,31 @@ def test_what_was_not_measured_is_told_with_what_it_could_change() -> None:
     assert len(after) < len(left)
 
 
+def test_layers_of_a_runtime_that_is_not_run_here_are_not_measured_as_the_executors() -> None:
+    """The executor's own narrow layer tells how quick the host is; what such a runtime's layers cost it stays assumed."""
+    wanted = Wanted(steps=(step(Plan(tp=2, dp_shard=2, sequence_parallel=True), runtime="megatron-lm"),))
+
+    agenda = agenda_for(wanted, MACHINE, None, gpus=4, budget_s=120)
+
+    layers = [one for job in agenda.jobs() if job["kind"] == "layers" for one in job["items"]]
+    assert [one["runtime"]["name"] for one in layers] == ["meshwright"]
+    assert "operators" in {job["kind"] for job in agenda.jobs()}
+    left = {one.name for one in agenda.assumed([one.measurement for one in agenda.chosen])}
+    assert "host, megatron-lm: a layer's tensor parallelism" in left
+    assert "this host's speed" not in left
+
+
+def test_measurements_have_names_of_their_own() -> None:
+    plans = [
+        Plan(dp_shard=4, reshard_after_forward=held, micro_batch_size=size) for held in (True, False) for size in (1, 2)
+    ]
+    possible = PossibleMeasurements(MACHINE, 4, terms_of([plans[0]], [Runtime()], ["all_gather"]))
+
+    names = [one.name for one in possible.of([step(plan) for plan in plans])]
+
+    assert len(set(names)) == len(names)
+
+
 def test_a_job_is_what_the_executor_takes() -> None:
     possible = PossibleMeasurements(
         MACHINE, 4, terms_of([Plan(dp_shard=4)], [Runtime()], ["all_gather"]), Calibration(gpu=MACHINE.slowest_kind)
