@@ -23,10 +23,10 @@ def announced(agenda: Agenda, budget_s: float) -> list[str]:
     what = f"which of {count} plans is quickest" if agenda.wanted.choice else f"{count} steps"
     made = [*agenda.known, *(one.measurement for one in agenda.chosen)]
     before, after = agenda.spread_after(agenda.known), agenda.spread_after(made)
+    seconds = f"about {agenda.seconds:.0f} s of {budget_s:.0f}, {STARTING_S:.0f} of them for processes to start"
     lines = [
         f"to be made sure: {what}, off by ±{before:.1%} (80 %), ±{after:.1%} afterwards",
-        f"{len(agenda.chosen)} measurements, about {agenda.seconds:.0f} s of {budget_s:.0f} on {agenda.gpus} GPUs,"
-        f" {STARTING_S:.0f} of them for processes to start:",
+        f"{len(agenda.chosen)} measurements, {seconds}, on {agenda.gpus} GPUs:",
     ]
     if agenda.chosen and agenda.seconds > budget_s:
         lines.append("  too little time for all of them where torch is not in memory yet: a longer --budget")
