@@ -178,6 +178,11 @@ def _verify(content: PlanFile, where: str) -> None:
     verify_model(content.model, where=where)
     verify_estimate(content.estimate, where=where)
     verify_plan(content.plan, where=where)
+    if content.plan.gpus > content.cluster.gpu_count:
+        raise BadPlan(
+            f"{where}: plan.dp_replicate x dp_shard x cp x tp x pp is {content.plan.gpus} GPUs",
+            why=f"its cluster has {content.cluster.gpu_count}",
+        )
     verify_lists(content.plan, where=where, layers=content.model.layers, gpus=content.cluster.gpu_count)
     verify_workload(content.workload, where=where)
     verify_runtime(content.runtime, where=where)

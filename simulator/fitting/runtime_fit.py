@@ -22,7 +22,7 @@ from simulator.closed_form.scenario import Scenario
 from simulator.config.model import Model
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
-from simulator.config.verify import verify_model, verify_plan, verify_runtime, verify_workload
+from simulator.config.verify import verify_lists, verify_model, verify_plan, verify_runtime, verify_workload
 from simulator.config.workload import Workload
 from simulator.fitting.host_fit import LEAST_S, SINGLE, HostFit, HostRuns, as_host_fields, costs_in, fit_hosts
 from simulator.kernels.roofline import efficiency
@@ -31,7 +31,7 @@ from simulator.step.host import BATCH_TOKENS, slowest
 from topology import codec
 from topology.catalog.platform import grow
 from topology.cluster import Cluster
-from topology.errors import PlannerError
+from topology.errors import BadPlan, PlannerError
 from topology.profile.profile import Profile
 from topology.profile.samples import LayerSample
 from topology.rates.reach import reach
@@ -124,12 +124,16 @@ def run_of(sample: LayerSample) -> Run | None:
     Raises UserError where the numbers of its model, plan, workload or runtime cannot be.
     """
     run = _decoded_run(sample)
-    if run is not None:
-        verify_model(run.model, where="layers")
-        verify_plan(run.plan, where="layers")
-        verify_workload(run.workload, where="layers")
-        verify_runtime(run.runtime, where="layers")
-    return run
+    if run is None:
+        return None
+    verify_model(run.model, where="layers")
+    verify_plan(run.plan, where="layers")
+    verify_lists(run.plan, where="layers", layers=run.model.layers, gpus=run.plan.gpus)
+    verify_workload(run.workload, where="layers")
+    verify_runtime(run.runtime, where="layers")
+    if (stages := run.plan.pp * run.plan.virtual_stages) > run.model.layers:
+        raise BadPlan(f"layers: the plan has {stages} stages", why=f"the model has {run.model.layers} layers")
+    return None if run.runtime.not_modelled or run.seconds <= 0 else run
 
 
 def _decoded_run(sample: LayerSample) -> Run | None:
@@ -194,12 +198,13 @@ def _solve_factors(matrix: Floats, left: Floats, *, layers_apart: bool, usual_s:
         found = _least_squares(matrix, left, most_s)
         if FACTORS[0] <= found[:2].min() and found[:2].max() <= FACTORS[1]:
             return found
-    factor, step_s = _least_squares(together, left, most_s)
+    # Runs that contradict each other would be explained by kernels of negative time.
+    factor, step_s = _least_squares(together, left, most_s, least=FACTORS[0])
     return np.array([factor, factor, step_s])
 
 
-def _least_squares(matrix: Floats, left: Floats, most_s: float) -> Floats:
-    low, high = np.full(matrix.shape[1], -np.inf), np.full(matrix.shape[1], np.inf)
+def _least_squares(matrix: Floats, left: Floats, most_s: float, *, least: float = -np.inf) -> Floats:
+    low, high = np.full(matrix.shape[1], least), np.full(matrix.shape[1], np.inf)
     low[-1], high[-1] = 0.0, max(most_s, LEAST_S)
     return np.asarray(scipy.optimize.lsq_linear(matrix, left, bounds=(low, high)).x)
 

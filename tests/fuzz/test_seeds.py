@@ -95,7 +95,17 @@ def seeds() -> Iterator[tuple[str, str, str]]:
     yield "cluster", "a thousand GPUs a node", json.dumps({"gpu": "h100-sxm", "gpus_per_node": 1024, "nodes": 1024})
     yield "profile", "a collective of 1e-12 s", altered(profile, collectives__0__time_s=1e-12)
     yield "profile", "negative spread", altered(profile, operators__0__spread=-1.0)
-    yield "profile", "a layer of a model without heads", altered(profile, layers__0__model__heads=0)
+    for at, value in {
+        "layers__0__model__heads": 0,
+        "layers__0__plan__virtual_stages": 1000,
+        "layers__0__runtime__optimizer": "",
+        "layers__0__data_s": 1e3,
+        "operators__0__shape": {"u": 8},
+        "operators__1__name": "clip",
+        "operators__2__name": "copy",
+        "collectives__0__launch": "x",
+    }.items():
+        yield "profile", f"{at} {value!r:.20}", altered(profile, **{at: value})
     yield "measurement", "a flow of no GPU", altered(measured, flows__0__flows__0__dst="gpu-1")
     yield "nvidia-smi", "400,000 brackets", "index, " + "[" * 400_000 + "name\n0, x\n"
     yield "nvidia-smi", "capabilities without rows", "$ nvidia-smi topo -p2p r\n \tGPU0\tGPU1\n\nLegend:\n"

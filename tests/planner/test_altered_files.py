@@ -61,6 +61,7 @@ def plan_document(tmp_path_factory):
     ("at", "value"),
     [
         ("plan.tp", -1),
+        ("plan.pp", 1024),
         ("model.layers", -32),
         ("cluster.gpu_kinds.0.memory_bytes", 1),
         ("cluster.gpu_kinds.0.compute_capability", -1),

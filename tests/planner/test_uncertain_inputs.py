@@ -9,6 +9,8 @@ import pytest
 from planner.serving.candidates import deployments
 from planner.serving.question.question import ServingQuestion
 from planner.serving.stated import problems_of
+from planner.sharding.frontends.decoder import decoder_case
+from planner.sharding.plans.report import planned_case
 from simulator.config.hf_config import load_model
 from simulator.fitting.calibration_fit import MAX_AGE_DAYS, Calibrations, doubts_of
 from simulator.serving.deployment import Pool
@@ -98,6 +100,15 @@ def test_engines_that_serve_have_a_path_between_their_gpus(name) -> None:
     assert any(why in reason for reason in rejected)
     wide = asked.deployment(Pool(tp=8, pp=machine.node_count))
     assert any(why in problem for problem in problems_of(asked, wide))
+
+
+@pytest.mark.parametrize("name", APART)
+def test_tensors_are_placed_on_gpus_with_a_path_only(name) -> None:
+    machine, _, why = APART[name]
+    case = decoder_case(load_model("tiny-llama"), {"data": machine.gpu_count}, layers=1, batch=16, seq_len=256)
+
+    assert why in planned_case(case, 0, machine)[0]["rejected"]
+    assert planned_case(case | {"policy": "min_ring_bytes"}, 0, machine)[1] is None
 
 
 @pytest.mark.parametrize("name", APART)

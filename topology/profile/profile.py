@@ -18,6 +18,7 @@ from topology.codec import convert, read_json
 from topology.errors import BadInput, NewerSchema
 from topology.profile.samples import (
     DIRECTIONS,
+    AXES,
     OPERATOR_KINDS,
     OVERLAP_OPERATIONS,
     REGIMES,
@@ -43,6 +44,7 @@ QUICKEST_S = 1e-8
 NARROW_WIDTH, NARROW_LAYERS = 512, 8
 
 _OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv")
+_LAUNCHES = ("queued", "graph", "eager", "isolated")
 
 
 def _min_sent_share(op: str, ranks: int) -> float:
@@ -169,6 +171,11 @@ def check_profile(profile: Profile, *, where: str = "profile", cluster: Cluster 
         if not math.isfinite(rate) or rate < 0:
             raise BadInput(f"{where}: $.overlap_rates.{name} is {rate}", why="a rate is finite and not negative")
     for index, layer in enumerate(profile.layers):
+        if layer.data_s is not None and layer.data_s >= layer.step_s:
+            raise BadInput(
+                f"{where}: $.layers[{index}].data_s is {layer.data_s:g}",
+                why=f"it is a part of the step, which took {layer.step_s:g} s",
+            )
         if any(type(layer.model.get(name, 0)) is not int for name in ("layers", "hidden")):
             raise BadInput(f"{where}: $.layers[{index}].model: layers and hidden are whole numbers")
         if not 1 <= layer.layers <= (NARROW_LAYERS if layer.model.get("hidden", 0) <= NARROW_WIDTH else 2):
@@ -213,7 +220,10 @@ def _check_operator(sample: OperatorSample, where: str, cluster: Cluster | None)
             raise BadInput(f"{where}.{name} is {value!r}", remedy=f"use one of {', '.join(known)}")
     if not sample.shape or any(size <= 0 for size in sample.shape.values()):
         raise BadInput(f"{where}.shape is {sample.shape}", why="axes have positive sizes")
-    if sample.kind != "matmul" or cluster is None or not {"m", "n", "k"} <= sample.shape.keys():
+    needed = (*AXES.get(sample.kind, ()), *AXES.get(sample.name, ()))
+    if absent := [axis for axis in needed if axis not in sample.shape]:
+        raise BadInput(f"{where}.shape is without {', '.join(absent)}", why="sizes of the operator cannot be told")
+    if sample.kind != "matmul" or cluster is None:
         return
     shape = sample.shape
     rate = 2.0 * shape.get("batch", 1) * shape["m"] * shape["n"] * shape["k"] / sample.seconds
@@ -229,6 +239,8 @@ def _check_operator(sample: OperatorSample, where: str, cluster: Cluster | None)
 def _check_sample(sample: CollectiveSample, where: str, cluster: Cluster | None) -> None:
     if sample.op not in _OPS:
         raise BadInput(f"{where}.op is {sample.op!r}", remedy=f"use one of {', '.join(_OPS)}")
+    if sample.launch not in _LAUNCHES:
+        raise BadInput(f"{where}.launch is {sample.launch!r}", remedy=f"use one of {', '.join(_LAUNCHES)}")
     if not math.isfinite(sample.time_s) or sample.time_s <= 0:
         raise BadInput(f"{where}.time_s is {sample.time_s}", why="a time is finite and positive")
     if sample.time_s < QUICKEST_S:

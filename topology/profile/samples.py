@@ -16,6 +16,13 @@ FAULTS = ("hardware slowdown", "software thermal slowdown", "hardware thermal sl
 
 OPERATOR_KINDS = ("matmul", "attention", "move")
 DIRECTIONS = ("forward", "backward", "dgrad", "wgrad")
+# Axes without which a sample tells nothing of its operator: by kind, and of the moves that are priced by more than their bytes.
+AXES: dict[str, tuple[str, ...]] = {
+    "matmul": ("m", "n", "k"),
+    "attention": ("b", "a", "s", "S", "d"),
+    "copy": ("bytes",),
+    **dict.fromkeys(("gather_pack", "gather_unpack", "reduce_pack", "adamw", "clip"), ("h", "q", "kv", "f", "ranks")),
+}
 REGIMES = ("sustained", "burst", "step")
 OVERLAP_OPERATIONS = ("all_gather_matmul", "matmul_reduce_scatter")
 

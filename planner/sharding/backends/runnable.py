@@ -308,20 +308,16 @@ def simulate_program(
     spans: bool = False,
 ) -> Run:
     """Run the program on SimPy on the first GPUs of `cluster`; kernels by roofline. Raises Infeasible for too few GPUs."""
-    ranks = written_program.program.ranks
-    if ranks > cluster.gpu_count:
-        raise Infeasible(
-            f"{cluster.name} has {cluster.gpu_count} GPU(s), the mesh {ranks} ranks",
-            remedy="a larger --cluster, or more nodes of it with --gpus",
-        )
+    machine = Machine(cluster, calibration)
+    machine.require_ranks(written_program.program.ranks)
     kernels: dict[KernelKey, tuple[Cost, float]] = {}
     for work in written_program.works:
         if isinstance(work.do, Kernel):
             first = written_program.program.buffers[work.writes[0]]
-            seconds = kernel_seconds(work, written_program.program, problem, Machine(cluster, calibration))
+            seconds = kernel_seconds(work, written_program.program, problem, machine)
             cost = Cost(seconds=seconds, sms=float(cluster.slowest_kind.sm_count))
             kernels[work.writes[0], first.local, first.dtype] = (cost, 0.0)
-    program = with_copies(written_program.program, kernels, Machine(cluster, calibration))
+    program = with_copies(written_program.program, kernels, machine)
     costs = MachineCosts(
         cluster=cluster,
         collectives=collectives_on(cluster, calibration),

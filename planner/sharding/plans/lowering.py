@@ -72,12 +72,9 @@ def lower(
             why="their time depends on the pipeline schedule",
             remedy="planner trace, for a plan",
         )
-    if mesh.ranks > cluster.gpu_count:
-        raise Infeasible(
-            f"{cluster.name} has {cluster.gpu_count} GPU(s), the mesh {mesh.ranks} ranks",
-            remedy="a larger --cluster, or more nodes of it with --gpus",
-        )
-    writer = _ProgramWriter(problem, Machine(cluster, calibration))
+    machine = Machine(cluster, calibration)
+    machine.require_ranks(mesh.ranks)
+    writer = _ProgramWriter(problem, machine)
     for number, step in enumerate(plan.steps):
         if isinstance(step, TensorMove):
             writer.add_move(step, piecewise_consumer=writer.piecewise_consumer(plan.steps, number))

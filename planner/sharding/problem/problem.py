@@ -29,7 +29,8 @@ from planner.sharding.problem.schedule import Schedule, parse_schedule
 from planner.sharding.problem.token_routing import TokenRouting, parse_routings
 from simulator.calibration.calibration import Calibration
 from topology.cluster import Cluster
-from topology.errors import BadInput
+from topology.errors import BadInput, Infeasible
+from topology.rates.reach import reach
 
 MAX_CASES = 2000
 POLICIES = ("min_ring_bytes", "min_time", "follow_weights")
@@ -87,6 +88,18 @@ class Machine:
 
     cluster: Cluster
     calibration: Calibration | None = None
+
+    def require_ranks(self, ranks: int) -> None:
+        """Raise Infeasible unless the machine has so many GPUs, and a path between them."""
+        found = self.cluster.gpu_count
+        if ranks > found:
+            raise Infeasible(
+                f"{self.cluster.name} has {found} GPU(s), the mesh {ranks} ranks",
+                remedy="a larger --cluster, or more nodes of it with --gpus",
+            )
+        joined = reach(self.cluster)
+        if ranks > joined.gpus:
+            raise Infeasible(f"a mesh of {ranks} ranks cannot run on {self.cluster.name}", why=joined.why)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -85,7 +85,7 @@ class BytesPricing:
 
 @dataclass(slots=True)
 class TimePricing:
-    """Picoseconds on a machine. Raises Infeasible where the mesh has more ranks than the machine GPUs."""
+    """Picoseconds on a machine. Raises Infeasible where the mesh has more ranks than the machine GPUs with a path between them."""
 
     machine: Machine
     mesh: Mesh
@@ -95,13 +95,8 @@ class TimePricing:
     _known: dict[tuple[str, tuple[str, ...], int], int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        cluster = self.machine.cluster
-        if self.mesh.ranks > cluster.gpu_count:
-            raise Infeasible(
-                f"{cluster.name} has {cluster.gpu_count} GPU(s), the mesh {self.mesh.ranks} ranks",
-                remedy="a larger --cluster, or more nodes of it with --gpus",
-            )
-        self._model = collectives_on(cluster, self.machine.calibration)
+        self.machine.require_ranks(self.mesh.ranks)
+        self._model = collectives_on(self.machine.cluster, self.machine.calibration)
 
     def collectives(
         self, found: Sequence[Collective], *, slices: int = 0, sliced_bytes: int = 0, duals: bool = False
