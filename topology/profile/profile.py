@@ -17,8 +17,8 @@ from topology.cluster import Cluster
 from topology.codec import convert, read_json
 from topology.errors import BadInput, NewerSchema
 from topology.profile.samples import (
-    DIRECTIONS,
     AXES,
+    DIRECTIONS,
     OPERATOR_KINDS,
     OVERLAP_OPERATIONS,
     REGIMES,
