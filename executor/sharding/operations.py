@@ -181,10 +181,11 @@ def _laid_out(gradient: torch.Tensor, *, strides: tuple[int, ...]) -> torch.Tens
     """A gradient with the strides of the result that it belongs to.
 
     torch 2.11 keeps cuDNN's plans of the backward pass by the layouts of queries, keys and values: a gradient that lies otherwise
-    than the first one did would be read as if it lay like that.
+    than the first one did would be read as if it lay like that. Where only dims of one element differ, nothing is copied.
     """
-    if gradient.stride() == strides:
-        return gradient
+    both = zip(gradient.shape, gradient.stride(), strides, strict=True)
+    if all(size == 1 or ours == wanted for (size, ours, wanted) in both):
+        return gradient.as_strided(gradient.shape, strides)
     return torch.empty_strided(gradient.shape, strides, dtype=gradient.dtype, device=gradient.device).copy_(gradient)
 
 

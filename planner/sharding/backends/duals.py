@@ -15,11 +15,15 @@ gradients are right whatever the placements are:
 
 (Xu et al., GSPMD, arXiv 2105.04663, section 3.6, has the duals; JAX states the rule for types of cotangents.) A kernel's
 backward is that of its operator on the rank's own pieces.
+
+Gradients of outputs are given whole: over the axes of its copies such a gradient is not pending but the same on all ranks, and
+stays so through kernels that all ranks of an axis run alike. An all-gather's dual is a slice of it then, an all-reduce's is
+nothing. Where it meets a pending gradient, or a kernel of pieces, each rank takes an equal share of it as its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 
@@ -69,7 +73,7 @@ class BackwardWriter:
                 raise Infeasible(
                     f"{name} does not depend on anything that a gradient is asked of", remedy="a parameter among inputs"
                 )
-            seeds.append(self._contribution(name))
+            seeds.append(self._contribution(name, whole=self._copied(name)))
         first_use: dict[str, int] = {}
         for number, work in enumerate(works):
             for name in work.reads:
@@ -98,30 +102,58 @@ class BackwardWriter:
             if passes and not maximum and any(name in self._needed for name in work.reads):
                 self._needed |= {n for n in work.writes if self.out.buffers[n].dtype in FLOATS}
 
-    def _contribution(self, name: str) -> str:
+    def _contribution(self, name: str, whole: Container[str] = ()) -> str:
         """Return a new buffer for a part of the gradient of buffer `name`, which may be all of it."""
-        gradient = self._part(name)
+        gradient = self._part(name, whole)
         self.gradients.setdefault(name, gradient)
         return gradient
 
-    def _part(self, name: str) -> str:
+    def _part(self, name: str, whole: Container[str] = ()) -> str:
+        """Return a new buffer for a part of a gradient, which over the axes in `whole` is the same on all ranks."""
         number = self._counts.get(name, 0)
         self._counts[name] = number + 1
-        gradient = f"{name}.grad{number or ''}"
+        pending = {axis: "sum" for axis in self._copied(name) if axis not in whole}
+        return self.out.add_buffer(f"{name}.grad{number or ''}", replace_buffer(self.out.buffers[name], pending))
+
+    def _copied(self, name: str) -> tuple[str, ...]:
+        """Return the mesh axes on which a buffer has copies."""
         about = self.out.buffers[name]
-        pending = {
-            axis: "sum" for axis in self.out.mesh.names if axis not in _axes(about) and axis not in about.pending
-        }
-        return self.out.add_buffer(gradient, replace_buffer(about, pending))
+        return tuple(axis for axis in self.out.mesh.names if axis not in _axes(about) and axis not in about.pending)
+
+    def _whole(self, name: str) -> frozenset[str]:
+        """Return the mesh axes on which buffer `name` has copies whose gradient is the same on all ranks, not pending."""
+        return frozenset(self._copied(name)) - set(self.out.buffers[self.gradients[name]].pending)
+
+    def _incoming(self, name: str, pending: Container[str]) -> str:
+        """Return the gradient of buffer `name`, pending over the axes in `pending` on which the buffer has copies."""
+        axes = [axis for axis in self._copied(name) if axis in pending and axis in self._whole(name)]
+        if axes:
+            self.gradients[name] = self._shared_out(self.gradients[name], axes)
+        return self.gradients[name]
+
+    def _shared_out(self, gradient: str, axes: Sequence[str]) -> str:
+        """Write each rank's equal share of a gradient that is the same on all ranks of `axes`."""
+        about, share = self.out.buffers[gradient], f"{gradient}.share"
+        self.out.add_buffer(share, replace_buffer(about, {**about.pending, **dict.fromkeys(axes, "sum")}))
+        kernel = Kernel(op="aten.mul.Scalar", args=({"tensor": gradient}, 1 / self.out.mesh.size(axes)))
+        self.out.add(Work(do=kernel, reads=(gradient,), writes=(share,)))
+        return share
 
     def _add_up(self, name: str, part: str) -> None:
         """Add `part` to the gradient of buffer `name`, if there is one already."""
-        if self.gradients[name] == part:
+        before = self.gradients[name]
+        if before == part:
             return
         total = f"{part}.sum"
-        self.out.add_buffer(total, self.out.buffers[part])
-        before = self.gradients[name]
-        kernel = Kernel(op="aten.add.Tensor", args=({"tensor": before}, {"tensor": part}))
+        pending = [self.out.buffers[one].pending for one in (before, part)]
+        missing = [[axis for axis in other if axis not in own] for own, other in (pending, pending[::-1])]
+        if all(missing):
+            before, missing[0] = self._shared_out(before, missing[0]), []
+        if missing[0]:
+            before, part, missing = part, before, missing[::-1]
+        self.out.add_buffer(total, replace_buffer(self.out.buffers[part], {**pending[0], **pending[1]}))
+        share = {"alpha": 1 / self.out.mesh.size(missing[1])} if missing[1] else {}
+        kernel = Kernel(op="aten.add.Tensor", args=({"tensor": before}, {"tensor": part}), kwargs=share)
         self.out.add(Work(do=kernel, reads=(before, part), writes=(total,)))
         self.gradients[name] = total
 
@@ -130,6 +162,13 @@ class BackwardWriter:
             (self._reduce if exchange.kind == BROADCAST else self._broadcast)(work, exchange)
             return
         (source,), (target,) = work.reads, work.writes
+        if (
+            exchange.kind in {ALL_GATHER, ALL_REDUCE}
+            and exchange.reducer != "avg"
+            and self._whole(target).issuperset(exchange.axes)
+        ):
+            self._local_dual(work, exchange)
+            return
         duals = {ALL_GATHER: REDUCE_SCATTER, REDUCE_SCATTER: ALL_GATHER}
         sums = "sum" if exchange.kind in {ALL_GATHER, ALL_REDUCE} else ""
         dual = Exchange(
@@ -143,17 +182,31 @@ class BackwardWriter:
             source=_inverse(exchange.source) if exchange.kind == PERMUTE else (),
             stages=exchange.stages[::-1],
         )
-        incoming = self.gradients[target]
-        part = self._contribution(source)
+        incoming = self._incoming(target, self.out.mesh.names if exchange.kind == PERMUTE else exchange.axes)
+        part = self._contribution(source, self._whole(target))
         self.out.add(Work(do=dual, reads=(incoming,), writes=(part,)))
+        self._add_up(source, part)
+
+    def _local_dual(self, work: Work, exchange: Exchange) -> None:
+        """Write the dual of a gather or a sum whose gradient all ranks have: their own slice of it, or all of it."""
+        (source,), (target,) = work.reads, work.writes
+        incoming = {"tensor": self.gradients[target]}
+        own = [exchange.dim, exchange.blocks, list(exchange.axes)]
+        do = (
+            Kernel(op="shard", args=(incoming, own))
+            if exchange.kind == ALL_GATHER
+            else Kernel(op="same", args=(incoming,))
+        )
+        part = self._contribution(source, self._whole(target))
+        self.out.add(Work(do=do, reads=(self.gradients[target],), writes=(part,)))
         self._add_up(source, part)
 
     def _reduce(self, work: Work, exchange: Exchange) -> None:
         """Write the reduction of a piece's gradient to the rank that has the piece; the last one has those of all ranks."""
         (source,), (target,) = work.reads, work.writes
         sums, left = self._reduced.pop(source, ("", self.out.mesh.size(exchange.axes)))
-        part = self._part(source)
-        reads = (self.gradients[target], sums) if sums else (self.gradients[target],)
+        part, incoming = self._part(source), self._incoming(target, self.out.mesh.names)
+        reads = (incoming, sums) if sums else (incoming,)
         dual = replace_exchange(exchange, REDUCE)
         self.out.add(Work(do=dual, reads=reads, writes=(part,)))
         if left > 1:
@@ -165,7 +218,7 @@ class BackwardWriter:
     def _broadcast(self, work: Work, exchange: Exchange) -> None:
         """Write the broadcast of a piece's gradient by its rank; reductions to other ranks have the same gradient."""
         (source, *sums), (target,) = work.reads, work.writes
-        incoming = self.gradients[target]
+        incoming = self._incoming(target, self.out.mesh.names)
         part = self._contribution(source)
         self.out.add(Work(do=replace_exchange(exchange, BROADCAST), reads=(incoming,), writes=(part,)))
         self._add_up(source, part)
@@ -176,7 +229,7 @@ class BackwardWriter:
         (source,), (target,) = work.reads, work.writes
         assert isinstance(work.do, Kernel)  # noqa: S101 - by the caller
         incoming = self.gradients[target]
-        part = self._contribution(source)
+        part = self._contribution(source, self._whole(target))
         self.out.add(
             Work(
                 do=Kernel(op="unshard", args=({"tensor": incoming}, *work.do.args[1:])),
@@ -189,8 +242,9 @@ class BackwardWriter:
     def _kernel(self, work: Work) -> None:
         (target,) = work.writes
         wanted = [name for name in dict.fromkeys(work.reads) if name in self._needed]
-        incoming = self.gradients[target]
-        parts = [self._contribution(name) for name in wanted]
+        split = {axis for name in work.reads for axis in self.out.mesh.names if axis not in self._copied(name)}
+        incoming = self._incoming(target, split)
+        parts = [self._contribution(name, self._whole(target)) for name in wanted]
         do = Kernel(op="backward", args=(target, list(wanted)))
         self.out.add(replace(work, do=do, reads=(incoming,), writes=tuple(parts)))
         for name, part in zip(wanted, parts, strict=True):

@@ -82,7 +82,7 @@ class _Product:
         ready = [self._exchanged(part, start, site.operand_dim, count) for part in taken] if gathers else taken
         made = []
         for number, part in enumerate(ready):
-            target = self._multiplied(part, f"{site.result}.{number}", name, count)
+            target = self._multiplied(part, f"{site.result}.chunk{number}", name, count)
             made.append(target if gathers else self._exchanged(target, name, site.result_dim, count))
         if gathers and site.shared:
             self._join(ready, site.operand, self.operands[site.operand], site.operand_dim, site.blocks)
