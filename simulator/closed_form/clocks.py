@@ -46,7 +46,7 @@ def quickest(context: CostContext) -> float:
         return min(1.0, context.calibration.burst)
     if context.roofline.simt or not np.any(context.table["gpus"] == 1):
         return 1.0
-    return efficiency(context.roofline.gpu.architecture).rested
+    return context.roofline.rested
 
 
 def working_clocks(breakdown: Mapping[str, Floats], shares: Shares, context: CostContext) -> Floats:
@@ -75,6 +75,6 @@ def working_clocks(breakdown: Mapping[str, Floats], shares: Shares, context: Cos
     taken = np.ones(len(kernels))
     for _ in range(ROUNDS):
         duty = taken * products / np.maximum(taken * products + spare, 1e-12)
-        taken = np.maximum(duty**known.power_exponent, known.rested)
+        taken = np.maximum(duty**known.power_exponent, context.roofline.rested)
     slower = 1.0 - shares[WorkKind.MATMUL] * (1.0 - taken)
     return np.asarray(np.where(context.table["gpus"] == 1, slower, 1.0))

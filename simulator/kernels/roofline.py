@@ -205,8 +205,10 @@ class Roofline:
             return 1.0
         known = efficiency(self.gpu.architecture)
         burst = known.float4 if self.low.dtype == "float4" else known.float8
-        rate = burst * self.low.relative_rate(self.gpu.architecture) * self.products_peak_flops
-        return max(rate / (known.burst * self.peak_flops), 1.0)
+        relative = self.low.relative_rate(self.gpu.architecture)
+        rate = burst * relative * self.products_peak_flops / (known.burst * self.peak_flops)
+        found = self.gpu.achieved_flops.get(self.low.dtype, np.inf) * relative / self.sustained_flops
+        return max(min(rate, found), 1.0)
 
     @property
     def sustained_flops(self) -> float:
@@ -214,7 +216,7 @@ class Roofline:
         known = efficiency(self.gpu.architecture)
         if self.simt:
             return self.peak_flops * known.simt * known.sustained
-        sustained = self.peak_flops * known.burst * known.sustained * self.power_limited
+        sustained = self.peak_flops * known.burst * known.sustained * self.power_supplied
         return float(min(sustained, self.gpu.achieved_flops.get(self.dtype, np.inf)))
 
     @property
@@ -225,11 +227,28 @@ class Roofline:
     @property
     def power_limited(self) -> float:
         """Fraction of the reference part's arithmetic rate that this part's power limit lets tensor cores keep up."""
+        return min(1.0, self._power)
+
+    @property
+    def power_supplied(self) -> float:
+        """What products keep up over the reference part's share of the peak: less with less power for their rate, and more with
+        more of it where a search has found how much this part reaches at most; where none has, the reference part's share.
+        """
+        return self._power if self.gpu.achieved_flops.get(self.dtype) else self.power_limited
+
+    @property
+    def rested(self) -> float:
+        """What products take where power is left over, over what they take in steps that do nothing else."""
+        return min(efficiency(self.gpu.architecture).rested * max(self.power_supplied, 1.0), 1.0)
+
+    @property
+    def _power(self) -> float:
+        """How fast tensor cores go that only power limits, over those of the reference part."""
         known = efficiency(self.gpu.architecture)
         bf16 = self.gpu.peak_flops.get("bfloat16", self.peak_flops)
         watts = self.gpu.power_w or known.reference_w
         supply = (watts / bf16) / (known.reference_w / known.reference_flops)
-        return float(min(1.0, supply) ** known.power_exponent)
+        return float(supply**known.power_exponent)
 
     @property
     def memory_bytes_per_s(self) -> float:

@@ -1,17 +1,19 @@
 """Kernel times against the roofline's own limits and a published effect of the power limit."""
 
-import dataclasses
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from simulator.config.runtime import Runtime
+from simulator.kernels.low_precision import recipe_of
 from simulator.kernels.operators import Work, WorkKind
 from simulator.kernels.roofline import Roofline, efficiency, grouped_tile_factor
 from simulator.runtimes.library import attention_kernel, is_earlier_version, runtime_spec, spec_for
 from topology.catalog.gpus import gpu_kind, gpu_kinds
+from topology.cluster import GpuKind
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -65,6 +67,34 @@ def test_lower_power_limit_slows_products_as_published() -> None:
     ratio = Roofline(gpu=capped).sustained_flops / Roofline(gpu=full).sustained_flops
 
     assert ratio == pytest.approx((500 / 700) ** (np.log(1403 / 1655) / np.log(500 / 650)), rel=0.02)
+
+
+def with_usual_power(gpu: GpuKind) -> GpuKind:
+    """A part with as many watts for its rate as the one that its architecture's figures are of."""
+    known = efficiency(gpu.architecture)
+    return replace(gpu, power_w=known.reference_w / known.reference_flops * gpu.peak_flops["bfloat16"])
+
+
+@pytest.mark.parametrize("name", ["gb300", "gb200", "gh200-96gb", "b300-sxm"])
+@pytest.mark.parametrize("low", [None, "delayed"])
+def test_more_power_quickens_products_up_to_the_largest_that_was_found(name: str, low: str | None) -> None:
+    gpu = gpu_kind(name)
+    runtime = Runtime(name="megatron-lm", compute_dtype="float8", low_precision_recipe=low) if low else Runtime()
+    more, usual = (Roofline(gpu=kind, low=recipe_of(runtime)) for kind in (gpu, with_usual_power(gpu)))
+    found = gpu.achieved_flops["float8" if low else "bfloat16"]
+
+    rates = [roofline.sustained_flops * roofline.low_rate for roofline in (more, usual)]
+
+    assert rates[1] <= rates[0] <= found * (1 + 1e-9)
+    assert more.sustained_flops > usual.sustained_flops
+    assert more.sustained_flops / more.rested <= gpu.peak_flops["bfloat16"]
+
+
+def test_power_that_no_search_has_tried_changes_nothing() -> None:
+    """An H20 has four times the power for its rate, of which nothing is known."""
+    gpu = gpu_kind("h20")
+
+    assert Roofline(gpu=gpu).sustained_flops == Roofline(gpu=with_usual_power(gpu)).sustained_flops
 
 
 def test_every_architecture_of_the_catalogue_has_efficiencies() -> None:
@@ -133,7 +163,7 @@ def test_products_of_experts_waste_half_a_tile_each_as_measured() -> None:
     missed = []
     for row in table["rows"]:
         if row["drawn"]:
-            work = dataclasses.replace(product(1, 1, 1), grouped_rows=np.array([float(row["rows"])]))
+            work = replace(product(1, 1, 1), grouped_rows=np.array([float(row["rows"])]))
             missed.append(np.log(row["grouped_s"] / row["batched_s"] / grouped_tile_factor(work))[0])
 
     assert len(missed) > 50
@@ -179,4 +209,4 @@ def test_norms_of_short_rows_take_their_time_a_row(gpu, rows, forward_us, backwa
     for parts, measured in ((2, forward_us), (4, backward_us)):
         work = Work(kind=WorkKind.MOVE, name="qk_norm", bytes=parts * moved, units={"row": np.array([rows])})
         assert roofline.seconds(work)[0] * 1e6 == pytest.approx(measured, rel=0.06)
-        assert roofline.seconds(work)[0] > 1.5 * roofline.seconds(dataclasses.replace(work, units={}))[0]
+        assert roofline.seconds(work)[0] > 1.5 * roofline.seconds(replace(work, units={}))[0]
