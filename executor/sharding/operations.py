@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F  # noqa: N812
 
-from executor.model import rotary
+from executor.model import moe, rotary
 from executor.sharding import merged
 from executor.sharding.places import DTYPES, Context
 from simulator.sharded.program import Kernel, is_of_patches
@@ -30,7 +30,7 @@ def run_kernel(kernel: Kernel, values: Mapping[str, torch.Tensor], context: Cont
         return _PLACED[kernel.op](context, *args)
     if kernel.op in _CONVOLUTIONS and not kernel.kwargs and is_of_patches(kernel, args[0].shape, args[1].shape):
         return _patches(*args[:3])
-    found = _aten(kernel.op)(*args, **_given(kernel.kwargs, values))
+    found = _aten(kernel.op)(*args, **{name: _given(value, values) for name, value in kernel.kwargs.items()})
     return found if kernel.index is None else found[kernel.index]
 
 
@@ -130,6 +130,31 @@ def _embedding(context: Context, weight: torch.Tensor, ids: torch.Tensor) -> tor
     rows = where[ids]
     found = F.embedding(rows.clamp_min(0), weight)
     return found * (rows >= 0).unsqueeze(-1).to(found.dtype)
+
+
+def _rows(context: Context, x: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """Rows by number, counted from the end where negative."""
+    read = context.reads.values()
+    whole = next(b for b in read if context.place.shape(b) == tuple(x.shape) and b.dtype not in _INTEGERS).shape[0]
+    return _embedding(context, x, torch.where(numbers < 0, numbers + whole, numbers))
+
+
+def _grouped_product(context: Context, x: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Every row by the matrix of its group; rows of groups whose matrices other ranks have are zero."""
+    rows, matrices = (next(b for b in context.reads.values() if len(b.shape) == dims) for dims in (2, 3))
+    if rows.dims[0]:  # of all rows this rank has some
+        ends = torch.searchsorted(context.place.indices(rows, 0).to(ends.device), ends)
+    start, stop = 0, len(x)
+    if matrices.dims[0]:
+        groups = context.place.indices(matrices, 0)
+        first, last = (int(groups[0]), int(groups[-1])) if len(groups) else (0, -1)
+        start, stop = (int(ends[at]) if at >= 0 else 0 for at in (first - 1, last))
+        ends = ends[first : last + 1] - start
+    if not len(weights):
+        return x @ x.new_zeros(x.shape[1], weights.shape[2])
+    multiply = moe.grouped if moe.can_group(x, weights) else moe.looped
+    made = multiply(x[start:stop], weights.transpose(-2, -1), ends.to(torch.int32))
+    return F.pad(made, [0, 0, start, len(x) - start - len(made)])
 
 
 _INTEGERS = frozenset(("i64", "i32", "i16", "i8", "u8", "bool"))
@@ -311,6 +336,8 @@ _PLACED: dict[str, Callable[..., torch.Tensor]] = {
     "take_ring": _take_ring,
     "cast": lambda context, x: x.to(context.dtype),
     "embedding": _embedding,
+    "rows": _rows,
+    "grouped_mm": _grouped_product,
     "attention": _attention,
     "rotary": _rotary,
     "not_equal": _not_equal,

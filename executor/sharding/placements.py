@@ -37,7 +37,7 @@ def placements_of(buffer: Buffer, program: RunnableProgram) -> tuple[Any, ...]:
     """Return the layout of a buffer as DTensor placements, one a mesh axis."""
     sizes = dict(zip(program.mesh_names, program.mesh_shape, strict=True))
     found: dict[str, Any] = {name: Replicate() for name in program.mesh_names}
-    found |= {axis: Partial(reducer) for axis, reducer in buffer.pending.items()}
+    found |= {axis: Partial("sum" if reducer == "mask" else reducer) for axis, reducer in buffer.pending.items()}
     for dim, spec in enumerate(buffer.dims):
         for position, axis in enumerate(spec):
             if isinstance(axis, str):

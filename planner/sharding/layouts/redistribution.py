@@ -220,8 +220,9 @@ class Redistributor:
                             )
 
     def _reductions(self, layout: Layout) -> Iterator[RedistributionStep]:
-        for reducer in dict.fromkeys(reducer for _, reducer in layout.pending):
-            axes = [axis for axis, how in layout.pending if how == reducer]
+        sums = {"sum", "mask"} if "sum" in dict(layout.pending).values() else set()  # of one rank's elements, too
+        for reducer in dict.fromkeys("sum" if reducer in sums else reducer for _, reducer in layout.pending):
+            axes = [axis for axis, how in layout.pending if how == reducer or (reducer == "sum" and how in sums)]
             for length in range(1, len(axes) + 1):
                 for chosen in permutations(axes, length):
                     if self._has_axis_of_one_rank(chosen):

@@ -13,6 +13,8 @@ the roles of axes (`planner.sharding.operators.roles`):
     a created axis                     every rank makes its own piece
     an unsharded axis                  never, nor one that a tensor has in two dims
     a pending sum                      if every term is linear in exactly one pending tensor
+    groups of rows                     each rank has matrices of some groups, and makes their rows; zeros pass through what
+                                       keeps them (`planner.sharding.operators.grouped_rows`)
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from planner.sharding.formulas.annotation import Dim
 from planner.sharding.layouts.collectives import Collective
 from planner.sharding.layouts.layout import DimSpec, Layout, divides_evenly, has_empty_pieces, normalize_spec
 from planner.sharding.layouts.mesh import Mesh
+from planner.sharding.operators.grouped_rows import MASK, group_axis, grouped_rows, zero_keepers
 from planner.sharding.operators.internal_collectives import internal_collectives
 from planner.sharding.operators.operator import Operator, Tensor
 from topology.errors import Infeasible
@@ -51,10 +54,15 @@ class ShardingOption:
 
 @dataclass(frozen=True, slots=True)
 class _PassThrough:
-    """Assigned to a mesh axis over which `tensors` are pending a reduction: the result is pending it too."""
+    """Assigned to a mesh axis over which `tensors` are pending a reduction: the result is pending `result`.
+
+    `groups` is the axis of a grouped product's groups, which the mesh axis shards.
+    """
 
     reducer: str
     tensors: frozenset[str]
+    result: str
+    groups: str = ""
 
 
 def sharding_options(
@@ -64,12 +72,13 @@ def sharding_options(
     *,
     pending: Mapping[str, frozenset[str]],
     irregular_specs: Mapping[str, frozenset[tuple[int, DimSpec]]],
+    grouped: Mapping[str, str] | None = None,
 ) -> list[ShardingOption]:
     """Return every way to shard `operator`.
 
     `pending` says by tensor which reductions it may be pending; `irregular_specs` gives (dim, spec) pairs by tensor
-    that are uneven or have blocks, and are tried besides the regular ones. Raises Infeasible where there are over
-    MAX_OPTIONS.
+    that are uneven or have blocks, and are tried besides the regular ones; `grouped` are tensors whose rows stand by groups
+    (`grouped_rows`). Raises Infeasible where there are over MAX_OPTIONS.
     """
     irregular: dict[str, set[DimSpec]] = {}
     for name, dims in operator.operands:
@@ -80,7 +89,7 @@ def sharding_options(
         for axis, part in (split_dim_spec(spec, operator.dims[dim], operator.sizes, mesh) or {}).items():
             irregular.setdefault(axis, set()).add(part)
     shardable = [axis for axis in operator.axes if _can_shard(operator, axis)]
-    pass_through = list(_pass_through_reductions(operator, pending))
+    pass_through = list(_pass_through_reductions(operator, pending, grouped or {}))
     found: dict[tuple[tuple[tuple[str, Layout], ...], Layout], ShardingOption] = {}
     for targets in product([None, *shardable, *pass_through], repeat=len(mesh.names)):
         assignment = dict(zip(mesh.names, targets, strict=True))
@@ -114,22 +123,43 @@ def _is_twice(operator: Operator, axis: str) -> bool:
     return any(sum(dim.count(axis) for dim in dims) > 1 for dims in tensors)
 
 
-def _pass_through_reductions(operator: Operator, pending: Mapping[str, frozenset[str]]) -> Iterator[_PassThrough]:
+def _pass_through_reductions(
+    operator: Operator, pending: Mapping[str, frozenset[str]], grouped: Mapping[str, str]
+) -> Iterator[_PassThrough]:
     """Yield the ways in which a reduction pending over one mesh axis may pass through the operator."""
     listed = {name for name, _ in operator.operands}
+    yield from _rows_by_groups(operator, pending, grouped)
     reducers = sorted({reducer for name in listed for reducer in pending.get(name, ())})
     for reducer in reducers:
+        by_groups = reducer == MASK and any(name in grouped for name in listed)
+        after = "sum" if by_groups else reducer
         if operator.is_view:
-            yield _PassThrough(reducer, frozenset(listed))
+            yield _PassThrough(reducer, frozenset(listed), after)
             continue
-        if reducer not in _LINEAR_REDUCERS or operator.kind not in {"sum", "avg", "scatter"}:
+        if after not in _LINEAR_REDUCERS or operator.kind not in {"sum", "avg", "scatter"}:
             continue
         holders = [sorted(n for n in t.linear & listed if reducer in pending.get(n, ())) for t in operator.terms]
         if not operator.terms or prod(len(h) for h in holders) > 64:
             continue
         for pick in dict.fromkeys(frozenset(pick) for pick in product(*holders)):
             if all(len(t.linear & pick) == 1 and not t.other & pick for t in operator.terms):
-                yield _PassThrough(reducer, pick)
+                yield _PassThrough(reducer, pick, after)
+
+
+def _rows_by_groups(
+    operator: Operator, pending: Mapping[str, frozenset[str]], grouped: Mapping[str, str]
+) -> Iterator[_PassThrough]:
+    """Yield the ways in which ranks may have rows of their own groups: of all rows, or of those that they have already."""
+    groups = group_axis(operator)
+    if groups:
+        (rows, _), _, (ends, _) = operator.operands
+        yield _PassThrough(MASK, frozenset(), MASK, groups)
+        if grouped.get(rows) == ends and MASK in pending.get(rows, ()):
+            yield _PassThrough(MASK, frozenset((rows,)), MASK, groups)
+        return
+    for tensors in zero_keepers(operator, grouped):
+        if all(MASK in pending.get(name, ()) for name in tensors):
+            yield _PassThrough(MASK, tensors, MASK)
 
 
 def _axis_orders(
@@ -141,8 +171,9 @@ def _axis_orders(
     """Yield the specs of all axes for an assignment, in every order of mesh axes that divides the axis."""
     mesh_axes_of: dict[str, list[str]] = {}
     for name, target in assignment.items():
-        if isinstance(target, str):
-            mesh_axes_of.setdefault(target, []).append(name)
+        axis = target.groups if isinstance(target, _PassThrough) else target
+        if axis:
+            mesh_axes_of.setdefault(axis, []).append(name)
     choices = []
     for axis, names in mesh_axes_of.items():
         regular_specs = {p for p in permutations(names) if divides_evenly(operator.sizes[axis], p, mesh)}
@@ -162,6 +193,9 @@ def _make_option(
     mesh: Mesh,
 ) -> ShardingOption | None:
     pass_through = {name: target for name, target in assignment.items() if isinstance(target, _PassThrough)}
+    groups = {target.groups for target in pass_through.values()} - {""}
+    if any(len(axis_specs[axis]) != 1 for axis in groups):
+        return None  # which rank has which groups would depend on the order of mesh axes, and layouts do not say it
     operand_layouts = []
     for name, dims in operator.operands:
         dim_specs = [
@@ -175,7 +209,7 @@ def _make_option(
     result_specs = [combine_axis_specs(dim, operator.sizes, axis_specs, mesh) for dim in operator.dims]
     if any(spec is None for spec in result_specs):
         return None
-    reducers = {axis: t.reducer for axis, t in pass_through.items()}
+    reducers = {axis: t.result for axis, t in pass_through.items()}
     for axis, spec in axis_specs.items():
         largest = axis in operator.roles.merged or operator.roles.partial.get(axis) in {"max", "min"}
         if largest and has_empty_pieces(operator.sizes[axis], spec, mesh):
@@ -249,8 +283,9 @@ def possible_reductions(
     found = {name: frozenset(reducer for _, reducer in layout.pending) for name, layout in assignment.items()}
     if mesh.ranks == 1:
         return found
+    grouped = grouped_rows(operators)
     for operator in operators:
-        reducers = {t.reducer for t in _pass_through_reductions(operator, found)}
+        reducers = {t.result for t in _pass_through_reductions(operator, found, grouped)}
         reducers |= set(operator.roles.partial.values())
         found[operator.result.name] = found.get(operator.result.name, frozenset()) | reducers
     return found

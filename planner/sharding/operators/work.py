@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.sharding.operators.grouped_rows import group_axis
 from planner.sharding.operators.operator import Operator, Tensor
 from simulator.config.runtime import ELEMENT_BYTES
 from simulator.kernels.operators import ATTENTION_BACKWARD, Work, WorkKind
@@ -65,6 +66,10 @@ def operator_work(operator: Operator, tensors: Mapping[str, Tensor], sizes: Size
         # A convolution's result has places that no operand has, and each is summed over a window that the result has not.
         m, n = size(result - right), size(right & result - left)
         batch, k = size(left & right & result), size(contracted | (right - left - result))
+        groups = group_axis(operator)
+        if groups:  # a row is multiplied by the matrix of its group, and groups have equally many rows on average
+            share = sizes[groups] / operator.sizes[groups]
+            m, k = m * share, size(contracted)
         return Work(
             kind=WorkKind.MATMUL, name="product", flops=2.0 * m * n * k * batch, bytes=moved, batch=batch, m=m, n=n, k=k
         )

@@ -9,6 +9,7 @@ from math import prod
 from planner.sharding.layouts.collectives import SLICE, Cost
 from planner.sharding.layouts.layout import DimSpec, Layout, divides_evenly
 from planner.sharding.layouts.redistribution import RedistributionStep, Redistributor
+from planner.sharding.operators.grouped_rows import grouped_rows
 from planner.sharding.operators.operator import Operator
 from planner.sharding.operators.options import (
     ShardingOption,
@@ -131,11 +132,17 @@ def _operator_options(
     """Return the sharding options, of the operators with these numbers, that the policy of `problem` leaves open."""
     irregular_specs = _irregular_specs(problem)
     pending = possible_reductions(problem.operators, problem.input_layouts, problem.mesh)
+    grouped = grouped_rows(problem.operators)
     options = []
     for operator in (problem.operators[number] for number in numbers):
         deadline.check()
         found = sharding_options(
-            operator, problem.tensors, problem.mesh, pending=pending, irregular_specs=irregular_specs
+            operator,
+            problem.tensors,
+            problem.mesh,
+            pending=pending,
+            irregular_specs=irregular_specs,
+            grouped=grouped,
         )
         if operator.result.name in problem.differentiated:  # a largest value's gradient is that of one rank's element
             found = [

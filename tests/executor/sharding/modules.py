@@ -152,3 +152,48 @@ class ManyFunctions(nn.Module):
         z = torch.where(x > 0, y, 0.5) + y.gather(1, x.argsort(1)) + y.roll(1, 1).flip(1).cumsum(1)
         pooled = F.avg_pool2d(z, 3, 1, 1)  # of [channels, height, width]: the first dim is no batch
         return F.glu(F.pad(pooled, (0, 0, 1, 1)), -1).movedim(0, 1)[1:-1] * sums.mean() + y.std(1).sum()
+
+
+@torch.library.custom_op("transformers::grouped_mm_fallback", mutates_args=())
+def grouped_mm(x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+    """Rows by the matrix of their group: what transformers computes, and calls, where torch's kernel takes no such dtype."""
+    return torch.stack([x[row] @ weight[int((offs <= row).sum())] for row in range(len(x))])
+
+
+@grouped_mm.register_fake
+def _(x, weight, offs):
+    return x.new_empty(len(x), weight.shape[2])
+
+
+def _grouped_mm_backward(ctx, gradient):
+    x, weight, offs = ctx.saved_tensors
+    groups = [int((offs <= row).sum()) for row in range(len(x))]
+    of_weight = torch.zeros_like(weight)
+    for row, group in enumerate(groups):
+        of_weight[group] += torch.outer(x[row], gradient[row])
+    return torch.stack([gradient[row] @ weight[group].T for row, group in enumerate(groups)]), of_weight, None
+
+
+grouped_mm.register_autograd(
+    _grouped_mm_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
+)
+
+
+class RoutedExperts(nn.Module):
+    """Tokens sorted by expert and multiplied by groups, none dropped, as transformers' `grouped_mm` experts."""
+
+    def __init__(self, experts=4, embed=16, hidden=8, chosen=2) -> None:
+        super().__init__()
+        self.chosen = chosen
+        self.gate = nn.Linear(embed, experts, bias=False)
+        self.up = nn.Parameter(torch.randn(experts, 2 * hidden, embed) / 4)
+        self.down = nn.Parameter(torch.randn(experts, embed, hidden) / 4)
+
+    def forward(self, x):
+        tokens = x.flatten(0, 1)
+        shares, experts = self.gate(tokens).softmax(-1).topk(self.chosen, -1)
+        by_expert, order = experts.flatten().sort()
+        ends = torch.histc(by_expert.float(), len(self.up), 0, len(self.up) - 1).cumsum(0, dtype=torch.int32)
+        gate, up = grouped_mm(tokens[order // self.chosen], self.up.mT, ends).chunk(2, -1)
+        made = grouped_mm(F.silu(gate) * up, self.down.mT, ends) * shares.flatten()[order, None]
+        return made[order.argsort()].view(len(tokens), self.chosen, -1).sum(1).view(x.shape)

@@ -117,7 +117,30 @@ TWO += [  # pieces of different sizes
     ),
 ]
 TWO += [on(f"many functions, {at}", modules.ManyFunctions(), (X,), {"d": 2}, x=[at]) for at in ("S(0)", "S(1)")]
+ROUTED = {"up": ["S(0)"], "down": ["S(0)"]}
+TWO += [
+    on("routed tokens, experts on their ranks", modules.RoutedExperts(), (X,), {"ep": 2}, **ROUTED),
+    on("routed tokens, halves of experts", modules.RoutedExperts(), (X,), {"tp": 2}, up=["SS(1,2)"], down=["S(2)"]),
+]
 FOUR = [
+    on(
+        "three routed experts, and their tokens",
+        modules.RoutedExperts(3),
+        (ODD,),
+        {"ep": 4},
+        **ROUTED,
+        x=["S(0)"],
+        output0=["S(1)"],
+    ),
+    on(
+        "routed experts in two dims",
+        modules.RoutedExperts(),
+        (X,),
+        {"ep": 2, "tp": 2},
+        up=["S(0)", "SS(1,2)"],
+        down=["S(0)", "S(2)"],
+        x=["S(0)", "R"],
+    ),
     Case(
         "a rank without rows, 2-D",
         modules.FeedForward().double(),

@@ -7,7 +7,6 @@ the whole axes the arrays are, for functions that depend on it.
 from __future__ import annotations
 
 import ast
-from itertools import pairwise
 from types import SimpleNamespace
 
 import numpy as np
@@ -388,13 +387,19 @@ def one_hot(ids, count, rows=None):
     return (ids[..., None] == (np.arange(count) if rows is None else rows)).astype(float)
 
 
+def _groups(ends, rows):
+    """The group of each row; the last one has all rows that are left."""
+    return np.searchsorted(np.sort(ends)[:-1], rows, side="right")
+
+
 @known("grouped_mm")
-def grouped_mm(x, w, ends):
-    starts = [0, *(min(int(o), len(x)) for o in np.sort(ends)[:-1]), len(x)]
-    return np.concatenate([x[a:b] @ w[g] for g, (a, b) in enumerate(pairwise(starts))])
+def grouped_mm(x, w, ends, rows=None, groups=None):
+    groups = np.arange(len(w)) if groups is None else groups
+    of = _groups(ends, np.arange(len(x)) if rows is None else rows)
+    return sum((of == group)[:, None] * (x @ w[at]) for at, group in enumerate(groups))
 
 
 @known("grouped_mm_weight_bwd")
-def grouped_mm_weight_bwd(d, x, ends):
-    starts = [0, *(min(int(o), len(x)) for o in np.sort(ends)[:-1]), len(x)]
-    return np.stack([x[a:b].T @ d[a:b] for a, b in pairwise(starts)])
+def grouped_mm_weight_bwd(d, x, ends, rows=None):
+    of = _groups(ends, np.arange(len(x)) if rows is None else rows)
+    return np.stack([x[of == group].T @ d[of == group] for group in range(len(ends))])

@@ -91,7 +91,7 @@ class World:
         for rank, piece in enumerate(pieces):
             value = piece
             if layout.pending:
-                (reducer,) = {how for _, how in layout.pending}
+                (reducer,) = {"sum" if how == "mask" else how for _, how in layout.pending}
                 group = self.group(rank, tuple(axis for axis, _ in layout.pending))
                 value = merged(reducer, [pieces[r] for r in group])
             np.testing.assert_allclose(value, self.cut(whole, layout, rank), rtol=1e-9, atol=1e-9, err_msg=what)
@@ -214,6 +214,13 @@ def _placed_functions(operator, mine):
         names = [dims for _, dims in operator.operands]
         q, k = (names * 2)[0:2] if len(names) < 5 else names[1:3]  # one tensor may be both
         more = {"rows": mine[q[-2][0]], "columns": mine[k[-2][0]]}
+    elif "grouped_mm" in operator.functions:
+        rows, matrices = (dims for _, dims in operator.operands[:2])
+        more = {"rows": mine[rows[0][0]], "groups": mine[matrices[0][0]]}
+        return {"grouped_mm": partial(FUNCTIONS["grouped_mm"], **more)}
+    elif "grouped_mm_weight_bwd" in operator.functions:
+        rows = operator.operands[0][1][0][0]
+        return {"grouped_mm_weight_bwd": partial(FUNCTIONS["grouped_mm_weight_bwd"], rows=mine[rows])}
     elif operator.functions & {"embedding", "embedding_bwd", "one_hot"}:
         positional = [axis for axis in operator.axes if axis in operator.roles.positional]
         more = {"rows": mine[positional[0]]} if positional else {}

@@ -28,6 +28,8 @@ def pointwise(call: Call) -> list[Statement]:
 def _formula(call: Call, operands: Sequence[str]) -> str:
     """Return a pointwise formula that shows in which operands it is linear."""
     node = call.node
+    if call.name == "masked_fill" and len(node.args) == 3 and isinstance(node.args[2], int | float):
+        return f"masked_fill({call.tensor(0)}, {call.tensor(1)}, {node.args[2]!r})"
     signs = {"add": "+", "sub": "-", "mul": "*", "div": "/", "true_divide": "/"}
     if call.name in signs and len(node.args) == 2 and not node.kwargs:
         both = [str(a["tensor"]) if isinstance(a, dict) else repr(a) for a in node.args]

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from planner.sharding.frontends.rules.elements import FLOATS
 from planner.sharding.frontends.rules.statement import Call, NotKnownError, Statement
+
+GROUPED_PRODUCTS = frozenset(("aten._grouped_mm.default", "transformers.grouped_mm_fallback.default"))
 
 
 def _product(call: Call, formula: str, bias: str, dim: int, **kernel: Any) -> list[Statement]:
@@ -70,3 +73,24 @@ def embedding(call: Call) -> list[Statement]:
         raise NotKnownError
     args = (call.argument(0), call.argument(1))
     return [call.statement(f"embedding({call.tensor(1)}, {call.tensor(0)})", op="embedding", args=args, kwargs={})]
+
+
+def grouped_product(call: Call) -> list[Statement]:
+    """Rows by groups, one matrix a group, and the ends of groups among rows: experts of tokens that are sorted by expert."""
+    rows, matrices = call.shape(0), call.shape(1)
+    ends = call.optional_tensor(2, "offs")
+    if len(rows) != 2 or len(matrices) != 3 or not ends or call.argument(3, call.node.kwargs.get("bias")) is not None:
+        raise NotKnownError
+    names = (call.tensor(0), call.tensor(1), ends)
+    args = tuple({"tensor": name} for name in names)
+    return [call.statement(f"grouped_mm({', '.join(names)})", op="grouped_mm", args=args, kwargs={})]
+
+
+def indexed_rows(call: Call) -> list[Statement]:
+    """Rows of a matrix by number, as a lookup of embeddings has them."""
+    listed = call.argument(1)
+    if len(call.shape(0)) != 2 or len(listed) != 1 or call.node.dtype not in FLOATS:
+        raise NotKnownError
+    rows, numbers = call.tensor(0), str(listed[0]["tensor"])
+    args = ({"tensor": rows}, {"tensor": numbers})
+    return [call.statement(f"embedding({numbers}, {rows})", op="rows", args=args, kwargs={})]

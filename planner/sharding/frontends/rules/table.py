@@ -19,7 +19,17 @@ from planner.sharding.frontends.rules.elements import (
     transpose,
 )
 from planner.sharding.frontends.rules.parts import cat, pieces, scatter, select, sliced
-from planner.sharding.frontends.rules.products import addmm, convolution, einsum, embedding, linear, matmul
+from planner.sharding.frontends.rules.products import (
+    GROUPED_PRODUCTS,
+    addmm,
+    convolution,
+    einsum,
+    embedding,
+    grouped_product,
+    indexed_rows,
+    linear,
+    matmul,
+)
 from planner.sharding.frontends.rules.reductions import (
     REDUCTIONS,
     along_one_dim,
@@ -43,10 +53,10 @@ def statements(node: GraphNode, shapes: dict[str, Shape]) -> list[Statement]:
     call = Call(node, shapes)
     if node.op == ROTARY:
         return [call.statement(f"rope({', '.join(call.tensor(at) for at in range(3))})")]
-    rule = _RULES.get(call.name)
+    rule = grouped_product if node.op in GROUPED_PRODUCTS else _RULES.get(call.name)
     if rule is None and call.name in POINTWISE:
         rule = pointwise
-    if rule is not None and node.op.startswith("aten."):
+    if rule is not None and (node.op.startswith("aten.") or node.op in GROUPED_PRODUCTS):
         try:
             found = rule(call)
         except (NotKnownError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
@@ -116,6 +126,7 @@ _RULES: dict[str, Callable[[Call], list[Statement]]] = {
     "addmm": addmm,
     "einsum": einsum,
     "embedding": embedding,
+    "index": indexed_rows,
     "group_norm": group_norm,
     "scaled_dot_product_attention": attention,
     "cross_entropy_loss": cross_entropy,

@@ -1,0 +1,85 @@
+"""Rows that stand by groups, as tokens by their experts: where each rank has whole groups, it has rows of its own.
+
+A grouped product multiplies every row by the matrix of its group. A rank that has some of the matrices makes the rows of
+those groups and zeros in all others, so no two ranks have the same row: the result is pending a sum, of which every
+element is one rank's (`mask`, as DTensor calls it). What keeps zeros where they are may be computed before that sum, which
+other partial sums may not: the activation between two grouped products, for one. How many rows a rank has is known when
+the program runs, and no shape depends on it.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import combinations
+
+from planner.sharding.formulas.formula import CASTS, COPIES, called_name
+from planner.sharding.operators.operator import Operator
+
+MASK = "mask"
+GROUPED = "grouped_mm"
+# f(0) = 0, and the slope at 0 is finite
+_ZERO_AT_ZERO = (
+    frozenset(("relu", "relu6", "silu", "swish", "gelu", "tanh", "elu", "leaky_relu", "mish", "hardswish", "selu"))
+    | frozenset(("neg", "abs", "square", "sin", "tan", "atan", "erf", "expm1", "log1p", "softsign", "dropout"))
+    | CASTS
+    | COPIES
+)
+
+
+def group_axis(operator: Operator) -> str:
+    """Return the axis of the groups of a grouped product, whose operands are rows, matrices and ends; "" of another operator."""
+    if GROUPED not in operator.functions or len(operator.operands) != 3 or operator.unannotated:
+        return ""
+    (_, rows), (_, matrices), _ = operator.operands
+    if len(rows) != 2 or len(matrices) != 3 or len(matrices[0]) != 1 or operator.dims[0] != rows[0]:
+        return ""
+    call = ast.parse(operator.text, mode="eval").body
+    named = isinstance(call, ast.Call) and called_name(call) == GROUPED
+    (axis,) = matrices[0]
+    return axis if named and axis not in {a for dim in operator.dims for a in dim} else ""
+
+
+def grouped_rows(operators: Sequence[Operator]) -> dict[str, str]:
+    """Return by tensor the ends of the groups by which its rows stand, where it may be zero but for a rank's own groups."""
+    found: dict[str, str] = {}
+    for operator in operators:
+        if group_axis(operator):
+            found[operator.result.name] = operator.operands[2][0]
+        elif kept := next(zero_keepers(operator, found), None):
+            found[operator.result.name] = found[next(iter(kept))]
+    return found
+
+
+def zero_keepers(operator: Operator, grouped: Mapping[str, str]) -> Iterator[frozenset[str]]:
+    """Yield sets of operands whose zeros, in the same rows, are zeros of the result; fewest operands first."""
+    rows = operator.dims[0] if operator.dims else ()
+    held = [name for name, dims in operator.operands if name in grouped and rows and dims and dims[0] == rows]
+    if not held or operator.index:
+        return
+    if operator.is_view:
+        yield frozenset(held)
+        return
+    tree = ast.parse(operator.text, mode="eval").body
+    for number in range(1, len(held) + 1):
+        for some in combinations(dict.fromkeys(held), number):
+            if len({grouped[name] for name in some}) == 1 and _keeps_zeros(tree, some):
+                yield frozenset(some)
+
+
+def _keeps_zeros(node: ast.expr, zeros: Collection[str]) -> bool:
+    """Return whether an elementwise formula is zero where all of `zeros` are, whatever its other tensors are."""
+    match node:
+        case ast.Name(id=name):
+            return name in zeros
+        case ast.UnaryOp(op=ast.USub() | ast.UAdd(), operand=inner):
+            return _keeps_zeros(inner, zeros)
+        case ast.BinOp(left=left, op=ast.Mult(), right=right):
+            return _keeps_zeros(left, zeros) or _keeps_zeros(right, zeros)
+        case ast.BinOp(left=left, op=ast.Add() | ast.Sub(), right=right):
+            return _keeps_zeros(left, zeros) and _keeps_zeros(right, zeros)
+        case ast.Call(args=[first, _, ast.Constant(value=(0 | 0.0))]) if called_name(node) == "masked_fill":
+            return _keeps_zeros(first, zeros)
+        case ast.Call(args=[first, *_], keywords=[]) if called_name(node) in _ZERO_AT_ZERO:
+            return _keeps_zeros(first, zeros)
+    return False
