@@ -151,7 +151,7 @@ def _grouped_product(context: Context, x: torch.Tensor, weights: torch.Tensor, e
         start, stop = (int(ends[at]) if at >= 0 else 0 for at in (first - 1, last))
         ends = ends[first : last + 1] - start
     if not len(weights):
-        return x @ x.new_zeros(x.shape[1], weights.shape[2])
+        return x @ weights.sum(0)  # zeros, and gradients of both
     multiply = moe.grouped if moe.can_group(x, weights) else moe.looped
     made = multiply(x[start:stop], weights.transpose(-2, -1), ends.to(torch.int32))
     return F.pad(made, [0, 0, start, len(x) - start - len(made)])
