@@ -64,9 +64,7 @@ def answer_request(
         raise BadInput("a limit of memory with pipeline stages", remedy="leave one of them out")
     problem = on_machine(captured.problem, cluster, calibration, limits or Limits())
     if request.backward:
-        differentiated = _differentiated(problem, request.gradients)
-        given_whole = _given_whole(problem, differentiated)
-        problem = replace(problem, differentiated=differentiated, given_whole=given_whole)
+        problem = replace(problem, differentiated=_differentiated(problem, request.gradients))
     captured = replace(captured, problem=problem)
     if request.stages is not None and not request.stages.of and machine is not None:
         return _faster([_answer(request, one) for one in _with_best_cuts(request, captured, machine)])
@@ -179,18 +177,6 @@ def _differentiated(problem: ShardingProblem, asked: Sequence[str]) -> frozenset
     for operator in problem.operators:
         if operator.result.dtype in FLOATS and any(name in found for name, _ in operator.operands):
             found.add(operator.result.name)
-    return frozenset(found)
-
-
-def _given_whole(problem: ShardingProblem, differentiated: frozenset[str]) -> frozenset[str]:
-    """Return the tensors whose gradients are those of outputs, through operators whose results have copies where they have."""
-    outputs, consumers = problem.graph.outputs, problem.graph.consumers
-    found: set[str] = set()
-    for name in (*(one.result.name for one in reversed(problem.operators)), *problem.inputs):
-        if name in differentiated and (name in outputs or name in consumers):
-            uses = (problem.operators[number] for number, _ in consumers.get(name, ()))
-            if all(one.result.name in found and one.keeps_axes_of(name) for one in uses):
-                found.add(name)
     return frozenset(found)
 
 

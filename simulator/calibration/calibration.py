@@ -182,6 +182,11 @@ class Calibration:
             collective=float(np.mean([one.collective for one in chosen])),
         )
 
+    def held_sms(self, op: str) -> float | None:
+        """Return the SMs that a collective takes from kernels beside it, None where that was not measured."""
+        beside = self.contention_of(op)
+        return None if beside is None else beside.lost * self.gpu.sm_count
+
 
 def collectives_on(cluster: Cluster, calibration: Calibration | None) -> CollectiveModel:
     """Return the collectives of `cluster`, with those that were measured before the model."""

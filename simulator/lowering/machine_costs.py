@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Container, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from simulator.collectives.cost import CollectiveCost, CollectiveModel
@@ -42,7 +42,8 @@ class MachineCosts:
     families: Mapping[str, GroupShape] = field(default_factory=dict)
     peer_copies: Mapping[int, float] = field(default_factory=dict)  # bytes -> seconds
     host_copy_bytes_per_s: float = 0.0  # between host and GPU
-    held_sms: Mapping[str, float] = field(default_factory=dict)  # by op of data-parallel traffic, where measured
+    held_sms: Mapping[str, float] = field(default_factory=dict)  # by op of the groups in `held_by`, where measured
+    held_by: Container[str] = DATA_FAMILIES
     factor: float = 1.0  # how many times as long collectives take in a runtime's steps as by themselves
     _known: dict[tuple[str, int, GroupShape], CollectiveCost] = field(default_factory=dict)
     _uses: dict[tuple[str, float], tuple[_LinkUses, _LinkUses]] = field(default_factory=dict)
@@ -72,7 +73,7 @@ class MachineCosts:
         chosen = self._chosen(op, instruction.nbytes, shape)
         seconds = self.factor * chosen.time_s.value
         sms = float(chosen.sms)
-        if isinstance(instruction, Collective) and instruction.group in DATA_FAMILIES:
+        if isinstance(instruction, Collective) and instruction.group in self.held_by:
             sms = self.held_sms.get(op, sms)
         sent = instruction.nbytes * port_share(op, chosen.algorithm, shape)
         # By itself a transfer gets what its time says, whatever the time was measured or modelled from.

@@ -50,8 +50,7 @@ class CostContext:
 
     def held_sms(self, op: str) -> float | None:
         """Return the SMs that data-parallel traffic takes from kernels beside it, None where that was not measured."""
-        beside = self.calibration.contention_of(op) if self.calibration is not None else None
-        return None if beside is None else beside.lost * self.roofline.gpu.sm_count
+        return self.calibration.held_sms(op) if self.calibration is not None else None
 
     @property
     def hidden_share(self) -> float:

@@ -22,15 +22,15 @@ from planner.sharding.frontends.captured import CapturedProblem
 from planner.sharding.layouts.collectives import ALL_GATHER, PERMUTE
 from planner.sharding.layouts.layout import Layout, local_shape
 from planner.sharding.layouts.mesh import Mesh
+from planner.sharding.plans.lowering import program_costs
 from planner.sharding.plans.plan import ShardingPlan
 from planner.sharding.problem.pipeline_stages import PipelineStages
 from planner.sharding.problem.problem import Machine, ShardingProblem
 from planner.sharding.solver.equivalence import find_equivalent
 from planner.sharding.solver.pricing import PICOSECONDS, TimePricing
-from simulator.calibration.calibration import Calibration, collectives_on
+from simulator.calibration.calibration import Calibration
 from simulator.config.runtime import ELEMENT_BYTES
 from simulator.engine.simulate import Run, simulate
-from simulator.lowering.machine_costs import MachineCosts
 from simulator.lowering.steps import KernelKey
 from simulator.program.cost_model import Cost
 from simulator.program.program import RecordEvent, WaitEvent
@@ -318,10 +318,5 @@ def simulate_program(
             cost = Cost(seconds=seconds, sms=float(cluster.slowest_kind.sm_count))
             kernels[work.writes[0], first.local, first.dtype] = (cost, 0.0)
     program = with_copies(written_program.program, kernels, machine)
-    costs = MachineCosts(
-        cluster=cluster,
-        collectives=collectives_on(cluster, calibration),
-        kernels=kernels,
-        collective_host_s=0.0,
-    )
+    costs = program_costs(program, cluster, calibration, kernels)
     return simulate(program, costs, spans=spans)

@@ -72,11 +72,6 @@ class Operator:
         every = [axis for _, dims in self.operands for dim in dims for axis in dim]
         return tuple(dict.fromkeys([*every, *(axis for dim in self.dims for axis in dim)]))
 
-    def keeps_axes_of(self, name: str) -> bool:
-        """Return whether the result has no axes but those of operand `name`: where that has copies, so has the result."""
-        axes = {axis for operand, dims in self.operands if operand == name for dim in dims for axis in dim}
-        return axes.issuperset(axis for dim in self.dims for axis in dim)
-
 
 def parse_operators(
     text: str, tensors: Mapping[str, Tensor], sizes: Mapping[str, int], declared: Collection[str] = ()

@@ -33,6 +33,7 @@ from simulator.lowering.machine_costs import MachineCosts
 from simulator.lowering.steps import KernelKey
 from simulator.program.cost_model import Cost
 from simulator.program.program import COMM, COMPUTE, CodeWriter, Program
+from simulator.step.traffic import DATA_OPS
 from topology.cluster import Cluster
 from topology.errors import Infeasible
 
@@ -82,13 +83,26 @@ def lower(
             writer.add_operator(step)
     groups = {name: _rank_groups(axes, mesh) for name, axes in writer.group_axes.items()}
     program = Program(codes=(writer.code.code("all", range(mesh.ranks)),), groups=groups)
-    costs = MachineCosts(
+    costs = program_costs(program, cluster, calibration, writer.kernels)
+    return program, costs
+
+
+def program_costs(
+    program: Program,
+    cluster: Cluster,
+    calibration: Calibration | None,
+    kernels: Mapping[KernelKey, tuple[Cost, float]],
+) -> MachineCosts:
+    """Return the costs of a program's instructions: collectives take the SMs from kernels beside them that were measured."""
+    held = {op: calibration.held_sms(op) for op in DATA_OPS} if calibration is not None else {}
+    return MachineCosts(
         cluster=cluster,
         collectives=collectives_on(cluster, calibration),
-        kernels=writer.kernels,
+        kernels=kernels,
         collective_host_s=0.0,
+        held_sms={op: sms for op, sms in held.items() if sms is not None},
+        held_by=frozenset(program.groups),
     )
-    return program, costs
 
 
 def _rank_groups(axes: tuple[str, ...], mesh: Mesh) -> tuple[tuple[int, ...], ...]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
 
 import msgspec
@@ -117,14 +116,6 @@ class MemoryLimit:
     counts_saved: bool = True
 
 
-class Duals(Enum):
-    """The exchanges of a gradient: none, those of one whose sum is pending, or those of one that all ranks have."""
-
-    NONE = 0
-    OF_PENDING = 1
-    OF_WHOLE = 2
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardingProblem:
     """What is asked: the sharding of `graph` over `mesh`.
@@ -133,8 +124,7 @@ class ShardingProblem:
     places all other tensors. Where there are pipeline stages, `mesh` is the mesh of one stage. With a `machine`, cost is
     time, else ring bytes; the best answer found by `deadline` is returned with its gap. Where the graph has no
     backward pass, and what runs is the graph with the dual of every step (`planner.sharding.backends.duals`),
-    `differentiated` are the tensors that have gradients: their time counts, too. Of those, tensors `given_whole` have the
-    gradients of outputs, through operators whose results have copies where they have.
+    `differentiated` are the tensors that have gradients: their time counts, too.
     """
 
     mesh: Mesh
@@ -149,13 +139,6 @@ class ShardingProblem:
     memory: MemoryLimit | None = None
     deadline: Deadline = NO_DEADLINE
     differentiated: frozenset[str] = frozenset()
-    given_whole: frozenset[str] = frozenset()
-
-    def duals(self, name: str) -> Duals:
-        """Return what exchanges the gradient of a tensor takes for each of the tensor's own."""
-        if name not in self.differentiated:
-            return Duals.NONE
-        return Duals.OF_WHOLE if name in self.given_whole else Duals.OF_PENDING
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:

@@ -19,7 +19,7 @@ from planner.sharding.operators.options import (
     split_dim_spec,
 )
 from planner.sharding.problem.deadline import Deadline
-from planner.sharding.problem.problem import Duals, ShardingProblem
+from planner.sharding.problem.problem import ShardingProblem
 from planner.sharding.problem.schedule import Schedule
 from planner.sharding.solver.equivalence import Equivalence, find_equivalent
 from planner.sharding.solver.policies import follow_weights, keep_agreeing_operands
@@ -41,7 +41,7 @@ class LayoutCandidates:
     layouts: dict[str, list[Layout]]
     deadline: Deadline = field(default_factory=Deadline)
     # tensors of one shape and dtype share their shortest paths
-    _shared: dict[tuple[tuple[int, ...], str, frozenset[str], Duals], Redistributor] = field(default_factory=dict)
+    _shared: dict[tuple[tuple[int, ...], str, frozenset[str], bool], Redistributor] = field(default_factory=dict)
 
     def redistributor_for(self, name: str, operator: int | None = None) -> Redistributor:
         """Return the redistributor of tensor `name`, or the one that brings it to `operator` as a schedule says."""
@@ -49,7 +49,7 @@ class LayoutCandidates:
         if operator is not None and self.problem.schedule:
             excluded = _excluded_kinds(self.problem, name, self.problem.operators[operator])
         tensor = self.problem.tensors[name]
-        duals = self.problem.duals(name)
+        duals = name in self.problem.differentiated
         key = (tensor.shape, tensor.dtype, excluded, duals)
         if key not in self._shared:
             self._shared[key] = Redistributor(
@@ -61,7 +61,7 @@ class LayoutCandidates:
             )
         return self._shared[key]
 
-    def _price(self, dtype: str, duals: Duals) -> Callable[[RedistributionStep, Sequence[int]], Cost]:
+    def _price(self, dtype: str, duals: bool) -> Callable[[RedistributionStep, Sequence[int]], Cost]:
         def price(step: RedistributionStep, after: Sequence[int]) -> Cost:
             slices = int(step.kind == SLICE)
             return self.pricing.collectives(

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from planner.sharding.layouts.collectives import ALL_REDUCE, Collective, Cost
 from planner.sharding.layouts.layout import Layout, local_shape
-from planner.sharding.problem.problem import Duals
 from planner.sharding.solver.candidates import LayoutCandidates
 from planner.sharding.solver.move_times import MoveTimes
 from planner.sharding.solver.pricing import TimePricing
@@ -97,8 +96,7 @@ class IntegerProgram:
         for found, same in zip(self.candidates.options, self.members, strict=True):
             operator = problem.operators[same[0]]
             back = operator.result.name in problem.differentiated
-            duals = Duals.OF_PENDING if back else Duals.NONE
-            inside = [pricing.collectives(option.collectives, duals=duals) for option in found]
+            inside = [pricing.collectives(option.collectives, duals=back) for option in found]
             gradients = sum(name in problem.differentiated for name, _ in operator.operands) if back else 0
             work = pricing.operators(operator, found, tensors, gradients=gradients)
             costs = [cost[0] + own for cost, own in zip(inside, work, strict=True)]
@@ -218,7 +216,7 @@ class IntegerProgram:
         name = self.tensor_members[each][0]
         redistributor = self.candidates.redistributor_for(name, operator)
         if self.move_times is not None:
-            duals = self.problem.duals(name)
+            duals = name in self.problem.differentiated
             times = self.move_times.between(self.problem.tensors[name], redistributor, sources, targets, duals=duals)
             return times, np.zeros(times.shape, dtype=np.int64)
         found = redistributor.costs_between(dict.fromkeys(sources), dict.fromkeys(targets))

@@ -16,13 +16,12 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_matrix
 from scipy.sparse.csgraph import dijkstra
 
-from planner.sharding.layouts.collectives import ALL_GATHER, ALL_REDUCE, SLICE
+from planner.sharding.layouts.collectives import ALL_GATHER, SLICE
 from planner.sharding.layouts.layout import Layout, local_shape
 from planner.sharding.layouts.mesh import Mesh
 from planner.sharding.layouts.redistribution import Redistributor
 from planner.sharding.operators.operator import Tensor
 from planner.sharding.problem.deadline import Deadline
-from planner.sharding.problem.problem import Duals
 from planner.sharding.solver.pricing import DUALS, TimePricing
 from simulator.config.runtime import ELEMENT_BYTES
 
@@ -87,7 +86,7 @@ class MoveTimes:
     pricing: TimePricing
     deadline: Deadline = field(default_factory=Deadline)  # of listing layouts
     _graphs: dict[Hashable, _LayoutGraph] = field(default_factory=dict)
-    _times: dict[tuple[int, int, int, Duals], Times] = field(default_factory=dict)
+    _times: dict[tuple[int, int, int, bool], Times] = field(default_factory=dict)
 
     def prepare(self, tensor: Tensor, own: Redistributor, layouts: Iterable[Layout]) -> None:
         """Note layouts that will be asked about: all that are known before the first question are solved at once."""
@@ -108,7 +107,7 @@ class MoveTimes:
         return self._graphs[key]
 
     def between(
-        self, tensor: Tensor, own: Redistributor, sources: Sequence[Layout], targets: Sequence[Layout], *, duals: Duals
+        self, tensor: Tensor, own: Redistributor, sources: Sequence[Layout], targets: Sequence[Layout], *, duals: bool
     ) -> Times:
         """Return the times of all pairs, infinite where there is no path; with `duals` those of the gradient as well."""
         graph = self._graph(tensor, own)
@@ -121,7 +120,7 @@ class MoveTimes:
         columns = [graph.numbers[layout] for layout in targets]
         return self._times[key][np.ix_(rows, columns)]
 
-    def _shortest(self, graph: _LayoutGraph, nbytes: int, *, duals: Duals) -> Times:
+    def _shortest(self, graph: _LayoutGraph, nbytes: int, *, duals: bool) -> Times:
         size = len(graph.layouts)
         if not graph.edges:
             return np.where(np.eye(size, dtype=bool), 0.0, np.inf)
@@ -131,9 +130,7 @@ class MoveTimes:
         for (kind, axes, number_of), number in graph.primitives.items():
             at = primitive == number
             one = self.pricing.copy(sizes[at]) if kind == SLICE else self.pricing.times(kind, axes, sizes[at])
-            if duals is Duals.OF_WHOLE and kind in {ALL_GATHER, ALL_REDUCE}:
-                one = one + self.pricing.local_duals(kind, axes, sizes[at])
-            elif duals is not Duals.NONE:
+            if duals:
                 back = DUALS.get(kind, kind)
                 one = one + (one if back == kind else self.pricing.times(back, axes, sizes[at]))
             times[at] = one * number_of

@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 
 from planner.sharding.layouts.collectives import (
     ALL_GATHER,
-    ALL_REDUCE,
     ALL_TO_ALL_V,
     PERMUTE,
     REDUCE,
@@ -33,7 +32,7 @@ from planner.sharding.layouts.mesh import Mesh
 from planner.sharding.operators.operator import Operator, Tensor
 from planner.sharding.operators.options import ShardingOption
 from planner.sharding.operators.work import backward_s, operator_work
-from planner.sharding.problem.problem import Duals, Machine
+from planner.sharding.problem.problem import Machine
 from simulator.calibration.calibration import collectives_on
 from simulator.collectives.cost import CollectiveModel
 from simulator.config.runtime import Runtime
@@ -52,7 +51,7 @@ class Pricing(Protocol):
     """What collectives, slices and operators cost."""
 
     def collectives(
-        self, found: Sequence[Collective], *, slices: int = 0, sliced_bytes: int = 0, duals: Duals = Duals.NONE
+        self, found: Sequence[Collective], *, slices: int = 0, sliced_bytes: int = 0, duals: bool = False
     ) -> Cost:
         """Return the cost of collectives, and of local slices that leave `sliced_bytes`; with `duals` there and back."""
 
@@ -72,7 +71,7 @@ class BytesPricing:
     ranks: int
 
     def collectives(
-        self, found: Sequence[Collective], *, slices: int = 0, sliced_bytes: int = 0, duals: Duals = Duals.NONE
+        self, found: Sequence[Collective], *, slices: int = 0, sliced_bytes: int = 0, duals: bool = False
     ) -> Cost:
         del sliced_bytes, duals
         return cost_of(found, self.ranks, slices=slices)
@@ -100,28 +99,13 @@ class TimePricing:
         self._model = collectives_on(self.machine.cluster, self.machine.calibration)
 
     def collectives(
-        self, found: Sequence[Collective], *, slices: int = 0, sliced_bytes: int = 0, duals: Duals = Duals.NONE
+        self, found: Sequence[Collective], *, slices: int = 0, sliced_bytes: int = 0, duals: bool = False
     ) -> Cost:
         plain = cost_of(found, self.mesh.ranks, slices=slices)
-        total = sum(self._collective(each) + self._dual(each, duals) for each in found)
+        total = sum(self._collective(each) + (self._collective(_dual(each)) if duals else 0) for each in found)
         if slices:
-            total += self.copy(np.array([float(sliced_bytes)]))[0] * (1 if duals is Duals.NONE else 2)
+            total += self.copy(np.array([float(sliced_bytes)]))[0] * (2 if duals else 1)
         return (int(total), *plain[1:])
-
-    def _dual(self, collective: Collective, duals: Duals) -> int:
-        """Return the time of what a collective does to gradients."""
-        if duals is Duals.NONE:
-            return 0
-        if duals is Duals.OF_WHOLE and collective.kind in {ALL_GATHER, ALL_REDUCE}:
-            nbytes = np.array([float(collective.bytes_out)])
-            return int(self.local_duals(collective.kind, collective.axes, nbytes)[0])
-        return self._collective(_dual(collective))
-
-    def local_duals(self, kind: str, axes: tuple[str, ...], nbytes: NDArray[np.float64]) -> Integers:
-        """Return the times of what follows a gather or a sum for a gradient that all ranks have: a slice of it, or nothing."""
-        if kind == ALL_REDUCE:
-            return np.zeros(len(nbytes), dtype=np.int64)
-        return self.copy(nbytes / self.mesh.size(axes))
 
     def copy(self, nbytes: NDArray[np.float64]) -> Integers:
         """Return the time of copies that leave `nbytes` each."""

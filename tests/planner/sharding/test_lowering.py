@@ -5,6 +5,7 @@ import pytest
 from planner.sharding.plans.lowering import lower, simulate_time, work_of
 from planner.sharding.plans.plan import plan_sharding
 from planner.sharding.plans.report import planned_case
+from simulator.calibration.calibration import Calibration, Contention
 from simulator.collectives.cost import CollectiveModel
 from simulator.kernels.operators import WorkKind
 from simulator.program.check import check
@@ -116,3 +117,18 @@ def test_ways_of_exchanges_are_chosen_as_the_simulation_says() -> None:
         assert stated["time_s"]["value"] == pytest.approx(seconds)
     assert row["time_s"]["value"] == pytest.approx(min(last["program_s"].values()), rel=0.002)
     assert row["time_s"]["value"] < first["program_s"]["whole"]
+
+
+def test_collectives_take_the_measured_share_of_kernels_beside_them(machine) -> None:
+    """What hides behind products costs them the SMs that were measured; a chain without anything beside it costs the same."""
+    beside = {"all_reduce": Contention(compute=2.0, collective=1.5, samples=1)}
+    plain, slower = (Calibration(gpu=machine.slowest_kind, contention=found) for found in ({}, beside))
+
+    def seconds(stated, calibration) -> float:
+        problem = cases.problem(stated)
+        return simulate_time(problem, plan_sharding(problem), machine, calibration).seconds
+
+    pieces = {**TP, "schedule": {"y": "chunked:4"}}
+    assert slower.held_sms("all_reduce") == pytest.approx(0.75 * machine.slowest_kind.sm_count)
+    assert seconds(pieces, slower) > 1.02 * seconds(pieces, plain)
+    assert seconds(TP, slower) == seconds(TP, plain)
