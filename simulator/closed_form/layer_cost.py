@@ -86,7 +86,7 @@ class PassCost:
         """Return the average over layers of which a share runs this pass."""
         if layers == 1.0:
             return self
-        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in {"communication_s", "waits"}}
+        values = {name: getattr(self, name) for name in AMOUNTS}
         communication_s = {axis: layers * seconds for axis, seconds in self.communication_s.items()}
         waits = None if self.waits is None else self.waits.times(layers)
         return PassCost(
@@ -95,27 +95,22 @@ class PassCost:
 
     def take(self, which: NDArray[np.intp]) -> PassCost:
         """Return the rows that `which` selects."""
+        shape = self.compute_s.shape
+        values = {name: getattr(self, name) for name in AMOUNTS}
         return PassCost(
-            compute_s=self.compute_s[which],
-            weight_s=self.weight_s[which],
-            host_s=self.host_s[which],
-            hidden_s=self.hidden_s[which],
-            behind_s=self.behind_s[which],
-            weight_host_s=self.weight_host_s[which],
-            moved_bytes=self.moved_bytes[which],
-            launches=self.launches[which],
-            measured_s=np.broadcast_to(self.measured_s, self.compute_s.shape)[which],
-            fitted_s=np.broadcast_to(self.fitted_s, self.compute_s.shape)[which],
-            products_s=np.broadcast_to(self.products_s, self.compute_s.shape)[which],
-            attention_s=np.broadcast_to(self.attention_s, self.compute_s.shape)[which],
+            **{
+                name: (value if value.shape == shape else np.broadcast_to(value, shape))[which]
+                if isinstance(value, np.ndarray)
+                else value
+                for name, value in values.items()
+            },
             communication_s={axis: seconds[which] for axis, seconds in self.communication_s.items()},
             waits=None if self.waits is None else self.waits.take(which),
-            **{name: np.broadcast_to(getattr(self, name), self.compute_s.shape)[which] for name in EXCHANGES},
         )
 
 
-# What `PassCost` says of the exchanges of tokens.
-EXCHANGES = ("experts_s", "experts_exposed_s", "experts_weight_s", "first_exchange_s", "exchange_sms")
+# What a `PassCost` has one number of for every plan.
+AMOUNTS = tuple(f.name for f in fields(PassCost) if f.name not in {"communication_s", "waits"})
 
 
 @dataclass(slots=True)

@@ -60,7 +60,8 @@ class GroupTimes:
     def take(self, rows: NDArray[np.intp], table: PlanTable) -> GroupTimes:
         """Return the times of some of the plans, those of `table`."""
         models_by_plan = tuple(self.models_by_plan[row] for row in rows) if self.models_by_plan else ()
-        return replace(self, table=table, models_by_plan=models_by_plan, _shapes={}, _of_row=None, _same_groups={})
+        shapes = {axis: (shapes, which[rows]) for axis, (shapes, which) in self._shapes.items()}
+        return replace(self, table=table, models_by_plan=models_by_plan, _shapes=shapes, _of_row=None, _same_groups={})
 
     def load(self, op: str, axis: str, nbytes: Floats) -> tuple[Floats, Floats]:
         """Return (SMs that `op` holds, bytes that it sends through the port of a rank), one value per plan."""

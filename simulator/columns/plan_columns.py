@@ -148,9 +148,10 @@ def distinct(*columns: NDArray[Any]) -> tuple[NDArray[np.intp], NDArray[np.intp]
     """
     code = np.zeros(len(columns[0]), dtype=np.int64)
     for column in columns:
+        if (column == column[:1]).all():  # as most are, of few plans: sooner seen than by sorting
+            continue
         values, of_row = np.unique(column, return_inverse=True)
-        if len(values) > 1:
-            # Renumbered after each column, so that codes stay below the square of the number of rows.
-            code = np.unique(code * len(values) + of_row.reshape(-1), return_inverse=True)[1].reshape(-1)
+        # Renumbered after each column, so that codes stay below the square of the number of rows.
+        code = np.unique(code * len(values) + of_row.reshape(-1), return_inverse=True)[1].reshape(-1)
     _, rows, which = np.unique(code, return_index=True, return_inverse=True)
     return rows, which.reshape(-1)

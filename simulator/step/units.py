@@ -89,6 +89,9 @@ class UnitMaker:
         self._rows = len(context.table)
         self._none = np.full(self._rows, "none")
         self._made: dict[tuple[object, ...], Unit] = {}
+        self._modes: dict[
+            str, tuple[NDArray[np.str_], int]
+        ] = {}  # of each word the modes of all plans, and their period
 
     def stages(self, plan: Plan) -> list[list[Unit]]:
         """Return the units of every stage in forward order. Plans of the table that differ in what they wrap do not
@@ -117,10 +120,13 @@ class UnitMaker:
         return found
 
     def _layer(self, index: int, word: str) -> Unit:
-        of = np.full(self._rows, word) if word else self.context.table.recompute
-        periods = {wrapping_period(self.context.spec, name) for name in words(of)} - {0}
+        if word not in self._modes:
+            of = np.full(self._rows, word) if word else self.context.table.recompute
+            periods = {wrapping_period(self.context.spec, name) for name in words(of)} - {0}
+            self._modes[word] = of, min(periods, default=0)
+        of, period = self._modes[word]
         # A mode for a share of the layers wraps every so many of them, the last of each run.
-        wrapped = bool(periods) and index % min(periods) == min(periods) - 1
+        wrapped = period > 0 and index % period == period - 1
         block = "moe" if self.model.layer_kinds[index].sparse else "dense"
         key = (block, word, wrapped)
         if key not in self._made:
