@@ -11,6 +11,7 @@ import pytest
 from planner.question.prediction import predict
 from planner.question.question import default_runtime, question_of
 from planner.search.fixes import find_fixes, memory_text
+from planner.search.plan_space.candidates import Bounds
 from planner.search.search import SearchOptions, suggest
 from simulator.config.estimate import SURE, Fit, Interval, MemoryEstimate
 from simulator.config.plan import Plan
@@ -102,7 +103,8 @@ def test_a_plan_that_nothing_helps_is_told_so(llama8b):
 
 
 def test_the_first_plan_surely_fits_and_what_a_faster_one_would_gain_is_said(llama8b):
-    result = suggest(question_of(llama8b, make_cluster(1, 8), WORKLOAD), SearchOptions(top=3))
+    options = SearchOptions(top=3, bounds=Bounds(max_pp=1))
+    result = suggest(question_of(llama8b, make_cluster(1, 8), WORKLOAD), options)
     first, may_fit = result.plans[0], result.may_fit
 
     assert first.fit_probability >= SURE

@@ -8,7 +8,7 @@ import pytest
 
 from planner.cli import main
 
-MACHINE = ("--cluster", "dgx-h100", "--gpus", "16", "--global-batch", "64")
+MACHINE = ("--cluster", "dgx-h100", "--gpus", "16", "--global-batch", "16")
 CASE = {
     "id": "asked",
     "model": "llama3-8b",
@@ -84,9 +84,11 @@ def test_every_case_of_a_list_is_changed(planner, tmp_path):
 
 
 def test_explain_and_trace_answer_the_changed_plan(planner, saved, tmp_path):
-    fewer = json.loads(planner("explain", saved, "--gpus", "8", "--no-flips", "--json").stdout)
-    assert fewer["question"]["gpus"] == 8
-    assert fewer["changed"] == ["gpus 16 -> 8", "dp_shard 16 -> 8"]
+    small = ("--model", "tiny-llama", "--cluster", "dgx-h100", "--gpus", "4", "--global-batch", "4", "--dp-shard", "4")
+    assert planner("suggest", *small, "--no-simulate", "--out", tmp_path / "small.json").returncode == 0
+    fewer = json.loads(planner("explain", tmp_path / "small.json", "--gpus", "2", "--no-flips", "--json").stdout)
+    assert fewer["question"]["gpus"] == 2
+    assert fewer["changed"] == ["gpus 4 -> 2", "dp_shard 4 -> 2"]
 
     shorter = ("trace", "--plan", saved, "--seq-len", "1024", "--json")
     drawn = json.loads(planner(*shorter, "--out", tmp_path / "a.trace").stdout)
