@@ -238,7 +238,13 @@ def cost_context(
     }
     return CostContext(
         table=table,
-        sizes=axis_sizes(model, scenario.workload, table, autocast_width=autocast_width(scenario.runtime)),
+        sizes=axis_sizes(
+            model,
+            scenario.workload,
+            table,
+            autocast_width=autocast_width(scenario.runtime),
+            expert_spread=operators.spec.expert_spread,
+        ),
         roofline=roofline_of(cluster, scenario.runtime, operators.spec, measured, windowed=windowed),
         groups=GroupTimes(
             cluster,

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from simulator.columns.expert_load import busiest_load
 from simulator.columns.plan_columns import PlanColumns, plan_columns, words
 from simulator.config.model import Model
 from simulator.config.overlap_sites import mode_at, modes_in
@@ -176,10 +177,13 @@ def table_of_columns(
     )
 
 
-def axis_sizes(model: Model, workload: Workload, table: PlanTable, *, autocast_width: float = 1.0) -> dict[str, Floats]:
+def axis_sizes(
+    model: Model, workload: Workload, table: PlanTable, *, autocast_width: float = 1.0, expert_spread: float = 0.0
+) -> dict[str, Floats]:
     """Return the size of every named axis on one rank, one value per plan.
 
     `autocast_width` is how much wider a parameter is than the type of products: autocast leaves what is no product in it.
+    `expert_spread` is how far the load of one of two ranks with experts scatters, over the mean, where the workload does not say how uneven ranks are.
 
     b sequences of a micro batch; s query positions, S key positions and j keys a query sees on average; w partial
     results of attention beyond the first, one from each other context-parallel rank's keys; t tokens inside a
@@ -238,7 +242,9 @@ def axis_sizes(model: Model, workload: Workload, table: PlanTable, *, autocast_w
         expert_tp = np.where(table.sequence_parallel, 1.0, tp)
         # The busiest expert rank decides: its share of the rows, or what its capacity lets through.
         capacity = table.capacity_factor
-        load = np.where(capacity > 0, capacity, np.where(ep > 1, workload.expert_imbalance, 1.0))
+        stated = workload.expert_imbalance
+        uneven = busiest_load(ep, expert_spread) if stated == 1.0 else np.where(ep > 1, stated, 1.0)
+        load = np.where(capacity > 0, capacity, uneven)
         routed = u * moe.experts_per_token * load
         local = moe.experts / ep
         sizes |= {

@@ -43,7 +43,8 @@ class RuntimeSpec:
     model is `compiled`, or `always`; see `simulator.runtimes.recomputation`. `attention_kernel` is a curve of efficiency.toml, or
     `unfused` where matrices are multiplied; `attention_kernel_on` names others by GPU architecture, `attention_kernel_wide`
     that for operands of more than 16 bits. `window_kernel`: the attention library for layers with
-    a sliding window, where that is another. A description that is `like` another says only what differs (operators of a
+    a sliding window, where that is another. `expert_spread`: the standard deviation of the load of one of two
+    ranks with experts, over the mean, where nothing evens what the router chooses. A description that is `like` another says only what differs (operators of a
     part of the layer under `layer.overrides`), and what was measured of the other goes for it.
     """
 
@@ -63,6 +64,7 @@ class RuntimeSpec:
     zero: ZeroSpec | None = None
     low_precision: LowPrecisionSpec | None = None  # None: products run in 16 bits or more
     dropout: bool = False
+    expert_spread: float = 0.0
     context_parallel: str = "all_gather"
     scores_after: tuple[str, ...] = ()  # families whose experts' results are weighed, where others' tokens are
     recompute_stops: str = "never"

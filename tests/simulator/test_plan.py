@@ -1,16 +1,19 @@
 """Rank to coordinates: one mapping, and what columns of plans say about groups and sharding."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from simulator.columns.expert_load import busiest_load
 from simulator.columns.plan_table import axis_sizes, plan_table
 from simulator.config.hf_config import load_model
 from simulator.config.plan import Plan, rank_grid
 from simulator.config.workload import Workload
+from simulator.runtimes.library import runtime_spec
 
 degrees = st.sampled_from([1, 2, 3, 4])
 
@@ -98,3 +101,31 @@ def test_plans_that_shard_nothing_are_wrapped_for_their_types(plan: Plan, wrappe
 
     assert bool(plan_table([plan], workload, wraps_one=True).fully_sharded[0]) is wrapped
     assert bool(plan_table([plan], workload).fully_sharded[0]) is (plan.dp_shard > 1)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_the_busiest_rank_of_random_loads_is_what_drawing_shows(ranks: int) -> None:
+    """Loads of 64 experts that scatter by 0.6 and add up to all tokens, 100,000 draws, put on ranks."""
+    random = np.random.default_rng(3)
+    loads = random.standard_normal((100_000, 64)).astype(np.float32)
+    loads = 1.0 + 0.6 * (loads - loads.mean(1, keepdims=True)) / np.sqrt(63 / 64)
+    on_ranks = loads.reshape(len(loads), ranks, -1).mean(-1)
+
+    found = busiest_load(np.array([1.0, float(ranks)]), spread=0.6 / np.sqrt(63))
+
+    assert found[0] == 1.0
+    assert found[1] == pytest.approx(on_ranks.max(1).mean(), rel=0.005)
+
+
+def test_only_a_router_that_nothing_evens_fills_ranks_unevenly() -> None:
+    model, plan = load_model("mixtral-8x7b"), Plan(dp_shard=2, ep=2)
+    workload = Workload(seq_len=4096, global_batch_size=8)
+    table = plan_table([plan, Plan(dp_shard=2)], workload)
+    even = axis_sizes(model, workload, table)["r"]
+
+    uneven = axis_sizes(model, workload, table, expert_spread=0.24)["r"]
+    stated = axis_sizes(model, replace(workload, expert_imbalance=1.5), table, expert_spread=0.24)["r"]
+
+    np.testing.assert_allclose(uneven / even, [1.2, 1.0], atol=0.01)
+    np.testing.assert_allclose(stated / even, [1.5, 1.0])
+    assert runtime_spec("meshwright").expert_spread > 0.0 == runtime_spec("torchtitan").expert_spread
