@@ -21,6 +21,7 @@ from topology.catalog.verify import MAX_GPUS
 from topology.errors import BadInput
 from topology.probe import from_machine
 from topology.probe.from_text import MAX_DOMAIN_GPUS, MAX_HOST_GPUS
+from topology.profile.profile import MOST_LAYER_RUNS, MOST_SAMPLES
 from topology.readers import nccl_xml
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -55,6 +56,8 @@ def test_every_sentence_is_shown_by_a_test_that_exists() -> None:
         (r"a plan 2\^(\d+)", {verify.MAX_GPUS.bit_length() - 1}),
         (r"a model ([\d,]+) layers", {verify.MAX_LAYERS}),
         (r"a timeline ([\d,]+) instructions", {MAX_INSTRUCTIONS}),
+        (r"a profile ([\d,]+) samples\s+of a kind", {MOST_SAMPLES}),
+        (r"and ([\d,]+) runs of layers", {MOST_LAYER_RUNS}),
         (r"a schedule ([\d,]+) ranks x ranks x stages a rank", {MOST_PASSES}),
     ],
 )

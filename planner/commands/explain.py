@@ -32,6 +32,7 @@ from planner.question.overrides import with_flags
 from planner.question.plan_file import refuse_overwrite
 from planner.question.prediction import predict
 from planner.search.answer import answer
+from planner.search.deadline import deadline_of, left_s
 from planner.search.fixes import find_fixes, memory_text
 from planner.search.plan_space.candidates import Bounds
 from planner.search.result import SearchResult
@@ -73,6 +74,7 @@ def explain(
     Without a file, the best plan of the question that the flags ask, as planner suggest would answer it. Beside a file,
     flags change what it says, and the answer lists what they changed.
     """
+    deadline = deadline_of(time_limit)
     flags = Flags(
         model=model,
         cluster=cluster,
@@ -109,9 +111,9 @@ def explain(
             if memory:
                 _memory_only(case, observed, svg, json=json)
                 return
-            result, chosen = _search(case, top, time_limit), case.plan
+            result, chosen = _search(case, top, left_s(deadline)), case.plan
         else:
-            wanted = SearchOptions(top=top + 1, time_limit_s=time_limit)
+            wanted = SearchOptions(top=top + 1, time_limit_s=left_s(deadline))
             result = answer(flags, framework or "torchtitan", wanted, measured=measured, progress=output.progress)
             chosen = result.plans[0].plan
         found = reasons.explain(

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
 import typer
-from rich.table import Table
 
 from planner.commands.flags import options, shard_flags
 from planner.io import output
@@ -191,10 +190,9 @@ def _print(rows: Sequence[Mapping[str, Any]]) -> None:
             screen.print()
             continue
         screen.print(printable(f"{row['id']}: {row['ring_send_bytes_per_rank']:,} ring bytes sent by a rank"))
-        placed = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 2))
-        for name, tokens in row["placements"].items():
-            placed.add_row(printable(name), " ".join(tokens), printable(_axes(row["named"][name])))
-        screen.print(placed)
+        screen.out(
+            _columns([(name, " ".join(at), _axes(row["named"][name])) for name, at in row["placements"].items()])
+        )
         if time := row.get("time_s"):
             parts = (
                 f": {1e6 * time['compute']:,.1f} compute, {1e6 * time['exposed_communication']:,.1f} communication not hidden"
@@ -203,16 +201,13 @@ def _print(rows: Sequence[Mapping[str, Any]]) -> None:
             )
             screen.print(f"{1e6 * time['value']:,.1f} us simulated ({time['source']}){parts}")
         if row["collectives"]:
-            table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 2))
-            for heading, justify in (("collective", "left"), ("over", "left"), ("in B", "right"), ("ring B", "right")):
-                table.add_column(heading, justify=justify, no_wrap=True)  # type: ignore[arg-type]
-            table.add_column("why", overflow="fold")
+            cells = [("collective", "over", "in B", "ring B", "why")]
             for _, alike in groupby(row["collectives"], key=str):
                 one, *more = alike
                 kind = f"{len(more) + 1} x {one['kind']}" if more else one["kind"]
                 sent = f"{one['ring_send_bytes_per_rank']:,}"
-                table.add_row(kind, printable(one["mesh_dim"]), f"{one['bytes_in']:,}", sent, printable(one["why"]))
-            screen.print(table)
+                cells.append((kind, one["mesh_dim"], f"{one['bytes_in']:,}", sent, one["why"]))
+            screen.out(_columns(cells, right=(2, 3)))
         if row.get("listing"):
             screen.print()
             screen.print(printable(row["listing"]), soft_wrap=True)
@@ -221,6 +216,19 @@ def _print(rows: Sequence[Mapping[str, Any]]) -> None:
             _print_explanations(row["explanations"])
             _print_schedules(row.get("program", {}).get("schedules", ()))
         screen.print()
+
+
+def _columns(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> str:
+    """Return lines of aligned cells, columns of `right` flush right. A table of rich takes seconds for thousands of tensors."""
+    shown = [[printable(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if at in right else cell.ljust(width)
+            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in shown
+    )
 
 
 def _axes(named: Mapping[str, Any]) -> str:

@@ -17,6 +17,7 @@ from planner.question.case_runtime import resolve_runtime
 from planner.question.cases import SEQ_LEN, Case, all_assumed, complete_plan
 from planner.question.prediction import predict
 from planner.question.question import Question
+from planner.search.deadline import deadline_of, left_s, over
 from planner.search.plan_space.candidates import Bounds
 from planner.search.search import SearchOptions, suggest
 from simulator.config.estimate import SURE, Estimate
@@ -140,21 +141,21 @@ def check_text(
     """Judge the configuration `text`; `where` is its file's name, in messages and diffs.
 
     `flags` is what is known beside the file. Without `changes` only the plan is judged, and without `search` only plans one
-    change away are tried; `time_limit_s` is the search's. Raises BadInput (exit 2) for a
+    change away are tried. After `time_limit_s` there is what was found until then. Raises BadInput (exit 2) for a
     text that cannot be read or whose model or cluster is not known, and Stale (exit 1) for a profile in doubt where it is
     refused.
     """
-    flags = flags or CheckFlags()
+    flags, deadline = flags or CheckFlags(), deadline_of(time_limit_s)
     asked = ask(text, where, flags, measured=measured)
     configuration, case = asked.configuration, asked.case
     if case is None:
         return Checked(configuration=configuration, problems=asked.problems, assumed=asked.assumed)
-    found = answer_plan(case)
+    found = answer_plan(case, deadline=deadline)
     base = Checked(configuration=configuration, problems=found.problems, assumed=case.assumed, found=found)
     written = asked.writer(where, flags)
-    single = _changes(found, written) if changes else ()
+    single = _changes(found, written, deadline) if changes else ()
     return replace(
-        base, changes=single, **(_best(found, written, single, time_limit_s, progress) if search and changes else {})
+        base, changes=single, **(_best(found, written, single, deadline, progress) if search and changes else {})
     )
 
 
@@ -294,7 +295,7 @@ def _stated(facts: Facts) -> dict[str, Any]:
 # Other plans.
 
 
-def _changes(found: PlanAnswer, written: Writer) -> tuple[Change, ...]:
+def _changes(found: PlanAnswer, written: Writer, deadline: float | None) -> tuple[Change, ...]:
     """Return the single changes that gain, most first: what does not fit first has to fit."""
     question, plan = found.case.question, found.case.plan
     now = found.estimate
@@ -302,6 +303,8 @@ def _changes(found: PlanAnswer, written: Writer) -> tuple[Change, ...]:
     candidates = [one for one in variants_of(plan, question) if _within(one.plan, limits)]
     judged: list[tuple[bool, float, str, Plan, Runtime]] = []
     for runtime in dict.fromkeys(one.runtime for one in candidates):
+        if over(deadline):
+            break
         asked = replace(question, runtime=runtime)
         group = [one for one in candidates if one.runtime == runtime and is_legal(asked.problems(one.plan))]
         if not group:
@@ -314,7 +317,7 @@ def _changes(found: PlanAnswer, written: Writer) -> tuple[Change, ...]:
     changes = []
     for _, _, what, other, runtime in judged[:PREDICTED]:
         diff = written.diff(other, runtime)
-        if not diff:
+        if not diff or over(deadline):
             continue
         there = predict(replace(question, runtime=runtime), other).estimate
         if now is None or _gains(there, now):
@@ -341,7 +344,7 @@ def _best(
     found: PlanAnswer,
     written: Writer,
     changes: tuple[Change, ...],
-    time_limit_s: float | None,
+    deadline: float | None,
     progress: Callable[[str], None] | None,
 ) -> dict[str, Any]:
     """Return the best plan that the file can say, or why there is none. It is at least as good as every single change."""
@@ -352,7 +355,7 @@ def _best(
     limits |= {name: fixed[name] for name in fixed if name in limits}
     try:
         bounds = Bounds(**limits)  # type: ignore[arg-type]
-        options = SearchOptions(bounds=bounds, top=CANDIDATES, all_variants=True, time_limit_s=time_limit_s)
+        options = SearchOptions(bounds=bounds, top=CANDIDATES, all_variants=True, time_limit_s=left_s(deadline))
         listed = suggest(question, options, progress=progress).plans
     except Infeasible as error:
         return {"no_better": str(error)}
@@ -367,7 +370,7 @@ def _best(
     for rival in (*rivals, *(change.better for change in changes[:1])):
         turned = replace(rival.runtime, compile=not rival.runtime.compile)
         asked = replace(question, runtime=turned)
-        if is_legal(asked.problems(rival.plan)) and (diff := written.diff(rival.plan, turned)):
+        if not over(deadline) and is_legal(asked.problems(rival.plan)) and (diff := written.diff(rival.plan, turned)):
             estimate = predict(asked, rival.plan).estimate
             rivals.append(Better(plan=rival.plan, runtime=turned, estimate=estimate, diff=diff))
         rivals.append(rival)

@@ -31,14 +31,17 @@ class PlanAnswer:
     fixes: tuple[Fix, ...] = ()
 
 
-def answer_plan(case: Case, *, with_fixes: bool = True) -> PlanAnswer:
-    """Return the problems and the estimate of a case's plan. Raises BadCluster where the GPU's rates are not known."""
+def answer_plan(case: Case, *, with_fixes: bool = True, deadline: float | None = None) -> PlanAnswer:
+    """Return the problems and the estimate of a case's plan, with the fixes that were tried until `deadline`.
+
+    Raises BadCluster where the GPU's rates are not known.
+    """
     question, plan = case.question, case.plan
     problems = question.problems(plan)
     if not is_legal(problems):
         return PlanAnswer(case=case, problems=problems)
     found = predict(question, plan)
-    fixes = find_fixes(question, plan, found.estimate) if with_fixes else ()
+    fixes = find_fixes(question, plan, found.estimate, deadline) if with_fixes else ()
     return PlanAnswer(case=case, problems=problems, estimate=found.estimate, method=found.method, fixes=fixes)
 
 

@@ -14,6 +14,7 @@ from itertools import product
 from planner.io.figures import change_text, gib_text
 from planner.question.prediction import predict
 from planner.question.question import Question
+from planner.search.deadline import deadline_of, left_s, over
 from planner.search.finalists import TIE
 from planner.search.scaling import with_gpus
 from simulator.config.estimate import Estimate, Fit, chance, sure_bytes
@@ -52,15 +53,21 @@ class _Variant:
     plan: Plan
 
 
-def find_fixes(question: Question, plan: Plan, estimate: Estimate) -> tuple[Fix, ...]:
+def find_fixes(question: Question, plan: Plan, estimate: Estimate, deadline: float | None = None) -> tuple[Fix, ...]:
     """Return the variants that surely fit, cheapest first; where none does, the one with the most headroom.
+
+    Variants of other runtimes and more GPUs are tried until the first half of what is left until `deadline` is over.
 
     There is none where `plan` surely fits itself, where no variant needs less memory, and of models of more than MOST_LAYERS.
     """
     if estimate.memory.fit is Fit.YES or question.model.layers > MOST_LAYERS:
         return ()
     found: list[tuple[bool, float, float, _Variant]] = []
+    left = left_s(deadline)
+    half = None if left is None else deadline_of(left / 2)
     for asked, variants in _by_question(question, plan):
+        if over(half):
+            break
         legal = [one for one in variants if asked.legal(one.plan)]
         table = asked.estimate([one.plan for one in legal]) if legal else None
         for row, one in enumerate(legal):
@@ -74,7 +81,7 @@ def find_fixes(question: Question, plan: Plan, estimate: Estimate) -> tuple[Fix,
         simpler = any(other.kinds < one.kinds and least <= cost * (1 + TIE) for _, least, _, other in surely)
         if not simpler and not any(other.kinds <= one.kinds for other in chosen):
             chosen.append(one)
-    fixes = [_fix(one, plan, estimate) for one in chosen[:MOST_FIXES]]
+    fixes = [_fix(one, plan, estimate) for one in chosen[:MOST_FIXES] if not over(half)]
     fixes = [one for one in fixes if one.reserved_bytes < estimate.memory.reserved_bytes]
     return tuple(sorted(fixes, key=lambda one: one.slower))
 

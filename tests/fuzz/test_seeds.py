@@ -106,6 +106,7 @@ def seeds() -> Iterator[tuple[str, str, str]]:
         "collectives__0__launch": "x",
     }.items():
         yield "profile", f"{at} {value!r:.20}", altered(profile, **{at: value})
+    yield "profile", "thousands of runs of layers", altered(profile, layers=profile["layers"][:1] * 5000)
     yield "measurement", "a flow of no GPU", altered(measured, flows__0__flows__0__dst="gpu-1")
     yield "nvidia-smi", "400,000 brackets", "index, " + "[" * 400_000 + "name\n0, x\n"
     yield "nvidia-smi", "capabilities without rows", "$ nvidia-smi topo -p2p r\n \tGPU0\tGPU1\n\nLegend:\n"

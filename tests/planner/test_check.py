@@ -192,6 +192,17 @@ def test_an_fsdp_1_file_stays_one() -> None:
     assert diff.count("\n+") == 2  # that line, and the file's name
 
 
+def test_when_the_time_is_over_the_plan_is_judged_and_no_change_is_sought() -> None:
+    path = KEPT / "torchtitan_llama3_8b.toml"
+
+    checked = check_text(path.read_text(), str(path), time_limit_s=0.0)
+
+    assert checked.found is not None
+    assert checked.found.estimate is not None
+    assert checked.changes == ()
+    assert checked.found.fixes == ()
+
+
 def test_unknown_fields_are_listed() -> None:
     text = (KEPT / "torchtitan_llama3_8b.toml").read_text() + "\n[parallelism2]\nfoo = 1\n"
     found = check_text(text.replace("seq_len =", "seq_lenn = 1\nseq_len ="), "a.toml", search=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from itertools import product
 
@@ -69,6 +70,8 @@ def test_fixes_are_in_the_order_of_what_they_cost_and_none_is_cheaper(llama8b, p
     question = question_of(llama8b, make_cluster(1, 8), WORKLOAD, framework=TORCHTITAN, runtime=RUNTIME)
     estimate = predict(question, plan).estimate
     fixes = find_fixes(question, plan, estimate)
+
+    assert find_fixes(question, plan, estimate, deadline=time.monotonic()) == ()
     relatives = [other for other in every_relative(plan) if question.legal(other)]
     table = question.estimate(relatives)
     sure = [table.estimate(row) for row in range(len(relatives)) if table.estimate(row).memory.fit is Fit.YES]

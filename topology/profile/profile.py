@@ -40,6 +40,8 @@ FASTEST_OVER_DATASHEET = 1.1  # nominal link rates are rounded down by up to 6 %
 RANGES: dict[str, Range] = {"count": (1, 10**9), "ranks": (1, 1 << 20), "nodes": (1, 1 << 20), "gpus": (0, 1 << 20)}
 # A launch alone takes a microsecond, a call of the host a tenth of that.
 QUICKEST_S = 1e-8
+# Samples of one kind: all are fitted at once, within seconds. A machine's own profile has some 700 operators and 70 layers.
+MOST_SAMPLES, MOST_LAYER_RUNS = 20_000, 512
 # Layers this narrow show the host, and nobody trains a model of so few: several tell what each of them costs.
 NARROW_WIDTH, NARROW_LAYERS = 512, 8
 
@@ -151,6 +153,10 @@ def check_profile(profile: Profile, *, where: str = "profile", cluster: Cluster 
         )
     if problem := next(out_of_range(profile, RANGES, path="$"), None):
         raise BadInput(f"{where}: {problem}", remedy="take the profile again")
+    for name in SAMPLE_LISTS.values():
+        most, found = MOST_LAYER_RUNS if name == "layers" else MOST_SAMPLES, len(getattr(profile, name))
+        if found > most:
+            raise BadInput(f"{where}: $.{name} has {found:,} samples", why=f"at most {most:,} are fitted")
     for index, sample in enumerate(profile.collectives):
         _check_sample(sample, f"{where}: $.collectives[{index}]", cluster)
     for kind, name in SAMPLE_LISTS.items():
