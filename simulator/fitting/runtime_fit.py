@@ -48,10 +48,11 @@ MOST_STEP_S = 10e-3
 # Costs of the host that a fit starts from: none, so that what is predicted is the device alone.
 NO_HOST_COST = as_host_fields(dict.fromkeys(("launch_s", *SINGLE), 0.0)) | {"step_s": 0.0, "cut_step_s": 0.0}
 NO_DATA = {"data_token_s": 0.0}
-FEWEST = 3  # device-bound runs below which factors stay near 1, by these spreads
+FEWEST = 3  # shapes of device-bound runs below which factors stay near 1, by these spreads
 # Root mean squares over the nine fits of six runs and more of h200x1, h200x2_fresh, h200x2_next, h200x4, h200x4_draw1 and
 # h200x4_draw3 in examples/profiles: 0.035 of the mean factor, 0.057 of layers and others apart, and 0.62.
 INSIDE_SPREAD = 0.05  # of kernels inside a step over those alone
+APART_SPREAD = 0.06  # of kernels of layers over others
 STEP_SPREAD = 0.6  # of what a step makes its device wait for, over what is described
 # Of what kernels of some shapes are off by that others are not. Source: assumed.
 SHAPE_SPREAD = 0.08
@@ -72,6 +73,11 @@ class Run:
         spread = runtime_spec(self.runtime.name).host.data_spread
         waited = float(slowest(np.array([float(self.plan.gpus)]), spread)[0])
         return self.sample.step_s - waited * (self.sample.data_s or 0.0)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """What decides how long a layer's products take: width, width of the feed-forward, and tokens of a micro batch."""
+        return self.model.hidden, self.model.ffn, self.plan.micro_batch_size * self.workload.seq_len
 
     @property
     def pair(self) -> str:
@@ -183,23 +189,25 @@ class _Device:
         return np.array([slower * self.layers_s, slower * self.others_s + self.copies_s, 1.0])
 
 
-def _solve_factors(matrix: Floats, left: Floats, *, layers_apart: bool, usual_s: float, most_s: float) -> Floats:
+def _solve_factors(
+    matrix: Floats, left: Floats, *, shapes: int, layers_apart: bool, usual_s: float, most_s: float
+) -> Floats:
     """Return (factor of layers, factor of others, step's own seconds), least squares with the last within its range.
 
-    One factor stands for both where no pair tells them apart, or where heads are so small that noise decides theirs. A few runs
-    are of one shape or two, and move it as far from 1 as one shape tells of others.
+    One factor stands for both where no pair tells them apart, or where heads are so small that noise decides theirs. Runs of a
+    shape or two move them as far from 1, and from each other, as one shape tells of others.
     """
-    together = np.stack([matrix[:, 0] + matrix[:, 1], matrix[:, 2]], axis=1)
-    if len(left) < FEWEST:
-        weights = SHAPE_SPREAD / np.array([INSIDE_SPREAD, STEP_SPREAD * max(usual_s, LEAST_S)])
-        together = np.vstack([together, np.diag(weights)])
-        left = np.append(left, weights * np.array([1.0, usual_s]))
-    elif layers_apart:
+    if shapes < FEWEST:
+        usual = np.array([[0.5, 0.5, 0.0], [1.0, -1.0, 0.0], [0.0, 0.0, 1.0]])
+        weights = SHAPE_SPREAD / np.array([INSIDE_SPREAD, APART_SPREAD, STEP_SPREAD * max(usual_s, LEAST_S)])
+        rows = np.vstack([matrix, weights[:, None] * usual])
+        return _least_squares(rows, np.append(left, weights * np.array([1.0, 0.0, usual_s])), most_s)
+    if layers_apart:
         found = _least_squares(matrix, left, most_s)
         if FACTORS[0] <= found[:2].min() and found[:2].max() <= FACTORS[1]:
             return found
-    # Runs that contradict each other would be explained by kernels of negative time.
-    factor, step_s = _least_squares(together, left, most_s, least=FACTORS[0])
+    together = np.stack([matrix[:, 0] + matrix[:, 1], matrix[:, 2]], axis=1)
+    factor, step_s = _least_squares(together, left, most_s)
     return np.array([factor, factor, step_s])
 
 
@@ -279,6 +287,7 @@ class _Fit:
             answer = _solve_factors(
                 rows[usable] / scale[usable, None],
                 left[usable] / scale[usable],
+                shapes=len({run.shape for run in self.device_bound}),
                 layers_apart=bool(pairs),
                 usual_s=described.step_s,
                 most_s=most_s,

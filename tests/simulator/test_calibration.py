@@ -302,6 +302,24 @@ def test_noise_in_runs_without_a_large_head_does_not_become_a_factor() -> None:
     assert costs.kernel_factor == pytest.approx(1.1, rel=0.1)
 
 
+def test_one_shape_however_often_it_ran_moves_factors_as_far_as_it_tells_of_others() -> None:
+    """A layer 20 % longer than alone, in two types: others are not taken to be so, as they are where three shapes say it."""
+    whole = calibrated(profile(), cluster())
+    assert whole is not None
+    every = layers(layer_factor=1.2, wide=dataclasses.replace(WIDE, vocab=128256))
+    one = tuple(sample for sample in every if sample.workload["seq_len"] in (256, 8192))
+    again = tuple(dataclasses.replace(s, runtime=s.runtime | {"reduce_dtype": "bfloat16"}) for s in one)
+
+    factors = []
+    for samples in (one, one + again, every):
+        costs = fit_runtimes(profile(layers=samples), cluster(), whole)[TITAN]
+        factors.append(costs.kernel_factor * costs.layer_factor)
+
+    assert 1.0 < factors[0] < 1.12
+    assert 1.0 < factors[1] < 1.15
+    assert factors[2] == pytest.approx(1.2, rel=0.02)
+
+
 def test_runs_too_short_for_the_power_limiter_do_not_make_kernels_quick() -> None:
     """The same seconds, at the clock of a rested GPU: kernels under full load take longer by what clocks differ.
 
