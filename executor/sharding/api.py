@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from executor.launch.local_ranks import child_environment
-from executor.sharding.capture import Captured, capture
+from executor.sharding.capture import Captured, Output, capture
 from executor.sharding.placements import placements_of, tokens_of
 from executor.sharding.run_program import RankProgram, State
 from simulator.sharded.graph import BUFFER, CONSTANT, INPUT, PARAMETER
@@ -287,7 +287,10 @@ class ShardedModule(nn.Module):
             parts = [self._dtensor(v, places, shape) for v in outputs[at :: len(names)]]
             found.append(torch.cat(parts) if len(parts) > 1 else parts[0])
         tree = self.captured.result_tree
-        return pytree.tree_unflatten(found, tree) if tree is not None else tuple(found)
+        if tree is None:
+            return tuple(found)
+        leaves = [found[one.number] if isinstance(one, Output) else one for one in self.captured.results]
+        return pytree.tree_unflatten(leaves, tree)
 
     def _dtensor(self, piece: torch.Tensor, placements: tuple[Any, ...], shape: tuple[int, ...]) -> DTensor:
         """Return this rank's piece as part of a DTensor of `shape`, whose pieces may be of different sizes."""
@@ -315,7 +318,9 @@ class _Run(torch.autograd.Function):
         values = dict(zip(names, (piece.detach() for piece in pieces), strict=True)) | sharded.fixed
         state = sharded.ranks.forward(values)
         ctx.sharded, ctx.state, ctx.names = sharded, state, names
-        return tuple(sharded.ranks.everywhere(name, state) for name in sharded.program.outputs)
+        found = tuple(sharded.ranks.everywhere(name, state) for name in sharded.program.outputs)
+        ctx.mark_non_differentiable(*(one for one in found if not one.is_floating_point()))
+        return found
 
     @staticmethod
     def backward(ctx: Any, *incoming: torch.Tensor) -> Any:

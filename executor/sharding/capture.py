@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.export.graph_signature import InputKind
+from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
 from executor.sharding.places import DTYPES
@@ -29,11 +29,22 @@ _SKIPPED = ("aten._assert", "aten.sym_constrain", "aten._assert_tensor_metadata"
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """The graph, the values of its constants by name, and how the module's results are arranged."""
+    """The graph, the values of its constants by name, and how the module's results are arranged.
+
+    `results` has for each leaf of `result_tree` its number among the graph's outputs, or what it is on every rank: None, a number.
+    """
 
     graph: CapturedGraph
     constants: Mapping[str, torch.Tensor]
     result_tree: Any = None
+    results: tuple[Output | Any, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A result that is output `number` of the graph."""
+
+    number: int
 
 
 def capture(module: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Captured:
@@ -51,7 +62,14 @@ def capture(module: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, An
             why=str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__,
             remedy="a module whose control flow does not depend on values of tensors",
         ) from error
-    reader = _Reader()
+    written = [spec.target for spec in exported.graph_signature.output_specs if spec.kind is OutputKind.BUFFER_MUTATION]
+    if written:
+        raise UserError(
+            f"{type(module).__name__} writes into its buffer {written[0]}",
+            why="programs on ranks leave buffers as they are",
+            remedy="call module.eval(), as for running statistics of batch norms",
+        )
+    reader = _Reader(tied=_tied(module))
     values = {**dict(exported.named_parameters()), **dict(exported.named_buffers()), **exported.constants}
     specs = {spec.arg.name: spec for spec in exported.graph_signature.input_specs}
     environment: dict[str, Any] = {}
@@ -60,13 +78,22 @@ def capture(module: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, An
             environment[node.name] = reader.input(node, specs[node.name], values)
     outputs = reader.walk(exported.graph_module, environment)
     kinds = [spec.kind.name for spec in exported.graph_signature.output_specs]
-    named = [
-        value.name
-        for value, kind in zip(outputs, kinds, strict=True)
-        if kind in {"USER_OUTPUT", "LOSS_OUTPUT"} and isinstance(value, _Tensor)
-    ]
+    returned = [v for v, kind in zip(outputs, kinds, strict=True) if kind in {"USER_OUTPUT", "LOSS_OUTPUT"}]
+    named, results = list[str](), list[Any]()
+    for value in returned:
+        results.append(Output(len(named)) if isinstance(value, _Tensor) else value)
+        named += [value.name] if isinstance(value, _Tensor) else []
     graph = CapturedGraph(inputs=tuple(reader.inputs), nodes=tuple(reader.nodes), outputs=tuple(named))
-    return Captured(graph=graph, constants=reader.constants, result_tree=exported.call_spec.out_spec)
+    return Captured(
+        graph=graph, constants=reader.constants, result_tree=exported.call_spec.out_spec, results=tuple(results)
+    )
+
+
+def _tied(module: nn.Module) -> dict[str, str]:
+    """Return by name of a parameter or buffer the first name of the same tensor."""
+    first: dict[int, str] = {}
+    every = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    return {name: first.setdefault(id(one), name) for name, one in every}
 
 
 def _writes_in_place(target: Any) -> bool:
@@ -83,10 +110,12 @@ class _Tensor:
 
 @dataclass(slots=True)
 class _Reader:
+    tied: Mapping[str, str] = field(default_factory=dict)
     inputs: list[GraphInput] = field(default_factory=list)
     nodes: list[GraphNode] = field(default_factory=list)
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
     names: set[str] = field(default_factory=set)
+    _given: dict[str, _Tensor] = field(default_factory=dict)  # parameters and buffers, by their first name
     _constant_names: dict[int, str] = field(default_factory=dict)
     _alive: list[torch.Tensor] = field(default_factory=list)  # so that ids stay those of one tensor
 
@@ -98,12 +127,16 @@ class _Reader:
             return values[spec.target]
         if not isinstance(value, torch.Tensor):
             return value
-        target = spec.target or ""
+        target = self.tied.get(spec.target or "", spec.target or "")
+        if target and target in self._given:
+            return self._given[target]
         name = self._new_name(target or node.name)
+        called = target or (node.name if node.name != name else "")
         self.inputs.append(
-            GraphInput(name=name, shape=tuple(value.shape), dtype=DTYPE_NAMES[value.dtype], kind=kind, target=target)
+            GraphInput(name=name, shape=tuple(value.shape), dtype=_dtype_name(value), kind=kind, target=called)
         )
-        return _Tensor(name, value)
+        self._given[target] = _Tensor(name, value)
+        return self._given[target]
 
     def walk(self, module: torch.fx.GraphModule, environment: dict[str, Any]) -> list[Any]:
         """Read the nodes of a graph; return its results."""
@@ -135,6 +168,8 @@ class _Reader:
             return _constant(
                 node.target, [torch.empty(args[0].fake.shape, dtype=args[0].fake.dtype), *args[1:]], kwargs
             )
+        if op == "aten.copy.default" and _alike(args[0], args[1]):
+            return args[1]
         if op in _IN_PLACE_OF and (op != "aten.dropout.default" or not args[2] or not args[1]):
             return args[_IN_PLACE_OF[op]]
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) and not _attention(op, args):
@@ -166,7 +201,7 @@ class _Reader:
                 args=tuple(self._plain(a) for a in args),
                 kwargs={k: self._plain(v) for k, v in kwargs.items() if k not in {"device", "layout", "pin_memory"}},
                 shape=tuple(int(n) for n in value.shape),
-                dtype=DTYPE_NAMES[value.dtype],
+                dtype=_dtype_name(value),
                 index=index,
                 module=module,
             )
@@ -191,7 +226,7 @@ class _Reader:
     def _constant(self, value: torch.Tensor) -> str:
         if id(value) not in self._constant_names:
             name = self._new_name(f"constant_{len(self.constants)}")
-            shape, dtype = tuple(value.shape), DTYPE_NAMES[value.dtype]
+            shape, dtype = tuple(value.shape), _dtype_name(value)
             self.inputs.append(GraphInput(name=name, shape=shape, dtype=dtype, kind=CONSTANT, target=name))
             self.constants[name] = value.detach()
             self._constant_names[id(value)] = name
@@ -208,6 +243,19 @@ class _Reader:
             unique, number = f"{name}_{number}", number + 1
         self.names.add(unique)
         return unique
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Return whether two tensors of the graph have the same shape and dtype."""
+    tensors = isinstance(one, _Tensor) and isinstance(other, _Tensor)
+    return tensors and (one.fake.shape, one.fake.dtype) == (other.fake.shape, other.fake.dtype)
+
+
+def _dtype_name(value: torch.Tensor) -> str:
+    """Return the name of a tensor's dtype. Raises UserError for one that no program has."""
+    if value.dtype not in DTYPE_NAMES:
+        raise UserError(f"a tensor of {value.dtype}", remedy=f"one of {', '.join(map(str, DTYPE_NAMES))}")
+    return DTYPE_NAMES[value.dtype]
 
 
 def _attention(op: str, args: Sequence[Any]) -> bool:

@@ -22,6 +22,7 @@ DTYPES = {
     "u8": torch.uint8,
     "bool": torch.bool,
     "c64": torch.complex64,
+    "c128": torch.complex128,
 }
 
 

@@ -8,7 +8,7 @@ backward pass is not kept: the graph reads the new one in its place.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,7 +32,7 @@ class _Tape:
     """The graph of one kernel of the forward pass: where gradients leave it by operand, and where that of its result enters."""
 
     operands: dict[str, GradientEdge]
-    result: GradientEdge
+    result: GradientEdge | None  # None where no operand that is differentiated enters it, as in one of several results
     dtype: torch.dtype
     saved: SavedTensors | None
 
@@ -259,7 +259,8 @@ class RankProgram:
         at[name] = result.detach()
         if saved is not None:
             saved.release(name, at[name])
-        tapes[name] = _Tape(edges, get_gradient_edge(result), result.dtype, saved)
+        edge = get_gradient_edge(result) if result.requires_grad else None
+        tapes[name] = _Tape(edges, edge, result.dtype, saved)
 
     def _kernel(self, work: Kernel, operands: Mapping[str, torch.Tensor], context: Context) -> torch.Tensor:
         if is_overlapped(work):
@@ -275,7 +276,9 @@ class RankProgram:
             tape.saved.restore({name: at[again] for name, again in self._differentiated[forward].items()})
         incoming = at[instruction.reads[0]].to(tape.dtype)
         edges = [tape.operands[name] for name in wanted]
-        found = torch.autograd.grad(tape.result, edges, incoming, allow_unused=True)
+        found: Sequence[torch.Tensor | None] = [None] * len(edges)
+        if tape.result is not None:
+            found = torch.autograd.grad(tape.result, edges, incoming, allow_unused=True)
         for name, gradient in zip(instruction.writes, found, strict=True):
             buffer = self.program.buffers[name]
             at[name] = gradient if gradient is not None else self._zeros(buffer, incoming)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 # Bytes of a number, by the short names of operators and of sharding's text; and of what a run may be configured with.
 ELEMENT_BYTES = {
+    "c128": 16,
     **dict.fromkeys(("f64", "i64", "u64", "c64"), 8),
     **dict.fromkeys(("f32", "i32", "u32"), 4),
     **dict.fromkeys(("bf16", "f16", "i16", "u16"), 2),

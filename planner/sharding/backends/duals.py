@@ -42,7 +42,7 @@ from planner.sharding.layouts.redistribution import Redistributor
 from simulator.sharded.program import Buffer, Exchange, Kernel
 from topology.errors import Infeasible
 
-FLOATS = frozenset(("f64", "f32", "bf16", "f16"))
+FLOATS = frozenset(("f64", "f32", "bf16", "f16", "c64", "c128"))  # what has gradients
 # What no gradient passes: comparisons, and maxima that only keep exponentials in range.
 _NOT_DIFFERENTIATED = ("row_max", "attention.max", "not_equal", "topk_indices")
 
@@ -68,12 +68,16 @@ class BackwardWriter:
         works = sorted(self.out.works, key=lambda work: -work.micro_batch if work.micro_batch >= 0 else -inf)
         self._find_needed(works)
         seeds = []
+        if not self._needed.intersection(outputs):
+            raise Infeasible(
+                "no result depends on anything that a gradient is asked of", remedy="a parameter among inputs"
+            )
         for name in outputs:
-            if name not in self._needed:
-                raise Infeasible(
-                    f"{name} does not depend on anything that a gradient is asked of", remedy="a parameter among inputs"
-                )
+            if name not in self._needed:  # numbers of experts, an input as it is: its gradient goes nowhere
+                seeds.append(self._part(name, whole=self._copied(name)))
+                continue
             seeds.append(self._contribution(name, whole=self._copied(name)))
+            self._add_up(name, seeds[-1])
         first_use: dict[str, int] = {}
         for number, work in enumerate(works):
             for name in work.reads:

@@ -154,6 +154,30 @@ class ManyFunctions(nn.Module):
         return F.glu(F.pad(pooled, (0, 0, 1, 1)), -1).movedim(0, 1)[1:-1] * sums.mean() + y.std(1).sum()
 
 
+class ManyResults(nn.Module):
+    """Results of other kinds than tensors with a gradient, one of them twice; a weight under two names; complex numbers; writes in place."""
+
+    def __init__(self, embed=16) -> None:
+        super().__init__()
+        self.table = nn.Embedding(12, embed)
+        self.head = nn.Linear(embed, 12, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, x, t):
+        y = x @ self.head.weight.T @ self.table.weight
+        y[:, 0] += t[:, 0]
+        waves = torch.fft.rfft(y, dim=-1)
+        made = torch.fft.irfft(waves * torch.polar(waves.real, waves.imag), dim=-1)
+        return {
+            "made": made,
+            "again": made,
+            "x": x,
+            "first": y.argmax(-1),
+            "none": None,
+            "loss": F.smooth_l1_loss(y, t),
+        }
+
+
 @torch.library.custom_op("transformers::grouped_mm_fallback", mutates_args=())
 def grouped_mm(x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
     """Rows by the matrix of their group: what transformers computes, and calls, where torch's kernel takes no such dtype."""

@@ -6,11 +6,13 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
+from executor.sharding.capture import capture  # noqa: E402 - after the check for torch
 from executor.sharding.operations import run_kernel  # noqa: E402 - after the check for torch
 from executor.sharding.places import Context, Place  # noqa: E402 - as above
 from simulator.sharded.program import Buffer, Kernel, is_of_patches  # noqa: E402 - as above
 from tests.executor.sharding import modules  # noqa: E402 - as above
 from tests.executor.sharding.ranks import Case, run, run_files, run_function  # noqa: E402 - as above
+from topology.errors import UserError  # noqa: E402 - as above
 
 torch.manual_seed(0)
 X = torch.randn(4, 8, 16, dtype=torch.float64)
@@ -115,6 +117,10 @@ TWO += [  # pieces of different sizes
             }
         },
     ),
+]
+TWO += [
+    on(f"many results, {at}", modules.ManyResults(), (X, X / 2), {"d": 2}, x=[at], t=[at], **{"table.weight": ["S(1)"]})
+    for at in ("S(0)", "S(2)")
 ]
 TWO += [on(f"many functions, {at}", modules.ManyFunctions(), (X,), {"d": 2}, x=[at]) for at in ("S(0)", "S(1)")]
 ROUTED = {"up": ["S(0)"], "down": ["S(0)"]}
@@ -236,6 +242,20 @@ CHUNKS = [
 ]
 
 LITTLE = {**FSDP, "cluster": "h200x4", "memory_limit": 61_000 / 2**30}
+
+
+@pytest.mark.parametrize(
+    ("module", "what"),
+    [
+        (torch.nn.BatchNorm1d(8), "writes into its buffer running_mean"),
+        (torch.nn.Dropout(), "draws random numbers"),
+    ],
+)
+def test_what_programs_do_not_do_is_refused(module, what) -> None:
+    with pytest.raises(UserError) as caught:
+        capture(module, (X,))
+
+    assert what in caught.value.what
 
 
 def test_products_in_chunks_compute_the_same() -> None:
