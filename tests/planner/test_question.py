@@ -25,7 +25,8 @@ PLAN = {"dp_shard": 4, "tp": 2, "micro_batch_size": 1, "recompute": "full"}
 
 @pytest.fixture(scope="module")
 def measured() -> Calibrations:
-    return Calibrations(read_profile(ROOT / "examples" / "profiles" / "h200x2_next.json"))
+    known = read_profile(ROOT / "examples" / "profiles" / "h200x2_next.json")
+    return Calibrations(replace(known, layers=known.layers[::4]))  # ten runs take seconds less to fit than forty
 
 
 def parts(question: Question) -> tuple[object, ...]:

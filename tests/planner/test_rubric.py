@@ -42,7 +42,7 @@ def test_what_fits_on_one_gpu_is_replicated(nodes, nvlink, framework):
     plan = first(
         TINY,
         make_cluster(nodes, 8, nvlink=nvlink),
-        Workload(seq_len=1024, global_batch_size=512),
+        Workload(seq_len=1024, global_batch_size=128),
         framework=framework,
         bounds=SIMPLE,
     ).plan

@@ -342,11 +342,12 @@ def test_runs_too_short_for_the_power_limiter_do_not_make_kernels_quick() -> Non
         calibration = calibrated(known, cluster())
         assert calibration is not None
         assert calibration.burst == pytest.approx(0.9, rel=0.03)
-        costs = fit_runtimes(known, cluster(), calibration)[TITAN]
+        costs = calibration.runtimes[TITAN]
         return costs.kernel_factor * costs.layer_factor
 
-    assert busy(rested) / busy(busy_all_along) == pytest.approx(1 / 0.9, rel=0.03)
-    assert busy(read_later) == busy(busy_all_along)
+    usual = busy(busy_all_along)
+    assert busy(rested) / usual == pytest.approx(1 / 0.9, rel=0.03)
+    assert busy(read_later) == usual
 
 
 def test_full_depth_follows_from_one_and_two_layers() -> None:
@@ -372,10 +373,17 @@ def test_layers_that_this_version_cannot_read_are_passed_over() -> None:
     assert fit_runtimes(profile(layers=invalid), cluster(), whole) == {}
 
 
+def eager_titan() -> Profile:
+    """Return the shipped profile of four H200 with the layers of one runtime alone, which are fitted sooner."""
+    known = read_profile(EXAMPLES / "profiles" / "h200x4.json")
+    titan = (s for s in known.layers if s.runtime["name"] == "torchtitan" and not s.runtime["compile"])
+    return dataclasses.replace(known, layers=tuple(titan))
+
+
 @cache
 def shipped(gpus: int) -> Calibration:
     """Return what the shipped profile of four H200 says of so many of them."""
-    found = calibrated(read_profile(EXAMPLES / "profiles" / "h200x4.json"), take_gpus(cluster(), gpus))
+    found = calibrated(eager_titan(), take_gpus(cluster(), gpus))
     assert found is not None
     return found
 
