@@ -109,20 +109,21 @@ def parse_operators(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Binding:
-    """One result of a line that is being parsed."""
+    """One result of a line that is being parsed; an annotation that is `derived` has the operands in the formula's order."""
 
     name: str
     text: str
     index: int
     tensors: Mapping[str, Tensor]
     declared: frozenset[str]
+    derived: bool = False
 
     def with_derived_annotation(self, formula: Formula) -> list[Operator]:
         operands = tuple(dict.fromkeys(formula.tensors))
         shapes = {name: self.tensors[name].shape for name in operands}
         names = {name: self.tensors[name].axes for name in operands}
         annotation, sizes = derive_annotation(formula, operands, shapes, names, index=self.index)
-        return self.with_annotation(formula, annotation, sizes)
+        return replace(self, derived=True).with_annotation(formula, annotation, sizes)
 
     def with_annotation(self, formula: Formula, annotation: Annotation, sizes: Mapping[str, int]) -> list[Operator]:
         if formula.bias and len(annotation.operands) == 3 and formula.tensors[2:] == (formula.bias,):
@@ -153,7 +154,11 @@ class _Binding:
 
 def _bind_operator(line: _Binding, formula: Formula, annotation: Annotation, declared: Mapping[str, int]) -> Operator:
     name, text, tensors = line.name, line.text, line.tensors
-    operand_names, sizes = _match_operands(text, formula, annotation, tensors)
+    operand_names = tuple(dict.fromkeys(formula.tensors))
+    if line.derived:
+        sizes = _axis_sizes(operand_names, annotation, tensors)
+    else:
+        operand_names, sizes = _match_operands(text, formula, annotation, tensors)
     shapes = {name: tensors[name].shape for name in {*formula.tensors, *operand_names}}
     _infer_axis_sizes(sizes, annotation, operand_names, declared, shape_of(formula, shapes, index=line.index), tensors)
     annotation = _merge_unknown_groups(annotation, operand_names, sizes, tensors)

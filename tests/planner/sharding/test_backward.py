@@ -11,6 +11,7 @@ from planner.sharding.backward.derive import add_backward
 from planner.sharding.layouts.layout import parse_placements
 from planner.sharding.layouts.mesh import make_mesh
 from planner.sharding.operators.graph import GraphBuilder
+from planner.sharding.operators.operator import Tensor, parse_operators
 from planner.sharding.plans.plan import TensorMove, plan_sharding
 from planner.sharding.problem.problem import ShardingProblem
 from tests.planner.sharding import cases, virtual_ranks
@@ -137,6 +138,24 @@ def test_a_function_without_a_gradient_is_named() -> None:
     for formula in ("lerp(x, z, g)", "addcmul(x, z, z)", "atan2(x, z)"):  # slopes in more than the first tensor
         with pytest.raises(BadInput, match="several tensors"):
             add_backward(graph_of(formula), {"y": "dy"})
+
+
+def test_derived_annotations_are_of_the_operands_in_the_formulas_order() -> None:
+    """Keys that are named as the annotation happens to name queries are still the keys."""
+    given = {
+        "g": "a0 a2 a1 a3",
+        "q": "a1 a2 a0 a3",
+        "k": "a0 a2 a1 a3",
+        "v": "a1 a2 a0 a3",
+        "rows": "a1 a2 a0",
+        "along": "a0 a2 a1",
+    }
+    axes = {name: tuple(text.split()) for name, text in given.items()}
+    tensors = {n: Tensor(name=n, shape=(4, 2, 4, 4)[: len(a)], dtype="f64", axes=a) for n, a in axes.items()}
+    (found,) = parse_operators(f"d_q = attention_bwd_q({', '.join(given)}, True)", tensors, {})
+
+    assert [name for name, _ in found.operands] == list(given)
+    assert found.dims == found.operands[1][1]
 
 
 def test_the_gradient_of_shared_heads_is_pending_over_the_ranks_that_share_them() -> None:
