@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from simulator.config.runtime import TF32
+
 Call = Callable[[], object]
 Shape = Mapping[str, int]
 
@@ -23,7 +25,7 @@ class Unsupported(ValueError):
 
 def operator_call(device: Any, *, kind: str, name: str, shape: Shape, dtype: str, direction: str) -> Call:
     """Return the call. Raises Unsupported."""
-    torch_dtype = getattr(torch, dtype, None)
+    torch_dtype = torch.float32 if dtype == TF32 else getattr(torch, dtype, None)
     if torch_dtype is None:
         raise Unsupported(f"torch has no type {dtype}")
     make = _TensorFactory(device, torch_dtype)

@@ -18,6 +18,7 @@ from executor.calibrate.kernels import Unsupported, operator_call
 from executor.gpu.monitor import ClockMonitor, invalid_reason
 from executor.gpu.timing import Timer
 from executor.launch.records import Deadline, Recorder, median_and_spread
+from simulator.config.runtime import TF32
 
 HEAT_S = 1.5  # of large matmuls before the first sample: power and temperature take a second to settle
 AGAIN_S = 0.3  # and before the first of a later job
@@ -74,6 +75,7 @@ class OperatorTimes:
 
     def _record_one(self, item: dict[str, Any], recorder: Recorder, watch: ClockMonitor | None) -> None:
         fields = {key: item[key] for key in ("kind", "name", "shape", "dtype", "direction")}
+        torch.set_float32_matmul_precision("high" if item["dtype"] == TF32 else "highest")
         try:
             timing = self.timer.measure(operator_call(self.device, **fields), seconds=SAMPLE_S, rounds=ROUNDS)
         except Unsupported as error:

@@ -74,7 +74,7 @@ class Setup:
     def dtypes(self) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
         """Return the types in which parameters are stored, computed with, and reduced."""
         runtime = self.runtime
-        return DTYPES[runtime.param_dtype], DTYPES[runtime.compute_dtype], DTYPES[runtime.reduce_dtype]
+        return DTYPES[runtime.param_dtype], DTYPES[runtime.activation_dtype], DTYPES[runtime.reduce_dtype]
 
 
 def parallelize(setup: Setup) -> ParallelModel:
@@ -194,7 +194,7 @@ def autocast_type(plan: Plan, runtime: Runtime) -> torch.dtype | None:
 
     One GPU or plain replicas (DDP) have no FSDP, whose mixed precision autocast replaces.
     """
-    store, compute = DTYPES[runtime.param_dtype], DTYPES[runtime.compute_dtype]
+    store, compute = DTYPES[runtime.param_dtype], DTYPES[runtime.activation_dtype]
     return compute if _is_replicated_only(plan) and compute is not store else None
 
 

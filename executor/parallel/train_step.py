@@ -15,6 +15,7 @@ from executor.parallel import gradients, pipeline
 from executor.parallel.batches import rank_batch
 from executor.parallel.data_parallel import Replica
 from executor.parallel.parallelize import ParallelModel, Setup, parallelize
+from simulator.config.runtime import TF32
 
 LEARNING_RATE = 3e-4
 CLIP = 1.0
@@ -34,6 +35,7 @@ class Trainer:
     def __init__(self, setup: Setup) -> None:
         self.plan, self.model, self.workload, self.meshes = setup.plan, setup.model, setup.workload, setup.meshes
         self.device, self.seed = setup.device, setup.seed
+        torch.set_float32_matmul_precision("high" if setup.runtime.compute_dtype == TF32 else "highest")
         self.parallel: ParallelModel = parallelize(setup)
         self.micro_batches = self.plan.micro_batches(self.workload.global_batch_size)
         self._optimizer: torch.optim.Optimizer | None = None

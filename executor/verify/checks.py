@@ -66,7 +66,7 @@ def check_numbers(request: Request, meshes: Meshes, device: torch.device, record
 
 def _check_kernels(request: Request, meshes: Meshes, device: torch.device) -> list[KernelVerdict]:
     """Compare the kernels that the plan uses in half precision; wider types were compared with the whole plan."""
-    dtype = DTYPES[request.runtime.compute_dtype]
+    dtype = DTYPES[request.runtime.activation_dtype]
     found = []
     method = cp_method(request.plan, request.runtime)
     if dtype.itemsize < 4 and request.plan.cp > 1 and method != "all_to_all":  # which runs the kernel of one rank

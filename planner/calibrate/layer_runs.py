@@ -89,7 +89,7 @@ def _types(runtime: Runtime, plan: Plan) -> Runtime:
     if runtime_spec(runtime.name).fsdp.wraps_one == "always":
         return runtime
     cut = plan.tp * plan.pp > 1 and plan.dp_shard * plan.cp == 1
-    return replace(runtime, param_dtype=runtime.compute_dtype) if cut else runtime
+    return replace(runtime, param_dtype=runtime.activation_dtype) if cut else runtime
 
 
 def runs_here(runtime: Runtime) -> bool:

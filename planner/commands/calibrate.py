@@ -51,6 +51,7 @@ OF_A_QUESTION = {
     "framework": "--framework",
     "compile_model": "--compile",
     "param_dtype": "--param-dtype",
+    "compute_dtype": "--compute-dtype",
 }
 STAND_IN = "dgx-h100"  # whose predictions order the jobs of a dry run
 
@@ -66,6 +67,7 @@ def calibrate(
     framework: calibrate_flags.Framework = None,
     compile_model: options.Compile = None,
     param_dtype: options.ParamDtype = None,
+    compute_dtype: options.ComputeDtype = None,
     wanted: calibrate_flags.Wanted = None,
     runtime: calibrate_flags.Runtime = None,
     gpus: calibrate_flags.Gpus = None,
@@ -182,7 +184,11 @@ def _question(given: dict[str, Any], cluster: str, steps: list[PlannedStep], gpu
         gpus=(gpus,),
         seq_len=given["seq_len"],
         global_batch=given["global_batch"],
-        runtime={"compile": given["compile_model"], "param_dtype": given["param_dtype"]},
+        runtime={
+            "compile": given["compile_model"],
+            "param_dtype": given["param_dtype"],
+            "compute_dtype": given["compute_dtype"],
+        },
     )
     return Wanted(steps=_leading(flags, given["framework"] or "torchtitan", given["micro_batch"]), choice=True)
 

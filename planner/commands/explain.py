@@ -60,6 +60,7 @@ def explain(
     flips: explain_flags.Flips = False,
     compile_model: options.Compile = None,
     param_dtype: options.ParamDtype = None,
+    compute_dtype: options.ComputeDtype = None,
     time_limit: options.TimeLimit = None,
     profile: options.Profile = None,
     strict: options.Strict = False,
@@ -82,7 +83,8 @@ def explain(
         gpus=gpu_counts(gpus),
         seq_len=seq_len,
         global_batch=global_batch,
-        runtime={"compile": compile_model, "param_dtype": param_dtype} | ({"name": framework} if file else {}),
+        runtime={"compile": compile_model, "param_dtype": param_dtype, "compute_dtype": compute_dtype}
+        | ({"name": framework} if file else {}),
     )
     if task is Task.SERVE or is_serving_plan(file):
         others = {

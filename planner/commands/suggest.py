@@ -58,6 +58,7 @@ def suggest(
     all_variants: suggest_flags.AllVariants = False,
     compile_model: options.Compile = None,
     param_dtype: options.ParamDtype = None,
+    compute_dtype: options.ComputeDtype = None,
     max_tp: suggest_flags.MaxTp = None,
     tp: suggest_flags.Tp = None,
     pp: suggest_flags.Pp = None,
@@ -125,7 +126,7 @@ def _flags(given: dict[str, Any], learned: LearnedRuntime | None) -> tuple[Flags
         gpus=gpu_counts(given["gpus"]),
         seq_len=given["seq_len"],
         global_batch=given["global_batch"],
-        runtime={"compile": compiled, "param_dtype": given["param_dtype"]},
+        runtime={"compile": compiled, "param_dtype": given["param_dtype"], "compute_dtype": given["compute_dtype"]},
     )
     return flags, given["framework"] if learned is None else learned.like
 

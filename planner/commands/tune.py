@@ -60,6 +60,7 @@ def tune(
     objective: tune_flags.Objective = "time",
     compile_model: options.Compile = None,
     param_dtype: options.ParamDtype = None,
+    compute_dtype: options.ComputeDtype = None,
     budget: tune_flags.Budget = None,
     trials: tune_flags.Trials = None,
     within: tune_flags.Within = None,
@@ -152,7 +153,11 @@ def _request(given: dict[str, Any], within_percent: float) -> tuple[TuningReques
         gpus=None if given["gpus"] is None else (given["gpus"],),
         seq_len=given["seq_len"],
         global_batch=given["global_batch"],
-        runtime={"compile": given["compile_model"], "param_dtype": given["param_dtype"]},
+        runtime={
+            "compile": given["compile_model"],
+            "param_dtype": given["param_dtype"],
+            "compute_dtype": given["compute_dtype"],
+        },
     )
     framework, learn = given["framework"], given["learn"]
     fields = {

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from simulator.config.plan import Plan
-from simulator.config.runtime import Runtime
+from simulator.config.runtime import TF32, Runtime
 from simulator.config.workload import Workload
 from topology.errors import BadInput
 
@@ -105,6 +105,8 @@ def facts_of(plan: Plan, workload: Workload, runtime: Runtime, layers: int) -> F
     facts: Facts = {name: getattr(plan, name) for name in PLAN_FACTS}
     facts |= {name: getattr(workload, name) for name in WORKLOAD_FACTS}
     facts |= {name: getattr(runtime, name) for name in RUNTIME_FACTS}
+    if runtime.compute_dtype == TF32:  # a switch of torch's, not of a framework
+        facts["compute_dtype"] = runtime.activation_dtype
     return facts | {"gpus": plan.gpus, "layers": layers}
 
 

@@ -14,7 +14,7 @@ from planner.question.plan_file import PlanFile, fingerprint
 from simulator.config.hf_config import load_model
 from simulator.config.model import Model
 from simulator.config.plan import Plan
-from simulator.config.runtime import Runtime
+from simulator.config.runtime import TF32, Runtime
 from simulator.config.workload import Workload
 from topology import codec
 from topology.cluster import Cluster
@@ -133,7 +133,7 @@ def cuda_run(content: PlanFile, here: Cluster, health: Health, *, allow_busy: bo
         runtime=content.runtime,
         device="cuda",
         gpus=cuda_numbers(content.plan, here),
-        peak_flops=kind.peak_flops.get(compute),
+        peak_flops=kind.peak_flops.get("tfloat32" if compute == TF32 else compute),
         peak_flops_source=f"datasheet, {kind.title}, dense {compute}",
         predicted=codec.to_builtins(content.estimate),
         cluster=content.cluster,
@@ -230,7 +230,7 @@ def job_run(content: PlanFile) -> PlannedRun:
         workload=content.workload,
         runtime=content.runtime,
         device="cuda",
-        peak_flops=kind.peak_flops.get(compute),
+        peak_flops=kind.peak_flops.get("tfloat32" if compute == TF32 else compute),
         peak_flops_source=f"datasheet, {kind.title}, dense {compute}",
         predicted=codec.to_builtins(content.estimate),
         cluster=content.cluster,

@@ -31,6 +31,7 @@ from simulator.closed_form.memory import CONTEXT_BYTES, MemoryColumns, memory_co
 from simulator.closed_form.scenario import Scenario
 from simulator.columns.plan_columns import PlanColumns, distinct, words
 from simulator.columns.plan_table import Floats, PlanTable, table_of_columns
+from simulator.config.runtime import TF32
 from simulator.kernels.low_precision import recipe_of
 from simulator.kernels.roofline import Roofline
 from simulator.pipeline.stages import StageLayout, stage_layout
@@ -88,7 +89,8 @@ class Screening:
         """Dense datasheet rate of the compute type on one GPU."""
         gpu, runtime = self.scenario.cluster.slowest_kind, self.scenario.runtime
         low = recipe_of(runtime)
-        return Roofline(gpu=gpu, dtype=runtime.activation_dtype, low=low).products_peak_flops
+        tf32 = runtime.compute_dtype == TF32
+        return Roofline(gpu=gpu, dtype=runtime.activation_dtype, low=low, tf32=tf32).products_peak_flops
 
     @cached_property
     def operators(self) -> ModelOperators:

@@ -17,7 +17,7 @@ from simulator.calibration.operator_curves import Floats
 from simulator.collectives.cost import CollectiveModel
 from simulator.collectives.measured import MeasuredCollectives
 from simulator.config.overlap_sites import modes_in
-from simulator.config.runtime import Runtime
+from simulator.config.runtime import TF32, Runtime
 from simulator.kernels.low_precision import recipe_of
 from simulator.kernels.operators import Work
 from simulator.kernels.roofline import DATASHEET, Roofline
@@ -243,6 +243,7 @@ def roofline_of(
     return Roofline(
         gpu=cluster.slowest_kind,
         dtype=runtime.activation_dtype,
+        tf32=runtime.compute_dtype == TF32,
         low=recipe_of(runtime),
         attention_kernel=attention_kernel(runtime, cluster.slowest_kind.architecture),
         window_kernel=spec.window_kernel,

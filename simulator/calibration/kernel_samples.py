@@ -95,7 +95,7 @@ def operators_of(model: Model, plan: Plan, workload: Workload, runtime: Runtime)
     if ranks > 1 and model.moe is None:
         shape = {axis: _whole(sizes[axis]) for axis in PARAMETER_AXES}
         for name in PACKING:
-            found.append(_request("move", name, {**shape, "ranks": ranks}, runtime.compute_dtype))
+            found.append(_request("move", name, {**shape, "ranks": ranks}, runtime.activation_dtype))
     if model.moe is None:
         shape = {axis: _whole(sizes[axis]) for axis in PARAMETER_AXES}
         for name in UPDATES:
@@ -120,12 +120,12 @@ def _requests(
             found.append(_request("matmul", "matmul", shape, runtime.compute_dtype, direction))
         elif work.kind is WorkKind.ATTENTION:
             shape = {axis: _whole(size) for axis, size in attention_shape(sizes).items()}
-            found.append(_request("attention", "attention", shape, runtime.compute_dtype, direction))
+            found.append(_request("attention", "attention", shape, runtime.activation_dtype, direction))
         elif work.kind is WorkKind.MOVE and not runtime.compile:
             movement = movement_of(work.name, runtime_name)
             if movement is not None:
                 shape = {axis: _whole(sizes[axis]) for axis in movement.axes}
-                found.append(_request("move", movement.name, shape, runtime.compute_dtype, direction, movement.runtime))
+                found.append(_request("move", movement.name, shape, runtime.activation_dtype, direction, movement.runtime))
     return found
 
 

@@ -21,6 +21,9 @@ DTYPE_BYTES = {
 MOMENTS = {"adamw": 2, "adam": 2, "lion": 1, "sgd": 0}
 # Types that products may compute in while all else stays in 16 bits; nothing is stored or reduced in them by itself.
 LOW_PRECISION = ("float8", "float4")
+# A type that products of float32 tensors may compute in, as torch's float32 matmul precision "high" has it; nothing is stored in it.
+TF32 = "tf32"
+COMPUTE_ONLY = (*LOW_PRECISION, TF32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +31,7 @@ class Runtime:
     """`name` selects a description of operator sequences (`runtimes/*.toml`); the rest is how it was configured.
 
     `param_dtype` is what parameters are stored in, `compute_dtype` what matmuls run in, `reduce_dtype` what gradients
-    are reduced in. Where matmuls run in float8 or float4, `low_precision_recipe` says how (`simulator.kernels.low_precision`).
+    are reduced in. In `tf32` matmuls round float32 tensors to TF32. Where matmuls run in float8 or float4, `low_precision_recipe` says how (`simulator.kernels.low_precision`).
     With `cuda_graph` kernels are launched by replaying graphs.
     """
 
@@ -50,6 +53,8 @@ class Runtime:
     @property
     def activation_dtype(self) -> str:
         """What everything but products computes in: the type of tokens between layers."""
+        if self.compute_dtype == TF32:
+            return "float32"
         return "bfloat16" if self.low else self.compute_dtype
 
     @property
@@ -59,9 +64,9 @@ class Runtime:
             "parameters": self.param_dtype,
             "gradient reduction": self.reduce_dtype,
         }
-        low = [f"{role} in {dtype}" for role, dtype in stated.items() if dtype in LOW_PRECISION]
+        low = [f"{role} in {dtype}" for role, dtype in stated.items() if dtype in COMPUTE_ONLY]
         if low:
-            return f"{', '.join(low)} is not modelled: only products (compute_dtype) may be in low precision"
+            return f"{', '.join(low)} is not modelled: only products (compute_dtype) may be in low precision or TF32"
         if self.optimizer not in MOMENTS:
             return (
                 f"optimizer {self.optimizer!r} is not modelled: its states and its update are not known; known: "

@@ -14,7 +14,7 @@ from simulator.config.estimate import Estimate, Interval
 from simulator.config.model import Model
 from simulator.config.overlap_sites import modes_by_site
 from simulator.config.plan import EP_OVERLAPS, OFFLOADS, Plan
-from simulator.config.runtime import DTYPE_BYTES, LOW_PRECISION, Runtime
+from simulator.config.runtime import COMPUTE_ONLY, DTYPE_BYTES, Runtime
 from simulator.config.workload import Workload
 from topology.errors import BadModel, BadPlan
 from topology.ranges import Range, out_of_range
@@ -155,10 +155,10 @@ def verify_runtime(runtime: Runtime, *, where: str) -> None:
         _word(getattr(runtime, name), f"{where}: runtime.{name}")
     for name in ("param_dtype", "compute_dtype", "reduce_dtype"):
         value = getattr(runtime, name)
-        if value not in {*DTYPE_BYTES, *LOW_PRECISION}:
+        if value not in {*DTYPE_BYTES, *COMPUTE_ONLY}:
             raise BadPlan(
                 f"{where}: runtime.{name} is {_shown(value)}",
-                why=f"known: {', '.join(dict.fromkeys((*DTYPE_BYTES, *LOW_PRECISION)))}",
+                why=f"known: {', '.join(dict.fromkeys((*DTYPE_BYTES, *COMPUTE_ONLY)))}",
             )
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulator.columns.plan_table import Floats
-from simulator.config.runtime import DTYPE_BYTES
+from simulator.config.runtime import DTYPE_BYTES, TF32
 from simulator.kernels.low_precision import Recipe, low_peak_flops
 from simulator.kernels.operators import Work, WorkKind
 from topology.cluster import GpuKind
@@ -197,6 +197,7 @@ class Roofline:
     measured: MeasuredKernels | None = None
     runtime: str = ""  # first name of the description whose operators are costed
     low: Recipe | None = None  # of products in a low type
+    tf32: bool = False  # products round float32 operands to TF32
     kernel_factor: float = 1.0  # how much longer kernels take inside a step, as runs of single layers say
     layer_factor: float = 1.0  # and those of layers over the others: second layers say so apart from heads and losses
 
@@ -211,7 +212,9 @@ class Roofline:
     @property
     def products_peak_flops(self) -> float:
         """Dense datasheet rate of the type that products compute in."""
-        return low_peak_flops(self.gpu, self.low.dtype) if self.low is not None else self.peak_flops
+        if self.low is not None:
+            return low_peak_flops(self.gpu, self.low.dtype)
+        return self.peak_flops if self.simt or not self.tf32 else self.gpu.peak_flops["tfloat32"]
 
     @property
     def low_rate(self) -> float:
@@ -231,13 +234,17 @@ class Roofline:
         known = efficiency(self.gpu.architecture)
         if self.simt:
             return self.peak_flops * known.simt * known.sustained
+        if self.tf32:  # the share of the peak that 16 bits reach: a number takes as much power as two of them
+            return self.products_peak_flops * known.burst * known.sustained * self.power_limited
         sustained = self.peak_flops * known.burst * known.sustained * self.power_supplied
         return float(min(sustained, self.gpu.achieved_flops.get(self.dtype, np.inf)))
 
     @property
     def simt(self) -> bool:
-        """Whether products run without tensor cores: float32, which torch does not round to TF32 unless told to."""
-        return self.dtype == "float32"
+        """Whether products run without tensor cores: float32, which torch does not round to TF32 unless told to, or on GPUs
+        that do not have it.
+        """
+        return self.dtype == "float32" and not (self.tf32 and self.gpu.peak_flops.get("tfloat32"))
 
     @property
     def power_limited(self) -> float:
@@ -293,12 +300,16 @@ class Roofline:
                 datasheet.shape, DATASHEET
             )
         seconds, source = self.measured.seconds(
-            work, lambda: np.atleast_1d(self._datasheet(work)), dtype=self.dtype, runtime=self.runtime
+            work, lambda: np.atleast_1d(self._datasheet(work)), dtype=self._dtype_of(work), runtime=self.runtime
         )
         if np.any(work.grouped_rows):
             # What is measured, and what curves go through, are products of one size: grouped ones are not among them.
             return seconds * self.kernel_factor * grouped_tile_factor(work), np.full(seconds.shape, DATASHEET)
         return seconds * self.kernel_factor * self._window_factor(work), source
+
+    def _dtype_of(self, work: Work) -> str:
+        """Return the type in which a kernel was measured."""
+        return TF32 if self.tf32 and work.kind is WorkKind.MATMUL else self.dtype
 
     def packing_bytes_per_s(self, nbytes: Floats | float) -> Floats:
         """Return the rate at which FSDP packs and unpacks modules of `nbytes`, over the bytes counted for it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from simulator.config.runtime import DTYPE_BYTES, LOW_PRECISION, Runtime
+from simulator.config.runtime import COMPUTE_ONLY, DTYPE_BYTES, LOW_PRECISION, Runtime
 from simulator.kernels.low_precision import USUAL, recipes
 from simulator.runtimes.library import DATED, RuntimeSpec, runtime_spec
 from topology.errors import BadPlan
@@ -32,9 +32,9 @@ def resolve(stated: dict[str, Any]) -> tuple[Runtime, tuple[str, ...]]:
             assumed.append(f"runtime.{key} = {value} ({spec.names[0]} default)")
         if key == "optimizer":
             value = canonical_optimizer(str(value))
-        if key.endswith("dtype") and value not in DTYPE_BYTES and value not in LOW_PRECISION:
+        if key.endswith("dtype") and value not in DTYPE_BYTES and value not in COMPUTE_ONLY:
             raise BadPlan(
-                f"runtime.{key} {value!r} is unknown", why=f"known: {', '.join({**DTYPE_BYTES, 'float4': 0})}"
+                f"runtime.{key} {value!r} is unknown", why=f"known: {', '.join({**DTYPE_BYTES, **dict.fromkeys(COMPUTE_ONLY, 0)})}"
             )
         chosen[key] = value
     if chosen["compute_dtype"] in LOW_PRECISION:

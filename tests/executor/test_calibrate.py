@@ -1,6 +1,7 @@
 """Calibration's workers: what they time is the operator that was asked for, and what they cannot time is missing."""
 
 import importlib.util
+import time
 
 import pytest
 
@@ -149,7 +150,7 @@ def test_a_step_may_say_more_than_a_sample_holds(tmp_path, monkeypatch) -> None:
         "workload": {"seq_len": 8, "global_batch_size": 1},
         "runtime": {"name": "torchtitan"},
     }
-    monkeypatch.setattr(layers, "builder_of", lambda *_: lambda *_: lambda: dict(said))
+    monkeypatch.setattr(layers, "builder_of", lambda *_: lambda *_: lambda: time.sleep(2e-3) or dict(said))
     monkeypatch.setattr(layers, "rank_zero_decides", lambda value: value)
     monkeypatch.setattr(layers.dist, "barrier", lambda: None)
 

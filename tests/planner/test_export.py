@@ -436,3 +436,14 @@ def test_every_launcher_sets_the_environment_that_was_predicted(target) -> None:
     for variable in done.environment:
         assert variable.name in f"{done.text} {done.run}"
         assert variable.value in f"{done.text} {done.run}"
+
+
+def test_tf32_is_a_switch_of_torch_that_the_program_sets_itself() -> None:
+    wide = {"param_dtype": "float32", "compute_dtype": "tf32"}
+    for to in ("torchtitan", "accelerate", "deepspeed", "megatron"):
+        done = export(job(Plan(dp_replicate=8, recompute="none"), **wide), find_target(to))
+
+        assert any("set_float32_matmul_precision" in line for line in done.not_expressed)
+        assert "tf32" not in json.dumps(done.settings)
+    own = export(job(FSDP, framework="meshwright", **wide), find_target("torchrun"))
+    assert not any("TF32" in line for line in own.not_expressed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -104,3 +105,35 @@ def test_torchtitan_has_no_context_parallelism_in_float32(compute, cp, legal) ->
         runtime=Runtime(name="torchtitan", param_dtype="float32", compute_dtype=compute),
     )
     assert is_legal(problems(Plan(cp=cp, micro_batch_size=4), facts)) == legal
+
+
+def test_products_in_tf32_are_quicker_than_in_float32_and_slower_than_in_16_bits() -> None:
+    """H200: 494.7 TFLOP/s of TF32 by the datasheet, half of bfloat16's. V100 has none, and multiplies as in float32."""
+    m = np.array([8192.0])
+    work = Work(name="mm", kind=WorkKind.MATMUL, m=m, n=m, k=m, flops=2 * m**3, bytes=12 * m**2)
+
+    def rate(gpu: str, dtype: str, *, tf32: bool = False) -> float:
+        return float((work.flops / Roofline(gpu=gpu_kind(gpu), dtype=dtype, tf32=tf32).seconds(work)).item())
+
+    assert rate("h200-sxm", "float32") < 66.9e12 < rate("h200-sxm", "float32", tf32=True) < 494.7e12
+    assert rate("h200-sxm", "float32", tf32=True) < 0.55 * rate("h200-sxm", "bfloat16")
+    assert rate("v100-sxm-16gb", "float32", tf32=True) == rate("v100-sxm-16gb", "float32")
+
+
+def test_tf32_changes_products_alone() -> None:
+    """Tensors stay float32, in memory and in messages; kernels that are no products take as long."""
+    scenario = Scenario(
+        model=MODEL,
+        cluster=load_cluster("h200x4"),
+        workload=Workload(seq_len=4096, global_batch_size=4),
+        runtime=Runtime(name="meshwright", compute_dtype="float32"),
+    )
+    rounded = replace(scenario, runtime=replace(scenario.runtime, compute_dtype="tf32"))
+
+    exact, quick = (estimate_plans(one, [Plan(dp_shard=4)]) for one in (scenario, rounded))
+
+    assert quick.step_s[0] < 0.6 * exact.step_s[0]
+    assert quick.memory.reserved_bytes[0] == exact.memory.reserved_bytes[0]
+    assert quick.breakdown_s["optimizer"][0] == pytest.approx(exact.breakdown_s["optimizer"][0])
+    assert Runtime(param_dtype="tf32").not_modelled
+    assert not Runtime(compute_dtype="tf32").not_modelled

@@ -48,6 +48,13 @@ Tolerance = Annotated[
 ParamDtype = Annotated[
     str | None, typer.Option("--param-dtype", help="Type parameters are stored in: float32, bfloat16 or float16.")
 ]
+ComputeDtype = Annotated[
+    str | None,
+    typer.Option(
+        "--compute-dtype",
+        help="Type products compute in: bfloat16, float16, float32, tf32, float8 or float4; default the runtime's.",
+    ),
+]
 TimeLimit = Annotated[
     float | None, typer.Option("--time-limit", min=0.0, help="Seconds after which the best so far is the answer.")
 ]

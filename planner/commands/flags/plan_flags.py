@@ -84,6 +84,7 @@ PLAN_FLAGS: dict[str, Any] = {
     "runtime": Runtime,
     "compile_model": options.Compile,
     "param_dtype": options.ParamDtype,
+    "compute_dtype": options.ComputeDtype,
 }
 
 
@@ -117,7 +118,11 @@ def flags_of(given: dict[str, Any]) -> Flags:
             "zero_stage": given["zero"],
             "micro_batch_size": given["micro_batch"],
         },
-        runtime={**_runtime(given["runtime"]), "compile": given["compile_model"], "param_dtype": given["param_dtype"]},
+        runtime={
+            **_runtime(given["runtime"]),
+            "compile": given["compile_model"],
+            **{name: given[name] for name in ("param_dtype", "compute_dtype")},
+        },
     )
 
 

@@ -25,7 +25,8 @@ from topology.errors import Infeasible, UserError
 
 # Options of `suggest` that mean nothing when serving; of those with a default it counts whether the command line has them.
 ONLY_TRAINING = (
-    *("global_batch", "all_variants", "compile_model", "param_dtype", "max_tp", "tp", "pp", "cp", "ep"),
+    *("global_batch", "all_variants", "compile_model", "param_dtype", "compute_dtype"),
+    *("max_tp", "tp", "pp", "cp", "ep"),
     *("dp_shard", "dp_replicate", "tokens", "deadline", "budget", "schedule", "virtual_stages", "micro_batch"),
     *("recompute", "runtime", "pick", "offload", "ep_overlap"),
 )

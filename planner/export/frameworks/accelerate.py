@@ -114,8 +114,8 @@ def _program_needs(job: ExportJob, distributed: str) -> list[str]:
         needs.append(
             f"gradients reduced in {runtime.reduce_dtype}, which no key says: Accelerator(fsdp_plugin="
             "FullyShardedDataParallelPlugin(fsdp_version=2, mixed_precision_policy=MixedPrecisionPolicy("
-            f"param_dtype=torch.{runtime.compute_dtype}, reduce_dtype=torch.{runtime.reduce_dtype}, "
-            f"output_dtype=torch.{runtime.compute_dtype})))"
+            f"param_dtype=torch.{runtime.activation_dtype}, reduce_dtype=torch.{runtime.reduce_dtype}, "
+            f"output_dtype=torch.{runtime.activation_dtype})))"
         )
     return needs
 

@@ -15,6 +15,7 @@ from planner.export.launchers import skypilot, slurm, torchrun, trainjob
 from planner.export.script import comment
 from planner.io.version import version
 from simulator.config.plan import MESH_AXES
+from simulator.config.runtime import TF32
 from topology.errors import UserError
 
 # Newest version of a target first.
@@ -29,6 +30,7 @@ TARGETS: tuple[Target, ...] = (
     trainjob.TARGET,
     skypilot.TARGET,
 )
+TF32_NOTE = "products in TF32: the program has to call torch.set_float32_matmul_precision('high')"
 ALIASES = {
     "executor": "torchrun",
     "megatron-lm": "megatron",
@@ -69,6 +71,8 @@ def find_target(text: str, wanted: str | None = None) -> Target:
 def export(job: ExportJob, target: Target) -> Exported:
     """Return the file of `target` for `job`. Raises Infeasible (exit 3) when the target cannot run the plan."""
     draft = target.write(job)
+    if job.question.runtime.compute_dtype == TF32 and job.question.framework.name != "meshwright":
+        draft = replace(draft, not_expressed=(*draft.not_expressed, TF32_NOTE))
     run = draft.run or target.run
     facts = header(job, target, replace(draft, needed=(*draft.needed, f"to run: {run}")))
     if isinstance(draft.body, dict):
