@@ -125,7 +125,9 @@ def _requests(
             movement = movement_of(work.name, runtime_name)
             if movement is not None:
                 shape = {axis: _whole(sizes[axis]) for axis in movement.axes}
-                found.append(_request("move", movement.name, shape, runtime.activation_dtype, direction, movement.runtime))
+                found.append(
+                    _request("move", movement.name, shape, runtime.activation_dtype, direction, movement.runtime)
+                )
     return found
 
 

@@ -34,7 +34,8 @@ def resolve(stated: dict[str, Any]) -> tuple[Runtime, tuple[str, ...]]:
             value = canonical_optimizer(str(value))
         if key.endswith("dtype") and value not in DTYPE_BYTES and value not in COMPUTE_ONLY:
             raise BadPlan(
-                f"runtime.{key} {value!r} is unknown", why=f"known: {', '.join({**DTYPE_BYTES, **dict.fromkeys(COMPUTE_ONLY, 0)})}"
+                f"runtime.{key} {value!r} is unknown",
+                why=f"known: {', '.join({**DTYPE_BYTES, **dict.fromkeys(COMPUTE_ONLY, 0)})}",
             )
         chosen[key] = value
     if chosen["compute_dtype"] in LOW_PRECISION:
