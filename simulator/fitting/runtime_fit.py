@@ -29,7 +29,7 @@ from simulator.kernels.roofline import efficiency
 from simulator.runtimes.library import runtime_names, runtime_spec
 from simulator.step.host import BATCH_TOKENS, slowest
 from topology import codec
-from topology.catalog.platform import grow
+from topology.catalog.platform import MAX_GPUS_PER_NODE, grow
 from topology.cluster import Cluster
 from topology.errors import BadPlan, PlannerError
 from topology.profile.profile import Profile
@@ -105,7 +105,9 @@ def fit_runtimes(profile: Profile, cluster: Cluster, calibration: Calibration) -
 
 
 def is_connected(cluster: Cluster, gpus: int) -> bool:
-    """Return whether `gpus` GPUs like those of `cluster` would reach each other."""
+    """Return whether `gpus` GPUs like those of `cluster` would reach each other, beyond its own those of one node."""
+    if gpus > max(cluster.gpu_count, MAX_GPUS_PER_NODE):
+        return False
     return gpus == 1 or reach(grow(cluster, gpus)).gpus >= gpus
 
 

@@ -98,6 +98,7 @@ def seeds() -> Iterator[tuple[str, str, str]]:
     for at, value in {
         "layers__0__model__heads": 0,
         "layers__0__plan__virtual_stages": 1000,
+        "layers__0__plan__dp_replicate": 10**5,
         "layers__0__runtime__optimizer": "",
         "layers__0__data_s": 1e3,
         "operators__0__shape": {"u": 8},

@@ -26,6 +26,7 @@ WHOLE = "whole"
 GAIN = 0.002  # of the time: less is no reason for more messages
 MAX_TRIALS = 64
 _LONGEST = 2_000  # steps of a plan that is simulated again and again
+_MOST_RANKS = 1 << 16  # of a mesh on which it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,14 @@ def choose_schedules(
     """
     moved = dict.fromkeys(name for step in plan.steps if isinstance(step, TensorMove) for name in _scheduled_by(step))
     best = Scheduled(problem, plan)
-    if problem.stages is not None or problem.routed or problem.schedule or not moved or len(plan.steps) > _LONGEST:
+    if (
+        problem.stages is not None
+        or problem.routed
+        or problem.schedule
+        or not moved
+        or len(plan.steps) > _LONGEST
+        or problem.mesh.ranks > _MOST_RANKS
+    ):
         return best
     least = _seconds(best, machine)
     tried: dict[str, dict[str, float]] = {}
