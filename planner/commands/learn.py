@@ -17,6 +17,7 @@ from planner.learn.runs_file import read_runs
 from planner.question.cases import Case, case_id, load_case
 from planner.question.learned_runtime import LearnedRuntime
 from planner.question.plan_file import refuse_overwrite
+from simulator.fitting.calibration_fit import Calibrations
 from simulator.legality.rules import is_legal
 from simulator.runtimes.library import runtime_names, runtime_spec
 from topology import codec
@@ -40,13 +41,48 @@ def learn(
     """Fit what a runtime's description leaves open to runs, and say which runs would teach most.
 
     The file can then be given as --runtime to validate, estimate and suggest. Cases without a measured time or memory are
-    candidates for the next runs. What was measured may be left to the log of a run (torchtitan, Megatron-LM or DeepSpeed),
-    which `measured.log` of its case names.
+    candidates for the next runs; with fewer than three measured ones nothing is fitted, and what to run first is said.
+    What was measured may be left to the log of a run (torchtitan, Megatron-LM or DeepSpeed), which `measured.log` of its
+    case names.
     """
     refuse_overwrite(out, force=force)
     rows = read_runs(file)
     base = _base(runtime, like, rows)
-    measured = measurements(profile)
+    runs, unmeasured = _runs(rows, base, measurements(profile))
+    if len(runs) < FEWEST and not unmeasured:
+        raise Infeasible(
+            f"{len(runs)} runs with a measured time or memory are too few to learn from",
+            remedy=f"give {FEWEST} or more; or cases without a measurement, of which the first to run are then said",
+        )
+    same, unmeasured, compiled = _of_one_kind(runs, unmeasured)
+    found = fit(same, base, compiled=compiled)
+    learned = None
+    if len(same) >= FEWEST:
+        output.progress("left-out errors")
+        left_out = left_out_errors(same, found, base, compiled=compiled)
+        learned = LearnedRuntime(
+            name=runtime, like=base, compile=compiled, rows=len(same), fitted=found.fitted(), left_out=left_out
+        )
+        codec.write_text(out, codec.to_json(learned) + "\n")
+    output.progress("what to run next")
+    next_runs = ask_next(same, unmeasured, found, base, compiled=compiled)
+    output.end_progress()
+    if json:
+        _emit(learned, next_runs, out, of=(runtime, base, len(same)))
+    else:
+        _print(learned, next_runs, out, rows=len(same))
+
+
+def _base(runtime: str, like: str | None, rows: list[dict[str, Any]]) -> str:
+    """Return the description to start from. Raises BadPlan for one that does not exist."""
+    known = runtime_names()
+    of_cases = [section.get("name") for data in rows if isinstance(section := data.get("runtime"), dict)]
+    named = like or (runtime if runtime in known else next((name for name in of_cases if name in known), "pytorch"))
+    return runtime_spec(named).names[0]
+
+
+def _runs(rows: list[dict[str, Any]], base: str, measured: Calibrations) -> tuple[list[Measured], list[Case]]:
+    """Return the runs, and the cases that were not run. Warns of those that `base` does not run."""
     runs: list[Measured] = []
     unmeasured: list[Case] = []
     for data in rows:
@@ -65,68 +101,51 @@ def learn(
             unmeasured.append(case)
         else:
             runs.append(run)
-    if len(runs) < FEWEST:
-        raise Infeasible(
-            f"{len(runs)} runs with a measured time or memory are too few to learn from",
-            remedy=f"give {FEWEST} or more; 20 that differ in model and degrees say most",
-        )
-    learned, next_runs = _learn(runs, unmeasured, base, runtime)
-    codec.write_text(out, codec.to_json(learned) + "\n")
-    _answer(learned, next_runs, out, json=json)
+    return runs, unmeasured
 
 
-def _base(runtime: str, like: str | None, rows: list[dict[str, Any]]) -> str:
-    """Return the description to start from. Raises BadPlan for one that does not exist."""
-    known = runtime_names()
-    of_cases = [section.get("name") for data in rows if isinstance(section := data.get("runtime"), dict)]
-    named = like or (runtime if runtime in known else next((name for name in of_cases if name in known), "pytorch"))
-    return runtime_spec(named).names[0]
-
-
-def _learn(
-    runs: list[Measured], unmeasured: list[Case], base: str, name: str
-) -> tuple[LearnedRuntime, list[dict[str, Any]]]:
-    compiled = sum(run.case.question.runtime.compile for run in runs) * 2 > len(runs)
+def _of_one_kind(runs: list[Measured], unmeasured: list[Case]) -> tuple[list[Measured], list[Case], bool]:
+    """Return the runs and cases that are compiled or those that are eager, whichever more runs are, and which they are."""
+    asked = [run.case for run in runs] or unmeasured
+    compiled = sum(case.question.runtime.compile for case in asked) * 2 > len(asked)
     same = [run for run in runs if run.case.question.runtime.compile == compiled]
     if len(same) < len(runs):
         output.warn(
             f"{len(runs) - len(same)} runs are not used: they are {'eager' if compiled else 'compiled'}, the others not"
         )
-    found = fit(same, base, compiled=compiled)
-    output.progress("left-out errors")
-    left_out = left_out_errors(same, found, base, compiled=compiled)
-    output.progress("what to run next")
-    next_runs = ask_next(same, unmeasured, found, compiled=compiled)
-    output.end_progress()
-    learned = LearnedRuntime(
-        name=name, like=base, compile=compiled, rows=len(same), fitted=found.fitted(), left_out=left_out
+    return same, [case for case in unmeasured if case.question.runtime.compile == compiled], compiled
+
+
+def _emit(
+    learned: LearnedRuntime | None, next_runs: list[dict[str, Any]], out: Path, *, of: tuple[str, str, int]
+) -> None:
+    runtime, base, rows = of
+    output.emit_json(
+        {
+            "schema_version": output.SCHEMA_VERSION,
+            "runtime": runtime,
+            "like": base,
+            "rows": rows,
+            "fitted": codec.to_builtins(learned.fitted) if learned else {},
+            "left_out": learned.left_out if learned else {},
+            "ask_next": next_runs,
+            "out": str(out) if learned else None,
+        }
     )
-    return learned, next_runs
 
 
-def _answer(learned: LearnedRuntime, next_runs: list[dict[str, Any]], out: Path, *, json: bool) -> None:
-    if json:
-        output.emit_json(
-            {
-                "schema_version": output.SCHEMA_VERSION,
-                "runtime": learned.name,
-                "like": learned.like,
-                "rows": learned.rows,
-                "fitted": codec.to_builtins(learned.fitted),
-                "left_out": learned.left_out,
-                "ask_next": next_runs,
-                "out": str(out),
-            }
-        )
-        return
-    print(f"{learned.name}, like {learned.like}, from {learned.rows} runs (fitted; ranges hold four of five fits)")
-    for name, one in learned.fitted.items():
-        scale, unit = (1e3, " ms") if name.endswith("_s") else (1.0, "")
-        print(f"  {name:18s} {one.value * scale:8.3g}{unit}  {one.low * scale:.3g} to {one.high * scale:.3g}")
-    for quantity, value in learned.left_out.items():
-        print(
-            f"left out group by group, {quantity}: " + ("not measured" if value is None else f"{value:.1%} in the mean")
-        )
+def _print(learned: LearnedRuntime | None, next_runs: list[dict[str, Any]], out: Path, *, rows: int) -> None:
+    if learned:
+        print(f"{learned.name}, like {learned.like}, from {rows} runs (fitted; ranges hold four of five fits)")
+        for name, one in learned.fitted.items():
+            scale, unit = (1e3, " ms") if name.endswith("_s") else (1.0, "")
+            print(f"  {name:18s} {one.value * scale:8.3g}{unit}  {one.low * scale:.3g} to {one.high * scale:.3g}")
+        for quantity, value in learned.left_out.items():
+            said = "not measured" if value is None else f"{value:.1%} in the mean"
+            print(f"left out group by group, {quantity}: {said}")
+    else:
+        print(f"nothing is learned from {rows} runs: make these first, in this order")
     for plan in next_runs:
         print(printable(f"next: {plan['id']} (its step is known within a factor of {1 + plan['step_unsure']:.2f})"))
-    print(printable(f"saved {out}"))
+    if learned:
+        print(printable(f"saved {out}"))

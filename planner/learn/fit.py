@@ -12,7 +12,7 @@ its allocator in every micro batch, which shows what that takes and next to noth
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -108,6 +108,19 @@ class Fit:
     def values(self) -> Answer:
         return dict(zip(self.names, (self.usual * np.exp(self.logs)).tolist(), strict=True))
 
+    def with_costs_of(self, cases: Sequence[Case], like: str) -> Fit:
+        """Return the fit with costs that only `cases` have, each as usual and as unsure as before any run."""
+        usual = usual_values(like)
+        names = tuple(name for name in _occurring(usual, cases) if name not in self.names)
+        covariance = np.diag(np.concatenate([np.zeros(len(self.names)), priors(names) ** 2]))
+        covariance[: len(self.names), : len(self.names)] = self.covariance
+        return Fit(
+            names=self.names + names,
+            logs=np.concatenate([self.logs, np.zeros(len(names))]),
+            covariance=covariance,
+            usual=np.concatenate([self.usual, [usual[name] for name in names]]),
+        )
+
     @property
     def of_steps(self) -> tuple[str, ...]:
         return tuple(name for name in self.names if name not in MEMORY_FACTORS)
@@ -202,7 +215,7 @@ class Runs:
     def steps(self, values: Mapping[str, float], full: Flags, *, compiled: bool) -> Floats:
         """Return log(predicted / measured) of steps, those in `full` on GPUs whose allocator flushes; 0 where not measured."""
         found = self.asked.predicted({**values, FLUSH: 0.0}, compiled=compiled)
-        predicted = np.array([one.step_s.value for one in found]) + full * self.micro_batches * values[FLUSH]
+        predicted = np.array([one.step_s.value for one in found]) + full * self.micro_batches * values.get(FLUSH, 0.0)
         measured = np.array([run.step_s or one for run, one in zip(self.runs, predicted, strict=True)])
         return np.asarray(np.log(predicted / measured))
 
@@ -219,19 +232,37 @@ class Runs:
         return np.array(state), np.array(whole)
 
 
-# Costs of the host that only occur under some plans.
-OCCURS = {
-    "tp_layer_s": lambda plan: plan.tp > 1,
-    "tp_rank_layer_s": lambda plan: plan.tp > 1 and plan.pp > 1,
-    "fsdp_layer_s": lambda plan: plan.dp_shard > 1,
-    "ddp_layer_s": lambda plan: plan.dp_replicate > 1,
-    "cp_layer_s": lambda plan: plan.cp > 1,
-    "ep_layer_s": lambda plan: plan.ep > 1,
+def _nodes(case: Case) -> int:
+    return -(-case.plan.gpus // case.question.cluster.gpus_per_node)
+
+
+# Costs that only some cases have.
+OCCURS: dict[str, Callable[[Case], bool]] = {
+    "network_factor": lambda case: _nodes(case) > 1,
+    CROSSING: lambda case: _nodes(case) > 1,
+    "tp_layer_s": lambda case: case.plan.tp > 1,
+    "tp_rank_layer_s": lambda case: case.plan.tp > 1 and case.plan.pp > 1,
+    "fsdp_layer_s": lambda case: case.plan.dp_shard > 1,
+    "ddp_layer_s": lambda case: case.plan.dp_replicate > 1,
+    "cp_layer_s": lambda case: case.plan.cp > 1,
+    "ep_layer_s": lambda case: case.plan.ep > 1,
+    FLUSH: lambda case: measured_of(case).fills,
 }
 
 
+def _occurring(usual: Answer, cases: Sequence[Case]) -> tuple[str, ...]:
+    """Return the costs that the step of one of `cases` can show."""
+    return tuple(
+        name
+        for name, value in usual.items()
+        if value > 0
+        and name not in MEMORY_FACTORS
+        and (name not in OCCURS or any(OCCURS[name](case) for case in cases))
+    )
+
+
 def fit(runs: Sequence[Measured], like: str, *, compiled: bool = False, start: Answer | None = None) -> Fit:
-    """Return the costs that meet `runs` best around the description `like`."""
+    """Return the costs that meet `runs` best around the description `like`; without runs, the description and what it leaves open."""
     usual, known = usual_values(like), Runs(runs)
     of_memory = _fit_memory(known, compiled=compiled)
     of_steps = _fit_steps(known, usual, of_memory, compiled=compiled, start=start or {})
@@ -249,7 +280,7 @@ def fit(runs: Sequence[Measured], like: str, *, compiled: bool = False, start: A
 
 def _fit_memory(known: Runs, *, compiled: bool) -> Fit:
     """Return the factors of what ranks hold and, once more, of what of it is no state."""
-    measured = np.array([run.memory_bytes is not None for run in known.runs])
+    measured = np.array([run.memory_bytes is not None for run in known.runs], dtype=bool)
     seen = np.log([run.memory_bytes for run in known.runs if run.memory_bytes is not None])
     state, whole = (column[measured] for column in known.described_memory(compiled=compiled))
 
@@ -258,22 +289,15 @@ def _fit_memory(known: Runs, *, compiled: bool) -> Fit:
         held = RuntimeCosts(reserved=factor, activations=more).held_bytes(whole, state)
         return np.asarray((np.log(held) - seen) / MEMORY_SPREAD)
 
-    found = solve(missed, np.zeros(len(MEMORY_FACTORS)), _priors(MEMORY_FACTORS))
+    found = solve(missed, np.zeros(len(MEMORY_FACTORS)), priors(MEMORY_FACTORS))
     return _fitted(MEMORY_FACTORS, np.ones(len(MEMORY_FACTORS)), found)
 
 
 def _fit_steps(known: Runs, usual: Answer, memory: Fit, *, compiled: bool, start: Answer) -> Fit:
-    plans = [run.case.plan for run in known.runs]
-    names = tuple(
-        name
-        for name, value in usual.items()
-        if value > 0
-        and name not in MEMORY_FACTORS
-        and (name not in OCCURS or any(OCCURS[name](plan) for plan in plans))
-    )
+    names = _occurring(usual, [run.case for run in known.runs])
     values = np.array([usual[name] for name in names])
-    timed = np.array([run.step_s is not None for run in known.runs])
-    full = np.array([run.fills for run in known.runs])
+    timed = np.array([run.step_s is not None for run in known.runs], dtype=bool)
+    full = np.array([run.fills for run in known.runs], dtype=bool)
 
     def answer(logs: Floats) -> Answer:
         return {"step_s": 0.0, **memory.values, **dict(zip(names, (values * np.exp(logs)).tolist(), strict=True))}
@@ -289,10 +313,10 @@ def _fit_steps(known: Runs, usual: Answer, memory: Fit, *, compiled: bool, start
         begin["kernel_factor"] = -float(np.quantile(described, 1 - LEAST_BEHIND))
     begin |= {name: math.log(start[name] / usual[name]) for name in names if name in start}
     spreads = np.where(full, FULL_SPREAD, RUN_SPREAD)[timed]
-    first = solve(lambda logs: missed(logs) / spreads, np.array(list(begin.values())), _priors(names))
+    first = solve(lambda logs: missed(logs) / spreads, np.array(list(begin.values())), priors(names))
     of_kernels = first.jacobian[:, names.index("kernel_factor")] * spreads
     spreads = np.where(full[timed], FULL_SPREAD, spread_of_runs(of_kernels))
-    found = solve(lambda logs: missed(logs) / spreads, first.found, _priors(names), loss="cauchy")
+    found = solve(lambda logs: missed(logs) / spreads, first.found, priors(names), loss="cauchy")
     return _fitted(names, values, found)
 
 
@@ -301,7 +325,8 @@ def spread_of_runs(of_kernels: Floats) -> Floats:
     return np.asarray(np.hypot(RUN_SPREAD, REST_SPREAD * (1 - np.clip(of_kernels, 0.0, 1.0))))
 
 
-def _priors(names: tuple[str, ...]) -> Floats:
+def priors(names: Sequence[str]) -> Floats:
+    """Return how far the logarithms of costs are from what is described, as a spread."""
     return np.array([FACTOR_SPREAD.get(name, HOST_SPREAD) for name in names])
 
 
@@ -311,7 +336,7 @@ def _fitted(names: tuple[str, ...], usual: Floats, found: Solution) -> Fit:
     return Fit(
         names=names,
         logs=found.found,
-        covariance=np.asarray(np.linalg.inv(jacobian.T @ jacobian + np.diag(_priors(names) ** -2.0)), dtype=np.float64),
+        covariance=np.asarray(np.linalg.inv(jacobian.T @ jacobian + np.diag(priors(names) ** -2.0)), dtype=np.float64),
         usual=usual,
     )
 

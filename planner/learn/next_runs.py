@@ -1,10 +1,11 @@
-"""Which runs would teach most: those that make the steps of all candidates surest, one after the other.
+"""Which runs would teach most: those that leave every candidate alike to a run that was made.
 
-A fit leaves its costs with a covariance. A run that is made narrows it by what its step says of the costs (its gradient), so
-the next run is the one after which the spreads of all candidates' steps add up to least, the covariance is narrowed as if it
-had been made, and so on: greedy I-optimal design (Fedorov, Theory of Optimal Experiments, 1972), by spreads rather than variances,
-among which a few plans that nothing is known of would decide. Asking where a single step is least sure would ask for the
-extremes of a grid, of which a description knows least and which say least of the others.
+Two steps are as far apart as their ratio is open before any run: by how much the spreads of a runtime's costs around its
+description move one against the other (their gradients say by how much each cost moves a step). The next run is the one
+after which the distances of all candidates to the nearest run add up to least, and so on (greedy k-medoids: Cornuejols, Fisher,
+Nemhauser, Management Science 23, 1977). Runs that make costs surest would be the extremes of a grid, which a description meets
+worst: where what is missing is the model's form rather than its numbers, runs that are spread as the candidates are say more
+(Box, Draper, J. Am. Statist. Assoc. 54, 1959).
 """
 
 from __future__ import annotations
@@ -15,41 +16,50 @@ from typing import Any
 
 import numpy as np
 
-from planner.learn.fit import Fit, Floats, Measured, PredictedCases, spread_of_runs
+from planner.learn.fit import Fit, Floats, Measured, PredictedCases, priors, usual_values
 from planner.question.cases import Case
 from simulator.legality.rules import is_legal
 from topology import codec
 from topology.errors import PlannerError
 
-MOST = 5
+ENOUGH = 20  # runs, which learning does with
+LEAST = 5  # asked for, however many there are
 MOST_CANDIDATES = 60
 STEP = 1e-2
+FARTHEST = 100.0  # of a candidate while nothing was run: beyond all distances
 
 
 def ask_next(
-    runs: Sequence[Measured], unmeasured: Sequence[Case], found: Fit, *, compiled: bool
+    runs: Sequence[Measured], unmeasured: Sequence[Case], found: Fit, like: str, *, compiled: bool
 ) -> list[dict[str, Any]]:
-    """Return the plans whose runs would narrow the fit most, best first, each with how sure the step is without it.
+    """Return the plans whose runs would narrow the fit most, best first, each with how unsure its step is.
 
-    Candidates are cases without a measurement where there are any, else neighbours of those that were run.
+    As many as are missing to `ENOUGH`. Candidates are cases without a measurement where there are any, else neighbours of
+    those that were run.
     """
-    candidates = _few([*(unmeasured or _neighbours([run.case for run in runs]))])
+    ran = [run.case for run in runs]
+    candidates = _few([*(unmeasured or _neighbours(ran))])
     kept = [case for case in candidates if _teaches(case, found, compiled=compiled)]
-    gradients = _gradients(kept, found, compiled=compiled)
-    covariance = found.covariance_of_steps
-    spreads = spread_of_runs(gradients[:, found.of_steps.index("kernel_factor")])
-    chosen: list[tuple[int, float]] = []
-    for _ in range(min(MOST, len(kept))):
-        together = gradients @ covariance @ gradients.T
-        variances = np.diag(together)
-        left = variances[:, None] - together**2 / (spreads**2 + variances)
-        unsure = np.sum(np.sqrt(np.maximum(left, 0.0)), axis=0)  # all steps, after each of the runs
-        unsure[[place for place, _ in chosen]] = np.inf
-        best = int(np.argmin(unsure))
-        chosen.append((best, float(np.sqrt(variances[best]))))
-        toward = covariance @ gradients[best]
-        covariance = covariance - np.outer(toward, toward) / (spreads[best] ** 2 + variances[best])
-    return [_described(kept[place], unsure) for place, unsure in chosen]
+    if not kept:
+        return []
+    found = found.with_costs_of(kept, like)
+    gradients = _gradients([*kept, *ran], found.of_steps, like, compiled=compiled)
+    distances = _distances(gradients * priors(found.of_steps))[: len(kept)]
+    unsure = np.sqrt(np.einsum("ri,ij,rj->r", gradients, found.covariance_of_steps, gradients))
+    nearest = distances[:, len(kept) :].min(axis=1, initial=FARTHEST)
+    chosen: list[int] = []
+    for _ in range(min(max(LEAST, ENOUGH - len(runs)), len(kept))):
+        after = np.minimum(nearest[:, None], distances[:, : len(kept)]).sum(axis=0)
+        after[chosen] = np.inf
+        best = int(np.argmin(after))
+        chosen.append(best)
+        nearest = np.minimum(nearest, distances[:, best])
+    return [_described(kept[place], float(unsure[place])) for place in chosen]
+
+
+def _distances(places: Floats) -> Floats:
+    """Return the distances between all rows, shape (rows, rows)."""
+    return np.asarray(np.sqrt(((places[:, None] - places[None]) ** 2).sum(axis=-1)))
 
 
 def _few(cases: list[Case]) -> list[Case]:
@@ -79,15 +89,15 @@ def _teaches(case: Case, found: Fit, *, compiled: bool) -> bool:
     return here.memory.reserved_low_bytes <= here.memory.capacity_bytes
 
 
-def _gradients(cases: Sequence[Case], found: Fit, *, compiled: bool) -> Floats:
-    """Return d log(step) / d log(cost), shape (cases, costs)."""
-    at, asked = {"step_s": 0.0, **found.values}, PredictedCases(cases)
+def _gradients(cases: Sequence[Case], names: Sequence[str], like: str, *, compiled: bool) -> Floats:
+    """Return d log(step) / d log(cost) where the runtime is as described, shape (cases, costs)."""
+    at, asked = usual_values(like), PredictedCases(cases)
 
     def logs(values: dict[str, float]) -> Floats:
         return np.log([one.step_s.value for one in asked.predicted(values, compiled=compiled)])
 
     base = logs(at)
-    return np.stack([(logs(at | {name: at[name] * (1 + STEP)}) - base) / STEP for name in found.of_steps], axis=1)
+    return np.stack([(logs(at | {name: at[name] * (1 + STEP)}) - base) / STEP for name in names], axis=1)
 
 
 def _neighbours(cases: Sequence[Case]) -> Iterable[Case]:
@@ -107,7 +117,8 @@ def _neighbours(cases: Sequence[Case]) -> Iterable[Case]:
                     layers_per_stage=(),
                     recompute_per_stage=(),
                 )
-                other = replace(case, id=f"{case.id} with {grown} {getattr(plan, grown)}", plan=plan, measured={})
+                changed = f"{grown} {getattr(plan, grown)} and {shrunk} {getattr(plan, shrunk)}"
+                other = replace(case, id=f"{case.id} with {changed}", plan=plan, measured={})
                 key = codec.fingerprint((case.question.model, plan))
                 if key not in seen and is_legal(case.question.problems(plan)):
                     seen.add(key)

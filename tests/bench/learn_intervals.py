@@ -1,12 +1,13 @@
 """Learn how far measurements lie from predictions, whole sources at a time: writes simulator/calibration/intervals.json.
 
-    python tests/bench/learn_intervals.py CASES.json … [--calibrated PROFILE=CASES.json]… [--held-out CASES.json]… [--out FILE]
+    python tests/bench/learn_intervals.py CASES.json … [--calibrated PROFILE=CASES.json]… [--held-out CASES.json]… [--judged DRAW]… [--keep FACTORS]… [--out FILE]
 
 CASES are case files; a source is what a case's `source` names up to the first `@`, `:`, `,` or `(`. `--calibrated` files are
 predicted with a profile of the very host too, and so are the runs of examples/validation/apply_*.json whose hosts' layers
 were measured. The draws of examples/validation/fresh.jsonl are a source each, from datasheets and, where the profile made on
-their host is shipped, calibrated; the last draw is judged and not learned from, and so are `--held-out` files. What the factors
-mean: `simulator/calibration/intervals.py`. Memory is learned twice, from sums and from the allocator's replay.
+their host is shipped, calibrated. Draws that `--judged` names (by default the last) are judged and not learned from, and so
+are `--held-out` files. `--keep` leaves factors as they are shipped, where predictions were made with their rows in view. What
+the factors mean: `simulator/calibration/intervals.py`. Memory is learned twice, from sums and from the allocator's replay.
 """
 
 from __future__ import annotations
@@ -78,12 +79,13 @@ def main() -> None:
     parser.add_argument("cases", nargs="+", type=Path)
     parser.add_argument("--calibrated", action="append", default=[], help="PROFILE=CASES")
     parser.add_argument("--held-out", action="append", default=[], type=Path)
+    parser.add_argument("--judged", action="append", default=[])
+    parser.add_argument("--keep", action="append", default=[], choices=sorted(interval_table().factors))
     parser.add_argument("--out", type=Path, default=ROOT / "simulator/calibration/intervals.json")
     asked = parser.parse_args()
 
     found = fresh_rows()
-    last = list(found)[-1]
-    judged = found.pop(last)
+    judged = {draw: found.pop(draw) for draw in asked.judged or list(found)[-1:]}
     rows = [row for of_draw in found.values() for row in of_draw]
     steps, memory = rows_of(cases(asked.cases), None)
     calibrated: list[Row] = []
@@ -99,7 +101,10 @@ def main() -> None:
         calibrated + [row for row in rows if row.calibrated],
         [row for row in rows if row.basis == "host"],
     )
-    held_out = of_kinds(last, judged, factors)
+    factors |= {name: interval_table().factors[name] for name in asked.keep}
+    held_out = {
+        name: share for draw, of_draw in judged.items() for name, share in of_kinds(draw, of_draw, factors).items()
+    }
     if asked.held_out:
         other_steps, other_memory = rows_of(cases(asked.held_out), None)
         held_out |= {
@@ -128,7 +133,9 @@ def write(asked: argparse.Namespace, factors: dict[str, Factors], held_out: dict
         made_on=datetime.now(UTC).date().isoformat(),
         command=f"python tests/bench/learn_intervals.py {' '.join(path.name for path in asked.cases)}"
         + "".join(f" --calibrated {'='.join(Path(one).name for one in pair.split('='))}" for pair in asked.calibrated)
-        + "".join(f" --held-out {path.name}" for path in asked.held_out),
+        + "".join(f" --held-out {path.name}" for path in asked.held_out)
+        + "".join(f" --judged {draw}" for draw in asked.judged)
+        + "".join(f" --keep {name}" for name in asked.keep),
         factors=factors,
         held_out={name: round(share, 2) for name, share in held_out.items()},
     )
