@@ -155,9 +155,12 @@ def efficiency(architecture: str) -> Efficiency:
 
 
 def unaligned(work: Work) -> NDArray[np.bool_]:
-    """Return whether the matrices of a batch begin where a load of 16 bytes cannot: they are as wide as no multiple of 8 elements."""
+    """Return whether the matrices of a batch begin where a load of 16 bytes cannot: they are as wide as no multiple of 8 elements.
+
+    Rows of experts are as many as their router gives them, and begin with whole rows.
+    """
     ends = (np.asarray(work.k) % ALIGNED > 0) | (np.asarray(work.n) % ALIGNED > 0)
-    return np.asarray((np.asarray(work.batch) > 1) & ends)
+    return np.asarray((np.asarray(work.batch) > 1) & (np.asarray(work.grouped_rows) == 0) & ends)
 
 
 def grouped_tile_factor(work: Work) -> Floats | float:
