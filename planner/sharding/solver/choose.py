@@ -102,13 +102,16 @@ def _best(problem: ShardingProblem, deadline: Deadline, listing: Deadline) -> tu
     candidates = enumerate_candidates(problem, pricing, find_equivalent(problem.graph, fixed, fold=fold), listing)
     program = SolvableProgram(candidates)
     timed = problem.machine is not None
-    assignment, bound = solve_by_messages(program, deadline) if timed else (_solve_bytes(program), None)
+    assignment, bound = solve_by_messages(program, deadline) if timed else _solve_bytes(program)
     cost = program.cost_of(assignment)
     return _flat(candidates, assignment, cost, cost if bound is None else min(bound, cost)), candidates
 
 
-def _solve_bytes(program: SolvableProgram) -> Assignment:
-    """Return the assignment of fewest ring bytes and, among those, of fewest collectives, ring steps and slices."""
+def _solve_bytes(program: SolvableProgram) -> tuple[Assignment, float | None]:
+    """Return the assignment of fewest ring bytes and, among those, of fewest collectives, ring steps and slices.
+
+    Where the effort set for a choice does not prove it, return the best found and what no other undercuts.
+    """
     program.build()
     relaxed = program.relax()
     if relaxed is None:
@@ -118,11 +121,7 @@ def _solve_bytes(program: SolvableProgram) -> Assignment:
     while True:
         found = program.choose(program.costs, reduced <= allowance + 1e-6, limit=None)
         if found is not None and not found.proved:
-            raise Infeasible(
-                "no proof within the effort set for a choice",
-                why=f"{len(program.costs):,} alternatives of layouts",
-                remedy="pin more tensors, or give a layer instead of the model",
-            )
+            return found.assignment, bound
         if found is not None and found.cost - bound <= allowance:
             break
         if allowance > 2 * float(program.costs.sum()) * program.unit + 1:
@@ -130,7 +129,7 @@ def _solve_bytes(program: SolvableProgram) -> Assignment:
         allowance = max(allowance * 8, (found.cost - bound) if found else 0.0)
     keep = reduced <= found.cost - bound + max(1e-6, 1e-9 * abs(bound))
     tie_broken = program.choose(program.ties, keep, limit=(program.costs, found.cost))
-    return (tie_broken or found).assignment
+    return (tie_broken or found).assignment, None
 
 
 def _flat(candidates: LayoutCandidates, found: Assignment, cost: int, bound: float) -> Choice:
