@@ -182,5 +182,6 @@ def test_what_the_framework_lists_is_what_the_executor_has() -> None:
     from executor.overlap import MODES
     from executor.parallel.parallelize import DTYPES
 
-    assert tuple(DTYPES) == MESHWRIGHT.dtypes
+    # Tensors of products that round to TF32 are float32.
+    assert tuple(DTYPES) == tuple(dtype for dtype in MESHWRIGHT.dtypes if dtype != "tf32")
     assert {executor_name(mode) for mode in MESHWRIGHT.overlaps} <= set(MODES)
