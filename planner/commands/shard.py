@@ -193,6 +193,8 @@ def _print(rows: Sequence[Mapping[str, Any]]) -> None:
         screen.out(
             _columns([(name, " ".join(at), _axes(row["named"][name])) for name, at in row["placements"].items()])
         )
+        if "not_simulated" in row:
+            screen.print(row["not_simulated"])
         if time := row.get("time_s"):
             parts = (
                 f": {1e6 * time['compute']:,.1f} compute, {1e6 * time['exposed_communication']:,.1f} communication not hidden"

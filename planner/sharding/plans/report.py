@@ -13,7 +13,7 @@ from planner.sharding.layouts.layout import Layout, placements_of
 from planner.sharding.operators.operator import PRODUCT
 from planner.sharding.plans.lowering import simulate_time
 from planner.sharding.plans.plan import ShardingPlan, TensorMove, plan_sharding
-from planner.sharding.plans.schedules import Scheduled, choose_schedules, text_of
+from planner.sharding.plans.schedules import MOST_RANKS, Scheduled, choose_schedules, text_of
 from planner.sharding.problem.deadline import NO_DEADLINE, Deadline
 from planner.sharding.problem.problem import Machine, MemoryLimit, ShardingProblem, parse_problem
 from planner.sharding.problem.schedule import Schedule
@@ -64,7 +64,10 @@ def planned_case(
         done = choose_schedules(problem, plan, Machine(cluster, calibration), deadline=choosing.deadline)
         row = plan_row(name, done.problem, done.plan)
         row["schedules"] = _schedules(done)
-        row["time_s"] = _simulated_time(done.problem, done.plan, cluster, calibration)
+        if problem.mesh.ranks > MOST_RANKS:
+            row["not_simulated"] = f"programs on more than {MOST_RANKS:,} ranks are not simulated"
+        else:
+            row["time_s"] = _simulated_time(done.problem, done.plan, cluster, calibration)
     except (UserError, Infeasible) as error:
         return rejection(name, error), None
     return row, Planned(problem, plan)

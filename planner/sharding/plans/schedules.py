@@ -26,7 +26,7 @@ WHOLE = "whole"
 GAIN = 0.002  # of the time: less is no reason for more messages
 MAX_TRIALS = 64
 _LONGEST = 2_000  # steps of a plan that is simulated again and again
-_MOST_RANKS = 1 << 16  # of a mesh on which it is
+MOST_RANKS = 1 << 15  # of a mesh on which a program is simulated: each has its events
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ def choose_schedules(
         or problem.schedule
         or not moved
         or len(plan.steps) > _LONGEST
-        or problem.mesh.ranks > _MOST_RANKS
+        or problem.mesh.ranks > MOST_RANKS
     ):
         return best
     least = _seconds(best, machine)

@@ -40,3 +40,19 @@ def test_a_listing_is_the_program_in_the_notation_of_the_document(capsys) -> Non
     rows = json.loads(capsys.readouterr().out)["cases"]
     text = (FOLDER / "figures.md").read_text()
     assert all(f"```\n{row['listing']}\n```" in text for row in rows)
+
+
+def test_a_program_on_very_many_ranks_is_chosen_and_not_simulated(tmp_path, capsys) -> None:
+    one = CASES["tensor parallelism"]
+    inputs = {name: {**each, "placements": ["R", *each["placements"]]} for name, each in one["inputs"].items()}
+    mesh = {"names": ["DIDy", "DIDx"], "shape": [1 << 16, 4]}
+    case = {**one, "mesh": mesh, "inputs": inputs, "pins": {"out": ["R", "R"]}}
+    at = tmp_path / "case.json"
+    at.write_text(json.dumps(case))
+
+    assert main(["shard", str(at), "--cluster", "dgx-h100", "--gpus", str(1 << 18), "--json"]) == 0
+
+    (row,) = json.loads(capsys.readouterr().out)["cases"]
+    assert "time_s" not in row
+    assert row["not_simulated"] == "programs on more than 32,768 ranks are not simulated"
+    assert [one["kind"] for one in row["collectives"]] == ["all_reduce"]
