@@ -27,7 +27,7 @@ EVERY = sorted({written(dict(zip(SITES, modes, strict=True))) for modes in itert
 @pytest.mark.parametrize(
     ("name", "gpus", "length", "memory_gib"),
     [
-        ("llama3-8b", 4, 4096, 40.0),
+        ("llama3-8b", 4, 4096, 44.0),
         pytest.param("mixtral-8x7b", 8, 8192, 141.0, marks=pytest.mark.long),
     ],
 )
