@@ -23,7 +23,7 @@ from planner.explain.documents import search_document
 from planner.explain.run_text import print_run, run_document
 from planner.io import output
 from planner.io.inputs import measurements
-from planner.question.cases import schedule_named
+from planner.question.case_fields import schedule_named
 from planner.question.flags import Flags
 from planner.question.goal import goal_of
 from planner.question.learned_runtime import LearnedCalibrations, LearnedRuntime, read_learned

@@ -351,7 +351,7 @@ def rank_rows(table: PlanColumns, values: NDArray[np.float64], *, top: int, all_
     smaller micro batches: the simpler plan. Remaining ties go by enumeration order.
     """
     keys = (
-        table.reshard,
+        table.reshard_after_forward,
         table.sequence_parallel,
         table.zero_stage,
         table.virtual_stages,

@@ -22,7 +22,7 @@ from planner.question.question import Question
 from planner.search.plan_space.stated import Spans, among, within
 from simulator.collectives.cost import CollectiveModel
 from simulator.collectives.group_times import GroupTimes
-from simulator.columns.plan_columns import PlanColumns, distinct
+from simulator.columns.plan_columns import CARRIED, PlanColumns, columns_with, distinct
 from simulator.columns.plan_table import table_of_columns
 from simulator.config.plan import Plan
 from simulator.legality.rule import Grade, Level, Mask, RuleFacts, divisors
@@ -31,21 +31,8 @@ from simulator.pipeline.schedules import SCHEDULES
 from topology.cluster import Cluster
 from topology.rates.orders import node_orders, placement_of_order, undominated_orders
 
-NODE_FIELDS = (
-    "dp_replicate",
-    "dp_shard",
-    "zero_stage",
-    "tp",
-    "sequence_parallel",
-    "cp",
-    "pp",
-    "ep",
-    "virtual_stages",
-    "schedule",
-    "micro_batch_size",
-    "offload",
-    "ep_overlap",
-)
+POLICIES = ("recompute", "reshard_after_forward", "tp_overlap", "cp_method")  # fields that no grid nor batch decides
+NODE_FIELDS = tuple(name for name in CARRIED if name not in POLICIES)
 GRID_FIELDS = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "zero_stage", "sequence_parallel", "offload")
 
 
@@ -109,7 +96,7 @@ class Nodes:
     @property
     def leaf_counts(self) -> NDArray[np.int64]:
         """Number of leaves and variants of each node."""
-        return self._count("recompute") * self._count("reshard") * self.variants_per_leaf
+        return self._count("recompute") * self._count("reshard_after_forward") * self.variants_per_leaf
 
     @property
     def variants_per_leaf(self) -> NDArray[np.int64]:
@@ -122,7 +109,7 @@ class Nodes:
 
     def leaves(self, rows: NDArray[np.intp]) -> tuple[PlanColumns, NDArray[np.intp]]:
         """Return nodes `rows` with every recompute mode and resharding, and the node of each."""
-        return self._multiply(self.columns.take(rows), rows, ("recompute", "reshard"))
+        return self._multiply(self.columns.take(rows), rows, ("recompute", "reshard_after_forward"))
 
     def variants(self, leaves: PlanColumns, nodes: NDArray[np.intp]) -> tuple[PlanColumns, NDArray[np.intp]]:
         """Return the variants of `leaves`, whose nodes are `nodes`, and the leaf of each."""
@@ -212,30 +199,10 @@ def _grids(facts: RuleFacts, bounds: Bounds) -> Iterator[tuple[int, ...]]:
 
 def _grid_columns(rows: list[tuple[int, ...]], offloads: tuple[str, ...]) -> PlanColumns:
     data = np.array(rows, dtype=np.int64).reshape(len(rows), len(GRID_FIELDS))
-    n = len(rows)
-    given = {name: data[:, i] for i, name in enumerate(GRID_FIELDS)}
-    return PlanColumns(
-        dp_replicate=given["dp_replicate"],
-        dp_shard=given["dp_shard"],
-        tp=given["tp"],
-        cp=given["cp"],
-        pp=given["pp"],
-        ep=given["ep"],
-        zero_stage=given["zero_stage"],
-        sequence_parallel=given["sequence_parallel"].astype(np.bool_),
-        virtual_stages=np.ones(n, dtype=np.int64),
-        schedule=np.full(n, ""),
-        micro_batch_size=np.ones(n, dtype=np.int64),
-        recompute=np.full(n, "none"),
-        tp_overlap=np.full(n, "none"),
-        cp_method=np.full(n, ""),
-        reshard=np.full(n, -1, dtype=np.int64),
-        capacity_factor=np.zeros(n),
-        listed=np.zeros(n, dtype=np.bool_),
-        placing=np.full(n, -1, dtype=np.int64),
-        offload=np.array(offloads)[given["offload"]],
-        ep_overlap=np.full(n, "none"),
-    )
+    given: dict[str, NDArray[Any]] = {name: data[:, i] for i, name in enumerate(GRID_FIELDS)}
+    given["sequence_parallel"] = given["sequence_parallel"].astype(np.bool_)
+    given["offload"] = np.array(offloads)[given["offload"]]
+    return columns_with(len(rows), **given)
 
 
 def _remove_illegal(table: PlanColumns, facts: RuleFacts, level: Level, rejected: Counter[str]) -> PlanColumns:
@@ -364,7 +331,7 @@ def _policy_choices(
     own, *other = _cp_methods(facts)
     offers: dict[str, list[tuple[Any, Mask]]] = {
         "recompute": [(word, everywhere) for word in bounds.recomputes or facts.framework.recomputes],
-        "reshard": [(1, sharded), (0, sharded), (-1, ~sharded)],
+        "reshard_after_forward": [(1, sharded), (0, sharded), (-1, ~sharded)],
         "tp_overlap": [("none", everywhere), *((mode, overlapping) for mode in facts.framework.overlaps)],
         "cp_method": [(own, everywhere), *((method, table.cp > 1) for method in other)],
     }

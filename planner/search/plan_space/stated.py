@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from simulator.config.plan import EP_OVERLAPS, OFFLOADS
-from simulator.config.verify import MAX_COUNT
+from simulator.config.plan_schema import MAX_COUNT
 from topology.errors import UserError
 
 Spans = tuple[tuple[int, int], ...]  # ranges of whole numbers, both ends included
