@@ -157,7 +157,7 @@ def _explore(
     progress: Callable[[str], None] | None,
 ) -> _Found:
     """Return the plans to list: those that surely fit by time, filled up with such as may; by memory any that fit."""
-    objective, recomputes = options.objective, options.bounds.recomputes or framework.recomputes
+    objective, recomputes = options.objective, options.bounds.words("recompute") or framework.recomputes
     cluster = screening.scenario.cluster
     nodes = with_overlap_by_site(screening, nodes, framework, recomputes)  # the account of nodes stays the same
 
