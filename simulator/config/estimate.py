@@ -10,7 +10,7 @@ from topology.cluster import Source
 
 SURE = 0.95  # probability from which a plan is said to fit
 # Standard deviations from the middle of a normal distribution to the ends of its 80 % range, and to its 95th percentile.
-_Z_OF_RANGE, _Z_OF_SURE = 1.2816, 1.6449
+NORMAL_80, _NORMAL_95TH = 1.2816, 1.6449
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ def fit_probability(needed: float, low: float, high: float, capacity: float) -> 
     spread = log(high / needed) if capacity >= needed else log(needed / low) if low > 0 else inf
     if spread <= 0:
         return 1.0 if needed <= capacity else 0.0
-    return 0.5 * (1 + erf(log(capacity / needed) / (spread / _Z_OF_RANGE) / sqrt(2)))
+    return 0.5 * (1 + erf(log(capacity / needed) / (spread / NORMAL_80) / sqrt(2)))
 
 
 def sure_bytes(capacity: float, high_factor: float) -> float:
@@ -55,7 +55,7 @@ def sure_bytes(capacity: float, high_factor: float) -> float:
 
     `high_factor` times a prediction is the upper end of its 80% range.
     """
-    return capacity * exp(-log(high_factor) * _Z_OF_SURE / _Z_OF_RANGE)
+    return capacity * exp(-log(high_factor) * _NORMAL_95TH / NORMAL_80)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
