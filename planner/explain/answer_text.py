@@ -33,7 +33,6 @@ from planner.io.figures import (
     last_digit_s,
     rate_text,
     seconds_text,
-    two_digits,
 )
 from planner.io.output import console
 from planner.io.printable import printable
@@ -44,6 +43,7 @@ from simulator.config.estimate import Estimate, Fit, chance
 from simulator.config.overlap_sites import NONE, tp_overlap_label
 from simulator.config.plan import Plan
 from simulator.pipeline.schedules import default_schedule
+from topology.units import two_digits
 
 NARROW, NARROWEST = 70, 54  # columns of a screen below which the table of plans says less
 LEAST_GAIN = 0.01  # of the step, below which a plan that may fit is not worth a word

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from planner.learn.solver import Solution, solve
 from planner.question.cases import Case
 from planner.question.learned_runtime import CROSSING, FACTORS, FLUSH, MEMORY_FACTORS, Fitted, costs_of
-from planner.validate.validation import GIB, compared_bytes, measured_step_s
+from planner.validate.validation import compared_bytes, measured_step_s
 from simulator.calibration.calibration import Calibration, RuntimeCosts
 from simulator.calibration.gaussian import conditioned
 from simulator.closed_form.allocator import FLUSH_S_PER_BYTE
@@ -31,6 +31,7 @@ from simulator.config.model import Model
 from simulator.memory.estimate import with_replay
 from simulator.runtimes.library import runtime_spec
 from topology import codec
+from topology.units import GIB
 
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]

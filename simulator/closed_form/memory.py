@@ -35,10 +35,11 @@ from simulator.step.offload import held_bytes, host_bytes, offloaded
 from simulator.step.symmetric_memory import symmetric_bytes
 from simulator.step.traffic import has_replicas
 from simulator.step.zero import zero_buffers
+from topology.units import GIB
 
 # Bytes beside the allocator's and NCCL's: CUDA's context and loaded kernels. Source: a run that filled both of its two H200 and
 # retried allocations (2026-11-23.1/14 of examples/validation/fresh.jsonl) held 137.8 of 139.8 GiB, beside 1.1 of communicators.
-CONTEXT_BYTES = 0.9 * 2**30
+CONTEXT_BYTES = 0.9 * GIB
 STATE = ("parameters", "gradients", "gradient_buffers", "optimizer")  # what stays from step to step
 
 
