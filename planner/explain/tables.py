@@ -47,7 +47,7 @@ def policy_text(plan: Plan) -> str:
     if plan.sequence_parallel and plan.tp > 1:
         parts.append("sp")
     if plan.pp > 1:
-        parts.append((plan.schedule or "1F1B") + (f" x{plan.virtual_stages}" if plan.virtual_stages > 1 else ""))
+        parts.append(plan.schedule_name + (f" x{plan.virtual_stages}" if plan.virtual_stages > 1 else ""))
     if plan.tp_overlap != "none":
         parts.append(f"tp overlap {tp_overlap_label(plan.tp_overlap)}")
     if plan.ep_overlap != "none":

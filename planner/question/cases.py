@@ -35,12 +35,12 @@ from simulator.calibration.calibration import overlap_assumed
 from simulator.config.hf_config import load_model, model_from_config
 from simulator.config.model import Model
 from simulator.config.overlap_sites import NONE, USERBUFFERS, canonical
-from simulator.config.plan import Plan
+from simulator.config.plan import Plan, default_schedule
 from simulator.config.verify import verify_lists, verify_plan, verify_runtime, verify_workload
 from simulator.config.workload import Workload
 from simulator.fitting.calibration_fit import UNMEASURED, Calibrations
 from simulator.legality.frameworks import Framework, framework_of_runtime
-from simulator.pipeline.schedules import SCHEDULES, default_schedule
+from simulator.pipeline.schedules.registry import SCHEDULES
 from simulator.runtimes.library import RECOMPUTE_SYNONYMS
 from simulator.step.offload import offload_assumed
 from topology import codec
@@ -73,7 +73,7 @@ _PLAN_KEYS = (
     "placement",
     "ep_overlap",
 )
-_SCHEDULES = {**{name.lower(): name for name in SCHEDULES}, "interleaved": "Interleaved1F1B", "zbv": "ZBVZeroBubble"}
+_SCHEDULES = {word.lower(): kind.name for kind in SCHEDULES.values() for word in (kind.name, *kind.also_called)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,7 @@ from simulator.config.plan import Plan
 from simulator.config.runtime import MOMENTS
 from simulator.config.workload import Workload
 from simulator.legality.frameworks import ANY, Framework
-from simulator.pipeline.schedules import SPLIT_BACKWARD
+from simulator.pipeline.schedules.registry import where
 from topology.cluster import Cluster
 from topology.errors import Infeasible, UserError
 from topology.rates.reach import reach
@@ -120,7 +120,7 @@ def least_memory_plan(
         for begin in range(0, len(leaves), PLANS_AT_ONCE):
             some, some_nodes = leaves.take(slice(begin, begin + PLANS_AT_ONCE)), of_node[begin : begin + PLANS_AT_ONCE]
             reserved = screening.plans(some, shared, some_nodes).reserved_bytes(at_least=True)
-            counted = np.isin(some.schedule, SPLIT_BACKWARD)
+            counted = where(some.schedule, lambda kind: kind.splits_backward)
             row = int(np.argmin(np.where(counted, np.inf, reserved)))
             if not counted[row] and reserved[row] < least:
                 least, plan = float(reserved[row]), some.plan(row)

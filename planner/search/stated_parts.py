@@ -12,9 +12,9 @@ from planner.io.figures import gpus_text
 from planner.question.question import Question
 from planner.search.plan_space.candidates import STATED, Bounds, Nodes, enumerate_nodes
 from planner.search.plan_space.stated import Spans, spans_text
-from simulator.config.plan import Plan
+from simulator.config.plan import Plan, default_schedule
 from simulator.legality.rule import Grade, Problem, divisors
-from simulator.pipeline.schedules import SCHEDULES, default_schedule
+from simulator.pipeline.schedules.registry import SCHEDULES
 from topology.errors import Infeasible
 
 COMBINATIONS = 256  # of stated values that are tried as an example

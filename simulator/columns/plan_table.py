@@ -17,7 +17,7 @@ from simulator.columns.expert_load import busiest_load
 from simulator.columns.plan_columns import PlanColumns, plan_columns, words
 from simulator.config.model import Model
 from simulator.config.overlap_sites import mode_at, modes_in
-from simulator.config.plan import Plan
+from simulator.config.plan import INTERLEAVED_SCHEDULE, PLAIN_SCHEDULE, Plan
 from simulator.config.workload import Workload
 from topology.errors import BadPlan
 
@@ -155,7 +155,11 @@ def table_of_columns(
         columns=columns,
         sequence_parallel=given.sequence_parallel,
         recompute=given.recompute,
-        schedule=np.where((given.schedule == "") & piped, "1F1B", given.schedule),
+        schedule=np.where(
+            (given.schedule == "") & piped,
+            np.where(given.virtual_stages > 1, INTERLEAVED_SCHEDULE, PLAIN_SCHEDULE),
+            given.schedule,
+        ),
         tp_overlap=given.tp_overlap,
         ep_overlap=given.ep_overlap,
         micro_batches=workload.global_batch_size / (dp * columns["micro_batch_size"]),
