@@ -17,7 +17,7 @@ from simulator.config.workload import Workload
 from simulator.legality.frameworks import MESHWRIGHT
 from simulator.legality.rule import Grade
 from simulator.legality.rules import is_legal
-from simulator.pipeline.schedules import SCHEDULES
+from simulator.pipeline.schedules.registry import SCHEDULES
 from simulator.runtimes.library import runtime_spec
 from tests.planner.conftest import make_cluster
 from tests.planner.every_plan import UNBOUNDED, enumerate_candidates, grids

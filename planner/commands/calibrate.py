@@ -39,9 +39,10 @@ from topology.errors import BadCluster, BadInput, PlannerError, ProbeError, User
 from topology.probe.from_machine import probe_machine
 from topology.profile.profile import Profile, read_profile
 from topology.profile.store import add_to_store, merge, read_stored, store_folder, with_named_runs
+from topology.units import MIB
 
 PLANS = 6  # that are taken to be able to win
-LEAST_FREE_BYTES = 4 * 2**20
+LEAST_FREE_BYTES = 4 * MIB
 SEARCH_S = 20.0  # for finding them
 DEFAULT_RUNTIME = "meshwright"
 OF_A_QUESTION = {

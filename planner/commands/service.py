@@ -17,6 +17,7 @@ from planner.remote.settings import LOOPBACK, Settings
 from planner.requests.tools import Service
 from topology import codec
 from topology.errors import BadInput, UserError
+from topology.units import GIB, MIB
 
 NEEDS = ("fastapi", "uvicorn", "sqlalchemy", "alembic")
 MODULE = "planner.service"
@@ -48,7 +49,7 @@ def service(asked: Service) -> None:
         users=users,
         allowed_hosts=tuple(asked.allowed_host or ()),
         limit_s=asked.time_limit,
-        memory_bytes=int(asked.memory * 2**30),
+        memory_bytes=int(asked.memory * GIB),
         rate_per_s=asked.rate,
         keep_days=asked.keep_days,
     )
@@ -62,7 +63,7 @@ def read_tokens(path: Path) -> dict[str, str]:
     if os.name == "posix" and path.is_file() and path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise BadInput(f"{path} can be read by others", why="it holds tokens", remedy=f"chmod 600 {path}")
     users = {}
-    for number, line in enumerate(codec.read_text(path, max_bytes=1 << 20).splitlines(), 1):
+    for number, line in enumerate(codec.read_text(path, max_bytes=MIB).splitlines(), 1):
         if not line.strip() or line.startswith("#"):
             continue
         user, _, token = line.strip().partition(":")

@@ -29,14 +29,13 @@ from simulator.config.hf_config import load_model
 from topology import codec
 from topology.errors import UserError
 from topology.rates.reach import cluster_caveats
+from topology.units import GIB
 
 
 def shard(asked: Shard) -> None:
     """Print what `planner shard` answers."""
     _refuse_unused(asked)
-    limits = Limits(
-        Deadline.after(asked.time_limit), None if asked.memory_limit is None else asked.memory_limit * 2**30
-    )
+    limits = Limits(Deadline.after(asked.time_limit), None if asked.memory_limit is None else asked.memory_limit * GIB)
     machine = None if asked.cluster is None else read_cluster(asked.cluster, asked.gpus)
     known = measurements(asked.profile, strict=asked.strict)
     measured = None if machine is None else known.on(machine)

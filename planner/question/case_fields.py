@@ -8,11 +8,11 @@ from typing import Any
 
 from simulator.config.overlap_sites import canonical
 from simulator.config.plan_schema import MAX_COUNT, Kind, PlanField
-from simulator.pipeline.schedules import SCHEDULES
+from simulator.pipeline.schedules.registry import SCHEDULES
 from simulator.runtimes.library import RECOMPUTE_SYNONYMS
 from topology.errors import BadPlan
 
-_SCHEDULES = {**{name.lower(): name for name in SCHEDULES}, "interleaved": "Interleaved1F1B", "zbv": "ZBVZeroBubble"}
+_SCHEDULES = {word.lower(): kind.name for kind in SCHEDULES.values() for word in (kind.name, *kind.also_called)}
 
 
 def unsaid(value: Any) -> bool:

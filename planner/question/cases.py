@@ -30,12 +30,11 @@ from simulator.calibration.calibration import overlap_assumed
 from simulator.config.hf_config import load_model, model_from_config
 from simulator.config.model import Model
 from simulator.config.overlap_sites import USERBUFFERS
-from simulator.config.plan import PLAN_FIELDS, Plan
+from simulator.config.plan import PLAN_FIELDS, Plan, default_schedule
 from simulator.config.verify import verify_lists, verify_plan, verify_runtime, verify_workload
 from simulator.config.workload import Workload
 from simulator.fitting.calibration_fit import UNMEASURED, Calibrations
 from simulator.legality.frameworks import Framework, framework_of_runtime
-from simulator.pipeline.schedules import default_schedule
 from simulator.step.offload import offload_assumed
 from topology import codec
 from topology.catalog.cluster_file import ASSUMED, load_cluster, parse_cluster

@@ -13,10 +13,10 @@ from planner.io.figures import gpus_text
 from planner.question.question import Question
 from planner.search.plan_space.candidates import Bounds, Nodes, enumerate_nodes
 from planner.search.plan_space.stated import Values, values_text
-from simulator.config.plan import PLAN_FIELDS, Plan
+from simulator.config.plan import PLAN_FIELDS, Plan, default_schedule
 from simulator.config.plan_schema import Kind
 from simulator.legality.rule import Grade, Problem, divisors
-from simulator.pipeline.schedules import SCHEDULES, default_schedule
+from simulator.pipeline.schedules.registry import SCHEDULES
 from topology.errors import Infeasible
 
 COMBINATIONS = 256  # of stated values that are tried as an example

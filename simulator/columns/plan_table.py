@@ -17,7 +17,7 @@ from simulator.columns.expert_load import busiest_load
 from simulator.columns.plan_columns import PlanColumns, plan_columns, words
 from simulator.config.model import Model
 from simulator.config.overlap_sites import mode_at, modes_in
-from simulator.config.plan import PLAN_FIELDS, Plan
+from simulator.config.plan import INTERLEAVED_SCHEDULE, PLAIN_SCHEDULE, PLAN_FIELDS, Plan
 from simulator.config.plan_schema import Kind
 from simulator.config.workload import Workload
 from topology.errors import BadPlan
@@ -145,7 +145,8 @@ def table_of_columns(
     alone = (zero < 0) & (group <= 1) & ((columns["tp"] > 1) | piped)
     away, parameters_away = given.offload != "none", given.offload == "parameters"
     stated: dict[str, Any] = {one.name: getattr(given, one.name) for one in fields(PlanColumns)}
-    stated["schedule"] = np.where((given.schedule == "") & piped, "1F1B", given.schedule)
+    default = np.where(given.virtual_stages > 1, INTERLEAVED_SCHEDULE, PLAIN_SCHEDULE)
+    stated["schedule"] = np.where((given.schedule == "") & piped, default, given.schedule)
     return PlanTable(
         **stated,
         plans=tuple(plans),

@@ -20,6 +20,14 @@ EP_OVERLAPS = ("none", "combined", "delay_wgrad")
 # order of torchtitan's mesh and of Megatron's default tp-cp-ep-dp-pp (which lists the fastest first).
 MESH_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
+# The schedules of pipelines whose plans name none: of one stage a rank, and of several.
+PLAIN_SCHEDULE, INTERLEAVED_SCHEDULE = "1F1B", "Interleaved1F1B"
+
+
+def default_schedule(virtual_stages: int) -> str:
+    """Return the schedule of a pipeline whose plan names none."""
+    return INTERLEAVED_SCHEDULE if virtual_stages > 1 else PLAIN_SCHEDULE
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
@@ -159,6 +167,11 @@ class Plan:
     def data_parallel(self) -> int:
         """Ranks that see different sequences."""
         return self.dp_replicate * self.dp_shard
+
+    @property
+    def schedule_name(self) -> str:
+        """The schedule of the plan's pipeline: the one that it names, else the default."""
+        return self.schedule or default_schedule(self.virtual_stages)
 
     def micro_batches(self, global_batch_size: int) -> int:
         """Micro batches each data-parallel rank runs per step. Raises ValueError when they do not divide."""

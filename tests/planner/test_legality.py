@@ -18,8 +18,8 @@ from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
 from simulator.legality.rule import Grade
 from simulator.legality.rules import is_legal
-from simulator.pipeline.schedule_tables import build_schedule
-from simulator.pipeline.schedules import Kind
+from simulator.pipeline.schedules.registry import build_schedule
+from simulator.pipeline.schedules.table import Kind
 from simulator.pipeline.stages import stage_layers
 from simulator.runtimes.library import runtime_spec
 from tests.planner.conftest import CASES, LLAMA8B, MIXTRAL, TINY, make_cluster

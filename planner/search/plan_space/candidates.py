@@ -27,7 +27,7 @@ from simulator.columns.plan_table import table_of_columns
 from simulator.config.plan import Plan
 from simulator.legality.rule import Grade, Level, Mask, RuleFacts, divisors
 from simulator.legality.rules import RULES
-from simulator.pipeline.schedules import SCHEDULES
+from simulator.pipeline.schedules.registry import SCHEDULES
 from topology.cluster import Cluster
 from topology.rates.orders import node_orders, placement_of_order, undominated_orders
 
