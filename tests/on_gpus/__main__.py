@@ -39,6 +39,11 @@ PARTS: dict[str, tuple[Callable[[Place, Tell], None], float]] = {
 PLAN_S = 400.0  # for the plans of one or of two GPUs
 
 
+def out_of_time(part: str) -> Row:
+    """Return the row of a part for which there was no time."""
+    return Row(part=part, what="all", result=NO_TIME)
+
+
 class Results:
     """Results so far, of this machine; `tell` adds one."""
 
@@ -51,13 +56,15 @@ class Results:
             for found, _, row in rows.latest(self.entries)
             if found == machine and row.result not in unsettled
         }
-        self.ended = {part for part, _ in self.settled} - {
-            row.part for found, _, row in rows.latest(self.entries) if found == machine and row.result in unsettled
-        }
+
+    def failed(self, part: str) -> bool:
+        last = rows.latest(self.entries)
+        return any(row.part == part and row.result == FAILED for found, _, row in last if found == self.machine)
 
     def tell(self, row: Row) -> None:
         date = datetime.now(UTC).date().isoformat()
-        self.entries.append((self.machine, date, row))
+        waited = [entry for entry in self.entries if entry[0] == self.machine and entry[2] == out_of_time(row.part)]
+        self.entries = [entry for entry in self.entries if entry not in waited] + [(self.machine, date, row)]
         rows.write(self.path, self.entries)
         print(f"{row.part}: {row.what}: {row.result} {row.said} {row.numbers} {row.step}".rstrip(), flush=True)
 
@@ -85,13 +92,18 @@ def run(options: argparse.Namespace) -> int:
     if machine.gpus == 1 and wanted("two ranks") and (todo := cases("two ranks", plans.TWO)):
         plans.run_shared(todo, options.out, min(left(), PLAN_S), results.tell)
     for name, (part, limit_s) in PARTS.items():
-        if not wanted(name) or name in results.ended:
+        folder = options.out / name.replace(" ", "-")
+        ended, whose = folder / "ended.txt", repr(machine)
+        if ended.is_file() and ended.read_text() == whose and not (options.again and results.failed(name)):
+            continue
+        if not wanted(name):
             continue
         if left() < LEAST_S:
-            results.tell(Row(part=name, what="all", result=NO_TIME))
+            results.tell(out_of_time(name))
             continue
-        folder = options.out / name.replace(" ", "-")
+        folder.mkdir(exist_ok=True)
         part(Place(out=folder, gpus=machine.gpus, limit_s=min(limit_s, left()), text=options.text), results.tell)
+        ended.write_text(whose)
     found = [row for where, _, row in rows.latest(results.entries) if where == machine]
     for result in (FAILED, NO_TIME):
         print(f"{result}: {', '.join(f'{row.part}: {row.what}' for row in found if row.result == result) or 'none'}")
