@@ -11,7 +11,7 @@ from planner.cli import COMMANDS, main
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("topology", "simulator", "planner", "executor", "ui")
 README = (ROOT / "README.md").read_text()
-COMMANDS_PAGE = (ROOT / "examples" / "site" / "pages" / "commands.md").read_text()
+PAGES = {path.stem: path.read_text() for path in (ROOT / "examples" / "site" / "pages").glob("*.md")}
 
 
 def commands() -> list[str]:
@@ -39,7 +39,7 @@ def test_ci_runs_the_readmes_test_command() -> None:
 
 def test_every_command_named_exists(capsys) -> None:
     """Each `planner X` of the README and of the documentation answers --help, and takes the options that are shown."""
-    lines = re.findall(r"^planner .*$", README + COMMANDS_PAGE, re.MULTILINE)
+    lines = re.findall(r"^planner .*$", "\n".join([README, *PAGES.values()]), re.MULTILINE)
     shown = [shlex.split(re.sub(r"^planner( --server \S+)?", "", line), comments=True) for line in lines]
 
     assert {"suggest", "estimate", "probe", "doctor", "check", "export"} <= {command for command, *_ in shown}
@@ -51,7 +51,7 @@ def test_every_command_named_exists(capsys) -> None:
 
 
 def test_the_documentation_shows_every_command() -> None:
-    assert set(re.findall(r"^planner (\w+)", COMMANDS_PAGE, re.MULTILINE)) == set(COMMANDS)
+    assert set(re.findall(r"^planner (\w+)", PAGES["commands"], re.MULTILINE)) == set(COMMANDS)
 
 
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "examples").rglob("*.md"), *(ROOT / ".github").rglob("*.md")])

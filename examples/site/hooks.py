@@ -115,7 +115,7 @@ def python_page() -> str:
 
 def _member(member: Any) -> str:
     try:
-        signature = str(inspect.signature(member, eval_str=False)).replace("'", "")
+        signature = re.sub(r"(: |-> )'([^']+)'", r"\1\2", str(inspect.signature(member)))
     except (TypeError, ValueError):  # a value, such as a type alias, is not called
         signature = ""
     if len(signature) > 80:  # one parameter a line
