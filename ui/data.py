@@ -31,6 +31,7 @@ from simulator.config.hf_config import load_model
 from topology import codec
 from topology.errors import UserError
 from topology.health.diagnose import diagnose
+from topology.units import GIB
 from ui import panels, saved_plans, sharing
 from ui.background import remote, service, waiting
 from ui.plan_words import plan_chips, plan_name, plan_settings
@@ -139,7 +140,7 @@ def changed_machine(result: SearchResult, factors: Mapping[str, float]) -> list[
             "plan": plan_chips(ranked.plan),
             "before_s": ranked.estimate.step_s.value,
             "after_s": ranked.estimate.step_s.value * float(then.step_s[i] / now.step_s[i]),
-            "reserved_gib": float(then.reserved_bytes[i]) / 2**30,
+            "reserved_gib": float(then.reserved_bytes[i]) / GIB,
             "fits": bool(then.fits[i]),
         }
         for i, ranked in enumerate(result.plans)

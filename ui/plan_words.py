@@ -22,7 +22,7 @@ def plan_name(plan: Plan) -> str:
     if plan.zero_stage is not None:
         words.append(f"zero{plan.zero_stage}")
     if plan.pp > 1:
-        words.append((plan.schedule or "1F1B") + (f"x{plan.virtual_stages}" if plan.virtual_stages > 1 else ""))
+        words.append(plan.schedule_name + (f"x{plan.virtual_stages}" if plan.virtual_stages > 1 else ""))
     words += ["no-sp"] if plan.tp > 1 and not plan.sequence_parallel else []
     words += [f"mb{plan.micro_batch_size}", plan.recompute]
     if plan.reshard_after_forward is not None and plan.dp_shard * plan.cp > 1:
@@ -56,7 +56,7 @@ def plan_settings(plan: Plan) -> str:
         parts.append("sequence parallel" if plan.sequence_parallel else "no sequence parallelism")
     if plan.pp > 1:
         chunks = f", {plan.virtual_stages} stages a rank" if plan.virtual_stages > 1 else ""
-        parts.append(f"{plan.schedule or '1F1B'} schedule{chunks}")
+        parts.append(f"{plan.schedule_name} schedule{chunks}")
     if plan.tp_overlap != "none":
         parts.append(f"TP overlap: {tp_overlap_label(plan.tp_overlap)}")
     if plan.ep_overlap != "none":

@@ -18,7 +18,8 @@ from planner.question.question import plannable
 from planner.search.scaling import network_bytes_per_s, nvlink_bytes_per_s
 from simulator.config.estimate import Fit
 from topology.cluster import LinkKind, Severity
-from ui.charts.look import GIB, rate, rate_range, seconds
+from topology.units import GIB, in_gb_per_s, in_gib, in_seconds
+from ui.charts.look import rate_range
 from ui.plan_words import plan_chips, plan_name, plan_settings
 
 if TYPE_CHECKING:
@@ -171,7 +172,7 @@ def machine_figures(cluster: Cluster, health: Health) -> list[tuple[str, str, st
     known = plannable(cluster)
     kind = cluster.slowest_kind if known else None
     dtype = next((n for n in ("bfloat16", "float16", "float32") if kind and kind.peak_flops.get(n)), "bfloat16")
-    memory = f"{cluster.gpu_memory_bytes / GIB:.1f} GiB" if known else "unknown"
+    memory = in_gib(cluster.gpu_memory_bytes) if known else "unknown"
     return [
         (
             "GPUs",
@@ -201,13 +202,13 @@ def _nvlink(cluster: Cluster) -> tuple[str, str]:
     if not links:
         return "none", "No link between GPUs is NVLink."
     nominal = nvlink_bytes_per_s(cluster) if plannable(cluster) else 0.0
-    stated = f"nominal {rate(nominal)} per GPU and direction (datasheet)" if nominal else "nominal rate unknown"
+    stated = f"nominal {in_gb_per_s(nominal)} per GPU and direction (datasheet)" if nominal else "nominal rate unknown"
     measured = [link.measured_bytes_per_s for link in links if link.measured_bytes_per_s]
     if measured:
         copied = "a GPU's copies to the others" if is_switched(cluster) else "copies over one link"
         return rate_range(measured), f"Measured on this machine: {copied}, per direction; {stated}."
     if nominal:
-        return rate(nominal), "Per GPU and direction; datasheet."
+        return in_gb_per_s(nominal), "Per GPU and direction; datasheet."
     labels = " and ".join(sorted({link.label for link in links if link.label}))
     return (
         "rate unknown",
@@ -225,7 +226,7 @@ def _network(cluster: Cluster) -> tuple[str, str]:
     unknown = sum(nic.bytes_per_s is None for nic in up)
     if unknown:
         return "rate unknown", f"{len(up)} ports are up; the rate of {unknown} is not known."
-    return rate(network_bytes_per_s(cluster)), f"Per GPU and direction: its share of {len(up)} ports; datasheet."
+    return in_gb_per_s(network_bytes_per_s(cluster)), f"Per GPU and direction: its share of {len(up)} ports; datasheet."
 
 
 def _health(cluster: Cluster, health: Health) -> tuple[str, str]:
@@ -256,7 +257,7 @@ def link_rows(view: NodeView) -> list[dict[str, Any]]:
                 "class": label or "-",
                 "count": len(cables),
                 "links": count,
-                "nominal": rate(nominal),
+                "nominal": in_gb_per_s(nominal),
                 "measured": rate_range(measured) if measured else "not measured",
                 "share": min(measured) / nominal if measured and nominal else None,
                 "state": link_state,
@@ -315,7 +316,7 @@ def workload_rows(model: Model, seq_len: int, batch: int) -> list[dict[str, str]
             "Attention's share",
             f"{model.attention_flops_per_token(seq_len) / model.forward_flops_per_token(seq_len):.0%}",
         ),
-        ("States at 16 B a parameter", f"{states / 2**30:,.0f} GiB"),
+        ("States at 16 B a parameter", f"{states / GIB:,.0f} GiB"),
     ]
     return [{"what": what, "value": value} for what, value in rows]
 
@@ -327,7 +328,7 @@ def run_row(run: RunSummary) -> dict[str, Any]:
     """Return a saved run as a row; values that were not measured stay empty."""
 
     def gib(nbytes: float | None) -> str:
-        return f"{nbytes / GIB:.1f} GiB" if nbytes else ""
+        return in_gib(nbytes) if nbytes else ""
 
     return {
         "when": run.taken_at[:16].replace("T", " "),
@@ -335,8 +336,8 @@ def run_row(run: RunSummary) -> dict[str, Any]:
         "plan": run.plan,
         "device": f"{run.gpus} x {run.device}",
         "ended": run.status if run.complete else f"{run.status}, incomplete",
-        "predicted step": seconds(run.predicted_step_s) if run.predicted_step_s else "",
-        "measured step": seconds(run.measured_step_s) if run.measured_step_s else "",
+        "predicted step": in_seconds(run.predicted_step_s) if run.predicted_step_s else "",
+        "measured step": in_seconds(run.measured_step_s) if run.measured_step_s else "",
         "step": run.step_error,
         "predicted memory": gib(run.predicted_peak_bytes),
         "measured memory": gib(run.measured_peak_bytes),

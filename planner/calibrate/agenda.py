@@ -14,7 +14,6 @@ import numpy as np
 
 from planner.calibrate.calibration_request import shrink
 from planner.calibrate.choose import (
-    NORMAL_80,
     Chosen,
     Floats,
     Knowledge,
@@ -30,6 +29,7 @@ from planner.calibrate.measurements import PossibleMeasurements, described, job_
 from planner.calibrate.planned_step import PlannedStep
 from planner.calibrate.terms import Term, terms_of
 from simulator.calibration.calibration import Calibration
+from simulator.config.estimate import NORMAL_80
 from topology.cluster import Cluster
 from topology.profile.profile import Profile
 

@@ -6,8 +6,8 @@ import math
 from typing import Any
 
 from planner.calibrate.agenda import STARTING_S, Agenda, made_of
-from planner.calibrate.choose import NORMAL_80
 from planner.calibrate.measurements import described, own_effects
+from simulator.config.estimate import NORMAL_80
 from simulator.fitting.calibration_fit import calibrated
 from topology import codec
 from topology.catalog.platform import grow

@@ -29,10 +29,11 @@ from topology import codec
 from topology.errors import BadInput, PlannerError, UserError
 from topology.health.diagnose import diagnose
 from topology.probe.from_machine import probe_machine
+from topology.units import MIB
 
 DEVICES = ("cuda", "cpu")
 STEPS = 10
-LEAST_FREE_BYTES = 64 * 2**20
+LEAST_FREE_BYTES = 64 * MIB
 
 
 def apply(

@@ -29,7 +29,7 @@ from planner.question.plan_file import require_folder
 from planner.question.question import require_plannable
 from planner.search.answer import answer
 from planner.search.plan_space.candidates import Bounds
-from planner.search.plan_space.stated import read_spans
+from planner.search.plan_space.stated import exactly
 from planner.search.search import SearchOptions
 from simulator.fitting.calibration_fit import calibrated, with_rates
 from topology import codec
@@ -39,9 +39,10 @@ from topology.errors import BadCluster, BadInput, PlannerError, ProbeError, User
 from topology.probe.from_machine import probe_machine
 from topology.profile.profile import Profile, read_profile
 from topology.profile.store import add_to_store, merge, read_stored, store_folder, with_named_runs
+from topology.units import MIB
 
 PLANS = 6  # that are taken to be able to win
-LEAST_FREE_BYTES = 4 * 2**20
+LEAST_FREE_BYTES = 4 * MIB
 SEARCH_S = 20.0  # for finding them
 DEFAULT_RUNTIME = "meshwright"
 OF_A_QUESTION = {
@@ -195,7 +196,7 @@ def _question(given: dict[str, Any], cluster: str, steps: list[PlannedStep], gpu
 
 def _leading(flags: Flags, framework: str, micro_batch: int | None) -> tuple[PlannedStep, ...]:
     """Return the steps of the plans that could win a question, as they are predicted without measurements."""
-    bounds = Bounds(micro_batch=read_spans(None if micro_batch is None else str(micro_batch), "--micro-batch"))
+    bounds = Bounds(stated={} if micro_batch is None else {"micro_batch_size": exactly(micro_batch)})
     wanted = SearchOptions(top=PLANS, bounds=bounds, simulate=False, time_limit_s=SEARCH_S)
     try:
         result = answer(flags, framework, wanted, progress=output.progress)

@@ -148,7 +148,7 @@ def _print(
 def _search(case: Case, top: int, time_limit_s: float | None) -> SearchResult:
     """Answer the question that a plan or a case is about, on as many GPUs as its plan uses. Raises Infeasible."""
     question, offload = replace(case.question, gpus=case.plan.gpus), case.plan.offload
-    bounds = Bounds() if offload == "none" else Bounds(offloads=("none", offload))
+    bounds = Bounds() if offload == "none" else Bounds(stated={"offload": ("none", offload)})
     wanted = SearchOptions(top=top, bounds=bounds, time_limit_s=time_limit_s)
     return suggest(question, wanted, progress=output.progress)
 

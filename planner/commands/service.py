@@ -18,6 +18,7 @@ from planner.io.explorer_server import environment
 from planner.remote.settings import LOOPBACK, Settings
 from topology import codec
 from topology.errors import BadInput, UserError
+from topology.units import GIB, MIB
 
 NEEDS = ("fastapi", "uvicorn", "sqlalchemy", "alembic")
 MODULE = "planner.service"
@@ -80,7 +81,7 @@ def service(
         users=users,
         allowed_hosts=tuple(allowed_host or ()),
         limit_s=time_limit,
-        memory_bytes=int(memory * 2**30),
+        memory_bytes=int(memory * GIB),
         rate_per_s=rate,
         keep_days=keep_days,
     )
@@ -94,7 +95,7 @@ def read_tokens(path: Path) -> dict[str, str]:
     if os.name == "posix" and path.is_file() and path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise BadInput(f"{path} can be read by others", why="it holds tokens", remedy=f"chmod 600 {path}")
     users = {}
-    for number, line in enumerate(codec.read_text(path, max_bytes=1 << 20).splitlines(), 1):
+    for number, line in enumerate(codec.read_text(path, max_bytes=MIB).splitlines(), 1):
         if not line.strip() or line.startswith("#"):
             continue
         user, _, token = line.strip().partition(":")

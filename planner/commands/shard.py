@@ -28,6 +28,7 @@ from simulator.config.hf_config import load_model
 from topology import codec
 from topology.errors import UserError
 from topology.rates.reach import cluster_caveats
+from topology.units import GIB
 
 
 def shard(
@@ -58,7 +59,7 @@ def shard(
     """
     given = locals()  # first of all, so that it holds the arguments and nothing else
     _refuse_unused(given)
-    limits = Limits(Deadline.after(time_limit), None if memory_limit is None else memory_limit * 2**30)
+    limits = Limits(Deadline.after(time_limit), None if memory_limit is None else memory_limit * GIB)
     machine = None if cluster is None else read_cluster(cluster, gpus)
     known = measurements(profile, strict=strict)
     measured = None if machine is None else known.on(machine)

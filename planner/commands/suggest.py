@@ -23,18 +23,17 @@ from planner.explain.documents import search_document
 from planner.explain.run_text import print_run, run_document
 from planner.io import output
 from planner.io.inputs import measurements
-from planner.question.cases import schedule_named
 from planner.question.flags import Flags
 from planner.question.goal import goal_of
 from planner.question.learned_runtime import LearnedCalibrations, LearnedRuntime, read_learned
 from planner.question.plan_file import plan_file, refuse_overwrite, save_plan
 from planner.search.answer import answer
 from planner.search.plan_space.candidates import Bounds
-from planner.search.plan_space.stated import known_ep_overlaps, known_offloads, read_spans, read_words
+from planner.search.plan_space.stated import read_values
 from planner.search.result import SearchResult
 from planner.search.search import SearchOptions
 from planner.search.whole_run import RunAnswer, answer_run
-from simulator.runtimes.library import RECOMPUTE_SYNONYMS
+from simulator.config.plan import PLAN_FIELDS
 from topology.errors import PlannerError, UserError
 
 
@@ -169,18 +168,12 @@ def _save(result: SearchResult, pick: int | None, out: Path, *, force: bool) -> 
 
 def _bounds(given: dict[str, Any]) -> Bounds:
     """Return the parts of a plan that a command's arguments fix. Raises UserError."""
-    numbers = ("tp", "pp", "cp", "ep", "dp_shard", "dp_replicate", "virtual_stages", "micro_batch")
-    spans: dict[str, Any] = {name: read_spans(given[name], "--" + name.replace("_", "-")) for name in numbers}
-    schedules, recomputes, offloads = (read_words(given[n], f"--{n}") for n in ("schedule", "recompute", "offload"))
-    overlaps = read_words(given["ep_overlap"], "--ep-overlap")
-    return Bounds(
-        **spans,
-        schedules=schedules and tuple(map(schedule_named, schedules)),
-        recomputes=recomputes and tuple(RECOMPUTE_SYNONYMS.get(word.lower(), word) for word in recomputes),
-        offloads=offloads and known_offloads(offloads),
-        ep_overlaps=overlaps and known_ep_overlaps(overlaps),
-        max_tp=given["max_tp"],
-    )
+    stated = {
+        name: values
+        for name, known in PLAN_FIELDS.items()
+        if known.search_help and (values := read_values(known, given[known.parameter])) is not None
+    }
+    return Bounds(stated=stated, max_tp=given["max_tp"])
 
 
 def gpu_counts(text: str | None) -> tuple[int, ...] | None:

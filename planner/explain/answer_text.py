@@ -33,7 +33,6 @@ from planner.io.figures import (
     last_digit_s,
     rate_text,
     seconds_text,
-    two_digits,
 )
 from planner.io.output import console
 from planner.io.printable import printable
@@ -42,8 +41,8 @@ from planner.search.fixes import memory_text
 from planner.search.result import GpuCountRow, MayFit, RankedPlan, SearchResult
 from simulator.config.estimate import Estimate, Fit, chance
 from simulator.config.overlap_sites import NONE, tp_overlap_label
-from simulator.config.plan import Plan
-from simulator.pipeline.schedules import default_schedule
+from simulator.config.plan import PLAIN_SCHEDULE, Plan
+from topology.units import two_digits
 
 NARROW, NARROWEST = 70, 54  # columns of a screen below which the table of plans says less
 LEAST_GAIN = 0.01  # of the step, below which a plan that may fit is not worth a word
@@ -217,8 +216,8 @@ def short_degrees(plan: Plan) -> str:
 def settings_text(plan: Plan) -> str:
     """Return what a plan sets beside its degrees and its recomputation, where that is not the plain choice."""
     parts = []
-    if plan.pp > 1 and (plan.schedule or default_schedule(plan.virtual_stages)) != "1F1B":
-        parts.append(f"{plan.schedule or default_schedule(plan.virtual_stages)}")
+    if plan.pp > 1 and plan.schedule_name != PLAIN_SCHEDULE:
+        parts.append(plan.schedule_name)
     parts += [f"{plan.virtual_stages} stages a rank"] if plan.virtual_stages > 1 else []
     parts += [f"layers {run_length_text(plan.layers_per_stage)}"] if plan.layers_per_stage else []
     parts += [f"overlap {tp_overlap_label(plan.tp_overlap)}"] if plan.tp_overlap != NONE else []

@@ -23,12 +23,13 @@ from planner.explain.tables import (
 )
 from planner.explain.traffic_text import print_traffic, traffic_rows
 from planner.explain.waterfall import Waterfall
-from planner.io.figures import GIB, change_text, gib_text, last_digit_s, rate_text, seconds_text
+from planner.io.figures import change_text, gib_text, last_digit_s, rate_text, seconds_text
 from planner.io.output import console
 from planner.io.printable import printable
 from planner.search.fixes import memory_text
 from planner.search.result import SearchResult
 from simulator.config.overlap_sites import NONE
+from topology.units import GIB, in_gib
 
 BAR = 24  # characters of the longest bar
 NOTHING_BYTES = 0.05 * GIB  # differences below would be shown as 0.0
@@ -147,7 +148,7 @@ def print_memory(account: MemoryAccount, verdict: str) -> None:
     if account.observed_bytes is not None:
         error = account.reserved_bytes / account.observed_bytes - 1
         lines.append(
-            f"observed  {account.observed_bytes / GIB:.1f} GiB, {(account.observed_bytes - account.state_bytes) / GIB:.1f} "
+            f"observed  {in_gib(account.observed_bytes)}, {(account.observed_bytes - account.state_bytes) / GIB:.1f} "
             f"GiB more than the state; predicted {error:+.1%} against it"
         )
     print_lines(console(), lines)

@@ -9,7 +9,7 @@ from textwrap import wrap
 
 from rich.console import Console
 
-from planner.io.figures import GIB, gib_text, last_digit_s, seconds_text
+from planner.io.figures import gib_text, last_digit_s, seconds_text
 from planner.io.printable import printable
 from planner.question.prediction import Method
 from planner.search.flips import FlipPoint
@@ -23,6 +23,7 @@ from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
 from topology.cluster import Cluster, LinkKind
 from topology.rates.reach import mixed_gpus
+from topology.units import GIB, in_gib
 
 LABEL = 10  # width of the label at the left of a line
 
@@ -46,7 +47,7 @@ def policy_text(plan: Plan) -> str:
     if plan.sequence_parallel and plan.tp > 1:
         parts.append("sp")
     if plan.pp > 1:
-        parts.append((plan.schedule or "1F1B") + (f" x{plan.virtual_stages}" if plan.virtual_stages > 1 else ""))
+        parts.append(plan.schedule_name + (f" x{plan.virtual_stages}" if plan.virtual_stages > 1 else ""))
     if plan.tp_overlap != "none":
         parts.append(f"tp overlap {tp_overlap_label(plan.tp_overlap)}")
     if plan.ep_overlap != "none":
@@ -98,7 +99,7 @@ def basis_lines(estimate: Estimate, method: Method) -> list[str]:
     return [
         f"basis     {basis}; {how}; 80% of steps are expected between {low:+.0%} and {high:+.0%} of the value",
         f"MFU       counts model FLOPs (no recompute) against the dense peak of {estimate.peak_flops / 1e12:.0f} TFLOP/s",
-        f"fits      the chance that {(memory.capacity_bytes - memory.communicator_bytes) / GIB:.1f} GiB are enough for the worst rank: yes from {SURE:.0%} on",
+        f"fits      the chance that {in_gib(memory.capacity_bytes - memory.communicator_bytes)} are enough for the worst rank: yes from {SURE:.0%} on",
     ]
 
 
@@ -143,7 +144,7 @@ def cluster_line(cluster: Cluster) -> str:
     if mixed := mixed_gpus(cluster):
         parts.append(mixed[0])
     if cluster.gpu_memory_bytes:
-        parts.append(f"{cluster.gpu_memory_bytes / GIB:.1f} GiB")
+        parts.append(in_gib(cluster.gpu_memory_bytes))
     name = "xGMI" if kind.architecture.startswith("CDNA") else "NVLink"
     direct = direct_links(cluster)
     if direct is not None:

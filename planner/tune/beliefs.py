@@ -24,11 +24,11 @@ from scipy.stats import norm
 
 from planner.tune.candidates import Candidate, Candidates
 from planner.tune.trials import Status, Trial
-from simulator.config.estimate import Estimate
+from simulator.calibration.gaussian import gain, observed
+from simulator.config.estimate import NORMAL_80, Estimate
 
 Floats = NDArray[np.float64]
 
-NORMAL_80 = 1.2816  # standard deviations on either side that hold 80 % of a normal distribution
 # Standard deviations of logarithms, relative to each other: kernels, collectives and hosts differ between machines as
 # `planner.learn.fit` has them; a right description is still off by 5 % in a single run.
 COMPUTE, COLLECTIVES, HOST, BUBBLE = 0.25, 0.5, 1.0, 0.3
@@ -80,11 +80,10 @@ class Belief:
             return self
         at = np.asarray(rows)
         across = self.covariance[:, at]
-        inner = self.covariance[np.ix_(at, at)] + np.diag(np.square(noise))
-        gain = np.linalg.solve(inner, across.T).T
+        gained = gain(across, across[at], noise)
         return Belief(
-            mean=self.mean + gain @ (np.asarray(logs) - self.mean[at]),
-            covariance=self.covariance - gain @ across.T,
+            mean=self.mean + gained @ (np.asarray(logs) - self.mean[at]),
+            covariance=self.covariance - gained @ across.T,
         )
 
     def beyond(self, row: int, log_limit: float, *, above: bool) -> Belief:
@@ -194,11 +193,10 @@ class _Errors:
         variances = np.square(scales[0] * self.spreads)
         if rows:
             at = np.asarray(rows)
-            inner = prior.covariance[np.ix_(at, at)] + np.diag(np.square(noise))
-            across = self.weights[at] * variances
-            gain = np.linalg.solve(inner, across).T
-            means = gain @ (logs - prior.mean[at])
-            variances = variances - np.einsum("to,ot->t", gain, across)
+            across = (self.weights[at] * variances).T
+            gained = gain(across, prior.covariance[np.ix_(at, at)], noise)
+            means = gained @ (logs - prior.mean[at])
+            variances = variances - np.einsum("to,to->t", gained, across)
         else:
             means = np.zeros(len(self.names))
         found = []
@@ -223,7 +221,7 @@ def _evidence(
 ) -> float:
     """Return the logarithm of the probability of what was measured, and of the scales before it, less a constant."""
     at = np.asarray(rows, dtype=np.intp)
-    inner = prior.covariance[np.ix_(at, at)] + np.diag(np.square(noise))
+    inner = observed(prior.covariance[np.ix_(at, at)], noise)
     away = logs - prior.mean[at]
     _, size = np.linalg.slogdet(inner)
     before = sum((math.log(scale) / SCALE_SPREAD) ** 2 for scale in scales)

@@ -9,7 +9,6 @@ from planner.tune.history import candidate_words
 from planner.tune.loop import View
 from planner.tune.trials import Trial
 
-GIB = 2**30
 SHOWN = 12  # trials in the table of a terminal
 
 

@@ -15,8 +15,7 @@ from simulator.fitting.calibration_fit import UNMEASURED, Calibrations
 from simulator.legality.rules import is_legal
 from simulator.memory.estimate import with_replay
 from topology.errors import PlannerError
-
-GIB = 2.0**30
+from topology.units import GIB
 
 
 def validate_case(data: Mapping[str, Any], *, measured: Calibrations = UNMEASURED) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from simulator.closed_form.clocks import quickest
 from simulator.columns.plan_table import Floats
 from simulator.pipeline.schedule_program import TURNS
 from simulator.pipeline.schedule_walk import Gathered, PassKind, Table, table_of, walked
-from simulator.pipeline.schedules import Kind, default_schedule
+from simulator.pipeline.schedules.table import Kind
 from simulator.pipeline.stages import stage_layout
 from simulator.step.host import step_host_s
 from simulator.step.rank import Pass
@@ -70,7 +70,7 @@ class _Group:
         context = inputs.context
         self.inputs, self.context, plans = inputs, context, context.table
         plan = plan_of(plans)
-        name = plan.schedule or default_schedule(plan.virtual_stages)
+        name = plan.schedule_name
         self.lets_go = plans.fully_sharded & ~plans.keeps_gathered
         self.most = walked(name, plan.pp, int(plans.micro_batches[0]))
         paired = bool(plans.paired[0])

@@ -21,7 +21,7 @@ from simulator.pipeline.schedule_walk import (
     PassKind,
     Table,
 )
-from simulator.pipeline.schedules import Kind
+from simulator.pipeline.schedules.table import Kind
 from simulator.step.rank import Value
 from simulator.step.traffic import REPLICAS, STREAM, WIRES, DataWriter
 from simulator.step.units import Unit

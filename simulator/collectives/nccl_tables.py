@@ -27,13 +27,14 @@ from topology.codec import read_json
 from topology.errors import BadInput, PlannerError
 from topology.profile.profile import CollectiveSample
 from topology.rates.groups import GroupShape
+from topology.units import MIB
 
 COST_MODELS = ("meshwright", "nccl")
 BANDS = (  # upper bound in bytes, name
     (64 * 2**10, "<=64KiB"),
-    (2**20, "64KiB-1MiB"),
-    (32 * 2**20, "1-32MiB"),
-    (512 * 2**20, "32-512MiB"),
+    (MIB, "64KiB-1MiB"),
+    (32 * MIB, "1-32MiB"),
+    (512 * MIB, "32-512MiB"),
     (float("inf"), ">512MiB"),
 )
 _OPS = {

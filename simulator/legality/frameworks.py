@@ -16,7 +16,7 @@ from enum import StrEnum
 from simulator.columns.plan_table import CP_METHODS
 from simulator.config.overlap_sites import MODES, NONE, USERBUFFERS
 from simulator.legality.networks import FEATURES
-from simulator.pipeline.schedules import SCHEDULES
+from simulator.pipeline.schedules.registry import SCHEDULES, schedules_that
 from simulator.runtimes.library import runtime_spec
 from topology.errors import UserError
 
@@ -40,7 +40,7 @@ class ExpertGrid(StrEnum):
 
 
 LEANER = ("none", "selective", "selective-op", "full")  # each keeps less in memory than the one before
-TORCH_SCHEDULES = tuple(kind.name for kind in SCHEDULES.values() if kind.in_torch)
+TORCH_SCHEDULES = schedules_that(lambda kind: kind.in_torch)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

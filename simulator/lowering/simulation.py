@@ -93,10 +93,8 @@ def _estimate(table: EstimateTable, run: Run, plan: Plan, detail: Detail, *, spa
     flushing = formula.breakdown_s["allocator"]
     step_s = run.step_s + flushing  # what a full allocator costs is not simulated
     scale = step_s / formula.step_s.value
-    interval = formula.step_s
     worst = max(run.memory, key=lambda rank: (run.memory[rank].reserved_bytes, -rank))
     peak = run.memory[worst]
-    memory_scale = peak.peak_bytes / formula.memory.peak_bytes.value if formula.memory.peak_bytes.value else 1.0
     reserved = float(max(peak.reserved_bytes, peak.peak_bytes))
     class_of = run.folding.class_of()
     first_ranks = [rank * (plan.gpus // plan.pp) for rank in range(plan.pp)]
@@ -108,18 +106,10 @@ def _estimate(table: EstimateTable, run: Run, plan: Plan, detail: Detail, *, spa
         by_axis = {axis: part * scale for axis, part in formula.exposed_by_axis_s.items()}
     return replace(
         formula,
-        step_s=replace(interval, value=step_s, low=interval.low * scale, high=interval.high * scale),
-        tokens_per_s_per_gpu=formula.tokens_per_s_per_gpu / scale,
-        mfu=formula.mfu / scale,
-        tflops_per_gpu=formula.tflops_per_gpu / scale,
+        step_s=formula.step_s.at(step_s),
         memory=replace(
             formula.memory,
-            peak_bytes=replace(
-                formula.memory.peak_bytes,
-                value=float(peak.peak_bytes),
-                low=formula.memory.peak_bytes.low * memory_scale,
-                high=formula.memory.peak_bytes.high * memory_scale,
-            ),
+            peak_bytes=formula.memory.peak_bytes.at(float(peak.peak_bytes)),
             reserved_bytes=reserved,
             by_category={name: float(nbytes) for name, nbytes in peak.by_category.items()},
             worst_rank=worst,

@@ -14,8 +14,8 @@ from simulator.lowering.machine_costs import MachineCosts
 from simulator.lowering.network import Network
 from simulator.lowering.writing import StepWriter
 from simulator.pipeline.schedule_program import TURNS, last_backwards, peak_in_flight, pipeline_program
-from simulator.pipeline.schedule_tables import build_schedule
-from simulator.pipeline.schedules import Action, Schedule, default_schedule
+from simulator.pipeline.schedules.registry import build_schedule
+from simulator.pipeline.schedules.table import Action, Schedule
 from simulator.program.program import CodeWriter, Groups, Program
 from simulator.runtimes.library import operators_for, wraps_one
 from simulator.step.context import CostContext
@@ -62,7 +62,7 @@ class _Lowering:
         self.plan = self.context.table.plans[0]
         self.spec, self.paired = self.context.spec, self.plan.ep_overlap != "none"
         self.schedule = build_schedule(
-            self.plan.schedule or default_schedule(self.plan.virtual_stages),
+            self.plan.schedule_name,
             ranks=self.plan.pp,
             micro_batches=self.plan.micro_batches(scenario.workload.global_batch_size),
             stages_per_rank=self.plan.virtual_stages,

@@ -34,13 +34,14 @@ from simulator.overlap.modes import (
     rounds_of,
 )
 from simulator.overlap.userbuffers import STREAMS, bulk_s
+from topology.units import GIB
 
 Rows = NDArray[np.bool_]
 OWN_MODES = tuple(mode for mode in MODES if mode not in EXECUTOR_NAMES)  # modes of the executor's own
 SITE_MODES = (*OWN_MODES, USERBUFFERS)  # words of plans that pair a site's products with its collective
 PUSHED_MODES = ("copy_engine", "fused", USERBUFFERS)  # hold buffers that peers write to
 OPERATION = {"all_gather": GATHER, "reduce_scatter": SCATTER}
-LARGE_COPY_BYTES = 2.0**30  # of which a copy engine's rate is taken: no latency is left in it
+LARGE_COPY_BYTES = GIB  # of which a copy engine's rate is taken: no latency is left in it
 
 # What a measured time is of: operation, mode, ranks, rows of tokens, bytes moved in all, weight elements, products.
 Shape = tuple[str, str, int, int, int, int, int]

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulator.pipeline.schedule_program import TURNS, last_backwards, peak_in_flight
-from simulator.pipeline.schedule_tables import build_schedule
-from simulator.pipeline.schedules import SCHEDULES, Action, Kind, Schedule
+from simulator.pipeline.schedules.registry import SCHEDULES, build_schedule
+from simulator.pipeline.schedules.table import Action, Kind, Schedule
 
 
 def rounds_of(name: str, ranks: int, micro_batches: int) -> tuple[int, int]:

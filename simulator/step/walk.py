@@ -15,7 +15,7 @@ import numpy as np
 
 from simulator.columns.plan_table import Floats
 from simulator.config.runtime import DTYPE_BYTES
-from simulator.pipeline.schedules import Action, Kind, Schedule
+from simulator.pipeline.schedules.table import Action, Kind, Schedule
 from simulator.runtimes.library import ModelOperators
 from simulator.step.context import CostContext
 from simulator.step.held import State, between_stages_bytes, placeholder_bytes, state_bytes

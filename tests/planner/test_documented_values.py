@@ -15,7 +15,7 @@ from simulator.config.overlap_sites import MODES
 from simulator.config.plan import OFFLOADS
 from simulator.legality.frameworks import FRAMEWORKS, framework_named
 from simulator.legality.rule import Grade
-from simulator.pipeline.schedules import SCHEDULES
+from simulator.pipeline.schedules.registry import SCHEDULES
 
 NOTHING: dict[str, Any] = dict.fromkeys(PLAN_FLAGS)
 QUESTION = {"model": "llama3.2-1b", "cluster": "dgx-h100", "gpus": 8, "seq_len": 2048, "global_batch": 64}

@@ -18,8 +18,7 @@ from simulator.engine.simulate import simulate
 from simulator.lowering.block_code import Detail
 from simulator.lowering.simulation import breakdown_s
 from simulator.lowering.training import lower_training
-from simulator.pipeline.schedule_tables import build_schedule
-from simulator.pipeline.schedules import SCHEDULES, V_SHAPED
+from simulator.pipeline.schedules.registry import SCHEDULES, build_schedule
 from topology.catalog.clusters import cluster
 from topology.errors import BadPlan
 
@@ -126,7 +125,7 @@ def _draw_schedule(rng: random.Random, pp: int) -> tuple[str | None, int, int | 
     if pp == 1:
         return None, 1, rng.choice((1, 2, 4))
     name = rng.choice(tuple(SCHEDULES))
-    stages = 1 if SCHEDULES[name].most_stages == 1 else 2 if name in V_SHAPED else rng.choice((2, 3))
+    stages = 1 if SCHEDULES[name].most_stages == 1 else 2 if SCHEDULES[name].v_shaped else rng.choice((2, 3))
     micro_batches = rng.choice((1, 2, pp, 2 * pp, 3 * pp, 4 * pp))
     try:
         build_schedule(name, ranks=pp, micro_batches=micro_batches, stages_per_rank=stages)

@@ -11,12 +11,12 @@ from planner.io.figures import last_digit_s, seconds_text
 from planner.pictures.node_layout import node_view
 from planner.pictures.palette import LINKS, SPANS
 from simulator.program import trace as tr
+from topology.units import GIB, in_gib
 from ui import data, panels, plan_words
 from ui.canvas.component import timeline, window_of
 from ui.canvas.payload import Shown, Strip, payload
 from ui.charts import loads as load_charts
 from ui.charts import topology as topology_charts
-from ui.charts.look import GIB
 from ui.charts.timeline import LANES
 from ui.question import state
 
@@ -105,7 +105,7 @@ def strips(found: SimulatedStep, capacity: float) -> list[Strip]:
         shown.append(
             Strip(
                 label=f"memory, rank {found.memory_rank}",
-                about=f"of {capacity / GIB:.0f} GiB",
+                about=f"of {in_gib(capacity, 0)}",
                 unit="GiB",
                 samples=[(time, nbytes / GIB) for time, nbytes in found.memory],
                 colour=SPANS["compute"],

@@ -16,12 +16,13 @@ from planner.pictures.node_layout import node_view
 from planner.pictures.waterfall import waterfall_rows
 from planner.search.finalists import TIE
 from topology.errors import PlannerError
+from topology.units import GIB
 from ui import data, panels, plan_words, rows, saved_plans
 from ui.canvas.step import show_step
 from ui.charts import detail as charts
 from ui.charts import plans as plan_charts
 from ui.charts import topology as topology_charts
-from ui.charts.look import GIB, words
+from ui.charts.look import words
 from ui.charts.placement_layout import AXIS_NAMES, SHOWN_NODES, axes_used, placement_rows
 from ui.question import state
 

@@ -9,9 +9,9 @@ import streamlit as st
 from planner.explain.answer_text import LEAST_GAIN, answer_sentence, may_fit_sentence
 from planner.explain.tables import basis_lines, cluster_line, model_line, workload_line
 from simulator.config.plan import MESH_AXES
+from topology.units import GIB
 from ui import data, panels, plan_words, rows
 from ui.charts import plans as charts
-from ui.charts.look import GIB
 from ui.question import state
 from ui.rule_words import rejected_words
 

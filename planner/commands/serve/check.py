@@ -16,7 +16,8 @@ from planner.io.output import console
 from planner.io.printable import printable
 from planner.serving.question.from_flags import ServingFlags
 from planner.serving.reports.plan_text import print_answer
-from planner.serving.reports.text import deployment_text, digits
+from planner.serving.reports.text import deployment_text
+from topology.units import two_digits
 
 
 def check_serving_command(
@@ -45,8 +46,8 @@ def _print(checked: CheckedServing, name: str) -> None:
     for one in checked.changes:
         estimate = one.plan.estimate
         figures = (
-            f"first token {digits(1e3 * estimate.ttft_s.value)} ms, a token {digits(1e3 * estimate.tpot_s.value)} ms, "
-            f"{digits(estimate.output_tokens_per_s_per_gpu.value)} tokens/s a GPU"
+            f"first token {two_digits(1e3 * estimate.ttft_s.value)} ms, a token {two_digits(1e3 * estimate.tpot_s.value)} ms, "
+            f"{two_digits(estimate.output_tokens_per_s_per_gpu.value)} tokens/s a GPU"
         )
         screen.print(printable(f"\nbetter    {deployment_text(one.plan.deployment)}: {figures}"))
         screen.print(printable(f"change    {one.what}"))

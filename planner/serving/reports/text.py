@@ -19,8 +19,7 @@ from simulator.serving.deployment import Deployment, Pool
 from simulator.serving.engine import engine_of
 from simulator.serving.estimate import ServingEstimate
 from simulator.serving.traffic import Traffic
-
-GIB = float(2**30)
+from topology.units import GIB, two_digits
 
 
 def print_serving(result: ServingResult, load: Sequence[Row], *, top: int, start: str) -> None:
@@ -127,8 +126,8 @@ def break_even_text(found: BreakEven) -> str:
     """Return whether tensor parallelism pays for one answer alone, and up to which all-reduce."""
     return (
         f"For one answer alone, TP {found.tp} is {'faster' if found.pays else 'no faster'} than TP {found.fewer}: "
-        f"{digits(found.token_s * 1e3)} and {digits(found.fewer_token_s * 1e3)} ms a token. It is while an all-reduce takes "
-        f"under {digits(max(found.limit_s, 0.0) * 1e6)} us; {digits(found.all_reduce_s * 1e6)} us are predicted."
+        f"{two_digits(found.token_s * 1e3)} and {two_digits(found.fewer_token_s * 1e3)} ms a token. It is while an all-reduce takes "
+        f"under {two_digits(max(found.limit_s, 0.0) * 1e6)} us; {two_digits(found.all_reduce_s * 1e6)} us are predicted."
     )
 
 
@@ -168,14 +167,8 @@ def reasons_text(rejected: Counter[str]) -> str:
 
 def ms_text(value: Interval) -> str:
     """Return milliseconds with the range they are expected in."""
-    return f"{_number(value, 1e3)} ({digits(value.low * 1e3)}-{digits(value.high * 1e3)})"
+    return f"{_number(value, 1e3)} ({two_digits(value.low * 1e3)}-{two_digits(value.high * 1e3)})"
 
 
 def _number(value: Interval, scale: float = 1.0) -> str:
-    return digits(value.value * scale)
-
-
-def digits(value: float) -> str:
-    """Return two digits: predictions of serving are not better than that."""
-    rounded = float(f"{value:.2g}")
-    return f"{rounded:,.0f}" if rounded >= 10 else f"{rounded:g}"
+    return two_digits(value.value * scale)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from planner.sharding.layouts.layout import Layout
 from planner.sharding.problem.problem import MemoryLimit
 from topology.errors import Infeasible
+from topology.units import GIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,7 @@ class Found:
 def unsatisfiable(memory: MemoryLimit | None = None) -> Infeasible:
     if memory is not None:
         return Infeasible(
-            f"no choice of layouts fits {memory.limit_bytes / 2**30:.3g} GiB of memory",
+            f"no choice of layouts fits {memory.limit_bytes / GIB:.3g} GiB of memory",
             why="parameters with their state, and what the backward pass saves, are larger however they are sharded",
             remedy="a larger limit, more ranks, or fewer tokens",
         )

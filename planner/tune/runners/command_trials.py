@@ -33,10 +33,11 @@ from planner.tune.trials import Status, Trial
 from topology import codec
 from topology.errors import UserError
 from topology.processes import end_tree, kill
+from topology.units import MIB
 
 GRACE_S = 8.0
 POLL_S = 0.2
-MOST_LOG_BYTES = 8 * 2**20
+MOST_LOG_BYTES = 8 * MIB
 MARK = "MESHWRIGHT_TRIAL"  # in the environment of all that a trial starts: its folder
 PLACES = ("{config}", "{folder}", "{gpus}")
 

@@ -1,63 +1,16 @@
-"""Pipeline schedules as data: for every rank the order of its actions, and where the stages live.
+"""A schedule as a table: for every rank the order of its actions, and where the stages live.
 
 An action is a forward F, a full backward B, or a backward split into input gradient I and weight gradient W, of one
 micro batch on one stage; an overlapped pair runs a forward and a backward together. Actions are written as
 torch.distributed.pipelining writes them ("2F0": forward of micro batch 0 on stage 2), and the names are torch's class
 names without `Schedule`, so that a table can be handed to its runtime as it is. Tables hold compute only; messages
 follow from where the stages are (`simulator.pipeline.schedule_program`).
-
-What is known of each schedule by name is `SCHEDULES`; how each table is laid out is in `simulator.pipeline.schedule_tables`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScheduleKind:
-    """What is known of a schedule by its name. A rank holds `least_stages` to `most_stages` stages (0: no limit).
-
-    `v_shaped`: stages go down the ranks and come back up, instead of looping. `splits_backward`: gradients of inputs and of
-    weights are computed apart, which blocks that are compiled cannot. `rounds`: micro batches pass a rank's stages in
-    equal rounds of about as many as there are ranks.
-    """
-
-    name: str
-    least_stages: int = 1
-    most_stages: int = 1
-    v_shaped: bool = False
-    splits_backward: bool = False
-    rounds: bool = False
-    every_stage: bool = False  # has at least one micro batch for each stage
-    in_torch: bool = True  # torch.distributed.pipelining has it under this name
-    every_stage_in_torch: bool = False  # its class there wants that, though the schedule does not
-
-
-SCHEDULES = {
-    kind.name: kind
-    for kind in (
-        ScheduleKind(name="1F1B", every_stage_in_torch=True),
-        ScheduleKind(name="GPipe"),
-        ScheduleKind(name="Interleaved1F1B", least_stages=2, most_stages=0, rounds=True),
-        ScheduleKind(name="LoopedBFS", least_stages=2, most_stages=0),
-        ScheduleKind(name="InterleavedZeroBubble", least_stages=2, most_stages=0, splits_backward=True, rounds=True),
-        ScheduleKind(name="ZBVZeroBubble", least_stages=2, most_stages=2, v_shaped=True, splits_backward=True),
-        ScheduleKind(
-            name="DualPipeV", least_stages=2, most_stages=2, v_shaped=True, splits_backward=True, every_stage=True
-        ),
-        ScheduleKind(name="ZBH1", splits_backward=True, in_torch=False),
-    )
-}
-V_SHAPED = tuple(kind.name for kind in SCHEDULES.values() if kind.v_shaped)
-# They put gradients of weights off to fill the bubble; what they hold meanwhile is counted on their tables.
-SPLIT_BACKWARD = tuple(kind.name for kind in SCHEDULES.values() if kind.splits_backward)
-
-
-def default_schedule(virtual_stages: int) -> str:
-    """Return the schedule of a pipeline whose plan names none."""
-    return "Interleaved1F1B" if virtual_stages > 1 else "1F1B"
 
 
 class Kind(StrEnum):
