@@ -4,26 +4,12 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from simulator.config.plan import Plan
-
-WORDS = {
-    "dp_replicate": "data parallel (DP)",
-    "dp_shard": "sharded data parallel (FSDP)",
-    "tp": "tensor parallel (TP)",
-    "cp": "context parallel (CP)",
-    "pp": "pipeline parallel (PP)",
-    "ep": "expert parallel (EP)",
-    "tp_overlap": "overlap of tensor parallelism",
-    "ep_overlap": "overlap of experts' all-to-all",
-    "cp_method": "context parallelism by",
-    "virtual_stages": "stages a rank",
-    "zero_stage": "ZeRO stage",
-}
+from simulator.config.plan import PLAN_FIELDS, Plan
 
 
 def field_words(name: str) -> str:
     """Return the name of a plan's field in words: `dp_shard` is `sharded data parallel (FSDP)`."""
-    return WORDS.get(name, name.replace("_", " "))
+    return PLAN_FIELDS[name].words
 
 
 def value_words(value: object) -> str:
