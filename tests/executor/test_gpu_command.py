@@ -109,7 +109,9 @@ def test_the_page_keeps_each_machine_once(tmp_path: Path) -> None:
 
     assert rows.read(tmp_path / "rows.jsonl") == whole
     assert [asdict(machine)["commit"] for machine, _, _ in whole] == ["abc", "abc"]
+    assert "No machine with two GPUs" in rows.page(new)
     text = rows.page(whole)
+    assert "No machine with two GPUs" not in text
     assert "## 2 x NVIDIA H100" in text
     assert "| plans | a / b | ok | 1e-16 |" in text
     assert "2026-01-03, commit abc, driver 580, torch 2.11. 1 ok, 0 failed, 0 not run." in text
