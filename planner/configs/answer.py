@@ -243,9 +243,8 @@ def _case(
         facts |= _open_batch(facts, assumed)
     workload = Workload(seq_len=facts["seq_len"], global_batch_size=facts["global_batch_size"])
     stated = {name: facts[name] for name in RUNTIME_FACTS if name in facts}
-    name = {"pytorch": "pytorch"}.get(rules.name, rules.name)
     runtime, from_runtime = resolve_runtime(
-        {"name": name, "version": configuration.behaves_as or configuration.version, **stated}
+        {"name": rules.runtime_name, "version": configuration.behaves_as or configuration.version, **stated}
     )
     if configuration.framework in {"accelerate", "transformers", "megatron-bridge"}:
         runtime = replace(runtime, version=None)  # the version is the launcher's

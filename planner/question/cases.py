@@ -231,7 +231,7 @@ def case_from_flags(flags: Flags, measured: Calibrations = UNMEASURED) -> Case:
         stated_plan[filled] = degree
         assumed.append(f"{filled} {degree} (fills {count} GPUs)")
     named = {**flags.runtime, "name": flags.runtime.get("name") or "torchtitan"}
-    named |= {"name": "pytorch"} if named["name"] == "any" else {}  # as a search under the rules that all share
+    named |= {"name": framework.runtime_name} if named["name"] == framework.name else {}  # "any" is no runtime
     stated_runtime, implied = implied_runtime(named, stated_plan, framework)
     resolved, from_runtime = resolve_runtime(stated_runtime)
     chosen, from_plan = complete_plan(stated_plan, workload, framework, where="flags")

@@ -128,7 +128,7 @@ def question_of(
 
 def default_runtime(framework: Framework) -> Runtime:
     """Return the runtime a framework's plans run in, at its defaults. Raises BadPlan if none is described."""
-    return resolve({"name": "pytorch" if framework.name == "any" else framework.name})[0]
+    return resolve({"name": framework.runtime_name})[0]
 
 
 def require_plannable(cluster: Cluster) -> None:

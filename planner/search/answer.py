@@ -84,7 +84,7 @@ def search_question(flags: Flags, framework: str, measured: Calibrations = UNMEA
     """Return the question on the largest number of GPUs that `flags` name, and what it assumes."""
     rules, version = framework_named(framework), framework.partition("@")[2] or None
     network = load_model(flags.model or "llama3-8b")
-    named = {"name": "pytorch" if rules.name == "any" else rules.name, "version": version, **flags.runtime}
+    named = {"name": rules.runtime_name, "version": version, **flags.runtime}
     runtime, from_runtime = resolve_runtime(named)
     machine = read_cluster(flags.cluster or "dgx-h100", max(flags.gpus) if flags.gpus else None, gpu=flags.gpu)
     assumed = [*network.assumed, *from_runtime, *cluster_caveats(machine), *measured.doubts(machine)]
