@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from planner.question.prediction import predict
 from planner.question.question import Question
 from planner.search.deadline import deadline_of, left_s, over
 from planner.search.plan_space.candidates import Bounds
+from planner.search.plan_space.stated import Values, exactly, within
 from planner.search.search import SearchOptions, suggest
 from simulator.config.estimate import SURE, Estimate
 from simulator.config.hf_config import load_model
@@ -327,8 +328,8 @@ def _changes(found: PlanAnswer, written: Writer, deadline: float | None) -> tupl
 
 def _within(plan: Plan, limits: Limits) -> bool:
     """Return whether a plan's degrees are within those that a kind of file can ask for."""
-    held: Iterator[tuple[str, Any]] = ((axis, limits.get(axis)) for axis in ("tp", "cp", "pp", "ep"))
-    return all(not spans or any(least <= getattr(plan, axis) <= most for least, most in spans) for axis, spans in held)
+    held = Bounds(stated={name: values for name, values in limits.items() if values is not None})
+    return all(within(getattr(plan, axis), held.spans(axis)) for axis in ("tp", "cp", "pp", "ep"))
 
 
 def _gains(there: Estimate, now: Estimate) -> bool:
@@ -348,13 +349,16 @@ def _best(
 ) -> dict[str, Any]:
     """Return the best plan that the file can say, or why there is none. It is at least as good as every single change."""
     question, plan = found.case.question, found.case.plan
-    limits = dict(written.configuration.limits)
     # What the file has no key for stays as it is.
-    fixed = {"recomputes": (plan.recompute,), "micro_batch": ((plan.micro_batch_size,) * 2,)}
-    limits |= {name: fixed[name] for name in fixed if name in limits}
+    fixed: dict[str, Values] = {
+        "recompute": (plan.recompute,),
+        "micro_batch_size": exactly(plan.micro_batch_size),
+    }
+    stated = {name: fixed[name] if values is None else values for name, values in written.configuration.limits.items()}
     try:
-        bounds = Bounds(**limits)  # type: ignore[arg-type]
-        options = SearchOptions(bounds=bounds, top=CANDIDATES, all_variants=True, time_limit_s=left_s(deadline))
+        options = SearchOptions(
+            bounds=Bounds(stated=stated), top=CANDIDATES, all_variants=True, time_limit_s=left_s(deadline)
+        )
         listed = suggest(question, options, progress=progress).plans
     except Infeasible as error:
         return {"no_better": str(error)}

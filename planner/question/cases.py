@@ -13,18 +13,13 @@ from typing import Any
 
 from planner.io.inputs import read_cluster
 from planner.question.case_fields import (
-    ep_overlap_of,
-    flag,
     kind_of,
-    positive,
+    plan_value,
     refuse_unknown,
     section_of,
     stated_value,
     unsaid,
     whole_number,
-    whole_numbers,
-    word_of,
-    words_of,
 )
 from planner.question.case_runtime import implied_runtime, resolve_runtime, runtime_section
 from planner.question.flags import Flags
@@ -34,14 +29,12 @@ from planner.question.recipes import default_batch
 from simulator.calibration.calibration import overlap_assumed
 from simulator.config.hf_config import load_model, model_from_config
 from simulator.config.model import Model
-from simulator.config.overlap_sites import NONE, USERBUFFERS, canonical
-from simulator.config.plan import Plan, default_schedule
+from simulator.config.overlap_sites import USERBUFFERS
+from simulator.config.plan import PLAN_FIELDS, Plan, default_schedule
 from simulator.config.verify import verify_lists, verify_plan, verify_runtime, verify_workload
 from simulator.config.workload import Workload
 from simulator.fitting.calibration_fit import UNMEASURED, Calibrations
 from simulator.legality.frameworks import Framework, framework_of_runtime
-from simulator.pipeline.schedules.registry import SCHEDULES
-from simulator.runtimes.library import RECOMPUTE_SYNONYMS
 from simulator.step.offload import offload_assumed
 from topology import codec
 from topology.catalog.cluster_file import ASSUMED, load_cluster, parse_cluster
@@ -55,25 +48,6 @@ SEQ_LEN = 8192  # tokens in a sequence where flags give none
 # Where a case is from and what became of it: kept with it, and nothing to predict by. `note` says what measurements mean.
 _ABOUT_KEYS = ("source", "note", "notes", "comment", "url", "date", "peers")
 _CASE_KEYS = ("id", "model", "cluster", "workload", "plan", "runtime", "measured", "outcome", *_ABOUT_KEYS)
-_DEGREES = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "virtual_stages")
-_PLAN_KEYS = (
-    *_DEGREES,
-    "zero_stage",
-    "sequence_parallel",
-    "schedule",
-    "micro_batch_size",
-    "recompute",
-    "tp_overlap",
-    "reshard_after_forward",
-    "layers_per_stage",
-    "recompute_per_stage",
-    "cp_method",
-    "capacity_factor",
-    "offload",
-    "placement",
-    "ep_overlap",
-)
-_SCHEDULES = {word.lower(): kind.name for kind in SCHEDULES.values() for word in (kind.name, *kind.also_called)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -303,52 +277,41 @@ def complete_plan(
     An unstated micro batch is one sequence in a pipeline (torchtitan's default) and else the whole share of a
     data-parallel rank, which is what a run without gradient accumulation does.
     """
-    refuse_unknown(stated, _PLAN_KEYS, f"{where}: plan")
-    assumed: list[str] = []
-    values: dict[str, Any] = {}
-    for key in _DEGREES:
-        value = stated_value(stated, key)
-        values[key] = 1 if value is None else whole_number(value, f"{where}: plan.{key}")
-        if value is None and key in stated:
-            assumed.append(f"{key} 1 (not stated)")
-    zero = stated_value(stated, "zero_stage")
-    if zero is not None:
-        values["zero_stage"] = whole_number(zero, f"{where}: plan.zero_stage", least=0, most=3)
-    sp = stated_value(stated, "sequence_parallel")
-    values["sequence_parallel"] = (
-        framework.sequence_parallel_default and values["tp"] > 1
-        if sp is None
-        else flag(sp, f"{where}: plan.sequence_parallel")
-    )
-    if sp is None and values["tp"] > 1:
-        assumed.append(f"sequence_parallel {str(values['sequence_parallel']).lower()} ({framework.title}'s default)")
-    reshard = stated_value(stated, "reshard_after_forward")
-    if reshard is not None:
-        values["reshard_after_forward"] = flag(reshard, f"{where}: plan.reshard_after_forward")
-    for key in ("layers_per_stage", "placement"):
-        listed = stated_value(stated, key)
-        if listed:
-            values[key] = whole_numbers(listed, f"{where}: plan.{key}")
-    if modes := stated_value(stated, "recompute_per_stage"):
-        values["recompute_per_stage"] = words_of(modes, f"{where}: plan.recompute_per_stage")
-    for key in ("cp_method", "offload"):
-        word = stated_value(stated, key)
-        if word is not None:
-            values[key] = word_of(word, f"{where}: plan.{key}")
-    factor = stated_value(stated, "capacity_factor")
-    if factor is not None:
-        values["capacity_factor"] = positive(factor, f"{where}: plan.capacity_factor")
-    moved = stated_value(stated, "ep_overlap")
-    if moved is not None:
-        values["ep_overlap"] = ep_overlap_of(moved, f"{where}: plan.ep_overlap")
-    values["schedule"] = _schedule(stated, values, assumed, where)
-    values["recompute"] = _recompute(stated, framework, assumed, where)
-    overlap = stated_value(stated, "tp_overlap")
-    if overlap is not None:
-        values["tp_overlap"] = canonical(word_of(overlap, f"{where}: plan.tp_overlap", longest=128))
-    if values.get("tp_overlap") == USERBUFFERS and values["tp"] == 1:
-        values["tp_overlap"] = NONE  # there is nothing to overlap
-    values["micro_batch_size"] = _micro_batch(stated, values, workload, assumed, where)
+    refuse_unknown(stated, tuple(PLAN_FIELDS), f"{where}: plan")
+    values = {
+        name: plan_value(known, value, f"{where}: plan.{name}")
+        for name, known in PLAN_FIELDS.items()
+        if (value := stated_value(stated, name)) is not None
+    }
+    unstated = [
+        name for name, known in PLAN_FIELDS.items() if known.is_degree and name in stated and name not in values
+    ]
+    assumed = [f"{name} 1 (not stated)" for name in unstated]
+    tp, pp = values.get("tp", 1), values.get("pp", 1)
+    if "sequence_parallel" not in values:
+        values["sequence_parallel"] = framework.sequence_parallel_default and tp > 1
+        if tp > 1:
+            assumed.append(
+                f"sequence_parallel {str(values['sequence_parallel']).lower()} ({framework.title}'s default)"
+            )
+    if "schedule" in values and pp == 1:
+        del values["schedule"]
+        assumed.append(f"schedule {stated_value(stated, 'schedule')} changes nothing: there is no pipeline (pp 1)")
+    elif "schedule" not in values and pp > 1:
+        values["schedule"] = default_schedule(values.get("virtual_stages", 1))
+        assumed.append(f"schedule {values['schedule']} (not stated)")
+    if "recompute" not in values:
+        values["recompute"] = framework.default_recompute
+        assumed.append(f"recompute {values['recompute']} ({framework.title}'s default)")
+    if values.get("tp_overlap") == USERBUFFERS and tp == 1:
+        del values["tp_overlap"]  # there is nothing to overlap
+    if "micro_batch_size" not in values:
+        dp = values.get("dp_replicate", 1) * values.get("dp_shard", 1)
+        whole = workload.global_batch_size % dp == 0
+        size = workload.global_batch_size // dp if pp == 1 and whole else 1
+        reason = "a pipeline's default" if pp > 1 else "the whole share of a data-parallel rank"
+        values["micro_batch_size"] = size
+        assumed.append(f"micro_batch_size {size} ({reason})")
     plan = Plan(**values)
     verify_plan(plan, where=where)
     return plan, assumed
@@ -402,47 +365,3 @@ def _workload(value: Any, name: str) -> Workload:
         seq_len=whole_number(value.get("seq_len"), f"case {name}: workload.seq_len"),
         global_batch_size=whole_number(value.get("global_batch_size"), f"case {name}: workload.global_batch_size"),
     )
-
-
-def _schedule(stated: Mapping[str, Any], values: dict[str, Any], assumed: list[str], where: str) -> str | None:
-    schedule = stated_value(stated, "schedule")
-    if schedule is not None:
-        word = word_of(schedule, f"{where}: plan.schedule")
-        if values["pp"] == 1:
-            assumed.append(f"schedule {word} changes nothing: there is no pipeline (pp 1)")
-            return None
-        return schedule_named(word)
-    if values["pp"] == 1:
-        return None
-    default = default_schedule(values["virtual_stages"])
-    assumed.append(f"schedule {default} (not stated)")
-    return default
-
-
-def schedule_named(word: str) -> str:
-    """Return a schedule as it is called here, whatever its capitals and hyphens; unknown words as they are."""
-    return _SCHEDULES.get(word.lower().replace("-", "").replace("_", ""), word)
-
-
-def _recompute(stated: Mapping[str, Any], framework: Framework, assumed: list[str], where: str) -> str:
-    value = stated_value(stated, "recompute")
-    if value is None:
-        default = framework.default_recompute
-        assumed.append(f"recompute {default} ({framework.title}'s default)")
-        return default
-    word = word_of(value, f"{where}: plan.recompute")
-    return RECOMPUTE_SYNONYMS.get(word.lower(), word)
-
-
-def _micro_batch(
-    stated: Mapping[str, Any], values: dict[str, Any], workload: Workload, assumed: list[str], where: str
-) -> int:
-    value = stated_value(stated, "micro_batch_size")
-    if value is not None:
-        return whole_number(value, f"{where}: plan.micro_batch_size")
-    dp = values["dp_replicate"] * values["dp_shard"]
-    whole = workload.global_batch_size % dp == 0
-    size = workload.global_batch_size // dp if values["pp"] == 1 and whole else 1
-    reason = "a pipeline's default" if values["pp"] > 1 else "the whole share of a data-parallel rank"
-    assumed.append(f"micro_batch_size {size} ({reason})")
-    return size

@@ -18,7 +18,7 @@ from planner.question.plan_file import require_fresh
 from planner.question.question import Question
 from simulator.calibration.calibration import overlap_assumed
 from simulator.config.hf_config import load_model
-from simulator.config.plan import MESH_AXES, Plan
+from simulator.config.plan import MESH_AXES, PLAN_FIELDS, Plan
 from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
 from simulator.fitting.calibration_fit import UNMEASURED, Calibrations
@@ -160,21 +160,11 @@ def _plan(now: Plan, said: dict[str, Any], gpus: int, workload: Workload, questi
 
 def _dependents(now: Plan, stated: dict[str, Any]) -> Sequence[str]:
     """Return the settings that only made sense beside degrees and modes that are different now."""
-    loose = []
-    if (stated["pp"], stated["virtual_stages"]) != (now.pp, now.virtual_stages):
-        loose += ["layers_per_stage", "recompute_per_stage", "schedule"]
-        if stated["pp"] == 1:
-            loose.append("virtual_stages")
-    if stated["recompute"] != now.recompute:
-        loose.append("recompute_per_stage")
-    if stated["tp"] != now.tp and 1 in {stated["tp"], now.tp}:
-        loose.append("sequence_parallel")
-        if stated["tp"] == 1:
-            loose.append("tp_overlap")
-    if stated["ep"] == 1:
-        loose.append("ep_overlap")
-    if stated["cp"] == 1:
-        loose.append("cp_method")
+    changed = {name for name, value in stated.items() if value != getattr(now, name)}
+    alone = {name for name in changed if stated[name] == 1}
+    loose = [one.name for one in PLAN_FIELDS.values() if changed & set(one.follows) or one.beside in alone]
+    if "tp" in changed and now.tp == 1:
+        loose.append("sequence_parallel")  # which was off for want of ranks
     return loose
 
 

@@ -18,14 +18,14 @@ from planner.io.figures import gpus_text
 from planner.question.question import Question
 from planner.search.deadline import over
 from planner.search.plan_space.branch_and_bound import SCHEDULES_AT_ONCE, explore
-from planner.search.plan_space.candidates import STATED, Bounds, Nodes, enumerate_nodes, plan_of
+from planner.search.plan_space.candidates import Bounds, Nodes, enumerate_nodes, plan_of
 from planner.search.plan_space.screened import NODES_AT_ONCE, PLANS_AT_ONCE, Screened
 from planner.search.scaling import scale_memory, with_gpus
 from simulator.bounds.screening import Screening
 from simulator.calibration.intervals import memory_factors
 from simulator.columns.plan_columns import PlanColumns
 from simulator.config.estimate import sure_bytes
-from simulator.config.plan import Plan
+from simulator.config.plan import PLAN_FIELDS, Plan
 from simulator.config.runtime import MOMENTS
 from simulator.config.workload import Workload
 from simulator.legality.frameworks import ANY, Framework
@@ -40,12 +40,6 @@ MAX_GPUS = 1 << 16
 MAX_NODES_TRIED, MAX_NODES_ADVISED = 512, 32
 SHORTEST_SEQUENCE = 512
 LEAST_ADVICE_S = 1.0  # for what would help, where the search has used up its time limit
-ONE_WORD = {
-    "recomputes": "recompute",
-    "schedules": "schedule",
-    "offloads": "offload",
-    "ep_overlaps": "ep-overlap",
-}  # flags of stated parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,11 +88,11 @@ class ConstrainedQuestion:
 
     @property
     def recomputes(self) -> tuple[str, ...]:
-        return self.bounds.recomputes or self.question.framework.recomputes
+        return self.bounds.words("recompute") or self.question.framework.recomputes
 
     def nodes(self) -> Nodes:
         """Return the nodes with micro batches of one sequence, as larger ones never need less memory."""
-        bounds = self.bounds if self.bounds.micro_batch else replace(self.bounds, max_micro_batch=1)
+        bounds = self.bounds if self.bounds.spans("micro_batch_size") else replace(self.bounds, max_micro_batch=1)
         return enumerate_nodes(self.question, bounds=bounds)
 
     def ask(self, **changes: Any) -> ConstrainedQuestion:
@@ -272,13 +266,11 @@ def _relaxed(
 ) -> Iterator[tuple[str, ConstrainedQuestion]]:
     """Yield (flags, the question with them) for all that may be relaxed; whether a plan fits then is not yet known."""
     s, bounds = constrained.question, constrained.bounds
-    for name in STATED:
-        if getattr(bounds, name) is not None:
-            flag = ONE_WORD.get(name, name.replace("_", "-"))
-            lifted: dict[str, Any] = {name: None}
-            yield f"another --{flag}", replace(constrained, bounds=replace(bounds, **lifted))
-    for word in s.framework.offloads[1:] if bounds.offloads is None else ():
-        yield f"--offload {word}", replace(constrained, bounds=replace(bounds, offloads=(word,)))
+    for name in bounds.stated:
+        lifted: dict[str, None] = {name: None}
+        yield f"another {PLAN_FIELDS[name].flag}", replace(constrained, bounds=bounds.fixing(**lifted))
+    for word in s.framework.offloads[1:] if bounds.words("offload") is None else ():
+        yield f"--offload {word}", replace(constrained, bounds=bounds.fixing(offload=(word,)))
     sharded = _most_sharding(s.framework)
     if sharded is not s.framework:
         stages = ", ".join(map(str, sharded.zero_stages))

@@ -17,11 +17,6 @@ from topology.units import in_mib
 MAX_ROWS = 100_000
 
 
-def is_points_file(name: str) -> bool:
-    """Return whether a file holds serving points: JSON lines, packed or not."""
-    return name.endswith((".jsonl", ".jsonl.gz"))
-
-
 def read_points(path: str | Path) -> list[dict[str, Any]]:
     """Return the rows of a file. Raises BadInput, naming the line, for what is not an object a line."""
     rows = []

@@ -79,7 +79,7 @@ def _wrong_stage_count(c: PlanColumns, _q: RuleFacts) -> Mask:
 
 def _rounds_broken(c: PlanColumns, q: RuleFacts) -> Mask:
     """Interleaved schedules run in rounds of about pp micro batches, all of one size."""
-    m = c.micro_batches(q.workload.global_batch_size)
+    m = c.rounds(q.workload.global_batch_size)
     rounds = np.maximum(1, m // c.pp)
     return np.asarray(_that(c, lambda kind: kind.rounds) & (m % rounds != 0))
 
@@ -236,8 +236,7 @@ PIPELINE_RULES: list[Rule] = [
     rule(
         "micro-batches",
         lambda c, q: (
-            _that(c, lambda kind: kind.every_stage_in_torch)
-            & (c.micro_batches(q.workload.global_batch_size) < c.stages)
+            _that(c, lambda kind: kind.every_stage_in_torch) & (c.rounds(q.workload.global_batch_size) < c.stages)
         ),
         lambda p, q: with_nearest(
             "pp",
@@ -249,15 +248,13 @@ PIPELINE_RULES: list[Rule] = [
     ),
     rule(
         "micro-batches",
-        lambda c, q: (
-            _that(c, lambda kind: kind.every_stage) & (c.micro_batches(q.workload.global_batch_size) < c.stages)
-        ),
+        lambda c, q: _that(c, lambda kind: kind.every_stage) & (c.rounds(q.workload.global_batch_size) < c.stages),
         lambda p, q: f"{_m(p, q)} micro batches for {_stage_text(p)}: {_name(p)} needs at least one for each stage",
         level=Level.BATCH,
     ),
     rule(
         "micro-batches",
-        lambda c, q: (c.pp > 1) & (c.micro_batches(q.workload.global_batch_size) < c.pp),
+        lambda c, q: (c.pp > 1) & (c.rounds(q.workload.global_batch_size) < c.pp),
         lambda p, q: f"{_m(p, q)} micro batches for {p.pp} stages: the pipeline never fills",
         grade=Grade.SLOW,
         level=Level.BATCH,
@@ -267,7 +264,7 @@ PIPELINE_RULES: list[Rule] = [
         lambda c, q: (
             _that(c, lambda kind: kind.least_stages > 1)
             & (c.virtual_stages > 1)
-            & (c.micro_batches(q.workload.global_batch_size) % c.pp != 0)
+            & (c.rounds(q.workload.global_batch_size) % c.pp != 0)
         ),
         lambda p, q: with_nearest(
             "pp",

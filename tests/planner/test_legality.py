@@ -461,7 +461,7 @@ def test_every_legal_pipeline_can_be_laid_out(framework):
         )
         columns = enumerate_nodes(asked, bounds=UNBOUNDED).columns
         columns = columns.take(columns.pp > 1)
-        counts = columns.micro_batches(batch)
+        counts = columns.rounds(batch)
         for name, pp, m, v in zip(columns.schedule, columns.pp, counts, columns.virtual_stages, strict=True):
             laid_out.add((str(name), int(pp), int(m), int(v)))
 

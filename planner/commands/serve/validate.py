@@ -11,16 +11,19 @@ from rich.table import Table
 from planner.io import output
 from planner.io.output import console
 from planner.io.printable import printable
+from planner.requests.runs import Validate
+from planner.requests.serving import is_points_file
 from planner.validate.serving_points import QUANTITIES, validate_point
-from planner.validate.serving_report import by_group, is_points_file, read_points, summarise_points
+from planner.validate.serving_report import by_group, read_points, summarise_points
 from topology.errors import Infeasible, OutOfTolerance, UserError
 
 
-def validate_serving(files: Sequence[str], *, json: bool, tolerance: float | None) -> None:
+def validate(asked: Validate) -> None:
     """Print predictions beside measurements of all points. `tolerance` is for mean absolute errors, in percent.
 
     Raises UserError for files of another kind among them, Infeasible when no row could be predicted, OutOfTolerance.
     """
+    files, tolerance = asked.files, asked.tolerance
     others = [name for name in files if not is_points_file(name)]
     if others:
         raise UserError(
@@ -39,7 +42,7 @@ def validate_serving(files: Sequence[str], *, json: bool, tolerance: float | Non
         output.end_progress()
     groups = dict(by_group(rows))
     summary = {**summarise_points(rows), "by_group": groups}
-    if json:
+    if asked.json:
         output.emit_json({"schema_version": output.SCHEMA_VERSION, "rows": rows, "summary": summary})
     else:
         _print(groups, summary, rows)
