@@ -28,6 +28,7 @@ from planner.search.answer import search_question
 from planner.search.flips import KNOBS
 from planner.search.search import SearchOptions
 from simulator.config.hf_config import load_model
+from simulator.legality.frameworks import framework_named
 from topology import codec
 from topology.errors import UserError
 from topology.health.diagnose import diagnose
@@ -79,7 +80,7 @@ def what_if(inputs: Inputs, plan: dict[str, Any], *, gpus: int, like: Plan | Non
 
     As far as the flags are those of the plan `like`, its fields that have no flag (recompute mode by stage) are kept.
     """
-    name = "pytorch" if inputs.framework == "any" else inputs.framework
+    name = framework_named(inputs.framework).runtime_name
     flags = inputs.flags()
     case = case_from_flags(replace(flags, gpus=(gpus,), plan=plan, runtime={"name": name, **flags.runtime}))
     if like is not None:
