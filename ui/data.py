@@ -28,6 +28,7 @@ from planner.search.answer import search_question
 from planner.search.flips import KNOBS
 from planner.search.search import SearchOptions
 from simulator.config.hf_config import load_model
+from simulator.legality.frameworks import framework_named
 from topology import codec
 from topology.errors import UserError
 from topology.health.diagnose import diagnose
@@ -76,7 +77,7 @@ def health(_cluster: Cluster, key: str) -> Health:
 
 def what_if(inputs: Inputs, plan: Mapping[str, Any], *, gpus: int) -> PlanAnswer:
     """Return what `planner estimate` answers for a plan, stated as a case states it. Raises PlannerError."""
-    name = "pytorch" if inputs.framework == "any" else inputs.framework
+    name = framework_named(inputs.framework).runtime_name
     flags = inputs.flags()
     case = case_from_flags(replace(flags, gpus=(gpus,), plan=plan, runtime={"name": name, **flags.runtime}))
     return answer_plan(case, with_fixes=False)

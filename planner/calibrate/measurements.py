@@ -39,6 +39,7 @@ from simulator.config.workload import Workload
 from simulator.fitting.runtime_fit import DEVICE_BOUND, HOST_BOUND
 from simulator.lowering.training import lower_training
 from simulator.program.program import Collective, Send
+from simulator.runtimes.library import runtime_spec
 from topology import codec
 from topology.catalog.platform import grow
 from topology.cluster import Cluster
@@ -117,7 +118,11 @@ class PossibleMeasurements:
             if step_s > LONGEST_WIDE_S or not table.fits[row]:
                 continue
             timed = WARM_UP * step_s + min(max(FEWEST_STEPS * step_s, TIMED_S), STEPS * step_s)
-            each = BUILD_S[runtime.name == "torchtitan"] + timed + (COMPILED_S if runtime.compile else 0.0)
+            each = (
+                BUILD_S[runtime_spec(runtime.name).tools.layers == "torchtitan"]
+                + timed
+                + (COMPILED_S if runtime.compile else 0.0)
+            )
             what = f"layers of {runtime.name}{', compiled' if runtime.compile else ''}, {described(plan)}"
             shape = f", width {model.hidden}, {_tokens(plan, scenario.workload)}"
             waiting = 1.0 if narrow else float(table.breakdown_s["host"][row]) / step_s

@@ -31,6 +31,7 @@ from planner.search.answer import answer
 from planner.search.plan_space.candidates import Bounds
 from planner.search.plan_space.stated import exactly
 from planner.search.search import SearchOptions
+from simulator.config.runtime import DEFAULT_RUNTIME
 from simulator.fitting.calibration_fit import calibrated, with_rates
 from topology import codec
 from topology.catalog.platform import take_gpus
@@ -44,7 +45,7 @@ from topology.units import MIB
 PLANS = 6  # that are taken to be able to win
 LEAST_FREE_BYTES = 4 * MIB
 SEARCH_S = 20.0  # for finding them
-DEFAULT_RUNTIME = "meshwright"
+TYPICAL_RUNTIME = "meshwright"  # whose typical plans are measured for where nothing is named
 OF_A_QUESTION = {
     "seq_len": "--seq-len",
     "global_batch": "--global-batch",
@@ -155,7 +156,7 @@ def _refuse_unused(asked: Calibrate) -> None:
 def _question(asked: Calibrate, cluster: str, steps: list[PlannedStep], gpus: int) -> Wanted:
     """Return what is to become sure: the plans that could win, those of files, or typical ones of runtimes."""
     if asked.model is None:
-        names = asked.runtime or ([] if steps else [DEFAULT_RUNTIME])
+        names = asked.runtime or ([] if steps else [TYPICAL_RUNTIME])
         typical = [step for name in names for step in typical_steps(name, gpus)]
         return Wanted(steps=(*steps, *typical), everything=bool(typical))
     flags = Flags(
@@ -170,7 +171,7 @@ def _question(asked: Calibrate, cluster: str, steps: list[PlannedStep], gpus: in
             "compute_dtype": asked.compute_dtype,
         },
     )
-    return Wanted(steps=_leading(flags, asked.framework or "torchtitan", asked.micro_batch), choice=True)
+    return Wanted(steps=_leading(flags, asked.framework or DEFAULT_RUNTIME, asked.micro_batch), choice=True)
 
 
 def _leading(flags: Flags, framework: str, micro_batch: int | None) -> tuple[PlannedStep, ...]:

@@ -29,6 +29,7 @@ from planner.search.plan_space.candidates import Bounds
 from planner.search.result import SearchResult
 from planner.search.search import SearchOptions, suggest
 from simulator.config.estimate import Estimate
+from simulator.config.runtime import DEFAULT_RUNTIME
 from topology import codec
 from topology.errors import UserError
 
@@ -57,7 +58,9 @@ def explain(asked: Explain) -> None:
             result, chosen = _search(case, asked.top, left_s(deadline)), case.plan
         else:
             wanted = SearchOptions(top=asked.top + 1, time_limit_s=left_s(deadline))
-            result = answer(flags, asked.framework or "torchtitan", wanted, measured=measured, progress=output.progress)
+            result = answer(
+                flags, asked.framework or DEFAULT_RUNTIME, wanted, measured=measured, progress=output.progress
+            )
             chosen = result.plans[0].plan
         found = reasons.explain(
             chosen,

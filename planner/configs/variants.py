@@ -27,7 +27,7 @@ def variants_of(plan: Plan, question: Question) -> list[Variant]:
         if other != plan and other not in found:
             found[other] = Variant(what=_named(plan, other), plan=other, runtime=question.runtime)
     variants = list(found.values())
-    if question.framework.name != "megatron-lm":
+    if question.framework.tools.compiles:
         compiled = replace(question.runtime, compile=not question.runtime.compile)
         word = "on" if compiled.compile else "off"
         variants.append(Variant(what=f"torch.compile {word}", plan=plan, runtime=compiled))

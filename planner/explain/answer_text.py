@@ -191,10 +191,7 @@ def run_lines(plan: Plan, question: Question, out: str | None) -> list[str]:
         order = f"GPUs {order} (CUDA_VISIBLE_DEVICES)" if question.cluster.node_count == 1 else f"GPUs {order}"
     else:
         order = "rank r on GPU r"
-    target = {"megatron-lm": "megatron", "deepspeed": "deepspeed", "megatron-deepspeed": "deepspeed"}.get(
-        question.framework.name, "torchtitan" if question.framework.name == "torchtitan" else "torchrun"
-    )
-    start = f"planner export {out or 'plan.json'} --to {target}"
+    start = f"planner export {out or 'plan.json'} --to {question.framework.tools.export}"
     saved = f"saved     {out}" if out else None
     save = "" if out else "with --out plan.json: "
     lines = [batch_line(plan, question), f"order     {order}", saved, f"start     {save}{start}"]

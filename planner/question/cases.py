@@ -24,13 +24,14 @@ from planner.question.case_fields import (
 from planner.question.case_runtime import implied_runtime, resolve_runtime, runtime_section
 from planner.question.flags import Flags
 from planner.question.plan_file import PlanFile, load_plan, require_fresh
-from planner.question.question import Question
+from planner.question.question import Question, question_of
 from planner.question.recipes import default_batch
 from simulator.calibration.calibration import overlap_assumed
 from simulator.config.hf_config import load_model, model_from_config
 from simulator.config.model import Model
 from simulator.config.overlap_sites import USERBUFFERS
 from simulator.config.plan import PLAN_FIELDS, Plan, default_schedule
+from simulator.config.runtime import DEFAULT_RUNTIME
 from simulator.config.verify import verify_lists, verify_plan, verify_runtime, verify_workload
 from simulator.config.workload import Workload
 from simulator.fitting.calibration_fit import UNMEASURED, Calibrations
@@ -43,7 +44,8 @@ from topology.cluster import Cluster
 from topology.errors import BadCluster, BadInput, BadModel, UserError
 from topology.rates.reach import cluster_caveats
 
-SEQ_LEN = 8192  # tokens in a sequence where flags give none
+# Where flags give none; a sequence in tokens.
+DEFAULT_MODEL, DEFAULT_CLUSTER, SEQ_LEN = "llama3-8b", "dgx-h100", 8192
 
 # Where a case is from and what became of it: kept with it, and nothing to predict by. `note` says what measurements mean.
 _ABOUT_KEYS = ("source", "note", "notes", "comment", "url", "date", "peers")
@@ -97,33 +99,55 @@ def load_case(data: Mapping[str, Any], measured: Calibrations = UNMEASURED) -> C
     workload = _workload(data.get("workload"), name)
     stated_plan = section_of(data, "plan", name)
     stated_runtime = runtime_section(data, name, assumed)
-    framework = framework_of_runtime(stated_runtime["name"])
-    stated_runtime, implied = implied_runtime(stated_runtime, stated_plan, framework)
-    runtime, from_runtime = resolve_runtime(stated_runtime)
-    assumed += [*implied, *from_runtime]
-    plan, from_plan = complete_plan(stated_plan, workload, framework, where=f"case {name}")
-    verify_lists(plan, where=f"case {name}", layers=model.layers, gpus=cluster.gpu_count)
-    verify_workload(workload, where=f"case {name}")
-    verify_runtime(runtime, where=f"case {name}")
-    assumed += from_plan
     seen = _measured(data, name, assumed)
     outcome = data.get("outcome")
-    question = Question(
+    return build_case(
+        name,
         model=model,
         cluster=cluster,
         workload=workload,
-        runtime=runtime,
-        framework=framework,
-        calibration=measured.on(cluster),
-    )
-    return Case(
-        id=name,
-        question=question,
-        plan=plan,
-        assumed=all_assumed(assumed, plan, question, measured),
-        measured=seen,
+        framework=framework_of_runtime(stated_runtime["name"]),
+        runtime=stated_runtime,
+        plan=stated_plan,
+        measured=measured,
+        assumed=assumed,
+        where=f"case {name}",
+        seen=seen,
         outcome=outcome if isinstance(outcome, str) else None,
     )
+
+
+def build_case(
+    name: str,
+    *,
+    model: Model,
+    cluster: Cluster,
+    workload: Workload,
+    framework: Framework,
+    runtime: Mapping[str, Any],
+    plan: Mapping[str, Any],
+    measured: Calibrations,
+    assumed: Sequence[str],
+    where: str,
+    gpus: int | None = None,
+    seen: Mapping[str, Any] | None = None,
+    outcome: str | None = None,
+) -> Case:
+    """Return the case of a plan and a runtime as they are stated: what is left open is at the framework's defaults, and listed.
+
+    `assumed` is what was assumed before, `seen` what was measured. Raises BadPlan for what cannot be; `where` begins the message.
+    """
+    stated, implied = implied_runtime(dict(runtime), plan, framework)
+    resolved, from_runtime = resolve_runtime(stated)
+    chosen, from_plan = complete_plan(plan, workload, framework, where=where)
+    verify_lists(chosen, where=where, layers=model.layers, gpus=max(chosen.gpus, cluster.gpu_count))
+    verify_workload(workload, where=where)
+    verify_runtime(resolved, where=where)
+    question = question_of(
+        model, cluster, workload, framework=framework, runtime=resolved, calibration=measured.on(cluster), gpus=gpus
+    )
+    said = all_assumed([*assumed, *implied, *from_runtime, *from_plan], [chosen], question, measured)
+    return Case(id=name, question=question, plan=chosen, assumed=said, measured=dict(seen or {}), outcome=outcome)
 
 
 def _measured(data: Mapping[str, Any], name: str, assumed: list[str]) -> dict[str, Any]:
@@ -157,7 +181,7 @@ def case_of_plan_file(path: Path, measured: Calibrations = UNMEASURED) -> Case:
     if measured.profile is not None and "profile" in content.fingerprints:
         require_fresh(content, profile=measured.profile)
     question = content.question(measured.on(content.cluster))
-    assumed = all_assumed([], content.plan, question, measured)
+    assumed = all_assumed([], [content.plan], question, measured)
     return Case(id=path.name, question=question, plan=content.plan, assumed=assumed, saved=content)
 
 
@@ -177,10 +201,10 @@ def case_from_flags(flags: Flags, measured: Calibrations = UNMEASURED) -> Case:
     say more than the cluster's own count.
     """
     assumed: list[str] = []
-    model, cluster = flags.model or "llama3-8b", flags.cluster or "dgx-h100"
+    model, cluster = flags.model or DEFAULT_MODEL, flags.cluster or DEFAULT_CLUSTER
     assumed += [] if flags.model else [f"model {model}"]
     assumed += [] if flags.cluster else [f"cluster {cluster}"]
-    framework = framework_of_runtime(str(flags.runtime.get("name") or "torchtitan"))
+    framework = framework_of_runtime(str(flags.runtime.get("name") or DEFAULT_RUNTIME))
     network = load_model(model)
     stated_plan = {key: value for key, value in flags.plan.items() if value is not None}
     whole = read_cluster(cluster, gpu=flags.gpu)
@@ -188,39 +212,43 @@ def case_from_flags(flags: Flags, measured: Calibrations = UNMEASURED) -> Case:
     machine = read_cluster(cluster, count, gpu=flags.gpu)
     if not flags.gpus and count != whole.gpu_count:
         assumed.append(f"{count} GPUs (the product of the degrees)")
-    seq_len = flags.seq_len or SEQ_LEN
-    recommended, whose = default_batch(network, seq_len, count)
-    batch = flags.global_batch or recommended
-    if flags.global_batch is None:
-        assumed.append(whose)
-        if "micro_batch_size" not in stated_plan:
-            stated_plan["micro_batch_size"] = 1
-            assumed.append("micro batch 1")
-    assumed += [] if flags.seq_len else [f"sequence length {seq_len} tokens"]
-    workload = Workload(seq_len=seq_len, global_batch_size=batch)
+    workload, whose = stated_workload(flags, network, count)
+    assumed += whose
+    if whose and "micro_batch_size" not in stated_plan:
+        stated_plan["micro_batch_size"] = 1
+        assumed.append("micro batch 1")
+    assumed += [] if flags.seq_len else [f"sequence length {workload.seq_len} tokens"]
     by_stage = bool(framework.zero_stages) and "zero_stage" in stated_plan
     filled = "dp_replicate" if by_stage else framework.fills
     degree = _filling(stated_plan, count)
     if degree > 1 and filled not in stated_plan and not (filled == "dp_replicate" and "dp_shard" in stated_plan):
         stated_plan[filled] = degree
         assumed.append(f"{filled} {degree} (fills {count} GPUs)")
-    named = {**flags.runtime, "name": flags.runtime.get("name") or "torchtitan"}
-    named |= {"name": "pytorch"} if named["name"] == "any" else {}  # as a search under the rules that all share
-    stated_runtime, implied = implied_runtime(named, stated_plan, framework)
-    resolved, from_runtime = resolve_runtime(stated_runtime)
-    chosen, from_plan = complete_plan(stated_plan, workload, framework, where="flags")
-    require_pipeline(flags, chosen)
-    question = Question(
+    named = {**flags.runtime, "name": flags.runtime.get("name") or DEFAULT_RUNTIME}
+    named |= {"name": framework.runtime_name} if named["name"] == framework.name else {}  # "any" is no runtime
+    case = build_case(
+        "flags",
         model=network,
         cluster=machine,
         workload=workload,
-        runtime=resolved,
         framework=framework,
-        calibration=measured.on(machine),
+        runtime=named,
+        plan=stated_plan,
+        measured=measured,
+        assumed=[*assumed, *network.assumed],
+        where="flags",
         gpus=count,
     )
-    assumed += [*network.assumed, *implied, *from_runtime, *from_plan]
-    return Case(id="flags", question=question, plan=chosen, assumed=all_assumed(assumed, chosen, question, measured))
+    require_pipeline(flags, case.plan)
+    return case
+
+
+def stated_workload(flags: Flags, model: Model, gpus: int) -> tuple[Workload, list[str]]:
+    """Return the workload of flags, and whose batch it is where they leave it open."""
+    seq_len = flags.seq_len or SEQ_LEN
+    recommended, whose = default_batch(model, seq_len, gpus)
+    workload = Workload(seq_len=seq_len, global_batch_size=flags.global_batch or recommended)
+    return workload, [whose] if flags.global_batch is None else []
 
 
 def require_pipeline(flags: Flags, plan: Plan) -> None:
@@ -232,14 +260,16 @@ def require_pipeline(flags: Flags, plan: Plan) -> None:
         )
 
 
-def all_assumed(assumed: Sequence[str], plan: Plan, question: Question, measured: Calibrations) -> tuple[str, ...]:
-    """Return once each what was assumed: of the case, the machine, the profile, and overlap modes nobody measured."""
+def all_assumed(
+    assumed: Sequence[str], plans: Sequence[Plan], question: Question, measured: Calibrations
+) -> tuple[str, ...]:
+    """Return once each what was assumed: before, of the machine, of the profile, and of what `plans` do that nobody measured."""
     lines = (
         *assumed,
         *cluster_caveats(question.cluster),
         *measured.doubts(question.cluster),
-        *overlap_assumed([plan.tp_overlap], question.calibration),
-        *offload_assumed([plan], question.cluster),
+        *overlap_assumed([plan.tp_overlap for plan in plans], question.calibration),
+        *offload_assumed(plans, question.cluster),
     )
     return tuple(dict.fromkeys(lines))
 

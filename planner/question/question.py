@@ -15,7 +15,7 @@ from simulator.closed_form.estimates import EstimateTable, estimate_plans
 from simulator.closed_form.scenario import Scenario
 from simulator.config.model import Model
 from simulator.config.plan import Plan
-from simulator.config.runtime import Runtime
+from simulator.config.runtime import DEFAULT_RUNTIME, Runtime
 from simulator.config.workload import Workload
 from simulator.kernels.low_precision import why_not
 from simulator.legality.frameworks import Framework, framework_named
@@ -105,7 +105,7 @@ def question_of(
     cluster: Cluster,
     workload: Workload,
     *,
-    framework: str | Framework = "torchtitan",
+    framework: str | Framework = DEFAULT_RUNTIME,
     runtime: Runtime | None = None,
     calibration: Calibration | None = None,
     gpus: int | None = None,
@@ -128,7 +128,7 @@ def question_of(
 
 def default_runtime(framework: Framework) -> Runtime:
     """Return the runtime a framework's plans run in, at its defaults. Raises BadPlan if none is described."""
-    return resolve({"name": "pytorch" if framework.name == "any" else framework.name})[0]
+    return resolve({"name": framework.runtime_name})[0]
 
 
 def require_plannable(cluster: Cluster) -> None:

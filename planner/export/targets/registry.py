@@ -71,7 +71,7 @@ def find_target(text: str, wanted: str | None = None) -> Target:
 def export(job: ExportJob, target: Target) -> Exported:
     """Return the file of `target` for `job`. Raises Infeasible (exit 3) when the target cannot run the plan."""
     draft = target.write(job)
-    if job.question.runtime.compute_dtype == TF32 and job.question.framework.name != "meshwright":
+    if job.question.runtime.compute_dtype == TF32 and TF32 not in job.question.framework.dtypes:
         draft = replace(draft, not_expressed=(*draft.not_expressed, TF32_NOTE))
     run = draft.run or target.run
     facts = header(job, target, replace(draft, needed=(*draft.needed, f"to run: {run}")))
