@@ -11,6 +11,7 @@ from rich.table import Table
 
 from planner.io import output
 from planner.io.inputs import measurements
+from planner.io.plan_words import plan_in_words
 from planner.io.printable import printable
 from planner.pictures.timelines import timelines
 from planner.question.plan_file import refuse_overwrite
@@ -18,7 +19,6 @@ from planner.requests.runs import Report
 from planner.runs import profile_update, report_text
 from planner.runs.report_html import to_html
 from planner.runs.run_report import RunReport, load_run
-from planner.runs.runs_store import plan_words
 from planner.runs.timelines import side_by_side
 from topology import codec
 from topology.errors import PlannerError
@@ -60,7 +60,7 @@ def report(asked: Report) -> None:
 
 def _print(answer: dict[str, Any]) -> None:
     screen = output.console()
-    screen.print(printable(f"{answer['model']}, {plan_words(answer['plan'])}"))
+    screen.print(printable(f"{answer['model']}, {plan_in_words(answer['plan'])}"))
     partial = "" if answer["complete"] else ", not complete"
     screen.print(printable(f"run {answer['id']} of {answer['taken_at']}: {answer['status']}{partial}"))
 
@@ -105,7 +105,7 @@ def _write(
     trace: Path | None,
     hide: Callable[[str], str],
 ) -> None:
-    words = plan_words(answer["plan"])
+    words = plan_in_words(answer["plan"])
     drawn = ""
     if found.simulated or found.measured:
         drawn = timelines(found.simulated, found.slowest, title=f"{answer['model']}, {words}")

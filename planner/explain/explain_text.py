@@ -13,10 +13,8 @@ from planner.explain.overlap_account import SiteOverlap
 from planner.explain.tables import (
     changed_lines,
     cluster_line,
-    degrees_text,
     flip_text,
     model_line,
-    policy_text,
     print_lines,
     runtime_line,
     workload_line,
@@ -25,6 +23,7 @@ from planner.explain.traffic_text import print_traffic, traffic_rows
 from planner.explain.waterfall import Waterfall
 from planner.io.figures import change_text, gib_text, last_digit_s, rate_text, seconds_text
 from planner.io.output import console
+from planner.io.plan_words import degrees_text, policy_text
 from planner.io.printable import printable
 from planner.search.fixes import memory_text
 from planner.search.result import SearchResult

@@ -6,8 +6,9 @@ from typing import Any
 
 from rich.table import Table
 
-from planner.explain.tables import degrees_text, print_lines
+from planner.explain.tables import print_lines
 from planner.io.output import console
+from planner.io.plan_words import degrees_text
 from planner.io.printable import printable
 from planner.question.goal import Goal
 from planner.search.whole_run import DAY_S, RunAnswer, WholeRun
