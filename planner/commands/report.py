@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from rich.table import Table
 
 from planner.io import output
+from planner.io.grids import grid
 from planner.io.inputs import measurements
 from planner.io.plan_words import plan_in_words
 from planner.io.printable import printable
@@ -67,13 +67,8 @@ def _print(answer: dict[str, Any]) -> None:
     def table(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
         if not rows:
             return
-        grid = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
-        for index, head in enumerate(heads):
-            grid.add_column(head, justify="left" if index == 0 else "right", overflow="fold")
-        for row in rows:
-            grid.add_row(*(printable(cell) for cell in row))
         screen.print()
-        screen.print(grid)
+        screen.print(grid(heads, rows))
 
     table(("quantity", "predicted", "80% range", "source", "measured", "error"), report_text.quantity_rows(answer))
     table(("where the step went", "predicted s", "measured s", "difference s"), report_text.term_rows(answer))

@@ -8,8 +8,6 @@ import re
 from collections.abc import Sequence
 from itertools import groupby
 
-from rich.table import Table
-
 from planner.explain.plan_answer import PlanAnswer
 from planner.explain.tables import (
     basis_lines,
@@ -31,6 +29,7 @@ from planner.io.figures import (
     rate_text,
     seconds_text,
 )
+from planner.io.grids import grid
 from planner.io.output import console
 from planner.io.plan_words import approach_text, degrees_text, policy_text, short_degrees, special_text
 from planner.io.printable import printable
@@ -180,10 +179,9 @@ def print_plans(plans: Sequence[RankedPlan], question: Question) -> None:
         for one in ("#", "plan", "micro", "recompute", f"step {unit}", "tok/s/GPU", "MFU", "GiB", "fits")
         if one not in left_out
     ]
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    for heading in headings:
-        text = heading in {"#", "plan", "micro", "recompute"}
-        table.add_column(heading, justify="left" if text else "right", no_wrap=heading != "plan", overflow="fold")
+    table = grid(headings, text=("#", "plan", "micro", "recompute"))
+    for column in table.columns:
+        column.no_wrap = column.header != "plan"
     ties = {tie: len(list(same)) for tie, same in groupby(plans, key=lambda ranked: ranked.tie)}
     for ranked in plans:
         plan, estimate = ranked.plan, ranked.estimate
@@ -219,10 +217,9 @@ def print_gpu_counts(rows: Sequence[GpuCountRow]) -> None:
     if not rows:
         return
     print()
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     has_cost = any(row.cost_per_million_tokens is not None for row in rows)
-    for heading in ("GPUs", "step s", "tok/s/GPU", "GiB", *(["cost / M tokens"] if has_cost else []), "plan"):
-        table.add_column(heading, justify="left" if heading == "plan" else "right", overflow="fold")
+    cost = ["cost / M tokens"] if has_cost else []
+    table = grid(("GPUs", "step s", "tok/s/GPU", "GiB", *cost, "plan"), text=("plan",))
     for row in rows:
         if row.plan is None or row.step_s is None:
             table.add_row(str(row.gpus), *["-"] * (3 + has_cost), printable(row.problem))
