@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 import streamlit as st
 
 from planner.explain.traffic import NETWORK
+from planner.io import plan_words
 from planner.io.figures import last_digit_s, seconds_text
 from planner.pictures.node_layout import node_view
 from planner.pictures.palette import LINKS, SPANS
 from simulator.program import trace as tr
 from topology.units import GIB, in_gib
-from ui import data, panels, plan_words
+from ui import data, panels
 from ui.canvas.component import timeline, window_of
 from ui.canvas.payload import Shown, Strip, payload
 from ui.charts import loads as load_charts
