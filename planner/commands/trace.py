@@ -30,7 +30,7 @@ def trace(
     case_id: Annotated[str | None, typer.Option("--id", help="Which case of a list.")] = None,
     profile: options.Profile = None,
     strict: options.Strict = False,
-    detail: Annotated[str | None, typer.Option("--detail", help="kernel, layer or stage; default by size.")] = None,
+    detail: Annotated[str | None, typer.Option("--detail", help="kernel or layer; default layer.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Let --out replace a file.")] = False,
     json: options.Json = False,
 ) -> None:
@@ -57,13 +57,15 @@ def trace(
         for problem in problems:
             output.warn(problem.message)
         raise typer.Exit(3)
-    written = write_trace(loaded, out, Detail(detail) if detail else None)
+    written = write_trace(loaded, out, Detail(detail) if detail else Detail.LAYER)
     if json:
         output.emit_json(written)
         return
     for line in loaded.changed:
         print(f"changed: {line}")
+    drawn, every = written["drawn_micro_batches"], written["micro_batches"]
+    with_some = f" with {drawn} of its {every} micro batches, after which it repeats itself" if drawn < every else ""
     print(
         f"{out}: {written['spans']} spans of {len(written['drawn_ranks'])} of {written['ranks']} ranks, "
-        f"a step of {written['step']}, {written['detail']} by {written['detail']}"
+        f"a step of {written['step']}{with_some}, {written['detail']} by {written['detail']}"
     )

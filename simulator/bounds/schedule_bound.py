@@ -113,7 +113,7 @@ class _Group:
         return np.asarray(np.minimum.reduce(of_rank))
 
     def _pass(self, kind: PassKind) -> _LeastPass:
-        shape = tuple((unit.blocks, unit.wrapped, unit.repeats, id(unit.words)) for unit in self.units[kind.stage])
+        shape = tuple((unit.block, unit.wrapped, unit.repeats, id(unit.words)) for unit in self.units[kind.stage])
         key = shape, kind.action, kind.first, kind.last, kind.gathered, kind.paired
         if key not in self._known:
             self._known[key] = self._new_pass(kind)

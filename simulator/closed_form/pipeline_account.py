@@ -170,7 +170,7 @@ def _counts_of_each(which: NDArray[np.intp], passes: Sequence[PassCounts]) -> Pa
 
 
 def _shape(units: Sequence[Unit]) -> object:
-    return tuple((unit.blocks, unit.wrapped, unit.repeats, id(unit.words)) for unit in units)
+    return tuple((unit.block, unit.wrapped, unit.repeats, id(unit.words)) for unit in units)
 
 
 def local_kind(kind: PassKind) -> Local:
