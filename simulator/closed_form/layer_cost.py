@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +23,7 @@ from simulator.step.held import saved_bytes, tensors_bytes
 class PassCost:
     """One pass over a block: kernel seconds, exposed communication by axis, host seconds. Columns.
 
-    `hidden_s` is communication that kernels hide while it takes SMs from them, `moved_bytes` what kernels read and write.
+    `lost_s` is what kernels lose to communication beside them, `moved_bytes` what they read and write.
     `behind_s` is when the device ends what comes after the first collective, counted from the host's start, where it waits
     for the host alone: minus infinity where nothing comes after it. `launches` is how many kernels. `waits`: where the host waits for the device on its way.
 
@@ -33,7 +34,7 @@ class PassCost:
     compute_s: Floats
     weight_s: Floats  # weight gradients, which split backwards put off
     host_s: Floats
-    hidden_s: Floats
+    lost_s: Floats
     behind_s: Floats
     weight_host_s: Floats  # of host_s, what issues weight gradients
     moved_bytes: Floats
@@ -104,7 +105,8 @@ AMOUNTS = tuple(f.name for f in fields(PassCost) if f.name not in {"communicatio
 
 @dataclass(slots=True)
 class BlockCost:
-    """Forward, backward without recomputation, and for each recompute mode what runs again and what is kept.
+    """Forward, backward without recomputation, and for each recompute mode what runs again and what is kept. `inward` gives the
+    backward pass without gradients of weights, which schedules that split it ask for.
 
     Bytes are of one micro batch. A mode that wraps a share of the layers is averaged over layers. `bounds`: of no mode, but
     no more than under any (`simulator.bounds.screening.SharedBlocks.keeping_least`).
@@ -112,6 +114,7 @@ class BlockCost:
 
     forward: PassCost
     backward: PassCost
+    inward: Callable[[], PassCost]
     recompute: dict[str, PassCost]
     saved_bytes: dict[str, Floats]
     everything_bytes: Floats  # what it would save without recomputation
@@ -122,6 +125,7 @@ class BlockCost:
         return BlockCost(
             forward=self.forward.take(which),
             backward=self.backward.take(which),
+            inward=cache(lambda: self.inward().take(which)),
             recompute={mode: cost.take(which) for mode, cost in self.recompute.items()},
             saved_bytes={mode: nbytes[which] for mode, nbytes in self.saved_bytes.items()},
             everything_bytes=self.everything_bytes[which],
@@ -137,6 +141,7 @@ def block_cost(operators: Sequence[OperatorSpec], context: CostContext, recomput
     return BlockCost(
         forward=pass_cost(passes.forward, context),
         backward=pass_cost(passes.backward, context),
+        inward=cache(lambda: pass_cost([step for step in passes.backward if not of_weight(step)], context)),
         recompute={
             name: pass_cost(steps, context).of_share(modes[name].layers) for name, steps in passes.again.items()
         },
@@ -147,6 +152,11 @@ def block_cost(operators: Sequence[OperatorSpec], context: CostContext, recomput
         | ({} if modes else {"none": everything}),
         everything_bytes=everything,
     )
+
+
+def of_weight(step: Step) -> bool:
+    """Whether a step computes the gradient of a weight, and stands alone."""
+    return isinstance(step, Kernel) and step.weight
 
 
 def pass_cost(steps: Iterable[Step], context: CostContext) -> PassCost:
@@ -177,7 +187,7 @@ class _Fold:
             compute_s=np.zeros(rows),
             weight_s=np.zeros(rows),
             host_s=np.zeros(rows),
-            hidden_s=np.zeros(rows),
+            lost_s=np.zeros(rows),
             behind_s=np.full(rows, -np.inf),
             weight_host_s=np.zeros(rows),
             moved_bytes=np.zeros(rows),
@@ -246,9 +256,8 @@ class _Fold:
     def ring(self, step: Ring) -> None:
         if step.kernel is not None:
             self.kernel(step.kernel)
-        exposed_s = step.exposed_s
-        self._expose(step.over, exposed_s)
-        self.cost.hidden_s = self.cost.hidden_s + step.moved_s - exposed_s
+        self._expose(step.over, step.exposed_s)
+        self.cost.lost_s = self.cost.lost_s + step.lost_s
         self.cost.host_s = self.cost.host_s + step.issue_s
 
     def pair(self, step: Pair) -> None:

@@ -18,6 +18,7 @@ from simulator.closed_form.tally import PARTS, Tally
 from simulator.columns.plan_table import Floats
 from simulator.pipeline.schedule_walk import (
     Gathered,
+    Message,
     PassKind,
     Table,
 )
@@ -28,6 +29,8 @@ from simulator.step.units import Unit
 from simulator.step.walk import RankStages, StepWalk
 
 LONG_AGO = -1e6  # seconds: a clock that holds nothing up
+# In which it is found how long kernels take beside messages, to a hundredth of what they lose.
+ROUNDS = 4
 # (compute, wire, host) clocks with which passes begin: nothing in the way of the device, host or wire.
 BEGINS = np.array([(0.0, LONG_AGO, LONG_AGO), (LONG_AGO, LONG_AGO, 0.0), (0.0, 0.0, LONG_AGO)])
 
@@ -248,7 +251,8 @@ class Clocks:
     wire: Floats
     summed: Floats  # when the stream of sums over replicas is done
     waits: dict[str, Floats]
-    sending: dict[int, Floats] = field(default_factory=dict)  # until when messages to a rank are on their way
+    # By channel: the share of SMs that its message holds, and until when it is on its way.
+    sending: dict[tuple[int, str], tuple[Floats, Floats]] = field(default_factory=dict)
     filling: Floats | None = None  # how long it has waited before its first pass
 
     def wait(self, until: Floats, part: str) -> None:
@@ -256,22 +260,35 @@ class Clocks:
         self.waits[part] = self.waits[part] + (later - self.compute)
         self.compute = later
 
-    def run(self, did: PassCounts, rank: int, hops: Hops) -> None:
+    def run(self, did: PassCounts) -> None:
         """Run a pass, beside what is being sent."""
         begun = self.compute
-        end = begun + did.device_s
-        for to, until in self.sending.items():
-            share = hops.held[rank, to]
-            beside = np.minimum(did.kernels_s / (1.0 - share), np.maximum(until - self.compute, 0.0))
-            longer = share * beside
+        longer = self._beside_messages(did.kernels_s)
+        self.compute = begun + did.device_s
+        if longer is not None:
             self.waits["contention"] = self.waits["contention"] + longer
-            end = end + longer
-        self.compute = end
+            self.compute = self.compute + longer
         self.host = np.maximum(self.host + did.host_s, begun + did.waits_s)
         self.wire = np.maximum(self.wire + did.sent_s, self.compute + did.tail_s)
         self.summed = np.maximum(self.summed + did.summed_s, self.compute + did.summed_tail_s)
         if did.waits_for_traffic:
             self.wait(self.sent, "dp")
+
+    def _beside_messages(self, kernels_s: Floats) -> Floats | None:
+        """Return how much longer kernels take while messages hold SMs; None where there are none."""
+        left = {channel: (share, until - self.compute) for channel, (share, until) in self.sending.items()}
+        for channel, (_, seconds) in left.items():
+            if not (seconds > 0).any():
+                del self.sending[channel]
+        under_way = [left[channel] for channel in self.sending]
+        if not under_way:
+            return None
+        # Of the time that they take, each message takes its share for as long as it is on its way.
+        longer = np.zeros_like(kernels_s)
+        for _ in range(ROUNDS):
+            taken = (share * np.minimum(kernels_s + longer, np.maximum(seconds, 0.0)) for share, seconds in under_way)
+            longer = sum(taken, np.zeros_like(kernels_s))
+        return longer
 
     @property
     def sent(self) -> Floats:
@@ -279,7 +296,7 @@ class Clocks:
         return np.maximum(self.wire, self.summed)
 
 
-Lags = dict[tuple[int, str, int], Floats]  # how long each message waited and moved
+Lags = dict[Message, Floats]  # how long each message waited and moved
 
 
 def walk_table(
@@ -292,33 +309,33 @@ def walk_table(
     passes = [
         {index: rank.of(table.kinds[index]) for index in set(row)} for rank, row in zip(ranks, table.rows, strict=True)
     ]
-    sent: dict[tuple[int, str, int], tuple[Floats, int]] = {}
+    sent: dict[Message, tuple[Floats, int]] = {}
     took: Lags = {}
     channels: dict[tuple[int, str], Floats] = {}
     for turn in table.turns:
         at, did = clocks[turn.rank], passes[turn.rank][turn.kind]
-        if turn.needs is not None:
+        for message in turn.needs:
             at.host = at.host + hops.host_s
-            ready, source = sent.pop(turn.needs)
-            channel = turn.needs[:2]
+            ready, source = sent.pop(message)
+            channel = message[:2]
             at.wait(np.maximum(np.maximum(ready, channels.get(channel, nothing)), at.host), "bubble")
             at.wait(at.compute + hops.seconds[source, turn.rank], "pp")
             channels[channel] = at.compute
-            took[turn.needs] = at.compute - ready
+            took[message] = at.compute - ready
         if did.leads:
             at.wait(np.where(did.lead_s > 0, np.maximum(at.wire, at.host) + did.lead_s, 0.0), "dp")
         if at.filling is None:
             at.filling = at.waits["bubble"] + at.waits["host"]
         at.wait(at.host + did.slack_s, "host")
-        at.run(did, turn.rank, hops)
+        at.run(did)
         if synchronizes:
             at.host = np.maximum(at.host, at.compute)
-        if turn.sends is not None:
+        for message, target in turn.sends:
             at.host = at.host + hops.host_s
             ready = np.maximum(at.compute, at.host)
-            sent[turn.sends] = ready, turn.rank
+            sent[message] = ready, turn.rank
             if lags:
-                at.sending[turn.target] = ready + lags[turn.sends]
+                at.sending[message[:2]] = hops.held[turn.rank, target], ready + lags[message]
     return clocks, took
 
 
@@ -345,9 +362,7 @@ def issued(table: Table, ranks: Sequence[RankCounts], hops: Hops) -> Floats:
     for number, rank in enumerate(ranks):
         kinds, times = np.unique(table.rows[number], return_counts=True)
         passes = sum(count * rank.of(table.kinds[kind]).host_s for kind, count in zip(kinds, times, strict=True))
-        messages = sum(
-            (turn.needs is not None) + (turn.sends is not None) for turn in table.turns if turn.rank == number
-        )
+        messages = sum(len(turn.needs) + len(turn.sends) for turn in table.turns if turn.rank == number)
         ends.append(_end_of(rank, LONG_AGO, LONG_AGO, rank.host_s + passes + messages * hops.host_s).done)
     return np.stack(ends)
 

@@ -12,6 +12,7 @@ import numpy as np
 from simulator.closed_form.block_times import Background, BlockTimes, PassTimes, TrafficTimes
 from simulator.columns.plan_table import Floats
 from simulator.program.program import COMPUTE
+from simulator.step.host import QUEUED_LAUNCHES
 from simulator.step.rank import Pass, Value
 from simulator.step.traffic import REDUCE_POOL, REPLICAS, STREAM, WIRES
 from simulator.step.units import Unit
@@ -105,7 +106,7 @@ class Bytes:
 
 
 Ran = dict[int, tuple[PassTimes, Value]]
-Mark = tuple[Floats, dict[str, Floats], dict[str, Floats], Ran, dict[str, Floats]]
+Mark = tuple[Floats, dict[str, Floats], dict[str, Floats], Ran, dict[str, Floats], Value]
 
 
 class Tally:
@@ -130,6 +131,7 @@ class Tally:
         self.sent_s = self._nothing_sent()  # what streams of collectives have had to send since a pass began
         self._recorded = 0
         self._ahead_s: Floats = self._zero
+        self._launched: Value = 0.0  # kernels so far
         self._begun = self.mark()
         self.paired = False  # passes run beside those of another micro batch
         self.runs_ahead = False  # the host never waits for the device, whatever the runtime says
@@ -166,11 +168,12 @@ class Tally:
 
     def mark(self) -> Mark:
         """Return where the rank is."""
-        return self.host, dict(self.clocks), dict(self.parts), dict(self._ran), dict(self.sent_s)
+        return self.host, dict(self.clocks), dict(self.parts), dict(self._ran), dict(self.sent_s), self._launched
 
     def repeat(self, since: Mark, times: Value) -> None:
         """Let what has happened since a mark happen so many `times` more."""
-        host, clocks, parts, ran, sent_s = since
+        host, clocks, parts, ran, sent_s, launched = since
+        self._launched = self._launched + times * (self._launched - launched)
         self.sent_s = {name: sent + times * (sent - sent_s[name]) for name, sent in self.sent_s.items()}
         ahead = {name: times * (clock - clocks.get(name, self._zero)) for name, clock in self.clocks.items()}
         self.host = self.host + times * (self.host - host)
@@ -216,9 +219,12 @@ class Tally:
         self.paired = False
 
     def _fill_queue(self) -> None:
-        """Have the host wait where the compute stream's queue is full of kernels like those of the last pass."""
+        """Have the host wait where the compute stream's queue is full: of kernels like those of the last pass, or, where the stream
+        itself has waited meanwhile, of kernels as they came so far.
+        """
         if not self.runs_ahead:
-            self.host = np.maximum(self.host, self.compute - self._ahead_s)
+            ahead_s = np.maximum(self._ahead_s, QUEUED_LAUNCHES * self.compute / np.maximum(self._launched, 1.0))
+            self.host = np.maximum(self.host, self.compute - ahead_s)
 
     def host_work(self, name: str, seconds: Value) -> None:  # noqa: ARG002 - a Rank is given names
         self.host = self.host + seconds
@@ -244,7 +250,7 @@ class Tally:
         self.host = self.host + pace.host_s
         if times.waits:
             self.host = np.maximum(self.host, begun + pace.waits_s + longer)
-        self._ahead_s = times.ahead_s
+        self._ahead_s, self._launched = times.ahead_s, self._launched + times.launches
         self._fill_queue()
 
     def copy(

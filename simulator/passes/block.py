@@ -58,6 +58,10 @@ def block_passes(
     )
 
 
+# Of the SMs, what messages leave to a kernel beside them.
+MOST_HELD = 0.95
+
+
 class _Maker:
     """Makes steps of the works of operators."""
 
@@ -100,12 +104,14 @@ class _Maker:
         rows = rows & (ranks > 1)
         nbytes = np.broadcast_to(np.asarray(work.bytes, dtype=np.float64), rows.shape)
         if work.collective == "ring":
-            shard = nbytes / ranks
+            shard, pair = nbytes / ranks, f"{work.over}_pair"
+            held = groups.load("send_recv", pair, shard)[0] / self.context.roofline.gpu.sm_count
             return Ring(
                 rows=rows,
                 over=work.over,
                 shard_bytes=shard,
-                hop_s=groups.time_s("send_recv", f"{work.over}_pair", shard),
+                hop_s=groups.time_s("send_recv", pair, shard),
+                held=np.minimum(2 * held, MOST_HELD),
                 call_s=self.host.collective_s,
                 ranks=ranks,
                 beside=f"{operator.hidden_by}.backward" if work.backward else operator.hidden_by,

@@ -85,12 +85,16 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ring:
-    """An attention kernel in as many pieces as ranks; while one computes, the shard that the next one needs comes round."""
+    """An attention kernel in as many pieces as ranks; while one computes, the shard that the next one needs comes round.
+
+    Meanwhile the message out and the one in hold a share `held` of the SMs.
+    """
 
     rows: Rows
     over: str
     shard_bytes: Floats
     hop_s: Floats
+    held: Floats
     call_s: float
     ranks: Floats
     beside: str  # the kernel's name
@@ -98,15 +102,26 @@ class Ring:
     kernel: Kernel | None = None
 
     @property
-    def moved_s(self) -> Floats:
-        """Seconds of all hops."""
-        return np.where(self.rows, (self.ranks - 1) * self.hop_s, 0.0)
+    def piece_s(self) -> Floats:
+        """Seconds of a piece alone."""
+        alone = np.zeros(len(self.rows)) if self.kernel is None else self.kernel.seconds
+        return np.where(self.rows, alone / self.ranks, 0.0)
+
+    @property
+    def beside_s(self) -> Floats:
+        """Seconds of a piece that begins with a hop."""
+        piece = self.piece_s
+        return np.minimum(piece / (1.0 - self.held), piece + self.held * self.hop_s)
+
+    @property
+    def lost_s(self) -> Floats:
+        """Seconds that pieces lose beside hops."""
+        return np.where(self.rows, (self.ranks - 1) * (self.beside_s - self.piece_s), 0.0)
 
     @property
     def exposed_s(self) -> Floats:
-        """Seconds of hops that the kernel's pieces do not hide."""
-        alone = 0.0 if self.kernel is None else self.kernel.seconds
-        return np.where(self.rows, (self.ranks - 1) * np.maximum(self.hop_s - alone / self.ranks, 0.0), 0.0)
+        """Seconds of hops that pieces do not hide."""
+        return np.where(self.rows, (self.ranks - 1) * np.maximum(self.hop_s - self.beside_s, 0.0), 0.0)
 
     @property
     def issue_s(self) -> Floats:
