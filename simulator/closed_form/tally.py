@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from simulator.closed_form.block_times import Background, BlockTimes, PassTimes, TrafficTimes
+from simulator.closed_form.block_times import TINY, Background, BlockTimes, PassTimes, TrafficTimes
 from simulator.columns.plan_table import Floats
 from simulator.program.program import COMPUTE
 from simulator.step.host import QUEUED_LAUNCHES
@@ -234,10 +234,11 @@ class Tally:
         if self.paired and which is Pass.FORWARD:  # a layer ahead of the one that the backward pass lets go
             self.bytes.alloc("ahead", unit.saved_bytes, "activations", handed_on=True)
             self.bytes.free("ahead")
-        start = np.maximum(self.compute, self.host)
-        stretched = self._beside_traffic(start, times.kernels_s, times.exposed_s, times.bytes_per_s)
-        self._ran[id(times)] = times, self._ran.get(id(times), (times, 0.0))[1] + 1.0
         device_s, pace, begun = times.device_s, times.pace, self.compute
+        start = np.maximum(begun, self.host)
+        idle_s = np.maximum(begun + pace.device_s, self.host + pace.late_s) - start - device_s
+        stretched = self._beside_traffic(start, times.kernels_s, times.exposed_s, times.bytes_per_s, idle_s)
+        self._ran[id(times)] = times, self._ran.get(id(times), (times, 0.0))[1] + 1.0
         longer: Value = 0.0
         done, late_s = begun + pace.device_s, pace.late_s
         if stretched is not None:
@@ -263,7 +264,7 @@ class Tally:
         rate = self.traffic.copy_bytes_per_s(module_bytes)
         seconds = np.asarray(moved_bytes / rate)
         self._wait(COMPUTE, self.host, "host")
-        stretched = self._beside_traffic(self.compute, seconds, self._zero, rate, copies=True)
+        stretched = self._beside_traffic(self.compute, seconds, self._zero, rate, self._zero, copies=True)
         seconds = seconds if stretched is None else seconds + stretched
         self.parts["copies"] = self.parts["copies"] + seconds
         self.clocks[COMPUTE] = self.compute + seconds
@@ -376,10 +377,17 @@ class Tally:
         }
 
     def _beside_traffic(
-        self, start: Floats, kernels_s: Floats, exposed_s: Floats, bytes_per_s: Floats, *, copies: bool = False
+        self,
+        start: Floats,
+        kernels_s: Floats,
+        exposed_s: Floats,
+        bytes_per_s: Floats,
+        idle_s: Floats,
+        *,
+        copies: bool = False,
     ) -> Floats | None:
         """Return how much longer compute takes beside the traffic under way at `start`, which it delays as well; None
-        where there is none.
+        where there is none. In between the device is idle for `idle_s`, when traffic has the GPU to itself.
         """
         longer = None
         total = kernels_s + exposed_s
@@ -391,7 +399,9 @@ class Tally:
             alone = np.maximum(self._busy[stream][0] - start, 0.0) if stream in self._busy else self._zero
             stretch, progress = beside.stretch(kernels_s, exposed_s, bytes_per_s, self.traffic, copies=copies)
             left, rest = np.maximum(left - alone, 0.0), np.maximum(total - alone, 0.0)
-            together = np.minimum(stretch * rest, left / progress)
+            busy = stretch * rest
+            share = busy / np.maximum(busy + idle_s, TINY)
+            together = share * np.minimum(busy + idle_s, left / (1.0 - share * (1.0 - progress)))
             lost = together * (1.0 - 1.0 / stretch)
             longer = lost if longer is None else longer + lost
             self._delay(stream, start, together * (1.0 - progress))
