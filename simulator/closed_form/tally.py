@@ -127,6 +127,8 @@ class Tally:
         self._beside: dict[str, Background] = {}
         # Since when, and until when, a stream has had collectives one behind the other.
         self._busy: dict[str, tuple[Floats, Floats]] = {}
+        # The same of what it had before a pause, and the last of them, where compute has not come so far.
+        self._earlier: dict[str, tuple[Floats, Floats, Background]] = {}
         self._events: dict[str, tuple[str, Floats]] = {}
         self.sent_s = self._nothing_sent()  # what streams of collectives have had to send since a pass began
         self._recorded = 0
@@ -157,7 +159,7 @@ class Tally:
             self.clocks[stream] = self._zero + (compute_s if stream == COMPUTE else wire_s)
         self.host = self._zero + host_s
         self._events = {name: (stream, self._zero + wire_s) for name, (stream, _) in self._events.items()}
-        self._busy, self.sent_s = {}, self._nothing_sent()
+        self._busy, self._earlier, self.sent_s = {}, {}, self._nothing_sent()
         self.bytes.begin()
         self.at_pass = self.bytes.now.copy(), self.spent_s()
 
@@ -180,6 +182,9 @@ class Tally:
         self.clocks = {name: clock + ahead[name] for name, clock in self.clocks.items()}
         self._events = {name: (stream, at + ahead[stream]) for name, (stream, at) in self._events.items()}
         self._busy = {name: (since + ahead[name], to + ahead[name]) for name, (since, to) in self._busy.items()}
+        self._earlier = {
+            name: (since + ahead[name], to + ahead[name], cost) for name, (since, to, cost) in self._earlier.items()
+        }
         for name, part in self.parts.items():
             if part is not parts[name]:
                 self.parts[name] = part + times * (part - parts[name])
@@ -300,8 +305,10 @@ class Tally:
             end = end + self._crowded(start, seconds, cost, BESIDE[stream], other)
         self.clocks[stream] = end if cost.everywhere else np.where(cost.seconds > 0, end, now)
         since, until = self._busy.get(stream, (start, start))
-        self._busy[stream] = np.where(start > until, start, since), self.clocks[stream]
-        before = self._beside.get(stream)
+        before, pauses = self._beside.get(stream), start > until
+        self._busy[stream] = np.where(pauses, start, since), self.clocks[stream]
+        if before is not None and (ahead := pauses & (until > self.compute)).any():
+            self._earlier[stream] = since, np.where(ahead, until, self.compute), before
         if before is not cost:
             self._beside[stream] = cost if before is None or cost.everywhere else cost.over(before)
 
@@ -391,18 +398,30 @@ class Tally:
         """
         longer = None
         total = kernels_s + exposed_s
-        for stream, beside in self._beside.items():
-            left = self._clock(stream) - start
-            if not (left > 0).any():
-                continue
+        for stream, beside, since, until in self._under_way(start):
             # It may have to wait for another stream itself.
-            alone = np.maximum(self._busy[stream][0] - start, 0.0) if stream in self._busy else self._zero
+            alone = self._zero if since is None else np.maximum(since - start, 0.0)
             stretch, progress = beside.stretch(kernels_s, exposed_s, bytes_per_s, self.traffic, copies=copies)
-            left, rest = np.maximum(left - alone, 0.0), np.maximum(total - alone, 0.0)
+            left, rest = np.maximum(until - start - alone, 0.0), np.maximum(total - alone, 0.0)
             busy = stretch * rest
             share = busy / np.maximum(busy + idle_s, TINY)
             together = share * np.minimum(busy + idle_s, left / (1.0 - share * (1.0 - progress)))
             lost = together * (1.0 - 1.0 / stretch)
             longer = lost if longer is None else longer + lost
-            self._delay(stream, start, together * (1.0 - progress))
+            if until is self._clock(stream):
+                self._delay(stream, start, together * (1.0 - progress))
         return longer
+
+    def _under_way(self, start: Floats) -> list[tuple[str, Background, Floats | None, Floats]]:
+        """Return the collectives that are not over at `start`: of which stream, and since when and until when it has them."""
+        found: list[tuple[str, Background, Floats | None, Floats]] = []
+        for stream, (since, until, cost) in [*self._earlier.items()]:
+            if (until > start).any():
+                found.append((stream, cost, since, until))
+            else:
+                del self._earlier[stream]
+        for stream, cost in self._beside.items():
+            until = self._clock(stream)
+            if (until > start).any():
+                found.append((stream, cost, self._busy[stream][0] if stream in self._busy else None, until))
+        return found
