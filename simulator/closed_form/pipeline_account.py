@@ -32,14 +32,14 @@ LONG_AGO = -1e6  # seconds: a clock that holds nothing up
 # In which it is found how long kernels take beside messages, to a hundredth of what they lose.
 ROUNDS = 4
 # (compute, wire, host) clocks with which passes begin: nothing in the way of the device, host or wire.
-BEGINS = np.array([(0.0, LONG_AGO, LONG_AGO), (LONG_AGO, LONG_AGO, 0.0), (0.0, 0.0, LONG_AGO)])
+BEGINS = np.array([(0.0, LONG_AGO, LONG_AGO), (LONG_AGO, LONG_AGO, 0.0), (LONG_AGO, 0.0, LONG_AGO)])
 
 
 @dataclass(frozen=True, slots=True)
 class PassCounts:
     """What a kind of pass does to its rank: seconds on the device and their parts; until its end from the host's start,
-    where the host is behind; for parameters that have to be gathered first; after its end for what it has sent; and bytes
-    that it leaves and that it has at its peak more than it found, one row a category.
+    where the host is behind; by how much it begins later, or earlier, than the wire is free for the parameters that it gathers;
+    after its end for what it has sent; and bytes that it leaves and that it has at its peak more than it found, one row a category.
     """
 
     device_s: Floats
@@ -66,8 +66,8 @@ class Counter:
     """Counts the passes of stages that a plan's tables have, those of stages with the same units only once.
 
     `walks` is one walk of all plans, or, of plans that hold other layers on their stages, a walk for each. Three walks at
-    once tell what a pass takes: with nothing in the way of the device, with nothing but the host in the way, and with a wire
-    that is free only when the pass begins (`BEGINS`).
+    once tell what a pass takes: with nothing in the way of the device, with nothing but the host in the way, and with nothing
+    but the wire (`BEGINS`).
     """
 
     def __init__(self, walks: Sequence[StepWalk], tables: Sequence[Table], new_tally: Callable[[int], Tally]) -> None:
@@ -213,7 +213,7 @@ def _counted(tally: Tally, *, waits_for_traffic: bool, gathers: bool) -> PassCou
     summed = tally.clocks[REPLICAS][0] if REPLICAS in tally.clocks else long_ago
     spent_s = tally.spent_s()
     parts = np.stack([(spent_s[name] - before_parts[name])[0] for name in PARTS])
-    lead_s = wired - free if gathers else np.zeros(tally.rows)
+    lead_s = wired - free if gathers else long_ago
     return PassCounts(
         device_s=free,
         parts=parts,
@@ -227,7 +227,7 @@ def _counted(tally: Tally, *, waits_for_traffic: bool, gathers: bool) -> PassCou
         kept=tally.bytes.now - before_bytes,
         most=tally.bytes.most - before_bytes,
         waits_for_traffic=waits_for_traffic,
-        leads=bool((lead_s > 0).any()),
+        leads=bool((lead_s > 0.5 * LONG_AGO).any()),
         slack_s=np.maximum(hosted - free, 0.0),
         kernels_s=parts[PARTS.index("compute")] + parts[PARTS.index("recompute")],
     )
@@ -323,7 +323,7 @@ def walk_table(
             channels[channel] = at.compute
             took[message] = at.compute - ready
         if did.leads:
-            at.wait(np.where(did.lead_s > 0, np.maximum(at.wire, at.host) + did.lead_s, 0.0), "dp")
+            at.wait(np.maximum(at.wire, at.host) + did.lead_s, "dp")
         if at.filling is None:
             at.filling = at.waits["bubble"] + at.waits["host"]
         at.wait(at.host + did.slack_s, "host")
