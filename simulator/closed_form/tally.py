@@ -134,7 +134,8 @@ class Tally:
         self._recorded = 0
         self._ahead_s: Floats = self._zero
         self._launched: Value = 0.0  # kernels so far
-        self._begun = self.mark()
+        self._last: tuple[Floats, PassTimes] | None = None  # when the last pass began
+        self._begun, self._sends = self.mark(), False  # where a unit began that stands for several, and whether it sends anything
         self.paired = False  # passes run beside those of another micro batch
         self.runs_ahead = False  # the host never waits for the device, whatever the runtime says
         self.at_pass: tuple[Floats, dict[str, Floats]] = (self.bytes.now, self.parts)
@@ -159,7 +160,7 @@ class Tally:
             self.clocks[stream] = self._zero + (compute_s if stream == COMPUTE else wire_s)
         self.host = self._zero + host_s
         self._events = {name: (stream, self._zero + wire_s) for name, (stream, _) in self._events.items()}
-        self._busy, self._earlier, self.sent_s = {}, {}, self._nothing_sent()
+        self._busy, self._earlier, self._last, self.sent_s = {}, {}, None, self._nothing_sent()
         self.bytes.begin()
         self.at_pass = self.bytes.now.copy(), self.spent_s()
 
@@ -205,14 +206,29 @@ class Tally:
 
     def begin(self, unit: Unit) -> None:
         if unit.repeats > 1:
-            self._begun = self.mark()
+            self._begun, self._sends = self.mark(), False
             self.bytes.begin_unit()
 
     def ended(self, unit: Unit) -> None:
         if unit.repeats > 1:
             self.bytes.end_unit(float(unit.repeats))
-            self.repeat(self._begun, unit.repeats - 1.0)
+            if self._sends:
+                self.repeat(self._begun, unit.repeats - 1.0)
+            else:
+                self._repeat_beside(self._begun, unit.repeats - 1.0)
             self._fill_queue()
+
+    def _repeat_beside(self, since: Mark, times: float) -> None:
+        """Repeat what sends nothing itself: what runs beside it ends, and holds it up no longer than that."""
+        lost = self.parts["contention"] - since[2]["contention"]
+        left = np.max([self._clock(stream) for stream in WIRES], axis=0) - self.compute
+        lasting = np.clip(left / np.maximum(self.compute - since[1][COMPUTE], TINY), 0.0, times)
+        wires = {name: self.clocks[name] for name in WIRES if name in self.clocks}
+        self.repeat(since, times)
+        for name, clock in wires.items():
+            self.clocks[name] = clock + lasting * (clock - since[1].get(name, self._zero))
+        self.clocks[COMPUTE] = self.compute - (times - lasting) * lost
+        self.parts["contention"] = self.parts["contention"] - (times - lasting) * lost
 
     def begin_pair(self) -> None:
         self.paired = True
@@ -256,6 +272,7 @@ class Tally:
         self.host = self.host + pace.host_s
         if times.waits:
             self.host = np.maximum(self.host, begun + pace.waits_s + longer)
+        self._last = start, times
         self._ahead_s, self._launched = times.ahead_s, self._launched + times.launches
         self._fill_queue()
 
@@ -294,11 +311,13 @@ class Tally:
         cost = self.traffic.cost(op, family, nbytes)
         if not cost.runs:
             return
+        self._sends = True
         once = isinstance(times, float) and times == 1.0
         self.host = self.host + (cost.host_s if once else times * cost.host_s)
         now = self._clock(stream)
         start, seconds = np.maximum(now, self.host), cost.seconds if once else times * cost.seconds
         end = start + seconds
+        self._hold_up(start, end, cost)
         if stream in self.sent_s:
             self.sent_s[stream] = self.sent_s[stream] + seconds
         if stream in BESIDE and (other := self._beside.get(BESIDE[stream])) is not None:
@@ -364,6 +383,17 @@ class Tally:
         if stream == COMPUTE:
             self.parts[part] = self.parts[part] + (later - now)
         self.clocks[stream] = later
+
+    def _hold_up(self, start: Floats, end: Floats, cost: Background) -> None:
+        """Let the last pass, which is told already, take longer beside a collective that begins before it ends."""
+        if self._last is None or not (start < self.compute).any():
+            return
+        begun, times = self._last
+        together = np.maximum(np.minimum(end, self.compute) - np.maximum(start, begun), 0.0)
+        stretch, _ = cost.stretch(times.kernels_s, times.exposed_s, times.bytes_per_s, self.traffic, copies=False)
+        lost = together * (1.0 - 1.0 / stretch)
+        self.parts["contention"] = self.parts["contention"] + lost
+        self.clocks[COMPUTE] = self.compute + lost
 
     def _crowded(self, start: Floats, seconds: Value, cost: Background, stream: str, other: Background) -> Floats:
         """Return how much longer a collective takes beside the one under way on `stream`, which it delays as well."""
