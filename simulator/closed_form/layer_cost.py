@@ -24,8 +24,8 @@ class PassCost:
     """One pass over a block: kernel seconds, exposed communication by axis, host seconds. Columns.
 
     `lost_s` is what kernels lose to communication beside them, `moved_bytes` what they read and write.
-    `behind_s` is when the device ends what comes after the first collective, counted from the host's start, where it waits
-    for the host alone: minus infinity where nothing comes after it. `launches` is how many kernels. `waits`: where the host waits for the device on its way.
+    `behind_s` is when the device ends, counted from the host's start, where it waits for the host alone: minus infinity where
+    it does nothing. `launches` is how many kernels. `waits`: where the host waits for the device on its way.
 
     Of a layer with experts on several ranks: seconds of kernels between its two exchanges of tokens, and of other communication
     there, of kernels the gradients of weights, and the first exchange; the SMs that exchanges hold, of plans that run others beside.
@@ -193,7 +193,6 @@ class _Fold:
             moved_bytes=np.zeros(rows),
             launches=np.zeros(rows),
         )
-        self._issued = np.full(rows, NEVER)  # when the host issued the kernels since the last collective
         self._waited = np.zeros((2, rows))  # seconds of device and host when the host last waited
         self._exchanged: tuple[Floats, Floats, Floats] | None = None  # what there was at the first exchange of tokens
 
@@ -225,7 +224,6 @@ class _Fold:
             cost.waits = Waits(rows=waits.rows | runs, before_s=(device_s, behind_s, host_s), after=after)
         self._waited = np.where(runs, np.stack([cost.device_s, cost.host_s]), self._waited)
         cost.behind_s = np.where(runs, NEVER, cost.behind_s)
-        self._issued = np.where(runs, NEVER, self._issued)
 
     def kernel(self, step: Kernel, *, issued: bool = True) -> None:
         """Add a kernel, and what its launch costs the host where it is `issued` by itself."""
@@ -239,9 +237,10 @@ class _Fold:
             cost.attention_s = cost.attention_s + seconds
         cost.moved_bytes = cost.moved_bytes + np.where(step.rows, work.bytes, 0.0)
         cost.launches = cost.launches + np.where(step.rows, work.launches, 0.0)
-        cost.behind_s = np.maximum(cost.behind_s, self._issued) + seconds
         if issued:
             cost.host_s = cost.host_s + step.issue_s
+        ready_s = np.maximum(cost.behind_s, cost.host_s - self._waited[1])
+        cost.behind_s = np.where(step.rows, ready_s + seconds, cost.behind_s)
         if step.weight:
             cost.weight_s = cost.weight_s + seconds
             cost.weight_host_s = cost.weight_host_s + step.issue_s
@@ -281,10 +280,9 @@ class _Fold:
             )
 
     def _expose(self, axis: str, seconds: Floats) -> None:
-        """Add communication that nothing hides; kernels behind it are issued after it."""
+        """Add communication that nothing hides."""
         cost = self.cost
         cost.expose(axis, seconds)
         after = seconds > 0
-        issued_s = cost.host_s - self._waited[1]
-        cost.behind_s = np.where(after, np.maximum(cost.behind_s, issued_s) + seconds, cost.behind_s)
-        self._issued = np.where(after, issued_s, self._issued)
+        ready_s = np.maximum(cost.behind_s, cost.host_s - self._waited[1])
+        cost.behind_s = np.where(after, ready_s + seconds, cost.behind_s)

@@ -135,7 +135,10 @@ class Tally:
         self._ahead_s: Floats = self._zero
         self._launched: Value = 0.0  # kernels so far
         self._last: tuple[Floats, PassTimes] | None = None  # when the last pass began
-        self._begun, self._sends = self.mark(), False  # where a unit began that stands for several, and whether it sends anything
+        self._begun, self._sends = (
+            self.mark(),
+            False,
+        )  # where a unit began that stands for several, and whether it sends anything
         self.paired = False  # passes run beside those of another micro batch
         self.runs_ahead = False  # the host never waits for the device, whatever the runtime says
         self.at_pass: tuple[Floats, dict[str, Floats]] = (self.bytes.now, self.parts)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import accumulate
 
 import numpy as np
 
@@ -32,6 +33,9 @@ from simulator.program.cost_model import Cost
 from simulator.runtimes.parts import RecomputeSpec
 from simulator.step.context import CostContext
 from simulator.step.host import again_host_s
+
+# A run of kernels is issued in one where it takes the device so many times its kernels' seconds at most.
+WAITS = 1.01
 
 
 class Detail(StrEnum):
@@ -81,9 +85,9 @@ def merged(steps: Iterable[Step], name: str, detail: Detail) -> list[Step]:
     run: list[KernelStep] = []
 
     def close() -> None:
-        if run:
-            out.append(summed(run, f"{name}.{len(out)}"))
-            run.clear()
+        for part in _parts(run):
+            out.append(summed(part, f"{name}.{len(out)}"))
+        run.clear()
 
     for step in steps:
         if isinstance(step, KernelStep):
@@ -93,6 +97,21 @@ def merged(steps: Iterable[Step], name: str, detail: Detail) -> list[Step]:
             out.append(step)
     close()
     return out
+
+
+def _parts(run: Sequence[KernelStep]) -> list[Sequence[KernelStep]]:
+    """Return launches in a row in one part, or in two where the device, which has gone as far as it can, waits for the host to
+    issue the second: the later the kernel that it waits for, the less is left to do then.
+    """
+    if not run:
+        return []
+    issued = list(accumulate(step.host_s for step in run))
+    left = list(accumulate(step.cost.seconds for step in reversed(run)))[::-1]
+    behind = [host_s + device_s for host_s, device_s in zip(issued, left, strict=True)]
+    latest = max(range(len(run)), key=lambda place: behind[place])
+    if latest == 0 or behind[latest] <= WAITS * left[0]:
+        return [run]
+    return [run[:latest], run[latest:]]
 
 
 def _host(name: str, seconds: float) -> tuple[Step, ...]:
