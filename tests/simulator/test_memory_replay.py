@@ -18,7 +18,7 @@ from simulator.config.estimate import SURE, Fit
 from simulator.config.hf_config import load_model
 from simulator.config.plan import Plan
 from simulator.config.workload import Workload
-from simulator.engine.allocator import CachingAllocator
+from simulator.memory.allocator import CachingAllocator
 from simulator.memory.estimate import with_replay
 from simulator.memory.rank import RankReplay
 from simulator.memory.replay import MemoryReplay
