@@ -102,7 +102,8 @@ class MemoryReplay:
 
     def over_passes(self, rank: int) -> list[int]:
         """Return the bytes that pipeline rank `rank` has allocated at most in each pass of a step, unit by unit, and at its end."""
-        replay = RankReplay(self.tensors, rank, CachingAllocator(), micro_batches=self.micro_batches, watches=True)
+        replay = RankReplay(self.tensors, rank, CachingAllocator(), micro_batches=self.micro_batches)
+        replay.watches = True
         replay.start()
         for _ in range(STEPS):
             replay.step()
