@@ -26,7 +26,7 @@ from simulator.pipeline.schedules.table import Kind
 from simulator.step.rank import Value
 from simulator.step.traffic import REPLICAS, STREAM, WIRES, DataWriter
 from simulator.step.units import Unit
-from simulator.step.walk import RankStages, StepWalk
+from simulator.step.walk import StepWalk
 
 LONG_AGO = -1e6  # seconds: a clock that holds nothing up
 # In which it is found how long kernels take beside messages, to a hundredth of what they lose.
@@ -39,7 +39,7 @@ BEGINS = np.array([(0.0, LONG_AGO, LONG_AGO), (LONG_AGO, LONG_AGO, 0.0), (LONG_A
 class PassCounts:
     """What a kind of pass does to its rank: seconds on the device and their parts; until its end from the host's start,
     where the host is behind; by how much it begins later, or earlier, than the wire is free for the parameters that it gathers;
-    after its end for what it has sent; and bytes that it leaves and that it has at its peak more than it found, one row a category.
+    after its end for what it has sent.
     """
 
     device_s: Floats
@@ -51,15 +51,13 @@ class PassCounts:
     sent_s: Floats  # what the stream of shards carries for it
     summed_tail_s: Floats
     summed_s: Floats  # and that of sums over their replicas
-    kept: Floats
-    most: Floats
     waits_for_traffic: bool
     leads: bool  # in any row
     slack_s: Floats  # by how much the device ends later where the host is behind
     kernels_s: Floats
 
 
-Local = tuple[Kind, bool, bool, Gathered, bool, bool]  # a kind of pass, wherever its stage is
+Local = tuple[Kind, bool, bool, Gathered, bool]  # a kind of pass, wherever its stage is
 
 
 class Counter:
@@ -72,13 +70,12 @@ class Counter:
 
     def __init__(self, walks: Sequence[StepWalk], tables: Sequence[Table], new_tally: Callable[[int], Tally]) -> None:
         self.walks, self.new_tally = walks, new_tally
-        follow = {kind.stage for table in tables for kind in table.kinds if kind.follows}
         shape_of = {id(units): _shape(units) for walk in walks for units in walk.stages}
         # Of each stage the shapes that it has, each with the first walk that has it, and which of them every walk has.
         self._shapes: list[dict[object, int]] = []
         self._which: list[NDArray[np.intp]] = []
         for stage in range(len(walks[0].stages)):
-            shapes: list[object] = [(shape_of[id(walk.stages[stage])], stage in follow) for walk in walks]
+            shapes = [shape_of[id(walk.stages[stage])] for walk in walks]
             first = {shape: number for number, shape in reversed([*enumerate(shapes)])}
             order = {shape: number for number, shape in enumerate(first)}
             self._shapes.append(first)
@@ -89,19 +86,17 @@ class Counter:
                 self._kinds.setdefault(shape, set()).add(local_kind(kind))
         self._known: dict[object, dict[Local, PassCounts]] = {}
 
-    def rank(self, held: RankStages) -> RankCounts:
-        """Return the counts of a rank."""
-        which = np.stack([self._which[stage] for stage in held.stages])
+    def rank(self, stages: Sequence[int]) -> RankCounts:
+        """Return the counts of a rank that has some stages."""
+        which = np.stack([self._which[stage] for stage in stages])
         _, firsts, contents = np.unique(which, axis=1, return_index=True, return_inverse=True)
-        endings, standing = [], []
+        endings = []
         for first in firsts:
             tally = self.new_tally(0)
-            data = self.walks[first].begin(tally, held)
+            data = self.walks[first].begin(tally)
             endings.append((self.walks[first], tally, data))
-            standing.append(tally.bytes.now.copy())
-        passes = {stage: self.stage(stage) for stage in held.stages}
-        contents = contents.ravel()
-        return RankCounts(held, _of_each(contents, standing), endings[0][1].host, passes, endings, contents)
+        passes = {stage: self.stage(stage) for stage in stages}
+        return RankCounts(stages, endings[0][1].host, passes, endings, contents.ravel())
 
     def stage(self, stage: int) -> Mapping[Local, PassCounts]:
         """Return the counts of a stage's passes by kind."""
@@ -122,12 +117,11 @@ class Counter:
         wanted = {Gathered.NONE: [], Gathered.LAST: units[-1:], Gathered.ALL: units}
         passes: dict[Local, PassCounts] = {}
         for local, micro_batch in _each_kind(kinds):
-            action, _, last, gathered, follows, paired = local
-            before = units[min(stage == 0, len(units) - 1)] if follows else None  # one of a size with it
+            action, _, last, gathered, paired = local
             tally.runs_ahead, tally.paired = True, paired
             if gathered is not Gathered.AS_LEFT:
                 data.have_gathered(units, wanted[gathered])
-            data.have_sent(before)
+            data.begin_pass()
             compute_s, wire_s, host_s = BEGINS.T[:, :, None]
             tally.begin_pass(compute_s=compute_s, wire_s=wire_s, host_s=host_s)
             walk.action(tally, data, stage, action, micro_batch, last=last)
@@ -140,12 +134,11 @@ class Counter:
 
 @dataclass(frozen=True, slots=True)
 class RankCounts:
-    """One pipeline rank: what was there before its first pass, its stages' passes, and who counts the end of its step:
+    """One pipeline rank: when its host begins, its stages' passes, and who counts the end of its step:
     a walk with its tally for each of its possible `contents`, of which every plan has one.
     """
 
-    held: RankStages
-    base: Floats
+    stages: Sequence[int]
     host_s: Floats
     passes: Mapping[int, Mapping[Local, PassCounts]]
     endings: Sequence[tuple[StepWalk, Tally, DataWriter]]
@@ -178,7 +171,7 @@ def _shape(units: Sequence[Unit]) -> object:
 
 def local_kind(kind: PassKind) -> Local:
     """Return a kind of pass wherever its stage is."""
-    return kind.action, kind.first, kind.last, kind.gathered, kind.follows, kind.paired
+    return kind.action, kind.first, kind.last, kind.gathered, kind.paired
 
 
 def _each_kind(kinds: set[Local]) -> list[tuple[Local, int]]:
@@ -207,7 +200,7 @@ def _backwards(kinds: set[Local]) -> list[list[Local]]:
 def _counted(tally: Tally, *, waits_for_traffic: bool, gathers: bool) -> PassCounts:
     """Return what a pass took, from the walks of it."""
     free, hosted, wired = tally.compute
-    before_bytes, before_parts = tally.at_pass
+    before_parts = tally.at_pass
     long_ago = np.full(tally.rows, LONG_AGO)
     ends = [tally.clocks[name][0] for name in WIRES if name in tally.clocks and name != REPLICAS]
     summed = tally.clocks[REPLICAS][0] if REPLICAS in tally.clocks else long_ago
@@ -224,8 +217,6 @@ def _counted(tally: Tally, *, waits_for_traffic: bool, gathers: bool) -> PassCou
         sent_s=tally.sent_s[STREAM][0],
         summed_tail_s=summed - free,
         summed_s=tally.sent_s[REPLICAS][0],
-        kept=tally.bytes.now - before_bytes,
-        most=tally.bytes.most - before_bytes,
         waits_for_traffic=waits_for_traffic,
         leads=bool((lead_s > 0.5 * LONG_AGO).any()),
         slack_s=np.maximum(hosted - free, 0.0),
@@ -372,23 +363,9 @@ def _end_of(rank: RankCounts, compute_s: Value, wire_s: Value, host_s: Value, me
     for walk, tally, data in rank.endings:
         tally.begin_pass(compute_s=compute_s, wire_s=wire_s, host_s=host_s)
         tally.meeting = meeting
-        walk.end(tally, data, rank.held)
-        _, before = tally.at_pass
+        walk.end(tally, data, rank.stages)
+        before = tally.at_pass
         spent_s = tally.spent_s()
         parts = np.stack([spent_s[name] - before[name] for name in PARTS])
         ends.append(End(tally.met, tally.compute, tally.done, parts))
     return End(*(_of_each(rank.contents, [getattr(end, one.name) for end in ends]) for one in fields(End)))
-
-
-def peak_of(table: Table, rank: int, counts: RankCounts) -> Floats:
-    """Return what a rank holds at its peak, one row a category."""
-    row = table.rows[rank]
-    kinds = np.unique(row)
-    found = (row[:, None] == kinds).astype(np.float64)
-    before = np.cumsum(found, axis=0) - found
-    states = np.unique(np.hstack([before, found]), axis=0)
-    passes = [counts.of(table.kinds[kind]) for kind in kinds]
-    changes = np.stack([did.kept for did in passes] + [did.most for did in passes])
-    total = states @ changes.sum(axis=1)
-    chosen = states[np.argmax(total, axis=0)]
-    return np.asarray(counts.base + np.einsum("nk,kcn->cn", chosen, changes))
