@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,11 @@ class CheckedFile:
     @property
     def legal(self) -> bool:
         return self.checked.legal
+
+    @property
+    def changes(self) -> Sequence[Any]:
+        """Single changes that make it better, the best first, each with a diff of the file."""
+        return self.checked.changes
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON document of the command."""

@@ -38,7 +38,9 @@ def test_what_the_package_says_of_itself_is_true():
     assert doctest.testmod(package).failed == 0
 
 
-@pytest.mark.parametrize("flags", [{"tp": "1,2", "pp": 1, "simulate": False, "top": 3}, {"task": "serve", "isl": 64, "osl": 8}])
+@pytest.mark.parametrize(
+    "flags", [{"tp": "1,2", "pp": 1, "simulate": False, "top": 3}, {"task": "serve", "isl": 64, "osl": 8}]
+)
 def test_suggest_is_the_command(planner, flags):
     about = SMALL if "task" not in flags else {"model": "llama3.2-1b", "cluster": "h200x4", "gpus": 1}
 
