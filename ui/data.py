@@ -19,6 +19,7 @@ from planner.explain.plan_answer import answer_plan
 from planner.export.job import ExportJob
 from planner.export.targets.registry import TARGETS, export
 from planner.io.inputs import read_cluster
+from planner.io.plan_words import plan_chips, plan_name, plan_settings
 from planner.question.cases import case_from_flags
 from planner.question.plan_file import plan_file
 from planner.question.question import plannable
@@ -35,7 +36,6 @@ from topology.health.diagnose import diagnose
 from topology.units import GIB
 from ui import panels, saved_plans, sharing
 from ui.background import remote, service, waiting
-from ui.plan_words import plan_chips, plan_name, plan_settings
 from ui.published import nearest, sentence
 from ui.question import state, uploads
 from ui.question.state import LISTED, Inputs, choose_plan, results, source_of

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from planner.explain.answer_text import fits_text
 from planner.explain.tables import flip_text, share_text
 from planner.io.figures import gib_text, last_digit_s, rate_text, seconds_text
+from planner.io.plan_words import plan_chips, plan_name, plan_settings
 from planner.pictures.node_layout import LINK_WORDS
 from planner.question.question import plannable
 from planner.search.scaling import network_bytes_per_s, nvlink_bytes_per_s
@@ -21,7 +22,6 @@ from simulator.config.plan import PLAN_FIELDS, SIZES
 from topology.cluster import LinkKind, Severity
 from topology.units import GIB, in_gb_per_s, in_gib, in_seconds
 from ui.charts.look import rate_range
-from ui.plan_words import plan_chips, plan_name, plan_settings
 
 if TYPE_CHECKING:
     from planner.pictures.node_layout import Cable, NodeView

@@ -10,6 +10,7 @@ import streamlit as st
 
 from planner.explain.tables import flip_text
 from planner.explain.waterfall import waterfall
+from planner.io import plan_words
 from planner.io.figures import gib_text, last_digit_s, seconds_text
 from planner.pictures.memory import stage_parts
 from planner.pictures.node_layout import node_view
@@ -18,7 +19,7 @@ from planner.search.finalists import TIE
 from simulator.config.plan import PLAN_FIELDS
 from topology.errors import PlannerError
 from topology.units import GIB
-from ui import data, panels, plan_words, rows, saved_plans
+from ui import data, panels, rows, saved_plans
 from ui.canvas.step import show_step
 from ui.charts import detail as charts
 from ui.charts import plans as plan_charts
