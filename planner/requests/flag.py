@@ -286,7 +286,7 @@ def _value(flag: Flag, value: Any) -> Any:
     if not isinstance(value, taken) or isinstance(value, bool) is not (flag.kind is bool):
         raise UserError(f"{flag.name} is {value!r}", remedy=f"give {_KINDS[flag.kind]}")
     low, high = -math.inf if flag.least is None else flag.least, math.inf if flag.most is None else flag.most
-    if not low <= value <= high:
+    if flag.kind in {int, float} and not low <= float(cast("float", value)) <= high:
         raise UserError(f"{flag.name} is {value!r}", why=f"it must be from {low:g} to {high:g}")
     return value
 

@@ -172,7 +172,7 @@ def test_python_asks_the_same(tmp_path: Path) -> None:
     assert found.checked.answer is not None
     assert told.answer is not None
     assert found.checked.answer.estimate == told.answer.estimate
-    with pytest.raises(UserError, match="seq_len"):
+    with pytest.raises(UserError, match="--seq-len"):
         package.check(file, seq_len=512)
     with pytest.raises(UserError, match="tp"):
         package.check(file, tp=2)
