@@ -20,7 +20,7 @@ from planner.question.plan_file import plan_file, refuse_overwrite, save_plan
 from planner.requests.flag import values_of
 from planner.requests.serving import Task, refuse, stated
 from planner.requests.training import Estimate
-from simulator.fitting.calibration_fit import Calibrations
+from simulator.fitting.calibrations import Calibrations
 from topology.errors import Infeasible, UserError
 
 
