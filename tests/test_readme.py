@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -91,3 +92,12 @@ def test_contributing_has_a_line_for_every_folder() -> None:
         folders = [path.parent.name for path in (ROOT / package).glob("*/*.py")]
 
         assert sorted(listed) == sorted(set(folders)), package
+
+
+def test_the_version_is_one() -> None:
+    """Of the package, of its citation, and of the newest release in the changelog."""
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    cited = re.findall(r"^version: (\S+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    released = re.findall(r"^## (\d\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+
+    assert [version] == cited == released[:1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from planner.explain.answer_text import print_search
@@ -9,7 +10,7 @@ from planner.explain.documents import search_document
 from planner.explain.run_text import print_run, run_document
 from planner.io import output
 from planner.io.inputs import measurements
-from planner.question.flags import Flags, flags_of_question, gpu_counts
+from planner.question.flags import Flags, flags_of_search
 from planner.question.goal import goal_of
 from planner.question.learned_runtime import LearnedCalibrations, LearnedRuntime, read_learned
 from planner.question.plan_file import plan_file, refuse_overwrite, save_plan
@@ -49,13 +50,13 @@ def suggest(asked: Suggest) -> None:
 
 
 def _flags(asked: Suggest, learned: LearnedRuntime | None) -> tuple[Flags, str]:
-    """Return the question that the flags ask, and the framework, which a learned runtime knows."""
-    compiled = asked.compile_model
-    if learned is not None and compiled is None:
-        compiled = learned.compile
-    counts = gpu_counts(asked.gpus)
-    flags = flags_of_question(asked, cluster=asked.cluster, gpu=asked.gpu, gpus=counts, compile=compiled)
-    return flags, asked.framework if learned is None else learned.like
+    """Return the question that is asked, and the framework, which a learned runtime knows."""
+    flags = flags_of_search(asked)
+    if learned is None:
+        return flags, asked.framework
+    if asked.compile_model is None:
+        flags = replace(flags, runtime={**flags.runtime, "compile": learned.compile})
+    return flags, learned.like
 
 
 def _search_options(asked: Suggest) -> SearchOptions:

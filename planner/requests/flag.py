@@ -6,6 +6,7 @@ A flag's name in JSON is its long form without dashes at the front and with unde
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
@@ -299,6 +300,18 @@ def command_line(command: str, flags: Mapping[str, Flag], values: Mapping[str, A
         word for name, flag in flags.items() if not flag.option and name in values for word in flag.words(values[name])
     ]
     return [command, *options, *(["--", *bare] if bare else [])]
+
+
+def shell_line(command: str, asked: Request, *, always: Iterable[str] = ()) -> str:
+    """Return the line of a shell that asks the same: flags that differ from their defaults, and those named in any case."""
+    words = ["planner", command]
+    for flag in flags_of(type(asked)).values():
+        value = value_of(asked, flag)
+        if value != flag.default or flag.name in always:
+            plain = int(value) if isinstance(value, float) and value.is_integer() else getattr(value, "value", value)
+            said = flag.words(plain)
+            words += said if flag.kind is bool or not flag.option else [flag.option, said[0].partition("=")[2]]
+    return shlex.join(words)
 
 
 def _name(option: str) -> str:

@@ -80,6 +80,11 @@ class PlanField:
         return self.flag.partition("/")[0].lstrip("-").replace("-", "_")
 
     @property
+    def title(self) -> str:
+        """Its words as a label has them, with a capital."""
+        return self.words[:1].upper() + self.words[1:]
+
+    @property
     def is_degree(self) -> bool:
         """Whether it is a number of ranks, or of stages on a rank, which multiplies with others of its kind."""
         return self.kind is Kind.COUNT and self.most == MAX_GPUS

@@ -71,7 +71,7 @@ class MemoryReplay:
             stages_per_rank=self.plan.virtual_stages,
             paired=self.plan.ep_overlap != "none",
         )
-        network = Network(scenario.model, operators, self.context, collapse=False)
+        network = Network(scenario.model, operators, self.context)
         self.tensors = PlanTensors(
             self.context, operators, network.stages, self.schedule, tied=scenario.model.tied_embeddings
         )

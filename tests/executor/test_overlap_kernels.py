@@ -149,7 +149,7 @@ def test_all_reduce_compiled(name: str, *, norm: bool) -> None:
     assert first_release < first_acquire, "everybody would wait before speaking"
 
 
-@pytest.mark.parametrize("dtype", ["fp64", "fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("dtype", ["fp64", "bf16"])
 @pytest.mark.parametrize("name", ["add_slots", "one_shot", "two_shot"])
 def test_what_ranks_sent_is_summed_as_widely_as_it_is(name: str, dtype: str) -> None:
     """float64 in float64 from the load to the store, the rest in float32."""

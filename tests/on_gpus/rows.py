@@ -80,6 +80,11 @@ def page(entries: Sequence[tuple[Machine, str, Row]]) -> str:
         "numbers are checked and times mean nothing.",
         "",
     ]
+    if entries and max(machine.gpus for machine, _, _ in entries) < 2:
+        lines += [
+            "No machine with two GPUs has run it: plans over NCCL and NVLink, their times, and what says so below are open.",
+            "",
+        ]
     for machine in dict.fromkeys(machine for machine, _, _ in entries):
         mine = [(date, row) for found, date, row in entries if found == machine]
         bad = sum(row.result == FAILED for _, row in mine)

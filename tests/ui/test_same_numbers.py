@@ -125,7 +125,7 @@ def test_a_plan_that_is_not_changed_stays_the_same(framework):
     )
     for ranked in found.plans:
         plan = ranked.plan
-        again = data.what_if(asked, changed_flags(plan, degrees_of(plan), plan.recompute), gpus=4, like=plan)
+        again = data.what_if(asked, changed_flags(plan, degrees_of(plan), plan.recompute), gpus=4)
 
         assert again.case.plan == plan
         assert again.estimate.step_s.value == pytest.approx(ranked.estimate.step_s.value, rel=1e-12)

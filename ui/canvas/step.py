@@ -40,8 +40,8 @@ def show_step(question: state.Inputs, result: SearchResult, ranked: RankedPlan) 
     line = found.line
     panels.section(
         "One simulated step",
-        f"{len(line):,} spans on {panels.counted(len(line.ranks), 'distinct rank')}, {found.detail} by {found.detail}:"
-        f" {seconds_text(found.step_s, last_digit_s(ranked.estimate.step_s))}. Lighter compute is the forward pass.",
+        f"{len(line):,} spans on {panels.counted(len(line.ranks), 'distinct rank')}, layer by layer:"
+        f" {seconds_text(found.step_s, last_digit_s(ranked.estimate.step_s))}{_with_some(found)}. Lighter compute is the forward pass.",
     )
     st.markdown(f"**{panels.plain(waits_for(found))}**")
     _lanes(f"{question.key} {plan_words.plan_name(ranked.plan)}", found, ranked)
@@ -55,6 +55,11 @@ def show_step(question: state.Inputs, result: SearchResult, ranked: RankedPlan) 
         on_click="ignore",
     )
     _links(result, ranked, found)
+
+
+def _with_some(found: SimulatedStep) -> str:
+    drawn, every = found.micro_batches
+    return f" with {drawn} of its {every} micro batches, after which it repeats itself" if drawn < every else ""
 
 
 def waits_for(found: SimulatedStep) -> str:
@@ -140,8 +145,7 @@ def _links(result: SearchResult, ranked: RankedPlan, found: SimulatedStep) -> No
     finding = (
         f"The busiest is the {names[busiest.link]}: {load_charts.percent(busiest.busy_share)} of the step at its rate."
     )
-    inside = "" if found.detail != "stage" else " Over time above, traffic inside a stage is part of its compute."
-    panels.section("Links over the step", f"{finding} Bytes sent, over what the link carries in the step.{inside}")
+    panels.section("Links over the step", f"{finding} Bytes sent, over what the link carries in the step.")
     nodes = load_charts.node_loads(sent)
     several = nodes[-1].last > 0
     left, right = st.columns([3, 2], gap="large") if several else (st.container(), None)

@@ -10,12 +10,11 @@ from pathlib import Path
 from planner.export.serving.commands import command
 from planner.export.serving.files import serving_files
 from planner.io import output
-from planner.requests.flag import values_of
 from planner.requests.serving import Task, refuse, stated
 from planner.requests.training import Suggest
 from planner.serving.crossings import over_clients
 from planner.serving.plan_file import serving_file
-from planner.serving.question.from_flags import ServingFlags, serving_question
+from planner.serving.question.from_flags import flags_of_search, serving_question
 from planner.serving.reports.documents import serving_document
 from planner.serving.reports.text import print_serving
 from planner.serving.search import ServingResult, search_serving
@@ -36,22 +35,7 @@ DEFAULTED = ("seq_len", "framework", "simulate")
 def suggest(asked: Suggest) -> None:
     """Print the answer to a request. Raises UserError for options that only training has."""
     refuse(_of_training(asked), Task.SERVE, SPELLED)
-    counts = asked.gpus
-    if counts is not None and not (counts.strip().isdigit() and 0 < int(counts.strip()[:12]) <= 1 << 20):
-        raise UserError(f"--gpus {counts!r} is not a number", remedy="give one number of GPUs with --task serve")
-    flags = ServingFlags(
-        model=asked.model,
-        cluster=asked.cluster,
-        gpu=asked.gpu,
-        gpus=None if counts is None else int(counts),
-        objective=asked.objective.value if "objective" in asked.said else None,
-        gpu_price=asked.gpu_price,
-        separate=asked.separate,
-        profile=asked.profile,
-        strict=asked.strict,
-        **values_of(asked.load, asked.engine),
-    )
-    question = serving_question(flags)
+    question = serving_question(flags_of_search(asked))
     out = asked.out
     if out is not None and out.exists() and not asked.force:
         raise UserError(f"{out} is there already", remedy="choose another name, or pass --force")
