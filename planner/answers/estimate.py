@@ -20,7 +20,7 @@ from planner.requests.serving import Task, refuse, stated
 from planner.requests.training import Estimate
 from simulator.config.estimate import Estimate as Figures
 from simulator.config.plan import Plan
-from simulator.fitting.calibration_fit import Calibrations
+from simulator.fitting.calibrations import Calibrations
 from topology.errors import Infeasible, UserError
 
 
