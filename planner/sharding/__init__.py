@@ -12,20 +12,17 @@ Reading order, which is also the order of the work:
       loop_domain.py      nvFuser's notation for layouts: splits of dims, given to devices
       collectives.py      the primitives and their bytes
       redistribution.py   shortest path from one layout to another
-    formulas/             what operators are, as text
-      annotation.py       `t h+, f h+ -> t f`: the named axes of an operator, and what it does along each
-      formula.py          in which operands a formula is linear, and what it reduces with
-      axis_flow.py        what a formula does along every axis, found by walking it
-    functions/            the functions that are known, a rule each (`known.py` lists them)
+    ops/                  what operators are: one entry each, a file a family (`table.py` lists them)
     operators/            how one operator may be sharded
+      formula.py          its formula, parsed
       roles.py            the annotation held against what the formula does, or derived from it
       operator.py         annotation and formula bound to tensors
       options.py          all ways to shard an operator, with the layouts of operands and result that follow
       internal_collectives.py  what softmax, norms, attention and top-k exchange over a sharded axis
-      local_formula.py    the formula as one rank runs it
       repeated.py         lines that are alike but for the names of tensors, parsed once
       graph.py            the computation as for one process: operators over tensors, in program order
-    backward/             the backward pass of a graph, derived from its formulas
+      single_steps.py     formulas in single steps
+      backward.py         the backward pass of a graph, derived from its formulas
     problem/              what is asked
       problem.py          a graph on a mesh, with given and pinned layouts; parsed from files (untrusted, bounded)
       deadline.py         when there has to be an answer

@@ -13,10 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from planner.sharding.backends.lifetimes import VIEWS, saved_by, short_name
+from planner.sharding.backends.lifetimes import saved_by, short_name
 from planner.sharding.backends.overlap_times import OverlapTimes
 from planner.sharding.backends.works import Work
 from planner.sharding.operators.work import backward_s
+from planner.sharding.ops.op import Saves
+from planner.sharding.ops.table import saves
 from planner.sharding.plans.lowering import work_of
 from planner.sharding.problem.problem import Machine, ShardingProblem
 from planner.sharding.solver.pricing import ROOFLINE_DTYPES, roofline_on
@@ -91,7 +93,7 @@ def _layouts_s(
 def _moves(work: Work, program: RunnableProgram | Draft) -> KernelWork | None:
     """Return what a kernel of the forward pass moves; nothing if it is a view."""
     assert isinstance(work.do, Kernel)  # noqa: S101 - by the caller
-    if work.do.op in VIEWS:
+    if saves(work.do.op) is Saves.VIEW:
         return None
     out = program.buffers[work.writes[0]]
     moved = sum(buffer_bytes(program, name) for name in (*work.reads, *work.writes))
@@ -119,7 +121,7 @@ def _backward_moves(work: Work, forward: Kernel, program: RunnableProgram | Draf
         return KernelWork(
             kind=WorkKind.MOVE, name="elementwise", bytes=float(sum(made.values()) + 2 * incoming), launches=2.0
         )
-    if name in VIEWS and name != "expand":
+    if saves(forward.op) is Saves.VIEW and name != "expand":
         return None
     if name in _HANDED_ON:  # but for operands that had been repeated
         sums = [incoming + size for size in made.values() if size < incoming and name in _REPEATS]

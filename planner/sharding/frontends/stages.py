@@ -13,12 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from planner.sharding.frontends.rules.statement import Statement
-from planner.sharding.frontends.rules.table import statements
 from planner.sharding.frontends.stage_cuts import cut_by_time
 from planner.sharding.layouts.mesh import Mesh
 from planner.sharding.operators.graph import Graph
 from planner.sharding.operators.operator import Operator
+from planner.sharding.ops.aten import Statement
+from planner.sharding.ops.table import statements
 from planner.sharding.problem.pipeline_stages import PipelineStages, parse_stage_assignment
 from planner.sharding.problem.problem import Machine
 from simulator.sharded.graph import CapturedGraph, GraphNode

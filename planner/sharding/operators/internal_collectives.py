@@ -23,6 +23,7 @@ from planner.sharding.layouts.collectives import ALL_GATHER, ALL_REDUCE, Collect
 from planner.sharding.layouts.layout import DimSpec, local_size
 from planner.sharding.layouts.mesh import Mesh
 from planner.sharding.operators.operator import Operator
+from planner.sharding.ops.table import STATISTICS
 
 
 def internal_collectives(operator: Operator, axis_specs: Mapping[str, DimSpec], mesh: Mesh) -> tuple[Collective, ...]:
@@ -62,19 +63,14 @@ def internal_collectives(operator: Operator, axis_specs: Mapping[str, DimSpec], 
         if operator.kind == "arg":  # a value and its index
             return (collective(ALL_GATHER, (*result, 2), (*result, 2 * group), statistic, ""),)
         return (collective(ALL_GATHER, result, gathered, operator.result.dtype, ""),)
-    if operator.kind == "attention":
-        rows = result[:-1]
-        return tuple(
-            collective(ALL_REDUCE, s, s, statistic, r) for s, r in ((rows, "max"), (rows, "sum"), (result, "sum"))
-        )
-    if operator.kind == "attention_rows":
-        return tuple(collective(ALL_REDUCE, result, result, statistic, r) for r in ("max", "sum"))
     _, dims = operator.operands[0]
     rows = tuple(_local_dim(operator, dim, axis_specs, mesh, {}) for dim in dims if not set(dim) & set(merged))
-    if operator.kind == "layernorm":
-        rows = (2, *rows)
-    reducers = {"rmsnorm": ("sum",), "layernorm": ("sum",), "cross_entropy": ("max", "sum", "sum")}
-    return tuple(collective(ALL_REDUCE, rows, rows, statistic, r) for r in reducers.get(operator.kind, ("max", "sum")))
+    if operator.kind == "attention":
+        rows = result[:-1]
+    shapes = {"rows": rows, "pairs of rows": (2, *rows), "result": result}
+    return tuple(
+        collective(ALL_REDUCE, shapes[of], shapes[of], statistic, how) for of, how in STATISTICS[operator.kind]
+    )
 
 
 def _local_dim(

@@ -12,7 +12,7 @@ the roles of axes (`planner.sharding.operators.roles`):
                                        (`planner.sharding.operators.internal_collectives`); nothing is pending
     a created axis                     every rank makes its own piece
     an unsharded axis                  never, nor one that a tensor has in two dims
-    a pending sum                      if every term is linear in exactly one pending tensor
+    a pending sum                      of operands that the result is linear in
     groups of rows                     each rank has matrices of some groups, and makes their rows; zeros pass through what
                                        keeps them (`planner.sharding.operators.grouped_rows`)
 """
@@ -24,13 +24,13 @@ from dataclasses import dataclass
 from itertools import permutations, product
 from math import prod
 
-from planner.sharding.formulas.annotation import Dim
 from planner.sharding.layouts.collectives import Collective
 from planner.sharding.layouts.layout import DimSpec, Layout, divides_evenly, has_empty_pieces, normalize_spec
 from planner.sharding.layouts.mesh import Mesh
 from planner.sharding.operators.grouped_rows import MASK, group_axis, grouped_rows, zero_keepers
 from planner.sharding.operators.internal_collectives import internal_collectives
 from planner.sharding.operators.operator import Operator, Tensor
+from planner.sharding.ops.annotation import Dim
 from topology.errors import Infeasible
 
 MAX_OPTIONS = 4000
@@ -136,13 +136,11 @@ def _pass_through_reductions(
         if operator.is_view:
             yield _PassThrough(reducer, frozenset(listed), after)
             continue
-        if after not in _LINEAR_REDUCERS or operator.kind not in {"sum", "avg", "scatter"}:
+        if after not in _LINEAR_REDUCERS:
             continue
-        holders = [sorted(n for n in t.linear & listed if reducer in pending.get(n, ())) for t in operator.terms]
-        if not operator.terms or prod(len(h) for h in holders) > 64:
-            continue
-        for pick in dict.fromkeys(frozenset(pick) for pick in product(*holders)):
-            if all(len(t.linear & pick) == 1 and not t.other & pick for t in operator.terms):
+        picks = [frozenset(operator.operands[at][0] for at in numbers) for numbers in operator.roles.linear]
+        for pick in sorted(picks, key=sorted):
+            if all(reducer in pending.get(name, ()) for name in pick):
                 yield _PassThrough(reducer, pick, after)
 
 

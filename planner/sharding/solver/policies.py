@@ -21,10 +21,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from planner.sharding.formulas.annotation import Dim
 from planner.sharding.layouts.layout import DimSpec, Layout
 from planner.sharding.operators.operator import Operator
 from planner.sharding.operators.options import ShardingOption, split_dim_spec
+from planner.sharding.ops.annotation import Dim
 from planner.sharding.problem.problem import ShardingProblem
 
 _PRODUCTS = ("linear(", "matmul(", "grouped_mm(", "@", "mm(", "einsum(")

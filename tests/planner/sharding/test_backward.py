@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.sharding.backward.derive import add_backward
 from planner.sharding.layouts.layout import parse_placements
 from planner.sharding.layouts.mesh import make_mesh
+from planner.sharding.operators.backward import add_backward
 from planner.sharding.operators.graph import GraphBuilder
 from planner.sharding.operators.operator import Tensor, parse_operators
 from planner.sharding.plans.plan import TensorMove, plan_sharding
