@@ -11,11 +11,10 @@ from typing import Annotated, Any
 import psutil
 import typer
 
+from planner.commands import serve
 from planner.commands.apply_job import patience_s, write
 from planner.commands.doctor import budget_s
 from planner.commands.flags import options
-from planner.commands.serve.apply import apply_serving_plan
-from planner.commands.serve.estimate import is_serving_plan
 from planner.explain.tables import degrees_text
 from planner.io import output
 from planner.io.output import SCHEMA_VERSION
@@ -87,7 +86,7 @@ def apply(
         raise UserError(
             "--nodes, --endpoint, --image, --submit and --wait are for jobs", remedy="--launcher slurm, say"
         )
-    elif is_serving_plan(plan):
+    elif serve.is_serving_plan(plan):
         _refuse_training(steps=steps, own_table=own_table, tolerance=tolerance, allow_busy=allow_busy)
         _serve(plan, device, _folder(out, force=force), seconds, learn=learn, dry_run=dry_run, json=json)
         return
@@ -163,7 +162,7 @@ def _serve(
     if not dry_run:
         apply_process.require_torch()
         output.require_room(folder, LEAST_FREE_BYTES, "records and timelines of a run")
-    code = apply_serving_plan(
+    code = serve.apply_serving_plan(
         plan, device=device or "cuda", folder=folder, budget_s=seconds, learn=learn, dry_run=dry_run, json=json
     )
     if code:

@@ -7,9 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
+from planner.commands import serve
 from planner.commands.flags import options
 from planner.commands.flags.serving_flags import QUESTION_FLAGS, Task, refuse, stated, takes_serving_flags
-from planner.commands.serve.check import check_serving_command
 from planner.configs.answer import Checked, check_text
 from planner.configs.check_document import check_document
 from planner.configs.formats.configuration import CheckFlags
@@ -95,7 +95,7 @@ def check(
         batch = {"global_batch": global_batch, "micro_batch": micro_batch}
         others = {"seq_len": seq_len, **batch, "launch": launch or None, "profile": profile, "strict": strict}
         refuse(stated(others | {"time_limit": time_limit}), Task.SERVE)
-        check_serving_command(text, where, flags, serving, search=search, json=json)
+        serve.check_serving_command(text, where, flags, serving, search=search, json=json)
         return
     refuse(stated({**serving, "release": release or None}), Task.TRAIN)
     if time_limit is not None and not search:

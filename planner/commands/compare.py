@@ -6,10 +6,9 @@ from typing import Annotated
 
 import typer
 
+from planner.commands import serve
 from planner.commands.flags import options
 from planner.commands.flags.serving_flags import Task
-from planner.commands.serve.compare import compare_serving
-from planner.commands.serve.estimate import is_serving_plan
 from planner.explain.compare_plans import compare_plans, comparison_document
 from planner.explain.explain_text import print_comparison
 from planner.io import output
@@ -32,7 +31,7 @@ def compare(
 
     Of two serving plans, the time of a token and of the first one. Terms add up to the difference of the two steps. Where the plans are for different questions that is said.
     """
-    serving = [is_serving_plan(name) for name in (first, second)]
+    serving = [serve.is_serving_plan(name) for name in (first, second)]
     if any(serving) or task is Task.SERVE:
         if not all(serving) or task is Task.TRAIN:
             raise UserError(
@@ -43,7 +42,7 @@ def compare(
             )
         if profile is not None or strict:
             raise UserError("--profile and --strict are options of training", remedy="leave them out")
-        compare_serving(first, second, json=json)
+        serve.compare_serving(first, second, json=json)
         return
     measured = measurements(profile, strict=strict)
     found = compare_plans(*(case_of_file(name, measured=measured) for name in (first, second)))

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from planner.commands import serve
 from planner.commands.flags import options
 from planner.commands.flags.plan_flags import takes_plan_flags
 from planner.commands.flags.serving_flags import (
@@ -19,7 +20,6 @@ from planner.commands.flags.serving_flags import (
     stated,
     takes_serving_flags,
 )
-from planner.commands.serve.estimate import estimate_serving_plan, is_serving_plan, serving_flags
 from planner.explain.answer_text import print_estimate
 from planner.explain.plan_answer import answer_plan, plan_document, unreadable_document
 from planner.io import output
@@ -55,9 +55,9 @@ def estimate(
     answer lists what they changed. Exit code 3 when no plan given is legal; a plan that is legal
     but does not fit is an answer, and ends with 0.
     """
-    if task is Task.SERVE or is_serving_plan(plan):
-        asked = serving_flags(flags, serving, {"case": case}, profile=profile, strict=strict)
-        estimate_serving_plan(asked, plan=plan, out=out, force=force, json=json)
+    if task is Task.SERVE or serve.is_serving_plan(plan):
+        asked = serve.serving_flags(flags, serving, {"case": case}, profile=profile, strict=strict)
+        serve.estimate_serving_plan(asked, plan=plan, out=out, force=force, json=json)
         return
     refuse(stated(serving), Task.TRAIN)
     measured = measurements(profile, strict=strict)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from planner.commands import serve
 from planner.commands.flags import explain_flags, options, plan_flags
 from planner.commands.flags.serving_flags import (
     QUESTION_FLAGS,
@@ -15,8 +16,6 @@ from planner.commands.flags.serving_flags import (
     stated,
     takes_serving_flags,
 )
-from planner.commands.serve.estimate import is_serving_plan, serving_flags
-from planner.commands.serve.explain import explain_serving_plan
 from planner.commands.suggest import gpu_counts
 from planner.explain import explain as reasons
 from planner.explain.documents import explanation_document
@@ -86,7 +85,7 @@ def explain(
         runtime={"compile": compile_model, "param_dtype": param_dtype, "compute_dtype": compute_dtype}
         | ({"name": framework} if file else {}),
     )
-    if task is Task.SERVE or is_serving_plan(file):
+    if task is Task.SERVE or serve.is_serving_plan(file):
         others = {
             "framework": framework,
             "id": case_id,
@@ -95,8 +94,8 @@ def explain(
             "svg": svg,
             "time_limit": time_limit,
         }
-        serving_question = serving_flags(flags, serving, others, profile=profile, strict=strict)
-        explain_serving_plan(serving_question, plan=file, top=top, sweep=flips, json=json)
+        serving_question = serve.serving_flags(flags, serving, others, profile=profile, strict=strict)
+        serve.explain_serving_plan(serving_question, plan=file, top=top, sweep=flips, json=json)
         return
     refuse(stated(serving), Task.TRAIN)
     if time_limit is not None and (flips or (file is not None and memory)):

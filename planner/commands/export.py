@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
+from planner.commands import serve
 from planner.commands.flags import options
-from planner.commands.serve.export import export_serving_plan
 from planner.export.job import ExportJob, export_job
 from planner.export.targets.folder import README, export_all
 from planner.export.targets.registry import TARGETS, find_target
@@ -17,7 +17,7 @@ from planner.io import output
 from planner.io.printable import printable
 from planner.question.cases import case_of_file
 from planner.question.plan_file import refuse_overwrite
-from planner.serving.plan_file import is_serving_file
+from planner.serving import is_serving_file
 from topology import codec
 from topology.errors import BadInput, UserError
 
@@ -58,7 +58,7 @@ def export(
     if plan.is_file() and is_serving_file(codec.read_json(plan)):
         if case_id is not None:
             raise UserError("--id: a serving plan is one", remedy="leave it out")
-        export_serving_plan(plan, to=to, every=every, out=out, name=name, force=force, json=json)
+        serve.export_serving_plan(plan, to=to, every=every, out=out, name=name, force=force, json=json)
         return
     if out is not None and not every:
         refuse_overwrite(out, force=force)

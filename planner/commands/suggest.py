@@ -7,6 +7,7 @@ from typing import Any
 
 import typer
 
+from planner.commands import serve
 from planner.commands.flags import options, suggest_flags
 from planner.commands.flags.serving_flags import (
     QUESTION_FLAGS,
@@ -17,7 +18,6 @@ from planner.commands.flags.serving_flags import (
     stated,
     takes_serving_flags,
 )
-from planner.commands.serve.suggest import suggest_serving
 from planner.explain.answer_text import print_search
 from planner.explain.documents import search_document
 from planner.explain.run_text import print_run, run_document
@@ -92,7 +92,7 @@ def suggest(
     """
     given = locals()  # first of all, so that it holds the arguments and nothing else
     if task is Task.SERVE:
-        suggest_serving(given)
+        serve.suggest_serving(given)
         return
     refuse(stated(serving), Task.TRAIN)
     if out is not None:

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from planner.commands import serve
 from planner.commands.flags import options
-from planner.commands.serve.validate import validate_serving
 from planner.io import output
 from planner.io.inputs import measurements, warn_of_doubts
 from planner.io.output import console
@@ -36,7 +36,7 @@ def validate(
     for mean absolute errors.
     """
     if any(map(is_points_file, files)):
-        validate_serving(files, json=json, tolerance=tolerance)
+        serve.validate_serving(files, json=json, tolerance=tolerance)
         return
     measured = measurements(profile, strict=strict)
     learned = None if runtime is None else read_learned(runtime)

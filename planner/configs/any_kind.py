@@ -13,7 +13,7 @@ from planner.configs.formats.configuration import CheckFlags
 from planner.configs.formats.kinds import read_configuration
 from planner.configs.serving import CheckedServing, check_serving, serving_engine
 from planner.configs.serving_document import checked_serving_document
-from planner.serving.question.from_flags import ServingFlags
+from planner.serving import ServingFlags
 from topology.codec import read_text
 from topology.errors import PlannerError, UserError
 

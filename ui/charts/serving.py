@@ -7,8 +7,7 @@ from collections.abc import Mapping
 import altair as alt
 
 from planner.pictures.palette import BLUE
-from planner.serving.reports.plan_text import words
-from planner.serving.reports.text import digits
+from planner.serving import digits, words
 from ui.charts.look import finished, paper
 
 LABEL_PX = 90  # of the words beside a bar

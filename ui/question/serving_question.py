@@ -7,7 +7,7 @@ from shlex import quote
 
 import streamlit as st
 
-from planner.serving.question.from_flags import ServingFlags
+from planner.serving import ServingFlags
 from simulator.serving.deployment import CACHE_BYTES, WEIGHT_BYTES
 from simulator.serving.engine import engines
 from topology import codec

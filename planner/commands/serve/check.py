@@ -14,9 +14,7 @@ from planner.configs.serving_document import checked_serving_document
 from planner.io import output
 from planner.io.output import console
 from planner.io.printable import printable
-from planner.serving.question.from_flags import ServingFlags
-from planner.serving.reports.plan_text import print_answer
-from planner.serving.reports.text import deployment_text, digits
+from planner.serving import ServingFlags, deployment_text, digits, print_answer
 
 
 def check_serving_command(

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from planner.commands.serve.estimate import answer_of
 from planner.io import output
-from planner.serving.compare import compare_answers
-from planner.serving.question.from_flags import ServingFlags
-from planner.serving.reports.documents import comparison_document
-from planner.serving.reports.plan_text import print_compared
+from planner.serving import ServingFlags, compare_answers, comparison_document, print_compared
 
 
 def compare_serving(first: str, second: str, *, json: bool) -> None:

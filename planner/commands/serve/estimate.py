@@ -12,13 +12,19 @@ from planner.commands.flags.serving_flags import DEGREES, Task, refuse, stated
 from planner.io import output
 from planner.question.flags import Flags
 from planner.question.plan_file import refuse_overwrite
-from planner.serving.answer import ServingAnswer, answer_deployment
-from planner.serving.overrides import with_serving_flags
-from planner.serving.plan_file import is_serving_file, load_serving, serving_file
-from planner.serving.question.from_flags import ServingFlags, serving_question
-from planner.serving.reports.documents import estimate_document
-from planner.serving.reports.plan_text import print_answer
-from planner.serving.stated import stated_deployment
+from planner.serving import (
+    ServingAnswer,
+    ServingFlags,
+    answer_deployment,
+    estimate_document,
+    is_serving_file,
+    load_serving,
+    print_answer,
+    serving_file,
+    serving_question,
+    stated_deployment,
+    with_serving_flags,
+)
 from topology import codec
 
 SPELLED = {"zero_stage": "--zero", "micro_batch_size": "--micro-batch", "name": "--runtime", "version": "--runtime"}

@@ -8,12 +8,16 @@ import typer
 
 from planner.io import output
 from planner.search.flips import KNOBS
-from planner.serving.explain import Links, explain_serving
-from planner.serving.overrides import with_serving_flags
-from planner.serving.plan_file import load_serving
-from planner.serving.question.from_flags import ServingFlags, serving_question
-from planner.serving.reports.documents import explanation_document
-from planner.serving.reports.plan_text import print_explained
+from planner.serving import (
+    Links,
+    ServingFlags,
+    explain_serving,
+    explanation_document,
+    load_serving,
+    print_explained,
+    serving_question,
+    with_serving_flags,
+)
 from topology.cluster import Cluster
 
 

@@ -13,12 +13,16 @@ from planner.commands.flags.serving_flags import Task, refuse, stated, typed
 from planner.export.serving.commands import command
 from planner.export.serving.files import serving_files
 from planner.io import output
-from planner.serving.crossings import over_clients
-from planner.serving.plan_file import serving_file
-from planner.serving.question.from_flags import ServingFlags, serving_question
-from planner.serving.reports.documents import serving_document
-from planner.serving.reports.text import print_serving
-from planner.serving.search import ServingResult, search_serving
+from planner.serving import (
+    ServingFlags,
+    ServingResult,
+    over_clients,
+    print_serving,
+    search_serving,
+    serving_document,
+    serving_file,
+    serving_question,
+)
 from simulator.config.hf_config import hub_name
 from topology import codec
 from topology.errors import Infeasible, UserError
