@@ -32,7 +32,7 @@ from torch.utils import _pytree as pytree
 
 from executor.launch.local_ranks import child_environment
 from executor.sharding.capture import Captured, Output, capture
-from executor.sharding.placements import placements_of, tokens_of
+from executor.sharding.places import placements_of, tokens_of
 from executor.sharding.run_program import RankProgram, State
 from simulator.sharded.graph import BUFFER, CONSTANT, INPUT, PARAMETER
 from simulator.sharded.program import RunnableProgram, read_program

@@ -19,7 +19,7 @@ from planner.sharding.backends.dtensor_file import write_dtensor_file
 from planner.sharding.backends.program_text import program_text
 from planner.sharding.frontends.decoder import decoder_case
 from planner.sharding.frontends.request import is_request
-from planner.sharding.layouts.mesh import make_mesh
+from planner.sharding.layouts.layout import make_mesh
 from planner.sharding.plans.explanation import explain_plan
 from planner.sharding.plans.report import Limits, Planned, planned_case
 from planner.sharding.problem.deadline import Deadline

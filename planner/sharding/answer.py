@@ -20,7 +20,7 @@ from planner.sharding.backends.runnable import (
 )
 from planner.sharding.frontends.captured import CapturedProblem, captured_problem
 from planner.sharding.frontends.request import Request, read_request
-from planner.sharding.frontends.stage_cuts import evenly, lean_cuts, neighbours
+from planner.sharding.frontends.stages import evenly, lean_cuts, neighbours
 from planner.sharding.layouts.layout import Layout
 from planner.sharding.plans.plan import ShardingPlan, plan_sharding
 from planner.sharding.plans.report import Limits, on_machine, plan_row, rejection

@@ -20,8 +20,7 @@ from planner.sharding.backends.recomputation import Recomputation
 from planner.sharding.backends.works import Work, Writer
 from planner.sharding.frontends.captured import CapturedProblem
 from planner.sharding.layouts.collectives import ALL_GATHER, PERMUTE
-from planner.sharding.layouts.layout import Layout, local_shape
-from planner.sharding.layouts.mesh import Mesh
+from planner.sharding.layouts.layout import Layout, Mesh, local_shape
 from planner.sharding.plans.lowering import program_costs
 from planner.sharding.plans.plan import ShardingPlan
 from planner.sharding.problem.pipeline_stages import PipelineStages

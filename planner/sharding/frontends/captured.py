@@ -15,8 +15,7 @@ from planner.sharding.frontends.axis_maps import (
     result_names,
 )
 from planner.sharding.frontends.stages import ONE_F_ONE_B, Stages
-from planner.sharding.layouts.layout import Layout, parse_placements
-from planner.sharding.layouts.mesh import Mesh
+from planner.sharding.layouts.layout import Layout, Mesh, parse_placements
 from planner.sharding.operators.graph import GraphBuilder
 from planner.sharding.ops.aten import Statement
 from planner.sharding.ops.rotary import with_rotations

@@ -153,14 +153,7 @@ class GraphBuilder:
         if outputs:
             return graph
         read = graph.consumers
-        unread = tuple(o.result.name for o in graph.operators if o.result.name not in read)
-        return Graph(
-            tensors=graph.tensors,
-            inputs=graph.inputs,
-            operators=graph.operators,
-            parameters=graph.parameters,
-            outputs=unread,
-        )
+        return replace(graph, outputs=tuple(o.result.name for o in graph.operators if o.result.name not in read))
 
 
 def _check_size(tensor: Tensor) -> None:

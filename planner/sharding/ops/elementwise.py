@@ -198,11 +198,7 @@ OPS = (
         "relu6 silu swish gelu elu leaky_relu mish hardswish selu abs square sin tan atan erf expm1 log1p softsign",
         keeps_zeros=True,
     ),
-    _op(
-        "exp sigmoid sqrt rsqrt reciprocal",
-        kernels="exp sigmoid sqrt rsqrt reciprocal",
-        saves=Saves.RESULT,
-    ),
+    _op("exp sigmoid sqrt rsqrt reciprocal", kernels="exp sigmoid sqrt rsqrt reciprocal", saves=Saves.RESULT),
     _op(
         "softplus celu hardsigmoid hardtanh logsigmoid log_sigmoid tanhshrink threshold log log2 log10 pow cos acos asin"
         " atan2 sinh cosh clamp clip clamp_max clamp_min fmod remainder lerp nan_to_num addcmul rsub"

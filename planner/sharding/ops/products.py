@@ -210,13 +210,7 @@ def _capture_grouped_product(call: AtenCall) -> list[Statement]:
 
 
 OPS = (
-    Op(
-        names="matmul mm bmm",
-        axes=_matmul,
-        gradient=_matmul_gradient,
-        aten="matmul mm bmm",
-        capture=_capture_matmul,
-    ),
+    Op(names="matmul mm bmm", axes=_matmul, gradient=_matmul_gradient, aten="matmul mm bmm", capture=_capture_matmul),
     Op(names="dot", axes=_matmul),
     Op(names="outer", axes=_outer),
     Op(names="linear", axes=_linear, gradient=_linear_gradient, aten="linear", capture=_capture_linear),

@@ -111,12 +111,7 @@ def _capture_over_space(call: AtenCall) -> list[Statement]:
 
 
 OPS = (
-    Op(
-        names="conv1d conv2d conv3d",
-        axes=_convolved,
-        aten="conv1d conv2d conv3d",
-        capture=_capture_convolution,
-    ),
+    Op(names="conv1d conv2d conv3d", axes=_convolved, aten="conv1d conv2d conv3d", capture=_capture_convolution),
     Op(names="max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d", axes=_pooled),
     Op(
         aten="max_pool2d avg_pool2d adaptive_avg_pool2d upsample_nearest2d upsample_bilinear2d pad constant_pad_nd",

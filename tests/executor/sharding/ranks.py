@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
 from executor.sharding import ShardedFunction, api, capture, shard
-from executor.sharding.placements import StridedShard
+from executor.sharding.places import StridedShard
 from planner.sharding.answer import answer_request
 from planner.sharding.backends.dtensor_file import write_dtensor_file
 from planner.sharding.plans.report import Limits
