@@ -19,11 +19,11 @@ from planner.sharding.backends.runnable import (
     write_program,
 )
 from planner.sharding.frontends.captured import CapturedProblem, captured_problem
-from planner.sharding.frontends.request import Request, read_request
+from planner.sharding.frontends.request import Request, is_request, read_request
 from planner.sharding.frontends.stages import evenly, lean_cuts, neighbours
 from planner.sharding.layouts.layout import Layout
 from planner.sharding.plans.plan import ShardingPlan, plan_sharding
-from planner.sharding.plans.report import Limits, on_machine, plan_row, rejection
+from planner.sharding.plans.report import Limits, Planned, on_machine, plan_row, planned_case, rejection
 from planner.sharding.problem.problem import Machine, ShardingProblem
 from simulator.calibration.calibration import Calibration
 from simulator.sharded.program import Exchange
@@ -46,6 +46,19 @@ class Answer:
     @property
     def problem(self) -> ShardingProblem:
         return self.captured.problem
+
+
+def shard_case(
+    data: Mapping[str, Any],
+    number: int = 0,
+    cluster: Cluster | None = None,
+    calibration: Calibration | None = None,
+    *,
+    limits: Limits | None = None,
+) -> tuple[dict[str, Any], Answer | Planned | None]:
+    """Return the row of a case, text or a captured graph, and its answer; or a row that says why there is none."""
+    answered = captured_row if is_request(data) else planned_case
+    return answered(data, number, cluster, calibration, limits=limits)
 
 
 def answer_request(

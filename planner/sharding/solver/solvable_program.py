@@ -93,8 +93,10 @@ class SolvableProgram(IntegerProgram):
         variables = [model.new_bool_var("") for _ in kept]
         for rows, exact in ((self.equal, True), (self.most, False)):
             matrix = rows.matrix(self._count)
-            reduced = None if matrix is None else csr_matrix(matrix[:, kept])
-            for row, side in enumerate(rows.sides if reduced is not None else ()):
+            if matrix is None:
+                continue
+            reduced = csr_matrix(matrix[:, kept])
+            for row, side in enumerate(rows.sides):
                 span = slice(reduced.indptr[row], reduced.indptr[row + 1])
                 both = zip(reduced.data[span], reduced.indices[span], strict=True)
                 total = sum(int(factor) * variables[column] for factor, column in both)
