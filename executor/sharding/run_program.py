@@ -168,6 +168,10 @@ class RankProgram:
         return value
 
     def _run(self, start: int, stop: int, state: State) -> None:
+        with torch.autocast(self.device.type, enabled=False):  # casts are kernels
+            self._issue(start, stop, state)
+
+    def _issue(self, start: int, stop: int, state: State) -> None:
         events: dict[str, torch.cuda.Event] = state.events
         if self.device.type == "cuda":
             self._streams = {COMPUTE: torch.cuda.current_stream(self.device), **self._beside}

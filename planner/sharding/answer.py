@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Any
@@ -77,7 +77,8 @@ def answer_request(
         raise BadInput("a limit of memory with pipeline stages", remedy="leave one of them out")
     problem = on_machine(captured.problem, cluster, calibration, limits or Limits())
     if request.backward:
-        problem = replace(problem, differentiated=_differentiated(problem, request.gradients))
+        trained = [one.name for one in request.graph.inputs if one.is_trained]
+        problem = replace(problem, differentiated=_differentiated(problem, {*trained, *request.gradients}))
     captured = replace(captured, problem=problem)
     if request.stages is not None and not request.stages.of and machine is not None:
         return _faster([_answer(request, one) for one in _with_best_cuts(request, captured, machine)])
@@ -180,15 +181,12 @@ def _written(request: Request, captured: CapturedProblem, plan: ShardingPlan) ->
     return write_program(captured, graph, plan, gradients=gradients, backward=backward, chunks=chunks)
 
 
-def _differentiated(problem: ShardingProblem, asked: Sequence[str]) -> frozenset[str]:
-    """Return the tensors that have a gradient: what leads from a parameter, or an input in `asked`, to a result."""
-    found = {
-        name
-        for name in problem.inputs
-        if (name in problem.graph.parameters or name in asked) and problem.tensors[name].dtype in FLOATS
-    }
+def _differentiated(problem: ShardingProblem, asked: Collection[str]) -> frozenset[str]:
+    """Return the tensors that have a gradient: what leads from an input in `asked` to a result."""
+    found = {name for name in problem.inputs if name in asked and problem.tensors[name].dtype in FLOATS}
     for operator in problem.operators:
-        if operator.result.dtype in FLOATS and any(name in found for name, _ in operator.operands):
+        passes = operator.result.dtype in FLOATS and "detach" not in operator.functions
+        if passes and any(name in found for name, _ in operator.operands):
             found.add(operator.result.name)
     return frozenset(found)
 

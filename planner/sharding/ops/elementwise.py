@@ -73,6 +73,10 @@ def same_elements(call: AtenCall) -> list[Statement]:
     return [call.statement(f"contiguous({call.tensor(0)})", op="same", args=(call.argument(0),), kwargs={})]
 
 
+def _detach(call: AtenCall) -> list[Statement]:
+    return [call.statement(f"detach({call.tensor(0)})", op="detach", args=(call.argument(0),), kwargs={})]
+
+
 # --- derivatives
 
 
@@ -220,14 +224,25 @@ OPS = (
         saves=Saves.NOTHING,
     ),
     _op(
-        "set contiguous clone detach identity requires_grad_ alias",
-        aten="contiguous clone detach identity requires_grad_ alias lift_fresh_copy detach_",
+        "set contiguous clone identity requires_grad_ alias",
+        aten="contiguous clone identity requires_grad_ alias lift_fresh_copy",
         axes=_same,
         partials=_of_same,
         keeps_zeros=True,
         rearranges=True,
         capture=same_elements,
         kernels="same",
+        saves=Saves.VIEW,
+    ),
+    _op(
+        "detach",
+        aten="detach detach_",
+        axes=_same,
+        sloped=False,
+        keeps_zeros=True,
+        rearranges=True,
+        capture=_detach,
+        kernels="detach",
         saves=Saves.VIEW,
     ),
     Op(kernels="clone", saves=Saves.NOTHING),

@@ -104,6 +104,14 @@ def computed(graph, inputs):
     return whole
 
 
+def test_no_gradient_passes_what_is_detached() -> None:
+    graph = add_backward(graph_of("x * z.detach() + softmax(detach(z), -1)"), {"y": "dy"})
+    inputs = values_of(graph, np.random.default_rng(2))
+
+    assert set(graph.gradients) == {"x"}
+    np.testing.assert_allclose(computed(graph, inputs)[graph.gradients["x"]], inputs["dy"] * inputs["z"])
+
+
 @pytest.mark.parametrize("formula", FORMULAS)
 def test_gradients_are_what_finite_differences_say(formula) -> None:
     forward = graph_of(formula)
