@@ -1,19 +1,17 @@
 """The `planner` command: what is registered, and how every way of ending becomes text and an exit code.
 
-Commands live one a file in `planner.commands`, each a function of the file's name. A file is imported when its command
-is asked for, so that `planner --help` costs little. Results go to standard output, progress and warnings to standard
+A command is a request (`planner.requests`), whose flags the command line has, and a function of its name in
+`planner.commands` that answers it. Both are imported when the command is asked for, so that `planner --help` costs little. Results go to standard output, progress and warnings to standard
 error.
 """
 
 from __future__ import annotations
 
 import errno
-import math
 import os
 import sys
 import traceback
 from difflib import get_close_matches
-from functools import wraps
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,7 +23,7 @@ from planner.io.interrupts import EXIT_CODE as INTERRUPTED
 from planner.io.interrupts import raise_again
 from planner.io.printable import printable
 from planner.io.version import version
-from topology.errors import PlannerError, UserError
+from topology.errors import PlannerError
 
 HELP = """Plan multi-GPU training: probe the machine, predict every plan, choose one and say why.
 
@@ -87,11 +85,10 @@ class _OnDemand(TyperGroup):
         if cmd_name not in COMMANDS:
             return None
         if cmd_name not in self.commands or ctx.params.get("server"):
-            function = getattr(import_module(f"planner.commands.{cmd_name}"), cmd_name)
-            if server := ctx.params.get("server"):
-                remote = import_module("planner.remote.command")
-                return _single(cmd_name, remote.asks(server, cmd_name, function))
-            self.commands[cmd_name] = _single(cmd_name, function)
+            function = import_module("planner.commands.dispatch").function_of(cmd_name, ctx.params.get("server"))
+            single = typer.Typer(**SETTINGS, context_settings=CONTEXT)
+            single.command(cmd_name)(function)
+            self.commands[cmd_name] = typer.main.get_command(single)
         raise_again()
         return self.commands[cmd_name]
 
@@ -104,26 +101,6 @@ class _OnDemand(TyperGroup):
         if args and args[0] not in COMMANDS and (near := get_close_matches(args[0], COMMANDS)):
             ctx.fail(f"No such command {args[0]!r}. Did you mean {', '.join(map(repr, near))}?")
         return super().resolve_command(ctx, args)
-
-
-def _single(name: str, function: Any) -> Any:
-    """Return a command as typer runs it."""
-    single = typer.Typer(**SETTINGS, context_settings=CONTEXT)
-    single.command(name)(_finite(function))
-    return typer.main.get_command(single)
-
-
-def _finite(function: Any) -> Any:
-    """Return a command that refuses numbers that are not finite: a lower limit does not stop 1e999."""
-
-    @wraps(function)
-    def command(**given: Any) -> Any:
-        for name, value in given.items():
-            if isinstance(value, float) and not math.isfinite(value):
-                raise UserError(f"--{name.replace('_', '-')} is {value}", remedy="a finite number")
-        return function(**given)
-
-    return command
 
 
 app = typer.Typer(

@@ -17,7 +17,7 @@ from simulator.config.workload import Workload
 from simulator.legality.frameworks import MESHWRIGHT
 from simulator.legality.rule import Grade
 from simulator.legality.rules import is_legal
-from simulator.pipeline.schedules import SCHEDULES
+from simulator.pipeline.schedules.registry import SCHEDULES
 from simulator.runtimes.library import runtime_spec
 from tests.planner.conftest import make_cluster
 from tests.planner.every_plan import UNBOUNDED, enumerate_candidates, grids
@@ -105,7 +105,7 @@ def layers_lie_on_stages_once(plan: Plan, model: Model, workload: Workload) -> N
     assert sorted(layer for part in parts for layer in part.layers) == list(range(model.layers))
 
 
-ALL = replace(UNBOUNDED, recomputes=("none", "selective"))
+ALL = UNBOUNDED.fixing(recompute=("none", "selective"))
 
 
 def candidates(model: Model, gpus: int, batch: int) -> set[Plan]:
@@ -121,7 +121,7 @@ def candidates(model: Model, gpus: int, batch: int) -> set[Plan]:
                 micro_batch_size=b, sequence_parallel=sp,
             )  # fmt: skip
             for recompute, overlap, method, reshard in itertools.product(
-                ALL.recomputes or (),
+                ALL.words("recompute") or (),
                 ("none", *MESHWRIGHT.overlaps) if tp > 1 and sp else ("none",),
                 (None, "ring", "all_to_all") if cp > 1 else (None,),
                 (True, False) if ds * cp > 1 else (None,),

@@ -1,13 +1,18 @@
 """What the README says is what CI runs and what the program has."""
 
 import re
+import shlex
+import tomllib
 from pathlib import Path
 
-from planner.cli import main
+import pytest
+
+from planner.cli import COMMANDS, main
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("topology", "simulator", "planner", "executor", "ui")
 README = (ROOT / "README.md").read_text()
+PAGES = {path.stem: path.read_text() for path in (ROOT / "examples" / "site" / "pages").glob("*.md")}
 
 
 def commands() -> list[str]:
@@ -34,19 +39,30 @@ def test_ci_runs_the_readmes_test_command() -> None:
 
 
 def test_every_command_named_exists(capsys) -> None:
-    """Each `planner X` of the README answers --help."""
-    named = set(re.findall(r"^planner (\w+)", README, re.MULTILINE))
+    """Each `planner X` of the README and of the documentation answers --help, and takes the options that are shown."""
+    lines = re.findall(r"^planner .*$", "\n".join([README, *PAGES.values()]), re.MULTILINE)
+    shown = [shlex.split(re.sub(r"^planner( --server \S+)?", "", line), comments=True) for line in lines]
 
-    assert {"suggest", "estimate", "probe", "validate", "collective"} <= named
-    for command in sorted(named):
+    assert {"suggest", "estimate", "probe", "doctor", "check", "export"} <= {command for command, *_ in shown}
+    for command, *words in shown:
         assert main([command, "--help"]) == 0, command
-        assert f"planner {command}" in capsys.readouterr().out
+        text = capsys.readouterr().out
+        assert f"planner {command}" in text
+        assert {word for word in words if word.startswith("--")} <= set(re.findall(r"--[\w-]+", text)), words
 
 
-def test_links_lead_somewhere() -> None:
-    for target in re.findall(r"\]\(([^)#]+)\)", README):
+def test_the_documentation_shows_every_command() -> None:
+    assert set(re.findall(r"^planner (\w+)", PAGES["commands"], re.MULTILINE)) == set(COMMANDS)
+
+
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "examples").rglob("*.md"), *(ROOT / ".github").rglob("*.md")])
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(document: Path) -> None:
+    for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", document.read_text()):
         if "://" not in target:
-            assert (ROOT / target).exists(), target
+            assert (document.parent / target).exists(), target
 
 
 CONTRIBUTING = ROOT / "CONTRIBUTING.md"
@@ -76,3 +92,12 @@ def test_contributing_has_a_line_for_every_folder() -> None:
         folders = [path.parent.name for path in (ROOT / package).glob("*/*.py")]
 
         assert sorted(listed) == sorted(set(folders)), package
+
+
+def test_the_version_is_one() -> None:
+    """Of the package, of its citation, and of the newest release in the changelog."""
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    cited = re.findall(r"^version: (\S+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    released = re.findall(r"^## (\d\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+
+    assert [version] == cited == released[:1]

@@ -26,8 +26,9 @@ import msgspec
 import psutil
 
 from topology.errors import BadInput, PlannerError
+from topology.units import MIB, in_mib
 
-MAX_BYTES = 32 * 2**20
+MAX_BYTES = 32 * MIB
 LOCK_WAIT_S = 30.0  # for another writer; a file is merged and written in well under a second
 
 T = TypeVar("T")
@@ -47,7 +48,7 @@ def read_text(path: str | Path, *, max_bytes: int = MAX_BYTES) -> str:
     except ValueError as error:  # a NUL character in the path
         raise BadInput(f"cannot read {str(path)[:80]!r}", why=str(error), remedy="check the path") from error
     if len(raw) > max_bytes:
-        raise BadInput(f"{path} is larger than {max_bytes / 2**20:.0f} MiB", remedy="pass a smaller file")
+        raise BadInput(f"{path} is larger than {in_mib(max_bytes)}", remedy="pass a smaller file")
     if raw.startswith((b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05", b"PK\x03\x04")):
         raise BadInput(
             f"{path} is a pickle or an archive",
@@ -66,7 +67,7 @@ def read_path_or_stdin(name: str | Path) -> tuple[str, str]:
         return read_text(name), str(name)
     text = sys.stdin.read(MAX_BYTES + 1)
     if len(text) > MAX_BYTES:
-        raise BadInput(f"standard input is larger than {MAX_BYTES / 2**20:.0f} MiB", remedy="pass a smaller file")
+        raise BadInput(f"standard input is larger than {in_mib(MAX_BYTES)}", remedy="pass a smaller file")
     return text, "standard input"
 
 

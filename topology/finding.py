@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 
 from topology.cluster import Finding, Severity
+from topology.units import in_gib
 
 ERROR, WARNING, INFO = Severity.ERROR, Severity.WARNING, Severity.INFO
 
@@ -43,8 +44,6 @@ def gpu_names(gpus: Iterable[int]) -> str:
 def describe_processes(bytes_by_pid: Mapping[int, float], owner: Callable[[int], str] | None = None) -> str:
     """Return a list of process ids with the bytes of GPU memory they hold (0: unknown) and, given `owner`, their user."""
     return ", ".join(
-        f"pid {pid}"
-        + (f" of {owner(pid)}" if owner else "")
-        + (f" ({held_bytes / 2**30:.1f} GiB)" if held_bytes else "")
+        f"pid {pid}" + (f" of {owner(pid)}" if owner else "") + (f" ({in_gib(held_bytes)})" if held_bytes else "")
         for pid, held_bytes in list(bytes_by_pid.items())[:8]
     )

@@ -28,6 +28,7 @@ BY_UNIT: tuple[tuple[str, Range], ...] = (
     ("tokens_per_s", (0, 1e15)),
     ("tokens_per_s_per_gpu", (0, 1e15)),
     ("tflops_per_gpu", (0, 1e9)),
+    ("flops_per_gpu", (0, 1e27)),
     ("seconds", (0, 1e9)),
     ("headroom_bytes", (-(2.0**60), 2.0**60)),
     ("difference_s", (-1e9, 1e9)),

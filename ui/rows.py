@@ -13,13 +13,15 @@ from typing import TYPE_CHECKING, Any
 from planner.explain.answer_text import fits_text
 from planner.explain.tables import flip_text, share_text
 from planner.io.figures import gib_text, last_digit_s, rate_text, seconds_text
+from planner.io.plan_words import plan_chips, plan_name, plan_settings
 from planner.pictures.node_layout import LINK_WORDS
 from planner.question.question import plannable
 from planner.search.scaling import network_bytes_per_s, nvlink_bytes_per_s
 from simulator.config.estimate import Fit
+from simulator.config.plan import PLAN_FIELDS, SIZES
 from topology.cluster import LinkKind, Severity
-from ui.charts.look import GIB, rate, rate_range, seconds
-from ui.plan_words import plan_chips, plan_name, plan_settings
+from topology.units import GIB, in_gb_per_s, in_gib, in_seconds
+from ui.charts.look import rate_range
 
 if TYPE_CHECKING:
     from planner.pictures.node_layout import Cable, NodeView
@@ -121,13 +123,13 @@ def memory_costs_time(slowest: Estimate, fastest: Estimate) -> str | None:
     )
 
 
-DEGREES = ("tp", "pp", "cp", "ep", "micro_batch_size", "virtual_stages", "dp_replicate")
+FILLED = "dp_shard"  # by the GPUs that the other degrees leave
 
 
 def degrees_of(plan: Plan) -> dict[str, int]:
     """Return the degrees and sizes that identify a plan; with a ZeRO stage, dp_replicate follows from the others."""
-    named = DEGREES if plan.zero_stage is None else DEGREES[:-1]
-    return {name: int(getattr(plan, name)) for name in named}
+    follows = {FILLED} if plan.zero_stage is None else {FILLED, "dp_replicate"}
+    return {name: int(getattr(plan, name)) for name in SIZES if name not in follows}
 
 
 def changed_flags(plan: Plan, degrees: Mapping[str, int], recompute: str) -> dict[str, Any]:
@@ -135,22 +137,17 @@ def changed_flags(plan: Plan, degrees: Mapping[str, int], recompute: str) -> dic
 
     Fields that depend on a changed degree (schedule, placement) are left to the framework's defaults.
     """
-    flags: dict[str, Any] = {**degrees, "recompute": recompute}
-    flags |= {name: getattr(plan, name) for name in ("tp_overlap", "ep_overlap", "offload")}
-    same = all(getattr(plan, name) == value for name, value in degrees.items())
-    if degrees["tp"] > 1 and plan.tp > 1:
-        flags["sequence_parallel"] = plan.sequence_parallel
-    if degrees["pp"] == plan.pp and degrees["virtual_stages"] == plan.virtual_stages:
-        flags["schedule"] = plan.schedule
-    if plan.zero_stage is not None:
-        flags["zero_stage"] = plan.zero_stage
-    if plan.reshard_after_forward is not None:
-        flags["reshard_after_forward"] = plan.reshard_after_forward
-    if same and plan.placement:
-        flags["placement"] = list(plan.placement)
-    if same and plan.layers_per_stage:
-        flags["layers_per_stage"] = list(plan.layers_per_stage)
-    return flags
+    stated = {**degrees, "recompute": recompute}
+    changed = {name for name, value in stated.items() if getattr(plan, name) != value}
+    kept = {
+        known.name: getattr(plan, known.name)
+        for known in PLAN_FIELDS.values()
+        if not known.is_degree
+        and not changed & set(known.follows)
+        and not (known.beside and 1 in {stated[known.beside], getattr(plan, known.beside)})
+        and getattr(plan, known.name) is not None
+    }
+    return {**kept, **stated}
 
 
 def merged_flips(result: SearchResult) -> list[tuple[str, list[str]]]:
@@ -171,7 +168,7 @@ def machine_figures(cluster: Cluster, health: Health) -> list[tuple[str, str, st
     known = plannable(cluster)
     kind = cluster.slowest_kind if known else None
     dtype = next((n for n in ("bfloat16", "float16", "float32") if kind and kind.peak_flops.get(n)), "bfloat16")
-    memory = f"{cluster.gpu_memory_bytes / GIB:.1f} GiB" if known else "unknown"
+    memory = in_gib(cluster.gpu_memory_bytes) if known else "unknown"
     return [
         (
             "GPUs",
@@ -201,13 +198,13 @@ def _nvlink(cluster: Cluster) -> tuple[str, str]:
     if not links:
         return "none", "No link between GPUs is NVLink."
     nominal = nvlink_bytes_per_s(cluster) if plannable(cluster) else 0.0
-    stated = f"nominal {rate(nominal)} per GPU and direction (datasheet)" if nominal else "nominal rate unknown"
+    stated = f"nominal {in_gb_per_s(nominal)} per GPU and direction (datasheet)" if nominal else "nominal rate unknown"
     measured = [link.measured_bytes_per_s for link in links if link.measured_bytes_per_s]
     if measured:
         copied = "a GPU's copies to the others" if is_switched(cluster) else "copies over one link"
         return rate_range(measured), f"Measured on this machine: {copied}, per direction; {stated}."
     if nominal:
-        return rate(nominal), "Per GPU and direction; datasheet."
+        return in_gb_per_s(nominal), "Per GPU and direction; datasheet."
     labels = " and ".join(sorted({link.label for link in links if link.label}))
     return (
         "rate unknown",
@@ -225,7 +222,7 @@ def _network(cluster: Cluster) -> tuple[str, str]:
     unknown = sum(nic.bytes_per_s is None for nic in up)
     if unknown:
         return "rate unknown", f"{len(up)} ports are up; the rate of {unknown} is not known."
-    return rate(network_bytes_per_s(cluster)), f"Per GPU and direction: its share of {len(up)} ports; datasheet."
+    return in_gb_per_s(network_bytes_per_s(cluster)), f"Per GPU and direction: its share of {len(up)} ports; datasheet."
 
 
 def _health(cluster: Cluster, health: Health) -> tuple[str, str]:
@@ -256,7 +253,7 @@ def link_rows(view: NodeView) -> list[dict[str, Any]]:
                 "class": label or "-",
                 "count": len(cables),
                 "links": count,
-                "nominal": rate(nominal),
+                "nominal": in_gb_per_s(nominal),
                 "measured": rate_range(measured) if measured else "not measured",
                 "share": min(measured) / nominal if measured and nominal else None,
                 "state": link_state,
@@ -315,7 +312,7 @@ def workload_rows(model: Model, seq_len: int, batch: int) -> list[dict[str, str]
             "Attention's share",
             f"{model.attention_flops_per_token(seq_len) / model.forward_flops_per_token(seq_len):.0%}",
         ),
-        ("States at 16 B a parameter", f"{states / 2**30:,.0f} GiB"),
+        ("States at 16 B a parameter", f"{states / GIB:,.0f} GiB"),
     ]
     return [{"what": what, "value": value} for what, value in rows]
 
@@ -327,7 +324,7 @@ def run_row(run: RunSummary) -> dict[str, Any]:
     """Return a saved run as a row; values that were not measured stay empty."""
 
     def gib(nbytes: float | None) -> str:
-        return f"{nbytes / GIB:.1f} GiB" if nbytes else ""
+        return in_gib(nbytes) if nbytes else ""
 
     return {
         "when": run.taken_at[:16].replace("T", " "),
@@ -335,8 +332,8 @@ def run_row(run: RunSummary) -> dict[str, Any]:
         "plan": run.plan,
         "device": f"{run.gpus} x {run.device}",
         "ended": run.status if run.complete else f"{run.status}, incomplete",
-        "predicted step": seconds(run.predicted_step_s) if run.predicted_step_s else "",
-        "measured step": seconds(run.measured_step_s) if run.measured_step_s else "",
+        "predicted step": in_seconds(run.predicted_step_s) if run.predicted_step_s else "",
+        "measured step": in_seconds(run.measured_step_s) if run.measured_step_s else "",
         "step": run.step_error,
         "predicted memory": gib(run.predicted_peak_bytes),
         "measured memory": gib(run.measured_peak_bytes),

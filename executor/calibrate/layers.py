@@ -33,6 +33,7 @@ from simulator.config.model import Model
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
+from simulator.runtimes.library import runtime_spec
 from topology import codec
 from topology.errors import ProbeError
 from topology.profile.samples import LayerSample
@@ -68,9 +69,10 @@ def builder_of(runtime: str, text: str) -> Callable[..., Step]:
 
     Raises ProbeError for another runtime: its host and its kernels are not those of the executor.
     """
-    if runtime == "torchtitan":
+    layers = runtime_spec(runtime).tools.layers
+    if layers == "torchtitan":
         return lambda *parts, **more: titan_step(*parts, text=text, **more)
-    if runtime != "meshwright":
+    if layers != "own":
         raise ProbeError(f"layers of {runtime} are not run here", remedy="ask for torchtitan's or meshwright's")
     return own_step
 

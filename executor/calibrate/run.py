@@ -33,6 +33,7 @@ from executor.measure.measurement import (
     loopback_environment,
     measurement_parser,
 )
+from simulator.runtimes.library import runtime_spec
 from topology.codec import read_json
 
 POLL_S = 0.1
@@ -104,7 +105,7 @@ class Work:
     @property
     def use(self) -> str:
         """What its pool is for: torchtitan changes its process, and what compiles does so while others measure."""
-        titan = any(item.get("runtime", {}).get("name") == "torchtitan" for item in self.layers)
+        titan = any(runtime_spec(item["runtime"]["name"]).tools.layers == "torchtitan" for item in self.layers)
         return ("torchtitan" if titan else "own") + (" compiled" if self.compiled else "")
 
     @property

@@ -15,6 +15,7 @@ from typing import Any
 from executor.gpu.faults import NvmlFaults
 from topology.processes import process_owner
 from topology.readers.nvml import THROTTLE_BITS
+from topology.units import MIB
 
 TIMEOUT_S = 10.0
 RunCommand = Callable[[Sequence[str]], str]
@@ -140,5 +141,5 @@ def gpu_processes(run: RunCommand = run_text) -> list[GpuProcess]:
         if len(cells) == 3 and cells[1].isdigit():
             used = _number(cells[2])
             pid = int(cells[1])
-            found.append(GpuProcess(cells[0], pid, process_owner(pid), int(used * 2**20) if used is not None else None))
+            found.append(GpuProcess(cells[0], pid, process_owner(pid), int(used * MIB) if used is not None else None))
     return found

@@ -1,7 +1,8 @@
 """All-reduce in one kernel, for small messages, optionally fused with the residual and RMSNorm that follow.
 
 A tensor is treated as rows of at most BLOCK numbers; each program takes every P-th row and waits only for the same
-program of the other ranks. Sums are float32 in rank order, so all ranks get bitwise equal results.
+program of the other ranks. Sums are float32, of float64 tensors float64, in rank order, so all ranks get bitwise equal
+results.
 
 flagged words: as one shot, but each 32-bit word is stored with the call's number as a 64-bit word, as in NCCL's LL
     protocol: no separate flag and no wait for stores to complete. Sends 2·(W - 1)·n bytes.
@@ -59,14 +60,16 @@ def _exchange(
 
 
 @triton.jit
-def _finish(total, row, at, inside, out, residual, residual_out, weight, columns, eps, NORM: tl.constexpr):
+def _finish(
+    total, row, at, inside, out, residual, residual_out, weight, columns, EPS: tl.constexpr, NORM: tl.constexpr
+):
     """Store a row of sums; with NORM, first add the residual (stored as well), then normalize and scale."""
     where = row * columns + at
     if NORM:
-        total += tl.load(residual + where, mask=inside, other=0.0).to(tl.float32)
+        total += tl.load(residual + where, mask=inside, other=0.0).to(total.dtype)
         tl.store(residual_out + where, total.to(residual_out.dtype.element_ty), mask=inside)
-        scale = tl.rsqrt(tl.sum(total * total, 0) / columns + eps)
-        total = total * scale * tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+        scale = tl.rsqrt(tl.sum(total * total, 0) / columns + EPS)
+        total = total * scale * tl.load(weight + at, mask=inside, other=0.0).to(total.dtype)
     tl.store(out + where, total.to(out.dtype.element_ty), mask=inside)
 
 
@@ -148,7 +151,7 @@ def one_shot(
     numel,
     columns,
     set_numel,
-    eps,
+    EPS: tl.constexpr,
     RANK: tl.constexpr,
     WORLD: tl.constexpr,
     NORM: tl.constexpr,
@@ -160,6 +163,7 @@ def one_shot(
 
     `slots` is (2 sets, W sources, numel) with `set_numel` numbers between sets, `flags` (2, W, STRIDE programs).
     """
+    wide: tl.constexpr = tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32
     program, programs = tl.program_id(0), tl.num_programs(0)
     call = tl.load(epoch, volatile=True)
     base = (call % 2) * set_numel
@@ -176,14 +180,14 @@ def one_shot(
     for row in range(program, rows, programs):
         where = row * columns + at
         inside = (at < columns) & (where < numel)
-        total = tl.zeros((BLOCK,), dtype=tl.float32)
+        total = tl.zeros((BLOCK,), dtype=wide)
         for source in tl.static_range(WORLD):
             if source == RANK:
-                total += tl.load(x + where, mask=inside, other=0.0).to(tl.float32)
+                total += tl.load(x + where, mask=inside, other=0.0).to(wide)
             else:
                 mine = slots + base + source * numel
-                total += tl.load(mine + where, mask=inside, other=0.0).to(tl.float32)
-        _finish(total, row, at, inside, out, residual, residual_out, weight, columns, eps, NORM)
+                total += tl.load(mine + where, mask=inside, other=0.0).to(wide)
+        _finish(total, row, at, inside, out, residual, residual_out, weight, columns, EPS, NORM)
 
 
 @triton.jit
@@ -203,7 +207,7 @@ def two_shot(
     numel,
     columns,
     set_numel,
-    eps,
+    EPS: tl.constexpr,
     RANK: tl.constexpr,
     WORLD: tl.constexpr,
     NORM: tl.constexpr,
@@ -212,6 +216,7 @@ def two_shot(
     LIMIT: tl.constexpr,
 ):
     """As `one_shot`; `slots` holds per set (W sources, share of rows) for parts and then (rows) for the sums."""
+    wide: tl.constexpr = tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32
     program, programs = tl.program_id(0), tl.num_programs(0)
     call = tl.load(epoch, volatile=True)
     base = (call % 2) * set_numel
@@ -233,22 +238,22 @@ def two_shot(
         here = row * columns + at
         where = RANK * part + here
         inside = (at < columns) & (where < numel)
-        total = tl.zeros((BLOCK,), dtype=tl.float32)
+        total = tl.zeros((BLOCK,), dtype=wide)
         for source in tl.static_range(WORLD):
             if source == RANK:
-                total += tl.load(x + where, mask=inside, other=0.0).to(tl.float32)
+                total += tl.load(x + where, mask=inside, other=0.0).to(wide)
             else:
-                total += tl.load(slots + base + source * part + here, mask=inside, other=0.0).to(tl.float32)
+                total += tl.load(slots + base + source * part + here, mask=inside, other=0.0).to(wide)
         rounded = total.to(x.dtype.element_ty)
         for step in tl.static_range(1, WORLD):
             tl.store(_address(peer_slots, (RANK + step) % WORLD, x) + sums + where, rounded, mask=inside)
-        total = rounded.to(tl.float32)  # as the others see it
-        _finish(total, RANK * share + row, at, inside, out, residual, residual_out, weight, columns, eps, NORM)
+        total = rounded.to(wide)  # as the others see it
+        _finish(total, RANK * share + row, at, inside, out, residual, residual_out, weight, columns, EPS, NORM)
     _exchange(flags, peer_flags, WORLD * STRIDE, call + 1, epoch, ticket, error, RANK, WORLD, STRIDE, LIMIT, False)
     for row in range(program, share, programs):
         for step in tl.static_range(1, WORLD):
             owner = (RANK + step) % WORLD
             where = owner * part + row * columns + at
             inside = (at < columns) & (where < numel)
-            total = tl.load(slots + sums + where, mask=inside, other=0.0).to(tl.float32)
-            _finish(total, owner * share + row, at, inside, out, residual, residual_out, weight, columns, eps, NORM)
+            total = tl.load(slots + sums + where, mask=inside, other=0.0).to(wide)
+            _finish(total, owner * share + row, at, inside, out, residual, residual_out, weight, columns, EPS, NORM)

@@ -46,11 +46,11 @@ def _add_and_store(acc, slots, c, shard_numel, row, column, rows, columns, RANK:
     if WORLD <= 4:  # all loads in flight at once; for more ranks they would not fit into registers
         for source in tl.static_range(WORLD):
             if source != RANK:
-                acc += tl.load(where + source * shard_numel, mask=inside, other=0.0).to(tl.float32)
+                acc += tl.load(where + source * shard_numel, mask=inside, other=0.0).to(acc.dtype)
     else:
         for source in range(WORLD):
             if source != RANK:
-                acc += tl.load(where + source * shard_numel, mask=inside, other=0.0).to(tl.float32)
+                acc += tl.load(where + source * shard_numel, mask=inside, other=0.0).to(acc.dtype)
     c.store([row, column], acc.to(c.dtype))
 
 

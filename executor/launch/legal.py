@@ -9,15 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from simulator.config.model import Model
-from simulator.config.plan import Plan
+from simulator.config.plan import Plan, default_schedule
 from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
 from simulator.legality.frameworks import MESHWRIGHT
 from simulator.legality.networks import features
 from simulator.legality.rule import Grade, RuleFacts
 from simulator.legality.rules import problems
-from simulator.pipeline.schedule_tables import build_schedule
-from simulator.pipeline.schedules import Schedule, default_schedule
+from simulator.pipeline.schedules.registry import build_schedule
+from simulator.pipeline.schedules.table import Schedule
 from simulator.pipeline.stages import stage_layers
 from simulator.runtimes.library import runtime_spec
 from topology.errors import BadModel, BadPlan

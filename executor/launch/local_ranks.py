@@ -30,6 +30,7 @@ from typing import Any
 import psutil
 
 from topology.processes import alive, kill
+from topology.units import MIB
 
 # NVLink multicast stays off in all workers: in virtual machines and on shared hosts it can hang the fabric.
 FORCED_VARIABLES = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
@@ -366,7 +367,7 @@ def _ended_by_signal(rank: int, code: int) -> Failure:
 
 def _error(path: Path) -> dict[str, Any]:
     try:
-        document = json.loads(path.read_text(errors="replace")[: 2**20])
+        document = json.loads(path.read_text(errors="replace")[:MIB])
     except (OSError, ValueError):
         return {}
     message = document.get("message") if isinstance(document, dict) else None

@@ -17,6 +17,7 @@ from executor.gpu.state import gpu_processes, run_text
 from executor.launch.local_ranks import LaunchResult
 from executor.launch.records import Recorder
 from topology.errors import ProbeError
+from topology.units import in_gib
 
 
 def load_torch() -> Any:
@@ -86,7 +87,7 @@ def _refuse_gpus_in_use(devices: Sequence[dict[str, Any]], *, allow: bool) -> No
     index_of = {device["uuid"]: device["index"] for device in devices}
     listed = "; ".join(
         f"GPU {index_of[who.gpu_uuid]}: pid {who.pid} of {who.owner or 'an unknown user'}"
-        + (f", {who.memory_bytes / 2**30:.1f} GiB" if who.memory_bytes is not None else "")
+        + (f", {in_gib(who.memory_bytes)}" if who.memory_bytes is not None else "")
         for who in busy[:8]
     )
     raise ProbeError(

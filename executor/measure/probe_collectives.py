@@ -23,10 +23,11 @@ from typing import Any
 
 from executor.launch.records import Deadline, Recorder, median_and_spread
 from executor.measure.measurement import load_torch, piece_parser
+from topology.units import GIB, MIB
 
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv")
-SMALLEST, LARGEST = 2**10, 2**30
-EAGER_LIMIT = 4 * 2**20
+SMALLEST, LARGEST = 2**10, GIB
+EAGER_LIMIT = 4 * MIB
 WARMUP, ITERATIONS = 5, 20
 PER_GRAPH = 10  # calls in one graph: its launch, some 8 us, is shared by them
 INIT_TIMEOUT_S = 60.0

@@ -14,10 +14,11 @@ from typing import Any
 from executor.gpu.state import read_states
 from executor.launch.records import Deadline, Recorder, median_and_spread
 from executor.measure.measurement import load_torch, piece_parser
+from topology.units import GIB
 
 MATMUL = 8192
 BURST = 10
-COPY_BYTES = 2**30
+COPY_BYTES = GIB
 ROUNDS = 7
 SUSTAIN_S = 4.0
 READING_S = 1.0  # nvidia-smi answers in less, and the work queued meanwhile must be over soon after

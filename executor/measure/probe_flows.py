@@ -16,8 +16,9 @@ from typing import Any
 
 from executor.launch.records import Deadline, Recorder, median_and_spread
 from executor.measure.measurement import load_torch, piece_parser
+from topology.units import MIB
 
-FLOW_BYTES = 128 * 2**20  # copies reach their rate from about 64 MiB on
+FLOW_BYTES = 128 * MIB  # copies reach their rate from about 64 MiB on
 ROUNDS = 5
 ROUND_S = 3e-3  # each round copies again and again for about this long
 MAX_COPIES = 32

@@ -103,7 +103,7 @@ def flags(name: str, plan: Plan, workload: Workload, runtime: Runtime, text: str
         yield f"--parallelism.fsdp_reshard_after_forward={'always' if plan.reshard_after_forward else 'never'}"
     if pipelined:
         yield f"--parallelism.pipeline_parallel_microbatch_size={plan.micro_batch_size}"
-        yield f"--parallelism.pipeline_parallel_schedule={plan.schedule or '1F1B'}"
+        yield f"--parallelism.pipeline_parallel_schedule={plan.schedule_name}"
 
 
 def _family(model: Model) -> str:

@@ -69,7 +69,8 @@ def all_reduce_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """Return (normalized, residual') of `x` (rows, D): residual' = residual + sum over ranks; normalized by RMS, scaled.
 
-    `weight` is (D,), D at most 16,384. What is added and normalized is kept in float32 until it is stored.
+    `weight` is (D,), D at most 16,384. What is added and normalized is kept in float32, or float64 where `x`
+    is, until it is stored.
     """
     x, residual = x.contiguous(), residual.contiguous()
     out, residual_out = torch.empty_like(x), torch.empty_like(residual)

@@ -1,7 +1,8 @@
 """One persistent Triton kernel for the matmul and its collective.
 
-Without CUDA, for rows that are no multiple of 16 bytes (which TMA needs), and for several matmuls at once, this falls
-back to the mode copy_engine.
+Without CUDA, for types other than bfloat16 and float16, for rows that are no multiple of 16 bytes (which TMA needs), and
+for several matmuls at once, this falls back to the mode copy_engine: the same exchange with the library's matmuls, in
+the type of the operands.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ def tile_for(rows: int, columns: int, processors: int, tiles: tuple[Tile, Tile])
 
 class Fused(CopyEngine):
     name = "fused"
+    half_precision_only = True
 
     def gather_matmul(
         self, x: Tensor, operands: tuple[Tensor, ...], group: dist.ProcessGroup, *, keep: bool = False

@@ -20,6 +20,9 @@ class Mode(ABC):
     """One implementation of tensor-parallel matmuls with their collectives."""
 
     name: str
+    # Whether kernels of this mode multiply half precision only; wider types are then exchanged and multiplied as its
+    # module says.
+    half_precision_only = False
 
     @abstractmethod
     def gather_matmul(

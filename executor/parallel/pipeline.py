@@ -25,7 +25,8 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from executor.launch.legal import StagePart
-from simulator.pipeline.schedules import SCHEDULES, Schedule
+from simulator.pipeline.schedules.registry import SCHEDULES
+from simulator.pipeline.schedules.table import Schedule
 
 
 class _Stage(PipelineStage):

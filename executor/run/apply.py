@@ -44,11 +44,12 @@ from simulator.program.trace import Trace
 from simulator.runtimes.environment import assumed_environment
 from topology import codec
 from topology.errors import BadInput, BadPlan, PlannerError
+from topology.units import MIB
 
 ENDING_S = 10.0  # of the budget, for ending ranks and writing the report
 GRACE_S = 4.0
 MODULE = "executor.run.worker"
-MAX_TRACE_BYTES = 256 * 2**20
+MAX_TRACE_BYTES = 256 * MIB
 
 
 def main(argv: Sequence[str] | None = None) -> int:

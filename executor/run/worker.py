@@ -47,20 +47,23 @@ GROWTH_FACTOR = 1.002
 
 @record
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run this rank. Exits with OUT_OF_MEMORY or WRONG_NUMBERS when memory is full or numbers are wrong."""
+    """Run this rank. Exits with OUT_OF_MEMORY when memory is full; with WRONG_NUMBERS at the end when numbers are wrong.
+
+    A plan whose check fails on one rank fails on all, so the next request runs in the same processes.
+    """
     parser = argparse.ArgumentParser(prog="executor.run.worker")
     parser.add_argument("--request", required=True, action="append", help="may be repeated, each with an --out")
     parser.add_argument("--out", required=True, action="append", type=Path)
     parser.add_argument("--until", type=float, default=float("inf"), help="run no step after this time (epoch seconds)")
     options = parser.parse_args(argv)
     deadline = Deadline(options.until - time.time())
-    rank = int(os.environ["RANK"])
+    rank, right = int(os.environ["RANK"]), True
     for path, out in zip(options.request, options.out, strict=True):
         beat = Heartbeat(out, rank)
         recorder = Recorder(out / f"rank{rank}.jsonl")
         request = codec.convert(codec.read_json(path), Request, where=path)
         try:
-            run(request, deadline, recorder, beat, out)
+            right &= run(request, deadline, recorder, beat, out)
         except BaseException as error:
             beat.mark_exited()
             if not _is_full_memory(error):
@@ -74,10 +77,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         _release_memory(request.device)
     # Only after success: after a failure other ranks may be gone, and destroying the group would wait for them.
     dist.destroy_process_group()
+    if not right:
+        os._exit(WRONG_NUMBERS)
 
 
-def run(request: Request, deadline: Deadline, recorder: Recorder, beat: Heartbeat, out: Path) -> None:
-    """Join the process group, verify, warm up and measure."""
+def run(request: Request, deadline: Deadline, recorder: Recorder, beat: Heartbeat, out: Path) -> bool:
+    """Join the process group, verify, warm up and measure; return False when the numbers were wrong: then nothing was."""
     device = _device(request)
     if device.type == "cpu":
         torch.set_num_threads(1)
@@ -88,12 +93,12 @@ def run(request: Request, deadline: Deadline, recorder: Recorder, beat: Heartbea
             timeout=timedelta(seconds=request.start_timeout_s),
             device_id=device if device.type == "cuda" else None,
         )
-    _run_in_group(request, device, deadline, recorder, beat, out)
+    return _run_in_group(request, device, deadline, recorder, beat, out)
 
 
 def _run_in_group(
     request: Request, device: torch.device, deadline: Deadline, recorder: Recorder, beat: Heartbeat, out: Path
-) -> None:
+) -> bool:
     began = time.perf_counter()
     dist.barrier()  # the first collective: a missing rank is found here, under the short timeout
     require_same_software(device)
@@ -102,12 +107,16 @@ def _run_in_group(
         recorder.write("out_of_time", steps=0)
         recorder.write("timed")
         recorder.write("done", seconds=time.perf_counter() - began)
-        return
+        return True
     trainer = (
         TitanTrainer(request, device)
         if request.trainer == "torchtitan"
         else _own_trainer(request, device, recorder, beat)
     )
+    if trainer is None:
+        dist.barrier()
+        recorder.write("done", seconds=time.perf_counter() - began)
+        return False
     parameters = sum(local_tensor(p).numel() for p in trainer.parameters()) if isinstance(trainer, Trainer) else None
     recorder.write("built", parameters_here=parameters, after_s=time.perf_counter() - began, **_memory(device.type))
     with PausedGarbageCollection() as collector:
@@ -129,10 +138,11 @@ def _run_in_group(
     dist.barrier()
     recorder.write("done", seconds=time.perf_counter() - began)
     beat.set_phase("done")
+    return True
 
 
-def _own_trainer(request: Request, device: torch.device, recorder: Recorder, beat: Heartbeat) -> Trainer:
-    """Build meshes, check the plan's numbers, and build the model. Exits with WRONG_NUMBERS where they are wrong."""
+def _own_trainer(request: Request, device: torch.device, recorder: Recorder, beat: Heartbeat) -> Trainer | None:
+    """Build meshes, check the plan's numbers, and build the model; None where they are wrong: it is never timed."""
     plan = request.plan
     beat.set_phase("building meshes")
     meshes = meshes_for(plan, device.type)
@@ -144,8 +154,7 @@ def _own_trainer(request: Request, device: torch.device, recorder: Recorder, bea
     beat.entered, beat.stack_tells_waiting = collectives_entered, device.type == "cpu"
 
     if not check_numbers(request, meshes, device, recorder, beat):
-        recorder.close()
-        os._exit(WRONG_NUMBERS)  # a plan whose numbers are wrong is never timed
+        return None
 
     beat.set_phase("building the model")
     return Trainer(

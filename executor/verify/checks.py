@@ -13,6 +13,7 @@ from executor.launch.records import Recorder, nonfinite_as_none
 from executor.launch.request import Request
 from executor.parallel.meshes import Meshes
 from executor.parallel.parallelize import DTYPES, Setup, autocast_type
+from executor.verify import overlap
 from executor.verify.compute_types import differences, verify_types
 from executor.verify.kernels import KernelVerdict, check_experts, check_ring
 from executor.verify.plans import small_model, small_plan, small_workload, verify
@@ -45,7 +46,7 @@ def check_numbers(request: Request, meshes: Meshes, device: torch.device, record
         "verified",
         ok=verdict.ok,
         dtype=EXACT,
-        differs_from_timed=differences(request.model, small, runtime),
+        differs_from_timed=differences(plan, request.model, small, runtime),
         **nonfinite_as_none(codec.to_builtins(verdict)),
     )
     ok = verdict.ok
@@ -58,6 +59,8 @@ def check_numbers(request: Request, meshes: Meshes, device: torch.device, record
     for kernel in _check_kernels(request, meshes, device):
         recorder.write("kernel", ok=kernel.ok, **nonfinite_as_none(codec.to_builtins(kernel)))
         ok = ok and kernel.ok
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what the checks took is no part of the plan's memory
     # The timed model has other sizes; without a reset it would be recompiled with dynamic shapes, which are slower.
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()  # noqa: SLF001 - what is compiled from here on is counted for the report
@@ -74,9 +77,30 @@ def _check_kernels(request: Request, meshes: Meshes, device: torch.device) -> li
     if dtype.itemsize < 4 and request.model.moe is not None:
         autocast = autocast_type(request.plan, request.runtime) is not None
         found.append(check_experts(device=device, dtype=dtype, autocast=autocast))
+    if dtype.itemsize < 4 and device.type == "cuda":  # on the CPU all modes multiply by torch
+        found += _check_overlap(request, meshes.group("tp"), device, dtype)
     # All ranks must stop together, so that none is left in a collective.
     worst = torch.tensor(float(any(not kernel.ok for kernel in found)), device=device)
     dist.all_reduce(worst, dist.ReduceOp.MAX)
     if worst.item() and all(kernel.ok for kernel in found):
         found.append(KernelVerdict(name="another rank's", dtype="", difference=float("inf"), tolerance=0.0))
     return found
+
+
+def _check_overlap(
+    request: Request, group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype
+) -> list[KernelVerdict]:
+    """Compare the matmuls of each site that overlaps, in the sizes of the plan, with float64; twice, once per buffer."""
+    verdicts = (
+        overlap.check(operation, mode, shape, group, device=device, dtype=dtype, iterations=2)
+        for operation, mode, shape in overlap.planned(request.plan, request.model, request.workload)
+    )
+    return [
+        KernelVerdict(
+            name=f"{found.operation} {found.mode}",
+            dtype=found.dtype,
+            difference=found.difference,
+            tolerance=found.tolerance,
+        )
+        for found in verdicts
+    ]

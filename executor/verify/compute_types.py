@@ -20,10 +20,13 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from executor.overlap import mode_named
 from executor.parallel.parallelize import Setup
 from executor.parallel.train_step import Trainer
 from executor.verify.plans import nan_max, relative_difference, run_one_process
 from simulator.config.model import Model
+from simulator.config.overlap_sites import executor_name, modes_in
+from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
 
 ROUNDING_FACTOR = 8.0
@@ -99,7 +102,7 @@ def _number(value: float) -> float:
     return value if value == value else float("inf")  # noqa: PLR0124 - only NaN differs from itself
 
 
-def differences(model: Model, small: Model, runtime: Runtime) -> list[str]:
+def differences(plan: Plan, model: Model, small: Model, runtime: Runtime) -> list[str]:
     """Return sentences on how the two checks differ from the run that is timed."""
     sizes = " x ".join(f"{a} for {b}" for a, b in ((small.layers, model.layers), (small.hidden, model.hidden)))
     differences = [f"a smaller model: {sizes} (layers x hidden), a vocabulary of {small.vocab} for {model.vocab}"]
@@ -109,4 +112,10 @@ def differences(model: Model, small: Model, runtime: Runtime) -> list[str]:
             differences.append(
                 f"in {runtime.compute_dtype} gradients are not compared: rounding changes which experts are chosen"
             )
+        narrow = [mode for mode in modes_in(plan.tp_overlap) if mode_named(executor_name(mode)).half_precision_only]
+        differences += [
+            f"in float64 {mode} exchanges as copy_engine and multiplies by the library: its kernels take half precision,"
+            f" in which each is compared on its own where GPUs run it"
+            for mode in narrow
+        ]
     return differences

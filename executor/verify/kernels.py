@@ -1,9 +1,10 @@
 """Check the kernels that exist only for half precision against plain float64 arithmetic.
 
-`executor.verify.plans` compares plans in float64, but flash attention inside the ring and the grouped matmul of experts
-run only in half precision. Here they are compared on the device and in the type of the timed run. Differences are
-relative to the largest number of the reference. The tolerance is 2^4 units in the last place: inputs, results and
-intermediate factors are each rounded to the type, and sums are in float32.
+`executor.verify.plans` compares plans in float64, but flash attention inside the ring, the grouped matmul of experts
+and the fused matmuls of `executor.overlap.fused` run only in half precision. Here they are compared on the device and
+in the type of the timed run. Differences are relative to the largest number of the reference. The tolerance is 2^4
+units in the last place: inputs, results and intermediate factors are each rounded to the type, and sums are in
+float32.
 """
 
 from __future__ import annotations

@@ -2,8 +2,11 @@
 
 Inputs are new in every iteration, symmetric buffers are filled with NaN before the first, and ranks are delayed at
 random, so that data read before they arrived, or overwritten before they were read, show up. Differences are relative
-to the largest number of the reference; the tolerance is 2^4 units in the last place, as in `executor.verify.kernels`:
-inputs are exact, partial sums are rounded once per rank that adds to them, and results once.
+to the largest number of the reference. Inputs are exact; partial sums are rounded once per rank that adds to them, and
+results once. So 2^4 units in the last place are allowed, as in `executor.verify.kernels`, in half precision, whose sums are
+float32. In wider types every addition of a sum of K products rounds as well, and the reference is no more exact: the
+difference of two such sums grows with the square root of K, and is sqrt(K) / 8 units in few of a million numbers. Four
+times that is allowed, 2^4 units at least.
 """
 
 from __future__ import annotations
@@ -18,8 +21,15 @@ from torch import Tensor
 from executor import overlap
 from executor.gpu.symmetric_memory import workspaces
 from executor.overlap import all_reduce as own_all_reduce
+from simulator.config.model import Model
+from simulator.config.overlap_sites import NONE, SITES, executor_name, modes_by_site
+from simulator.config.plan import Plan
+from simulator.config.workload import Workload
 
 UNITS = 2.0**4
+MOST_NUMBERS = (
+    2**25
+)  # of an operand where a plan's shapes are checked: rows are left out beyond, to stay within a second
 DELAY_CYCLES = 400_000  # up to a fifth of a millisecond
 
 
@@ -80,8 +90,44 @@ def check(
         shape=shape,
         iterations=iterations,
         difference=float(worst),
-        tolerance=UNITS * torch.finfo(dtype).eps,
+        tolerance=_units(shape, dtype, dist.get_world_size(group)) * torch.finfo(dtype).eps,
     )
+
+
+def _units(shape: Shape, dtype: torch.dtype, world: int) -> float:
+    longest = max(shape.rows, world * shape.depth, world * shape.columns)  # of the sums of results and gradients
+    return UNITS if dtype.itemsize < 4 else max(UNITS, 0.5 * longest**0.5)
+
+
+def planned(plan: Plan, model: Model, workload: Workload) -> tuple[tuple[str, str, Shape], ...]:
+    """Return (operation, mode, shape) of each site of a plan that overlaps, in the sizes of a micro batch of the plan.
+
+    Rows are left out where an operand would have more than MOST_NUMBERS.
+    """
+    tokens = plan.micro_batch_size * workload.seq_len // plan.cp
+    found = []
+    for site, mode in zip(SITES, modes_by_site(plan.tp_overlap), strict=True):
+        width = -(-_width(site, model) // plan.tp)
+        if mode == NONE or not width:
+            continue
+        most = MOST_NUMBERS // max(model.hidden, width) // plan.tp * plan.tp
+        rows = max(plan.tp, min(tokens, most))
+        if site.endswith("_in"):
+            shape = Shape(rows=rows, depth=model.hidden, columns=width, weights=2)
+            found.append(("all_gather_matmul", executor_name(mode), shape))
+        else:
+            shape = Shape(rows=rows, depth=width, columns=model.hidden)
+            found.append(("matmul_reduce_scatter", executor_name(mode), shape))
+    return tuple(dict.fromkeys(found))
+
+
+def _width(site: str, model: Model) -> int:
+    """Return what is cut over ranks at a site: of heads or of the dense feed-forward; 0 for a site that no block has."""
+    if site.startswith("mlp"):
+        return model.ffn if model.dense_layers else 0
+    if model.latent is None:
+        return model.heads * model.head_dim
+    return model.heads * model.latent.v_head_dim if site == "attention_out" else 0
 
 
 Comparisons = Iterator[tuple[Tensor, Tensor]]
@@ -185,7 +231,9 @@ def fill_with_nan(groups: Iterable[dist.ProcessGroup]) -> None:
 
 
 def _draw(shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Tensor:
-    return torch.randn(shape, generator=generator, device=generator.device, dtype=torch.float32).to(dtype)
+    """Numbers that fill the type: in float64 they have digits that float32 has not."""
+    wide = torch.promote_types(dtype, torch.float32)
+    return torch.randn(shape, generator=generator, device=generator.device, dtype=wide).to(dtype)
 
 
 def _difference(found: Tensor | None, expected: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from simulator.calibration.kernel_samples import operators_of
 from simulator.config.model import Model
 from topology import codec
 from topology.profile.profile import Profile
+from topology.units import GIB, MIB
 
 # Layers whose shapes are measured when no plan is named: (hidden, heads, key/value heads, head width, feed-forward
 # width).
@@ -24,12 +25,12 @@ TYPICAL_LAYERS = (
 )
 VOCABULARY = 128256
 COPIES = tuple(2**power for power in (16, 18, 20, 22, 24, 26, 28, 30))
-MAX_TENSOR_BYTES = 24 * 2**30  # of the largest operand: logits of very large batches are left out
+MAX_TENSOR_BYTES = 24 * GIB  # of the largest operand: logits of very large batches are left out
 
 # Compute and a collective at the same time. Sizes are those of layers that FSDP gathers: 100 MB to 1 GB.
 CONTENTION: tuple[dict[str, Any], ...] = tuple(
     {"compute": compute, "shape": shape, "dtype": dtype, "op": op, "nbytes": nbytes}
-    for op, nbytes in (("all_gather", 436 * 10**6), ("reduce_scatter", 872 * 10**6), ("all_reduce", 100 * 2**20))
+    for op, nbytes in (("all_gather", 436 * 10**6), ("reduce_scatter", 872 * 10**6), ("all_reduce", 100 * MIB))
     for compute, shape, dtype in (
         ("matmul", {"m": 8192, "n": 14336, "k": 4096}, "bfloat16"),
         ("matmul", {"m": 4096, "n": 4096, "k": 4096}, "bfloat16"),

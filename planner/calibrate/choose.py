@@ -17,13 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.calibrate.calibration_request import Request
+from simulator.calibration.gaussian import conditioned
 
 Floats = NDArray[np.float64]
 
 LEAST_GAIN = 0.003  # of the variance that is left: a measurement that lowers it by less is not worth its seconds
 LEAST_SPREAD = 0.002  # nor one that makes targets surer by less than this, as a spread
 OWN_WEIGHT = 0.1  # of the first plan's step beside what tells it from others
-NORMAL_80 = 1.2816  # spreads on either side that hold 80 % of a normal distribution
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,9 +76,7 @@ class Knowledge:
 
     def after(self, measurement: Measurement) -> Floats:
         """Return the covariance that a measurement would leave."""
-        across = self.covariance @ measurement.seen.T
-        inner = measurement.seen @ across + np.diag(np.square(measurement.noise))
-        return np.asarray(self.covariance - across @ np.linalg.solve(inner, across.T), dtype=np.float64)
+        return conditioned(self.covariance, measurement.seen, measurement.noise)
 
     def measure(self, measurement: Measurement) -> None:
         self.covariance = self.after(measurement)

@@ -20,7 +20,6 @@ from simulator.runtimes.library import runtime_spec
 from topology import codec
 
 MAX_RANKS = 4
-RUN_HERE = ("torchtitan", "meshwright")  # runtimes whose layers the executor runs
 # At 256 tokens the kernels of such a layer take no longer on the device than their launch on the host.
 NARROW: dict[str, Any] = {"hidden": 512, "heads": 8, "kv_heads": 8, "head_dim": 64, "ffn": 1024, "vocab": 1024}
 # What a layer of Llama or Qwen 3 does not have.
@@ -94,7 +93,7 @@ def _types(runtime: Runtime, plan: Plan) -> Runtime:
 
 def runs_here(runtime: Runtime) -> bool:
     """Return whether the executor can run layers of a runtime."""
-    return runtime_spec(runtime.name).names[0] in RUN_HERE
+    return bool(runtime_spec(runtime.name).tools.layers)
 
 
 def timed_runtime(runtime: Runtime) -> Runtime:
@@ -135,7 +134,7 @@ def _narrow(step: PlannedStep, plan: Plan, counts: tuple[int, ...]) -> dict[str,
 
 def _request(model: Model, plan: Plan, workload: Workload, runtime: Runtime) -> dict[str, Any]:
     """Return a run as a document. Tied embeddings change no layer, and not every runtime that trains a layer ties them."""
-    if runtime.name == "torchtitan":
+    if runtime_spec(runtime.name).tools.layers == "torchtitan":
         model = torchtitan_network(model)
     return {
         "ranks": plan.gpus,

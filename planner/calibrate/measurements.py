@@ -29,6 +29,7 @@ from planner.calibrate.layer_runs import layer_request, narrow_requests, runs_he
 from planner.calibrate.overlap_request import plan_sites
 from planner.calibrate.planned_step import PlannedStep
 from planner.calibrate.terms import Term, collective_term, effects
+from planner.io.plan_words import plan_in_words
 from simulator.calibration.calibration import Calibration
 from simulator.calibration.kernel_samples import PACKING, UPDATES
 from simulator.closed_form.scenario import Scenario
@@ -39,6 +40,7 @@ from simulator.config.workload import Workload
 from simulator.fitting.runtime_fit import DEVICE_BOUND, HOST_BOUND
 from simulator.lowering.training import lower_training
 from simulator.program.program import Collective, Send
+from simulator.runtimes.library import runtime_spec
 from topology import codec
 from topology.catalog.platform import grow
 from topology.cluster import Cluster
@@ -117,8 +119,12 @@ class PossibleMeasurements:
             if step_s > LONGEST_WIDE_S or not table.fits[row]:
                 continue
             timed = WARM_UP * step_s + min(max(FEWEST_STEPS * step_s, TIMED_S), STEPS * step_s)
-            each = BUILD_S[runtime.name == "torchtitan"] + timed + (COMPILED_S if runtime.compile else 0.0)
-            what = f"layers of {runtime.name}{', compiled' if runtime.compile else ''}, {described(plan)}"
+            each = (
+                BUILD_S[runtime_spec(runtime.name).tools.layers == "torchtitan"]
+                + timed
+                + (COMPILED_S if runtime.compile else 0.0)
+            )
+            what = f"layers of {runtime.name}{', compiled' if runtime.compile else ''}, {layers_in_words(plan)}"
             shape = f", width {model.hidden}, {_tokens(plan, scenario.workload)}"
             waiting = 1.0 if narrow else float(table.breakdown_s["host"][row]) / step_s
             yield Measurement(
@@ -150,7 +156,7 @@ class PossibleMeasurements:
             known |= {codec.fingerprint(one) for one in items}
             for start in range(0, len(items), OPERATORS_AT_ONCE):
                 some = items[start : start + OPERATORS_AT_ONCE]
-                what = f"{len(some)} operators of {described(step.plan)}, {step.runtime.compute_dtype}"
+                what = f"{len(some)} operators of {layers_in_words(step.plan)}, {step.runtime.compute_dtype}"
                 shape = f", width {step.model.hidden}, {_tokens(step.plan, step.workload)}"
                 yield self.operators(what + shape, some)
 
@@ -286,14 +292,9 @@ def job_of(one: Measurement, seconds: float | None = None) -> dict[str, Any]:
     return {"kind": kind, "name": one.name, "ranks": one.ranks, "seconds": seconds or one.seconds, "items": items}
 
 
-def described(plan: Plan) -> str:
-    """Return what is special of a plan, in a few words."""
-    words = {"dp_replicate": "DDP", "dp_shard": "FSDP", "tp": "TP", "cp": "CP", "pp": "PP", "ep": "EP"}
-    parts = [f"{word} {degree}" for axis, word in words.items() if (degree := getattr(plan, axis)) > 1]
-    special = [] if plan.recompute == "none" else [f"recompute {plan.recompute}"]
-    if plan.reshard_after_forward is not None:
-        special.append("resharded" if plan.reshard_after_forward else "not resharded")
-    return ", ".join([" x ".join(parts or ["one GPU"]), *special])
+def layers_in_words(plan: Plan) -> str:
+    """Return a plan in words as far as its layers differ by it."""
+    return plan_in_words(plan, without={"micro_batch_size", "schedule"})
 
 
 def _tokens(plan: Plan, workload: Workload) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 from planner.io import output
 from planner.io.printable import printable
 from planner.question.plan_file import load_plan
+from planner.requests.runs import Apply
 from planner.runs import launchers, scheduled
 from planner.runs.launchers import JobFile, LauncherJob
 from planner.runs.planned_run import job_run
@@ -18,54 +19,39 @@ from topology.errors import BadInput, UserError
 MOST_HOURS = 24 * 14
 
 
-def write(
-    plan: Path | None,
-    *,
-    launcher: str,
-    nodes: int | None,
-    endpoint: str | None,
-    name: str,
-    image: str | None,
-    submit: bool,
-    wait_s: float,
-    folder: Path,
-    budget_s: float,
-    steps: int,
-    own_table: bool,
-    dry_run: bool,
-    json: bool,
-) -> dict[str, Any] | None:
+def write(asked: Apply, *, folder: Path, budget_s: float, wait_s: float, steps: int) -> dict[str, Any] | None:
     """Write the request and the job's file into `folder`; with `dry_run` show them instead.
 
     With `submit` and `wait_s`, return the run's report once it has ended.
     """
+    launcher, submit, dry_run = asked.launcher, asked.submit, asked.dry_run
     if launcher not in launchers.LAUNCHERS:
         raise UserError(f"--launcher is {launcher!r}", remedy=f"one of {', '.join(launchers.LAUNCHERS)}")
-    if plan is None:
+    if asked.plan is None:
         raise UserError(f"--launcher {launcher} needs a plan", remedy="planner suggest ... --out plan.json")
-    content = load_plan(plan)
+    content = load_plan(asked.plan)
     per_node = content.cluster.gpus_per_node
     job = LauncherJob(
-        name=name,
+        name=asked.job_name,
         directory=folder,
         ranks=content.plan.gpus,
-        nodes=nodes or -(-content.plan.gpus // per_node),
+        nodes=asked.nodes or -(-content.plan.gpus // per_node),
         budget_s=budget_s,
-        endpoint=endpoint,
-        image=image,
+        endpoint=asked.endpoint,
+        image=asked.image,
     )
     written = launchers.write_job(launcher, job)
     if submit and not written.submit:
         raise UserError(f"--launcher {launcher} has nobody to submit to", remedy="; ".join(written.advice))
     if wait_s and (not submit or dry_run):
         raise UserError("--wait is for a job that is submitted", remedy="--submit")
-    request = job_run(content).request(steps=steps, budget_s=budget_s, own_table=own_table)
+    request = job_run(content).request(steps=steps, budget_s=budget_s, own_table=asked.own_table)
     if wait_s:
         return _followed(job, written, launcher, request, wait_s)
     if not dry_run:
         _write(job, written, request)
     answer = scheduled.submit(written, launcher).said if submit and not dry_run else None
-    if json:
+    if asked.json:
         output.emit_json(
             {
                 "schema_version": output.SCHEMA_VERSION,

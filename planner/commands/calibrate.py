@@ -6,7 +6,7 @@ import shlex
 import sys
 import uuid
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import typer
 
@@ -18,7 +18,6 @@ from planner.calibrate.calibration_report import document, lines
 from planner.calibrate.layer_runs import typical_steps
 from planner.calibrate.planned_step import PlannedStep
 from planner.commands.doctor import budget_s
-from planner.commands.flags import calibrate_flags, options
 from planner.io import output
 from planner.io.inputs import read_cluster
 from planner.io.output import warn
@@ -27,10 +26,12 @@ from planner.question.cases import case_of_plan_file, load_case, read_cases
 from planner.question.flags import Flags
 from planner.question.plan_file import require_folder
 from planner.question.question import require_plannable
+from planner.requests.machines import Calibrate
 from planner.search.answer import answer
 from planner.search.plan_space.candidates import Bounds
-from planner.search.plan_space.stated import read_spans
+from planner.search.plan_space.stated import exactly
 from planner.search.search import SearchOptions
+from simulator.config.runtime import DEFAULT_RUNTIME
 from simulator.fitting.calibration_fit import calibrated, with_rates
 from topology import codec
 from topology.catalog.platform import take_gpus
@@ -39,11 +40,12 @@ from topology.errors import BadCluster, BadInput, PlannerError, ProbeError, User
 from topology.probe.from_machine import probe_machine
 from topology.profile.profile import Profile, read_profile
 from topology.profile.store import add_to_store, merge, read_stored, store_folder, with_named_runs
+from topology.units import MIB
 
 PLANS = 6  # that are taken to be able to win
-LEAST_FREE_BYTES = 4 * 2**20
+LEAST_FREE_BYTES = 4 * MIB
 SEARCH_S = 20.0  # for finding them
-DEFAULT_RUNTIME = "meshwright"
+TYPICAL_RUNTIME = "meshwright"  # whose typical plans are measured for where nothing is named
 OF_A_QUESTION = {
     "seq_len": "--seq-len",
     "global_batch": "--global-batch",
@@ -56,82 +58,61 @@ OF_A_QUESTION = {
 STAND_IN = "dgx-h100"  # whose predictions order the jobs of a dry run
 
 
-def calibrate(
-    cluster: calibrate_flags.Cluster = "local",
-    out: calibrate_flags.Out = None,
-    budget: calibrate_flags.Budget = "120s",
-    model: calibrate_flags.Model = None,
-    seq_len: calibrate_flags.SeqLen = None,
-    global_batch: calibrate_flags.GlobalBatch = None,
-    micro_batch: calibrate_flags.MicroBatch = None,
-    framework: calibrate_flags.Framework = None,
-    compile_model: options.Compile = None,
-    param_dtype: options.ParamDtype = None,
-    compute_dtype: options.ComputeDtype = None,
-    wanted: calibrate_flags.Wanted = None,
-    runtime: calibrate_flags.Runtime = None,
-    gpus: calibrate_flags.Gpus = None,
-    operators: calibrate_flags.Operators = True,
-    collectives: calibrate_flags.Collectives = True,
-    text: calibrate_flags.Text = None,
-    store: calibrate_flags.Store = True,
-    allow_busy: calibrate_flags.AllowBusy = False,
-    dry_run: calibrate_flags.DryRun = False,
-    device: calibrate_flags.Device = "cuda",
-    json: options.Json = False,
-) -> None:
-    """Measure layers, operators, collectives, contention and overlap, what decides a question first; fit; say what is left.
-
-    With --model the plans that could win are looked for, and measured is what narrows the choice between them most a second.
-    What the profile has already is not measured again, so a run that was cut short is continued by the same command.
-    Exit code 1 when there is no GPU to measure.
-    """
-    given = locals()  # first of all, so that it holds the arguments and nothing else
-    seconds = budget_s(budget)
-    if out is not None:
-        require_folder(out)
-    if device not in {"cuda", "cpu"}:
-        raise UserError(f"--device is {device!r}", remedy="leave it out")
-    _refuse_unused(given)
-    steps = _steps(wanted or [])
-    machine = _elsewhere(cluster, gpus) if dry_run and cluster != "local" else _machine(cluster, gpus, device)
+def calibrate(asked: Calibrate) -> None:
+    """Print what `planner calibrate` answers."""
+    seconds = budget_s(asked.budget)
+    if asked.out is not None:
+        require_folder(asked.out)
+    if asked.device not in {"cuda", "cpu"}:
+        raise UserError(f"--device is {asked.device!r}", remedy="leave it out")
+    _refuse_unused(asked)
+    steps = _steps(asked.wanted or [])
+    machine = (
+        _elsewhere(asked.cluster, asked.gpus)
+        if asked.dry_run and asked.cluster != "local"
+        else _machine(asked.cluster, asked.gpus, asked.device)
+    )
     links, kind, count = machine.links, machine.gpu, len(machine.indices)
-    records = (out.with_name(out.name + ".partial") if out is not None else _scratch()).absolute()
+    records = (asked.out.with_name(asked.out.name + ".partial") if asked.out is not None else _scratch()).absolute()
     output.require_room(records.parent, LEAST_FREE_BYTES, "records and the profile")
-    before = _known(out, kind, store=store)
+    before = _known(asked.out, kind, store=asked.store)
     cut_short = _cut_short(records, kind)
     on = take_gpus(links or read_cluster(STAND_IN), count)
     require_plannable(on)
     agenda = agenda_for(
-        _question(given, cluster if links is not None else STAND_IN, steps, count),
+        _question(asked, asked.cluster if links is not None else STAND_IN, steps, count),
         on,
         cut_short if before is None else before if cut_short is None else merge(before, cut_short),
         gpus=count,
         budget_s=seconds,
         calibration=calibrated(before, on) if links is not None else None,
-        operators=operators,
-        collectives=collectives,
-        stand_in=device == "cpu",
+        operators=asked.operators,
+        collectives=asked.collectives,
+        stand_in=asked.device == "cpu",
     )
-    if dry_run:
-        _say(agenda, seconds, before or Profile(machine=machine.name, gpu=kind), links, json=json)
+    if asked.dry_run:
+        _say(agenda, seconds, before or Profile(machine=machine.name, gpu=kind), links, json=asked.json)
         return
     if not agenda.chosen and before is not None and cut_short is None:
         warn("the profile has all of it already: nothing was measured")
-        _answer(before, before, agenda, out, links, json=json)
+        _answer(before, before, agenda, asked.out, links, json=asked.json)
         return
     for line in announced(agenda, seconds):
         warn(line)
     try:
-        found = _measure(given, agenda, machine, records, seconds)
+        found = _measure(asked, agenda, machine, records, seconds)
     except (KeyboardInterrupt, ProbeError):
         part = read_records(records)
-        if part is not None and part.calibrated and _save(_whole(part, before, links), part, out, records, store=store):
+        if (
+            part is not None
+            and part.calibrated
+            and _save(_whole(part, before, links), part, asked.out, records, store=asked.store)
+        ):
             warn("what had been measured was saved")
         raise
     whole = _whole(found, before, links)
-    saved = _save(whole, found, out, records, store=store)
-    _answer(found, whole, agenda, out if saved else None, links, json=json)
+    saved = _save(whole, found, asked.out, records, store=asked.store)
+    _answer(found, whole, agenda, asked.out if saved else None, links, json=asked.json)
     if not saved:
         raise typer.Exit(1)
 
@@ -145,7 +126,7 @@ def _say(agenda: Agenda, seconds: float, known: Profile, links: Cluster | None, 
         print(printable(line))
 
 
-def _measure(given: dict[str, Any], agenda: Agenda, machine: Machine, records: Path, seconds: float) -> Profile:
+def _measure(asked: Calibrate, agenda: Agenda, machine: Machine, records: Path, seconds: float) -> Profile:
     """Do the jobs of the agenda. Raises as `calibrate_process.calibrate`."""
     return run(
         agenda.jobs(),
@@ -155,47 +136,47 @@ def _measure(given: dict[str, Any], agenda: Agenda, machine: Machine, records: P
         gpu=machine.gpu,
         records=records,
         command=shlex.join(["planner", "calibrate", *map(_without_folder, sys.argv[2:])]),
-        device=given["device"],
-        allow_busy=given["allow_busy"],
-        text="" if given["text"] is None else str(given["text"].absolute()),
+        device=asked.device,
+        allow_busy=asked.allow_busy,
+        text="" if asked.text is None else str(asked.text.absolute()),
     )
 
 
-def _refuse_unused(given: dict[str, Any]) -> None:
+def _refuse_unused(asked: Calibrate) -> None:
     """Raise UserError where an option is about a question that is not asked, or two ask different ones."""
-    if given["model"] is None:
+    if asked.model is None:
         for name, flag in OF_A_QUESTION.items():
-            if given[name] is not None:
+            if getattr(asked, name) is not None:
                 raise UserError(f"{flag} is about a question, and none is asked", remedy="--model llama3-8b")
     for name, flag in (("wanted", "--for"), ("runtime", "--runtime")):
-        if given["model"] is not None and given[name]:
+        if asked.model is not None and getattr(asked, name):
             raise UserError(f"--model and {flag} both say what to measure for", remedy="one after the other")
 
 
-def _question(given: dict[str, Any], cluster: str, steps: list[PlannedStep], gpus: int) -> Wanted:
+def _question(asked: Calibrate, cluster: str, steps: list[PlannedStep], gpus: int) -> Wanted:
     """Return what is to become sure: the plans that could win, those of files, or typical ones of runtimes."""
-    if given["model"] is None:
-        names = given["runtime"] or ([] if steps else [DEFAULT_RUNTIME])
+    if asked.model is None:
+        names = asked.runtime or ([] if steps else [TYPICAL_RUNTIME])
         typical = [step for name in names for step in typical_steps(name, gpus)]
         return Wanted(steps=(*steps, *typical), everything=bool(typical))
     flags = Flags(
-        model=given["model"],
+        model=asked.model,
         cluster=cluster,
         gpus=(gpus,),
-        seq_len=given["seq_len"],
-        global_batch=given["global_batch"],
+        seq_len=asked.seq_len,
+        global_batch=asked.global_batch,
         runtime={
-            "compile": given["compile_model"],
-            "param_dtype": given["param_dtype"],
-            "compute_dtype": given["compute_dtype"],
+            "compile": asked.compile_model,
+            "param_dtype": asked.param_dtype,
+            "compute_dtype": asked.compute_dtype,
         },
     )
-    return Wanted(steps=_leading(flags, given["framework"] or "torchtitan", given["micro_batch"]), choice=True)
+    return Wanted(steps=_leading(flags, asked.framework or DEFAULT_RUNTIME, asked.micro_batch), choice=True)
 
 
 def _leading(flags: Flags, framework: str, micro_batch: int | None) -> tuple[PlannedStep, ...]:
     """Return the steps of the plans that could win a question, as they are predicted without measurements."""
-    bounds = Bounds(micro_batch=read_spans(None if micro_batch is None else str(micro_batch), "--micro-batch"))
+    bounds = Bounds(stated={} if micro_batch is None else {"micro_batch_size": exactly(micro_batch)})
     wanted = SearchOptions(top=PLANS, bounds=bounds, simulate=False, time_limit_s=SEARCH_S)
     try:
         result = answer(flags, framework, wanted, progress=output.progress)

@@ -3,116 +3,71 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
 
 import typer
 
-from planner.commands import serve
-from planner.commands.flags import options
-from planner.commands.flags.serving_flags import QUESTION_FLAGS, Task, refuse, stated, takes_serving_flags
 from planner.configs.answer import Checked, check_text
 from planner.configs.check_document import check_document
 from planner.configs.formats.configuration import CheckFlags
-from planner.configs.serving import serving_engine
+from planner.configs.serving import VERSIONS, CheckedServing, check_serving, serving_engine
+from planner.configs.serving_document import checked_serving_document
 from planner.explain.answer_text import print_estimate
 from planner.io import output
 from planner.io.inputs import measurements
+from planner.io.output import console
 from planner.io.printable import printable
+from planner.requests.flag import values_of
+from planner.requests.serving import Task, refuse, stated
+from planner.requests.tools import Check
+from planner.serving import ServingFlags, deployment_text, print_answer
 from simulator.config.estimate import SURE, chance
 from topology import codec
 from topology.errors import UserError
-
-FILE = "torchtitan TOML or command, Megatron-LM command line or script, Megatron-Bridge recipe dump, DeepSpeed JSON, accelerate YAML, TrainingArguments JSON, vllm serve or SGLang command; - reads stdin."
-
-IN_THE_COMMAND = {"engine", "weights", "kv_cache", "max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization"}
-IN_THE_COMMAND |= {"eager", "no_custom_all_reduce"}
-# The command says itself with what it serves.
-LOAD_FLAGS = {name: kind for name, kind in QUESTION_FLAGS.items() if name not in IN_THE_COMMAND}
+from topology.units import two_digits
 
 
-@takes_serving_flags(LOAD_FLAGS)
-def check(
-    file: Annotated[str, typer.Argument(help=FILE)],
-    model: Annotated[
-        str | None, typer.Option("--model", help="Shipped model or config.json, where the file names none.")
-    ] = None,
-    cluster: Annotated[
-        str | None, typer.Option("--cluster", help="Catalogue name, cluster file, capture, or local; default dgx-h100.")
-    ] = None,
-    gpu: options.Gpu = None,
-    gpus: Annotated[
-        int | None, typer.Option("--gpus", min=1, max=1 << 20, help="GPUs it runs on, where the file leaves it open.")
-    ] = None,
-    seq_len: Annotated[
-        int | None,
-        typer.Option(
-            "--seq-len", "--seq", min=1, max=1 << 31, help="Tokens in a sequence, where the file does not say."
-        ),
-    ] = None,
-    global_batch: Annotated[
-        int | None,
-        typer.Option("--global-batch", min=1, max=1 << 31, help="Sequences in a step, where the file does not say."),
-    ] = None,
-    micro_batch: Annotated[
-        int | None,
-        typer.Option("--micro-batch", min=1, max=1 << 31, help="Sequences in a pass, where the file does not say."),
-    ] = None,
-    launch: Annotated[
-        str, typer.Option("--launch", help="The line that starts it: its GPUs and the program's arguments.")
-    ] = "",
-    release: Annotated[
-        str,
-        typer.Option(
-            "--release", help="Release of vLLM or SGLang that runs, such as 0.8.3, where the file does not say."
-        ),
-    ] = "",
-    search: Annotated[bool, typer.Option("--search/--no-search", help="Look for the best plan too.")] = True,
-    time_limit: options.TimeLimit = None,
-    profile: options.Profile = None,
-    strict: options.Strict = False,
-    json: options.Json = False,
-    *,
-    serving: dict[str, Any],
-) -> None:
-    """Check a configuration of another tool: legal, does it fit, how fast, and what to change.
-
-    Changes and the best plan are diffs of the file itself, comments and order kept. Exit code 3 when the configuration is
-    not legal; one that does not fit is an answer, and ends with 0.
-    """
-    text, where = codec.read_path_or_stdin(file)
+def check(asked: Check) -> None:
+    """Print what `planner check` answers."""
+    text, where = codec.read_path_or_stdin(asked.file)
     flags = CheckFlags(
-        model=model,
-        cluster=cluster,
-        gpu=gpu,
-        gpus=gpus,
-        seq_len=seq_len,
-        global_batch=global_batch,
-        micro_batch=micro_batch,
-        launch=launch,
-        release=release,
+        model=asked.model,
+        cluster=asked.cluster,
+        gpu=asked.gpu,
+        gpus=asked.gpus,
+        seq_len=asked.seq_len,
+        global_batch=asked.global_batch,
+        micro_batch=asked.micro_batch,
+        launch=asked.launch,
+        release=asked.release,
     )
     if serving_engine(text):
-        batch = {"global_batch": global_batch, "micro_batch": micro_batch}
-        others = {"seq_len": seq_len, **batch, "launch": launch or None, "profile": profile, "strict": strict}
-        refuse(stated(others | {"time_limit": time_limit}), Task.SERVE)
-        serve.check_serving_command(text, where, flags, serving, search=search, json=json)
+        batch = {"global_batch": asked.global_batch, "micro_batch": asked.micro_batch}
+        others = {
+            "seq_len": asked.seq_len,
+            **batch,
+            "launch": asked.launch or None,
+            "profile": asked.profile,
+            "strict": asked.strict,
+        }
+        refuse(stated(others | {"time_limit": asked.time_limit}), Task.SERVE)
+        _check_serving(text, where, flags, asked)
         return
-    refuse(stated({**serving, "release": release or None}), Task.TRAIN)
-    if time_limit is not None and not search:
+    refuse(stated({**values_of(asked.load), "release": asked.release or None}), Task.TRAIN)
+    if asked.time_limit is not None and not asked.search:
         raise UserError("--time-limit is for the search, which --no-search leaves out", remedy="leave out one of them")
     try:
         checked = check_text(
             text,
             where,
             flags,
-            measured=measurements(profile, strict=strict),
-            search=search,
-            time_limit_s=time_limit,
+            measured=measurements(asked.profile, strict=asked.strict),
+            search=asked.search,
+            time_limit_s=asked.time_limit,
             progress=output.progress,
         )
     finally:
         output.end_progress()
-    if json:
+    if asked.json:
         output.emit_json(check_document(checked))
     else:
         _print(checked, Path(where).name)
@@ -155,3 +110,39 @@ def _fit(probability: float) -> str:
     if probability >= SURE:
         return "fits"
     return "does not fit" if probability <= 1 - SURE else f"fits with a chance of {chance(probability)}"
+
+
+def _check_serving(text: str, where: str, stated: CheckFlags, asked: Check) -> None:
+    """Print what there is to say about a command; raise Exit(3) where the engine would not run it."""
+    try:
+        load = ServingFlags(**values_of(asked.load))
+        checked = check_serving(text, where, stated, load, search=asked.search, progress=output.progress)
+    finally:
+        output.end_progress()
+    if asked.json:
+        output.emit_json(checked_serving_document(where, checked))
+    else:
+        _print_serving(checked, Path(where).name)
+    if not checked.legal:
+        raise typer.Exit(3)
+
+
+def _print_serving(checked: CheckedServing, name: str) -> None:
+    screen = console()
+    screen.print(printable(f"file      {name}: {checked.engine} {VERSIONS[checked.engine]}"))
+    for problem in checked.problems:
+        screen.print(printable(f"illegal   {problem}"))
+    if checked.answer is not None and checked.answer.estimate is not None:
+        print_answer(checked.answer)
+    for one in checked.changes:
+        estimate = one.plan.estimate
+        figures = (
+            f"first token {two_digits(1e3 * estimate.ttft_s.value)} ms, a token {two_digits(1e3 * estimate.tpot_s.value)} ms, "
+            f"{two_digits(estimate.output_tokens_per_s_per_gpu.value)} tokens/s a GPU"
+        )
+        screen.print(printable(f"\nbetter    {deployment_text(one.plan.deployment)}: {figures}"))
+        screen.print(printable(f"change    {one.what}"))
+    if checked.changes:
+        print(printable(checked.changes[0].diff))
+    elif checked.no_better:
+        screen.print(printable(f"\nbest      {checked.no_better}"))

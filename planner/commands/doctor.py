@@ -7,18 +7,17 @@ import re
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
 from planner.calibrate.measure_process import measure as run
-from planner.commands.flags import options
 from planner.commands.probe import probe_cluster
 from planner.io import output
 from planner.io.inputs import read_cluster
 from planner.io.printable import printable
 from planner.io.version import version
 from planner.question.plan_file import refuse_overwrite
+from planner.requests.machines import Doctor
 from topology import codec
 from topology.catalog.cluster_file import save_cluster
 from topology.cluster import Cluster, Finding
@@ -36,56 +35,29 @@ from topology.redact import redact_cluster
 MAX_BUDGET_S = 3600.0
 
 
-def doctor(
-    sources: Annotated[
-        list[str] | None,
-        typer.Option("--from", help="Captured nvidia-smi or NCCL output instead of this machine; again for more."),
-    ] = None,
-    cluster: Annotated[str | None, typer.Option("--cluster", help="Judge a cluster file, not this machine.")] = None,
-    expect: Annotated[
-        str | None, typer.Option("--expect", help="What it should be: a catalogue name or cluster file.")
-    ] = None,
-    gpu: Annotated[
-        str | None, typer.Option("--gpu", help="GPU model, where the text does not say it (such as h100-sxm).")
-    ] = None,
-    measure: Annotated[bool, typer.Option("--measure", help="Measure links, GPUs and collectives; needs torch.")] = (
-        False
-    ),
-    measured: Annotated[Path | None, typer.Option("--measured", help="Use a saved measurement.")] = None,
-    budget: Annotated[str, typer.Option("--budget", help="Time for --measure, such as 60s or 2m.")] = "60s",
-    allow_busy: Annotated[bool, typer.Option("--allow-busy", help="Measure though others use the GPUs.")] = False,
-    out: Annotated[Path | None, typer.Option("--out", help="Save the cluster, with measured rates.")] = None,
-    save_measured: Annotated[Path | None, typer.Option("--save-measured", help="Save the raw measurement.")] = None,
-    save_profile: Annotated[
-        Path | None, typer.Option("--save-profile", help="Save measured collectives as a profile.")
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Let --out and --save-... replace files.")] = False,
-    redact: options.Redact = False,
-    json: options.Json = False,
-) -> None:
-    """Compare the machine with its datasheet, its siblings and itself; say what each fault costs.
-
-    Exit code 1 when it is unhealthy, 0 when it is healthy or has no GPU. Nothing is changed, no process is ended.
-    """
-    seconds = budget_s(budget)
-    if (sources or cluster) and measure:
+def doctor(asked: Doctor) -> None:
+    """Print what `planner doctor` answers."""
+    seconds = budget_s(asked.budget)
+    if (asked.sources or asked.cluster) and asked.measure:
         raise UserError("--measure needs this machine", why="--from and --cluster describe another", remedy="drop one")
-    if measure and measured is not None:
+    if asked.measure and asked.measured is not None:
         raise UserError("--measure and --measured both say what was measured", remedy="give one of them")
-    if sources and cluster:
+    if asked.sources and asked.cluster:
         raise UserError("--from and --cluster both say what to judge", remedy="give one of them, and --expect")
-    _refuse(out, save_measured, save_profile, force=force)
-    found = _owners(_machine(sources, cluster, gpu))
-    should = _load(expect) if expect is not None else None
-    found, samples = _samples(found, measure=measure, saved=measured, seconds=seconds, allow_busy=allow_busy)
+    _refuse(asked.out, asked.save_measured, asked.save_profile, force=asked.force)
+    found = _owners(_machine(asked.sources, asked.cluster, asked.gpu))
+    should = _load(asked.expect) if asked.expect is not None else None
+    found, samples = _samples(
+        found, measure=asked.measure, saved=asked.measured, seconds=seconds, allow_busy=asked.allow_busy
+    )
     health = diagnose(found, samples, expected=should)
     if samples is not None:
         found = with_measured_rates(found, samples)
-    if redact:
+    if asked.redact:
         found = redact_cluster(found)
         samples = samples if samples is None else replace(samples, machine=found.name, uuids=(), command="")
-    unsaved = output.attempt(lambda: _save(found, samples, out, save_measured, save_profile))
-    _answer(found, health, samples, here=not sources and not cluster, as_json=json, hide=redact)
+    unsaved = output.attempt(lambda: _save(found, samples, asked.out, asked.save_measured, asked.save_profile))
+    _answer(found, health, samples, here=not asked.sources and not asked.cluster, as_json=asked.json, hide=asked.redact)
     if unsaved is not None:
         raise unsaved
     if not health.healthy:

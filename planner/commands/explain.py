@@ -6,30 +6,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from planner.commands import serve
-from planner.commands.flags import explain_flags, options, plan_flags
-from planner.commands.flags.serving_flags import (
-    QUESTION_FLAGS,
-    Task,
-    TaskOption,
-    refuse,
-    stated,
-    takes_serving_flags,
-)
-from planner.commands.suggest import gpu_counts
 from planner.explain import explain as reasons
 from planner.explain.documents import explanation_document
 from planner.explain.explain_text import print_explanation, print_memory
-from planner.explain.tables import degrees_text
 from planner.io import output
 from planner.io.inputs import measurements, parse_bytes, read_cluster, warn_of_doubts
+from planner.io.plan_words import degrees_text
 from planner.pictures.memory import memory as memory_picture
 from planner.pictures.waterfall import estimate_picture
 from planner.question.cases import Case, case_of_file
-from planner.question.flags import Flags
+from planner.question.flags import flags_of_question, gpu_counts
 from planner.question.overrides import with_flags
 from planner.question.plan_file import refuse_overwrite
 from planner.question.prediction import predict
+from planner.requests.flag import values_of
+from planner.requests.serving import Task, refuse, stated
+from planner.requests.training import Explain
 from planner.search.answer import answer
 from planner.search.deadline import deadline_of, left_s
 from planner.search.fixes import find_fixes, memory_text
@@ -37,100 +29,57 @@ from planner.search.plan_space.candidates import Bounds
 from planner.search.result import SearchResult
 from planner.search.search import SearchOptions, suggest
 from simulator.config.estimate import Estimate
+from simulator.config.runtime import DEFAULT_RUNTIME
 from topology import codec
 from topology.errors import UserError
 
 
-@takes_serving_flags(QUESTION_FLAGS)
-def explain(
-    file: explain_flags.File = None,
-    task: TaskOption = Task.TRAIN,
-    case_id: explain_flags.CaseId = None,
-    model: plan_flags.Model = None,
-    cluster: plan_flags.Cluster = None,
-    gpu: options.Gpu = None,
-    gpus: explain_flags.Gpus = None,
-    seq_len: plan_flags.SeqLen = None,
-    global_batch: options.GlobalBatch = None,
-    framework: explain_flags.Framework = None,
-    top: explain_flags.Top = 4,
-    memory: explain_flags.Memory = False,
-    observed_peak: explain_flags.ObservedPeak = None,
-    flips: explain_flags.Flips = False,
-    compile_model: options.Compile = None,
-    param_dtype: options.ParamDtype = None,
-    compute_dtype: options.ComputeDtype = None,
-    time_limit: options.TimeLimit = None,
-    profile: options.Profile = None,
-    strict: options.Strict = False,
-    svg: explain_flags.Svg = None,
-    force: explain_flags.Force = False,
-    json: options.Json = False,
-    *,
-    serving: dict[str, Any],
-) -> None:
-    """Explain a plan: from the peak of the GPU to the achieved step, memory by stage, runners-up, flip points.
-
-    Without a file, the best plan of the question that the flags ask, as planner suggest would answer it. Beside a file,
-    flags change what it says, and the answer lists what they changed.
-    """
-    deadline = deadline_of(time_limit)
-    flags = Flags(
-        model=model,
-        cluster=cluster,
-        gpu=gpu,
-        gpus=gpu_counts(gpus),
-        seq_len=seq_len,
-        global_batch=global_batch,
-        runtime={"compile": compile_model, "param_dtype": param_dtype, "compute_dtype": compute_dtype}
-        | ({"name": framework} if file else {}),
-    )
-    if task is Task.SERVE or serve.is_serving_plan(file):
-        others = {
-            "framework": framework,
-            "id": case_id,
-            "memory": memory,
-            "observed_peak": observed_peak,
-            "svg": svg,
-            "time_limit": time_limit,
-        }
-        serving_question = serve.serving_flags(flags, serving, others, profile=profile, strict=strict)
-        serve.explain_serving_plan(serving_question, plan=file, top=top, sweep=flips, json=json)
-        return
-    refuse(stated(serving), Task.TRAIN)
-    if time_limit is not None and (flips or (file is not None and memory)):
+def explain(asked: Explain) -> None:
+    """Print what `planner explain` answers."""
+    deadline = deadline_of(asked.time_limit)
+    name: dict[str, Any] = {"name": asked.framework} if asked.file else {}
+    counts = gpu_counts(asked.gpus)
+    flags = flags_of_question(asked, cluster=asked.cluster, gpu=asked.gpu, gpus=counts, **name)
+    refuse(stated(values_of(asked.load, asked.engine)), Task.TRAIN)
+    if asked.time_limit is not None and (asked.flips or (asked.file is not None and asked.memory)):
         raise UserError("--time-limit is for one search", remedy="leave it out, or --flips and --memory")
-    if svg is not None:
-        refuse_overwrite(svg, force=force)
-    observed = None if observed_peak is None else parse_bytes(observed_peak)
-    measured = measurements(profile, strict=strict)
+    if asked.svg is not None:
+        refuse_overwrite(asked.svg, force=asked.force)
+    observed = None if asked.observed_peak is None else parse_bytes(asked.observed_peak)
+    measured = measurements(asked.profile, strict=asked.strict)
     changed: tuple[str, ...] = ()
     try:
-        if file is not None:
-            case = with_flags(case_of_file(file, case_id, measured), flags, measured)
+        if asked.file is not None:
+            case = with_flags(case_of_file(asked.file, asked.case_id, measured), flags, measured)
             changed = case.changed
-            if memory:
-                _memory_only(case, observed, svg, json=json)
+            if asked.memory:
+                _memory_only(case, observed, asked.svg, json=asked.json)
                 return
-            result, chosen = _search(case, top, left_s(deadline)), case.plan
+            result, chosen = _search(case, asked.top, left_s(deadline)), case.plan
         else:
-            wanted = SearchOptions(top=top + 1, time_limit_s=left_s(deadline))
-            result = answer(flags, framework or "torchtitan", wanted, measured=measured, progress=output.progress)
+            wanted = SearchOptions(top=asked.top + 1, time_limit_s=left_s(deadline))
+            result = answer(
+                flags, asked.framework or DEFAULT_RUNTIME, wanted, measured=measured, progress=output.progress
+            )
             chosen = result.plans[0].plan
         found = reasons.explain(
             chosen,
             result,
             observed_bytes=observed,
-            with_flips=flips and not memory,
-            grow=None if file is not None else lambda n: read_cluster(cluster or "dgx-h100", n, gpu=gpu),
+            with_flips=asked.flips and not asked.memory,
+            grow=None
+            if asked.file is not None
+            else lambda n: read_cluster(asked.cluster or "dgx-h100", n, gpu=asked.gpu),
             progress=output.progress,
         )
     finally:
         output.end_progress()
     warn_of_doubts(measured)
-    _print(found, result, changed, memory=memory, json=json)
-    if svg is not None:
-        _draw(f"{result.question.model.name}, {degrees_text(found.plan)}", found.estimate, svg, memory=memory)
+    _print(found, result, changed, memory=asked.memory, json=asked.json)
+    if asked.svg is not None:
+        _draw(
+            f"{result.question.model.name}, {degrees_text(found.plan)}", found.estimate, asked.svg, memory=asked.memory
+        )
 
 
 def _print(
@@ -147,7 +96,7 @@ def _print(
 def _search(case: Case, top: int, time_limit_s: float | None) -> SearchResult:
     """Answer the question that a plan or a case is about, on as many GPUs as its plan uses. Raises Infeasible."""
     question, offload = replace(case.question, gpus=case.plan.gpus), case.plan.offload
-    bounds = Bounds() if offload == "none" else Bounds(offloads=("none", offload))
+    bounds = Bounds() if offload == "none" else Bounds(stated={"offload": ("none", offload)})
     wanted = SearchOptions(top=top, bounds=bounds, time_limit_s=time_limit_s)
     return suggest(question, wanted, progress=output.progress)
 

@@ -3,79 +3,39 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from planner.commands import serve
-from planner.commands.flags import options
 from planner.export.job import ExportJob, export_job
 from planner.export.targets.folder import README, export_all
-from planner.export.targets.registry import TARGETS, find_target
 from planner.export.targets.registry import export as written
+from planner.export.targets.registry import find_target
 from planner.io import output
 from planner.io.printable import printable
 from planner.question.cases import case_of_file
 from planner.question.plan_file import refuse_overwrite
-from planner.serving import is_serving_file
+from planner.requests.tools import Export
 from topology import codec
 from topology.errors import BadInput, UserError
 
-TO = (
-    f"{', '.join(dict.fromkeys(target.name for target in TARGETS))}; @VERSION where several are known, such as "
-    "torchtitan@0.2.2. Of a serving plan: script, compose, kubernetes, or its engine's name."
-)
 
-
-def export(
-    plan: Annotated[Path, typer.Argument(help="Plan file of planner suggest --out, or a case file.")],
-    to: Annotated[str | None, typer.Option("--to", help=TO)] = None,
-    every: Annotated[
-        bool, typer.Option("--all", help="Write the folder --out: a file for every tool, and how to start each.")
-    ] = False,
-    out: Annotated[Path | None, typer.Option("--out", help="File to write; default: standard output.")] = None,
-    name: Annotated[
-        str | None,
-        typer.Option(
-            "--name", help="What to call the run, or where an engine finds the weights; default: the model's name."
-        ),
-    ] = None,
-    case_id: Annotated[str | None, typer.Option("--id", help="Which case of a list.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Let --out replace a file.")] = False,
-    json: options.Json = False,
-) -> None:
-    """Write a plan for the tool that shall run it.
-
-    The file says in its header which plan it is, what of it the tool cannot express, and what has to be put beside it.
-    Exit code 3 when the tool cannot run such a plan at all.
-    """
-    if every is not (to is None) or (every and out is None):
-        raise UserError(
-            "say either --to TOOL or --all",
-            why="--all writes a folder",
-            remedy="--to torchtitan, or --all --out FOLDER",
-        )
-    if plan.is_file() and is_serving_file(codec.read_json(plan)):
-        if case_id is not None:
-            raise UserError("--id: a serving plan is one", remedy="leave it out")
-        serve.export_serving_plan(plan, to=to, every=every, out=out, name=name, force=force, json=json)
+def export(asked: Export) -> None:
+    """Print what `planner export` answers."""
+    require_one_kind(asked)
+    if asked.out is not None and not asked.every:
+        refuse_overwrite(asked.out, force=asked.force)
+    job = export_job(case_of_file(str(asked.plan), asked.case_id), asked.name)
+    if asked.out is not None and asked.every:
+        _write_all(job, asked.out, force=asked.force, json=asked.json)
         return
-    if out is not None and not every:
-        refuse_overwrite(out, force=force)
-    job = export_job(case_of_file(str(plan), case_id), name)
-    if out is not None and every:
-        _write_all(job, out, force=force, json=json)
-        return
-    done = written(job, find_target(str(to), job.question.runtime.version))
-    if out is not None:
-        codec.write_text(out, done.text)
+    done = written(job, find_target(str(asked.to), job.question.runtime.version))
+    if asked.out is not None:
+        codec.write_text(asked.out, done.text)
         for beside, text in done.files.items():
-            codec.write_text(out.parent / beside, text)
-    if json:
+            codec.write_text(asked.out.parent / beside, text)
+    if asked.json:
         document = {"schema_version": output.SCHEMA_VERSION, **codec.to_builtins(done)}
-        output.emit_json(document | {"saved": str(out) if out else None})
+        output.emit_json(document | {"saved": str(asked.out) if asked.out else None})
         return
-    if out is None:
+    if asked.out is None:
         print(done.text, end="")
         if done.files:
             output.warn(f"the file reads {', '.join(done.files)} beside it: --out FILE writes both")
@@ -83,7 +43,17 @@ def export(
     for label, lines in (("not expressed", done.not_expressed), ("needed", done.needed), ("note", done.notes)):
         for line in lines:
             print(printable(f"{label}: {line}"))
-    print(printable(f"saved {', '.join([str(out), *(str(out.parent / beside) for beside in done.files)])}"))
+    print(printable(f"saved {', '.join([str(asked.out), *(str(asked.out.parent / beside) for beside in done.files)])}"))
+
+
+def require_one_kind(asked: Export) -> None:
+    """Raise UserError unless one file or all of them are asked for."""
+    if asked.every is not (asked.to is None) or (asked.every and asked.out is None):
+        raise UserError(
+            "say either --to TOOL or --all",
+            why="--all writes a folder",
+            remedy="--to torchtitan, or --all --out FOLDER",
+        )
 
 
 def _write_all(job: ExportJob, folder: Path, *, force: bool, json: bool) -> None:

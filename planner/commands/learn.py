@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from planner.commands.flags import options
 from planner.io import output
 from planner.io.inputs import measurements
 from planner.io.printable import printable
@@ -17,6 +14,7 @@ from planner.learn.runs_file import read_runs
 from planner.question.cases import Case, case_id, load_case
 from planner.question.learned_runtime import LearnedRuntime
 from planner.question.plan_file import refuse_overwrite
+from planner.requests.runs import Learn
 from simulator.fitting.calibration_fit import Calibrations
 from simulator.legality.rules import is_legal
 from simulator.runtimes.library import runtime_names, runtime_spec
@@ -24,31 +22,12 @@ from topology import codec
 from topology.errors import Infeasible, UserError
 
 
-def learn(
-    file: Annotated[
-        str, typer.Argument(metavar="FILE", help="Cases: .json, .jsonl or .csv; measured.log names a log.")
-    ],
-    runtime: Annotated[str, typer.Option("--runtime", help="What the runtime is called, known here or not.")],
-    out: Annotated[Path, typer.Option("--out", help="Write the learned runtime to this file.")],
-    like: Annotated[
-        str | None,
-        typer.Option("--like", help="The description to start from; default: the name, else the cases' own."),
-    ] = None,
-    profile: options.Profile = None,
-    force: Annotated[bool, typer.Option("--force", help="Let --out replace a file.")] = False,
-    json: options.Json = False,
-) -> None:
-    """Fit what a runtime's description leaves open to runs, and say which runs would teach most.
-
-    The file can then be given as --runtime to validate, estimate and suggest. Cases without a measured time or memory are
-    candidates for the next runs; with fewer than three measured ones nothing is fitted, and what to run first is said.
-    What was measured may be left to the log of a run (torchtitan, Megatron-LM or DeepSpeed), which `measured.log` of its
-    case names.
-    """
-    refuse_overwrite(out, force=force)
-    rows = read_runs(file)
-    base = _base(runtime, like, rows)
-    runs, unmeasured = _runs(rows, base, measurements(profile))
+def learn(asked: Learn) -> None:
+    """Print what `planner learn` answers."""
+    refuse_overwrite(asked.out, force=asked.force)
+    rows = read_runs(asked.file)
+    base = _base(asked.runtime, asked.like, rows)
+    runs, unmeasured = _runs(rows, base, measurements(asked.profile))
     if len(runs) < FEWEST and not unmeasured:
         raise Infeasible(
             f"{len(runs)} runs with a measured time or memory are too few to learn from",
@@ -61,16 +40,16 @@ def learn(
         output.progress("left-out errors")
         left_out = left_out_errors(same, found, base, compiled=compiled)
         learned = LearnedRuntime(
-            name=runtime, like=base, compile=compiled, rows=len(same), fitted=found.fitted(), left_out=left_out
+            name=asked.runtime, like=base, compile=compiled, rows=len(same), fitted=found.fitted(), left_out=left_out
         )
-        codec.write_text(out, codec.to_json(learned) + "\n")
+        codec.write_text(asked.out, codec.to_json(learned) + "\n")
     output.progress("what to run next")
     next_runs = ask_next(same, unmeasured, found, base, compiled=compiled)
     output.end_progress()
-    if json:
-        _emit(learned, next_runs, out, of=(runtime, base, len(same)))
+    if asked.json:
+        _emit(learned, next_runs, asked.out, of=(asked.runtime, base, len(same)))
     else:
-        _print(learned, next_runs, out, rows=len(same))
+        _print(learned, next_runs, asked.out, rows=len(same))
 
 
 def _base(runtime: str, like: str | None, rows: list[dict[str, Any]]) -> str:

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from planner.commands.flags import options
 from planner.explain.tables import cluster_line
 from planner.io import output
 from planner.io.inputs import read_cluster
@@ -16,6 +11,7 @@ from planner.io.printable import printable
 from planner.pictures.topology import topology
 from planner.question.plan_file import refuse_overwrite
 from planner.question.question import plannable
+from planner.requests.machines import ClusterFormat, Probe
 from topology import codec
 from topology.catalog.cluster_file import save_cluster
 from topology.catalog.clusters import is_catalog_name
@@ -30,58 +26,27 @@ from topology.probe.from_text import probe_text
 from topology.redact import redact_cluster
 
 
-class Export(StrEnum):
-    """Formats of other tools: an NCCL topology file, an ASTRA-sim network file, a SimAI edge list."""
-
-    NCCL_XML = "nccl-xml"
-    ASTRA_SIM = "astra-sim"
-    SIMAI = "simai"
-
-
-def probe(
-    sources: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--from",
-            help="Captured nvidia-smi topo -m, nvlink, p2p or NCCL XML, or a catalogue name; again for more; - for stdin.",
-        ),
-    ] = None,
-    gpu: Annotated[
-        str | None, typer.Option("--gpu", help="GPU model, where the text does not say it (such as h100-sxm).")
-    ] = None,
-    out: Annotated[Path | None, typer.Option("--out", help="Save the cluster to this file.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Let --out and --svg replace a file.")] = False,
-    to: Annotated[
-        Export | None, typer.Option("--to", help="Print the cluster for another tool instead, or save it with --out.")
-    ] = None,
-    svg: Annotated[Path | None, typer.Option("--svg", help="Draw the node and its links to this file.")] = None,
-    explain: Annotated[bool, typer.Option("--explain", help="Say in English what is connected how.")] = False,
-    redact: options.Redact = False,
-    json: options.Json = False,
-) -> None:
-    """Read the GPUs, links and NICs of this machine, or of files captured on another.
-
-    Tokens that are not understood are reported, never guessed.
-    """
-    for path in (out, svg):
+def probe(asked: Probe) -> None:
+    """Print what `planner probe` answers."""
+    for path in (asked.out, asked.svg):
         if path is not None:
-            refuse_overwrite(path, force=force)
-    found = probe_cluster(sources, gpu)
-    cluster = redact_cluster(found) if redact else found
-    if to is not None:
-        _export(cluster, to, out)
-    elif json:
+            refuse_overwrite(path, force=asked.force)
+    found = probe_cluster(asked.sources, asked.gpu)
+    cluster = redact_cluster(found) if asked.redact else found
+    if asked.to is not None:
+        _export(cluster, asked.to, asked.out)
+    elif asked.json:
         output.emit_json({"schema_version": output.SCHEMA_VERSION, **report.probe_json(cluster)})
     else:
-        _print(cluster, explain=explain)
-    if svg is not None:
-        _draw(cluster, svg)
-    if out is not None and to is None:
-        save_cluster(cluster, out)
-        if not json:
-            print(f"saved {out}")
+        _print(cluster, explain=asked.explain)
+    if asked.svg is not None:
+        _draw(cluster, asked.svg)
+    if asked.out is not None and asked.to is None:
+        save_cluster(cluster, asked.out)
+        if not asked.json:
+            print(f"saved {asked.out}")
             if plannable(cluster):
-                print(f"next: planner suggest --cluster {out}")
+                print(f"next: planner suggest --cluster {asked.out}")
 
 
 def _draw(cluster: Cluster, path: Path) -> None:
@@ -91,13 +56,13 @@ def _draw(cluster: Cluster, path: Path) -> None:
     output.warn(f"saved {path}")
 
 
-def _export(cluster: Cluster, to: Export, out: Path | None) -> None:
+def _export(cluster: Cluster, to: ClusterFormat, out: Path | None) -> None:
     match to:
-        case Export.NCCL_XML:
+        case ClusterFormat.NCCL_XML:
             text = export_nccl.to_nccl_xml(cluster)
-        case Export.ASTRA_SIM:
+        case ClusterFormat.ASTRA_SIM:
             text = export_topology.to_astra_sim(cluster)
-        case Export.SIMAI:
+        case ClusterFormat.SIMAI:
             text = export_topology.to_simai(cluster)
     if out is None:
         print(text, end="" if text.endswith("\n") else "\n")

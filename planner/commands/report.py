@@ -4,61 +4,50 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
-from rich.table import Table
 
-from planner.commands.flags import options
 from planner.io import output
+from planner.io.grids import grid
 from planner.io.inputs import measurements
+from planner.io.plan_words import plan_in_words
 from planner.io.printable import printable
 from planner.pictures.timelines import timelines
 from planner.question.plan_file import refuse_overwrite
+from planner.requests.runs import Report
 from planner.runs import profile_update, report_text
 from planner.runs.report_html import to_html
 from planner.runs.run_report import RunReport, load_run
-from planner.runs.runs_store import plan_words
 from planner.runs.timelines import side_by_side
 from topology import codec
 from topology.errors import PlannerError
 from topology.redact import redact as redact_text
 
 
-def report(
-    run: Annotated[str, typer.Argument(help="Directory of a run, or its id in planner runs.")],
-    tolerance: options.Tolerance = None,
-    html: Annotated[Path | None, typer.Option("--html", help="Write the report as one self-contained page.")] = None,
-    picture: Annotated[Path | None, typer.Option("--picture", help="Write both timelines as an SVG picture.")] = None,
-    trace: Annotated[Path | None, typer.Option("--trace", help="Write both timelines for Perfetto.")] = None,
-    learn: Annotated[
-        Path | None, typer.Option("--learn", help="Add the run's operators by shape to this profile.")
-    ] = None,
-    profile: options.Profile = None,
-    strict: options.Strict = False,
-    force: Annotated[bool, typer.Option("--force", help="Let output replace files.")] = False,
-    redact: options.Redact = False,
-    json: options.Json = False,
-) -> None:
-    """Show predicted and measured for every quantity of a run, with signed errors, and explain the difference.
-
-    Exit code 4 when the step is outside --tolerance percent, without it outside its predicted interval; 1 when a run
-    that failed is asked to be within a tolerance.
-    """
-    for path in (html, picture, trace):
+def report(asked: Report) -> None:
+    """Print what `planner report` answers."""
+    for path in (asked.html, asked.picture, asked.trace):
         if path is not None:
-            refuse_overwrite(path, force=force)
-    found = load_run(run, measured=measurements(profile, strict=strict))
-    answer = found.answer(tolerance)
-    if learn is not None:
-        answer["learned"] = _learn(found, learn)
-    with output.redacted(redact):
-        if json:
+            refuse_overwrite(path, force=asked.force)
+    found = load_run(asked.run, measured=measurements(asked.profile, strict=asked.strict))
+    answer = found.answer(asked.tolerance)
+    if asked.learn is not None:
+        answer["learned"] = _learn(found, asked.learn)
+    with output.redacted(asked.redact):
+        if asked.json:
             output.emit_json(answer)
         else:
             _print(answer)
-    _write(found, answer, html=html, picture=picture, trace=trace, hide=redact_text if redact else str)
-    if tolerance is not None and answer["within"] is None:
+    _write(
+        found,
+        answer,
+        html=asked.html,
+        picture=asked.picture,
+        trace=asked.trace,
+        hide=redact_text if asked.redact else str,
+    )
+    if asked.tolerance is not None and answer["within"] is None:
         raise PlannerError(
             "nothing could be held against the tolerance",
             why=f"the run is {answer['status']}"
@@ -71,20 +60,15 @@ def report(
 
 def _print(answer: dict[str, Any]) -> None:
     screen = output.console()
-    screen.print(printable(f"{answer['model']}, {plan_words(answer['plan'])}"))
+    screen.print(printable(f"{answer['model']}, {plan_in_words(answer['plan'])}"))
     partial = "" if answer["complete"] else ", not complete"
     screen.print(printable(f"run {answer['id']} of {answer['taken_at']}: {answer['status']}{partial}"))
 
     def table(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
         if not rows:
             return
-        grid = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
-        for index, head in enumerate(heads):
-            grid.add_column(head, justify="left" if index == 0 else "right", overflow="fold")
-        for row in rows:
-            grid.add_row(*(printable(cell) for cell in row))
         screen.print()
-        screen.print(grid)
+        screen.print(grid(heads, rows))
 
     table(("quantity", "predicted", "80% range", "source", "measured", "error"), report_text.quantity_rows(answer))
     table(("where the step went", "predicted s", "measured s", "difference s"), report_text.term_rows(answer))
@@ -116,7 +100,7 @@ def _write(
     trace: Path | None,
     hide: Callable[[str], str],
 ) -> None:
-    words = plan_words(answer["plan"])
+    words = plan_in_words(answer["plan"])
     drawn = ""
     if found.simulated or found.measured:
         drawn = timelines(found.simulated, found.slowest, title=f"{answer['model']}, {words}")

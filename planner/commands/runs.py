@@ -3,41 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
-from typing import Annotated
 
-import typer
-from rich.table import Table
-
-from planner.commands.flags import options
 from planner.io import output
+from planner.io.grids import grid
 from planner.io.printable import printable
+from planner.requests.runs import Runs
 from planner.runs import runs_store
 from planner.runs.report_text import quantity_text
 from planner.runs.run_report import load_run
 
 
-def runs(
-    add: Annotated[
-        list[Path] | None,
-        typer.Option("--add", help="Keep this run's directory too: one of several nodes, or made elsewhere."),
-    ] = None,
-    remove: Annotated[
-        list[str] | None,
-        typer.Option("--remove", help="Remove this run from the list, by its id; its directory stays."),
-    ] = None,
-    limit: Annotated[int, typer.Option("--limit", min=1, max=100_000, help="How many, newest first.")] = 20,
-    redact: options.Redact = False,
-    json: options.Json = False,
-) -> None:
-    """List the runs that planner apply made, with measured against predicted. planner report ID explains one."""
-    for folder in add or ():
+def runs(asked: Runs) -> None:
+    """Print what `planner runs` answers."""
+    for folder in asked.add or ():
         document = load_run(str(folder), simulate=False).document
         output.warn(f"kept {runs_store.save_run(document, folder.resolve(), tell=output.warn)}")
-    for name in remove or ():
+    for name in asked.remove or ():
         output.warn(f"removed {runs_store.remove(name)}")
-    with output.redacted(redact):
-        _list(limit, json=json)
+    with output.redacted(asked.redact):
+        _list(asked.limit, json=asked.json)
 
 
 def _list(limit: int, *, json: bool) -> None:
@@ -56,11 +40,9 @@ def _list(limit: int, *, json: bool) -> None:
     if not rows:
         print("no runs yet: planner apply makes one")
         return
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    for head in ("id", "taken (UTC)", "status", "model", "plan", "device"):
-        table.add_column(head, overflow="fold", no_wrap=head == "id")
-    for head in ("step s", "error", "memory GiB", "error"):
-        table.add_column(head, justify="right")
+    words = ("id", "taken (UTC)", "status", "model", "plan", "device")
+    table = grid((*words, "step s", "error", "memory GiB", "error"), text=words)
+    table.columns[0].no_wrap = True
     for row in rows:
         words = (row.id[:8], row.taken_at[:16].replace("T", " "), row.status, row.model, row.plan, row.device)
         numbers = (

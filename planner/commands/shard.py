@@ -8,12 +8,13 @@ from typing import Any
 
 import typer
 
-from planner.commands.flags import options, shard_flags
 from planner.io import output
 from planner.io.inputs import measurements, read_cluster
 from planner.io.output import console
 from planner.io.printable import printable
 from planner.pictures.sharding import sharding_picture
+from planner.requests.flag import values_of
+from planner.requests.tools import Shard
 from planner.sharding import (
     Answer,
     Deadline,
@@ -31,66 +32,46 @@ from simulator.config.hf_config import load_model
 from topology import codec
 from topology.errors import UserError
 from topology.rates.reach import cluster_caveats
+from topology.units import GIB
 
 
-def shard(
-    file: shard_flags.File = None,
-    model: shard_flags.Model = None,
-    layers: shard_flags.Layers = None,
-    mesh: shard_flags.Mesh = None,
-    seq_len: shard_flags.SeqLen = None,
-    micro_batch: shard_flags.MicroBatch = None,
-    cluster: shard_flags.Cluster = None,
-    gpus: shard_flags.Gpus = None,
-    profile: options.Profile = None,
-    program: shard_flags.Program = None,
-    python: shard_flags.Python = None,
-    picture: shard_flags.Picture = None,
-    listing: shard_flags.Listing = False,
-    explain: shard_flags.Explain = False,
-    time_limit: shard_flags.TimeLimit = None,
-    memory_limit: shard_flags.MemoryLimit = None,
-    strict: options.Strict = False,
-    json: options.Json = False,
-) -> None:
-    """Choose placements for what is not pinned, and plan the collectives between them.
-
-    A case is text, or a graph that the executor captured from a module (`executor.sharding`).
-
-    A case that has no answer says why. Exit code 3 when that is so of every case.
-    """
-    given = locals()  # first of all, so that it holds the arguments and nothing else
-    _refuse_unused(given)
-    limits = Limits(Deadline.after(time_limit), None if memory_limit is None else memory_limit * 2**30)
-    machine = None if cluster is None else read_cluster(cluster, gpus)
-    known = measurements(profile, strict=strict)
+def shard(asked: Shard) -> None:
+    """Print what `planner shard` answers."""
+    _refuse_unused(asked)
+    limits = Limits(Deadline.after(asked.time_limit), None if asked.memory_limit is None else asked.memory_limit * GIB)
+    machine = None if asked.cluster is None else read_cluster(asked.cluster, asked.gpus)
+    known = measurements(asked.profile, strict=asked.strict)
     measured = None if machine is None else known.on(machine)
     for doubt in (*cluster_caveats(machine), *known.doubts(machine)) if machine is not None else ():
         output.warn(f"warning: {doubt}")
-    if model is not None:
-        cases = [_model_case(model, mesh, layers=layers, seq_len=seq_len, micro_batch=micro_batch)]
+    if asked.model is not None:
+        cases = [
+            _model_case(
+                asked.model, asked.mesh, layers=asked.layers, seq_len=asked.seq_len, micro_batch=asked.micro_batch
+            )
+        ]
     else:
-        text, where = codec.read_path_or_stdin(str(file))
+        text, where = codec.read_path_or_stdin(str(asked.file))
         cases = split_cases(codec.parse_json(text, where=where), where=where)
-    _check_files(cases, program=program, python=python, picture=picture)
+    _check_files(cases, program=asked.program, python=asked.python, picture=asked.picture)
     rows = []
     try:
         for number, case in enumerate(cases):
             output.progress(f"case {number + 1} of {len(cases)}")
             row, found = shard_case(case, number, machine, measured, limits=limits)
             if isinstance(found, Answer):
-                _write_captured(found, program=program, python=python)
-            if found is not None and listing:
+                _write_captured(found, program=asked.program, python=asked.python)
+            if found is not None and asked.listing:
                 row["listing"] = program_text(found.problem, found.plan)
-            if found is not None and explain:
+            if found is not None and asked.explain:
                 explained = explain_plan(found.problem, found.plan, machine, measured)
                 row["explanations"] = [codec.to_builtins(one) for one in explained]
-            if found is not None and picture is not None:
-                codec.write_text(picture, sharding_picture(found.problem, found.plan, title=row["id"]).text())
+            if found is not None and asked.picture is not None:
+                codec.write_text(asked.picture, sharding_picture(found.problem, found.plan, title=row["id"]).text())
             rows.append(row)
     finally:
         output.end_progress()
-    if json:
+    if asked.json:
         output.emit_json({"schema_version": output.SCHEMA_VERSION, "cases": rows})
     else:
         _print(rows)
@@ -98,9 +79,9 @@ def shard(
         raise typer.Exit(3)
 
 
-def _refuse_unused(given: Mapping[str, Any]) -> None:
+def _refuse_unused(asked: Shard) -> None:
     """Raise UserError where an option is about something that is not named, or where the cases are named twice or not."""
-    stated = {name for name, value in given.items() if value is not None}
+    stated = {name for name, value in values_of(asked).items() if value is not None}
     if "model" not in stated and stated & {"layers", "mesh", "seq_len", "micro_batch"}:
         raise UserError(
             "--layers, --mesh, --seq-len and --micro-batch are about a model", remedy="name it with --model"

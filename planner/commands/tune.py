@@ -6,18 +6,17 @@ import sys
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 import typer
 from rich.console import Console
 from rich.live import Live
 
-from planner.commands.flags import options, tune_flags
 from planner.io import output
 from planner.io.inputs import measurements
 from planner.io.printable import printable
 from planner.question.flags import Flags
 from planner.question.plan_file import PlanFile, plan_file, refuse_overwrite, save_plan
+from planner.requests.runs import Tune
 from planner.runs.apply_process import require_torch
 from planner.runs.launchers import submit as submit_job
 from planner.tune import text
@@ -50,132 +49,101 @@ OBJECTIVES = ("time", "throughput", "cost")
 WITHIN_PERCENT = 1.0
 
 
-def tune(
-    model: tune_flags.Model = None,
-    cluster: tune_flags.Cluster = "local",
-    gpus: tune_flags.Gpus = None,
-    seq_len: options.SeqLen = 8192,
-    global_batch: options.GlobalBatch = None,
-    framework: tune_flags.Framework = "meshwright",
-    objective: tune_flags.Objective = "time",
-    compile_model: options.Compile = None,
-    param_dtype: options.ParamDtype = None,
-    compute_dtype: options.ComputeDtype = None,
-    budget: tune_flags.Budget = None,
-    trials: tune_flags.Trials = None,
-    within: tune_flags.Within = None,
-    profile: options.Profile = None,
-    strict: options.Strict = False,
-    device: tune_flags.Device = "cuda",
-    steps: tune_flags.Steps = 10,
-    trial_limit: tune_flags.TrialLimit = "2m",
-    allow_busy: tune_flags.AllowBusy = False,
-    command: tune_flags.Command = None,
-    metric: tune_flags.Metric = None,
-    recorded: tune_flags.Recorded = None,
-    case_id: tune_flags.CaseId = None,
-    state: tune_flags.State = None,
-    resume: tune_flags.Resume = None,
-    launcher: tune_flags.Launcher = "local",
-    each: tune_flags.Each = False,
-    job_name: tune_flags.JobName = "meshwright-tune",
-    image: tune_flags.Image = None,
-    submit: tune_flags.Submit = False,
-    show: tune_flags.Show = False,
-    learn: tune_flags.Learn = None,
-    html: tune_flags.Html = None,
-    out: tune_flags.Out = None,
-    force: tune_flags.Force = False,
-    json: options.Json = False,
-) -> None:
-    """Try plans for real, the most promising per second first, and let each trial correct what is predicted of all others.
-
-    Ends when no untried plan is likely (5 %) to be better by more than --within, or with the budget. A trial that fails,
-    hangs or runs out of memory is recorded with its cause. --resume continues a state file, on any such machine.
-    """
-    given = locals()  # first of all, so that it holds the arguments and nothing else
-    _refuse(given)
-    path, known, runner = _new_session(given) if resume is None else _continued(given)
-    if launcher != "local" and not each:
+def tune(asked: Tune) -> None:
+    """Print what `planner tune` answers."""
+    _refuse(asked)
+    path, known, runner = _new_session(asked) if asked.resume is None else _continued(asked, asked.resume)
+    if asked.launcher != "local" and not asked.each:
         _write_job(
-            TuneJob(request=known.request, state=path, launcher=launcher, name=job_name, image=image),
-            submit=submit,
-            json=json,
+            TuneJob(request=known.request, state=path, launcher=asked.launcher, name=asked.job_name, image=asked.image),
+            submit=asked.submit,
+            json=asked.json,
         )
         return
-    if runner is None and not show and known.request.how == "executor":
+    if runner is None and not asked.show and known.request.how == "executor":
         require_torch()
         require_device(known.request)
-    view = shown(known) if show else _run(path, known, runner, budget, trial_limit, allow_busy=allow_busy)
-    learn = learn or (Path(known.request.settings["learn"]) if "learn" in known.request.settings else None)
-    _answer(known, view, path, learn=None if show else learn, html=html, out=out, force=force, json=json)
+    view = (
+        shown(known)
+        if asked.show
+        else _run(path, known, runner, asked.budget, asked.trial_limit, allow_busy=asked.allow_busy)
+    )
+    learn = asked.learn or (Path(known.request.settings["learn"]) if "learn" in known.request.settings else None)
+    _answer(
+        known,
+        view,
+        path,
+        learn=None if asked.show else learn,
+        html=asked.html,
+        out=asked.out,
+        force=asked.force,
+        json=asked.json,
+    )
 
 
-def _continued(given: dict[str, Any]) -> tuple[Path, State, Runner | None]:
+def _continued(asked: Tune, resume: Path) -> tuple[Path, State, Runner | None]:
     """Return the tuning that `--resume` continues, with the limits that are given anew."""
-    if any(given[name] is not None for name in ("model", "recorded", "state")):
+    if any(getattr(asked, name) is not None for name in ("model", "recorded", "state")):
         raise UserError("--resume continues what its file says", remedy="leave --model, --recorded and --state out")
-    known, trials, within = read_state(given["resume"]), given["trials"], given["within"]
-    if not given["show"]:
-        require_agreed(known, given["command"])
+    known, trials, within = read_state(resume), asked.trials, asked.within
+    if not asked.show:
+        require_agreed(known, asked.command)
     runner = trials_recorded_for(known) if known.request.how == "recorded" else None
     request = replace(
         known.request,
         most_trials=trials or known.request.most_trials,
         within=known.request.within if within is None else within / 100,
     )
-    return given["resume"], replace(known, request=request), runner
+    return resume, replace(known, request=request), runner
 
 
-def _new_session(given: dict[str, Any]) -> tuple[Path, State, Runner | None]:
+def _new_session(asked: Tune) -> tuple[Path, State, Runner | None]:
     """Write the state file of a new tuning and return it."""
-    path = given["state"] or Path(f"meshwright-tune-{datetime.now().astimezone():%Y%m%d-%H%M%S}") / "state.jsonl"
-    if given["state"] is not None:
-        refuse_overwrite(path, force=given["force"])
+    path = asked.state or Path(f"meshwright-tune-{datetime.now().astimezone():%Y%m%d-%H%M%S}") / "state.jsonl"
+    if asked.state is not None:
+        refuse_overwrite(path, force=asked.force)
     runner: Runner | None = None
-    by = WITHIN_PERCENT if given["within"] is None else given["within"]
-    if given["recorded"] is not None:
-        request, plans, runner = recorded_request(
-            given["recorded"], given["case_id"], given["budget"], given["trials"], by
-        )
+    by = WITHIN_PERCENT if asked.within is None else asked.within
+    if asked.recorded is not None:
+        request, plans, runner = recorded_request(asked.recorded, asked.case_id, asked.budget, asked.trials, by)
     else:
-        request, plans = _request(given, by)
+        request, plans = _request(asked, by)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_new(path, request, plans, force=given["force"])
+    write_new(path, request, plans, force=asked.force)
     return path, State(request=request, candidates=plans, trials=(), cut_short=()), runner
 
 
-def _request(given: dict[str, Any], within_percent: float) -> tuple[TuningRequest, Candidates]:
+def _request(asked: Tune, within_percent: float) -> tuple[TuningRequest, Candidates]:
     """Return the question that the flags ask, and its candidates."""
     flags = Flags(
-        model=given["model"],
-        cluster=given["cluster"],
-        gpus=None if given["gpus"] is None else (given["gpus"],),
-        seq_len=given["seq_len"],
-        global_batch=given["global_batch"],
+        model=asked.model,
+        cluster=asked.cluster,
+        gpus=None if asked.gpus is None else (asked.gpus,),
+        seq_len=asked.seq_len,
+        global_batch=asked.global_batch,
         runtime={
-            "compile": given["compile_model"],
-            "param_dtype": given["param_dtype"],
-            "compute_dtype": given["compute_dtype"],
+            "compile": asked.compile_model,
+            "param_dtype": asked.param_dtype,
+            "compute_dtype": asked.compute_dtype,
         },
     )
-    framework, learn = given["framework"], given["learn"]
+    framework, learn = asked.framework, asked.learn
     fields = {
-        "budget_s": seconds_of(given["budget"] or BUDGET, "--budget"),
+        "budget_s": seconds_of(asked.budget or BUDGET, "--budget"),
         "within": within_percent / 100,
-        "most_trials": given["trials"],
-        "device": given["device"],
-        "steps": given["steps"],
+        "most_trials": asked.trials,
+        "device": asked.device,
+        "steps": asked.steps,
         **(
-            job_settings(given["launcher"], given["job_name"], given["image"])
-            if given["each"]
-            else trial_settings(framework, given["command"], given["metric"])
+            job_settings(asked.launcher, asked.job_name, asked.image)
+            if asked.each
+            else trial_settings(framework, asked.command, asked.metric)
         ),
     }
     if learn is not None:
         read_profile(learn)  # before trials are made for it
         fields["settings"] = {**fields.get("settings", {}), "learn": str(learn)}
-    return tuning_request(flags, framework, measurements(given["profile"], strict=given["strict"]), fields)
+    return tuning_request(flags, framework, measurements(asked.profile, strict=asked.strict), fields)
 
 
 def _answer(
@@ -216,19 +184,19 @@ def _answer(
         raise typer.Exit(1)
 
 
-def _refuse(given: dict[str, Any]) -> None:
+def _refuse(asked: Tune) -> None:
     """Raise UserError for flags that are not known together, and BadInput where an output cannot be written."""
     for wanted in ("out", "html"):
-        if given[wanted] is not None:
-            refuse_overwrite(given[wanted], force=given["force"])
-    launcher, device, objective = given["launcher"], given["device"], given["objective"]
-    if launcher == "local" and (given["each"] or given["submit"] or given["image"] is not None):
+        if getattr(asked, wanted) is not None:
+            refuse_overwrite(getattr(asked, wanted), force=asked.force)
+    launcher, device, objective = asked.launcher, asked.device, asked.objective
+    if launcher == "local" and (asked.each or asked.submit or asked.image is not None):
         raise UserError("--each, --submit and --image are for jobs", remedy="--launcher slurm, say")
-    if launcher != "local" and (given["recorded"] is not None or (given["command"] is not None and given["each"])):
+    if launcher != "local" and (asked.recorded is not None or (asked.command is not None and asked.each)):
         raise UserError(
             "--launcher runs our executor's trials, or one job for a --command", remedy="leave --recorded out"
         )
-    if given["show"] and given["resume"] is None:
+    if asked.show and asked.resume is None:
         raise UserError("--show answers from a state file", remedy="--resume state.jsonl --show")
     if device not in DEVICES:
         raise UserError(f"--device is {device!r}", remedy=f"one of {', '.join(DEVICES)}")

@@ -4,37 +4,26 @@ from __future__ import annotations
 
 import signal
 import subprocess
-from typing import Annotated
 
 import typer
 
 from planner.io.explorer_server import require_free, require_installed, start, stop_server
 from planner.remote.connect import connect
 from planner.remote.settings import SERVER
+from planner.requests.tools import Ui
 
 PATIENCE_S = 5.0  # for a service that does not answer at the start
 
 
-def ui(
-    port: Annotated[int, typer.Option("--port", min=1, max=65535, help="Port on 127.0.0.1.")] = 8501,
-    server: Annotated[
-        str | None,
-        typer.Option(
-            "--server", metavar="URL", help="Search, run and tune on this service; its token is in MESHWRIGHT_TOKEN."
-        ),
-    ] = None,
-) -> None:
-    """Look at clusters, plans and runs in a browser: http://127.0.0.1:8501.
-
-    Serves on this machine only, needs no GPU, and sends nothing anywhere but to the service of --server. Ctrl-C ends it.
-    """
+def ui(asked: Ui) -> None:
+    """Print what `planner ui` answers."""
     require_installed()
-    require_free(port)
-    if server is not None:
-        _require_service(server)
-    explorer = start(port, None if server is None else {SERVER: server})
-    asks = "" if server is None else f"\nservice   {server}"
-    print(f"explorer  http://127.0.0.1:{port}{asks}\nCtrl-C ends it", flush=True)
+    require_free(asked.port)
+    if asked.server is not None:
+        _require_service(asked.server)
+    explorer = start(asked.port, None if asked.server is None else {SERVER: asked.server})
+    asks = "" if asked.server is None else f"\nservice   {asked.server}"
+    print(f"explorer  http://127.0.0.1:{asked.port}{asks}\nCtrl-C ends it", flush=True)
     raise typer.Exit(_wait(explorer))
 
 

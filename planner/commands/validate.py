@@ -4,47 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-from rich.table import Table
-
-from planner.commands import serve
-from planner.commands.flags import options
 from planner.io import output
+from planner.io.grids import grid
 from planner.io.inputs import measurements, warn_of_doubts
 from planner.io.output import console
 from planner.io.printable import printable
 from planner.question.cases import read_cases
 from planner.question.learned_runtime import LearnedCalibrations, in_place, read_learned
-from planner.validate.serving_report import is_points_file
+from planner.requests.runs import Validate
 from planner.validate.validation import summarise, validate_case
 from topology.errors import Infeasible, OutOfTolerance, UserError
 
 
-def validate(
-    files: Annotated[list[str], typer.Argument(metavar="FILE...", help="Case files with measurements.")],
-    profile: options.Profile = None,
-    runtime: options.LearnedRuntime = None,
-    strict: options.Strict = False,
-    tolerance: options.Tolerance = None,
-    json: options.Json = False,
-) -> None:
-    """Compare predictions with measured runs, row by row, and sum up each file.
-
-    Files are cases of training, or serving points, one a line (.jsonl, .jsonl.gz): of one kind in a call. A row that cannot be predicted is listed as skipped, with the reason; exit code 3 when every row is. --tolerance is
-    for mean absolute errors.
-    """
-    if any(map(is_points_file, files)):
-        serve.validate_serving(files, json=json, tolerance=tolerance)
-        return
-    measured = measurements(profile, strict=strict)
-    learned = None if runtime is None else read_learned(runtime)
+def validate(asked: Validate) -> None:
+    """Print what `planner validate` answers."""
+    measured = measurements(asked.profile, strict=asked.strict)
+    learned = None if asked.runtime is None else read_learned(asked.runtime)
     if learned is not None:
         measured = LearnedCalibrations(measured, learned)
     rows: list[dict[str, Any]] = []
     try:
-        for name in files:
+        for name in asked.files:
             for index, data in enumerate(read_cases(name)[0]):
                 rows.append({**validate_case(in_place(data, learned), measured=measured), "file": Path(name).name})
                 if index % 20 == 0:
@@ -54,7 +36,7 @@ def validate(
     names = list(dict.fromkeys(row["file"] for row in rows))
     by_file = {name: summarise([row for row in rows if row["file"] == name]) for name in names}
     summary = {**summarise(rows), "by_file": by_file}
-    if json:
+    if asked.json:
         output.emit_json({"schema_version": output.SCHEMA_VERSION, "rows": rows, "summary": summary})
     else:
         _print(rows, summary)
@@ -65,8 +47,8 @@ def validate(
             remedy="see the reason of each row" if rows else "give files with cases",
         )
     warn_of_doubts(measured)
-    if tolerance is not None:
-        _hold(summary, tolerance)
+    if asked.tolerance is not None:
+        _hold(summary, asked.tolerance)
 
 
 def _hold(summary: Mapping[str, Any], tolerance: float) -> None:
@@ -90,10 +72,7 @@ def _hold(summary: Mapping[str, Any], tolerance: float) -> None:
 
 def _print(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> None:
     screen = console()
-    table = Table(box=None, pad_edge=False)
-    table.add_column("case", overflow="fold")
-    for heading in ("step s", "measured", "error", "GiB error", "in range"):
-        table.add_column(heading, justify="right")
+    table = grid(("case", "step s", "measured", "error", "GiB error", "in range"), gap=2)
     for row in rows:
         if row["skipped"]:
             continue
@@ -107,10 +86,7 @@ def _print(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> Non
     for row in rows:
         if row["skipped"]:
             screen.print(printable(f"skipped {row['id']}: {row['skipped']}"))
-    totals = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    totals.add_column("file", overflow="fold")
-    for heading in ("rows", "skip", "step", "bias", "held", "mem", "bias", "held", "fit"):
-        totals.add_column(heading, justify="right", no_wrap=True)
+    totals = grid(("file", "rows", "skip", "step", "bias", "held", "mem", "bias", "held", "fit"))
     for name, part in [*summary["by_file"].items(), ("all", summary)]:
         outcome = part["outcomes"]
         right = f"{outcome['right']}/{outcome['right'] + outcome['wrong']}"

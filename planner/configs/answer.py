@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,19 +13,17 @@ from planner.configs.written_back import Writer
 from planner.explain.plan_answer import PlanAnswer, answer_plan
 from planner.export.mapping import PLAN_FACTS, RUNTIME_FACTS, Facts, read
 from planner.io.inputs import read_cluster
-from planner.question.case_runtime import resolve_runtime
-from planner.question.cases import SEQ_LEN, Case, all_assumed, complete_plan
+from planner.question.cases import DEFAULT_CLUSTER, DEFAULT_MODEL, SEQ_LEN, Case, build_case
 from planner.question.prediction import predict
-from planner.question.question import Question
 from planner.search.deadline import deadline_of, left_s, over
 from planner.search.plan_space.candidates import Bounds
+from planner.search.plan_space.stated import Values, exactly, within
 from planner.search.search import SearchOptions, suggest
 from simulator.config.estimate import SURE, Estimate
 from simulator.config.hf_config import load_model
 from simulator.config.model import Model
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
-from simulator.config.verify import verify_lists, verify_plan, verify_runtime, verify_workload
 from simulator.config.workload import Workload
 from simulator.fitting.calibration_fit import UNMEASURED, Calibrations
 from simulator.legality.frameworks import framework_named
@@ -185,9 +183,9 @@ def _inputs(configuration: Configuration, flags: CheckFlags) -> tuple[Model, Clu
     if isinstance(model, str):
         model = load_model(model)
     if model is None:
-        model = load_model("llama3-8b")
-        assumed.append("model llama3-8b (the file names none that is known: say it with --model)")
-    name = flags.cluster or configuration.cluster or "dgx-h100"
+        model = load_model(DEFAULT_MODEL)
+        assumed.append(f"model {DEFAULT_MODEL} (the file names none that is known: say it with --model)")
+    name = flags.cluster or configuration.cluster or DEFAULT_CLUSTER
     if not flags.cluster:
         assumed.append(f"cluster {name}" + (" (the file's own comment)" if configuration.cluster else ""))
     whole = read_cluster(name, gpu=flags.gpu)
@@ -242,29 +240,29 @@ def _case(
     if facts.get("global_batch_size") is None:
         facts |= _open_batch(facts, assumed)
     workload = Workload(seq_len=facts["seq_len"], global_batch_size=facts["global_batch_size"])
-    stated = {name: facts[name] for name in RUNTIME_FACTS if name in facts}
-    name = {"pytorch": "pytorch"}.get(rules.name, rules.name)
-    runtime, from_runtime = resolve_runtime(
-        {"name": name, "version": configuration.behaves_as or configuration.version, **stated}
-    )
-    if configuration.framework in {"accelerate", "transformers", "megatron-bridge"}:
-        runtime = replace(runtime, version=None)  # the version is the launcher's
-    plan, from_plan = complete_plan(_stated(facts), workload, rules, where=where)
-    verify_plan(plan, where=where)
-    verify_lists(plan, where=where, layers=model.layers, gpus=max(plan.gpus, cluster.gpu_count))
-    verify_workload(workload, where=where)
-    verify_runtime(runtime, where=where)
-    question = Question(
+    of_launcher = configuration.framework in {
+        "accelerate",
+        "transformers",
+        "megatron-bridge",
+    }  # whose version it states
+    version = None if of_launcher else configuration.behaves_as or configuration.version
+    return build_case(
+        where,
         model=model,
         cluster=cluster,
         workload=workload,
-        runtime=runtime,
         framework=rules,
-        calibration=measured.on(cluster),
+        runtime={
+            "name": rules.runtime_name,
+            "version": version,
+            **{name: facts[name] for name in RUNTIME_FACTS if name in facts},
+        },
+        plan=_stated(facts),
+        measured=measured,
+        assumed=assumed,
+        where=where,
         gpus=facts["gpus"],
     )
-    said = all_assumed([*assumed, *from_runtime, *from_plan], plan, question, measured)
-    return Case(id=where, question=question, plan=plan, assumed=said)
 
 
 def _open_batch(facts: Facts, assumed: list[str]) -> Facts:
@@ -328,8 +326,8 @@ def _changes(found: PlanAnswer, written: Writer, deadline: float | None) -> tupl
 
 def _within(plan: Plan, limits: Limits) -> bool:
     """Return whether a plan's degrees are within those that a kind of file can ask for."""
-    held: Iterator[tuple[str, Any]] = ((axis, limits.get(axis)) for axis in ("tp", "cp", "pp", "ep"))
-    return all(not spans or any(least <= getattr(plan, axis) <= most for least, most in spans) for axis, spans in held)
+    held = Bounds(stated={name: values for name, values in limits.items() if values is not None})
+    return all(within(getattr(plan, axis), held.spans(axis)) for axis in ("tp", "cp", "pp", "ep"))
 
 
 def _gains(there: Estimate, now: Estimate) -> bool:
@@ -349,13 +347,16 @@ def _best(
 ) -> dict[str, Any]:
     """Return the best plan that the file can say, or why there is none. It is at least as good as every single change."""
     question, plan = found.case.question, found.case.plan
-    limits = dict(written.configuration.limits)
     # What the file has no key for stays as it is.
-    fixed = {"recomputes": (plan.recompute,), "micro_batch": ((plan.micro_batch_size,) * 2,)}
-    limits |= {name: fixed[name] for name in fixed if name in limits}
+    fixed: dict[str, Values] = {
+        "recompute": (plan.recompute,),
+        "micro_batch_size": exactly(plan.micro_batch_size),
+    }
+    stated = {name: fixed[name] if values is None else values for name, values in written.configuration.limits.items()}
     try:
-        bounds = Bounds(**limits)  # type: ignore[arg-type]
-        options = SearchOptions(bounds=bounds, top=CANDIDATES, all_variants=True, time_limit_s=left_s(deadline))
+        options = SearchOptions(
+            bounds=Bounds(stated=stated), top=CANDIDATES, all_variants=True, time_limit_s=left_s(deadline)
+        )
         listed = suggest(question, options, progress=progress).plans
     except Infeasible as error:
         return {"no_better": str(error)}

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from planner.explain.plan_fields import changed_fields
+from planner.io.plan_words import changed_fields
 from planner.question.question import Question
-from simulator.config.plan import Plan
+from simulator.config.plan import Plan, default_schedule
 from simulator.config.runtime import Runtime
-from simulator.pipeline.schedules import default_schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +27,7 @@ def variants_of(plan: Plan, question: Question) -> list[Variant]:
         if other != plan and other not in found:
             found[other] = Variant(what=_named(plan, other), plan=other, runtime=question.runtime)
     variants = list(found.values())
-    if question.framework.name != "megatron-lm":
+    if question.framework.tools.compiles:
         compiled = replace(question.runtime, compile=not question.runtime.compile)
         word = "on" if compiled.compile else "off"
         variants.append(Variant(what=f"torch.compile {word}", plan=plan, runtime=compiled))
@@ -79,7 +78,7 @@ def _resized(plan: Plan, axis: str, degree: int, question: Question) -> Plan | N
         )
     if axis == "pp":
         stages = 1 if degree == 1 else plan.virtual_stages
-        schedule = None if degree == 1 else plan.schedule or default_schedule(stages)
+        schedule = None if degree == 1 else plan.with_(virtual_stages=stages).schedule_name
         other = other.with_(virtual_stages=stages, schedule=schedule)
     share = question.workload.global_batch_size // max(1, other.data_parallel)
     while other.micro_batch_size > 1 and (

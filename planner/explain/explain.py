@@ -222,7 +222,7 @@ def answer_flips(
     if now is None:
         return
     for size in (now.micro_batch_size // 2, now.micro_batch_size * 2):
-        other = best_plan(question, Bounds(micro_batch=exactly(size))) if size else None
+        other = best_plan(question, Bounds(stated={"micro_batch_size": exactly(size)})) if size else None
         if other is not None and degrees(other) != degrees(now):  # another question: nothing to compare with
             yield _flip("micro batch", now.micro_batch_size, size, "sequences", other)
     for count in (question.count // 2, question.count * 2):

@@ -21,7 +21,7 @@ from simulator.config.estimate import Estimate
 from simulator.config.plan import Plan
 from simulator.lowering.machine_costs import MachineCosts
 from simulator.lowering.training import lower_training
-from simulator.pipeline.schedules import SCHEDULES, default_schedule
+from simulator.pipeline.schedules.registry import SCHEDULES, schedule_kind
 from simulator.program.program import Collective, Copy, RankCode, Send
 from topology.cluster import Cluster
 from topology.rates.groups import GroupShape, group_rates
@@ -117,11 +117,13 @@ def traffic_of(question: Question, plan: Plan, estimate: Estimate) -> Traffic | 
 
 def _schedule(plan: Plan, count: int) -> str | None:
     """Return a schedule with the same stages on the same ranks, which runs with few micro batches too."""
-    name = plan.schedule or default_schedule(plan.virtual_stages)
-    kind = SCHEDULES.get(name)
-    if plan.pp == 1 or kind is None or count <= FEW + 1 or not kind.every_stage:
+    if plan.pp == 1 or count <= FEW + 1 or not (kind := schedule_kind(plan.schedule_name)).every_stage:
         return plan.schedule
-    return "ZBVZeroBubble" if kind.v_shaped else default_schedule(plan.virtual_stages)
+    return next(
+        other.name
+        for other in SCHEDULES.values()
+        if other.v_shaped == kind.v_shaped and other.has_stages(plan.virtual_stages) and not other.every_stage
+    )
 
 
 def _further(one: Sent, two: Sent, times: int) -> Sent:

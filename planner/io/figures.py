@@ -8,8 +8,7 @@ from __future__ import annotations
 from math import floor, log10
 
 from simulator.config.estimate import Estimate, Interval
-
-GIB = 2.0**30
+from topology.units import GIB, two_digits
 
 
 def last_digit_s(value: Interval) -> float:
@@ -45,12 +44,6 @@ def _digits(value: float, last: float, *, signed: bool = False) -> str:
 def rate_text(estimate: Estimate) -> str:
     """Return tokens a second and GPU to two digits, as steps are known to 10 % at best."""
     return two_digits(estimate.tokens_per_s_per_gpu)
-
-
-def two_digits(value: float) -> str:
-    """Return a number to two digits, both written: `9,100`, `8.0`, `0.30`."""
-    rounded = float(f"{value:.2g}")
-    return f"{rounded:,.0f}" if abs(rounded) >= 10 else f"{rounded:#.2g}"
 
 
 def gpus_text(count: int) -> str:

@@ -19,6 +19,7 @@ from planner.io.printable import printable
 from topology import codec
 from topology.errors import BadInput, PlannerError
 from topology.redact import redact
+from topology.units import in_mib
 
 SCHEMA_VERSION = 1
 
@@ -66,8 +67,8 @@ def require_room(folder: Path, least_bytes: int, what: str) -> None:
         raise BadInput(f"cannot write {folder}", why=error.strerror or str(error), remedy="--out elsewhere") from error
     if free < least_bytes:
         raise PlannerError(
-            f"there are {free / 2**20:.0f} MiB free for {folder}",
-            why=f"{what} take up to {least_bytes / 2**20:.0f} MiB",
+            f"there are {in_mib(free)} free for {folder}",
+            why=f"{what} take up to {in_mib(least_bytes)}",
             remedy="free the disk, or --out elsewhere",
         )
 

@@ -20,10 +20,11 @@ import psutil
 
 from planner.jobs.messages import receive, send
 from topology.errors import PlannerError
+from topology.units import GIB, in_gib
 
 Work = Mapping[str, Callable[..., Any]]  # each takes a Progress and the arguments of a request
 
-KEPT_BYTES = 1 << 30  # a process that has grown beyond this ends, since Python seldom gives memory back
+KEPT_BYTES = GIB  # a process that has grown beyond this ends, since Python seldom gives memory back
 REPORT_S = 0.1  # between two lines of progress
 
 
@@ -77,7 +78,7 @@ def _answer(
     except PlannerError as error:
         return "error", error
     except MemoryError:
-        limit = f"a question may use {(memory_bytes or 0) / 2**30:.0f} GiB of this machine's memory"
+        limit = f"a question may use {in_gib(memory_bytes or 0, 0)} of this machine's memory"
         return "error", PlannerError("out of memory", why=limit, remedy="ask in a terminal, which has no limit")
     except Exception as error:  # noqa: BLE001 - told to who asked: a process has nobody else to tell
         return "error", PlannerError(

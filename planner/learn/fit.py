@@ -21,15 +21,17 @@ from numpy.typing import NDArray
 from planner.learn.solver import Solution, solve
 from planner.question.cases import Case
 from planner.question.learned_runtime import CROSSING, FACTORS, FLUSH, MEMORY_FACTORS, Fitted, costs_of
-from planner.validate.validation import GIB, compared_bytes, measured_step_s
+from planner.validate.validation import compared_bytes, measured_step_s
 from simulator.calibration.calibration import Calibration, RuntimeCosts
+from simulator.calibration.gaussian import conditioned
 from simulator.closed_form.allocator import FLUSH_S_PER_BYTE
 from simulator.closed_form.memory import CONTEXT_BYTES, STATE
-from simulator.config.estimate import Estimate
+from simulator.config.estimate import NORMAL_80, Estimate
 from simulator.config.model import Model
 from simulator.memory.estimate import with_replay
 from simulator.runtimes.library import runtime_spec
 from topology import codec
+from topology.units import GIB
 
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
@@ -63,7 +65,6 @@ HOST_COSTS = (
     "rest_s",
 )
 LEAST_BEHIND = 0.2  # share of the runs that a fit takes kernels from before it has taken anything from any
-NORMAL_80 = 1.2816  # spreads on either side that hold 80 % of a normal distribution
 # Of the memory that a rank can use, above which its allocator gives blocks back and asks again: what a step then takes says
 # nothing of the costs here. Communicators and fragments have the rest. Source: assumed.
 FULL = 0.9
@@ -336,7 +337,7 @@ def _fitted(names: tuple[str, ...], usual: Floats, found: Solution) -> Fit:
     return Fit(
         names=names,
         logs=found.found,
-        covariance=np.asarray(np.linalg.inv(jacobian.T @ jacobian + np.diag(priors(names) ** -2.0)), dtype=np.float64),
+        covariance=conditioned(np.diag(priors(names) ** 2.0), jacobian, np.ones(len(jacobian))),
         usual=usual,
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from planner.pictures.palette import BAD, MEMORY, colour
 from planner.pictures.svg import MARGIN, Picture, legend, shortened
 from simulator.config.estimate import MemoryEstimate
+from topology.units import GIB, in_gib
 
 WIDTH = 960.0
 ROW = 34.0
@@ -12,7 +13,6 @@ TOP = 96.0
 LABEL = 90.0
 VALUE = 110.0
 MOST_ROWS = 32
-GIB = 2**30
 
 
 def stage_parts(estimate: MemoryEstimate) -> list[dict[str, float]]:
@@ -43,8 +43,8 @@ def memory_picture(estimate: MemoryEstimate, title: str) -> Picture:
         stages = sorted(largest, key=lambda item: item[0])
     capacity = estimate.capacity_bytes
     about = (
-        f"peak {estimate.peak_bytes.value / GIB:.1f} GiB ({estimate.peak_bytes.low / GIB:.1f} to "
-        f"{estimate.peak_bytes.high / GIB:.1f}) of {capacity / GIB:.1f} GiB on rank {estimate.worst_rank}; {estimate.verdict}; "
+        f"peak {in_gib(estimate.peak_bytes.value)} ({estimate.peak_bytes.low / GIB:.1f} to "
+        f"{estimate.peak_bytes.high / GIB:.1f}) of {in_gib(capacity)} on rank {estimate.worst_rank}; {estimate.verdict}; "
         f"{estimate.peak_bytes.source} numbers"
     )
     picture = Picture(WIDTH, TOP + ROW * len(stages) + 3 * MARGIN, title, about)
@@ -63,14 +63,14 @@ def memory_picture(estimate: MemoryEstimate, title: str) -> Picture:
         x = left
         for name, nbytes in stage.items():
             if nbytes > 0:
-                note = f"{name.replace('_', ' ')}: {nbytes / GIB:.2f} GiB"
+                note = f"{name.replace('_', ' ')}: {in_gib(nbytes, 2)}"
                 picture.box(x, y + 4, nbytes * scale, ROW - 10, colour("memory", name), note)
                 x += nbytes * scale
-        picture.write(x + 8, y + 20, f"{total / GIB:.1f} GiB", kind="quiet")
+        picture.write(x + 8, y + 20, in_gib(total), kind="quiet")
     edge = left + capacity * scale
     bottom = top + ROW * len(stages)
-    picture.line([(edge, top - 4), (edge, bottom)], BAD, 2.0, dashed=True, about=f"capacity {capacity / GIB:.1f} GiB")
-    picture.write(edge, bottom + 16, f"{capacity / GIB:.1f} GiB", anchor="middle")
+    picture.line([(edge, top - 4), (edge, bottom)], BAD, 2.0, dashed=True, about=f"capacity {in_gib(capacity)}")
+    picture.write(edge, bottom + 16, in_gib(capacity), anchor="middle")
     if left_out:
         picture.write(MARGIN, bottom + 34, f"{left_out} smaller stages are left out", kind="quiet")
     return picture

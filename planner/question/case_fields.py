@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from simulator.config.plan import EP_OVERLAPS
-from simulator.config.verify import MAX_COUNT
+from simulator.config.overlap_sites import canonical
+from simulator.config.plan_schema import MAX_COUNT, Kind, PlanField
+from simulator.pipeline.schedules.registry import SCHEDULES
+from simulator.runtimes.library import RECOMPUTE_SYNONYMS
 from topology.errors import BadPlan
+
+_SCHEDULES = {word.lower(): kind.name for kind in SCHEDULES.values() for word in (kind.name, *kind.also_called)}
 
 
 def unsaid(value: Any) -> bool:
@@ -47,7 +51,7 @@ def whole_number(value: Any, where: str, *, least: int = 1, most: int = MAX_COUN
 
 
 def whole_numbers(value: Any, where: str) -> tuple[int, ...]:
-    if not isinstance(value, list):
+    if not isinstance(value, (list, tuple)):
         raise BadPlan(f"{where} is {kind_of(value)}, not a list of whole numbers")
     return tuple(whole_number(item, f"{where}[{index}]", least=0) for index, item in enumerate(value))
 
@@ -65,7 +69,7 @@ def word_of(value: Any, where: str, *, longest: int = 64) -> str:
 
 
 def words_of(value: Any, where: str) -> tuple[str, ...]:
-    if not isinstance(value, list):
+    if not isinstance(value, (list, tuple)):
         raise BadPlan(f"{where} is {kind_of(value)}, not a list of words")
     return tuple(word_of(item, f"{where}[{index}]") for index, item in enumerate(value))
 
@@ -86,11 +90,35 @@ def kind_of(value: Any) -> str:
     return names.get(type(value), "a number")
 
 
-def ep_overlap_of(value: Any, where: str) -> str:
-    """Return one of `EP_OVERLAPS`; a source that says just yes or no says whether passes are combined."""
-    if isinstance(value, str):
-        word = word_of(value, where).lower()
-        if word not in EP_OVERLAPS:
-            raise BadPlan(f"{where} is {word[:40]!r}", why=f"known: true, false, {', '.join(EP_OVERLAPS)}")
-        return word
-    return "combined" if flag(value, where) else "none"
+def schedule_named(word: str) -> str:
+    """Return a schedule as it is called here, whatever its capitals and hyphens; unknown words as they are."""
+    return _SCHEDULES.get(word.lower().replace("-", "").replace("_", ""), word)
+
+
+# The one spelling of words that sources spell in several ways.
+SPELLED: dict[str, Callable[[str], str]] = {
+    "schedule": schedule_named,
+    "recompute": lambda word: RECOMPUTE_SYNONYMS.get(word.lower(), word),
+    "tp_overlap": canonical,
+}
+
+
+def plan_value(known: PlanField, value: Any, where: str) -> Any:
+    """Return what a case says of a field of its plan. Raises BadPlan where that is of another kind or out of range."""
+    match known.kind:
+        case Kind.COUNT:
+            return whole_number(value, where, least=known.least, most=known.most)
+        case Kind.NUMBER:
+            return positive(value, where)
+        case Kind.SWITCH:
+            return flag(value, where)
+        case Kind.COUNTS:
+            return whole_numbers(value, where)
+        case Kind.WORDS:
+            return words_of(value, where)
+        case Kind.WORD if known.yes and not isinstance(value, str):
+            return known.yes if flag(value, where) else known.default
+    word = word_of(value, where, longest=known.longest)
+    if known.yes and (word := word.lower()) not in known.choices:
+        raise BadPlan(f"{where} is {word[:40]!r}", why=f"known: true, false, {', '.join(known.choices)}")
+    return SPELLED[known.name](word) if known.name in SPELLED else word

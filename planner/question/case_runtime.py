@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from planner.question.case_fields import flag, refuse_unknown, section_of, unsaid, word_of
-from simulator.config.runtime import LOW_PRECISION, Runtime
+from simulator.config.runtime import DEFAULT_RUNTIME, LOW_PRECISION, Runtime
 from simulator.legality.frameworks import Framework
 from simulator.runtimes.stated import resolve
 
@@ -59,8 +59,8 @@ def runtime_section(data: Mapping[str, Any], name: str, assumed: list[str]) -> d
         elif stated.get("compute_dtype") not in LOW_PRECISION:
             assumed.append(f"low_precision_recipe {recipe} changes nothing: no low precision was stated beside it")
     if unsaid(stated.get("name")):
-        stated["name"] = "torchtitan"
-        assumed.append("runtime torchtitan (not stated)")
+        stated["name"] = DEFAULT_RUNTIME
+        assumed.append(f"runtime {DEFAULT_RUNTIME} (not stated)")
     return stated
 
 

@@ -13,35 +13,29 @@ from typing import Any
 
 from planner.io.inputs import read_cluster
 from planner.question.case_fields import (
-    ep_overlap_of,
-    flag,
     kind_of,
-    positive,
+    plan_value,
     refuse_unknown,
     section_of,
     stated_value,
     unsaid,
     whole_number,
-    whole_numbers,
-    word_of,
-    words_of,
 )
 from planner.question.case_runtime import implied_runtime, resolve_runtime, runtime_section
 from planner.question.flags import Flags
 from planner.question.plan_file import PlanFile, load_plan, require_fresh
-from planner.question.question import Question
+from planner.question.question import Question, question_of
 from planner.question.recipes import default_batch
 from simulator.calibration.calibration import overlap_assumed
 from simulator.config.hf_config import load_model, model_from_config
 from simulator.config.model import Model
-from simulator.config.overlap_sites import NONE, USERBUFFERS, canonical
-from simulator.config.plan import Plan
+from simulator.config.overlap_sites import USERBUFFERS
+from simulator.config.plan import PLAN_FIELDS, Plan, default_schedule
+from simulator.config.runtime import DEFAULT_RUNTIME
 from simulator.config.verify import verify_lists, verify_plan, verify_runtime, verify_workload
 from simulator.config.workload import Workload
 from simulator.fitting.calibration_fit import UNMEASURED, Calibrations
 from simulator.legality.frameworks import Framework, framework_of_runtime
-from simulator.pipeline.schedules import SCHEDULES, default_schedule
-from simulator.runtimes.library import RECOMPUTE_SYNONYMS
 from simulator.step.offload import offload_assumed
 from topology import codec
 from topology.catalog.cluster_file import ASSUMED, load_cluster, parse_cluster
@@ -50,30 +44,12 @@ from topology.cluster import Cluster
 from topology.errors import BadCluster, BadInput, BadModel, UserError
 from topology.rates.reach import cluster_caveats
 
-SEQ_LEN = 8192  # tokens in a sequence where flags give none
+# Where flags give none; a sequence in tokens.
+DEFAULT_MODEL, DEFAULT_CLUSTER, SEQ_LEN = "llama3-8b", "dgx-h100", 8192
 
 # Where a case is from and what became of it: kept with it, and nothing to predict by. `note` says what measurements mean.
 _ABOUT_KEYS = ("source", "note", "notes", "comment", "url", "date", "peers")
 _CASE_KEYS = ("id", "model", "cluster", "workload", "plan", "runtime", "measured", "outcome", *_ABOUT_KEYS)
-_DEGREES = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "virtual_stages")
-_PLAN_KEYS = (
-    *_DEGREES,
-    "zero_stage",
-    "sequence_parallel",
-    "schedule",
-    "micro_batch_size",
-    "recompute",
-    "tp_overlap",
-    "reshard_after_forward",
-    "layers_per_stage",
-    "recompute_per_stage",
-    "cp_method",
-    "capacity_factor",
-    "offload",
-    "placement",
-    "ep_overlap",
-)
-_SCHEDULES = {**{name.lower(): name for name in SCHEDULES}, "interleaved": "Interleaved1F1B", "zbv": "ZBVZeroBubble"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,33 +99,55 @@ def load_case(data: Mapping[str, Any], measured: Calibrations = UNMEASURED) -> C
     workload = _workload(data.get("workload"), name)
     stated_plan = section_of(data, "plan", name)
     stated_runtime = runtime_section(data, name, assumed)
-    framework = framework_of_runtime(stated_runtime["name"])
-    stated_runtime, implied = implied_runtime(stated_runtime, stated_plan, framework)
-    runtime, from_runtime = resolve_runtime(stated_runtime)
-    assumed += [*implied, *from_runtime]
-    plan, from_plan = complete_plan(stated_plan, workload, framework, where=f"case {name}")
-    verify_lists(plan, where=f"case {name}", layers=model.layers, gpus=cluster.gpu_count)
-    verify_workload(workload, where=f"case {name}")
-    verify_runtime(runtime, where=f"case {name}")
-    assumed += from_plan
     seen = _measured(data, name, assumed)
     outcome = data.get("outcome")
-    question = Question(
+    return build_case(
+        name,
         model=model,
         cluster=cluster,
         workload=workload,
-        runtime=runtime,
-        framework=framework,
-        calibration=measured.on(cluster),
-    )
-    return Case(
-        id=name,
-        question=question,
-        plan=plan,
-        assumed=all_assumed(assumed, plan, question, measured),
-        measured=seen,
+        framework=framework_of_runtime(stated_runtime["name"]),
+        runtime=stated_runtime,
+        plan=stated_plan,
+        measured=measured,
+        assumed=assumed,
+        where=f"case {name}",
+        seen=seen,
         outcome=outcome if isinstance(outcome, str) else None,
     )
+
+
+def build_case(
+    name: str,
+    *,
+    model: Model,
+    cluster: Cluster,
+    workload: Workload,
+    framework: Framework,
+    runtime: Mapping[str, Any],
+    plan: Mapping[str, Any],
+    measured: Calibrations,
+    assumed: Sequence[str],
+    where: str,
+    gpus: int | None = None,
+    seen: Mapping[str, Any] | None = None,
+    outcome: str | None = None,
+) -> Case:
+    """Return the case of a plan and a runtime as they are stated: what is left open is at the framework's defaults, and listed.
+
+    `assumed` is what was assumed before, `seen` what was measured. Raises BadPlan for what cannot be; `where` begins the message.
+    """
+    stated, implied = implied_runtime(dict(runtime), plan, framework)
+    resolved, from_runtime = resolve_runtime(stated)
+    chosen, from_plan = complete_plan(plan, workload, framework, where=where)
+    verify_lists(chosen, where=where, layers=model.layers, gpus=max(chosen.gpus, cluster.gpu_count))
+    verify_workload(workload, where=where)
+    verify_runtime(resolved, where=where)
+    question = question_of(
+        model, cluster, workload, framework=framework, runtime=resolved, calibration=measured.on(cluster), gpus=gpus
+    )
+    said = all_assumed([*assumed, *implied, *from_runtime, *from_plan], [chosen], question, measured)
+    return Case(id=name, question=question, plan=chosen, assumed=said, measured=dict(seen or {}), outcome=outcome)
 
 
 def _measured(data: Mapping[str, Any], name: str, assumed: list[str]) -> dict[str, Any]:
@@ -183,7 +181,7 @@ def case_of_plan_file(path: Path, measured: Calibrations = UNMEASURED) -> Case:
     if measured.profile is not None and "profile" in content.fingerprints:
         require_fresh(content, profile=measured.profile)
     question = content.question(measured.on(content.cluster))
-    assumed = all_assumed([], content.plan, question, measured)
+    assumed = all_assumed([], [content.plan], question, measured)
     return Case(id=path.name, question=question, plan=content.plan, assumed=assumed, saved=content)
 
 
@@ -203,10 +201,10 @@ def case_from_flags(flags: Flags, measured: Calibrations = UNMEASURED) -> Case:
     say more than the cluster's own count.
     """
     assumed: list[str] = []
-    model, cluster = flags.model or "llama3-8b", flags.cluster or "dgx-h100"
+    model, cluster = flags.model or DEFAULT_MODEL, flags.cluster or DEFAULT_CLUSTER
     assumed += [] if flags.model else [f"model {model}"]
     assumed += [] if flags.cluster else [f"cluster {cluster}"]
-    framework = framework_of_runtime(str(flags.runtime.get("name") or "torchtitan"))
+    framework = framework_of_runtime(str(flags.runtime.get("name") or DEFAULT_RUNTIME))
     network = load_model(model)
     stated_plan = {key: value for key, value in flags.plan.items() if value is not None}
     whole = read_cluster(cluster, gpu=flags.gpu)
@@ -214,39 +212,43 @@ def case_from_flags(flags: Flags, measured: Calibrations = UNMEASURED) -> Case:
     machine = read_cluster(cluster, count, gpu=flags.gpu)
     if not flags.gpus and count != whole.gpu_count:
         assumed.append(f"{count} GPUs (the product of the degrees)")
-    seq_len = flags.seq_len or SEQ_LEN
-    recommended, whose = default_batch(network, seq_len, count)
-    batch = flags.global_batch or recommended
-    if flags.global_batch is None:
-        assumed.append(whose)
-        if "micro_batch_size" not in stated_plan:
-            stated_plan["micro_batch_size"] = 1
-            assumed.append("micro batch 1")
-    assumed += [] if flags.seq_len else [f"sequence length {seq_len} tokens"]
-    workload = Workload(seq_len=seq_len, global_batch_size=batch)
+    workload, whose = stated_workload(flags, network, count)
+    assumed += whose
+    if whose and "micro_batch_size" not in stated_plan:
+        stated_plan["micro_batch_size"] = 1
+        assumed.append("micro batch 1")
+    assumed += [] if flags.seq_len else [f"sequence length {workload.seq_len} tokens"]
     by_stage = bool(framework.zero_stages) and "zero_stage" in stated_plan
     filled = "dp_replicate" if by_stage else framework.fills
     degree = _filling(stated_plan, count)
     if degree > 1 and filled not in stated_plan and not (filled == "dp_replicate" and "dp_shard" in stated_plan):
         stated_plan[filled] = degree
         assumed.append(f"{filled} {degree} (fills {count} GPUs)")
-    named = {**flags.runtime, "name": flags.runtime.get("name") or "torchtitan"}
-    named |= {"name": "pytorch"} if named["name"] == "any" else {}  # as a search under the rules that all share
-    stated_runtime, implied = implied_runtime(named, stated_plan, framework)
-    resolved, from_runtime = resolve_runtime(stated_runtime)
-    chosen, from_plan = complete_plan(stated_plan, workload, framework, where="flags")
-    require_pipeline(flags, chosen)
-    question = Question(
+    named = {**flags.runtime, "name": flags.runtime.get("name") or DEFAULT_RUNTIME}
+    named |= {"name": framework.runtime_name} if named["name"] == framework.name else {}  # "any" is no runtime
+    case = build_case(
+        "flags",
         model=network,
         cluster=machine,
         workload=workload,
-        runtime=resolved,
         framework=framework,
-        calibration=measured.on(machine),
+        runtime=named,
+        plan=stated_plan,
+        measured=measured,
+        assumed=[*assumed, *network.assumed],
+        where="flags",
         gpus=count,
     )
-    assumed += [*network.assumed, *implied, *from_runtime, *from_plan]
-    return Case(id="flags", question=question, plan=chosen, assumed=all_assumed(assumed, chosen, question, measured))
+    require_pipeline(flags, case.plan)
+    return case
+
+
+def stated_workload(flags: Flags, model: Model, gpus: int) -> tuple[Workload, list[str]]:
+    """Return the workload of flags, and whose batch it is where they leave it open."""
+    seq_len = flags.seq_len or SEQ_LEN
+    recommended, whose = default_batch(model, seq_len, gpus)
+    workload = Workload(seq_len=seq_len, global_batch_size=flags.global_batch or recommended)
+    return workload, [whose] if flags.global_batch is None else []
 
 
 def require_pipeline(flags: Flags, plan: Plan) -> None:
@@ -258,14 +260,16 @@ def require_pipeline(flags: Flags, plan: Plan) -> None:
         )
 
 
-def all_assumed(assumed: Sequence[str], plan: Plan, question: Question, measured: Calibrations) -> tuple[str, ...]:
-    """Return once each what was assumed: of the case, the machine, the profile, and overlap modes nobody measured."""
+def all_assumed(
+    assumed: Sequence[str], plans: Sequence[Plan], question: Question, measured: Calibrations
+) -> tuple[str, ...]:
+    """Return once each what was assumed: before, of the machine, of the profile, and of what `plans` do that nobody measured."""
     lines = (
         *assumed,
         *cluster_caveats(question.cluster),
         *measured.doubts(question.cluster),
-        *overlap_assumed([plan.tp_overlap], question.calibration),
-        *offload_assumed([plan], question.cluster),
+        *overlap_assumed([plan.tp_overlap for plan in plans], question.calibration),
+        *offload_assumed(plans, question.cluster),
     )
     return tuple(dict.fromkeys(lines))
 
@@ -303,52 +307,41 @@ def complete_plan(
     An unstated micro batch is one sequence in a pipeline (torchtitan's default) and else the whole share of a
     data-parallel rank, which is what a run without gradient accumulation does.
     """
-    refuse_unknown(stated, _PLAN_KEYS, f"{where}: plan")
-    assumed: list[str] = []
-    values: dict[str, Any] = {}
-    for key in _DEGREES:
-        value = stated_value(stated, key)
-        values[key] = 1 if value is None else whole_number(value, f"{where}: plan.{key}")
-        if value is None and key in stated:
-            assumed.append(f"{key} 1 (not stated)")
-    zero = stated_value(stated, "zero_stage")
-    if zero is not None:
-        values["zero_stage"] = whole_number(zero, f"{where}: plan.zero_stage", least=0, most=3)
-    sp = stated_value(stated, "sequence_parallel")
-    values["sequence_parallel"] = (
-        framework.sequence_parallel_default and values["tp"] > 1
-        if sp is None
-        else flag(sp, f"{where}: plan.sequence_parallel")
-    )
-    if sp is None and values["tp"] > 1:
-        assumed.append(f"sequence_parallel {str(values['sequence_parallel']).lower()} ({framework.title}'s default)")
-    reshard = stated_value(stated, "reshard_after_forward")
-    if reshard is not None:
-        values["reshard_after_forward"] = flag(reshard, f"{where}: plan.reshard_after_forward")
-    for key in ("layers_per_stage", "placement"):
-        listed = stated_value(stated, key)
-        if listed:
-            values[key] = whole_numbers(listed, f"{where}: plan.{key}")
-    if modes := stated_value(stated, "recompute_per_stage"):
-        values["recompute_per_stage"] = words_of(modes, f"{where}: plan.recompute_per_stage")
-    for key in ("cp_method", "offload"):
-        word = stated_value(stated, key)
-        if word is not None:
-            values[key] = word_of(word, f"{where}: plan.{key}")
-    factor = stated_value(stated, "capacity_factor")
-    if factor is not None:
-        values["capacity_factor"] = positive(factor, f"{where}: plan.capacity_factor")
-    moved = stated_value(stated, "ep_overlap")
-    if moved is not None:
-        values["ep_overlap"] = ep_overlap_of(moved, f"{where}: plan.ep_overlap")
-    values["schedule"] = _schedule(stated, values, assumed, where)
-    values["recompute"] = _recompute(stated, framework, assumed, where)
-    overlap = stated_value(stated, "tp_overlap")
-    if overlap is not None:
-        values["tp_overlap"] = canonical(word_of(overlap, f"{where}: plan.tp_overlap", longest=128))
-    if values.get("tp_overlap") == USERBUFFERS and values["tp"] == 1:
-        values["tp_overlap"] = NONE  # there is nothing to overlap
-    values["micro_batch_size"] = _micro_batch(stated, values, workload, assumed, where)
+    refuse_unknown(stated, tuple(PLAN_FIELDS), f"{where}: plan")
+    values = {
+        name: plan_value(known, value, f"{where}: plan.{name}")
+        for name, known in PLAN_FIELDS.items()
+        if (value := stated_value(stated, name)) is not None
+    }
+    unstated = [
+        name for name, known in PLAN_FIELDS.items() if known.is_degree and name in stated and name not in values
+    ]
+    assumed = [f"{name} 1 (not stated)" for name in unstated]
+    tp, pp = values.get("tp", 1), values.get("pp", 1)
+    if "sequence_parallel" not in values:
+        values["sequence_parallel"] = framework.sequence_parallel_default and tp > 1
+        if tp > 1:
+            assumed.append(
+                f"sequence_parallel {str(values['sequence_parallel']).lower()} ({framework.title}'s default)"
+            )
+    if "schedule" in values and pp == 1:
+        del values["schedule"]
+        assumed.append(f"schedule {stated_value(stated, 'schedule')} changes nothing: there is no pipeline (pp 1)")
+    elif "schedule" not in values and pp > 1:
+        values["schedule"] = default_schedule(values.get("virtual_stages", 1))
+        assumed.append(f"schedule {values['schedule']} (not stated)")
+    if "recompute" not in values:
+        values["recompute"] = framework.default_recompute
+        assumed.append(f"recompute {values['recompute']} ({framework.title}'s default)")
+    if values.get("tp_overlap") == USERBUFFERS and tp == 1:
+        del values["tp_overlap"]  # there is nothing to overlap
+    if "micro_batch_size" not in values:
+        dp = values.get("dp_replicate", 1) * values.get("dp_shard", 1)
+        whole = workload.global_batch_size % dp == 0
+        size = workload.global_batch_size // dp if pp == 1 and whole else 1
+        reason = "a pipeline's default" if pp > 1 else "the whole share of a data-parallel rank"
+        values["micro_batch_size"] = size
+        assumed.append(f"micro_batch_size {size} ({reason})")
     plan = Plan(**values)
     verify_plan(plan, where=where)
     return plan, assumed
@@ -402,47 +395,3 @@ def _workload(value: Any, name: str) -> Workload:
         seq_len=whole_number(value.get("seq_len"), f"case {name}: workload.seq_len"),
         global_batch_size=whole_number(value.get("global_batch_size"), f"case {name}: workload.global_batch_size"),
     )
-
-
-def _schedule(stated: Mapping[str, Any], values: dict[str, Any], assumed: list[str], where: str) -> str | None:
-    schedule = stated_value(stated, "schedule")
-    if schedule is not None:
-        word = word_of(schedule, f"{where}: plan.schedule")
-        if values["pp"] == 1:
-            assumed.append(f"schedule {word} changes nothing: there is no pipeline (pp 1)")
-            return None
-        return schedule_named(word)
-    if values["pp"] == 1:
-        return None
-    default = default_schedule(values["virtual_stages"])
-    assumed.append(f"schedule {default} (not stated)")
-    return default
-
-
-def schedule_named(word: str) -> str:
-    """Return a schedule as it is called here, whatever its capitals and hyphens; unknown words as they are."""
-    return _SCHEDULES.get(word.lower().replace("-", "").replace("_", ""), word)
-
-
-def _recompute(stated: Mapping[str, Any], framework: Framework, assumed: list[str], where: str) -> str:
-    value = stated_value(stated, "recompute")
-    if value is None:
-        default = framework.default_recompute
-        assumed.append(f"recompute {default} ({framework.title}'s default)")
-        return default
-    word = word_of(value, f"{where}: plan.recompute")
-    return RECOMPUTE_SYNONYMS.get(word.lower(), word)
-
-
-def _micro_batch(
-    stated: Mapping[str, Any], values: dict[str, Any], workload: Workload, assumed: list[str], where: str
-) -> int:
-    value = stated_value(stated, "micro_batch_size")
-    if value is not None:
-        return whole_number(value, f"{where}: plan.micro_batch_size")
-    dp = values["dp_replicate"] * values["dp_shard"]
-    whole = workload.global_batch_size % dp == 0
-    size = workload.global_batch_size // dp if values["pp"] == 1 and whole else 1
-    reason = "a pipeline's default" if values["pp"] > 1 else "the whole share of a data-parallel rank"
-    assumed.append(f"micro_batch_size {size} ({reason})")
-    return size

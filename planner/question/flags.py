@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
+
+from planner.question.learned_runtime import is_learned
+from planner.requests.training import OnePlan, Suggest
+from topology.errors import UserError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,3 +27,76 @@ class Flags:
     global_batch: int | None = None
     runtime: Mapping[str, Any] = field(default_factory=dict)
     plan: Mapping[str, Any] = field(default_factory=dict)
+
+
+class StatesQuestion(Protocol):
+    """What requests have that state a question."""
+
+    @property
+    def model(self) -> str | None: ...
+    @property
+    def seq_len(self) -> int | None: ...
+    @property
+    def global_batch(self) -> int | None: ...
+    @property
+    def compile_model(self) -> bool | None: ...
+    @property
+    def param_dtype(self) -> str | None: ...
+    @property
+    def compute_dtype(self) -> str | None: ...
+
+
+def flags_of_question(
+    asked: StatesQuestion,
+    *,
+    cluster: str | None,
+    gpu: str | None = None,
+    gpus: tuple[int, ...] | None = None,
+    plan: Mapping[str, Any] | None = None,
+    **runtime: Any,
+) -> Flags:
+    """Return what a request states of its question; `runtime` goes before its own fields."""
+    return Flags(
+        model=asked.model,
+        cluster=cluster,
+        gpu=gpu,
+        gpus=gpus,
+        seq_len=asked.seq_len,
+        global_batch=asked.global_batch,
+        plan=plan or {},
+        runtime={
+            "compile": asked.compile_model,
+            "param_dtype": asked.param_dtype,
+            "compute_dtype": asked.compute_dtype,
+            **runtime,
+        },
+    )
+
+
+def flags_of_search(asked: Suggest) -> Flags:
+    """Return what a search is asked of its question. Raises UserError for what is no number of GPUs."""
+    return flags_of_question(asked, cluster=asked.cluster, gpu=asked.gpu, gpus=gpu_counts(asked.gpus))
+
+
+def flags_of_plan(asked: OnePlan) -> Flags:
+    """Return what a request states of one plan and its question."""
+    name, mark, version = (asked.runtime or "").partition("@")
+    # A learned runtime is a file, and so has no version.
+    versioned = bool(mark and version) and not is_learned(asked.runtime)
+    runtime = {"name": name, "version": version} if versioned else {"name": asked.runtime}
+    gpus = None if asked.gpus is None else (asked.gpus,)
+    return flags_of_question(asked, cluster=asked.cluster, gpu=asked.gpu, gpus=gpus, plan=asked.plan, **runtime)
+
+
+def gpu_counts(text: str | None) -> tuple[int, ...] | None:
+    """Return the numbers of GPUs asked for: None for the whole cluster, none at all for the fewest that fit."""
+    if text is None:
+        return None
+    if text.strip().lower() == "min":
+        return ()
+    words = [word.strip() for word in text[:1000].split(",")]
+    if all(word.isascii() and word.isdigit() and 0 < int(word[:12]) <= 1 << 20 for word in words):
+        return tuple(sorted({int(word) for word in words}))
+    raise UserError(
+        f"--gpus {text!r} is neither a number from 1 to {1 << 20}, nor several, nor min", remedy="--gpus 16"
+    )

@@ -12,23 +12,20 @@ from typing import Any
 
 from planner.io.inputs import read_cluster
 from planner.question.case_runtime import resolve_runtime
-from planner.question.cases import Case, complete_plan, require_pipeline
+from planner.question.cases import Case, all_assumed, complete_plan, require_pipeline
 from planner.question.flags import Flags
 from planner.question.plan_file import require_fresh
 from planner.question.question import Question
-from simulator.calibration.calibration import overlap_assumed
 from simulator.config.hf_config import load_model
-from simulator.config.plan import MESH_AXES, Plan
+from simulator.config.plan import MESH_AXES, PLAN_FIELDS, Plan
 from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
 from simulator.fitting.calibration_fit import UNMEASURED, Calibrations
-from simulator.step.offload import offload_assumed
 from topology import codec
 from topology.catalog.platform import take_gpus
 from topology.cluster import Cluster
 from topology.errors import BadCluster, UserError
 from topology.rates.orders import irregular
-from topology.rates.reach import cluster_caveats
 
 
 def with_flags(case: Case, flags: Flags, measured: Calibrations = UNMEASURED) -> Case:
@@ -62,32 +59,17 @@ def with_flags(case: Case, flags: Flags, measured: Calibrations = UNMEASURED) ->
         return case
     names = {line.split(" ")[0] for line in changed}
     kept = [line for line in case.assumed if line.removeprefix("runtime.").split(" ")[0] not in names]
-    calibration = measured.on(cluster)
-    return replace(
-        case,
-        plan=plan,
-        assumed=tuple(
-            dict.fromkeys(
-                [
-                    *kept,
-                    *cluster_caveats(cluster),
-                    *measured.doubts(cluster),
-                    *overlap_assumed([plan.tp_overlap], calibration),
-                    *offload_assumed([plan], cluster),
-                ]
-            )
-        ),
-        changed=tuple(changed),
-        question=replace(
-            question,
-            model=model,
-            cluster=cluster,
-            workload=workload,
-            runtime=runtime,
-            calibration=calibration,
-            gpus=count if flags.gpus or question.gpus is not None else None,
-        ),
+    asked = replace(
+        question,
+        model=model,
+        cluster=cluster,
+        workload=workload,
+        runtime=runtime,
+        calibration=measured.on(cluster),
+        gpus=count if flags.gpus or question.gpus is not None else None,
     )
+    assumed = all_assumed(kept, [plan], asked, measured)
+    return replace(case, plan=plan, assumed=assumed, changed=tuple(changed), question=asked)
 
 
 def _same_framework(flags: Flags, question: Question) -> None:
@@ -160,21 +142,11 @@ def _plan(now: Plan, said: dict[str, Any], gpus: int, workload: Workload, questi
 
 def _dependents(now: Plan, stated: dict[str, Any]) -> Sequence[str]:
     """Return the settings that only made sense beside degrees and modes that are different now."""
-    loose = []
-    if (stated["pp"], stated["virtual_stages"]) != (now.pp, now.virtual_stages):
-        loose += ["layers_per_stage", "recompute_per_stage", "schedule"]
-        if stated["pp"] == 1:
-            loose.append("virtual_stages")
-    if stated["recompute"] != now.recompute:
-        loose.append("recompute_per_stage")
-    if stated["tp"] != now.tp and 1 in {stated["tp"], now.tp}:
-        loose.append("sequence_parallel")
-        if stated["tp"] == 1:
-            loose.append("tp_overlap")
-    if stated["ep"] == 1:
-        loose.append("ep_overlap")
-    if stated["cp"] == 1:
-        loose.append("cp_method")
+    changed = {name for name, value in stated.items() if value != getattr(now, name)}
+    alone = {name for name in changed if stated[name] == 1}
+    loose = [one.name for one in PLAN_FIELDS.values() if changed & set(one.follows) or one.beside in alone]
+    if "tp" in changed and now.tp == 1:
+        loose.append("sequence_parallel")  # which was off for want of ranks
     return loose
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from planner.io.version import version
-from planner.question.question import Question
+from planner.question.question import Question, question_of
 from simulator.calibration.calibration import Calibration
 from simulator.config.estimate import Estimate
 from simulator.config.model import Model
@@ -30,7 +30,6 @@ from simulator.config.verify import (
     verify_workload,
 )
 from simulator.config.workload import Workload
-from simulator.legality.frameworks import framework_named
 from topology import codec
 from topology.catalog.verify import require_possible
 from topology.cluster import Cluster
@@ -62,12 +61,12 @@ class PlanFile:
 
     def question(self, calibration: Calibration | None = None) -> Question:
         """Return the question that the plan answers, on as many GPUs as it uses."""
-        return Question(
-            model=self.model,
-            cluster=self.cluster,
-            workload=self.workload,
+        return question_of(
+            self.model,
+            self.cluster,
+            self.workload,
+            framework=self.framework,
             runtime=self.runtime,
-            framework=framework_named(self.framework),
             calibration=calibration,
             gpus=self.plan.gpus,
         )

@@ -15,7 +15,7 @@ from simulator.closed_form.estimates import EstimateTable, estimate_plans
 from simulator.closed_form.scenario import Scenario
 from simulator.config.model import Model
 from simulator.config.plan import Plan
-from simulator.config.runtime import Runtime
+from simulator.config.runtime import DEFAULT_RUNTIME, Runtime
 from simulator.config.workload import Workload
 from simulator.kernels.low_precision import why_not
 from simulator.legality.frameworks import Framework, framework_named
@@ -87,13 +87,14 @@ class Question(Scenario):
         self,
         plan: Plan,
         *,
-        detail: Detail | None = None,
+        detail: Detail = Detail.LAYER,
         spans: bool = True,
+        micro_batches: int | None = None,
         progress: Callable[[str], None] | None = None,
     ) -> Simulated:
         """Return one step of `plan`, simulated; see `simulate_plan`. Raises Infeasible for types that are not modelled."""
         self._require_modelled()
-        return simulate_plan(self, plan, detail=detail, spans=spans, progress=progress)
+        return simulate_plan(self, plan, detail=detail, spans=spans, micro_batches=micro_batches, progress=progress)
 
     def _require_modelled(self) -> None:
         if reason := self.runtime.not_modelled:
@@ -105,7 +106,7 @@ def question_of(
     cluster: Cluster,
     workload: Workload,
     *,
-    framework: str | Framework = "torchtitan",
+    framework: str | Framework = DEFAULT_RUNTIME,
     runtime: Runtime | None = None,
     calibration: Calibration | None = None,
     gpus: int | None = None,
@@ -128,7 +129,7 @@ def question_of(
 
 def default_runtime(framework: Framework) -> Runtime:
     """Return the runtime a framework's plans run in, at its defaults. Raises BadPlan if none is described."""
-    return resolve({"name": "pytorch" if framework.name == "any" else framework.name})[0]
+    return resolve({"name": framework.runtime_name})[0]
 
 
 def require_plannable(cluster: Cluster) -> None:

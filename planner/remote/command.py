@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 import time
-from collections.abc import Callable
-from functools import wraps
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +15,16 @@ from planner.io import output
 from planner.io.printable import printable
 from planner.remote.connect import connect, require_httpx
 from planner.remote.errors import error_of
-from planner.remote.flags import ALWAYS_WRITTEN, CONTINUED, RUNS, SERVED, Flag, flags_of_command
+from planner.requests.flag import Flag, Request, flags_of, value_of
+from planner.requests.served import ALWAYS_WRITTEN, CONTINUED, RUNS, SERVED
 from topology import codec
 from topology.errors import BadInput, UserError
 
 MODEL_FILE = "config.json"  # of a model that is given as its directory
 
 
-def asks(server: str, name: str, command: Callable[..., Any]) -> Callable[..., None]:
-    """Return `command` as typer sees it, answered by the service at `server`. Raises UserError where none answers it."""
+def asks(server: str, name: str) -> Callable[[Request], None]:
+    """Return what answers a command's request by the service at `server`. Raises UserError where none answers it."""
     if name not in SERVED:
         raise UserError(
             f"planner {name} is not answered by a service",
@@ -32,20 +32,19 @@ def asks(server: str, name: str, command: Callable[..., Any]) -> Callable[..., N
             remedy="leave --server out",
         )
     require_httpx()
-
-    @wraps(command)
-    def run(**given: Any) -> None:
-        code = _run(server, name, flags_of_command(command), given)
-        if code:
-            raise typer.Exit(code)
-
-    run.__signature__ = inspect.signature(command)  # type: ignore[attr-defined]  # what typer reads
-    return run
+    return partial(_answer, server, name)
 
 
-def _run(server: str, name: str, flags: dict[str, Flag], given: dict[str, Any]) -> int:
+def _answer(server: str, name: str, asked: Request) -> None:
+    """Ask the service, print its answer, and fetch what the job wrote; raise Exit with its code."""
+    if code := _run(server, name, flags_of(type(asked)), asked):
+        raise typer.Exit(code)
+
+
+def _run(server: str, name: str, flags: Mapping[str, Flag], asked: Request) -> int:
     """Ask the service, print its answer, fetch what the job wrote, and return the exit code."""
-    values = {flag.name: given[flag.parameter] for flag in flags.values() if given[flag.parameter] != flag.default}
+    given = {flag.name: value_of(asked, flag) for flag in flags.values()}
+    values = {flag.name: given[flag.name] for flag in flags.values() if given[flag.name] != flag.default}
     wanted = _wanted(name, flags, values)
     for flag, path in wanted.items():
         _refuse_overwrite(path, force=bool(values.get("force")))
@@ -86,7 +85,7 @@ def _follow(service: Any, job: str) -> dict[str, Any]:
     return document
 
 
-def _wanted(name: str, flags: dict[str, Flag], values: dict[str, Any]) -> dict[str, Path]:
+def _wanted(name: str, flags: Mapping[str, Flag], values: dict[str, Any]) -> dict[str, Path]:
     """Return the paths that the command is to write here, by flag."""
     wanted = {key: Path(values[key]) for key, flag in flags.items() if flag.writes and values.get(key) is not None}
     if name in RUNS and CONTINUED not in values:

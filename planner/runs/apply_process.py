@@ -12,9 +12,10 @@ from typing import Any
 from planner.io import child
 from topology import codec
 from topology.errors import BadPlan, PlannerError, UserError
+from topology.units import MIB
 
 MODULE = "executor.run.apply"
-FULL_BYTES = 1 << 20  # less than a report and its log need
+FULL_BYTES = MIB  # less than a report and its log need
 
 
 def arguments(request: Path, out: Path, budget_s: float) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-GIB = 2**30
+from topology.units import GIB, in_gib
 
 
 def lines(document: Mapping[str, Any], comparison: Mapping[str, Any] | None) -> list[str]:
@@ -98,7 +98,7 @@ def _out_of_memory_lines(memory: Mapping[str, Mapping[str, Any]], predicted: Map
     text_lines = []
     for rank, reached in memory.items():
         peaks = [
-            f"{reached[key] / GIB:.2f} GiB {word}"
+            f"{in_gib(reached[key], 2)} {word}"
             for key, word in (
                 ("peak_allocated_bytes", "allocated"),
                 ("peak_reserved_bytes", "reserved"),
@@ -114,7 +114,7 @@ def _out_of_memory_lines(memory: Mapping[str, Mapping[str, Any]], predicted: Map
         listed = ", ".join(
             f"{name} {size / GIB:.2f}" for name, size in sorted(parts.items(), key=lambda p: -p[1]) if size
         )
-        text_lines.append(f"          predicted peak {predicted['peak_bytes']['value'] / GIB:.2f} GiB: {listed}")
+        text_lines.append(f"          predicted peak {in_gib(predicted['peak_bytes']['value'], 2)}: {listed}")
     return text_lines
 
 
@@ -123,8 +123,8 @@ def _peak_memory_text(memory: list[dict[str, int]]) -> str:
         values = [rank[key] for rank in memory if key in rank]
         if values:
             reserved = [rank.get("peak_reserved_bytes", 0) for rank in memory]
-            more = f", {max(reserved) / GIB:.2f} GiB reserved" if any(reserved) else ""
-            return f"{max(values) / GIB:.2f} GiB {word} on the fullest rank{more}, measured"
+            more = f", {in_gib(max(reserved), 2)} reserved" if any(reserved) else ""
+            return f"{in_gib(max(values), 2)} {word} on the fullest rank{more}, measured"
     return ""
 
 

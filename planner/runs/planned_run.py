@@ -20,6 +20,7 @@ from topology import codec
 from topology.cluster import Cluster
 from topology.errors import BadPlan, Infeasible, PlannerError, Stale
 from topology.health.diagnose import Health
+from topology.units import in_gib
 
 # Without a plan: a model that runs on any laptop, with FSDP and tensor parallelism.
 DEFAULT_MODEL = "tiny-llama"
@@ -90,11 +91,11 @@ def cpu_run(content: PlanFile, free_bytes: int | None) -> PlannedRun:
     """
     copies = content.plan.gpus / _shards(content.plan)
     needed = content.model.parameters * BYTES_PER_PARAMETER_ON_CPU * copies
-    unknown = f"this system does not say how much memory is free; the run needs about {needed / 2**30:.1f} GiB"
+    unknown = f"this system does not say how much memory is free; the run needs about {in_gib(needed)}"
     if free_bytes is not None and needed > free_bytes:
         raise Infeasible(
-            f"{content.model.name} on {content.plan.gpus} processes needs {needed / 2**30:.0f} GiB of memory",
-            why=f"{free_bytes / 2**30:.0f} GiB are free, and all ranks share them on a CPU",
+            f"{content.model.name} on {content.plan.gpus} processes needs {in_gib(needed, 0)} of memory",
+            why=f"{in_gib(free_bytes, 0)} are free, and all ranks share them on a CPU",
             remedy="run it on the planned GPUs, or plan for a smaller model",
         )
     wide = replace(

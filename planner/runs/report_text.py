@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-GIB = 2**30
+from topology.units import GIB
+
 Row = tuple[str, ...]
 
 

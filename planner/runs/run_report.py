@@ -26,8 +26,9 @@ from simulator.program.trace import Trace
 from topology import codec
 from topology.cluster import Cluster
 from topology.errors import PlannerError
+from topology.units import MIB
 
-MAX_TRACE_BYTES = 256 * 2**20
+MAX_TRACE_BYTES = 256 * MIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,24 +10,19 @@ from dataclasses import replace
 
 from planner.io.inputs import faulty_gpus, read_cluster
 from planner.question.case_runtime import resolve_runtime
-from planner.question.cases import SEQ_LEN
+from planner.question.cases import DEFAULT_CLUSTER, DEFAULT_MODEL, all_assumed, stated_workload
 from planner.question.flags import Flags
-from planner.question.question import Question
-from planner.question.recipes import default_batch
+from planner.question.question import Question, question_of
 from planner.search.deadline import deadline_of, left_s
 from planner.search.gpu_counts import best_gpu_count
 from planner.search.infeasible import minimal_gpus
 from planner.search.off_fabric import with_or_without_off_fabric
 from planner.search.result import SearchResult
 from planner.search.search import SearchOptions, suggest
-from simulator.calibration.calibration import overlap_assumed
 from simulator.config.hf_config import load_model
-from simulator.config.workload import Workload
 from simulator.fitting.calibration_fit import UNMEASURED, Calibrations
 from simulator.legality.frameworks import framework_named
-from simulator.step.offload import offload_assumed
 from topology.cluster import Cluster
-from topology.rates.reach import cluster_caveats
 
 
 def answer(
@@ -49,7 +44,7 @@ def answer(
     machine, counts = question.cluster, flags.gpus
 
     def grow(n: int) -> Cluster:
-        return read_cluster(flags.cluster or "dgx-h100", n, gpu=flags.gpu)
+        return read_cluster(flags.cluster or DEFAULT_CLUSTER, n, gpu=flags.gpu)
 
     if counts == ():
         fewest, machine, proof = minimal_gpus(question, bounds=options.bounds, grow=grow, deadline=deadline)
@@ -75,31 +70,20 @@ def answer(
         found = with_or_without_off_fabric(run, gpus=machine.gpu_count, off_fabric=unsound, objective=options.objective)
     else:
         found = run(counts[0] if counts else machine.gpu_count)
-    rates = overlap_assumed([one.plan.tp_overlap for one in found.plans], question.calibration)
-    rates += offload_assumed([one.plan for one in found.plans], found.question.cluster)
-    return replace(found, assumed=tuple(dict.fromkeys([*found.assumed, *assumed, *rates])))
+    plans = [one.plan for one in found.plans]
+    return replace(found, assumed=all_assumed([*found.assumed, *assumed], plans, found.question, measured))
 
 
 def search_question(flags: Flags, framework: str, measured: Calibrations = UNMEASURED) -> tuple[Question, list[str]]:
     """Return the question on the largest number of GPUs that `flags` name, and what it assumes."""
     rules, version = framework_named(framework), framework.partition("@")[2] or None
-    network = load_model(flags.model or "llama3-8b")
-    named = {"name": "pytorch" if rules.name == "any" else rules.name, "version": version, **flags.runtime}
-    runtime, from_runtime = resolve_runtime(named)
-    machine = read_cluster(flags.cluster or "dgx-h100", max(flags.gpus) if flags.gpus else None, gpu=flags.gpu)
-    assumed = [*network.assumed, *from_runtime, *cluster_caveats(machine), *measured.doubts(machine)]
+    network = load_model(flags.model or DEFAULT_MODEL)
+    runtime, from_runtime = resolve_runtime({"name": rules.runtime_name, "version": version, **flags.runtime})
+    machine = read_cluster(flags.cluster or DEFAULT_CLUSTER, max(flags.gpus) if flags.gpus else None, gpu=flags.gpu)
     # The batch is fixed before the number of GPUs is chosen: it must not grow with the answer.
     largest = max(flags.gpus) if flags.gpus else machine.gpus_per_node if flags.gpus == () else machine.gpu_count
-    recommended, whose = default_batch(network, flags.seq_len or SEQ_LEN, largest)
-    batch = flags.global_batch or recommended
-    if flags.global_batch is None:
-        assumed.append(whose)
-    question = Question(
-        model=network,
-        cluster=machine,
-        workload=Workload(seq_len=flags.seq_len or SEQ_LEN, global_batch_size=batch),
-        runtime=runtime,
-        framework=rules,
-        calibration=measured.on(machine),
+    workload, whose = stated_workload(flags, network, largest)
+    question = question_of(
+        network, machine, workload, framework=rules, runtime=runtime, calibration=measured.on(machine)
     )
-    return question, assumed
+    return question, [*all_assumed([*network.assumed, *from_runtime], (), question, measured), *whose]

@@ -16,7 +16,7 @@ from planner.search.deadline import over
 from simulator.config.estimate import SURE, Estimate
 from simulator.config.overlap_sites import NONE
 from simulator.config.plan import Plan
-from simulator.pipeline.schedules import SPLIT_BACKWARD
+from simulator.pipeline.schedules.registry import schedule_kind
 
 # Relative. Of pairs of plans that were measured on one machine under one question, half differ from their predicted ratio by
 # more: vTrain (16 to 512 A100) 3 %, torchtitan on H200 4 to 5 %, BLOOM's 8 %, simumax on B200 7 %.
@@ -104,7 +104,7 @@ def mechanisms(plan: Plan) -> tuple[str, ...]:
         "expert parallelism": plan.ep > 1,
         "a pipeline": plan.pp > 1,
         "several stages a rank": plan.virtual_stages > 1,
-        "a schedule that splits the backward pass": plan.schedule in SPLIT_BACKWARD,
+        "a schedule that splits the backward pass": plan.pp > 1 and schedule_kind(plan.schedule_name).splits_backward,
         "stages set one by one": bool(plan.layers_per_stage or plan.recompute_per_stage),
         "overlapped tensor parallelism": plan.tp_overlap != NONE,
         "overlapped all-to-all of experts": plan.ep_overlap != NONE,

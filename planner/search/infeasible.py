@@ -14,38 +14,33 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.io.figures import gpus_text, two_digits
+from planner.io.figures import gpus_text
+from planner.io.plan_words import plan_in_words
 from planner.question.question import Question
 from planner.search.deadline import over
 from planner.search.plan_space.branch_and_bound import SCHEDULES_AT_ONCE, explore
-from planner.search.plan_space.candidates import STATED, Bounds, Nodes, enumerate_nodes, plan_of
+from planner.search.plan_space.candidates import Bounds, Nodes, enumerate_nodes, plan_of
 from planner.search.plan_space.screened import NODES_AT_ONCE, PLANS_AT_ONCE, Screened
 from planner.search.scaling import scale_memory, with_gpus
 from simulator.bounds.screening import Screening
 from simulator.calibration.intervals import memory_factors
 from simulator.columns.plan_columns import PlanColumns
 from simulator.config.estimate import sure_bytes
-from simulator.config.plan import Plan
+from simulator.config.plan import PLAN_FIELDS, Plan
 from simulator.config.runtime import MOMENTS
 from simulator.config.workload import Workload
 from simulator.legality.frameworks import ANY, Framework
-from simulator.pipeline.schedules import SPLIT_BACKWARD
+from simulator.pipeline.schedules.registry import where
 from topology.cluster import Cluster
 from topology.errors import Infeasible, UserError
 from topology.rates.reach import reach
+from topology.units import MIB, in_gib, two_digits
 
-GIB = 2.0**30
 MAX_GPUS = 1 << 16
 # Node counts tried one by one, for `--gpus min` and for advice; beyond, they double.
 MAX_NODES_TRIED, MAX_NODES_ADVISED = 512, 32
 SHORTEST_SEQUENCE = 512
 LEAST_ADVICE_S = 1.0  # for what would help, where the search has used up its time limit
-ONE_WORD = {
-    "recomputes": "recompute",
-    "schedules": "schedule",
-    "offloads": "offload",
-    "ep_overlaps": "ep-overlap",
-}  # flags of stated parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,11 +89,11 @@ class ConstrainedQuestion:
 
     @property
     def recomputes(self) -> tuple[str, ...]:
-        return self.bounds.recomputes or self.question.framework.recomputes
+        return self.bounds.words("recompute") or self.question.framework.recomputes
 
     def nodes(self) -> Nodes:
         """Return the nodes with micro batches of one sequence, as larger ones never need less memory."""
-        bounds = self.bounds if self.bounds.micro_batch else replace(self.bounds, max_micro_batch=1)
+        bounds = self.bounds if self.bounds.spans("micro_batch_size") else replace(self.bounds, max_micro_batch=1)
         return enumerate_nodes(self.question, bounds=bounds)
 
     def ask(self, **changes: Any) -> ConstrainedQuestion:
@@ -120,7 +115,7 @@ def least_memory_plan(
         for begin in range(0, len(leaves), PLANS_AT_ONCE):
             some, some_nodes = leaves.take(slice(begin, begin + PLANS_AT_ONCE)), of_node[begin : begin + PLANS_AT_ONCE]
             reserved = screening.plans(some, shared, some_nodes).reserved_bytes(at_least=True)
-            counted = np.isin(some.schedule, SPLIT_BACKWARD)
+            counted = where(some.schedule, lambda kind: kind.splits_backward)
             row = int(np.argmin(np.where(counted, np.inf, reserved)))
             if not counted[row] and reserved[row] < least:
                 least, plan = float(reserved[row]), some.plan(row)
@@ -186,9 +181,9 @@ def no_fitting_plan(
     late = over(until)
     return Infeasible(
         f"{question.model.name} does not fit on {gpus_text(question.count)}: the leanest of {int(nodes.leaf_counts.sum())} legal plans needs "
-        f"{needed_bytes / GIB:.1f} GiB on its worst rank of {capacity_bytes / GIB:.1f} GiB",
-        why=f"{(needed_bytes - capacity_bytes) / GIB:.1f} GiB missing, a factor of {needed_bytes / capacity_bytes:.2f}, with {plan_text(plan)}; largest: "
-        + ", ".join(f"{name.replace('_', ' ')} {size / GIB:.1f} GiB" for name, size in largest)
+        f"{in_gib(needed_bytes)} on its worst rank of {in_gib(capacity_bytes)}",
+        why=f"{in_gib(needed_bytes - capacity_bytes)} missing, a factor of {needed_bytes / capacity_bytes:.2f}, with {plan_in_words(plan)}; largest: "
+        + ", ".join(f"{name.replace('_', ' ')} {in_gib(size)}" for name, size in largest)
         + f". In conflict: {conflicting}",
         remedy=("relax one of: " + "; ".join(relaxations_found) if relaxations_found else "more GPUs or memory")
         + (
@@ -205,7 +200,7 @@ def nothing_fits(question: Question, nodes: Nodes, bounds: Bounds) -> Infeasible
     """Return the error of `no_fitting_plan` without what is in conflict and what would help: far quicker."""
     screening = Screening(question)
     needed, _ = least_memory_plan(screening, nodes, ConstrainedQuestion(question=question, bounds=bounds).recomputes)
-    return Infeasible(f"{(needed - screening.capacity_bytes) / GIB:.1f} GiB missing on the worst rank")
+    return Infeasible(f"{in_gib(needed - screening.capacity_bytes)} missing on the worst rank")
 
 
 def conflicting_constraints(constrained: ConstrainedQuestion, deadline: float | None = None) -> list[str]:
@@ -223,7 +218,7 @@ def conflicting_constraints(constrained: ConstrainedQuestion, deadline: float | 
         else:
             conflicting.append(words)
     question = constrained.question
-    return [gpus_text(question.count), f"{question.cluster.gpu_memory_bytes / GIB:.1f} GiB on each", *conflicting]
+    return [gpus_text(question.count), f"{in_gib(question.cluster.gpu_memory_bytes)} on each", *conflicting]
 
 
 def _without_each_constraint(constrained: ConstrainedQuestion) -> Iterator[tuple[str, ConstrainedQuestion]]:
@@ -272,13 +267,11 @@ def _relaxed(
 ) -> Iterator[tuple[str, ConstrainedQuestion]]:
     """Yield (flags, the question with them) for all that may be relaxed; whether a plan fits then is not yet known."""
     s, bounds = constrained.question, constrained.bounds
-    for name in STATED:
-        if getattr(bounds, name) is not None:
-            flag = ONE_WORD.get(name, name.replace("_", "-"))
-            lifted: dict[str, Any] = {name: None}
-            yield f"another --{flag}", replace(constrained, bounds=replace(bounds, **lifted))
-    for word in s.framework.offloads[1:] if bounds.offloads is None else ():
-        yield f"--offload {word}", replace(constrained, bounds=replace(bounds, offloads=(word,)))
+    for name in bounds.stated:
+        lifted: dict[str, None] = {name: None}
+        yield f"another {PLAN_FIELDS[name].flag}", replace(constrained, bounds=bounds.fixing(**lifted))
+    for word in s.framework.offloads[1:] if bounds.words("offload") is None else ():
+        yield f"--offload {word}", replace(constrained, bounds=bounds.fixing(offload=(word,)))
     sharded = _most_sharding(s.framework)
     if sharded is not s.framework:
         stages = ", ".join(map(str, sharded.zero_stages))
@@ -297,9 +290,9 @@ def _relaxed(
         yield f"--gpus {count}, the nearest count that fits", constrained.ask(cluster=cluster, gpus=count)
     gap = constrained.gap()
     if np.isfinite(gap):
-        needed = (s.cluster.gpu_memory_bytes + gap + 2**20) / s.cluster.gpu_memory_bytes
+        needed = (s.cluster.gpu_memory_bytes + gap + MIB) / s.cluster.gpu_memory_bytes
         larger = scale_memory(s.cluster, needed)
-        yield f"GPUs with {larger.gpu_memory_bytes / GIB:.0f} GiB of memory", constrained.ask(cluster=larger)
+        yield f"GPUs with {in_gib(larger.gpu_memory_bytes, 0)} of memory", constrained.ask(cluster=larger)
 
 
 def _shorter(fits: Callable[[Workload], bool], workload: Workload) -> int | None:
@@ -313,24 +306,6 @@ def _shorter(fits: Callable[[Workload], bool], workload: Workload) -> int | None
     if not lengths or not fits(replace(workload, seq_len=lengths[-1])):
         return None
     return next(n for n in lengths if fits(replace(workload, seq_len=n)))
-
-
-def plan_text(plan: Plan) -> str:
-    """Return a plan in a few words: degrees above one, micro batch and recompute mode."""
-    degrees = [
-        f"{label} {value}"
-        for label, value in (
-            ("dp", plan.dp_replicate),
-            ("fsdp", plan.dp_shard),
-            ("tp", plan.tp),
-            ("cp", plan.cp),
-            ("ep", plan.ep),
-            ("pp", plan.pp),
-        )
-        if value > 1
-    ] or ["one GPU"]
-    zero = [f"ZeRO-{plan.zero_stage}"] if plan.zero_stage else []
-    return ", ".join([*degrees, *zero, f"micro batch {plan.micro_batch_size}", f"recompute {plan.recompute}"])
 
 
 # --- number of GPUs ----------------------------------------------------------------------------------------------------
@@ -400,7 +375,7 @@ def _first_fit(
         missing, on = gap(n)
         if missing <= 0 and on is not None:
             return n, on, reason
-        kind = "no legal plan" if missing == float("inf") else f"{missing / GIB:.1f} GiB missing on the worst rank"
+        kind = "no legal plan" if missing == float("inf") else f"{in_gib(missing)} missing on the worst rank"
         reason = f"{n} GPUs: {kind}"
     return None
 

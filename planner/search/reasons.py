@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from planner.io.figures import GIB, change_text, gib_text, last_digit_s, seconds_text
+from planner.io.figures import change_text, gib_text, last_digit_s, seconds_text
 from planner.search.finalists import Finalist, mechanisms
 from simulator.config.estimate import SURE, Estimate, chance
+from topology.units import GIB
 
 LEAST_TERM = 0.01  # of the better plan's step, below which a difference of terms is not named
 TERMS = 2  # that are named at most

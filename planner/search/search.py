@@ -157,7 +157,7 @@ def _explore(
     progress: Callable[[str], None] | None,
 ) -> _Found:
     """Return the plans to list: those that surely fit by time, filled up with such as may; by memory any that fit."""
-    objective, recomputes = options.objective, options.bounds.recomputes or framework.recomputes
+    objective, recomputes = options.objective, options.bounds.words("recompute") or framework.recomputes
     cluster = screening.scenario.cluster
     nodes = with_overlap_by_site(screening, nodes, framework, recomputes)  # the account of nodes stays the same
 
@@ -351,7 +351,7 @@ def rank_rows(table: PlanColumns, values: NDArray[np.float64], *, top: int, all_
     smaller micro batches: the simpler plan. Remaining ties go by enumeration order.
     """
     keys = (
-        table.reshard,
+        table.reshard_after_forward,
         table.sequence_parallel,
         table.zero_stage,
         table.virtual_stages,

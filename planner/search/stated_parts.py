@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import islice, product
 from typing import Any
@@ -10,21 +11,21 @@ import numpy as np
 
 from planner.io.figures import gpus_text
 from planner.question.question import Question
-from planner.search.plan_space.candidates import STATED, Bounds, Nodes, enumerate_nodes
-from planner.search.plan_space.stated import Spans, spans_text
-from simulator.config.plan import Plan
+from planner.search.plan_space.candidates import Bounds, Nodes, enumerate_nodes
+from planner.search.plan_space.stated import Values, values_text
+from simulator.config.plan import PLAN_FIELDS, Plan, default_schedule
+from simulator.config.plan_schema import Kind
 from simulator.legality.rule import Grade, Problem, divisors
-from simulator.pipeline.schedules import SCHEDULES, default_schedule
+from simulator.pipeline.schedules.registry import SCHEDULES
 from topology.errors import Infeasible
 
 COMBINATIONS = 256  # of stated values that are tried as an example
 SHOWN = 10  # legal values named
-FLAGS = {"schedules": "schedule", "recomputes": "recompute", "offloads": "offload", "ep_overlaps": "ep_overlap"}
 
 
 def contradiction(question: Question, bounds: Bounds, found: Nodes) -> Infeasible | None:
     """Return the error for stated parts that no legal plan has; None where no part was stated."""
-    stated = {name: getattr(bounds, name) for name in STATED if getattr(bounds, name) is not None}
+    stated = bounds.stated
     if not stated:
         return None
     plan, broken = _nearest(question, stated)
@@ -33,8 +34,10 @@ def contradiction(question: Question, bounds: Bounds, found: Nodes) -> Infeasibl
     if plan.pp == 1 and plan.schedule:
         reasons.append(f"schedule {plan.schedule} orders the stages of a pipeline, and pp is 1")
     why = "; ".join(reasons) or f"left out by the search: {limits}"
-    ways = [f"{_flag(name)} {values}" for name in stated if (values := _legal_values(question, bounds, name))]
-    said = " ".join(f"{_flag(name)} {_text(value)}" for name, value in stated.items())
+    ways = [
+        f"{PLAN_FIELDS[name].flag} {values}" for name in stated if (values := _legal_values(question, bounds, name))
+    ]
+    said = " ".join(f"{PLAN_FIELDS[name].flag} {values_text(value)}" for name, value in stated.items())
     return Infeasible(
         f"no legal plan for {question.model.name} on {gpus_text(question.count)} in {question.framework.title} has {said}",
         why=why,
@@ -44,29 +47,21 @@ def contradiction(question: Question, bounds: Bounds, found: Nodes) -> Infeasibl
     )
 
 
-def _flag(name: str) -> str:
-    return "--" + FLAGS.get(name, name).replace("_", "-")
-
-
-def _text(value: Spans | tuple[str, ...]) -> str:
-    return spans_text(value) if isinstance(value[0], tuple) else ",".join(map(str, value))
-
-
 def _legal_values(question: Question, bounds: Bounds, name: str) -> str:
     """Return the values of one part with which there is a plan, all other parts as stated; nothing if there is none."""
-    free: dict[str, Any] = {name: question.framework.offloads if name == "offloads" else None}
-    nodes = enumerate_nodes(question, bounds=replace(bounds, **free))
+    free = {name: question.framework.offloads if name == "offload" else None}
+    nodes = enumerate_nodes(question, bounds=bounds.fixing(**free))
     if not len(nodes):
         return ""
-    if name == "recomputes":
+    if name == "recompute":
         values = [word for word, legal in nodes.choices["recompute"] if legal.any()]
     else:
-        values = [value for value in np.unique(getattr(nodes.columns, STATED[name])).tolist() if value != ""]
+        values = [value for value in np.unique(getattr(nodes.columns, name)).tolist() if value != ""]
     shown = [str(value) for value in values[:SHOWN]]
     return ", ".join([*shown, "..."] if len(values) > SHOWN else shown)
 
 
-def _nearest(question: Question, stated: dict[str, Any]) -> tuple[Plan, list[Problem]]:
+def _nearest(question: Question, stated: Mapping[str, Values]) -> tuple[Plan, list[Problem]]:
     """Return the plan of the stated values, the rest at the plainest, that breaks the fewest rules, and those rules."""
     options = [_values(question, name, value) for name, value in stated.items()]
     tried = []
@@ -78,7 +73,7 @@ def _nearest(question: Question, stated: dict[str, Any]) -> tuple[Plan, list[Pro
 
 def _values(question: Question, name: str, value: Any) -> list[Any]:
     """Return the stated values of one part that are worth an example: those that divide the GPUs, else the smallest."""
-    if name in FLAGS:
+    if PLAN_FIELDS[name].kind is not Kind.COUNT:
         return list(value)
     low = [first for first, _ in value]
     fitting = [n for first, last in value for n in range(first, min(last, first + 64) + 1) if question.count % n == 0]
@@ -88,7 +83,7 @@ def _values(question: Question, name: str, value: Any) -> list[Any]:
 def _plainest(question: Question, said: dict[str, Any]) -> Plan:
     """Return the plan of one value a stated part, with data parallelism in the GPUs that are left."""
     framework = question.framework
-    values = {STATED[name]: value for name, value in said.items()}
+    values = dict(said)
     kind = SCHEDULES.get(values.get("schedule", ""))
     if kind and "virtual_stages" not in values:
         values["virtual_stages"] = kind.least_stages

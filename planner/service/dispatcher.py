@@ -13,6 +13,7 @@ import socket
 import threading
 import time
 import uuid
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,8 +21,9 @@ from pathlib import Path
 from sqlalchemy.exc import SQLAlchemyError
 
 from planner.jobs.processes import Bounds, Job, ProcessEnded, Workers
-from planner.remote.flags import ALWAYS_WRITTEN, RUNS, Flag
 from planner.remote.settings import Settings
+from planner.requests.flag import Flag
+from planner.requests.served import ALWAYS_WRITTEN, RUNS
 from planner.runs.scheduled import cancel_below
 from planner.service.outcome import ending, error_text, prepared, scheduled
 from planner.service.store.files import Files
@@ -51,7 +53,7 @@ class _Running:
 class Dispatcher:
     """The loop between the database and the worker processes."""
 
-    def __init__(self, jobs: Jobs, files: Files, flags: dict[str, dict[str, Flag]], settings: Settings) -> None:
+    def __init__(self, jobs: Jobs, files: Files, flags: dict[str, Mapping[str, Flag]], settings: Settings) -> None:
         self._jobs, self._files, self._flags, self._settings = jobs, files, flags, settings
         self._server = f"{socket.gethostname()[:24]}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self._workers = Workers("planner.service.worker", settings.workers)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from planner.jobs.processes import Job
-from planner.remote.flags import Flag
+from planner.requests.flag import Flag
 from planner.service.requests import INPUTS, JobRequest, arguments, is_scheduled, write_inputs
 from planner.service.store.files import Files
 from planner.service.store.jobs import DONE, FAILED, Artifact, Claim, JobEnd
@@ -29,7 +29,7 @@ def scheduled(claim: Claim) -> bool:
     return is_scheduled(claim.command, codec.parse_json(claim.request, where="request")["values"])
 
 
-def prepared(claim: Claim, flags: dict[str, Flag], files: Files, folder: Path) -> list[str]:
+def prepared(claim: Claim, flags: Mapping[str, Flag], files: Files, folder: Path) -> list[str]:
     """Make the folder of a job with its inputs, and return the arguments of its command. Raises PlannerError, OSError."""
     request = codec.parse_json(claim.request, where="request")
     sent = {name: (one["name"], files.read_text(one["sha256"])) for name, one in request["files"].items()}

@@ -11,8 +11,9 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from sqlalchemy.exc import SQLAlchemyError
 
-from planner.remote.flags import RUNS, Flag
 from planner.remote.settings import Settings
+from planner.requests.flag import Flag
+from planner.requests.served import RUNS
 from planner.service.dispatcher import Dispatcher
 from planner.service.documents import JobDocument, JobList, JobSummary, document
 from planner.service.outcome import request_text
@@ -34,7 +35,7 @@ class Queue:
         folder = Path(settings.folder)
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._settings = settings
-        self.flags: dict[str, dict[str, Flag]] = served()
+        self.flags: dict[str, Mapping[str, Flag]] = served()
         self.files = Files(folder / "objects")
         self.jobs = Jobs(connect(settings.database_url, folder))
         self.dispatcher = Dispatcher(self.jobs, self.files, self.flags, settings)

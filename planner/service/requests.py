@@ -7,16 +7,16 @@ as the content of a JSON file. Names of known models and clusters stay strings.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, create_model
 
-from planner.cli import COMMANDS
-from planner.remote.flags import ALWAYS_WRITTEN, CONTINUED, SERVED, Flag, command_line, flags_of_command
+from planner.requests.flag import Flag, command_line, flags_of
+from planner.requests.known import request_of
+from planner.requests.served import ALWAYS_WRITTEN, CONTINUED, SERVED
 from topology import codec
 from topology.errors import BadInput
 
@@ -44,15 +44,15 @@ class JobRequest:
     files: dict[str, tuple[str, str]]  # flag -> (name, text)
 
 
-def served() -> dict[str, dict[str, Flag]]:
+def served() -> dict[str, Mapping[str, Flag]]:
     """Return the flags of the commands that are served, by command and name."""
-    return {name: flags_of_command(_function(name)) for name in SERVED if name in COMMANDS}
+    return {name: flags_of(request_of(name)) for name in SERVED}
 
 
 def request_type(command: str, flags: Mapping[str, Flag]) -> type[BaseModel]:
     """Return the type of a command's request: one field a flag, none of them with a default but `null`."""
     fields: dict[str, Any] = {f"{name}{FIELD}": _field(name, flag) for name, flag in flags.items()}
-    about = (_function(command).__doc__ or "").split("\n", 1)[0]
+    about = (request_of(command).__doc__ or "").split("\n", 1)[0]
     config = ConfigDict(extra="forbid", title=f"{command.title()}Request")
     return create_model(f"{command.title()}Request", __config__=config, __doc__=about, **fields)
 
@@ -74,7 +74,7 @@ def job_request(command: str, flags: Mapping[str, Flag], request: BaseModel, *, 
     return JobRequest(command=command, values=values, files=files)
 
 
-def arguments(flags: dict[str, Flag], asked: JobRequest) -> list[str]:
+def arguments(flags: Mapping[str, Flag], asked: JobRequest) -> list[str]:
     """Return the arguments of `planner` for what was asked; files are in the folder `INPUTS` where it runs."""
     said = dict(asked.values)
     text = said.pop("json", True) is False
@@ -100,11 +100,6 @@ def write_inputs(asked: JobRequest, folder: Path) -> None:
     """Write the files that were sent into the folder that a job works in."""
     for name, (file, text) in asked.files.items():
         codec.write_text(folder / INPUTS / name / file, text)
-
-
-def _function(command: str) -> Callable[..., Any]:
-    function: Callable[..., Any] = getattr(import_module(f"planner.commands.{command}"), command)
-    return function
 
 
 def _field(name: str, flag: Flag) -> tuple[Any, Any]:

@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from planner.serving.overrides import with_serving_flags as with_serving_flags
     from planner.serving.plan_file import TASK as TASK
     from planner.serving.plan_file import ServingFile as ServingFile
-    from planner.serving.plan_file import is_serving_file as is_serving_file
     from planner.serving.plan_file import load_serving as load_serving
     from planner.serving.plan_file import serving_file as serving_file
     from planner.serving.question.from_flags import ServingFlags as ServingFlags
+    from planner.serving.question.from_flags import flags_of_search as flags_of_search
     from planner.serving.question.from_flags import serving_question as serving_question
     from planner.serving.question.question import ServingQuestion as ServingQuestion
     from planner.serving.question.releases import parse_release as parse_release
@@ -49,7 +49,6 @@ if TYPE_CHECKING:
     from planner.serving.reports.plan_text import words as words
     from planner.serving.reports.text import answer_sentence as answer_sentence
     from planner.serving.reports.text import deployment_text as deployment_text
-    from planner.serving.reports.text import digits as digits
     from planner.serving.reports.text import ms_text as ms_text
     from planner.serving.reports.text import print_serving as print_serving
     from planner.serving.search import TIE as TIE
@@ -73,14 +72,14 @@ __getattr__ = on_demand(
         "measured.samples": "add_to_profile",
         "measured.side_by_side": "load_rows print_run step_rows",
         "overrides": "with_serving_flags",
-        "plan_file": "ServingFile TASK is_serving_file load_serving serving_file",
-        "question.from_flags": "ServingFlags serving_question",
+        "plan_file": "ServingFile TASK load_serving serving_file",
+        "question.from_flags": "ServingFlags flags_of_search serving_question",
         "question.question": "ServingQuestion",
         "question.releases": "parse_release vllm_of",
-        "reports.documents": "comparison_document estimate_document explanation_document listed_document"
-        " price_per_million serving_document",
+        "reports.documents": "comparison_document estimate_document explanation_document"
+        " listed_document price_per_million serving_document",
         "reports.plan_text": "print_answer print_compared print_explained words",
-        "reports.text": "answer_sentence deployment_text digits ms_text print_serving",
+        "reports.text": "answer_sentence deployment_text ms_text print_serving",
         "search": "ServingPlan ServingResult TIE search_serving value_of",
         "stated": "MOST require_pool stated_deployment",
     },

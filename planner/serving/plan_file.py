@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from planner.io.version import version
+from planner.requests.serving import is_serving_content
 from planner.serving.question.question import OBJECTIVES, ServingQuestion
 from planner.serving.question.releases import split_engine
 from planner.serving.question.trace_file import MAX_REQUESTS, read_request
@@ -65,15 +65,10 @@ def serving_file(question: ServingQuestion, deployment: Deployment) -> ServingFi
     )
 
 
-def is_serving_file(data: Any) -> bool:
-    """Return whether a file's JSON says that it is a serving plan."""
-    return isinstance(data, dict) and data.get("task") == TASK and "deployment" in data
-
-
 def load_serving(path: str | Path) -> ServingFile:
     """Return a file's content, verified. Raises BadInput or BadPlan."""
     data = codec.read_json(path)
-    if not is_serving_file(data):
+    if not is_serving_content(data):
         raise BadPlan(
             f"{path} is not a serving plan", remedy="make one with planner suggest --task serve --out plan.json"
         )

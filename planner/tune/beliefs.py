@@ -24,11 +24,13 @@ from scipy.stats import norm
 
 from planner.tune.candidates import Candidate, Candidates
 from planner.tune.trials import Status, Trial
-from simulator.config.estimate import Estimate
+from simulator.calibration.gaussian import gain, observed
+from simulator.config.estimate import NORMAL_80, Estimate
+from simulator.config.plan import PLAN_FIELDS, SIZES
+from simulator.config.plan_schema import Kind
 
 Floats = NDArray[np.float64]
 
-NORMAL_80 = 1.2816  # standard deviations on either side that hold 80 % of a normal distribution
 # Standard deviations of logarithms, relative to each other: kernels, collectives and hosts differ between machines as
 # `planner.learn.fit` has them; a right description is still off by 5 % in a single run.
 COMPUTE, COLLECTIVES, HOST, BUBBLE = 0.25, 0.5, 1.0, 0.3
@@ -41,8 +43,10 @@ NEGLIGIBLE = 0.005  # probability of a pair of scales that is left out
 SCALE_SPREAD = math.log(2)  # prior of the logarithm of both scales
 NOISE = 0.01  # of the logarithm of a measured step: one start of processes against another (examples/validation)
 ALIKE_OCTAVES = 2.0  # doublings of degrees over which plans lose their likeness by a factor of e
-DEGREES = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "virtual_stages", "micro_batch_size")
-CHOICES = ("recompute", "schedule", "tp_overlap", "ep_overlap", "reshard_after_forward", "zero_stage", "cp_method")
+# What two plans may differ in beside sizes: words, and what may be left to the runtime.
+CHOICES = tuple(
+    name for name, known in PLAN_FIELDS.items() if not known.kind.listed and (known.optional or known.kind is Kind.WORD)
+)
 TERM_SPREADS = {
     "compute": COMPUTE,
     "recompute": COMPUTE,
@@ -80,11 +84,10 @@ class Belief:
             return self
         at = np.asarray(rows)
         across = self.covariance[:, at]
-        inner = self.covariance[np.ix_(at, at)] + np.diag(np.square(noise))
-        gain = np.linalg.solve(inner, across.T).T
+        gained = gain(across, across[at], noise)
         return Belief(
-            mean=self.mean + gain @ (np.asarray(logs) - self.mean[at]),
-            covariance=self.covariance - gain @ across.T,
+            mean=self.mean + gained @ (np.asarray(logs) - self.mean[at]),
+            covariance=self.covariance - gained @ across.T,
         )
 
     def beyond(self, row: int, log_limit: float, *, above: bool) -> Belief:
@@ -194,11 +197,10 @@ class _Errors:
         variances = np.square(scales[0] * self.spreads)
         if rows:
             at = np.asarray(rows)
-            inner = prior.covariance[np.ix_(at, at)] + np.diag(np.square(noise))
-            across = self.weights[at] * variances
-            gain = np.linalg.solve(inner, across).T
-            means = gain @ (logs - prior.mean[at])
-            variances = variances - np.einsum("to,ot->t", gain, across)
+            across = (self.weights[at] * variances).T
+            gained = gain(across, prior.covariance[np.ix_(at, at)], noise)
+            means = gained @ (logs - prior.mean[at])
+            variances = variances - np.einsum("to,to->t", gained, across)
         else:
             means = np.zeros(len(self.names))
         found = []
@@ -223,7 +225,7 @@ def _evidence(
 ) -> float:
     """Return the logarithm of the probability of what was measured, and of the scales before it, less a constant."""
     at = np.asarray(rows, dtype=np.intp)
-    inner = prior.covariance[np.ix_(at, at)] + np.diag(np.square(noise))
+    inner = observed(prior.covariance[np.ix_(at, at)], noise)
     away = logs - prior.mean[at]
     _, size = np.linalg.slogdet(inner)
     before = sum((math.log(scale) / SCALE_SPREAD) ** 2 for scale in scales)
@@ -261,7 +263,7 @@ def _runs(candidates: Candidates, made: Sequence[tuple[int, Trial]]) -> Floats:
 
 def likeness(plans: Sequence[Candidate]) -> Floats:
     """Return the similarity of plans, (n, n), from 0 to 1: less with every doubling of a degree and every other choice."""
-    degrees = np.log2([[getattr(one.plan, name) for name in DEGREES] for one in plans])
+    degrees = np.log2([[getattr(one.plan, name) for name in SIZES] for one in plans])
     far = np.abs(degrees[:, None, :] - degrees[None, :, :]).sum(axis=2) / ALIKE_OCTAVES
     for name in CHOICES:
         words = np.array([str(getattr(one.plan, name)) for one in plans])

@@ -77,7 +77,7 @@ def candidates_of(
             why=f"rejected: {why}" if why else "",
             remedy="planner suggest with the same flags says what to change",
         )
-    recomputes = (bounds.recomputes if bounds else None) or question.framework.recomputes
+    recomputes = (bounds.words("recompute") if bounds else None) or question.framework.recomputes
     # Memory may be over-predicted by as much as its range says.
     screening = replace(Screening(question), share=1 / memory_factors()[0])
     best = explore(screening, nodes, recomputes, keep=quickest, one_per_grid=False, progress=progress)

@@ -5,7 +5,7 @@ Optimization 13, 1998) over that step under the joint belief, which every trial 
 plan runs at all. To that of a plan that may not fit is added the value of those that would be known to fit if it did.
 
 Plans that surely fit go first. One that may not is tried where its value, counted against a failed trial's cost too, is
-greater all the same.
+greater all the same. Once a plan is measured, none is begun that is not expected to end within the time left.
 """
 
 from __future__ import annotations
@@ -59,10 +59,12 @@ def choose(
     *,
     together: int = MOST_TOGETHER,
     counted: bool = False,
+    left_s: float = math.inf,
 ) -> list[Chosen]:
     """Return the next plan to try, and those that are worth trying with the same start of processes; empty for none.
 
-    Where trials are `counted`, and not only their seconds, none is spent on a plan because it costs little.
+    Where trials are `counted`, and not only their seconds, none is spent on a plan because it costs little. `left_s` are
+    the seconds in which they have to end, but for the first: without it nothing would be known.
     """
     least = 1.0 if counted else COMPANION
     rows = untried(candidates, beliefs, trials)
@@ -71,7 +73,10 @@ def choose(
     best = best_of(candidates, trials)
     if best is None:
         first = _first(beliefs, rows)
-        return [first, *_companions(candidates, beliefs, rows, first, runner, together, least)]
+        return [first, *_companions(candidates, beliefs, rows, first, runner, together, least, left_s)]
+    rows = [row for row in rows if whole_s(candidates, beliefs, row, runner) <= left_s]
+    if not rows:
+        return []
     gains = gain(beliefs.step, rows, best)
     costs = np.array([_cost_s(candidates, beliefs, row, runner) for row in rows])
     chances = beliefs.fits[rows] * beliefs.runs[rows]
@@ -81,7 +86,7 @@ def choose(
     place = int(np.argmax(values / costs))
     row = rows[place]
     chosen = Chosen(row=row, why=_why(beliefs, row, float(gains[place]), best), predicted_s=beliefs.step.interval(row))
-    return [chosen, *_companions(candidates, beliefs, rows, chosen, runner, together, least)]
+    return [chosen, *_companions(candidates, beliefs, rows, chosen, runner, together, least, left_s)]
 
 
 def gain(step: Belief, rows: Sequence[int], best: Best) -> Floats:
@@ -109,6 +114,11 @@ def _cost_s(candidates: Candidates, beliefs: Beliefs, row: int, runner: Runner) 
     return max(0.1, runner.start_s(candidates.plans[row]) + float(beliefs.fits[row]) * steps_s)
 
 
+def whole_s(candidates: Candidates, beliefs: Beliefs, row: int, runner: Runner) -> float:
+    """Return the seconds that a trial takes which runs to its end."""
+    return runner.start_s(candidates.plans[row]) + runner.steps() * math.exp(float(beliefs.step.mean[row]))
+
+
 def _unlocked(beliefs: Beliefs, rows: Sequence[int], gains: Floats, unsure: NDArray[np.bool_]) -> float:
     """Return the largest value among plans that may not fit: one of them that does makes the others likelier."""
     at = np.asarray(rows)
@@ -123,12 +133,14 @@ def _companions(
     runner: Runner,
     together: int,
     least: float,
+    left_s: float,
 ) -> list[Chosen]:
     """Return plans that share the start of `first` and would still be worth a trial if it measured as believed.
 
-    Each is worth at least the part `least` of what the most valuable of all plans then is.
+    Each is worth at least the part `least` of what the most valuable of all plans then is, and all end within `left_s`.
     """
     step, found, taken = beliefs.step, [first], {first.row}
+    left_s -= whole_s(candidates, beliefs, first.row, runner)
     alike = [
         row
         for row in rows
@@ -139,7 +151,7 @@ def _companions(
         step = step.given([last], [float(step.mean[last])], [NOISE])
         reached = min((one.row for one in found), key=lambda row: float(step.mean[row]))
         best = Best(row=reached, step_s=math.exp(float(step.mean[reached])))
-        left = [row for row in alike if row not in taken]
+        left = [row for row in alike if row not in taken and whole_s(candidates, beliefs, row, runner) <= left_s]
         if not left:
             break
         gains = gain(step, left, best)
@@ -149,6 +161,7 @@ def _companions(
             break
         row = left[place]
         taken.add(row)
+        left_s -= whole_s(candidates, beliefs, row, runner)
         found.append(
             Chosen(row=row, why="shares the start of the trial before it", predicted_s=beliefs.step.interval(row))
         )

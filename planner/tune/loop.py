@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from planner.tune.beliefs import Beliefs, believe
 from planner.tune.candidates import Candidates
-from planner.tune.choice import MOST_TOGETHER, Best, best_of, choose
+from planner.tune.choice import MOST_TOGETHER, Best, best_of, choose, untried
 from planner.tune.stop import LIKELY, Outlook, outlook
 from planner.tune.trials import Chosen, Runner, Status, Trial
 
@@ -70,7 +70,12 @@ def tune(
         reason = _reason(view, limits)
         chosen = [] if reason else _chosen(view, runner, limits)
         if not reason and not chosen:
-            reason = "every plan that may run was tried"
+            more = untried(view.candidates, view.beliefs, view.trials)
+            reason = (
+                f"the budget ended: no plan that is left is expected to end in {left_s:.0f} s"
+                if more
+                else "every plan that may run was tried"
+            )
         if reason:
             view = replace(view, reason=reason)
             show(view)
@@ -94,7 +99,15 @@ def tune(
 def _chosen(view: View, runner: Runner, limits: Limits) -> list[Chosen]:
     counted = limits.trials is not None
     together = limits.together if limits.trials is None else min(limits.together, limits.trials - _counted(view))
-    return choose(view.candidates, view.beliefs, view.trials, runner, together=together, counted=counted)
+    return choose(
+        view.candidates,
+        view.beliefs,
+        view.trials,
+        runner,
+        together=together,
+        counted=counted,
+        left_s=view.left_s,
+    )
 
 
 def _counted(view: View) -> int:

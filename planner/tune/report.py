@@ -12,9 +12,9 @@ from planner.runs.report_html import STYLE
 from planner.tune.history import Believed, History, candidate_words
 from planner.tune.loop import View
 from planner.tune.text import chance_text
+from topology.units import GIB
 
 WIDTH, LABEL, ROW, TOP = 960.0, 330.0, 58.0, 92.0
-GIB = 2.0**30
 
 
 def to_html(view: View, found: History, *, within: float) -> str:

@@ -21,7 +21,7 @@ import filelock
 
 from planner.io.version import version
 from planner.question.plan_file import refuse_overwrite
-from planner.question.question import Question
+from planner.question.question import Question, question_of
 from planner.tune.candidates import Candidate, Candidates
 from planner.tune.trials import Trial
 from simulator.config.model import Model
@@ -69,12 +69,12 @@ class TuningRequest:
 
     def question(self) -> Question:
         """Return the question, without a calibration: predictions stand in the file."""
-        return Question(
-            model=self.model,
-            cluster=self.cluster,
-            workload=self.workload,
+        return question_of(
+            self.model,
+            self.cluster,
+            self.workload,
+            framework=self.framework,
             runtime=self.runtime,
-            framework=framework_named(self.framework),
             gpus=self.gpus,
         )
 

@@ -12,13 +12,9 @@ from typing import Any
 from planner.validate.serving_points import QUANTITIES
 from topology.codec import MAX_BYTES, parse_json, read_text
 from topology.errors import BadInput
+from topology.units import in_mib
 
 MAX_ROWS = 100_000
-
-
-def is_points_file(name: str) -> bool:
-    """Return whether a file holds serving points: JSON lines, packed or not."""
-    return name.endswith((".jsonl", ".jsonl.gz"))
 
 
 def read_points(path: str | Path) -> list[dict[str, Any]]:
@@ -45,7 +41,7 @@ def _text(path: str | Path) -> str:
     except (OSError, EOFError, zlib.error) as error:
         raise BadInput(f"cannot read {path}", why=str(error), remedy="check the file") from error
     if len(raw) > MAX_BYTES:
-        raise BadInput(f"{path} unpacks to more than {MAX_BYTES / 2**20:.0f} MiB", remedy="split it")
+        raise BadInput(f"{path} unpacks to more than {in_mib(MAX_BYTES)}", remedy="split it")
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:

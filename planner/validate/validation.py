@@ -15,8 +15,7 @@ from simulator.fitting.calibration_fit import UNMEASURED, Calibrations
 from simulator.legality.rules import is_legal
 from simulator.memory.estimate import with_replay
 from topology.errors import PlannerError
-
-GIB = 2.0**30
+from topology.units import GIB
 
 
 def validate_case(data: Mapping[str, Any], *, measured: Calibrations = UNMEASURED) -> dict[str, Any]:
@@ -147,8 +146,8 @@ def compared_bytes(case: Case, memory: MemoryEstimate) -> tuple[float, str]:
         return _reserved_on(case, memory) + beside, str(stated)
     if description:
         return (_reserved_on(case, memory) if "reserved" in description else memory.peak_bytes.value), str(stated)
-    if case.question.framework.name == "torchtitan":
-        return _reserved_on(case, memory), "reserved (what torchtitan logs)"
+    if case.question.framework.tools.logs_reserved:
+        return _reserved_on(case, memory), f"reserved (what {case.question.framework.name} logs)"
     return memory.peak_bytes.value, "allocated (not stated)"
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulator.columns.plan_table import Floats, PlanTable
-from simulator.pipeline.schedules import SPLIT_BACKWARD
+from simulator.pipeline.schedules.registry import where
 from simulator.pipeline.stages import StageLayout
 from simulator.step.context import CostContext
 from simulator.step.held import Parameters
@@ -91,7 +91,7 @@ class LeastTraffic:
     def _sharded(self, lookup_s: Floats) -> tuple[PassTraffic, PassTraffic]:
         """Units are gathered, copied, and their gradients scattered, one by one."""
         table, m = self.table, self._m
-        keeps, off = table.keeps_gathered, np.isin(table.schedule, SPLIT_BACKWARD)
+        keeps, off = table.keeps_gathered, where(table.schedule, lambda kind: kind.splits_backward)
         # Before each pass, unless a unit is still there from the one before, as a stage's last unit is.
         forward, backward = np.where(keeps, 1.0, m), np.where(keeps | off, 0.0, m)
         reductions = np.where(self._piped, 1.0, m)

@@ -20,7 +20,7 @@ from simulator.closed_form.layer_cost import BlockCost
 from simulator.columns.plan_columns import distinct
 from simulator.columns.plan_table import Floats
 from simulator.config.plan import Plan
-from simulator.pipeline.schedules import SPLIT_BACKWARD, V_SHAPED
+from simulator.pipeline.schedules.registry import where
 from simulator.pipeline.stages import StageLayout, stage_layers
 from simulator.step.context import CostContext
 from simulator.step.held import Parameters
@@ -30,7 +30,6 @@ from simulator.step.update import NORM_AXES, NORM_BYTES
 
 LAYERS = ("dense", "moe")
 LAYER_PASSES = ("forward", "backward")
-LAGGING = ("ZBH1", "InterleavedZeroBubble")  # put off as many weight gradients as a rank has ranks before it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +77,6 @@ class LowerBound:
         self.context, self.layout, self.blocks, self.parameters = context, layout, blocks, parameters
         self.table, self.spec = context.table, context.spec
         self._message_bytes = message_bytes
-        self._hidden_share = context.hidden_share
         self._clocks = quickest(context)
         self._stages = np.maximum(self.table["virtual_stages"], 1.0)
 
@@ -102,7 +100,7 @@ class LowerBound:
         """
         traffic = self._traffic()
         device, hop = self.device(), self._hop_s()[:, None]
-        off = np.isin(self.table.schedule, SPLIT_BACKWARD)[:, None]
+        off = where(self.table.schedule, lambda kind: kind.splits_backward)[:, None]
         first, last = self._first_and_last_s(device, traffic)
         layer = np.add(*self._layer_passes_s(off[:, 0]))[:, None]
         passing = np.where(self._stages[:, None] > 1, first_stage * layer, first + last)
@@ -154,7 +152,7 @@ class LowerBound:
 
     def _first_and_last_s(self, device: RankPasses, traffic: LeastTraffic) -> tuple[Floats, Floats]:
         """Return what the first forward and the last backward pass of each rank take."""
-        off = np.isin(self.table.schedule, SPLIT_BACKWARD)[:, None]
+        off = where(self.table.schedule, lambda kind: kind.splits_backward)[:, None]
         first = np.maximum(device.forward + traffic.first_copies_s, traffic.first_gathers_s)
         return first, device.backward - np.where(off, device.weight, traffic.last_copies_s * -1.0)
 
@@ -181,8 +179,7 @@ class LowerBound:
                 again = [cost.device_s for cost in block.recompute.values()] if which == "backward" else []
                 share = min((mode.layers for mode in self.spec.recompute.values() if mode.recomputes), default=1.0)
                 cost = getattr(block, which)
-                hidden = self._hidden_share * cost.hidden_s
-                most = np.maximum(most, cost.device_s + hidden + sum(again, np.zeros(len(most))) / share)
+                most = np.maximum(most, cost.device_s + cost.lost_s + sum(again, np.zeros(len(most))) / share)
         return most
 
     def _issuing_s(self) -> Floats:
@@ -200,7 +197,7 @@ class LowerBound:
         slower = 1.0 - self._clocks
 
         def seconds(cost: str) -> Floats:
-            total = self._sum(cost, "device_s") + self._hidden_share * self._sum(cost, "hidden_s")
+            total = self._sum(cost, "device_s") + self._sum(cost, "lost_s")
             return total - slower * self._sum(cost, "compute_s") if slower else total
 
         weight = self._clocks * self._sum("backward", "weight_s")
@@ -268,7 +265,7 @@ class LowerBound:
         layout = self.layout
         between = 2.0 * self._stages[:, None] - layout.first - layout.last
         # The rank at the turn of a V has both stages beside it.
-        turn = np.isin(self.table.schedule, V_SHAPED)[:, None] & (
+        turn = where(self.table.schedule, lambda kind: kind.v_shaped)[:, None] & (
             layout.rank + layout.rank_count == self.table["pp"][:, None]
         )
         return np.asarray(np.maximum(between - np.where(turn, 2.0, 0.0), 0.0))
@@ -278,7 +275,7 @@ class LowerBound:
         before its `tail` or what the last one takes on its way back; or when one micro batch has passed all of them.
         """
         layout, tail = self.layout, traffic.backward.exposed_s
-        off = np.isin(self.table.schedule, SPLIT_BACKWARD)[:, None]
+        off = where(self.table.schedule, lambda kind: kind.splits_backward)[:, None]
         looped = self._stages[:, None] > 1
         layer_forward, layer_back = (each[:, None] for each in self._layer_passes_s(off[:, 0]))
         first, last = self._first_and_last_s(device, traffic)
@@ -300,7 +297,7 @@ class LowerBound:
     def _late_passes(self) -> Floats:
         """Return how many micro batches' weight gradients a rank may owe at most when its last input gradient begins."""
         layout, stages = self.layout, self._stages[:, None]
-        lags = np.isin(self.table.schedule, LAGGING)[:, None]
+        lags = where(self.table.schedule, lambda kind: kind.lags)[:, None]
         layers = np.maximum(np.add(*layout.layers), 1.0)
         widest = np.minimum((np.ceil(layers / stages) + 2.0) / layers, 1.0)
         return np.where(lags, (layout.rank + layout.rank_count) * np.where(stages > 1, widest, 1.0), np.inf)

@@ -31,7 +31,7 @@ from simulator.columns.plan_columns import distinct, words
 from simulator.columns.plan_table import Floats, PlanTable
 from simulator.config.plan import Plan
 from simulator.pipeline.schedule_walk import Table, rounds_of, table_of, walked
-from simulator.pipeline.schedules import Action, Kind, default_schedule
+from simulator.pipeline.schedules.table import Action, Kind
 from simulator.pipeline.stages import stage_layers
 from simulator.runtimes.library import ModelOperators
 from simulator.step.context import CostContext
@@ -182,7 +182,7 @@ def walked_together(table: PlanTable, context: CostContext, *, traffic: bool = T
     # Of a step without a pipeline only the first few micro batches are walked, of others what does not repeat.
     counted = np.minimum(m, 2.0)
     for piped in np.nonzero(table["pp"] > 1)[0]:
-        name = str(table.schedule[piped]) or default_schedule(int(table["virtual_stages"][piped]))
+        name = str(table.schedule[piped])
         counted[piped] = walked(name, int(table["pp"][piped]), max(1, int(m[piped])))
     kinds = traffic_kinds(table) if traffic else table.fully_sharded & ~table.keeps_gathered
     overlap = np.unique(table.ep_overlap, return_inverse=True)[1]
@@ -248,7 +248,7 @@ def account_pipeline(inputs: AccountInputs, assigned: Sequence[Plan] = ()) -> Ac
     plans are `assigned` their stages, in those too.
     """
     columns, plan = inputs.context.table, plan_of(inputs.context.table)
-    name, m = plan.schedule or default_schedule(plan.virtual_stages), columns.micro_batches
+    name, m = plan.schedule_name, columns.micro_batches
     lets_go = bool(columns.fully_sharded[0] & ~columns.keeps_gathered[0])
     most = walked(name, plan.pp, int(m[0]))
     period, _ = rounds_of(name, plan.pp, int(m[0]))

@@ -74,13 +74,11 @@ class EstimateTable:
             {name: float(column[index, rank]) for name, column in self.memory.categories.items()}
             for rank in range(plan.pp)
         )
-        flops = self.model_flops / plan.gpus / step
         sources = self.shares.row(index, step)
         return Estimate(
             step_s=self._step_interval(index, step, sources),
-            tokens_per_s_per_gpu=self.tokens_per_step / plan.gpus / step,
-            mfu=flops / self.peak_flops,
-            tflops_per_gpu=flops / 1e12,
+            tokens_per_gpu=self.tokens_per_step / plan.gpus,
+            model_flops_per_gpu=self.model_flops / plan.gpus,
             peak_flops=self.peak_flops,
             memory=MemoryEstimate(
                 peak_bytes=_interval(peak, memory_factors(), Source.DATASHEET),

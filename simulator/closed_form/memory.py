@@ -17,7 +17,7 @@ from simulator.calibration.calibration import RuntimeCosts
 from simulator.closed_form.layer_cost import BlockCost
 from simulator.columns.plan_table import Floats
 from simulator.config.model import Model
-from simulator.pipeline.schedules import SPLIT_BACKWARD
+from simulator.pipeline.schedules.registry import where
 from simulator.pipeline.stages import StageLayout, head_in_flight, in_flight
 from simulator.runtimes.library import ModelOperators
 from simulator.step.context import CostContext
@@ -35,10 +35,11 @@ from simulator.step.offload import held_bytes, host_bytes, offloaded
 from simulator.step.symmetric_memory import symmetric_bytes
 from simulator.step.traffic import has_replicas
 from simulator.step.zero import zero_buffers
+from topology.units import GIB
 
 # Bytes beside the allocator's and NCCL's: CUDA's context and loaded kernels. Source: a run that filled both of its two H200 and
 # retried allocations (2026-11-23.1/14 of examples/validation/fresh.jsonl) held 137.8 of 139.8 GiB, beside 1.1 of communicators.
-CONTEXT_BYTES = 0.9 * 2**30
+CONTEXT_BYTES = 0.9 * GIB
 STATE = ("parameters", "gradients", "gradient_buffers", "optimizer")  # what stays from step to step
 
 
@@ -202,7 +203,7 @@ class _Ranks:
         head = blocks["head"].saved_bytes["none"] + head_cached_bytes(self.context)
         in_head = head * head_in_flight(table, at_least=at_least)
         # Micro batches in flight hold what a stage received: most of them is least beside.
-        most = np.isin(table.schedule, SPLIT_BACKWARD)[:, None] & at_least
+        most = where(table.schedule, lambda kind: kind.splits_backward)[:, None] & at_least
         received = np.where(most, np.maximum(table.micro_batches[:, None], flying), flying)
         activations = saved * flying + layout.last * in_head[:, None] + np.where(table.paired[:, None], ahead, 0.0)
         return activations + between_stages_bytes(self.context, layout.first, layout.last, received)

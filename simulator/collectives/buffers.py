@@ -18,8 +18,8 @@ from simulator.collectives.curves import P2P_CHANNELS
 from simulator.collectives.group_times import GroupTimes
 from simulator.columns.plan_table import Floats
 from topology.rates.groups import GroupShape, group_shape
+from topology.units import MIB
 
-MIB = 1 << 20
 # LL: 8 lines of 16 bytes for 512 threads; LL128: 120 words of 8 bytes for 640; each with 8 steps. Simple: NCCL_BUFFSIZE.
 PROTOCOL_BYTES = (8 * 16 * 512 * 8, 120 * 8 * 640 * 8, 4 * MIB)
 PAGE = 2 * MIB  # CUDA_IPC_MIN

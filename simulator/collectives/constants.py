@@ -7,6 +7,7 @@ seconds. Entries that no table pins down are listed in `assumed` with the reason
 from __future__ import annotations
 
 from simulator.collectives.curves import ByteCost, Curve, Generation, PeerCurve
+from topology.units import MIB
 
 US = 1e-6
 PER_MB = 1e-12  # us per MB = seconds per 1e12 bytes
@@ -38,7 +39,7 @@ def _curve(
         bytes=byte_costs,
         sharpness=sharpness,
         fill_s=fill[0] * US,
-        fill_bytes=fill[1] * 2**20,
+        fill_bytes=fill[1] * MIB,
         int8_factor=int8,
     )
 
@@ -65,7 +66,7 @@ AMPERE = Generation(
         simple_base_s=11.5 * US,
         sharpness=1.0,
         fill_s=30.3 * US,
-        fill_bytes=4 * 2**20,
+        fill_bytes=4 * MIB,
         sent_s=3.71 * PER_MB,
         buffer_s=1.13 * PER_MB,
         channel_bytes_per_s=13.85e9,  # A100 x8 sendrecv, 128 MiB on 8 channels: 110.8 GB/s
@@ -103,7 +104,7 @@ HOPPER = Generation(
         simple_base_s=10.8 * US,
         sharpness=1.73,
         fill_s=56.8 * US,
-        fill_bytes=32 * 2**20,
+        fill_bytes=32 * MIB,
         sent_s=3.0 * PER_MB,
         buffer_s=0.02 * PER_MB,
         channel_bytes_per_s=23e9,  # two H200, send/recv of 1 GiB on 16 channels: 370 GB/s, not yet limited by them
@@ -139,7 +140,7 @@ BLACKWELL = Generation(
         simple_base_s=15.3 * US,
         sharpness=1.6,
         fill_s=36.7 * US,
-        fill_bytes=32 * 2**20,
+        fill_bytes=32 * MIB,
         sent_s=1.0 * PER_MB,
         buffer_s=0.42 * PER_MB,  # with `sent` 673 GB/s at 8 GPUs (Vultr's peak); below that the channels are the limit
         channel_bytes_per_s=21.8e9,  # 8 x B200 sendrecv, 1 to 64 MiB on 4 channels: 84.7 GB/s; GB200 all-to-all 22.2

@@ -30,6 +30,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from topology.units import MIB
+
 Floats = NDArray[np.float64]
 
 # A ring reaches 367 of 450 GB/s on H200 (16 GiB, stas00), 235 of 300 on A100: protocol headers and credits keep
@@ -109,7 +111,7 @@ class PeerCurve:
 
 
 P2P_CHANNELS = 32  # of a communicator
-P2P_CHANNEL_BYTES = 16 * 2**20  # 32 chunks of 512 KiB: the most one channel is given before their number doubles
+P2P_CHANNEL_BYTES = 16 * MIB  # 32 chunks of 512 KiB: the most one channel is given before their number doubles
 P2P_LL_CHANNEL_BYTES = 128 * 2**10  # send/recv leaves LL above this much a channel (B200 table: dip at 1 MiB on 4)
 
 

@@ -22,18 +22,20 @@ from simulator.collectives.cost import CollectiveModel
 from simulator.collectives.launch_mode import LaunchMode, launched
 from simulator.collectives.measured import MeasuredCollectives
 from simulator.collectives.times import steps_and_share
+from topology.catalog.gpus import gpu_described
 from topology.cluster import Cluster
 from topology.codec import read_json
 from topology.errors import BadInput, PlannerError
 from topology.profile.profile import CollectiveSample
 from topology.rates.groups import GroupShape
+from topology.units import MIB
 
 COST_MODELS = ("meshwright", "nccl")
 BANDS = (  # upper bound in bytes, name
     (64 * 2**10, "<=64KiB"),
-    (2**20, "64KiB-1MiB"),
-    (32 * 2**20, "1-32MiB"),
-    (512 * 2**20, "32-512MiB"),
+    (MIB, "64KiB-1MiB"),
+    (32 * MIB, "1-32MiB"),
+    (512 * MIB, "32-512MiB"),
     (float("inf"), ">512MiB"),
 )
 _OPS = {
@@ -49,44 +51,6 @@ _OPS = {
     "sendrecv": "send_recv",
     "send_recv": "send_recv",
 }
-# Words in a machine's description, most telling first, and the catalogue's GPU.
-_GPU_WORDS = (
-    (r"gb300", "GB300"),
-    (r"gb200", "GB200"),
-    (r"gb10|dgx[ _-]spark", "GB10"),
-    (r"gh200", "GH200"),
-    (r"b300", "B300"),
-    (r"b200", "B200"),
-    (r"h200[ _-]?nvl", "H200 NVL"),
-    (r"h200", "H200"),
-    (r"h100[ _-]?nvl", "H100 NVL"),
-    (r"h100[ _-]?pcie", "H100 PCIe"),
-    (r"h100", "H100"),
-    (r"h800", "H800"),
-    (r"h20\b", "H20"),
-    (r"a100[ _-]?pcie", "A100 80GB PCIe"),
-    (r"a100", "A100"),
-    (r"a800", "A800"),
-    (r"p4de", "A100"),
-    (r"p4d\b", "a100-40gb"),
-    (r"v100|dgx-?[12]\b", "V100"),
-    (r"rtx[ _-]?(pro[ _-]?)?6000d?\b", "RTX PRO 6000"),
-    (r"rtx[ _-]?a6000|\ba6000", "RTX A6000"),
-    (r"5090", "RTX 5090"),
-    (r"4090", "RTX 4090"),
-    (r"3090", "RTX 3090"),
-    (r"l40s", "L40S"),
-    (r"\bl4\b", "L4"),
-    (r"a10g", "A10G"),
-    (r"mi355x", "MI355X"),
-    (r"mi325x", "MI325X"),
-    (r"mi300x", "MI300X"),
-    (r"mi250x", "MI250X"),
-    (r"b60|0xe211", "Arc Pro B60"),
-    (r"hopper", "H100"),
-    (r"blackwell", "B200"),
-)
-
 ClusterOf = Callable[[str, int, int, str], Cluster | None]
 SamplesOf = Callable[[Cluster], tuple[CollectiveSample, ...]]
 
@@ -164,7 +128,7 @@ def cluster_for_machine(text: str, gpus: int, nodes: int, interconnect: str) -> 
 
     words = f"{text} {interconnect}".lower()
     named = [names.match_driver_name(name) for name in re.findall(r"\(([^()]*)\)", text)]
-    gpu = next((kind.name for kind in named if kind is not None), None) or _gpu_in(text.lower())
+    gpu = next((kind.name for kind in named if kind is not None), None) or gpu_described(text.lower())
     if gpu is None:
         return None
     spec: dict[str, Any] = {"gpu": gpu}
@@ -180,10 +144,6 @@ def cluster_for_machine(text: str, gpus: int, nodes: int, interconnect: str) -> 
     if nodes == 1 and found.gpus_per_node < gpus:
         found = catalog.cluster_from_case(spec | {"gpus_per_node": gpus})[0]
     return found
-
-
-def _gpu_in(words: str) -> str | None:
-    return next((gpu for pattern, gpu in _GPU_WORDS if re.search(pattern, words)), None)
 
 
 def one_domain(words: str) -> bool:

@@ -4,22 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.config.plan import Plan
+from simulator.config.plan import PLAN_FIELDS, Plan
+from simulator.config.plan_schema import Kind, PlanField
+
+_DTYPES: dict[Kind, type] = {
+    Kind.COUNT: np.int64,
+    Kind.NUMBER: np.float64,
+    Kind.SWITCH: np.bool_,
+    Kind.WORD: np.str_,
+}
+# What stands in a column for None.
+_NONE: dict[Kind, Any] = {Kind.COUNT: -1, Kind.NUMBER: 0.0, Kind.SWITCH: -1, Kind.WORD: ""}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanColumns:
-    """One entry a plan. A ZeRO stage of -1, a schedule or a context-parallel method of "" mean None.
+    """One entry a plan, a column for each of `PLAN_FIELDS` that is no list. None is -1 for a whole number or for what is on
+    or off (then 0 or 1), 0 for a number, "" for a word.
 
-    `reshard` is -1 for the runtime's default, else 0 or 1; `capacity_factor` is 0 for dropless experts. `listed` marks
-    plans that spell out their layers per stage. The lists themselves, recomputation per stage and placement are not
-    carried: who needs them keeps the plans beside the columns. `placing` is which of `topology.rates.orders.node_orders` the
-    GPUs of every node have, -1 for none in particular.
+    `listed` marks plans that spell out their layers per stage. The lists themselves, recomputation per stage and placement
+    are not carried: who needs them keeps the plans beside the columns. `placing` is which of
+    `topology.rates.orders.node_orders` the GPUs of every node have, -1 for none in particular.
     """
 
     dp_replicate: NDArray[np.int64]
@@ -35,13 +45,13 @@ class PlanColumns:
     micro_batch_size: NDArray[np.int64]
     recompute: NDArray[np.str_]
     tp_overlap: NDArray[np.str_]
+    reshard_after_forward: NDArray[np.int64]
     cp_method: NDArray[np.str_]
-    reshard: NDArray[np.int64]
     capacity_factor: NDArray[np.float64]
-    listed: NDArray[np.bool_]
-    placing: NDArray[np.int64]
     offload: NDArray[np.str_]
     ep_overlap: NDArray[np.str_]
+    listed: NDArray[np.bool_]
+    placing: NDArray[np.int64]
 
     def __len__(self) -> int:
         return len(self.tp)
@@ -58,71 +68,51 @@ class PlanColumns:
     def stages(self) -> NDArray[np.int64]:
         return self.pp * self.virtual_stages
 
-    def micro_batches(self, global_batch_size: int) -> NDArray[np.int64]:
+    def rounds(self, global_batch_size: int) -> NDArray[np.int64]:
         """Micro batches a step, rounded down where they do not divide (another rule's business)."""
         return np.asarray(global_batch_size // (self.dp * self.micro_batch_size), dtype=np.int64)
 
-    def take(self, which: Any) -> PlanColumns:
+    def take(self, which: Any) -> Self:
         """Return the rows that `which` (a mask, indices or a slice) selects."""
-        return PlanColumns(**{f.name: getattr(self, f.name)[which] for f in fields(self)})
+        return type(self)(**{f.name: getattr(self, f.name)[which] for f in fields(self)})
 
     def plan(self, row: int) -> Plan:
         """Return one row as a Plan."""
-        reshard = int(self.reshard[row])
-        zero = int(self.zero_stage[row])
-        return Plan(
-            dp_replicate=int(self.dp_replicate[row]),
-            dp_shard=int(self.dp_shard[row]),
-            zero_stage=None if zero < 0 else zero,
-            tp=int(self.tp[row]),
-            sequence_parallel=bool(self.sequence_parallel[row]),
-            cp=int(self.cp[row]),
-            pp=int(self.pp[row]),
-            ep=int(self.ep[row]),
-            virtual_stages=int(self.virtual_stages[row]),
-            schedule=str(self.schedule[row]) or None,
-            micro_batch_size=int(self.micro_batch_size[row]),
-            recompute=str(self.recompute[row]),
-            tp_overlap=str(self.tp_overlap[row]),
-            cp_method=str(self.cp_method[row]) or None,
-            reshard_after_forward=None if reshard < 0 else bool(reshard),
-            capacity_factor=float(self.capacity_factor[row]) or None,
-            offload=str(self.offload[row]),
-            ep_overlap=str(self.ep_overlap[row]),
-        )
+        return Plan(**{name: _value(known, getattr(self, name)[row]) for name, known in CARRIED.items()})
+
+
+# The fields of a plan that are columns.
+CARRIED = {name: known for name, known in PLAN_FIELDS.items() if not known.kind.listed}
+if missing := set(CARRIED) - {one.name for one in fields(PlanColumns)}:
+    raise TypeError(f"PlanColumns has no column for {', '.join(sorted(missing))}, which plans have")
 
 
 def plan_columns(plans: Sequence[Plan]) -> PlanColumns:
     """Return plans as columns; what columns do not carry stays behind."""
-
-    def integers(name: str) -> NDArray[np.int64]:
-        return np.array([int(getattr(plan, name)) for plan in plans], dtype=np.int64)
-
-    def strings(name: str) -> NDArray[np.str_]:
-        return np.array([str(getattr(plan, name) or "") for plan in plans], dtype=np.str_)
-
     return PlanColumns(
-        dp_replicate=integers("dp_replicate"),
-        dp_shard=integers("dp_shard"),
-        zero_stage=np.array([-1 if p.zero_stage is None else p.zero_stage for p in plans], dtype=np.int64),
-        tp=integers("tp"),
-        sequence_parallel=np.array([p.sequence_parallel for p in plans], dtype=np.bool_),
-        cp=integers("cp"),
-        pp=integers("pp"),
-        ep=integers("ep"),
-        virtual_stages=integers("virtual_stages"),
-        schedule=strings("schedule"),
-        micro_batch_size=integers("micro_batch_size"),
-        recompute=strings("recompute"),
-        tp_overlap=strings("tp_overlap"),
-        cp_method=strings("cp_method"),
-        reshard=np.array([-1 if (r := p.reshard_after_forward) is None else int(r) for p in plans], dtype=np.int64),
-        capacity_factor=np.array([p.capacity_factor or 0.0 for p in plans], dtype=np.float64),
-        listed=np.array([bool(p.layers_per_stage) for p in plans], dtype=np.bool_),
+        **{name: _column(known, [getattr(plan, name) for plan in plans]) for name, known in CARRIED.items()},
+        listed=np.array([bool(plan.layers_per_stage) for plan in plans], dtype=np.bool_),
         placing=np.full(len(plans), -1, dtype=np.int64),
-        offload=strings("offload"),
-        ep_overlap=strings("ep_overlap"),
     )
+
+
+def columns_with(count: int, **given: NDArray[Any]) -> PlanColumns:
+    """Return `count` plans with the columns that are `given`, and every other field at its default."""
+    rest = {name: np.repeat(_column(known, [known.default]), count) for name, known in CARRIED.items()}
+    rest |= {"listed": np.zeros(count, dtype=np.bool_), "placing": np.full(count, -1, dtype=np.int64)}
+    return PlanColumns(**{**rest, **given})
+
+
+def _column(known: PlanField, values: Sequence[Any]) -> NDArray[Any]:
+    dtype = np.int64 if known.optional and known.kind is Kind.SWITCH else _DTYPES[known.kind]
+    return np.array([_NONE[known.kind] if value is None else value for value in values], dtype=dtype)
+
+
+def _value(known: PlanField, coded: Any) -> Any:
+    value = coded.item()
+    if known.optional and value == _NONE[known.kind]:
+        return None
+    return bool(value) if known.kind is Kind.SWITCH else value
 
 
 def words(column: NDArray[np.str_]) -> tuple[str, ...]:

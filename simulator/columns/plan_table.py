@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,16 +17,17 @@ from simulator.columns.expert_load import busiest_load
 from simulator.columns.plan_columns import PlanColumns, plan_columns, words
 from simulator.config.model import Model
 from simulator.config.overlap_sites import mode_at, modes_in
-from simulator.config.plan import Plan
+from simulator.config.plan import INTERLEAVED_SCHEDULE, PLAIN_SCHEDULE, SIZES, Plan
 from simulator.config.workload import Workload
 from topology.errors import BadPlan
 
 Floats = NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True)
-class PlanTable:
-    """Columns of one length: degrees, micro batches, and what each kind of state is sharded over.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanTable(PlanColumns):
+    """Columns of one length: those of the plans, their sizes as floats by name (`table["tp"]`), micro batches, and what
+    each kind of state is sharded over. `schedule` is 1F1B where a pipeline has none.
 
     `plans` are the same rows as objects where there are any, for what columns do not carry: layers and recomputation
     listed stage by stage. `state_shard[k]` is the number of ranks that share one copy of k in (`parameters`,
@@ -40,22 +41,13 @@ class PlanTable:
 
     plans: tuple[Plan, ...]
     columns: dict[str, Floats]
-    sequence_parallel: NDArray[np.bool_]
-    recompute: NDArray[np.str_]
-    schedule: NDArray[np.str_]
-    tp_overlap: NDArray[np.str_]
-    ep_overlap: NDArray[np.str_]
     micro_batches: Floats
     state_shard: dict[str, Floats]
     expert_shard: dict[str, Floats]
     conditions: dict[str, NDArray[np.bool_]]
-    capacity_factor: Floats
     keeps_gathered: NDArray[np.bool_]
     fully_sharded: NDArray[np.bool_]
     offloaded: dict[str, NDArray[np.bool_]]
-
-    def __len__(self) -> int:
-        return len(self.sequence_parallel)
 
     @property
     def recompute_modes(self) -> tuple[str, ...]:
@@ -82,7 +74,7 @@ class PlanTable:
         modes = np.array([mode_at(text, site) for text in texts], dtype=np.str_)
         return modes[np.searchsorted(np.array(texts, dtype=np.str_), self.tp_overlap)]
 
-    def take(self, which: Any) -> PlanTable:
+    def take(self, which: Any) -> Self:
         """Return the rows that `which` (a mask, indices or a slice) selects."""
         taken: dict[str, Any] = {
             f.name: {k: v[which] for k, v in value.items()} if isinstance(value, dict) else value[which]
@@ -90,10 +82,9 @@ class PlanTable:
             if f.name != "plans" and (value := getattr(self, f.name)) is not None
         }
         rows = np.arange(len(self))[which]
-        return PlanTable(plans=tuple(self.plans[row] for row in rows) if self.plans else (), **taken)
+        return type(self)(plans=tuple(self.plans[row] for row in rows) if self.plans else (), **taken)
 
 
-DEGREES = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "virtual_stages", "micro_batch_size")
 STATES = ("parameters", "gradients", "optimizer")
 # ZeRO stage from which each kind of state is sharded (Rajbhandari et al., arXiv 1910.02054, section 5).
 SHARDED_FROM_STAGE = {"parameters": 3, "gradients": 2, "optimizer": 1}
@@ -128,7 +119,7 @@ def table_of_columns(
             raise BadPlan(f"context-parallel method {name!r} is unknown", why=f"known: {', '.join(CP_METHODS)}")
     for text in words(given.tp_overlap):
         modes_in(text)
-    columns = {name: np.asarray(getattr(given, name), dtype=np.float64) for name in DEGREES}
+    columns = {name: np.asarray(getattr(given, name), dtype=np.float64) for name in SIZES}
     dp = columns["dp_replicate"] * columns["dp_shard"]
     zero = given.zero_stage
     # Where the runtime speaks of ZeRO, the data-parallel ranks it shards over are whichever degree was given.
@@ -150,14 +141,13 @@ def table_of_columns(
     piped = columns["pp"] > 1
     alone = (zero < 0) & (group <= 1) & ((columns["tp"] > 1) | piped)
     away, parameters_away = given.offload != "none", given.offload == "parameters"
+    stated: dict[str, Any] = {one.name: getattr(given, one.name) for one in fields(PlanColumns)}
+    default = np.where(given.virtual_stages > 1, INTERLEAVED_SCHEDULE, PLAIN_SCHEDULE)
+    stated["schedule"] = np.where((given.schedule == "") & piped, default, given.schedule)
     return PlanTable(
+        **stated,
         plans=tuple(plans),
         columns=columns,
-        sequence_parallel=given.sequence_parallel,
-        recompute=given.recompute,
-        schedule=np.where((given.schedule == "") & piped, "1F1B", given.schedule),
-        tp_overlap=given.tp_overlap,
-        ep_overlap=given.ep_overlap,
         micro_batches=workload.global_batch_size / (dp * columns["micro_batch_size"]),
         state_shard=state_shard,
         expert_shard=expert_shard,
@@ -168,9 +158,8 @@ def table_of_columns(
             "cp": columns["cp"] > 1,
             "ep": columns["ep"] > 1,
         },
-        capacity_factor=given.capacity_factor,
         # The default under pipelining is to keep them.
-        keeps_gathered=np.where(given.reshard < 0, piped, given.reshard == 0),
+        keeps_gathered=np.where(given.reshard_after_forward < 0, piped, given.reshard_after_forward == 0),
         fully_sharded=(state_shard["parameters"] > 1) | (alone & wraps_one) | parameters_away,
         # Sharded gradients go where the optimizer is; whole ones stay.
         offloaded={"parameters": parameters_away, "gradients": away & (stage >= 2), "optimizer": away},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from math import erf, exp, inf, log, sqrt
 
@@ -10,7 +10,7 @@ from topology.cluster import Source
 
 SURE = 0.95  # probability from which a plan is said to fit
 # Standard deviations from the middle of a normal distribution to the ends of its 80 % range, and to its 95th percentile.
-_Z_OF_RANGE, _Z_OF_SURE = 1.2816, 1.6449
+NORMAL_80, _NORMAL_95TH = 1.2816, 1.6449
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +21,11 @@ class Interval:
     low: float
     high: float
     source: Source
+
+    def at(self, value: float) -> Interval:
+        """Return another value with the same relative range and source."""
+        scale = value / self.value if self.value else 1.0
+        return replace(self, value=value, low=self.low * scale, high=self.high * scale)
 
 
 class Fit(StrEnum):
@@ -42,7 +47,7 @@ def fit_probability(needed: float, low: float, high: float, capacity: float) -> 
     spread = log(high / needed) if capacity >= needed else log(needed / low) if low > 0 else inf
     if spread <= 0:
         return 1.0 if needed <= capacity else 0.0
-    return 0.5 * (1 + erf(log(capacity / needed) / (spread / _Z_OF_RANGE) / sqrt(2)))
+    return 0.5 * (1 + erf(log(capacity / needed) / (spread / NORMAL_80) / sqrt(2)))
 
 
 def sure_bytes(capacity: float, high_factor: float) -> float:
@@ -50,7 +55,7 @@ def sure_bytes(capacity: float, high_factor: float) -> float:
 
     `high_factor` times a prediction is the upper end of its 80% range.
     """
-    return capacity * exp(-log(high_factor) * _Z_OF_SURE / _Z_OF_RANGE)
+    return capacity * exp(-log(high_factor) * _NORMAL_95TH / NORMAL_80)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,17 +124,30 @@ def chance(probability: float) -> str:
 class Estimate:
     """One training step, predicted. `breakdown_s` adds up to `step_s.value`.
 
-    `mfu` counts model FLOPs only (no recompute) against `peak_flops`, the dense datasheet rate of `compute_dtype`;
-    `tflops_per_gpu` is the same numerator in 1e12 FLOP/s.
+    Rates follow from the step and from what a GPU does in it, `tokens_per_gpu` and `model_flops_per_gpu` (no recompute):
+    `mfu` is against `peak_flops`, the dense datasheet rate of `compute_dtype`, `tflops_per_gpu` in 1e12 FLOP/s.
     """
 
     step_s: Interval
-    tokens_per_s_per_gpu: float
-    mfu: float
-    tflops_per_gpu: float
+    tokens_per_gpu: float = 0.0  # documents may have rates in place of these two
+    model_flops_per_gpu: float = 0.0
+    tokens_per_s_per_gpu: float = field(init=False, default=0.0)
+    mfu: float = field(init=False, default=0.0)
+    tflops_per_gpu: float = field(init=False, default=0.0)
     peak_flops: float
     memory: MemoryEstimate
     breakdown_s: dict[str, float]
     exposed_by_axis_s: dict[str, float] = field(default_factory=dict)  # parts of breakdown_s['exposed_communication']
     sources: dict[str, float] = field(default_factory=dict)  # share of the step by what it rests on; adds up to 1
     assumed: tuple[str, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        step = self.step_s.value
+        tokens = self.tokens_per_gpu or self.tokens_per_s_per_gpu * step
+        flops = self.model_flops_per_gpu or self.tflops_per_gpu * 1e12 * step
+        derived = {"tokens_per_gpu": tokens, "model_flops_per_gpu": flops}
+        if step > 0 and self.peak_flops > 0:
+            rates = {"tokens_per_s_per_gpu": tokens / step, "tflops_per_gpu": flops / step / 1e12}
+            derived |= {**rates, "mfu": flops / step / self.peak_flops}
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)

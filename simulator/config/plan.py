@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
+
+from simulator.config.plan_schema import MAX_LAYERS, Kind, PlanField, degree, entry, fields_of
 
 # What is kept in host memory: nothing, the optimizer's state, or parameters and gradients as well.
 OFFLOADS = ("none", "optimizer", "parameters")
@@ -17,10 +20,21 @@ EP_OVERLAPS = ("none", "combined", "delay_wgrad")
 # order of torchtitan's mesh and of Megatron's default tp-cp-ep-dp-pp (which lists the fastest first).
 MESH_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
+# The schedules of pipelines whose plans name none: of one stage a rank, and of several.
+PLAIN_SCHEDULE, INTERLEAVED_SCHEDULE = "1F1B", "Interleaved1F1B"
+
+
+def default_schedule(virtual_stages: int) -> str:
+    """Return the schedule of a pipeline whose plan names none."""
+    return INTERLEAVED_SCHEDULE if virtual_stages > 1 else PLAIN_SCHEDULE
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Degrees of parallelism, schedule and memory policy of one training run.
+    """Degrees of parallelism, schedule and memory policy of one training run: the one table of a plan's fields.
+
+    Each is an entry (`simulator.config.plan_schema.PlanField`), from which flags, keys of cases, columns, limits of searches
+    and words follow.
 
     `dp_replicate * dp_shard * cp * tp * pp` is the number of GPUs; `ep` divides within it. `zero_stage` is set where
     the runtime speaks of ZeRO (then `dp_replicate` is the data-parallel degree and `zero_stage` says what is sharded
@@ -36,27 +50,116 @@ class Plan:
     its mean load, padded or dropped; None is dropless.
     """
 
-    dp_replicate: int = 1
-    dp_shard: int = 1
-    zero_stage: int | None = None
-    tp: int = 1
-    sequence_parallel: bool = False
-    cp: int = 1
-    pp: int = 1
-    ep: int = 1
-    virtual_stages: int = 1
-    schedule: str | None = None
-    micro_batch_size: int = 1
-    recompute: str = "none"
-    tp_overlap: str = "none"
-    reshard_after_forward: bool | None = None  # None: the runtime's default
-    layers_per_stage: tuple[int, ...] = ()  # empty: as even as the runtime makes it
-    placement: tuple[int, ...] = ()
-    cp_method: str | None = None  # None: the runtime's own
-    recompute_per_stage: tuple[str, ...] = ()
-    capacity_factor: float | None = None
-    offload: str = "none"
-    ep_overlap: str = "none"
+    dp_replicate: int = degree(
+        "data parallel (DP)",
+        short="dp",
+        flag="--dp-replicate",
+        help="Replicas.",
+        search_help="Only plans with this number of replicas.",
+    )
+    dp_shard: int = degree(
+        "sharded data parallel (FSDP)",
+        short="fsdp",
+        flag="--dp-shard",
+        help="FSDP shards; default fills the GPUs.",
+        search_help="Only plans with this number of FSDP shards.",
+    )
+    zero_stage: int | None = entry(
+        None, "ZeRO stage", least=0, most=3, flag="--zero", help="ZeRO stage over --dp-replicate."
+    )
+    tp: int = degree(
+        "tensor parallel (TP)",
+        short="tp",
+        flag="--tp",
+        help="Tensor-parallel degree; default 1.",
+        search_help="Only plans with this tensor-parallel degree: 8, 1,2,4 or 2-8, as all such options.",
+    )
+    sequence_parallel: bool = entry(
+        False, flag="--sequence-parallel/--no-sequence-parallel", help="Default: the framework's.", beside="tp"
+    )
+    cp: int = degree(
+        "context parallel (CP)",
+        short="cp",
+        flag="--cp",
+        help="Context-parallel degree; default 1.",
+        search_help="Only plans with this context-parallel degree.",
+    )
+    pp: int = degree(
+        "pipeline parallel (PP)",
+        short="pp",
+        flag="--pp",
+        help="Pipeline stages; default 1.",
+        search_help="Only plans with this number of pipeline stages.",
+    )
+    ep: int = degree(
+        "expert parallel (EP)",
+        short="ep",
+        flag="--ep",
+        help="Expert-parallel degree; default 1.",
+        search_help="Only plans with this expert-parallel degree.",
+    )
+    virtual_stages: int = degree(
+        "stages a rank",
+        flag="--virtual-stages",
+        help="Stages a rank holds; default 1.",
+        search_help="Only plans with this number of stages on a pipeline rank.",
+        beside="pp",
+    )
+    schedule: str | None = entry(
+        None,
+        flag="--schedule",
+        help="Pipeline schedule, such as 1F1B.",
+        search_help="Only plans with this pipeline schedule (words, with commas).",
+        beside="pp",
+        follows=("pp", "virtual_stages"),
+    )
+    micro_batch_size: int = entry(
+        1,
+        least=1,
+        flag="--micro-batch",
+        help="Sequences in a micro batch.",
+        search_help="Only plans with this micro batch, in sequences.",
+    )
+    recompute: str = entry(
+        "none",
+        flag="--recompute",
+        help="none, selective, selective-op, full, or the runtime's own word.",
+        search_help="Only plans with this recomputation (words, with commas).",
+    )
+    tp_overlap: str = entry(
+        "none",
+        "overlap of tensor parallelism",
+        flag="--tp-overlap",
+        help="none, ring, fused, async, ...; or by site: attention_in=fused,mlp_out=ring.",
+        longest=128,
+        beside="tp",
+    )
+    reshard_after_forward: bool | None = entry(None)  # None: the runtime's default
+    # Empty: as even as the runtime makes it.
+    layers_per_stage: tuple[int, ...] = entry((), most=MAX_LAYERS, follows=("pp", "virtual_stages"))
+    placement: tuple[int, ...] = entry(
+        (), follows=("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "virtual_stages")
+    )
+    cp_method: str | None = entry(None, "context parallelism by", beside="cp")  # None: the runtime's own
+    recompute_per_stage: tuple[str, ...] = entry((), follows=("pp", "virtual_stages", "recompute"))
+    capacity_factor: float | None = entry(None)
+    offload: str = entry(
+        "none",
+        choices=OFFLOADS,
+        flag="--offload",
+        help="Kept in host memory: none, optimizer, or parameters as well; default none.",
+        search_help="Kept in host memory: none, optimizer, or parameters as well (words, with commas).",
+    )
+    ep_overlap: str = entry(
+        "none",
+        "overlap of experts' all-to-all",
+        choices=EP_OVERLAPS,
+        yes="combined",
+        flag="--ep-overlap",
+        help="All-to-all of experts beside compute: none, combined with another micro batch's passes, delay_wgrad.",
+        search_help="All-to-all of experts beside compute: none, combined, delay_wgrad (words, with commas).",
+        beside="ep",
+    )
 
     @property
     def gpus(self) -> int:
@@ -66,6 +169,11 @@ class Plan:
     def data_parallel(self) -> int:
         """Ranks that see different sequences."""
         return self.dp_replicate * self.dp_shard
+
+    @property
+    def schedule_name(self) -> str:
+        """The schedule of the plan's pipeline: the one that it names, else the default."""
+        return self.schedule or default_schedule(self.virtual_stages)
 
     def micro_batches(self, global_batch_size: int) -> int:
         """Micro batches each data-parallel rank runs per step. Raises ValueError when they do not divide."""
@@ -79,6 +187,12 @@ class Plan:
 
     def with_(self, **changes: object) -> Plan:
         return replace(self, **changes)  # type: ignore[arg-type]
+
+
+# Every field of a plan, by name and in the order of `Plan`.
+PLAN_FIELDS: Mapping[str, PlanField] = fields_of(Plan)
+# Degrees, stages on a rank and the micro batch: whole numbers that every plan has, which multiply.
+SIZES = tuple(name for name, known in PLAN_FIELDS.items() if known.kind is Kind.COUNT and not known.optional)
 
 
 def rank_grid(plan: Plan) -> NDArray[np.int64]:

@@ -26,6 +26,9 @@ TF32 = "tf32"
 COMPUTE_ONLY = (*LOW_PRECISION, TF32)
 
 
+DEFAULT_RUNTIME = "torchtitan"  # of what names none
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runtime:
     """`name` selects a description of operator sequences (`runtimes/*.toml`); the rest is how it was configured.
@@ -35,7 +38,7 @@ class Runtime:
     With `cuda_graph` kernels are launched by replaying graphs.
     """
 
-    name: str = "torchtitan"
+    name: str = DEFAULT_RUNTIME
     version: str | None = None
     compile: bool = False
     param_dtype: str = "float32"

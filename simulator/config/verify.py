@@ -8,21 +8,19 @@ given GPUs is for `simulator.legality` to say.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from simulator.config.estimate import Estimate, Interval
 from simulator.config.model import Model
 from simulator.config.overlap_sites import modes_by_site
-from simulator.config.plan import EP_OVERLAPS, OFFLOADS, Plan
+from simulator.config.plan import PLAN_FIELDS, Plan
+from simulator.config.plan_schema import MAX_COUNT, MAX_GPUS, MAX_LAYERS, MAX_WORD, Kind, PlanField
 from simulator.config.runtime import COMPUTE_ONLY, DTYPE_BYTES, Runtime
 from simulator.config.workload import Workload
 from topology.errors import BadModel, BadPlan
 from topology.ranges import Range, out_of_range
 
-MAX_GPUS = 1 << 20  # of one plan
-MAX_COUNT = 1 << 31  # a batch or length beyond this is a mistake, and would overflow 64-bit products
-MAX_LAYERS = 100_000
-MAX_WORD = 64  # characters of a name
 MAX_PARAMETERS = 1 << 53  # exact as a float; a thousand times the largest network
 NORMS = ("rmsnorm", "layernorm")
 MODEL_RANGES: dict[str, Range] = {
@@ -37,7 +35,6 @@ MODEL_RANGES: dict[str, Range] = {
     "norms_per_layer": (0, 8),
 }
 ESTIMATE_RANGES: dict[str, Range] = {"mfu": (0, 2), "worst_rank": (0, MAX_GPUS), "sources": (0, 1 + 1e-6)}
-DEGREES = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "virtual_stages")
 
 
 def verify_model(model: Model, *, where: str) -> None:
@@ -92,29 +89,28 @@ def verify_plan(plan: Plan, *, where: str) -> None:
 
     `where` begins the message: the file or case that the plan is from.
     """
-    for name in DEGREES:
-        _whole(getattr(plan, name), f"{where}: plan.{name}", 1, MAX_GPUS)
+    for name, known in PLAN_FIELDS.items():
+        _verify_value(getattr(plan, name), known, f"{where}: plan.{name}")
     if plan.gpus > MAX_GPUS:
         raise BadPlan(f"{where}: the degrees of plan multiply to {plan.gpus:.3g} GPUs", why=f"at most {MAX_GPUS}")
-    _whole(plan.micro_batch_size, f"{where}: plan.micro_batch_size", 1, MAX_COUNT)
-    if plan.zero_stage is not None:
-        _whole(plan.zero_stage, f"{where}: plan.zero_stage", 0, 3)
-    for name in ("schedule", "recompute", "cp_method"):
-        _word(getattr(plan, name), f"{where}: plan.{name}")
     modes_by_site(plan.tp_overlap)
-    if plan.offload not in OFFLOADS:
-        raise BadPlan(f"{where}: plan.offload is {_shown(plan.offload)}", why=f"known: {', '.join(OFFLOADS)}")
-    if plan.ep_overlap not in EP_OVERLAPS:
-        raise BadPlan(f"{where}: plan.ep_overlap is {_shown(plan.ep_overlap)}", why=f"known: {', '.join(EP_OVERLAPS)}")
-    factor = plan.capacity_factor
-    if factor is not None and not (math.isfinite(factor) and 0 < factor < MAX_COUNT):
-        raise BadPlan(f"{where}: plan.capacity_factor is {_shown(factor)}", why="it must be a number above zero")
-    for index, layers in enumerate(plan.layers_per_stage):
-        _whole(layers, f"{where}: plan.layers_per_stage[{index}]", 0, MAX_LAYERS)
-    for index, gpu in enumerate(plan.placement):
-        _whole(gpu, f"{where}: plan.placement[{index}]", 0, MAX_COUNT)
-    for index, mode in enumerate(plan.recompute_per_stage):
-        _word(mode, f"{where}: plan.recompute_per_stage[{index}]")
+
+
+def _verify_value(value: Any, known: PlanField, where: str) -> None:
+    if value is None:
+        return
+    if known.kind.listed:
+        one = replace(known, kind=Kind.COUNT if known.kind is Kind.COUNTS else Kind.WORD)
+        for index, part in enumerate(value):
+            _verify_value(part, one, f"{where}[{index}]")
+    elif known.kind is Kind.COUNT:
+        _whole(value, where, known.least, known.most)
+    elif known.kind is Kind.NUMBER and not (math.isfinite(value) and 0 < value < known.most):
+        raise BadPlan(f"{where} is {_shown(value)}", why="it must be a number above zero")
+    elif known.choices and value not in known.choices:
+        raise BadPlan(f"{where} is {_shown(value)}", why=f"known: {', '.join(known.choices)}")
+    elif known.kind is Kind.WORD:
+        _word(value, where, known.longest)
 
 
 def verify_lists(plan: Plan, *, where: str, layers: int, gpus: int) -> None:
@@ -167,9 +163,9 @@ def _whole(value: int, where: str, least: int, most: int) -> None:
         raise BadPlan(f"{where} is {_shown(value)}", why=f"it must be a whole number from {least} to {most}")
 
 
-def _word(value: str | None, where: str) -> None:
-    if value is not None and (len(value) > MAX_WORD or not value.isprintable()):
-        raise BadPlan(f"{where} is {_shown(value)}", why=f"it must be one word of at most {MAX_WORD} characters")
+def _word(value: str | None, where: str, longest: int = MAX_WORD) -> None:
+    if value is not None and (len(value) > longest or not value.isprintable()):
+        raise BadPlan(f"{where} is {_shown(value)}", why=f"it must be one word of at most {longest} characters")
 
 
 def _shown(value: Any) -> str:

@@ -12,8 +12,10 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 
+from topology.units import MIB
+
 BLOCK = 512
-SMALL = 1 << 20
+SMALL = MIB
 SMALL_SEGMENT = 2 << 20
 LARGE = 10 << 20
 LARGE_SEGMENT = 20 << 20

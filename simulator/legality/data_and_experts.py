@@ -11,6 +11,7 @@ from simulator.columns.plan_columns import PlanColumns
 from simulator.config.plan import Plan
 from simulator.legality.frameworks import ExpertGrid
 from simulator.legality.rule import Grade, Level, Rule, RuleFacts, divisors, one_of, rule, with_nearest
+from simulator.pipeline.schedules.registry import schedules_that, where
 
 
 def _sharding(c: PlanColumns) -> NDArray[np.int64]:
@@ -207,8 +208,10 @@ DATA_RULES: list[Rule] = [
     ),
     rule(
         "ep-overlap-stages",
-        lambda c, q: (c.ep_overlap != "none") & ((c.pp == 1) | (c.schedule != "DualPipeV")),
-        lambda p, q: f"ep_overlap {p.ep_overlap} in {q.framework.title} needs a pipeline with schedule DualPipeV",
+        lambda c, q: (c.ep_overlap != "none") & ((c.pp == 1) | ~where(c.schedule, lambda kind: kind.pairs)),
+        lambda p, q: (
+            f"ep_overlap {p.ep_overlap} in {q.framework.title} needs a pipeline with schedule {' or '.join(schedules_that(lambda kind: kind.pairs))}"
+        ),
         level=Level.BATCH,
         applies=lambda q: q.framework.torch_pipelining,
     ),

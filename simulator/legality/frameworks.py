@@ -9,15 +9,17 @@ llm-foundry (its FSDP section), Megatron-Core's developer guide (optimizer CPU o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from enum import StrEnum
+from functools import cache
 
 from simulator.columns.plan_table import CP_METHODS
 from simulator.config.overlap_sites import MODES, NONE, USERBUFFERS
 from simulator.legality.networks import FEATURES
-from simulator.pipeline.schedules import SCHEDULES
-from simulator.runtimes.library import runtime_spec
+from simulator.pipeline.schedules.registry import SCHEDULES, schedules_that
+from simulator.runtimes.library import runtime_names, runtime_spec
+from simulator.runtimes.parts import ToolsSpec
 from topology.errors import UserError
 
 
@@ -40,7 +42,7 @@ class ExpertGrid(StrEnum):
 
 
 LEANER = ("none", "selective", "selective-op", "full")  # each keeps less in memory than the one before
-TORCH_SCHEDULES = tuple(kind.name for kind in SCHEDULES.values() if kind.in_torch)
+TORCH_SCHEDULES = schedules_that(lambda kind: kind.in_torch)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +51,7 @@ class Framework:
 
     name: str
     title: str
+    costed_as: str = ""  # the runtime in which its plans run, where it is none itself
     kv_heads: KvHeads = KvHeads.REPLICATE
     expert_grid: ExpertGrid = ExpertGrid.STAGE
     axes: frozenset[str] = frozenset({"tp", "cp", "pp", "ep"})  # what may exceed one
@@ -99,6 +102,16 @@ class Framework:
     latent_cp_methods: tuple[str, ...] = ()  # methods that latent attention can have; empty: all
     window_cp_methods: tuple[str, ...] = ()  # methods that sliding windows can have; empty: all
     compiled_context_tensor: bool = True  # compiled blocks may have both context and tensor parallelism
+
+    @property
+    def runtime_name(self) -> str:
+        """The runtime in which its plans run."""
+        return self.costed_as or self.name
+
+    @property
+    def tools(self) -> ToolsSpec:
+        """What here runs its plans, writes for it and reads what it logs."""
+        return ToolsSpec() if self.costed_as else runtime_spec(self.name).tools
 
     @property
     def offloads(self) -> tuple[str, ...]:
@@ -254,6 +267,7 @@ LLM_FOUNDRY = Framework(
 ANY = Framework(
     name="any",
     title="any framework",
+    costed_as="pytorch",
     undescribed_recomputes=("none", "full"),
     any_recompute=True,
     lists_layers=True,
@@ -288,8 +302,9 @@ def framework_named(name: str) -> Framework:
     """Return the framework a person asked for, `name` or `name@version`. Raises UserError with near names."""
     bare = name.partition("@")[0].strip().lower()
     bare = _ALIASES.get(bare, bare)
-    if bare in FRAMEWORKS:
-        return FRAMEWORKS[bare]
+    found = FRAMEWORKS.get(bare) or _of_description(bare)
+    if found is not None:
+        return found
     near = get_close_matches(bare, [*FRAMEWORKS, *_ALIASES], n=3)
     raise UserError(
         f"unknown framework {name!r}",
@@ -301,4 +316,15 @@ def framework_named(name: str) -> Framework:
 def framework_of_runtime(name: str) -> Framework:
     """Return the framework whose rules a runtime follows; a runtime nobody described follows those all share."""
     bare = name.partition("@")[0].strip().lower()
-    return FRAMEWORKS.get(_ALIASES.get(bare, bare), ANY)
+    bare = _ALIASES.get(bare, bare)
+    return FRAMEWORKS.get(bare) or _of_description(bare) or ANY
+
+
+@cache
+def _of_description(name: str) -> Framework | None:
+    """Return the framework that a described runtime is by itself: it accepts what the one does that it is like."""
+    if name not in runtime_names():
+        return None
+    spec = runtime_spec(name)
+    rules = FRAMEWORKS.get(spec.rules or spec.like)
+    return None if rules in (None, ANY) else replace(rules, name=spec.names[0], title=spec.names[0])

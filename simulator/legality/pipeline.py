@@ -4,14 +4,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from simulator.columns.plan_columns import PlanColumns
-from simulator.config.plan import Plan
+from simulator.config.plan import Plan, default_schedule
 from simulator.legality.rule import Grade, Level, Mask, Rule, RuleFacts, divisors, one_of, rule, with_nearest
-from simulator.pipeline.schedules import SCHEDULES, default_schedule
+from simulator.pipeline.schedules.kind import ScheduleKind
+from simulator.pipeline.schedules.registry import SCHEDULES, schedules_that
 from simulator.runtimes.library import runtime_names, runtime_spec
 
 # Ranks x ranks x stages of a rank, up to which a schedule's table is followed: about as many passes as it has. 128 ranks of eight
@@ -29,17 +30,13 @@ def _is(c: PlanColumns, names: Sequence[str]) -> Mask:
     return np.asarray(found & (c.pp > 1))
 
 
-def _named(fact: str) -> list[str]:
-    """Return the names of the schedules whose `ScheduleKind` has a property."""
-    return [kind.name for kind in SCHEDULES.values() if getattr(kind, fact)]
-
-
-def _multi(c: PlanColumns) -> Mask:
-    return _is(c, [s.name for s in SCHEDULES.values() if s.least_stages > 1])
+def _that(c: PlanColumns, fact: Callable[[ScheduleKind], bool]) -> Mask:
+    """Return where a pipeline's schedule, by name or as the default, has a property."""
+    return _is(c, schedules_that(fact))
 
 
 def _name(p: Plan) -> str:
-    return p.schedule or default_schedule(p.virtual_stages)
+    return p.schedule_name
 
 
 def _ends(q: RuleFacts) -> tuple[int, int]:
@@ -74,18 +71,17 @@ def _bare_stages(c: PlanColumns, q: RuleFacts) -> Mask:
 
 def _wrong_stage_count(c: PlanColumns, _q: RuleFacts) -> Mask:
     wrong = np.zeros(len(c), dtype=np.bool_)
-    for s in SCHEDULES.values():
-        few = c.virtual_stages < s.least_stages
-        many = c.virtual_stages > (s.most_stages or 1 << 30)
-        wrong |= _is(c, [s.name]) & (few | many)
+    for kind in SCHEDULES.values():
+        few, many = c.virtual_stages < kind.least_stages, c.virtual_stages > (kind.most_stages or np.inf)
+        wrong |= _is(c, [kind.name]) & (few | many)
     return wrong
 
 
 def _rounds_broken(c: PlanColumns, q: RuleFacts) -> Mask:
     """Interleaved schedules run in rounds of about pp micro batches, all of one size."""
-    m = c.micro_batches(q.workload.global_batch_size)
+    m = c.rounds(q.workload.global_batch_size)
     rounds = np.maximum(1, m // c.pp)
-    return np.asarray(_is(c, _named("rounds")) & (m % rounds != 0))
+    return np.asarray(_that(c, lambda kind: kind.rounds) & (m % rounds != 0))
 
 
 def _m(p: Plan, q: RuleFacts) -> int:
@@ -232,7 +228,7 @@ PIPELINE_RULES: list[Rule] = [
     ),
     rule(
         "schedule-compile",
-        lambda c, q: _is(c, _named("splits_backward")),
+        lambda c, q: _that(c, lambda kind: kind.splits_backward),
         lambda p, q: f"schedule {_name(p)} splits the backward pass, which torch.compile'd stages cannot: --no-compile",
         level=Level.BATCH,
         applies=lambda q: q.framework.torch_pipelining and q.compile,
@@ -240,7 +236,7 @@ PIPELINE_RULES: list[Rule] = [
     rule(
         "micro-batches",
         lambda c, q: (
-            _is(c, _named("every_stage_in_torch")) & (c.micro_batches(q.workload.global_batch_size) < c.stages)
+            _that(c, lambda kind: kind.every_stage_in_torch) & (c.rounds(q.workload.global_batch_size) < c.stages)
         ),
         lambda p, q: with_nearest(
             "pp",
@@ -252,20 +248,24 @@ PIPELINE_RULES: list[Rule] = [
     ),
     rule(
         "micro-batches",
-        lambda c, q: _is(c, _named("every_stage")) & (c.micro_batches(q.workload.global_batch_size) < c.stages),
+        lambda c, q: _that(c, lambda kind: kind.every_stage) & (c.rounds(q.workload.global_batch_size) < c.stages),
         lambda p, q: f"{_m(p, q)} micro batches for {_stage_text(p)}: {_name(p)} needs at least one for each stage",
         level=Level.BATCH,
     ),
     rule(
         "micro-batches",
-        lambda c, q: (c.pp > 1) & (c.micro_batches(q.workload.global_batch_size) < c.pp),
+        lambda c, q: (c.pp > 1) & (c.rounds(q.workload.global_batch_size) < c.pp),
         lambda p, q: f"{_m(p, q)} micro batches for {p.pp} stages: the pipeline never fills",
         grade=Grade.SLOW,
         level=Level.BATCH,
     ),
     rule(
         "interleaved-micro-batches",
-        lambda c, q: _multi(c) & (c.virtual_stages > 1) & (c.micro_batches(q.workload.global_batch_size) % c.pp != 0),
+        lambda c, q: (
+            _that(c, lambda kind: kind.least_stages > 1)
+            & (c.virtual_stages > 1)
+            & (c.rounds(q.workload.global_batch_size) % c.pp != 0)
+        ),
         lambda p, q: with_nearest(
             "pp",
             [d for d in divisors(p.pp) if _m(p, q) % d == 0],

@@ -82,8 +82,8 @@ POLICY_RULES: list[Rule] = [
     ),
     policy_rule(
         "ep-overlap-reshard",
-        "reshard",
-        lambda c, q: (c.ep_overlap != "none") & (c.reshard == 1),
+        "reshard_after_forward",
+        lambda c, q: (c.ep_overlap != "none") & (c.reshard_after_forward == 1),
         lambda p, q: (
             f"ep_overlap {p.ep_overlap} with parameters that are let go after each pass: two passes at once that gather the same "
             "layers are not modelled; --no-reshard-after-forward"

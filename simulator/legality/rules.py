@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from simulator.columns.plan_columns import plan_columns
-from simulator.config.plan import Plan
+from simulator.config.plan import SIZES, Plan
 from simulator.legality.data_and_experts import DATA_RULES, EXPERT_RULES
 from simulator.legality.pipeline import PIPELINE_RULES
 from simulator.legality.policy import POLICY_RULES
@@ -43,8 +43,7 @@ def is_legal(found: Sequence[Problem]) -> bool:
 
 def plan_problems(plan: Plan, facts: RuleFacts) -> Iterator[Problem]:
     """Yield problems with what columns do not carry: meaningless numbers, listed layers, placement."""
-    sizes = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "virtual_stages", "micro_batch_size")
-    for name in sizes:
+    for name in SIZES:
         if getattr(plan, name) < 1:
             message = f"{name}={getattr(plan, name)} must be at least 1"
             yield Problem(rule="positive", grade=Grade.ILLEGAL, message=message, nearest=(1,), nearest_of=name)

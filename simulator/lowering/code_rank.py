@@ -28,7 +28,7 @@ class CodeOfUnits:
 
     def __init__(self, network: Network, steps: StepWriter, context: CostContext, detail: Detail) -> None:
         self.network, self.steps, self.context, self.detail = network, steps, context, detail
-        self._merged: dict[tuple[str, Pass, bool], list[Step]] = {}
+        self._merged: dict[tuple[str, Pass], list[Step]] = {}
         self._parts: dict[tuple[str, Pass], Parts] = {}
         self._ranks: dict[str, int] = {}
 
@@ -42,21 +42,16 @@ class CodeOfUnits:
             self._parts[key] = parts_of(steps, f"{block.name} {which}", self.detail, weights_later=later)
         return self._parts[key]
 
-    def passed(self, unit: Unit, which: Pass, *, paired: bool = False) -> list[Step]:
-        """Return the steps of a pass of a unit; `paired`: its exchanges of tokens no longer than they are exposed beside
-        another micro batch, for units that are told as a whole.
-        """
+    def passed(self, unit: Unit, which: Pass) -> list[Step]:
+        """Return the steps of a pass of a unit."""
         block = self.network.code_of(unit)
-        key = (block.name, which, paired)
+        key = (block.name, which)
         if key not in self._merged:
             steps = block.forward if which is Pass.FORWARD else block.backward
             if which in {Pass.INPUT, Pass.WEIGHT}:
                 of_weight = which is Pass.WEIGHT
                 steps = tuple(s for s in steps if (isinstance(s, KernelStep) and s.weight) is of_weight)
-            name = f"{block.name} {which}"
-            if paired:
-                steps, name = tuple(self.network.exposed(step) for step in steps), f"{name} beside"
-            self._merged[key] = merged(steps, name, self.detail)
+            self._merged[key] = merged(steps, f"{block.name} {which}", self.detail)
         return self._merged[key]
 
     def ranks_in(self, family: str) -> int:
@@ -115,10 +110,10 @@ class CodeRank:
         self.code.host_work(name, _number(seconds))
 
     def run(self, unit: Unit, which: Pass) -> None:
-        if self._paired and self.units.detail is not Detail.STAGE:
+        if self._paired:
             self._runs.append((self.code.length, unit, which))
         else:
-            self.units.steps.write(self.code, self.units.passed(unit, which, paired=self._paired))
+            self.units.steps.write(self.code, self.units.passed(unit, which))
 
     def _told(self) -> Told:
         """Take back what was told of one pass of a pair."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-MIB = 1 << 20
+from topology.units import MIB
 
 
 def workspace_bytes(architecture: str) -> int:

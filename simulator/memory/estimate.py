@@ -98,13 +98,6 @@ def _with_allocator(estimate: Estimate, expected: float) -> Estimate:
     """Return the estimate with the seconds that retries are expected to cost in a step."""
     before = estimate.breakdown_s.get("allocator", 0.0)
     step = estimate.step_s.value - before + expected
-    scale = step / estimate.step_s.value
-    interval = estimate.step_s
     return replace(
-        estimate,
-        step_s=replace(interval, value=step, low=interval.low * scale, high=interval.high * scale),
-        tokens_per_s_per_gpu=estimate.tokens_per_s_per_gpu / scale,
-        mfu=estimate.mfu / scale,
-        tflops_per_gpu=estimate.tflops_per_gpu / scale,
-        breakdown_s={**estimate.breakdown_s, "allocator": expected},
+        estimate, step_s=estimate.step_s.at(step), breakdown_s={**estimate.breakdown_s, "allocator": expected}
     )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from simulator.memory.tensors import BlockTensors, Passes
 from simulator.pipeline.schedule_program import last_backwards
-from simulator.pipeline.schedules import Schedule
+from simulator.pipeline.schedules.table import Schedule
 from simulator.runtimes.library import ModelOperators, head_peaks
 from simulator.runtimes.parts import RecomputeSpec
 from simulator.step.context import CostContext

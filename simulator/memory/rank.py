@@ -30,7 +30,7 @@ from simulator.kernels.operators import tensor_bytes
 from simulator.memory.cublas import workspace_bytes
 from simulator.memory.plan_tensors import PlanTensors
 from simulator.memory.tensors import Act
-from simulator.pipeline.schedules import Action, Kind
+from simulator.pipeline.schedules.table import Action, Kind
 from simulator.step.held import placeholder_bytes, state_bytes
 from simulator.step.symmetric_memory import symmetric_bytes
 from simulator.step.units import Unit, held_kinds

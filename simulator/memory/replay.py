@@ -11,15 +11,12 @@ from simulator.lowering.network import Network
 from simulator.lowering.training import plan_context
 from simulator.memory.plan_tensors import PlanTensors
 from simulator.memory.rank import RankReplay
-from simulator.pipeline.schedule_tables import build_schedule
-from simulator.pipeline.schedules import default_schedule
+from simulator.pipeline.schedules.registry import build_schedule, schedule_kind
 from simulator.runtimes.library import operators_for
 
 # Optimizer state is made at the end of the first step, so the second places everything anew; a third shows what retries stay.
 STEPS, LIMITED_STEPS = 2, 3
-# Schedules that have all micro batches in flight; of others, a few rounds show the most that is ever there.
-WHOLE = frozenset({"GPipe", "LoopedBFS"})
-ROUNDS = 2
+ROUNDS = 2  # which show the most that is in flight, unless all micro batches are
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +49,7 @@ def _replayed(plan: Plan, micro_batches: int) -> int:
     """Return how many micro batches are enough to see the most that is in flight."""
     if plan.pp == 1:
         return min(micro_batches, 2)
-    if (plan.schedule or default_schedule(plan.virtual_stages)) in WHOLE:
+    if schedule_kind(plan.schedule_name).forwards_first:
         return micro_batches
     few = ROUNDS * plan.pp
     return few if few < micro_batches and micro_batches % plan.pp == 0 else micro_batches
@@ -66,7 +63,7 @@ class MemoryReplay:
         self.plan = self.context.table.plans[0]
         operators = operators_for(scenario.model, scenario.runtime)
         self.micro_batches = self.plan.micro_batches(scenario.workload.global_batch_size)
-        name = self.plan.schedule or default_schedule(self.plan.virtual_stages)
+        name = self.plan.schedule_name
         self.schedule = build_schedule(
             name,
             ranks=self.plan.pp,
@@ -74,7 +71,7 @@ class MemoryReplay:
             stages_per_rank=self.plan.virtual_stages,
             paired=self.plan.ep_overlap != "none",
         )
-        network = Network(scenario.model, operators, self.context, collapse=False)
+        network = Network(scenario.model, operators, self.context)
         self.tensors = PlanTensors(
             self.context, operators, network.stages, self.schedule, tied=scenario.model.tied_embeddings
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 
-from simulator.pipeline.schedules import Action, Kind, Schedule
+from simulator.pipeline.schedules.table import Action, Kind, Schedule
 from simulator.program.program import COMPUTE, CodeWriter, Groups, Program, RankCode
 
 Result = tuple[int, Kind, int]  # (stage, F or I, micro batch): what a forward or an input gradient makes

@@ -14,8 +14,9 @@ from simulator.columns.plan_table import Floats, PlanTable
 from simulator.config.model import Model
 from simulator.config.plan import Plan
 from simulator.pipeline.schedule_program import peak_in_flight, peak_on_stage
-from simulator.pipeline.schedule_tables import build_schedule
-from simulator.pipeline.schedules import SPLIT_BACKWARD, V_SHAPED, stage_rank
+from simulator.pipeline.schedules.kind import PipelineRanks
+from simulator.pipeline.schedules.registry import build_schedule, schedule_kind, schedules_that, where
+from simulator.pipeline.schedules.table import stage_rank
 from simulator.runtimes.parts import PipelineSpec
 from topology.errors import BadPlan
 
@@ -96,7 +97,7 @@ def counted_ends(model_layers: int, stages: int, spec: PipelineSpec) -> tuple[fl
 
 def rank_of_stage(stage: int, pp: int, schedule: str) -> int:
     """Return the pipeline rank that holds a stage: round robin, or a V for the schedules that fold back."""
-    return stage_rank(stage, pp, v_shaped=schedule in V_SHAPED)
+    return stage_rank(stage, pp, v_shaped=schedule in schedules_that(lambda kind: kind.v_shaped))
 
 
 def stage_layout(model: Model, table: PlanTable, spec: PipelineSpec, *, merged: bool = False) -> StageLayout:
@@ -105,7 +106,7 @@ def stage_layout(model: Model, table: PlanTable, spec: PipelineSpec, *, merged: 
     `merged`: a column for each kind of rank instead of each rank. Schedules of which every rank holds another number of
     micro batches are told apart by `rank` all the same: merged, they stand by the first.
     """
-    folded = np.isin(table.schedule, V_SHAPED)
+    folded = where(table.schedule, lambda kind: kind.v_shaped)
     own = np.arange(len(table)) if any(p.layers_per_stage for p in table.plans) else np.zeros(len(table))
     rows, which = distinct(table["pp"], table["virtual_stages"], folded, own)
     kinds = [
@@ -207,29 +208,21 @@ def in_flight(table: PlanTable, rank: NDArray[np.int64] | None = None, *, at_lea
     """Return micro batches whose activations a pipeline rank holds at once, shape (plans, columns of `rank`).
 
     `rank` are pipeline ranks, -1 for none; every rank by default. In units of one micro batch through all of the rank's
-    layers. 1F1B: p - i on rank i; GPipe: all; interleaved: (p v + p - 2 i - 1) / v model chunks (arXiv 2104.04473,
-    section 2.2; 2205.05198, section 4.2.3: 1 + (p-1)/(p v) of the model on the first rank). Schedules without such a
-    form are counted out on their tables; `at_least` takes a lower bound of those instead, at once.
+    layers. Schedules that split the backward are counted out on their tables; `at_least` takes a lower bound of those
+    instead, at once. Raises BadPlan for a schedule that is not known.
     """
     if rank is None:
         rank = np.broadcast_to(np.arange(int(table["pp"].max())), (len(table), int(table["pp"].max())))
-    p, m, v = table["pp"][:, None], table.micro_batches[:, None], np.maximum(table["virtual_stages"], 1.0)[:, None]
-    ranks = np.maximum(rank, 0).astype(np.float64)
-    held = np.minimum(p - ranks, m)
+    of = PipelineRanks(
+        pp=table["pp"][:, None],
+        virtual_stages=np.maximum(table["virtual_stages"], 1.0)[:, None],
+        micro_batches=table.micro_batches[:, None],
+        rank=np.maximum(rank, 0).astype(np.float64),
+    )
+    held = np.ones(rank.shape)
     for name in words(table.schedule):
-        mask = (table.schedule == name)[:, None]
-        match name:
-            case "GPipe" | "LoopedBFS":
-                value = m + 0 * ranks
-            case "Interleaved1F1B":
-                value = np.minimum(p + (p - 2 * ranks - 1) / v, m)
-            case "ZBVZeroBubble" | "DualPipeV":
-                value = (np.minimum(p, m) + 1) / 2 + 0 * ranks
-            case "InterleavedZeroBubble":
-                value = np.minimum(p, m) + 0 * ranks
-            case _:
-                value = held
-        held = np.where(mask, value, held)
+        if name:
+            held = np.where((table.schedule == name)[:, None], schedule_kind(name).in_flight(of), held)
     held = np.maximum(held, 1.0)
     if at_least:
         return held
@@ -242,7 +235,7 @@ def head_in_flight(table: PlanTable, *, at_least: bool = False) -> Floats:
     """Return micro batches whose saved logits the rank with the head holds at once, per plan: one, unless weight
     gradients are put off, or all forwards go first.
     """
-    held = np.where(np.isin(table.schedule, ["GPipe", "LoopedBFS"]), table.micro_batches, 1.0)
+    held = np.where(where(table.schedule, lambda kind: kind.forwards_first), table.micro_batches, 1.0)
     if not at_least:
         for row, _, last in _counted_out(table):
             held[row] = last
@@ -251,7 +244,7 @@ def head_in_flight(table: PlanTable, *, at_least: bool = False) -> Floats:
 
 def _counted_out(table: PlanTable) -> Iterator[tuple[int, tuple[float, ...], float]]:
     """Yield (row, in flight on each rank, on the last stage) of plans whose schedules put weight gradients off."""
-    for row in np.nonzero(np.isin(table.schedule, SPLIT_BACKWARD))[0]:
+    for row in np.nonzero(where(table.schedule, lambda kind: kind.splits_backward))[0]:
         p, m, v = int(table["pp"][row]), int(table.micro_batches[row]), int(table["virtual_stages"][row])
         if p > 1 and m >= 1:
             yield int(row), *_in_flight(str(table.schedule[row]), p, m, v)
@@ -268,11 +261,11 @@ def _in_flight(name: str, p: int, m: int, v: int) -> tuple[tuple[float, ...], fl
     Beyond a few rounds of the pipeline the steady state repeats, so that a long step is counted on a shorter one. A table
     of over `MAX_COUNTED` passes is not laid out: no rank of such a schedule holds more than this.
     """
-    rounds = 2 * p * max(v, 2)
+    kind, rounds = schedule_kind(name), 2 * p * max(v, 2)
     if m > 2 * rounds:
-        m = rounds + m % rounds if name in {"ZBH1", "ZBVZeroBubble", "DualPipeV"} else rounds
+        m = rounds if kind.rounds else rounds + m % rounds
     if p * m * v > MAX_COUNTED:
-        return (float(min(p + (p - 1) if name == "InterleavedZeroBubble" else p + 1, m)),) * p, float(min(p, m))
+        return (float(min(kind.most_in_flight(p), m)),) * p, float(min(p, m))
     try:
         schedule = build_schedule(name, ranks=p, micro_batches=m, stages_per_rank=v)
     except BadPlan:

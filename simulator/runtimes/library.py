@@ -30,6 +30,7 @@ from simulator.runtimes.parts import (
     RecomputeSpec,
     RuntimeDefaults,
     StateSpec,
+    ToolsSpec,
     ZeroSpec,
 )
 from simulator.runtimes.quantized import LowPrecisionSpec, quantized
@@ -71,6 +72,10 @@ class RuntimeSpec:
     earlier: EarlierSpec | None = None
     later: LaterSpec | None = None
     like: str = ""
+    rules: str = (
+        ""  # the framework whose plans it accepts, where it has no rules of its own and not those of what it is like
+    )
+    tools: ToolsSpec = field(default_factory=ToolsSpec)
 
     @property
     def measured_as(self) -> str:

@@ -202,6 +202,24 @@ class RecomputeSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ToolsSpec:
+    """What here runs a runtime, writes for it and reads what it logs; empty where nothing does.
+
+    `layers`: whose layers the executor runs in a calibration, `trainer`: whose training step for a plan. `export`: the target of
+    `planner export` that its plans are written for, `program`: whose program launchers start. `log`: the format of its lines;
+    `logs_reserved`: the memory in them is what the allocator reserved. `compiles`: torch.compile can be switched on and off.
+    """
+
+    layers: Literal["", "own", "torchtitan"] = ""
+    trainer: Literal["", "own", "torchtitan"] = ""
+    export: str = "torchrun"
+    program: Literal["", "torchtitan", "megatron", "deepspeed"] = ""
+    log: str = ""
+    logs_reserved: bool = False
+    compiles: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EarlierSpec:
     """An older generation of the software: stated versions lower than `before`, or of a month earlier than `before_date`.
 

@@ -9,11 +9,12 @@ from simulator.serving.deployment import WEIGHT_BYTES, Deployment, Pool, dense_f
 from simulator.serving.engine import engine_of
 from simulator.serving.forward_pass import cache_bytes_per_token
 from topology.cluster import Cluster
+from topology.units import GIB
 
 # CUDA's context, NCCL's buffers and the engine's own. Source: assumed; vLLM's start-up log names 0.4 to 1.5 GiB as non-torch.
-OUTSIDE_BYTES = 1.0 * 2**30
+OUTSIDE_BYTES = 1.0 * GIB
 # CUDA graphs of all batch sizes. Source: assumed; vLLM's start-up log says "Graph capturing finished ..., took 0.5 to 2 GiB".
-GRAPHS_BYTES = 1.0 * 2**30
+GRAPHS_BYTES = 1.0 * GIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

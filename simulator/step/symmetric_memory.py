@@ -18,13 +18,14 @@ from simulator.config.overlap_sites import SITES
 from simulator.kernels.operators import tensor_bytes
 from simulator.overlap.site_costs import PUSHED_MODES
 from simulator.step.context import CostContext
+from topology.units import MIB
 
 Value = Any  # a number, or a column (numpy array) of them
 
 SETS = 2
 FLAG_BYTES = 4096
 # Memory that peers map comes in pages of 2 MiB (cuMemGetAllocationGranularity on Hopper; torch rounds up to it).
-PAGE_BYTES = 2 * 2**20
+PAGE_BYTES = 2 * MIB
 
 
 def buffer_bytes(moved_bytes: Value) -> Value:

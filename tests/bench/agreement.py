@@ -1,6 +1,6 @@
 """How far closed form and simulation are apart on random plans, term by term, worst last.
 
-python -m tests.bench.agreement --count 300 [--profile examples/profiles/h200x4.json] [--show 10]
+python -m tests.bench.agreement --each 8 [--profile examples/profiles/h200x4.json] [--show 10]
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from topology.profile.profile import read_profile
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--count", type=int, default=300)
+    parser.add_argument("--each", type=int, default=8, help="plans of every runtime under every schedule")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--profile", type=Path)
     parser.add_argument("--show", type=int, default=10, help="the worst so many plans, term by term")
     args = parser.parse_args()
     calibration = calibrated(read_profile(args.profile), cluster("h200x4")) if args.profile else None
-    plans = draw_plans(args.count, seed=args.seed, calibration=calibration)
+    plans = draw_plans(args.each, seed=args.seed, calibration=calibration)
     told = [(drawn, tell(drawn)) for drawn in plans]
     for what in ("time_error", "memory_error"):
         told.sort(key=lambda pair: abs(getattr(pair[1], what)))

@@ -1,4 +1,4 @@
-"""What people ask first, and what published runs asked, with the answers beside what was run and measured.
+"""What people ask first, and published runs, whose plans and measurements are compared with the answers.
 
 Run as `python tests/bench/answers.py examples/answers.md` (two minutes on two cores). Answers are cut to the first screen.
 """
@@ -57,15 +57,15 @@ PUBLISHED = (
         ran="tensor parallelism over 8, a pipeline of 16, data parallelism over 128 (arXiv 2407.21783, table 4)",
         measured="41 % MFU",
         difference=(
-            "Theirs is predicted near what they measured, with sequence parallelism and one layer a stage: 126 layers on 128 "
-            "stages, of which the first and the last hold the embedding and the head. It is predicted to need somewhat more "
-            "than 80 GB: Meta frees tensors of the pipeline ahead of time (section 3.3.2), which Megatron-LM as it is "
-            "described here does not. The machine is that of the paper, 700 W and HBM3, as a DGX H100 has; the catalogue's "
-            "meta-grand-teton is another one, of 96 GB at 500 W."
+            "Their plan is predicted near what they measured, with sequence parallelism and one layer a stage: 126 "
+            "layers on 128 stages, of which the first and the last hold the embedding and the head. Its predicted "
+            "memory is somewhat more than 80 GB. Meta frees tensors of the pipeline early (section 3.3.2), which the "
+            "description of Megatron-LM here does not include. The machine is that of the paper, with 700 W and HBM3, "
+            "as in a DGX H100; meta-grand-teton in the catalogue is another machine, with 96 GB at 500 W."
         ),
         checked=(
-            "16,384 GPUs, the degrees and 41 % MFU as others quote table 4, and 700 W and HBM3 likewise; the paper itself "
-            "was not read again, and its stages a rank are inferred from section 3.3.2"
+            "16,384 GPUs, the degrees and 41 % MFU, 700 W and HBM3, all as others quote the paper; the paper itself "
+            "was not read again, and its number of stages a rank is inferred from section 3.3.2"
         ),
     ),
     Published(
@@ -75,9 +75,10 @@ PUBLISHED = (
         ran="a pipeline of 16 under DualPipe, 64-way expert parallelism over 8 nodes, ZeRO-1, no tensor parallelism, float8 (arXiv 2412.19437, sections 3.2 and 4.2)",
         measured="180,000 GPU hours for 10^12 tokens, which is 1,540 tokens/s/GPU and 20 s a step",
         difference=(
-            "The answer is for bfloat16 under Megatron-LM, whose experts' exchange waits for the network: DeepSeek hides it "
-            "behind computation in DualPipe, sends it with kernels of its own to at most four nodes a token, and multiplies "
-            "in float8. Without these the exchange is exposed, which is why fewer stages and tensor parallelism win here."
+            "The answer is for bfloat16 under Megatron-LM, where the experts' all-to-all waits for the network. "
+            "DeepSeek hides it with computation in DualPipe, sends each token to at most four nodes by its own "
+            "kernels, and multiplies in float8. Without these the all-to-all is exposed, which is why fewer stages "
+            "and tensor parallelism win here."
         ),
         checked=("degrees and GPU hours read in the report's text; the batch of 15,360 sequences as others quote it"),
     ),
@@ -88,17 +89,18 @@ PUBLISHED = (
         ran="tensor parallelism over 8 and a pipeline, all activations recomputed (arXiv 2104.04473, section 5.1)",
         measured="140 TFLOP/s a GPU, counting what is computed again: about 34 % MFU",
         difference=(
-            "In 2021 there was neither sequence parallelism nor attention that keeps no scores, so everything was recomputed. "
-            "Megatron-LM has both since, and hides tensor-parallel traffic by userbuffers and the optimizer's behind the passes: "
-            "the forward pass that is saved is most of the difference in MFU, and no run with all of them on A100s is among "
-            "those that predictions were compared with (one of 2022 with sequence parallelism and selective recomputation, "
-            "arXiv 2205.05198, is predicted within 1 %). Theirs is predicted as Megatron-LM ran it in 2021: its attention "
-            "multiplied matrices, and gradients were reduced after the last backward pass; as it runs today the same plan is "
+            "In 2021 there was neither sequence parallelism nor attention that stores no scores, so everything was "
+            "recomputed. Megatron-LM has both today. It also hides tensor-parallel communication by userbuffers, and "
+            "the optimizer's communication during the passes. Most of the difference in MFU is the forward pass that "
+            "is not computed again. No A100 run with all of these is among the runs that predictions were compared "
+            "with; one of 2022 with sequence parallelism and selective recomputation (arXiv 2205.05198) is predicted "
+            "within 1 %. Their plan is predicted as Megatron-LM ran it in 2021: attention was two matrix products, "
+            "and gradients were reduced after the last backward pass. As Megatron-LM runs it today, the same plan is "
             "predicted two points higher."
         ),
         checked=(
-            "140 TFLOP/s, 1,024 GPUs and the batch read in section 5.1; the degrees of that run are not stated there and are "
-            "those of its table 1 for 175 B, tensor parallelism over 8 and a pipeline, as remembered"
+            "140 TFLOP/s, 1,024 GPUs and the batch read in section 5.1; the degrees of that run are not stated there. "
+            "Those used here, tensor parallelism over 8 and a pipeline, are those of table 1 for 175 B, from memory"
         ),
     ),
     Published(
@@ -108,12 +110,12 @@ PUBLISHED = (
         ran="a pipeline of 4 with 8 stages a rank, expert parallelism over 8, no tensor parallelism, micro batch 1 (NVIDIA/Megatron-LM, megatron/core/transformer/moe/README.md, reference mappings of MCore v0.8)",
         measured="468 TFLOP/s a GPU, 47 % MFU (the same file, MCore v0.9)",
         difference=(
-            "The same degrees, or such as the model cannot tell from them. The range of a step over several nodes is wide, "
-            "as no run of a mixture of experts is among those that it was learned from."
+            "The suggested degrees are the same as theirs, or differ by less than the model can tell apart. The range "
+            "of a step over several nodes is wide, because it was learned from no run of a mixture of experts."
         ),
         checked=(
-            "read in NVIDIA/Megatron-LM at commit 022bcb5a; the file gives 468 TFLOP/s for Mixtral 8x7B and the mapping for 64 GPUs "
-            "in different places, and does not say that one was measured with the other"
+            "read in NVIDIA/Megatron-LM at commit 022bcb5a; the file gives 468 TFLOP/s for Mixtral 8x7B and the "
+            "mapping for 64 GPUs in different places, and does not say that one was measured with the other"
         ),
     ),
     Published(
@@ -123,14 +125,14 @@ PUBLISHED = (
         ran="ZeRO over all GPUs, with recomputation and parts of the state offloaded to the CPU (arXiv 2311.03687, Llama 2 7B on the same machine)",
         measured="no figure for this model with all of its state on the GPUs was found",
         difference=(
-            "Parameters, gradients and two moments in float32 are 16 GB of each GPU's 24 GB, so that everything is tight and "
-            "what is sure to fit is slow over PCIe; the answer says what the plan that may fit would save. Theirs is predicted "
-            "with all state in host memory, which leaves room and costs the copies and an update on the CPU; --param-dtype "
-            "bfloat16 halves the state."
+            "Parameters, gradients and two moments in float32 take 16 GB of each GPU's 24 GB. Little is left, and "
+            "what surely fits is slow over PCIe; the answer also gives the time of the plan that may fit. Their plan "
+            "is predicted with all state in host memory, which frees GPU memory and costs copies and an update on the "
+            "CPU. --param-dtype bfloat16 halves the state."
         ),
         checked=(
-            "the paper's abstract and its machine (8 RTX 4090 over PCIe 4) were read; its tables were not, so no figure of theirs "
-            "stands here"
+            "the paper's abstract and its machine (8 RTX 4090 over PCIe 4) were read; its tables were not, so no "
+            "figure of theirs is given here"
         ),
     ),
 )
@@ -162,7 +164,7 @@ def beside(one: Published, cluster: Path) -> list[str]:
     question = one.question.format(h800=cluster)
     answer = json.loads(planner(f"suggest {question} --json").stdout)["plans"][0]
     rows = [("suggested", degrees(answer["plan"]), figures(answer["estimate"]))]
-    theirs = "not in the words of these flags"
+    theirs = "cannot be stated with these options"
     if one.theirs is not None:
         run = question.split(" --framework")[0] if "--runtime" in one.theirs else question
         document = json.loads(planner(f"estimate {run} {one.theirs} --json").stdout)
@@ -194,7 +196,9 @@ def main(out: Path) -> None:
     cluster = out.parent / "clusters" / "h800_2048.json"
     cluster.write_text(json.dumps(H800, indent=2) + "\n")
     day = f"{dt.datetime.now(tz=dt.UTC):%Y-%m-%d}"
-    made = f"Made on {day} by `python tests/bench/answers.py {out}`, by datasheets. Answers are cut to {SCREEN} lines."
+    made = (
+        f"Made on {day} by `python tests/bench/answers.py {out}`, from datasheets. Answers are cut to {SCREEN} lines."
+    )
     lines = [
         "# Questions and answers",
         "",
@@ -205,7 +209,7 @@ def main(out: Path) -> None:
     ]
     for title, flags in ASKED.items():
         lines += [f"### {title}", "", *screen(flags)]
-    lines += ["## Beside published runs", ""]
+    lines += ["## Compared with published runs", ""]
     for one in PUBLISHED:
         question = one.question.format(h800=cluster)
         lines += [f"### {one.title}", "", *screen(f"suggest {question} --top 3"), *beside(one, cluster)]

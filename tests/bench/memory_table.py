@@ -58,10 +58,11 @@ def main(files: Sequence[Path]) -> None:
 
 HEAD = """# Reserved memory
 
-What torch's caching allocator held at most, `max_memory_reserved`, beside two predictions from datasheets: sums, by which searches
-bound plans, and the replay of a step's allocations, which listed plans and `planner validate` have (`simulator/memory`). All runs
-had growing segments (`expandable_segments:True`). Errors are predicted / measured - 1. What was described of losses over a cut vocabulary, of
-compiled tensor parallelism and of gradients that replicas sum was found with these rows in view; the next draw judges it.
+The peak of torch's caching allocator, `max_memory_reserved`, is compared with two predictions: *sums*, by which
+searches bound plans, and the *replay* of a step's allocations, which is used for listed plans and by `planner validate`
+(`simulator/memory`). All runs had growing segments (`expandable_segments:True`). Errors are predicted / measured - 1.
+The descriptions of losses over a sharded vocabulary, of compiled tensor parallelism and of gradients that replicas sum
+were made when these rows were known; the next draw is their test.
 
 `python tests/bench/memory_table.py` over fresh.jsonl and {files}.
 """

@@ -76,6 +76,23 @@ def test_a_run_that_fails_takes_none_of_the_others_with_it(tmp_path, monkeypatch
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
 
 
+def test_wrong_numbers_cost_their_check_and_no_start_of_processes(tmp_path, monkeypatch) -> None:
+    """What all ranks found wrong together is no reason to end them."""
+    monkeypatch.setattr(apply_many, "MODULE", "tests.executor.workers.one_wrong_worker")
+    launched = []
+    launch = apply_many.launch
+    monkeypatch.setattr(apply_many, "launch", lambda *a, **more: launched.append(a) or launch(*a, **more))
+    runs = [run_of(tmp_path, name, Plan(dp_shard=2)) for name in ("first", "wrong", "last")]
+
+    documents = run_many(runs, 120)
+
+    assert [document["status"] for document in documents] == ["finished", "wrong_numbers", "finished"]
+    assert documents[1]["exit_code"] == 1
+    assert documents[1]["measured"]["steps"] == 0
+    assert documents[1]["missing"] == []
+    assert len(launched) == 1
+
+
 def test_what_there_is_no_time_for_has_no_report(tmp_path) -> None:
     runs = [run_of(tmp_path, name, Plan(dp_shard=2)) for name in ("one", "two")]
 

@@ -115,8 +115,9 @@ COMPILED = {
     f"compiled-{name}": ({**TWO[name][0], "types": True, "compile": True}, TWO[name][1]) for name in ("fsdp", "tp-sp")
 }
 OVERLAPPED = {name: ({**changes, "types": True}, plan) for name, (changes, plan) in OVERLAP.items()}
-ON_TWO = V_SHAPED | TYPES | OVERLAPPED | COMPILED
-SHARED_S, COMPILING_S = 75.0, 60.0  # for the eager plans of ranks that share a GPU, and for each compiled one
+EXACT = {f"float64-{name}": case for name, case in OVERLAP.items()}  # what `planner apply` checks first
+ON_TWO = V_SHAPED | TYPES | OVERLAPPED | EXACT | COMPILED
+SHARED_S, COMPILING_S = 90.0, 60.0  # for the eager plans of ranks that share a GPU, and for each compiled one
 LEAST_S = 20.0  # to start processes and check a plan
 
 

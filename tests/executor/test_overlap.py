@@ -62,3 +62,40 @@ def test_the_planner_models_what_the_executor_runs() -> None:
     from simulator.overlap.modes import EXECUTED
 
     assert tuple(MODES) == EXECUTED
+
+
+def test_what_a_plan_overlaps_is_checked_in_its_own_sizes() -> None:
+    from executor.verify.overlap import Shape, planned
+    from simulator.config.hf_config import load_model
+    from simulator.config.plan import Plan
+    from simulator.config.workload import Workload
+
+    llama, workload = load_model("llama3-8b"), Workload(seq_len=2048, global_batch_size=4)
+    plan = Plan(tp=2, sequence_parallel=True, tp_overlap="attention_in=fused,mlp_in=fused,mlp_out=copy_engine")
+
+    assert planned(plan, llama, workload) == (
+        ("all_gather_matmul", "fused", Shape(rows=2048, depth=4096, columns=2048, weights=2)),
+        ("all_gather_matmul", "fused", Shape(rows=2048, depth=4096, columns=7168, weights=2)),
+        ("matmul_reduce_scatter", "copy_engine", Shape(rows=2048, depth=7168, columns=4096)),
+    )
+    assert planned(plan.with_(tp_overlap="none"), llama, workload) == ()
+    # Sparse layers have no dense feed-forward; latent attention compresses before it multiplies.
+    whole = plan.with_(tp_overlap="fused")
+    assert [len(planned(whole, load_model(name), workload)) for name in ("mixtral-8x7b", "deepseek-v3")] == [2, 3]
+
+
+def test_the_check_in_float64_says_which_kernels_it_does_not_run() -> None:
+    from executor.verify.compute_types import differences
+    from simulator.config.hf_config import load_model
+    from simulator.config.plan import Plan
+    from simulator.config.runtime import Runtime
+
+    model = load_model("llama3-8b")
+
+    def said(tp_overlap: str, **types: str) -> list[str]:
+        plan = Plan(tp=2, sequence_parallel=True, tp_overlap=tp_overlap)
+        return [line for line in differences(plan, model, model, Runtime(**types)) if "half precision" in line]
+
+    assert len(said("attention_in=fused,mlp_out=ring")) == 1
+    assert said("fused", compute_dtype="float64", param_dtype="float64") == []
+    assert [said(mode) for mode in ("none", "chunked", "ring", "copy_engine", "async")] == [[]] * 5

@@ -31,7 +31,7 @@ def wrong(checks: list[dict]) -> dict[str, tuple[float, float]]:
 @pytest.mark.skipif(GPUS < 2, reason="there are not two CUDA GPUs")
 @pytest.mark.parametrize("ranks", [2, *([4] if GPUS >= 4 else [])])
 def test_every_mode_is_right_on_gpus(tmp_path: Path, ranks: int) -> None:
-    """Odd shapes, bf16 and fp16, poisoned buffers; thousands of calls with delays; captured graphs equal eager calls."""
+    """Odd shapes, every type, poisoned buffers; thousands of calls with delays; captured graphs equal eager calls."""
     out = tmp_path / "checks.jsonl"
     arguments = [str(out), "--seconds=230", "--stages=check", f"--iterations={ITERATIONS}"]
     done = launch(
@@ -69,6 +69,6 @@ def test_our_modes_are_right_on_a_shared_gpu(tmp_path: Path, ranks: int) -> None
         "ring",
         "torch_symm_mem",
     ]
-    products, sums, many = 3 * 2 * 6, 3 + 6 + 6, 9  # operations, modes, shapes and types; ways to sum; long runs
+    products, sums, many = 3 * 2 * 12, 4 + 8 + 8, 9  # operations, modes, shapes and types; ways to sum; long runs
     assert len(checks) == products + sums + many + CAPTURED
     assert sum("captured" in r["operation"] for r in checks) == CAPTURED

@@ -34,9 +34,9 @@ def test_plans_that_send_and_receive_do_not_share_a_gpu() -> None:
     left_out = {name for name, (_, plan) in ON_TWO.items() if needs_more(plan)}
     assert left_out == {
         *("pp-zbv", "pp-zbv-own-table", "pp-zbv-selective-op", "pp-dualpipev", "bf16-pp-1f1b", "bf16-cp"),
-        *("tp-overlap-ring", "tp-overlap-mixed", "tp-overlap-one-gather", "tp-overlap-async"),
+        *(f"{kind}tp-overlap-{mode}" for kind in ("", "float64-") for mode in ("ring", "mixed", "one-gather", "async")),
     }
-    assert len(ON_TWO) - len(left_out) == 14
+    assert len(ON_TWO) - len(left_out) == 18
 
 
 def test_fused_products_leave_multiprocessors_to_copies_where_told(monkeypatch: pytest.MonkeyPatch) -> None:

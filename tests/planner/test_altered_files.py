@@ -67,7 +67,7 @@ def plan_document(tmp_path_factory):
         ("cluster.gpu_kinds.0.compute_capability", -1),
         ("workload.global_batch_size", -64),
         ("runtime.param_dtype", "float64"),
-        ("estimate.mfu", 7.0),
+        ("estimate.model_flops_per_gpu", -1.0),
         ("estimate.step_s.low", 1e6),
         ("estimate.step_s.value", -0.14),
         ("estimate.memory.capacity_bytes", -1.5e9),

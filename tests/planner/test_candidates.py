@@ -14,7 +14,7 @@ from simulator.config.plan import Plan
 from simulator.config.workload import Workload
 from simulator.legality.frameworks import framework_named
 from simulator.legality.rules import is_legal
-from simulator.pipeline.schedules import SCHEDULES
+from simulator.pipeline.schedules.registry import SCHEDULES
 from simulator.runtimes.stated import resolve
 from tests.planner.conftest import LLAMA8B, MIXTRAL, TINY, make_cluster
 from tests.planner.every_plan import UNBOUNDED, enumerate_candidates, grids

@@ -7,7 +7,6 @@ import os
 import random
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,7 @@ import pytest
 
 from planner.cli import main
 from planner.question.question import question_of
-from planner.search.plan_space.candidates import NODE_FIELDS, STATED, enumerate_nodes
+from planner.search.plan_space.candidates import NODE_FIELDS, enumerate_nodes
 from planner.search.plan_space.stated import exactly
 from simulator.config.workload import Workload
 from tests.planner.conftest import CASES, MIXTRAL, ROOT, make_cluster
@@ -161,12 +160,9 @@ def test_fixing_parts_filters_the_legal_plans(seed):
     for name in names:
         said[name] |= {rng.choice(np.unique(getattr(everything, name))).item()}
     said = {name: values - {""} for name, values in said.items() if values - {""}}
-    stated = {
-        {v: k for k, v in STATED.items()}[name]: tuple(values) if name == "schedule" else exactly(*values)
-        for name, values in said.items()
-    }
+    stated = {name: tuple(values) if name == "schedule" else exactly(*values) for name, values in said.items()}
 
-    found = enumerate_nodes(question, bounds=replace(UNBOUNDED, **stated)).columns
+    found = enumerate_nodes(question, bounds=UNBOUNDED.fixing(**stated)).columns
 
     def rows(columns):
         return {tuple(getattr(columns, name)[i].item() for name in NODE_FIELDS) for i in range(len(columns))}

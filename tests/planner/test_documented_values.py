@@ -3,37 +3,43 @@
 from __future__ import annotations
 
 import re
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 
-from planner.commands.flags import options
-from planner.commands.flags.plan_flags import PLAN_FLAGS, flags_of
-from planner.commands.flags.suggest_flags import FrameworkOption
+from planner.export.targets.registry import TARGETS
 from planner.question.cases import case_from_flags
+from planner.question.flags import flags_of_plan
+from planner.requests.flag import flags_of, from_keywords
+from planner.requests.tools import Export
+from planner.requests.training import Estimate, Suggest
 from simulator.config.overlap_sites import MODES
 from simulator.config.plan import OFFLOADS
 from simulator.legality.frameworks import FRAMEWORKS, framework_named
 from simulator.legality.rule import Grade
-from simulator.pipeline.schedules import SCHEDULES
+from simulator.pipeline.schedules.registry import SCHEDULES
 
-NOTHING: dict[str, Any] = dict.fromkeys(PLAN_FLAGS)
 QUESTION = {"model": "llama3.2-1b", "cluster": "dgx-h100", "gpus": 8, "seq_len": 2048, "global_batch": 64}
 
 
 def judged(**said: Any) -> tuple[Any, list[str]]:
     """Return the case of these flags, and why its plan is not legal."""
-    case = case_from_flags(flags_of({**NOTHING, **QUESTION, **said}))
+    case = case_from_flags(flags_of_plan(from_keywords(Estimate, {**QUESTION, **said}).stated))
     problems = case.question.problems(case.plan)
     return case, [problem.message for problem in problems if problem.grade is Grade.ILLEGAL]
 
 
-def documented(annotation: Any) -> str:
-    """Return the help of an option."""
-    return str(next(part.help for part in get_args(annotation) if getattr(part, "help", None)))
+def documented(request: type, name: str) -> str:
+    """Return the help of a flag."""
+    return str(flags_of(request)[name].help)
 
 
-@pytest.mark.parametrize("name", re.findall(r"[a-z-]+", documented(FrameworkOption)))
+def test_every_target_of_an_export_is_named():
+    named = set(re.findall(r"[a-z]+", documented(Export, "to").partition(";")[0]))
+    assert named == {target.name for target in TARGETS}
+
+
+@pytest.mark.parametrize("name", re.findall(r"[a-z-]+", documented(Suggest, "framework")))
 def test_every_framework_has_its_rules(name):
     assert judged(runtime=name)[0].question.framework is framework_named(name)
 
@@ -44,7 +50,7 @@ def test_every_offload_is_judged(framework, word):
     stage = {"zero": 3} if FRAMEWORKS[framework].zero_stages else {}
     case, refused = judged(runtime=framework, offload=word, micro_batch=1, **stage)
 
-    assert word in documented(PLAN_FLAGS["offload"])
+    assert word in documented(Estimate, "offload")
     assert case.plan.offload == word
     assert word in FRAMEWORKS[framework].offloads or any("offload" in reason for reason in refused)
 
@@ -55,7 +61,7 @@ def test_every_recomputation_is_judged(framework, word):
     case, refused = judged(runtime=framework, recompute=word, micro_batch=1)
     chosen = FRAMEWORKS[framework]
 
-    assert word in documented(PLAN_FLAGS["recompute"])
+    assert word in documented(Estimate, "recompute")
     assert case.plan.recompute == word
     assert word in chosen.recomputes or chosen.any_recompute or any(word in reason for reason in refused)
 
@@ -90,7 +96,7 @@ def test_every_zero_stage_is_judged(framework, stage):
     assert stage in FRAMEWORKS[framework].zero_stages or stage == 0 or any("ZeRO" in reason for reason in refused)
 
 
-@pytest.mark.parametrize("dtype", re.findall(r"b?float\d+", documented(options.ParamDtype)))
+@pytest.mark.parametrize("dtype", re.findall(r"b?float\d+", documented(Estimate, "param_dtype")))
 def test_every_type_of_parameters_is_predicted(dtype):
     case, refused = judged(param_dtype=dtype, micro_batch=1)
 

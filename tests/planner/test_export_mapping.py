@@ -19,10 +19,10 @@ from planner.export.frameworks.megatron_model import model_flags, model_of_flags
 from planner.export.mapping import Facts, facts_of, keys_of, read, write
 from planner.export.targets.registry import TARGETS, export
 from simulator.config.hf_config import load_model, shipped_models
-from simulator.config.plan import EP_OVERLAPS, Plan
+from simulator.config.plan import EP_OVERLAPS, Plan, default_schedule
 from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
-from simulator.pipeline.schedules import SCHEDULES, default_schedule
+from simulator.pipeline.schedules.registry import SCHEDULES
 from tests.planner.test_export import JOBS
 from topology.errors import BadInput, Infeasible
 

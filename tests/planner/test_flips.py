@@ -34,9 +34,8 @@ def estimate(breakdown, reserved=10.0 * 2**30):
     peak = Interval(value=reserved, low=reserved, high=reserved, source=Source.DATASHEET)
     return Estimate(
         step_s=Interval(value=step, low=step - 3 * last, high=step + 3 * last, source=Source.DATASHEET),
-        tokens_per_s_per_gpu=1.0,
-        mfu=0.1,
-        tflops_per_gpu=1.0,
+        tokens_per_gpu=1.0,
+        model_flops_per_gpu=1e12,
         peak_flops=1e15,
         memory=MemoryEstimate(
             peak_bytes=peak, reserved_bytes=reserved, by_category={}, worst_rank=0, capacity_bytes=80 * 2**30, fits=True

@@ -135,7 +135,10 @@ def asked(model, gib, workload, framework=TORCHTITAN, bounds=None, gpus=8, runti
 def test_a_constraint_is_in_conflict_if_there_is_a_plan_without_it():
     """Recomputation ruled out by a flag is what stands in the way, and the way out; the sequence is not."""
     question = asked(
-        LLAMA8B, 24, Workload(seq_len=8192, global_batch_size=8), bounds=Bounds(recomputes=("none",), max_tp=1)
+        LLAMA8B,
+        24,
+        Workload(seq_len=8192, global_batch_size=8),
+        bounds=Bounds(stated={"recompute": ("none",)}, max_tp=1),
     )
     kept = conflicting_constraints(question)
 

@@ -22,7 +22,7 @@ from simulator.config.model import MixtureOfExperts
 from simulator.config.plan import Plan
 from simulator.config.workload import Workload
 from simulator.legality.frameworks import framework_named
-from simulator.pipeline.schedules import SCHEDULES
+from simulator.pipeline.schedules.registry import SCHEDULES
 from simulator.pipeline.stages import rank_of_stage
 from simulator.runtimes.stated import resolve
 from tests.planner.conftest import TINY, make_cluster

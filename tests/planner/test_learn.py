@@ -13,10 +13,10 @@ from planner.learn.next_runs import ask_next
 from planner.learn.runs_file import read_runs
 from planner.question.cases import load_case
 from planner.question.learned_runtime import LearnedCalibrations, in_place, read_learned
-from planner.validate.validation import GIB
 from simulator.closed_form.memory import STATE
 from simulator.fitting.calibration_fit import UNMEASURED
 from topology.errors import BadInput
+from topology.units import GIB
 
 TRUTH = {"kernel_factor": 1.3, "collective_factor": 1.6, "memory_factor": 1.15, "tp_layer_s": 6e-3, "launch_s": 60e-6}
 MODELS = [

@@ -18,8 +18,8 @@ from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
 from simulator.legality.rule import Grade
 from simulator.legality.rules import is_legal
-from simulator.pipeline.schedule_tables import build_schedule
-from simulator.pipeline.schedules import Kind
+from simulator.pipeline.schedules.registry import build_schedule
+from simulator.pipeline.schedules.table import Kind
 from simulator.pipeline.stages import stage_layers
 from simulator.runtimes.library import runtime_spec
 from tests.planner.conftest import CASES, LLAMA8B, MIXTRAL, TINY, make_cluster
@@ -461,7 +461,7 @@ def test_every_legal_pipeline_can_be_laid_out(framework):
         )
         columns = enumerate_nodes(asked, bounds=UNBOUNDED).columns
         columns = columns.take(columns.pp > 1)
-        counts = columns.micro_batches(batch)
+        counts = columns.rounds(batch)
         for name, pp, m, v in zip(columns.schedule, columns.pp, counts, columns.virtual_stages, strict=True):
             laid_out.add((str(name), int(pp), int(m), int(v)))
 

@@ -59,7 +59,10 @@ def test_legality_says_why(llama8b, name, plan, because):
 def test_a_search_offloads_only_when_asked(llama8b):
     question = question_of(llama8b, make_cluster(1, 4), WORKLOAD)
     plain, asked, either = (
-        suggest(question, SearchOptions(bounds=Bounds(offloads=words, max_pp=1), all_variants=True, simulate=False))
+        suggest(
+            question,
+            SearchOptions(bounds=Bounds(stated={"offload": words}, max_pp=1), all_variants=True, simulate=False),
+        )
         for words in (None, ("parameters",), ("none", "parameters"))
     )
 

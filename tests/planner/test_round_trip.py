@@ -76,7 +76,7 @@ def space(framework: str, model: str, gpus: int) -> tuple[Question, PlanColumns]
         max_micro_batch=4,
         max_virtual_stages=4,
         max_pp=1 if framework == "pytorch" else None,  # accelerate has no pipelines
-        offloads=("none", "optimizer", "parameters"),
+        stated={"offload": ("none", "optimizer", "parameters")},
     )
     return question, enumerate_candidates(question, bounds=bounds).columns
 

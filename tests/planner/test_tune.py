@@ -176,6 +176,24 @@ def test_what_fails_is_not_tried_again_and_casts_doubt_on_its_likes(small) -> No
     assert all(one.row != 0 for one in choose(plans, after, [failed], RecordedTrials(recorded={})))
 
 
+def test_no_trial_is_begun_that_cannot_end_but_the_first(small) -> None:
+    """A start takes 20 s; what shares one is begun only where all of it ends, too."""
+    _, plans = small
+    together = RecordedTrials(recorded={}, begin_s=20.0, compile_s=0.0)
+    measured = trial(plans, 3, 0.5)
+    after = believe(plans, [measured])
+
+    assert choose(plans, believe(plans, []), [], together, left_s=1.0)
+    assert choose(plans, after, [measured], together, left_s=19.0) == []
+    assert choose(plans, after, [measured], together, left_s=600.0)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(RecordedTrials, "shares_start", lambda *_: True)
+        counts = [len(choose(plans, believe(plans, []), [], together, left_s=left_s)) for left_s in (21.0, 1e6)]
+    assert counts[0] == 1
+    assert counts[1] > 1
+
+
 def drawn_truth(plans: Candidates, seed: int) -> dict[str, Recorded]:
     """Return steps drawn from what is believed before any trial."""
     belief = believe(plans, []).step

@@ -18,8 +18,7 @@ from simulator.engine.simulate import simulate
 from simulator.lowering.block_code import Detail
 from simulator.lowering.simulation import breakdown_s
 from simulator.lowering.training import lower_training
-from simulator.pipeline.schedule_tables import build_schedule
-from simulator.pipeline.schedules import SCHEDULES, V_SHAPED
+from simulator.pipeline.schedules.registry import SCHEDULES, build_schedule
 from topology.catalog.clusters import cluster
 from topology.errors import BadPlan
 
@@ -59,32 +58,45 @@ class Told:
 
 
 def draw_plans(
-    count: int, *, seed: int = 0, most_gpus: int = 32, calibration: Calibration | None = None
+    each: int = 1, *, seed: int = 0, most_gpus: int = 32, calibration: Calibration | None = None
 ) -> list[Drawn]:
-    """Return `count` legal plans. With a `calibration` they run on its machine, four H200 of a node."""
-    rng = random.Random(seed)
+    """Return `each` legal plans of every runtime under every schedule, and without a pipeline.
+
+    A stratum has a draw of its own, so that a schedule or a runtime more leaves the plans of all others as they are. With a
+    `calibration` they run on its machine, four H200 of a node.
+    """
     found: list[Drawn] = []
-    while len(found) < count:
-        drawn = _draw_one(rng, 4 if calibration else most_gpus, calibration)
-        if drawn is not None:
-            found.append(drawn)
+    for runtime in RECOMPUTE:
+        for schedule in (None, *SCHEDULES):
+            rng, several = random.Random(f"{runtime} {schedule} {seed}"), []
+            while len(several) < each:
+                drawn = _draw_one(rng, runtime, schedule, 4 if calibration else most_gpus, calibration)
+                several += [] if drawn is None else [drawn]
+            found += several
     return found
 
 
-def _draw_one(rng: random.Random, most_gpus: int, calibration: Calibration | None) -> Drawn | None:
+def _draw_one(
+    rng: random.Random, name: str, schedule: str | None, most_gpus: int, calibration: Calibration | None
+) -> Drawn | None:
     gpus = rng.choice([n for n in (1, 2, 4, 8, 16, 32) if n <= most_gpus])
-    degrees, left = {}, gpus
-    for axis in rng.sample(["tp", "pp", "cp", "dp_shard", "dp_replicate"], 5):
+    degrees, left = {"pp": 1}, gpus
+    if schedule:
+        if gpus == 1:
+            return None
+        degrees["pp"] = rng.choice([n for n in (2, 4, 8) if left % n == 0])
+        left //= degrees["pp"]
+    for axis in rng.sample(["tp", "cp", "dp_shard", "dp_replicate"], 4):
         degrees[axis] = rng.choice([n for n in (1, 2, 4, 8) if left % n == 0])
         left //= degrees[axis]
     degrees["dp_shard"] *= left
-    name, model_name = rng.choice(tuple(RECOMPUTE)), rng.choice(MODELS)
+    model_name = rng.choice(MODELS)
     zero = None
     if name == "megatron-lm":
         degrees |= {"dp_replicate": degrees["dp_replicate"] * degrees["dp_shard"], "dp_shard": 1}
         zero = rng.choice((0, 1, 2, 3) if degrees["pp"] == 1 else (0, 1))
     sequence_parallel = degrees["tp"] > 1 and rng.random() < 0.7
-    schedule, stages, micro_batches = _draw_schedule(rng, degrees["pp"])
+    stages, micro_batches = _draw_schedule(rng, schedule, degrees["pp"])
     if micro_batches is None:
         return None
     model = load_model(model_name)
@@ -121,18 +133,18 @@ def _draw_one(rng: random.Random, most_gpus: int, calibration: Calibration | Non
     return Drawn(scenario=scenario, plan=plan, kind=_kind(plan, scenario, micro_batches))
 
 
-def _draw_schedule(rng: random.Random, pp: int) -> tuple[str | None, int, int | None]:
-    """Return (schedule, stages a rank, micro batches), few of them or many; no micro batches where there is no such table."""
-    if pp == 1:
-        return None, 1, rng.choice((1, 2, 4))
-    name = rng.choice(tuple(SCHEDULES))
-    stages = 1 if SCHEDULES[name].most_stages == 1 else 2 if name in V_SHAPED else rng.choice((2, 3))
+def _draw_schedule(rng: random.Random, name: str | None, pp: int) -> tuple[int, int | None]:
+    """Return (stages a rank, micro batches), few of them or many; no micro batches where there is no such table."""
+    if name is None:
+        return 1, rng.choice((1, 2, 4))
+    kind = SCHEDULES[name]
+    stages = rng.choice([count for count in (1, 2, 3) if kind.has_stages(count)])
     micro_batches = rng.choice((1, 2, pp, 2 * pp, 3 * pp, 4 * pp))
     try:
         build_schedule(name, ranks=pp, micro_batches=micro_batches, stages_per_rank=stages)
     except BadPlan:
-        return name, stages, None
-    return name, stages, micro_batches
+        return stages, None
+    return stages, micro_batches
 
 
 def _kind(plan: Plan, scenario: Scenario, micro_batches: int) -> str:

@@ -9,8 +9,8 @@ import numpy as np
 
 from simulator.config.plan import MESH_AXES, Plan, rank_grid
 from simulator.pipeline.schedule_program import pipeline_program
-from simulator.pipeline.schedule_tables import build_schedule
-from simulator.pipeline.schedules import Action, Kind
+from simulator.pipeline.schedules.registry import build_schedule
+from simulator.pipeline.schedules.table import Action, Kind
 from simulator.program.cost_model import Cost, GpuLimits, LinkUse, Ranks
 from simulator.program.program import CodeWriter, Collective, Copy, Groups, Instruction, Kernel, Launch, Program
 

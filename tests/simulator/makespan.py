@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from simulator.pipeline.schedule_program import Result, makes, needs, peak_in_flight, sent_to
-from simulator.pipeline.schedules import Action, Kind, Schedule
+from simulator.pipeline.schedules.table import Action, Kind, Schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-from simulator.pipeline.schedules import Action, Kind, Schedule
+from simulator.pipeline.schedules.table import Action, Kind, Schedule
 from topology.errors import BadInput, BadPlan
 
 _SINGLE = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})")

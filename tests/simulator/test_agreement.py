@@ -1,4 +1,4 @@
-"""Closed form and simulation tell the same step: forty drawn plans of every kind, micro batches few and many."""
+"""Closed form and simulation tell the same step: drawn plans of every kind, micro batches few and many."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from scipy.stats import binom
 
 from simulator.closed_form.estimates import estimate_plans
 from simulator.closed_form.scenario import Scenario
@@ -14,29 +15,44 @@ from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
 from simulator.lowering.simulation import simulate_plan
+from simulator.pipeline.schedules.registry import SCHEDULES
 from tests.planner.conftest import make_cluster
 from tests.simulator.agreement_plans import draw_plans, tell
 
-PLANS = draw_plans(40, seed=1, most_gpus=16)
+EACH = 1  # plans of every runtime under every schedule
+# Of 871 plans drawn like this, 13 steps and 7 peaks were apart by more than FAR; the furthest by 8.3 % and 6.5 %.
+FAR, SHARE_FAR = 0.03, 0.02
+UNLIKELY = 1e-4  # of so many plans beyond FAR, if SHARE_FAR of all are
 
 
 @pytest.fixture(scope="module")
 def told():
-    return [(drawn.kind, tell(drawn, spans=False)) for drawn in PLANS]
+    return [(drawn.kind, tell(drawn, spans=False)) for drawn in draw_plans(EACH, seed=1, most_gpus=16)]
+
+
+def require_close(errors: list[tuple[float, str]], furthest: float) -> None:
+    """Require of the plans together what holds whichever are drawn: few are far apart, none further than `furthest`."""
+    far = [error for error, _ in errors if error > FAR]
+
+    assert len(far) <= binom.isf(UNLIKELY, len(errors), SHARE_FAR), sorted(errors)[-len(far) :]
+    assert max(errors)[0] < furthest, max(errors)
+    assert np.mean([error for error, _ in errors]) < FAR / 3
 
 
 def test_steps_take_as_long(told) -> None:
-    errors = np.array([abs(both.time_error) for _, both in told])
-
-    assert np.mean(errors < 0.03) >= 0.95, sorted((abs(both.time_error), kind) for kind, both in told)[-3:]
-    assert errors.max() < 0.10
+    require_close([(abs(both.time_error), kind) for kind, both in told], 0.10)
 
 
 def test_peaks_hold_as_much(told) -> None:
-    errors = np.array([abs(both.memory_error) for _, both in told])
+    require_close([(abs(both.memory_error), kind) for kind, both in told], 0.07)
 
-    assert np.mean(errors < 0.03) >= 0.95, sorted((abs(both.memory_error), kind) for kind, both in told)[-3:]
-    assert errors.max() < 0.07
+
+def test_a_schedule_more_draws_no_plan_anew(monkeypatch) -> None:
+    """So what is asked of the plans above changes with what is predicted of them, not with the list of schedules."""
+    before = draw_plans(1, most_gpus=16)
+    monkeypatch.setitem(SCHEDULES, "Another", replace(SCHEDULES["1F1B"], name="Another"))
+
+    assert [drawn for drawn in draw_plans(1, most_gpus=16) if drawn.plan.schedule != "Another"] == before
 
 
 @pytest.mark.parametrize("network", [5e9, 12e9, 25e9])

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from simulator.calibration.calibration import Calibration, Effects, RuntimeCosts, without
+from simulator.calibration.gaussian import conditioned
 from simulator.calibration.intervals import interval_table
 from simulator.calibration.kernel_samples import operators_of
 from simulator.closed_form.estimates import estimate_plans
@@ -459,3 +460,16 @@ def test_the_executor_runs_torchtitans_operators_but_for_rotary_positions_and_ex
     assert executor.recompute == titan.recompute
     assert executor.host.plain_tensors
     assert not titan.host.plain_tensors
+
+
+def test_a_gaussian_update_adds_precisions() -> None:
+    """Information of independent observations adds up: the inverse covariance after is P^-1 + H' R^-1 H."""
+    rng = np.random.default_rng(7)
+    root = rng.normal(size=(4, 4))
+    prior, seen, noise = root @ root.T + np.eye(4), rng.normal(size=(3, 4)), np.array([0.1, 1.0, 2.0])
+
+    after = conditioned(prior, seen, noise)
+
+    information = np.linalg.inv(prior) + seen.T @ np.diag(noise**-2.0) @ seen
+    assert after == pytest.approx(np.linalg.inv(information), rel=1e-9)
+    assert conditioned(prior, seen[:0], noise[:0]) == pytest.approx(prior)

@@ -22,13 +22,12 @@ from simulator.config.workload import Workload
 from simulator.engine.simulate import simulate
 from simulator.legality.frameworks import framework_of_runtime
 from simulator.legality.rule import Grade
-from simulator.lowering.block_code import Detail
 from simulator.lowering.training import lower_training
 from simulator.memory.replay import MemoryReplay
 from simulator.overlap.combined import LayerParts, hidden_and_lost_s, pair_s
 from simulator.pipeline.schedule_program import makes, needs, peak_in_flight
-from simulator.pipeline.schedule_tables import build_schedule
-from simulator.pipeline.schedules import Kind
+from simulator.pipeline.schedules.registry import build_schedule
+from simulator.pipeline.schedules.table import Kind
 from topology.catalog.clusters import cluster
 
 MEGATRON = Runtime(name="megatron-lm", param_dtype="bfloat16")
@@ -152,11 +151,9 @@ def test_the_account_and_the_simulation_agree(plan: Plan, micro_batches: int, wo
     assert table.step_s[1] < table.step_s[0]
     assert screened.at_least_s()[0] <= table.step_s[1]
     assert screened.at_least_by_schedule_s()[0] <= table.step_s[1]
-    for detail in (Detail.LAYER, Detail.STAGE):
-        lowered = lower_training(asked, plan, detail=detail, clocks=float(table.clocks[1]))
-        run = simulate(lowered.program, lowered.costs, spans=False)
-
-        assert table.step_s[1] == pytest.approx(run.step_s, rel=0.03)
+    lowered = lower_training(asked, plan, clocks=float(table.clocks[1]))
+    run = simulate(lowered.program, lowered.costs, spans=False)
+    assert table.step_s[1] == pytest.approx(run.step_s, rel=0.03)
     assert table.peak_bytes[1] >= table.peak_bytes[0]
     reserved = max(rank.reserved_bytes for rank in MemoryReplay(asked, plan).ranks())
     assert table.estimate(1).memory.reserved_bytes == pytest.approx(reserved, rel=0.05)

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from simulator.engine.simulate import simulate
 from simulator.pipeline import stages
 from simulator.pipeline.schedule_program import peak_in_flight, peak_on_stage, pipeline_program
-from simulator.pipeline.schedule_tables import build_schedule
-from simulator.pipeline.schedules import SCHEDULES, SPLIT_BACKWARD
+from simulator.pipeline.schedules.registry import SCHEDULES, build_schedule, schedules_that
 from simulator.program.check import check
 from simulator.program.program import Launch
 from tests.simulator.engine_toys import SimpleCosts
@@ -184,7 +183,7 @@ def test_missing_times_are_named(name, keywords):
         pipeline_makespan(schedule, [1.0, 1.0], **keywords)
 
 
-@pytest.mark.parametrize("name", SPLIT_BACKWARD)
+@pytest.mark.parametrize("name", schedules_that(lambda kind: kind.splits_backward))
 def test_a_schedule_too_long_to_count_is_taken_to_hold_no_less(name, monkeypatch):
     """What stands for tables beyond `MAX_COUNTED` is an upper bound of those below it."""
     virtual = {"ZBVZeroBubble": (2,), "DualPipeV": (2,), "ZBH1": (1,)}.get(name, (2, 3, 4))

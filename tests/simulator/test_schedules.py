@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulator.pipeline.schedule_tables import build_schedule
-from simulator.pipeline.schedules import SCHEDULES, V_SHAPED, Action, Kind, stage_rank
+from simulator.pipeline.schedules.registry import SCHEDULES, build_schedule, schedules_that
+from simulator.pipeline.schedules.table import Action, Kind, stage_rank
 from tests.simulator.schedule_checks import check_schedule, parse_action, rows_of, schedule_from_rows
 from topology.errors import BadInput, BadPlan
 
@@ -78,7 +78,7 @@ def test_impossible_schedules_are_refused(arguments):
 def test_stages_loop_or_make_a_v():
     assert [stage_rank(s, 3, v_shaped=False) for s in range(6)] == [0, 1, 2, 0, 1, 2]
     assert [stage_rank(s, 3, v_shaped=True) for s in range(6)] == [0, 1, 2, 2, 1, 0]
-    for name in V_SHAPED:
+    for name in schedules_that(lambda kind: kind.v_shaped):
         schedule = build_schedule(name, ranks=4, micro_batches=8, stages_per_rank=2)
         assert [schedule.stages_of(rank) for rank in range(4)] == [(0, 7), (1, 6), (2, 5), (3, 4)]
 

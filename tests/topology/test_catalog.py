@@ -3,6 +3,7 @@
 import pytest
 
 from topology.catalog.clusters import catalog_names, cluster, cluster_from_case
+from topology.catalog.gpus import gpu_kind, gpu_kinds, gpu_names
 from topology.catalog.verify import verify_cluster
 from topology.cluster import FabricKind, LinkKind, Severity
 from topology.errors import BadCluster
@@ -149,3 +150,11 @@ def test_impossible_cases(spec):
 def test_unknown_case_keys_are_refused_by_name():
     with pytest.raises(BadCluster, match="'colour'"):
         cluster_from_case({"gpu": "h100-sxm", "colour": "green"})
+
+
+def test_what_others_call_gpus_names_kinds_of_the_catalogue():
+    names = gpu_names()
+    known = {kind.name for kind in gpu_kinds()}
+
+    assert set(names.skypilot) <= known
+    assert {gpu_kind(name).name for _, name in names.words} <= known

@@ -9,7 +9,7 @@ from tests.ui import needs  # noqa: F401 - skips where a package is missing
 from tests.ui.conftest import ROOT, metrics, said
 
 from ui.background import waiting, work  # isort: skip
-from ui.charts.look import seconds  # isort: skip
+from topology.units import in_seconds
 
 CHECKED = ROOT / "examples" / "check"
 
@@ -103,7 +103,7 @@ def test_a_command_that_serves_is_judged_for_its_own_model(explorer, tmp_path):
     found = package.check(file, cluster="dgx-h100", gpus=1, search=False)
 
     assert "vllm" in said(test)
-    assert metrics(test)["A token"] == seconds(found.answer.estimate.tpot_s.value)
+    assert metrics(test)["A token"] == in_seconds(found.answer.estimate.tpot_s.value)
     assert found.answer.question.model.name == "qwen3-8b"
 
 

@@ -8,9 +8,10 @@ import re
 import msgspec
 import pytest
 
+from planner.io import plan_words
 from tests.ui import needs  # noqa: F401 - skips where a package is missing
 from tests.ui.conftest import ROOT, metrics, said, table
-from ui import plan_words
+from topology.units import two_digits
 
 PAGES = ("home", "cluster", "model", "plans", "curves", "serving", "run", "detail", "compare", "measured", "exports")
 TABS = ("Memory", "Step", "Placement", "Timeline", "Sensitivity", "Edit")
@@ -383,7 +384,7 @@ def test_a_config_of_an_unknown_family_is_refused(explorer):
 
 def test_the_serving_page_answers_as_the_command_does(explorer):
     from planner.serving.question.from_flags import ServingFlags, serving_question
-    from planner.serving.reports.text import deployment_text, digits
+    from planner.serving.reports.text import deployment_text
     from planner.serving.search import search_serving
 
     test = explorer("serving", model="llama3-8b", cluster="dgx-h100", isl="256", osl="32", clients="8", aim="latency")
@@ -393,7 +394,7 @@ def test_the_serving_page_answers_as_the_command_does(explorer):
     )
     best = search_serving(serving_question(asked)).plans[0]
     assert table(test, "deployment")["deployment"][0] == deployment_text(best.deployment)
-    assert f"{digits(1e3 * best.estimate.tpot_s.value)} ms" == metrics(test)["Each further token"]
+    assert f"{two_digits(1e3 * best.estimate.tpot_s.value)} ms" == metrics(test)["Each further token"]
     assert "CUDA_VISIBLE_DEVICES" in said(test)
     assert "--concurrency 8" in said(test)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from dataclasses import dataclass
 from functools import lru_cache
 from importlib.resources import files
 
@@ -34,6 +35,30 @@ def gpu_kinds() -> tuple[GpuKind, ...]:
             why=f"this release reads version {GPU_SCHEMA_VERSION}",
         )
     return convert(document["gpus"], tuple[GpuKind, ...], where="catalog/gpus.json")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuNames:
+    """What others call GPUs: `skypilot` by name of a kind; `words` are patterns in a machine's description, the most telling
+    first, each with a name or an alias of a kind. `sources` says where they are from.
+    """
+
+    schema_version: int
+    skypilot: dict[str, str]
+    words: tuple[tuple[str, str], ...]
+    sources: dict[str, str]
+
+
+@lru_cache(maxsize=1)
+def gpu_names() -> GpuNames:
+    """Return what other programs and tables call the GPUs of the catalogue."""
+    text = (files("topology") / "catalog" / "gpu_names.json").read_text("utf-8")
+    return convert(parse_json(text, where="catalog/gpu_names.json"), GpuNames, where="catalog/gpu_names.json")
+
+
+def gpu_described(text: str) -> str | None:
+    """Return the GPU that the description of a machine names, by an alias of the catalogue; None where it names none."""
+    return next((name for pattern, name in gpu_names().words if re.search(pattern, text.lower())), None)
 
 
 def gpu_kind(name: str) -> GpuKind:

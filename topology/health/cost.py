@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 
 from topology.cluster import Cluster, GpuKind, Link, LinkKind, LinkState, Node, NodeGroup, VertexKind
 from topology.rates.groups import GroupShape, group_rates
+from topology.units import MIB, in_mib, in_seconds
 
-REFERENCE_BYTES = 256 * 2**20
+REFERENCE_BYTES = 256 * MIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,18 +30,10 @@ class Cost:
 
     @property
     def text(self) -> str:
-        times = f"takes {format_duration(self.now_s)} instead of {format_duration(self.expected_s)}"
+        times = f"takes {in_seconds(self.now_s)} instead of {in_seconds(self.expected_s)}"
         ratio = self.now_s / self.expected_s if self.expected_s else 0.0
         who = f" on GPUs {', '.join(map(str, self.gpus))}" if 1 < len(self.gpus) <= 16 else ""
-        return f"{self.op} of {self.nbytes / 2**20:.0f} MiB{who} {times} ({ratio:.1f}x, {self.source} rates)"
-
-
-def format_duration(seconds: float) -> str:
-    """Return seconds as text in s, ms or us."""
-    for scale, unit in ((1.0, "s"), (1e-3, "ms")):
-        if seconds >= scale:
-            return f"{seconds / scale:.3g} {unit}"
-    return f"{seconds * 1e6:.3g} us"
+        return f"{self.op} of {in_mib(self.nbytes)}{who} {times} ({ratio:.1f}x, {self.source} rates)"
 
 
 def without_faults(cluster: Cluster) -> Cluster:
@@ -170,9 +163,7 @@ def time_without_text(cluster: Cluster, lost: Sequence[int]) -> str:
     node = cluster.groups[0].node
     rest = [at for at, gpu in enumerate(node.gpus) if gpu.index not in set(lost)]
     seconds = all_reduce_s(cluster, rest)
-    return (
-        f"; without GPU {', '.join(map(str, lost))} it takes {format_duration(seconds)}" if seconds is not None else ""
-    )
+    return f"; without GPU {', '.join(map(str, lost))} it takes {in_seconds(seconds)}" if seconds is not None else ""
 
 
 def slow_host_link_cost(cluster: Cluster, gpus: Sequence[int], share: float) -> Cost | None:

@@ -26,6 +26,7 @@ from topology.profile.measurement import (
 )
 from topology.rates.groups import GroupShape, group_rates
 from topology.rates.node_rates import NodeRates
+from topology.units import MIB, in_mib
 
 _item = partial(health_item, "measured")
 
@@ -37,7 +38,7 @@ MEMORY_SHARE = 0.75  # of the datasheet: copies reach about 90 %
 # Of the ring that the links allow, at 256 MiB: 4 x H200 without multicast reaches 51 % (all-gather of two) to 76 %
 # (all-reduce of four), measured; NVIDIA calls 82 % normal for large groups (nccl-tests#212). A GPU without links: 8 %.
 HEALTHY_SHARE, COLLECTIVE_SHARE = 0.65, 0.4
-LARGE_BYTES = 256 * 2**20  # from here on bandwidth decides, not latency
+LARGE_BYTES = 256 * MIB  # from here on bandwidth decides, not latency
 COLLAPSED_SHARE = 0.15  # of the rate alone: far below any fair share of two (Broadcom PEX890xx, 2.7 of 54 GB/s)
 CONCURRENT_SLOWDOWN = (
     1.25  # two groups sharing nothing measure within 1.17 (the 90th percentile above); sharing a link, 2
@@ -322,7 +323,7 @@ def _slow_collectives(cluster: Cluster, measured: Measurement) -> list[HealthIte
                 "slow_collective",
                 WARNING,
                 f"collectives on {gpu_names(gpus)} reach {share:.0%} of what the links carry",
-                f"worst: {sample.op}, {sample.nbytes / 2**20:.0f} MiB in {sample.time_s * 1e3:.3g} ms (measured)",
+                f"worst: {sample.op}, {in_mib(sample.nbytes)} in {sample.time_s * 1e3:.3g} ms (measured)",
                 f"every step that waits for them is longer; {cost.text}",
                 "run with NCCL_DEBUG=INFO and look at the channels; one GPU without links leaves all with PCIe",
                 gpus,
@@ -390,7 +391,7 @@ def _concurrent_slowdowns(measured: Measurement, shared: Sequence[Sequence[int]]
                 "colliding_groups",
                 INFO,
                 "two groups that communicate at once slow each other",
-                f"{worst.sample.op} of {worst.sample.nbytes / 2**20:.0f} MiB on {gpu_names(worst.gpus)}",
+                f"{worst.sample.op} of {in_mib(worst.sample.nbytes)} on {gpu_names(worst.gpus)}",
                 f"{ratio:.2f}x as long as alone (measured)",
                 "plan with the concurrent rate where several groups communicate at the same time",
                 worst.gpus,

@@ -7,12 +7,13 @@ from typing import Any
 
 from topology.cluster import Cluster
 from topology.codec import to_builtins
-from topology.health.cost import format_duration, links_in_use
+from topology.health.cost import links_in_use
 from topology.health.diagnose import Health
 from topology.profile.measurement import HOST, FlowSet, Measurement, gpu_index, median_or_none
+from topology.units import GIB, MIB, in_gib, in_seconds
 
 SCHEMA_VERSION = 1
-SHOWN_SIZES = (2**20, 2**24, 2**28, 2**30)
+SHOWN_SIZES = (MIB, 2**24, 2**28, GIB)
 
 
 def health_json(
@@ -55,7 +56,7 @@ def health_text(cluster: Cluster, health: Health, measured: Measurement | None, 
     else:
         lines.append(f"verdict: {_verdict(health)}")
     for gpu in node.gpus:
-        memory = f", {gpu.memory_bytes / 2**30:.1f} GiB" if gpu.memory_bytes else ""
+        memory = f", {in_gib(gpu.memory_bytes)}" if gpu.memory_bytes else ""
         uuid = f", {gpu.uuid}" if gpu.uuid else ""
         # Links need two GPUs to be seen: for a single GPU a count of 0 would be wrong.
         nvlinks = f", {links_in_use(node, gpu.vertex)} NVLinks in use" if len(node.gpus) > 1 else ""
@@ -156,11 +157,11 @@ def _collective_lines(measured: Measurement) -> list[str]:
         for size in shown:
             ways = by_size[size]
             best = ways.get("graph", median_or_none(ways.values()) or 0.0)
-            cells.append(f"{_size(size)} {format_duration(best)}{' (graph)' if 'graph' in ways else ''}")
+            cells.append(f"{_size(size)} {in_seconds(best)}{' (graph)' if 'graph' in ways else ''}")
         where = "" if not alongside else f" beside {alongside} other group{'s' if alongside > 1 else ''}"
         lines.append(f"  {op} on GPUs {', '.join(map(str, gpus))}{where}: {'; '.join(cells)}")
     return lines
 
 
 def _size(nbytes: int) -> str:
-    return f"{nbytes / 2**20:g} MiB" if nbytes >= 2**20 else f"{nbytes / 2**10:.3g} KiB"
+    return f"{nbytes / MIB:g} MiB" if nbytes >= MIB else f"{nbytes / 2**10:.3g} KiB"

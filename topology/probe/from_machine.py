@@ -29,9 +29,10 @@ from topology.readers.smi_query import FIELDS, parse_query
 from topology.readers.smi_topo import parse_topo
 from topology.readers.sysfs import read_sysfs
 from topology.readers.visible_devices import visible_gpus
+from topology.units import MIB
 
 TIMEOUT_S = 20.0
-MAX_OUTPUT_BYTES = 4 * 2**20
+MAX_OUTPUT_BYTES = 4 * MIB
 MAX_TIMEOUTS = 2
 
 LIST = ("nvidia-smi", "-L")

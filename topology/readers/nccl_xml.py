@@ -16,8 +16,9 @@ from defusedxml.common import DefusedXmlException
 from defusedxml.ElementTree import iterparse
 
 from topology.errors import BadInput
+from topology.units import MIB, in_mib
 
-MAX_BYTES = 8 * 2**20
+MAX_BYTES = 8 * MIB
 MAX_DEPTH = 64
 MAX_ELEMENTS = 100_000
 
@@ -138,7 +139,7 @@ def parse_xml(text: str, *, where: str = "the NCCL file") -> Element:
     """Return the element tree. Raises BadInput: not XML, entities or a DTD, too large, too deep, too many elements."""
     raw = text.encode("utf-8", errors="surrogatepass")
     if len(raw) > MAX_BYTES:
-        raise BadInput(f"{where} is larger than {MAX_BYTES / 2**20:.0f} MiB", remedy="pass a smaller file")
+        raise BadInput(f"{where} is larger than {in_mib(MAX_BYTES)}", remedy="pass a smaller file")
     root: Element | None = None
     depth = seen = 0
     try:

@@ -9,6 +9,7 @@ import re
 from dataclasses import dataclass
 
 from topology.readers.matrix_text import clean_lines
+from topology.units import MIB
 
 FIELDS = (
     "index",
@@ -62,7 +63,7 @@ def parse_query(text: str) -> tuple[QueriedGpu, ...]:
                 uuid=row.get("uuid"),
                 pci_bus_id=row.get("pci.bus_id"),
                 name=row.get("name"),
-                memory_bytes=mebibytes * 2**20 if mebibytes is not None else None,
+                memory_bytes=mebibytes * MIB if mebibytes is not None else None,
                 driver=row.get("driver_version"),
                 pcie_width=_whole(row.get("pcie.link.width.current")),
                 pcie_width_max=_whole(row.get("pcie.link.width.max")),

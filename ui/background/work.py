@@ -27,6 +27,7 @@ from planner.serving import (
 )
 from simulator.config.plan import Plan
 from simulator.engine.simulate import Run
+from simulator.lowering.simulation import drawn_micro_batches
 from simulator.program.chrome_trace import to_chrome
 from simulator.program.critical_path import critical_path, path_parts_s
 from topology import codec
@@ -49,7 +50,7 @@ class SimulatedStep:
 
     line: Timeline
     step_s: float
-    detail: str
+    micro_batches: tuple[int, int]  # drawn, and of the whole step
     path: tuple[int, ...]
     path_s: dict[str, float]
     memory: Samples
@@ -79,7 +80,8 @@ def search(progress: Progress, flags: Flags, framework: str, options: SearchOpti
 
 def simulate(progress: Progress, question: Question, plan: Plan) -> SimulatedStep:
     """Return the simulated step of a plan, as `planner trace` writes it."""
-    found = question.simulate(plan, progress=progress)
+    drawn = drawn_micro_batches(question.model, question.workload, plan)
+    found = question.simulate(plan, micro_batches=drawn, progress=progress)
     run, trace = found.run, found.run.trace
     progress("following what the step waits for")
     counters = [c for c in trace.counters if c.name == "memory"]
@@ -89,7 +91,7 @@ def simulate(progress: Progress, question: Question, plan: Plan) -> SimulatedSte
     return SimulatedStep(
         line=timeline(trace),
         step_s=run.step_s,
-        detail=str(found.detail),
+        micro_batches=(drawn, plan.micro_batches(question.workload.global_batch_size)),
         path=path,
         path_s=path_parts_s([trace.spans[i] for i in path], run.step_s),
         memory=tuple(samples(counter, end_s=run.step_s, most=MOST_SAMPLES)) if counter else (),

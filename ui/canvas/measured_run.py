@@ -14,11 +14,11 @@ from planner.runs import comparison
 from planner.runs.run_report import RunReport, load_run
 from simulator.program.trace import Span, Trace
 from topology.errors import PlannerError
+from topology.units import in_gib, in_seconds
 from ui import panels
 from ui.background import service
 from ui.canvas.component import timeline, window_of
 from ui.canvas.payload import Shown, payload
-from ui.charts.look import seconds
 from ui.charts.timeline import LANES
 from ui.charts.timeline import timeline as columns
 
@@ -83,8 +83,8 @@ def _figure(value: float | None, unit: str) -> str | None:
     if value is None:
         return None
     if unit == "s":
-        return seconds(value)
-    return f"{value / 2**30:.1f} GiB" if unit == "bytes" else f"{value:,.3g} {unit}"
+        return in_seconds(value)
+    return in_gib(value) if unit == "bytes" else f"{value:,.3g} {unit}"
 
 
 def _clocks(document: dict[str, Any]) -> None:
@@ -103,8 +103,8 @@ def _overlaid(found: RunReport, key: str) -> None:
     largest = max(found.terms(), key=lambda one: abs(one.difference_s), default=None)
     if largest is not None:
         st.markdown(
-            f"The largest difference is **{panels.plain(largest.name)}**: predicted {seconds(largest.predicted_s)},"
-            f" measured {seconds(largest.measured_s)}."
+            f"The largest difference is **{panels.plain(largest.name)}**: predicted {in_seconds(largest.predicted_s)},"
+            f" measured {in_seconds(largest.measured_s)}."
         )
     line = columns(both(present))
     drawn = payload(
@@ -113,7 +113,7 @@ def _overlaid(found: RunReport, key: str) -> None:
         (),
         window=window_of(KEY, line.length_s),
         about="Timelines of one rank: "
-        + ", ".join(f"{word} {seconds(present[side].end_s)}" for side, word in enumerate(WORDS) if side in present),
+        + ", ".join(f"{word} {in_seconds(present[side].end_s)}" for side, word in enumerate(WORDS) if side in present),
         key=key,
         dark=panels.dark(),
     )

@@ -9,7 +9,8 @@ import altair as alt
 
 from planner.io.figures import gib_text, seconds_text
 from planner.pictures.palette import BAD, MEMORY
-from ui.charts.look import GIB, finished, ink_on, paper, scale, words
+from topology.units import GIB
+from ui.charts.look import finished, ink_on, paper, scale, words
 
 
 def memory(

@@ -10,8 +10,8 @@ import altair as alt
 import pandas as pd  # noqa: F401
 
 from planner.pictures.palette import DARK, LIGHT, Paper, colour
+from topology.units import in_gb_per_s
 
-GIB = 2.0**30
 PICK = "pick"  # the selection of charts whose marks are plans
 ABBREVIATIONS = frozenset({"dp", "cp", "tp", "pp", "ep"})
 FONT = "Source Sans, Source Sans Pro, sans-serif"
@@ -49,30 +49,10 @@ def words(name: str) -> str:
     return " ".join(word.upper() if word in ABBREVIATIONS else word for word in name.replace("_", " ").split(" "))
 
 
-def gib(nbytes: float) -> float:
-    return nbytes / GIB
-
-
-def rate(bytes_per_s: float | None) -> str:
-    """Return a link rate in GB/s, with as many digits as are known."""
-    if not bytes_per_s:
-        return "unknown"
-    gigabytes = bytes_per_s / 1e9
-    return f"{gigabytes:.0f} GB/s" if gigabytes >= 100 else f"{gigabytes:.3g} GB/s"
-
-
 def rate_range(bytes_per_s: Sequence[float]) -> str:
     """Return the least and the greatest of several rates, or one where they agree: `377 to 380 GB/s`."""
-    low, high = rate(min(bytes_per_s)), rate(max(bytes_per_s))
+    low, high = in_gb_per_s(min(bytes_per_s)), in_gb_per_s(max(bytes_per_s))
     return low if low == high else f"{low.removesuffix(' GB/s')} to {high}"
-
-
-def seconds(value: float) -> str:
-    """Return a duration with three significant digits, in s, ms or us."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if abs(value) >= size:
-            return f"{value / size:.3g} {unit}"
-    return "0 s" if value == 0 else f"{value / 1e-6:.2g} us"
 
 
 def picked() -> alt.Parameter:

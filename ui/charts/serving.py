@@ -7,7 +7,8 @@ from collections.abc import Mapping
 import altair as alt
 
 from planner.pictures.palette import BLUE
-from planner.serving import digits, words
+from planner.serving import words
+from topology.units import two_digits
 from ui.charts.look import finished, paper
 
 LABEL_PX = 90  # of the words beside a bar
@@ -18,7 +19,7 @@ def parts(seconds: Mapping[str, float], *, dark: bool) -> alt.LayerChart:
     p = paper(dark)
     whole = sum(seconds.values()) or 1.0
     values = [
-        {"part": words(name), "ms": 1e3 * value, "text": f"{digits(1e3 * value)} ms, {value / whole:.0%}"}
+        {"part": words(name), "ms": 1e3 * value, "text": f"{two_digits(1e3 * value)} ms, {value / whole:.0%}"}
         for name, value in sorted(seconds.items(), key=lambda item: -item[1])
         if value >= 0.005 * whole
     ]

@@ -8,8 +8,9 @@ import altair as alt
 
 from planner.pictures.node_layout import LINK_WORDS, NodeView, degraded
 from planner.pictures.palette import BAD, LINKS, colour
+from topology.units import in_gb_per_s
 from ui.charts.loads import LEVELS, UNKNOWN, level, percent
-from ui.charts.look import finished, ink_on, paper, rate
+from ui.charts.look import finished, ink_on, paper
 from ui.charts.placement_layout import AXIS_NAMES
 
 ROW = 92  # pixels between rows of the picture
@@ -43,9 +44,9 @@ def node(
             "what": f"{cable.a} to {cable.b}",
             "class": cable.label or "-",
             "links": cable.count,
-            "planned": rate(cable.planned),
-            "nominal": rate(cable.nominal),
-            "measured": rate(cable.measured) if cable.measured else "not measured",
+            "planned": in_gb_per_s(cable.planned),
+            "nominal": in_gb_per_s(cable.nominal),
+            "measured": in_gb_per_s(cable.measured) if cable.measured else "not measured",
             "state": cable.state,
             "source": cable.source,
             "wide": _width(cable.planned),
@@ -189,7 +190,7 @@ def pairs(rows: list[dict[str, object]], *, switched: bool, dark: bool) -> alt.L
         values.append(
             {
                 **row,
-                "text": rate(float(str(row["rate"])) if row["rate"] else None),
+                "text": in_gb_per_s(float(str(row["rate"])) if row["rate"] else None),
                 "kind": FAMILY_WORDS.get(family, "not read"),
                 "on": ink_on(colour("links", family)),
                 "strength": 1.0 if few or not row["rate"] else 0.35 + 0.65 * float(str(row["rate"])) / top,

@@ -18,9 +18,10 @@ from planner.io.inputs import read_cluster
 from simulator.config.hf_config import load_model
 from topology import codec
 from topology.errors import BadInput, PlannerError
+from topology.units import MIB
 
 Kind = Literal["cluster", "model"]
-MAX_BYTES = 4 * 2**20  # real topology files have up to 60 KB
+MAX_BYTES = 4 * MIB  # real topology files have up to 60 KB
 MAX_FILES = 40
 _STORED_NAME = re.compile(r"^(cluster|model)-([0-9a-f]{8})-([A-Za-z0-9._-]{1,48})$")
 
@@ -75,8 +76,8 @@ def store(kind: Kind, name: str, content: bytes) -> Upload:
     """Check and store an uploaded file. Raises PlannerError, which names the file, when it is not one of `kind`."""
     if len(content) > MAX_BYTES:
         raise BadInput(
-            f"{name} has {len(content) / 2**20:.1f} MiB",
-            why=f"files up to {MAX_BYTES // 2**20} MiB are read; topology texts have a few kilobytes",
+            f"{name} has {len(content) / MIB:.1f} MiB",
+            why=f"files up to {MAX_BYTES // MIB} MiB are read; topology texts have a few kilobytes",
             remedy="upload the output of nvidia-smi topo -m, an NCCL topology file, or a cluster file",
         )
     digest = hashlib.sha256(content).hexdigest()[:8]

@@ -12,8 +12,8 @@ from planner.configs.any_kind import named_by
 from planner.configs.serving import serving_engine
 from simulator.config.estimate import Estimate
 from topology import codec
+from topology.units import GIB, MIB, in_seconds
 from ui import data, panels, rows
-from ui.charts.look import seconds
 from ui.question import state, uploads
 
 READ = (
@@ -52,7 +52,7 @@ def show(question: state.Inputs) -> None:
 
 def _given() -> tuple[str, str]:
     """Return the text and the name of the configuration that was dropped or pasted."""
-    file = st.file_uploader("A configuration", key="check_file", max_upload_size=uploads.MAX_BYTES // 2**20)
+    file = st.file_uploader("A configuration", key="check_file", max_upload_size=uploads.MAX_BYTES // MIB)
     if file is not None:
         return file.getvalue().decode("utf-8-sig", errors="replace"), uploads.harmless(file.name)
     pasted = str(st.text_area("Or its text", key="check_text", height=140) or "")
@@ -106,17 +106,17 @@ def _answer(found: dict[str, Any], name: str) -> None:
     if changes:
         panels.section("The one change that gains most", panels.plain(changes[0]["what"]))
         each = "token" if serving else "step"
-        st.markdown(f"{seconds(changes[0]['step_s'])} a {each}, {'fits' if changes[0]['fits'] else 'may not fit'}.")
+        st.markdown(f"{in_seconds(changes[0]['step_s'])} a {each}, {'fits' if changes[0]['fits'] else 'may not fit'}.")
         _diff(changes[0]["diff"], name, "change")
         if changes[1:]:
             others = [
-                {"or": one["what"], each: seconds(one["step_s"]), "fits": "yes" if one["fits"] else "no"}
+                {"or": one["what"], each: in_seconds(one["step_s"]), "fits": "yes" if one["fits"] else "no"}
                 for one in changes[1:]
             ]
             st.dataframe(others, hide_index=True, width="stretch")
     if best is not None and not serving:
         estimate = codec.convert(best["estimate"], Estimate, where="estimate", others=True)
-        step, (held, verdict) = seconds(estimate.step_s.value), rows.memory_figure(estimate.memory)
+        step, (held, verdict) = in_seconds(estimate.step_s.value), rows.memory_figure(estimate.memory)
         panels.section("The best plan", f"{step} a step; memory {held}, {verdict}. As a change of the same file.")
         _diff(best["diff"], name, "best")
     elif found.get("no_better"):
@@ -132,11 +132,11 @@ def _figures(told: dict[str, Any]) -> None:
 def _serving_figures(told: dict[str, Any]) -> None:
     """Show what clients would see: told by the document alone, as a service elsewhere may have made it."""
     first, token, rate = (told[name] for name in ("ttft_s", "tpot_s", "output_tokens_per_s_per_gpu"))
-    held, room = sum(told["memory"]["by_category"].values()) / 2**30, told["memory"]["capacity_bytes"] / 2**30
+    held, room = sum(told["memory"]["by_category"].values()) / GIB, told["memory"]["capacity_bytes"] / GIB
     panels.figures(
         [
-            ("First token", seconds(first["value"]), "In the mean.", _range(first)),
-            ("A token", seconds(token["value"]), "After the first, in the mean.", _range(token)),
+            ("First token", in_seconds(first["value"]), "In the mean.", _range(first)),
+            ("A token", in_seconds(token["value"]), "After the first, in the mean.", _range(token)),
             ("Tokens/s per GPU", f"{rate['value']:,.0f}", "Of answers.", ""),
             ("Memory of a GPU", f"{held:.0f} GiB", f"Of {room:.1f} GiB, with the KV cache.", ""),
         ]
@@ -144,7 +144,7 @@ def _serving_figures(told: dict[str, Any]) -> None:
 
 
 def _range(told: dict[str, Any]) -> str:
-    return f"{seconds(told['low'])} to {seconds(told['high'])}"
+    return f"{in_seconds(told['low'])} to {in_seconds(told['high'])}"
 
 
 def _diff(text: str, name: str, key: str) -> None:

@@ -11,6 +11,7 @@ from planner.pictures.node_layout import node_view, pair_rows
 from planner.question.question import plannable
 from topology import codec
 from topology.errors import PlannerError
+from topology.units import MIB
 from ui import data, panels, rows
 from ui.charts import topology as charts
 from ui.question import state, uploads
@@ -113,7 +114,7 @@ def _add() -> None:
         type=["txt", "xml", "json", "log"],
         key="cluster_file",
         on_change=upload,
-        max_upload_size=uploads.MAX_BYTES // 2**20,
+        max_upload_size=uploads.MAX_BYTES // MIB,
     )
     error = state.results().get("cluster_error")
     if error is not None:

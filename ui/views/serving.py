@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 import streamlit as st
 
 from planner.export.serving.files import serving_files
-from planner.serving import answer_sentence, deployment_text, digits, ms_text, price_per_million, serving_file
+from planner.serving import answer_sentence, deployment_text, ms_text, price_per_million, serving_file
 from simulator.config.hf_config import hub_name
 from topology import codec
 from topology.errors import Infeasible
+from topology.units import GIB, in_gib, two_digits
 from ui import panels
 from ui.background import waiting
 from ui.charts import serving as charts
@@ -66,7 +67,7 @@ def _table(found: ServingAnswers) -> int:
             "deployment": deployment_text(plan.deployment),
             "first": ms_text(plan.estimate.ttft_s),
             "token": ms_text(plan.estimate.tpot_s),
-            "rate": digits(plan.estimate.output_tokens_per_s_per_gpu.value),
+            "rate": two_digits(plan.estimate.output_tokens_per_s_per_gpu.value),
             "cache": plan.estimate.room.tokens,
             "why": plan.lost_because,
         }
@@ -93,9 +94,9 @@ def _load(found: ServingAnswers) -> None:
         {
             "clients": f"{row.value:,.0f}",
             "deployment": deployment_text(row.deployment),
-            "first token, ms": digits(1e3 * row.estimate.ttft_s.value),
-            "further token, ms": digits(1e3 * row.estimate.tpot_s.value),
-            "tokens/s a GPU": digits(row.estimate.output_tokens_per_s_per_gpu.value),
+            "first token, ms": two_digits(1e3 * row.estimate.ttft_s.value),
+            "further token, ms": two_digits(1e3 * row.estimate.tpot_s.value),
+            "tokens/s a GPU": two_digits(row.estimate.output_tokens_per_s_per_gpu.value),
         }
         for row in found.load.rows
     ]
@@ -107,28 +108,32 @@ def _detail(found: ServingAnswers, place: int) -> None:
     estimate = plan.estimate
     room = estimate.room
     panels.section(f"#{place + 1}  {panels.plain(deployment_text(plan.deployment))}")
-    taken = sum(room.by_category.values()) / 2**30
+    taken = sum(room.by_category.values()) / GIB
     first, first_range = _milliseconds(estimate.ttft_s)
     token, token_range = _milliseconds(estimate.tpot_s)
     source = estimate.tpot_s.source
     price = price_per_million(found.result.question, estimate)
-    cost = [] if price is None else [("A million output tokens", digits(price), "At the price of a GPU that was told.")]
+    cost = (
+        []
+        if price is None
+        else [("A million output tokens", two_digits(price), "At the price of a GPU that was told.")]
+    )
     panels.figures(
         [
             ("First token", first, "Mean; below it is where 80 % of such figures were.", first_range, source),
             ("Each further token", token, "Mean time between tokens after the first.", token_range, source),
             (
                 "Slow requests",
-                f"{digits(1e3 * estimate.latency.ttft_s.p95)} ms",
+                f"{two_digits(1e3 * estimate.latency.ttft_s.p95)} ms",
                 "95 of 100 first tokens are sooner.",
                 "",
                 source,
             ),
-            ("Memory of a GPU", f"{taken:.0f} GiB", f"Of {room.capacity_bytes / 2**30:.1f} GiB, with the KV cache."),
+            ("Memory of a GPU", f"{taken:.0f} GiB", f"Of {in_gib(room.capacity_bytes)}, with the KV cache."),
             *cost,
         ]
     )
-    sequences, context = digits(account.sequences), digits(account.context)
+    sequences, context = two_digits(account.sequences), two_digits(account.context)
     panels.section("Each further token", f"{sequences} answers go on in a step, with {context} tokens each.")
     drawn = charts.parts(account.token_s, dark=panels.dark())
     panels.chart(
@@ -145,13 +150,13 @@ def _detail(found: ServingAnswers, place: int) -> None:
 
 def _milliseconds(value: Interval) -> tuple[str, str]:
     """Return a time in milliseconds, and its range."""
-    low, middle, high = (digits(1e3 * end) for end in (value.low, value.value, value.high))
+    low, middle, high = (two_digits(1e3 * end) for end in (value.low, value.value, value.high))
     return f"{middle} ms", f"{low} to {high} ms"
 
 
 def _largest(parts_s: Mapping[str, float]) -> str:
     name, seconds = max(parts_s.items(), key=lambda part: part[1], default=("nothing", 0.0))
-    return f"most of it {name}, {digits(1e3 * seconds)} ms"
+    return f"most of it {name}, {two_digits(1e3 * seconds)} ms"
 
 
 def _next(question: serving_question.ServingInputs, found: ServingAnswers, plan: ServingPlan) -> None:

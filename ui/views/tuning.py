@@ -8,6 +8,7 @@ from typing import Any
 
 import streamlit as st
 
+from planner.io import plan_words
 from planner.tune.candidates import Candidate
 from planner.tune.history import history
 from planner.tune.loop import View
@@ -15,12 +16,13 @@ from planner.tune.sessions.session import shown
 from planner.tune.state import State, parse_state, read_state
 from planner.tune.text import chance_text
 from topology.errors import PlannerError
-from ui import data, jobs, panels, plan_words
+from topology.units import MIB
+from ui import data, jobs, panels
 from ui.background import service
 from ui.charts import tuning as charts
 from ui.question import state
 
-MOST_BYTES = 16 * 2**20
+MOST_BYTES = 16 * MIB
 COMMANDS = ("tune",)
 WIDE = 280  # pixels of a finalist's chart: one fits a phone, four a screen
 STATE = "state.jsonl"
@@ -135,7 +137,7 @@ def _chosen() -> State | None:
     try:
         if uploaded is not None:
             if uploaded.size > MOST_BYTES:
-                panels.empty("The file is too large", f"States of tunings have up to {MOST_BYTES // 2**20} MiB.")
+                panels.empty("The file is too large", f"States of tunings have up to {MOST_BYTES // MIB} MiB.")
                 return None
             return parse_state(uploaded.getvalue().decode("utf-8", errors="replace"), where=panels.plain(uploaded.name))
         here = sorted(Path.cwd().glob("meshwright-tune-*/state.jsonl"), reverse=True)[:20]

@@ -5,9 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import typer
+
+from planner.commands.apply import LEAST_FREE_BYTES, folder_of, limits_s
 from planner.io import child, output
 from planner.io.output import SCHEMA_VERSION
 from planner.io.printable import printable
+from planner.requests.runs import Apply
+from planner.runs import apply_process
 from planner.serving import (
     TASK,
     AskedRun,
@@ -26,16 +31,35 @@ from topology.errors import PlannerError, UserError
 MODULE = "executor.serving.run"
 
 
-def apply_serving_plan(
-    path: Path, *, device: str, folder: Path, budget_s: float, learn: Path | None, dry_run: bool, json: bool
-) -> int:
-    """Run a saved deployment; return 0, 1 where the run failed, 4 where a load is outside its predicted interval.
+def apply(asked: Apply) -> None:
+    """Run a saved deployment; raise Exit with 1 where the run failed, 4 where a load is outside its predicted interval."""
+    seconds, _ = limits_s(asked)
+    said = {
+        "--launcher": asked.launcher != "local",
+        "--steps": asked.steps is not None,
+        "--own-table": asked.own_table,
+        "--tolerance": asked.tolerance is not None,
+        "--allow-busy": asked.allow_busy,
+    }
+    if wrong := ", ".join(name for name, there in said.items() if there):
+        raise UserError(f"{wrong}: not for a serving plan", remedy=f"leave out {wrong}")
+    folder = folder_of(asked.out, force=asked.force)
+    if not asked.dry_run:
+        apply_process.require_torch()
+        output.require_room(folder, LEAST_FREE_BYTES, "records and timelines of a run")
+    if code := _run(asked, folder, seconds):
+        raise typer.Exit(code)
 
-    `learn` is a profile to which what was measured is added, steps too.
+
+def _run(asked: Apply, folder: Path, budget_s: float) -> int:
+    """Run the deployment, or show what would run, and return the exit code.
+
+    `asked.learn` is a profile to which what was measured is added, steps too.
     """
+    device, learn = asked.device or "cuda", asked.learn
     if learn is not None and device == "cpu":
         raise UserError("--learn needs GPUs", why="a profile is of one kind of GPU", remedy="leave out --device cpu")
-    content = load_serving(path)
+    content = load_serving(str(asked.plan))
     run = asked_run(
         content.question,
         content.deployment.pool,
@@ -46,9 +70,9 @@ def apply_serving_plan(
         output.warn(f"note: {note}")
     request = run.request(device=device)
     arguments = [f"--request={folder / 'request.json'}", f"--out={folder}", f"--budget={budget_s:g}"]
-    if dry_run:
+    if asked.dry_run:
         command = child.module_command(MODULE, arguments)
-        if json:
+        if asked.json:
             output.emit_json(
                 {
                     "schema_version": SCHEMA_VERSION,
@@ -65,7 +89,7 @@ def apply_serving_plan(
     document = run_request(request, folder, budget_s)
     if learn is not None:
         output.warn(f"{learn}: {add_to_profile(document, learn)} samples of the run")
-    if json:
+    if asked.json:
         output.emit_json({**document, "comparison": comparison(document), "directory": str(folder)})
     else:
         print_run(document)

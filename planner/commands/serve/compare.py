@@ -4,13 +4,27 @@ from __future__ import annotations
 
 from planner.commands.serve.estimate import answer_of
 from planner.io import output
+from planner.requests.serving import Task, is_serving_plan
+from planner.requests.training import Compare
 from planner.serving import ServingFlags, compare_answers, comparison_document, print_compared
+from topology.errors import UserError
 
 
-def compare_serving(first: str, second: str, *, json: bool) -> None:
-    """Print two deployments side by side, each under its own question."""
+def compare(asked: Compare) -> None:
+    """Print two deployments side by side, each under its own question. Raises UserError where one is no deployment."""
+    first, second = asked.first, asked.second
+    serving = [is_serving_plan(name) for name in (first, second)]
+    if not all(serving) or asked.task is Task.TRAIN:
+        raise UserError(
+            "two plans of one task are compared",
+            why=f"{first if not serving[0] else second} is "
+            + ("not a serving plan" if not all(serving) else "a serving plan"),
+            remedy="make both with planner suggest --task serve --out plan.json",
+        )
+    if asked.profile is not None or asked.strict:
+        raise UserError("--profile and --strict are options of training", remedy="leave them out")
     found = compare_answers(answer_of(ServingFlags(), first), answer_of(ServingFlags(), second))
-    if json:
+    if asked.json:
         output.emit_json(comparison_document(found, (first, second)))
     else:
         print_compared(found, (first, second))

@@ -8,16 +8,18 @@ from typing import Any
 
 import typer
 
-from planner.commands.flags.serving_flags import DEGREES, Task, refuse, stated
 from planner.io import output
-from planner.question.flags import Flags
+from planner.question.flags import Flags, flags_of_plan
 from planner.question.plan_file import refuse_overwrite
+from planner.requests.flag import values_of
+from planner.requests.serving import Task, refuse
+from planner.requests.serving import stated as stated_names
+from planner.requests.training import Estimate
 from planner.serving import (
     ServingAnswer,
     ServingFlags,
     answer_deployment,
     estimate_document,
-    is_serving_file,
     load_serving,
     print_answer,
     serving_file,
@@ -27,17 +29,8 @@ from planner.serving import (
 )
 from topology import codec
 
+DEGREES = frozenset({"tp", "pp", "ep"})  # what a deployment shares with a training plan
 SPELLED = {"zero_stage": "--zero", "micro_batch_size": "--micro-batch", "name": "--runtime", "version": "--runtime"}
-
-
-def is_serving_plan(path: str | Path | None) -> bool:
-    """Return whether a file is a saved serving plan; one that cannot be read is left to who reads it."""
-    if path is None or str(path) == "-" or not Path(path).is_file():
-        return False
-    try:
-        return is_serving_file(codec.read_json(path))
-    except Exception:  # noqa: BLE001 - whatever is wrong with it is said by the reader of its own kind
-        return False
 
 
 def serving_flags(
@@ -51,7 +44,7 @@ def serving_flags(
     """Return what a command states of serving. Raises UserError for options that only training has."""
     only = {"seq_len": flags.seq_len, "global_batch": flags.global_batch, **flags.plan, **flags.runtime}
     names = [name for name, value in only.items() if name not in DEGREES and value is not None]
-    refuse([*names, *stated(others or {})], Task.SERVE, SPELLED)
+    refuse([*names, *stated_names(others or {})], Task.SERVE, SPELLED)
     return ServingFlags(
         model=flags.model,
         cluster=flags.cluster,
@@ -75,12 +68,16 @@ def answer_of(flags: ServingFlags, plan: str | Path | None) -> ServingAnswer:
     return answer_deployment(question, deployment, tuple(f"changed {line}" for line in changed))
 
 
-def estimate_serving_plan(flags: ServingFlags, *, plan: Path | None, out: Path | None, force: bool, json: bool) -> None:
+def estimate(asked: Estimate) -> None:
     """Print the answer; raise Exit(3) where the deployment is not legal."""
+    serving = values_of(asked.load, asked.engine, asked.deployment)
+    stated = flags_of_plan(asked.stated)
+    flags = serving_flags(stated, serving, {"case": asked.case}, profile=asked.profile, strict=asked.strict)
+    plan, out = asked.plan, asked.out
     if out is not None:
-        refuse_overwrite(out, force=force)
+        refuse_overwrite(out, force=asked.force)
     found = answer_of(flags, plan)
-    if json:
+    if asked.json:
         output.emit_json(estimate_document("" if plan is None else str(plan), found))
     else:
         print_answer(found)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import Any
 
 import typer
 
+from planner.commands.serve.estimate import serving_flags
 from planner.io import output
+from planner.question.flags import flags_of_question, gpu_counts
+from planner.requests.flag import values_of
+from planner.requests.training import Explain
 from planner.search.flips import KNOBS
 from planner.serving import (
     Links,
-    ServingFlags,
     explain_serving,
     explanation_document,
     load_serving,
@@ -21,19 +24,33 @@ from planner.serving import (
 from topology.cluster import Cluster
 
 
-def explain_serving_plan(flags: ServingFlags, *, plan: str | Path | None, top: int, sweep: bool, json: bool) -> None:
+def explain(asked: Explain) -> None:
     """Print the explanation of a saved plan, or of the best one of the question that flags ask."""
+    others = {
+        "framework": asked.framework,
+        "id": asked.case_id,
+        "memory": asked.memory,
+        "observed_peak": asked.observed_peak,
+        "svg": asked.svg,
+        "time_limit": asked.time_limit,
+    }
+    name: dict[str, Any] = {"name": asked.framework} if asked.file else {}
+    counts = gpu_counts(asked.gpus)
+    stated = flags_of_question(asked, cluster=asked.cluster, gpu=asked.gpu, gpus=counts, **name)
+    serving = values_of(asked.load, asked.engine)
+    flags = serving_flags(stated, serving, others, profile=asked.profile, strict=asked.strict)
+    plan = asked.file
     if plan is None:
         question, chosen = serving_question(flags), None
     else:
         question, chosen, _ = with_serving_flags(load_serving(plan), flags)
     try:
         found = explain_serving(
-            question, chosen, links=_links(question.cluster), top=top, sweep=sweep, progress=output.progress
+            question, chosen, links=_links(question.cluster), top=asked.top, sweep=asked.flips, progress=output.progress
         )
     finally:
         output.end_progress()
-    if json:
+    if asked.json:
         output.emit_json(explanation_document("" if plan is None else str(plan), found))
     else:
         print_explained(found)

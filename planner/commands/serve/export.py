@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
+from planner.commands.export import require_one_kind
 from planner.export.serving.files import serving_files
 from planner.io import output
 from planner.io.printable import printable
 from planner.question.plan_file import refuse_overwrite
+from planner.requests.tools import Export
 from planner.serving import TASK, ServingFile, load_serving
 from simulator.config.hf_config import hub_name
 from simulator.serving.engine import engine_of
@@ -17,37 +17,38 @@ from topology.errors import BadInput, Infeasible, UserError
 FILES = {"script": "serve.sh", "compose": "compose.yaml", "kubernetes": "kubernetes.yaml"}
 
 
-def export_serving_plan(
-    path: Path, *, to: str | None, every: bool, out: Path | None, name: str | None, force: bool, json: bool
-) -> None:
-    """Print or save the file that `to` names, or all of them. `name` is the model's on the hub or a path of its weights.
+def export(asked: Export) -> None:
+    """Print or save the file that `--to` names, or all of them. `--name` is the model's on the hub or a path of its weights.
 
-    Raises UserError for another `to`, Infeasible for a plan that such a file cannot start.
+    Raises UserError for another `--to`, Infeasible for a plan that such a file cannot start.
     """
-    content = load_serving(path)
-    files = files_of(content, name)
-    if every and out is not None:
+    require_one_kind(asked)
+    if asked.case_id is not None:
+        raise UserError("--id: a serving plan is one", remedy="leave it out")
+    content, out = load_serving(asked.plan), asked.out
+    files = files_of(content, asked.name)
+    if asked.every and out is not None:
         if out.exists() and not out.is_dir():
             raise BadInput(f"{out} is not a directory", remedy="--out with a new name")
         out.mkdir(parents=True, exist_ok=True)
         for file in files:
-            refuse_overwrite(out / file, force=force)
+            refuse_overwrite(out / file, force=asked.force)
         for file, text in files.items():
             codec.write_text(out / file, text)
-        if json:
+        if asked.json:
             output.emit_json({"schema_version": output.SCHEMA_VERSION, "task": TASK, "saved": str(out), "files": files})
         else:
             print(printable(f"saved {', '.join(str(out / file) for file in files)}"))
         return
-    file = _file(content, str(to))
+    file = _file(content, str(asked.to))
     if file not in files:
         raise Infeasible(
-            f"no {to} for this plan", why="its engines do not fit on one node together", remedy="--to kubernetes"
+            f"no {asked.to} for this plan", why="its engines do not fit on one node together", remedy="--to kubernetes"
         )
     if out is not None:
-        refuse_overwrite(out, force=force)
+        refuse_overwrite(out, force=asked.force)
         codec.write_text(out, files[file])
-    if json:
+    if asked.json:
         saved = str(out) if out else None
         output.emit_json({"schema_version": output.SCHEMA_VERSION, "task": TASK, "text": files[file], "saved": saved})
     else:

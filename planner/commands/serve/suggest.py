@@ -5,17 +5,16 @@ from __future__ import annotations
 import math
 import shlex
 import time
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from planner.commands.flags.serving_flags import Task, refuse, stated, typed
 from planner.export.serving.commands import command
 from planner.export.serving.files import serving_files
 from planner.io import output
+from planner.requests.serving import Task, refuse, stated
+from planner.requests.training import Suggest
 from planner.serving import (
-    ServingFlags,
     ServingResult,
+    flags_of_search,
     over_clients,
     print_serving,
     search_serving,
@@ -24,56 +23,46 @@ from planner.serving import (
     serving_question,
 )
 from simulator.config.hf_config import hub_name
+from simulator.config.plan import PLAN_FIELDS
 from topology import codec
 from topology.errors import Infeasible, UserError
 
-# Options of `suggest` that mean nothing when serving; of those with a default it counts whether the command line has them.
+# Options of `suggest` that mean nothing when serving; of those with a default it counts whether they were stated.
 ONLY_TRAINING = (
-    *("global_batch", "all_variants", "compile_model", "param_dtype", "compute_dtype"),
-    *("max_tp", "tp", "pp", "cp", "ep"),
-    *("dp_shard", "dp_replicate", "tokens", "deadline", "budget", "schedule", "virtual_stages", "micro_batch"),
-    *("recompute", "runtime", "pick", "offload", "ep_overlap"),
+    *("global_batch", "all_variants", "compile_model", "param_dtype", "compute_dtype", "max_tp"),
+    *("tokens", "deadline", "budget", "runtime", "pick"),
 )
-SPELLED = {"all_variants": "--all", "compile_model": "--compile", "global_batch": "--global-batch"}
+SPELLED = {"all_variants": "--all", "compile_model": "--compile"}
 DEFAULTED = ("seq_len", "framework", "simulate")
 
 
-def suggest_serving(given: Mapping[str, Any]) -> None:
-    """Print the answer to the arguments of `suggest`. Raises UserError for options that only training has."""
-    others = [name for name in stated({name: given[name] for name in ONLY_TRAINING}) if given[name] is not None]
-    others += [name for name in DEFAULTED if typed(given["context"], name)]
-    refuse(others, Task.SERVE, SPELLED)
-    counts = given["gpus"]
-    if counts is not None and not (counts.strip().isdigit() and 0 < int(counts.strip()[:12]) <= 1 << 20):
-        raise UserError(f"--gpus {counts!r} is not a number", remedy="give one number of GPUs with --task serve")
-    flags = ServingFlags(
-        model=given["model"],
-        cluster=given["cluster"],
-        gpu=given["gpu"],
-        gpus=None if counts is None else int(counts),
-        objective=given["objective"].value if typed(given["context"], "objective") else None,
-        gpu_price=given["gpu_price"],
-        profile=given["profile"],
-        strict=given["strict"],
-        **given["serving"],
-    )
-    question = serving_question(flags)
-    out = given["out"]
-    if out is not None and out.exists() and not given["force"]:
+def suggest(asked: Suggest) -> None:
+    """Print the answer to a request. Raises UserError for options that only training has."""
+    refuse(_of_training(asked), Task.SERVE, SPELLED)
+    question = serving_question(flags_of_search(asked))
+    out = asked.out
+    if out is not None and out.exists() and not asked.force:
         raise UserError(f"{out} is there already", remedy="choose another name, or pass --force")
-    limit_s = given["time_limit"]
+    limit_s = asked.time_limit
     until_s = time.monotonic() + (math.inf if limit_s is None else limit_s)
     try:
         result = search_serving(question, progress=output.progress, time_limit_s=limit_s)
         load = over_clients(result, until_s=until_s).rows
     finally:
         output.end_progress()
-    if given["json"]:
-        output.emit_json(serving_document(result, load, top=given["top"]))
+    if asked.json:
+        output.emit_json(serving_document(result, load, top=asked.top))
     else:
-        print_serving(result, load, top=given["top"], start=_start(result))
+        print_serving(result, load, top=asked.top, start=_start(result))
     if out is not None:
         _write(result, out)
+
+
+def _of_training(asked: Suggest) -> list[str]:
+    """Return the options that were stated and only training has."""
+    parts = [PLAN_FIELDS[name].parameter for name, text in asked.fixed.items() if text is not None]
+    others = stated({name: getattr(asked, name) for name in ONLY_TRAINING})
+    return [*others, *parts, *(name for name in DEFAULTED if name in asked.said)]
 
 
 def _write(result: ServingResult, out: Path) -> None:

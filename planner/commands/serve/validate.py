@@ -6,21 +6,23 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from planner.io import output
+from planner.io.grids import grid
 from planner.io.output import console
 from planner.io.printable import printable
+from planner.requests.runs import Validate
+from planner.requests.serving import is_points_file
 from planner.validate.serving_points import QUANTITIES, validate_point
-from planner.validate.serving_report import by_group, is_points_file, read_points, summarise_points
+from planner.validate.serving_report import by_group, read_points, summarise_points
 from topology.errors import Infeasible, OutOfTolerance, UserError
 
 
-def validate_serving(files: Sequence[str], *, json: bool, tolerance: float | None) -> None:
+def validate(asked: Validate) -> None:
     """Print predictions beside measurements of all points. `tolerance` is for mean absolute errors, in percent.
 
     Raises UserError for files of another kind among them, Infeasible when no row could be predicted, OutOfTolerance.
     """
+    files, tolerance = asked.files, asked.tolerance
     others = [name for name in files if not is_points_file(name)]
     if others:
         raise UserError(
@@ -39,7 +41,7 @@ def validate_serving(files: Sequence[str], *, json: bool, tolerance: float | Non
         output.end_progress()
     groups = dict(by_group(rows))
     summary = {**summarise_points(rows), "by_group": groups}
-    if json:
+    if asked.json:
         output.emit_json({"schema_version": output.SCHEMA_VERSION, "rows": rows, "summary": summary})
     else:
         _print(groups, summary, rows)
@@ -51,10 +53,8 @@ def validate_serving(files: Sequence[str], *, json: bool, tolerance: float | Non
 
 
 def _print(groups: Mapping[str, Any], summary: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("source | GPU | model | engine", overflow="fold")
-    for heading in ("rows", "1st token", "held", "a token", "held", "tok/s", "held"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    headings = ("source | GPU | model | engine", "rows", "1st token", "held", "a token", "held", "tok/s", "held")
+    table = grid(headings)
     for name, part in [*groups.items(), ("all", summary)]:
         cells = [cell for quantity in QUANTITIES for cell in _cells(part[quantity])]
         table.add_row(printable(name), str(part["rows"] - part["skipped"]), *cells)

@@ -9,11 +9,12 @@ from typing import Any
 
 from planner.configs.formats.documents import Document
 from planner.export.mapping import Facts, Settings, Table
+from planner.search.plan_space.stated import Values
 from simulator.config.model import Model
 from topology.errors import UserError
 
-# Degrees and modes that no key of a kind of file holds: a better plan must not ask for them.
-Limits = Mapping[str, object]
+# The only values of a plan's fields that a kind of file can say; None: it has no key for the field, which stays as it is.
+Limits = Mapping[str, Values | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -92,8 +92,8 @@ def _accelerate(document: YamlDocument, flags: CheckFlags) -> Configuration:
         leaves_open=frozenset({"global_batch"} | ({"seq_len"} - launch.keys())),
         limits={
             **WHOLE,
-            "micro_batch": None,
-            **({"tp": ((1, 1),), "cp": ((1, 1),), "recomputes": None} if zero else {}),
+            "micro_batch_size": None,
+            **({"tp": ((1, 1),), "cp": ((1, 1),), "recompute": None} if zero else {}),
         },
     )
 
@@ -198,7 +198,7 @@ def _deepspeed(document: YamlDocument, settings: Settings, flags: CheckFlags) ->
         ),
         unknown=tuple(unknown),
         # Context parallelism needs the program's attention as well.
-        limits={"pp": ((1, 1),), "cp": ((context, context),), "recomputes": None},
+        limits={"pp": ((1, 1),), "cp": ((context, context),), "recompute": None},
     )
 
 

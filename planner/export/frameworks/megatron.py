@@ -14,6 +14,7 @@ from planner.export.script import ShellExpression, started_script
 from simulator.config.model import Model
 from simulator.config.overlap_sites import NONE, USERBUFFERS, tp_overlap_label
 from simulator.runtimes.environment import Variable
+from simulator.runtimes.library import spec_for
 
 VERSION = "0.19.2"
 TITLE = f"Megatron-LM (megatron-core {VERSION})"
@@ -86,7 +87,7 @@ def program(job: ExportJob) -> tuple[list[str], Draft]:
             f"tensor-parallel overlap {tp_overlap_label(plan.tp_overlap)}: written as --tp-comm-overlap, which has its own"
         )
     if (
-        runtime.param_dtype == "bfloat16" and job.question.framework.name != "megatron-lm"
+        runtime.param_dtype == "bfloat16" and not spec_for(runtime).state.master_weights
     ):  # Megatron-LM's own meaning of it
         not_expressed.append("parameters stored in bfloat16 only: Megatron-LM keeps float32 copies in its optimizer")
     if runtime.compute_dtype == "float4":

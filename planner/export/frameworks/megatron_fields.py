@@ -10,8 +10,7 @@ from __future__ import annotations
 from planner.export.frameworks.megatron_model import set_flags
 from planner.export.mapping import Entry, Facts, Settings, Table, one_of, truth, whole
 from simulator.config.overlap_sites import NONE, USERBUFFERS
-from simulator.config.plan import Plan
-from simulator.pipeline.schedules import default_schedule
+from simulator.config.plan import Plan, default_schedule
 from simulator.pipeline.stages import counted_ends, stage_layers
 from simulator.runtimes.library import runtime_spec
 from topology.errors import BadInput

@@ -6,6 +6,7 @@ from planner.export.degrees import to_fsdp_degrees
 from planner.export.job import ExportJob, require_legal
 from simulator.config.overlap_sites import tp_overlap_label
 from simulator.config.plan import Plan
+from simulator.pipeline.schedules.registry import schedule_kind
 from topology.errors import Infeasible
 
 TITLE = "torchtitan"
@@ -17,7 +18,7 @@ def prepared(job: ExportJob, title: str) -> tuple[ExportJob, tuple[str, ...], tu
     Raises Infeasible for what it cannot run.
     """
     fsdp, sharding_notes = to_fsdp_degrees(job.plan, title)
-    if fsdp.ep_overlap != "none" and not (title.endswith("0.2.2") and fsdp.schedule == "DualPipeV"):
+    if fsdp.ep_overlap != "none" and not (title.endswith("0.2.2") and schedule_kind(fsdp.schedule_name).pairs):
         fsdp = fsdp.with_(ep_overlap="none")
         sharding_notes = (*sharding_notes, f"all-to-all of experts beside compute: {title} does not with this schedule")
     job = job.with_plan(fsdp)

@@ -20,7 +20,7 @@ from planner.export.mapping import (
     words,
 )
 from simulator.config.plan import Plan
-from simulator.pipeline.schedules import SCHEDULES
+from simulator.pipeline.schedules.registry import SCHEDULES, schedules_that
 from simulator.pipeline.stages import stage_layers
 from simulator.runtimes.library import runtime_spec
 from topology.errors import BadInput
@@ -264,7 +264,7 @@ _BESIDE = "parallelism.pipeline_parallel_expert_parallel_overlap"
 
 def _pairs(facts: Facts) -> bool:
     """Return whether 0.2.2 would overlap the all-to-all of experts unless told otherwise (distributed/dual_pipe_v.py)."""
-    return bool(facts["pp"] > 1 and facts["ep"] > 1 and facts["schedule"] == "DualPipeV")
+    return bool(facts["pp"] > 1 and facts["ep"] > 1 and facts["schedule"] in schedules_that(lambda kind: kind.pairs))
 
 
 def _write_experts_beside(facts: Facts) -> Settings:

@@ -9,7 +9,6 @@ from planner.export.frameworks import deepspeed, megatron, torchtitan_cli, torch
 from planner.export.hosts import Hosts
 from planner.export.job import ExportJob
 from planner.export.script import ShellExpression
-from simulator.legality.frameworks import framework_of_runtime
 from simulator.runtimes.environment import Variable
 from topology import codec
 from topology.errors import Infeasible
@@ -24,8 +23,8 @@ def framework_program(job: ExportJob) -> tuple[list[str], Draft]:
 
     The draft's `files` hold what the program reads: the job has to put them into its working directory.
     """
-    framework = framework_of_runtime(job.question.framework.name).name
-    if framework == "torchtitan":
+    program = job.question.framework.tools.program
+    if program == "torchtitan":
         try:
             if not (job.question.runtime.version or "").startswith("0.2"):
                 return torchtitan_cli.program(job)
@@ -33,9 +32,9 @@ def framework_program(job: ExportJob) -> tuple[list[str], Draft]:
             pass
         words, draft = torchtitan_toml.program(job)
         return [*words, APPENDED], _with_file(draft, torchtitan_toml.FILE, str(draft.body))
-    if framework == "megatron-lm":
+    if program == "megatron":
         return megatron.program(job)
-    if framework == "deepspeed":
+    if program == "deepspeed":
         draft = deepspeed.write(job)
         words = [OWN, "--deepspeed", "--deepspeed_config", deepspeed.FILE, APPENDED]
         return words, _with_file(draft, deepspeed.FILE, codec.to_json(draft.body))

@@ -22,40 +22,13 @@ from planner.export.script import (
 )
 from planner.export.slug import slug
 from planner.export.yaml_text import yaml_text
+from topology.catalog.gpus import gpu_names
 from topology.errors import Infeasible
 
 VERSION = "0.14.1"
 TITLE = f"SkyPilot {VERSION}"
 NODE = ShellExpression('"$SKYPILOT_NODE_RANK"')
 ADDRESS = ShellExpression('"$(echo "$SKYPILOT_NODE_IPS" | head -n 1)"')
-# GPU kinds of our catalogue -> names in the catalogue of SkyPilot.
-ACCELERATORS = {
-    "p100-sxm-16gb": "P100",
-    "v100-sxm-16gb": "V100",
-    "v100-sxm-32gb": "V100-32GB",
-    "a100-sxm-40gb": "A100",
-    "a100-sxm-80gb": "A100-80GB",
-    "a100-pcie-40gb": "A100",
-    "a100-pcie-80gb": "A100-80GB",
-    "a10g": "A10G",
-    "a30": "A30",
-    "rtx-3090": "RTX3090",
-    "rtx-a6000": "RTXA6000",
-    "h100-sxm": "H100",
-    "h100-nvl": "H100-NVL",
-    "h200-sxm": "H200",
-    "gh200-96gb": "GH200",
-    "l4": "L4",
-    "l40s": "L40S",
-    "rtx-4090": "RTX4090",
-    "rtx-5090": "RTX5090",
-    "rtx-pro-6000-server": "RTXPRO6000",
-    "b200-sxm": "B200",
-    "b300-sxm": "B300",
-    "gb200": "GB200",
-    "gb300": "GB300",
-    "mi300x": "MI300X",
-}
 
 
 def write(job: ExportJob) -> Draft:
@@ -65,9 +38,9 @@ def write(job: ExportJob) -> Draft:
     kinds = sorted({gpu.kind for group in job.question.cluster.groups for gpu in group.node.gpus})
     if len(kinds) > 1:
         raise Infeasible(f"{TITLE} requests one kind of GPU", why=f"the cluster has {', '.join(kinds)}")
-    if kinds[0] not in ACCELERATORS:
+    accelerator = gpu_names().skypilot.get(kinds[0])
+    if accelerator is None:
         raise Infeasible(f"{TITLE} has no name for {kinds[0]}", why="it requests GPUs by the names of its catalogue")
-    accelerator = ACCELERATORS[kinds[0]]
     devices, placed = device_lines(hosts, NODE)
     extra = node_environment(job, hosts, draft)
     variables = (*job.environment(), *extra)

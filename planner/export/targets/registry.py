@@ -7,12 +7,12 @@ from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
 
-from planner.explain.tables import degrees_text, policy_text
 from planner.export.draft import Draft, Exported, Target
 from planner.export.frameworks import accelerate, deepspeed, megatron, torchtitan_cli, torchtitan_toml
 from planner.export.job import ExportJob
 from planner.export.launchers import skypilot, slurm, torchrun, trainjob
 from planner.export.script import comment
+from planner.io.plan_words import degrees_text, policy_text
 from planner.io.version import version
 from simulator.config.plan import MESH_AXES
 from simulator.config.runtime import TF32
@@ -71,7 +71,7 @@ def find_target(text: str, wanted: str | None = None) -> Target:
 def export(job: ExportJob, target: Target) -> Exported:
     """Return the file of `target` for `job`. Raises Infeasible (exit 3) when the target cannot run the plan."""
     draft = target.write(job)
-    if job.question.runtime.compute_dtype == TF32 and job.question.framework.name != "meshwright":
+    if job.question.runtime.compute_dtype == TF32 and TF32 not in job.question.framework.dtypes:
         draft = replace(draft, not_expressed=(*draft.not_expressed, TF32_NOTE))
     run = draft.run or target.run
     facts = header(job, target, replace(draft, needed=(*draft.needed, f"to run: {run}")))

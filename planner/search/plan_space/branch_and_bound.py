@@ -36,7 +36,7 @@ from planner.search.plan_space.screened import (
 from simulator.bounds.screening import Screening
 from simulator.columns.plan_columns import PlanColumns, concatenate, distinct
 from simulator.columns.plan_table import Floats, PlanTable
-from simulator.pipeline.schedules import SPLIT_BACKWARD
+from simulator.pipeline.schedules.registry import where
 
 FIRST_PLANS = 64  # plans costed in full at first; the best of them bounds the rest
 PLANS_A_TABLE = 16  # of so many plans costed at once, one schedule table's
@@ -156,7 +156,7 @@ class _BestFirst:
         self.costed = np.zeros(count, dtype=np.bool_)
         self.seconds, self.step = np.zeros(count), np.full(count, np.inf)
         self.exact = self.reserved.copy()
-        self.needs_counting = np.isin(self.variants.schedule, SPLIT_BACKWARD)
+        self.needs_counting = where(self.variants.schedule, lambda kind: kind.splits_backward)
         self.threshold = Threshold(keep, one_per_grid=one_per_grid, grids=int(self.grid.max()) + 1)
         self.schedule_table = _schedule_tables(self.table)
 

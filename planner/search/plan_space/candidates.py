@@ -10,41 +10,33 @@ out, although it might be legal, is counted in `pruned`. Both count at the level
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from planner.question.question import Question
-from planner.search.plan_space.stated import Spans, among, within
+from planner.search.plan_space.stated import Spans, Values, among, within
 from simulator.collectives.cost import CollectiveModel
 from simulator.collectives.group_times import GroupTimes
-from simulator.columns.plan_columns import PlanColumns, distinct
+from simulator.columns.plan_columns import CARRIED, PlanColumns, columns_with, distinct
 from simulator.columns.plan_table import table_of_columns
 from simulator.config.plan import Plan
 from simulator.legality.rule import Grade, Level, Mask, RuleFacts, divisors
 from simulator.legality.rules import RULES
-from simulator.pipeline.schedules import SCHEDULES
+from simulator.pipeline.schedules.registry import SCHEDULES
 from topology.cluster import Cluster
 from topology.rates.orders import node_orders, placement_of_order, undominated_orders
 
-NODE_FIELDS = (
-    "dp_replicate",
-    "dp_shard",
-    "zero_stage",
-    "tp",
-    "sequence_parallel",
-    "cp",
-    "pp",
-    "ep",
-    "virtual_stages",
-    "schedule",
-    "micro_batch_size",
-    "offload",
-    "ep_overlap",
+POLICIES = ("recompute", "reshard_after_forward", "tp_overlap", "cp_method")  # fields that no grid nor batch decides
+NODE_FIELDS = tuple(name for name in CARRIED if name not in POLICIES)
+# Fields whose values a search tries unless they are stated.
+SEARCHED = (
+    *("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "virtual_stages", "micro_batch_size"),
+    *("schedule", "recompute", "offload", "ep_overlap"),
 )
 GRID_FIELDS = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "zero_stage", "sequence_parallel", "offload")
 
@@ -53,22 +45,13 @@ GRID_FIELDS = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "zero_stage",
 class Bounds:
     """Limits of the search, which are not rules. None means no limit, except for `max_tp`: the size of a node.
 
-    The parts of a plan that a person fixed (`STATED`) have only the values stated, and no other limit of the search;
-    without a schedule there is no pipeline, so a stated schedule asks for one.
+    `stated` has, by field of a plan, the values that a person fixed: plans have only these, and no other limit of the
+    search; without a schedule there is no pipeline, so a stated schedule asks for one. Of what is not stated, state stays
+    on the GPUs, the all-to-all of experts is not overlapped or in the framework's way that hides most, and recomputation is
+    all that the framework has.
     """
 
-    tp: Spans | None = None
-    pp: Spans | None = None
-    ep: Spans | None = None
-    cp: Spans | None = None
-    dp_shard: Spans | None = None
-    dp_replicate: Spans | None = None
-    virtual_stages: Spans | None = None
-    micro_batch: Spans | None = None
-    schedules: tuple[str, ...] | None = None
-    recomputes: tuple[str, ...] | None = None  # None: all that the framework has
-    offloads: tuple[str, ...] | None = None  # None: everything stays on the GPUs
-    ep_overlaps: tuple[str, ...] | None = None  # None: none, and the framework's way that hides most
+    stated: Mapping[str, Values] = field(default_factory=dict)
     max_tp: int | None = None
     max_cp: int | None = None
     max_pp: int | None = None
@@ -78,16 +61,22 @@ class Bounds:
     odd_virtual_stages: bool = False  # also numbers that neither divide the layers nor are powers of two
     min_tokens_per_context_rank: int = 1024  # with fewer, attention kernels become too small
 
+    def fixing(self, **values: Values | None) -> Bounds:
+        """Return the same with other values of some fields; None lets go of a field."""
+        stated = {name: value for name, value in {**self.stated, **values}.items() if value is not None}
+        return replace(self, stated=stated)
 
-# The field of a plan that each stated part is about.
-STATED = {
-    **{name: name for name in ("tp", "pp", "ep", "cp", "dp_shard", "dp_replicate", "virtual_stages")},
-    "micro_batch": "micro_batch_size",
-    "schedules": "schedule",
-    "recomputes": "recompute",
-    "offloads": "offload",
-    "ep_overlaps": "ep_overlap",
-}
+    def spans(self, name: str) -> Spans | None:
+        """Return the stated spans of a field that is a number; None where it is free."""
+        return cast("Spans | None", self.stated.get(name))
+
+    def words(self, name: str) -> tuple[str, ...] | None:
+        """Return the stated words of a field; None where it is free."""
+        return cast("tuple[str, ...] | None", self.stated.get(name))
+
+    @property
+    def offloads(self) -> tuple[str, ...]:
+        return self.words("offload") or ("none",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +98,7 @@ class Nodes:
     @property
     def leaf_counts(self) -> NDArray[np.int64]:
         """Number of leaves and variants of each node."""
-        return self._count("recompute") * self._count("reshard") * self.variants_per_leaf
+        return self._count("recompute") * self._count("reshard_after_forward") * self.variants_per_leaf
 
     @property
     def variants_per_leaf(self) -> NDArray[np.int64]:
@@ -122,7 +111,7 @@ class Nodes:
 
     def leaves(self, rows: NDArray[np.intp]) -> tuple[PlanColumns, NDArray[np.intp]]:
         """Return nodes `rows` with every recompute mode and resharding, and the node of each."""
-        return self._multiply(self.columns.take(rows), rows, ("recompute", "reshard"))
+        return self._multiply(self.columns.take(rows), rows, ("recompute", "reshard_after_forward"))
 
     def variants(self, leaves: PlanColumns, nodes: NDArray[np.intp]) -> tuple[PlanColumns, NDArray[np.intp]]:
         """Return the variants of `leaves`, whose nodes are `nodes`, and the leaf of each."""
@@ -167,15 +156,15 @@ def enumerate_nodes(question: Question, *, bounds: Bounds | None = None) -> Node
     """Return the nodes of all legal plans that use exactly the GPUs of the question."""
     facts = question.facts()
     bounds = bounds or Bounds()
-    if bounds.max_tp is None and bounds.tp is None:
+    if bounds.max_tp is None and bounds.spans("tp") is None:
         bounds = replace(bounds, max_tp=facts.gpus_per_node)
     rejected: Counter[str] = Counter()
     pruned: Counter[str] = Counter()
 
-    table = _grid_columns(list(_grids(facts, bounds)), bounds.offloads or ("none",))
+    table = _grid_columns(list(_grids(facts, bounds)), bounds.offloads)
     table = _remove_illegal(table, facts, Level.GRID, rejected)
     table = _apply_bounds(table, _grid_bound_masks(table, facts, bounds), pruned)
-    table = _with_batches(table, facts, bounds, pruned)
+    table = _with_stated(_with_batches(table, facts, bounds, pruned), bounds)
     table = _remove_illegal(table, facts, Level.BATCH, rejected)
     choices = _policy_choices(table, facts, bounds, rejected)
     choices["placing"] = _placement_choices(table, question)
@@ -190,52 +179,36 @@ def _grids(facts: RuleFacts, bounds: Bounds) -> Iterator[tuple[int, ...]]:
     """
     framework = facts.framework
     experts = facts.model.moe.experts if facts.model.moe else 1
-    for pp in among(divisors(facts.gpus), bounds.pp):
-        for tp in among(divisors(facts.gpus // pp), bounds.tp):
-            for cp in among(divisors(facts.gpus // pp // tp), bounds.cp):
+    for pp in among(divisors(facts.gpus), bounds.spans("pp")):
+        for tp in among(divisors(facts.gpus // pp), bounds.spans("tp")):
+            for cp in among(divisors(facts.gpus // pp // tp), bounds.spans("cp")):
                 dp = facts.gpus // pp // tp // cp
                 # A model without experts has no expert parallelism to reject: ep > 1 is not a candidate at all.
-                expert_degrees = [e for e in among(divisors(experts), bounds.ep) if (dp * cp * tp) % e == 0]
+                expert_degrees = [e for e in among(divisors(experts), bounds.spans("ep")) if (dp * cp * tp) % e == 0]
                 sharding = [(dp // s, s, -1) for s in divisors(dp)]
                 if framework.zero_stages:
                     stages = framework.searched_zero_stages or framework.zero_stages
                     # A single rank has nothing to shard, but a stage to offload from.
-                    alone = dp == 1 and set(bounds.offloads or ("none",)) == {"none"}
+                    alone = dp == 1 and set(bounds.offloads) == {"none"}
                     sharding = [(dp, 1, z) for z in stages if not alone or z == 0]
                 sequence = (0, 1) if tp > 1 and framework.sequence_parallel else (0,)
-                offloads = range(len(bounds.offloads or ("none",)))
+                offloads = range(len(bounds.offloads))
                 for (replicate, shard, zero), ep, sp, away in product(sharding, expert_degrees, sequence, offloads):
-                    useless = dp == 1 and zero > 0 and (bounds.offloads or ("none",))[away] == "none"
-                    if not useless and within(replicate, bounds.dp_replicate) and within(shard, bounds.dp_shard):
+                    useless = dp == 1 and zero > 0 and bounds.offloads[away] == "none"
+                    if (
+                        not useless
+                        and within(replicate, bounds.spans("dp_replicate"))
+                        and within(shard, bounds.spans("dp_shard"))
+                    ):
                         yield replicate, shard, tp, cp, pp, ep, zero, sp, away
 
 
 def _grid_columns(rows: list[tuple[int, ...]], offloads: tuple[str, ...]) -> PlanColumns:
     data = np.array(rows, dtype=np.int64).reshape(len(rows), len(GRID_FIELDS))
-    n = len(rows)
-    given = {name: data[:, i] for i, name in enumerate(GRID_FIELDS)}
-    return PlanColumns(
-        dp_replicate=given["dp_replicate"],
-        dp_shard=given["dp_shard"],
-        tp=given["tp"],
-        cp=given["cp"],
-        pp=given["pp"],
-        ep=given["ep"],
-        zero_stage=given["zero_stage"],
-        sequence_parallel=given["sequence_parallel"].astype(np.bool_),
-        virtual_stages=np.ones(n, dtype=np.int64),
-        schedule=np.full(n, ""),
-        micro_batch_size=np.ones(n, dtype=np.int64),
-        recompute=np.full(n, "none"),
-        tp_overlap=np.full(n, "none"),
-        cp_method=np.full(n, ""),
-        reshard=np.full(n, -1, dtype=np.int64),
-        capacity_factor=np.zeros(n),
-        listed=np.zeros(n, dtype=np.bool_),
-        placing=np.full(n, -1, dtype=np.int64),
-        offload=np.array(offloads)[given["offload"]],
-        ep_overlap=np.full(n, "none"),
-    )
+    given: dict[str, NDArray[Any]] = {name: data[:, i] for i, name in enumerate(GRID_FIELDS)}
+    given["sequence_parallel"] = given["sequence_parallel"].astype(np.bool_)
+    given["offload"] = np.array(offloads)[given["offload"]]
+    return columns_with(len(rows), **given)
 
 
 def _remove_illegal(table: PlanColumns, facts: RuleFacts, level: Level, rejected: Counter[str]) -> PlanColumns:
@@ -259,7 +232,7 @@ def _grid_bound_masks(table: PlanColumns, facts: RuleFacts, bounds: Bounds) -> d
         could & ~table.sequence_parallel & (facts.framework.sequence_parallel and not bounds.without_sequence_parallel)
     )
     crumbs = (table.cp > 1) & (facts.workload.seq_len // table.cp < bounds.min_tokens_per_context_rank)
-    crumbs &= bounds.cp is None
+    crumbs &= bounds.spans("cp") is None
     return {
         f"tp > {bounds.max_tp}": over(table.tp, bounds.max_tp),
         f"cp > {bounds.max_cp}": over(table.cp, bounds.max_cp),
@@ -294,8 +267,8 @@ def _with_batches(table: PlanColumns, facts: RuleFacts, bounds: Bounds, pruned: 
         # If the batch does not divide, keep micro batch 1, so that the rule counts the rejection.
         sizes = divisors(local) if local and batch % int(table.dp[row]) == 0 else [1]
         limit = bounds.max_micro_batch or max(sizes)
-        if bounds.micro_batch is not None:
-            sizes, limit = among(sizes, bounds.micro_batch), max(sizes)
+        if (sizes_stated := bounds.spans("micro_batch_size")) is not None:
+            sizes, limit = among(sizes, sizes_stated), max(sizes)
         orders, odd = _schedules(int(table.pp[row]), facts, bounds)
         if odd:
             pruned["odd virtual stages"] += odd * sum(size <= limit for size in sizes)
@@ -320,25 +293,37 @@ def _with_batches(table: PlanColumns, facts: RuleFacts, bounds: Bounds, pruned: 
     )
 
 
+def _with_stated(table: PlanColumns, bounds: Bounds) -> PlanColumns:
+    """Return each plan with every stated value of the fields that no search varies by itself."""
+    for name in bounds.stated.keys() - {*SEARCHED}:
+        values = np.array(bounds.words(name))
+        rows, which = np.divmod(np.arange(len(table) * len(values)), len(values))
+        changed: dict[str, Any] = {name: values[which]}
+        table = replace(table.take(rows), **changed)
+    return table
+
+
 def _ep_overlaps(ep: int, micro_batches: int, facts: RuleFacts, bounds: Bounds) -> tuple[str, ...]:
     """Return the ways to overlap the all-to-all of experts that are searched; all that were stated."""
-    if bounds.ep_overlaps is not None:
-        return bounds.ep_overlaps
+    stated = bounds.words("ep_overlap")
+    if stated is not None:
+        return stated
     return ("none", *facts.framework.ep_overlaps[-1:]) if ep > 1 and micro_batches > 1 else ("none",)
 
 
 def _schedules(pp: int, facts: RuleFacts, bounds: Bounds) -> tuple[list[tuple[str, int]], int]:
     """Return the (schedule, stages per rank) to search for `pp` ranks, and how many a bound left out."""
+    orders = bounds.words("schedule")
     if pp == 1:
-        return ([("", 1)] if bounds.schedules is None and within(1, bounds.virtual_stages) else []), 0
-    layers, stated = facts.model.layers, bounds.virtual_stages
+        return ([("", 1)] if orders is None and within(1, bounds.spans("virtual_stages")) else []), 0
+    layers, stated = facts.model.layers, bounds.spans("virtual_stages")
     most = min(
         (bounds.max_virtual_stages if stated is None else None) or layers, max(1, (layers + 2) // pp)
     )  # the ends may count as layers
     possible = [
         (name, count)
         for name in facts.framework.schedules
-        if bounds.schedules is None or name in bounds.schedules
+        if orders is None or name in orders
         for count in range(SCHEDULES[name].least_stages, max(SCHEDULES[name].least_stages, most) + 1)
         if count <= (SCHEDULES[name].most_stages or count) and within(count, stated)
     ]
@@ -363,8 +348,8 @@ def _policy_choices(
     overlapping = (table.tp > 1) & table.sequence_parallel
     own, *other = _cp_methods(facts)
     offers: dict[str, list[tuple[Any, Mask]]] = {
-        "recompute": [(word, everywhere) for word in bounds.recomputes or facts.framework.recomputes],
-        "reshard": [(1, sharded), (0, sharded), (-1, ~sharded)],
+        "recompute": [(word, everywhere) for word in bounds.words("recompute") or facts.framework.recomputes],
+        "reshard_after_forward": [(1, sharded), (0, sharded), (-1, ~sharded)],
         "tp_overlap": [("none", everywhere), *((mode, overlapping) for mode in facts.framework.overlaps)],
         "cp_method": [(own, everywhere), *((method, table.cp > 1) for method in other)],
     }

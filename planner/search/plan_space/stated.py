@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from simulator.config.plan import EP_OVERLAPS, OFFLOADS
-from simulator.config.verify import MAX_COUNT
+from planner.question.case_fields import SPELLED
+from simulator.config.plan_schema import MAX_COUNT, Kind, PlanField
 from topology.errors import UserError
 
 Spans = tuple[tuple[int, int], ...]  # ranges of whole numbers, both ends included
+Values = Spans | tuple[str, ...]
 
 
 def exactly(*values: int) -> Spans:
@@ -44,20 +45,16 @@ def read_words(text: str | None, flag: str) -> tuple[str, ...] | None:
     return words
 
 
-def known_offloads(words: tuple[str, ...]) -> tuple[str, ...]:
-    """Return what `--offload` says. Raises UserError for a word that is none of `OFFLOADS`."""
-    for word in words:
-        if word not in OFFLOADS:
-            raise UserError(f"--offload {word[:40]!r} is not known", remedy=f"one of {', '.join(OFFLOADS)}")
-    return words
-
-
-def known_ep_overlaps(words: tuple[str, ...]) -> tuple[str, ...]:
-    """Return what `--ep-overlap` says. Raises UserError for a word that is none of `EP_OVERLAPS`."""
-    for word in words:
-        if word not in EP_OVERLAPS:
-            raise UserError(f"--ep-overlap {word[:40]!r} is not known", remedy=f"one of {', '.join(EP_OVERLAPS)}")
-    return words
+def read_values(known: PlanField, text: str | None) -> Values | None:
+    """Return what the flag of a plan's field says of it: spans of a number, or words. Raises UserError."""
+    if known.kind is Kind.COUNT:
+        return read_spans(text, known.flag)
+    words = read_words(text, known.flag)
+    for word in words or ():
+        if known.choices and word not in known.choices:
+            raise UserError(f"{known.flag} {word[:40]!r} is not known", remedy=f"one of {', '.join(known.choices)}")
+    spell = SPELLED.get(known.name, str)
+    return words and tuple(map(spell, words))
 
 
 def within(value: int, spans: Spans | None) -> bool:
@@ -70,6 +67,10 @@ def among(values: Sequence[int], spans: Spans | None) -> list[int]:
     return [value for value in values if within(value, spans)]
 
 
-def spans_text(spans: Spans) -> str:
-    """Return spans as a flag takes them."""
-    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in spans)
+def values_text(values: Values) -> str:
+    """Return stated values as a flag takes them."""
+    return ",".join(_text(*value) if isinstance(value, tuple) else value for value in values)
+
+
+def _text(low: int, high: int) -> str:
+    return str(low) if low == high else f"{low}-{high}"

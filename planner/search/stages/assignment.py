@@ -32,7 +32,7 @@ from topology.rates.placement import place
 PIPELINE_FIELDS = (
     *NODE_FIELDS,
     "cp_method",
-    "reshard",
+    "reshard_after_forward",
 )  # the fields of a pipeline, without those that its stages may differ in
 MAX_SOLVED = 8  # pipelines whose stages are assigned
 MAX_TRIED = 24  # pipelines examined; those with no assignment that fits do not count as assigned

@@ -11,8 +11,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from topology.errors import PlannerError
+from topology.units import MIB
 
-BLOCK = 1 << 20
+BLOCK = MIB
 
 
 class Files:

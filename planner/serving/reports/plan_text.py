@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rich.table import Table
-
+from planner.io.grids import grid
 from planner.io.output import console
 from planner.io.printable import printable
 from planner.serving.answer import ServingAnswer
@@ -16,11 +15,11 @@ from planner.serving.reports.text import (
     answer_sentence,
     break_even_text,
     deployment_text,
-    digits,
     ms_text,
     print_memory,
     reasons_text,
 )
+from topology.units import two_digits
 
 NAMES = {
     "attention_products": "attention's products",
@@ -73,7 +72,7 @@ def print_explained(found: ServingExplanation) -> None:
         for plan in found.runners_up:
             estimate = plan.estimate
             why = plan.lost_because or "as good as any"
-            figures = f"{digits(estimate.ttft_s.value * 1e3)} ms, then {digits(estimate.tpot_s.value * 1e3)} ms a token"
+            figures = f"{two_digits(estimate.ttft_s.value * 1e3)} ms, then {two_digits(estimate.tpot_s.value * 1e3)} ms a token"
             screen.print(printable(f"  {deployment_text(plan.deployment)}: {figures}; {why}"))
     for sweep in found.sweeps:
         _print_sweep(sweep)
@@ -95,36 +94,28 @@ def print_compared(found: ServingComparison, names: tuple[str, str]) -> None:
     one, other = (answer.estimate for answer in found.answers)
     if one is None or other is None:
         return
-    table = _table("ms", ("first", "second", "difference"))
+    table = grid(("ms", "first", "second", "difference"), gap=2)
     for of, title in (("token", "a token"), ("first_token", "the first token")):
         terms = [term for term in found.terms if term.of == of]
         for term in sorted(terms, key=lambda term: -abs(term.delta)):
             if max(abs(term.first), abs(term.second)) >= 5e-6:
-                cells = [digits(1e3 * value) for value in (term.first, term.second, term.delta)]
+                cells = [two_digits(1e3 * value) for value in (term.first, term.second, term.delta)]
                 table.add_row(f"  {words(term.name)}", *cells)
         sums = [sum(getattr(term, side) for term in terms) for side in ("first", "second", "delta")]
-        table.add_row(title, *[digits(1e3 * value) for value in sums])
+        table.add_row(title, *[two_digits(1e3 * value) for value in sums])
     rates = [estimate.output_tokens_per_s_per_gpu.value for estimate in (one, other)]
-    table.add_row("tokens/s a GPU", *[digits(value) for value in (*rates, rates[1] - rates[0])])
+    table.add_row("tokens/s a GPU", *[two_digits(value) for value in (*rates, rates[1] - rates[0])])
     kept = [float(estimate.room.tokens) for estimate in (one, other)]
     table.add_row("tokens in the cache", *[f"{value:,.0f}" for value in (*kept, kept[1] - kept[0])])
     screen.print()
     screen.print(table)
 
 
-def _table(first: str, headings: tuple[str, ...]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column(first, overflow="fold")
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
-    return table
-
-
 def _print_percentiles(found: ServingAnswer) -> None:
     if found.estimate is None:
         return
     seen = found.estimate.latency
-    table = _table("ms", ("mean", "range", "p50", "p95", "p99"))
+    table = grid(("ms", "mean", "range", "p50", "p95", "p99"), gap=2)
     rows = (
         ("first token", found.estimate.ttft_s, seen.ttft_s),
         ("a token after it", found.estimate.tpot_s, seen.tpot_s),
@@ -132,7 +123,9 @@ def _print_percentiles(found: ServingAnswer) -> None:
     )
     for name, value, spread in rows:
         mean, _, held = ms_text(value).partition(" ")
-        table.add_row(name, mean, held.strip("()"), *[digits(1e3 * x) for x in (spread.p50, spread.p95, spread.p99)])
+        table.add_row(
+            name, mean, held.strip("()"), *[two_digits(1e3 * x) for x in (spread.p50, spread.p95, spread.p99)]
+        )
     console().print(table)
 
 
@@ -141,7 +134,7 @@ def _print_account(found: ServingAnswer) -> None:
         return
     account = found.account
     console().print(
-        f"\nA token, {digits(account.sequences)} answers in a step with {digits(account.context)} tokens each:"
+        f"\nA token, {two_digits(account.sequences)} answers in a step with {two_digits(account.context)} tokens each:"
     )
     _print_parts(account.token_s)
     console().print("\nThe first token:")
@@ -151,25 +144,25 @@ def _print_account(found: ServingAnswer) -> None:
 
 
 def _print_parts(parts: Mapping[str, float]) -> None:
-    table = _table("", ("ms", "share"))
+    table = grid(("", "ms", "share"), gap=2)
     whole = sum(parts.values())
     for name, seconds in sorted(parts.items(), key=lambda item: -item[1]):
         if abs(seconds) >= 0.005 * abs(whole):
-            table.add_row(f"  {words(name)}", digits(1e3 * seconds), f"{seconds / whole:.0%}")
+            table.add_row(f"  {words(name)}", two_digits(1e3 * seconds), f"{seconds / whole:.0%}")
     console().print(table)
 
 
 def _print_sweep(sweep: Sweep) -> None:
     scale, unit = (1e-9, "GB/s") if sweep.unit == "bytes/s" else (1.0, sweep.unit)
     heading = unit if unit == sweep.quantity else f"{sweep.quantity} {unit}"
-    table = _table(heading, ("best of those followed", "1st token ms", "a token ms", "tok/s/GPU"))
+    table = grid((heading, "best of those followed", "1st token ms", "a token ms", "tok/s/GPU"), gap=2)
     for row in sweep.rows:
         estimate = row.estimate
         figures = [estimate.ttft_s.value * 1e3, estimate.tpot_s.value * 1e3, estimate.output_tokens_per_s_per_gpu.value]
-        value = digits(row.value * scale) if scale != 1 else f"{row.value:,.0f}"
-        table.add_row(value, deployment_text(row.deployment), *map(digits, figures))
+        value = two_digits(row.value * scale) if scale != 1 else f"{row.value:,.0f}"
+        table.add_row(value, deployment_text(row.deployment), *map(two_digits, figures))
     console().print()
     console().print(table)
     for one in sweep.crossings:
         below, above = deployment_text(one.below), deployment_text(one.above)
-        console().print(printable(f"From about {digits(one.at * scale)} {unit} on, {above} instead of {below}."))
+        console().print(printable(f"From about {two_digits(one.at * scale)} {unit} on, {above} instead of {below}."))

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from rich.table import Table
-
+from planner.io.grids import grid
 from planner.io.output import console
 from planner.io.printable import printable
 from planner.serving.break_even import BreakEven, break_even
@@ -19,8 +18,7 @@ from simulator.serving.deployment import Deployment, Pool
 from simulator.serving.engine import engine_of
 from simulator.serving.estimate import ServingEstimate
 from simulator.serving.traffic import Traffic
-
-GIB = float(2**30)
+from topology.units import GIB, two_digits
 
 
 def print_serving(result: ServingResult, load: Sequence[Row], *, top: int, start: str) -> None:
@@ -31,14 +29,10 @@ def print_serving(result: ServingResult, load: Sequence[Row], *, top: int, start
     short = "" if best.meets else " No deployment meets the targets; this one comes nearest."
     screen.print(printable(sentence + short))
     screen.print()
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("deployment", overflow="fold")
-    for heading in ("1st token ms", "a token ms", "tok/s/GPU", "KV tokens"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for plan in result.plans[:top]:
-        mark = " =" if plan.tied else ""
-        table.add_row(deployment_text(plan.deployment) + mark, *_cells(plan))
-    screen.print(table)
+    rows = [
+        (deployment_text(plan.deployment) + (" =" if plan.tied else ""), *_cells(plan)) for plan in result.plans[:top]
+    ]
+    screen.print(grid(("deployment", "1st token ms", "a token ms", "tok/s/GPU", "KV tokens"), rows, gap=2))
     if any(plan.tied for plan in result.plans[:top]):
         screen.print("= as good as the first within the error of the prediction; the first uses fewer mechanisms.")
     screen.print()
@@ -127,19 +121,16 @@ def break_even_text(found: BreakEven) -> str:
     """Return whether tensor parallelism pays for one answer alone, and up to which all-reduce."""
     return (
         f"For one answer alone, TP {found.tp} is {'faster' if found.pays else 'no faster'} than TP {found.fewer}: "
-        f"{digits(found.token_s * 1e3)} and {digits(found.fewer_token_s * 1e3)} ms a token. It is while an all-reduce takes "
-        f"under {digits(max(found.limit_s, 0.0) * 1e6)} us; {digits(found.all_reduce_s * 1e6)} us are predicted."
+        f"{two_digits(found.token_s * 1e3)} and {two_digits(found.fewer_token_s * 1e3)} ms a token. It is while an all-reduce takes "
+        f"under {two_digits(max(found.limit_s, 0.0) * 1e6)} us; {two_digits(found.all_reduce_s * 1e6)} us are predicted."
     )
 
 
 def _print_load(load: Sequence[Row]) -> None:
     if not load:
         return
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("clients", justify="right")
-    table.add_column("best of those followed", overflow="fold")
-    for heading in ("1st token ms", "a token ms", "tok/s/GPU"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    best = "best of those followed"
+    table = grid(("clients", best, "1st token ms", "a token ms", "tok/s/GPU"), text=(best,), gap=2)
     for row in load:
         estimate = row.estimate
         cells = [_number(estimate.ttft_s, 1e3), _number(estimate.tpot_s, 1e3)]
@@ -168,14 +159,8 @@ def reasons_text(rejected: Counter[str]) -> str:
 
 def ms_text(value: Interval) -> str:
     """Return milliseconds with the range they are expected in."""
-    return f"{_number(value, 1e3)} ({digits(value.low * 1e3)}-{digits(value.high * 1e3)})"
+    return f"{_number(value, 1e3)} ({two_digits(value.low * 1e3)}-{two_digits(value.high * 1e3)})"
 
 
 def _number(value: Interval, scale: float = 1.0) -> str:
-    return digits(value.value * scale)
-
-
-def digits(value: float) -> str:
-    """Return two digits: predictions of serving are not better than that."""
-    rounded = float(f"{value:.2g}")
-    return f"{rounded:,.0f}" if rounded >= 10 else f"{rounded:g}"
+    return two_digits(value.value * scale)

@@ -37,6 +37,7 @@ from simulator.sharded.graph import INPUT, CapturedGraph
 from simulator.sharded.program import Buffer, Exchange, Kernel, RunnableProgram, written
 from topology.cluster import Cluster
 from topology.errors import Infeasible
+from topology.units import GIB
 
 _LINEAR = "aten.linear.default"
 _PRODUCTS = frozenset((_LINEAR, "aten.matmul.default", "aten.mm.default", "aten.bmm.default"))
@@ -281,8 +282,8 @@ def fastest_program(
     if not fitting:
         least = min(one.peak_bytes for one in tried) - limit + problem.memory.limit_bytes
         raise Infeasible(
-            f"the program does not fit {problem.memory.limit_bytes / 2**30:.3g} GiB of memory",
-            why=f"with all that can be made again dropped, {least / 2**30:.3g} GiB are needed at its peak",
+            f"the program does not fit {problem.memory.limit_bytes / GIB:.3g} GiB of memory",
+            why=f"with all that can be made again dropped, {least / GIB:.3g} GiB are needed at its peak",
             remedy="a larger limit, more ranks, or fewer tokens",
         )
     return replace(min(fitting, key=simulated), tried=tried_ways)

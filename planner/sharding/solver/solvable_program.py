@@ -18,6 +18,7 @@ from planner.sharding.solver.candidates import operand_names
 from planner.sharding.solver.integer_program import IntegerProgram
 from planner.sharding.solver.sparse_rows import Numbers
 from topology.errors import Infeasible
+from topology.units import GIB
 
 _RELATIVE_GAP = 1e-9
 _INFEASIBLE = 2  # status of scipy.optimize.milp
@@ -38,7 +39,7 @@ class Assignment:
 def unsatisfiable(memory: MemoryLimit | None = None) -> Infeasible:
     if memory is not None:
         return Infeasible(
-            f"no choice of layouts fits {memory.limit_bytes / 2**30:.3g} GiB of memory",
+            f"no choice of layouts fits {memory.limit_bytes / GIB:.3g} GiB of memory",
             why="parameters with their state, and what the backward pass saves, are larger however they are sharded",
             remedy="a larger limit, more ranks, or fewer tokens",
         )

@@ -33,10 +33,11 @@ from planner.tune.trials import Status, Trial
 from topology import codec
 from topology.errors import UserError
 from topology.processes import end_tree, kill
+from topology.units import MIB
 
 GRACE_S = 8.0
 POLL_S = 0.2
-MOST_LOG_BYTES = 8 * 2**20
+MOST_LOG_BYTES = 8 * MIB
 MARK = "MESHWRIGHT_TRIAL"  # in the environment of all that a trial starts: its folder
 PLACES = ("{config}", "{folder}", "{gpus}")
 
@@ -151,11 +152,12 @@ def command_words(text: str) -> tuple[str, ...]:
     return words
 
 
-def command_metric(text: str | None, framework: str, question: Question) -> Metric:
+def command_metric(text: str | None, question: Question) -> Metric:
     """Return the metric, or what the framework is known to print. Raises UserError where neither is."""
-    if text is None and framework not in {"torchtitan", "megatron-lm"}:
+    known = question.framework.tools.log
+    if text is None and not known:
         raise UserError("--command needs --metric", remedy=r"--metric 'step time: (?P<step_ms>[\d.]+)', or jsonl")
-    return metric_of(text or framework, tokens_per_step=float(question.workload.tokens_per_step), gpus=question.count)
+    return metric_of(text or known, tokens_per_step=float(question.workload.tokens_per_step), gpus=question.count)
 
 
 def _start(words: Sequence[str], folder: Path, output: IO[bytes]) -> subprocess.Popen[bytes]:

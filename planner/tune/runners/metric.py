@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from topology.errors import UserError
+from topology.units import GIB
 
 QUANTITIES = ("step_s", "step_ms", "tokens_per_s", "tokens_per_s_per_gpu")
 JSONL = "jsonl"
@@ -54,7 +55,7 @@ class Metric:
         if step_s is None or not 0 < step_s < math.inf:
             return None
         memory = said.get("memory_gib")
-        return Sample(step_s=step_s, memory_bytes=memory * 2**30 if memory and 0 < memory < 1e6 else None)
+        return Sample(step_s=step_s, memory_bytes=memory * GIB if memory and 0 < memory < 1e6 else None)
 
     def _seconds(self, name: str, value: float) -> float | None:
         if value <= 0:

@@ -14,11 +14,12 @@ from planner.question.cases import Case, load_case
 from planner.question.question import Question
 from planner.tune.candidates import Candidate, Candidates, in_order
 from planner.tune.trials import Chosen, Status, Trial
-from planner.validate.validation import GIB, measured_step_s
+from planner.validate.validation import measured_step_s
 from simulator.fitting.calibration_fit import UNMEASURED, Calibrations
 from simulator.legality.rules import is_legal
 from topology import codec
 from topology.errors import PlannerError
+from topology.units import GIB
 
 START_S = 25.0  # of processes, groups and a model: what torchtitan took on four H200s
 COMPILE_S = 40.0

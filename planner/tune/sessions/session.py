@@ -17,12 +17,12 @@ from planner.tune.runners.job_trials import JobTrials
 from planner.tune.runners.recorded_trials import RecordedTrials
 from planner.tune.state import Journal, State, TrialStart, TuningRequest, read_state, writing
 from planner.tune.trials import Runner, Status, Trial
+from simulator.legality.frameworks import framework_named
 from topology.cluster import Cluster
 from topology.errors import PlannerError, Stale
 from topology.health.diagnose import Health, diagnose
 from topology.probe.from_machine import probe_machine
 
-TARGETS = {"meshwright": "torchrun", "pytorch": "torchrun"}  # whose words a framework's plans are exported in
 MOST_BEGUN = 2  # times that a plan may begin and never end before it is taken to be the reason
 
 Tell = Callable[[str], None]
@@ -94,8 +94,8 @@ def runner_for(
         return CommandTrials(
             question=question,
             words=command_words(request.settings.get("command", "")),
-            metric=command_metric(request.settings.get("metric"), request.framework, question),
-            target=TARGETS.get(request.framework, request.framework),
+            metric=command_metric(request.settings.get("metric"), question),
+            target=question.framework.tools.export,
             folder=folder / "trials",
             limit_s=trial_limit_s,
             timed_steps=request.steps,
@@ -128,7 +128,7 @@ def runner_for(
         timed_steps=request.steps,
         allow_busy=allow_busy,
         profiled="learn" in request.settings,
-        trainer="torchtitan" if request.framework == "torchtitan" else "own",
+        trainer=framework_named(request.framework).tools.trainer,
         tell=tell,
         began=journal.began,
     )
@@ -181,9 +181,10 @@ def cut_short(state: State) -> list[Trial]:
 
 def require_device(request: TuningRequest) -> None:
     """Raise PlannerError where a state's trials cannot be made on this machine at all."""
-    if request.framework == "torchtitan" and importlib.util.find_spec("torchtitan") is None:
+    trainer = framework_named(request.framework).tools.trainer
+    if trainer not in {"", "own"} and importlib.util.find_spec(trainer) is None:
         raise PlannerError(
-            "torchtitan is not installed, so its plans cannot be run",
+            f"{trainer} is not installed, so its plans cannot be run",
             remedy="pip install torchtitan==0.2.2; or --command, with a torchtitan of its own",
         )
     if request.device == "cuda" and request.how == "executor" and not probe_machine().gpu_count:

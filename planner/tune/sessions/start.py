@@ -17,10 +17,9 @@ from planner.tune.runners.recorded_trials import RecordedTrials, recorded_questi
 from planner.tune.sessions.job import LAUNCHERS
 from planner.tune.state import State, TuningRequest
 from simulator.fitting.calibration_fit import Calibrations
-from simulator.legality.frameworks import framework_named
+from simulator.legality.frameworks import FRAMEWORKS, framework_named
 from topology.errors import BadInput, UserError
 
-RUN_HERE = ("meshwright", "pytorch", "torchtitan")  # frameworks whose plans our executor runs
 MOST_BUDGET_S = 7 * 86400.0
 UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0}
 BUDGET = "10m"
@@ -33,10 +32,11 @@ def trial_settings(framework: str, command: str | None, metric: str | None) -> d
         return {"how": "command", "settings": {"command": command} | ({} if metric is None else {"metric": metric})}
     if metric is not None:
         raise UserError("--metric reads what --command prints", remedy="--command 'torchrun ... {config}'")
-    if framework_named(framework).name not in RUN_HERE:
+    if not framework_named(framework).tools.trainer:
+        run_here = sorted(known.name for known in FRAMEWORKS.values() if known.tools.trainer)
         raise UserError(
             f"trials of {framework} need a command",
-            why=f"plans of {', '.join(RUN_HERE)} are run without one",
+            why=f"plans of {', '.join(run_here)} are run without one",
             remedy="--command 'sh {config}' --metric ..., with a word that says how it prints a step",
         )
     return {"how": "executor"}
@@ -67,7 +67,7 @@ def tuning_request(
     for line in assumed:
         output.warn(f"assumed: {line}")
     if fields["how"] == "command":
-        command_metric(fields["settings"].get("metric"), question.framework.name, question)
+        command_metric(fields["settings"].get("metric"), question)
     try:
         plans = candidates_of(question, progress=output.progress)
     finally:

@@ -32,7 +32,9 @@ def words() -> list[torch.Tensor]:
 
 
 def draw(*shape: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    """Numbers that fill the type: in float64 they have digits that float32 has not."""
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=wide).to(dtype)
 
 
 def operand(weight: torch.Tensor, block_k: int, block_n: int, *, transposed: bool) -> TensorDescriptor:
@@ -92,13 +94,13 @@ def scatter(world: int, rank: int, rows: int, depth: int, columns: int, piece_ro
     return worst
 
 
-def reduce(shots: int, world: int, rows: int, columns: int, block: int, *, norm: bool) -> float:
+def reduce(shots: int, world: int, rows: int, columns: int, block: int, *, norm: bool, dtype: torch.dtype) -> float:
     """All ranks, twice round: the first round delivers everybody's part, the second finds all parts in place."""
     numel = rows * columns - (0 if norm else 3)
-    xs = draw(world, numel, seed=5, dtype=torch.float32)
-    residual, weight = draw(rows * columns, seed=6, dtype=torch.float32), draw(columns, seed=7, dtype=torch.float32)
+    xs = draw(world, numel, seed=5, dtype=dtype)
+    residual, weight = draw(rows * columns, seed=6, dtype=dtype), draw(columns, seed=7, dtype=dtype)
     set_numel = world * (rows + 2 * world) * columns
-    slots = torch.full((world, 2, set_numel), torch.nan)
+    slots = torch.full((world, 2, set_numel), torch.nan, dtype=dtype)
     flags = torch.full((world, 4 * world * 8), 9, dtype=torch.int32)  # as if the peers were ahead
     at = torch.tensor([slots[r].data_ptr() for r in range(world)])
     flags_at = torch.tensor([flags[r].data_ptr() for r in range(world)])
@@ -107,7 +109,7 @@ def reduce(shots: int, world: int, rows: int, columns: int, block: int, *, norm:
     total = xs.double().sum(0)
     for turn in range(3):
         for rank in range(world):
-            out, kept = torch.full((2, rows * columns), torch.nan)
+            out, kept = torch.full((2, rows * columns), torch.nan, dtype=dtype)
             epoch, ticket, error = words()
             flags[:] = 9
             kernel[(3,)](
@@ -125,6 +127,16 @@ def reduce(shots: int, world: int, rows: int, columns: int, block: int, *, norm:
             else:
                 worst = max(worst, difference(out[:numel], total))
     return worst
+
+
+def add(world: int, rank: int, dtype: torch.dtype) -> float:
+    """What an exchange by copy engines adds up at its end."""
+    parts = draw(world, 100, seed=8, dtype=dtype)
+    own = parts[rank].clone()
+    slots = parts.clone()
+    slots[rank] = torch.nan  # nobody sends to itself
+    copies.add_slots[(4,)](own, slots, 100, rank, world, 32)
+    return difference(own, parts.double().sum(0))
 
 
 def words_with_flags(world: int, numel: int, dtype: torch.dtype) -> float:
@@ -257,10 +269,11 @@ def main() -> None:
     for shots in (1, 2):
         for world, rows, columns, block in ((2, 7, 16, 16), (4, 9, 24, 32), (3, 2, 16, 16)):
             for norm in (False, True):
-                say(
-                    f"reduce shots={shots} W{world} {rows}x{columns} {norm}",
-                    reduce(shots, world, rows, columns, block, norm=norm),
-                )
+                for dtype in (torch.float32, torch.float64):
+                    say(
+                        f"reduce shots={shots} W{world} {rows}x{columns} {norm} {dtype}",
+                        reduce(shots, world, rows, columns, block, norm=norm, dtype=dtype),
+                    )
     for world in (2, 3, 4):
         for dtype, numel in ((torch.float32, 36), (torch.float16, 72), (torch.float16, 16)):
             say(f"flagged words W{world} {numel} {dtype}", words_with_flags(world, numel, dtype))
@@ -272,10 +285,9 @@ def main() -> None:
         for splits in (1, 2, 8):
             say(f"paged attention over {splits} shares {dtype}", attend(splits, dtype))
         say(f"rows of a served decoder {dtype}", served_rows(dtype))
-    parts = draw(3, 100, seed=8, dtype=torch.float32)
-    own = parts[1].clone()
-    copies.add_slots[(4,)](own, parts, 100, 1, 3, 32)
-    say("add_slots", difference(own, parts.double().sum(0)))
+    for world, rank in ((2, 0), (3, 1), (8, 7)):
+        for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+            say(f"add_slots W{world} r{rank} {dtype}", add(world, rank, dtype))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from executor.verify.overlap import Shape
 LONGEST_CASE_S = 45.0
 LEAST_S = 5.0  # with less nothing is begun
 CHECKED_EVERY = 50  # replays
+TYPES = (torch.bfloat16, torch.float64, torch.float16, torch.float32)
 CHANGING = ("copy_engine", "fused")  # modes of ours that move data themselves
 
 
@@ -144,7 +145,7 @@ def _both_ways(call: Callable[..., Tensor], x: Tensor, weight: Tensor) -> tuple[
 
 
 def modes(ranks: Ranks, names: tuple[str, ...]) -> None:
-    """Odd shapes, both half types, poisoned buffers."""
+    """Odd shapes, poisoned buffers; bfloat16 and float64 in all of them, the other types in the first."""
     shapes = [
         Shape(rows=512, depth=256, columns=512),
         Shape(rows=100 * ranks.world, depth=200, columns=136, weights=2),
@@ -157,9 +158,7 @@ def modes(ranks: Ranks, names: tuple[str, ...]) -> None:
             if not _starting(ranks, f"{operation} {mode}: shapes"):
                 continue
             for number, shape in enumerate(shapes):
-                for dtype in (torch.bfloat16, torch.float16):
-                    if dtype == torch.float16 and number:
-                        continue
+                for dtype in TYPES if number == 0 else TYPES[:2]:
                     _say(ranks, verify_overlap.check(
                         operation, mode, shape, ranks.group, device=ranks.device, dtype=dtype, seed=number, iterations=2,
                     ))  # fmt: skip
@@ -176,7 +175,9 @@ def sums(ranks: Ranks) -> None:
             if mode == "flagged" and rows > 3:
                 continue
             shape = Shape(rows=rows, depth=0, columns=columns)
-            for dtype in (torch.bfloat16, torch.float16)[: 2 if rows == 3 else 1]:
+            for dtype in TYPES if rows == 3 else TYPES[:1]:
+                if mode == "flagged" and dtype == torch.float64:
+                    continue  # its words are of 32 bits
                 _say(ranks, verify_overlap.check(
                     "all_reduce", mode, shape, ranks.group, device=ranks.device, dtype=dtype, iterations=3
                 ))  # fmt: skip

@@ -1,1 +1,0 @@
-"""Flags that several commands share. May import what commands may; imported by the commands only."""

@@ -1,0 +1,79 @@
+"""Options that several commands have, each a function that returns a field of a request."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from planner.requests.flag import option
+
+
+def model(default: str) -> Any:
+    return option(default, "--model", "--config", help="Shipped model name, config.json or its directory.")
+
+
+def cluster(default: str) -> Any:
+    return option(default, "--cluster", help="Catalogue name, cluster file, captured topology text, or local.")
+
+
+def gpu() -> Any:
+    return option(None, "--gpu", help="GPU model where a captured text does not name it (h200-sxm).")
+
+
+def seq_len(default: int) -> Any:
+    return option(default, "--seq-len", "--seq", least=1, most=1 << 31, help="Tokens in a sequence.")
+
+
+def global_batch() -> Any:
+    return option(
+        None, "--global-batch", least=1, most=1 << 31, help="Sequences in a step; default: a published recipe's."
+    )
+
+
+def profile() -> Any:
+    return option(None, "--profile", help="Measured profile of the cluster.")
+
+
+def strict() -> Any:
+    return option(False, "--strict", help="Refuse a profile of other GPUs, another driver or long ago.")
+
+
+def redact() -> Any:
+    return option(
+        False,
+        "--redact",
+        help="Leave out UUIDs, addresses, folders, host and user names, to show it to others.",
+    )
+
+
+def learned_runtime() -> Any:
+    return option(None, "--runtime", help="Learned runtime (planner learn) in the place of the cases' own.")
+
+
+def json_flag() -> Any:
+    return option(False, "--json", help="Print one JSON document instead of text.")
+
+
+def compiled() -> Any:
+    return option(None, "--compile/--no-compile", help="torch.compile the model.")
+
+
+def tolerance() -> Any:
+    return option(
+        None, "--tolerance", percent=True, metavar="PERCENT", help="Exit 4 when an error exceeds this: 5 or 5%."
+    )
+
+
+def param_dtype() -> Any:
+    return option(None, "--param-dtype", help="Type parameters are stored in: float32, bfloat16 or float16.")
+
+
+def compute_dtype() -> Any:
+    return option(
+        None,
+        "--compute-dtype",
+        help="Type products compute in: bfloat16, float16, float32, tf32, float8 or float4; default the runtime's.",
+    )
+
+
+def time_limit() -> Any:
+    return option(None, "--time-limit", least=0.0, help="Seconds after which the best so far is the answer.")

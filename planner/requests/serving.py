@@ -1,0 +1,148 @@
+"""What is asked of serving: flags of `--task serve`, shared by commands that can be asked about it. None is not said."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from planner.requests.flag import Request, option
+from topology import codec
+from topology.errors import PlannerError, UserError
+
+PANEL = "Serving"  # of --help
+MOST_CLIENTS, MOST_TOKENS = 1 << 16, 1 << 24
+
+
+# Fields by which commands may be asked about a saved serving plan.
+PLANS = {
+    "estimate": ("plan",),
+    "explain": ("file",),
+    "compare": ("first", "second"),
+    "apply": ("plan",),
+    "export": ("plan",),
+}
+
+
+class Task(StrEnum):
+    TRAIN = "train"
+    SERVE = "serve"
+
+
+def is_about_serving(command: str, asked: Request) -> bool:
+    """Return whether a request is about serving: it says so, or names a saved serving plan or serving points."""
+    if getattr(asked, "task", None) is Task.SERVE:
+        return True
+    if command == "validate":
+        return any(map(is_points_file, getattr(asked, "files", ())))
+    return any(is_serving_plan(getattr(asked, name)) for name in PLANS.get(command, ()))
+
+
+def is_points_file(name: str) -> bool:
+    """Return whether a file holds serving points: JSON lines, packed or not."""
+    return name.endswith((".jsonl", ".jsonl.gz"))
+
+
+def is_serving_plan(path: str | Path | None) -> bool:
+    """Return whether a file is a saved serving plan; one that cannot be read is left to who reads it."""
+    if path is None or str(path) == "-" or not Path(path).is_file():
+        return False
+    try:
+        return is_serving_content(codec.read_json(path))
+    except PlannerError:  # whatever is wrong with it is said by the reader of its own kind
+        return False
+
+
+def is_serving_content(data: Any) -> bool:
+    """Return whether a file's JSON says that it is a serving plan."""
+    return isinstance(data, dict) and data.get("task") == Task.SERVE and "deployment" in data
+
+
+def stated(given: Mapping[str, Any]) -> list[str]:
+    """Return the names of what was said, in order."""
+    return [name for name, value in given.items() if value not in (None, False)]
+
+
+def refuse(names: Iterable[str], task: Task, flag_names: Mapping[str, str] | None = None) -> None:
+    """Raise UserError where options were given that mean nothing for `task`."""
+    if flags := ", ".join((flag_names or {}).get(name, "--" + name.replace("_", "-")) for name in names):
+        whose, other = ("training", Task.TRAIN) if task is Task.SERVE else ("serving", Task.SERVE)
+        raise UserError(
+            f"{flags}: an option of {whose}",
+            why=f"the task is {task}",
+            remedy=f"leave it out, or use --task {other}",
+        )
+
+
+def _option(default: Any, *spellings: str, **known: Any) -> Any:
+    return option(default, *spellings, panel=PANEL, **known)
+
+
+def separate() -> Any:
+    """Return the field of `--separate`."""
+    return _option(False, "--separate", help="Read prompts and write answers on GPUs of their own, too.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What a server is asked, and what its clients want; None is what nobody stated."""
+
+    isl: int | None = _option(None, "--isl", least=1, most=1 << 24, help="Tokens of a prompt.")
+    osl: int | None = _option(None, "--osl", least=1, most=1 << 24, help="Tokens of an answer.")
+    vary: float | None = _option(None, "--vary", least=0, most=1, help="Share by which lengths vary; default 0.2.")
+    concurrency: int | None = _option(
+        None, "--concurrency", least=1, most=1 << 16, help="Clients that ask again at once."
+    )
+    request_rate: float | None = _option(
+        None, "--request-rate", least=1e-06, most=1000000.0, help="Requests a second, Poisson."
+    )
+    arrivals: str | None = _option(
+        None, "--arrivals", help="At --request-rate: constant, poisson, or gamma:CV for bursts."
+    )
+    requests: str | None = _option(
+        None, "--requests", help="File of requests, JSON lines or CSV: arrival_s, prompt, output."
+    )
+    cached_prompt: float | None = _option(
+        None, "--cached-prompt", least=0, most=1, help="Share of prompts that the prefix cache holds."
+    )
+    ttft: float | None = _option(None, "--ttft", least=0, help="Target: seconds to the first token.")
+    tpot: float | None = _option(None, "--tpot", least=0, help="Target: seconds a token after it.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engine:
+    """The engine that serves, and its settings."""
+
+    engine: str | None = _option(
+        None,
+        "--engine",
+        help="vllm, sglang, trtllm, or meshwright, which planner apply runs; vllm==0.8.3 for a release.",
+    )
+    weights: str | None = _option(None, "--weights", help="bfloat16, float8, float4, int4, or mxfp4 (experts).")
+    kv_cache: str | None = _option(None, "--kv-cache", help="bfloat16 or float8.")
+    max_num_seqs: int | None = _option(
+        None, "--max-num-seqs", least=1, most=1 << 16, help="Answers that go on at once; default: the engine's."
+    )
+    max_num_batched_tokens: int | None = _option(
+        None, "--max-num-batched-tokens", least=16, most=1 << 20, help="Tokens of a step."
+    )
+    gpu_memory_utilization: float | None = _option(
+        None, "--gpu-memory-utilization", least=0.01, most=1, help="Share of a GPU's memory to use."
+    )
+    eager: bool | None = _option(None, "--eager", help="The engine captures no CUDA graph and compiles nothing.")
+    no_custom_all_reduce: bool | None = _option(None, "--no-custom-all-reduce", help="Sums over GPUs are NCCL's.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deployment:
+    """Parts of one deployment, which a search chooses."""
+
+    replicas: int | None = _option(None, "--replicas", least=1, help="Engines; default: as many as the GPUs hold.")
+    dp_attention: int | None = _option(
+        None, "--dp-attention", least=1, help="Ranks whose attention has requests of its own."
+    )
+    prefill: str | None = _option(
+        None, "--prefill", help="Engines that only read prompts, such as 2xtp4; the others write."
+    )

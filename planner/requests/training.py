@@ -1,0 +1,212 @@
+"""What commands about one question of training or of serving are asked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from planner.requests import common
+from planner.requests.flag import (
+    Request,
+    argument,
+    group,
+    option,
+    plan_flags,
+    required,
+    required_argument,
+    search_flags,
+)
+from planner.requests.serving import Deployment, Engine, Load, Task, separate
+
+
+class Objective(StrEnum):
+    TIME = "time"
+    THROUGHPUT = "throughput"
+    LATENCY = "latency"
+    MEMORY = "memory"
+    COST = "cost"
+    PARETO = "pareto"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OnePlan:
+    """A question with one plan, as flags state it. `plan` is by field of a plan; None is what nobody stated."""
+
+    model: str | None = option(None, "--model", "--config", help="Shipped model, config.json or its directory.")
+    cluster: str | None = option(None, "--cluster", help="Catalogue name or cluster file.")
+    gpu: str | None = common.gpu()
+    gpus: int | None = option(None, "--gpus", least=1, most=1 << 20, help="How many GPUs of it.")
+    seq_len: int | None = option(
+        None, "--seq-len", "--seq", least=1, most=1 << 31, help="Tokens in a sequence; default 8192."
+    )
+    global_batch: int | None = common.global_batch()
+    plan: Mapping[str, Any] = plan_flags()
+    runtime: str | None = option(
+        None, "--runtime", "--framework", help="The software that runs it, with a version or without: torchtitan@0.2.2."
+    )
+    compile_model: bool | None = common.compiled()
+    param_dtype: str | None = common.param_dtype()
+    compute_dtype: str | None = common.compute_dtype()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suggest(Request):
+    """Rank the legal plans for one training step by predicted time, memory or cost.
+
+    Every legal plan of the framework is bounded, and those that could be best are costed, so the answer is optimal
+    within the model, unless --time-limit cut the search short: then its gap is printed. Defaults that were used are
+    printed as assumed.
+    """
+
+    model: str = common.model("llama3-8b")
+    cluster: str = common.cluster("dgx-h100")
+    gpu: str | None = common.gpu()
+    gpus: str | None = option(
+        None, "--gpus", help="Number of GPUs, several (8,16,32) to compare, or min for the fewest."
+    )
+    task: Task = option(Task.TRAIN, "--task", help="train: a step; serve: answers to requests.")
+    seq_len: int = common.seq_len(8192)
+    global_batch: int | None = common.global_batch()
+    framework: str = option(
+        "torchtitan",
+        "--framework",
+        help="torchtitan, megatron-lm, deepspeed, megatron-deepspeed, llm-foundry, pytorch, any.",
+    )
+    objective: Objective = option(
+        Objective.TIME,
+        "--objective",
+        help="time, memory, or pareto of both; throughput (a GPU) and cost (a token) differ where --gpus compares. Serving: latency, throughput, cost.",
+    )
+    gpu_price: float | None = option(
+        None, "--gpu-price", least=0.0, most=1000000000.0, help="Price of a GPU for an hour, to cost tokens."
+    )
+    tokens: str | None = option(None, "--tokens", help="Tokens of the whole run (2T, 300B): its days, energy and cost.")
+    deadline: str | None = option(
+        None, "--deadline", help="Time for the whole run (30d, 12h, 6w): the cheapest number of GPUs within it."
+    )
+    budget: str | None = option(
+        None, "--budget", help="Money for the whole run (1M): the soonest number of GPUs that it pays for."
+    )
+    top: int = option(5, "--top", least=1, most=100, help="How many plans to list.")
+    all_variants: bool = option(False, "--all", help="List variants of one grid too, not only the best of each.")
+    compile_model: bool | None = common.compiled()
+    param_dtype: str | None = common.param_dtype()
+    compute_dtype: str | None = common.compute_dtype()
+    max_tp: int | None = option(None, "--max-tp", least=1, help="Largest tensor-parallel degree tried; default a node.")
+    fixed: Mapping[str, Any] = search_flags()
+    time_limit: float | None = common.time_limit()
+    simulate: bool = option(True, "--simulate/--no-simulate", help="Let the simulation order plans that are close.")
+    profile: Path | None = common.profile()
+    runtime: Path | None = common.learned_runtime()
+    strict: bool = common.strict()
+    out: Path | None = option(None, "--out", help="Save the best plan to this file.")
+    pick: int | None = option(
+        None, "--pick", least=1, most=100, help="Which listed plan --out saves; default the first."
+    )
+    force: bool = option(False, "--force", help="Let --out replace a file.")
+    json: bool = common.json_flag()
+    load: Load = group(Load)
+    engine: Engine = group(Engine)
+    separate: bool = separate()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate(Request):
+    """Predict step time and memory of one plan, or what clients of a deployment see; and say whether it is legal.
+
+    The data-parallel degree left unsaid fills the GPUs. Flags beside --plan or --case change what the file says, and the
+    answer lists what they changed. Exit code 3 when no plan given is legal; a plan that is legal
+    but does not fit is an answer, and ends with 0.
+    """
+
+    task: Task = option(Task.TRAIN, "--task", help="train: a step; serve: answers to requests.")
+    case: str | None = option(None, "--case", help="Case file: one case or a list; - reads stdin.")
+    plan: Path | None = option(None, "--plan", help="Plan file saved by planner suggest --out.")
+    profile: Path | None = common.profile()
+    strict: bool = common.strict()
+    out: Path | None = option(None, "--out", help="Save the plan to this file.")
+    force: bool = option(False, "--force", help="Let --out replace a file.")
+    json: bool = common.json_flag()
+    stated: OnePlan = group(OnePlan)
+    load: Load = group(Load)
+    engine: Engine = group(Engine)
+    deployment: Deployment = group(Deployment)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explain(Request):
+    """Explain a plan: from the peak of the GPU to the achieved step, memory by stage, runners-up, flip points.
+
+    Without a file, the best plan of the question that the flags ask, as planner suggest would answer it. Beside a file,
+    flags change what it says, and the answer lists what they changed.
+    """
+
+    file: str | None = argument(
+        None, help="Plan file of suggest --out, or a case; without one the best plan is explained."
+    )
+    task: Task = option(Task.TRAIN, "--task", help="train: a step; serve: answers to requests.")
+    case_id: str | None = option(None, "--id", help="Which case of a list.")
+    model: str | None = option(None, "--model", "--config", help="Shipped model, config.json or its directory.")
+    cluster: str | None = option(None, "--cluster", help="Catalogue name or cluster file.")
+    gpu: str | None = common.gpu()
+    gpus: str | None = option(None, "--gpus", help="Number of GPUs to use.")
+    seq_len: int | None = option(
+        None, "--seq-len", "--seq", least=1, most=1 << 31, help="Tokens in a sequence; default 8192."
+    )
+    global_batch: int | None = common.global_batch()
+    framework: str | None = option(None, "--framework", help="Whose rules and kernels; default torchtitan.")
+    top: int = option(4, "--top", least=1, most=20, help="How many runners-up.")
+    memory: bool = option(False, "--memory", help="Memory only, stage by stage.")
+    observed_peak: str | None = option(None, "--observed-peak", help="A peak that was measured: 32GB, 29.8GiB.")
+    flips: bool = option(
+        False, "--flips/--no-flips", help="Search again on changed machines: takes as long as dozens of answers."
+    )
+    compile_model: bool | None = common.compiled()
+    param_dtype: str | None = common.param_dtype()
+    compute_dtype: str | None = common.compute_dtype()
+    time_limit: float | None = common.time_limit()
+    profile: Path | None = common.profile()
+    strict: bool = common.strict()
+    svg: Path | None = option(None, "--svg", help="Draw step and memory to this file.")
+    force: bool = option(False, "--force", help="Let --svg replace a file.")
+    json: bool = common.json_flag()
+    load: Load = group(Load)
+    engine: Engine = group(Engine)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compare(Request):
+    """Compare two plans term by term: seconds of the step, bytes of the worst rank, and what the plans set differently.
+
+    Of two serving plans, the time of a token and of the first one. Terms add up to the difference of the two steps. Where the plans are for different questions that is said.
+    """
+
+    first: str = required_argument(help="Plan file of suggest --out, or a case.")
+    second: str = required_argument(help="Another, of the same question or a different one.")
+    task: Task | None = option(None, "--task", show_default=False, help="train or serve; default: as the files are.")
+    profile: Path | None = common.profile()
+    strict: bool = common.strict()
+    json: bool = common.json_flag()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace(Request):
+    """Simulate one step and write what every rank and stream does when.
+
+    Ranks that behave alike are drawn once. Open the file at https://ui.perfetto.dev or chrome://tracing. Exit code 3
+    when the plan is not legal.
+    """
+
+    out: Path = required("--out", help="File to write the trace to.")
+    plan: Path | None = option(None, "--plan", help="Plan file saved by planner suggest --out.")
+    case: str | None = option(None, "--case", help="Case file; of a list the first, or --id.")
+    case_id: str | None = option(None, "--id", help="Which case of a list.")
+    profile: Path | None = common.profile()
+    strict: bool = common.strict()
+    detail: str | None = option(None, "--detail", help="kernel or layer; default layer.")
+    force: bool = option(False, "--force", help="Let --out replace a file.")
+    json: bool = common.json_flag()
+    stated: OnePlan = group(OnePlan)

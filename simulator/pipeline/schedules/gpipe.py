@@ -1,0 +1,15 @@
+"""GPipe: all micro batches forward, then all of them back (arXiv 1811.06965)."""
+
+from __future__ import annotations
+
+from simulator.pipeline.schedules.kind import Place, Row, ScheduleKind
+
+
+def lay_out(row: Row, place: Place) -> None:
+    for _ in range(place.micro_batches):
+        row.forward(place.stages[0])
+    for _ in range(place.micro_batches):
+        row.backward(place.stages[0])
+
+
+GPIPE = ScheduleKind(name="GPipe", lay_out=lay_out, in_flight=lambda of: of.micro_batches, forwards_first=True)

@@ -1,0 +1,158 @@
+"""What every schedule has: its layout, its micro batches in flight, and its properties."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simulator.pipeline.schedules.table import Action, Kind
+from topology.errors import BadPlan
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """The row that is laid out: the stages of a rank among `ranks`, for so many micro batches.
+
+    `paired`: a forward and the backward that follows it run together, see `registry.build_schedule`.
+    """
+
+    rank: int
+    ranks: int
+    stages: list[int]
+    micro_batches: int
+    paired: bool = False
+
+    @property
+    def after(self) -> int:
+        """Ranks that follow this one."""
+        return self.ranks - 1 - self.rank
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineRanks:
+    """Ranks of many plans' pipelines, as columns that broadcast: (plans, 1), and `rank` (plans, ranks)."""
+
+    pp: Floats
+    virtual_stages: Floats
+    micro_batches: Floats
+    rank: Floats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleKind:
+    """A schedule by its name. A rank holds `least_stages` to `most_stages` stages (0: no limit).
+
+    `lay_out` writes the row of a rank. `in_flight` are the micro batches whose activations a rank holds at once, in whole
+    passes of it. For schedules that split the backward it is a lower bound: they are counted on their tables up to a length,
+    beyond which no rank holds more than `most_in_flight(pp)`.
+    """
+
+    name: str
+    lay_out: Callable[[Row, Place], None]
+    in_flight: Callable[[PipelineRanks], Floats]
+    most_in_flight: Callable[[int], int] = lambda pp: pp + 1
+    least_stages: int = 1
+    most_stages: int = 1
+    v_shaped: bool = False  # stages go down the ranks and come back up, instead of looping
+    splits_backward: bool = False  # gradients of inputs and of weights apart, which blocks that are compiled cannot
+    lags: bool = False  # a rank puts off as many weight gradients as there are ranks before it
+    rounds: bool = False  # micro batches pass a rank's stages in equal rounds of about as many as there are ranks
+    forwards_first: bool = False  # all micro batches go forward before the first goes back
+    pairs: bool = False  # runs a forward and a backward of two micro batches together by itself
+    every_stage: bool = False  # has at least one micro batch for each stage
+    in_torch: bool = True  # torch.distributed.pipelining has it under this name
+    every_stage_in_torch: bool = False  # its class there wants that, though the schedule does not
+    also_called: tuple[str, ...] = ()  # other words for it in cases and flags
+
+    def has_stages(self, stages_per_rank: int) -> bool:
+        """Return whether a rank may hold so many stages."""
+        return self.least_stages <= stages_per_rank <= (self.most_stages or stages_per_rank)
+
+
+def per_round(ranks: int, micro_batches: int) -> int:
+    """Return how many micro batches pass one local stage before the next one's turn: about as many as ranks."""
+    rounds = max(1, micro_batches // ranks)
+    if micro_batches % rounds:
+        raise BadPlan(
+            f"{micro_batches} micro batches do not divide into {rounds} equal rounds on {ranks} ranks",
+            why="interleaved schedules go round the stages in equal rounds",
+            remedy=f"use a multiple of {rounds}",
+        )
+    return micro_batches // rounds
+
+
+class Row:
+    """One rank's row while it is written. Micro batches of a stage come in order, so only the stage is named."""
+
+    def __init__(self, *, backward_first: bool) -> None:
+        self.backward_first = backward_first
+        self.actions: list[Action] = []
+        self.next: dict[tuple[int, Kind], int] = {}
+        self.owed: deque[tuple[int, int]] = deque()  # weight gradients put off: (stage, micro batch)
+
+    def _turn(self, stage: int, kind: Kind) -> int:
+        turn = self.next.get((stage, kind), 0)
+        self.next[stage, kind] = turn + 1
+        return turn
+
+    def forward(self, stage: int) -> None:
+        self.actions.append(Action(stage, Kind.FORWARD, self._turn(stage, Kind.FORWARD)))
+
+    def backward(self, stage: int) -> None:
+        self.actions.append(Action(stage, Kind.BACKWARD, self._turn(stage, Kind.BACKWARD)))
+
+    def input_grad(self, stage: int) -> None:
+        """The first half of a backward; the second is owed."""
+        micro_batch = self._turn(stage, Kind.BACKWARD)
+        self.actions.append(Action(stage, Kind.INPUT_GRAD, micro_batch))
+        self.owed.append((stage, micro_batch))
+
+    def weight_grad(self, stage: int | None = None) -> None:
+        """Pay the oldest weight gradient that is owed (of `stage`, if given); nothing if there is none."""
+        for entry in self.owed:
+            if stage is None or entry[0] == stage:
+                self.owed.remove(entry)
+                self.actions.append(Action(entry[0], Kind.WEIGHT_GRAD, entry[1]))
+                return
+
+    def pair(self, forward: int, backward: int) -> None:
+        parts = (
+            Action(forward, Kind.FORWARD, self._turn(forward, Kind.FORWARD)),
+            Action(backward, Kind.BACKWARD, self._turn(backward, Kind.BACKWARD)),
+        )
+        self.actions.append(Action(-1, Kind.OVERLAP, -1, parts[::-1] if self.backward_first else parts))
+
+
+def interleave(row: Row, place: Place, in_round: int, *, warm_up: int, weights_lag: int | None = None) -> None:
+    """Write forwards in rounds up the local stages, backwards in rounds down them, `warm_up` forwards ahead.
+
+    With `weights_lag`, backwards are split and each weight gradient follows that many backwards later, which keeps as
+    many micro batches in flight on every rank as 1F1B does on the first.
+    """
+    stages, local, total = place.stages, len(place.stages), len(place.stages) * place.micro_batches
+    warm_up = min(warm_up, total)
+    forwards = [stages[k // in_round % local] for k in range(total)]
+    backwards = [stages[local - 1 - k // in_round % local] for k in range(total)]
+    for stage in forwards[:warm_up]:
+        row.forward(stage)
+    for turn, stage in enumerate(backwards):
+        ahead = warm_up + turn < total
+        if ahead and place.paired:
+            row.pair(forwards[warm_up + turn], stage)
+            continue
+        if ahead:
+            row.forward(forwards[warm_up + turn])
+        if weights_lag is None:
+            row.backward(stage)
+        else:
+            row.input_grad(stage)
+            if turn >= weights_lag:
+                row.weight_grad()
+    while row.owed:
+        row.weight_grad()

@@ -1,0 +1,1 @@
+"""Everything that needs GPUs as one command, `tests/on_gpus.sh`, and the table that is kept of it."""

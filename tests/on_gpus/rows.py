@@ -1,0 +1,108 @@
+"""What a part of the command found, kept as JSON lines, and the table made of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+OK, FAILED, NOT_RUN, NO_TIME = "ok", "failed", "not run", "no time"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What results depend on. `gpus` is how many there are, `commit` that of the code."""
+
+    device: str
+    gpus: int
+    driver: str
+    versions: str
+    commit: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One line of the table.
+
+    `result` is OK, FAILED, NOT_RUN (which needs what is not here) or NO_TIME; `said` is why, or figures. `numbers` are
+    differences from one process or float64 with what is allowed; `step` is what was predicted and measured.
+    """
+
+    part: str
+    what: str
+    result: str
+    said: str = ""
+    numbers: str = ""
+    step: str = ""
+    seconds: float = 0.0
+
+
+def read(path: Path) -> list[tuple[Machine, str, Row]]:
+    """Return (machine, date, row) of each line of a file; none where there is no file."""
+    if not path.is_file():
+        return []
+    found = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        entry = json.loads(line)
+        found.append((Machine(**entry["machine"]), entry["date"], Row(**entry["row"])))
+    return found
+
+
+def write(path: Path, entries: Iterable[tuple[Machine, str, Row]]) -> None:
+    """Replace a file."""
+    lines = [json.dumps({"machine": asdict(m), "date": date, "row": asdict(row)}) + "\n" for m, date, row in entries]
+    path.write_text("".join(lines), encoding="utf-8")
+
+
+def latest(entries: Sequence[tuple[Machine, str, Row]]) -> list[tuple[Machine, str, Row]]:
+    """Return the last line of each (machine, part, what), in the order in which they first appeared."""
+    found = {(machine, row.part, row.what): (machine, date, row) for machine, date, row in entries}
+    return list(found.values())
+
+
+def kept(old: Sequence[tuple[Machine, str, Row]], new: Sequence[tuple[Machine, str, Row]]) -> list:
+    """Return what is kept: `new` takes the place of what older code left on as many GPUs of the same device."""
+    renewed = {(machine.device, machine.gpus) for machine, _, _ in new}
+    stay = [entry for entry in old if (entry[0].device, entry[0].gpus) not in renewed]
+    return [*stay, *latest(new)]
+
+
+def page(entries: Sequence[tuple[Machine, str, Row]]) -> str:
+    """Return the table of all machines as Markdown."""
+    lines = [
+        "# What runs on GPUs",
+        "",
+        "`sh tests/on_gpus.sh OUT`, then `python -m tests.on_gpus keep OUT`, which writes this page. Plans are those of",
+        "`tests/on_gpus/plans.py`, run as `planner apply` runs them. Numbers: the largest difference of a gradient from one",
+        "process in float64 (allowed), then in the plan's types, then the worst of the kernels that were compared on their own, as a",
+        "part of what is allowed. Step: predicted from datasheets, its 80 % range, measured. Where one GPU is shared by two ranks, over gloo,",
+        "numbers are checked and times mean nothing.",
+        "",
+    ]
+    if entries and max(machine.gpus for machine, _, _ in entries) < 2:
+        lines += [
+            "No machine with two GPUs has run it: plans over NCCL and NVLink, their times, and what says so below are open.",
+            "",
+        ]
+    for machine in dict.fromkeys(machine for machine, _, _ in entries):
+        mine = [(date, row) for found, date, row in entries if found == machine]
+        bad = sum(row.result == FAILED for _, row in mine)
+        good = sum(row.result == OK for _, row in mine)
+        dates = sorted({date for date, _ in mine})
+        counts = f"{good} ok, {bad} failed, {len(mine) - good - bad} not run"
+        when = " to ".join(dict.fromkeys((dates[0], dates[-1])))
+        lines += [
+            f"## {machine.gpus} x {machine.device}",
+            "",
+            f"{when}, commit {machine.commit}, driver {machine.driver}, {machine.versions}. {counts}.",
+            "",
+            "| part | what | result | numbers | step | took s |",
+            "|---|---|---|---|---|--:|",
+        ]
+        for _, row in mine:
+            result = row.result + (f": {row.said}" if row.said else "")
+            cells = (row.part, row.what, result, row.numbers, row.step, f"{row.seconds:.0f}" if row.seconds else "")
+            lines.append("| " + " | ".join(" ".join(cell.split()).replace("|", "/") for cell in cells) + " |")
+        lines.append("")
+    return "\n".join(lines)
