@@ -9,15 +9,16 @@ sums that are pending stay so through it, and are reduced once. `graph.gradients
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from planner.sharding.backward import elementwise, views
-from planner.sharding.backward.formulas import is_elementwise, is_view, shape_of_node, single_steps
-from planner.sharding.backward.rules import Step, gradient_texts
-from planner.sharding.formulas.axis_flow import NotUnderstood, number_of
-from planner.sharding.formulas.formula import called_name
 from planner.sharding.operators.graph import Graph, GraphBuilder
+from planner.sharding.operators.single_steps import is_elementwise, is_view, single_steps, viewed
+from planner.sharding.ops.axis_flow import NotUnderstood, Shape
+from planner.sharding.ops.elementwise import gradient_texts
+from planner.sharding.ops.op import Step, View, padded
+from planner.sharding.ops.syntax import called_name, number_of
+from planner.sharding.ops.table import FUNCTIONS, shape_of
 from topology.errors import BadInput
 
 
@@ -162,14 +163,14 @@ class _Backward:
         if is_elementwise(tree):
             return self._elementwise(tree, gradient), set()
         if is_view(tree):
-            return dict([views.gradient_text(tree, gradient, self._shapes(tree))]), set()
+            return dict([_through_views(tree, gradient, self._shapes(tree))]), set()
         if isinstance(tree, ast.Call | ast.Subscript):
             return self._call(line, gradient)
         if isinstance(tree, ast.Name):
             return {tree.id: gradient}, set()
         raise NotUnderstood(f"a {type(tree).__name__.lower()}")
 
-    def _shapes(self, tree: ast.expr) -> dict[str, tuple[int, ...]]:
+    def _shapes(self, tree: ast.expr) -> dict[str, Shape]:
         """Return the shapes of the tensors in a formula."""
         tensors = self.builder.tensors
         names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
@@ -177,11 +178,9 @@ class _Backward:
 
     def _elementwise(self, tree: ast.expr, gradient: str) -> dict[str, str]:
         shapes = self._shapes(tree)
-        shape = shape_of_node(tree, shapes)
-        return {
-            name: elementwise.sum_to_shape(text, shape, shapes[name])
-            for name, text in elementwise.gradient_texts(tree, gradient).items()
-        }
+        shape = shape_of(tree, shapes)
+        found = gradient_texts(tree, gradient, FUNCTIONS)
+        return {name: _sum_to_shape(text, shape, shapes[name]) for name, text in found.items()}
 
     def _call(self, line: _Line, gradient: str) -> tuple[dict[str, str], set[str]]:
         """Return the gradients through a call, and the other results of the same call."""
@@ -189,9 +188,11 @@ class _Backward:
         call = tree.value if isinstance(tree, ast.Subscript) else tree
         if not isinstance(call, ast.Call):
             raise NotUnderstood("the gradient of one of several results")
-        siblings: dict[int, str] = {}
-        if called_name(call) in {"chunk", "split"}:
-            siblings = self._siblings(call)
+        name = called_name(call)
+        op = FUNCTIONS.get(name)
+        if op is None or op.gradient is None:
+            raise NotUnderstood(f"{name} has no gradient rule")
+        siblings = self._siblings(call) if op.several else {}
         parts = [
             self._gradient_of(siblings[n]) or "" if n in siblings else "" for n in range(max(siblings, default=-1) + 1)
         ]
@@ -203,7 +204,7 @@ class _Backward:
             shape=lambda name: self.builder.tensors[name].shape,
             parts=parts,
         )
-        return gradient_texts(step), set(siblings.values())
+        return op.gradient(step), set(siblings.values())
 
     def _siblings(self, call: ast.Call) -> dict[int, str]:
         """Return the results of a call that has several, by their number."""
@@ -221,3 +222,75 @@ class _Backward:
 
 def _plain(axes: tuple[str, ...]) -> bool:
     return bool(axes) and all(axis.isidentifier() for axis in axes) and len(set(axes)) == len(axes)
+
+
+def _sum_to_shape(text: str, shape: Shape, wanted: Shape) -> str:
+    """Return the formula `text`, of `shape`, summed over what was broadcast from `wanted`."""
+    extra = len(shape) - len(wanted)
+    if extra:
+        text = f"({text}).sum({tuple(range(extra))!r})" if extra > 1 else f"({text}).sum(0)"
+    kept = [n for n, size in enumerate(wanted) if size == 1 and shape[n + extra] != 1]
+    for n in kept:
+        text = f"({text}).sum({n}, keepdim=True)"
+    return text
+
+
+def _through_views(node: ast.expr, gradient: str, shapes: Mapping[str, Shape]) -> tuple[str, str]:
+    """Return (tensor, formula of its gradient) for a chain of views of it. Raises NotUnderstood."""
+    text = gradient
+    while is_view(node):
+        inner = viewed(node)
+        text = _taken_back(node, text, shape_of(inner, shapes), shape_of(node, shapes))
+        node = inner
+    if not isinstance(node, ast.Name):
+        raise NotUnderstood("a view of no tensor")
+    return node.id, text
+
+
+def _taken_back(node: ast.expr, text: str, before: Shape, after: Shape) -> str:
+    """Return the formula that takes one view back, from the shape `after` it to the shape `before` it."""
+    match node:
+        case ast.Attribute(attr=attr):
+            return f"{text}.{attr}"
+        case ast.Subscript(slice=index):
+            return _put_back(text, index.elts if isinstance(index, ast.Tuple) else [index], before)
+        case ast.Call(args=[_, *arguments], keywords=keywords):
+            name, back = called_name(node), FUNCTIONS[called_name(node)].back
+            given = [each for one in (*arguments, *(k.value for k in keywords)) for each in _listed(one)]
+            if back is not None:
+                return back(text, View(name, [number_of(one) for one in given], before, after))
+    raise NotUnderstood("the gradient of a view")
+
+
+def _listed(node: ast.expr) -> list[ast.expr]:
+    return node.elts if isinstance(node, ast.Tuple | ast.List) else [node]
+
+
+def _put_back(text: str, parts: Sequence[ast.expr], before: tuple[int, ...]) -> str:
+    """Return the formula that puts what an index took back among zeros."""
+    taken = sum(1 for p in parts if not (isinstance(p, ast.Constant) and (p.value is None or p.value is ...)))
+    at = out = 0  # positions in the tensor that was indexed, and in what was taken
+    pads: list[tuple[int, int, int]] = []
+    for part in parts:
+        match part:
+            case ast.Constant(value=None):
+                text = f"{text}.squeeze({out})"
+            case ast.Constant(value=value) if value is ...:
+                at, out = at + len(before) - taken, out + len(before) - taken
+            case ast.Slice(lower=lower, upper=upper, step=step):
+                ends = [None if end is None else number_of(end) for end in (lower, upper, step)]
+                start, stop, stride = slice(*ends).indices(before[at])
+                if stride != 1:
+                    raise NotUnderstood("the gradient of a slice with a step")
+                pads.append((at, start, before[at] - stop))
+                at, out = at + 1, out + 1
+            case _:
+                number = number_of(part)
+                if number is None:
+                    raise NotUnderstood("the gradient of an index by a tensor")
+                text = f"{text}.unsqueeze({out})"
+                pads.append((at, number % before[at], before[at] - number % before[at] - 1))
+                at, out = at + 1, out + 1
+    for where, front, back in pads:
+        text = padded(text, where, front, back, len(before))
+    return text

@@ -11,11 +11,11 @@ import ast
 from collections.abc import Mapping
 from math import prod
 
-from planner.sharding.formulas.axis_flow import AxisFlow, NotUnderstood, Value, number_of
-from planner.sharding.formulas.formula import called_name
-from planner.sharding.functions.known import rule_of
-from planner.sharding.functions.walker import Made, Walker
 from planner.sharding.operators.operator import Operator
+from planner.sharding.ops.axis_flow import AxisFlow, NotUnderstood, Value
+from planner.sharding.ops.syntax import called_name, number_of
+from planner.sharding.ops.table import rule_of
+from planner.sharding.ops.walker import Made, Walker
 
 _SHAPED = frozenset(["reshape", "view", "expand", "broadcast_to", "zeros", "ones", "full"])
 

@@ -7,19 +7,11 @@ computes inside itself becomes a tensor of its own, which the backward pass can 
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 
-from planner.sharding.formulas.axis_flow import AxisFlow, NotUnderstood, Value
-from planner.sharding.formulas.formula import ELEMENTWISE, IDENTITIES, MODULES, VIEWS, called_name
-from planner.sharding.functions.known import walk
 from planner.sharding.operators.operator import Operator
-
-
-def arguments_of(node: ast.Call) -> list[ast.expr]:
-    """Return the arguments of a call, the tensor of a method first."""
-    if isinstance(node.func, ast.Attribute) and not _is_module(node.func.value):
-        return [node.func.value, *node.args]
-    return list(node.args)
+from planner.sharding.ops.syntax import arguments_of, called_name
+from planner.sharding.ops.table import FUNCTIONS
 
 
 def is_elementwise(node: ast.expr) -> bool:
@@ -30,8 +22,8 @@ def is_elementwise(node: ast.expr) -> bool:
         case ast.UnaryOp() | ast.Compare():
             return True
         case ast.Call():
-            name = called_name(node)
-            return name in ELEMENTWISE or name in IDENTITIES or name.removesuffix("_bwd") in ELEMENTWISE
+            function = FUNCTIONS.get(called_name(node).removesuffix("_bwd"))
+            return function is not None and function.pointwise
     return False
 
 
@@ -42,16 +34,17 @@ def is_view(node: ast.expr) -> bool:
             return True
         case ast.Subscript(slice=index):
             parts = index.elts if isinstance(index, ast.Tuple) else [index]
-            return not any(isinstance(n, ast.Name) for part in parts for n in ast.walk(part)) and not _is_several(
-                node.value
-            )
+            named = any(isinstance(n, ast.Name) for part in parts for n in ast.walk(part))
+            return not named and not _is_several(node.value)
         case ast.Call():
-            return called_name(node) in VIEWS
+            op = FUNCTIONS.get(called_name(node))
+            return op is not None and op.back is not None
     return False
 
 
 def _is_several(node: ast.expr) -> bool:
-    return isinstance(node, ast.Call) and called_name(node) in {"chunk", "split", "topk", "sort", "max", "min"}
+    op = FUNCTIONS.get(called_name(node)) if isinstance(node, ast.Call) else None
+    return op is not None and op.several
 
 
 def viewed(node: ast.expr) -> ast.expr:
@@ -134,23 +127,3 @@ def _with_viewed(node: ast.expr, inner: ast.expr) -> ast.expr:
         case ast.Call(keywords=keywords):
             return ast.Call(ast.Name(id=called_name(node)), [inner, *arguments_of(node)[1:]], keywords)
     return node
-
-
-def _is_module(node: ast.expr) -> bool:
-    match node:
-        case ast.Name(id=name):
-            return name in MODULES
-        case ast.Attribute(value=inner):
-            return _is_module(inner)
-    return False
-
-
-def shape_of_node(node: ast.expr, shapes: Mapping[str, Sequence[int]]) -> tuple[int, ...]:
-    """Return the shape of what a node computes. Raises NotUnderstood."""
-    flow = AxisFlow(tensors={}, sizes={})
-    names = {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and n.id in shapes}
-    flow.tensors = {name: Value(tuple(flow.new_dim(size) for size in shapes[name])) for name in names}
-    made = walk(flow, node, "")
-    if isinstance(made, list):
-        raise NotUnderstood("several results")
-    return tuple(flow.size(dim) for dim in made.dims)

@@ -1,4 +1,4 @@
-"""Rotary positions in a captured graph, as the one operator that they are.
+"""Rotary positions: pairs of the last dim are rotated by angles. In a captured graph they become the one operator that they are.
 
     x * cos + cat((-x[..., d/2:], x[..., :d/2]), -1) * sin
 
@@ -15,9 +15,37 @@ from typing import Any
 
 import msgspec
 
+from planner.sharding.ops.aten import AtenCall, Statement
+from planner.sharding.ops.axis_flow import Value
+from planner.sharding.ops.op import Op, Saves, Step
+from planner.sharding.ops.walker import Call
 from simulator.sharded.graph import CapturedGraph, GraphInput, GraphNode
 
 ROTARY = "rotary"  # the operator's name in statements and programs: x, cosines, sines
+
+
+def _axes(call: Call) -> Value:
+    """Rotary embedding: pairs of the last dim; angles by position, given or by number."""
+    flow, value = call.flow, call.value(0)
+    flow.keep_unsharded(value.dims[-1], "a rotation mixes elements of it")
+    for angles in call.values()[1:]:
+        flow.keep_unsharded(angles.dims[-1], "a rotation mixes elements of it")
+        known = {axis for dim in flow.dims(value) for axis in dim}
+        if not {axis for dim in flow.dims(angles)[:-1] for axis in dim} <= known:
+            flow.broadcast([value.dims[:-1], angles.dims[:-1]], call.name)
+    if len(value.dims) > 1 and len(call.values()) == 1:
+        flow.positional.update(flow.dim(value.dims[-2]))
+    return value
+
+
+def _gradient(step: Step) -> dict[str, str]:
+    """Angles are constants."""
+    angles = "".join(f", {name}" for name in step.weights)
+    return {step.tensor(0): f"rope_bwd({step.gradient}{angles})"}
+
+
+def _capture(call: AtenCall) -> list[Statement]:
+    return [call.statement(f"rope({', '.join(call.tensor(at) for at in range(3))})")]
 
 
 def with_rotations(graph: CapturedGraph, kept: Collection[str]) -> CapturedGraph:
@@ -144,3 +172,17 @@ def _is(node: GraphNode, *names: str) -> bool:
 def _tensor(node: GraphNode, at: int) -> str:
     value: Sequence[Any] | Any = node.args[at] if at < len(node.args) else None
     return value["tensor"] if isinstance(value, dict) and isinstance(value.get("tensor"), str) else ""
+
+
+OPS = (
+    Op(
+        names="rope rotary apply_rotary",
+        axes=_axes,
+        gradient=_gradient,
+        gradient_axes=_axes,
+        aten=ROTARY,
+        capture=_capture,
+        kernels=ROTARY,
+        saves=Saves.OTHERS,
+    ),
+)

@@ -1,8 +1,8 @@
-"""One operator of a case as its rule writes it, and what rules ask of an ATen operator's arguments."""
+"""An operator of PyTorch as it was captured, and the statements of a case that it is written as."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,17 +10,14 @@ from simulator.sharded.graph import GraphNode, tensors_in
 
 Shape = tuple[int, ...]
 LETTERS = "abcdefgijklmnopq"
-# Functions of formulas here that have no rule in `planner.sharding.functions`: their arguments (windows, groups) stand in
-# the kernel alone, and their annotations are to be believed.
-ANNOTATED = frozenset(("groupnorm", "topk_part", "scattered"))
-ANNOTATED_PREFIXES = ("opaque_", "space_")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Statement:
     """One operator of the case: `result = formula :: annotation`, and the kernel `op(*args)` that computes it.
 
-    Without an annotation, the axes follow from the formula. `sizes` are those of axes that no operand has by itself.
+    Without an annotation, the axes follow from the formula. That of a function which `ops` does not have is believed: its
+    arguments (windows, groups) stand in the kernel alone. `sizes` are those of axes that no operand has by itself.
     """
 
     result: str
@@ -50,11 +47,11 @@ class NotKnownError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class AtenCall:
     """A node with the shapes of its operands at hand."""
 
     node: GraphNode
-    shapes: dict[str, Shape]
+    shapes: Mapping[str, Shape]
 
     @property
     def name(self) -> str:

@@ -6,10 +6,9 @@ import ast
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from planner.sharding.formulas.axis_flow import SCALAR, AxisFlow, NotUnderstood, Value, number_of
-from planner.sharding.formulas.formula import MODULES, called_name
-from planner.sharding.functions.indexing import indexed
-from planner.sharding.functions.matrices import product_of_matrices
+from planner.sharding.ops.annotation import Dim
+from planner.sharding.ops.axis_flow import SCALAR, AxisFlow, NotUnderstood, Value
+from planner.sharding.ops.syntax import arguments_of, called_name, is_true, number_of, outermost_call
 
 Made = Value | list[Value]
 Rule = Callable[["Call"], Made]
@@ -73,8 +72,7 @@ class Call:
         return [self.walker.value(each) for each in node.elts] if isinstance(node, ast.List | ast.Tuple) else []
 
     def flag(self, at: int, keyword: str) -> bool:
-        node = self.node(at, keyword)
-        return isinstance(node, ast.Constant) and node.value is True
+        return is_true(self.node(at, keyword))
 
 
 class Walker:
@@ -83,7 +81,7 @@ class Walker:
     def __init__(self, flow: AxisFlow, tree: ast.expr, merges: str, rules: Rules) -> None:
         """`merges` is the kind of statistics that the formula as a whole may be computed from, if its axes are sharded."""
         self.flow, self.merges, self.rules = flow, merges, rules
-        self.outermost = _outermost(tree)
+        self.outermost = outermost_call(tree)
 
     def value(self, node: ast.expr) -> Value:
         made = self.made(node)
@@ -156,9 +154,7 @@ class Walker:
         return indexed(self.flow, made, parts, lambda node: self.value(node) if self.names_in(node) else None)
 
     def _call(self, node: ast.Call) -> Made:
-        name, arguments = called_name(node), list(node.args)
-        if isinstance(node.func, ast.Attribute) and not self._is_module(node.func.value):
-            arguments.insert(0, node.func.value)
+        name, arguments = called_name(node), arguments_of(node, self.flow.tensors)
         if any(isinstance(a, ast.Starred) for a in arguments) or any(k.arg is None for k in node.keywords):
             raise NotUnderstood("arguments that are not written out")
         keywords = {k.arg: k.value for k in node.keywords if k.arg is not None}
@@ -172,24 +168,81 @@ class Walker:
         """Return whether `call` is what the formula computes, so that collectives can run inside it."""
         return self.merges == kind and self.outermost == call.name
 
-    def _is_module(self, node: ast.expr) -> bool:
-        match node:
-            case ast.Name(id=name):
-                return name in MODULES and name not in self.flow.tensors
-            case ast.Attribute(value=inner):
-                return self._is_module(inner)
-        return False
+
+def product_of_matrices(flow: AxisFlow, left: Value, right: Value) -> Value:
+    """Return `left @ right`."""
+    if not left.dims or not right.dims:
+        raise NotUnderstood("a product of matrices without dims")
+    over = flow.unify(left.dims[-1], right.dims[-2] if len(right.dims) > 1 else right.dims[0], "a product of matrices")
+    pending = flow.pending_of_product([left, right], "the product")
+    if len(right.dims) == 1:
+        return flow.contract([over], Value(left.dims[:-1], pending), "sum", "a product of matrices")
+    batch = flow.broadcast([left.dims[:-2], right.dims[:-2]], "a product of matrices")
+    rows = left.dims[-2:-1] if len(left.dims) > 1 else ()
+    return flow.contract([over], Value((*batch, *rows, right.dims[-1]), pending), "sum", "a product of matrices")
 
 
-def _outermost(tree: ast.expr) -> str:
-    """Return the outermost function, looking through casts and the choice of one of its results."""
-    while True:
-        match tree:
-            case ast.Attribute(value=inner, attr=("values" | "indices")) | ast.Subscript(value=inner):
-                tree = inner
-            case ast.Call(func=ast.Attribute(value=inner)) if called_name(tree) in {"to", "float", "double"}:
-                tree = inner
-            case ast.Call():
-                return called_name(tree)
+def indexed(
+    flow: AxisFlow, value: Value, parts: Sequence[ast.expr], index_of: Callable[[ast.expr], Value | None]
+) -> Value:
+    """Return a value indexed by integers, slices, None, an ellipsis or a tensor, whose value `index_of` gives."""
+    out, at = list[Dim](), 0
+    taken = sum(1 for p in parts if not (isinstance(p, ast.Constant) and (p.value is None or p.value is ...)))
+    if taken > len(value.dims):
+        raise NotUnderstood("more indices than dims")
+    for part in parts:
+        match part:
+            case ast.Constant(value=None):
+                out.append(())
+            case ast.Constant(value=value_) if value_ is ...:
+                skipped = len(value.dims) - taken
+                out += value.dims[at : at + skipped]
+                at += skipped
+            case ast.Slice():
+                out.append(_sliced(flow, value.dims[at], part))
+                at += 1
+            case _ if number_of(part) is not None:
+                flow.keep_unsharded(value.dims[at], "an index takes one element of it", contradicts=True)
+                at += 1
             case _:
-                return ""
+                numbers = index_of(part)
+                if numbers is None:
+                    raise NotUnderstood("an index that is no number")
+                flow.keep_unsharded(value.dims[at], "an index takes elements of it by number", contradicts=True)
+                out += numbers.dims
+                at += 1
+    return Value((*out, *value.dims[at:]), value.pending)
+
+
+def _sliced(flow: AxisFlow, dim: Dim, part: ast.Slice) -> Dim:
+    ends = [None if end is None else number_of(end) for end in (part.lower, part.upper, part.step)]
+    if any(e is not None and n is None for e, n in zip((part.lower, part.upper, part.step), ends, strict=True)):
+        raise NotUnderstood("a slice whose ends are no numbers")
+    size = flow.size(dim)
+    length = len(range(*slice(*ends).indices(size)))
+    if length == size and (ends[2] or 1) > 0:
+        return dim
+    return part_of(flow, dim, length, "a slice takes a part of it")
+
+
+def part_of(flow: AxisFlow, dim: Dim, length: int, why: str) -> Dim:
+    """Return a dim of `length` that is made of all of `dim`."""
+    flow.keep_unsharded(dim, why, contradicts=True)
+    made = flow.new_dim(length)
+    flow.keep_unsharded(made, why)
+    return made
+
+
+def position(at: int, value: Value) -> int:
+    """Return the index of a dim from 0. Raises NotUnderstood."""
+    if not -len(value.dims) <= at < len(value.dims):
+        raise NotUnderstood(f"dim {at} of {len(value.dims)}")
+    return at % len(value.dims)
+
+
+def merge_or_keep(call: Call, kind: str, dim: Dim, why: str) -> None:
+    """Note that `call` can be computed from statistics of pieces along `dim` if it is what the formula computes."""
+    if call.walker.may_merge(call, kind):
+        call.flow.merged.update(dict.fromkeys(call.flow.dim(dim), kind))
+    else:
+        call.flow.keep_unsharded(dim, why)

@@ -1,7 +1,7 @@
 """What a formula does along every axis, found by walking it with axes in the place of numbers.
 
 A `Value` is what a part of a formula computes: the axes of each of its dims, and the sums (or maxima, ...) along axes
-that are gone, which could still be taken later if the axis were sharded. Functions (`planner.sharding.functions`) make values of
+that are gone, which could still be taken later if the axis were sharded. Operators (`planner.sharding.ops`) make values of
 values and tell the `AxisFlow` what they do to axes on the way:
 
     unsharded   the function needs all of the axis: a sort, a slice, a running sum, a convolution's window; the reason
@@ -15,12 +15,11 @@ What is in the last value and in none of these passes through. Nothing is run.
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
-from planner.sharding.formulas.annotation import Dim, axis_name
+from planner.sharding.ops.annotation import Dim, axis_name
 
 Shape = tuple[int, ...]
 
@@ -56,6 +55,7 @@ class AxisFlow:
     positional: set[str] = field(default_factory=set)
     created: set[str] = field(default_factory=set)
     reduced: set[str] = field(default_factory=set)
+    multiplies: bool = False  # two tensors are multiplied
     same: dict[str, Dim] = field(default_factory=dict)  # axis made here -> what it turned out to be
     _made: int = 0
 
@@ -169,6 +169,7 @@ class AxisFlow:
     def pending_of_product(self, values: Sequence[Value], why: str) -> dict[str, str]:
         """Return the reductions that may still be taken after a product: a sum that one factor alone depends on."""
         pending: dict[str, str] = {}
+        self.multiplies |= sum(bool(value.dims) for value in values) > 1
         for number, value in enumerate(values):
             others = [other for at, other in enumerate(values) if at != number]
             taken = {axis for other in others for dim in self.dims(other) for axis in dim}
@@ -201,13 +202,3 @@ class AxisFlow:
 
 def _names(dim: Dim) -> str:
     return " ".join(axis_name(axis) for axis in dim)
-
-
-def number_of(node: ast.expr | None) -> int | None:
-    """Return the integer that a literal is, or None."""
-    match node:
-        case ast.Constant(value=int(value)) if not isinstance(value, bool):
-            return value
-        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int(value))) if not isinstance(value, bool):
-            return -value
-    return None
