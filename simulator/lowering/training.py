@@ -14,7 +14,7 @@ from simulator.lowering.machine_costs import MachineCosts
 from simulator.lowering.network import Network
 from simulator.lowering.writing import StepWriter
 from simulator.pipeline.schedule_program import TURNS, last_backwards, peak_in_flight, pipeline_program
-from simulator.pipeline.schedules.registry import build_schedule
+from simulator.pipeline.schedules.registry import schedule_of_plan
 from simulator.pipeline.schedules.table import Action, Schedule
 from simulator.program.program import CodeWriter, Groups, Program
 from simulator.runtimes.library import operators_for, wraps_one
@@ -73,13 +73,8 @@ class _Lowering:
         self.context = replace(context, roofline=slowed)
         self.plan = self.context.table.plans[0]
         self.spec, self.paired = self.context.spec, self.plan.ep_overlap != "none"
-        self.schedule = build_schedule(
-            self.plan.schedule_name,
-            ranks=self.plan.pp,
-            micro_batches=micro_batches or self.plan.micro_batches(scenario.workload.global_batch_size),
-            stages_per_rank=self.plan.virtual_stages,
-            paired=self.paired,
-        )
+        counted = micro_batches or self.plan.micro_batches(scenario.workload.global_batch_size)
+        self.schedule = schedule_of_plan(self.plan, counted)
         operators = operators_for(self.model, self.runtime)
         self.network = Network(self.model, operators, self.context)
         self.walk = StepWalk(self.context, operators, self.network.stages, single=self.schedule.micro_batches <= 1)
