@@ -5,15 +5,13 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from planner.io.calibrations import UNMEASURED, Calibrations
 from planner.io.output import warn
-from simulator.fitting.calibration_fit import Calibrations
 from topology import codec
 from topology.catalog.cluster_file import load_cluster
 from topology.catalog.platform import take_gpus
 from topology.cluster import Cluster
 from topology.errors import BadCluster, UserError
-from topology.probe.from_machine import probe_machine
-from topology.probe.from_text import probe_text
 from topology.profile.profile import read_profile
 from topology.rates.node_rates import node_rates
 from topology.rates.orders import irregular
@@ -48,15 +46,14 @@ def faulty_gpus(cluster: Cluster) -> tuple[int, ...]:
 
 def _read_capture(name: str, gpu: str | None) -> Cluster | None:
     """Return the cluster of a capture or of this machine; None if `name` is neither."""
-    if name == "local":
-        found = probe_machine()
-    elif not Path(name).is_file():
+    text = codec.read_text(name) if name != "local" and Path(name).is_file() else None
+    if name != "local" and (text is None or text.lstrip().startswith("{")):
         return None
-    else:
-        text = codec.read_text(name)
-        if text.lstrip().startswith("{"):
-            return None
-        found = probe_text([(name, text)], gpu=gpu)
+    # What reads machines is loaded where one is read: most questions are about machines by name.
+    from topology.probe.from_machine import probe_machine  # noqa: PLC0415 - as said above
+    from topology.probe.from_text import probe_text  # noqa: PLC0415 - as said above
+
+    found = probe_machine() if name == "local" else probe_text([(name, text or "")], gpu=gpu)
     if not found.gpu_count:
         raise BadCluster(
             "this machine has no GPU to plan for" if name == "local" else f"{name} shows no GPU",
@@ -82,7 +79,12 @@ def measurements(path: Path | None, *, strict: bool = False) -> Calibrations:
     With `strict` a profile of other GPUs, of another driver or of long ago is an error. Raises BadInput when the file is
     malformed or its values are impossible.
     """
-    return Calibrations(None if path is None else read_profile(path), strict=strict)
+    if path is None:
+        return UNMEASURED
+    # The fits are loaded with a profile, which most questions do not have.
+    from simulator.fitting.calibration_fit import Calibrations as OfProfile  # noqa: PLC0415 - as said above
+
+    return OfProfile(read_profile(path), strict=strict)
 
 
 def warn_of_doubts(measured: Calibrations) -> None:

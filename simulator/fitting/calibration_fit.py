@@ -103,9 +103,6 @@ class Calibrations:
         return [] if self.profile is None else doubts_of(self.profile, cluster)
 
 
-UNMEASURED = Calibrations(None)
-
-
 def doubts_of(profile: Profile, cluster: Cluster, *, today: datetime | None = None) -> list[str]:
     """Return why `profile` may not tell of `cluster`: other GPUs, another driver, or measured long ago."""
     kind = cluster.slowest_kind
