@@ -31,7 +31,7 @@ def planner_once(tmp_path_factory):
     import io
 
     from planner.cli import main
-    from planner.commands import suggest
+    from planner.answers import suggest
 
     kept = []
 
