@@ -9,7 +9,6 @@ from typing import Any
 
 from planner.explain.plan_answer import PlanAnswer, answer_plan, plan_document, unreadable_document
 from planner.io import output
-from planner.io.calibrations import Calibrations
 from planner.io.inputs import measurements
 from planner.question.cases import case_from_flags, case_id, case_of_plan_file, load_case, read_cases
 from planner.question.flags import Flags, flags_of_plan
@@ -21,6 +20,7 @@ from planner.requests.serving import Task, refuse, stated
 from planner.requests.training import Estimate
 from simulator.config.estimate import Estimate as Figures
 from simulator.config.plan import Plan
+from simulator.fitting.calibrations import Calibrations
 from topology.errors import Infeasible, UserError
 
 

@@ -11,16 +11,19 @@ from planner.io.inputs import measurements, read_cluster
 from planner.pictures.sharding import sharding_picture
 from planner.requests.flag import values_of
 from planner.requests.tools import Shard
-from planner.sharding.answer import Answer, captured_row
-from planner.sharding.backends.dtensor_file import write_dtensor_file
-from planner.sharding.backends.program_text import program_text
-from planner.sharding.frontends.decoder import decoder_case
-from planner.sharding.frontends.request import is_request
-from planner.sharding.layouts.mesh import make_mesh
-from planner.sharding.plans.explanation import explain_plan
-from planner.sharding.plans.report import Limits, Planned, planned_case
-from planner.sharding.problem.deadline import Deadline
-from planner.sharding.problem.problem import split_cases
+from planner.sharding import (
+    Answer,
+    Deadline,
+    Limits,
+    decoder_case,
+    explain_plan,
+    is_request,
+    make_mesh,
+    program_text,
+    shard_case,
+    split_cases,
+    write_dtensor_file,
+)
 from simulator.config.hf_config import load_model
 from topology import codec
 from topology.errors import UserError
@@ -62,11 +65,7 @@ def shard(asked: Shard, progress: Callable[[str], None] = lambda _: None) -> Sha
     rows = []
     for number, case in enumerate(cases):
         progress(f"case {number + 1} of {len(cases)}")
-        found: Answer | Planned | None
-        if is_request(case):
-            row, found = captured_row(case, number, machine, measured, limits=limits)
-        else:
-            row, found = planned_case(case, number, machine, measured, limits=limits)
+        row, found = shard_case(case, number, machine, measured, limits=limits)
         if isinstance(found, Answer):
             _write_captured(found, program=asked.program, python=asked.python)
         if found is not None and asked.listing:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from planner.io import output
-from planner.io.calibrations import Calibrations
 from planner.io.inputs import measurements
 from planner.io.printable import printable
 from planner.learn.fit import FEWEST, Measured, fit, left_out_errors, measured_of
@@ -16,6 +15,7 @@ from planner.question.cases import Case, case_id, load_case
 from planner.question.learned_runtime import LearnedRuntime
 from planner.question.plan_file import refuse_overwrite
 from planner.requests.runs import Learn
+from simulator.fitting.calibrations import Calibrations
 from simulator.legality.rules import is_legal
 from simulator.runtimes.library import runtime_names, runtime_spec
 from topology import codec

@@ -12,7 +12,6 @@ from planner.configs.variants import variants_of
 from planner.configs.written_back import Writer
 from planner.explain.plan_answer import PlanAnswer, answer_plan
 from planner.export.mapping import PLAN_FACTS, RUNTIME_FACTS, Facts, read
-from planner.io.calibrations import UNMEASURED, Calibrations
 from planner.io.inputs import read_cluster
 from planner.question.cases import DEFAULT_CLUSTER, DEFAULT_MODEL, SEQ_LEN, Case, build_case
 from planner.question.prediction import predict
@@ -26,6 +25,7 @@ from simulator.config.model import Model
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
+from simulator.fitting.calibrations import UNMEASURED, Calibrations
 from simulator.legality.frameworks import framework_named
 from simulator.legality.rule import Grade, Problem
 from simulator.legality.rules import is_legal

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
+from importlib import import_module
 from pathlib import Path
 
-from planner.io.calibrations import UNMEASURED, Calibrations
 from planner.io.output import warn
-from topology import codec
+from simulator.fitting.calibrations import Calibrations
 from topology.catalog.cluster_file import load_cluster
 from topology.catalog.platform import take_gpus
 from topology.cluster import Cluster
-from topology.errors import BadCluster, UserError
+from topology.errors import UserError
 from topology.profile.profile import read_profile
 from topology.rates.node_rates import node_rates
 from topology.rates.orders import irregular
@@ -24,8 +24,9 @@ def read_cluster(name: str, gpus: int | None = None, *, gpu: str | None = None) 
     the text does not), or `local` for this machine. A node with irregular links is not cut, since the placement decides
     which GPUs to use. Raises BadCluster when the cluster does not come in that size.
     """
-    found = _read_capture(name, gpu)
-    captured = found is not None or Path(name).is_file()
+    # What reads captures takes longer to load than a search among plans of a known machine.
+    captured = name == "local" or Path(name).is_file()
+    found = import_module("planner.io.captures").read_capture(name, gpu) if captured else None
     if found is None:
         if gpu is not None:
             warn(f"warning: --gpu {gpu} is for captures; {name} states its own GPUs")
@@ -44,25 +45,6 @@ def faulty_gpus(cluster: Cluster) -> tuple[int, ...]:
     return tuple(gpu.index for position, gpu in enumerate(node.gpus) if position not in sound)
 
 
-def _read_capture(name: str, gpu: str | None) -> Cluster | None:
-    """Return the cluster of a capture or of this machine; None if `name` is neither."""
-    text = codec.read_text(name) if name != "local" and Path(name).is_file() else None
-    if name != "local" and (text is None or text.lstrip().startswith("{")):
-        return None
-    # What reads machines is loaded where one is read: most questions are about machines by name.
-    from topology.probe.from_machine import probe_machine  # noqa: PLC0415 - as said above
-    from topology.probe.from_text import probe_text  # noqa: PLC0415 - as said above
-
-    found = probe_machine() if name == "local" else probe_text([(name, text or "")], gpu=gpu)
-    if not found.gpu_count:
-        raise BadCluster(
-            "this machine has no GPU to plan for" if name == "local" else f"{name} shows no GPU",
-            why="; ".join(finding.what for finding in found.findings),
-            remedy="name a catalogue cluster, or a capture of another machine",
-        )
-    return found
-
-
 def parse_bytes(text: str) -> float:
     """Parse a size such as `32GB`, `29.8 GiB` or `80g` into bytes. Raises UserError."""
     match = re.fullmatch(r"\s*(\d{1,12}(?:\.\d{1,6})?)\s*([kmgt]?)(i?)b?\s*", text, flags=re.IGNORECASE)
@@ -79,12 +61,7 @@ def measurements(path: Path | None, *, strict: bool = False) -> Calibrations:
     With `strict` a profile of other GPUs, of another driver or of long ago is an error. Raises BadInput when the file is
     malformed or its values are impossible.
     """
-    if path is None:
-        return UNMEASURED
-    # The fits are loaded with a profile, which most questions do not have.
-    from simulator.fitting.calibration_fit import Calibrations as OfProfile  # noqa: PLC0415 - as said above
-
-    return OfProfile(read_profile(path), strict=strict)
+    return Calibrations(None if path is None else read_profile(path), strict=strict)
 
 
 def warn_of_doubts(measured: Calibrations) -> None:

@@ -12,14 +12,13 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from planner.io.calibrations import Calibrations
 from simulator.calibration.calibration import Calibration, RuntimeCosts
+from simulator.fitting.calibrations import Calibrations
 from simulator.runtimes.library import runtime_spec
 from simulator.runtimes.parts import HostSpec
 from topology import codec
 from topology.cluster import Cluster
 from topology.errors import BadInput
-from topology.profile.profile import Profile
 
 SCHEMA_VERSION = 1
 
@@ -108,33 +107,16 @@ def is_learned(word: str | None) -> bool:
     return bool(word) and Path(str(word)).is_file()
 
 
-@dataclass(frozen=True, slots=True)
-class LearnedCalibrations:
+class LearnedCalibrations(Calibrations):
     """Calibrations from a profile, if there is one, and from a learned runtime."""
 
-    below: Calibrations
-    learned: LearnedRuntime
-
-    @property
-    def profile(self) -> Profile | None:
-        return self.below.profile
-
-    @property
-    def strict(self) -> bool:
-        return self.below.strict
-
-    def check(self, cluster: Cluster) -> list[str]:
-        return self.below.check(cluster)
-
-    def doubts(self, cluster: Cluster) -> list[str]:
-        return self.below.doubts(cluster)
-
-    def all_doubts(self) -> list[str]:
-        return self.below.all_doubts()
+    def __init__(self, below: Calibrations, learned: LearnedRuntime) -> None:
+        super().__init__(below.profile, below.strict)
+        self.learned = learned
 
     def on(self, cluster: Cluster) -> Calibration | None:
         """Return the calibration of `cluster`, with learned costs of the runtime in place of those measured by layers."""
-        found = self.below.on(cluster) or Calibration(gpu=cluster.slowest_kind)
+        found = super().on(cluster) or Calibration(gpu=cluster.slowest_kind)
         key = (runtime_spec(self.learned.like).names[0], self.learned.compile)
         return replace(found, runtimes={**found.runtimes, key: self.learned.costs()})
 

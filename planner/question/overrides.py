@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-from planner.io.calibrations import UNMEASURED, Calibrations
 from planner.io.inputs import read_cluster
 from planner.question.case_runtime import resolve_runtime
 from planner.question.cases import Case, all_assumed, complete_plan, require_pipeline
@@ -21,6 +20,7 @@ from simulator.config.hf_config import load_model
 from simulator.config.plan import MESH_AXES, PLAN_FIELDS, Plan
 from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
+from simulator.fitting.calibrations import UNMEASURED, Calibrations
 from topology import codec
 from topology.catalog.platform import take_gpus
 from topology.cluster import Cluster

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from planner.io.calibrations import UNMEASURED, Calibrations
 from planner.io.inputs import faulty_gpus, read_cluster
 from planner.question.case_runtime import resolve_runtime
 from planner.question.cases import DEFAULT_CLUSTER, DEFAULT_MODEL, all_assumed, stated_workload
@@ -21,6 +20,7 @@ from planner.search.off_fabric import with_or_without_off_fabric
 from planner.search.result import SearchResult
 from planner.search.search import SearchOptions, suggest
 from simulator.config.hf_config import load_model
+from simulator.fitting.calibrations import UNMEASURED, Calibrations
 from simulator.legality.frameworks import framework_named
 from topology.cluster import Cluster
 

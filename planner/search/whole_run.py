@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-from planner.io.calibrations import UNMEASURED, Calibrations
 from planner.question.flags import Flags
 from planner.question.goal import Goal
 from planner.question.question import Question
@@ -24,6 +23,7 @@ from planner.search.result import SearchResult
 from planner.search.search import SearchOptions, explained
 from simulator.bounds.screening import Screening
 from simulator.config.plan import Plan
+from simulator.fitting.calibrations import UNMEASURED, Calibrations
 from topology.cluster import GpuKind
 from topology.errors import Infeasible, UserError
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from planner.io.calibrations import UNMEASURED, Calibrations
 from planner.question.cases import Case, case_id, load_case
 from simulator.config.estimate import Estimate, MemoryEstimate
+from simulator.fitting.calibrations import UNMEASURED, Calibrations
 from simulator.legality.rules import is_legal
 from simulator.memory.estimate import with_replay
 from topology.errors import PlannerError

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from executor.launch import legal as executor_rules
-from planner.io.calibrations import UNMEASURED
 from planner.question.prediction import predict as predicted
 from planner.question.question import Question, question_of
 from simulator.config.estimate import Estimate
@@ -21,7 +20,7 @@ from simulator.config.model import LatentAttention, MixtureOfExperts, Model
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
-from simulator.fitting.calibration_fit import Calibrations
+from simulator.fitting.calibrations import UNMEASURED, Calibrations
 from simulator.legality.rule import Grade
 from topology.catalog.platform import take_gpus
 from topology.cluster import Cluster

@@ -39,7 +39,7 @@ from simulator.config.hf_config import load_model, model_from_config
 from simulator.config.model_summary import describe
 from simulator.config.plan import Plan
 from simulator.config.workload import Workload
-from simulator.fitting.calibration_fit import Calibrations
+from simulator.fitting.calibrations import Calibrations
 from simulator.program.chrome_trace import from_kineto
 from simulator.sharded.program import read_program
 from tests.fuzz.configurations import CONFIGURATIONS

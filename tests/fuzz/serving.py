@@ -11,7 +11,6 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from planner.io.calibrations import UNMEASURED
 from planner.learn.logs import measured_in
 from planner.learn.runs_file import read_runs
 from planner.question.cases import load_case
@@ -24,6 +23,7 @@ from planner.serving.reports.documents import estimate_document
 from planner.serving.stated import pool_word, read_pool
 from planner.validate.serving_points import validate_point
 from planner.validate.serving_report import read_points
+from simulator.fitting.calibrations import UNMEASURED
 from simulator.legality.rules import is_legal
 from simulator.serving.deployment import Pool
 from tests.fuzz.format import Format, json_inputs, text_inputs

@@ -10,12 +10,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from planner.io.calibrations import UNMEASURED, Calibrations
 from planner.question.cases import Case, load_case
 from planner.question.question import Question
 from planner.tune.candidates import Candidate, Candidates, in_order
 from planner.tune.trials import Chosen, Status, Trial
 from planner.validate.validation import measured_step_s
+from simulator.fitting.calibrations import UNMEASURED, Calibrations
 from simulator.legality.rules import is_legal
 from topology import codec
 from topology.errors import PlannerError

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from planner.io import output
-from planner.io.calibrations import Calibrations
 from planner.question.cases import read_cases
 from planner.question.flags import Flags
 from planner.search.answer import search_question
@@ -17,6 +16,7 @@ from planner.tune.runners.command_trials import command_metric, command_words
 from planner.tune.runners.recorded_trials import RecordedTrials, recorded_questions
 from planner.tune.sessions.job import LAUNCHERS
 from planner.tune.state import State, TuningRequest
+from simulator.fitting.calibrations import Calibrations
 from simulator.legality.frameworks import FRAMEWORKS, framework_named
 from topology.errors import BadInput, UserError
 
