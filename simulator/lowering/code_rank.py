@@ -148,8 +148,8 @@ class CodeRank:
                     code.extend(before)
                     parts[id(told)] = self.units.parts(unit, which)
             pair.layer(parts[id(forward)], parts[id(backward)])
-            for part in parts.values():
-                if part is not NOTHING:
+            for written in parts.values():
+                if written is not NOTHING:
                     self._mark()
         pair.end()
         for told in (forward, backward):
