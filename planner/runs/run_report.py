@@ -14,12 +14,12 @@ from typing import Any
 
 from planner.runs import comparison, runs_store
 from planner.runs.run_document import verify_run
-from simulator.closed_form.scenario import Scenario
+from simulator.analytical.scenario import Scenario
 from simulator.config.model import Model
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
-from simulator.fitting.calibration_fit import Calibrations
+from simulator.fitting.calibrations import Calibrations
 from simulator.lowering.simulation import simulate_plan
 from simulator.program.chrome_trace import from_kineto
 from simulator.program.trace import Trace

@@ -209,7 +209,7 @@ class DataWriter:
         if self.traffic.fully_sharded and unit.name in self._resident and (last_use or not self.traffic.keeps_gathered):
             self._resident.discard(unit.name)
 
-    def turned(self, unit: Unit, *, reducing: bool) -> None:
+    def after_backward(self, unit: Unit, *, reducing: bool) -> None:
         """A backward of `unit` has run: add its gradients to those of micro batches before, or send them off."""
         t = self.traffic
         further = unit.name in self._accumulated

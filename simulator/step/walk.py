@@ -75,7 +75,7 @@ class StepWalk:
         """Run a backward and a forward beside each other; `last`: the backward is of the step's last micro batch."""
         rank.begin_pair()
         self.action(rank, data, backward.stage, backward.kind, backward.micro_batch, last=last)
-        rank.turn_pair()
+        rank.next_of_pair()
         self.action(rank, data, forward.stage, forward.kind, forward.micro_batch, last=False)
         rank.end_pair()
 
@@ -100,7 +100,7 @@ class StepWalk:
                 data.before(unit, units[position - 1] if position else None)
                 rank.run(unit, Pass.BACKWARD if kind is Kind.BACKWARD else Pass.INPUT)
             if kind is not Kind.INPUT_GRAD:
-                data.turned(unit, reducing=reducing)
+                data.after_backward(unit, reducing=reducing)
                 data.after(unit, last_use=last)
             rank.ended(unit)
 

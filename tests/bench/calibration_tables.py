@@ -21,12 +21,13 @@ import numpy as np
 from planner.question.cases import Case, load_case
 from planner.question.question import question_of
 from planner.validate.validation import measured_step_s
+from simulator.analytical.estimates import estimate_plans
+from simulator.analytical.scenario import Scenario
 from simulator.calibration.calibration import Calibration, without
-from simulator.closed_form.estimates import estimate_plans
-from simulator.closed_form.scenario import Scenario
 from simulator.collectives.cost import CollectiveModel
 from simulator.collectives.measured import MeasuredCollectives
-from simulator.fitting.calibration_fit import Calibrations, fit_errors
+from simulator.fitting.calibration_fit import fit_errors
+from simulator.fitting.calibrations import Calibrations
 from simulator.fitting.operator_fit import fit_attention, fit_matmul
 from simulator.legality.rules import is_legal
 from topology.catalog.cluster_file import load_cluster

@@ -15,10 +15,16 @@ from planner.question.question import Question
 from planner.search.answer import answer, search_question
 from planner.search.result import SearchResult
 from planner.search.search import SearchOptions
-from planner.serving.account import Account, account
-from planner.serving.crossings import Sweep, over_clients
-from planner.serving.question.from_flags import ServingFlags, serving_question
-from planner.serving.search import ServingResult, search_serving
+from planner.serving import (
+    Account,
+    ServingFlags,
+    ServingResult,
+    Sweep,
+    over_clients,
+    search_serving,
+    serving_account,
+    serving_question,
+)
 from simulator.config.plan import Plan
 from simulator.engine.simulate import Run
 from simulator.lowering.simulation import drawn_micro_batches
@@ -69,7 +75,7 @@ class ServingAnswers:
 
 
 def search(progress: Progress, flags: Flags, framework: str, options: SearchOptions) -> SearchResult:
-    """Return what `planner suggest` answers; early, as the closed form does."""
+    """Return what `planner suggest` answers; early, as the analytical model does."""
     return answer(flags, framework, options, progress=progress, early=getattr(progress, "early", None))
 
 
@@ -131,7 +137,7 @@ def serve(progress: Progress, flags: ServingFlags) -> ServingAnswers:
     result = search_serving(serving_question(flags), progress=progress)
     progress("the best over numbers of clients")
     listed = result.plans[:SERVING_LISTED]
-    accounts = tuple(account(result.question, plan.deployment, plan.estimate) for plan in listed)
+    accounts = tuple(serving_account(result.question, plan.deployment, plan.estimate) for plan in listed)
     return ServingAnswers(result=result, accounts=accounts, load=over_clients(result))
 
 

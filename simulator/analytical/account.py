@@ -1,0 +1,353 @@
+"""The account of a step: every part of its time, by counting what `simulator.step.walk` issues.
+
+Plans that differ in amounts only are counted together. Micro batches that repeat each other are counted once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simulator.analytical.block_times import BlockTimes, TrafficTimes
+from simulator.analytical.clocks import Shares, fastest, kernel_shares, working_clocks
+from simulator.analytical.layer_cost import BlockCost
+from simulator.analytical.pipeline_account import (
+    Clocks,
+    Counter,
+    End,
+    Hops,
+    RankCounts,
+    finish,
+    issued,
+    walk_table,
+)
+from simulator.analytical.rank_timeline import PARTS, RankTimeline
+from simulator.analytical.scenario import Scenario
+from simulator.columns.plan_columns import distinct, words
+from simulator.columns.plan_table import Floats, PlanTable
+from simulator.config.plan import Plan
+from simulator.pipeline.schedule_walk import Table, rounds_of, table_of, walked
+from simulator.pipeline.schedules.table import Action, Kind
+from simulator.pipeline.stages import stage_layers
+from simulator.runtimes.library import ModelOperators
+from simulator.step.context import CostContext
+from simulator.step.held import Parameters
+from simulator.step.traffic import traffic_kinds
+from simulator.step.units import Unit, UnitMaker, folded, wrapping_period
+from simulator.step.walk import StepWalk, message_bytes
+
+BUBBLE, HOST = PARTS.index("bubble"), PARTS.index("host")
+# Of several micro batches so many are walked; further ones repeat the second.
+WALKED = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Account:
+    """A step of every plan, of which `parts_s` add up to the step."""
+
+    parts_s: dict[str, Floats]
+    clocks: Floats  # what kernels' times were multiplied with
+
+    @property
+    def total_s(self) -> Floats:
+        return sum(self.parts_s.values(), np.zeros(len(self.clocks)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AccountInputs:
+    """What an account rests on: the plans of `context` and what their blocks cost."""
+
+    scenario: Scenario
+    context: CostContext
+    operators: ModelOperators
+    blocks: Mapping[str, BlockCost]
+    parameters: Parameters
+    clocks: Floats
+
+    def take(self, rows: NDArray[np.intp], context: CostContext) -> AccountInputs:
+        """Return the inputs of some of the plans, of which `context` is."""
+        return AccountInputs(
+            scenario=self.scenario,
+            context=context,
+            operators=self.operators,
+            blocks={name: block.take(rows) for name, block in self.blocks.items()},
+            parameters=self.parameters.take(rows),
+            clocks=self.clocks[rows],
+        )
+
+
+def account_inputs(
+    scenario: Scenario,
+    context: CostContext,
+    operators: ModelOperators,
+    blocks: Mapping[str, BlockCost],
+    parameters: Parameters,
+) -> AccountInputs:
+    """Return what an account of the plans of `context` rests on, kernels at the clocks of a GPU that is never idle."""
+    return AccountInputs(
+        scenario=scenario,
+        context=context,
+        operators=operators,
+        blocks=blocks,
+        parameters=parameters,
+        clocks=np.ones(len(context.table)),
+    )
+
+
+def account_plans(inputs: AccountInputs) -> Account:
+    """Return the account of all plans, kernels at the clocks that the idle moments of each step leave them."""
+    return _at_working_clocks(inputs, _grouped)
+
+
+def account_assignments(inputs: AccountInputs, plans: Sequence[Plan]) -> Account:
+    """Return the account of `plans`, which differ in the layers and recompute modes of their stages only.
+
+    `inputs` are those of a single plan with the pipeline of all of them; modes are named as the runtime's description does.
+    """
+    rows = np.zeros(len(plans), dtype=np.intp)
+    inputs = inputs.take(rows, inputs.context.take(rows))
+    return _at_working_clocks(inputs, lambda some: account_pipeline(some, plans))
+
+
+def _at_working_clocks(inputs: AccountInputs, count: Callable[[AccountInputs], Account]) -> Account:
+    account = count(inputs)
+    if fastest(inputs.context) == 1.0:
+        return account
+    parts = dict(account.parts_s)
+    parts["exposed_communication"] = sum((parts[axis] for axis in AXES), np.zeros(len(inputs.clocks)))
+    clocks = working_clocks(parts, shares_of(inputs), inputs.context)
+    return count(replace(inputs, clocks=clocks))
+
+
+def shares_of(inputs: AccountInputs) -> Shares:
+    """Return what part of the time of kernels products and attention take, one value a plan."""
+    model = inputs.scenario.model
+    sparse = sum(kind.sparse for kind in model.layer_kinds)
+    layers = {"dense": model.layers - sparse, "moe": sparse, "embedding": 1, "head": 1}
+    return kernel_shares(inputs.blocks, {name: count for name, count in layers.items() if count})
+
+
+# What communication is exposed along.
+AXES = ("tp", "cp", "ep", "pp", "dp")
+
+
+def _grouped(inputs: AccountInputs) -> Account:
+    """Return the account of all plans, those together that differ in amounts only."""
+    rows = len(inputs.context.table)
+    parts = {part: np.zeros(rows) for part in PARTS}
+    for some in walked_together(inputs.context.table, inputs.context):
+        mine = inputs if len(some) == rows else inputs.take(some, inputs.context.take(some))
+        account = account_pipeline(mine) if mine.context.table["pp"][0] > 1 else account_unpipelined(mine)
+        for part in PARTS:
+            parts[part][some] = account.parts_s[part]
+    return Account(parts_s=parts, clocks=inputs.clocks)
+
+
+def plan_of(table: PlanTable) -> Plan:
+    """Return a plan with the pipeline of the first row."""
+    if table.plans:
+        return table.plans[0]
+    schedule = str(table.schedule[0]) or None
+    return Plan(pp=int(table["pp"][0]), virtual_stages=int(table["virtual_stages"][0]), schedule=schedule)
+
+
+def walked_together(table: PlanTable, context: CostContext, *, traffic: bool = True) -> list[NDArray[np.intp]]:
+    """Return the plans of a table in groups that differ in amounts only; without `traffic`, in that of data parallelism too,
+    but for whether parameters are let go of after each pass.
+    """
+    m = table.micro_batches
+    period = np.zeros(len(table))
+    for word in words(table.recompute):
+        every = wrapping_period(context.spec, word)
+        period = np.where(table.recompute == word, np.where(every > 1, every, 0), period)
+    own = np.zeros(len(table))
+    for row, plan in enumerate(table.plans):
+        if plan.layers_per_stage or plan.recompute_per_stage:
+            own[row] = row + 1
+    schedule = np.unique(table.schedule, return_inverse=True)[1]
+    # Of a step without a pipeline only the first few micro batches are walked, of others what does not repeat.
+    counted = np.minimum(m, 2.0)
+    for piped in np.nonzero(table["pp"] > 1)[0]:
+        name = str(table.schedule[piped])
+        counted[piped] = walked(name, int(table["pp"][piped]), max(1, int(m[piped])))
+    kinds = traffic_kinds(table) if traffic else table.fully_sharded & ~table.keeps_gathered
+    overlap = np.unique(table.ep_overlap, return_inverse=True)[1]
+    keys = (kinds, table["pp"], table["virtual_stages"], schedule, counted, period, own, overlap)
+    _, which = distinct(*(np.asarray(key, dtype=np.float64) for key in keys))
+    return [np.nonzero(which == number)[0] for number in range(int(which.max()) + 1)]
+
+
+def unit_maker(inputs: AccountInputs) -> UnitMaker:
+    """Return the maker of the units of plans."""
+    return UnitMaker(inputs.scenario.model, inputs.context, inputs.parameters)
+
+
+def account_unpipelined(inputs: AccountInputs) -> Account:
+    """Return the account of plans without a pipeline that differ in amounts only."""
+    context = inputs.context
+    m = context.table.micro_batches
+    walk = StepWalk(context, stage_units(inputs))
+    rank = RankTimeline(*_times(inputs))
+    data = walk.begin(rank)
+    rank.start()
+    # Of two micro batches the middle one of three is taken back.
+    # Beside each other the first two passes are a beginning of their own.
+    walked_out = WALKED + int(context.table.paired[0])
+    count = 1 if m[0] <= 1 else walked_out
+    for number in range(count):
+        since, last = rank.mark(), number == count - 1
+        if context.table.paired[0] and number:
+            walk.pair(rank, data, Action(0, Kind.BACKWARD, number - 1), Action(0, Kind.FORWARD, number), last=False)
+            if last:
+                walk.action(rank, data, 0, Kind.BACKWARD, number, last=True)
+        else:
+            walk.action(rank, data, 0, Kind.FORWARD, number, last=last)
+            if last or not context.table.paired[0]:
+                walk.action(rank, data, 0, Kind.BACKWARD, number, last=last)
+        if number == walked_out - 2:
+            rank.repeat(since, m - walked_out)
+    walk.end(rank, data, (0,))
+    parts = rank.spent_s()
+    # The step ends with whatever is last: the host may still be at work.
+    end = np.maximum(np.max(list(rank.clocks.values()), axis=0), rank.host)
+    parts["host"] = parts["host"] + (end - rank.compute)
+    return Account(parts_s=parts, clocks=inputs.clocks)
+
+
+def account_pipeline(inputs: AccountInputs, assigned: Sequence[Plan] = ()) -> Account:
+    """Return the account of plans through a pipeline that differ in amounts only, or in micro batches that repeat; where
+    plans are `assigned` their stages, in those too.
+    """
+    columns, plan = inputs.context.table, plan_of(inputs.context.table)
+    name, m = plan.schedule_name, columns.micro_batches
+    lets_go = bool(columns.fully_sharded[0] & ~columns.keeps_gathered[0])
+    most = walked(name, plan.pp, int(m[0]))
+    period, _ = rounds_of(name, plan.pp, int(m[0]))
+    counts = (most, most - period) if (m > most).any() else (most,)
+    paired = bool(columns.paired[0])
+    tables = [table_of(name, plan.pp, count, plan.virtual_stages, lets_go=lets_go, paired=paired) for count in counts]
+    stages = _assigned_units(inputs, assigned) if assigned else [stage_units(inputs)]
+    walk = StepWalk(inputs.context, stages[0])
+    blocks, traffic = _times(inputs)
+    counter = Counter(
+        [walk.with_stages(units) for units in stages],
+        tables,
+        lambda several: RankTimeline(blocks, traffic, several=several),
+    )
+    hops = hops_of(inputs.context, message_bytes(inputs.context, inputs.scenario.model.hidden), traffic.sms)
+    walks = [_through(inputs, walk, counter, table, hops, longer=len(tables) > 1) for table in tables]
+    end = walks[0] if len(walks) == 1 else walks[0].longer_by((m - most) / period, walks[1])
+    return Account(parts_s=end.parts_s(), clocks=inputs.clocks)
+
+
+def stage_units(inputs: AccountInputs) -> list[list[Unit]]:
+    """Return the units of every stage, equal ones as one."""
+    return [folded(units) for units in unit_maker(inputs).stages(plan_of(inputs.context.table))]
+
+
+def _assigned_units(inputs: AccountInputs, plans: Sequence[Plan]) -> list[list[list[Unit]]]:
+    """Return the units of every stage of each of the plans, the same list for stages with the same layers."""
+    maker, model = unit_maker(inputs), inputs.scenario.model
+    known: dict[object, list[Unit]] = {}
+    found = []
+    for plan in plans:
+        counts, start, stages = stage_layers(model.layers, plan, inputs.context.spec.pipeline), 0, []
+        for number, count in enumerate(counts):
+            mode = plan.recompute_per_stage[number] if plan.recompute_per_stage else plan.recompute
+            first, last = number == 0, number == len(counts) - 1
+            key = start, count, mode, first, last
+            if key not in known:
+                known[key] = folded(maker.stage(start, count, mode, first=first, last=last))
+            stages.append(known[key])
+            start += count
+        found.append(stages)
+    return found
+
+
+def _times(inputs: AccountInputs) -> tuple[BlockTimes, TrafficTimes]:
+    blocks = BlockTimes(inputs.context, inputs.blocks, inputs.clocks)
+    return blocks, TrafficTimes(inputs.context)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineEnd:
+    """What a step through a pipeline has come to. Of each rank, shape (ranks, plans): the `parts` of its step (an axis of
+    them in between), how long it waits at least however long the step is (`idle_s`), and when it would end if only its host
+    took time (`host_s`, of steps from which longer ones follow).
+    """
+
+    parts: Floats
+    idle_s: Floats
+    host_s: Floats
+
+    @property
+    def done_s(self) -> Floats:
+        return np.asarray(self.parts[0].sum(axis=0))
+
+    def longer_by(self, rounds: Floats, before: PipelineEnd) -> PipelineEnd:
+        """Return the end of a step of so many `rounds` more; `before` is that of one round less.
+
+        A rank with more to do than others waits less with every round, until it sets the pace; so does a host.
+        """
+
+        def further(quantity: str) -> Floats:
+            there, earlier = getattr(self, quantity), getattr(before, quantity)
+            return np.asarray(there + rounds * (there - earlier))
+
+        parts, host_s = further("parts"), further("host_s")
+        busy_s = parts.sum(axis=1) - parts[:, BUBBLE] - parts[:, HOST]
+        done_s = np.max([further("done_s"), (busy_s + self.idle_s).max(axis=0), host_s.max(axis=0)], axis=0)
+        parts[:, HOST] = np.minimum(parts[:, HOST], done_s - busy_s)
+        parts[:, BUBBLE] = done_s - busy_s - parts[:, HOST]
+        return PipelineEnd(parts=parts, idle_s=self.idle_s, host_s=host_s)
+
+    def parts_s(self) -> dict[str, Floats]:
+        """Return the parts of the step as the rank has them that computes longest."""
+        computing = self.parts[:, PARTS.index("compute")] + self.parts[:, PARTS.index("recompute")]
+        slowest, every = np.argmax(computing, axis=0), np.arange(computing.shape[1])
+        return {part: self.parts[slowest, number, every] for number, part in enumerate(PARTS)}
+
+
+def _through(
+    inputs: AccountInputs, walk: StepWalk, counter: Counter, table: Table, hops: Hops, *, longer: bool
+) -> PipelineEnd:
+    """Return the end of a step that is as long as a table; `longer`: of one from which longer ones follow."""
+    rows, schedule = len(inputs.context.table), table.schedule
+    ranks = [counter.rank(schedule.stages_of(rank)) for rank in range(schedule.ranks)]
+    _, lags = walk_table(table, ranks, hops, {}, synchronizes=walk.synchronizes)
+    clocks, _ = walk_table(table, ranks, hops, lags, synchronizes=walk.synchronizes)
+    ends = finish(ranks, clocks)
+    done = np.max([end.done for end in ends], axis=0)
+    return PipelineEnd(
+        parts=np.stack([_parts(table, r, ranks[r], clocks[r], ends[r], done) for r in range(len(ranks))]),
+        idle_s=np.stack([at.filling + e.parts[BUBBLE] + done - e.compute for at, e in zip(clocks, ends, strict=True)]),
+        host_s=issued(table, ranks, hops) if longer else np.zeros((len(ranks), rows)),
+    )
+
+
+def hops_of(context: CostContext, nbytes: Floats, sms: float) -> Hops:
+    """Return what messages of `nbytes` take between neighbouring ranks of a pipeline, on one node or two."""
+    groups, ranks = context.groups, int(context.table["pp"][0])
+    per_rank, per_node = context.table["gpus"] / ranks, float(groups.cluster.gpus_per_node)
+    near_s, far_s = (groups.time_s("send_recv", axis, nbytes) for axis in ("pp", "pp_across"))
+    near, far = (groups.load("send_recv", axis, nbytes)[0] / sms for axis in ("pp", "pp_across"))
+    seconds, held = {}, {}
+    for one in range(ranks):
+        for other in ((one + 1) % ranks, (one - 1) % ranks):
+            apart = (one * per_rank) // per_node != (other * per_rank) // per_node
+            seconds[one, other], held[one, other] = np.where(apart, far_s, near_s), np.where(apart, far, near)
+    return Hops(seconds, held, np.full(len(context.table), context.spec.host.collective_s))
+
+
+def _parts(table: Table, rank: int, counts: RankCounts, clocks: Clocks, end: End, done: Floats) -> Floats:
+    """Return the parts of a step as a rank has them, one row a part; they add up to when all is `done`."""
+    kinds, times = np.unique(table.rows[rank], return_counts=True)
+    passes = [count * counts.of(table.kinds[kind]).parts for kind, count in zip(kinds, times, strict=True)]
+    parts = np.asarray(sum(passes, end.parts))
+    for number, part in enumerate(PARTS):
+        parts[number] += clocks.waits.get(part, 0.0)
+    parts[BUBBLE] += done - end.compute
+    return parts

@@ -1,0 +1,320 @@
+"""How long passes of units and transfers beside them take, for all plans of a table: what a `RankTimeline` looks up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simulator.analytical.clock_advance import ClockAdvance, launching
+from simulator.analytical.layer_cost import BlockCost, PassCost
+from simulator.collectives.group_times import GroupTimes
+from simulator.columns.plan_columns import words
+from simulator.columns.plan_table import Floats
+from simulator.kernels.roofline import efficiency
+from simulator.overlap.combined import DELAY_WGRAD, LayerParts, hidden_and_lost_s
+from simulator.step.context import CostContext
+from simulator.step.host import QUEUED_LAUNCHES, again_host_s, layer_host_s
+from simulator.step.offload import copy_bytes_per_s, update_bytes_per_s
+from simulator.step.rank import Pass, Value
+from simulator.step.units import Unit
+from simulator.step.update import updated_dtype
+
+TINY = 1e-12  # seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassTimes:
+    """One pass of a unit: `kernels_s` and `exposed_s` communication, both `device_s`; how it moves the clocks of device and
+    host, which may be later than that where the host waits on its way: `waits`, in any row. Where passes are like it the host is
+    ahead of the device by `ahead_s` at most, whose kernels fill a stream's queue.
+    """
+
+    kernels_s: Floats
+    exposed_s: Floats
+    advance: ClockAdvance
+    bytes_per_s: Floats
+    launches: Floats
+    parts: dict[str, Floats]
+    device_s: Floats = field(init=False)
+    ahead_s: Floats = field(init=False)
+    waits: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "device_s", self.kernels_s + self.exposed_s)
+        object.__setattr__(self, "ahead_s", QUEUED_LAUNCHES * self.device_s / np.maximum(self.launches, 1.0))
+        object.__setattr__(self, "waits", bool(np.isfinite(self.advance.waits_s).any()))
+
+    def hiding(self, axis: str, seconds: Floats, lost: Floats) -> PassTimes:
+        """Return the pass with so much of its communication beside kernels, which take what is `lost` longer."""
+        advance = self.advance
+        parts = {axis: self.parts[axis] - seconds, "contention": self.parts["contention"] + lost}
+        device_s = advance.device_s - seconds + lost
+        return PassTimes(
+            kernels_s=self.kernels_s + lost,
+            exposed_s=self.exposed_s - seconds,
+            advance=ClockAdvance(
+                device_s=device_s,
+                late_s=np.maximum(advance.late_s - seconds + lost, device_s),
+                host_s=advance.host_s,
+                waits_s=advance.waits_s - seconds + lost,
+            ),
+            bytes_per_s=self.bytes_per_s,
+            launches=self.launches,
+            parts=self.parts | parts,
+        )
+
+
+class BlockTimes:
+    """Passes of units, from the costs of their blocks. `clocks` multiplies the time of kernels."""
+
+    def __init__(self, context: CostContext, blocks: Mapping[str, BlockCost], clocks: Floats) -> None:
+        self.context, self.blocks, self.clocks = context, blocks, clocks
+        self.rows = len(context.table)
+        self._known: dict[tuple[object, ...], PassTimes] = {}
+
+    def of(self, unit: Unit, which: Pass, *, paired: bool = False) -> PassTimes:
+        """Return the times of a pass of a unit; `paired`: with layers like it of another micro batch beside it."""
+        paired = paired and unit.block == "moe" and which in {Pass.FORWARD, Pass.BACKWARD}
+        key = (unit.block, which, unit.wrapped, id(unit.words) if unit.wrapped else 0, paired)
+        if key not in self._known:
+            self._known[key] = self._paired(unit, which) if paired else self._times(unit, which)
+        return self._known[key]
+
+    def _paired(self, unit: Unit, which: Pass) -> PassTimes:
+        """Return a pass of a layer with experts whose exchanges of tokens run beside another micro batch's layer."""
+        block = self.blocks[unit.block]
+        forward, backward = self.of(unit, Pass.FORWARD), self.of(unit, Pass.BACKWARD)
+        parts = self._parts(forward, block.forward), self._parts(backward, block.backward)
+        later = str(self.context.table.ep_overlap[0]) == DELAY_WGRAD
+        held = block.forward.exchange_sms / self.context.roofline.gpu.sm_count
+        hidden, lost = hidden_and_lost_s(*parts, held, weights_later=later)
+        times, own = (forward, parts[0]) if which is Pass.FORWARD else (backward, parts[1])
+        share = own.moved_s / np.maximum(parts[0].moved_s + parts[1].moved_s, TINY)
+        return times.hiding("ep", share * hidden, share * lost)
+
+    def _parts(self, times: PassTimes, cost: PassCost) -> LayerParts:
+        experts = self.clocks * cost.experts_s + cost.experts_exposed_s
+        moved = cost.communication_s.get("ep", np.zeros(self.rows))
+        weight = self.clocks * cost.experts_weight_s
+        return LayerParts(
+            around_s=times.device_s - moved - experts,
+            experts_s=experts,
+            around_weight_s=self.clocks * cost.weight_s - weight,
+            experts_weight_s=weight,
+            first_s=np.asarray(cost.first_exchange_s + np.zeros(self.rows)),
+            second_s=moved - cost.first_exchange_s,
+        )
+
+    def _times(self, unit: Unit, which: Pass) -> PassTimes:
+        block = self.blocks[unit.block]
+        forward_s, backward_s = (
+            layer_host_s(self.context.spec, self.context.table, sparse=unit.block == "moe")
+            if unit.block in {"dense", "moe"}
+            else (np.zeros(self.rows), np.zeros(self.rows))
+        )
+        if which is Pass.FORWARD:
+            return self._timed(block.forward, forward_s)
+        if which is Pass.WEIGHT:
+            weight = self.clocks * block.backward.weight_s
+            return PassTimes(
+                kernels_s=weight,
+                exposed_s=np.zeros(self.rows),
+                advance=launching(weight, weight, block.backward.weight_host_s),
+                bytes_per_s=_rate(block.backward.moved_bytes, block.backward.compute_s),
+                launches=block.backward.launches * weight / np.maximum(self.clocks * block.backward.device_s, TINY),
+                parts={"compute": weight},
+            )
+        return self._backward(unit, block, block.backward if which is Pass.BACKWARD else block.inward(), backward_s)
+
+    def _backward(self, unit: Unit, block: BlockCost, cost: PassCost, host_s: Floats) -> PassTimes:
+        """Return a backward pass of a `cost`, with what runs again before it under each plan's mode."""
+        plain = self._timed(cost, host_s)
+        if not unit.wrapped:
+            return plain
+        spec, again_s = self.context.spec, again_host_s(self.context.spec.host, self.context.table)
+        turned = self._timed(cost, host_s + again_s)
+        result = plain
+        for word in words(unit.words):
+            if word in block.recompute:
+                again = self._timed(block.recompute[word], np.zeros(self.rows), share=spec.recompute[word].layers)
+                result = _chosen(unit.words == word, _one_after_other(again, turned), result)
+        return result
+
+    def _timed(self, cost: PassCost, host_s: Floats, *, share: float = 1.0) -> PassTimes:
+        """Return a pass with `host_s` of Python before it; costs are averages over layers, of which a `share` runs."""
+        lost = cost.lost_s / share
+        kernels = self.clocks * cost.compute_s / share
+        exposed = {axis: seconds / share for axis, seconds in cost.communication_s.items()}
+        saved = kernels - cost.compute_s / share  # what other clocks make of the kernels
+        advance = cost.advance(host_s=share * host_s).times(1.0 / share)
+        device_s = advance.device_s + saved + lost
+        return PassTimes(
+            kernels_s=kernels + lost,
+            exposed_s=sum(exposed.values(), np.zeros(self.rows)),
+            advance=ClockAdvance(
+                device_s=device_s,
+                late_s=np.maximum(advance.late_s + np.minimum(saved, 0.0), device_s),
+                host_s=advance.host_s,
+                waits_s=advance.waits_s + saved + lost,
+            ),
+            bytes_per_s=_rate(cost.moved_bytes, cost.compute_s),
+            launches=cost.launches / share,
+            parts={"compute": kernels, "contention": lost, **exposed},
+        )
+
+
+def _rate(moved: Floats, seconds: Floats) -> Floats:
+    return np.asarray(moved / np.maximum(seconds, TINY))
+
+
+def _one_after_other(again: PassTimes, then: PassTimes) -> PassTimes:
+    """Return recomputation and the backward pass behind it as one pass."""
+    kernels = again.kernels_s + then.kernels_s
+    moved = again.bytes_per_s * again.kernels_s + then.bytes_per_s * then.kernels_s
+    parts = {"recompute": again.parts["compute"]}
+    for part in {*again.parts, *then.parts} - {"compute"}:
+        parts[part] = again.parts.get(part, 0.0) + then.parts.get(part, np.zeros(1))
+    return PassTimes(
+        kernels_s=kernels,
+        exposed_s=again.exposed_s + then.exposed_s,
+        advance=again.advance.then(then.advance),
+        bytes_per_s=_rate(moved, kernels),
+        launches=again.launches + then.launches,
+        parts=parts | {"compute": then.parts["compute"]},
+    )
+
+
+def _chosen(here: object, one: PassTimes, other: PassTimes) -> PassTimes:
+    """Return one pass in some rows and the other in the rest."""
+
+    def either(a: Value, b: Value) -> Floats:
+        return np.where(np.asarray(here), a, b)
+
+    names = {*one.parts, *other.parts}
+    return PassTimes(
+        kernels_s=either(one.kernels_s, other.kernels_s),
+        exposed_s=either(one.exposed_s, other.exposed_s),
+        advance=one.advance.where(np.asarray(here), other.advance),
+        bytes_per_s=either(one.bytes_per_s, other.bytes_per_s),
+        launches=either(one.launches, other.launches),
+        parts={name: either(one.parts.get(name, 0.0), other.parts.get(name, 0.0)) for name in sorted(names)},
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Background:
+    """A collective beside compute: its seconds alone, SMs it holds, and bytes of memory it moves a second.
+
+    It asks for a part `asks` of a GPU's way out: of its port, or of its NIC where it goes `across` nodes.
+    """
+
+    seconds: Floats
+    host_s: Floats
+    sms: Floats
+    bytes_per_s: Floats
+    across: NDArray[np.bool_]
+    asks: Floats
+    runs: bool  # in any row
+    everywhere: bool  # in every row
+    slowed: float = 1.0  # beside kernels it takes so many times as long
+
+    def over(self, before: Background) -> Background:
+        """Return this collective where there is one, and the one before it elsewhere."""
+        here = self.seconds > 0
+        return Background(
+            seconds=np.where(here, self.seconds, before.seconds),
+            host_s=self.host_s,
+            runs=True,
+            everywhere=before.everywhere,
+            sms=np.where(here, self.sms, before.sms),
+            bytes_per_s=np.where(here, self.bytes_per_s, before.bytes_per_s),
+            across=np.where(here, self.across, before.across),
+            asks=np.where(here, self.asks, before.asks),
+            slowed=self.slowed,
+        )
+
+    def speeds_beside(self, other: Background) -> tuple[Floats, Floats]:
+        """Return at what parts of their speeds this collective and another run: each has half of a way out that does not do
+        for both, and what the other does not want of its half.
+        """
+        crowded = (self.across == other.across) & (self.asks + other.asks > 1.0)
+        mine, theirs = (
+            np.maximum(1.0 - two.asks, 0.5) / np.maximum(one.asks, 0.5) for one, two in ((self, other), (other, self))
+        )
+        mine, theirs = np.minimum(mine, 1.0), np.minimum(theirs, 1.0)
+        return np.where(crowded, mine, 1.0), np.where(crowded, theirs, 1.0)
+
+    def stretch(
+        self, kernels_s: Floats, exposed_s: Floats, bytes_per_s: Floats, traffic: TrafficTimes, *, copies: bool
+    ) -> tuple[Floats, Floats]:
+        """Return (how many times as long compute takes beside this collective, at what speed the collective runs)."""
+        sms = 1.0 if copies else 1.0 - self.sms / traffic.sms
+        memory = (traffic.memory_bytes_per_s - self.bytes_per_s) / np.maximum(bytes_per_s, 1.0)
+        speed = np.maximum(np.minimum(np.minimum(sms, memory), 1.0), 0.05)
+        total = kernels_s + exposed_s
+        slow_kernels = kernels_s / speed
+        stretched = slow_kernels + exposed_s
+        progress = (slow_kernels / self.slowed + exposed_s) / np.maximum(stretched, TINY)
+        return np.where(total > TINY, stretched / np.maximum(total, TINY), 1.0), np.maximum(progress, 0.05)
+
+
+@dataclass(slots=True)
+class TrafficTimes:
+    """Transfers around the blocks, and copies; looked up once for each distinct size."""
+
+    context: CostContext
+    sms: float = field(init=False)
+    memory_bytes_per_s: float = field(init=False)
+    update_bytes_per_s: Value = field(init=False)
+    host_copy_bytes_per_s: Value = field(init=False)
+    host_update_bytes_per_s: Value = field(init=False)
+    _hbm: Floats = field(init=False)
+    _known: dict[tuple[str, str, bytes | float], Background] = field(default_factory=dict)
+    _rates: dict[bytes | float, Floats] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        roofline = self.context.roofline
+        self.host_copy_bytes_per_s = copy_bytes_per_s(self.context)
+        self.host_update_bytes_per_s = update_bytes_per_s(self.context)
+        self._hbm = np.full(len(self.context.table), roofline.memory_bytes_per_s)
+        self.sms = float(roofline.gpu.sm_count)
+        self.memory_bytes_per_s = roofline.gpu.memory_bytes_per_s * efficiency(roofline.gpu.architecture).hbm
+        self.update_bytes_per_s = roofline.update_bytes_per_s(updated_dtype(self.context.runtime))
+
+    def copy_bytes_per_s(self, module_bytes: Value | None) -> Floats:
+        """Return the rate of copies, of those into and out of the flat buffer of a module of `module_bytes`."""
+        rows, roofline = len(self.context.table), self.context.roofline
+        if module_bytes is None:
+            return self._hbm
+        key = module_bytes.tobytes() if isinstance(module_bytes, np.ndarray) else module_bytes
+        if key not in self._rates:
+            self._rates[key] = np.broadcast_to(roofline.packing_bytes_per_s(module_bytes), (rows,))
+        return self._rates[key]
+
+    def cost(self, op: str, family: str, nbytes: Value) -> Background:
+        """Return what a collective along the groups of a family takes; nothing in groups of one."""
+        groups: GroupTimes = self.context.groups
+        axis = "pipeline" if family == "pp" else family
+        key = (op, axis, nbytes.tobytes() if isinstance(nbytes, np.ndarray) else nbytes)
+        if key not in self._known:
+            size = np.broadcast_to(np.asarray(nbytes, dtype=np.float64), (len(self.context.table),))
+            there = (groups.extent(axis)[0] > 1) & (size > 0)
+            seconds = np.where(there, groups.time_s(op, axis, np.maximum(size, 1.0)), 0.0)
+            sms, sent = groups.load(op, axis, size)
+            measured = self.context.held_sms(op)
+            sms = sms if measured is None else np.where(there, measured, 0.0)
+            across, share, rate = groups.bottlenecks(axis)
+            self._known[key] = Background(
+                seconds=seconds,
+                host_s=np.where(there, self.context.spec.host.collective_s, 0.0),
+                runs=bool(there.any()),
+                everywhere=bool(there.all()),
+                sms=sms,
+                bytes_per_s=2.0 * sent / np.maximum(seconds, TINY),
+                across=across,
+                asks=np.where(there, np.minimum(share * sent / np.maximum(seconds, TINY) / rate, 1.0), 0.0),
+            )
+        return self._known[key]

@@ -1,0 +1,80 @@
+"""At which clocks tensor cores work in steps that do other things as well: a GPU's power limiter averages over them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from simulator.analytical.layer_cost import BlockCost
+from simulator.columns.plan_table import Floats
+from simulator.kernels.operators import WorkKind
+from simulator.kernels.roofline import efficiency
+from simulator.step.context import CostContext
+from simulator.step.host import step_host_s
+
+# What else a step does draws, of the power limit, which tensor cores reach by themselves. Source: what the driver read while one H200 repeated
+# updates (520 to 590 of 700 W), and at rest with its clocks up (130 to 160 W; examples/profiles/h200x1.json); attention, with its softmax between
+# products, is assumed. Products of 17 steps on one H200 (fresh.jsonl, draws 1 to 9) are so described within 7 %, and 29 % too long without.
+MOVING = 0.75
+ATTENDING = 0.8
+IDLE = 0.2
+# Over how long a GPU's power limiter averages. Source: mean clocks of three runs that load data for 50 to 150 ms of a step leave kernels 1.55 to
+# 1.6 GHz (fresh.jsonl: 4/21, 9/05, 9/06), as 5 to 30 ms of the pause would, where all of it would leave them 1.9.
+POWER_WINDOW_S = 0.02
+ROUNDS = 12
+# Parts of a step in which kernels run.
+BUSY = ("compute", "recompute", "copies", "contention", "optimizer", "exposed_communication")
+
+Shares = dict[WorkKind, Floats]
+
+
+def kernel_shares(blocks: Mapping[str, BlockCost], layers: Mapping[str, float]) -> Shares:
+    """Return what part of the time of a model's kernels products and attention take, `layers` blocks of each name."""
+    passes = [(count, cost) for name, count in layers.items() for cost in (blocks[name].forward, blocks[name].backward)]
+    whole = sum(count * cost.compute_s for count, cost in passes)
+    of_kind = {
+        WorkKind.MATMUL: sum(count * cost.products_s for count, cost in passes),
+        WorkKind.ATTENTION: sum(count * cost.attention_s for count, cost in passes),
+    }
+    return {kind: np.asarray(seconds / np.maximum(whole, 1e-12)) for kind, seconds in of_kind.items()}
+
+
+def fastest(context: CostContext) -> float:
+    """Return the least that `working_clocks` gives."""
+    if context.calibration is not None:
+        return min(1.0, context.calibration.burst)
+    if context.roofline.simt or not np.any(context.table["gpus"] == 1):
+        return 1.0
+    return context.roofline.rested
+
+
+def working_clocks(breakdown: Mapping[str, Floats], shares: Shares, context: CostContext) -> Floats:
+    """Return what the kernels of a model take at the clocks that the power limit leaves their products, over what they take where
+    products are all that a GPU does.
+
+    What the others do not draw of it, products may: their rate goes with the `power_exponent`-th power of what they draw, up to that
+    of a GPU that has rested (efficiency.toml). That is for one GPU: products beside collectives share both power and SMs with them, and take about as
+    long as `sustained` says. A calibration's factors are of whole kernels in steps like these, so there only idle moments count.
+    """
+    calibration, known = context.calibration, efficiency(context.roofline.gpu.architecture)
+    # Of a long pause, in a pipeline or while data is loaded, only the end of it is credited to what follows.
+    loading = np.minimum(step_host_s(context.spec.host, context), breakdown["host"])
+    pauses = np.minimum(breakdown["bubble"], POWER_WINDOW_S) + np.minimum(loading, POWER_WINDOW_S)
+    idle = breakdown["host"] - loading + pauses
+    if calibration is not None:
+        busy = sum((breakdown[name] for name in BUSY), np.zeros(len(idle)))
+        return calibration.clocks(busy / np.maximum(busy + idle, 1e-12), known.power_exponent)
+    if fastest(context) == 1.0:
+        return np.ones(len(idle))
+    kernels = breakdown["compute"] + breakdown["recompute"]
+    products, attention = (kernels * shares[kind] for kind in (WorkKind.MATMUL, WorkKind.ATTENTION))
+    moving = kernels - products - attention
+    moving = moving + breakdown["copies"] + breakdown["contention"] + breakdown["optimizer"]
+    spare = (1 - MOVING) * moving + (1 - ATTENDING) * attention + (1 - IDLE) * idle
+    taken = np.ones(len(kernels))
+    for _ in range(ROUNDS):
+        duty = taken * products / np.maximum(taken * products + spare, 1e-12)
+        taken = np.maximum(duty**known.power_exponent, context.roofline.rested)
+    slower = 1.0 - shares[WorkKind.MATMUL] * (1.0 - taken)
+    return np.asarray(np.where(context.table["gpus"] == 1, slower, 1.0))

@@ -1,0 +1,288 @@
+"""Step time and memory of many plans at once, without simulating.
+
+`simulator.analytical.account` counts the step, `simulator.analytical.memory` what the pools of the allocator hold; here
+they become estimates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simulator.analytical.account import AXES, Account, account_inputs, account_plans
+from simulator.analytical.allocator import flush_s
+from simulator.analytical.kernel_sources import kernel_shares
+from simulator.analytical.layer_cost import BlockCost, block_cost
+from simulator.analytical.memory import CONTEXT_BYTES, MemoryColumns, memory_columns
+from simulator.analytical.scenario import Scenario
+from simulator.calibration.calibration import (
+    Calibration,
+    RuntimeCosts,
+    calibrated_host,
+    collectives_on,
+    overlap_of,
+    roofline_of,
+)
+from simulator.calibration.intervals import basis_of, interval_table, memory_factors, step_factors
+from simulator.calibration.provenance import Shares, main_source, shares
+from simulator.collectives.group_times import GroupTimes
+from simulator.columns.plan_table import Floats, PlanTable, axis_sizes, plan_table, windowed_share
+from simulator.config.estimate import Estimate, Interval, MemoryEstimate
+from simulator.config.plan import Plan
+from simulator.config.runtime import DTYPE_BYTES, Runtime
+from simulator.overlap.site_costs import SiteRates
+from simulator.pipeline.stages import stage_layout
+from simulator.runtimes.library import ModelOperators, canonical_recompute, operators_for, wraps_one
+from simulator.step.context import CostContext
+from simulator.step.held import local_parameters
+from simulator.step.host import compiled, graphed
+from topology.cluster import Cluster, Source
+from topology.errors import BadPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EstimateTable:
+    """Estimates of many plans: columns in the order of `plans`. `estimate(i)` gives one row as an `Estimate`."""
+
+    plans: tuple[Plan, ...]
+    step_s: Floats
+    breakdown_s: dict[str, Floats]
+    exposed_by_axis_s: dict[str, Floats]
+    peak_bytes: Floats
+    reserved_bytes: Floats
+    capacity_bytes: float
+    fits: NDArray[np.bool_]
+    memory: MemoryColumns
+    tokens_per_step: float
+    model_flops: float
+    peak_flops: float
+    basis: tuple[str, ...]  # what each row's interval rests on without a calibration: see `intervals`
+    shares: Shares
+    runtime: Runtime
+    clocks: Floats  # arithmetic's time over that of a GPU that is never idle
+    calibration: Calibration | None = None
+
+    def estimate(self, index: int) -> Estimate:
+        """Return row `index` with intervals, memory by category, and rates per GPU."""
+        plan, step = self.plans[index], float(self.step_s[index])
+        worst = int(self.memory.worst_rank[index])
+        peak, reserved = float(self.peak_bytes[index]), float(self.reserved_bytes[index])
+        by_stage = tuple(
+            {name: float(column[index, rank]) for name, column in self.memory.categories.items()}
+            for rank in range(plan.pp)
+        )
+        sources = self.shares.row(index, step)
+        return Estimate(
+            step_s=self._step_interval(index, step, sources),
+            tokens_per_gpu=self.tokens_per_step / plan.gpus,
+            model_flops_per_gpu=self.model_flops / plan.gpus,
+            peak_flops=self.peak_flops,
+            memory=MemoryEstimate(
+                peak_bytes=_interval(peak, memory_factors(), Source.DATASHEET),
+                reserved_bytes=reserved,
+                by_category=by_stage[worst],
+                worst_rank=worst * (plan.gpus // plan.pp),
+                capacity_bytes=self.capacity_bytes,
+                fits=bool(self.fits[index]),
+                host_bytes=float(self.memory.host_bytes[index].max()),
+                by_stage=by_stage,
+                reserved_by_stage=tuple(self.memory.reserved_bytes[index, : plan.pp].tolist()),
+            ),
+            breakdown_s={name: float(column[index]) for name, column in self.breakdown_s.items()},
+            exposed_by_axis_s={name: float(column[index]) for name, column in self.exposed_by_axis_s.items()},
+            sources=sources,
+        )
+
+    def _step_interval(self, index: int, step: float, sources: dict[str, float]) -> Interval:
+        factors = step_factors(
+            self.basis[index],
+            sources,
+            host=float(self.breakdown_s["host"][index]) / step,
+            calibrated=self.calibration is not None and self.calibration.current,
+            factors=interval_table().factors,
+        )
+        return _interval(step, factors, Source.DATASHEET if self.calibration is None else main_source(sources))
+
+
+def estimate_plans(scenario: Scenario, plans: Sequence[Plan], *, each_on: Sequence[Cluster] = ()) -> EstimateTable:
+    """Return step time and memory of every plan, assuming each is legal for the model and the workload.
+
+    `each_on` names the cluster of each plan, where they run on such as differ from the scenario's in link rates only.
+
+    Raises BadPlan when a plan needs more GPUs than there are, and when the runtime has no description or does not know
+    a plan's recompute word.
+    """
+    model, cluster, workload, runtime = scenario.model, scenario.cluster, scenario.workload, scenario.runtime
+    require_gpus(plans, cluster)
+    operators = calibrated_operators(scenario)
+    table = plan_table(
+        [with_canonical_recompute(plan, runtime) for plan in plans],
+        workload,
+        cp_method=operators.spec.context_parallel,
+        wraps_one=wraps_one(operators.spec, runtime),
+    )
+    context = cost_context(scenario, table, operators, each_on)
+    blocks = network_blocks(operators, context, table.recompute_modes, moe=model.moe is not None)
+    layout = stage_layout(model, table, operators.spec.pipeline)
+    parameters = local_parameters(model, context)
+    memory = memory_columns(model, operators, context, layout, blocks, parameters)
+    known = known_costs(scenario)
+    account = account_plans(account_inputs(scenario, context, operators, blocks, parameters))
+    memory = memory.scaled(known)
+    # What is allocated at one moment is no more than what the allocator holds.
+    memory = replace(memory, reserved_bytes=np.maximum(memory.reserved_bytes, memory.peak_bytes))
+    breakdown_s = _breakdown(account)
+    measured, fitted = kernel_shares(layout, blocks)
+    resting = shares(
+        breakdown_s,
+        measured=measured,
+        fitted=fitted,
+        calibration=context.calibration,
+        runtime=runtime,
+        communication_measured=_within_measured(context),
+    )
+    capacity = cluster.gpu_memory_bytes - CONTEXT_BYTES
+    reserved = memory.reserved_bytes.max(axis=1)
+    flushing = flush_s(context.groups, reserved, capacity, known.flush_s)
+    flops = 3.0 * model.forward_flops_per_token(workload.seq_len) * workload.tokens_per_step
+    return EstimateTable(
+        plans=tuple(plans),
+        step_s=account.total_s + flushing,
+        breakdown_s={**breakdown_s, "allocator": flushing},
+        exposed_by_axis_s={axis: account.parts_s[axis] for axis in AXES},
+        peak_bytes=memory.peak_bytes.max(axis=1),
+        reserved_bytes=reserved,
+        capacity_bytes=capacity,
+        fits=reserved <= capacity,
+        memory=memory,
+        tokens_per_step=float(workload.tokens_per_step),
+        model_flops=flops,
+        peak_flops=context.roofline.products_peak_flops,
+        basis=tuple(basis_of(low=runtime.low, several_nodes=plan.gpus > cluster.gpus_per_node) for plan in plans),
+        shares=resting.more(Source.ASSUMED, flushing),
+        runtime=runtime,
+        clocks=account.clocks,
+        calibration=context.calibration,
+    )
+
+
+def _breakdown(account: Account) -> dict[str, Floats]:
+    """Return the parts of every step, exposed communication of all axes together."""
+    exposed_s = sum((account.parts_s[axis] for axis in AXES), np.zeros(len(account.clocks)))
+    parts = {**account.parts_s, "exposed_communication": exposed_s}
+    return {name: parts[name] for name in BREAKDOWN}
+
+
+def _within_measured(context: CostContext) -> NDArray[np.bool_]:
+    """Return which plans are no larger than the groups whose collectives were measured."""
+    measured = context.groups.collectives.measured
+    most = max((sample.ranks for sample in measured.samples), default=0) if measured is not None else 0
+    return np.asarray(context.table["gpus"] <= most)
+
+
+BREAKDOWN = ("compute", "recompute", "copies", "contention", "exposed_communication", "bubble", "host", "optimizer")
+
+
+def require_gpus(plans: Sequence[Plan], cluster: Cluster) -> None:
+    """Raise BadPlan where a plan needs more GPUs than `cluster` has: what is not joined has no time to predict."""
+    most = max(plans, key=lambda plan: plan.gpus, default=None)
+    if most is not None and most.gpus > cluster.gpu_count:
+        raise BadPlan(
+            f"a plan needs {most.gpus} GPUs and {cluster.name} has {cluster.gpu_count}",
+            why="its groups would span GPUs that are not there, so their communication has no time",
+            remedy="lower its degrees, or predict it on a cluster of that size (--nodes, --gpus)",
+        )
+
+
+def calibrated_operators(scenario: Scenario) -> ModelOperators:
+    """Return the operators of a model under a runtime, with the host costs that were measured of that runtime."""
+    operators = operators_for(scenario.model, scenario.runtime)
+    spec = calibrated_host(operators.spec, scenario.gpu_calibration, compiled=scenario.runtime.compile)
+    if scenario.runtime.compile:
+        spec = replace(spec, host=compiled(spec.host))
+    if scenario.runtime.cuda_graph:
+        spec = replace(spec, host=graphed(spec.host))
+    return replace(operators, spec=spec)
+
+
+def known_costs(scenario: Scenario) -> RuntimeCosts:
+    """Return what layers or runs of the scenario's runtime showed of its costs."""
+    known = scenario.gpu_calibration
+    return RuntimeCosts() if known is None else known.runtime(scenario.runtime.name, compiled=scenario.runtime.compile)
+
+
+def autocast_width(runtime: Runtime) -> float:
+    """Return how many times as wide parameters are as the type in which products are computed."""
+    return max(1.0, DTYPE_BYTES[runtime.param_dtype] / DTYPE_BYTES[runtime.activation_dtype])
+
+
+def cost_context(
+    scenario: Scenario, table: PlanTable, operators: ModelOperators, each_on: Sequence[Cluster] = ()
+) -> CostContext:
+    """Return what the costs of blocks and traffic depend on besides the operators, for the plans of `table`."""
+    model, cluster, calibration = scenario.model, scenario.cluster, scenario.calibration
+    windowed = windowed_share(model, scenario.workload.seq_len)
+    measured = scenario.gpu_calibration
+    known = known_costs(scenario)
+    models = {
+        id(machine): replace(
+            collectives_on(machine, calibration), crossing_s=known.crossing_s, network_factor=known.network_factor
+        )
+        for machine in (cluster, *each_on)
+    }
+    return CostContext(
+        table=table,
+        sizes=axis_sizes(
+            model,
+            scenario.workload,
+            table,
+            autocast_width=autocast_width(scenario.runtime),
+            expert_spread=operators.spec.expert_spread,
+        ),
+        roofline=roofline_of(cluster, scenario.runtime, operators.spec, measured, windowed=windowed),
+        groups=GroupTimes(
+            cluster,
+            table,
+            models[id(cluster)],
+            models_by_plan=tuple(models[id(machine)] for machine in each_on),
+            factor=known.collective_factor,
+        ),
+        runtime=scenario.runtime,
+        spec=operators.spec,
+        site=overlap_of(calibration) if table.overlap_modes else SiteRates(),
+        calibration=measured,
+    )
+
+
+def network_blocks(
+    operators: ModelOperators, context: CostContext, recompute: Sequence[str], *, moe: bool
+) -> dict[str, BlockCost]:
+    """Return the costs of the network's blocks (`dense`, `moe`, `embedding`, `head`), layers under every mode given."""
+    layers = context.in_layers
+    blocks = {
+        "dense": block_cost(operators.dense_layer, layers, recompute),
+        "embedding": block_cost(operators.embedding, context),
+        "head": block_cost(operators.head, context),
+    }
+    if moe:
+        blocks["moe"] = block_cost(operators.moe_layer, layers, recompute)
+    return blocks
+
+
+def with_canonical_recompute(plan: Plan, runtime: Runtime) -> Plan:
+    """Return `plan` with its recompute words as the runtime's description spells them. Raises BadPlan."""
+    stages = plan.pp * plan.virtual_stages
+    if plan.recompute_per_stage and len(plan.recompute_per_stage) != stages:
+        raise BadPlan(f"recompute_per_stage has {len(plan.recompute_per_stage)} entries for {stages} stages")
+    return replace(
+        plan,
+        recompute=canonical_recompute(plan.recompute, runtime),
+        recompute_per_stage=tuple(canonical_recompute(word, runtime) for word in plan.recompute_per_stage),
+    )
+
+
+def _interval(value: float, factors: tuple[float, float], source: Source) -> Interval:
+    return Interval(value=value, low=value * factors[0], high=value * factors[1], source=source)

@@ -1,0 +1,288 @@
+"""What one block of the network costs on one rank: seconds forward and backward, bytes kept, host time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simulator.analytical.clock_advance import NEVER, ClockAdvance, Waits, launching
+from simulator.columns.plan_table import Floats
+from simulator.kernels.operators import OperatorSpec, WorkKind
+from simulator.kernels.roofline import FITTED, MEASURED
+from simulator.passes.block import block_passes
+from simulator.passes.steps import Kernel, Pair, Ring, Rows, Step, Transfer, Wait
+from simulator.step.context import CostContext
+from simulator.step.held import saved_bytes, tensors_bytes
+
+
+@dataclass(slots=True)
+class PassCost:
+    """One pass over a block: kernel seconds, exposed communication by axis, host seconds. Columns.
+
+    `lost_s` is what kernels lose to communication beside them, `moved_bytes` what they read and write.
+    `behind_s` is when the device ends, counted from the host's start, where it waits for the host alone: minus infinity where
+    it does nothing. `launches` is how many kernels. `waits`: where the host waits for the device on its way.
+
+    Of a layer with experts on several ranks: seconds of kernels between its two exchanges of tokens, and of other communication
+    there, of kernels the gradients of weights, and the first exchange; the SMs that exchanges hold, of plans that run others beside.
+    """
+
+    compute_s: Floats
+    weight_s: Floats  # weight gradients, which split backwards put off
+    host_s: Floats
+    lost_s: Floats
+    behind_s: Floats
+    weight_host_s: Floats  # of host_s, what issues weight gradients
+    moved_bytes: Floats
+    launches: Floats
+    measured_s: Floats | float = 0.0  # of compute_s, what rests on the very operator measured
+    fitted_s: Floats | float = 0.0  # and what on a curve through others
+    products_s: Floats | float = 0.0  # of compute_s, matrix products
+    attention_s: Floats | float = 0.0  # and attention
+    communication_s: dict[str, Floats] = field(default_factory=dict)
+    waits: Waits | None = None
+    experts_s: Floats | float = 0.0
+    experts_exposed_s: Floats | float = 0.0
+    experts_weight_s: Floats | float = 0.0
+    first_exchange_s: Floats | float = 0.0
+    exchange_sms: Floats | float = 0.0
+
+    @property
+    def exposed_s(self) -> Floats:
+        return sum(self.communication_s.values(), np.zeros_like(self.compute_s))
+
+    @property
+    def device_s(self) -> Floats:
+        return self.compute_s + self.exposed_s
+
+    def advance(self, *, host_s: Floats | float = 0.0) -> ClockAdvance:
+        """Return how the pass moves the clocks of device and host, with `host_s` of Python before it."""
+        plain = launching(self.device_s, self.behind_s + host_s, self.host_s + host_s)
+        return plain if self.waits is None else self.waits.advance(plain, host_s=host_s)
+
+    def expose(self, axis: str, seconds: Floats) -> None:
+        self.communication_s[axis] = self.communication_s.get(axis, np.zeros_like(self.compute_s)) + seconds
+
+    def without_exchanges(self, rows: Rows) -> PassCost:
+        """Return the pass with its exchanges of tokens hidden in some rows."""
+        hidden = {axis: np.where(rows & (axis == "ep"), 0.0, s) for axis, s in self.communication_s.items()}
+        return replace(self, communication_s=hidden)
+
+    def of_share(self, layers: float) -> PassCost:
+        """Return the average over layers of which a share runs this pass."""
+        if layers == 1.0:
+            return self
+        values = {name: getattr(self, name) for name in AMOUNTS}
+        communication_s = {axis: layers * seconds for axis, seconds in self.communication_s.items()}
+        waits = None if self.waits is None else self.waits.times(layers)
+        return PassCost(
+            **{name: layers * value for name, value in values.items()}, communication_s=communication_s, waits=waits
+        )
+
+    def take(self, which: NDArray[np.intp]) -> PassCost:
+        """Return the rows that `which` selects."""
+        shape = self.compute_s.shape
+        values = {name: getattr(self, name) for name in AMOUNTS}
+        return PassCost(
+            **{
+                name: (value if value.shape == shape else np.broadcast_to(value, shape))[which]
+                if isinstance(value, np.ndarray)
+                else value
+                for name, value in values.items()
+            },
+            communication_s={axis: seconds[which] for axis, seconds in self.communication_s.items()},
+            waits=None if self.waits is None else self.waits.take(which),
+        )
+
+
+# What a `PassCost` has one number of for every plan.
+AMOUNTS = tuple(f.name for f in fields(PassCost) if f.name not in {"communication_s", "waits"})
+
+
+@dataclass(slots=True)
+class BlockCost:
+    """Forward, backward without recomputation, and for each recompute mode what runs again and what is kept. `inward` gives the
+    backward pass without gradients of weights, which schedules that split it ask for.
+
+    Bytes are of one micro batch. A mode that wraps a share of the layers is averaged over layers. `bounds`: of no mode, but
+    no more than under any (`simulator.bounds.screening.SharedBlocks.keeping_least`).
+    """
+
+    forward: PassCost
+    backward: PassCost
+    inward: Callable[[], PassCost]
+    recompute: dict[str, PassCost]
+    saved_bytes: dict[str, Floats]
+    everything_bytes: Floats  # what it would save without recomputation
+    bounds: bool = False
+
+    def take(self, which: NDArray[np.intp]) -> BlockCost:
+        """Return the rows that `which` selects."""
+        return BlockCost(
+            forward=self.forward.take(which),
+            backward=self.backward.take(which),
+            inward=cache(lambda: self.inward().take(which)),
+            recompute={mode: cost.take(which) for mode, cost in self.recompute.items()},
+            saved_bytes={mode: nbytes[which] for mode, nbytes in self.saved_bytes.items()},
+            everything_bytes=self.everything_bytes[which],
+            bounds=self.bounds,
+        )
+
+
+def block_cost(operators: Sequence[OperatorSpec], context: CostContext, recompute: Sequence[str] = ()) -> BlockCost:
+    """Return the cost of a block, and of running it again under each of the modes `recompute` (layers only)."""
+    modes = {name: context.spec.recompute[name] for name in recompute}
+    passes = block_passes(operators, context, modes)
+    everything = tensors_bytes(operators, context)
+    return BlockCost(
+        forward=pass_cost(passes.forward, context),
+        backward=pass_cost(passes.backward, context),
+        inward=cache(lambda: pass_cost([step for step in passes.backward if not of_weight(step)], context)),
+        recompute={
+            name: pass_cost(steps, context).of_share(modes[name].layers) for name, steps in passes.again.items()
+        },
+        saved_bytes={
+            name: mode.layers * saved_bytes(operators, mode, context) + (1 - mode.layers) * everything
+            for name, mode in modes.items()
+        }
+        | ({} if modes else {"none": everything}),
+        everything_bytes=everything,
+    )
+
+
+def of_weight(step: Step) -> bool:
+    """Whether a step computes the gradient of a weight, and stands alone."""
+    return isinstance(step, Kernel) and step.weight
+
+
+def pass_cost(steps: Iterable[Step], context: CostContext) -> PassCost:
+    """Return the sum of a pass's steps under every plan."""
+    fold = _Fold(context)
+    for step in steps:
+        match step:
+            case Kernel():
+                fold.kernel(step)
+            case Transfer():
+                fold.transfer(step)
+            case Ring():
+                fold.ring(step)
+            case Pair():
+                fold.pair(step)
+            case Wait():
+                fold.wait(step)
+    return fold.done()
+
+
+class _Fold:
+    """Adds up the steps of one pass, all columns."""
+
+    def __init__(self, context: CostContext) -> None:
+        rows = len(context.table)
+        self.context = context
+        self.cost = PassCost(
+            compute_s=np.zeros(rows),
+            weight_s=np.zeros(rows),
+            host_s=np.zeros(rows),
+            lost_s=np.zeros(rows),
+            behind_s=np.full(rows, -np.inf),
+            weight_host_s=np.zeros(rows),
+            moved_bytes=np.zeros(rows),
+            launches=np.zeros(rows),
+        )
+        self._waited = np.zeros((2, rows))  # seconds of device and host when the host last waited
+        self._exchanged: tuple[Floats, Floats, Floats] | None = None  # what there was at the first exchange of tokens
+
+    def done(self) -> PassCost:
+        if (waits := self.cost.waits) is not None:
+            rest = launching(*self._since())
+            self.cost.waits = replace(waits, after=waits.after.then(rest))
+        return self.cost
+
+    def _since(self) -> tuple[Floats, Floats, Floats]:
+        """Return seconds of the device, of the device behind the host and of the host since it last waited."""
+        device_s, host_s = self._waited
+        return self.cost.device_s - device_s, self.cost.behind_s, self.cost.host_s - host_s
+
+    def wait(self, step: Wait) -> None:
+        """Have the host wait for all that it has launched."""
+        cost, runs = self.cost, step.rows
+        cost.host_s = cost.host_s + np.where(runs, step.call_s, 0.0)
+        since, waits = self._since(), cost.waits
+        nothing = np.zeros(len(runs))
+        still = ClockAdvance(device_s=nothing, late_s=nothing + NEVER, host_s=nothing, waits_s=nothing + NEVER)
+        if waits is None:
+            cost.waits = Waits(rows=runs, before_s=since, after=still)
+        else:
+            device_s, behind_s, host_s = (
+                np.where(waits.rows, before, now) for before, now in zip(waits.before_s, since, strict=True)
+            )
+            after = waits.after.then(launching(*since)).waited().where(runs & waits.rows, waits.after)
+            cost.waits = Waits(rows=waits.rows | runs, before_s=(device_s, behind_s, host_s), after=after)
+        self._waited = np.where(runs, np.stack([cost.device_s, cost.host_s]), self._waited)
+        cost.behind_s = np.where(runs, NEVER, cost.behind_s)
+
+    def kernel(self, step: Kernel, *, issued: bool = True) -> None:
+        """Add a kernel, and what its launch costs the host where it is `issued` by itself."""
+        cost, work, seconds = self.cost, step.work, step.seconds
+        cost.compute_s = cost.compute_s + seconds
+        cost.measured_s = cost.measured_s + np.where(step.source == MEASURED, seconds, 0.0)
+        cost.fitted_s = cost.fitted_s + np.where(step.source == FITTED, seconds, 0.0)
+        if work.kind is WorkKind.MATMUL:
+            cost.products_s = cost.products_s + seconds
+        elif work.kind is WorkKind.ATTENTION:
+            cost.attention_s = cost.attention_s + seconds
+        cost.moved_bytes = cost.moved_bytes + np.where(step.rows, work.bytes, 0.0)
+        cost.launches = cost.launches + np.where(step.rows, work.launches, 0.0)
+        if issued:
+            cost.host_s = cost.host_s + step.issue_s
+        ready_s = np.maximum(cost.behind_s, cost.host_s - self._waited[1])
+        cost.behind_s = np.where(step.rows, ready_s + seconds, cost.behind_s)
+        if step.weight:
+            cost.weight_s = cost.weight_s + seconds
+            cost.weight_host_s = cost.weight_host_s + step.issue_s
+
+    def transfer(self, step: Transfer) -> None:
+        cost = self.cost
+        if step.over == "ep":
+            self._exchange(step)
+        cost.host_s = cost.host_s + np.where(step.rows, step.call_s, 0.0)
+        self._expose(step.over, step.seconds)
+
+    def ring(self, step: Ring) -> None:
+        if step.kernel is not None:
+            self.kernel(step.kernel)
+        self._expose(step.over, step.exposed_s)
+        self.cost.lost_s = self.cost.lost_s + step.lost_s
+        self.cost.host_s = self.cost.host_s + step.issue_s
+
+    def pair(self, step: Pair) -> None:
+        for kernel in step.kernels:
+            self.kernel(kernel, issued=False)
+        self.cost.host_s = self.cost.host_s + np.where(step.rows, step.issue_s, 0.0)
+        self._expose(step.transfer.over, step.exposed_s)
+
+    def _exchange(self, step: Transfer) -> None:
+        """Note what lies between the two exchanges of tokens."""
+        cost = self.cost
+        if self.context.table.paired.any():
+            cost.exchange_sms = self.context.groups.load(step.op, step.over, step.nbytes)[0]
+        others_s = cost.exposed_s - cost.communication_s.get("ep", 0.0)
+        there = (cost.compute_s, others_s, cost.weight_s)
+        if self._exchanged is None:
+            self._exchanged, cost.first_exchange_s = there, step.seconds
+        else:
+            cost.experts_s, cost.experts_exposed_s, cost.experts_weight_s = (
+                now - before for now, before in zip(there, self._exchanged, strict=True)
+            )
+
+    def _expose(self, axis: str, seconds: Floats) -> None:
+        """Add communication that nothing hides."""
+        cost = self.cost
+        cost.expose(axis, seconds)
+        after = seconds > 0
+        ready_s = np.maximum(cost.behind_s, cost.host_s - self._waited[1])
+        cost.behind_s = np.where(after, ready_s + seconds, cost.behind_s)

@@ -1,0 +1,358 @@
+"""A pipeline rank that counts: when its streams are done, and what for.
+
+The analytical model's `simulator.step.rank.Rank`, for all plans of a table at once. Streams and the host are clocks that only
+move on; waiting moves a clock to another's time. What runs beside each other slows each other down as a whole: a kernel
+gives SMs and memory bandwidth to collectives beside it for as long as they last.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from simulator.analytical.block_times import TINY, Background, BlockTimes, PassTimes, TrafficTimes
+from simulator.columns.plan_table import Floats
+from simulator.program.program import COMPUTE
+from simulator.step.host import QUEUED_LAUNCHES
+from simulator.step.rank import Pass, Value
+from simulator.step.traffic import REPLICAS, STREAM, WIRES
+from simulator.step.units import Unit
+
+# Parts of a step, as seconds of the compute stream; `dp` waits for data-parallel traffic.
+PARTS = ("compute", "recompute", "copies", "contention", "tp", "cp", "ep", "pp", "dp", "host", "bubble", "optimizer")
+
+
+# Streams whose collectives may run at once: of shards, and of replicas of them.
+BESIDE = {STREAM: REPLICAS, REPLICAS: STREAM}
+
+
+Ran = dict[int, tuple[PassTimes, Value]]
+Mark = tuple[Floats, dict[str, Floats], dict[str, Floats], Ran, dict[str, Floats], Value]
+
+
+class RankTimeline:
+    """Counts one pipeline rank of the plans of a table, or several of them that begin their passes at other times.
+
+    Clocks and parts have shape (plans,), or (ranks, plans) of `several` ranks, which hold the same memory.
+    """
+
+    def __init__(self, blocks: BlockTimes, traffic: TrafficTimes, *, several: int = 0) -> None:
+        self.blocks, self.traffic = blocks, traffic
+        self.rows = blocks.rows
+        self._zero = np.zeros((several, self.rows) if several else self.rows)
+        self.host: Floats = self._zero
+        self.clocks: dict[str, Floats] = {COMPUTE: self._zero}
+        self.parts: dict[str, Floats] = dict.fromkeys(PARTS, self._zero)
+        self._ran: Ran = {}  # which passes, and how often
+        self._beside: dict[str, Background] = {}
+        # Since when, and until when, a stream has had collectives one behind the other.
+        self._busy: dict[str, tuple[Floats, Floats]] = {}
+        # The same of what it had before a pause, and the last of them, where compute has not come so far.
+        self._earlier: dict[str, tuple[Floats, Floats, Background]] = {}
+        self._events: dict[str, tuple[str, Floats]] = {}
+        self.sent_s = self._nothing_sent()  # what streams of collectives have had to send since a pass began
+        self._recorded = 0
+        self._ahead_s: Floats = self._zero
+        self._launched: Value = 0.0  # kernels so far
+        self._last: tuple[Floats, PassTimes] | None = None  # when the last pass began
+        self._begun, self._sends = (
+            self.mark(),
+            False,
+        )  # where a unit began that stands for several, and whether it sends anything
+        self.paired = False  # passes run beside those of another micro batch
+        self.runs_ahead = False  # the host never waits for the device, whatever the runtime says
+        self.at_pass: dict[str, Floats] = self.parts
+        self.meeting: Floats | None = None  # when the other ranks of the pipeline are ready to meet
+        self.met: Floats = self._zero  # when this one was
+
+    def start(self) -> None:
+        """The device begins when the host has got so far."""
+        self._wait(COMPUTE, self.host, "host")
+
+    @property
+    def done(self) -> Floats:
+        """When all of it is done."""
+        return np.asarray(np.max([*self.clocks.values(), self.host], axis=0))
+
+    def _nothing_sent(self) -> dict[str, Floats]:
+        return dict.fromkeys((STREAM, REPLICAS), self._zero)
+
+    def begin_pass(self, *, compute_s: Value, wire_s: Value, host_s: Value) -> None:
+        """Set all clocks: a pass to come is counted from there."""
+        for stream in (*self.clocks, *WIRES):
+            self.clocks[stream] = self._zero + (compute_s if stream == COMPUTE else wire_s)
+        self.host = self._zero + host_s
+        self._events = {name: (stream, self._zero + wire_s) for name, (stream, _) in self._events.items()}
+        self._busy, self._earlier, self._last, self.sent_s = {}, {}, None, self._nothing_sent()
+        self.at_pass = self.spent_s()
+
+    @property
+    def compute(self) -> Floats:
+        """When the compute stream is done."""
+        return self.clocks[COMPUTE]
+
+    def mark(self) -> Mark:
+        """Return where the rank is."""
+        return self.host, dict(self.clocks), dict(self.parts), dict(self._ran), dict(self.sent_s), self._launched
+
+    def repeat(self, since: Mark, times: Value) -> None:
+        """Let what has happened since a mark happen so many `times` more."""
+        host, clocks, parts, ran, sent_s, launched = since
+        self._launched = self._launched + times * (self._launched - launched)
+        self.sent_s = {name: sent + times * (sent - sent_s[name]) for name, sent in self.sent_s.items()}
+        ahead = {name: times * (clock - clocks.get(name, self._zero)) for name, clock in self.clocks.items()}
+        self.host = self.host + times * (self.host - host)
+        self.clocks = {name: clock + ahead[name] for name, clock in self.clocks.items()}
+        self._events = {name: (stream, at + ahead[stream]) for name, (stream, at) in self._events.items()}
+        self._busy = {name: (since + ahead[name], to + ahead[name]) for name, (since, to) in self._busy.items()}
+        self._earlier = {
+            name: (since + ahead[name], to + ahead[name], cost) for name, (since, to, cost) in self._earlier.items()
+        }
+        for name, part in self.parts.items():
+            if part is not parts[name]:
+                self.parts[name] = part + times * (part - parts[name])
+        for key, (what, count) in self._ran.items():
+            before = ran[key][1] if key in ran else 0.0
+            if count is not before:
+                self._ran[key] = what, count + times * (count - before)
+
+    def spent_s(self) -> dict[str, Floats]:
+        """Return the parts of all that has happened so far."""
+        parts = dict(self.parts)
+        for times, count in self._ran.values():
+            for part, seconds in times.parts.items():
+                parts[part] = parts[part] + count * seconds
+        return parts
+
+    # --- what a rank is asked to run ------------------------------------------------------------------------------------
+
+    def begin(self, unit: Unit) -> None:
+        if unit.repeats > 1:
+            self._begun, self._sends = self.mark(), False
+
+    def ended(self, unit: Unit) -> None:
+        if unit.repeats > 1:
+            if self._sends:
+                self.repeat(self._begun, unit.repeats - 1.0)
+            else:
+                self._repeat_beside(self._begun, unit.repeats - 1.0)
+            self._fill_queue()
+
+    def _repeat_beside(self, since: Mark, times: float) -> None:
+        """Repeat what sends nothing itself: what runs beside it ends, and holds it up no longer than that."""
+        lost = self.parts["contention"] - since[2]["contention"]
+        left = np.max([self._clock(stream) for stream in WIRES], axis=0) - self.compute
+        lasting = np.clip(left / np.maximum(self.compute - since[1][COMPUTE], TINY), 0.0, times)
+        wires = {name: self.clocks[name] for name in WIRES if name in self.clocks}
+        self.repeat(since, times)
+        for name, clock in wires.items():
+            self.clocks[name] = clock + lasting * (clock - since[1].get(name, self._zero))
+        self.clocks[COMPUTE] = self.compute - (times - lasting) * lost
+        self.parts["contention"] = self.parts["contention"] - (times - lasting) * lost
+
+    def begin_pair(self) -> None:
+        self.paired = True
+
+    def next_of_pair(self) -> None:
+        """Both passes are counted one after the other."""
+
+    def end_pair(self) -> None:
+        self.paired = False
+
+    def _fill_queue(self) -> None:
+        """Have the host wait where the compute stream's queue is full: of kernels like those of the last pass, or, where the stream
+        itself has waited meanwhile, of kernels as they came so far.
+        """
+        if not self.runs_ahead:
+            ahead_s = np.maximum(self._ahead_s, QUEUED_LAUNCHES * self.compute / np.maximum(self._launched, 1.0))
+            self.host = np.maximum(self.host, self.compute - ahead_s)
+
+    def host_work(self, name: str, seconds: Value) -> None:  # noqa: ARG002 - a Rank is given names
+        self.host = self.host + seconds
+
+    def run(self, unit: Unit, which: Pass) -> None:
+        times = self.blocks.of(unit, which, paired=self.paired)
+        device_s, advance, begun = times.device_s, times.advance, self.compute
+        start = np.maximum(begun, self.host)
+        idle_s = np.maximum(begun + advance.device_s, self.host + advance.late_s) - start - device_s
+        stretched = self._beside_traffic(start, times.kernels_s, times.exposed_s, times.bytes_per_s, idle_s)
+        self._ran[id(times)] = times, self._ran.get(id(times), (times, 0.0))[1] + 1.0
+        longer: Value = 0.0
+        done, late_s = begun + advance.device_s, advance.late_s
+        if stretched is not None:
+            self.parts["contention"] = self.parts["contention"] + stretched
+            longer = stretched
+            done, late_s = done + stretched, np.maximum(late_s, advance.device_s + stretched)
+        end = np.maximum(done, self.host + late_s)
+        self.parts["host"] = self.parts["host"] + (end - begun - device_s - longer)
+        self.clocks[COMPUTE] = end
+        self.host = self.host + advance.host_s
+        if times.waits:
+            self.host = np.maximum(self.host, begun + advance.waits_s + longer)
+        self._last = start, times
+        self._ahead_s, self._launched = times.ahead_s, self._launched + times.launches
+        self._fill_queue()
+
+    def copy(
+        self,
+        name: str,  # noqa: ARG002 - a Rank is given names
+        moved_bytes: Value,
+        *,
+        module_bytes: Value | None = None,
+    ) -> None:
+        rate = self.traffic.copy_bytes_per_s(module_bytes)
+        seconds = np.asarray(moved_bytes / rate)
+        self._wait(COMPUTE, self.host, "host")
+        stretched = self._beside_traffic(self.compute, seconds, self._zero, rate, self._zero, copies=True)
+        seconds = seconds if stretched is None else seconds + stretched
+        self.parts["copies"] = self.parts["copies"] + seconds
+        self.clocks[COMPUTE] = self.compute + seconds
+
+    def update(self, moved_bytes: Value, elements: Value) -> None:  # noqa: ARG002 - time is that of the bytes
+        self._wait(COMPUTE, self.host, "host")
+        seconds = np.asarray(moved_bytes / self.traffic.update_bytes_per_s)
+        self.parts["optimizer"] = self.parts["optimizer"] + seconds
+        self.clocks[COMPUTE] = self.compute + seconds
+
+    def host_copy(self, name: str, nbytes: Value, *, stream: str) -> None:  # noqa: ARG002 - a Rank is given names
+        start = np.maximum(self._clock(stream), self.host)
+        self.clocks[stream] = np.asarray(start + nbytes / self.traffic.host_copy_bytes_per_s)
+
+    def on_host(self, name: str, moved_bytes: Value, *, after: str) -> None:
+        seconds = moved_bytes / self.traffic.host_update_bytes_per_s
+        self.host = np.asarray(np.maximum(self.host, self._clock(after)) + seconds)
+        if name == "optimizer":
+            self._wait(COMPUTE, self.host, "optimizer")
+
+    def collective(self, op: str, family: str, nbytes: Value, *, stream: str, times: Value = 1.0) -> None:
+        cost = self.traffic.cost(op, family, nbytes)
+        if not cost.runs:
+            return
+        self._sends = True
+        once = isinstance(times, float) and times == 1.0
+        self.host = self.host + (cost.host_s if once else times * cost.host_s)
+        now = self._clock(stream)
+        start, seconds = np.maximum(now, self.host), cost.seconds if once else times * cost.seconds
+        end = start + seconds
+        self._hold_up(start, end, cost)
+        if stream in self.sent_s:
+            self.sent_s[stream] = self.sent_s[stream] + seconds
+        if stream in BESIDE and (other := self._beside.get(BESIDE[stream])) is not None:
+            end = end + self._crowded(start, seconds, cost, BESIDE[stream], other)
+        self.clocks[stream] = end if cost.everywhere else np.where(cost.seconds > 0, end, now)
+        since, until = self._busy.get(stream, (start, start))
+        before, pauses = self._beside.get(stream), start > until
+        self._busy[stream] = np.where(pauses, start, since), self.clocks[stream]
+        if before is not None and (ahead := pauses & (until > self.compute)).any():
+            self._earlier[stream] = since, np.where(ahead, until, self.compute), before
+        if before is not cost:
+            self._beside[stream] = cost if before is None or cost.everywhere else cost.over(before)
+
+    def blocking(self, op: str, family: str, nbytes: float, *, stream: str) -> None:
+        cost = self.traffic.cost(op, family, nbytes)
+        self.host = self.host + cost.host_s
+        if family == "pp":
+            self.met = np.maximum(self.compute, self.host)
+            if self.meeting is not None:
+                self._wait(COMPUTE, self.meeting, "bubble")
+        end = np.maximum(np.maximum(self.compute, self._clock(stream)), self.host) + cost.seconds
+        self._wait(COMPUTE, np.where(cost.seconds > 0, end, self.compute), "dp")
+
+    def after(self, stream: str, other: str) -> None:
+        self._wait(stream, self._clock(other))
+
+    def record(self, stream: str) -> str:
+        self._recorded += 1
+        name = f"event{self._recorded}"
+        self._events[name] = stream, self._clock(stream)
+        return name
+
+    def wait(self, stream: str, event: str) -> None:
+        self._wait(stream, self._events.pop(event)[1])
+
+    def synchronize(self) -> None:
+        if not self.runs_ahead:
+            self.host = np.maximum(self.host, self.compute)
+
+    # --- clocks -------------------------------------------------------------------------------------------------
+
+    def _clock(self, stream: str) -> Floats:
+        return self.clocks.get(stream, self._zero)
+
+    def _wait(self, stream: str, until: Floats, part: str = "dp") -> None:
+        now = self._clock(stream)
+        later = np.maximum(now, until)
+        if stream == COMPUTE:
+            self.parts[part] = self.parts[part] + (later - now)
+        self.clocks[stream] = later
+
+    def _hold_up(self, start: Floats, end: Floats, cost: Background) -> None:
+        """Let the last pass, which is told already, take longer beside a collective that begins before it ends."""
+        if self._last is None or not (start < self.compute).any():
+            return
+        begun, times = self._last
+        together = np.maximum(np.minimum(end, self.compute) - np.maximum(start, begun), 0.0)
+        stretch, _ = cost.stretch(times.kernels_s, times.exposed_s, times.bytes_per_s, self.traffic, copies=False)
+        lost = together * (1.0 - 1.0 / stretch)
+        self.parts["contention"] = self.parts["contention"] + lost
+        self.clocks[COMPUTE] = self.compute + lost
+
+    def _crowded(self, start: Floats, seconds: Value, cost: Background, stream: str, other: Background) -> Floats:
+        """Return how much longer a collective takes beside the one under way on `stream`, which it delays as well."""
+        left = np.maximum(self._clock(stream) - start, 0.0)
+        mine, theirs = cost.speeds_beside(other)
+        together = np.minimum(seconds / mine, left / theirs)
+        self._delay(stream, start, together * (1.0 - theirs))
+        return together * (1.0 - mine)
+
+    def _delay(self, stream: str, since: Floats, late: Floats) -> None:
+        """Let what is under way on a stream, and what waits for it, be later."""
+        self.clocks[stream] = self._clock(stream) + late
+        if stream in self._busy:
+            self._busy[stream] = self._busy[stream][0], self._busy[stream][1] + late
+        self._events = {
+            name: (of, at + np.where(at > since, late, 0.0) if of == stream else at)
+            for name, (of, at) in self._events.items()
+        }
+
+    def _beside_traffic(
+        self,
+        start: Floats,
+        kernels_s: Floats,
+        exposed_s: Floats,
+        bytes_per_s: Floats,
+        idle_s: Floats,
+        *,
+        copies: bool = False,
+    ) -> Floats | None:
+        """Return how much longer compute takes beside the traffic under way at `start`, which it delays as well; None
+        where there is none. In between the device is idle for `idle_s`, when traffic has the GPU to itself.
+        """
+        longer = None
+        total = kernels_s + exposed_s
+        for stream, beside, since, until in self._under_way(start):
+            # It may have to wait for another stream itself.
+            alone = self._zero if since is None else np.maximum(since - start, 0.0)
+            stretch, progress = beside.stretch(kernels_s, exposed_s, bytes_per_s, self.traffic, copies=copies)
+            left, rest = np.maximum(until - start - alone, 0.0), np.maximum(total - alone, 0.0)
+            busy = stretch * rest
+            share = busy / np.maximum(busy + idle_s, TINY)
+            together = share * np.minimum(busy + idle_s, left / (1.0 - share * (1.0 - progress)))
+            lost = together * (1.0 - 1.0 / stretch)
+            longer = lost if longer is None else longer + lost
+            if until is self._clock(stream):
+                self._delay(stream, start, together * (1.0 - progress))
+        return longer
+
+    def _under_way(self, start: Floats) -> list[tuple[str, Background, Floats | None, Floats]]:
+        """Return the collectives that are not over at `start`: of which stream, and since when and until when it has them."""
+        found: list[tuple[str, Background, Floats | None, Floats]] = []
+        for stream, (since, until, cost) in [*self._earlier.items()]:
+            if (until > start).any():
+                found.append((stream, cost, since, until))
+            else:
+                del self._earlier[stream]
+        for stream, cost in self._beside.items():
+            until = self._clock(stream)
+            if (until > start).any():
+                found.append((stream, cost, self._busy[stream][0] if stream in self._busy else None, until))
+        return found
