@@ -14,6 +14,7 @@ from simulator.lowering.machine_costs import MachineCosts
 from simulator.lowering.network import Network
 from simulator.lowering.writing import StepWriter
 from simulator.pipeline.schedule_program import TURNS, last_backwards, pipeline_program
+from simulator.pipeline.schedules.registry import schedule_of_plan
 from simulator.pipeline.schedules.table import Action, Schedule
 from simulator.program.program import CodeWriter, Groups, Program
 from simulator.runtimes.library import operators_for, wraps_one
