@@ -8,7 +8,8 @@
 
 The module is captured, rank 0 asks the planner (as a process of its own) for placements and a program, and every rank keeps
 its pieces of the parameters. Inputs are whole tensors that all ranks have, or DTensors in the placements that the plan has;
-outputs are DTensors.
+outputs are DTensors. A call is of the shapes, dtypes and flags that were captured; `capture.py` lists what else is kept of a module,
+and what is refused.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -31,11 +32,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from executor.launch.local_ranks import child_environment
-from executor.sharding.capture import Captured, Output, capture
-from executor.sharding.placements import placements_of, tokens_of
+from executor.sharding.capture import Captured, Output, ambient_autocast, capture, signature_of
+from executor.sharding.places import Place, placements_of, tokens_of
 from executor.sharding.run_program import RankProgram, State
 from simulator.sharded.graph import BUFFER, CONSTANT, INPUT, PARAMETER
-from simulator.sharded.program import RunnableProgram, read_program
+from simulator.sharded.program import Buffer, RunnableProgram, read_program
 from topology.errors import BadInput, PlannerError, UserError
 
 PLANNER_BUDGET_S = 600.0
@@ -133,8 +134,8 @@ def shard(
     (GiB of a rank, for parameters with their state and all that a step needs) is dropped and made again in the backward pass:
     gathered, or computed. DTensors among `args` say their own placements. With `stages` (`{"axis": "pp", "of": {"layers.1": 1},
     "micro_batches": 4}`) modules run on coordinates of a mesh axis, and the first dim of every argument is cut into micro
-    batches; results are handed from their stage to all ranks. Collective: every rank calls it. Raises UserError
-    where the module cannot be captured or the planner has no program.
+    batches; results are handed from their stage to all ranks. Arguments that require gradients have them. Collective: every rank
+    calls it. Raises UserError where the module cannot be captured or the planner has no program.
     """
     leaves = pytree.tree_map(lambda leaf: leaf.full_tensor() if isinstance(leaf, DTensor) else leaf, list(args))
     batches = int((constraints.get("stages") or {}).get("micro_batches", 1))
@@ -143,12 +144,18 @@ def shard(
     sizes = _mesh_sizes(mesh)
     given = dict(constraints.pop("placements", None) or {})
     names = [one.name for one in captured.graph.inputs if one.kind == INPUT]
-    for name, leaf in zip(names, pytree.tree_leaves((list(args), dict(kwargs or {}))), strict=False):
+    tensors = [leaf for leaf in pytree.tree_leaves((list(args), dict(kwargs or {}))) if isinstance(leaf, torch.Tensor)]
+    asked = []
+    for name, leaf in zip(names, tensors, strict=True):
         if isinstance(leaf, DTensor):
             given.setdefault(name, tokens_of(leaf.placements))
+        asked += [name] if leaf.requires_grad else []
+    constraints["gradients"] = [*constraints.get("gradients", ()), *asked]
     document = request(captured, sizes, placements=given, **constraints)
     program = _planned_once(document, cluster, memory_limit)
-    return ShardedModule(module, captured, program, mesh if isinstance(mesh, DeviceMesh) else None)
+    return ShardedModule(
+        module, captured, program, mesh if isinstance(mesh, DeviceMesh) else None, constraints["gradients"]
+    )
 
 
 def _micro_batches(leaf: Any, number: int) -> Sequence[Any]:
@@ -204,10 +211,18 @@ class ShardedModule(nn.Module):
     """A module as a program on this rank. `parameters()` are this rank's pieces, by the names that the module has."""
 
     def __init__(
-        self, module: nn.Module, captured: Captured, program: RunnableProgram, mesh: DeviceMesh | None = None
+        self,
+        module: nn.Module,
+        captured: Captured,
+        program: RunnableProgram,
+        mesh: DeviceMesh | None = None,
+        asked: Collection[str] = (),
     ) -> None:
+        """`asked` names inputs that have gradients, besides those that the program has."""
         super().__init__()
+        self.training = captured.training
         device = _device()
+        self.asked = frozenset((*program.gradients, *asked))
         self.program = program
         self.captured = captured
         self.ranks = RankProgram(program, dist.get_rank() if dist.is_initialized() else 0, device)
@@ -237,7 +252,10 @@ class ShardedModule(nn.Module):
         return placements_of(self.program.buffers[buffer], self.program)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the module's results as DTensors. Inputs are whole tensors, or DTensors placed as the plan has them."""
+        """Return the module's results as DTensors. Inputs are whole tensors, or DTensors placed as the plan has them.
+
+        Raises BadInput for a call of other shapes, dtypes or flags than were captured.
+        """
         values = self._values(args, kwargs)
         return self._results(_Run.apply(self, tuple(values), *values.values()))
 
@@ -248,6 +266,10 @@ class ShardedModule(nn.Module):
         For a module with pipeline stages in 1F1B, whose passes take turns; others may run so, too. Returns the results.
         """
         batches, names = self.program.micro_batches, self.captured.graph.outputs
+        if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves((args, kwargs))):
+            raise BadInput(
+                "a step of arguments that require gradients", remedy="hand in x.detach(), or call the module"
+            )
         if len(gradients) != len(names) or not self.program.seeds:
             raise BadInput(
                 f"{len(gradients)} gradients for {len(names)} results",
@@ -264,13 +286,57 @@ class ShardedModule(nn.Module):
         state = State(at=found)
         return self._results([self.ranks.everywhere(name, state) for name in self.program.outputs])
 
+    def train(self, mode: bool = True) -> ShardedModule:
+        """Return the module. Raises UserError for another mode than the captured one: the graph is that of one mode."""
+        if mode != self.captured.training:
+            said = "training" if self.captured.training else "evaluation"
+            raise UserError(f"the module was captured in {said} mode", remedy="shard it once more in the other one")
+        return self
+
+    def _check_call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Raise BadInput where a call is not the one that was captured."""
+        found, wanted = signature_of(args, kwargs), self.captured.call
+        if found.tree != wanted.tree:
+            raise BadInput("a call with other arguments than were captured", remedy=f"arguments as in {wanted.tree}")
+        for number, (mine, one) in enumerate(zip(found.leaves, wanted.leaves, strict=True)):
+            if isinstance(one, tuple) and isinstance(one[0], tuple) and one[0]:
+                (first, *rest), dtype = one
+                one = ((first * self.program.micro_batches, *rest), dtype)  # noqa: PLW2901 - of all micro batches
+            if mine is not one and mine != one:
+                raise BadInput(
+                    f"argument {number + 1} is {_said(mine)}, and was captured as {_said(one)}",
+                    why="a program is of the shapes, dtypes and values that its module was captured with",
+                    remedy="shard the module once more with these arguments",
+                )
+        autocast = ambient_autocast(self.ranks.device.type)
+        if autocast != self.captured.autocast:
+            raise BadInput(
+                f"a call with autocast to {autocast}, of a module captured with {self.captured.autocast}",
+                why="casts are operators of the program",
+                remedy="the same autocast around shard and around the call",
+            )
+
+    def _check_gradient(self, name: str, leaf: torch.Tensor) -> None:
+        """Raise BadInput where an argument requires a gradient that the program does not make."""
+        if not (leaf.requires_grad and torch.is_grad_enabled()):
+            return
+        whole_on_stages = self.program.stage_axis and not isinstance(leaf, DTensor)
+        if name not in self.asked or not self.program.seeds or whole_on_stages:
+            raise BadInput(
+                f"{name} requires a gradient, and the program makes none of it",
+                why="with pipeline stages, one of them alone would have it" if whole_on_stages else "",
+                remedy="shard the module with an argument that requires one, or hand in x.detach()",
+            )
+
     def _values(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """Return this rank's pieces of inputs and parameters by buffer."""
+        """Return this rank's pieces of inputs and parameters by buffer. Raises BadInput for another call than the captured one."""
+        self._check_call(args, kwargs)
         graph_inputs = [one for one in self.captured.graph.inputs if one.kind == INPUT]
         leaves = [leaf for leaf in pytree.tree_leaves((list(args), kwargs)) if isinstance(leaf, torch.Tensor)]
         values: dict[str, torch.Tensor] = {}
         batches = self.program.micro_batches
         for one, leaf in zip(graph_inputs, leaves, strict=True):
+            self._check_gradient(one.name, leaf)
             whole = leaf.full_tensor() if isinstance(leaf, DTensor) and batches > 1 else leaf
             for number, part in enumerate(_micro_batches(whole, batches)):
                 buffer = self.program.inputs.get(f"{one.name}[{number}]" if batches > 1 else one.name)
@@ -307,7 +373,35 @@ class ShardedModule(nn.Module):
                     remedy="redistribute it, or shard the module with these placements",
                 )
             return value.to_local()
-        return self.ranks.place.piece(value.to(self.ranks.device), self.program.buffers[buffer])
+        return _Piece.apply(value.to(self.ranks.device), self.ranks.place, self.program.buffers[buffer])
+
+
+def _said(leaf: Any) -> str:
+    """Return what an argument is, in words."""
+    if isinstance(leaf, tuple) and len(leaf) == 2 and isinstance(leaf[1], torch.dtype):
+        return f"a tensor of {list(leaf[0])}, {leaf[1]}"
+    return repr(leaf)[:60]
+
+
+class _Piece(torch.autograd.Function):
+    """The piece that a rank has of a tensor that all ranks have; its gradient is whole again, on all of them."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: torch.Tensor, place: Place, buffer: Buffer) -> torch.Tensor:
+        ctx.place, ctx.buffer, ctx.like = place, buffer, whole.new_empty(0)
+        return place.piece(whole, buffer)
+
+    @staticmethod
+    def backward(ctx: Any, *incoming: torch.Tensor) -> Any:
+        (gradient,), place, buffer = incoming, ctx.place, ctx.buffer
+        whole = ctx.like.new_zeros(buffer.shape)
+        cut = {item for spec in buffer.dims for item in spec}
+        if all(place.at[axis] == 0 for axis in place.sizes if axis not in cut):  # of copies, one counts
+            indices = [place.indices(buffer, dim).to(whole.device) for dim in range(whole.ndim)]
+            whole[torch.meshgrid(*indices, indexing="ij") if indices else ...] = gradient
+        if dist.is_initialized():
+            dist.all_reduce(whole)
+        return whole, None, None
 
 
 class _Run(torch.autograd.Function):

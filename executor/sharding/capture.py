@@ -1,14 +1,34 @@
 """Capture a module as a graph of ATen operators, with the names of its parameters and modules.
 
 `torch.export` runs the module's own Python once with tensors that have shapes and no values. What does not depend on the
-module's inputs or parameters (masks, rotary angles) is computed here and becomes a constant of the graph. Regions that
-switch autograd or autocast off are looked into.
+module's inputs or parameters (masks, rotary angles) is computed here and becomes a constant of the graph.
+
+What `torch.export` changes on its way, and what becomes of it:
+
+    kept
+      no_grad, enable_grad   results of a region without autograd are detached where they are used outside it
+      autocast               in the module or around `capture`: casts are written out, as the results' dtypes say
+      detach, frozen parameters  no gradient passes them
+      in-place writes to intermediate tensors, where autograd is on  written as operators that make new ones
+      tied parameters        one tensor
+      forward hooks          run while the module is captured; what they compute is part of the graph
+      training mode          as it is at the capture; a `ShardedModule` cannot be switched
+    refused, by name
+      control flow that depends on values of tensors  torch.export refuses it
+      a number made of a tensor's values (`item`, `nonzero`)
+      writes into buffers, as running statistics of batch norms in training
+      random numbers         dropout in training
+      autograd.Function      torch.export drops its backward; so does a reentrant checkpoint
+      hooks of the backward pass, on modules, parameters or tensors
+      attributes that are numbers, and that a call changes
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +44,8 @@ from topology.errors import UserError
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _KINDS = {InputKind.PARAMETER: PARAMETER, InputKind.BUFFER: BUFFER, InputKind.CONSTANT_TENSOR: CONSTANT}
 _IN_PLACE_OF = {"aten.dropout.default": 0, "aten.feature_dropout.default": 0, "aten.alias.default": 0}
+_REGIONS = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
+_CASTS = ("aten.to.", "aten._to_copy.", "aten.type_as.")
 _SKIPPED = ("aten._assert", "aten.sym_constrain", "aten._assert_tensor_metadata")
 
 
@@ -32,12 +54,34 @@ class Captured:
     """The graph, the values of its constants by name, and how the module's results are arranged.
 
     `results` has for each leaf of `result_tree` its number among the graph's outputs, or what it is on every rank: None, a number.
+    `call` is what the module was called with, and `modes` what it was set to.
     """
 
     graph: CapturedGraph
     constants: Mapping[str, torch.Tensor]
     result_tree: Any = None
     results: tuple[Output | Any, ...] = ()
+    call: Signature = field(default_factory=lambda: signature_of((), {}))
+    training: bool = False
+    autocast: torch.dtype | None = None  # around the capture
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """How a module is called: the structure of its arguments and, of each, shape and dtype, or what it is if it is no tensor."""
+
+    tree: Any
+    leaves: tuple[Any, ...]
+
+
+def signature_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Signature:
+    """Return the signature of a call. DTensors have the shape of the whole tensor."""
+    leaves, tree = pytree.tree_flatten((list(args), dict(kwargs)))
+    return Signature(tree, tuple(_seen(leaf) for leaf in leaves))
+
+
+def _seen(leaf: Any) -> Any:
+    return (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +96,16 @@ def capture(module: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, An
 
     The module is not changed. Raises UserError where torch.export cannot capture it or it draws random numbers.
     """
+    _refuse_backward_hooks(module)
+    autocast = _autocast_dtype(args)
     try:
-        exported = torch.export.export(module, tuple(args), dict(kwargs or {}), strict=False)
-        if any(_writes_in_place(node.target) for node in exported.graph.nodes):
+        with _no_backward_of_its_own(), _no_number_changed(module):
+            exported = torch.export.export(module, tuple(args), dict(kwargs or {}), strict=False)
+        _detach_regions(exported.graph_module, graded=True)
+        if any(_writes_in_place(node.target) for one in exported.graph_module.modules() for node in _nodes(one)):
             exported = exported.run_decompositions({})
+    except UserError:
+        raise
     except Exception as error:  # torch.export raises many kinds
         raise UserError(
             f"torch.export cannot capture {type(module).__name__}",
@@ -69,7 +119,7 @@ def capture(module: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, An
             why="programs on ranks leave buffers as they are",
             remedy="call module.eval(), as for running statistics of batch norms",
         )
-    reader = _Reader(tied=_tied(module))
+    reader = _Reader(tied=_tied(module), autocast=autocast is not None)
     values = {**dict(exported.named_parameters()), **dict(exported.named_buffers()), **exported.constants}
     specs = {spec.arg.name: spec for spec in exported.graph_signature.input_specs}
     environment: dict[str, Any] = {}
@@ -85,8 +135,94 @@ def capture(module: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, An
         named += [value.name] if isinstance(value, _Tensor) else []
     graph = CapturedGraph(inputs=tuple(reader.inputs), nodes=tuple(reader.nodes), outputs=tuple(named))
     return Captured(
-        graph=graph, constants=reader.constants, result_tree=exported.call_spec.out_spec, results=tuple(results)
+        graph=graph,
+        constants=reader.constants,
+        result_tree=exported.call_spec.out_spec,
+        results=tuple(results),
+        call=signature_of(args, kwargs or {}),
+        training=module.training,
+        autocast=autocast,
     )
+
+
+def _refuse_backward_hooks(module: nn.Module) -> None:
+    """Raise UserError where a hook would run in the backward pass: the graph has operators alone."""
+    hooks = ("_backward_hooks", "_backward_pre_hooks", "_post_accumulate_grad_hooks")
+    named = (*module.named_modules(), *module.named_parameters())
+    found = [name for name, one in named if any(getattr(one, each, None) for each in hooks)]
+    if found:
+        raise UserError(
+            f"{found[0] or type(module).__name__} has a hook of the backward pass",
+            why="programs on ranks run operators, and no Python between them",
+            remedy="remove it, or look at gradients after the backward pass",
+        )
+
+
+@contextmanager
+def _no_number_changed(module: nn.Module) -> Iterator[None]:
+    """Refuse to change an attribute of a module that is a number: the next call would see another one."""
+    before = {id(one): (name, dict(vars(one))) for name, one in module.named_modules()}
+    original = nn.Module.__setattr__
+
+    def set_attribute(one: nn.Module, key: str, value: Any) -> None:
+        name, had = before.get(id(one), ("", {}))
+        if isinstance(value, int | float) and key in had and had[key] != value:
+            raise UserError(
+                f"{name or type(one).__name__} changes its attribute {key} when it is called",
+                why="the graph has the number of one call",
+                remedy="an argument in its place",
+            )
+        original(one, key, value)
+
+    nn.Module.__setattr__ = set_attribute  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.__setattr__ = original  # type: ignore[method-assign]
+
+
+@contextmanager
+def _no_backward_of_its_own() -> Iterator[None]:
+    """Refuse functions with a backward of their own, and hooks of tensors: torch.export keeps what is computed alone."""
+    applied, register = torch.autograd.Function.__dict__["apply"], torch.Tensor.register_hook
+
+    def register_hook(tensor: torch.Tensor, hook: Any) -> Any:
+        del tensor
+        raise UserError(
+            f"{getattr(hook, '__qualname__', 'a function')} is a hook of a tensor's gradient",
+            why="torch.export drops it",
+            remedy="operators that autograd knows",
+        )
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if cls.__module__.split(".")[0] != "torch" or cls.__name__ == "CheckpointFunction":
+            raise UserError(
+                f"{cls.__qualname__} is an autograd.Function with a backward of its own",
+                why="torch.export keeps what it computes and drops its backward",
+                remedy="checkpoint(..., use_reentrant=False)"
+                if cls.__name__ == "CheckpointFunction"
+                else "a torch.library.custom_op with register_autograd, or operators that autograd knows",
+            )
+        return applied.__get__(None, cls)(*args, **kwargs)
+
+    torch.autograd.Function.apply = classmethod(apply)
+    torch.Tensor.register_hook = register_hook  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = applied
+        torch.Tensor.register_hook = register  # type: ignore[method-assign]
+
+
+def _autocast_dtype(args: Sequence[Any]) -> torch.dtype | None:
+    """Return the dtype of the autocast around this call, on the device of its tensors; None where there is none."""
+    devices = {leaf.device.type for leaf in pytree.tree_leaves(list(args)) if isinstance(leaf, torch.Tensor)}
+    return ambient_autocast(next(iter(devices), "cpu"))
+
+
+def ambient_autocast(device: str) -> torch.dtype | None:
+    """Return the dtype to which autocast casts now, or None where it is off."""
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
 def _tied(module: nn.Module) -> dict[str, str]:
@@ -94,6 +230,46 @@ def _tied(module: nn.Module) -> dict[str, str]:
     first: dict[int, str] = {}
     every = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
     return {name: first.setdefault(id(one), name) for name, one in every}
+
+
+def _nodes(module: nn.Module) -> Sequence[torch.fx.Node]:
+    return list(module.graph.nodes) if isinstance(module, torch.fx.GraphModule) else []
+
+
+def _detach_regions(module: torch.fx.GraphModule, *, graded: bool) -> None:
+    """Detach what leaves a region without autograd, in place. Raises UserError where one writes into a tensor there."""
+    for node in _nodes(module):
+        op = str(node.target)
+        if op in _REGIONS:
+            switch, at = (node.args[0], 1) if op == "wrap_with_set_grad_enabled" else (graded, 4)
+            _detach_regions(_attribute(module, node.args[at].target), graded=bool(switch))
+        elif not graded and node.op == "call_function":
+            _detach_uses(module.graph, node)
+    module.recompile()
+
+
+def _detach_uses(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
+    """Detach the result of a node where it leaves its region, or enters one inside it."""
+    if _writes_in_place(node.target):
+        raise UserError(
+            f"{node.name} writes into a tensor without autograd ({node.target})",
+            why="gradients would pass what is overwritten",
+            remedy="the same on a detached copy",
+        )
+    made = node.args[0] if getattr(node.target, "__name__", "") == "getitem" else node
+    leaves = [user for user in node.users if user.op == "output" or str(user.target) in _REGIONS]
+    value = node.meta.get("val")
+    if (
+        not leaves
+        or str(made.target) in _REGIONS
+        or not (isinstance(value, torch.Tensor) and value.is_floating_point())
+    ):
+        return
+    with graph.inserting_after(node):
+        detached = graph.call_function(torch.ops.aten.detach.default, (node,))
+    detached.meta = dict(node.meta)
+    for user in leaves:
+        user.replace_input_with(node, detached)
 
 
 def _writes_in_place(target: Any) -> bool:
@@ -111,11 +287,13 @@ class _Tensor:
 @dataclass(slots=True)
 class _Reader:
     tied: Mapping[str, str] = field(default_factory=dict)
+    autocast: bool = False  # whether results have the dtypes that autocast gives them
     inputs: list[GraphInput] = field(default_factory=list)
     nodes: list[GraphNode] = field(default_factory=list)
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
     names: set[str] = field(default_factory=set)
     _given: dict[str, _Tensor] = field(default_factory=dict)  # parameters and buffers, by their first name
+    _casts: dict[tuple[str, torch.dtype], _Tensor] = field(default_factory=dict)
     _constant_names: dict[int, str] = field(default_factory=dict)
     _alive: list[torch.Tensor] = field(default_factory=list)  # so that ids stay those of one tensor
 
@@ -132,8 +310,11 @@ class _Reader:
             return self._given[target]
         name = self._new_name(target or node.name)
         called = target or (node.name if node.name != name else "")
+        frozen = kind == PARAMETER and not values[spec.target].requires_grad
         self.inputs.append(
-            GraphInput(name=name, shape=tuple(value.shape), dtype=_dtype_name(value), kind=kind, target=called)
+            GraphInput(
+                name=name, shape=tuple(value.shape), dtype=_dtype_name(value), kind=kind, target=called, frozen=frozen
+            )
         )
         self._given[target] = _Tensor(name, value)
         return self._given[target]
@@ -152,15 +333,20 @@ class _Reader:
     def _call(self, node: torch.fx.Node, environment: dict[str, Any]) -> Any:
         args, kwargs = _mapped(node.args, environment), _mapped(node.kwargs, environment)
         op = str(node.target)
-        if op in {"wrap_with_set_grad_enabled", "wrap_with_autocast"}:
-            skipped = 2 if op.endswith("enabled") else 5
-            inner = args[skipped - 1]
-            names = [n.name for n in inner.graph.nodes if n.op == "placeholder"]
-            return self.walk(inner, dict(zip(names, args[skipped:], strict=True)))
+        if op == "wrap_with_set_grad_enabled":
+            return self._region(args[1], args[2:], autocast=self.autocast)
+        if op == "wrap_with_autocast":
+            return self._region(args[4], args[5:], autocast=args[2])
         if getattr(node.target, "__name__", "") == "getitem":
             return args[0][args[1]]
         if op.startswith(_SKIPPED):
             return None
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) and not _draws_nothing(op, args):
+            raise UserError(
+                f"{node.name} draws random numbers ({op})",
+                why="ranks would have to draw the same for what they hold copies of",
+                remedy="call module.eval(), or set its dropout to 0",
+            )
         if not any(isinstance(leaf, _Tensor) for leaf in pytree.tree_leaves((args, kwargs))):
             return _constant(node.target, args, kwargs)
         value = node.meta.get("val")
@@ -170,15 +356,11 @@ class _Reader:
             )
         if op == "aten.copy.default" and _alike(args[0], args[1]):
             return args[1]
-        if op in _IN_PLACE_OF and (op != "aten.dropout.default" or not args[2] or not args[1]):
+        if op in _IN_PLACE_OF:
             return args[_IN_PLACE_OF[op]]
-        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) and not _attention(op, args):
-            raise UserError(
-                f"{node.name} draws random numbers ({op})",
-                why="ranks would have to draw the same for what they hold copies of",
-                remedy="call module.eval(), or set its dropout to 0",
-            )
         module = next(reversed(list(node.meta.get("nn_module_stack", {}).values())), ("",))[0]
+        if self.autocast and isinstance(value, torch.Tensor):
+            args, kwargs = self._cast(op, args, kwargs, value.dtype, module)
         if isinstance(value, torch.Tensor):
             return self._add(node.name, op, args, kwargs, value, module, None)
         if isinstance(value, list | tuple):
@@ -189,6 +371,37 @@ class _Reader:
                 for i, one in enumerate(value)
             ]
         raise UserError(f"{node.name} makes a number of a tensor's values ({op})", remedy="a module without it")
+
+    def _region(self, inner: torch.fx.GraphModule, args: Sequence[Any], *, autocast: bool) -> list[Any]:
+        """Read a graph in which autocast is on or off."""
+        before, self.autocast = self.autocast, autocast
+        names = [node.name for node in inner.graph.nodes if node.op == "placeholder"]
+        found = self.walk(inner, dict(zip(names, args, strict=True)))
+        self.autocast = before
+        return found
+
+    def _cast(self, op: str, args: Any, kwargs: Any, dtype: torch.dtype, module: str) -> tuple[Any, Any]:
+        """Return arguments as autocast hands them on: with the dtype of the result, where both are floating."""
+        if not dtype.is_floating_point or op.startswith(_CASTS):
+            return args, kwargs
+
+        def cast(value: Any) -> Any:
+            if isinstance(value, torch.Tensor) and value.is_floating_point() and value.ndim and value.dtype != dtype:
+                return value.to(dtype)
+            floating = isinstance(value, _Tensor) and value.fake.is_floating_point() and value.fake.ndim
+            if not floating or value.fake.dtype == dtype:
+                return value
+            key = (value.name, dtype)
+            if key not in self._casts:
+                fake = value.fake.to(dtype)
+                name = f"{value.name}_as_{DTYPE_NAMES[dtype]}"
+                self._casts[key] = self._add(
+                    name, "aten._to_copy.default", [value], {"dtype": dtype}, fake, module, None
+                )
+            return self._casts[key]
+
+        found: tuple[Any, Any] = pytree.tree_map(cast, (args, kwargs))
+        return found
 
     def _add(
         self, name: str, op: str, args: Any, kwargs: Any, value: torch.Tensor, module: str, index: int | None
@@ -219,6 +432,8 @@ class _Reader:
                 return {"dtype": DTYPE_NAMES[value]}
             case list() | tuple():
                 return [self._plain(one) for one in value]
+            case float() if not math.isfinite(value):
+                return {"float": repr(value)}
             case torch.device() | torch.layout() | torch.memory_format():
                 return None
         return value
@@ -258,9 +473,11 @@ def _dtype_name(value: torch.Tensor) -> str:
     return DTYPE_NAMES[value.dtype]
 
 
-def _attention(op: str, args: Sequence[Any]) -> bool:
-    """Return whether an operator is attention without dropout."""
-    return op.startswith("aten.scaled_dot_product_attention") and (len(args) < 5 or not args[4])
+def _draws_nothing(op: str, args: Sequence[Any]) -> bool:
+    """Return whether an operator that may draw random numbers does not: attention or dropout without, or in evaluation."""
+    if op.startswith("aten.scaled_dot_product_attention"):
+        return len(args) < 5 or not args[4]
+    return op in _IN_PLACE_OF and not (args[1] and args[2])
 
 
 def _attribute(module: torch.fx.GraphModule, path: str) -> Any:

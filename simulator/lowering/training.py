@@ -40,13 +40,15 @@ def lower_training(
     detail: Detail = Detail.LAYER,
     clocks: float = 1.0,
     micro_batches: int | None = None,
+    marks: bool = False,
 ) -> Lowered:
     """Return the program of one training step, with other `micro_batches` than it has where they are given. Raises BadPlan for a
     schedule or recompute word that does not exist.
 
-    `clocks` multiplies kernel times, as the closed form found for the step as a whole (`EstimateTable.clocks`).
+    `clocks` multiplies kernel times, as the closed form found for the step as a whole (`EstimateTable.clocks`). With `marks`
+    ranks record an event at the end of every pass of a unit.
     """
-    return _Lowering(scenario, plan, detail, clocks, micro_batches).lower()
+    return _Lowering(scenario, plan, detail, clocks, micro_batches).lower(marks=marks)
 
 
 def plan_context(scenario: Scenario, plan: Plan) -> CostContext:
@@ -79,7 +81,7 @@ class _Lowering:
         self.steps = StepWriter()
         self.units = CodeOfUnits(self.network, self.steps, self.context, detail)
 
-    def lower(self) -> Lowered:
+    def lower(self, *, marks: bool) -> Lowered:
         in_flight = peak_in_flight(self.schedule)
         last_turned = last_backwards(self.schedule)
         ranks: dict[int, tuple[CodeRank, DataWriter, RankStages]] = {}
@@ -87,7 +89,7 @@ class _Lowering:
         def begun(code: CodeWriter, rank: int) -> tuple[CodeRank, DataWriter, RankStages]:
             if rank not in ranks:
                 held = stages_of_rank(self.schedule, rank, in_flight[rank])
-                writer = CodeRank(code, self.units)
+                writer = CodeRank(code, self.units, marks=marks)
                 ranks[rank] = writer, self.walk.begin(writer, held), held
             return ranks[rank]
 

@@ -9,7 +9,7 @@ import streamlit as st
 from planner.requests.flag import shell_line
 from planner.requests.serving import Engine, Load, Task
 from planner.requests.training import Objective, Suggest
-from planner.serving.question.from_flags import ServingFlags, flags_of_search
+from planner.serving import ServingFlags, flags_of_search
 from simulator.serving.deployment import CACHE_BYTES, WEIGHT_BYTES
 from simulator.serving.engine import engines
 from topology import codec
