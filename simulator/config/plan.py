@@ -153,6 +153,7 @@ class Plan:
     ep_overlap: str = entry(
         "none",
         "overlap of experts' all-to-all",
+        short="a2a",
         choices=EP_OVERLAPS,
         yes="combined",
         flag="--ep-overlap",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from simulator.closed_form.scenario import Scenario
+from simulator.analytical.scenario import Scenario
 from simulator.config.plan import Plan
 from simulator.lowering.network import Network
 from simulator.lowering.training import plan_context
@@ -65,8 +65,7 @@ class MemoryReplay:
         self.plan = self.context.table.plans[0]
         operators = operators_for(scenario.model, scenario.runtime)
         self.micro_batches = self.plan.micro_batches(scenario.workload.global_batch_size)
-        counted = micro_batches or _replayed(self.plan, self.micro_batches)
-        self.schedule = schedule_of_plan(self.plan, counted)
+        self.schedule = schedule_of_plan(self.plan, micro_batches or _replayed(self.plan, self.micro_batches))
         network = Network(scenario.model, operators, self.context)
         self.tensors = PlanTensors(
             self.context, operators, network.stages, self.schedule, tied=scenario.model.tied_embeddings
