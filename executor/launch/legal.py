@@ -63,7 +63,7 @@ class StagePart:
 
 def schedule_table(plan: Plan, micro_batches: int) -> Schedule:
     """Return the table of a plan's schedule; without a pipeline there is nothing for one to order."""
-    name = plan.schedule if plan.pp > 1 and plan.schedule else default_schedule(plan.virtual_stages)
+    name = plan.schedule_name if plan.pp > 1 else default_schedule(plan.virtual_stages)
     return build_schedule(name, ranks=plan.pp, micro_batches=micro_batches, stages_per_rank=plan.virtual_stages)
 
 
