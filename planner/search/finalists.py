@@ -29,7 +29,7 @@ class Finalist:
 
     plan: Plan
     estimate: Estimate
-    method: Method = Method.CLOSED_FORM
+    method: Method = Method.ANALYTICAL
     tie: int = 0
 
 

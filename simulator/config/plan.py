@@ -177,6 +177,11 @@ class Plan:
         return self.dp_replicate * self.dp_shard
 
     @property
+    def stages(self) -> int:
+        """Stages of the pipeline, over all its ranks."""
+        return self.pp * self.virtual_stages
+
+    @property
     def schedule_name(self) -> str:
         """The schedule of the plan's pipeline: the one that it names, else the default."""
         return self.schedule or default_schedule(self.virtual_stages)

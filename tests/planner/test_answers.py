@@ -194,7 +194,7 @@ def test_plans_that_are_the_same_but_for_replicas_are_listed_once(planner):
     """Of splits into replicas and shards that tie, the list has one."""
     asked = (*QUESTION[:4], "--gpus", "16", *QUESTION[6:], "--pp", "1", "--no-simulate", "--json")
     plans = json.loads(planner("suggest", *asked).stdout)["plans"]
-    kin = [replace(plan_of(one["plan"]), dp_replicate=1, dp_shard=1) for one in plans]
-    degrees = [(one.tp, one.cp, one.pp, one.ep) for one in kin]
+    tie_group = [replace(plan_of(one["plan"]), dp_replicate=1, dp_shard=1) for one in plans]
+    degrees = [(one.tp, one.cp, one.pp, one.ep) for one in tie_group]
 
     assert len(set(degrees)) >= len(degrees) - 1
