@@ -167,11 +167,6 @@ class Plan:
         return self.dp_replicate * self.dp_shard * self.cp * self.tp * self.pp
 
     @property
-    def stages(self) -> int:
-        """Stages of the whole pipeline: those of every rank."""
-        return self.pp * self.virtual_stages
-
-    @property
     def data_parallel(self) -> int:
         """Ranks that see different sequences."""
         return self.dp_replicate * self.dp_shard
