@@ -43,7 +43,7 @@ from topology.errors import UserError
 
 # Splits of data parallelism into replicas and shards that are costed for each plan listed, and what the simplest of them may
 # be slower, relative, to stand for all.
-KIN, KIN_MARGIN = 3, 0.02
+PER_TIE_GROUP, TIE_GROUP_MARGIN = 3, 0.02
 OBJECTIVES = ("time", "throughput", "memory", "cost", "pareto")
 
 
@@ -173,7 +173,7 @@ def _explore(
             nodes,
             recomputes,
             objective=objective if objective in {"memory", "pareto"} else "time",
-            keep=keep * (1 if options.all_variants or objective == "memory" else KIN),
+            keep=keep * (1 if options.all_variants or objective == "memory" else PER_TIE_GROUP),
             one_per_grid=not options.all_variants,
             deadline=deadline,
             progress=progress,
@@ -270,7 +270,7 @@ def _listed_plans(
         front = [plan_of_row(explored.columns, row, cluster) for row in rows]
         return front or [plan for plan, _ in assigned.plans[:top]]
     values = explored.reserved_bytes if options.objective == "memory" else explored.step_s
-    rows = rank_rows(explored.columns, values, top=top * KIN, all_variants=options.all_variants)
+    rows = rank_rows(explored.columns, values, top=top * PER_TIE_GROUP, all_variants=options.all_variants)
     found = [(float(values[row]), plan_of_row(explored.columns, row, cluster)) for row in rows]
     if assigned.plans:
         found = sorted([*found, *((step, plan) for plan, step in assigned.plans)], key=lambda pair: pair[0])
@@ -284,7 +284,7 @@ def _listed_plans(
 def _one_of_kin(found: Sequence[tuple[float, Plan]]) -> list[Plan]:
     """Return the plans of (step, plan), fastest first, without those that a tie with another plan of its tie group makes superfluous.
 
-    Kin differ only in how data parallelism is split into replicas and shards, and in settings. Of such a tie the simplest
+    Plans of a tie group differ only in how data parallelism is split into replicas and shards, and in settings. Of such a tie the simplest
     is kept, in the place of the fastest.
     """
     kept: list[tuple[float, Plan]] = []
@@ -294,7 +294,9 @@ def _one_of_kin(found: Sequence[tuple[float, Plan]]) -> list[Plan]:
         )
         if place is None:
             kept.append((step, plan))
-        elif len(mechanisms(plan)) < len(mechanisms(kept[place][1])) and step <= kept[place][0] * (1 + KIN_MARGIN):
+        elif len(mechanisms(plan)) < len(mechanisms(kept[place][1])) and step <= kept[place][0] * (
+            1 + TIE_GROUP_MARGIN
+        ):
             kept[place] = (kept[place][0], plan)
     return [plan for _, plan in kept]
 

@@ -28,7 +28,7 @@ from simulator.config.runtime import Runtime
 from topology import codec
 from topology.errors import Infeasible
 
-QUICKEST = 160  # plans that are costed, by the analytical model
+FASTEST = 160  # plans that are costed, by the analytical model
 GRIDS = 40  # and the fastest plan of so many sets of degrees, for when a whole family of plans fails
 
 
@@ -65,7 +65,7 @@ def candidates_of(
     question: Question,
     *,
     bounds: Bounds | None = None,
-    fastest: int = QUICKEST,
+    fastest: int = FASTEST,
     progress: Callable[[str], None] | None = None,
 ) -> Candidates:
     """Return the plans that could be the best. Raises Infeasible (exit 3) where no plan is legal or none may fit."""
@@ -87,7 +87,7 @@ def candidates_of(
             f"no plan of {question.model.name} fits {question.count} GPUs of {question.cluster.name}",
             remedy="planner suggest with the same flags says what is missing, and how many GPUs would do",
         )
-    columns = concatenate([best.columns.take(_quickest(best)[:fastest]), apart.columns.take(_quickest_of_grids(apart))])
+    columns = concatenate([best.columns.take(_fastest(best)[:fastest]), apart.columns.take(_fastest_of_grids(apart))])
     plans = list(dict.fromkeys(plan_of(columns, row, question.cluster) for row in range(len(columns))))
     table = estimate_plans(question, plans)
     return in_order(
@@ -96,14 +96,14 @@ def candidates_of(
     )
 
 
-def _quickest(found: Explored) -> NDArray[np.intp]:
+def _fastest(found: Explored) -> NDArray[np.intp]:
     """Return rows, fastest first."""
     return np.argsort(found.step_s, kind="stable")
 
 
-def _quickest_of_grids(found: Explored) -> NDArray[np.intp]:
+def _fastest_of_grids(found: Explored) -> NDArray[np.intp]:
     """Return the fastest row of each set of degrees, fastest first."""
-    order = _quickest(found)
+    order = _fastest(found)
     _, first = np.unique(grids_of(found.columns)[order], return_index=True)
     return order[np.sort(first)][:GRIDS]
 

@@ -50,7 +50,7 @@ class RankBounds:
     """What each pipeline rank alone says of the step at least, in seconds, shape (plans, ranks).
 
     A rank that begins `since` after the first of the pipeline is done no earlier than `own_s` later, and what it has
-    computed then goes home: `max(since - deferred_s, tail_s)` more. `passing_s` is by how much the next rank begins later than it.
+    computed then ends its last backward pass: `max(since - deferred_s, tail_s)` more. `passing_s` is by how much the next rank begins later than it.
     However early it begins, it takes `alone_s`.
     """
 
@@ -290,7 +290,7 @@ class LowerBound:
             for layer, once in ((layer_forward, first), (layer_back, last))
         )
         there = np.maximum(there - hop, 0.0)
-        # Weight gradients put off may be what a rank does while the last micro batch goes home.
+        # Weight gradients put off may be what a rank does while the last micro batch ends its backward pass.
         deferred = np.where(off, np.minimum(m, self._late_passes()) * device.weight, 0.0)
         passing = device.both - np.where(off, device.weight, 0.0)
         once = (alike * passing).sum(axis=1)[:, None]

@@ -75,7 +75,7 @@ def test_a_plan_has_one_step_and_one_memory_wherever_it_is_shown(planner_once):
 
 
 @pytest.mark.parametrize("larger", [False, True], ids=["small", "micro batches of 64"])
-def test_the_first_plan_is_the_quickest_that_surely_fits_or_a_simpler_one_of_its_tie(planner, planner_once, larger):
+def test_the_first_plan_is_the_fastest_that_surely_fits_or_a_simpler_one_of_its_tie(planner, planner_once, larger):
     plans = planner_once["document"]["plans"]
     if larger:
         asked = (*QUESTION[:6], "--micro-batch", "64", "--seq", "512", "--global-batch", "64")

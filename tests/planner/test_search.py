@@ -17,7 +17,7 @@ from planner.search.finalists import TIE
 from planner.search.infeasible import minimal_gpus
 from planner.search.plan_space.branch_and_bound import pareto_rows
 from planner.search.plan_space.candidates import Bounds
-from planner.search.search import KIN_MARGIN, SearchOptions, rank_rows, suggest
+from planner.search.search import TIE_GROUP_MARGIN, SearchOptions, rank_rows, suggest
 from simulator.analytical.estimates import estimate_plans
 from simulator.analytical.scenario import Scenario
 from simulator.config.estimate import SURE, Fit
@@ -82,7 +82,7 @@ def test_no_candidate_beats_the_first(every_plan, objective):
     listed = [ranked.estimate for ranked in result.plans]
     values = [one.step_s.value if objective == "time" else one.memory.reserved_bytes for one in listed]
 
-    assert best * (1 - 1e-12) <= min(values) <= best * (1 + (KIN_MARGIN if objective == "time" else 1e-12))
+    assert best * (1 - 1e-12) <= min(values) <= best * (1 + (TIE_GROUP_MARGIN if objective == "time" else 1e-12))
     assert values[0] <= min(values) * (1 + (TIE if objective == "time" else 1e-12))
     assert result.search.bound_s <= best * (1 + 1e-12) if objective == "time" else best
     assert result.search.gap == 0
@@ -108,7 +108,9 @@ def test_every_plan_listed_is_next_best(every_plan):
     # Where merging tie_group leaves fewer than were asked for, the list is filled with some of them.
     fastest = sorted(best, key=best.get)[: len(listed)]
     assert set(listed) == set(fastest)
-    assert all(best[family] * (1 - 1e-12) <= step <= best[family] * (1 + KIN_MARGIN) for family, step in listed.items())
+    assert all(
+        best[family] * (1 - 1e-12) <= step <= best[family] * (1 + TIE_GROUP_MARGIN) for family, step in listed.items()
+    )
 
 
 def tie_group(plan):

@@ -405,7 +405,7 @@ def test_a_tuning_for_another_machine_is_stale(small) -> None:
         require_here(asked, four, diagnose(four), allow_busy=False)
 
 
-def test_candidates_are_the_quickest_plans_and_the_quickest_of_every_family(small) -> None:
+def test_candidates_are_the_fastest_plans_and_the_fastest_of_every_family(small) -> None:
     """So that something is left to try where a whole family of plans fails."""
     question, plans = small
     found = candidates_of(question, fastest=5)
