@@ -238,7 +238,7 @@ def messages(step: PlannedStep, cluster: Cluster) -> set[tuple[str, int, int]]:
     """
     plan = replace(step.plan, layers_per_stage=(), recompute_per_stage=())
     scenario = Scenario(
-        model=shallow(step.model, 2 * plan.pp * plan.virtual_stages + 2),
+        model=shallow(step.model, 2 * plan.stages + 2),
         cluster=step.cluster or grow(cluster, plan.gpus),
         workload=replace(step.workload, global_batch_size=plan.data_parallel * plan.micro_batch_size * plan.pp),
         runtime=step.runtime,

@@ -10,6 +10,7 @@ from planner.io.output import SCHEMA_VERSION
 from planner.question.cases import Case
 from simulator.lowering.block_code import Detail
 from simulator.lowering.simulation import breakdown_s, drawn_micro_batches, program_length
+from simulator.memory.over_time import with_memory
 from simulator.program.chrome_trace import to_chrome
 from topology.codec import to_json, write_text
 from topology.errors import UserError
@@ -28,7 +29,8 @@ def write_trace(case: Case, out: Path, detail: Detail = Detail.LAYER) -> dict[st
     _require_short(case, micro_batches)
     simulated = question.simulate(plan, detail=detail, micro_batches=micro_batches)
     run = simulated.run
-    write_text(out, to_json(to_chrome(run.trace), indent=None))
+    trace = with_memory(question, plan, run, micro_batches)
+    write_text(out, to_json(to_chrome(trace), indent=None))
     return {
         "schema_version": SCHEMA_VERSION,
         "id": case.id,

@@ -30,7 +30,7 @@ PER_LAYER, PER_STAGE = 24, 14
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulated:
-    """`estimate` has the interval, rates and memory of the plan; `run` the timeline it was read from."""
+    """`estimate` has the step, its interval and rates, and the memory of the closed form; `run` is the timeline it was read from."""
 
     estimate: Estimate
     run: Run
@@ -71,8 +71,8 @@ def simulate_plan(
     progress: Callable[[str], None] | None = None,
 ) -> Simulated:
     """Return the simulated step. Without `spans` the trace stays empty and the breakdown is the closed form's, scaled to the
-    simulated step; with `micro_batches` the run, and only the run, is of a step with so many. `progress` is told how far it
-    is; what it raises ends the work.
+    simulated step; with `micro_batches` the run, and only the run, is of a step with so many, and marks the ends of passes
+    (`lower_training`). `progress` is told how far it is; what it raises ends the work.
 
     Raises BadPlan as `estimate_plans` and `lower_training` do, ValueError where the global batch does not divide.
     """
@@ -80,26 +80,24 @@ def simulate_plan(
     clocks = float(table.clocks[0])
     say = progress or (lambda _: None)
     say("writing down what every rank does")
-    lowered = lower_training(scenario, plan, detail=detail, clocks=clocks, micro_batches=micro_batches)
+    lowered = lower_training(
+        scenario, plan, detail=detail, clocks=clocks, micro_batches=micro_batches, marks=micro_batches is not None
+    )
     say("finding ranks that behave alike")
     about = float(table.step_s[0])
     watch = None if progress is None else lambda now: say(f"at {now:.3g} s of a step of about {about:.3g} s")
     run = simulate(lowered.program, lowered.costs, spans=spans, watch=watch)
-    return Simulated(estimate=_estimate(table, run, plan, spans=spans), run=run, detail=detail)
+    whole = micro_batches in {None, plan.micro_batches(scenario.workload.global_batch_size)}
+    estimate = _estimate(table, run, spans=spans) if whole else table.estimate(0)
+    return Simulated(estimate=estimate, run=run, detail=detail)
 
 
-def _estimate(table: EstimateTable, run: Run, plan: Plan, *, spans: bool) -> Estimate:
-    """Return the closed form's estimate with time and memory of the run in place of its own."""
+def _estimate(table: EstimateTable, run: Run, *, spans: bool) -> Estimate:
+    """Return the closed form's estimate with the time of the run in place of its own."""
     formula = table.estimate(0)
     flushing = formula.breakdown_s["allocator"]
     step_s = run.step_s + flushing  # what a full allocator costs is not simulated
     scale = step_s / formula.step_s.value
-    worst = max(run.memory, key=lambda rank: (run.memory[rank].reserved_bytes, -rank))
-    peak = run.memory[worst]
-    reserved = float(max(peak.reserved_bytes, peak.peak_bytes))
-    class_of = run.folding.class_of()
-    first_ranks = [rank * (plan.gpus // plan.pp) for rank in range(plan.pp)]
-    simulated_of = [run.folding.classes[class_of[rank]].representative for rank in first_ranks]
     if spans:
         parts, by_axis = _parts_s(formula, run)
     else:
@@ -108,16 +106,6 @@ def _estimate(table: EstimateTable, run: Run, plan: Plan, *, spans: bool) -> Est
     return replace(
         formula,
         step_s=formula.step_s.at(step_s),
-        memory=replace(
-            formula.memory,
-            peak_bytes=formula.memory.peak_bytes.at(float(peak.peak_bytes)),
-            reserved_bytes=reserved,
-            by_category={name: float(nbytes) for name, nbytes in peak.by_category.items()},
-            worst_rank=worst,
-            fits=reserved <= formula.memory.capacity_bytes,
-            by_stage=tuple({k: float(v) for k, v in run.memory[rank].by_category.items()} for rank in simulated_of),
-            reserved_by_stage=tuple(float(run.memory[rank].reserved_bytes) for rank in simulated_of),
-        ),
         breakdown_s={**parts, "allocator": flushing} if spans else parts,
         exposed_by_axis_s=by_axis,
     )

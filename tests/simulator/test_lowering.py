@@ -340,7 +340,7 @@ def test_irregular_placement_folds_to_the_nanosecond() -> None:
 
 
 def test_simulate_plan_reads_the_run_back() -> None:
-    """The estimate is the run's: step, peak, reserved bytes by pipeline rank; parts add up."""
+    """The step of the estimate is the run's; its parts add up."""
     model = shortened("llama3-8b", 8)
     plan = Plan(dp_shard=2, pp=2, schedule="1F1B")
     got = simulate_plan(
@@ -351,11 +351,6 @@ def test_simulate_plan_reads_the_run_back() -> None:
     assert got.estimate.step_s.value == pytest.approx(got.run.step_s + got.estimate.breakdown_s["allocator"], rel=1e-12)
     assert sum(got.estimate.breakdown_s.values()) == pytest.approx(got.estimate.step_s.value)
     assert got.estimate.step_s.low < got.run.step_s < got.estimate.step_s.high
-    memory = got.estimate.memory
-    assert len(memory.reserved_by_stage) == len(memory.by_stage) == 2
-    assert memory.peak_bytes.value <= memory.reserved_bytes
-    assert max(memory.reserved_by_stage) <= memory.reserved_bytes
-    assert got.run.memory[memory.worst_rank].buffer
 
 
 def test_sixteen_thousand_gpus_fold_to_their_stages() -> None:

@@ -28,6 +28,7 @@ from planner.serving import (
 from simulator.config.plan import Plan
 from simulator.engine.simulate import Run
 from simulator.lowering.simulation import drawn_micro_batches
+from simulator.memory.over_time import with_memory
 from simulator.program.chrome_trace import to_chrome
 from simulator.program.critical_path import critical_path, path_parts_s
 from topology import codec
@@ -82,11 +83,11 @@ def simulate(progress: Progress, question: Question, plan: Plan) -> SimulatedSte
     """Return the simulated step of a plan, as `planner trace` writes it."""
     drawn = drawn_micro_batches(question.model, question.workload, plan)
     found = question.simulate(plan, micro_batches=drawn, progress=progress)
-    run, trace = found.run, found.run.trace
+    run = found.run
     progress("following what the step waits for")
+    trace = with_memory(question, plan, run, drawn)
     counters = [c for c in trace.counters if c.name == "memory"]
-    worst = found.estimate.memory.worst_rank
-    counter = next((c for c in counters if c.rank == worst), counters[0] if counters else None)
+    counter = max(counters, key=lambda c: max(nbytes for _, nbytes in c.samples), default=None)
     path = critical_path(trace)
     return SimulatedStep(
         line=timeline(trace),

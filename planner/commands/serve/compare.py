@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planner.commands.serve.estimate import answer_of
+from planner.answers.serve.estimate import answer_of
 from planner.io import output
 from planner.requests.serving import Task, is_serving_plan
 from planner.requests.training import Compare

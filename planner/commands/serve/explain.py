@@ -6,7 +6,7 @@ from typing import Any
 
 import typer
 
-from planner.commands.serve.estimate import serving_flags
+from planner.answers.serve.estimate import serving_flags
 from planner.io import output
 from planner.question.flags import flags_of_question, gpu_counts
 from planner.requests.flag import values_of

@@ -13,7 +13,7 @@ from planner.serving.question.releases import split_engine
 from planner.serving.question.trace_file import read_trace
 from simulator.config.hf_config import load_model
 from simulator.config.stored_weights import stored_weights
-from simulator.fitting.calibration_fit import same_gpu
+from simulator.fitting.calibrations import same_gpu
 from simulator.serving.deployment import CACHE_BYTES, WEIGHT_BYTES
 from simulator.serving.engine import engine_of
 from simulator.serving.fit_steps import fit_serving
