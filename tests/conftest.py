@@ -26,4 +26,4 @@ def _own_data_folder(tmp_path_factory, monkeypatch):
 @pytest.fixture(autouse=True)
 def ageless_profiles(monkeypatch):
     """The shipped profiles do not grow old in tests, which must end the same on any day."""
-    monkeypatch.setattr("simulator.fitting.calibration_fit.MAX_AGE_DAYS", 10**6)
+    monkeypatch.setattr("simulator.fitting.calibrations.MAX_AGE_DAYS", 10**6)

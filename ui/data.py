@@ -19,6 +19,7 @@ from planner.explain.plan_answer import answer_plan
 from planner.export.job import ExportJob
 from planner.export.targets.registry import TARGETS, export
 from planner.io.inputs import read_cluster
+from planner.io.plan_words import plan_chips, plan_name, plan_settings
 from planner.question.cases import case_from_flags
 from planner.question.plan_file import plan_file
 from planner.question.question import plannable
@@ -35,7 +36,6 @@ from topology.health.diagnose import diagnose
 from topology.units import GIB
 from ui import panels, saved_plans, sharing
 from ui.background import remote, service, waiting
-from ui.plan_words import plan_chips, plan_name, plan_settings
 from ui.published import nearest, sentence
 from ui.question import state, uploads
 from ui.question.state import LISTED, Inputs, choose_plan, results, source_of
@@ -75,28 +75,12 @@ def health(_cluster: Cluster, key: str) -> Health:
     return diagnose(_cluster)
 
 
-def what_if(inputs: Inputs, plan: dict[str, Any], *, gpus: int, like: Plan | None = None) -> PlanAnswer:
-    """Return what `planner estimate` answers for the flags of a plan. Raises PlannerError.
-
-    As far as the flags are those of the plan `like`, its fields that have no flag (recompute mode by stage) are kept.
-    """
+def what_if(inputs: Inputs, plan: Mapping[str, Any], *, gpus: int) -> PlanAnswer:
+    """Return what `planner estimate` answers for a plan, stated as a case states it. Raises PlannerError."""
     name = framework_named(inputs.framework).runtime_name
     flags = inputs.flags()
     case = case_from_flags(replace(flags, gpus=(gpus,), plan=plan, runtime={"name": name, **flags.runtime}))
-    if like is not None:
-        case = replace(case, plan=_with_fields_of(case.plan, like))
     return answer_plan(case, with_fixes=False)
-
-
-def _with_fields_of(plan: Plan, like: Plan) -> Plan:
-    """Return the plan with the fields that have no flag copied from `like`, as far as they still apply."""
-    if plan.cp == like.cp:
-        plan = replace(plan, cp_method=like.cp_method)
-    if plan.ep == like.ep:
-        plan = replace(plan, capacity_factor=like.capacity_factor)
-    if plan.layers_per_stage == like.layers_per_stage and plan.recompute == like.recompute:
-        plan = replace(plan, recompute_per_stage=like.recompute_per_stage)
-    return plan
 
 
 def rate_curves(result: SearchResult, plans: tuple[Plan, ...], quantity: str) -> list[dict[str, Any]]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from planner.explain.plan_fields import changed_fields
 from planner.explain.tables import share_text
 from planner.explain.waterfall import difference
 from planner.io.figures import last_digit_s, rate_text, seconds_text
+from planner.io.plan_words import changed_fields
 from ui.charts.look import words
 from ui.rows import memory_figure, step_figure
 

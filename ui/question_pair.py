@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 import streamlit as st
 
+from planner.io import plan_words
 from planner.io.figures import rate_text
 from simulator.legality.frameworks import FRAMEWORKS
-from ui import data, differences, panels, plan_words, rows
+from ui import data, differences, panels, rows
 from ui.question import state
 
 if TYPE_CHECKING:

@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING, Any
 from planner.explain.answer_text import fits_text
 from planner.explain.tables import flip_text, share_text
 from planner.io.figures import gib_text, last_digit_s, rate_text, seconds_text
+from planner.io.plan_words import plan_chips, plan_name, plan_settings
 from planner.pictures.node_layout import LINK_WORDS
 from planner.question.question import plannable
 from planner.search.scaling import network_bytes_per_s, nvlink_bytes_per_s
 from simulator.config.estimate import Fit
+from simulator.config.plan import PLAN_FIELDS, SIZES
 from topology.cluster import LinkKind, Severity
 from topology.units import GIB, in_gb_per_s, in_gib, in_seconds
 from ui.charts.look import rate_range
-from ui.plan_words import plan_chips, plan_name, plan_settings
 
 if TYPE_CHECKING:
     from planner.pictures.node_layout import Cable, NodeView
@@ -122,13 +123,13 @@ def memory_costs_time(slowest: Estimate, fastest: Estimate) -> str | None:
     )
 
 
-DEGREES = ("tp", "pp", "cp", "ep", "micro_batch_size", "virtual_stages", "dp_replicate")
+FILLED = "dp_shard"  # by the GPUs that the other degrees leave
 
 
 def degrees_of(plan: Plan) -> dict[str, int]:
     """Return the degrees and sizes that identify a plan; with a ZeRO stage, dp_replicate follows from the others."""
-    named = DEGREES if plan.zero_stage is None else DEGREES[:-1]
-    return {name: int(getattr(plan, name)) for name in named}
+    follows = {FILLED} if plan.zero_stage is None else {FILLED, "dp_replicate"}
+    return {name: int(getattr(plan, name)) for name in SIZES if name not in follows}
 
 
 def changed_flags(plan: Plan, degrees: Mapping[str, int], recompute: str) -> dict[str, Any]:
@@ -136,22 +137,17 @@ def changed_flags(plan: Plan, degrees: Mapping[str, int], recompute: str) -> dic
 
     Fields that depend on a changed degree (schedule, placement) are left to the framework's defaults.
     """
-    flags: dict[str, Any] = {**degrees, "recompute": recompute}
-    flags |= {name: getattr(plan, name) for name in ("tp_overlap", "ep_overlap", "offload")}
-    same = all(getattr(plan, name) == value for name, value in degrees.items())
-    if degrees["tp"] > 1 and plan.tp > 1:
-        flags["sequence_parallel"] = plan.sequence_parallel
-    if degrees["pp"] == plan.pp and degrees["virtual_stages"] == plan.virtual_stages:
-        flags["schedule"] = plan.schedule
-    if plan.zero_stage is not None:
-        flags["zero_stage"] = plan.zero_stage
-    if plan.reshard_after_forward is not None:
-        flags["reshard_after_forward"] = plan.reshard_after_forward
-    if same and plan.placement:
-        flags["placement"] = list(plan.placement)
-    if same and plan.layers_per_stage:
-        flags["layers_per_stage"] = list(plan.layers_per_stage)
-    return flags
+    stated = {**degrees, "recompute": recompute}
+    changed = {name for name, value in stated.items() if getattr(plan, name) != value}
+    kept = {
+        known.name: getattr(plan, known.name)
+        for known in PLAN_FIELDS.values()
+        if not known.is_degree
+        and not changed & set(known.follows)
+        and not (known.beside and 1 in {stated[known.beside], getattr(plan, known.beside)})
+        and getattr(plan, known.name) is not None
+    }
+    return {**kept, **stated}
 
 
 def merged_flips(result: SearchResult) -> list[tuple[str, list[str]]]:

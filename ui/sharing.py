@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from planner.explain.answer_text import answer_sentence
 from planner.explain.tables import basis_lines, cluster_line, model_line, workload_line
+from planner.io.plan_words import plan_chips, plan_settings
 from planner.pictures.memory import memory
 from planner.pictures.topology import topology
 from planner.pictures.waterfall import estimate_picture
 from topology.errors import PlannerError
 from ui import rows
-from ui.plan_words import plan_chips, plan_settings
 
 if TYPE_CHECKING:
     from planner.search.result import RankedPlan, SearchResult

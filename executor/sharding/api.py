@@ -8,7 +8,8 @@
 
 The module is captured, rank 0 asks the planner (as a process of its own) for placements and a program, and every rank keeps
 its pieces of the parameters. Inputs are whole tensors that all ranks have, or DTensors in the placements that the plan has;
-outputs are DTensors.
+outputs are DTensors. A call is of the shapes, dtypes and flags that were captured; `exported.py` lists what else is kept of a module,
+and what is refused.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from executor.launch.local_ranks import child_environment
+from executor.sharding.call import Piece, ambient_autocast, check_call, signature_of
 from executor.sharding.capture import Captured, Output, capture
-from executor.sharding.placements import placements_of, tokens_of
+from executor.sharding.places import placements_of, tokens_of
 from executor.sharding.run_program import RankProgram, State
 from simulator.sharded.graph import BUFFER, CONSTANT, INPUT, PARAMETER
 from simulator.sharded.program import RunnableProgram, read_program
@@ -133,8 +135,8 @@ def shard(
     (GiB of a rank, for parameters with their state and all that a step needs) is dropped and made again in the backward pass:
     gathered, or computed. DTensors among `args` say their own placements. With `stages` (`{"axis": "pp", "of": {"layers.1": 1},
     "micro_batches": 4}`) modules run on coordinates of a mesh axis, and the first dim of every argument is cut into micro
-    batches; results are handed from their stage to all ranks. Collective: every rank calls it. Raises UserError
-    where the module cannot be captured or the planner has no program.
+    batches; results are handed from their stage to all ranks. Arguments that require gradients have them. Collective: every rank
+    calls it. Raises UserError where the module cannot be captured or the planner has no program.
     """
     leaves = pytree.tree_map(lambda leaf: leaf.full_tensor() if isinstance(leaf, DTensor) else leaf, list(args))
     batches = int((constraints.get("stages") or {}).get("micro_batches", 1))
@@ -143,12 +145,18 @@ def shard(
     sizes = _mesh_sizes(mesh)
     given = dict(constraints.pop("placements", None) or {})
     names = [one.name for one in captured.graph.inputs if one.kind == INPUT]
-    for name, leaf in zip(names, pytree.tree_leaves((list(args), dict(kwargs or {}))), strict=False):
+    tensors = [leaf for leaf in pytree.tree_leaves((list(args), dict(kwargs or {}))) if isinstance(leaf, torch.Tensor)]
+    asked = []
+    for name, leaf in zip(names, tensors, strict=True):
         if isinstance(leaf, DTensor):
             given.setdefault(name, tokens_of(leaf.placements))
+        asked += [name] if leaf.requires_grad else []
+    constraints["gradients"] = [*constraints.get("gradients", ()), *asked]
     document = request(captured, sizes, placements=given, **constraints)
     program = _planned_once(document, cluster, memory_limit)
-    return ShardedModule(module, captured, program, mesh if isinstance(mesh, DeviceMesh) else None)
+    return ShardedModule(
+        module, captured, program, mesh if isinstance(mesh, DeviceMesh) else None, constraints["gradients"]
+    )
 
 
 def _micro_batches(leaf: Any, number: int) -> Sequence[Any]:
@@ -204,10 +212,18 @@ class ShardedModule(nn.Module):
     """A module as a program on this rank. `parameters()` are this rank's pieces, by the names that the module has."""
 
     def __init__(
-        self, module: nn.Module, captured: Captured, program: RunnableProgram, mesh: DeviceMesh | None = None
+        self,
+        module: nn.Module,
+        captured: Captured,
+        program: RunnableProgram,
+        mesh: DeviceMesh | None = None,
+        asked: Collection[str] = (),
     ) -> None:
+        """`asked` names inputs that have gradients, besides those that the program has."""
         super().__init__()
+        self.training = captured.training
         device = _device()
+        self.asked = frozenset((*program.gradients, *asked))
         self.program = program
         self.captured = captured
         self.ranks = RankProgram(program, dist.get_rank() if dist.is_initialized() else 0, device)
@@ -237,7 +253,10 @@ class ShardedModule(nn.Module):
         return placements_of(self.program.buffers[buffer], self.program)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the module's results as DTensors. Inputs are whole tensors, or DTensors placed as the plan has them."""
+        """Return the module's results as DTensors. Inputs are whole tensors, or DTensors placed as the plan has them.
+
+        Raises BadInput for a call of other shapes, dtypes or flags than were captured.
+        """
         values = self._values(args, kwargs)
         return self._results(_Run.apply(self, tuple(values), *values.values()))
 
@@ -248,6 +267,10 @@ class ShardedModule(nn.Module):
         For a module with pipeline stages in 1F1B, whose passes take turns; others may run so, too. Returns the results.
         """
         batches, names = self.program.micro_batches, self.captured.graph.outputs
+        if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves((args, kwargs))):
+            raise BadInput(
+                "a step of arguments that require gradients", remedy="hand in x.detach(), or call the module"
+            )
         if len(gradients) != len(names) or not self.program.seeds:
             raise BadInput(
                 f"{len(gradients)} gradients for {len(names)} results",
@@ -264,13 +287,35 @@ class ShardedModule(nn.Module):
         state = State(at=found)
         return self._results([self.ranks.everywhere(name, state) for name in self.program.outputs])
 
+    def train(self, mode: bool = True) -> ShardedModule:
+        """Return the module. Raises UserError for another mode than the captured one: the graph is that of one mode."""
+        if mode != self.captured.training:
+            said = "training" if self.captured.training else "evaluation"
+            raise UserError(f"the module was captured in {said} mode", remedy="shard it once more in the other one")
+        return self
+
+    def _check_gradient(self, name: str, leaf: torch.Tensor) -> None:
+        """Raise BadInput where an argument requires a gradient that the program does not make."""
+        if not (leaf.requires_grad and torch.is_grad_enabled()):
+            return
+        whole_on_stages = self.program.stage_axis and not isinstance(leaf, DTensor)
+        if name not in self.asked or not self.program.seeds or whole_on_stages:
+            raise BadInput(
+                f"{name} requires a gradient, and the program makes none of it",
+                why="with pipeline stages, one of them alone would have it" if whole_on_stages else "",
+                remedy="shard the module with an argument that requires one, or hand in x.detach()",
+            )
+
     def _values(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """Return this rank's pieces of inputs and parameters by buffer."""
+        """Return this rank's pieces of inputs and parameters by buffer. Raises BadInput for another call than the captured one."""
+        autocast = ambient_autocast(self.ranks.device.type), self.captured.autocast
+        check_call(signature_of(args, kwargs), self.captured.call, self.program.micro_batches, autocast)
         graph_inputs = [one for one in self.captured.graph.inputs if one.kind == INPUT]
         leaves = [leaf for leaf in pytree.tree_leaves((list(args), kwargs)) if isinstance(leaf, torch.Tensor)]
         values: dict[str, torch.Tensor] = {}
         batches = self.program.micro_batches
         for one, leaf in zip(graph_inputs, leaves, strict=True):
+            self._check_gradient(one.name, leaf)
             whole = leaf.full_tensor() if isinstance(leaf, DTensor) and batches > 1 else leaf
             for number, part in enumerate(_micro_batches(whole, batches)):
                 buffer = self.program.inputs.get(f"{one.name}[{number}]" if batches > 1 else one.name)
@@ -307,7 +352,7 @@ class ShardedModule(nn.Module):
                     remedy="redistribute it, or shard the module with these placements",
                 )
             return value.to_local()
-        return self.ranks.place.piece(value.to(self.ranks.device), self.program.buffers[buffer])
+        return Piece.apply(value.to(self.ranks.device), self.ranks.place, self.program.buffers[buffer])
 
 
 class _Run(torch.autograd.Function):

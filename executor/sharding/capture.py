@@ -1,12 +1,13 @@
 """Capture a module as a graph of ATen operators, with the names of its parameters and modules.
 
 `torch.export` runs the module's own Python once with tensors that have shapes and no values. What does not depend on the
-module's inputs or parameters (masks, rotary angles) is computed here and becomes a constant of the graph. Regions that
-switch autograd or autocast off are looked into.
+module's inputs or parameters (masks, rotary angles) is computed here and becomes a constant of the graph. What torch.export
+changes on its way is in `exported.py`.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,8 @@ from torch import nn
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
+from executor.sharding.call import Signature, autocast_of, signature_of
+from executor.sharding.exported import attribute_of, export
 from executor.sharding.places import DTYPES
 from simulator.sharded.graph import BUFFER, CONSTANT, INPUT, PARAMETER, CapturedGraph, GraphInput, GraphNode
 from topology.errors import UserError
@@ -24,6 +27,7 @@ from topology.errors import UserError
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _KINDS = {InputKind.PARAMETER: PARAMETER, InputKind.BUFFER: BUFFER, InputKind.CONSTANT_TENSOR: CONSTANT}
 _IN_PLACE_OF = {"aten.dropout.default": 0, "aten.feature_dropout.default": 0, "aten.alias.default": 0}
+_CASTS = ("aten.to.", "aten._to_copy.", "aten.type_as.")
 _SKIPPED = ("aten._assert", "aten.sym_constrain", "aten._assert_tensor_metadata")
 
 
@@ -32,12 +36,16 @@ class Captured:
     """The graph, the values of its constants by name, and how the module's results are arranged.
 
     `results` has for each leaf of `result_tree` its number among the graph's outputs, or what it is on every rank: None, a number.
+    `call` is what the module was called with, and `modes` what it was set to.
     """
 
     graph: CapturedGraph
     constants: Mapping[str, torch.Tensor]
     result_tree: Any = None
     results: tuple[Output | Any, ...] = ()
+    call: Signature = field(default_factory=lambda: signature_of((), {}))
+    training: bool = False
+    autocast: torch.dtype | None = None  # around the capture
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,16 +60,8 @@ def capture(module: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, An
 
     The module is not changed. Raises UserError where torch.export cannot capture it or it draws random numbers.
     """
-    try:
-        exported = torch.export.export(module, tuple(args), dict(kwargs or {}), strict=False)
-        if any(_writes_in_place(node.target) for node in exported.graph.nodes):
-            exported = exported.run_decompositions({})
-    except Exception as error:  # torch.export raises many kinds
-        raise UserError(
-            f"torch.export cannot capture {type(module).__name__}",
-            why=str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__,
-            remedy="a module whose control flow does not depend on values of tensors",
-        ) from error
+    autocast = autocast_of(args)
+    exported = export(module, args, kwargs or {})
     written = [spec.target for spec in exported.graph_signature.output_specs if spec.kind is OutputKind.BUFFER_MUTATION]
     if written:
         raise UserError(
@@ -69,7 +69,7 @@ def capture(module: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, An
             why="programs on ranks leave buffers as they are",
             remedy="call module.eval(), as for running statistics of batch norms",
         )
-    reader = _Reader(tied=_tied(module))
+    reader = _Reader(tied=_tied(module), autocast=autocast is not None)
     values = {**dict(exported.named_parameters()), **dict(exported.named_buffers()), **exported.constants}
     specs = {spec.arg.name: spec for spec in exported.graph_signature.input_specs}
     environment: dict[str, Any] = {}
@@ -85,7 +85,13 @@ def capture(module: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, An
         named += [value.name] if isinstance(value, _Tensor) else []
     graph = CapturedGraph(inputs=tuple(reader.inputs), nodes=tuple(reader.nodes), outputs=tuple(named))
     return Captured(
-        graph=graph, constants=reader.constants, result_tree=exported.call_spec.out_spec, results=tuple(results)
+        graph=graph,
+        constants=reader.constants,
+        result_tree=exported.call_spec.out_spec,
+        results=tuple(results),
+        call=signature_of(args, kwargs or {}),
+        training=module.training,
+        autocast=autocast,
     )
 
 
@@ -94,10 +100,6 @@ def _tied(module: nn.Module) -> dict[str, str]:
     first: dict[int, str] = {}
     every = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
     return {name: first.setdefault(id(one), name) for name, one in every}
-
-
-def _writes_in_place(target: Any) -> bool:
-    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable  # noqa: SLF001
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +113,13 @@ class _Tensor:
 @dataclass(slots=True)
 class _Reader:
     tied: Mapping[str, str] = field(default_factory=dict)
+    autocast: bool = False  # whether results have the dtypes that autocast gives them
     inputs: list[GraphInput] = field(default_factory=list)
     nodes: list[GraphNode] = field(default_factory=list)
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
     names: set[str] = field(default_factory=set)
     _given: dict[str, _Tensor] = field(default_factory=dict)  # parameters and buffers, by their first name
+    _casts: dict[tuple[str, torch.dtype], _Tensor] = field(default_factory=dict)
     _constant_names: dict[int, str] = field(default_factory=dict)
     _alive: list[torch.Tensor] = field(default_factory=list)  # so that ids stay those of one tensor
 
@@ -132,8 +136,11 @@ class _Reader:
             return self._given[target]
         name = self._new_name(target or node.name)
         called = target or (node.name if node.name != name else "")
+        frozen = kind == PARAMETER and not values[spec.target].requires_grad
         self.inputs.append(
-            GraphInput(name=name, shape=tuple(value.shape), dtype=_dtype_name(value), kind=kind, target=called)
+            GraphInput(
+                name=name, shape=tuple(value.shape), dtype=_dtype_name(value), kind=kind, target=called, frozen=frozen
+            )
         )
         self._given[target] = _Tensor(name, value)
         return self._given[target]
@@ -142,7 +149,7 @@ class _Reader:
         """Read the nodes of a graph; return its results."""
         for node in module.graph.nodes:
             if node.op == "get_attr":
-                environment[node.name] = _attribute(module, node.target)
+                environment[node.name] = attribute_of(module, node.target)
             elif node.op == "call_function":
                 environment[node.name] = self._call(node, environment)
             elif node.op == "output":
@@ -152,15 +159,20 @@ class _Reader:
     def _call(self, node: torch.fx.Node, environment: dict[str, Any]) -> Any:
         args, kwargs = _mapped(node.args, environment), _mapped(node.kwargs, environment)
         op = str(node.target)
-        if op in {"wrap_with_set_grad_enabled", "wrap_with_autocast"}:
-            skipped = 2 if op.endswith("enabled") else 5
-            inner = args[skipped - 1]
-            names = [n.name for n in inner.graph.nodes if n.op == "placeholder"]
-            return self.walk(inner, dict(zip(names, args[skipped:], strict=True)))
+        if op == "wrap_with_set_grad_enabled":
+            return self._region(args[1], args[2:], autocast=self.autocast)
+        if op == "wrap_with_autocast":
+            return self._region(args[4], args[5:], autocast=args[2])
         if getattr(node.target, "__name__", "") == "getitem":
             return args[0][args[1]]
         if op.startswith(_SKIPPED):
             return None
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) and not _draws_nothing(op, args):
+            raise UserError(
+                f"{node.name} draws random numbers ({op})",
+                why="ranks would have to draw the same for what they hold copies of",
+                remedy="call module.eval(), or set its dropout to 0",
+            )
         if not any(isinstance(leaf, _Tensor) for leaf in pytree.tree_leaves((args, kwargs))):
             return _constant(node.target, args, kwargs)
         value = node.meta.get("val")
@@ -170,15 +182,11 @@ class _Reader:
             )
         if op == "aten.copy.default" and _alike(args[0], args[1]):
             return args[1]
-        if op in _IN_PLACE_OF and (op != "aten.dropout.default" or not args[2] or not args[1]):
+        if op in _IN_PLACE_OF:
             return args[_IN_PLACE_OF[op]]
-        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) and not _attention(op, args):
-            raise UserError(
-                f"{node.name} draws random numbers ({op})",
-                why="ranks would have to draw the same for what they hold copies of",
-                remedy="call module.eval(), or set its dropout to 0",
-            )
         module = next(reversed(list(node.meta.get("nn_module_stack", {}).values())), ("",))[0]
+        if self.autocast and isinstance(value, torch.Tensor):
+            args, kwargs = self._cast(op, args, kwargs, value.dtype, module)
         if isinstance(value, torch.Tensor):
             return self._add(node.name, op, args, kwargs, value, module, None)
         if isinstance(value, list | tuple):
@@ -189,6 +197,37 @@ class _Reader:
                 for i, one in enumerate(value)
             ]
         raise UserError(f"{node.name} makes a number of a tensor's values ({op})", remedy="a module without it")
+
+    def _region(self, inner: torch.fx.GraphModule, args: Sequence[Any], *, autocast: bool) -> list[Any]:
+        """Read a graph in which autocast is on or off."""
+        before, self.autocast = self.autocast, autocast
+        names = [node.name for node in inner.graph.nodes if node.op == "placeholder"]
+        found = self.walk(inner, dict(zip(names, args, strict=True)))
+        self.autocast = before
+        return found
+
+    def _cast(self, op: str, args: Any, kwargs: Any, dtype: torch.dtype, module: str) -> tuple[Any, Any]:
+        """Return arguments as autocast hands them on: with the dtype of the result, where both are floating."""
+        if not dtype.is_floating_point or op.startswith(_CASTS):
+            return args, kwargs
+
+        def cast(value: Any) -> Any:
+            if isinstance(value, torch.Tensor) and value.is_floating_point() and value.ndim and value.dtype != dtype:
+                return value.to(dtype)
+            floating = isinstance(value, _Tensor) and value.fake.is_floating_point() and value.fake.ndim
+            if not floating or value.fake.dtype == dtype:
+                return value
+            key = (value.name, dtype)
+            if key not in self._casts:
+                fake = value.fake.to(dtype)
+                name = f"{value.name}_as_{DTYPE_NAMES[dtype]}"
+                self._casts[key] = self._add(
+                    name, "aten._to_copy.default", [value], {"dtype": dtype}, fake, module, None
+                )
+            return self._casts[key]
+
+        found: tuple[Any, Any] = pytree.tree_map(cast, (args, kwargs))
+        return found
 
     def _add(
         self, name: str, op: str, args: Any, kwargs: Any, value: torch.Tensor, module: str, index: int | None
@@ -219,6 +258,8 @@ class _Reader:
                 return {"dtype": DTYPE_NAMES[value]}
             case list() | tuple():
                 return [self._plain(one) for one in value]
+            case float() if not math.isfinite(value):
+                return {"float": repr(value)}
             case torch.device() | torch.layout() | torch.memory_format():
                 return None
         return value
@@ -258,16 +299,11 @@ def _dtype_name(value: torch.Tensor) -> str:
     return DTYPE_NAMES[value.dtype]
 
 
-def _attention(op: str, args: Sequence[Any]) -> bool:
-    """Return whether an operator is attention without dropout."""
-    return op.startswith("aten.scaled_dot_product_attention") and (len(args) < 5 or not args[4])
-
-
-def _attribute(module: torch.fx.GraphModule, path: str) -> Any:
-    value: Any = module
-    for part in path.split("."):
-        value = getattr(value, part)
-    return value
+def _draws_nothing(op: str, args: Sequence[Any]) -> bool:
+    """Return whether an operator that may draw random numbers does not: attention or dropout without, or in evaluation."""
+    if op.startswith("aten.scaled_dot_product_attention"):
+        return len(args) < 5 or not args[4]
+    return op in _IN_PLACE_OF and not (args[1] and args[2])
 
 
 def _mapped(arguments: Any, environment: Mapping[str, Any]) -> Any:

@@ -7,7 +7,7 @@ sent as they are by an all-to-all, which is told every rank's count.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -15,8 +15,10 @@ import torch
 from torch import distributed as dist
 from torch.nn import functional
 
+from executor.overlap import all_gather_matmul, matmul_reduce_scatter
 from executor.sharding.places import Place
-from simulator.sharded.program import Buffer, Exchange, RunnableProgram, axes_used, rank_groups
+from simulator.overlap.modes import GATHER
+from simulator.sharded.program import OVERLAPPED, Buffer, Exchange, Kernel, RunnableProgram, axes_used, rank_groups
 
 # torch 2.13 gives these two new names and warns about the old ones
 _GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -213,3 +215,22 @@ def _concatenated(pieces: torch.Tensor, dim: int, blocks: int) -> torch.Tensor:
     number, shape = pieces.shape[0], pieces.shape[1:]
     seen = pieces.reshape(number, *shape[:dim], blocks, shape[dim] // blocks, *shape[dim + 1 :])
     return seen.movedim(0, dim + 1).reshape(*shape[:dim], shape[dim] * number, *shape[dim + 1 :])
+
+
+def is_overlapped(kernel: Kernel) -> bool:
+    return kernel.op.startswith(OVERLAPPED)
+
+
+def run_overlapped(
+    kernel: Kernel, values: Mapping[str, torch.Tensor], groups: Mapping[tuple[str, ...], Group]
+) -> torch.Tensor:
+    """Return the rank's piece of a product whose operand is gathered, or whose result is summed, on the way.
+
+    The mode is one that runs on this device: on the CPU, those that need copy engines run as one exchange and one product.
+    """
+    x, weight = (values[one["tensor"]] for one in kernel.args)
+    mode, dim = kernel.kwargs["mode"], kernel.kwargs["dim"]
+    group = groups[tuple(kernel.kwargs["axes"])].group
+    if kernel.op == OVERLAPPED + GATHER:
+        return all_gather_matmul(x, (weight,), group, mode=mode, dim=dim)[0]
+    return matmul_reduce_scatter(x, weight, group, mode=mode, dim=dim)

@@ -41,6 +41,8 @@ def _given(value: Any, values: Mapping[str, torch.Tensor]) -> Any:
             return values[value["tensor"]]
         if "dtype" in value:
             return DTYPES[value["dtype"]]
+        if "float" in value:
+            return float(value["float"])
         return {key: _given(one, values) for key, one in value.items()}
     if isinstance(value, list | tuple):
         return [_given(one, values) for one in value]
@@ -311,6 +313,7 @@ def _join_ring(context: Context, parts: list[torch.Tensor], dim: int, axis: str)
 # Kernels of values alone, and those that know the buffer they write and where the rank is.
 _PLAIN: dict[str, Callable[..., torch.Tensor]] = {
     "same": lambda x: x,
+    "detach": lambda x: x.detach(),
     "permute": lambda x, order: x.permute(order),
     "repeat_interleave": lambda x, times, dim: x.repeat_interleave(times, dim),
     "range": _range,

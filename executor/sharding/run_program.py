@@ -17,9 +17,8 @@ import torch
 from torch import distributed as dist
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from executor.sharding.exchanges import Group, Pieces, exchange, make_groups
+from executor.sharding.exchanges import Group, Pieces, exchange, is_overlapped, make_groups, run_overlapped
 from executor.sharding.operations import run_kernel
-from executor.sharding.overlapped import is_overlapped, run_overlapped
 from executor.sharding.places import DTYPES, Context, Place
 from executor.sharding.saved_tensors import Operand, SavedTensors
 from simulator.program.program import COMPUTE, Collective, Free, Launch, RecordEvent, Recv, Send, WaitEvent
@@ -169,6 +168,10 @@ class RankProgram:
         return value
 
     def _run(self, start: int, stop: int, state: State) -> None:
+        with torch.autocast(self.device.type, enabled=False):  # casts are kernels
+            self._issue(start, stop, state)
+
+    def _issue(self, start: int, stop: int, state: State) -> None:
         events: dict[str, torch.cuda.Event] = state.events
         if self.device.type == "cuda":
             self._streams = {COMPUTE: torch.cuda.current_stream(self.device), **self._beside}

@@ -25,7 +25,14 @@ from planner.calibrate.choose import (
     targets_of_steps,
 )
 from planner.calibrate.layer_runs import timed_runtime
-from planner.calibrate.measurements import PossibleMeasurements, described, job_of, ops_of, own_effects, without_known
+from planner.calibrate.measurements import (
+    PossibleMeasurements,
+    job_of,
+    layers_in_words,
+    ops_of,
+    own_effects,
+    without_known,
+)
 from planner.calibrate.planned_step import PlannedStep
 from planner.calibrate.terms import Term, terms_of
 from simulator.calibration.calibration import Calibration
@@ -120,7 +127,7 @@ class Agenda:
                 Assumption(
                     name=term.name,
                     spread=math.expm1(NORMAL_80 * spreads[place] * term.spread),
-                    plan=described(self.wanted.steps[most].plan),
+                    plan=layers_in_words(self.wanted.steps[most].plan),
                     change=math.expm1(changes[most]),
                     decides=self.wanted.choice and self._decides(changes),
                 )

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from planner.calibrate.agenda import STARTING_S, Agenda, made_of
-from planner.calibrate.measurements import described, own_effects
+from planner.calibrate.measurements import layers_in_words, own_effects
 from simulator.config.estimate import NORMAL_80
 from simulator.fitting.calibration_fit import calibrated
 from topology import codec
@@ -91,7 +91,7 @@ def _steps(agenda: Agenda, whole: Profile, links: Cluster | None) -> list[tuple[
     machine = grow(links, max(step.plan.gpus for step in agenda.wanted.steps))
     _, now = own_effects(agenda.wanted.steps, machine, [], calibrated(whole, machine))
     rows = zip(agenda.wanted.steps, agenda.steps_s, now, strict=True)
-    return sorted(((described(step.plan), float(a), float(b)) for step, a, b in rows), key=lambda row: row[2])
+    return sorted(((layers_in_words(step.plan), float(a), float(b)) for step, a, b in rows), key=lambda row: row[2])
 
 
 def _wide(spread: float) -> str:

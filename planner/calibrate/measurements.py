@@ -29,6 +29,7 @@ from planner.calibrate.layer_runs import layer_request, narrow_requests, runs_he
 from planner.calibrate.overlap_request import plan_sites
 from planner.calibrate.planned_step import PlannedStep
 from planner.calibrate.terms import Term, collective_term, effects
+from planner.io.plan_words import plan_in_words
 from simulator.calibration.calibration import Calibration
 from simulator.calibration.kernel_samples import PACKING, UPDATES
 from simulator.closed_form.scenario import Scenario
@@ -123,7 +124,7 @@ class PossibleMeasurements:
                 + timed
                 + (COMPILED_S if runtime.compile else 0.0)
             )
-            what = f"layers of {runtime.name}{', compiled' if runtime.compile else ''}, {described(plan)}"
+            what = f"layers of {runtime.name}{', compiled' if runtime.compile else ''}, {layers_in_words(plan)}"
             shape = f", width {model.hidden}, {_tokens(plan, scenario.workload)}"
             waiting = 1.0 if narrow else float(table.breakdown_s["host"][row]) / step_s
             yield Measurement(
@@ -155,7 +156,7 @@ class PossibleMeasurements:
             known |= {codec.fingerprint(one) for one in items}
             for start in range(0, len(items), OPERATORS_AT_ONCE):
                 some = items[start : start + OPERATORS_AT_ONCE]
-                what = f"{len(some)} operators of {described(step.plan)}, {step.runtime.compute_dtype}"
+                what = f"{len(some)} operators of {layers_in_words(step.plan)}, {step.runtime.compute_dtype}"
                 shape = f", width {step.model.hidden}, {_tokens(step.plan, step.workload)}"
                 yield self.operators(what + shape, some)
 
@@ -237,7 +238,7 @@ def messages(step: PlannedStep, cluster: Cluster) -> set[tuple[str, int, int]]:
     """
     plan = replace(step.plan, layers_per_stage=(), recompute_per_stage=())
     scenario = Scenario(
-        model=shallow(step.model, 2 * plan.pp * plan.virtual_stages + 2),
+        model=shallow(step.model, 2 * plan.stages + 2),
         cluster=step.cluster or grow(cluster, plan.gpus),
         workload=replace(step.workload, global_batch_size=plan.data_parallel * plan.micro_batch_size * plan.pp),
         runtime=step.runtime,
@@ -291,14 +292,9 @@ def job_of(one: Measurement, seconds: float | None = None) -> dict[str, Any]:
     return {"kind": kind, "name": one.name, "ranks": one.ranks, "seconds": seconds or one.seconds, "items": items}
 
 
-def described(plan: Plan) -> str:
-    """Return what is special of a plan, in a few words."""
-    words = {"dp_replicate": "DDP", "dp_shard": "FSDP", "tp": "TP", "cp": "CP", "pp": "PP", "ep": "EP"}
-    parts = [f"{word} {degree}" for axis, word in words.items() if (degree := getattr(plan, axis)) > 1]
-    special = [] if plan.recompute == "none" else [f"recompute {plan.recompute}"]
-    if plan.reshard_after_forward is not None:
-        special.append("resharded" if plan.reshard_after_forward else "not resharded")
-    return ", ".join([" x ".join(parts or ["one GPU"]), *special])
+def layers_in_words(plan: Plan) -> str:
+    """Return a plan in words as far as its layers differ by it."""
+    return plan_in_words(plan, without={"micro_batch_size", "schedule"})
 
 
 def _tokens(plan: Plan, workload: Workload) -> str:

@@ -13,9 +13,9 @@ import typer
 
 from planner.commands.apply_job import patience_s, write
 from planner.commands.doctor import budget_s
-from planner.explain.tables import degrees_text
 from planner.io import output
 from planner.io.output import SCHEMA_VERSION
+from planner.io.plan_words import degrees_text
 from planner.io.printable import printable
 from planner.question.plan_file import load_plan
 from planner.requests.runs import Apply

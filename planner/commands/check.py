@@ -6,74 +6,34 @@ from pathlib import Path
 
 import typer
 
-from planner.configs.answer import Checked, check_text
-from planner.configs.check_document import check_document
-from planner.configs.formats.configuration import CheckFlags
-from planner.configs.serving import VERSIONS, CheckedServing, check_serving, serving_engine
-from planner.configs.serving_document import checked_serving_document
+from planner.answers import check as answers
+from planner.configs.answer import Checked
+from planner.configs.serving import VERSIONS, CheckedServing
 from planner.explain.answer_text import print_estimate
 from planner.io import output
-from planner.io.inputs import measurements
 from planner.io.output import console
 from planner.io.printable import printable
-from planner.requests.flag import values_of
-from planner.requests.serving import Task, refuse, stated
 from planner.requests.tools import Check
-from planner.serving.question.from_flags import ServingFlags
 from planner.serving.reports.plan_text import print_answer
 from planner.serving.reports.text import deployment_text
 from simulator.config.estimate import SURE, chance
-from topology import codec
-from topology.errors import UserError
 from topology.units import two_digits
 
 
 def check(asked: Check) -> None:
-    """Print what `planner check` answers."""
-    text, where = codec.read_path_or_stdin(asked.file)
-    flags = CheckFlags(
-        model=asked.model,
-        cluster=asked.cluster,
-        gpu=asked.gpu,
-        gpus=asked.gpus,
-        seq_len=asked.seq_len,
-        global_batch=asked.global_batch,
-        micro_batch=asked.micro_batch,
-        launch=asked.launch,
-        release=asked.release,
-    )
-    if serving_engine(text):
-        batch = {"global_batch": asked.global_batch, "micro_batch": asked.micro_batch}
-        others = {
-            "seq_len": asked.seq_len,
-            **batch,
-            "launch": asked.launch or None,
-            "profile": asked.profile,
-            "strict": asked.strict,
-        }
-        refuse(stated(others | {"time_limit": asked.time_limit}), Task.SERVE)
-        _check_serving(text, where, flags, asked)
-        return
-    refuse(stated({**values_of(asked.load), "release": asked.release or None}), Task.TRAIN)
-    if asked.time_limit is not None and not asked.search:
-        raise UserError("--time-limit is for the search, which --no-search leaves out", remedy="leave out one of them")
+    """Print what `planner check` answers; raise Exit(3) where the configuration is not legal."""
     try:
-        checked = check_text(
-            text,
-            where,
-            flags,
-            measured=measurements(asked.profile, strict=asked.strict),
-            search=asked.search,
-            time_limit_s=asked.time_limit,
-            progress=output.progress,
-        )
+        found = answers.check(asked, output.progress)
     finally:
         output.end_progress()
+    name = Path(found.file).name
     if asked.json:
-        output.emit_json(check_document(checked))
+        output.emit_json(found.to_dict())
+    elif isinstance(found.checked, CheckedServing):
+        _print_serving(found.checked, name)
     else:
-        _print(checked, Path(where).name)
-    if not checked.legal:
+        _print(found.checked, name)
+    if not found.legal:
         raise typer.Exit(3)
 
 
@@ -112,21 +72,6 @@ def _fit(probability: float) -> str:
     if probability >= SURE:
         return "fits"
     return "does not fit" if probability <= 1 - SURE else f"fits with a chance of {chance(probability)}"
-
-
-def _check_serving(text: str, where: str, stated: CheckFlags, asked: Check) -> None:
-    """Print what there is to say about a command; raise Exit(3) where the engine would not run it."""
-    try:
-        load = ServingFlags(**values_of(asked.load))
-        checked = check_serving(text, where, stated, load, search=asked.search, progress=output.progress)
-    finally:
-        output.end_progress()
-    if asked.json:
-        output.emit_json(checked_serving_document(where, checked))
-    else:
-        _print_serving(checked, Path(where).name)
-    if not checked.legal:
-        raise typer.Exit(3)
 
 
 def _print_serving(checked: CheckedServing, name: str) -> None:

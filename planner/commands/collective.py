@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
-from rich.table import Table
-
 from planner.io import output
+from planner.io.grids import grid
 from planner.io.inputs import measurements, read_cluster
 from planner.io.output import console
 from planner.io.printable import printable
@@ -66,10 +65,8 @@ def _sizes(text: str) -> list[int]:
 def _print(rows: Sequence[dict[str, Any]]) -> None:
     screen = console()
     for (machine, op, gpus), group in groupby(rows, key=lambda row: (row["machine"], row["op"], row["gpus"])):
-        table = Table(box=None, pad_edge=False)
-        for heading in ("bytes", "us (80% range)", "busbw GB/s", "measured us", "error"):
-            table.add_column(heading, justify="right", no_wrap=True)
-        table.add_column("algorithm")
+        headings = ("bytes", "us (80% range)", "busbw GB/s", "measured us", "error", "algorithm")
+        table = grid(headings, text=("algorithm",), gap=2)
         for row in group:
             time, seen, error = row["time_s"], row.get("measured_s"), row.get("error")
             table.add_row(

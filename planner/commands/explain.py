@@ -9,9 +9,9 @@ from typing import Any
 from planner.explain import explain as reasons
 from planner.explain.documents import explanation_document
 from planner.explain.explain_text import print_explanation, print_memory
-from planner.explain.tables import degrees_text
 from planner.io import output
 from planner.io.inputs import measurements, parse_bytes, read_cluster, warn_of_doubts
+from planner.io.plan_words import degrees_text
 from planner.pictures.memory import memory as memory_picture
 from planner.pictures.waterfall import estimate_picture
 from planner.question.cases import Case, case_of_file

@@ -15,7 +15,7 @@ from planner.question.cases import Case, case_id, load_case
 from planner.question.learned_runtime import LearnedRuntime
 from planner.question.plan_file import refuse_overwrite
 from planner.requests.runs import Learn
-from simulator.fitting.calibration_fit import Calibrations
+from simulator.fitting.calibrations import Calibrations
 from simulator.legality.rules import is_legal
 from simulator.runtimes.library import runtime_names, runtime_spec
 from topology import codec

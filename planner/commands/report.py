@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from rich.table import Table
 
 from planner.io import output
+from planner.io.grids import grid
 from planner.io.inputs import measurements
+from planner.io.plan_words import plan_in_words
 from planner.io.printable import printable
 from planner.pictures.timelines import timelines
 from planner.question.plan_file import refuse_overwrite
@@ -18,7 +19,6 @@ from planner.requests.runs import Report
 from planner.runs import profile_update, report_text
 from planner.runs.report_html import to_html
 from planner.runs.run_report import RunReport, load_run
-from planner.runs.runs_store import plan_words
 from planner.runs.timelines import side_by_side
 from topology import codec
 from topology.errors import PlannerError
@@ -60,20 +60,15 @@ def report(asked: Report) -> None:
 
 def _print(answer: dict[str, Any]) -> None:
     screen = output.console()
-    screen.print(printable(f"{answer['model']}, {plan_words(answer['plan'])}"))
+    screen.print(printable(f"{answer['model']}, {plan_in_words(answer['plan'])}"))
     partial = "" if answer["complete"] else ", not complete"
     screen.print(printable(f"run {answer['id']} of {answer['taken_at']}: {answer['status']}{partial}"))
 
     def table(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
         if not rows:
             return
-        grid = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
-        for index, head in enumerate(heads):
-            grid.add_column(head, justify="left" if index == 0 else "right", overflow="fold")
-        for row in rows:
-            grid.add_row(*(printable(cell) for cell in row))
         screen.print()
-        screen.print(grid)
+        screen.print(grid(heads, rows))
 
     table(("quantity", "predicted", "80% range", "source", "measured", "error"), report_text.quantity_rows(answer))
     table(("where the step went", "predicted s", "measured s", "difference s"), report_text.term_rows(answer))
@@ -105,7 +100,7 @@ def _write(
     trace: Path | None,
     hide: Callable[[str], str],
 ) -> None:
-    words = plan_words(answer["plan"])
+    words = plan_in_words(answer["plan"])
     drawn = ""
     if found.simulated or found.measured:
         drawn = timelines(found.simulated, found.slowest, title=f"{answer['model']}, {words}")

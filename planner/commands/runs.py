@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from rich.table import Table
-
 from planner.io import output
+from planner.io.grids import grid
 from planner.io.printable import printable
 from planner.requests.runs import Runs
 from planner.runs import runs_store
@@ -41,11 +40,9 @@ def _list(limit: int, *, json: bool) -> None:
     if not rows:
         print("no runs yet: planner apply makes one")
         return
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    for head in ("id", "taken (UTC)", "status", "model", "plan", "device"):
-        table.add_column(head, overflow="fold", no_wrap=head == "id")
-    for head in ("step s", "error", "memory GiB", "error"):
-        table.add_column(head, justify="right")
+    words = ("id", "taken (UTC)", "status", "model", "plan", "device")
+    table = grid((*words, "step s", "error", "memory GiB", "error"), text=words)
+    table.columns[0].no_wrap = True
     for row in rows:
         words = (row.id[:8], row.taken_at[:16].replace("T", " "), row.status, row.model, row.plan, row.device)
         numbers = (

@@ -8,130 +8,25 @@ from typing import Any
 
 import typer
 
+from planner.answers import shard as answers
 from planner.io import output
-from planner.io.inputs import measurements, read_cluster
 from planner.io.output import console
 from planner.io.printable import printable
-from planner.pictures.sharding import sharding_picture
-from planner.requests.flag import values_of
 from planner.requests.tools import Shard
-from planner.sharding.answer import Answer, captured_row
-from planner.sharding.backends.dtensor_file import write_dtensor_file
-from planner.sharding.backends.program_text import program_text
-from planner.sharding.frontends.decoder import decoder_case
-from planner.sharding.frontends.request import is_request
-from planner.sharding.layouts.mesh import make_mesh
-from planner.sharding.plans.explanation import explain_plan
-from planner.sharding.plans.report import Limits, Planned, planned_case
-from planner.sharding.problem.deadline import Deadline
-from planner.sharding.problem.problem import split_cases
-from simulator.config.hf_config import load_model
-from topology import codec
-from topology.errors import UserError
-from topology.rates.reach import cluster_caveats
-from topology.units import GIB
 
 
 def shard(asked: Shard) -> None:
-    """Print what `planner shard` answers."""
-    _refuse_unused(asked)
-    limits = Limits(Deadline.after(asked.time_limit), None if asked.memory_limit is None else asked.memory_limit * GIB)
-    machine = None if asked.cluster is None else read_cluster(asked.cluster, asked.gpus)
-    known = measurements(asked.profile, strict=asked.strict)
-    measured = None if machine is None else known.on(machine)
-    for doubt in (*cluster_caveats(machine), *known.doubts(machine)) if machine is not None else ():
-        output.warn(f"warning: {doubt}")
-    if asked.model is not None:
-        cases = [
-            _model_case(
-                asked.model, asked.mesh, layers=asked.layers, seq_len=asked.seq_len, micro_batch=asked.micro_batch
-            )
-        ]
-    else:
-        text, where = codec.read_path_or_stdin(str(asked.file))
-        cases = split_cases(codec.parse_json(text, where=where), where=where)
-    _check_files(cases, program=asked.program, python=asked.python, picture=asked.picture)
-    rows = []
+    """Print what `planner shard` answers; raise Exit(3) where no case has an answer."""
     try:
-        for number, case in enumerate(cases):
-            output.progress(f"case {number + 1} of {len(cases)}")
-            found: Answer | Planned | None
-            if is_request(case):
-                row, found = captured_row(case, number, machine, measured, limits=limits)
-            else:
-                row, found = planned_case(case, number, machine, measured, limits=limits)
-            if isinstance(found, Answer):
-                _write_captured(found, program=asked.program, python=asked.python)
-            if found is not None and asked.listing:
-                row["listing"] = program_text(found.problem, found.plan)
-            if found is not None and asked.explain:
-                explained = explain_plan(found.problem, found.plan, machine, measured)
-                row["explanations"] = [codec.to_builtins(one) for one in explained]
-            if found is not None and asked.picture is not None:
-                codec.write_text(asked.picture, sharding_picture(found.problem, found.plan, title=row["id"]).text())
-            rows.append(row)
+        found = answers.shard(asked, output.progress)
     finally:
         output.end_progress()
     if asked.json:
-        output.emit_json({"schema_version": output.SCHEMA_VERSION, "cases": rows})
+        output.emit_json(found.to_dict())
     else:
-        _print(rows)
-    if all(row["rejected"] is not None for row in rows):
+        _print(found.rows)
+    if not found.answered:
         raise typer.Exit(3)
-
-
-def _refuse_unused(asked: Shard) -> None:
-    """Raise UserError where an option is about something that is not named, or where the cases are named twice or not."""
-    stated = {name for name, value in values_of(asked).items() if value is not None}
-    if "model" not in stated and stated & {"layers", "mesh", "seq_len", "micro_batch"}:
-        raise UserError(
-            "--layers, --mesh, --seq-len and --micro-batch are about a model", remedy="name it with --model"
-        )
-    if ("file" in stated) == ("model" in stated):
-        raise UserError("shard takes a FILE or --model", remedy="one of the two")
-    if "cluster" in stated:
-        return
-    if stated & {"gpus", "profile"}:
-        raise UserError("--gpus and --profile are about a machine", remedy="name it with --cluster")
-    if stated & {"time_limit", "memory_limit"}:
-        raise UserError("--time-limit and --memory-limit are about time on a machine", remedy="name it with --cluster")
-    if "model" in stated:
-        raise UserError("--model is placed by time", remedy="name a machine with --cluster")
-
-
-def _model_case(
-    model: str, mesh: str | None, *, layers: int | None, seq_len: int | None, micro_batch: int | None
-) -> dict[str, Any]:
-    """Return the case of a model's layers. Raises UserError and BadInput."""
-    sizes: dict[str, int] = {}
-    for part in (mesh or "").split(","):
-        name, _, size = part.partition("=")
-        if not (size.isascii() and size.isdigit() and len(size) < 8) or name in sizes:
-            raise UserError(f"--mesh {str(mesh)[:60]} is no mesh", remedy="axes with their sizes: data=8,model=8")
-        sizes[name] = int(size)
-    ranks = make_mesh(list(sizes), list(sizes.values())).ranks
-    return decoder_case(load_model(model), sizes, layers=layers, batch=micro_batch or ranks, seq_len=seq_len or 4096)
-
-
-def _check_files(
-    cases: Sequence[Mapping[str, Any]], *, program: str | None, python: str | None, picture: str | None
-) -> None:
-    """Raise UserError where a file is asked for that these cases do not make."""
-    for flag, path in (("--program", program), ("--python", python)):
-        if path is not None and (len(cases) != 1 or not is_request(cases[0])):
-            raise UserError(f"{flag} is about one captured graph", remedy="a file with a graph, from executor.sharding")
-    if picture is not None and len(cases) != 1:
-        raise UserError(f"--picture is about one case, and there are {len(cases)}", remedy="a file with one case")
-
-
-def _write_captured(answer: Answer, *, program: str | None, python: str | None) -> None:
-    if program is not None:
-        codec.write_text(program, codec.to_json(answer.written.program, indent=None))
-    if python is not None:
-        if answer.request.stages is not None:
-            raise UserError("pipeline stages are no DTensor placements", remedy="--program, which the executor runs")
-        graph = answer.request.graph
-        codec.write_text(python, write_dtensor_file(answer.captured, graph, answer.plan, title=answer.request.id))
 
 
 def _print_explanations(explanations: Sequence[Mapping[str, Any]]) -> None:

@@ -37,13 +37,15 @@ def trace(asked: Trace) -> None:
         for problem in problems:
             output.warn(problem.message)
         raise typer.Exit(3)
-    written = write_trace(loaded, asked.out, Detail(asked.detail) if asked.detail else None)
+    written = write_trace(loaded, asked.out, Detail(asked.detail) if asked.detail else Detail.LAYER)
     if asked.json:
         output.emit_json(written)
         return
     for line in loaded.changed:
         print(f"changed: {line}")
+    drawn, every = written["drawn_micro_batches"], written["micro_batches"]
+    with_some = f" with {drawn} of its {every} micro batches, after which it repeats itself" if drawn < every else ""
     print(
         f"{asked.out}: {written['spans']} spans of {len(written['drawn_ranks'])} of {written['ranks']} ranks, "
-        f"a step of {written['step']}, {written['detail']} by {written['detail']}"
+        f"a step of {written['step']}{with_some}, {written['detail']} by {written['detail']}"
     )

@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from planner.io import output
+from planner.io.grids import grid
 from planner.io.inputs import measurements, warn_of_doubts
 from planner.io.output import console
 from planner.io.printable import printable
@@ -73,10 +72,7 @@ def _hold(summary: Mapping[str, Any], tolerance: float) -> None:
 
 def _print(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> None:
     screen = console()
-    table = Table(box=None, pad_edge=False)
-    table.add_column("case", overflow="fold")
-    for heading in ("step s", "measured", "error", "GiB error", "in range"):
-        table.add_column(heading, justify="right")
+    table = grid(("case", "step s", "measured", "error", "GiB error", "in range"), gap=2)
     for row in rows:
         if row["skipped"]:
             continue
@@ -90,10 +86,7 @@ def _print(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> Non
     for row in rows:
         if row["skipped"]:
             screen.print(printable(f"skipped {row['id']}: {row['skipped']}"))
-    totals = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    totals.add_column("file", overflow="fold")
-    for heading in ("rows", "skip", "step", "bias", "held", "mem", "bias", "held", "fit"):
-        totals.add_column(heading, justify="right", no_wrap=True)
+    totals = grid(("file", "rows", "skip", "step", "bias", "held", "mem", "bias", "held", "fit"))
     for name, part in [*summary["by_file"].items(), ("all", summary)]:
         outcome = part["outcomes"]
         right = f"{outcome['right']}/{outcome['right'] + outcome['wrong']}"

@@ -25,7 +25,7 @@ from simulator.config.model import Model
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
-from simulator.fitting.calibration_fit import UNMEASURED, Calibrations
+from simulator.fitting.calibrations import UNMEASURED, Calibrations
 from simulator.legality.frameworks import framework_named
 from simulator.legality.rule import Grade, Problem
 from simulator.legality.rules import is_legal

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 from planner.configs.answer import Checked, check_text
@@ -14,41 +13,7 @@ from planner.configs.formats.kinds import read_configuration
 from planner.configs.serving import CheckedServing, check_serving, serving_engine
 from planner.configs.serving_document import checked_serving_document
 from planner.serving.question.from_flags import ServingFlags
-from topology.codec import read_text
 from topology.errors import PlannerError, UserError
-
-
-def check(
-    path: str | Path,
-    *,
-    model: str | None = None,
-    cluster: str | None = None,
-    gpus: int | None = None,
-    seq_len: int | None = None,
-    global_batch: int | None = None,
-    micro_batch: int | None = None,
-    launch: str = "",
-    search: bool = True,
-    **clients: float | str | None,
-) -> Checked | CheckedServing:
-    """Judge and improve a configuration of torchtitan, Megatron-LM, Megatron-Bridge, DeepSpeed, accelerate or Transformers,
-    or a command that starts vLLM or SGLang. Also `planner.check`.
-
-    `model` and `cluster` are names or files, as on the command line; `gpus`, `seq_len` (tokens) and the batches (sequences)
-    count where the file leaves them open, and `launch` is the line that starts it. `clients` are what a server is asked, by the fields of
-    `planner.serving.question.from_flags.ServingFlags`: `isl=512, osl=64, concurrency=16`. Without `search` only single changes are tried.
-    Raises BadInput for a file that cannot be read, UserError for what is stated and means nothing for it.
-    """
-    flags = CheckFlags(
-        model=model,
-        cluster=cluster,
-        gpus=gpus,
-        seq_len=seq_len,
-        global_batch=global_batch,
-        micro_batch=micro_batch,
-        launch=launch,
-    )
-    return check_any(read_text(path), str(path), flags, clients, search=search)
 
 
 def check_any(

@@ -16,12 +16,20 @@ from typing import Any
 from planner.configs.formats.command_line import CommandLine, option_kinds
 from planner.configs.formats.configuration import CheckFlags
 from planner.export.schema import schema
-from planner.serving.answer import ServingAnswer, answer_deployment
-from planner.serving.question.from_flags import ServingFlags, serving_question
-from planner.serving.question.question import ServingQuestion
-from planner.serving.question.releases import parse_release
-from planner.serving.search import TIE, ServingPlan, search_serving, value_of
-from planner.serving.stated import MOST, require_pool
+from planner.serving import (
+    MOST,
+    TIE,
+    ServingAnswer,
+    ServingFlags,
+    ServingPlan,
+    ServingQuestion,
+    answer_deployment,
+    parse_release,
+    require_pool,
+    search_serving,
+    serving_question,
+    value_of,
+)
 from planner.validate.serving_names import model_of, plain
 from simulator.config.hf_config import hub_name, load_model
 from simulator.config.stored_weights import of_name

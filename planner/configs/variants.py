@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from planner.explain.plan_fields import changed_fields
+from planner.io.plan_words import changed_fields
 from planner.question.question import Question
 from simulator.config.plan import Plan, default_schedule
 from simulator.config.runtime import Runtime

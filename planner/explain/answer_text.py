@@ -8,21 +8,16 @@ import re
 from collections.abc import Sequence
 from itertools import groupby
 
-from rich.table import Table
-
 from planner.explain.plan_answer import PlanAnswer
 from planner.explain.tables import (
     basis_lines,
     changed_lines,
     cluster_line,
-    degrees_text,
     flip_text,
     memory_line,
     model_line,
     parts_line,
-    policy_text,
     print_lines,
-    run_length_text,
     runtime_line,
     search_line,
     workload_line,
@@ -34,14 +29,15 @@ from planner.io.figures import (
     rate_text,
     seconds_text,
 )
+from planner.io.grids import grid
 from planner.io.output import console
+from planner.io.plan_words import approach_text, degrees_text, policy_text, short_degrees, special_text
 from planner.io.printable import printable
 from planner.question.question import Question
 from planner.search.fixes import memory_text
 from planner.search.result import GpuCountRow, MayFit, RankedPlan, SearchResult
 from simulator.config.estimate import Estimate, Fit, chance
-from simulator.config.overlap_sites import NONE, tp_overlap_label
-from simulator.config.plan import PLAIN_SCHEDULE, Plan
+from simulator.config.plan import Plan
 from topology.units import two_digits
 
 NARROW, NARROWEST = 70, 54  # columns of a screen below which the table of plans says less
@@ -102,37 +98,6 @@ def print_estimate(found: PlanAnswer) -> None:
 
 
 # --- sentences --------------------------------------------------------------------------------------------------------
-
-
-def approach_text(plan: Plan) -> str:
-    """Return a plan as a person would say it: `FSDP over 8 GPUs`, `FSDP over 64 with tensor parallelism over 8 on 512 GPUs`."""
-    away = {"optimizer": ", optimizer in host memory", "parameters": ", parameters and optimizer in host memory"}
-    return _degrees_in_words(plan) + away.get(plan.offload, "")
-
-
-def _degrees_in_words(plan: Plan) -> str:
-    names = []
-    if plan.zero_stage is not None and plan.dp_replicate > 1:
-        names.append(
-            f"ZeRO-{plan.zero_stage} over {plan.dp_replicate}" if plan.zero_stage else f"DDP over {plan.dp_replicate}"
-        )
-    elif plan.dp_replicate > 1:
-        names.append(
-            f"DDP over {plan.dp_replicate}"
-            if plan.dp_shard == 1
-            else f"{plan.dp_replicate} replicas of FSDP over {plan.dp_shard}"
-        )
-    elif plan.dp_shard > 1:
-        names.append(f"FSDP over {plan.dp_shard}")
-    degrees = (("context", plan.cp), ("tensor", plan.tp), ("expert", plan.ep))
-    names += [f"{name} parallelism over {degree}" for name, degree in degrees if degree > 1]
-    names += [f"a pipeline of {plan.pp}"] if plan.pp > 1 else []
-    if not names:
-        return "one GPU"
-    if len(names) == 1 and plan.dp_replicate in {1, plan.gpus}:
-        return f"{names[0]} GPUs" if plan.pp == 1 else f"{names[0]} stages on {plan.gpus} GPUs"
-    first, *others = names
-    return first + (f" with {' and '.join(others)}" if others else "") + f" on {plan.gpus:,} GPUs"
 
 
 def answer_sentence(best: RankedPlan) -> str:
@@ -201,31 +166,6 @@ def run_lines(plan: Plan, question: Question, out: str | None) -> list[str]:
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
-def short_degrees(plan: Plan) -> str:
-    """Return the degrees above one: `fsdp 4 x tp 2`."""
-    dp = f"dp {plan.dp_replicate}" + (f" ZeRO-{plan.zero_stage}" if plan.zero_stage else "")
-    named = [dp] if plan.dp_replicate > 1 else []
-    degrees = (("fsdp", plan.dp_shard), ("cp", plan.cp), ("tp", plan.tp), ("pp", plan.pp))
-    named += [f"{name} {degree}" for name, degree in degrees if degree > 1]
-    return (" x ".join(named) or "1 GPU") + (f", ep {plan.ep}" if plan.ep > 1 else "")
-
-
-def settings_text(plan: Plan) -> str:
-    """Return what a plan sets beside its degrees and its recomputation, where that is not the plain choice."""
-    parts = []
-    if plan.pp > 1 and plan.schedule_name != PLAIN_SCHEDULE:
-        parts.append(plan.schedule_name)
-    parts += [f"{plan.virtual_stages} stages a rank"] if plan.virtual_stages > 1 else []
-    parts += [f"layers {run_length_text(plan.layers_per_stage)}"] if plan.layers_per_stage else []
-    parts += [f"overlap {tp_overlap_label(plan.tp_overlap)}"] if plan.tp_overlap != NONE else []
-    parts += [f"all-to-all overlap {plan.ep_overlap}"] if plan.ep_overlap != NONE else []
-    parts += [f"offload {plan.offload}"] if plan.offload != "none" else []
-    parts += [f"cp by {plan.cp_method.replace('_', '-')}"] if plan.cp > 1 and plan.cp_method else []
-    if plan.reshard_after_forward is False and plan.dp_shard * plan.cp > 1:
-        parts.append("no reshard")
-    return ", ".join(parts)
-
-
 def print_plans(plans: Sequence[RankedPlan], question: Question) -> None:
     """Print the ranked plans in at most 80 columns; tied plans have the same number, marked."""
     # A narrow screen has room for what decides, and for the plans themselves.
@@ -239,14 +179,13 @@ def print_plans(plans: Sequence[RankedPlan], question: Question) -> None:
         for one in ("#", "plan", "micro", "recompute", f"step {unit}", "tok/s/GPU", "MFU", "GiB", "fits")
         if one not in left_out
     ]
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    for heading in headings:
-        text = heading in {"#", "plan", "micro", "recompute"}
-        table.add_column(heading, justify="left" if text else "right", no_wrap=heading != "plan", overflow="fold")
+    table = grid(headings, text=("#", "plan", "micro", "recompute"))
+    for column in table.columns:
+        column.no_wrap = column.header != "plan"
     ties = {tie: len(list(same)) for tie, same in groupby(plans, key=lambda ranked: ranked.tie)}
     for ranked in plans:
         plan, estimate = ranked.plan, ranked.estimate
-        settings = settings_text(plan)
+        settings = special_text(plan)
         recompute = (
             f"{len(set(plan.recompute_per_stage))} kinds by stage" if plan.recompute_per_stage else plan.recompute
         )
@@ -278,10 +217,9 @@ def print_gpu_counts(rows: Sequence[GpuCountRow]) -> None:
     if not rows:
         return
     print()
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     has_cost = any(row.cost_per_million_tokens is not None for row in rows)
-    for heading in ("GPUs", "step s", "tok/s/GPU", "GiB", *(["cost / M tokens"] if has_cost else []), "plan"):
-        table.add_column(heading, justify="left" if heading == "plan" else "right", overflow="fold")
+    cost = ["cost / M tokens"] if has_cost else []
+    table = grid(("GPUs", "step s", "tok/s/GPU", "GiB", *cost, "plan"), text=("plan",))
     for row in rows:
         if row.plan is None or row.step_s is None:
             table.add_row(str(row.gpus), *["-"] * (3 + has_cost), printable(row.problem))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich.table import Table
-
 from planner.explain.answer_text import fits_text
 from planner.explain.compare_plans import Comparison
 from planner.explain.explain import AnswerFlip, Explanation, MemoryAccount
@@ -13,10 +11,8 @@ from planner.explain.overlap_account import SiteOverlap
 from planner.explain.tables import (
     changed_lines,
     cluster_line,
-    degrees_text,
     flip_text,
     model_line,
-    policy_text,
     print_lines,
     runtime_line,
     workload_line,
@@ -24,7 +20,9 @@ from planner.explain.tables import (
 from planner.explain.traffic_text import print_traffic, traffic_rows
 from planner.explain.waterfall import Waterfall
 from planner.io.figures import change_text, gib_text, last_digit_s, rate_text, seconds_text
+from planner.io.grids import grid
 from planner.io.output import console
+from planner.io.plan_words import degrees_text, policy_text
 from planner.io.printable import printable
 from planner.search.fixes import memory_text
 from planner.search.result import SearchResult
@@ -89,11 +87,7 @@ def print_waterfall(found: Waterfall, last_s: float) -> None:
 
     `last_s` is the last digit that is known of the step; terms below it are one.
     """
-    table = Table(box=None, pad_edge=False)
-    table.add_column("from peak to achieved")
-    for heading in ("time", "of the step"):
-        table.add_column(heading, justify="right")
-    table.add_column("")
+    table = grid(("from peak to achieved", "time", "of the step", ""), text=("from peak to achieved", ""), gap=2)
 
     def add(name: str, seconds: float, share: str, *, signed: bool = True) -> None:
         table.add_row(name, seconds_text(seconds, last_s, signed=signed), share, _bar(seconds, found.step_s))
@@ -120,10 +114,8 @@ def print_memory(account: MemoryAccount, verdict: str) -> None:
     """Print bytes by category and stage, what an estimate of model state alone leaves out, and whether they fit."""
     stages = sorted({row.stage for row in account.rows})
     shown = stages if len(stages) <= 8 else sorted({*stages[:3], account.worst_stage, *stages[-2:]})
-    table = Table(box=None, pad_edge=False)
-    table.add_column("GiB by stage")
-    for stage in shown:
-        table.add_column(f"{stage}{'*' if stage == account.worst_stage else ''}", justify="right")
+    heads = [f"{stage}{'*' if stage == account.worst_stage else ''}" for stage in shown]
+    table = grid(("GiB by stage", *heads), gap=2)
     for category in dict.fromkeys(row.category for row in account.rows):
         here = {row.stage: row.nbytes for row in account.rows if row.category == category}
         if not any(here.values()):
@@ -178,9 +170,7 @@ def print_comparison(found: Comparison) -> None:
             "",
         ],
     )
-    table = Table(box=None, pad_edge=False)
-    for heading in ("term", "first", "second", "difference"):
-        table.add_column(heading, justify="left" if heading == "term" else "right")
+    table = grid(("term", "first", "second", "difference"), gap=2)
     steps = [estimate.step_s.value for estimate in estimates]
     last_s = min(last_digit_s(estimate.step_s) for estimate in estimates)
 

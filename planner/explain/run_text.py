@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from rich.table import Table
-
-from planner.explain.tables import degrees_text, print_lines
+from planner.explain.tables import print_lines
+from planner.io.grids import grid
 from planner.io.output import console
+from planner.io.plan_words import degrees_text
 from planner.io.printable import printable
 from planner.question.goal import Goal
 from planner.search.whole_run import DAY_S, RunAnswer, WholeRun
@@ -27,14 +27,8 @@ def print_run(found: RunAnswer) -> None:
     print_lines(screen, ["", f"run       {run_text(found.run, found.goal)}"])
     if not found.curve:
         return
-    table = Table(box=None, pad_edge=False)
-    for heading in ("GPUs", "days (80% range)", "GPU-hours", "cost", "MWh"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("plan", overflow="fold")
-    for run in found.curve:
-        mark = "* " if run.gpus == found.run.gpus else ""
-        table.add_row(f"{mark}{run.gpus}", *_cells(run))
-    screen.print(table)
+    rows = [(f"{'* ' if run.gpus == found.run.gpus else ''}{run.gpus}", *_cells(run)) for run in found.curve]
+    screen.print(grid(("GPUs", "days (80% range)", "GPU-hours", "cost", "MWh", "plan"), rows, text=("plan",), gap=2))
     if meaning := _meaning(found):
         print_lines(screen, [meaning])
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
 from math import ceil, floor, log10
 from textwrap import wrap
 
@@ -17,8 +16,6 @@ from planner.search.result import SearchResult
 from planner.search.scaling import network_bytes_per_s, nvlink_bytes_per_s
 from simulator.config.estimate import SURE, Estimate
 from simulator.config.model import Model
-from simulator.config.overlap_sites import tp_overlap_label
-from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
 from topology.cluster import Cluster, LinkKind
@@ -26,49 +23,6 @@ from topology.rates.reach import mixed_gpus
 from topology.units import GIB, in_gib
 
 LABEL = 10  # width of the label at the left of a line
-
-
-def degrees_text(plan: Plan) -> str:
-    """Return the parallel degrees as a product: `32 = dp 1 x fsdp 4 x tp 8 x pp 1`."""
-    factors = [f"dp {plan.dp_replicate}", f"fsdp {plan.dp_shard}"]
-    if plan.zero_stage is not None:
-        zero = f" (ZeRO-{plan.zero_stage})" if plan.zero_stage else ""
-        factors = [f"dp {plan.dp_replicate}{zero}"] + ([f"fsdp {plan.dp_shard}"] if plan.dp_shard > 1 else [])
-    factors += [f"cp {plan.cp}"] if plan.cp > 1 else []
-    factors += [f"tp {plan.tp}", f"pp {plan.pp}"]
-    return f"{plan.gpus} = {' x '.join(factors)}"
-
-
-def policy_text(plan: Plan) -> str:
-    """Return everything but the degrees: micro batch, recompute, schedule, experts, sequence parallelism, ..."""
-    parts = [f"micro batch {plan.micro_batch_size}", f"recompute {plan.recompute}"]
-    if plan.ep > 1:
-        parts.insert(0, f"ep {plan.ep}")
-    if plan.sequence_parallel and plan.tp > 1:
-        parts.append("sp")
-    if plan.pp > 1:
-        parts.append(plan.schedule_name + (f" x{plan.virtual_stages}" if plan.virtual_stages > 1 else ""))
-    if plan.tp_overlap != "none":
-        parts.append(f"tp overlap {tp_overlap_label(plan.tp_overlap)}")
-    if plan.ep_overlap != "none":
-        parts.append(f"ep overlap {plan.ep_overlap}")
-    if plan.offload != "none":
-        parts.append(f"offload {plan.offload}")
-    if plan.cp > 1 and plan.cp_method:
-        parts.append(f"cp by {plan.cp_method.replace('_', '-')}")
-    if plan.recompute_per_stage:
-        parts.append(f"recompute by stage {run_length_text(plan.recompute_per_stage)}")
-    if plan.layers_per_stage:
-        parts.append(f"layers by stage {run_length_text(plan.layers_per_stage)}")
-    if plan.reshard_after_forward is not None and plan.dp_shard * plan.cp > 1:
-        parts.append("reshard" if plan.reshard_after_forward else "no reshard")
-    return ", ".join(parts)
-
-
-def run_length_text(values: Sequence[object]) -> str:
-    """Return a list with repetitions counted: `2 x full, 6 x none`."""
-    groups = [(value, len(list(same))) for value, same in groupby(values)]
-    return ", ".join(f"{count} x {value}" if count > 1 else f"{value}" for value, count in groups)
 
 
 def share_text(part: float, whole: float) -> str:

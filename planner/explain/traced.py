@@ -9,7 +9,8 @@ from planner.io.figures import last_digit_s, seconds_text
 from planner.io.output import SCHEMA_VERSION
 from planner.question.cases import Case
 from simulator.lowering.block_code import Detail
-from simulator.lowering.simulation import breakdown_s, choose_detail, program_length
+from simulator.lowering.simulation import breakdown_s, drawn_micro_batches, program_length
+from simulator.memory.over_time import with_memory
 from simulator.program.chrome_trace import to_chrome
 from topology.codec import to_json, write_text
 from topology.errors import UserError
@@ -18,21 +19,26 @@ from topology.errors import UserError
 MAX_INSTRUCTIONS = 1_000_000
 
 
-def write_trace(case: Case, out: Path, detail: Detail | None = None) -> dict[str, Any]:
+def write_trace(case: Case, out: Path, detail: Detail = Detail.LAYER) -> dict[str, Any]:
     """Simulate a step of the plan, write what every rank and stream does, and return what was written.
 
     Raises BadPlan as the simulation does, and UserError for a timeline that is too long.
     """
-    _require_short(case, detail)
-    simulated = case.question.simulate(case.plan, detail=detail)
+    question, plan = case.question, case.plan
+    micro_batches = drawn_micro_batches(question.model, question.workload, plan)
+    _require_short(case, micro_batches)
+    simulated = question.simulate(plan, detail=detail, micro_batches=micro_batches)
     run = simulated.run
-    write_text(out, to_json(to_chrome(run.trace), indent=None))
+    trace = with_memory(question, plan, run, micro_batches)
+    write_text(out, to_json(to_chrome(trace), indent=None))
     return {
         "schema_version": SCHEMA_VERSION,
         "id": case.id,
         "changed": list(case.changed),
         "out": str(out),
         "detail": str(simulated.detail),
+        "micro_batches": plan.micro_batches(question.workload.global_batch_size),
+        "drawn_micro_batches": micro_batches,
         "step_s": run.step_s,
         "step": seconds_text(run.step_s, last_digit_s(simulated.estimate.step_s)),
         "ranks": sum(len(c.ranks) for c in run.folding.classes),
@@ -42,16 +48,12 @@ def write_trace(case: Case, out: Path, detail: Detail | None = None) -> dict[str
     }
 
 
-def _require_short(case: Case, detail: Detail | None) -> None:
+def _require_short(case: Case, micro_batches: int) -> None:
     question = case.question
-    detail = detail or choose_detail(question.model, question.workload, case.plan)
-    length = program_length(question.model, question.workload, case.plan, detail)
+    length = program_length(question.model, question.workload, case.plan, micro_batches=micro_batches)
     if length > MAX_INSTRUCTIONS:
-        finer = detail is not Detail.STAGE
         raise UserError(
-            f"the timeline of this step has about {length:.2g} instructions by {detail}",
-            why=f"at most {MAX_INSTRUCTIONS:,} are written",
-            remedy="--detail stage, or a smaller --global-batch"
-            if finer
-            else "a smaller --global-batch: micro batches repeat",
+            f"the timeline of this step has about {length:.2g} instructions",
+            why=f"at most {MAX_INSTRUCTIONS:,} are written, and {micro_batches} micro batches are the fewest that show it",
+            remedy="a smaller --pp: a pipeline takes as many micro batches to show as it has stages, and more",
         )

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from rich.table import Table
-
 from planner.explain.tables import print_lines
 from planner.explain.traffic import LINKS, NETWORK, LinkTraffic, Traffic
+from planner.io.grids import grid
 from planner.io.output import console
 
 TITLES = {"nvlink": "NVLink", "pcie": "PCIe", "network": "network"}
@@ -17,10 +16,7 @@ def print_traffic(found: Traffic) -> None:
     if not found.links:
         return
     used = [link.link for link in found.links]
-    table = Table(box=None, pad_edge=False)
-    table.add_column("GB sent by a GPU")
-    for heading in ("ranks", "on a node", *(TITLES[link] for link in used)):
-        table.add_column(heading, justify="right")
+    table = grid(("GB sent by a GPU", "ranks", "on a node", *(TITLES[link] for link in used)), gap=2)
     everything = sum(axis.sent_bytes for axis in found.axes)
     for axis in found.axes:
         if axis.sent_bytes >= SHOWN * everything:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import re
+from importlib import import_module
 from pathlib import Path
 
 from planner.io.output import warn
-from simulator.fitting.calibration_fit import Calibrations
-from topology import codec
+from simulator.fitting.calibrations import Calibrations
 from topology.catalog.cluster_file import load_cluster
 from topology.catalog.platform import take_gpus
 from topology.cluster import Cluster
-from topology.errors import BadCluster, UserError
-from topology.probe.from_machine import probe_machine
-from topology.probe.from_text import probe_text
+from topology.errors import UserError
 from topology.profile.profile import read_profile
 from topology.rates.node_rates import node_rates
 from topology.rates.orders import irregular
@@ -26,8 +24,9 @@ def read_cluster(name: str, gpus: int | None = None, *, gpu: str | None = None) 
     the text does not), or `local` for this machine. A node with irregular links is not cut, since the placement decides
     which GPUs to use. Raises BadCluster when the cluster does not come in that size.
     """
-    found = _read_capture(name, gpu)
-    captured = found is not None or Path(name).is_file()
+    # What reads captures takes longer to load than a search among plans of a known machine.
+    captured = name == "local" or Path(name).is_file()
+    found = import_module("planner.io.captures").read_capture(name, gpu) if captured else None
     if found is None:
         if gpu is not None:
             warn(f"warning: --gpu {gpu} is for captures; {name} states its own GPUs")
@@ -44,26 +43,6 @@ def faulty_gpus(cluster: Cluster) -> tuple[int, ...]:
     node = cluster.groups[0].node
     sound = set(node_rates(cluster).on_fabric)
     return tuple(gpu.index for position, gpu in enumerate(node.gpus) if position not in sound)
-
-
-def _read_capture(name: str, gpu: str | None) -> Cluster | None:
-    """Return the cluster of a capture or of this machine; None if `name` is neither."""
-    if name == "local":
-        found = probe_machine()
-    elif not Path(name).is_file():
-        return None
-    else:
-        text = codec.read_text(name)
-        if text.lstrip().startswith("{"):
-            return None
-        found = probe_text([(name, text)], gpu=gpu)
-    if not found.gpu_count:
-        raise BadCluster(
-            "this machine has no GPU to plan for" if name == "local" else f"{name} shows no GPU",
-            why="; ".join(finding.what for finding in found.findings),
-            remedy="name a catalogue cluster, or a capture of another machine",
-        )
-    return found
 
 
 def parse_bytes(text: str) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from planner.pictures.palette import BROWN, GREEN, ORANGE, PURPLE, SKY, VERMILION, WINE
 from planner.pictures.svg import LETTER_PX, MARGIN, Picture, legend, shortened
-from planner.sharding.layouts.collectives import (
+from planner.sharding import (
     ALL_GATHER,
     ALL_REDUCE,
     ALL_TO_ALL,
@@ -14,10 +14,12 @@ from planner.sharding.layouts.collectives import (
     PERMUTE,
     REDUCE_SCATTER,
     SEND_RECV,
+    Layout,
+    ShardingPlan,
+    ShardingProblem,
+    TensorMove,
+    placements_of,
 )
-from planner.sharding.layouts.layout import Layout, placements_of
-from planner.sharding.plans.plan import ShardingPlan, TensorMove
-from planner.sharding.problem.problem import ShardingProblem
 from topology.errors import Infeasible
 
 ROW = 26.0

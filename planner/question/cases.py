@@ -34,7 +34,7 @@ from simulator.config.plan import PLAN_FIELDS, Plan, default_schedule
 from simulator.config.runtime import DEFAULT_RUNTIME
 from simulator.config.verify import verify_lists, verify_plan, verify_runtime, verify_workload
 from simulator.config.workload import Workload
-from simulator.fitting.calibration_fit import UNMEASURED, Calibrations
+from simulator.fitting.calibrations import UNMEASURED, Calibrations
 from simulator.legality.frameworks import Framework, framework_of_runtime
 from simulator.step.offload import offload_assumed
 from topology import codec

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from planner.question.learned_runtime import is_learned
-from planner.requests.training import OnePlan
+from planner.requests.training import OnePlan, Suggest
 from topology.errors import UserError
 
 
@@ -71,6 +71,11 @@ def flags_of_question(
             **runtime,
         },
     )
+
+
+def flags_of_search(asked: Suggest) -> Flags:
+    """Return what a search is asked of its question. Raises UserError for what is no number of GPUs."""
+    return flags_of_question(asked, cluster=asked.cluster, gpu=asked.gpu, gpus=gpu_counts(asked.gpus))
 
 
 def flags_of_plan(asked: OnePlan) -> Flags:

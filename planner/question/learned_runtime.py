@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from simulator.calibration.calibration import Calibration, RuntimeCosts
-from simulator.fitting.calibration_fit import Calibrations
+from simulator.fitting.calibrations import Calibrations
 from simulator.runtimes.library import runtime_spec
 from simulator.runtimes.parts import HostSpec
 from topology import codec

@@ -20,7 +20,7 @@ from simulator.config.hf_config import load_model
 from simulator.config.plan import MESH_AXES, PLAN_FIELDS, Plan
 from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
-from simulator.fitting.calibration_fit import UNMEASURED, Calibrations
+from simulator.fitting.calibrations import UNMEASURED, Calibrations
 from topology import codec
 from topology.catalog.platform import take_gpus
 from topology.cluster import Cluster

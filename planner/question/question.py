@@ -87,13 +87,14 @@ class Question(Scenario):
         self,
         plan: Plan,
         *,
-        detail: Detail | None = None,
+        detail: Detail = Detail.LAYER,
         spans: bool = True,
+        micro_batches: int | None = None,
         progress: Callable[[str], None] | None = None,
     ) -> Simulated:
         """Return one step of `plan`, simulated; see `simulate_plan`. Raises Infeasible for types that are not modelled."""
         self._require_modelled()
-        return simulate_plan(self, plan, detail=detail, spans=spans, progress=progress)
+        return simulate_plan(self, plan, detail=detail, spans=spans, micro_batches=micro_batches, progress=progress)
 
     def _require_modelled(self) -> None:
         if reason := self.runtime.not_modelled:

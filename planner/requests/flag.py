@@ -6,6 +6,7 @@ A flag's name in JSON is its long form without dashes at the front and with unde
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
@@ -244,7 +245,7 @@ def _built(kind: type[R], values: Mapping[str, Any]) -> R:
     return kind(**{**values, **parts})
 
 
-def from_keywords(request: type[R], keywords: Mapping[str, Any]) -> R:
+def from_keywords(request: type[R], keywords: Mapping[str, Any], *, command: str = "") -> R:
     """Return the request with values by the names of flags, as Python states them: numbers, words and paths.
 
     Raises UserError for a name that is no flag, a flag that must be given and was not, and a value that no flag can have.
@@ -255,7 +256,10 @@ def from_keywords(request: type[R], keywords: Mapping[str, Any]) -> R:
     for name, value in keywords.items():
         if name not in names:
             near = get_close_matches(name, names, n=1)
-            raise UserError(f"{name} is no flag of it", remedy=f"did you mean {near[0]}?" if near else "see its help")
+            raise UserError(
+                f"{name} is no flag of planner {command}".rstrip(),
+                remedy=f"did you mean {near[0]}?" if near else f"planner {command} --help lists them",
+            )
         if value is not None:
             given[names[name].parameter] = _value(names[name], value)
     missing = [flag.name for flag in flags.values() if flag.required and flag.parameter not in given]
@@ -278,13 +282,12 @@ def _value(flag: Flag, value: Any) -> Any:
         return Path(value)
     if only is str:
         return ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
-    number = flag.kind in {int, float} and not isinstance(value, bool) and isinstance(value, (int, float))
-    if not isinstance(value, flag.kind) and not (number and flag.kind is float):
+    taken: tuple[type, ...] = (int, float) if flag.kind is float else (flag.kind,)
+    if not isinstance(value, taken) or isinstance(value, bool) is not (flag.kind is bool):
         raise UserError(f"{flag.name} is {value!r}", remedy=f"give {_KINDS[flag.kind]}")
-    if (number and not (flag.least is None or flag.least <= value)) or (
-        number and not (flag.most is None or value <= flag.most)
-    ):
-        raise UserError(f"{flag.name} is {value!r}", why=f"it must be from {flag.least} to {flag.most or 'any'}")
+    low, high = -math.inf if flag.least is None else flag.least, math.inf if flag.most is None else flag.most
+    if flag.kind in {int, float} and not low <= float(cast("float", value)) <= high:
+        raise UserError(f"{flag.name} is {value!r}", why=f"it must be from {low:g} to {high:g}")
     return value
 
 
@@ -299,6 +302,18 @@ def command_line(command: str, flags: Mapping[str, Flag], values: Mapping[str, A
         word for name, flag in flags.items() if not flag.option and name in values for word in flag.words(values[name])
     ]
     return [command, *options, *(["--", *bare] if bare else [])]
+
+
+def shell_line(command: str, asked: Request, *, always: Iterable[str] = ()) -> str:
+    """Return the line of a shell that asks the same: flags that differ from their defaults, and those named in any case."""
+    words = ["planner", command]
+    for flag in flags_of(type(asked)).values():
+        value = value_of(asked, flag)
+        if value != flag.default or flag.name in always:
+            plain = int(value) if isinstance(value, float) and value.is_integer() else getattr(value, "value", value)
+            said = flag.words(plain)
+            words += said if flag.kind is bool or not flag.option else [flag.option, said[0].partition("=")[2]]
+    return shlex.join(words)
 
 
 def _name(option: str) -> str:

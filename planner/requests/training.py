@@ -206,7 +206,7 @@ class Trace(Request):
     case_id: str | None = option(None, "--id", help="Which case of a list.")
     profile: Path | None = common.profile()
     strict: bool = common.strict()
-    detail: str | None = option(None, "--detail", help="kernel, layer or stage; default by size.")
+    detail: str | None = option(None, "--detail", help="kernel or layer; default layer.")
     force: bool = option(False, "--force", help="Let --out replace a file.")
     json: bool = common.json_flag()
     stated: OnePlan = group(OnePlan)

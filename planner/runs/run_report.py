@@ -19,7 +19,7 @@ from simulator.config.model import Model
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
-from simulator.fitting.calibration_fit import Calibrations
+from simulator.fitting.calibrations import Calibrations
 from simulator.lowering.simulation import simulate_plan
 from simulator.program.chrome_trace import from_kineto
 from simulator.program.trace import Trace

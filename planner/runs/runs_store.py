@@ -20,6 +20,7 @@ from typing import Any
 
 import platformdirs
 
+from planner.io.plan_words import plan_in_words
 from planner.runs.run_document import verify_run
 from topology import codec
 from topology.errors import BadInput, PlannerError, UserError
@@ -285,7 +286,7 @@ def _row(key: str, document: Mapping[str, Any], directory: str) -> tuple[Any, ..
         int(bool(document.get("complete"))),
         str(model["name"]),
         str(document["runtime"]["name"]),
-        plan_words(plan),
+        plan_in_words(plan),
         _gpus(plan),
         str((document.get("versions") or {}).get("device") or document["device"]),
         int(workload["seq_len"]),
@@ -304,20 +305,6 @@ def _gpus(plan: Mapping[str, Any]) -> int:
     for axis in ("dp_replicate", "dp_shard", "cp", "tp", "pp"):
         count *= int(plan[axis])
     return count
-
-
-AXIS_NAMES = {"dp_replicate": "DP", "dp_shard": "FSDP", "cp": "CP", "tp": "TP", "pp": "PP", "ep": "EP"}
-
-
-def plan_words(plan: Mapping[str, Any]) -> str:
-    """Return a plan in words, without degrees of 1: `FSDP 4 x PP 2, 1F1B, micro batch 2`."""
-    words = [" x ".join(f"{name} {plan[axis]}" for axis, name in AXIS_NAMES.items() if plan[axis] > 1) or "one GPU"]
-    words += [str(plan["schedule"])] if plan.get("schedule") and plan["pp"] > 1 else []
-    words += [f"{plan['virtual_stages']} stages per rank"] if plan["virtual_stages"] > 1 else []
-    words += [f"recompute {plan['recompute']}"] if plan["recompute"] != "none" else []
-    words += [f"overlap {plan['tp_overlap']}"] if plan["tp_overlap"] != "none" else []
-    words += ["all-to-all overlapped"] if plan.get("ep_overlap", "none") != "none" else []
-    return ", ".join([*words, f"micro batch {plan['micro_batch_size']}"])
 
 
 # --- the file ---------------------------------------------------------------------------------------------------------

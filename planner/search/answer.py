@@ -20,7 +20,7 @@ from planner.search.off_fabric import with_or_without_off_fabric
 from planner.search.result import SearchResult
 from planner.search.search import SearchOptions, suggest
 from simulator.config.hf_config import load_model
-from simulator.fitting.calibration_fit import UNMEASURED, Calibrations
+from simulator.fitting.calibrations import UNMEASURED, Calibrations
 from simulator.legality.frameworks import framework_named
 from topology.cluster import Cluster
 

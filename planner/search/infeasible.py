@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.io.figures import gpus_text
+from planner.io.plan_words import plan_in_words
 from planner.question.question import Question
 from planner.search.deadline import over
 from planner.search.plan_space.branch_and_bound import SCHEDULES_AT_ONCE, explore
@@ -181,7 +182,7 @@ def no_fitting_plan(
     return Infeasible(
         f"{question.model.name} does not fit on {gpus_text(question.count)}: the leanest of {int(nodes.leaf_counts.sum())} legal plans needs "
         f"{in_gib(needed_bytes)} on its worst rank of {in_gib(capacity_bytes)}",
-        why=f"{in_gib(needed_bytes - capacity_bytes)} missing, a factor of {needed_bytes / capacity_bytes:.2f}, with {plan_text(plan)}; largest: "
+        why=f"{in_gib(needed_bytes - capacity_bytes)} missing, a factor of {needed_bytes / capacity_bytes:.2f}, with {plan_in_words(plan)}; largest: "
         + ", ".join(f"{name.replace('_', ' ')} {in_gib(size)}" for name, size in largest)
         + f". In conflict: {conflicting}",
         remedy=("relax one of: " + "; ".join(relaxations_found) if relaxations_found else "more GPUs or memory")
@@ -305,24 +306,6 @@ def _shorter(fits: Callable[[Workload], bool], workload: Workload) -> int | None
     if not lengths or not fits(replace(workload, seq_len=lengths[-1])):
         return None
     return next(n for n in lengths if fits(replace(workload, seq_len=n)))
-
-
-def plan_text(plan: Plan) -> str:
-    """Return a plan in a few words: degrees above one, micro batch and recompute mode."""
-    degrees = [
-        f"{label} {value}"
-        for label, value in (
-            ("dp", plan.dp_replicate),
-            ("fsdp", plan.dp_shard),
-            ("tp", plan.tp),
-            ("cp", plan.cp),
-            ("ep", plan.ep),
-            ("pp", plan.pp),
-        )
-        if value > 1
-    ] or ["one GPU"]
-    zero = [f"ZeRO-{plan.zero_stage}"] if plan.zero_stage else []
-    return ", ".join([*degrees, *zero, f"micro batch {plan.micro_batch_size}", f"recompute {plan.recompute}"])
 
 
 # --- number of GPUs ----------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from planner.search.result import SearchResult
 from planner.search.search import SearchOptions, explained
 from simulator.bounds.screening import Screening
 from simulator.config.plan import Plan
-from simulator.fitting.calibration_fit import UNMEASURED, Calibrations
+from simulator.fitting.calibrations import UNMEASURED, Calibrations
 from topology.cluster import GpuKind
 from topology.errors import Infeasible, UserError
 

@@ -1,4 +1,59 @@
-"""Which deployment serves a model best: legal ones listed, all simulated, ranked by what was asked.
+"""Deployments for serving: which are legal, what each answers of the requests that arrive, and which is best.
 
-May import `simulator` and `topology`; the command `suggest --task serve` asks it.
+What others use is imported here.
 """
+
+from __future__ import annotations
+
+from planner.serving.account import Account, serving_account
+from planner.serving.answer import ServingAnswer, answer_deployment
+from planner.serving.compare import compare_answers
+from planner.serving.crossings import Sweep, over_clients
+from planner.serving.explain import Links, explain_serving
+from planner.serving.measured.asked_run import AskedRun, all_steps, asked_run
+from planner.serving.measured.samples import add_to_profile
+from planner.serving.measured.side_by_side import load_rows, print_run, step_rows
+from planner.serving.overrides import with_serving_flags
+from planner.serving.plan_file import TASK, ServingFile, load_serving, serving_file
+from planner.serving.question.from_flags import ServingFlags, flags_of_search, serving_question
+from planner.serving.question.question import ServingQuestion
+from planner.serving.question.releases import parse_release, vllm_of
+from planner.serving.search import TIE, ServingPlan, ServingResult, search_serving, value_of
+from planner.serving.stated import MOST, require_pool
+
+__all__ = [
+    "MOST",
+    "TASK",
+    "TIE",
+    "Account",
+    "AskedRun",
+    "Links",
+    "ServingAnswer",
+    "ServingFile",
+    "ServingFlags",
+    "ServingPlan",
+    "ServingQuestion",
+    "ServingResult",
+    "Sweep",
+    "add_to_profile",
+    "all_steps",
+    "answer_deployment",
+    "asked_run",
+    "compare_answers",
+    "explain_serving",
+    "flags_of_search",
+    "load_rows",
+    "load_serving",
+    "over_clients",
+    "parse_release",
+    "print_run",
+    "require_pool",
+    "search_serving",
+    "serving_account",
+    "serving_file",
+    "serving_question",
+    "step_rows",
+    "value_of",
+    "vllm_of",
+    "with_serving_flags",
+]

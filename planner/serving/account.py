@@ -31,7 +31,7 @@ class Account:
     reading_s: dict[str, float]
 
 
-def account(question: ServingQuestion, deployment: Deployment, estimate: ServingEstimate) -> Account:
+def serving_account(question: ServingQuestion, deployment: Deployment, estimate: ServingEstimate) -> Account:
     """Return where the time of an estimate goes."""
     model, cluster, traffic = question.model, question.cluster, question.traffic
     seen, pool = estimate.latency, deployment.pool

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from planner.serving.account import Account, account
+from planner.serving.account import Account, serving_account
 from planner.serving.custom_reduce import nccl_because
 from planner.serving.question.question import ServingQuestion
 from planner.serving.stated import problems_of
@@ -72,5 +72,5 @@ def answer_deployment(
         problems=problems,
         assumed=(*question.assumed, *assumed),
         estimate=estimate,
-        account=None if estimate is None else account(question, deployment, estimate),
+        account=None if estimate is None else serving_account(question, deployment, estimate),
     )

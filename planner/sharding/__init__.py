@@ -1,31 +1,27 @@
 """Plan the sharding of a graph of operators: named axes, one annotation per operator, redistributions, chosen
 placements.
 
-Answers: how is every tensor of this graph sharded over the mesh, and which collectives does that take? Imports
-`topology.errors` everywhere; `simulator` and the rest of `topology` where time is predicted; nothing else of `planner`.
+Answers: how is every tensor of this graph sharded over the mesh, and which collectives does that take? `shard_case` answers a case,
+which is text or a captured graph; what else others use of it is imported here. Imports `topology.errors` everywhere; `simulator` and
+the rest of `topology` where time is predicted; nothing else of `planner`.
 
 Reading order, which is also the order of the work:
 
     layouts/              how one tensor is sharded
-      mesh.py             mesh axes, and axes split into finer ones
-      layout.py           a spec per tensor dim (mesh axes and blocks), pending reductions; placements per mesh axis
+      layout.py           mesh axes; a spec per tensor dim (mesh axes and blocks), pending reductions; placements per mesh axis
       loop_domain.py      nvFuser's notation for layouts: splits of dims, given to devices
       collectives.py      the primitives and their bytes
       redistribution.py   shortest path from one layout to another
-    formulas/             what operators are, as text
-      annotation.py       `t h+, f h+ -> t f`: the named axes of an operator, and what it does along each
-      formula.py          in which operands a formula is linear, and what it reduces with
-      axis_flow.py        what a formula does along every axis, found by walking it
-    functions/            the functions that are known, a rule each (`known.py` lists them)
+    ops/                  what operators are: one entry each, a file a family (`table.py` lists them)
     operators/            how one operator may be sharded
+      formula.py          its formula, parsed
       roles.py            the annotation held against what the formula does, or derived from it
       operator.py         annotation and formula bound to tensors
-      options.py          all ways to shard an operator, with the layouts of operands and result that follow
-      internal_collectives.py  what softmax, norms, attention and top-k exchange over a sharded axis
-      local_formula.py    the formula as one rank runs it
+      options.py          all ways to shard an operator: the layouts of operands and result, and exchanges inside it
       repeated.py         lines that are alike but for the names of tensors, parsed once
       graph.py            the computation as for one process: operators over tensors, in program order
-    backward/             the backward pass of a graph, derived from its formulas
+      single_steps.py     formulas in single steps
+      backward.py         the backward pass of a graph, derived from its formulas
     problem/              what is asked
       problem.py          a graph on a mesh, with given and pinned layouts; parsed from files (untrusted, bounded)
       deadline.py         when there has to be an answer
@@ -33,15 +29,15 @@ Reading order, which is also the order of the work:
       pipeline_stages.py  tensors sent between parts of the mesh
       token_routing.py    tokens routed to experts, by counts
     solver/               which option every operator takes, and which layout every tensor has
-      policies.py         which options are left to the cost
       pricing.py          what a choice costs: ring bytes, or time on a machine
       move_times.py       times of redistributions between all layouts of a tensor
       equivalence.py      layers that stand for one another
       message_passing.py  a lower bound of all choices, and what each alternative costs above it at least
       by_messages.py      the choice of least time: that bound, and an exact solution of what it leaves
       integer_program.py  the choice as an integer program, built
-      solvable_program.py and solved: linear relaxation, then branch and bound (HiGHS) or CP-SAT
-      candidates.py       options, layouts and redistributions of a whole graph
+      solvable_program.py and solved: linear relaxation, then branch and bound (HiGHS)
+      candidates.py       options, layouts and redistributions of a whole graph, as the policy leaves them to the cost
+      first_answer.py     an answer before the candidates are listed
       choose.py           the cheapest consistent choice, proved
     plans/                the answer
       plan.py             in program order
@@ -53,3 +49,51 @@ Reading order, which is also the order of the work:
     backends/             plans as programs that ranks run, and as files for torch
     answer.py             a file asked, answered
 """
+
+from planner.sharding.answer import Answer, shard_case
+from planner.sharding.backends.dtensor_file import write_dtensor_file
+from planner.sharding.backends.program_text import program_text
+from planner.sharding.frontends.decoder import decoder_case
+from planner.sharding.frontends.request import is_request
+from planner.sharding.layouts.collectives import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    ALL_TO_ALL_V,
+    PERMUTE,
+    REDUCE_SCATTER,
+    SEND_RECV,
+)
+from planner.sharding.layouts.layout import Layout, make_mesh, placements_of
+from planner.sharding.plans.explanation import explain_plan
+from planner.sharding.plans.plan import ShardingPlan, TensorMove
+from planner.sharding.plans.report import Limits, Planned
+from planner.sharding.problem.deadline import Deadline
+from planner.sharding.problem.problem import ShardingProblem, split_cases
+
+__all__ = [
+    "ALL_GATHER",
+    "ALL_REDUCE",
+    "ALL_TO_ALL",
+    "ALL_TO_ALL_V",
+    "PERMUTE",
+    "REDUCE_SCATTER",
+    "SEND_RECV",
+    "Answer",
+    "Deadline",
+    "Layout",
+    "Limits",
+    "Planned",
+    "ShardingPlan",
+    "ShardingProblem",
+    "TensorMove",
+    "decoder_case",
+    "explain_plan",
+    "is_request",
+    "make_mesh",
+    "placements_of",
+    "program_text",
+    "shard_case",
+    "split_cases",
+    "write_dtensor_file",
+]

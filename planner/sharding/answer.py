@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Any
@@ -19,11 +19,11 @@ from planner.sharding.backends.runnable import (
     write_program,
 )
 from planner.sharding.frontends.captured import CapturedProblem, captured_problem
-from planner.sharding.frontends.request import Request, read_request
-from planner.sharding.frontends.stage_cuts import evenly, lean_cuts, neighbours
+from planner.sharding.frontends.request import Request, is_request, read_request
+from planner.sharding.frontends.stages import evenly, lean_cuts, neighbours
 from planner.sharding.layouts.layout import Layout
 from planner.sharding.plans.plan import ShardingPlan, plan_sharding
-from planner.sharding.plans.report import Limits, on_machine, plan_row, rejection
+from planner.sharding.plans.report import Limits, Planned, on_machine, plan_row, planned_case, rejection
 from planner.sharding.problem.problem import Machine, ShardingProblem
 from simulator.calibration.calibration import Calibration
 from simulator.sharded.program import Exchange
@@ -48,6 +48,19 @@ class Answer:
         return self.captured.problem
 
 
+def shard_case(
+    data: Mapping[str, Any],
+    number: int = 0,
+    cluster: Cluster | None = None,
+    calibration: Calibration | None = None,
+    *,
+    limits: Limits | None = None,
+) -> tuple[dict[str, Any], Answer | Planned | None]:
+    """Return the row of a case, text or a captured graph, and its answer; or a row that says why there is none."""
+    answered = captured_row if is_request(data) else planned_case
+    return answered(data, number, cluster, calibration, limits=limits)
+
+
 def answer_request(
     data: Mapping[str, Any],
     *,
@@ -64,7 +77,8 @@ def answer_request(
         raise BadInput("a limit of memory with pipeline stages", remedy="leave one of them out")
     problem = on_machine(captured.problem, cluster, calibration, limits or Limits())
     if request.backward:
-        problem = replace(problem, differentiated=_differentiated(problem, request.gradients))
+        trained = [one.name for one in request.graph.inputs if one.is_trained]
+        problem = replace(problem, differentiated=_differentiated(problem, {*trained, *request.gradients}))
     captured = replace(captured, problem=problem)
     if request.stages is not None and not request.stages.of and machine is not None:
         return _faster([_answer(request, one) for one in _with_best_cuts(request, captured, machine)])
@@ -167,15 +181,12 @@ def _written(request: Request, captured: CapturedProblem, plan: ShardingPlan) ->
     return write_program(captured, graph, plan, gradients=gradients, backward=backward, chunks=chunks)
 
 
-def _differentiated(problem: ShardingProblem, asked: Sequence[str]) -> frozenset[str]:
-    """Return the tensors that have a gradient: what leads from a parameter, or an input in `asked`, to a result."""
-    found = {
-        name
-        for name in problem.inputs
-        if (name in problem.graph.parameters or name in asked) and problem.tensors[name].dtype in FLOATS
-    }
+def _differentiated(problem: ShardingProblem, asked: Collection[str]) -> frozenset[str]:
+    """Return the tensors that have a gradient: what leads from an input in `asked` to a result."""
+    found = {name for name in problem.inputs if name in asked and problem.tensors[name].dtype in FLOATS}
     for operator in problem.operators:
-        if operator.result.dtype in FLOATS and any(name in found for name, _ in operator.operands):
+        passes = operator.result.dtype in FLOATS and "detach" not in operator.functions
+        if passes and any(name in found for name, _ in operator.operands):
             found.add(operator.result.name)
     return frozenset(found)
 

@@ -26,6 +26,8 @@ from planner.tune.candidates import Candidate, Candidates
 from planner.tune.trials import Status, Trial
 from simulator.calibration.gaussian import gain, observed
 from simulator.config.estimate import NORMAL_80, Estimate
+from simulator.config.plan import PLAN_FIELDS, SIZES
+from simulator.config.plan_schema import Kind
 
 Floats = NDArray[np.float64]
 
@@ -41,8 +43,10 @@ NEGLIGIBLE = 0.005  # probability of a pair of scales that is left out
 SCALE_SPREAD = math.log(2)  # prior of the logarithm of both scales
 NOISE = 0.01  # of the logarithm of a measured step: one start of processes against another (examples/validation)
 ALIKE_OCTAVES = 2.0  # doublings of degrees over which plans lose their likeness by a factor of e
-DEGREES = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "virtual_stages", "micro_batch_size")
-CHOICES = ("recompute", "schedule", "tp_overlap", "ep_overlap", "reshard_after_forward", "zero_stage", "cp_method")
+# What two plans may differ in beside sizes: words, and what may be left to the runtime.
+CHOICES = tuple(
+    name for name, known in PLAN_FIELDS.items() if not known.kind.listed and (known.optional or known.kind is Kind.WORD)
+)
 TERM_SPREADS = {
     "compute": COMPUTE,
     "recompute": COMPUTE,
@@ -259,7 +263,7 @@ def _runs(candidates: Candidates, made: Sequence[tuple[int, Trial]]) -> Floats:
 
 def likeness(plans: Sequence[Candidate]) -> Floats:
     """Return the similarity of plans, (n, n), from 0 to 1: less with every doubling of a degree and every other choice."""
-    degrees = np.log2([[getattr(one.plan, name) for name in DEGREES] for one in plans])
+    degrees = np.log2([[getattr(one.plan, name) for name in SIZES] for one in plans])
     far = np.abs(degrees[:, None, :] - degrees[None, :, :]).sum(axis=2) / ALIKE_OCTAVES
     for name in CHOICES:
         words = np.array([str(getattr(one.plan, name)) for one in plans])

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from planner.runs.runs_store import plan_words
+from planner.io.plan_words import plan_in_words
 from planner.tune.beliefs import believe
 from planner.tune.candidates import Candidate, Candidates
 from planner.tune.loop import View
 from planner.tune.stop import outlook
 from planner.tune.trials import Trial
-from topology import codec
 
 SHOWN = 8  # plans
 
@@ -63,13 +62,7 @@ def history(view: View, *, within: float, unknown_machine: bool = False) -> Hist
 
 def candidate_words(one: Candidate) -> str:
     """Return a candidate in words, with what tells it from others of the same degrees."""
-    plan = one.plan
-    words = [plan_words(codec.to_builtins(plan))]
-    if plan.reshard_after_forward is not None:
-        words.append("reshard" if plan.reshard_after_forward else "no reshard")
-    if plan.cp_method is not None and plan.cp > 1:
-        words.append(plan.cp_method)
-    return ", ".join([*words, *(["compiled"] if one.runtime.compile else [])])
+    return plan_in_words(one.plan) + (", compiled" if one.runtime.compile else "")
 
 
 def _measured(one: Candidate, trials: tuple[Trial, ...]) -> float | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rich.table import Table
 
+from planner.io.grids import grid
 from planner.io.printable import printable
 from planner.tune.history import candidate_words
 from planner.tune.loop import View
@@ -19,13 +20,9 @@ def words(view: View, row: int) -> str:
 
 def progress_table(view: View, phase: str = "") -> Table:
     """Return the trials, what is tried now, the best so far, the chance that something better is left, the time left."""
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, title_justify="left", caption_justify="left")
-    table.title = printable(_standing(view))
-    table.caption = printable(phase) if phase else None
-    for head in ("trial", "plan", "status"):
-        table.add_column(head, overflow="fold")
-    for head in ("believed s", "measured s"):
-        table.add_column(head, justify="right")
+    table = grid(("trial", "plan", "status", "believed s", "measured s"), text=("trial", "plan", "status"))
+    table.title_justify = table.caption_justify = "left"
+    table.title, table.caption = printable(_standing(view)), printable(phase) if phase else None
     first = max(0, len(view.trials) - SHOWN)
     for number, trial in enumerate(view.trials[first:], start=first + 1):
         row = view.candidates.row(trial.key)

@@ -9,7 +9,7 @@ from typing import Any
 from simulator.collectives.cost import ALGORITHMS, OPS
 from simulator.collectives.launch_mode import LaunchMode
 from simulator.collectives.nccl_tables import evaluate, read_tables
-from simulator.fitting.calibration_fit import same_gpu
+from simulator.fitting.calibrations import same_gpu
 from topology import codec
 from topology.cluster import Cluster
 from topology.errors import Infeasible, UserError

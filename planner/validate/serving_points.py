@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from planner.serving.question.releases import vllm_of
+from planner.serving import vllm_of
 from planner.validate.serving_names import cluster_of, model_of
 from planner.validate.serving_row import ServingRow, read_row, side_of
 from simulator.config.model import Model

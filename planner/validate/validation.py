@@ -11,7 +11,7 @@ from typing import Any
 
 from planner.question.cases import Case, case_id, load_case
 from simulator.config.estimate import Estimate, MemoryEstimate
-from simulator.fitting.calibration_fit import UNMEASURED, Calibrations
+from simulator.fitting.calibrations import UNMEASURED, Calibrations
 from simulator.legality.rules import is_legal
 from simulator.memory.estimate import with_replay
 from topology.errors import PlannerError

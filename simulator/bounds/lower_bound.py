@@ -77,7 +77,6 @@ class LowerBound:
         self.context, self.layout, self.blocks, self.parameters = context, layout, blocks, parameters
         self.table, self.spec = context.table, context.spec
         self._message_bytes = message_bytes
-        self._hidden_share = context.hidden_share
         self._clocks = quickest(context)
         self._stages = np.maximum(self.table["virtual_stages"], 1.0)
 
@@ -180,8 +179,7 @@ class LowerBound:
                 again = [cost.device_s for cost in block.recompute.values()] if which == "backward" else []
                 share = min((mode.layers for mode in self.spec.recompute.values() if mode.recomputes), default=1.0)
                 cost = getattr(block, which)
-                hidden = self._hidden_share * cost.hidden_s
-                most = np.maximum(most, cost.device_s + hidden + sum(again, np.zeros(len(most))) / share)
+                most = np.maximum(most, cost.device_s + cost.lost_s + sum(again, np.zeros(len(most))) / share)
         return most
 
     def _issuing_s(self) -> Floats:
@@ -199,7 +197,7 @@ class LowerBound:
         slower = 1.0 - self._clocks
 
         def seconds(cost: str) -> Floats:
-            total = self._sum(cost, "device_s") + self._hidden_share * self._sum(cost, "hidden_s")
+            total = self._sum(cost, "device_s") + self._sum(cost, "lost_s")
             return total - slower * self._sum(cost, "compute_s") if slower else total
 
         weight = self._clocks * self._sum("backward", "weight_s")

@@ -19,7 +19,7 @@ from simulator.closed_form.block_times import BlockTimes
 from simulator.closed_form.clocks import quickest
 from simulator.columns.plan_table import Floats
 from simulator.pipeline.schedule_program import TURNS
-from simulator.pipeline.schedule_walk import Gathered, PassKind, Table, table_of, walked
+from simulator.pipeline.schedule_walk import Gathered, Message, PassKind, Table, table_of, walked
 from simulator.pipeline.schedules.table import Kind
 from simulator.pipeline.stages import stage_layout
 from simulator.step.host import step_host_s
@@ -113,7 +113,7 @@ class _Group:
         return np.asarray(np.minimum.reduce(of_rank))
 
     def _pass(self, kind: PassKind) -> _LeastPass:
-        shape = tuple((unit.blocks, unit.wrapped, unit.repeats, id(unit.words)) for unit in self.units[kind.stage])
+        shape = tuple((unit.block, unit.wrapped, unit.repeats, id(unit.words)) for unit in self.units[kind.stage])
         key = shape, kind.action, kind.first, kind.last, kind.gathered, kind.paired
         if key not in self._known:
             self._known[key] = self._new_pass(kind)
@@ -172,13 +172,13 @@ def _walk(
     ranks = table.schedule.ranks
     nothing = np.zeros(len(tail_s))
     compute, shards, replicas = ([nothing] * ranks for _ in range(3))
-    sent: dict[tuple[int, str, int], tuple[Floats, int]] = {}
+    sent: dict[Message, tuple[Floats, int]] = {}
     reduces = [kind.last and kind.action in TURNS for kind in table.kinds]
     for turn in table.turns:
         rank, did = turn.rank, passes[turn.kind]
         begun = compute[rank]
-        if turn.needs is not None:
-            ready, source = sent.pop(turn.needs)
+        for message in turn.needs:
+            ready, source = sent.pop(message)
             begun = np.maximum(begun, ready) + hop_s[source, rank]
         end = begun + did.device_s
         compute[rank] = end
@@ -187,7 +187,7 @@ def _walk(
             behind = np.maximum(first, np.where(replicated, 0.0, shards[rank])) + did.shards_s
             shards[rank] = np.maximum(shards[rank], behind)
             replicas[rank] = np.maximum(replicas[rank], first + did.replicas_s)
-        if turn.sends is not None:
-            sent[turn.sends] = end, rank
+        for message, _ in turn.sends:
+            sent[message] = end, rank
     done = [end + tail_s[:, rank] for rank, end in enumerate(compute)]
     return np.asarray(np.max([*done, *shards, *replicas], axis=0))

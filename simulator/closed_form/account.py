@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from simulator.closed_form.allocated import CATEGORIES
 from simulator.closed_form.block_times import BlockTimes, TrafficTimes
 from simulator.closed_form.clocks import Shares, kernel_shares, quickest, working_clocks
 from simulator.closed_form.layer_cost import BlockCost
@@ -26,7 +27,7 @@ from simulator.closed_form.pipeline_account import (
     walk_table,
 )
 from simulator.closed_form.scenario import Scenario
-from simulator.closed_form.tally import CATEGORIES, PARTS, Tally
+from simulator.closed_form.tally import PARTS, Tally
 from simulator.columns.plan_columns import distinct, words
 from simulator.columns.plan_table import Floats, PlanTable
 from simulator.config.plan import Plan

@@ -72,7 +72,6 @@ class BlockTimes:
 
     def __init__(self, context: CostContext, blocks: Mapping[str, BlockCost], clocks: Floats) -> None:
         self.context, self.blocks, self.clocks = context, blocks, clocks
-        self.hidden_share = context.hidden_share
         self.rows = len(context.table)
         self._known: dict[tuple[object, ...], PassTimes] = {}
 
@@ -128,31 +127,15 @@ class BlockTimes:
                 launches=block.backward.launches * weight / np.maximum(self.clocks * block.backward.device_s, TINY),
                 parts={"compute": weight},
             )
-        backward = self._backward(unit, block, backward_s)
-        if which is Pass.BACKWARD:
-            return backward
-        weight, pace = self.clocks * block.backward.weight_s, backward.pace
-        return PassTimes(
-            kernels_s=backward.kernels_s - weight,
-            exposed_s=backward.exposed_s,
-            pace=Pace(
-                device_s=pace.device_s - weight,
-                late_s=pace.late_s - weight,
-                host_s=pace.host_s - block.backward.weight_host_s,
-                waits_s=pace.waits_s - block.backward.weight_host_s,
-            ),
-            bytes_per_s=backward.bytes_per_s,
-            launches=backward.launches * (1.0 - weight / np.maximum(backward.device_s, weight + TINY)),
-            parts=backward.parts | {"compute": backward.parts["compute"] - weight},
-        )
+        return self._backward(unit, block, block.backward if which is Pass.BACKWARD else block.inward(), backward_s)
 
-    def _backward(self, unit: Unit, block: BlockCost, host_s: Floats) -> PassTimes:
-        """Return a whole backward pass, with what runs again before it under each plan's mode."""
-        plain = self._timed(block.backward, host_s)
+    def _backward(self, unit: Unit, block: BlockCost, cost: PassCost, host_s: Floats) -> PassTimes:
+        """Return a backward pass of a `cost`, with what runs again before it under each plan's mode."""
+        plain = self._timed(cost, host_s)
         if not unit.wrapped:
             return plain
         spec, again_s = self.context.spec, again_host_s(self.context.spec.host, self.context.table)
-        turned = self._timed(block.backward, host_s + again_s)
+        turned = self._timed(cost, host_s + again_s)
         result = plain
         for word in words(unit.words):
             if word in block.recompute:
@@ -162,24 +145,24 @@ class BlockTimes:
 
     def _timed(self, cost: PassCost, host_s: Floats, *, share: float = 1.0) -> PassTimes:
         """Return a pass with `host_s` of Python before it; costs are averages over layers, of which a `share` runs."""
-        hidden = self.hidden_share * cost.hidden_s / share
+        lost = cost.lost_s / share
         kernels = self.clocks * cost.compute_s / share
         exposed = {axis: seconds / share for axis, seconds in cost.communication_s.items()}
         saved = kernels - cost.compute_s / share  # what other clocks make of the kernels
         pace = cost.pace(host_s=share * host_s).times(1.0 / share)
-        device_s = pace.device_s + saved + hidden
+        device_s = pace.device_s + saved + lost
         return PassTimes(
-            kernels_s=kernels + hidden,
+            kernels_s=kernels + lost,
             exposed_s=sum(exposed.values(), np.zeros(self.rows)),
             pace=Pace(
                 device_s=device_s,
                 late_s=np.maximum(pace.late_s + np.minimum(saved, 0.0), device_s),
                 host_s=pace.host_s,
-                waits_s=pace.waits_s + saved + hidden,
+                waits_s=pace.waits_s + saved + lost,
             ),
             bytes_per_s=_rate(cost.moved_bytes, cost.compute_s),
             launches=cost.launches / share,
-            parts={"compute": kernels, "contention": hidden, **exposed},
+            parts={"compute": kernels, "contention": lost, **exposed},
         )
 
 

@@ -18,6 +18,7 @@ from simulator.closed_form.tally import PARTS, Tally
 from simulator.columns.plan_table import Floats
 from simulator.pipeline.schedule_walk import (
     Gathered,
+    Message,
     PassKind,
     Table,
 )
@@ -28,15 +29,17 @@ from simulator.step.units import Unit
 from simulator.step.walk import RankStages, StepWalk
 
 LONG_AGO = -1e6  # seconds: a clock that holds nothing up
+# In which it is found how long kernels take beside messages, to a hundredth of what they lose.
+ROUNDS = 4
 # (compute, wire, host) clocks with which passes begin: nothing in the way of the device, host or wire.
-BEGINS = np.array([(0.0, LONG_AGO, LONG_AGO), (LONG_AGO, LONG_AGO, 0.0), (0.0, 0.0, LONG_AGO)])
+BEGINS = np.array([(0.0, LONG_AGO, LONG_AGO), (LONG_AGO, LONG_AGO, 0.0), (LONG_AGO, 0.0, LONG_AGO)])
 
 
 @dataclass(frozen=True, slots=True)
 class PassCounts:
     """What a kind of pass does to its rank: seconds on the device and their parts; until its end from the host's start,
-    where the host is behind; for parameters that have to be gathered first; after its end for what it has sent; and bytes
-    that it leaves and that it has at its peak more than it found, one row a category.
+    where the host is behind; by how much it begins later, or earlier, than the wire is free for the parameters that it gathers;
+    after its end for what it has sent; and bytes that it leaves and that it has at its peak more than it found, one row a category.
     """
 
     device_s: Floats
@@ -63,8 +66,8 @@ class Counter:
     """Counts the passes of stages that a plan's tables have, those of stages with the same units only once.
 
     `walks` is one walk of all plans, or, of plans that hold other layers on their stages, a walk for each. Three walks at
-    once tell what a pass takes: with nothing in the way of the device, with nothing but the host in the way, and with a wire
-    that is free only when the pass begins (`BEGINS`).
+    once tell what a pass takes: with nothing in the way of the device, with nothing but the host in the way, and with nothing
+    but the wire (`BEGINS`).
     """
 
     def __init__(self, walks: Sequence[StepWalk], tables: Sequence[Table], new_tally: Callable[[int], Tally]) -> None:
@@ -170,7 +173,7 @@ def _counts_of_each(which: NDArray[np.intp], passes: Sequence[PassCounts]) -> Pa
 
 
 def _shape(units: Sequence[Unit]) -> object:
-    return tuple((unit.blocks, unit.wrapped, unit.repeats, id(unit.words)) for unit in units)
+    return tuple((unit.block, unit.wrapped, unit.repeats, id(unit.words)) for unit in units)
 
 
 def local_kind(kind: PassKind) -> Local:
@@ -210,7 +213,7 @@ def _counted(tally: Tally, *, waits_for_traffic: bool, gathers: bool) -> PassCou
     summed = tally.clocks[REPLICAS][0] if REPLICAS in tally.clocks else long_ago
     spent_s = tally.spent_s()
     parts = np.stack([(spent_s[name] - before_parts[name])[0] for name in PARTS])
-    lead_s = wired - free if gathers else np.zeros(tally.rows)
+    lead_s = wired - free if gathers else long_ago
     return PassCounts(
         device_s=free,
         parts=parts,
@@ -224,7 +227,7 @@ def _counted(tally: Tally, *, waits_for_traffic: bool, gathers: bool) -> PassCou
         kept=tally.bytes.now - before_bytes,
         most=tally.bytes.most - before_bytes,
         waits_for_traffic=waits_for_traffic,
-        leads=bool((lead_s > 0).any()),
+        leads=bool((lead_s > 0.5 * LONG_AGO).any()),
         slack_s=np.maximum(hosted - free, 0.0),
         kernels_s=parts[PARTS.index("compute")] + parts[PARTS.index("recompute")],
     )
@@ -248,7 +251,8 @@ class Clocks:
     wire: Floats
     summed: Floats  # when the stream of sums over replicas is done
     waits: dict[str, Floats]
-    sending: dict[int, Floats] = field(default_factory=dict)  # until when messages to a rank are on their way
+    # By channel: the share of SMs that its message holds, and until when it is on its way.
+    sending: dict[tuple[int, str], tuple[Floats, Floats]] = field(default_factory=dict)
     filling: Floats | None = None  # how long it has waited before its first pass
 
     def wait(self, until: Floats, part: str) -> None:
@@ -256,22 +260,35 @@ class Clocks:
         self.waits[part] = self.waits[part] + (later - self.compute)
         self.compute = later
 
-    def run(self, did: PassCounts, rank: int, hops: Hops) -> None:
+    def run(self, did: PassCounts) -> None:
         """Run a pass, beside what is being sent."""
         begun = self.compute
-        end = begun + did.device_s
-        for to, until in self.sending.items():
-            share = hops.held[rank, to]
-            beside = np.minimum(did.kernels_s / (1.0 - share), np.maximum(until - self.compute, 0.0))
-            longer = share * beside
+        longer = self._beside_messages(did.kernels_s)
+        self.compute = begun + did.device_s
+        if longer is not None:
             self.waits["contention"] = self.waits["contention"] + longer
-            end = end + longer
-        self.compute = end
+            self.compute = self.compute + longer
         self.host = np.maximum(self.host + did.host_s, begun + did.waits_s)
         self.wire = np.maximum(self.wire + did.sent_s, self.compute + did.tail_s)
         self.summed = np.maximum(self.summed + did.summed_s, self.compute + did.summed_tail_s)
         if did.waits_for_traffic:
             self.wait(self.sent, "dp")
+
+    def _beside_messages(self, kernels_s: Floats) -> Floats | None:
+        """Return how much longer kernels take while messages hold SMs; None where there are none."""
+        left = {channel: (share, until - self.compute) for channel, (share, until) in self.sending.items()}
+        for channel, (_, seconds) in left.items():
+            if not (seconds > 0).any():
+                del self.sending[channel]
+        under_way = [left[channel] for channel in self.sending]
+        if not under_way:
+            return None
+        # Of the time that they take, each message takes its share for as long as it is on its way.
+        longer = np.zeros_like(kernels_s)
+        for _ in range(ROUNDS):
+            taken = (share * np.minimum(kernels_s + longer, np.maximum(seconds, 0.0)) for share, seconds in under_way)
+            longer = sum(taken, np.zeros_like(kernels_s))
+        return longer
 
     @property
     def sent(self) -> Floats:
@@ -279,7 +296,7 @@ class Clocks:
         return np.maximum(self.wire, self.summed)
 
 
-Lags = dict[tuple[int, str, int], Floats]  # how long each message waited and moved
+Lags = dict[Message, Floats]  # how long each message waited and moved
 
 
 def walk_table(
@@ -292,33 +309,33 @@ def walk_table(
     passes = [
         {index: rank.of(table.kinds[index]) for index in set(row)} for rank, row in zip(ranks, table.rows, strict=True)
     ]
-    sent: dict[tuple[int, str, int], tuple[Floats, int]] = {}
+    sent: dict[Message, tuple[Floats, int]] = {}
     took: Lags = {}
     channels: dict[tuple[int, str], Floats] = {}
     for turn in table.turns:
         at, did = clocks[turn.rank], passes[turn.rank][turn.kind]
-        if turn.needs is not None:
+        for message in turn.needs:
             at.host = at.host + hops.host_s
-            ready, source = sent.pop(turn.needs)
-            channel = turn.needs[:2]
+            ready, source = sent.pop(message)
+            channel = message[:2]
             at.wait(np.maximum(np.maximum(ready, channels.get(channel, nothing)), at.host), "bubble")
             at.wait(at.compute + hops.seconds[source, turn.rank], "pp")
             channels[channel] = at.compute
-            took[turn.needs] = at.compute - ready
+            took[message] = at.compute - ready
         if did.leads:
-            at.wait(np.where(did.lead_s > 0, np.maximum(at.wire, at.host) + did.lead_s, 0.0), "dp")
+            at.wait(np.maximum(at.wire, at.host) + did.lead_s, "dp")
         if at.filling is None:
             at.filling = at.waits["bubble"] + at.waits["host"]
         at.wait(at.host + did.slack_s, "host")
-        at.run(did, turn.rank, hops)
+        at.run(did)
         if synchronizes:
             at.host = np.maximum(at.host, at.compute)
-        if turn.sends is not None:
+        for message, target in turn.sends:
             at.host = at.host + hops.host_s
             ready = np.maximum(at.compute, at.host)
-            sent[turn.sends] = ready, turn.rank
+            sent[message] = ready, turn.rank
             if lags:
-                at.sending[turn.target] = ready + lags[turn.sends]
+                at.sending[message[:2]] = hops.held[turn.rank, target], ready + lags[message]
     return clocks, took
 
 
@@ -345,9 +362,7 @@ def issued(table: Table, ranks: Sequence[RankCounts], hops: Hops) -> Floats:
     for number, rank in enumerate(ranks):
         kinds, times = np.unique(table.rows[number], return_counts=True)
         passes = sum(count * rank.of(table.kinds[kind]).host_s for kind, count in zip(kinds, times, strict=True))
-        messages = sum(
-            (turn.needs is not None) + (turn.sends is not None) for turn in table.turns if turn.rank == number
-        )
+        messages = sum(len(turn.needs) + len(turn.sends) for turn in table.turns if turn.rank == number)
         ends.append(_end_of(rank, LONG_AGO, LONG_AGO, rank.host_s + passes + messages * hops.host_s).done)
     return np.stack(ends)
 

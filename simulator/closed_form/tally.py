@@ -9,25 +9,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from simulator.closed_form.block_times import Background, BlockTimes, PassTimes, TrafficTimes
+from simulator.closed_form.allocated import Bytes
+from simulator.closed_form.block_times import TINY, Background, BlockTimes, PassTimes, TrafficTimes
 from simulator.columns.plan_table import Floats
 from simulator.program.program import COMPUTE
+from simulator.step.host import QUEUED_LAUNCHES
 from simulator.step.rank import Pass, Value
 from simulator.step.traffic import REDUCE_POOL, REPLICAS, STREAM, WIRES
 from simulator.step.units import Unit
 
-CATEGORIES = (
-    "parameters",
-    "optimizer",
-    "gradients",
-    "activations",
-    "gathered_parameters",
-    "gradient_buffers",
-    "loss_and_recompute",
-    "symmetric_buffers",
-)
-ROW_OF = {name: row for row, name in enumerate(CATEGORIES)}
-GATHERED = ROW_OF["gathered_parameters"]
 # Parts of a step, as seconds of the compute stream; `dp` waits for data-parallel traffic.
 PARTS = ("compute", "recompute", "copies", "contention", "tp", "cp", "ep", "pp", "dp", "host", "bubble", "optimizer")
 
@@ -36,76 +26,8 @@ PARTS = ("compute", "recompute", "copies", "contention", "tp", "cp", "ep", "pp",
 BESIDE = {STREAM: REPLICAS, REPLICAS: STREAM}
 
 
-class Bytes:
-    """What is allocated, by category and plan, and the most of it so far."""
-
-    def __init__(self, rows: int) -> None:
-        self.now: Floats = np.zeros((len(CATEGORIES), rows))
-        self._total = np.zeros(rows)
-        self._most, self._peak = self.now.copy(), np.zeros(rows)
-        self._grown = False  # since the most was looked at: it can only have come just before something is let go
-        self._live: dict[str, tuple[int, Value]] = {}
-        self._times: dict[str, float] = {}  # of buffers that stand for so many
-        self._body: dict[str, None] | None = None  # what was allocated since a unit began that stands for several
-        self._before = self.now
-
-    @property
-    def most(self) -> Floats:
-        """What was allocated when it was most."""
-        if self._grown:
-            self._grown = False
-            more = self._total > self._peak
-            if more.any():
-                self._most[:, more] = self.now[:, more]
-                self._peak = np.maximum(self._peak, self._total)
-        return self._most
-
-    def begin_unit(self) -> None:
-        """A unit begins that stands for several."""
-        self._body, self._before = {}, self.now.copy()
-
-    def end_unit(self, times: float) -> None:
-        """It has ended: what it has taken and let go is `times` as much."""
-        _ = self.most
-        change = (times - 1.0) * (self.now - self._before)
-        change[GATHERED] = 0.0  # counted for all of them together, as they are gathered ahead
-        self.now += change
-        self._total += change.sum(axis=0)
-        self._times |= {
-            name: times for name in self._body or () if name in self._live and self._live[name][0] != GATHERED
-        }
-        self._body = None
-
-    def begin(self) -> None:
-        """Look for the most from here on."""
-        self._most, self._peak, self._grown = self.now.copy(), self._total.copy(), False
-
-    def alloc(self, buffer: str, nbytes: Value, category: str, *, handed_on: bool = False) -> None:
-        """Take memory; what is `handed_on` is let go of by the next unit, however many of them there are."""
-        if not (nbytes.any() if isinstance(nbytes, np.ndarray) else nbytes):
-            return
-        row = ROW_OF[category]
-        self._live[buffer] = row, nbytes
-        if self._body is not None and not handed_on:
-            self._body[buffer] = None
-        self.now[row] += nbytes
-        self._total += nbytes
-        self._grown = True
-
-    def free(self, buffer: str) -> None:
-        if buffer not in self._live:
-            return
-        _ = self.most
-        row, nbytes = self._live.pop(buffer)
-        times = self._times.pop(buffer, 1.0)
-        if self._body is None and times != 1.0:
-            nbytes = times * nbytes
-        self.now[row] -= nbytes
-        self._total -= nbytes
-
-
 Ran = dict[int, tuple[PassTimes, Value]]
-Mark = tuple[Floats, dict[str, Floats], dict[str, Floats], Ran, dict[str, Floats]]
+Mark = tuple[Floats, dict[str, Floats], dict[str, Floats], Ran, dict[str, Floats], Value]
 
 
 class Tally:
@@ -126,11 +48,18 @@ class Tally:
         self._beside: dict[str, Background] = {}
         # Since when, and until when, a stream has had collectives one behind the other.
         self._busy: dict[str, tuple[Floats, Floats]] = {}
+        # The same of what it had before a pause, and the last of them, where compute has not come so far.
+        self._earlier: dict[str, tuple[Floats, Floats, Background]] = {}
         self._events: dict[str, tuple[str, Floats]] = {}
         self.sent_s = self._nothing_sent()  # what streams of collectives have had to send since a pass began
         self._recorded = 0
         self._ahead_s: Floats = self._zero
-        self._begun = self.mark()
+        self._launched: Value = 0.0  # kernels so far
+        self._last: tuple[Floats, PassTimes] | None = None  # when the last pass began
+        self._begun, self._sends = (
+            self.mark(),
+            False,
+        )  # where a unit began that stands for several, and whether it sends anything
         self.paired = False  # passes run beside those of another micro batch
         self.runs_ahead = False  # the host never waits for the device, whatever the runtime says
         self.at_pass: tuple[Floats, dict[str, Floats]] = (self.bytes.now, self.parts)
@@ -155,7 +84,7 @@ class Tally:
             self.clocks[stream] = self._zero + (compute_s if stream == COMPUTE else wire_s)
         self.host = self._zero + host_s
         self._events = {name: (stream, self._zero + wire_s) for name, (stream, _) in self._events.items()}
-        self._busy, self.sent_s = {}, self._nothing_sent()
+        self._busy, self._earlier, self._last, self.sent_s = {}, {}, None, self._nothing_sent()
         self.bytes.begin()
         self.at_pass = self.bytes.now.copy(), self.spent_s()
 
@@ -166,17 +95,21 @@ class Tally:
 
     def mark(self) -> Mark:
         """Return where the rank is."""
-        return self.host, dict(self.clocks), dict(self.parts), dict(self._ran), dict(self.sent_s)
+        return self.host, dict(self.clocks), dict(self.parts), dict(self._ran), dict(self.sent_s), self._launched
 
     def repeat(self, since: Mark, times: Value) -> None:
         """Let what has happened since a mark happen so many `times` more."""
-        host, clocks, parts, ran, sent_s = since
+        host, clocks, parts, ran, sent_s, launched = since
+        self._launched = self._launched + times * (self._launched - launched)
         self.sent_s = {name: sent + times * (sent - sent_s[name]) for name, sent in self.sent_s.items()}
         ahead = {name: times * (clock - clocks.get(name, self._zero)) for name, clock in self.clocks.items()}
         self.host = self.host + times * (self.host - host)
         self.clocks = {name: clock + ahead[name] for name, clock in self.clocks.items()}
         self._events = {name: (stream, at + ahead[stream]) for name, (stream, at) in self._events.items()}
         self._busy = {name: (since + ahead[name], to + ahead[name]) for name, (since, to) in self._busy.items()}
+        self._earlier = {
+            name: (since + ahead[name], to + ahead[name], cost) for name, (since, to, cost) in self._earlier.items()
+        }
         for name, part in self.parts.items():
             if part is not parts[name]:
                 self.parts[name] = part + times * (part - parts[name])
@@ -197,14 +130,29 @@ class Tally:
 
     def begin(self, unit: Unit) -> None:
         if unit.repeats > 1:
-            self._begun = self.mark()
+            self._begun, self._sends = self.mark(), False
             self.bytes.begin_unit()
 
     def ended(self, unit: Unit) -> None:
         if unit.repeats > 1:
             self.bytes.end_unit(float(unit.repeats))
-            self.repeat(self._begun, unit.repeats - 1.0)
+            if self._sends:
+                self.repeat(self._begun, unit.repeats - 1.0)
+            else:
+                self._repeat_beside(self._begun, unit.repeats - 1.0)
             self._fill_queue()
+
+    def _repeat_beside(self, since: Mark, times: float) -> None:
+        """Repeat what sends nothing itself: what runs beside it ends, and holds it up no longer than that."""
+        lost = self.parts["contention"] - since[2]["contention"]
+        left = np.max([self._clock(stream) for stream in WIRES], axis=0) - self.compute
+        lasting = np.clip(left / np.maximum(self.compute - since[1][COMPUTE], TINY), 0.0, times)
+        wires = {name: self.clocks[name] for name in WIRES if name in self.clocks}
+        self.repeat(since, times)
+        for name, clock in wires.items():
+            self.clocks[name] = clock + lasting * (clock - since[1].get(name, self._zero))
+        self.clocks[COMPUTE] = self.compute - (times - lasting) * lost
+        self.parts["contention"] = self.parts["contention"] - (times - lasting) * lost
 
     def begin_pair(self) -> None:
         self.paired = True
@@ -216,9 +164,12 @@ class Tally:
         self.paired = False
 
     def _fill_queue(self) -> None:
-        """Have the host wait where the compute stream's queue is full of kernels like those of the last pass."""
+        """Have the host wait where the compute stream's queue is full: of kernels like those of the last pass, or, where the stream
+        itself has waited meanwhile, of kernels as they came so far.
+        """
         if not self.runs_ahead:
-            self.host = np.maximum(self.host, self.compute - self._ahead_s)
+            ahead_s = np.maximum(self._ahead_s, QUEUED_LAUNCHES * self.compute / np.maximum(self._launched, 1.0))
+            self.host = np.maximum(self.host, self.compute - ahead_s)
 
     def host_work(self, name: str, seconds: Value) -> None:  # noqa: ARG002 - a Rank is given names
         self.host = self.host + seconds
@@ -228,10 +179,11 @@ class Tally:
         if self.paired and which is Pass.FORWARD:  # a layer ahead of the one that the backward pass lets go
             self.bytes.alloc("ahead", unit.saved_bytes, "activations", handed_on=True)
             self.bytes.free("ahead")
-        start = np.maximum(self.compute, self.host)
-        stretched = self._beside_traffic(start, times.kernels_s, times.exposed_s, times.bytes_per_s)
-        self._ran[id(times)] = times, self._ran.get(id(times), (times, 0.0))[1] + 1.0
         device_s, pace, begun = times.device_s, times.pace, self.compute
+        start = np.maximum(begun, self.host)
+        idle_s = np.maximum(begun + pace.device_s, self.host + pace.late_s) - start - device_s
+        stretched = self._beside_traffic(start, times.kernels_s, times.exposed_s, times.bytes_per_s, idle_s)
+        self._ran[id(times)] = times, self._ran.get(id(times), (times, 0.0))[1] + 1.0
         longer: Value = 0.0
         done, late_s = begun + pace.device_s, pace.late_s
         if stretched is not None:
@@ -244,7 +196,8 @@ class Tally:
         self.host = self.host + pace.host_s
         if times.waits:
             self.host = np.maximum(self.host, begun + pace.waits_s + longer)
-        self._ahead_s = times.ahead_s
+        self._last = start, times
+        self._ahead_s, self._launched = times.ahead_s, self._launched + times.launches
         self._fill_queue()
 
     def copy(
@@ -257,7 +210,7 @@ class Tally:
         rate = self.traffic.copy_bytes_per_s(module_bytes)
         seconds = np.asarray(moved_bytes / rate)
         self._wait(COMPUTE, self.host, "host")
-        stretched = self._beside_traffic(self.compute, seconds, self._zero, rate, copies=True)
+        stretched = self._beside_traffic(self.compute, seconds, self._zero, rate, self._zero, copies=True)
         seconds = seconds if stretched is None else seconds + stretched
         self.parts["copies"] = self.parts["copies"] + seconds
         self.clocks[COMPUTE] = self.compute + seconds
@@ -282,19 +235,23 @@ class Tally:
         cost = self.traffic.cost(op, family, nbytes)
         if not cost.runs:
             return
+        self._sends = True
         once = isinstance(times, float) and times == 1.0
         self.host = self.host + (cost.host_s if once else times * cost.host_s)
         now = self._clock(stream)
         start, seconds = np.maximum(now, self.host), cost.seconds if once else times * cost.seconds
         end = start + seconds
+        self._hold_up(start, end, cost)
         if stream in self.sent_s:
             self.sent_s[stream] = self.sent_s[stream] + seconds
         if stream in BESIDE and (other := self._beside.get(BESIDE[stream])) is not None:
             end = end + self._crowded(start, seconds, cost, BESIDE[stream], other)
         self.clocks[stream] = end if cost.everywhere else np.where(cost.seconds > 0, end, now)
         since, until = self._busy.get(stream, (start, start))
-        self._busy[stream] = np.where(start > until, start, since), self.clocks[stream]
-        before = self._beside.get(stream)
+        before, pauses = self._beside.get(stream), start > until
+        self._busy[stream] = np.where(pauses, start, since), self.clocks[stream]
+        if before is not None and (ahead := pauses & (until > self.compute)).any():
+            self._earlier[stream] = since, np.where(ahead, until, self.compute), before
         if before is not cost:
             self._beside[stream] = cost if before is None or cost.everywhere else cost.over(before)
 
@@ -351,6 +308,17 @@ class Tally:
             self.parts[part] = self.parts[part] + (later - now)
         self.clocks[stream] = later
 
+    def _hold_up(self, start: Floats, end: Floats, cost: Background) -> None:
+        """Let the last pass, which is told already, take longer beside a collective that begins before it ends."""
+        if self._last is None or not (start < self.compute).any():
+            return
+        begun, times = self._last
+        together = np.maximum(np.minimum(end, self.compute) - np.maximum(start, begun), 0.0)
+        stretch, _ = cost.stretch(times.kernels_s, times.exposed_s, times.bytes_per_s, self.traffic, copies=False)
+        lost = together * (1.0 - 1.0 / stretch)
+        self.parts["contention"] = self.parts["contention"] + lost
+        self.clocks[COMPUTE] = self.compute + lost
+
     def _crowded(self, start: Floats, seconds: Value, cost: Background, stream: str, other: Background) -> Floats:
         """Return how much longer a collective takes beside the one under way on `stream`, which it delays as well."""
         left = np.maximum(self._clock(stream) - start, 0.0)
@@ -370,23 +338,44 @@ class Tally:
         }
 
     def _beside_traffic(
-        self, start: Floats, kernels_s: Floats, exposed_s: Floats, bytes_per_s: Floats, *, copies: bool = False
+        self,
+        start: Floats,
+        kernels_s: Floats,
+        exposed_s: Floats,
+        bytes_per_s: Floats,
+        idle_s: Floats,
+        *,
+        copies: bool = False,
     ) -> Floats | None:
         """Return how much longer compute takes beside the traffic under way at `start`, which it delays as well; None
-        where there is none.
+        where there is none. In between the device is idle for `idle_s`, when traffic has the GPU to itself.
         """
         longer = None
         total = kernels_s + exposed_s
-        for stream, beside in self._beside.items():
-            left = self._clock(stream) - start
-            if not (left > 0).any():
-                continue
+        for stream, beside, since, until in self._under_way(start):
             # It may have to wait for another stream itself.
-            alone = np.maximum(self._busy[stream][0] - start, 0.0) if stream in self._busy else self._zero
+            alone = self._zero if since is None else np.maximum(since - start, 0.0)
             stretch, progress = beside.stretch(kernels_s, exposed_s, bytes_per_s, self.traffic, copies=copies)
-            left, rest = np.maximum(left - alone, 0.0), np.maximum(total - alone, 0.0)
-            together = np.minimum(stretch * rest, left / progress)
+            left, rest = np.maximum(until - start - alone, 0.0), np.maximum(total - alone, 0.0)
+            busy = stretch * rest
+            share = busy / np.maximum(busy + idle_s, TINY)
+            together = share * np.minimum(busy + idle_s, left / (1.0 - share * (1.0 - progress)))
             lost = together * (1.0 - 1.0 / stretch)
             longer = lost if longer is None else longer + lost
-            self._delay(stream, start, together * (1.0 - progress))
+            if until is self._clock(stream):
+                self._delay(stream, start, together * (1.0 - progress))
         return longer
+
+    def _under_way(self, start: Floats) -> list[tuple[str, Background, Floats | None, Floats]]:
+        """Return the collectives that are not over at `start`: of which stream, and since when and until when it has them."""
+        found: list[tuple[str, Background, Floats | None, Floats]] = []
+        for stream, (since, until, cost) in [*self._earlier.items()]:
+            if (until > start).any():
+                found.append((stream, cost, since, until))
+            else:
+                del self._earlier[stream]
+        for stream, cost in self._beside.items():
+            until = self._clock(stream)
+            if (until > start).any():
+                found.append((stream, cost, self._busy[stream][0] if stream in self._busy else None, until))
+        return found

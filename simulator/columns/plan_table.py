@@ -17,8 +17,7 @@ from simulator.columns.expert_load import busiest_load
 from simulator.columns.plan_columns import PlanColumns, plan_columns, words
 from simulator.config.model import Model
 from simulator.config.overlap_sites import mode_at, modes_in
-from simulator.config.plan import INTERLEAVED_SCHEDULE, PLAIN_SCHEDULE, PLAN_FIELDS, Plan
-from simulator.config.plan_schema import Kind
+from simulator.config.plan import INTERLEAVED_SCHEDULE, PLAIN_SCHEDULE, SIZES, Plan
 from simulator.config.workload import Workload
 from topology.errors import BadPlan
 
@@ -86,8 +85,6 @@ class PlanTable(PlanColumns):
         return type(self)(plans=tuple(self.plans[row] for row in rows) if self.plans else (), **taken)
 
 
-# Fields that formulas take as floats.
-SIZES = tuple(name for name, known in PLAN_FIELDS.items() if known.kind is Kind.COUNT and not known.optional)
 STATES = ("parameters", "gradients", "optimizer")
 # ZeRO stage from which each kind of state is sharded (Rajbhandari et al., arXiv 1910.02054, section 5).
 SHARDED_FROM_STAGE = {"parameters": 3, "gradients": 2, "optimizer": 1}

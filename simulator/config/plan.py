@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.config.plan_schema import MAX_LAYERS, PlanField, degree, entry, fields_of
+from simulator.config.plan_schema import MAX_LAYERS, Kind, PlanField, degree, entry, fields_of
 
 # What is kept in host memory: nothing, the optimizer's state, or parameters and gradients as well.
 OFFLOADS = ("none", "optimizer", "parameters")
@@ -137,7 +137,9 @@ class Plan:
     reshard_after_forward: bool | None = entry(None)  # None: the runtime's default
     # Empty: as even as the runtime makes it.
     layers_per_stage: tuple[int, ...] = entry((), most=MAX_LAYERS, follows=("pp", "virtual_stages"))
-    placement: tuple[int, ...] = entry((), follows=("gpus",))
+    placement: tuple[int, ...] = entry(
+        (), follows=("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "virtual_stages")
+    )
     cp_method: str | None = entry(None, "context parallelism by", beside="cp")  # None: the runtime's own
     recompute_per_stage: tuple[str, ...] = entry((), follows=("pp", "virtual_stages", "recompute"))
     capacity_factor: float | None = entry(None)
@@ -151,6 +153,7 @@ class Plan:
     ep_overlap: str = entry(
         "none",
         "overlap of experts' all-to-all",
+        short="a2a",
         choices=EP_OVERLAPS,
         yes="combined",
         flag="--ep-overlap",
@@ -167,6 +170,11 @@ class Plan:
     def data_parallel(self) -> int:
         """Ranks that see different sequences."""
         return self.dp_replicate * self.dp_shard
+
+    @property
+    def stages(self) -> int:
+        """Stages of the pipeline, over all its ranks."""
+        return self.pp * self.virtual_stages
 
     @property
     def schedule_name(self) -> str:
@@ -189,6 +197,8 @@ class Plan:
 
 # Every field of a plan, by name and in the order of `Plan`.
 PLAN_FIELDS: Mapping[str, PlanField] = fields_of(Plan)
+# Degrees, stages on a rank and the micro batch: whole numbers that every plan has, which multiply.
+SIZES = tuple(name for name, known in PLAN_FIELDS.items() if known.kind is Kind.COUNT and not known.optional)
 
 
 def rank_grid(plan: Plan) -> NDArray[np.int64]:

@@ -20,7 +20,6 @@ from itertools import count
 import simpy
 from simpy.core import EmptySchedule
 
-from simulator.engine.allocations import Allocations, MemoryPeak, last_at_each_time
 from simulator.engine.contention import Activity, Contention
 from simulator.program import trace as tr
 from simulator.program.check import find_deadlock
@@ -28,10 +27,8 @@ from simulator.program.cost_model import Cost, CostModel, Ranks
 from simulator.program.fold import Folding, Meeting, RankClass, endpoint, fold, meeting_keys
 from simulator.program.program import (
     HOST,
-    Alloc,
     Collective,
     Copy,
-    Free,
     HostWork,
     Instruction,
     Launch,
@@ -49,17 +46,12 @@ Steps = Generator[simpy.Event, None, None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """The outcome. Traces and peaks are of one rank per class, `folding.classes[i].representative`."""
+    """The outcome. Traces, and when events happened, are of one rank per class, `folding.classes[i].representative`."""
 
     step_s: float
     trace: tr.Trace
-    memory: dict[int, MemoryPeak]
+    events_s: dict[int, dict[str, float]]
     folding: Folding
-
-    @property
-    def worst_rank(self) -> int:
-        """The simulated rank with the highest memory peak, the lowest of them if several."""
-        return max(self.memory, key=lambda rank: (self.memory[rank].peak_bytes, -rank))
 
 
 def simulate(
@@ -136,8 +128,8 @@ class _Machine:
             raise self._no_end()
         self.spans.sort(key=lambda span: (span.start_s, span.rank, span.stream, -span.end_s))
         trace = tr.Trace(spans=tuple(self.spans), flows=tuple(self.flows), counters=tuple(self._counters()))
-        memory = {rank.number: rank.memory.peak for rank in self.ranks}
-        return Run(step_s=self.end_s, trace=trace, memory=memory, folding=self.folding)
+        events_s = {rank.number: rank.events.happened_s for rank in self.ranks}
+        return Run(step_s=self.end_s, trace=trace, events_s=events_s, folding=self.folding)
 
     def _no_end(self) -> PlannerError:
         starved = [self.ranks[gpu].number for gpu in self.contention.starved()]
@@ -213,16 +205,14 @@ class _Machine:
     def _counters(self) -> Generator[tr.Counter, None, None]:
         if not self.keep_spans:
             return
-        for rank in self.ranks:
-            if rank.memory.samples:
-                yield tr.Counter(rank.number, "memory", "bytes", last_at_each_time(rank.memory.samples))
         for number, samples in sorted(self.link_use.items()):
             name = f"link {self.folding.link_names[number]}"
-            yield tr.Counter(-1, name, "bytes/s", last_at_each_time(samples))
+            last_at_each_time = tuple(dict(samples).items())
+            yield tr.Counter(-1, name, "bytes/s", last_at_each_time)
 
 
 class _Rank:
-    """One simulated rank: its host, its streams, its events, its memory."""
+    """One simulated rank: its host, its streams, its events."""
 
     def __init__(self, machine: _Machine, rank_class: RankClass) -> None:
         self.machine = machine
@@ -230,7 +220,6 @@ class _Rank:
         self.rank_class = rank_class
         self.index = rank_class.index
         self.number = rank_class.representative
-        self.memory = Allocations(machine.env, keep=machine.keep_spans)
         self.events = _Events(machine.env)
         self.hbm: Hashable = ("hbm", self.index)
         limits = machine.costs.limits(self.number)
@@ -321,10 +310,6 @@ class _Rank:
                 return self.machine.meet(self, op)
             case HostWork(duration_s=seconds):
                 return self.env.timeout(seconds)
-            case Alloc(buffer=name, nbytes=nbytes, category=category, pool=pool):
-                self.memory.allocate(name, nbytes, category, pool)
-            case Free(buffer=name):
-                self.memory.free(name)
         return None
 
     def _drawn(self, op: _Op, begin_s: float) -> None:
@@ -354,18 +339,18 @@ class _Rank:
 
 
 class _Events:
-    """The events of one rank. Only those that somebody waits for cost anything."""
+    """The events of one rank, and when they happened. Only those that somebody waits for cost anything."""
 
     def __init__(self, env: simpy.Environment) -> None:
         self.env = env
-        self._past: set[str] = set()
+        self.happened_s: dict[str, float] = {}
         self._awaited: dict[str, simpy.Event] = {}
 
     def happened(self, name: str) -> bool:
-        return name in self._past
+        return name in self.happened_s
 
     def record(self, name: str) -> None:
-        self._past.add(name)
+        self.happened_s[name] = self.env.now
         if name in self._awaited:
             self._awaited.pop(name).succeed()
 

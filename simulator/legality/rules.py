@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from simulator.columns.plan_columns import plan_columns
-from simulator.config.plan import Plan
+from simulator.config.plan import SIZES, Plan
 from simulator.legality.data_and_experts import DATA_RULES, EXPERT_RULES
 from simulator.legality.pipeline import PIPELINE_RULES
 from simulator.legality.policy import POLICY_RULES
@@ -43,15 +43,14 @@ def is_legal(found: Sequence[Problem]) -> bool:
 
 def plan_problems(plan: Plan, facts: RuleFacts) -> Iterator[Problem]:
     """Yield problems with what columns do not carry: meaningless numbers, listed layers, placement."""
-    sizes = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "virtual_stages", "micro_batch_size")
-    for name in sizes:
+    for name in SIZES:
         if getattr(plan, name) < 1:
             message = f"{name}={getattr(plan, name)} must be at least 1"
             yield Problem(rule="positive", grade=Grade.ILLEGAL, message=message, nearest=(1,), nearest_of=name)
     # Columns are 64-bit: a product beyond that would wrap around and might look legal.
     if plan.gpus * plan.ep * plan.virtual_stages * plan.micro_batch_size >= 1 << 62:
         yield Problem(rule="range", grade=Grade.ILLEGAL, message=f"the degrees multiply to {plan.gpus:.3g} GPUs")
-    stages = plan.pp * plan.virtual_stages
+    stages = plan.stages
     listed = plan.layers_per_stage
     if listed and (len(listed) != stages or sum(listed) != facts.model.layers or min(listed) < 0):
         yield Problem(

@@ -15,12 +15,14 @@ from simulator.lowering.steps import KernelStep, Step
 from simulator.lowering.writing import StepWriter
 from simulator.overlap.combined import DELAY_WGRAD
 from simulator.program.cost_model import Cost
-from simulator.program.program import COMPUTE, CodeWriter, Instruction
+from simulator.program.program import COMPUTE, CodeWriter, Instruction, RecordEvent
 from simulator.step.context import CostContext
 from simulator.step.offload import update_bytes_per_s
 from simulator.step.rank import Pass, Value
 from simulator.step.units import Unit
 from simulator.step.update import updated_dtype
+
+MARK = "pass "  # how the event at the end of a unit's pass is called, before its number
 
 
 class CodeOfUnits:
@@ -28,7 +30,7 @@ class CodeOfUnits:
 
     def __init__(self, network: Network, steps: StepWriter, context: CostContext, detail: Detail) -> None:
         self.network, self.steps, self.context, self.detail = network, steps, context, detail
-        self._merged: dict[tuple[str, Pass, bool], list[Step]] = {}
+        self._merged: dict[tuple[str, Pass], list[Step]] = {}
         self._parts: dict[tuple[str, Pass], Parts] = {}
         self._ranks: dict[str, int] = {}
 
@@ -42,21 +44,16 @@ class CodeOfUnits:
             self._parts[key] = parts_of(steps, f"{block.name} {which}", self.detail, weights_later=later)
         return self._parts[key]
 
-    def passed(self, unit: Unit, which: Pass, *, paired: bool = False) -> list[Step]:
-        """Return the steps of a pass of a unit; `paired`: its exchanges of tokens no longer than they are exposed beside
-        another micro batch, for units that are told as a whole.
-        """
+    def passed(self, unit: Unit, which: Pass) -> list[Step]:
+        """Return the steps of a pass of a unit."""
         block = self.network.code_of(unit)
-        key = (block.name, which, paired)
+        key = (block.name, which)
         if key not in self._merged:
             steps = block.forward if which is Pass.FORWARD else block.backward
             if which in {Pass.INPUT, Pass.WEIGHT}:
                 of_weight = which is Pass.WEIGHT
                 steps = tuple(s for s in steps if (isinstance(s, KernelStep) and s.weight) is of_weight)
-            name = f"{block.name} {which}"
-            if paired:
-                steps, name = tuple(self.network.exposed(step) for step in steps), f"{name} beside"
-            self._merged[key] = merged(steps, name, self.detail)
+            self._merged[key] = merged(steps, f"{block.name} {which}", self.detail)
         return self._merged[key]
 
     def ranks_in(self, family: str) -> int:
@@ -86,7 +83,8 @@ class CodeRank:
 
     code: CodeWriter
     units: CodeOfUnits
-    _live: set[str] = field(default_factory=set)
+    marks: bool = False  # an event at the end of every pass of a unit
+    _passes: int = 0
     _remaining: dict[tuple[str, str], float] = field(default_factory=dict)  # parts of collectives that are not sent yet
     _paired: bool = False
     _start: int = 0
@@ -115,10 +113,16 @@ class CodeRank:
         self.code.host_work(name, _number(seconds))
 
     def run(self, unit: Unit, which: Pass) -> None:
-        if self._paired and self.units.detail is not Detail.STAGE:
+        if self._paired:
             self._runs.append((self.code.length, unit, which))
         else:
-            self.units.steps.write(self.code, self.units.passed(unit, which, paired=self._paired))
+            self.units.steps.write(self.code, self.units.passed(unit, which))
+            self._mark()
+
+    def _mark(self) -> None:
+        if self.marks:
+            self.code.add(RecordEvent(event=f"{MARK}{self._passes}", stream=COMPUTE))
+            self._passes += 1
 
     def _told(self) -> Told:
         """Take back what was told of one pass of a pair."""
@@ -144,6 +148,9 @@ class CodeRank:
                     code.extend(before)
                     parts[id(told)] = self.units.parts(unit, which)
             pair.layer(parts[id(forward)], parts[id(backward)])
+            for written in parts.values():
+                if written is not NOTHING:
+                    self._mark()
         pair.end()
         for told in (forward, backward):
             while told.runs:
@@ -154,6 +161,7 @@ class CodeRank:
         before, unit, which = told.runs.pop(0)
         self.code.extend(before)
         self.units.steps.write(self.code, self.units.passed(unit, which))
+        self._mark()
 
     def copy(self, name: str, moved_bytes: Value, *, module_bytes: Value | None = None) -> None:
         moved, roofline = _number(moved_bytes), self.units.context.roofline
@@ -208,15 +216,10 @@ class CodeRank:
         self.code.synchronize(COMPUTE)
 
     def alloc(self, buffer: str, nbytes: Value, category: str, *, pool: str = "", filled: bool = False) -> None:
-        size = round(_number(nbytes))
-        if size:
-            self._live.add(buffer)
-            self.code.alloc(buffer, size, category, stream=COMPUTE, pool=pool, filled=filled)
+        """Bytes are those of the allocator's replay (`simulator.memory`)."""
 
     def free(self, buffer: str) -> None:
-        if buffer in self._live:
-            self._live.discard(buffer)
-            self.code.free(buffer, stream=COMPUTE)
+        """Bytes are those of the allocator's replay."""
 
     def _launch(self, step: KernelStep) -> None:
         self.units.steps.launch(self.code, step)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from simulator.closed_form.account import WALKED
 from simulator.closed_form.estimates import EstimateTable, estimate_plans
 from simulator.closed_form.scenario import Scenario
 from simulator.config.estimate import Estimate
@@ -18,128 +19,111 @@ from simulator.config.workload import Workload
 from simulator.engine.simulate import Run, simulate
 from simulator.lowering.block_code import Detail
 from simulator.lowering.training import lower_training
+from simulator.pipeline.schedule_walk import walked
 from simulator.program import trace as tr
 
-# Up to so many instructions the finer detail is used: a second or two of simulation. Beyond, stages are folded.
-FINE_INSTRUCTIONS = 60_000
 # Telling which ranks behave alike takes as long for one of them as simulating so many instructions.
 INSTRUCTIONS_PER_RANK = 2
-# Instructions of a layer and pass, and of a stage and pass, as `layer` and `stage` code have them: rough
-# counts, for choosing only.
+# Instructions of a layer and pass, and of a stage and pass beside them: rough counts, for choosing only.
 PER_LAYER, PER_STAGE = 24, 14
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulated:
-    """`estimate` has the interval, rates and memory of the plan; `run` the timeline it was read from."""
+    """`estimate` has the step, its interval and rates, and the memory of the closed form; `run` is the timeline it was read from."""
 
     estimate: Estimate
     run: Run
     detail: Detail
 
 
-def choose_detail(model: Model, workload: Workload, plan: Plan) -> Detail:
-    """Return the finest detail whose program stays short: layer by layer, or whole stages."""
-    fine = _instructions(model, workload, plan, Detail.LAYER)
-    return Detail.LAYER if fine <= FINE_INSTRUCTIONS else Detail.STAGE
+# A timeline of more instructions is drawn with the micro batches after which its schedule repeats itself.
+DRAWN_INSTRUCTIONS = 60_000
 
 
-def program_length(model: Model, workload: Workload, plan: Plan, detail: Detail) -> float:
-    """Return roughly what simulating a plan in `detail`, layer or stage, costs, as a number of instructions: those of its
-    program, and what folding its ranks takes.
+def drawn_micro_batches(model: Model, workload: Workload, plan: Plan) -> int:
+    """Return with how many micro batches a step is drawn: all of them, or of a long one as many as show all that happens."""
+    micro_batches = plan.micro_batches(workload.global_batch_size)
+    if program_length(model, workload, plan) <= DRAWN_INSTRUCTIONS:
+        return micro_batches
+    if plan.pp == 1:
+        return min(micro_batches, WALKED + (plan.ep_overlap != "none"))
+    return walked(plan.schedule_name, plan.pp, micro_batches)
+
+
+def program_length(model: Model, workload: Workload, plan: Plan, *, micro_batches: int | None = None) -> float:
+    """Return roughly what simulating a plan layer by layer costs, as a number of instructions: those of its program, and what
+    folding its ranks takes; with other `micro_batches` than the step has, where they are given.
     """
-    return _instructions(model, workload, plan, detail) + plan.gpus * INSTRUCTIONS_PER_RANK
-
-
-def _instructions(model: Model, workload: Workload, plan: Plan, detail: Detail) -> float:
-    passes = 2 * plan.micro_batches(workload.global_batch_size)
+    passes = 2 * (micro_batches or plan.micro_batches(workload.global_batch_size))
     stages = plan.pp * plan.virtual_stages * PER_STAGE
-    if detail is Detail.STAGE:
-        return passes * stages
     transfers = 1 + 2 * (plan.tp > 1) + (plan.cp > 1) + (plan.ep > 1)
-    return passes * (model.layers * PER_LAYER * transfers / 2 + stages)
+    return passes * (model.layers * PER_LAYER * transfers / 2 + stages) + plan.gpus * INSTRUCTIONS_PER_RANK
 
 
 def simulate_plan(
     scenario: Scenario,
     plan: Plan,
     *,
-    detail: Detail | None = None,
+    detail: Detail = Detail.LAYER,
     spans: bool = True,
+    micro_batches: int | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Simulated:
-    """Return the simulated step. `detail` defaults to `choose_detail`; without `spans` the trace stays empty and the
-    breakdown is the closed form's, scaled to the simulated step. `progress` is told how far it is; what it raises ends
-    the work.
+    """Return the simulated step. Without `spans` the trace stays empty and the breakdown is the closed form's, scaled to the
+    simulated step; with `micro_batches` the run, and only the run, is of a step with so many, and marks the ends of passes
+    (`lower_training`). `progress` is told how far it is; what it raises ends the work.
 
     Raises BadPlan as `estimate_plans` and `lower_training` do, ValueError where the global batch does not divide.
     """
     table = estimate_plans(scenario, [plan])
-    detail = detail or choose_detail(scenario.model, scenario.workload, plan)
     clocks = float(table.clocks[0])
     say = progress or (lambda _: None)
     say("writing down what every rank does")
-    lowered = lower_training(scenario, plan, detail=detail, clocks=clocks)
+    lowered = lower_training(
+        scenario, plan, detail=detail, clocks=clocks, micro_batches=micro_batches, marks=micro_batches is not None
+    )
     say("finding ranks that behave alike")
     about = float(table.step_s[0])
     watch = None if progress is None else lambda now: say(f"at {now:.3g} s of a step of about {about:.3g} s")
     run = simulate(lowered.program, lowered.costs, spans=spans, watch=watch)
-    return Simulated(estimate=_estimate(table, run, plan, detail, spans=spans), run=run, detail=detail)
+    whole = micro_batches in {None, plan.micro_batches(scenario.workload.global_batch_size)}
+    estimate = _estimate(table, run, spans=spans) if whole else table.estimate(0)
+    return Simulated(estimate=estimate, run=run, detail=detail)
 
 
-def _estimate(table: EstimateTable, run: Run, plan: Plan, detail: Detail, *, spans: bool) -> Estimate:
-    """Return the closed form's estimate with time and memory of the run in place of its own."""
+def _estimate(table: EstimateTable, run: Run, *, spans: bool) -> Estimate:
+    """Return the closed form's estimate with the time of the run in place of its own."""
     formula = table.estimate(0)
     flushing = formula.breakdown_s["allocator"]
     step_s = run.step_s + flushing  # what a full allocator costs is not simulated
     scale = step_s / formula.step_s.value
-    worst = max(run.memory, key=lambda rank: (run.memory[rank].reserved_bytes, -rank))
-    peak = run.memory[worst]
-    reserved = float(max(peak.reserved_bytes, peak.peak_bytes))
-    class_of = run.folding.class_of()
-    first_ranks = [rank * (plan.gpus // plan.pp) for rank in range(plan.pp)]
-    simulated_of = [run.folding.classes[class_of[rank]].representative for rank in first_ranks]
     if spans:
-        parts, by_axis = _parts_s(formula, run, detail)
+        parts, by_axis = _parts_s(formula, run)
     else:
         parts = {name: part * scale for name, part in formula.breakdown_s.items()}
         by_axis = {axis: part * scale for axis, part in formula.exposed_by_axis_s.items()}
     return replace(
         formula,
         step_s=formula.step_s.at(step_s),
-        memory=replace(
-            formula.memory,
-            peak_bytes=formula.memory.peak_bytes.at(float(peak.peak_bytes)),
-            reserved_bytes=reserved,
-            by_category={name: float(nbytes) for name, nbytes in peak.by_category.items()},
-            worst_rank=worst,
-            fits=reserved <= formula.memory.capacity_bytes,
-            by_stage=tuple({k: float(v) for k, v in run.memory[rank].by_category.items()} for rank in simulated_of),
-            reserved_by_stage=tuple(float(run.memory[rank].reserved_bytes) for rank in simulated_of),
-        ),
         breakdown_s={**parts, "allocator": flushing} if spans else parts,
         exposed_by_axis_s=by_axis,
     )
 
 
-def _parts_s(formula: Estimate, run: Run, detail: Detail) -> tuple[dict[str, float], dict[str, float]]:
+def _parts_s(formula: Estimate, run: Run) -> tuple[dict[str, float], dict[str, float]]:
     """Return the parts of the simulated step, and its exposed communication by mesh axis.
 
-    What one span holds is split as the closed form has it: computing anew and contention in a kernel, and where stages
-    are simulated whole, the communication inside them.
+    What one span holds is split as the closed form has it: computing anew and contention in a kernel.
     """
-    seen, axes = breakdown_s(run), formula.exposed_by_axis_s
-    inside: list[str] = [axis for axis in ("tp", "cp", "ep") if axis in axes and detail is Detail.STAGE]
-    outside = {axis: part for axis, part in axes.items() if axis not in inside} or {"dp": 0.0}
+    seen, axes = breakdown_s(run), formula.exposed_by_axis_s or {"dp": 0.0}
     computed = {name: formula.breakdown_s.get(name, 0.0) for name in ("compute", "recompute", "contention")}
-    whole = sum(computed.values()) + sum(axes[axis] for axis in inside)
+    whole, known, waited = sum(computed.values()), sum(axes.values()), seen["exposed_communication"]
     scale = seen["compute"] / whole if whole else 0.0
-    known, waited = sum(outside.values()), seen["exposed_communication"]
-    by_axis: dict[str, float] = {axis: axes[axis] * scale for axis in inside}
-    by_axis |= {axis: waited * (part / known if known else 1 / len(outside)) for axis, part in outside.items()}
+    by_axis = {axis: waited * (part / known if known else 1 / len(axes)) for axis, part in axes.items()}
     parts = {name: part * scale for name, part in computed.items()}
     for name in ("copies", "exposed_communication", "bubble", "host", "optimizer"):
-        parts[name] = max(0.0, sum(by_axis.values()) if name == "exposed_communication" else seen[name])
+        parts[name] = max(0.0, seen[name])
     return parts, by_axis
 
 

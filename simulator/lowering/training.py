@@ -14,7 +14,7 @@ from simulator.lowering.machine_costs import MachineCosts
 from simulator.lowering.network import Network
 from simulator.lowering.writing import StepWriter
 from simulator.pipeline.schedule_program import TURNS, last_backwards, peak_in_flight, pipeline_program
-from simulator.pipeline.schedules.registry import build_schedule
+from simulator.pipeline.schedules.registry import schedule_of_plan
 from simulator.pipeline.schedules.table import Action, Schedule
 from simulator.program.program import CodeWriter, Groups, Program
 from simulator.runtimes.library import operators_for, wraps_one
@@ -33,12 +33,22 @@ class Lowered:
     schedule: Schedule
 
 
-def lower_training(scenario: Scenario, plan: Plan, *, detail: Detail = Detail.LAYER, clocks: float = 1.0) -> Lowered:
-    """Return the program of one training step. Raises BadPlan for a schedule or recompute word that does not exist.
+def lower_training(
+    scenario: Scenario,
+    plan: Plan,
+    *,
+    detail: Detail = Detail.LAYER,
+    clocks: float = 1.0,
+    micro_batches: int | None = None,
+    marks: bool = False,
+) -> Lowered:
+    """Return the program of one training step, with other `micro_batches` than it has where they are given. Raises BadPlan for a
+    schedule or recompute word that does not exist.
 
-    `clocks` multiplies kernel times, as the closed form found for the step as a whole (`EstimateTable.clocks`).
+    `clocks` multiplies kernel times, as the closed form found for the step as a whole (`EstimateTable.clocks`). With `marks`
+    ranks record an event at the end of every pass of a unit.
     """
-    return _Lowering(scenario, plan, detail, clocks).lower()
+    return _Lowering(scenario, plan, detail, clocks, micro_batches).lower(marks=marks)
 
 
 def plan_context(scenario: Scenario, plan: Plan) -> CostContext:
@@ -54,27 +64,24 @@ def plan_context(scenario: Scenario, plan: Plan) -> CostContext:
 
 
 class _Lowering:
-    def __init__(self, scenario: Scenario, plan: Plan, detail: Detail, clocks: float = 1.0) -> None:
+    def __init__(
+        self, scenario: Scenario, plan: Plan, detail: Detail, clocks: float, micro_batches: int | None
+    ) -> None:
         self.model, self.cluster, self.runtime = scenario.model, scenario.cluster, scenario.runtime
         context = plan_context(scenario, plan)
         slowed = replace(context.roofline, kernel_factor=context.roofline.kernel_factor * clocks)
         self.context = replace(context, roofline=slowed)
         self.plan = self.context.table.plans[0]
         self.spec, self.paired = self.context.spec, self.plan.ep_overlap != "none"
-        self.schedule = build_schedule(
-            self.plan.schedule_name,
-            ranks=self.plan.pp,
-            micro_batches=self.plan.micro_batches(scenario.workload.global_batch_size),
-            stages_per_rank=self.plan.virtual_stages,
-            paired=self.paired,
-        )
+        counted = micro_batches or self.plan.micro_batches(scenario.workload.global_batch_size)
+        self.schedule = schedule_of_plan(self.plan, counted)
         operators = operators_for(self.model, self.runtime)
-        self.network = Network(self.model, operators, self.context, collapse=detail is Detail.STAGE)
+        self.network = Network(self.model, operators, self.context)
         self.walk = StepWalk(self.context, operators, self.network.stages, single=self.schedule.micro_batches <= 1)
         self.steps = StepWriter()
         self.units = CodeOfUnits(self.network, self.steps, self.context, detail)
 
-    def lower(self) -> Lowered:
+    def lower(self, *, marks: bool) -> Lowered:
         in_flight = peak_in_flight(self.schedule)
         last_turned = last_backwards(self.schedule)
         ranks: dict[int, tuple[CodeRank, DataWriter, RankStages]] = {}
@@ -82,7 +89,7 @@ class _Lowering:
         def begun(code: CodeWriter, rank: int) -> tuple[CodeRank, DataWriter, RankStages]:
             if rank not in ranks:
                 held = stages_of_rank(self.schedule, rank, in_flight[rank])
-                writer = CodeRank(code, self.units)
+                writer = CodeRank(code, self.units, marks=marks)
                 ranks[rank] = writer, self.walk.begin(writer, held), held
             return ranks[rank]
 

@@ -39,7 +39,7 @@ class StepWriter:
                         code.collective(step.op, step.group, step.nbytes, stream=stream)
                     code.after(COMPUTE, stream)
                 case RingStep():
-                    self._ring(code, step.piece, step.group, step.nbytes, step.ranks)
+                    self._ring(code, step)
                 case AsyncStep():
                     self._async(code, step)
                 case SiteStep():
@@ -60,39 +60,39 @@ class StepWriter:
             # The device starts on the first of many launches while the host is still issuing the others.
             code.host_work(f"issue {step.key[0]}", step.host_s)
 
-    def _ring(self, code: CodeWriter, piece: KernelStep, group: str, nbytes: int, ranks: int) -> None:
+    def _ring(self, code: CodeWriter, step: RingStep) -> None:
         """Pass a shard on while the piece at hand computes; the next piece waits for both."""
-        stream = f"{group} comm"
-        for turn in range(ranks):
-            if turn < ranks - 1:
+        stream = f"{step.group} comm"
+        for turn in range(step.ranks):
+            if turn < step.ranks - 1:
                 code.after(stream, COMPUTE)
-                code.exchange(group, 1, nbytes, tag="ring", stream=stream)
-            self.launch(code, piece)
-            if turn < ranks - 1:
+                code.exchange(step.group, 1, step.nbytes, tag="ring", stream=stream)
+            self.launch(code, step.piece)
+            if turn < step.ranks - 1:
                 code.after(COMPUTE, stream)
 
     def _async(self, code: CodeWriter, step: AsyncStep) -> None:
         """The ring's pattern with copy engines: the rank's own shard first, the others while pieces compute."""
         transfer, stream = step.transfer, f"{step.transfer.group} copies"
-        shard = round(transfer.nbytes / step.ranks)
-        self.peer_copies[shard] = transfer.hop_s
-        for turn in range(step.ranks):
-            code.host_work("issue copies", 2 * transfer.host_s)
-            if turn < step.ranks - 1:
+        shard = round(transfer.nbytes / transfer.ranks)
+        self.peer_copies[shard] = step.hop_s
+        for turn in range(transfer.ranks):
+            code.host_work("issue copies", step.copies_host_s)
+            if turn < transfer.ranks - 1:
                 code.after(stream, COMPUTE)
                 code.copy(shard, PEER_COPY, stream=stream)
             self.launch(code, step.piece)
-            if turn < step.ranks - 1:
+            if turn < transfer.ranks - 1:
                 code.after(COMPUTE, stream)
 
     def _site(self, code: CodeWriter, step: SiteStep) -> None:
         """One launch as long as the pair; the shards beside it show what moves, and nobody waits for them again."""
         transfer, stream = step.transfer, f"{step.transfer.group} copies"
         shard = round(transfer.nbytes / transfer.ranks)
-        self.peer_copies[shard] = transfer.hop_s
+        self.peer_copies[shard] = step.hop_s
         code.after(stream, COMPUTE)
         for _ in range(transfer.ranks - 1):
             code.copy(shard, PEER_COPY, stream=stream)
         self.launch(code, step.kernel)
         # The device starts on the first calls while the host is still issuing the others.
-        code.host_work(f"issue {transfer.mode}", step.more_host_s)
+        code.host_work(f"issue {step.mode}", step.more_host_s)

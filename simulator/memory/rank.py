@@ -25,8 +25,8 @@ from itertools import chain, zip_longest
 import numpy as np
 
 from simulator.config.runtime import MOMENTS
-from simulator.engine.allocator import Block, CachingAllocator
 from simulator.kernels.operators import tensor_bytes
+from simulator.memory.allocator import Block, CachingAllocator
 from simulator.memory.cublas import workspace_bytes
 from simulator.memory.plan_tensors import PlanTensors
 from simulator.memory.tensors import Act
@@ -78,6 +78,8 @@ class RankReplay:
         self.passing: list[Block] = []  # freed by the host, and not yet used by the device
         self.summed: list[Block] = []  # what replicas sum, in the type of reductions
         self.optimizer: list[Block] = []
+        self.watches = False  # whether to note the bytes allocated at most in each pass of a step, unit by unit
+        self.highest: list[int] = []
         bytes_of = self.context.dtype_bytes
         table = self.context.table
         self.flat_units = self.spec.fsdp.flat_parameters or self.spec.zero is not None
@@ -126,8 +128,11 @@ class RankReplay:
             if wrapped.gradients and not self.traffic.fully_sharded:
                 wrapped.whole_gradients.clear()
             self._give(wrapped.gradients)
+        self.highest = []
         for action in self.row:
             passes = [self._pass(leaf) for leaf in action.leaves]
+            if self.watches:
+                passes = [self._watched(units) for units in passes]
             if self.plan.paired:  # layer by layer, the forward pass ahead
                 deque(zip_longest(*reversed(passes)), maxlen=0)
             else:
@@ -135,6 +140,15 @@ class RankReplay:
         if not self.optimizer:
             self._make_optimizer()
         self._give(self._taken(self.zero["update"]))
+
+    def _watched(self, units: Iterator[None]) -> Iterator[None]:
+        """Note the most that is allocated in each unit's pass."""
+        memory = self.memory
+        memory.peak_allocated_bytes = memory.allocated_bytes
+        for _ in units:
+            self.highest.append(memory.peak_allocated_bytes)
+            yield
+            memory.peak_allocated_bytes = memory.allocated_bytes
 
     def _pass(self, leaf: Action) -> Iterator[None]:
         """Return a pass to be run unit by unit."""

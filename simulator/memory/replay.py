@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from simulator.closed_form.scenario import Scenario
 from simulator.config.plan import Plan
-from simulator.engine.allocator import CachingAllocator, OutOfMemory
 from simulator.lowering.network import Network
 from simulator.lowering.training import plan_context
+from simulator.memory.allocator import CachingAllocator, OutOfMemory
 from simulator.memory.plan_tensors import PlanTensors
 from simulator.memory.rank import RankReplay
-from simulator.pipeline.schedules.registry import build_schedule, schedule_kind
+from simulator.pipeline.schedules.registry import schedule_kind, schedule_of_plan
 from simulator.runtimes.library import operators_for
 
 # Optimizer state is made at the end of the first step, so the second places everything anew; a third shows what retries stay.
@@ -56,22 +56,17 @@ def _replayed(plan: Plan, micro_batches: int) -> int:
 
 
 class MemoryReplay:
-    """A plan whose ranks are replayed, with as much memory as they ask for or with a limit."""
+    """A plan whose ranks are replayed, with as much memory as they ask for or with a limit; with so many `micro_batches` where
+    they are given, else with as many as show the most.
+    """
 
-    def __init__(self, scenario: Scenario, plan: Plan) -> None:
+    def __init__(self, scenario: Scenario, plan: Plan, *, micro_batches: int | None = None) -> None:
         self.context = plan_context(scenario, plan)
         self.plan = self.context.table.plans[0]
         operators = operators_for(scenario.model, scenario.runtime)
         self.micro_batches = self.plan.micro_batches(scenario.workload.global_batch_size)
-        name = self.plan.schedule_name
-        self.schedule = build_schedule(
-            name,
-            ranks=self.plan.pp,
-            micro_batches=_replayed(self.plan, self.micro_batches),
-            stages_per_rank=self.plan.virtual_stages,
-            paired=self.plan.ep_overlap != "none",
-        )
-        network = Network(scenario.model, operators, self.context, collapse=False)
+        self.schedule = schedule_of_plan(self.plan, micro_batches or _replayed(self.plan, self.micro_batches))
+        network = Network(scenario.model, operators, self.context)
         self.tensors = PlanTensors(
             self.context, operators, network.stages, self.schedule, tied=scenario.model.tied_embeddings
         )
@@ -97,6 +92,15 @@ class MemoryReplay:
             retries_per_step=retried,
             out_of_memory=full,
         )
+
+    def over_passes(self, rank: int) -> list[int]:
+        """Return the bytes that pipeline rank `rank` has allocated at most in each pass of a step, unit by unit, and at its end."""
+        replay = RankReplay(self.tensors, rank, CachingAllocator(), micro_batches=self.micro_batches)
+        replay.watches = True
+        replay.start()
+        for _ in range(STEPS):
+            replay.step()
+        return [*replay.highest, replay.memory.allocated_bytes]
 
     def ranks(self, *, capacity_bytes: float | None = None) -> tuple[ReservedMemory, ...]:
         """Return what every pipeline rank holds."""

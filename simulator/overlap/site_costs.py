@@ -4,8 +4,7 @@ Forward and backward alike: the products of a gather are those that read what it
 whose results add up to what it scatters; weight gradients stay aside, as in executor/overlap/autograd.py. Backward the
 executor gathers a site's tokens again for the weight gradients, on the same stream and before it scatters.
 
-`SiteRates` prices a pair; the closed form collects pairs of many plans here (`SitePairs`), the simulation those of one
-(`simulator.lowering.site_steps`), and both ask the same functions.
+`SiteRates` prices a pair; `simulator.passes.pairing` finds them.
 """
 
 from __future__ import annotations
@@ -15,12 +14,10 @@ from dataclasses import dataclass, field, replace
 from functools import reduce
 
 import numpy as np
-from numpy.typing import NDArray
 
 from simulator.collectives.group_times import GroupTimes
-from simulator.columns.plan_table import Floats
-from simulator.config.overlap_sites import EXECUTOR_NAMES, MODES, SITES, USERBUFFERS
-from simulator.kernels.operators import Work, WorkKind
+from simulator.config.overlap_sites import EXECUTOR_NAMES, MODES, USERBUFFERS
+from simulator.kernels.operators import Work
 from simulator.kernels.roofline import Roofline
 from simulator.overlap.modes import (
     GATHER,
@@ -36,7 +33,6 @@ from simulator.overlap.modes import (
 from simulator.overlap.userbuffers import STREAMS, bulk_s
 from topology.units import GIB
 
-Rows = NDArray[np.bool_]
 OWN_MODES = tuple(mode for mode in MODES if mode not in EXECUTOR_NAMES)  # modes of the executor's own
 SITE_MODES = (*OWN_MODES, USERBUFFERS)  # words of plans that pair a site's products with its collective
 PUSHED_MODES = ("copy_engine", "fused", USERBUFFERS)  # hold buffers that peers write to
@@ -183,94 +179,3 @@ def pair_s(mode: str, op: str, parts: Parts, products: Products, *, regathers: b
 def pair_issue_s(mode: str, op: str, ranks: Value, *, regathers: bool, site: SiteRates) -> Value:
     """Return the host's seconds for a pair, in place of its collective's and its products' launches."""
     return issue_s(mode, OPERATION[op], ranks, site.rates, regathers=regathers)
-
-
-class SitePairs:
-    """Pairs of one pass of a block, operator by operator, for all plans of a table at once.
-
-    What is returned are columns of exposed seconds and of the change of the host's, or None where no pair was met.
-    """
-
-    def __init__(self, groups: GroupTimes, roofline: Roofline, site: SiteRates, collective_host_s: float) -> None:
-        table = groups.table
-        self._groups, self._roofline, self._site, self._collective_host_s = groups, roofline, site, collective_host_s
-        self._modes = tuple(mode for mode in table.overlap_modes if mode in SITE_MODES)
-        self._mode_at = {name: table.overlap_at(name) for name in (*SITES, "")} if table.overlap_modes else {}
-        self._ranks = table["tp"]
-        self._open: Rows = np.zeros(len(table), dtype=bool)
-        self._gathered: tuple[str, NDArray[np.str_], Floats, Floats] | None = None
-        self._reading = Products()
-        self._giving: list[tuple[str, Products]] = []
-        self._weight_s: Value = np.zeros(len(table))  # of weight gradients since the last collective
-
-    def takes(self, site: str, runs: Rows) -> tuple[Rows, NDArray[np.str_]]:
-        """Return (the rows in which a site's collective is half of a pair, the mode it has there)."""
-        mode = self._mode_at[site]
-        return runs & np.isin(mode, SITE_MODES), mode
-
-    def product(self, work: Work, ends: tuple[str, str], seconds: Floats, issued_s: Floats, active: Floats) -> None:
-        """Note a product, by the tensors that it reads and gives; weight gradients have neither."""
-        if not self._modes:
-            return
-        if ends == ("", ""):
-            if work.kind is WorkKind.MATMUL and work.backward:  # a weight gradient
-                self._weight_s = self._weight_s + seconds
-            return
-        made = product_of(work, seconds, issued_s, self._ranks, self._roofline).only(active > 0)
-        if self._gathered is not None and ends[0] == self._gathered[0]:
-            self._reading = self._reading.merged(made.only(self._open))
-            made = made.only(~self._open)
-        self._giving.append((ends[1], made))
-
-    def gather(self, tensor: str, mode: NDArray[np.str_], whole_s: Floats, nbytes: Floats, runs: Rows) -> None:
-        """Begin the gather of a site in the rows where it is half of a pair. One before it must have ended."""
-        self._open, self._gathered, self._reading = runs, (tensor, mode, whole_s, nbytes), Products().only(runs)
-
-    def end_gather(self, rows: Rows | None = None) -> tuple[Floats, Floats] | None:
-        """End the open gather in `rows`, or wherever it is open."""
-        ending = self._open if rows is None else self._open & rows
-        if self._gathered is None or not ending.any():
-            return None
-        self._open = self._open & ~ending
-        _, mode, whole_s, nbytes = self._gathered
-        return self._priced("all_gather", mode, whole_s, nbytes, self._reading, ending, regathers=False)
-
-    def scatter(
-        self, tensor: str, mode: NDArray[np.str_], whole_s: Floats, nbytes: Floats, runs: Rows, *, backward: bool
-    ) -> tuple[Floats, Floats] | None:
-        """End the products that add up to what a reduce-scatter takes, in the rows where it is half of a pair."""
-        if not runs.any():
-            return None
-        products = replace(Products().only(runs), weight_s=np.where(runs, self._weight_s, 0.0))
-        for given, made in self._giving:
-            if given == tensor:
-                products = products.merged(made)
-        return self._priced("reduce_scatter", mode, whole_s, nbytes, products, runs, regathers=backward)
-
-    def forget(self, rows: Rows) -> None:
-        """A collective between tensor-parallel ranks ends what products before it may be part of."""
-        self._giving = [(tensor, made.only(~rows)) for tensor, made in self._giving]
-        self._weight_s = np.where(rows, 0.0, self._weight_s)
-
-    def _priced(
-        self,
-        op: str,
-        modes: NDArray[np.str_],
-        whole_s: Floats,
-        nbytes: Floats,
-        products: Products,
-        runs: Rows,
-        *,
-        regathers: bool,
-    ) -> tuple[Floats, Floats]:
-        exposed, issued = np.where(runs, whole_s, 0.0), np.where(runs, self._collective_host_s, 0.0)
-        parts = parts_of(op, products, whole_s, nbytes, self._groups, self._roofline, self._ranks)
-        for mode in self._modes:
-            paired = runs & (modes == mode) & (products.count > 0)
-            if not paired.any():
-                continue
-            together = pair_s(mode, op, parts, products, regathers=regathers, site=self._site)
-            host = pair_issue_s(mode, op, self._ranks, regathers=regathers, site=self._site)
-            exposed = np.where(paired, together - products.seconds, exposed)
-            issued = np.where(paired, host - products.issued_s, issued)
-        return exposed, issued

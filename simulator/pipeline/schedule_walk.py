@@ -33,18 +33,20 @@ def walked(name: str, ranks: int, micro_batches: int) -> int:
     return min(micro_batches, most - (most - micro_batches) % period) if micro_batches > most else micro_batches
 
 
-class Turn(NamedTuple):
-    """One action of a table in an order in which all that it needs has come before.
+Message = tuple[int, str, int]  # the stage that made it, what it carries, and the micro batch
 
-    `kind` is an index into `Table.kinds`; `needs` is (stage, is it a forward) of a result of another rank, whose message
-    is the `number`th on its channel; `sends` likewise.
+
+class Turn(NamedTuple):
+    """One pass of a table in an order in which all that it needs has come before.
+
+    `kind` is an index into `Table.kinds`; `needs` are messages from other ranks, `sends` are those to others, each with the rank
+    that it goes to. Of two passes that are one action the first needs, and the second sends, what both do.
     """
 
     rank: int
     kind: int
-    needs: tuple[int, str, int] | None
-    sends: tuple[int, str, int] | None
-    target: int  # the rank it sends to
+    needs: tuple[Message, ...]
+    sends: tuple[tuple[Message, int], ...]
 
 
 class Gathered(IntEnum):
@@ -135,34 +137,44 @@ def _leaves(row: Sequence[Action]) -> list[tuple[Action, bool]]:
 
 
 def _in_order(schedule: Schedule, rows: Sequence[NDArray[np.intp]]) -> tuple[Turn, ...]:
-    """Return the actions of all ranks in an order in which each comes after what it needs."""
-    leaves = [[leaf for leaf, _ in _leaves(row)] for row in schedule.table]
-    kinds = [row.tolist() for row in rows]
+    """Return the passes of all ranks in an order in which each comes after what it needs."""
+    kinds = [iter(row.tolist()) for row in rows]
     home = [schedule.rank_of(stage) for stage in range(schedule.stages)]
     at = [0] * schedule.ranks
-    done: set[tuple[int, str, int]] = set()
-    waiting: dict[tuple[int, str, int], int] = {}  # what ranks cannot go on without
+    done: set[Message] = set()
+    waiting: dict[Message, int] = {}  # what ranks cannot go on without
     able = list(range(schedule.ranks))
     turns: list[Turn] = []
     while able:
         rank = able.pop()
-        row = leaves[rank]
+        row = schedule.table[rank]
         for number in range(at[rank], len(row)):
-            stage, action, micro_batch = row[number].stage, row[number].kind, row[number].micro_batch
-            word, onward = (FORWARD, 1) if action is Kind.FORWARD else (BACK, -1)
-            made, comes, goes = (stage, word, micro_batch), None, None
-            if action is not Kind.WEIGHT_GRAD:
-                source, target = stage - onward, stage + onward
-                if 0 <= source < len(home) and home[source] != rank:
-                    comes = (source, word, micro_batch)
-                    if comes not in done:
-                        waiting[comes] = rank
-                        at[rank] = number
-                        break
-                if 0 <= target < len(home) and home[target] != rank:
-                    goes = made
+            leaves = row[number].leaves
+            messages = [_messages(leaf, rank, home) for leaf in leaves]
+            needs = [comes for comes, _, _ in messages if comes is not None]
+            missing = next((message for message in needs if message not in done), None)
+            at[rank] = number
+            if missing is not None:
+                waiting[missing] = rank
+                break
+            at[rank] = number + 1
+            sends = tuple((made, target) for _, made, target in messages if target >= 0)
+            for made in (made for _, made, _ in messages):
                 done.add(made)
                 if made in waiting:
                     able.append(waiting.pop(made))
-            turns.append(Turn(rank, kinds[rank][number], comes, goes, -1 if goes is None else home[stage + onward]))
+            for place in range(len(leaves)):
+                first, last = place == 0, place == len(leaves) - 1
+                turns.append(Turn(rank, next(kinds[rank]), tuple(needs) if first else (), sends if last else ()))
     return tuple(turns)
+
+
+def _messages(leaf: Action, rank: int, home: Sequence[int]) -> tuple[Message | None, Message, int]:
+    """Return the message that a pass needs from another rank, what it makes, and the rank that this is sent to or -1."""
+    word, onward = (FORWARD, 1) if leaf.kind is Kind.FORWARD else (BACK, -1)
+    made = (leaf.stage, word, leaf.micro_batch)
+    if leaf.kind is Kind.WEIGHT_GRAD:
+        return None, (leaf.stage, str(leaf.kind), leaf.micro_batch), -1
+    source, target = leaf.stage - onward, leaf.stage + onward
+    comes = (source, word, leaf.micro_batch) if 0 <= source < len(home) and home[source] != rank else None
+    return comes, made, home[target] if 0 <= target < len(home) and home[target] != rank else -1

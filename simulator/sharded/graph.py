@@ -24,13 +24,21 @@ PARAMETER, BUFFER, CONSTANT, INPUT = "parameter", "buffer", "constant", "input"
 
 
 class GraphInput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A tensor that the computation is given. `target` is its name in the module; `kind` one of this module's four."""
+    """A tensor that the computation is given. `target` is its name in the module; `kind` one of this module's four.
+
+    A `frozen` parameter has no gradient.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     kind: str = INPUT
     target: str = ""
+    frozen: bool = False
+
+    @property
+    def is_trained(self) -> bool:
+        return self.kind == PARAMETER and not self.frozen
 
 
 class GraphNode(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -14,7 +14,7 @@ from simulator.columns.plan_table import Floats, PlanTable
 from simulator.config.runtime import DTYPE_BYTES, Runtime
 from simulator.kernels.low_precision import recipe_of
 from simulator.kernels.operators import FIXED_DTYPE_BYTES
-from simulator.kernels.roofline import Roofline, efficiency
+from simulator.kernels.roofline import Roofline
 from simulator.overlap.site_costs import SiteRates
 from simulator.runtimes.library import RuntimeSpec
 
@@ -51,17 +51,6 @@ class CostContext:
     def held_sms(self, op: str) -> float | None:
         """Return the SMs that data-parallel traffic takes from kernels beside it, None where that was not measured."""
         return self.calibration.held_sms(op) if self.calibration is not None else None
-
-    @property
-    def hidden_share(self) -> float:
-        """The compute lost for each second of collectives that kernels of a layer hide: what was measured of data-parallel
-        ones, else the share of SMs that NCCL holds.
-        """
-        beside = (
-            self.calibration.contention_of("all_gather", "reduce_scatter") if self.calibration is not None else None
-        )
-        gpu = self.roofline.gpu
-        return efficiency(gpu.architecture).nccl_sms / gpu.sm_count if beside is None else beside.lost
 
     def dtype_bytes(self, name: str) -> float:
         """Return the bytes of one number in a type of the description's. In a low type: as products read it (`low`), all

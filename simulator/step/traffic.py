@@ -170,21 +170,16 @@ class DataWriter:
     _with_gradient: set[str] = field(default_factory=set)
     _accumulated: set[str] = field(default_factory=set)
     _reducing: str = ""  # the buffer of a reduction that may still be under way
-    _inner: str = ""  # event of the gathers beside a collapsed unit
     _turn: int = 0
     _in_buckets: bool = False
     _summed: Value = 0.0  # elements of gradients that DDP's buckets have taken in a backward pass
 
-    def before(self, unit: Unit, following: Unit | None, *, reducing: bool = False) -> None:
-        """Have `unit` gathered, and the gather of `following` under way, before `unit` computes.
-
-        `reducing`: the compute to come is a backward whose gradients will be sent on their way.
-        """
+    def before(self, unit: Unit, following: Unit | None) -> None:
+        """Have `unit` gathered, and the gather of `following` under way, before `unit` computes."""
         t = self.traffic
-        inner = 1 - 1 / unit.pieces
         if t.fully_sharded:
             fresh = unit.name not in self._resident
-            self._gather(unit, 1 - inner)
+            self._gather(unit)
             if unit.name in self._gathered:
                 self.rank.wait(COMPUTE, self._gathered.pop(unit.name))
             if fresh:
@@ -192,20 +187,12 @@ class DataWriter:
                 if t.copies:
                     nbytes = unit.elements * t.compute_bytes
                     self.rank.copy(f"copy_out {unit.name}", 2 * nbytes, module_bytes=nbytes)
-            if following is not None or inner:
+            if following is not None:
                 # The next gather may fill its buffer once the last one has been copied out.
                 self.rank.after(STREAM, COMPUTE)
-            if fresh and inner:
-                self._from_host(unit, inner)
-                self._send("all_gather", "fsdp", inner * unit.shared * t.compute_bytes)
-                self._send("all_gather", "expert_fsdp", inner * unit.experts * t.compute_bytes)
-                self._inner = self.rank.record(STREAM)
-            if following is not None:
-                self._gather(following, 1 / following.pieces)
+                self._gather(following)
         if t.fetches:
             self._fetch(unit, following)
-        if reducing and inner and t.reduces_behind_compute:
-            self._reduce(unit, inner)
 
     def have_gathered(self, units: Sequence[Unit], wanted: Sequence[Unit]) -> None:
         """Make it so that of some units just those that are `wanted` are gathered, as other passes would have left it."""
@@ -215,7 +202,7 @@ class DataWriter:
                 self._resident.discard(unit.name)
                 self.rank.free(f"gathered {unit.name}")
             elif unit.name not in self._resident and unit.name in names:
-                self._gather(unit, 1.0)
+                self._gather(unit)
                 self._gathered.pop(unit.name)
                 self._resident.add(unit.name)
 
@@ -224,14 +211,8 @@ class DataWriter:
         self.release()
         if unit is not None and self.traffic.fully_sharded:
             self._reducing = "reduction before"
-            nbytes = unit.in_use * self.traffic.reduce_bytes
+            nbytes = unit.elements * self.traffic.reduce_bytes
             self.rank.alloc(self._reducing, nbytes, "gradient_buffers", pool=REDUCE_POOL)
-
-    def join(self) -> None:
-        """End the compute of a collapsed unit no sooner than the gathers that ran beside it."""
-        if self._inner:
-            self.rank.wait(COMPUTE, self._inner)
-            self._inner = ""
 
     def after(self, unit: Unit, *, last_use: bool) -> None:
         """Let go of a unit's gathered parameters unless the plan keeps them for later."""
@@ -323,7 +304,7 @@ class DataWriter:
             if self.zero is None:
                 self._turn += 1
                 name = f"reduction {unit.name} {self._turn}"
-                self.rank.alloc(name, unit.in_use * t.reduce_bytes, "gradient_buffers", pool=REDUCE_POOL)
+                self.rank.alloc(name, unit.elements * t.reduce_bytes, "gradient_buffers", pool=REDUCE_POOL)
                 self.release()
                 self._reducing = name
             if not t.every_micro_batch:
@@ -336,7 +317,7 @@ class DataWriter:
             self.rank.alloc(f"gradient {unit.name}", nbytes, "gradients", pool=REDUCE_POOL, filled=True)
         if t.reduces_behind_compute or t.gradients_sharded:
             self.rank.after(STREAM, COMPUTE)
-            self._reduce(unit, 1 / unit.pieces if t.reduces_behind_compute else 1.0)
+            self._reduce(unit)
             if not t.overlap:
                 self.rank.after(COMPUTE, STREAM)
         if t.sends:
@@ -368,75 +349,59 @@ class DataWriter:
             self.rank.alloc(BUCKETS, zero.buckets, "gradient_buffers")
             self.rank.alloc(REDUCTION, zero.reducing, "gradient_buffers", pool=REDUCE_POOL)
 
-    def _reduce(self, unit: Unit, share: float) -> None:
+    def _reduce(self, unit: Unit) -> None:
         t = self.traffic
-        shared, experts = share * unit.shared * t.reduce_bytes, share * unit.experts * t.reduce_bytes
+        shared, experts = unit.shared * t.reduce_bytes, unit.experts * t.reduce_bytes
         if t.fully_sharded:
-            if t.replicated_sharding and unit.pieces > 1:
-                self.rank.after(REPLICAS, STREAM)  # the pieces of a stage follow each other through both
             self._send("reduce_scatter", "fsdp", shared)
             self._send("reduce_scatter", "expert_fsdp", experts)
             if t.replicated_sharding:
-                if unit.pieces == 1:
-                    self.rank.after(REPLICAS, STREAM)
+                self.rank.after(REPLICAS, STREAM)
                 shard = shared / t.shard_ranks + experts / t.expert_shard_ranks
                 self.rank.collective("all_reduce", "replicate", shard, stream=REPLICAS)
         elif t.gradients_sharded:
             self._send(t.scattered_by, "dp", shared)
             self._send(t.scattered_by, "expert_dp", experts)
         elif t.optimizer_sharded:
-            self._send_buckets(t.scattered_by, unit, share, t.reduce_bytes)
+            self._send_buckets(t.scattered_by, unit, t.reduce_bytes)
         else:
             buckets = np.maximum(np.ceil((shared + experts) / t.bucket_bytes), 1.0) if t.bucket_bytes else 1.0
             self._send("all_reduce", "dp", shared / buckets, buckets)
             self._send("all_reduce", "expert_dp", experts / buckets, buckets)
 
-    def _gather(self, unit: Unit, share: float) -> None:
+    def _gather(self, unit: Unit) -> None:
         if unit.name in self._resident or unit.name in self._gathered:
             return
         t = self.traffic
-        elements = unit.repeats * unit.elements if t.keeps_gathered else unit.in_use
+        elements = unit.repeats * unit.elements if t.keeps_gathered else unit.elements
         self.rank.alloc(f"gathered {unit.name}", elements * t.compute_bytes, "gathered_parameters", pool=GATHER_POOL)
-        self._from_host(unit, share)
-        self._send("all_gather", "fsdp", share * unit.shared * t.compute_bytes)
-        self._send("all_gather", "expert_fsdp", share * unit.experts * t.compute_bytes)
+        if t.from_host:  # in line with the gathers, which wait for it
+            self.rank.host_copy(f"h2d {unit.name}", self._shard(unit) * t.param_bytes, stream=STREAM)
+        self._send("all_gather", "fsdp", unit.shared * t.compute_bytes)
+        self._send("all_gather", "expert_fsdp", unit.experts * t.compute_bytes)
         self._gathered[unit.name] = self.rank.record(STREAM)
 
     def _fetch(self, unit: Unit, following: Unit | None) -> None:
         """Gather what a sharded optimizer has updated of a unit before it computes, and of the next one beside it."""
-        inner = 1 - 1 / unit.pieces
-        fresh = unit.name not in self._fetched
-        self._fetch_share(unit, 1 - inner)
+        self._fetch_unit(unit)
         if self._fetched[unit.name]:
             self.rank.wait(COMPUTE, self._fetched[unit.name])
             self._fetched[unit.name] = ""
-        if fresh and inner:
-            self._send_gathers(unit, inner)
-            self._inner = self.rank.record(STREAM)
         if following is not None:
-            self._fetch_share(following, 1 / following.pieces)
+            self._fetch_unit(following)
 
-    def _fetch_share(self, unit: Unit, share: float) -> None:
+    def _fetch_unit(self, unit: Unit) -> None:
         if unit.name not in self._fetched:
-            self._send_gathers(unit, share)
+            self._send_buckets("all_gather", unit, self.traffic.compute_bytes)
             self._fetched[unit.name] = self.rank.record(STREAM)
 
-    def _send_gathers(self, unit: Unit, share: float) -> None:
-        self._send_buckets("all_gather", unit, share, self.traffic.compute_bytes)
-
-    def _send_buckets(self, op: str, unit: Unit, share: float, width: float) -> None:
-        """Exchange a share of a unit: all of it at once, or as a part of a bucket that is larger."""
-        shared, experts, size = share * unit.shared, share * unit.experts, self.traffic.bucket_elements
-        elements = np.where(shared + experts > 0, shared + experts, 1.0)
+    def _send_buckets(self, op: str, unit: Unit, width: float) -> None:
+        """Exchange a unit: all of it at once, or as a part of a bucket that is larger."""
+        size = self.traffic.bucket_elements
+        elements = np.where(unit.elements > 0, unit.elements, 1.0)
         times = np.minimum(elements / np.maximum(size, 1.0), 1.0)
-        self._send(op, "dp", shared * width / times, times)
-        self._send(op, "expert_dp", experts * width / times, times)
-
-    def _from_host(self, unit: Unit, share: float) -> None:
-        """Bring a share of a unit's shards from the host: in line with the gathers, which wait for it."""
-        if self.traffic.from_host:
-            nbytes = share * self._shard(unit) * self.traffic.param_bytes
-            self.rank.host_copy(f"h2d {unit.name}", nbytes, stream=STREAM)
+        self._send(op, "dp", unit.shared * width / times, times)
+        self._send(op, "expert_dp", unit.experts * width / times, times)
 
     def _send(self, op: str, family: str, nbytes: Value, times: Value = 1.0) -> None:
         self.rank.collective(op, family, nbytes, stream=STREAM, times=times)

@@ -27,13 +27,10 @@ class Unit:
     modules that run once, whose narrow copies backward keeps under autocast, `recast` of those that run again.
 
     `repeats` units in a row are like this one, where it is enough to be told of one.
-
-    A collapsed stage stands for `pieces` modules in a row: only the first one's gather and the last one's reduction
-    have nothing to hide behind, the others run beside the stage's compute. `widest` is the largest module in it.
     """
 
     name: str
-    blocks: tuple[str, ...]  # dense, moe, embedding or head; several of a collapsed stage
+    block: str  # dense, moe, embedding or head
     words: NDArray[np.str_]
     wrapped: bool
     shared: Floats
@@ -42,27 +39,12 @@ class Unit:
     again_bytes: Floats
     kept_cast: Floats
     recast: Floats
-    widest: Floats | None = None
     passing_bytes: Floats | float = 0.0
     repeats: int = 1
 
     @property
-    def block(self) -> str:
-        """The block that a single module is."""
-        return self.blocks[0]
-
-    @property
-    def pieces(self) -> int:
-        return len(self.blocks)
-
-    @property
     def elements(self) -> Floats:
         return self.shared + self.experts
-
-    @property
-    def in_use(self) -> Floats:
-        """Elements that are whole at once while the unit computes."""
-        return self.elements if self.widest is None else self.widest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,7 +155,7 @@ class UnitMaker:
         used = shared + experts
         return Unit(
             name=block,
-            blocks=(block,),
+            block=block,
             words=of,
             wrapped=bool(again.any()),
             shared=shared,
@@ -203,10 +185,10 @@ def folded(units: Sequence[Unit]) -> list[Unit]:
 
 
 def _equal(one: Unit, other: Unit) -> bool:
-    return one.blocks == other.blocks and one.wrapped == other.wrapped and one.words is other.words
+    return one.block == other.block and one.wrapped == other.wrapped and one.words is other.words
 
 
 def held_kinds(units: Sequence[Unit]) -> tuple[int, int]:
     """Return how many (dense, MoE) layers some units stand for."""
-    dense, moe = (sum(unit.repeats * unit.blocks.count(kind) for unit in units) for kind in ("dense", "moe"))
+    dense, moe = (sum(unit.repeats for unit in units if unit.block == kind) for kind in ("dense", "moe"))
     return dense, moe

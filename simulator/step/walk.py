@@ -149,9 +149,8 @@ class StepWalk:
                 rank.free(f"passing {unit.name} {micro_batch}")
             else:
                 rank.run(unit, Pass.FORWARD)
-            data.join()
-            # The last unit is needed again at once; a whole stage in one is not, but for its last layer.
-            if position + 1 < len(units) or unit.pieces > 1:
+            # The last unit is needed again at once.
+            if position + 1 < len(units):
                 data.after(unit, last_use=False)
             rank.ended(unit)
         for unit in units:
@@ -169,16 +168,15 @@ class StepWalk:
             if kind is Kind.WEIGHT_GRAD:
                 rank.run(unit, Pass.WEIGHT)
             else:
-                data.before(unit, units[position - 1] if position else None, reducing=reducing)
-                again = np.where(unit.again_bytes > 0, np.minimum(unit.recast, unit.in_use) * self.cast_bytes, 0.0)
+                data.before(unit, units[position - 1] if position else None)
+                again = np.where(unit.again_bytes > 0, unit.recast * self.cast_bytes, 0.0)
                 rank.alloc(f"again {name}", unit.again_bytes + again, "loss_and_recompute")
                 rank.run(unit, Pass.BACKWARD if kind is Kind.BACKWARD else Pass.INPUT)
-                data.join()
                 rank.free(f"again {name}")
             if kind is not Kind.INPUT_GRAD:
                 rank.free(f"saved {name}")
                 # Its gradient is whole by the time its activations are gone.
-                rank.alloc(f"gradient of {name}", unit.in_use * whole, "gradient_buffers")
+                rank.alloc(f"gradient of {name}", unit.elements * whole, "gradient_buffers")
                 data.turned(unit, reducing=reducing)
                 rank.free(f"gradient of {name}")
                 if self._gradients_come:

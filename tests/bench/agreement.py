@@ -26,24 +26,19 @@ def main() -> None:
     calibration = calibrated(read_profile(args.profile), cluster("h200x4")) if args.profile else None
     plans = draw_plans(args.each, seed=args.seed, calibration=calibration)
     told = [(drawn, tell(drawn)) for drawn in plans]
-    for what in ("time_error", "memory_error"):
-        told.sort(key=lambda pair: abs(getattr(pair[1], what)))
-        for drawn, both in told[-args.show :]:
-            _show(drawn, both, memory=what == "memory_error")
-    for what in ("time_error", "memory_error"):
-        errors = np.array([abs(getattr(both, what)) for _, both in told])
-        print(
-            f"{what}: {np.mean(errors < 0.03):.1%} within 3%, {np.mean(errors < 0.01):.1%} within 1%, worst {errors.max():.1%}"
-        )
+    told.sort(key=lambda pair: abs(pair[1].time_error))
+    for drawn, both in told[-args.show :]:
+        _show(drawn, both)
+    errors = np.array([abs(both.time_error) for _, both in told])
+    print(f"{np.mean(errors < 0.03):.1%} within 3%, {np.mean(errors < 0.01):.1%} within 1%, worst {errors.max():.1%}")
 
 
-def _show(drawn: Drawn, both: Told, *, memory: bool) -> None:
-    (first, second), error = (both.peak_bytes, both.memory_error) if memory else (both.step_s, both.time_error)
-    unit, parts = (2**30, {}) if memory else (1e-3, both.parts_s)
-    print(f"{error:+7.1%} {first / unit:9.3f} {second / unit:9.3f} {'GiB' if memory else 'ms'}  {drawn.kind}")
-    for name, (formula, simulated) in parts.items():
+def _show(drawn: Drawn, both: Told) -> None:
+    first, second = both.step_s
+    print(f"{both.time_error:+7.1%} {1e3 * first:9.3f} {1e3 * second:9.3f} ms  {drawn.kind}")
+    for name, (formula, simulated) in both.parts_s.items():
         if abs(formula - simulated) > 0.003 * second:
-            print(f"{'':8}{formula / unit:9.3f} {simulated / unit:9.3f}  {name}")
+            print(f"{'':8}{1e3 * formula:9.3f} {1e3 * simulated:9.3f}  {name}")
 
 
 if __name__ == "__main__":

@@ -33,11 +33,11 @@ from executor.verify.plans import small_model, small_plan, small_workload  # noq
 from planner.calibrate.agenda import Wanted, agenda_for  # noqa: E402
 from planner.calibrate.calibrate_process import calibrate  # noqa: E402
 from planner.calibrate.layer_runs import typical_steps  # noqa: E402
+from planner.io.plan_words import plan_in_words  # noqa: E402
 from planner.question.plan_file import PlanFile, load_plan, plan_file, save_plan  # noqa: E402
 from planner.question.question import question_of  # noqa: E402
 from planner.runs.planned_run import PlannedRun, cpu_run, cuda_run, job_run  # noqa: E402
 from planner.runs.run_report import load_run  # noqa: E402
-from planner.runs.runs_store import plan_words  # noqa: E402
 from simulator.config.runtime import Runtime  # noqa: E402
 from simulator.fitting import calibration_fit  # noqa: E402
 from tests.bench.plan_sets import AXES, SETS, Asked, plans  # noqa: E402
@@ -78,7 +78,7 @@ def predict(folder: Path, name: str, profile_path: str, top: int) -> None:
         cluster = take_gpus(load_cluster("h200x4"), asked.plan.gpus)
         write_plan(label, asked, cluster, profile, folder)
         listed[label] = {"traced": asked.traced}
-        print(label, plan_words(codec.to_builtins(asked.plan)), flush=True)
+        print(label, plan_in_words(codec.to_builtins(asked.plan)), flush=True)
     (folder / "set.json").write_text(json.dumps({"set": name, "profile": profile_path, "plans": listed}, indent=1))
 
 
@@ -116,7 +116,7 @@ def calibrated(folder: Path, options: argparse.Namespace) -> str:
     )
     for sample in found.layers:
         clock = (sample.conditions.mean_sm_clock_hz or 0.0) / 1e9
-        what = f"{plan_words(sample.plan)}, {sample.model['name']}, {sample.model['layers']}"
+        what = f"{plan_in_words(sample.plan)}, {sample.model['name']}, {sample.model['layers']}"
         print(f"{what}: {sample.step_s:.4f} s at {clock:.2f} GHz", flush=True)
     path = folder / "profile.json"
     # A rehearsal measures a processor, of which nothing goes into a GPU's profile.
@@ -335,7 +335,7 @@ def regrets(documents: dict[str, dict[str, Any]]) -> None:
             print(f"| {topic} | {len(steps)} | {first.get('status', 'not run')} | | | |")
             continue
         best = min(steps, key=steps.__getitem__)
-        which = plan_words(documents[best]["plan"])
+        which = plan_in_words(documents[best]["plan"])
         regret = steps[f"{topic}-1"] / steps[best] - 1
         print(
             f"| {topic} | {len(steps)} | {steps[f'{topic}-1']:.3f} | {steps[best]:.3f} | {best}: {which} | {regret:.1%} |"

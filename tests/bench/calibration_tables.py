@@ -26,7 +26,8 @@ from simulator.closed_form.estimates import estimate_plans
 from simulator.closed_form.scenario import Scenario
 from simulator.collectives.cost import CollectiveModel
 from simulator.collectives.measured import MeasuredCollectives
-from simulator.fitting.calibration_fit import Calibrations, fit_errors
+from simulator.fitting.calibration_fit import fit_errors
+from simulator.fitting.calibrations import Calibrations
 from simulator.fitting.operator_fit import fit_attention, fit_matmul
 from simulator.legality.rules import is_legal
 from topology.catalog.cluster_file import load_cluster

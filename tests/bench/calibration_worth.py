@@ -33,7 +33,7 @@ sys.path.insert(0, str(ROOT))
 from planner.calibrate.agenda import STARTING_S  # noqa: E402 - the path comes first
 from planner.calibrate.choose import Knowledge, Measurement, in_order, targets_of_steps  # noqa: E402
 from planner.calibrate.layer_runs import NARROW  # noqa: E402
-from planner.calibrate.measurements import OPERATORS_AT_ONCE, PossibleMeasurements, described, ops_of, own_effects  # noqa: E402
+from planner.calibrate.measurements import OPERATORS_AT_ONCE, PossibleMeasurements, layers_in_words, ops_of, own_effects  # noqa: E402
 from planner.calibrate.planned_step import PlannedStep  # noqa: E402
 from planner.calibrate.terms import terms_of  # noqa: E402
 from planner.question.cases import load_case, read_cases  # noqa: E402
@@ -263,7 +263,7 @@ def gpu(options: argparse.Namespace) -> None:
             ended = pool.run(request, Path(folder) / str(number), RUN_S)
         rows.append({**one, **ended})
         step_s = (ended["measured"] or {}).get("step_s")
-        print(f"{described(step_of(one).plan)}: {ended['status']} {step_s} {ended['cause'][:200]}", flush=True)
+        print(f"{layers_in_words(step_of(one).plan)}: {ended['status']} {step_s} {ended['cause'][:200]}", flush=True)
         (out / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -288,7 +288,7 @@ def table(options: argparse.Namespace) -> None:
         "| plan | measured s | over the best |",
         "|---|--:|--:|",
         *(
-            f"| {described(step.plan)} | {s:.4f} | {s / best - 1:+.1%} |"
+            f"| {layers_in_words(step.plan)} | {s:.4f} | {s / best - 1:+.1%} |"
             for step, s in sorted(runs, key=lambda r: r[1])
         ),
     ]

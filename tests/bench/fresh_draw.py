@@ -20,7 +20,7 @@ from simulator.config.model import LatentAttention, MixtureOfExperts, Model
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
-from simulator.fitting.calibration_fit import UNMEASURED, Calibrations
+from simulator.fitting.calibrations import UNMEASURED, Calibrations
 from simulator.legality.rule import Grade
 from topology.catalog.platform import take_gpus
 from topology.cluster import Cluster

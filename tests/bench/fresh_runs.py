@@ -39,7 +39,7 @@ sys.path.insert(0, str(ROOT))
 from executor.gpu.state import run_text  # noqa: E402 - the path comes first
 from executor.measure.measurement import driver_version  # noqa: E402
 from simulator.config.estimate import Estimate  # noqa: E402
-from simulator.fitting.calibration_fit import UNMEASURED, Calibrations  # noqa: E402
+from simulator.fitting.calibrations import UNMEASURED, Calibrations  # noqa: E402
 from tests.bench.fresh_draw import Drawn, draw, kind, predict, words  # noqa: E402
 from tests.bench.fresh_pool import Pool  # noqa: E402
 from tests.bench.fresh_table import tables  # noqa: E402

@@ -41,7 +41,7 @@ from simulator.config.model import Model  # noqa: E402
 from simulator.config.plan import Plan  # noqa: E402
 from simulator.config.runtime import Runtime  # noqa: E402
 from simulator.config.workload import Workload  # noqa: E402
-from simulator.fitting.calibration_fit import Calibrations  # noqa: E402
+from simulator.fitting.calibrations import Calibrations  # noqa: E402
 from simulator.legality.frameworks import framework_of_runtime  # noqa: E402
 from simulator.memory.estimate import with_replay  # noqa: E402
 from tests.bench.plan_sets import shortened  # noqa: E402

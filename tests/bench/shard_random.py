@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from planner.sharding.layouts.collectives import add_costs
-from planner.sharding.layouts.mesh import make_mesh
+from planner.sharding.layouts.layout import make_mesh
 from planner.sharding.layouts.redistribution import Redistributor
 from planner.sharding.operators.operator import Tensor
 from planner.sharding.problem.deadline import Deadline

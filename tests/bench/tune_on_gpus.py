@@ -29,8 +29,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from planner.io.plan_words import plan_in_words  # noqa: E402
 from planner.question.question import Question, question_of  # noqa: E402 - the path comes first
-from planner.runs.runs_store import plan_words  # noqa: E402
 from planner.tune.candidates import Candidate, Candidates, candidates_of, in_order  # noqa: E402
 from planner.tune.choice import best_of  # noqa: E402
 from planner.tune.loop import Limits, tune  # noqa: E402
@@ -154,7 +154,7 @@ def answer(name: str, one: Asked, plans: Candidates, pool: Any, options: argpars
 
     def record(kind: str, trial: Trial) -> None:
         row = plans.row(trial.key)
-        words = plan_words(codec.to_builtins(plans.plans[row].plan)) if row is not None else ""
+        words = plan_in_words(codec.to_builtins(plans.plans[row].plan)) if row is not None else ""
         append(options.out, {"question": name, "kind": kind, "words": words, **codec.to_builtins(trial)})
         shown = f"{trial.step_s:.4f} s" if trial.step_s else f"{trial.status.value} {trial.cause[:120]}"
         print(f"{name}: {kind}: {words}: {shown}, took {trial.seconds:.1f} s", flush=True)

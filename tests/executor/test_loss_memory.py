@@ -7,8 +7,8 @@ import weakref
 import pytest
 
 from simulator.config.runtime import Runtime
-from simulator.engine.allocator import Block, CachingAllocator
 from simulator.kernels.operators import FIXED_DTYPE_BYTES
+from simulator.memory.allocator import Block, CachingAllocator
 from simulator.runtimes.library import head_left, head_peaks
 
 torch = pytest.importorskip("torch")

@@ -17,10 +17,10 @@ from typing import Any
 from hypothesis import strategies as st
 
 from planner.commands.doctor import budget_s
-from planner.commands.suggest import gpu_counts
 from planner.explain.plan_answer import answer_plan, plan_document
 from planner.io.inputs import parse_bytes
 from planner.question.cases import case_of_plan_file, load_case, read_cases
+from planner.question.flags import gpu_counts
 from planner.question.plan_file import plan_file
 from planner.question.question import question_of
 from planner.runs import runs_store
@@ -39,7 +39,7 @@ from simulator.config.hf_config import load_model, model_from_config
 from simulator.config.model_summary import describe
 from simulator.config.plan import Plan
 from simulator.config.workload import Workload
-from simulator.fitting.calibration_fit import Calibrations
+from simulator.fitting.calibrations import Calibrations
 from simulator.program.chrome_trace import from_kineto
 from simulator.sharded.program import read_program
 from tests.fuzz.configurations import CONFIGURATIONS

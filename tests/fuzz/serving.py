@@ -23,7 +23,7 @@ from planner.serving.reports.documents import estimate_document
 from planner.serving.stated import pool_word, read_pool
 from planner.validate.serving_points import validate_point
 from planner.validate.serving_report import read_points
-from simulator.fitting.calibration_fit import UNMEASURED
+from simulator.fitting.calibrations import UNMEASURED
 from simulator.legality.rules import is_legal
 from simulator.serving.deployment import Pool
 from tests.fuzz.format import Format, json_inputs, text_inputs

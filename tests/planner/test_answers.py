@@ -30,8 +30,8 @@ def planner_once(tmp_path_factory):
     import contextlib
     import io
 
+    from planner.answers import suggest
     from planner.cli import main
-    from planner.commands import suggest
 
     kept = []
 

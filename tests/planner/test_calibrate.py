@@ -270,7 +270,7 @@ def test_a_dry_run_for_another_machine_says_what_would_be_measured_and_how_long(
     assert seconds
     assert sum(seconds) <= 60
     assert f"{len(seconds)} measurements, about" in shown
-    assert all("FSDP 2 x TP 2" in one["name"] and one["name"] in shown for one in answer["agenda"])
+    assert all("fsdp 2 x tp 2" in one["name"] and one["name"] in shown for one in answer["agenda"])
     assert not (tmp_path / "p.json").exists()
 
 

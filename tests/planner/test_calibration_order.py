@@ -135,7 +135,7 @@ def test_an_agenda_measures_what_the_plans_differ_by_and_not_what_is_known() -> 
     agenda = agenda_for(wanted, MACHINE, None, gpus=4, budget_s=120)
 
     names = [one.measurement.name for one in agenda.chosen]
-    assert any("TP 4" in name for name in names)
+    assert any("tp 4" in name for name in names)
     assert not any("CP" in name or "EP" in name for name in names)
     assert agenda.spread_after([one.measurement for one in agenda.chosen]) < 0.6 * agenda.spread_after([])
     assert sum(one.measurement.seconds * one.measurement.ranks / 4 for one in agenda.chosen) <= 120
@@ -169,7 +169,7 @@ def test_what_was_not_measured_is_told_with_what_it_could_change() -> None:
     left = {one.name: one for one in agenda.assumed([])}
     after = {one.name for one in agenda.assumed([one.measurement for one in agenda.chosen])}
 
-    assert left["host, torchtitan: a layer's tensor parallelism"].plan == "TP 4"
+    assert left["host, torchtitan: a layer's tensor parallelism"].plan == "tp 4"
     assert left["host, torchtitan: a layer's tensor parallelism"].spread == pytest.approx(
         np.expm1(1.2816 * np.hypot(0.4, np.log1p(0.35 / 7.8)))
     )

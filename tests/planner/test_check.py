@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 import planner as package
 from planner.configs.answer import Checked, ask, check_text
-from planner.configs.check_document import check_document
 from planner.configs.formats.command_line import CommandLine, option_kinds
 from planner.configs.formats.configuration import CheckFlags, NotAConfiguration
 from planner.configs.formats.documents import TomlDocument, YamlDocument
@@ -126,7 +125,7 @@ def test_the_command_prints_the_document_of_the_contract(planner) -> None:
 def test_python_asks_the_same() -> None:
     found = package.check(KEPT / "accelerate_cp.yaml", model="llama3-8b", seq_len=65536, search=False)
 
-    assert check_document(found)["plan"]["cp"] == 4
+    assert found.to_dict()["plan"]["cp"] == 4
     assert found.changes[0].fit_probability > 0.9
 
 

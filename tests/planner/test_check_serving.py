@@ -168,10 +168,11 @@ def test_python_asks_the_same(tmp_path: Path) -> None:
     found = package.check(file, isl=256, osl=32, concurrency=8, search=False)
 
     told = checked(file.read_text())
-    assert found.answer is not None
+    assert isinstance(found.checked, CheckedServing)
+    assert found.checked.answer is not None
     assert told.answer is not None
-    assert found.answer.estimate == told.answer.estimate
-    with pytest.raises(UserError, match="seq_len"):
+    assert found.checked.answer.estimate == told.answer.estimate
+    with pytest.raises(UserError, match="--seq-len"):
         package.check(file, seq_len=512)
     with pytest.raises(UserError, match="tp"):
         package.check(file, tp=2)

@@ -308,7 +308,7 @@ def test_every_ending_has_its_code(monkeypatch, capsys, error, code):
     def fail(*_, **__):
         raise error
 
-    monkeypatch.setattr("planner.commands.suggest.answer", fail)
+    monkeypatch.setattr("planner.answers.suggest.answer", fail)
     monkeypatch.delenv("MESHWRIGHT_DEBUG", raising=False)
     monkeypatch.setattr(cli, "_silence_stdout", lambda: None)
 

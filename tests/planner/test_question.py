@@ -13,7 +13,7 @@ from simulator.closed_form.estimates import estimate_plans
 from simulator.config.hf_config import load_model
 from simulator.config.plan import Plan
 from simulator.config.workload import Workload
-from simulator.fitting.calibration_fit import Calibrations
+from simulator.fitting.calibrations import Calibrations
 from simulator.legality.rules import is_legal, problems
 from simulator.lowering.simulation import simulate_plan
 from tests.planner.conftest import ROOT

@@ -10,7 +10,8 @@ from dataclasses import replace
 
 import pytest
 
-from planner.runs.runs_store import damaged_runs, default_path, list_runs, plan_words, read_run, remove, save_run
+from planner.io.plan_words import plan_in_words
+from planner.runs.runs_store import damaged_runs, default_path, list_runs, read_run, remove, save_run
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
@@ -202,10 +203,8 @@ def test_the_store_lies_in_the_users_data_folder(monkeypatch, tmp_path) -> None:
 def test_a_plan_in_words() -> None:
     plan = Plan(pp=2, dp_shard=4, schedule="1F1B", virtual_stages=2, recompute="full", micro_batch_size=3)
 
-    assert plan_words(codec.to_builtins(plan)) == (
-        "FSDP 4 x PP 2, 1F1B, 2 stages per rank, recompute full, micro batch 3"
-    )
-    assert plan_words(codec.to_builtins(replace(plan, pp=1, dp_shard=1, virtual_stages=1, recompute="none"))) == (
+    assert plan_in_words(codec.to_builtins(plan)) == ("fsdp 4 x pp 2, micro batch 3, recompute full, 1F1B x2")
+    assert plan_in_words(codec.to_builtins(replace(plan, pp=1, dp_shard=1, virtual_stages=1, recompute="none"))) == (
         "one GPU, micro batch 3"
     )
 

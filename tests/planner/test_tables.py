@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from planner.explain.answer_text import approach_text, print_search
-from planner.explain.tables import degrees_text, flip_text, policy_text
+from planner.explain.answer_text import print_search
+from planner.explain.tables import flip_text
+from planner.io.plan_words import approach_text, degrees_text, policy_text
 from planner.io.printable import printable
 from planner.question.question import question_of
 from planner.search.flips import FlipPoint

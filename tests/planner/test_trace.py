@@ -81,11 +81,23 @@ def test_trace_prices_with_the_profile_given(tmp_path, capsys) -> None:
 
 
 def test_a_timeline_that_is_too_long_is_refused_at_once(planner, tmp_path) -> None:
+    flags = ("--model", "llama3-405b", "--cluster", "dgx-h100", "--gpus", "1008", "--tp", "8", "--seq-len", "4096")
+    out = tmp_path / "trace.json"
+
+    done = planner("trace", *flags, "--pp", "126", "--micro-batch", "1", "--global-batch", "1008", "--out", str(out))
+
+    assert done.returncode == 2
+    assert "--pp" in done.stderr
+    assert not out.exists()
+
+
+def test_a_long_timeline_is_drawn_with_the_micro_batches_that_show_it(tmp_path, capsys) -> None:
     flags = ("--model", "llama3-8b", "--cluster", "dgx-h100", "--gpus", "8", "--dp-shard", "8", "--micro-batch", "1")
     out = tmp_path / "trace.json"
 
-    done = planner("trace", *flags, "--recompute", "full", "--global-batch", str(1 << 31), "--out", str(out))
+    assert main(["trace", *flags, "--global-batch", str(1 << 20), "--out", str(out), "--json"]) == 0
+    written = json.loads(capsys.readouterr().out)
 
-    assert done.returncode == 2
-    assert "--global-batch" in done.stderr
-    assert not out.exists()
+    assert (written["drawn_micro_batches"], written["micro_batches"]) == (3, 1 << 17)
+    assert main(["trace", *flags, "--global-batch", "16", "--out", str(out), "--force"]) == 0
+    assert "micro batches" not in capsys.readouterr().out

@@ -12,7 +12,7 @@ from planner.serving.stated import problems_of
 from planner.sharding.frontends.decoder import decoder_case
 from planner.sharding.plans.report import planned_case
 from simulator.config.hf_config import load_model
-from simulator.fitting.calibration_fit import MAX_AGE_DAYS, Calibrations, doubts_of
+from simulator.fitting.calibrations import MAX_AGE_DAYS, Calibrations, doubts_of
 from simulator.serving.deployment import Pool
 from simulator.serving.traffic import Lengths, Traffic
 from topology.catalog.cluster_file import save_cluster

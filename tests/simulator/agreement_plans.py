@@ -42,19 +42,14 @@ class Drawn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Told:
-    """One plan told twice: (closed form, simulation) of the step, of peak bytes, and of each part of the step."""
+    """One plan told twice: (closed form, simulation) of the step, and of each part of it."""
 
     step_s: tuple[float, float]
-    peak_bytes: tuple[float, float]
     parts_s: dict[str, tuple[float, float]]
 
     @property
     def time_error(self) -> float:
         return self.step_s[0] / self.step_s[1] - 1
-
-    @property
-    def memory_error(self) -> float:
-        return self.peak_bytes[0] / self.peak_bytes[1] - 1
 
 
 def draw_plans(
@@ -170,17 +165,15 @@ def _kind(plan: Plan, scenario: Scenario, micro_batches: int) -> str:
 
 
 def tell(drawn: Drawn, *, spans: bool = True) -> Told:
-    """Return a plan's step and peak by the closed form and by the simulation; without `spans`, no parts of the step."""
+    """Return a plan's step by the closed form and by the simulation; without `spans`, no parts of it."""
     table = estimate_plans(drawn.scenario, [drawn.plan])
     lowered = lower_training(drawn.scenario, drawn.plan, detail=Detail.LAYER, clocks=float(table.clocks[0]))
     run = simulate(lowered.program, lowered.costs, spans=spans)
     formula = {name: float(column[0]) for name, column in table.breakdown_s.items()}
     simulated = breakdown_s(run) if spans else {}
     names = list(dict.fromkeys([*formula, *simulated])) if spans else []
-    worst = max(run.memory.values(), key=lambda peak: peak.peak_bytes)
     return Told(
         # What a full allocator costs is not simulated.
         step_s=(float(table.step_s[0]) - formula["allocator"], run.step_s),
-        peak_bytes=(float(table.peak_bytes[0]), float(worst.peak_bytes)),
         parts_s={name: (formula.get(name, 0.0), simulated.get(name, 0.0)) for name in names},
     )

@@ -15,7 +15,6 @@ from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
 from simulator.lowering.simulation import simulate_plan
-from simulator.pipeline.schedules.registry import SCHEDULES
 from tests.planner.conftest import make_cluster
 from tests.simulator.agreement_plans import draw_plans, tell
 
@@ -40,19 +39,10 @@ def require_close(errors: list[tuple[float, str]], furthest: float) -> None:
 
 
 def test_steps_take_as_long(told) -> None:
-    require_close([(abs(both.time_error), kind) for kind, both in told], 0.10)
+    errors = np.array([abs(both.time_error) for _, both in told])
 
-
-def test_peaks_hold_as_much(told) -> None:
-    require_close([(abs(both.memory_error), kind) for kind, both in told], 0.07)
-
-
-def test_a_schedule_more_draws_no_plan_anew(monkeypatch) -> None:
-    """So what is asked of the plans above changes with what is predicted of them, not with the list of schedules."""
-    before = draw_plans(1, most_gpus=16)
-    monkeypatch.setitem(SCHEDULES, "Another", replace(SCHEDULES["1F1B"], name="Another"))
-
-    assert [drawn for drawn in draw_plans(1, most_gpus=16) if drawn.plan.schedule != "Another"] == before
+    assert np.mean(errors) < 0.005, sorted((abs(both.time_error), kind) for kind, both in told)[-3:]
+    assert errors.max() < 0.05
 
 
 @pytest.mark.parametrize("network", [5e9, 12e9, 25e9])

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulator.engine.allocator import BLOCK, Block, CachingAllocator, OutOfMemory
+from simulator.memory.allocator import BLOCK, Block, CachingAllocator, OutOfMemory
 
 MIB = 1 << 20
 STEPS = st.lists(st.tuples(st.integers(1, 64 * MIB), st.integers(0, 10), st.sampled_from("ab")), max_size=60)

@@ -266,22 +266,20 @@ def test_copies_of_two_gpus_share_their_way_to_the_host(folded):
 # --- memory, ends, sameness -------------------------------------------------------------------------------------------
 
 
-def test_peak_memory_follows_the_host_or_the_stream():
+def test_buffers_take_no_time_and_events_tell_when_they_happened():
     code = CodeWriter()
     code.alloc("weights", 100, "parameters", filled=True)
     code.launch("a")
-    code.alloc("x", 10, "activations")
-    code.free("x")
+    first = code.record("compute")
     code.alloc("y", 20, "activations", stream="compute")
     code.launch("a")
     code.free("y", stream="compute")
+    second = code.record("compute")
 
     run = simulate(alone(code), seconds(a=1.0))
 
-    peak = run.memory[0]
-    assert (peak.peak_bytes, peak.at_s, peak.by_category) == (120, 1.0, {"parameters": 100, "activations": 20})
-    (memory,) = run.trace.counters
-    assert memory.samples[-1] == (2.0, 100.0)
+    assert run.step_s == 2.0
+    assert run.events_s[0] == {first: 1.0, second: 2.0}
 
 
 def test_a_program_that_cannot_end_says_who_waits_for_whom():
@@ -325,4 +323,4 @@ def test_without_spans_the_times_are_the_same():
     bare = simulate(alone(code), costs, spans=False)
 
     assert (bare.step_s, bare.trace.spans, bare.trace.counters) == (1.0, (), ())
-    assert bare.memory == simulate(alone(code), costs).memory
+    assert bare.events_s == simulate(alone(code), costs).events_s

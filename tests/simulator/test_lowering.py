@@ -18,9 +18,9 @@ from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
 from simulator.engine.simulate import simulate
-from simulator.lowering.block_code import Detail, block_code, merged
-from simulator.lowering.simulation import choose_detail, simulate_plan
-from simulator.lowering.steps import KernelStep, SiteStep
+from simulator.lowering.block_code import Detail, block_code
+from simulator.lowering.simulation import drawn_micro_batches, simulate_plan
+from simulator.lowering.steps import AsyncStep, KernelStep, SiteStep, Step, TransferStep
 from simulator.lowering.training import lower_training, plan_context, strided_groups
 from simulator.overlap.modes import HOST_CALLS, OPERATIONS, OverlapRates
 from simulator.overlap.site_costs import SITE_MODES
@@ -116,7 +116,7 @@ def test_bubbles_are_the_published_ones(schedule: str, stages: int) -> None:
     workload = Workload(seq_len=8192, global_batch_size=8)
     runtime = Runtime(name="megatron-lm", param_dtype="bfloat16")
     lowered = lower_training(
-        Scenario(model=model, cluster=free_network(H100), workload=workload, runtime=runtime), plan, detail=Detail.STAGE
+        Scenario(model=model, cluster=free_network(H100), workload=workload, runtime=runtime), plan
     )
     got = simulate(lowered.program, Undisturbed(lowered.costs))
 
@@ -226,7 +226,7 @@ def test_copies_that_cannot_be_made_take_for_ever() -> None:
 @pytest.mark.parametrize("name", ["pytorch", "torchtitan", "megatron-lm"])
 @pytest.mark.parametrize("mode", SITE_MODES)
 def test_a_layer_with_a_mode_takes_the_same_in_both_forms(mode: str, name: str) -> None:
-    """One layer's kernels and pairs, forward and backward, added up in the closed form and written as steps."""
+    """One layer's kernels and pairs, forward and backward, added up by the account and written for one plan."""
     model, runtime = shortened("llama3-8b", 1), Runtime(name=name)
     plan = Plan(tp=4, sequence_parallel=True, tp_overlap=mode)
     context = plan_context(
@@ -235,11 +235,31 @@ def test_a_layer_with_a_mode_takes_the_same_in_both_forms(mode: str, name: str) 
     operators = operators_for(model, runtime).dense_layer
     code, cost = block_code("layer", operators, context, RecomputeSpec()), block_cost(operators, context)
     for steps, formula in ((code.forward, cost.forward), (code.backward, cost.backward)):
-        written = merged(steps, "layer", Detail.STAGE)
-
         assert sum(isinstance(step, SiteStep) for step in steps) == 4
-        assert sum(step.cost.seconds for step in written) == pytest.approx(formula.device_s[0])
-        assert sum(step.host_s for step in written) == pytest.approx(formula.host_s[0])
+        assert sum(device_s(step) for step in steps) == pytest.approx(formula.device_s[0])
+        assert sum(host_s(step) for step in steps) == pytest.approx(formula.host_s[0])
+
+
+def device_s(step: Step) -> float:
+    """Return the seconds of a kernel, a collective or a pair of a block's code."""
+    match step:
+        case KernelStep() | SiteStep():
+            return step.cost.seconds if isinstance(step, KernelStep) else step.kernel.cost.seconds
+        case TransferStep():
+            return step.seconds
+    raise AssertionError(step)
+
+
+def host_s(step: Step) -> float:
+    """Return the seconds in which the host issues it."""
+    match step:
+        case AsyncStep():
+            return step.transfer.ranks * (step.piece.host_s + step.copies_host_s)
+        case SiteStep():
+            return step.kernel.host_s + step.more_host_s
+        case KernelStep() | TransferStep():
+            return step.host_s
+    raise AssertionError(step)
 
 
 def test_a_share_of_layers_is_wrapped_layer_by_layer() -> None:
@@ -320,7 +340,7 @@ def test_irregular_placement_folds_to_the_nanosecond() -> None:
 
 
 def test_simulate_plan_reads_the_run_back() -> None:
-    """The estimate is the run's: step, peak, reserved bytes by pipeline rank; parts add up."""
+    """The step of the estimate is the run's; its parts add up."""
     model = shortened("llama3-8b", 8)
     plan = Plan(dp_shard=2, pp=2, schedule="1F1B")
     got = simulate_plan(
@@ -331,28 +351,23 @@ def test_simulate_plan_reads_the_run_back() -> None:
     assert got.estimate.step_s.value == pytest.approx(got.run.step_s + got.estimate.breakdown_s["allocator"], rel=1e-12)
     assert sum(got.estimate.breakdown_s.values()) == pytest.approx(got.estimate.step_s.value)
     assert got.estimate.step_s.low < got.run.step_s < got.estimate.step_s.high
-    memory = got.estimate.memory
-    assert len(memory.reserved_by_stage) == len(memory.by_stage) == 2
-    assert memory.peak_bytes.value <= memory.reserved_bytes
-    assert max(memory.reserved_by_stage) <= memory.reserved_bytes
-    assert got.run.memory[memory.worst_rank].buffer
 
 
 def test_sixteen_thousand_gpus_fold_to_their_stages() -> None:
-    """llama3-405b, tp 8, cp 2, pp 16, 64 micro batches: 16 classes, tens of thousands of instructions."""
+    """llama3-405b, tp 8, cp 2, pp 16: 16 classes, tens of thousands of instructions for two micro batches; a timeline of 64 of
+    them is drawn with the fewest that show how it goes on.
+    """
     model, machine = load_model("llama3-405b"), cluster("dgx-h100", gpus=16384)
     plan = Plan(dp_shard=64, tp=8, sequence_parallel=True, cp=2, pp=16, schedule="1F1B")
-    workload = Workload(seq_len=8192, global_batch_size=64 * 64)
+    workload = Workload(seq_len=8192, global_batch_size=2 * 64)
 
-    assert choose_detail(model, workload, plan) is Detail.STAGE
-    lowered = lower_training(
-        Scenario(model=model, cluster=machine, workload=workload, runtime=Runtime()), plan, detail=Detail.STAGE
-    )
+    assert drawn_micro_batches(model, replace(workload, global_batch_size=64 * 64), plan) == 2 * 16 + 2
+    lowered = lower_training(Scenario(model=model, cluster=machine, workload=workload, runtime=Runtime()), plan)
     got = simulate(lowered.program, lowered.costs, spans=False)
     assert len(got.folding.classes) == 16
     assert lowered.program.instructions < 60_000
     formula = estimate_plans(Scenario(model=model, cluster=machine, workload=workload, runtime=Runtime()), [plan])
-    assert got.step_s == pytest.approx(formula.step_s[0], rel=0.1)
+    assert got.step_s == pytest.approx(formula.step_s[0], rel=0.01)
 
 
 def test_async_tensor_parallelism_hides_only_what_its_graph_pass_matches() -> None:
@@ -405,10 +420,10 @@ def test_async_pieces_are_issued_one_by_one() -> None:
     plan = Plan(tp=4, sequence_parallel=True, tp_overlap="async")
     context = plan_context(Scenario(model=model, cluster=H100, workload=workload, runtime=QUIET), plan)
     operators = operators_for(model, QUIET).dense_layer
-    steps = merged(block_code("layer", operators, context, RecomputeSpec()).forward, "layer", Detail.STAGE)
+    steps = block_code("layer", operators, context, RecomputeSpec()).forward
     formula = block_cost(operators, context).forward.host_s[0]
 
-    assert sum(step.host_s for step in steps) == pytest.approx(formula)
+    assert sum(host_s(step) for step in steps) == pytest.approx(formula)
     # The gathers before qkv and w1, the scatters behind out and w2; w3 comes after a kernel of its own.
     host, pairs = context.spec.host, 4
     alone = plan_context(

@@ -14,12 +14,16 @@ from planner.question.prediction import predict
 from planner.question.question import question_of
 from planner.validate.validation import validate_case
 from simulator.calibration.calibration import Calibration
+from simulator.closed_form.scenario import Scenario
 from simulator.config.estimate import SURE, Fit
 from simulator.config.hf_config import load_model
 from simulator.config.plan import Plan
+from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
-from simulator.engine.allocator import CachingAllocator
+from simulator.lowering.simulation import simulate_plan
+from simulator.memory.allocator import CachingAllocator
 from simulator.memory.estimate import with_replay
+from simulator.memory.over_time import with_memory
 from simulator.memory.rank import RankReplay
 from simulator.memory.replay import MemoryReplay
 from simulator.memory.tensors import Act, Passes
@@ -235,3 +239,32 @@ def test_a_stage_that_is_left_without_layers_holds_little_beside_the_others() ->
 
     assert [len(units) for units in replay.tensors.stages] == [5, 0, 0, 1]
     assert second == third < first / 5 < last / 5
+
+
+@pytest.mark.parametrize(
+    ("name", "plan", "runtime"),
+    [
+        ("llama3-8b", Plan(dp_shard=2, recompute="full"), Runtime()),
+        ("llama3-8b", Plan(dp_shard=2, pp=2, schedule="1F1B"), Runtime()),
+        ("llama3-8b", Plan(pp=2, virtual_stages=2, schedule="InterleavedZeroBubble"), Runtime()),
+        ("qwen3-30b-a3b", Plan(dp_replicate=2, ep=2, zero_stage=1, ep_overlap="combined"), Runtime(name="megatron-lm")),
+    ],
+    ids=["shards", "pipeline", "split", "pairs"],
+)
+def test_memory_over_time_is_the_replays_laid_along_the_passes_of_the_run(name, plan, runtime) -> None:
+    scenario = Scenario(
+        model=replace(load_model(name), layers=8),
+        cluster=cluster("dgx-h100", gpus=plan.gpus),
+        workload=Workload(seq_len=2048, global_batch_size=4 * plan.data_parallel),
+        runtime=runtime,
+    )
+    run = simulate_plan(scenario, plan, micro_batches=4).run
+
+    counters = [one for one in with_memory(scenario, plan, run, 4).counters if one.name == "memory"]
+    replay = MemoryReplay(scenario, plan, micro_batches=4)
+    assert len(counters) == plan.pp
+    for stage, counter in enumerate(counters):
+        times, held = zip(*counter.samples, strict=True)
+        assert list(times) == sorted(times)
+        assert 0.0 < times[-1] < run.step_s
+        assert max(held) == replay.rank(stage).allocated_bytes

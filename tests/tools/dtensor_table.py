@@ -26,7 +26,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from executor.sharding import api, shard
-from executor.sharding.placements import tokens_of
+from executor.sharding.places import tokens_of
 from planner.sharding.answer import answer_request
 from simulator.sharded.program import read_program
 from topology.codec import to_json

@@ -8,10 +8,10 @@ import re
 import msgspec
 import pytest
 
+from planner.io import plan_words
 from tests.ui import needs  # noqa: F401 - skips where a package is missing
 from tests.ui.conftest import ROOT, metrics, said, table
 from topology.units import two_digits
-from ui import plan_words
 
 PAGES = ("home", "cluster", "model", "plans", "curves", "serving", "run", "detail", "compare", "measured", "exports")
 TABS = ("Memory", "Step", "Placement", "Timeline", "Sensitivity", "Edit")

@@ -7,12 +7,12 @@ import json
 import pytest
 
 from planner import cli
+from planner.io.plan_words import plan_name
 from planner.question.question import question_of
 from planner.search.search import SearchOptions
 from simulator.config.plan import Plan
 from tests.ui import needs  # noqa: F401 - skips where a package is missing
 from tests.ui.conftest import metrics, table
-from ui.plan_words import plan_name
 from ui.question.state import LISTED
 
 QUESTION = {"model": "llama3.2-3b", "cluster": "dgx-h100", "gpus": "8", "seq": "4096", "batch": "16"}
@@ -125,7 +125,7 @@ def test_a_plan_that_is_not_changed_stays_the_same(framework):
     )
     for ranked in found.plans:
         plan = ranked.plan
-        again = data.what_if(asked, changed_flags(plan, degrees_of(plan), plan.recompute), gpus=4, like=plan)
+        again = data.what_if(asked, changed_flags(plan, degrees_of(plan), plan.recompute), gpus=4)
 
         assert again.case.plan == plan
         assert again.estimate.step_s.value == pytest.approx(ranked.estimate.step_s.value, rel=1e-12)

@@ -15,12 +15,20 @@ from planner.question.question import Question
 from planner.search.answer import answer, search_question
 from planner.search.result import SearchResult
 from planner.search.search import SearchOptions
-from planner.serving.account import Account, account
-from planner.serving.crossings import Sweep, over_clients
-from planner.serving.question.from_flags import ServingFlags, serving_question
-from planner.serving.search import ServingResult, search_serving
+from planner.serving import (
+    Account,
+    ServingFlags,
+    ServingResult,
+    Sweep,
+    over_clients,
+    search_serving,
+    serving_account,
+    serving_question,
+)
 from simulator.config.plan import Plan
 from simulator.engine.simulate import Run
+from simulator.lowering.simulation import drawn_micro_batches
+from simulator.memory.over_time import with_memory
 from simulator.program.chrome_trace import to_chrome
 from simulator.program.critical_path import critical_path, path_parts_s
 from topology import codec
@@ -43,7 +51,7 @@ class SimulatedStep:
 
     line: Timeline
     step_s: float
-    detail: str
+    micro_batches: tuple[int, int]  # drawn, and of the whole step
     path: tuple[int, ...]
     path_s: dict[str, float]
     memory: Samples
@@ -73,17 +81,18 @@ def search(progress: Progress, flags: Flags, framework: str, options: SearchOpti
 
 def simulate(progress: Progress, question: Question, plan: Plan) -> SimulatedStep:
     """Return the simulated step of a plan, as `planner trace` writes it."""
-    found = question.simulate(plan, progress=progress)
-    run, trace = found.run, found.run.trace
+    drawn = drawn_micro_batches(question.model, question.workload, plan)
+    found = question.simulate(plan, micro_batches=drawn, progress=progress)
+    run = found.run
     progress("following what the step waits for")
+    trace = with_memory(question, plan, run, drawn)
     counters = [c for c in trace.counters if c.name == "memory"]
-    worst = found.estimate.memory.worst_rank
-    counter = next((c for c in counters if c.rank == worst), counters[0] if counters else None)
+    counter = max(counters, key=lambda c: max(nbytes for _, nbytes in c.samples), default=None)
     path = critical_path(trace)
     return SimulatedStep(
         line=timeline(trace),
         step_s=run.step_s,
-        detail=str(found.detail),
+        micro_batches=(drawn, plan.micro_batches(question.workload.global_batch_size)),
         path=path,
         path_s=path_parts_s([trace.spans[i] for i in path], run.step_s),
         memory=tuple(samples(counter, end_s=run.step_s, most=MOST_SAMPLES)) if counter else (),
@@ -128,7 +137,7 @@ def serve(progress: Progress, flags: ServingFlags) -> ServingAnswers:
     result = search_serving(serving_question(flags), progress=progress)
     progress("the best over numbers of clients")
     listed = result.plans[:SERVING_LISTED]
-    accounts = tuple(account(result.question, plan.deployment, plan.estimate) for plan in listed)
+    accounts = tuple(serving_account(result.question, plan.deployment, plan.estimate) for plan in listed)
     return ServingAnswers(result=result, accounts=accounts, load=over_clients(result))
 
 

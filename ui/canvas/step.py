@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 import streamlit as st
 
 from planner.explain.traffic import NETWORK
+from planner.io import plan_words
 from planner.io.figures import last_digit_s, seconds_text
 from planner.pictures.node_layout import node_view
 from planner.pictures.palette import LINKS, SPANS
 from simulator.program import trace as tr
 from topology.units import GIB, in_gib
-from ui import data, panels, plan_words
+from ui import data, panels
 from ui.canvas.component import timeline, window_of
 from ui.canvas.payload import Shown, Strip, payload
 from ui.charts import loads as load_charts
@@ -39,8 +40,8 @@ def show_step(question: state.Inputs, result: SearchResult, ranked: RankedPlan) 
     line = found.line
     panels.section(
         "One simulated step",
-        f"{len(line):,} spans on {panels.counted(len(line.ranks), 'distinct rank')}, {found.detail} by {found.detail}:"
-        f" {seconds_text(found.step_s, last_digit_s(ranked.estimate.step_s))}. Lighter compute is the forward pass.",
+        f"{len(line):,} spans on {panels.counted(len(line.ranks), 'distinct rank')}, layer by layer:"
+        f" {seconds_text(found.step_s, last_digit_s(ranked.estimate.step_s))}{_with_some(found)}. Lighter compute is the forward pass.",
     )
     st.markdown(f"**{panels.plain(waits_for(found))}**")
     _lanes(f"{question.key} {plan_words.plan_name(ranked.plan)}", found, ranked)
@@ -54,6 +55,11 @@ def show_step(question: state.Inputs, result: SearchResult, ranked: RankedPlan) 
         on_click="ignore",
     )
     _links(result, ranked, found)
+
+
+def _with_some(found: SimulatedStep) -> str:
+    drawn, every = found.micro_batches
+    return f" with {drawn} of its {every} micro batches, after which it repeats itself" if drawn < every else ""
 
 
 def waits_for(found: SimulatedStep) -> str:
@@ -139,8 +145,7 @@ def _links(result: SearchResult, ranked: RankedPlan, found: SimulatedStep) -> No
     finding = (
         f"The busiest is the {names[busiest.link]}: {load_charts.percent(busiest.busy_share)} of the step at its rate."
     )
-    inside = "" if found.detail != "stage" else " Over time above, traffic inside a stage is part of its compute."
-    panels.section("Links over the step", f"{finding} Bytes sent, over what the link carries in the step.{inside}")
+    panels.section("Links over the step", f"{finding} Bytes sent, over what the link carries in the step.")
     nodes = load_charts.node_loads(sent)
     several = nodes[-1].last > 0
     left, right = st.columns([3, 2], gap="large") if several else (st.container(), None)

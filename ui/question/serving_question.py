@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from shlex import quote
 
 import streamlit as st
 
-from planner.serving.question.from_flags import ServingFlags
+from planner.requests.flag import shell_line
+from planner.requests.serving import Engine, Load, Task
+from planner.requests.training import Objective, Suggest
+from planner.serving import ServingFlags, flags_of_search
 from simulator.serving.deployment import CACHE_BYTES, WEIGHT_BYTES
 from simulator.serving.engine import engines
 from topology import codec
@@ -36,52 +38,40 @@ class ServingInputs:
         """Return a fingerprint of the question."""
         return codec.fingerprint(asdict(self))
 
-    def flags(self) -> ServingFlags:
-        """Return them as the command states them."""
+    def request(self, *, by_name: bool = False) -> Suggest:
+        """Return what `planner suggest --task serve` is asked, as `Inputs.request`."""
         about = self.about
-        return ServingFlags(
-            model=about.model_source,
-            cluster=about.cluster_source,
+        return Suggest(
+            task=Task.SERVE,
+            model=state.file_name(about.model) if by_name else about.model_source,
+            cluster=state.file_name(about.cluster) if by_name else about.cluster_source,
             gpu=about.gpu,
-            gpus=about.gpus,
-            isl=self.isl,
-            osl=self.osl,
-            concurrency=self.clients,
-            request_rate=self.rate,
-            engine=self.engine,
-            weights=None if self.weights == state.AS_STORED else self.weights,
-            kv_cache=self.cache,
-            objective=self.aim,
+            gpus=None if about.gpus is None else str(about.gpus),
+            objective=Objective(self.aim),
             gpu_price=None if self.price is None else float(self.price),
-            ttft=None if self.ttft is None else self.ttft / 1e3,
-            tpot=None if self.tpot is None else self.tpot / 1e3,
+            load=Load(
+                isl=self.isl,
+                osl=self.osl,
+                concurrency=self.clients,
+                request_rate=self.rate,
+                ttft=None if self.ttft is None else self.ttft / 1e3,
+                tpot=None if self.tpot is None else self.tpot / 1e3,
+            ),
+            engine=Engine(
+                engine=self.engine,
+                weights=None if self.weights == state.AS_STORED else self.weights,
+                kv_cache=self.cache,
+            ),
+            said=frozenset({"objective"}),
         )
+
+    def flags(self) -> ServingFlags:
+        """Return the question as it is looked up."""
+        return flags_of_search(self.request())
 
     def command(self) -> str:
         """Return the command line that gives the same answer in a terminal."""
-        flags = self.flags()
-        words = ["planner", "suggest", "--task", "serve"]
-        about = self.about
-        named = {
-            "--model": state.file_name(about.model),
-            "--cluster": state.file_name(about.cluster),
-            "--gpu": about.gpu,
-            "--gpus": about.gpus,
-            "--isl": self.isl,
-            "--osl": self.osl,
-            "--concurrency": self.clients,
-            "--request-rate": self.rate,
-            "--engine": self.engine,
-            "--weights": flags.weights,
-            "--kv-cache": self.cache,
-            "--objective": self.aim,
-            "--gpu-price": self.price,
-            "--ttft": flags.ttft,
-            "--tpot": flags.tpot,
-        }
-        for flag, value in named.items():
-            words += [] if value is None else [flag, f"{value:g}" if isinstance(value, float) else str(value)]
-        return " ".join(map(quote, words))
+        return shell_line("suggest", self.request(by_name=True), always=("model", "cluster", "objective"))
 
 
 def ask(about: state.Inputs) -> ServingInputs:

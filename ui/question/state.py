@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from shlex import quote
 from typing import Any
 
 import streamlit as st
 
-from planner.question.flags import Flags
+from planner.question.flags import Flags, flags_of_search
+from planner.requests.flag import shell_line
+from planner.requests.training import Objective, Suggest
 from simulator.config.hf_config import shipped_models
 from simulator.legality.frameworks import FRAMEWORKS
 from simulator.serving.deployment import CACHE_BYTES, WEIGHT_BYTES
@@ -67,30 +68,29 @@ class Inputs:
     def model_source(self) -> str:
         return source_of(self.model)
 
-    def flags(self) -> Flags:
-        """Return them as `planner suggest` states them."""
-        return Flags(
-            model=self.model_source,
-            cluster=self.cluster_source,
+    def request(self, *, by_name: bool = False) -> Suggest:
+        """Return what `planner suggest` is asked; `by_name` has uploads as the files are called that were uploaded."""
+        return Suggest(
+            model=file_name(self.model) if by_name else self.model_source,
+            cluster=file_name(self.cluster) if by_name else self.cluster_source,
             gpu=self.gpu,
-            gpus=None if self.gpus is None else (self.gpus,),
+            gpus=None if self.gpus is None else str(self.gpus),
             seq_len=self.seq_len,
             global_batch=self.global_batch,
-            runtime={"compile": self.compile or None, "param_dtype": self.param_dtype},
+            framework=self.framework,
+            objective=Objective(self.objective),
+            compile_model=self.compile or None,
+            param_dtype=self.param_dtype,
+            top=LISTED,
         )
+
+    def flags(self) -> Flags:
+        """Return the question as it is looked up."""
+        return flags_of_search(self.request())
 
     def command(self) -> str:
         """Return the command line that gives the same result in a terminal."""
-        words = ["planner", "suggest", "--model", file_name(self.model), "--cluster", file_name(self.cluster)]
-        words += ["--gpu", self.gpu] if self.gpu else []
-        words += ["--gpus", str(self.gpus)] if self.gpus else []
-        words += ["--seq-len", str(self.seq_len)]
-        words += ["--global-batch", str(self.global_batch)] if self.global_batch else []
-        words += ["--framework", self.framework]
-        words += ["--objective", self.objective] if self.objective != "time" else []
-        words += ["--compile"] if self.compile else []
-        words += ["--param-dtype", self.param_dtype] if self.param_dtype else []
-        return " ".join(quote(word) for word in [*words, "--top", str(LISTED)])
+        return shell_line("suggest", self.request(by_name=True), always=("model", "cluster"))
 
 
 def source_of(choice: str) -> str:

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 import streamlit as st
 
 from planner.explain.waterfall import difference
+from planner.io import plan_words
 from topology.units import GIB
-from ui import data, differences, panels, plan_words
+from ui import data, differences, panels
 from ui.charts import compare as charts
 from ui.charts.look import words
 from ui.question import state

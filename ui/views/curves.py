@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import streamlit as st
 
+from planner.io import plan_words
 from planner.io.figures import gib_text, last_digit_s, seconds_text
 from planner.pictures.memory import stage_parts
 from planner.question.goal import Goal
 from planner.search.whole_run import DAY_S, whole_run
-from ui import data, panels, plan_words, rows
+from ui import data, panels, rows
 from ui.charts import curves as charts
 from ui.charts import detail as detail_charts
 from ui.question import state

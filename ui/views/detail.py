@@ -10,14 +10,16 @@ import streamlit as st
 
 from planner.explain.tables import flip_text
 from planner.explain.waterfall import waterfall
+from planner.io import plan_words
 from planner.io.figures import gib_text, last_digit_s, seconds_text
 from planner.pictures.memory import stage_parts
 from planner.pictures.node_layout import node_view
 from planner.pictures.waterfall import waterfall_rows
 from planner.search.finalists import TIE
+from simulator.config.plan import PLAN_FIELDS
 from topology.errors import PlannerError
 from topology.units import GIB
-from ui import data, panels, plan_words, rows, saved_plans
+from ui import data, panels, rows, saved_plans
 from ui.canvas.step import show_step
 from ui.charts import detail as charts
 from ui.charts import plans as plan_charts
@@ -204,32 +206,20 @@ def _change(question: state.Inputs, result: SearchResult, ranked: RankedPlan) ->
         "Edit the plan",
         "As planner estimate: whether it is legal, and what it costs. Data parallelism takes the remaining GPUs.",
     )
-    columns = st.columns(5)
-
-    def degree(column: Any, label: str, name: str) -> int:
-        return int(
-            column.number_input(label, 1, 4096, int(getattr(plan, name)), key=f"x_{name}_{plan_words.plan_name(plan)}")
-        )
-
+    now, name = rows.degrees_of(plan), plan_words.plan_name(plan)
+    places = [column for row in (st.columns(4), st.columns(4)) for column in row]
     degrees = {
-        "tp": degree(columns[0], "Tensor", "tp"),
-        "pp": degree(columns[1], "Pipeline", "pp"),
-        "cp": degree(columns[2], "Context", "cp"),
-        "ep": degree(columns[3], "Expert", "ep"),
-        "micro_batch_size": degree(columns[4], "Micro batch", "micro_batch_size"),
+        field: int(place.number_input(PLAN_FIELDS[field].title, 1, 4096, value, key=f"x_{field}_{name}"))
+        for place, (field, value) in zip(places, now.items(), strict=False)
     }
     modes = list(dict.fromkeys([plan.recompute, *framework.recomputes]))
-    left, middle, right = st.columns(3)
-    recompute = left.selectbox("Recompute", modes, key=f"x_recompute_{plan_words.plan_name(plan)}")
-    degrees["virtual_stages"] = degree(middle, "Stages per rank", "virtual_stages")
-    if plan.zero_stage is None:
-        degrees["dp_replicate"] = degree(right, "Replicas", "dp_replicate")
-    if degrees == rows.degrees_of(plan) and recompute == plan.recompute:
+    recompute = places[len(now)].selectbox("Recompute", modes, key=f"x_recompute_{name}")
+    if degrees == now and recompute == plan.recompute:
         st.caption("Change a value to see what it costs beside this plan.")
         return
     flags = rows.changed_flags(plan, degrees, str(recompute))
     try:
-        found = data.what_if(question, flags, gpus=plan.gpus, like=plan)
+        found = data.what_if(question, flags, gpus=plan.gpus)
     except PlannerError as error:
         panels.failure(error)
         return

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 import streamlit as st
 
 from planner.export.targets.registry import TARGETS
+from planner.io import plan_words
 from topology.errors import PlannerError
-from ui import data, panels, plan_words
+from ui import data, panels
 from ui.question import state
 
 if TYPE_CHECKING:

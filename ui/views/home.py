@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 import streamlit as st
 
 from planner.explain.answer_text import LEAST_GAIN, answer_sentence, may_fit_sentence
+from planner.io import plan_words
 from planner.io.figures import last_digit_s, seconds_text
 from planner.pictures.memory import stage_parts
 from planner.pictures.waterfall import waterfall_rows
-from ui import data, differences, panels, plan_words, rows
+from ui import data, differences, panels, rows
 from ui.charts import detail as charts
 from ui.charts import plans as plan_charts
 from ui.charts.look import words

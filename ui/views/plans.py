@@ -8,9 +8,10 @@ import streamlit as st
 
 from planner.explain.answer_text import LEAST_GAIN, answer_sentence, may_fit_sentence
 from planner.explain.tables import basis_lines, cluster_line, model_line, workload_line
+from planner.io import plan_words
 from simulator.config.plan import MESH_AXES
 from topology.units import GIB
-from ui import data, panels, plan_words, rows
+from ui import data, panels, rows
 from ui.charts import plans as charts
 from ui.question import state
 from ui.rule_words import rejected_words

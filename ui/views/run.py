@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import streamlit as st
 
-from ui import data, jobs, panels, plan_words
+from planner.io import plan_words
+from ui import data, jobs, panels
 from ui.canvas import measured_run
 from ui.question import state
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import streamlit as st
 
 from planner.export.serving.files import serving_files
-from planner.serving.plan_file import serving_file
+from planner.serving import serving_file
 from planner.serving.reports.documents import price_per_million
 from planner.serving.reports.text import answer_sentence, deployment_text, ms_text
 from simulator.config.hf_config import hub_name
@@ -22,7 +22,7 @@ from ui.question import serving_question, state
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from planner.serving.search import ServingPlan
+    from planner.serving import ServingPlan
     from simulator.config.estimate import Interval
     from ui.background.work import ServingAnswers
 

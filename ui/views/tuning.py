@@ -8,6 +8,7 @@ from typing import Any
 
 import streamlit as st
 
+from planner.io import plan_words
 from planner.tune.candidates import Candidate
 from planner.tune.history import history
 from planner.tune.loop import View
@@ -16,7 +17,7 @@ from planner.tune.state import State, parse_state, read_state
 from planner.tune.text import chance_text
 from topology.errors import PlannerError
 from topology.units import MIB
-from ui import data, jobs, panels, plan_words
+from ui import data, jobs, panels
 from ui.background import service
 from ui.charts import tuning as charts
 from ui.question import state

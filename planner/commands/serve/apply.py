@@ -13,10 +13,17 @@ from planner.io.output import SCHEMA_VERSION
 from planner.io.printable import printable
 from planner.requests.runs import Apply
 from planner.runs import apply_process
-from planner.serving.measured.asked_run import AskedRun, all_steps, asked_run
-from planner.serving.measured.samples import add_to_profile
-from planner.serving.measured.side_by_side import load_rows, print_run, step_rows
-from planner.serving.plan_file import TASK, load_serving
+from planner.serving import (
+    TASK,
+    AskedRun,
+    add_to_profile,
+    all_steps,
+    asked_run,
+    load_rows,
+    load_serving,
+    print_run,
+    step_rows,
+)
 from simulator.serving.engine import engine_of
 from topology import codec
 from topology.errors import PlannerError, UserError

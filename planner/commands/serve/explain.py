@@ -6,16 +6,13 @@ from typing import Any
 
 import typer
 
-from planner.commands.serve.estimate import serving_flags
+from planner.answers.serve.estimate import serving_flags
 from planner.io import output
 from planner.question.flags import flags_of_question, gpu_counts
 from planner.requests.flag import values_of
 from planner.requests.training import Explain
 from planner.search.flips import KNOBS
-from planner.serving.explain import Links, explain_serving
-from planner.serving.overrides import with_serving_flags
-from planner.serving.plan_file import load_serving
-from planner.serving.question.from_flags import serving_question
+from planner.serving import Links, explain_serving, load_serving, serving_question, with_serving_flags
 from planner.serving.reports.documents import explanation_document
 from planner.serving.reports.plan_text import print_explained
 from topology.cluster import Cluster

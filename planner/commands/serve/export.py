@@ -8,7 +8,7 @@ from planner.io import output
 from planner.io.printable import printable
 from planner.question.plan_file import refuse_overwrite
 from planner.requests.tools import Export
-from planner.serving.plan_file import TASK, ServingFile, load_serving
+from planner.serving import TASK, ServingFile, load_serving
 from simulator.config.hf_config import hub_name
 from simulator.serving.engine import engine_of
 from topology import codec

@@ -2,79 +2,34 @@
 
 from __future__ import annotations
 
-import math
 import shlex
-import time
 from pathlib import Path
 
+from planner.answers.serve import suggest as answers
 from planner.export.serving.commands import command
 from planner.export.serving.files import serving_files
 from planner.io import output
-from planner.requests.flag import values_of
-from planner.requests.serving import Task, refuse, stated
 from planner.requests.training import Suggest
-from planner.serving.crossings import over_clients
 from planner.serving.plan_file import serving_file
-from planner.serving.question.from_flags import ServingFlags, serving_question
-from planner.serving.reports.documents import serving_document
 from planner.serving.reports.text import print_serving
-from planner.serving.search import ServingResult, search_serving
+from planner.serving.search import ServingResult
 from simulator.config.hf_config import hub_name
-from simulator.config.plan import PLAN_FIELDS
 from topology import codec
-from topology.errors import Infeasible, UserError
-
-# Options of `suggest` that mean nothing when serving; of those with a default it counts whether they were stated.
-ONLY_TRAINING = (
-    *("global_batch", "all_variants", "compile_model", "param_dtype", "compute_dtype", "max_tp"),
-    *("tokens", "deadline", "budget", "runtime", "pick"),
-)
-SPELLED = {"all_variants": "--all", "compile_model": "--compile"}
-DEFAULTED = ("seq_len", "framework", "simulate")
+from topology.errors import Infeasible
 
 
 def suggest(asked: Suggest) -> None:
-    """Print the answer to a request. Raises UserError for options that only training has."""
-    refuse(_of_training(asked), Task.SERVE, SPELLED)
-    counts = asked.gpus
-    if counts is not None and not (counts.strip().isdigit() and 0 < int(counts.strip()[:12]) <= 1 << 20):
-        raise UserError(f"--gpus {counts!r} is not a number", remedy="give one number of GPUs with --task serve")
-    flags = ServingFlags(
-        model=asked.model,
-        cluster=asked.cluster,
-        gpu=asked.gpu,
-        gpus=None if counts is None else int(counts),
-        objective=asked.objective.value if "objective" in asked.said else None,
-        gpu_price=asked.gpu_price,
-        separate=asked.separate,
-        profile=asked.profile,
-        strict=asked.strict,
-        **values_of(asked.load, asked.engine),
-    )
-    question = serving_question(flags)
-    out = asked.out
-    if out is not None and out.exists() and not asked.force:
-        raise UserError(f"{out} is there already", remedy="choose another name, or pass --force")
-    limit_s = asked.time_limit
-    until_s = time.monotonic() + (math.inf if limit_s is None else limit_s)
+    """Print the answer to a request, and save the best deployment where `--out` asks for it."""
     try:
-        result = search_serving(question, progress=output.progress, time_limit_s=limit_s)
-        load = over_clients(result, until_s=until_s).rows
+        found = answers.suggest(asked, output.progress)
     finally:
         output.end_progress()
     if asked.json:
-        output.emit_json(serving_document(result, load, top=asked.top))
+        output.emit_json(found.to_dict())
     else:
-        print_serving(result, load, top=asked.top, start=_start(result))
-    if out is not None:
-        _write(result, out)
-
-
-def _of_training(asked: Suggest) -> list[str]:
-    """Return the options that were stated and only training has."""
-    parts = [PLAN_FIELDS[name].parameter for name, text in asked.fixed.items() if text is not None]
-    others = stated({name: getattr(asked, name) for name in ONLY_TRAINING})
-    return [*others, *parts, *(name for name in DEFAULTED if name in asked.said)]
+        print_serving(found.result, found.over_clients, top=asked.top, start=_start(found.result))
+    if asked.out is not None:
+        _write(found.result, asked.out)
 
 
 def _write(result: ServingResult, out: Path) -> None:

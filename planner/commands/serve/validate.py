@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from planner.io import output
+from planner.io.grids import grid
 from planner.io.output import console
 from planner.io.printable import printable
 from planner.requests.runs import Validate
@@ -54,10 +53,8 @@ def validate(asked: Validate) -> None:
 
 
 def _print(groups: Mapping[str, Any], summary: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("source | GPU | model | engine", overflow="fold")
-    for heading in ("rows", "1st token", "held", "a token", "held", "tok/s", "held"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    headings = ("source | GPU | model | engine", "rows", "1st token", "held", "a token", "held", "tok/s", "held")
+    table = grid(headings)
     for name, part in [*groups.items(), ("all", summary)]:
         cells = [cell for quantity in QUANTITIES for cell in _cells(part[quantity])]
         table.add_row(printable(name), str(part["rows"] - part["skipped"]), *cells)

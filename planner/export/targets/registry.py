@@ -7,12 +7,12 @@ from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
 
-from planner.explain.tables import degrees_text, policy_text
 from planner.export.draft import Draft, Exported, Target
 from planner.export.frameworks import accelerate, deepspeed, megatron, torchtitan_cli, torchtitan_toml
 from planner.export.job import ExportJob
 from planner.export.launchers import skypilot, slurm, torchrun, trainjob
 from planner.export.script import comment
+from planner.io.plan_words import degrees_text, policy_text
 from planner.io.version import version
 from simulator.config.plan import MESH_AXES
 from simulator.config.runtime import TF32

@@ -46,9 +46,7 @@ def with_overlap_by_site(screening: Screening, nodes: Nodes, framework: Framewor
     table = screening.table(several)
     shared = screening.blocks(table, recomputes)
     costs = shared.take(np.arange(len(several)))
-    some = np.zeros(1, dtype=np.intp)
-    share = screening.plans(several.take(some), shared, some).context.hidden_share
-    figures = _pass_times(screening, costs, share, (len(first), len(tried)))
+    figures = _pass_times(screening, costs, (len(first), len(tried)))
     masks: dict[str, NDArray[np.bool_]] = {NONE: ~legal}
     for number in range(len(first)):
         for text in _undominated_choices(figures.of_sharding(number), modes):
@@ -100,7 +98,7 @@ class _PassTimes:
         return np.asarray(((np.maximum(self.device, self.host) + self.held_s) * self.runs).sum(axis=-1))
 
 
-def _pass_times(screening: Screening, costs: dict[str, BlockCost], share: float, shape: tuple[int, int]) -> _PassTimes:
+def _pass_times(screening: Screening, costs: dict[str, BlockCost], shape: tuple[int, int]) -> _PassTimes:
     model, host = screening.scenario.model, screening.operators.spec.host
     # Host overhead of the runtime per layer, at most; half of it in either pass.
     layer_s = (host.forward_layer_s + host.backward_layer_s + host.tp_layer_s + host.fsdp_layer_s + host.cp_layer_s) / 2
@@ -113,7 +111,7 @@ def _pass_times(screening: Screening, costs: dict[str, BlockCost], share: float,
         host_overhead_s += [layer_s if name in layers else 0.0] * (2 + len(block.recompute))
     return _PassTimes(
         device=np.stack([each.device_s.reshape(shape) for each in passes], axis=2),
-        held_s=share * np.stack([each.hidden_s.reshape(shape) for each in passes], axis=2),
+        held_s=np.stack([each.lost_s.reshape(shape) for each in passes], axis=2),
         host=np.stack([each.host_s.reshape(shape) for each in passes], axis=2) + np.array(host_overhead_s),
         runs=np.array(runs),
     )

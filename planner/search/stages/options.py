@@ -118,7 +118,7 @@ class Pipeline:
     def plan_with(self, options: RankOptions) -> Plan:
         """Return the plan in which every rank has its option of `options`, one per rank."""
         plan = self.plan
-        stages = plan.pp * plan.virtual_stages
+        stages = plan.stages
         layers, words = [0] * stages, [""] * stages
         for row in range(len(options)):
             rank = int(options.rank[row])
@@ -134,7 +134,7 @@ class Pipeline:
 
 def stages_of(plan: Plan, rank: int) -> tuple[int, ...]:
     """Return the stages of a pipeline rank, in the order of the network."""
-    every = range(plan.pp * plan.virtual_stages)
+    every = range(plan.stages)
     return tuple(stage for stage in every if rank_of_stage(stage, plan.pp, plan.schedule or "") == rank)
 
 
@@ -267,7 +267,7 @@ class _LayerCounts:
         self, plan: Plan, modes: Ints, words: Sequence[str], shaped: Callable[[NDArray[Any]], NDArray[Any]]
     ) -> StageLayout:
         dense, rest = self.dense, self.sizes - self.dense
-        last = rank_of_stage(plan.pp * plan.virtual_stages - 1, plan.pp, plan.schedule or "")
+        last = rank_of_stage(plan.stages - 1, plan.pp, plan.schedule or "")
         there = shaped(np.ones(len(self.rank), dtype=np.int64)) > 0
         return StageLayout(
             dense=np.where(there, shaped(dense.sum(axis=1)), -1),

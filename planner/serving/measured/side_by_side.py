@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from rich.table import Table
 
+from planner.io.grids import grid
 from planner.io.output import console
 from planner.io.printable import printable
 from planner.serving.measured.asked_run import DECODE
@@ -123,11 +123,8 @@ def print_run(document: Mapping[str, Any]) -> None:
 
 
 def _print_table(heading: str, rows: Sequence[tuple[str, Compared]]) -> None:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column(heading, overflow="fold")
-    for name in ("predicted", "measured", "error"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("all-reduce")
+    headings = (heading, "predicted", "measured", "error", "all-reduce")
+    table = grid(headings, text=(heading, "all-reduce"), gap=2)
     for what, row in rows:
         scale, unit = (1.0, "tokens/s") if what.endswith("tokens/s") else (1e3, "ms")
         cells = [f"{value * scale:.3g} {unit}" for value in (row.predicted, row.measured)]

@@ -6,12 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from planner.io.inputs import measurements, read_cluster
+from planner.requests.flag import values_of
+from planner.requests.training import Suggest
 from planner.serving.question.question import OBJECTIVES, ServingQuestion
 from planner.serving.question.releases import split_engine
 from planner.serving.question.trace_file import read_trace
 from simulator.config.hf_config import load_model
 from simulator.config.stored_weights import stored_weights
-from simulator.fitting.calibration_fit import same_gpu
+from simulator.fitting.calibrations import same_gpu
 from simulator.serving.deployment import CACHE_BYTES, WEIGHT_BYTES
 from simulator.serving.engine import engine_of
 from simulator.serving.fit_steps import fit_serving
@@ -71,6 +73,25 @@ class ServingFlags:
     prefill: str | None = None
     profile: Path | None = None
     strict: bool = False
+
+
+def flags_of_search(asked: Suggest) -> ServingFlags:
+    """Return what a search for deployments is asked. Raises UserError for what is no number of GPUs."""
+    counts = asked.gpus
+    if counts is not None and not (counts.strip().isdigit() and 0 < int(counts.strip()[:12]) <= 1 << 20):
+        raise UserError(f"--gpus {counts!r} is not a number", remedy="give one number of GPUs with --task serve")
+    return ServingFlags(
+        model=asked.model,
+        cluster=asked.cluster,
+        gpu=asked.gpu,
+        gpus=None if counts is None else int(counts),
+        objective=asked.objective.value if "objective" in asked.said else None,
+        gpu_price=asked.gpu_price,
+        separate=asked.separate,
+        profile=asked.profile,
+        strict=asked.strict,
+        **values_of(asked.load, asked.engine),
+    )
 
 
 def serving_question(flags: ServingFlags) -> ServingQuestion:

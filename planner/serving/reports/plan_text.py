@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rich.table import Table
-
+from planner.io.grids import grid
 from planner.io.output import console
 from planner.io.printable import printable
 from planner.serving.answer import ServingAnswer
@@ -95,7 +94,7 @@ def print_compared(found: ServingComparison, names: tuple[str, str]) -> None:
     one, other = (answer.estimate for answer in found.answers)
     if one is None or other is None:
         return
-    table = _table("ms", ("first", "second", "difference"))
+    table = grid(("ms", "first", "second", "difference"), gap=2)
     for of, title in (("token", "a token"), ("first_token", "the first token")):
         terms = [term for term in found.terms if term.of == of]
         for term in sorted(terms, key=lambda term: -abs(term.delta)):
@@ -112,19 +111,11 @@ def print_compared(found: ServingComparison, names: tuple[str, str]) -> None:
     screen.print(table)
 
 
-def _table(first: str, headings: tuple[str, ...]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column(first, overflow="fold")
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
-    return table
-
-
 def _print_percentiles(found: ServingAnswer) -> None:
     if found.estimate is None:
         return
     seen = found.estimate.latency
-    table = _table("ms", ("mean", "range", "p50", "p95", "p99"))
+    table = grid(("ms", "mean", "range", "p50", "p95", "p99"), gap=2)
     rows = (
         ("first token", found.estimate.ttft_s, seen.ttft_s),
         ("a token after it", found.estimate.tpot_s, seen.tpot_s),
@@ -153,7 +144,7 @@ def _print_account(found: ServingAnswer) -> None:
 
 
 def _print_parts(parts: Mapping[str, float]) -> None:
-    table = _table("", ("ms", "share"))
+    table = grid(("", "ms", "share"), gap=2)
     whole = sum(parts.values())
     for name, seconds in sorted(parts.items(), key=lambda item: -item[1]):
         if abs(seconds) >= 0.005 * abs(whole):
@@ -164,7 +155,7 @@ def _print_parts(parts: Mapping[str, float]) -> None:
 def _print_sweep(sweep: Sweep) -> None:
     scale, unit = (1e-9, "GB/s") if sweep.unit == "bytes/s" else (1.0, sweep.unit)
     heading = unit if unit == sweep.quantity else f"{sweep.quantity} {unit}"
-    table = _table(heading, ("best of those followed", "1st token ms", "a token ms", "tok/s/GPU"))
+    table = grid((heading, "best of those followed", "1st token ms", "a token ms", "tok/s/GPU"), gap=2)
     for row in sweep.rows:
         estimate = row.estimate
         figures = [estimate.ttft_s.value * 1e3, estimate.tpot_s.value * 1e3, estimate.output_tokens_per_s_per_gpu.value]

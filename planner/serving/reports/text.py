@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from rich.table import Table
-
+from planner.io.grids import grid
 from planner.io.output import console
 from planner.io.printable import printable
 from planner.serving.break_even import BreakEven, break_even
@@ -30,14 +29,10 @@ def print_serving(result: ServingResult, load: Sequence[Row], *, top: int, start
     short = "" if best.meets else " No deployment meets the targets; this one comes nearest."
     screen.print(printable(sentence + short))
     screen.print()
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("deployment", overflow="fold")
-    for heading in ("1st token ms", "a token ms", "tok/s/GPU", "KV tokens"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for plan in result.plans[:top]:
-        mark = " =" if plan.tied else ""
-        table.add_row(deployment_text(plan.deployment) + mark, *_cells(plan))
-    screen.print(table)
+    rows = [
+        (deployment_text(plan.deployment) + (" =" if plan.tied else ""), *_cells(plan)) for plan in result.plans[:top]
+    ]
+    screen.print(grid(("deployment", "1st token ms", "a token ms", "tok/s/GPU", "KV tokens"), rows, gap=2))
     if any(plan.tied for plan in result.plans[:top]):
         screen.print("= as good as the first within the error of the prediction; the first uses fewer mechanisms.")
     screen.print()
@@ -134,11 +129,8 @@ def break_even_text(found: BreakEven) -> str:
 def _print_load(load: Sequence[Row]) -> None:
     if not load:
         return
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("clients", justify="right")
-    table.add_column("best of those followed", overflow="fold")
-    for heading in ("1st token ms", "a token ms", "tok/s/GPU"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    best = "best of those followed"
+    table = grid(("clients", best, "1st token ms", "a token ms", "tok/s/GPU"), text=(best,), gap=2)
     for row in load:
         estimate = row.estimate
         cells = [_number(estimate.ttft_s, 1e3), _number(estimate.tpot_s, 1e3)]

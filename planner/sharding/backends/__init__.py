@@ -3,7 +3,7 @@
 forward.py       the plan's steps as instructions: kernels on a rank's pieces, exchanges between ranks
 phases.py        operators that exchange statistics, as kernels with exchanges between them
 duals.py         the same instructions in reverse: gradients, and the exchanges that are dual to those before; a kernel's backward
-                 is autograd's. (`planner.sharding.backward` derives formulas instead, for graphs without kernels, so that
+                 is autograd's. (`planner.sharding.operators.backward` derives formulas instead, for graphs without kernels, so that
                  gradients have operators and layouts of their own.)
 lifetimes.py     how long buffers live, and the memory of a rank at its peak
 recomputation.py buffers that are dropped after the forward pass and made again in the backward pass, where memory is limited

@@ -44,7 +44,7 @@ from topology.errors import Infeasible
 
 FLOATS = frozenset(("f64", "f32", "bf16", "f16", "c64", "c128"))  # what has gradients
 # What no gradient passes: comparisons, and maxima that only keep exponentials in range.
-_NOT_DIFFERENTIATED = ("row_max", "attention.max", "not_equal", "topk_indices")
+_NOT_DIFFERENTIATED = ("row_max", "attention.max", "not_equal", "topk_indices", "detach")
 
 
 @dataclass(slots=True)
@@ -54,7 +54,7 @@ class BackwardWriter:
     out: Writer
     wanted: Mapping[str, Layout]  # buffers of inputs whose gradients are asked for, and the layout each ends in
     gradients: dict[str, str] = field(default_factory=dict)  # the latest sum, by buffer
-    finished: dict[str, str] = field(default_factory=dict)  # by buffer in `wanted`
+    finished: dict[str, str] = field(default_factory=dict)  # by buffer in `wanted`, of those that a gradient reaches
     _needed: set[str] = field(default_factory=set)
     _counts: dict[str, int] = field(default_factory=dict)
     _reduced: dict[str, tuple[str, int]] = field(default_factory=dict)  # sums so far, of how many ranks are to come
@@ -93,7 +93,8 @@ class BackwardWriter:
                 else:
                     self._kernel(work)
             for name in work.reads:  # as early as it is complete, so that its reduction runs beside what follows
-                if name in self.wanted and first_use[name] == number and name not in self.finished:
+                reached = name in self.gradients and name not in self.finished
+                if name in self.wanted and first_use[name] == number and reached:
                     self.finished[name] = self._finish(name, self.wanted[name])
         return tuple(seeds)
 
@@ -256,8 +257,6 @@ class BackwardWriter:
 
     def _finish(self, name: str, target: Layout) -> str:
         """Bring the gradient of the input buffer `name` into `target`, reducing what is pending; return its buffer."""
-        if name not in self.gradients:
-            raise Infeasible(f"no output depends on {name}", remedy="ask for no gradient of it")
         gradient = self.gradients[name]
         about = self.out.buffers[gradient]
         here = Layout(about.dims, tuple((a, about.pending[a]) for a in self.out.mesh.names if a in about.pending))

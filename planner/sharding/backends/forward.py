@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 
 from planner.sharding.backends.chunks import Site
 from planner.sharding.backends.overlapped_products import write_overlapped
-from planner.sharding.backends.phases import Phase, phases
 from planner.sharding.backends.works import Work, Writer, bound, describe, primitive
-from planner.sharding.frontends.rules.statement import Statement
 from planner.sharding.layouts.collectives import ALL_GATHER, ALL_REDUCE, SEND_RECV
 from planner.sharding.layouts.layout import Layout
+from planner.sharding.ops.aten import Statement
+from planner.sharding.ops.op import Phase
+from planner.sharding.ops.table import kernel
 from planner.sharding.plans.plan import OperatorStep, ShardingPlan, TensorMove
 from planner.sharding.problem.problem import ShardingProblem
 from simulator.sharded.program import Exchange, Kernel
@@ -144,15 +145,22 @@ class ForwardWriter:
         operands = {name: self.versions[name, layout] for name, layout in step.option.operands}
         result = self.version(operator.result.name, step.option.result)
         if not step.collectives:
-            kernel = Kernel(
+            do = Kernel(
                 op=statement.op,
                 args=bound(statement.args, operands),
                 kwargs=bound(statement.kwargs, operands),
                 index=statement.index,
             )
-            self.out.add(Work(do=kernel, reads=tuple(operands.values()), writes=(result,), step=step))
+            self.out.add(Work(do=do, reads=tuple(operands.values()), writes=(result,), step=step))
             return
-        for phase in phases(statement, operator, step):
+        op = kernel(statement.op)
+        if op is None or op.phases is None:
+            raise Infeasible(
+                f"{operator.result.name} ({statement.op}) over a sharded axis is not run by this back end",
+                remedy="pin its operand whole along that axis",
+            )
+        first = next(layout for name, layout in step.option.operands if name in statement.operands)
+        for phase in op.phases(statement, first, step.option.result):
             self._phase(phase, step, operands, result)
 
     def _phase(self, phase: Phase, step: OperatorStep, operands: dict[str, str], result: str) -> None:

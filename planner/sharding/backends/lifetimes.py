@@ -12,29 +12,17 @@ from dataclasses import dataclass
 from math import prod
 
 from planner.sharding.backends.works import Work
-from planner.sharding.frontends.rules.rotations import ROTARY
+from planner.sharding.ops.op import Saves
+from planner.sharding.ops.table import saves
 from simulator.config.runtime import ELEMENT_BYTES
 from simulator.sharded.program import Buffer, Kernel
 
-VIEWS = frozenset(("reshape", "permute", "expand", "same", "select", "range", "piece"))
-# What the derivative of an operator needs: neither operands nor result, the result, or both; of all others the operands.
-_SAVES_NOTHING = frozenset(("add", "sub", "neg", "cast", "cat", "stack", "clone", "bias", "embedding"))
-_SAVES_NOTHING |= {
-    "reduce.sum",
-    "reduce.mean",
-    "join_chunks",
-    "join_ring",
-    "take_chunk",
-    "take_ring",
-    "shard",
-    "unshard",
-}
-_SAVES_RESULT = ("softmax", "log_softmax", "exp", "tanh", "sigmoid", "sqrt", "rsqrt", "reciprocal", "relu")
-_SAVES_BOTH = ("attention",)
+# Kernels that no operator has, and whose derivatives need nothing.
+_PARTS = frozenset(("join_chunks", "join_ring", "take_chunk", "take_ring", "shard", "unshard"))
 
 
 def is_view(work: Work) -> bool:
-    return isinstance(work.do, Kernel) and work.do.op in VIEWS
+    return isinstance(work.do, Kernel) and saves(work.do.op) is Saves.VIEW
 
 
 def is_backward(work: Work) -> bool:
@@ -48,14 +36,18 @@ def saved(work: Work) -> tuple[str, ...]:
 
 def saved_by(do: Kernel, reads: tuple[str, ...], writes: tuple[str, ...]) -> tuple[str, ...]:
     """Return, of a kernel that reads and writes these buffers, those that its backward needs."""
-    name = short_name(do.op)
-    if name in _SAVES_NOTHING or name in VIEWS:
+    if do.op in _PARTS:
         return ()
-    if name == ROTARY:  # the angles
-        return reads[1:]
-    if name in _SAVES_RESULT:
-        return writes
-    return (*reads, *writes) if name in _SAVES_BOTH else reads
+    match saves(do.op):
+        case Saves.NOTHING | Saves.VIEW:
+            return ()
+        case Saves.OTHERS:
+            return reads[1:]
+        case Saves.RESULT:
+            return writes
+        case Saves.BOTH:
+            return (*reads, *writes)
+    return reads
 
 
 def short_name(op: str) -> str:

@@ -14,10 +14,10 @@ from typing import Protocol
 
 from planner.sharding.backends.chunks import BROADCAST_WAY, KERNELS, RING, Site
 from planner.sharding.backends.works import Work, Writer, bound, describe, next_ranks, primitive
-from planner.sharding.frontends.rules.statement import Statement
 from planner.sharding.layouts.collectives import ALL_GATHER, ALL_REDUCE, BROADCAST, PERMUTE, REDUCE
 from planner.sharding.layouts.layout import Layout
 from planner.sharding.layouts.redistribution import RedistributionStep
+from planner.sharding.ops.aten import Statement
 from planner.sharding.plans.plan import OperatorStep
 from planner.sharding.problem.problem import ShardingProblem
 from simulator.overlap.modes import GATHER, SCATTER

@@ -20,8 +20,7 @@ from planner.sharding.backends.recomputation import Recomputation
 from planner.sharding.backends.works import Work, Writer
 from planner.sharding.frontends.captured import CapturedProblem
 from planner.sharding.layouts.collectives import ALL_GATHER, PERMUTE
-from planner.sharding.layouts.layout import Layout, local_shape
-from planner.sharding.layouts.mesh import Mesh
+from planner.sharding.layouts.layout import Layout, Mesh, local_shape
 from planner.sharding.plans.lowering import program_costs
 from planner.sharding.plans.plan import ShardingPlan
 from planner.sharding.problem.pipeline_stages import PipelineStages
@@ -104,11 +103,12 @@ def write_program(
     in_forward = len(out.works)
     if backward:
         of = {called: called.partition("[")[0] if batches > 1 else called for called in inputs}
-        asked = [n for n in inputs if of[n] in problem.graph.parameters or of[n] in gradients]
+        trained = {one.name for one in graph.inputs if one.is_trained}
+        asked = [n for n in inputs if of[n] in trained or of[n] in gradients]
         asked = [n for n in asked if problem.tensors[of[n]].dtype in FLOATS]
         writer = BackwardWriter(out, {inputs[name]: Layout(layouts[of[name]].dims) for name in asked})
         seeds = writer.write(outputs)
-        finished = {name: writer.finished[inputs[name]] for name in asked}
+        finished = {name: writer.finished[inputs[name]] for name in asked if inputs[name] in writer.finished}
     ends = Ends(
         inputs=inputs,
         outputs=outputs,

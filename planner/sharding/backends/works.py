@@ -22,8 +22,7 @@ from planner.sharding.layouts.collectives import (
     REDUCE_SCATTER,
     SEND_RECV,
 )
-from planner.sharding.layouts.layout import DimSpec, Layout, divides_evenly, local_shape
-from planner.sharding.layouts.mesh import Mesh
+from planner.sharding.layouts.layout import DimSpec, Layout, Mesh, divides_evenly, local_shape
 from planner.sharding.layouts.redistribution import RedistributionStep
 from planner.sharding.plans.plan import OperatorStep
 from simulator.config.runtime import ELEMENT_BYTES

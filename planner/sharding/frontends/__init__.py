@@ -1,7 +1,8 @@
 """What a user may hand the sharding compiler, as a sharding case: operators with annotations, placements, pins.
 
-rules.py        ATen operators as formulas with annotations, and what a rank computes for each
+request.py      the document that the Python function sends
 captured.py     a captured graph as a sharding case
 axis_maps.py    names for the dims of a captured graph; maps from names to mesh axes for parameters and compute
-did.py          nvFuser's notation: logical axes, their splits, DIDx and DIDy
+stages.py, stage_cuts.py  pipeline stages of a captured graph: stated, or cut by time
+decoder.py      a shipped model's decoder as a case
 """

@@ -15,8 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
-from planner.sharding.layouts.layout import DimSpec, Layout, parse_placements, placements_of
-from planner.sharding.layouts.mesh import Mesh
+from planner.sharding.layouts.layout import DimSpec, Layout, Mesh, parse_placements, placements_of
 from planner.sharding.operators.operator import Operator
 from simulator.sharded.graph import CapturedGraph
 from topology.errors import BadInput

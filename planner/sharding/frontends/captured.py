@@ -14,13 +14,12 @@ from planner.sharding.frontends.axis_maps import (
     named_inputs,
     result_names,
 )
-from planner.sharding.frontends.rules.rotations import with_rotations
-from planner.sharding.frontends.rules.statement import ANNOTATED, ANNOTATED_PREFIXES, Statement
-from planner.sharding.frontends.rules.table import statements
 from planner.sharding.frontends.stages import ONE_F_ONE_B, Stages
-from planner.sharding.layouts.layout import Layout, parse_placements
-from planner.sharding.layouts.mesh import Mesh
+from planner.sharding.layouts.layout import Layout, Mesh, parse_placements
 from planner.sharding.operators.graph import GraphBuilder
+from planner.sharding.ops.aten import Statement
+from planner.sharding.ops.rotary import with_rotations
+from planner.sharding.ops.table import rule_of, statements
 from planner.sharding.problem.problem import Machine, ShardingProblem
 from simulator.sharded.graph import PARAMETER, CapturedGraph, GraphInput, renamed
 from topology.errors import BadInput
@@ -130,8 +129,8 @@ def captured_problem(
 
 def _annotated_functions(lines: Sequence[Statement]) -> set[str]:
     """Return the functions of formulas whose annotations are to be believed."""
-    called = {line.formula.partition("(")[0] for line in lines}
-    return {name for name in called if name in ANNOTATED or name.startswith(ANNOTATED_PREFIXES)}
+    called = {line.formula.partition("(")[0] for line in lines if line.annotation}
+    return {name for name in called if rule_of(name) is None}
 
 
 def _layouts_of_inputs(

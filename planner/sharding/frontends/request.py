@@ -10,9 +10,8 @@ import msgspec
 
 from planner.sharding.frontends.captured import Constraints
 from planner.sharding.frontends.stages import Stages, read_stages
-from planner.sharding.layouts.layout import Layout
+from planner.sharding.layouts.layout import Layout, Mesh, make_mesh
 from planner.sharding.layouts.loop_domain import parse_schedule_of
-from planner.sharding.layouts.mesh import Mesh, make_mesh
 from planner.sharding.problem.pipeline_stages import mesh_without_axis, placements_without_stage_axis
 from planner.sharding.problem.problem import POLICIES
 from simulator.sharded.graph import CapturedGraph, read_graph

@@ -25,8 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
 
-from planner.sharding.layouts.layout import Layout, parse_placements, placements_of
-from planner.sharding.layouts.mesh import Mesh
+from planner.sharding.layouts.layout import Layout, Mesh, normalize_spec, parse_placements, placements_of
 from topology.errors import BadInput
 
 MAX_CALLS = 64
@@ -118,7 +117,7 @@ class LoopDomain:
         dims: list[list[str | int]] = [[] for _ in self.shape]
         for one in self.axes:
             dims[one.dim].append(one.device or one.extent)
-        layout = Layout(tuple(_trimmed(spec) for spec in dims))
+        layout = Layout(tuple(normalize_spec(spec) for spec in dims))
         return parse_placements(placements_of(layout, self.mesh), self.shape, self.mesh, of=self.name)
 
     def _at(self, axis: int) -> _LoopAxis:
@@ -152,19 +151,6 @@ class LoopDomain:
         if uneven and -(-old.extent // outer) != inner:
             return f"{outer} uneven pieces, as torch.chunk has them, are of {-(-old.extent // outer)} elements"
         return ""
-
-
-def _trimmed(spec: Sequence[str | int]) -> tuple[str | int, ...]:
-    """Return a spec without blocks at its end, and with blocks that follow each other as one."""
-    out: list[str | int] = []
-    for item in spec:
-        if isinstance(item, int) and out and isinstance(out[-1], int):
-            out[-1] *= item
-        elif item != 1:
-            out.append(item)
-    while out and isinstance(out[-1], int):
-        out.pop()
-    return tuple(out)
 
 
 def parse_schedule_of(text: str, shape: Sequence[int], mesh: Mesh, *, of: str) -> Layout:

@@ -33,8 +33,7 @@ from planner.sharding.layouts.collectives import (
     add_costs,
     cost_of,
 )
-from planner.sharding.layouts.layout import DimSpec, Layout, divides_evenly, local_shape, normalize_spec
-from planner.sharding.layouts.mesh import Mesh
+from planner.sharding.layouts.layout import DimSpec, Layout, Mesh, divides_evenly, local_shape, normalize_spec
 from topology.errors import Infeasible
 
 MAX_LAYOUTS = 20_000

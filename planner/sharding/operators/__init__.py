@@ -1,1 +1,1 @@
-"""How one operator may be sharded: its annotation, formula and options. Imports `layouts` and topology.errors."""
+"""How one operator may be sharded, and graphs of them. Imports `layouts`, `ops` and topology.errors."""

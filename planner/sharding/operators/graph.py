@@ -120,7 +120,7 @@ class GraphBuilder:
     def apply(self, text: str, *, dtype: str | None = None) -> tuple[Tensor, ...]:
         """Add the operator `name, ... = formula :: annotation` and return its results. Raises BadInput.
 
-        The annotation may be left out where all functions of the formula are known (`planner.sharding.functions`). `dtype` is of the
+        The annotation may be left out where all functions of the formula are known (`planner.sharding.ops`). `dtype` is of the
         results, where it is not that of the operands.
         """
         results = []
@@ -153,14 +153,7 @@ class GraphBuilder:
         if outputs:
             return graph
         read = graph.consumers
-        unread = tuple(o.result.name for o in graph.operators if o.result.name not in read)
-        return Graph(
-            tensors=graph.tensors,
-            inputs=graph.inputs,
-            operators=graph.operators,
-            parameters=graph.parameters,
-            outputs=unread,
-        )
+        return replace(graph, outputs=tuple(o.result.name for o in graph.operators if o.result.name not in read))
 
 
 def _check_size(tensor: Tensor) -> None:

@@ -13,18 +13,12 @@ import ast
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import combinations
 
-from planner.sharding.formulas.formula import CASTS, COPIES, called_name
 from planner.sharding.operators.operator import Operator
+from planner.sharding.ops.syntax import called_name
+from planner.sharding.ops.table import FUNCTIONS
 
 MASK = "mask"
 GROUPED = "grouped_mm"
-# f(0) = 0, and the slope at 0 is finite
-_ZERO_AT_ZERO = (
-    frozenset(("relu", "relu6", "silu", "swish", "gelu", "tanh", "elu", "leaky_relu", "mish", "hardswish", "selu"))
-    | frozenset(("neg", "abs", "square", "sin", "tan", "atan", "erf", "expm1", "log1p", "softsign", "dropout"))
-    | CASTS
-    | COPIES
-)
 
 
 def group_axis(operator: Operator) -> str:
@@ -80,6 +74,7 @@ def _keeps_zeros(node: ast.expr, zeros: Collection[str]) -> bool:
             return _keeps_zeros(left, zeros) and _keeps_zeros(right, zeros)
         case ast.Call(args=[first, _, ast.Constant(value=(0 | 0.0))]) if called_name(node) == "masked_fill":
             return _keeps_zeros(first, zeros)
-        case ast.Call(args=[first, *_], keywords=[]) if called_name(node) in _ZERO_AT_ZERO:
-            return _keeps_zeros(first, zeros)
+        case ast.Call(args=[first, *_], keywords=[]):
+            op = FUNCTIONS.get(called_name(node))
+            return op is not None and op.keeps_zeros and _keeps_zeros(first, zeros)
     return False

@@ -12,10 +12,12 @@ from dataclasses import dataclass, replace
 from itertools import permutations
 from math import prod
 
-from planner.sharding.formulas.annotation import Annotation, Dim, axis_name, parse_annotation
-from planner.sharding.formulas.axis_flow import Shape, number_of
-from planner.sharding.formulas.formula import Formula, Term, called_name, parse_formula
-from planner.sharding.operators.roles import AxisRoles, check_annotation, derive_annotation, shape_of
+from planner.sharding.operators.formula import Formula, parse_formula
+from planner.sharding.operators.roles import AxisRoles, check_annotation, derive_annotation
+from planner.sharding.ops.annotation import Annotation, Dim, axis_name, parse_annotation
+from planner.sharding.ops.axis_flow import NotUnderstood, Shape
+from planner.sharding.ops.syntax import called_name, number_of
+from planner.sharding.ops.table import shape_of
 from topology.errors import BadInput
 
 MAX_TENSORS_TO_PERMUTE = 6
@@ -53,7 +55,6 @@ class Operator:
     reduced: frozenset[str]
     output_only: frozenset[str]
     unannotated: tuple[str, ...]
-    terms: tuple[Term, ...]
     kind: str
     is_view: bool
     roles: AxisRoles
@@ -160,7 +161,11 @@ def _bind_operator(line: _Binding, formula: Formula, annotation: Annotation, dec
     else:
         operand_names, sizes = _match_operands(text, formula, annotation, tensors)
     shapes = {name: tensors[name].shape for name in {*formula.tensors, *operand_names}}
-    _infer_axis_sizes(sizes, annotation, operand_names, declared, shape_of(formula, shapes, index=line.index), tensors)
+    try:
+        result = shape_of(formula.tree, shapes, line.index)
+    except NotUnderstood:
+        result = None
+    _infer_axis_sizes(sizes, annotation, operand_names, declared, result, tensors)
     annotation = _merge_unknown_groups(annotation, operand_names, sizes, tensors)
     (dims,) = annotation.results
     unknown = [axis for dim in dims for axis in dim if axis not in sizes]
@@ -199,7 +204,6 @@ def _bind_operator(line: _Binding, formula: Formula, annotation: Annotation, dec
         reduced=annotation.reduced,
         output_only=frozenset(axis for dim in dims for axis in dim if axis not in seen),
         unannotated=tuple(dict.fromkeys(n for n in formula.tensors if n not in operand_names)),
-        terms=formula.terms,
         kind=formula.kind,
         is_view=formula.is_view,
         roles=roles,

@@ -9,10 +9,10 @@ the roles of axes (`planner.sharding.operators.roles`):
     an axis that passes through        always, where the mesh axis divides it
     a partial axis                     the result is pending a reduction
     a merged axis                      with collectives of statistics inside the operator
-                                       (`planner.sharding.operators.internal_collectives`); nothing is pending
+                                       (`planner.sharding.operators.options`); nothing is pending
     a created axis                     every rank makes its own piece
     an unsharded axis                  never, nor one that a tensor has in two dims
-    a pending sum                      if every term is linear in exactly one pending tensor
+    a pending sum                      of operands that the result is linear in
     groups of rows                     each rank has matrices of some groups, and makes their rows; zeros pass through what
                                        keeps them (`planner.sharding.operators.grouped_rows`)
 """
@@ -24,13 +24,20 @@ from dataclasses import dataclass
 from itertools import permutations, product
 from math import prod
 
-from planner.sharding.formulas.annotation import Dim
-from planner.sharding.layouts.collectives import Collective
-from planner.sharding.layouts.layout import DimSpec, Layout, divides_evenly, has_empty_pieces, normalize_spec
-from planner.sharding.layouts.mesh import Mesh
+from planner.sharding.layouts.collectives import ALL_GATHER, ALL_REDUCE, Collective
+from planner.sharding.layouts.layout import (
+    DimSpec,
+    Layout,
+    Mesh,
+    divides_evenly,
+    has_empty_pieces,
+    local_size,
+    normalize_spec,
+)
 from planner.sharding.operators.grouped_rows import MASK, group_axis, grouped_rows, zero_keepers
-from planner.sharding.operators.internal_collectives import internal_collectives
 from planner.sharding.operators.operator import Operator, Tensor
+from planner.sharding.ops.annotation import Dim
+from planner.sharding.ops.table import STATISTICS
 from topology.errors import Infeasible
 
 MAX_OPTIONS = 4000
@@ -136,13 +143,11 @@ def _pass_through_reductions(
         if operator.is_view:
             yield _PassThrough(reducer, frozenset(listed), after)
             continue
-        if after not in _LINEAR_REDUCERS or operator.kind not in {"sum", "avg", "scatter"}:
+        if after not in _LINEAR_REDUCERS:
             continue
-        holders = [sorted(n for n in t.linear & listed if reducer in pending.get(n, ())) for t in operator.terms]
-        if not operator.terms or prod(len(h) for h in holders) > 64:
-            continue
-        for pick in dict.fromkeys(frozenset(pick) for pick in product(*holders)):
-            if all(len(t.linear & pick) == 1 and not t.other & pick for t in operator.terms):
+        picks = [frozenset(operator.operands[at][0] for at in numbers) for numbers in operator.roles.linear]
+        for pick in sorted(picks, key=sorted):
+            if all(reducer in pending.get(name, ()) for name in pick):
                 yield _PassThrough(reducer, pick, after)
 
 
@@ -289,3 +294,63 @@ def possible_reductions(
         reducers |= set(operator.roles.partial.values())
         found[operator.result.name] = found.get(operator.result.name, frozenset()) | reducers
     return found
+
+
+def internal_collectives(operator: Operator, axis_specs: Mapping[str, DimSpec], mesh: Mesh) -> tuple[Collective, ...]:
+    """Return the collectives inside `operator` when its axes are sharded as `axis_specs` says."""
+    merged = [axis for axis in axis_specs if axis in operator.roles.merged]
+    mesh_axes = [item for axis in merged for item in axis_specs[axis] if isinstance(item, str)]
+    axes = mesh.ordered(axis for axis in mesh_axes if mesh.size(axis) > 1)
+    if not axes:
+        return ()
+    group = mesh.size(axes)
+    result = tuple(
+        _local_dim(operator, dim, axis_specs, mesh, {})
+        for dim in operator.dims
+        if not (set(dim) & operator.roles.merged)
+    )
+    statistic = "f64" if operator.result.dtype == "f64" else "f32"
+
+    def collective(
+        kind: str, local_in: tuple[int, ...], local_out: tuple[int, ...], dtype: str, reducer: str
+    ) -> Collective:
+        return Collective(
+            kind=kind,
+            mesh_dim=mesh.group_name(axes),
+            axes=axes,
+            group=group,
+            dtype=dtype,
+            local_in=local_in,
+            local_out=local_out,
+            tensor=operator.result.name,
+            reducer=reducer,
+            note=f"inside {operator.kind.replace('_', '-')}",
+        )
+
+    if operator.kind in {"topk", "arg"}:
+        gathered_sizes = {axis: operator.sizes[axis] * group for axis in operator.output_only}
+        gathered = tuple(_local_dim(operator, dim, axis_specs, mesh, gathered_sizes) for dim in operator.dims)
+        if operator.kind == "arg":  # a value and its index
+            return (collective(ALL_GATHER, (*result, 2), (*result, 2 * group), statistic, ""),)
+        return (collective(ALL_GATHER, result, gathered, operator.result.dtype, ""),)
+    _, dims = operator.operands[0]
+    rows = tuple(_local_dim(operator, dim, axis_specs, mesh, {}) for dim in dims if not set(dim) & set(merged))
+    if operator.kind == "attention":
+        rows = result[:-1]
+    shapes = {"rows": rows, "pairs of rows": (2, *rows), "result": result}
+    return tuple(
+        collective(ALL_REDUCE, shapes[of], shapes[of], statistic, how) for of, how in STATISTICS[operator.kind]
+    )
+
+
+def _local_dim(
+    operator: Operator,
+    dim: tuple[str, ...],
+    axis_specs: Mapping[str, DimSpec],
+    mesh: Mesh,
+    overridden_sizes: Mapping[str, int],
+) -> int:
+    size = 1
+    for axis in dim:
+        size *= local_size(overridden_sizes.get(axis, operator.sizes[axis]), axis_specs.get(axis, ()), mesh)
+    return size

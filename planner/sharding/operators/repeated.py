@@ -9,7 +9,6 @@ import re
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 
-from planner.sharding.formulas.formula import Term
 from planner.sharding.operators.operator import PRODUCT, Operator, Tensor
 
 # Strings stay as they are, and so do names of functions, methods and keywords.
@@ -55,14 +54,10 @@ class RepeatedLines:
 
 
 def _renamed(operator: Operator, names: Mapping[str, str]) -> Operator:
-    def tensors(some: frozenset[str]) -> frozenset[str]:
-        return frozenset(names[name] for name in some)
-
     return replace(
         operator,
         result=replace(operator.result, name=names[operator.result.name]),
         text=_WORD.sub(lambda found: names.get(found.group(), found.group()), operator.text),
         operands=tuple((names[name], dims) for name, dims in operator.operands),
         unannotated=tuple(names[name] for name in operator.unannotated),
-        terms=tuple(Term(tensors(term.linear), tensors(term.other)) for term in operator.terms),
     )

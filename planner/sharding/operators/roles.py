@@ -1,6 +1,6 @@
 """The annotation of an operator held against what its formula does, or derived from it.
 
-An annotation names axes; what the functions of the formula do along them is known (`planner.sharding.functions.known`). The two are laid
+An annotation names axes; what the functions of the formula do along them is known (`planner.sharding.ops`). The two are laid
 side by side, and the function has the last word:
 
     the annotation restricts (`^`)              believed: the author may know more
@@ -15,12 +15,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 
-from planner.sharding.formulas.annotation import Annotation, Dim, axis_name
-from planner.sharding.formulas.axis_flow import AxisFlow, NotUnderstood, Value
-from planner.sharding.formulas.formula import MERGEABLE, Formula
-from planner.sharding.functions.known import walk
+from planner.sharding.operators.formula import Formula
+from planner.sharding.ops.annotation import Annotation, Dim, axis_name
+from planner.sharding.ops.axis_flow import AxisFlow, NotUnderstood, Value
+from planner.sharding.ops.table import result_of, walk
 from topology.errors import BadInput
+
+_PENDING = "@"  # an axis over which operands are pending a sum
+_FEW = 5  # operands, of which all sets are looked at
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +34,9 @@ class AxisRoles:
     `unsharded` axes cannot be sharded; `merged` ones cost collectives of statistics inside the operator; `partial` ones
     leave the result pending a reduction, given by axis. `created` axes are in the result alone, and a rank can make its
     piece of them; along `positional` ones it must know where its piece starts. All others pass through.
+
+    `linear` has sets of operands, by their numbers, of which the result is linear in all at once and in none beside another:
+    where they are pending a sum, so is the result. One that `multiplies` operands may be a matrix product.
     """
 
     unsharded: frozenset[str] = frozenset()
@@ -37,6 +44,8 @@ class AxisRoles:
     partial: Mapping[str, str] = field(default_factory=dict)
     created: frozenset[str] = frozenset()
     positional: frozenset[str] = frozenset()
+    linear: tuple[frozenset[int], ...] = ()
+    multiplies: bool = False
     warnings: tuple[str, ...] = ()
 
 
@@ -62,8 +71,8 @@ def check_annotation(
     flow = AxisFlow(tensors={}, sizes=dict(sizes), given=given)
     flow.tensors = _values(flow, annotation, operands, shapes, formula)
     try:
-        made = walk(flow, formula.tree, formula.kind if formula.kind in MERGEABLE else "")
-        value = _one_of(made, index)
+        made = walk(flow, formula.tree, formula.merges)
+        value = result_of(made, index)
         derived = flow.dims(value)
     except NotUnderstood as error:
         if str(error) == "rearrange" and formula.is_view and _same_axes(annotation):
@@ -88,8 +97,40 @@ def check_annotation(
         partial={axis: reducer for axis, reducer in partial.items() if axis not in unsharded},
         created=frozenset(created) - unsharded,
         positional=frozenset(flow.positional & given) | frozenset(created & _positional_created(flow)),
+        linear=_linear_operands(formula, annotation, operands, sizes, shapes, index),
+        multiplies=flow.multiplies,
         warnings=tuple(warnings),
     )
+
+
+def _linear_operands(
+    formula: Formula,
+    annotation: Annotation,
+    operands: Sequence[str],
+    sizes: Mapping[str, int],
+    shapes: Mapping[str, Sequence[int]],
+    index: int,
+) -> tuple[frozenset[int], ...]:
+    """Return the smallest sets of operands that may be pending a sum: of the formula walked with that sum as one more axis.
+
+    A pending sum passes only through what is linear (scaling, a matrix product, a view), and through an addition only if
+    every term is pending: a finished tensor added on each of n ranks would count n times.
+    """
+    given = frozenset(axis for each in (*annotation.operands, *annotation.results) for dim in each for axis in dim)
+    numbers = [number for number, name in enumerate(operands) if operands.index(name) == number]
+    found: list[frozenset[int]] = []
+    for size in (1, 2, len(numbers)) if len(numbers) > _FEW else range(1, len(numbers) + 1):
+        for picked in map(frozenset, combinations(numbers, size)):
+            if any(one <= picked for one in found):
+                continue
+            flow = AxisFlow(tensors={}, sizes={**sizes, _PENDING: 2}, given=given)
+            values = _values(flow, annotation, operands, shapes, formula)
+            pending = {operands[number] for number in picked}
+            flow.tensors = {n: Value(v.dims, {_PENDING: "sum"}) if n in pending else v for n, v in values.items()}
+            value = result_of(walk(flow, formula.tree, ""), index)
+            if _PENDING in value.pending and _PENDING not in flow.unsharded:
+                found.append(picked)
+    return tuple(found)
 
 
 def _same_axes(annotation: Annotation) -> bool:
@@ -101,14 +142,6 @@ def _same_axes(annotation: Annotation) -> bool:
 
 def _positional_created(flow: AxisFlow) -> set[str]:
     return {part for axis in flow.positional for part in flow.dim((axis,))} | flow.positional
-
-
-def _one_of(made: Value | list[Value], index: int) -> Value:
-    if isinstance(made, Value):
-        return made
-    if index >= len(made):
-        raise NotUnderstood(f"result {index} of {len(made)}")
-    return made[index]
 
 
 def _values(
@@ -224,18 +257,6 @@ def _believed(annotation: Annotation, given: frozenset[str]) -> AxisRoles:
     )
 
 
-def shape_of(formula: Formula, shapes: Mapping[str, Sequence[int]], *, index: int = 0) -> tuple[int, ...] | None:
-    """Return the shape of the value of a formula over tensors of `shapes`, or None where it is not known."""
-    flow = AxisFlow(tensors={}, sizes={})
-    flow.tensors = {
-        name: Value(tuple(flow.new_dim(size) for size in shapes[name])) for name in dict.fromkeys(formula.tensors)
-    }
-    try:
-        return tuple(flow.size(dim) for dim in _one_of(walk(flow, formula.tree, ""), index).dims)
-    except NotUnderstood:
-        return None
-
-
 def derive_annotation(
     formula: Formula,
     operands: Sequence[str],
@@ -253,7 +274,7 @@ def derive_annotation(
     dims_of = {name: tuple(flow.new_dim(size) for size in shapes[name]) for name in operands}
     flow.tensors = {name: Value(dims) for name, dims in dims_of.items()}
     try:
-        value = _one_of(walk(flow, formula.tree, formula.kind if formula.kind in MERGEABLE else ""), index)
+        value = result_of(walk(flow, formula.tree, formula.merges), index)
     except NotUnderstood as error:
         raise BadInput(
             "the axes of an operator are not known", why=str(error), remedy="annotate it: `y = f(x) :: t h^ -> t h^`"

@@ -61,7 +61,7 @@ def operator_work(operator: Operator, tensors: Mapping[str, Tensor], sizes: Size
         return Work(kind=WorkKind.MOVE, name="rows", bytes=elements(operator.dims) * ELEMENT_BYTES["f32"])
     contracted = {axis for part in parts for axis in part} & set(operator.roles.partial) - result
     both = [part for part in parts if contracted & part]
-    if len(both) >= 2 and operator.kind == "sum" and any(len(t.linear) > 1 for t in operator.terms):
+    if len(both) >= 2 and operator.kind == "sum" and operator.roles.multiplies:
         left, right = both[0], both[1]
         # A convolution's result has places that no operand has, and each is summed over a window that the result has not.
         m, n = size(result - right), size(right & result - left)

@@ -13,13 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import product
 
 import numpy as np
 
 from planner.sharding.layouts.collectives import ALL_GATHER, ALL_TO_ALL_V, PERMUTE, Collective
 from planner.sharding.layouts.layout import Layout, local_shape, local_size
-from planner.sharding.layouts.mesh import Mesh
 from planner.sharding.operators.operator import Operator
 from planner.sharding.operators.options import ShardingOption
 from planner.sharding.operators.work import operator_work
@@ -33,6 +31,7 @@ from simulator.lowering.machine_costs import MachineCosts
 from simulator.lowering.steps import KernelKey
 from simulator.program.cost_model import Cost
 from simulator.program.program import COMM, COMPUTE, CodeWriter, Program
+from simulator.sharded.program import rank_groups
 from simulator.step.traffic import DATA_OPS
 from topology.cluster import Cluster
 from topology.errors import Infeasible
@@ -81,7 +80,7 @@ def lower(
             writer.add_move(step, piecewise_consumer=writer.piecewise_consumer(plan.steps, number))
         else:
             writer.add_operator(step)
-    groups = {name: _rank_groups(axes, mesh) for name, axes in writer.group_axes.items()}
+    groups = {name: rank_groups(mesh.names, mesh.shape, axes) for name, axes in writer.group_axes.items()}
     program = Program(codes=(writer.code.code("all", range(mesh.ranks)),), groups=groups)
     costs = program_costs(program, cluster, calibration, writer.kernels)
     return program, costs
@@ -103,15 +102,6 @@ def program_costs(
         held_sms={op: sms for op, sms in held.items() if sms is not None},
         held_by=frozenset(program.groups),
     )
-
-
-def _rank_groups(axes: tuple[str, ...], mesh: Mesh) -> tuple[tuple[int, ...], ...]:
-    """Return the groups of ranks that differ in `axes` only."""
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for rank, at in enumerate(product(*(range(size) for size in mesh.shape))):
-        key = tuple(c for c, name in zip(at, mesh.names, strict=True) if name not in axes)
-        groups.setdefault(key, []).append(rank)
-    return tuple(tuple(group) for group in groups.values())
 
 
 @dataclass(slots=True)

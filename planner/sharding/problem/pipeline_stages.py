@@ -16,8 +16,7 @@ import msgspec
 import numpy as np
 
 from planner.sharding.layouts.collectives import SEND_RECV, Collective
-from planner.sharding.layouts.layout import Layout, local_shape
-from planner.sharding.layouts.mesh import Mesh
+from planner.sharding.layouts.layout import Layout, Mesh, local_shape
 from planner.sharding.operators.operator import PRODUCT, Operator, Tensor
 from topology.errors import BadInput
 

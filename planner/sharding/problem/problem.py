@@ -11,10 +11,19 @@ from typing import Any
 
 import msgspec
 
-from planner.sharding.backward.derive import add_backward
-from planner.sharding.layouts.layout import REDUCERS, Layout, normalize_spec, parse_placements, placements_of
+from planner.sharding.layouts.layout import (
+    REDUCERS,
+    Layout,
+    Mesh,
+    SplitMesh,
+    make_mesh,
+    normalize_spec,
+    parse_placements,
+    placements_of,
+    split_mesh,
+)
 from planner.sharding.layouts.loop_domain import parse_schedule_of
-from planner.sharding.layouts.mesh import Mesh, SplitMesh, make_mesh, split_mesh
+from planner.sharding.operators.backward import add_backward
 from planner.sharding.operators.graph import Graph, GraphBuilder
 from planner.sharding.operators.operator import Operator, Tensor
 from planner.sharding.problem.deadline import NO_DEADLINE, Deadline

@@ -17,8 +17,7 @@ from typing import Any
 import msgspec
 
 from planner.sharding.layouts.collectives import ALL_TO_ALL, ALL_TO_ALL_V, Collective
-from planner.sharding.layouts.layout import Layout, local_shape
-from planner.sharding.layouts.mesh import Mesh
+from planner.sharding.layouts.layout import Layout, Mesh, local_shape
 from planner.sharding.operators.operator import Tensor
 from topology.errors import BadInput
 

@@ -17,10 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.sharding.problem.deadline import Deadline
-from planner.sharding.solver.assignment import Assignment, unsatisfiable
 from planner.sharding.solver.integer_program import Pairs
 from planner.sharding.solver.message_passing import NO_PATH, MessagePassing
-from planner.sharding.solver.solvable_program import SolvableProgram
+from planner.sharding.solver.solvable_program import Assignment, SolvableProgram, unsatisfiable
 from planner.sharding.solver.sparse_rows import Numbers
 from topology.errors import Infeasible
 
@@ -125,6 +124,18 @@ class _Search:
             return False
         return self._solve(spare, self.deadline)
 
+    def break_ties(self) -> None:
+        """Take, of the answers of least cost, that of fewest collectives, ring steps and slices."""
+        self.program.build(self._allowed(self.cost - self.base))
+        relaxed = self.program.relax()
+        if relaxed is not None:
+            bound, reduced, _ = relaxed
+            keep = reduced <= self.cost - bound + max(1e-6, 1e-9 * abs(bound))
+            self.best = self.program.with_fewest_steps(keep, self.cost) or self.best
+
+    def _allowed(self, spare: float) -> dict[Pairs, NDArray[np.bool_]]:
+        return {pairs: values <= spare + 1 for pairs, values in self.above.items()}
+
     def _number(self, spare: float) -> int:
         return sum(int((values <= spare + 1).sum()) for values in self.above.values())
 
@@ -145,10 +156,9 @@ class _Search:
 
     def _least_of_pairs(self, spare: float, deadline: Deadline) -> float | None:
         """Return a lower bound of the pairs that cost at most `spare` above `base`, or None where time runs out."""
-        allowed: dict[Pairs, NDArray[np.bool_]] = {pairs: values <= spare + 1 for pairs, values in self.above.items()}
         program = self.program
         try:
-            program.build(allowed)
+            program.build(self._allowed(spare))
             relaxed = None if deadline.over else program.relax(deadline)
         except Infeasible:
             return np.inf  # nothing better is left
@@ -194,4 +204,7 @@ def solve_by_messages(program: SolvableProgram, deadline: Deadline) -> tuple[Ass
     if search.best is None:
         deadline.check()
         raise unsatisfiable(program.problem.memory)
+    if not program.timed and search.proved:
+        search.break_ties()
+        search.bound = search.cost  # bytes are whole numbers
     return search.best, min(search.bound, search.cost)

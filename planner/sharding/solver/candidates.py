@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
@@ -18,11 +18,11 @@ from planner.sharding.operators.options import (
     sharding_options,
     split_dim_spec,
 )
+from planner.sharding.ops.annotation import Dim
 from planner.sharding.problem.deadline import Deadline
 from planner.sharding.problem.problem import ShardingProblem
 from planner.sharding.problem.schedule import Schedule
 from planner.sharding.solver.equivalence import Equivalence, find_equivalent
-from planner.sharding.solver.policies import follow_weights, keep_agreeing_operands
 from planner.sharding.solver.pricing import BytesPricing, Pricing
 from simulator.config.runtime import ELEMENT_BYTES
 
@@ -201,3 +201,96 @@ def _irregular_specs(problem: ShardingProblem) -> dict[str, frozenset[tuple[int,
         return blocks or not divides_evenly(problem.tensors[name].shape[dim], spec, mesh)
 
     return {name: frozenset(one for one in specs if is_irregular(name, *one)) for name, specs in found.items()}
+
+
+_PRODUCTS = ("linear(", "matmul(", "grouped_mm(", "@", "mm(", "einsum(")
+
+
+def keep_agreeing_operands(
+    problem: ShardingProblem, all_options: Sequence[Sequence[ShardingOption]]
+) -> list[list[ShardingOption]]:
+    """Return the options of each operator that keep agreeing operands in place; all of them where operands disagree."""
+    layouts: dict[str, Layout] = dict(problem.input_layouts)
+    moved = {o.result.name for o in problem.operators if o.text.startswith("set(")} - set(problem.pins)
+    kept = []
+    for operator, options in zip(problem.operators, all_options, strict=True):
+        staying = [(n, dims) for n, dims in operator.operands if n not in moved] or list(operator.operands)
+        matching = _options_without_moves(operator, options, staying, layouts, problem)
+        kept.append(matching or list(options))
+        if operator.result.name in problem.pins:
+            layouts[operator.result.name] = problem.pins[operator.result.name]
+        elif matching:
+            layouts[operator.result.name] = matching[0].result
+    return kept
+
+
+def _options_without_moves(
+    operator: Operator,
+    options: Sequence[ShardingOption],
+    staying: Sequence[tuple[str, tuple[Dim, ...]]],
+    layouts: Mapping[str, Layout],
+    problem: ShardingProblem,
+) -> list[ShardingOption]:
+    """Return the options that use `staying` operands as they are; none if they disagree or one has no layout yet."""
+    axis_specs: dict[str, DimSpec] = {}
+    used: dict[str, str] = {}
+    for name, dims in staying:
+        layout = layouts.get(name)
+        if layout is None:
+            return []
+        for dim, spec in zip(dims, layout.dims, strict=True):
+            parts = split_dim_spec(spec, dim, operator.sizes, problem.mesh)
+            if parts is None:
+                return []
+            for axis, part in parts.items():
+                if part and axis_specs.setdefault(axis, part) != part:
+                    return []
+                if any(used.setdefault(item, axis) != axis for item in part if isinstance(item, str)):
+                    return []
+    return [
+        option
+        for option in options
+        if {a: spec for a, spec in option.axis_specs if a not in operator.output_only} == axis_specs
+        and all(layouts[n].pending == wanted.pending for n, wanted in option.operands if n in dict(staying))
+    ]
+
+
+def follow_weights(
+    problem: ShardingProblem, all_options: Sequence[Sequence[ShardingOption]]
+) -> list[list[ShardingOption]]:
+    """Return the options of each operator that follow the sharding of its weight; all of them where none does."""
+    layouts = dict(problem.input_layouts)
+    kept = []
+    for operator, options in zip(problem.operators, all_options, strict=True):
+        axis_specs = _specs_by_priority(operator, layouts, problem)
+        matching = [option for option in options if dict(option.axis_specs) == axis_specs] or list(options)
+        kept.append(matching)
+        layouts[operator.result.name] = problem.pins.get(operator.result.name, matching[0].result)
+    return kept
+
+
+def _specs_by_priority(
+    operator: Operator, layouts: Mapping[str, Layout], problem: ShardingProblem
+) -> dict[str, DimSpec]:
+    axis_specs: dict[str, DimSpec] = {}
+    used: set[str] = set()
+    for name, dims in _operands_by_priority(operator, layouts):
+        layout = layouts.get(name)
+        if layout is None:
+            continue
+        for dim, spec in zip(dims, layout.dims, strict=True):
+            for axis, part in (split_dim_spec(spec, dim, operator.sizes, problem.mesh) or {}).items():
+                names = {item for item in part if isinstance(item, str)}
+                if names and not names & used and axis not in axis_specs and axis not in operator.roles.unsharded:
+                    axis_specs[axis] = part
+                    used |= names
+    return axis_specs
+
+
+def _operands_by_priority(
+    operator: Operator, layouts: Mapping[str, Layout]
+) -> list[tuple[str, tuple[tuple[str, ...], ...]]]:
+    operands = list(operator.operands)
+    if len(operands) > 1 and any(word in operator.text for word in _PRODUCTS):
+        return [operands[1], operands[0], *operands[2:]]
+    return sorted(operands, key=lambda o: -len(layouts[o[0]].axes()) if o[0] in layouts else 0)

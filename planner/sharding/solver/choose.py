@@ -4,9 +4,8 @@ Every operator takes one option (`planner.sharding.operators.options`) and every
 redistributed once from the layout its operator produces to the layout of the tensor, and from there once to each layout
 that consumers need, however many consumers share it. Every redistribution has a cost
 (`planner.sharding.layouts.redistribution`), so the choice is a flow through a network (`integer_program.py`), whose linear
-relaxation is nearly integral. Ring bytes are counted by solving that relaxation, leaving out the variables whose reduced cost proves them
-too expensive, and letting CP-SAT choose among the rest. Time on a machine has more alternatives, so a bound comes first
-(`by_messages.py`), and only what it does not rule out is built and solved.
+relaxation is nearly integral. It has many alternatives, so a bound comes first (`by_messages.py`), and only what it does not
+rule out is built and solved.
 
 With a time limit, the best answer so far is returned with its bound. Where ring bytes are counted, a last step fixes them
 at the optimum and solves again for the fewest collectives, ring steps and local copies, which makes the answer one that a
@@ -22,13 +21,12 @@ from planner.sharding.layouts.layout import Layout
 from planner.sharding.operators.options import ShardingOption
 from planner.sharding.problem.deadline import NO_DEADLINE, Deadline
 from planner.sharding.problem.problem import ShardingProblem
-from planner.sharding.solver.assignment import Assignment, unsatisfiable
 from planner.sharding.solver.by_messages import solve_by_messages
 from planner.sharding.solver.candidates import LayoutCandidates, enumerate_candidates, operand_names
 from planner.sharding.solver.equivalence import find_equivalent
 from planner.sharding.solver.first_answer import first_answer, on_all_axes, with_one_axis
 from planner.sharding.solver.pricing import TimePricing, pricing_of
-from planner.sharding.solver.solvable_program import SolvableProgram
+from planner.sharding.solver.solvable_program import Assignment, SolvableProgram
 from topology.errors import Infeasible
 
 FOLDED_POLICIES = frozenset({"min_time", "min_ring_bytes"})  # those under which layers that are alike are placed alike
@@ -101,35 +99,9 @@ def _best(problem: ShardingProblem, deadline: Deadline, listing: Deadline) -> tu
     fold = problem.policy in FOLDED_POLICIES and not problem.schedule and problem.stages is None
     candidates = enumerate_candidates(problem, pricing, find_equivalent(problem.graph, fixed, fold=fold), listing)
     program = SolvableProgram(candidates)
-    timed = problem.machine is not None
-    assignment, bound = solve_by_messages(program, deadline) if timed else _solve_bytes(program)
+    assignment, bound = solve_by_messages(program, deadline)
     cost = program.cost_of(assignment)
-    return _flat(candidates, assignment, cost, cost if bound is None else min(bound, cost)), candidates
-
-
-def _solve_bytes(program: SolvableProgram) -> tuple[Assignment, float | None]:
-    """Return the assignment of fewest ring bytes and, among those, of fewest collectives, ring steps and slices.
-
-    Where the effort set for a choice does not prove it, return the best found and what no other undercuts.
-    """
-    program.build()
-    relaxed = program.relax()
-    if relaxed is None:
-        raise unsatisfiable()
-    bound, reduced, _ = relaxed
-    allowance = max(1.0, 0.01 * bound)
-    while True:
-        found = program.choose(program.costs, reduced <= allowance + 1e-6, limit=None)
-        if found is not None and not found.proved:
-            return found.assignment, bound
-        if found is not None and found.cost - bound <= allowance:
-            break
-        if allowance > 2 * float(program.costs.sum()) * program.unit + 1:
-            raise unsatisfiable()
-        allowance = max(allowance * 8, (found.cost - bound) if found else 0.0)
-    keep = reduced <= found.cost - bound + max(1e-6, 1e-9 * abs(bound))
-    tie_broken = program.choose(program.ties, keep, limit=(program.costs, found.cost))
-    return (tie_broken or found).assignment, None
+    return _flat(candidates, assignment, cost, min(bound, cost)), candidates
 
 
 def _flat(candidates: LayoutCandidates, found: Assignment, cost: int, bound: float) -> Choice:

@@ -13,8 +13,7 @@ from math import prod
 
 import numpy as np
 
-from planner.sharding.layouts.layout import Layout, local_shape
-from planner.sharding.layouts.mesh import Mesh
+from planner.sharding.layouts.layout import Layout, Mesh, local_shape
 from planner.sharding.operators.options import ShardingOption
 from planner.sharding.operators.work import operator_work
 from planner.sharding.problem.deadline import NO_DEADLINE

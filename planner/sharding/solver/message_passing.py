@@ -18,9 +18,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from planner.sharding.solver.assignment import Assignment
 from planner.sharding.solver.integer_program import Pairs
-from planner.sharding.solver.solvable_program import SolvableProgram
+from planner.sharding.solver.solvable_program import Assignment, SolvableProgram
 from planner.sharding.solver.sparse_rows import Integers, Numbers
 
 NO_PATH = 1e15  # picoseconds that stand for an impossible pair: more than any answer takes

@@ -17,8 +17,7 @@ from scipy.sparse import csr_matrix
 from scipy.sparse.csgraph import dijkstra
 
 from planner.sharding.layouts.collectives import ALL_GATHER, SLICE
-from planner.sharding.layouts.layout import Layout, local_shape
-from planner.sharding.layouts.mesh import Mesh
+from planner.sharding.layouts.layout import Layout, Mesh, local_shape
 from planner.sharding.layouts.redistribution import Redistributor
 from planner.sharding.operators.operator import Tensor
 from planner.sharding.problem.deadline import Deadline

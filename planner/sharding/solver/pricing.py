@@ -27,8 +27,7 @@ from planner.sharding.layouts.collectives import (
     Cost,
     cost_of,
 )
-from planner.sharding.layouts.layout import local_size
-from planner.sharding.layouts.mesh import Mesh
+from planner.sharding.layouts.layout import Mesh, local_size
 from planner.sharding.operators.operator import Operator, Tensor
 from planner.sharding.operators.options import ShardingOption
 from planner.sharding.operators.work import backward_s, operator_work

@@ -1,9 +1,9 @@
-"""An integer program that is solved: by HiGHS for time, by CP-SAT for bytes, which are exact; and what values mean."""
+"""An integer program that is solved: by HiGHS, and by CP-SAT for the fewest steps among answers of one cost; what values mean."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,14 +13,41 @@ from scipy.sparse import csr_matrix
 
 from planner.sharding.layouts.layout import Layout
 from planner.sharding.problem.deadline import NO_DEADLINE, Deadline
-from planner.sharding.solver.assignment import Assignment, Found, unsatisfiable
+from planner.sharding.problem.problem import MemoryLimit
 from planner.sharding.solver.candidates import operand_names
 from planner.sharding.solver.integer_program import IntegerProgram
-from planner.sharding.solver.sparse_rows import Integers, Numbers
+from planner.sharding.solver.sparse_rows import Numbers
 from topology.errors import Infeasible
+from topology.units import GIB
 
 _RELATIVE_GAP = 1e-9
 _INFEASIBLE = 2  # status of scipy.optimize.milp
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """The option of every class of operators, by its number, and the layout of every class of tensors.
+
+    Without a limit of memory, all copies are kept.
+    """
+
+    options: tuple[int, ...]
+    layouts: tuple[Layout, ...]
+    kept: frozenset[tuple[int, Layout]] = frozenset()  # copies of tensors that stay until the backward pass
+
+
+def unsatisfiable(memory: MemoryLimit | None = None) -> Infeasible:
+    if memory is not None:
+        return Infeasible(
+            f"no choice of layouts fits {memory.limit_bytes / GIB:.3g} GiB of memory",
+            why="parameters with their state, and what the backward pass saves, are larger however they are sharded",
+            remedy="a larger limit, more ranks, or fewer tokens",
+        )
+    return Infeasible(
+        "no choice of layouts satisfies what is pinned",
+        why="some pinned layout cannot be made, such as a pending sum that nothing leaves pending",
+        remedy="leave out a pin",
+    )
 
 
 class SolvableProgram(IntegerProgram):
@@ -57,22 +84,13 @@ class SolvableProgram(IntegerProgram):
     def is_integral(self, values: Numbers) -> bool:
         return bool(np.all(np.abs(values - np.rint(values)) < 1e-6))
 
-    def choose(
-        self,
-        costs: Numbers | Integers,
-        keep: NDArray[np.bool_],
-        *,
-        limit: tuple[Numbers, float] | None,
-        deadline: Deadline = NO_DEADLINE,
-    ) -> Found | None:
-        """Return the cheapest solution whose variables are all in `keep`, or None where none is found before `deadline`.
+    def with_fewest_steps(self, keep: NDArray[np.bool_], cost: float) -> Assignment | None:
+        """Return, of the solutions of `cost` whose variables are all in `keep`, the one whose `ties` are least; None if it is not found.
 
-        `limit` bounds a second cost: (cost by variable, its maximum).
+        By CP-SAT, which is exact where collectives, ring steps and slices are told apart in one number.
         """
         model = cp_model.CpModel()
         kept = np.flatnonzero(keep)
-        place = np.full(self._count, -1, dtype=np.int64)
-        place[kept] = np.arange(len(kept))
         variables = [model.new_bool_var("") for _ in kept]
         for rows, exact in ((self.equal, True), (self.most, False)):
             matrix = rows.matrix(self._count)
@@ -80,44 +98,25 @@ class SolvableProgram(IntegerProgram):
                 continue
             reduced = csr_matrix(matrix[:, kept])
             for row, side in enumerate(rows.sides):
-                if row % 1000 == 0 and deadline.over:
-                    return None
                 span = slice(reduced.indptr[row], reduced.indptr[row + 1])
-                factors, columns, most = reduced.data[span], reduced.indices[span], int(side)
-                if not np.all(factors == np.rint(factors)):  # held bytes
-                    factors, most = factors * self.memory_unit, int(side * self.memory_unit)
-                total = sum(int(f) * variables[c] for f, c in zip(factors, columns, strict=True))
-                if exact and not len(columns):
-                    if side:
-                        return None
-                    continue
-                model.add(total == most if exact else total <= most)
-        if limit is not None:
-            model.add(
-                sum(int(limit[0][k]) * v for k, v in zip(kept, variables, strict=True) if limit[0][k])
-                <= round(limit[1] / self.unit)
-            )
-        model.minimize(sum(int(costs[k]) * v for k, v in zip(kept, variables, strict=True) if costs[k]))
+                both = zip(reduced.data[span], reduced.indices[span], strict=True)
+                total = sum(int(factor) * variables[column] for factor, column in both)
+                if span.start != span.stop:
+                    model.add(total == int(side) if exact else total <= int(side))
+                elif exact and side:
+                    return None
+        paid = sum(int(self.costs[k]) * v for k, v in zip(kept, variables, strict=True) if self.costs[k])
+        model.add(paid <= round(cost / self.unit))
+        model.minimize(sum(int(self.ties[k]) * v for k, v in zip(kept, variables, strict=True) if self.ties[k]))
         solver = cp_model.CpSolver()
         solver.parameters.num_workers = 1
         solver.parameters.random_seed = 1
         solver.parameters.max_deterministic_time = 20
-        if deadline.end != np.inf:
-            solver.parameters.max_time_in_seconds = max(0.01, deadline.left_s)
-        status = solver.solve(model)
-        if status not in {cp_model.OPTIMAL, cp_model.FEASIBLE}:
-            if status == cp_model.INFEASIBLE:
-                return None
-            if deadline.end != np.inf:
-                return None
-            raise Infeasible(
-                "no proof within the effort set for a choice",
-                why=f"{self._count:,} alternatives of layouts",
-                remedy="pin more tensors, or give a layer instead of the model",
-            )
+        if solver.solve(model) not in {cp_model.OPTIMAL, cp_model.FEASIBLE}:
+            return None
         values = np.zeros(self._count)
         values[kept] = [float(solver.boolean_value(variable)) for variable in variables]
-        return Found(self.read(values), float(values @ costs) * self.unit, status == cp_model.OPTIMAL)
+        return self.read(values)
 
     def branch_and_bound(self, keep: NDArray[np.bool_], deadline: Deadline) -> tuple[Assignment | None, float]:
         """Return the cheapest solution whose variables are all in `keep`, as far as is known at `deadline`, and a lower bound.

@@ -15,7 +15,7 @@ from planner.question.question import Question
 from planner.tune.candidates import Candidate, Candidates, in_order
 from planner.tune.trials import Chosen, Status, Trial
 from planner.validate.validation import measured_step_s
-from simulator.fitting.calibration_fit import UNMEASURED, Calibrations
+from simulator.fitting.calibrations import UNMEASURED, Calibrations
 from simulator.legality.rules import is_legal
 from topology import codec
 from topology.errors import PlannerError

@@ -16,7 +16,7 @@ from planner.tune.runners.command_trials import command_metric, command_words
 from planner.tune.runners.recorded_trials import RecordedTrials, recorded_questions
 from planner.tune.sessions.job import LAUNCHERS
 from planner.tune.state import State, TuningRequest
-from simulator.fitting.calibration_fit import Calibrations
+from simulator.fitting.calibrations import Calibrations
 from simulator.legality.frameworks import FRAMEWORKS, framework_named
 from topology.errors import BadInput, UserError
 

@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
 from executor.sharding import ShardedFunction, api, capture, shard
-from executor.sharding.placements import StridedShard
+from executor.sharding.places import StridedShard
 from planner.sharding.answer import answer_request
 from planner.sharding.backends.dtensor_file import write_dtensor_file
 from planner.sharding.plans.report import Limits
@@ -72,11 +72,13 @@ def _worker(cases, quick):
 def check(case: Case) -> None:
     """Outputs and all gradients of a case are those of one process, in float64."""
     torch.manual_seed(3)
+    asked = [one for one in case.args if isinstance(one, torch.Tensor) and one.requires_grad]
     expected = _first(case.module(*case.args, **case.kwargs))
     close = {"rtol": 10 * case.tolerance, "atol": case.tolerance}
     weight = torch.randn(expected.shape, dtype=expected.dtype)
-    wanted = dict(case.module.named_parameters())
-    gradients = torch.autograd.grad((expected * weight).sum(), list(wanted.values()), materialize_grads=True)
+    wanted = {name: one for name, one in case.module.named_parameters() if one.requires_grad}
+    leaves = [*wanted.values(), *asked]
+    gradients = torch.autograd.grad((expected * weight).sum(), leaves, allow_unused=True)
 
     sharded = shard(case.module, case.args, case.kwargs, mesh=case.mesh, **case.constraints)
     if sharded.program.interleaved:
@@ -87,8 +89,15 @@ def check(case: Case) -> None:
 
     torch.testing.assert_close(found.full_tensor(), expected.detach(), **close, msg=case.name)
     targets = {one.target: one.name for one in sharded.captured.graph.inputs}
-    for name, gradient in zip(wanted, gradients, strict=True):
+    for one, gradient in zip(asked, gradients[len(wanted) :], strict=True):
+        torch.testing.assert_close(one.grad, gradient, **close, msg=f"{case.name}: an input")
+        one.grad = None
+    assert all(one.grad is None for one in sharded.pieces.values() if not one.requires_grad)
+    for name, gradient in zip(wanted, gradients, strict=False):
         tensor = targets[name]
+        if gradient is None:  # nothing flows back to it
+            assert tensor not in sharded.pieces or sharded.pieces[tensor].grad is None, f"{case.name} {name}"
+            continue
         buffer = sharded.program.inputs[tensor]
         assert (tensor in sharded.pieces) == (buffer in sharded.ranks.used)
         if tensor not in sharded.pieces:

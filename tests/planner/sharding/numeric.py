@@ -84,7 +84,7 @@ def numbers(given):
     return list(given[0]) if len(given) == 1 and isinstance(given[0], list) else list(given)
 
 
-@known("set", "contiguous", "clone", "to", "float", "double", "rearrange", "dropout")
+@known("set", "detach", "contiguous", "clone", "to", "float", "double", "rearrange", "dropout")
 def same(x, *_, **__):
     return x
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from planner.sharding.backward.derive import add_backward
-from planner.sharding.layouts.layout import parse_placements
-from planner.sharding.layouts.mesh import make_mesh
+from planner.sharding.layouts.layout import make_mesh, parse_placements
+from planner.sharding.operators.backward import add_backward
 from planner.sharding.operators.graph import GraphBuilder
 from planner.sharding.problem.problem import ShardingProblem
 from topology.errors import BadInput

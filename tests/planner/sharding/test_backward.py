@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.sharding.backward.derive import add_backward
-from planner.sharding.layouts.layout import parse_placements
-from planner.sharding.layouts.mesh import make_mesh
+from planner.sharding.layouts.layout import make_mesh, parse_placements
+from planner.sharding.operators.backward import add_backward
 from planner.sharding.operators.graph import GraphBuilder
 from planner.sharding.operators.operator import Tensor, parse_operators
 from planner.sharding.plans.plan import TensorMove, plan_sharding
@@ -103,6 +102,14 @@ def computed(graph, inputs):
         whole[operator.result.name] = virtual_ranks._computed(operator, whole)
         assert whole[operator.result.name].shape == operator.result.shape, operator.text
     return whole
+
+
+def test_no_gradient_passes_what_is_detached() -> None:
+    graph = add_backward(graph_of("x * z.detach() + softmax(detach(z), -1)"), {"y": "dy"})
+    inputs = values_of(graph, np.random.default_rng(2))
+
+    assert set(graph.gradients) == {"x"}
+    np.testing.assert_allclose(computed(graph, inputs)[graph.gradients["x"]], inputs["dy"] * inputs["z"])
 
 
 @pytest.mark.parametrize("formula", FORMULAS)

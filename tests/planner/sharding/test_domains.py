@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.sharding.layouts.layout import Layout, placements_of
+from planner.sharding.layouts.layout import Layout, make_mesh, placements_of
 from planner.sharding.layouts.loop_domain import LoopDomain, parse_schedule_of, schedule_of
-from planner.sharding.layouts.mesh import make_mesh
 from planner.sharding.problem.problem import parse_problem
 from tests.planner.sharding.virtual_ranks import World, run
 

@@ -5,8 +5,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.sharding.layouts.layout import Layout, local_shape, normalize_spec, parse_placements, placements_of
-from planner.sharding.layouts.mesh import make_mesh
+from planner.sharding.layouts.layout import (
+    Layout,
+    local_shape,
+    make_mesh,
+    normalize_spec,
+    parse_placements,
+    placements_of,
+)
 from tests.planner.sharding.virtual_ranks import World
 from topology.errors import BadInput
 

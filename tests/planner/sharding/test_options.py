@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.sharding.layouts.layout import parse_placements, replicated
-from planner.sharding.layouts.mesh import make_mesh
+from planner.sharding.layouts.layout import make_mesh, parse_placements, replicated
 from planner.sharding.operators.graph import GraphBuilder
 from planner.sharding.operators.operator import Tensor, parse_operators
 from planner.sharding.operators.options import combine_axis_specs, split_dim_spec

@@ -15,8 +15,8 @@ from planner.sharding.answer import answer_request
 from planner.sharding.backends.pipeline_order import turns
 from planner.sharding.backends.runnable import simulate_program
 from planner.sharding.backends.works import Work
-from planner.sharding.frontends.stage_cuts import cut_by_time, evenly, lean_cuts, neighbours
-from planner.sharding.layouts.mesh import make_mesh
+from planner.sharding.frontends.stages import cut_by_time, evenly, lean_cuts, neighbours
+from planner.sharding.layouts.layout import make_mesh
 from planner.sharding.operators.graph import GraphBuilder
 from planner.sharding.operators.work import backward_s, operator_work
 from planner.sharding.problem.problem import Machine

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.sharding.layouts.collectives import add_costs, cost_of
-from planner.sharding.layouts.layout import Layout, divides_evenly, parse_placements, placements_of
-from planner.sharding.layouts.mesh import make_mesh
+from planner.sharding.layouts.layout import Layout, divides_evenly, make_mesh, parse_placements, placements_of
 from planner.sharding.layouts.redistribution import Redistributor
 from tests.planner.sharding.virtual_ranks import World
 

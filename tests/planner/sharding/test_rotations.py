@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from planner.sharding.frontends.captured import Constraints, captured_problem
-from planner.sharding.frontends.rules.rotations import ROTARY, with_rotations
-from planner.sharding.layouts.mesh import make_mesh
+from planner.sharding.layouts.layout import make_mesh
+from planner.sharding.ops.rotary import ROTARY, with_rotations
 from simulator.sharded.graph import CapturedGraph, GraphInput, GraphNode
 
 Q = (2, 8, 4, 16)

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.sharding.backward.derive import add_backward
-from planner.sharding.layouts.layout import Layout, local_shape, parse_placements
-from planner.sharding.layouts.mesh import make_mesh
+from planner.sharding.layouts.layout import Layout, local_shape, make_mesh, parse_placements
+from planner.sharding.operators.backward import add_backward
 from planner.sharding.operators.graph import GraphBuilder
 from planner.sharding.operators.work import operator_work
 from planner.sharding.plans.lowering import work_of

@@ -13,8 +13,8 @@ from itertools import permutations, product
 import networkx as nx
 import numpy as np
 
-from planner.sharding.operators.local_formula import local_formula
 from planner.sharding.plans.plan import TensorMove, plan_sharding
+from tests.planner.sharding.local_formula import local_formula
 from tests.planner.sharding.numeric import FUNCTIONS, evaluate, heads_like, scores_of
 
 MERGE = {

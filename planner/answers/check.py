@@ -1,0 +1,79 @@
+"""A configuration of another tool, of training or of serving, judged and improved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from planner.configs.answer import Checked, check_text
+from planner.configs.any_kind import any_document
+from planner.configs.formats.configuration import CheckFlags
+from planner.configs.serving import CheckedServing, check_serving, serving_engine
+from planner.io.inputs import measurements
+from planner.requests.flag import values_of
+from planner.requests.serving import Task, refuse, stated
+from planner.requests.tools import Check
+from planner.serving.question.from_flags import ServingFlags
+from topology import codec
+from topology.errors import UserError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckedFile:
+    """The answer of `planner check`: `file` is its name, `checked` what was found of training or of serving."""
+
+    file: str
+    checked: Checked | CheckedServing
+
+    @property
+    def legal(self) -> bool:
+        return self.checked.legal
+
+    @property
+    def changes(self) -> Sequence[Any]:
+        """Single changes that make it better, the best first, each with a diff of the file."""
+        return self.checked.changes
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON document of the command."""
+        return any_document(self.file, self.checked)
+
+
+def check(asked: Check, progress: Callable[[str], None] = lambda _: None) -> CheckedFile:
+    """Return the answer. Raises BadInput for a file that cannot be read, UserError for what means nothing for it."""
+    text, where = codec.read_path_or_stdin(asked.file)
+    flags = CheckFlags(
+        model=asked.model,
+        cluster=asked.cluster,
+        gpu=asked.gpu,
+        gpus=asked.gpus,
+        seq_len=asked.seq_len,
+        global_batch=asked.global_batch,
+        micro_batch=asked.micro_batch,
+        launch=asked.launch,
+        release=asked.release,
+    )
+    if serving_engine(text):
+        others = {
+            **{name: getattr(asked, name) for name in ("seq_len", "global_batch", "micro_batch", "profile", "strict")},
+            "launch": asked.launch or None,
+            "time_limit": asked.time_limit,
+        }
+        refuse(stated(others), Task.SERVE)
+        load = ServingFlags(**values_of(asked.load))
+        served = check_serving(text, where, flags, load, search=asked.search, progress=progress)
+        return CheckedFile(file=where, checked=served)
+    refuse(stated({**values_of(asked.load), "release": asked.release or None}), Task.TRAIN)
+    if asked.time_limit is not None and not asked.search:
+        raise UserError("--time-limit is for the search, which --no-search leaves out", remedy="leave out one of them")
+    checked = check_text(
+        text,
+        where,
+        flags,
+        measured=measurements(asked.profile, strict=asked.strict),
+        search=asked.search,
+        time_limit_s=asked.time_limit,
+        progress=progress,
+    )
+    return CheckedFile(file=where, checked=checked)

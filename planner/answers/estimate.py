@@ -1,0 +1,118 @@
+"""What one plan costs, from a case file, a saved plan, or flags."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from planner.explain.plan_answer import PlanAnswer, answer_plan, plan_document, unreadable_document
+from planner.io import output
+from planner.io.inputs import measurements
+from planner.question.cases import case_from_flags, case_id, case_of_plan_file, load_case, read_cases
+from planner.question.flags import Flags, flags_of_plan
+from planner.question.learned_runtime import LearnedCalibrations, in_place, is_learned, read_learned
+from planner.question.overrides import with_flags
+from planner.question.plan_file import plan_file, refuse_overwrite, save_plan
+from planner.requests.flag import values_of
+from planner.requests.serving import Task, refuse, stated
+from planner.requests.training import Estimate
+from simulator.config.estimate import Estimate as Figures
+from simulator.config.plan import Plan
+from simulator.fitting.calibrations import Calibrations
+from topology.errors import Infeasible, UserError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimated:
+    """The answer of `planner estimate` about one plan. `figures` is None where the plan is not legal; `problems` say why."""
+
+    found: PlanAnswer
+
+    @property
+    def plan(self) -> Plan:
+        return self.found.case.plan
+
+    @property
+    def legal(self) -> bool:
+        return self.found.estimate is not None
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        return tuple(problem.message for problem in self.found.problems)
+
+    @property
+    def assumed(self) -> tuple[str, ...]:
+        """What was left open, and what it was taken to be."""
+        return self.found.case.assumed
+
+    @property
+    def figures(self) -> Figures | None:
+        """The step and the memory, with their ranges."""
+        return self.found.estimate
+
+    def save(self, path: str | Path, *, force: bool = False) -> None:
+        """Write the plan to a file. Raises Infeasible where it is not legal, BadInput where the file cannot be written."""
+        case = self.found.case
+        if self.found.estimate is None:
+            raise Infeasible("the plan is not legal", why="; ".join(self.problems))
+        save_plan(plan_file(case.question, case.plan, self.found.estimate), path, force=force)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON document of the command."""
+        return plan_document(self.found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unreadable:
+    """A case of a list that cannot be read, and what is wrong with it."""
+
+    id: str
+    error: str
+    legal: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return its JSON document in the answer to the list."""
+        return unreadable_document(self.id, self.error)
+
+
+def estimate(asked: Estimate) -> Estimated | Iterator[Estimated | Unreadable]:
+    """Return the answer; of a file with a list of cases one after the other. Raises UserError and Infeasible."""
+    refuse(stated(values_of(asked.load, asked.engine, asked.deployment)), Task.TRAIN)
+    flags = flags_of_plan(asked.stated)
+    measured = measurements(asked.profile, strict=asked.strict)
+    named = flags.runtime.get("name")
+    learned = read_learned(named) if named is not None and is_learned(named) else None
+    if learned is not None:
+        measured = LearnedCalibrations(measured, learned)
+        flags = replace(flags, runtime={**flags.runtime, "name": learned.like, "compile": learned.compile})
+    if asked.case is not None and asked.plan is not None:
+        raise UserError("--case and --plan exclude each other", remedy="give one of them")
+    if asked.out is not None:
+        refuse_overwrite(asked.out, force=asked.force)
+    if asked.case is not None:
+        raw, many = read_cases(asked.case)
+        raw = [in_place(one, learned) for one in raw]
+        if many and asked.out is not None:
+            raise UserError("--out saves one plan, and the file has several", remedy="a file with one case")
+        if many:
+            return _answered(raw, flags, measured)
+        loaded = with_flags(load_case(raw[0], measured), flags, measured)
+    elif asked.plan is not None:
+        loaded = with_flags(case_of_plan_file(asked.plan, measured), flags, measured)
+    else:
+        loaded = case_from_flags(flags, measured)
+    return Estimated(found=answer_plan(loaded))
+
+
+def _answered(raw: list[dict[str, Any]], flags: Flags, measured: Calibrations) -> Iterator[Estimated | Unreadable]:
+    for data in raw:
+        try:
+            found: Estimated | Unreadable = Estimated(
+                found=answer_plan(with_flags(load_case(data, measured), flags, measured))
+            )
+        except (UserError, Infeasible) as error:
+            output.warn(f"case {case_id(data)}: {error}")
+            found = Unreadable(id=case_id(data), error=str(error))
+        yield found

@@ -1,0 +1,1 @@
+"""The same requests about serving."""

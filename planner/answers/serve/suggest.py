@@ -1,0 +1,63 @@
+"""The deployments of a question of serving, best first."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from planner.requests.serving import Task, refuse, stated
+from planner.requests.training import Suggest
+from planner.serving.crossings import Row, over_clients
+from planner.serving.question.from_flags import flags_of_search, serving_question
+from planner.serving.reports.documents import serving_document
+from planner.serving.search import ServingPlan, ServingResult, search_serving
+from simulator.config.plan import PLAN_FIELDS
+from topology.errors import UserError
+
+# Options of `suggest` that mean nothing when serving; of those with a default it counts whether they were stated.
+ONLY_TRAINING = (
+    *("global_batch", "all_variants", "compile_model", "param_dtype", "compute_dtype", "max_tp"),
+    *("tokens", "deadline", "budget", "runtime", "pick"),
+)
+SPELLED = {"all_variants": "--all", "compile_model": "--compile"}
+DEFAULTED = ("seq_len", "framework", "simulate")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SuggestedDeployments:
+    """The answer of `planner suggest --task serve`: deployments, and which of them is best over the number of clients."""
+
+    result: ServingResult
+    over_clients: Sequence[Row]
+    top: int
+
+    @property
+    def plans(self) -> Sequence[ServingPlan]:
+        """Deployments with their estimates, best first."""
+        return self.result.plans[: self.top]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON document of the command."""
+        return serving_document(self.result, self.over_clients, top=self.top)
+
+
+def suggest(asked: Suggest, progress: Callable[[str], None] = lambda _: None) -> SuggestedDeployments:
+    """Return the answer. Raises UserError for options that only training has, Infeasible where nothing fits."""
+    refuse(_of_training(asked), Task.SERVE, SPELLED)
+    question = serving_question(flags_of_search(asked))
+    if asked.out is not None and asked.out.exists() and not asked.force:
+        raise UserError(f"{asked.out} is there already", remedy="choose another name, or pass --force")
+    limit_s = asked.time_limit
+    until_s = time.monotonic() + (math.inf if limit_s is None else limit_s)
+    result = search_serving(question, progress=progress, time_limit_s=limit_s)
+    return SuggestedDeployments(result=result, over_clients=over_clients(result, until_s=until_s).rows, top=asked.top)
+
+
+def _of_training(asked: Suggest) -> list[str]:
+    """Return the options that were stated and only training has."""
+    parts = [PLAN_FIELDS[name].parameter for name, text in asked.fixed.items() if text is not None]
+    others = stated({name: getattr(asked, name) for name in ONLY_TRAINING})
+    return [*others, *parts, *(name for name in DEFAULTED if name in asked.said)]

@@ -1,0 +1,133 @@
+"""Placements of the tensors of a graph, and the collectives between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from planner.io import output
+from planner.io.inputs import measurements, read_cluster
+from planner.pictures.sharding import sharding_picture
+from planner.requests.flag import values_of
+from planner.requests.tools import Shard
+from planner.sharding import (
+    Answer,
+    Deadline,
+    Limits,
+    decoder_case,
+    explain_plan,
+    is_request,
+    make_mesh,
+    program_text,
+    shard_case,
+    split_cases,
+    write_dtensor_file,
+)
+from simulator.config.hf_config import load_model
+from topology import codec
+from topology.errors import UserError
+from topology.rates.reach import cluster_caveats
+from topology.units import GIB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharded:
+    """The answer of `planner shard`. `rows` are its cases as JSON has them: placements, collectives, or why there are none."""
+
+    rows: tuple[dict[str, Any], ...]
+
+    @property
+    def answered(self) -> bool:
+        """Whether some case has an answer."""
+        return any(row["rejected"] is None for row in self.rows)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON document of the command."""
+        return {"schema_version": output.SCHEMA_VERSION, "cases": list(self.rows)}
+
+
+def shard(asked: Shard, progress: Callable[[str], None] = lambda _: None) -> Sharded:
+    """Return the answer, and write the files that it names. Raises UserError and BadInput."""
+    _refuse_unused(asked)
+    limits = Limits(Deadline.after(asked.time_limit), None if asked.memory_limit is None else asked.memory_limit * GIB)
+    machine = None if asked.cluster is None else read_cluster(asked.cluster, asked.gpus)
+    known = measurements(asked.profile, strict=asked.strict)
+    measured = None if machine is None else known.on(machine)
+    for doubt in (*cluster_caveats(machine), *known.doubts(machine)) if machine is not None else ():
+        output.warn(f"warning: {doubt}")
+    if asked.model is not None:
+        cases = [_model_case(asked.model, asked)]
+    else:
+        text, where = codec.read_path_or_stdin(str(asked.file))
+        cases = split_cases(codec.parse_json(text, where=where), where=where)
+    _check_files(cases, program=asked.program, python=asked.python, picture=asked.picture)
+    rows = []
+    for number, case in enumerate(cases):
+        progress(f"case {number + 1} of {len(cases)}")
+        row, found = shard_case(case, number, machine, measured, limits=limits)
+        if isinstance(found, Answer):
+            _write_captured(found, program=asked.program, python=asked.python)
+        if found is not None and asked.listing:
+            row["listing"] = program_text(found.problem, found.plan)
+        if found is not None and asked.explain:
+            explained = explain_plan(found.problem, found.plan, machine, measured)
+            row["explanations"] = [codec.to_builtins(one) for one in explained]
+        if found is not None and asked.picture is not None:
+            codec.write_text(asked.picture, sharding_picture(found.problem, found.plan, title=row["id"]).text())
+        rows.append(row)
+    return Sharded(rows=tuple(rows))
+
+
+def _refuse_unused(asked: Shard) -> None:
+    """Raise UserError where an option is about something that is not named, or where the cases are named twice or not."""
+    stated = {name for name, value in values_of(asked).items() if value is not None}
+    if "model" not in stated and stated & {"layers", "mesh", "seq_len", "micro_batch"}:
+        raise UserError(
+            "--layers, --mesh, --seq-len and --micro-batch are about a model", remedy="name it with --model"
+        )
+    if ("file" in stated) == ("model" in stated):
+        raise UserError("shard takes a FILE or --model", remedy="one of the two")
+    if "cluster" in stated:
+        return
+    if stated & {"gpus", "profile"}:
+        raise UserError("--gpus and --profile are about a machine", remedy="name it with --cluster")
+    if stated & {"time_limit", "memory_limit"}:
+        raise UserError("--time-limit and --memory-limit are about time on a machine", remedy="name it with --cluster")
+    if "model" in stated:
+        raise UserError("--model is placed by time", remedy="name a machine with --cluster")
+
+
+def _model_case(model: str, asked: Shard) -> dict[str, Any]:
+    """Return the case of a model's layers. Raises UserError and BadInput."""
+    sizes: dict[str, int] = {}
+    for part in (asked.mesh or "").split(","):
+        name, _, size = part.partition("=")
+        if not (size.isascii() and size.isdigit() and len(size) < 8) or name in sizes:
+            raise UserError(f"--mesh {str(asked.mesh)[:60]} is no mesh", remedy="axes with their sizes: data=8,model=8")
+        sizes[name] = int(size)
+    ranks = make_mesh(list(sizes), list(sizes.values())).ranks
+    return decoder_case(
+        load_model(model), sizes, layers=asked.layers, batch=asked.micro_batch or ranks, seq_len=asked.seq_len or 4096
+    )
+
+
+def _check_files(
+    cases: Sequence[Mapping[str, Any]], *, program: str | None, python: str | None, picture: str | None
+) -> None:
+    """Raise UserError where a file is asked for that these cases do not make."""
+    for flag, path in (("--program", program), ("--python", python)):
+        if path is not None and (len(cases) != 1 or not is_request(cases[0])):
+            raise UserError(f"{flag} is about one captured graph", remedy="a file with a graph, from executor.sharding")
+    if picture is not None and len(cases) != 1:
+        raise UserError(f"--picture is about one case, and there are {len(cases)}", remedy="a file with one case")
+
+
+def _write_captured(answer: Answer, *, program: str | None, python: str | None) -> None:
+    if program is not None:
+        codec.write_text(program, codec.to_json(answer.written.program, indent=None))
+    if python is not None:
+        if answer.request.stages is not None:
+            raise UserError("pipeline stages are no DTensor placements", remedy="--program, which the executor runs")
+        graph = answer.request.graph
+        codec.write_text(python, write_dtensor_file(answer.captured, graph, answer.plan, title=answer.request.id))

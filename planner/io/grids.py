@@ -1,0 +1,26 @@
+"""Tables of answers on a terminal: no lines, text to the left and folded, numbers to the right and whole."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+from rich.table import Table
+
+from planner.io.printable import printable
+
+
+def grid(
+    headings: Sequence[str], rows: Iterable[Sequence[str]] = (), *, text: Collection[str] | None = None, gap: int = 1
+) -> Table:
+    """Return a table of `rows`; `text` are the headings of columns that hold words, by default the first. `gap` is between columns.
+
+    Cells are made safe for a terminal, as `printable` does.
+    """
+    table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False)
+    words = set(headings[:1]) if text is None else text
+    for heading in headings:
+        left = heading in words
+        table.add_column(heading, justify="left" if left else "right", overflow="fold", no_wrap=not left)
+    for row in rows:
+        table.add_row(*map(printable, row))
+    return table

@@ -1,0 +1,195 @@
+"""A plan in words: its degrees, what it sets beside them, its name in links, and what changes from one plan to another."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+from simulator.config.overlap_sites import NONE, tp_overlap_label, tp_overlap_slug
+from simulator.config.plan import PLAIN_SCHEDULE, PLAN_FIELDS, Plan
+from topology import codec
+
+# The order in which degrees are named.
+DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
+BESIDE_PRODUCT = {"ep"}  # which lies inside the others
+
+# --- degrees ------------------------------------------------------------------------------------------------------------
+
+
+def degrees_text(plan: Plan) -> str:
+    """Return the parallel degrees as a product: `32 = dp 1 x fsdp 4 x tp 8 x pp 1`."""
+    by_stage = plan.zero_stage is not None
+    named = {"dp_replicate", "tp", "pp"} | (set() if by_stage else {"dp_shard"})
+    factors = [
+        f"{short} {degree}{_zero(plan, name)}"
+        for name, short, degree in _degrees(plan)
+        if name not in BESIDE_PRODUCT and (degree > 1 or name in named)
+    ]
+    return f"{plan.gpus} = {' x '.join(factors)}"
+
+
+def short_degrees(plan: Plan) -> str:
+    """Return the degrees above one: `fsdp 4 x tp 2, ep 8`."""
+    above = [(name, f"{short} {degree}{_zero(plan, name)}") for name, short, degree in _degrees(plan) if degree > 1]
+    factors = " x ".join(text for name, text in above if name not in BESIDE_PRODUCT)
+    return ", ".join([factors or "one GPU", *(text for name, text in above if name in BESIDE_PRODUCT)])
+
+
+def plan_chips(plan: Plan) -> str:
+    """Return the degrees above one for people: `FSDP 4 · TP 4 · PP 4`."""
+    above = [f"{short.upper()} {degree}{_zero(plan, name)}" for name, short, degree in _degrees(plan) if degree > 1]
+    return " · ".join(above) or "one GPU"
+
+
+def approach_text(plan: Plan) -> str:
+    """Return a plan as a person would say it: `FSDP over 8 GPUs`, `FSDP over 64 with tensor parallelism over 8 on 512 GPUs`."""
+    away = {"optimizer": ", optimizer in host memory", "parameters": ", parameters and optimizer in host memory"}
+    return _degrees_in_words(plan) + away.get(plan.offload, "")
+
+
+def _degrees(plan: Plan) -> list[tuple[str, str, int]]:
+    """Return (field, its sign, its value) of all degrees."""
+    return [(name, PLAN_FIELDS[name].short, getattr(plan, name)) for name in DEGREES]
+
+
+def _zero(plan: Plan, name: str) -> str:
+    return f" (ZeRO-{plan.zero_stage})" if name == "dp_replicate" and plan.zero_stage else ""
+
+
+def _degrees_in_words(plan: Plan) -> str:
+    names = []
+    if plan.zero_stage is not None and plan.dp_replicate > 1:
+        names.append(f"{f'ZeRO-{plan.zero_stage}' if plan.zero_stage else 'DDP'} over {plan.dp_replicate}")
+    elif plan.dp_replicate > 1 and plan.dp_shard > 1:
+        names.append(f"{plan.dp_replicate} replicas of FSDP over {plan.dp_shard}")
+    elif plan.dp_replicate > 1:
+        names.append(f"DDP over {plan.dp_replicate}")
+    elif plan.dp_shard > 1:
+        names.append(f"FSDP over {plan.dp_shard}")
+    degrees = (("context", plan.cp), ("tensor", plan.tp), ("expert", plan.ep))
+    names += [f"{name} parallelism over {degree}" for name, degree in degrees if degree > 1]
+    names += [f"a pipeline of {plan.pp}"] if plan.pp > 1 else []
+    if not names:
+        return "one GPU"
+    if len(names) == 1 and plan.dp_replicate in {1, plan.gpus}:
+        return f"{names[0]} GPUs" if plan.pp == 1 else f"{names[0]} stages on {plan.gpus} GPUs"
+    first, *others = names
+    return first + (f" with {' and '.join(others)}" if others else "") + f" on {plan.gpus:,} GPUs"
+
+
+# --- what it sets beside its degrees --------------------------------------------------------------------------------------
+
+
+def policy_text(plan: Plan) -> str:
+    """Return everything but the degrees of the product: experts, micro batch, recompute, schedule, overlap, ..."""
+    return ", ".join([*([f"ep {plan.ep}"] if plan.ep > 1 else []), *_settings(plan)])
+
+
+def special_text(plan: Plan) -> str:
+    """Return what a plan sets beside its degrees, its micro batch and its recomputation, where that is not the plain choice."""
+    plain = {"micro_batch_size", "recompute", "recompute_per_stage", "sequence_parallel"}
+    plain |= {"schedule"} if plan.schedule_name == PLAIN_SCHEDULE and plan.virtual_stages == 1 else set()
+    plain |= {"reshard_after_forward"} if plan.reshard_after_forward else set()
+    return ", ".join(_settings(plan, without=plain))
+
+
+def plan_settings(plan: Plan) -> str:
+    """Return everything but the degrees, for people who see no legend."""
+    return ", ".join(_settings(plan, spelt_out=True))
+
+
+def plan_in_words(plan: Plan | Mapping[str, Any], *, without: Collection[str] = ()) -> str:
+    """Return a plan, or a plan of a document, without what says nothing: `fsdp 4 x pp 2, micro batch 2, 1F1B`; `without` some
+    of its settings.
+    """
+    if not isinstance(plan, Plan):
+        plan = Plan(**{name: value for name, value in plan.items() if name in PLAN_FIELDS})
+    silent = {"sequence_parallel", *without} | ({"recompute"} if plan.recompute == "none" else set())
+    return ", ".join([short_degrees(plan), *_settings(plan, without=silent)])
+
+
+def _settings(plan: Plan, *, without: Collection[str] = (), spelt_out: bool = False) -> list[str]:
+    """Return what is set, field by field, in the order in which it is named; `without` some fields."""
+    stages = f" x{plan.virtual_stages}" if plan.virtual_stages > 1 else ""
+    context = (plan.cp_method or "").replace("_", "-") if plan.cp > 1 else ""
+    sharded = plan.reshard_after_forward is not None and plan.dp_shard * plan.cp > 1
+    found = {
+        "micro_batch_size": f"micro batch {plan.micro_batch_size}",
+        "recompute": f"recompute {plan.recompute}",
+        "sequence_parallel": "sp" if plan.sequence_parallel and plan.tp > 1 else "",
+        "schedule": f"{plan.schedule_name}{stages}" if plan.pp > 1 else "",
+        "tp_overlap": f"tp overlap {tp_overlap_label(plan.tp_overlap)}" if plan.tp_overlap != NONE else "",
+        **{name: f"{name.replace('_', ' ')} {value}" for name, value in _chosen(plan).items()},
+        "cp_method": f"cp by {context}" if context else "",
+        "recompute_per_stage": _by_stage("recompute", plan.recompute_per_stage),
+        "layers_per_stage": _by_stage("layers", plan.layers_per_stage),
+        "reshard_after_forward": ("reshard" if plan.reshard_after_forward else "no reshard") if sharded else "",
+    }
+    if spelt_out:
+        stages = f", {plan.virtual_stages} stages a rank" if plan.virtual_stages > 1 else ""
+        if plan.tp > 1:
+            found["sequence_parallel"] = "sequence parallel" if plan.sequence_parallel else "no sequence parallelism"
+        if plan.pp > 1:
+            found["schedule"] = f"{plan.schedule_name} schedule{stages}"
+        if sharded:
+            found["reshard_after_forward"] += " after forward"
+    return [text for name, text in found.items() if text and name not in without]
+
+
+def _chosen(plan: Plan) -> dict[str, str]:
+    """Return what a plan sets of what has a few words to choose from, where it is not the default."""
+    known = {name: getattr(plan, name) for name, known in PLAN_FIELDS.items() if known.choices}
+    return {name: value for name, value in known.items() if value != PLAN_FIELDS[name].default}
+
+
+def _by_stage(what: str, values: Sequence[object]) -> str:
+    return f"{what} by stage {run_length_text(values)}" if values else ""
+
+
+def run_length_text(values: Sequence[object]) -> str:
+    """Return a list with repetitions counted: `2 x full, 6 x none`."""
+    groups = [(value, len(list(same))) for value, same in groupby(values)]
+    return ", ".join(f"{count} x {value}" if count > 1 else f"{value}" for value, count in groups)
+
+
+# --- in links -----------------------------------------------------------------------------------------------------------
+
+
+def plan_name(plan: Plan) -> str:
+    """Return a short name of a plan for URLs and menus: `fsdp256 cp2 mb1 selective-op reshard`."""
+    words = [f"{short}{degree}" for _, short, degree in _degrees(plan) if degree > 1] or ["one-gpu"]
+    if plan.zero_stage is not None:
+        words.append(f"zero{plan.zero_stage}")
+    if plan.pp > 1:
+        words.append(plan.schedule_name + (f"x{plan.virtual_stages}" if plan.virtual_stages > 1 else ""))
+    words += ["no-sp"] if plan.tp > 1 and not plan.sequence_parallel else []
+    words += [f"mb{plan.micro_batch_size}", plan.recompute]
+    if plan.reshard_after_forward is not None and plan.dp_shard * plan.cp > 1:
+        words.append("reshard" if plan.reshard_after_forward else "keep")
+    words += [f"{PLAN_FIELDS[name].short or name}-{value}" for name, value in _chosen(plan).items()]
+    words += [f"overlap-{tp_overlap_slug(plan.tp_overlap)}"] if plan.tp_overlap != "none" else []
+    if plan.layers_per_stage or plan.recompute_per_stage or plan.capacity_factor is not None:
+        words.append(f"own-{codec.fingerprint(plan)[:4]}")  # layers or recompute modes by stage would be too long
+    return " ".join(words)
+
+
+# --- one plan and another -----------------------------------------------------------------------------------------------
+
+
+def changed_fields(before: Plan, after: Plan) -> list[tuple[str, str, str]]:
+    """Return the fields in which two plans differ: what it is, before, after, all in words."""
+    return [
+        (known.words, value_words(old), value_words(new))
+        for name, known in PLAN_FIELDS.items()
+        if (old := getattr(before, name)) != (new := getattr(after, name))
+    ]
+
+
+def value_words(value: object) -> str:
+    """Return the value of a plan's field in words: yes and no for what is on or off."""
+    if value is None or value == ():
+        return "framework default"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)

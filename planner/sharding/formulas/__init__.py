@@ -1,1 +1,0 @@
-"""Annotations and formulas as text: parsed, never run. Imports topology.errors."""

@@ -1,0 +1,314 @@
+"""Functions that normalize over an axis, and losses: computed from statistics of pieces where the axis is sharded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from planner.sharding.layouts.layout import Layout
+from planner.sharding.ops.aten import AtenCall, NotKnownError, Shape, Statement, letters, written
+from planner.sharding.ops.axis_flow import NotUnderstood, Value
+from planner.sharding.ops.op import Op, Phase, Saves, Step, reduced_phase, statistic, summed, tensor
+from planner.sharding.ops.walker import Call, merge_or_keep, position
+
+_EPS = 1e-5
+
+
+def _softmax(call: Call) -> Value:
+    value = call.flow.finish(call.value(0), f"{call.name} needs finished sums")
+    dim = value.dims[position(call.number(1, "dim", -1), value)]
+    merge_or_keep(call, "softmax", dim, f"{call.name} divides by a sum over it")
+    return value
+
+
+def _cross_entropy(call: Call) -> Value:
+    """One loss a row: logits `[..., v]` and targets `[...]`."""
+    flow, logits = call.flow, call.flow.finish(call.value(0), "a loss needs finished sums")
+    if not logits.dims:
+        raise NotUnderstood("logits without classes")
+    flow.reduced.update(flow.dim(logits.dims[-1]))
+    flow.positional.update(flow.dim(logits.dims[-1]))
+    merge_or_keep(call, "cross_entropy", logits.dims[-1], "a loss divides by a sum over it")
+    rows = [logits.dims[:-1], call.value(1).dims]
+    return Value(flow.broadcast(rows, "the loss"))
+
+
+def _root_mean_square(call: Call) -> Value:
+    flow, value = call.flow, call.flow.finish(call.value(0), "a norm needs finished sums")
+    weights = [v for v in call.values()[1:] if v.dims]
+    merge_or_keep(call, "rmsnorm", value.dims[-1], "a norm divides by a mean over it")
+    return flow.elementwise([value, *weights], call.name)
+
+
+def _layer_norm(call: Call) -> Value:
+    flow, value = call.flow, call.flow.finish(call.value(0), "a norm needs finished sums")
+    weights = [v for v in call.values()[1:] if v.dims]
+    trailing = max([len(v.dims) for v in weights], default=1)
+    for dim in value.dims[-trailing:]:
+        merge_or_keep(call, "layernorm", dim, "a norm subtracts a mean over it")
+    return flow.elementwise([value, *weights], call.name)
+
+
+def _group_norm(call: Call) -> Value:
+    flow, value = call.flow, call.flow.finish(call.value(0), "a norm needs finished sums")
+    for dim in value.dims[1:] if call.name != "batch_norm" else (value.dims[0], *value.dims[2:]):
+        flow.keep_unsharded(dim, f"{call.name} takes means over it")
+    for weight in call.values()[1:]:
+        for dim in weight.dims:
+            if call.name == "batch_norm":
+                flow.unify(dim, value.dims[1], call.name)
+            else:
+                flow.keep_unsharded(dim, f"{call.name} takes means over it")
+    return value
+
+
+def _normalized_gradient(call: Call) -> Value:
+    flow, (gradient, *saved) = call.flow, call.values()
+    values = [gradient, *(flow.finish(value, "a gradient needs finished sums") for value in saved)]
+    kind = call.name.removesuffix("_bwd").removesuffix("_backward") + "_bwd"
+    merge_or_keep(call, kind, values[0].dims[-1], "the gradient of a norm takes means over it")
+    return Value(flow.broadcast([value.dims for value in values], call.name), gradient.pending)
+
+
+# --- gradients
+
+
+def _softmax_gradient(step: Step) -> dict[str, str]:
+    dim = step.number(1, "dim", -1)
+    total = step.emit(f"({step.gradient} * {step.result}).sum({dim}, keepdim=True)")
+    return {step.tensor(0): f"({step.gradient} - {total}) * {step.result}"}
+
+
+def _log_softmax_gradient(step: Step) -> dict[str, str]:
+    dim = step.number(1, "dim", -1)
+    total = step.emit(f"{step.gradient}.sum({dim}, keepdim=True)")
+    return {step.tensor(0): f"{step.gradient} - exp({step.result}) * {total}"}
+
+
+def _cross_entropy_gradient(step: Step) -> dict[str, str]:
+    logits, targets = step.tensor(0), step.tensor(1)
+    shares = step.emit(f"softmax({logits}, -1)")
+    hit = f"one_hot({targets}, {step.shape(logits)[-1]})"
+    return {logits: f"({shares} - {hit}) * {step.gradient}.unsqueeze(-1)"}
+
+
+def _root_mean_square_gradient(step: Step) -> dict[str, str]:
+    """With r = 1 / rms(x) and g the gradient times the weight: r g - x r^3 mean(g x)."""
+    x, weights = step.tensor(0), step.weights
+    square = step.emit(f"({x} * {x}).mean(-1, keepdim=True)")
+    scale = step.emit(f"rsqrt({square} + {_EPS})")
+    scaled = f"({step.gradient} * {weights[0]})" if weights else step.gradient
+    mean = step.emit(f"({scaled} * {x}).mean(-1, keepdim=True)")
+    found = {x: f"{scale} * {scaled} - {x} * ({scale} * {scale} * {scale} * {mean})"}
+    if weights:
+        found[weights[0]] = summed(f"{step.gradient} * {x} * {scale}", len(step.shape(x)) - 1)
+    return found
+
+
+def _layer_norm_gradient(step: Step) -> dict[str, str]:
+    """With z the normalized x, r = 1 / std(x), g the gradient times the weight: r (g - mean(g) - z mean(g z))."""
+    x, weights = step.tensor(0), step.weights
+    rank = len(step.shape(x))
+    if weights and len(step.shape(weights[0])) != 1:
+        raise NotUnderstood("the gradient of a norm over several dims")
+    mean = step.emit(f"{x}.mean(-1, keepdim=True)")
+    square = step.emit(f"({x} * {x}).mean(-1, keepdim=True)")
+    scale = step.emit(f"rsqrt({square} - {mean} * {mean} + {_EPS})")
+    normal = step.emit(f"({x} - {mean}) * {scale}")
+    scaled = f"({step.gradient} * {weights[0]})" if weights else step.gradient
+    first = step.emit(f"({scaled}).mean(-1, keepdim=True)")
+    second = step.emit(f"({scaled} * {normal}).mean(-1, keepdim=True)")
+    found = {x: f"{scale} * ({scaled} - {first} - {normal} * {second})"}
+    if weights:
+        found[weights[0]] = summed(f"{step.gradient} * {normal}", rank - 1)
+    if len(weights) > 1:
+        found[weights[1]] = summed(step.gradient, rank - 1)
+    return found
+
+
+# --- captured
+
+
+def _capture_softmax(call: AtenCall) -> list[Statement]:
+    dim = call.dim(1, len(call.shape(0)))
+    word = "log_softmax" if "log" in call.name else "softmax"
+    return [call.statement(f"{word}({call.tensor(0)}, {dim})", op=word, args=(call.argument(0), dim), kwargs={})]
+
+
+def _capture_norm(call: AtenCall) -> list[Statement]:
+    """Layer norm and RMS norm over the last dims; several of them are needed whole."""
+    shape, over = call.shape(0), len(call.argument(1))
+    word = "layernorm" if call.name == "layer_norm" else "rmsnorm"
+    affine = [name for name in (call.optional_tensor(2, "weight"), call.optional_tensor(3, "bias")) if name]
+    eps = call.argument(4, 1e-5) if word == "layernorm" else call.argument(3)
+    tensors = [{"tensor": name} for name in (call.tensor(0), *affine)]
+    args = (tensors, over, call.node.kwargs.get("eps", eps))
+    formula = f"{word}({', '.join([call.tensor(0), *affine])})"
+    annotation = ""
+    if over > 1:  # the formula does not say how many
+        dims = letters(shape)
+        last = range(len(shape) - over, len(shape))
+        parts = [written(dims, dict.fromkeys(last, "^")), *(" ".join(dims[d] for d in last) for _ in affine)]
+        annotation = f"{', '.join(parts)} -> {' '.join(dims)}"
+    return [call.statement(formula, annotation, op=word, args=args, kwargs={})]
+
+
+def _capture_group_norm(call: AtenCall) -> list[Statement]:
+    shape, groups = call.shape(0), int(call.argument(1))
+    width = shape[1] // groups
+    n = "a" if shape[0] > 1 else "1"
+    space = [f"p{d}" if k > 1 else "1" for d, k in enumerate(shape[2:])]
+    channels, plain = f"(g{groups} k{width}^)", f"(g{groups} k{width})"
+    affine = [name for name in (call.optional_tensor(2, "weight"), call.optional_tensor(3, "bias")) if name]
+    left = [" ".join([n, channels, *(s + ("^" if s != "1" else "") for s in space)]), *(channels for _ in affine)]
+    annotation = f"{', '.join(left)} -> {' '.join([n, plain, *space])}"
+    tensors = [{"tensor": name} for name in (call.tensor(0), *affine)]
+    return [
+        call.statement(
+            f"groupnorm({', '.join([call.tensor(0), *affine])})",
+            annotation,
+            sizes={f"g{groups}": groups, f"k{width}": width},
+            op="groupnorm",
+            args=(tensors, width, call.argument(4, 1e-5)),
+            kwargs={},
+        )
+    ]
+
+
+def _capture_cross_entropy(call: AtenCall) -> list[Statement]:
+    """Rows of the loss, then their mean over the targets that are not ignored."""
+    logits, targets = call.tensor(0), call.tensor(1)
+    if len(call.shape(0)) != 2 or call.argument(2) is not None or call.argument(5, 0.0):
+        raise NotKnownError
+    rows, reduction, ignored = call.shape(0)[0], call.argument(3, 1), call.argument(4, -100)
+
+    def made(suffix: str, formula: str, op: str, args: tuple[Any, ...], shape: Shape) -> Statement:
+        result = f"{call.node.name}_{suffix}"[-64:] if suffix else call.node.name
+        return call.statement(formula, result=result, op=op, args=args, kwargs={}, shape=shape)
+
+    def total_of(suffix: str, name: str) -> Statement:
+        return made(suffix, f"sum({name})", "reduce.sum", (tensor(name), [0], False), ())
+
+    loss = f"cross_entropy({logits}, {targets})"
+    own = made("rows" if reduction else "", loss, "cross_entropy", (tensor(logits), tensor(targets), ignored), (rows,))
+    if reduction == 0:
+        return [own]
+    total = total_of("total" if reduction == 1 else "", own.result)
+    if reduction == 2:
+        return [own, total]
+    valid = made("valid", f"ne({targets}, {int(ignored)})", "not_equal", (tensor(targets), ignored), (rows,))
+    count = total_of("count", valid.result)
+    args = (tensor(total.result), tensor(count.result))
+    return [own, total, valid, count, made("", f"{total.result} / {count.result}", "aten.div.Tensor", args, ())]
+
+
+# --- over a sharded axis
+
+
+def _softmax_phases(statement: Statement, layout: Layout, result: Layout) -> list[Phase]:
+    del result
+    (x,), dim = statement.operands, statement.args[1]
+    rows = statistic(layout, statement.shape, dim)
+    top = reduced_phase("top", "row_max", (x,), (tensor(x), dim), "max", **rows)
+    total = reduced_phase("total", "row_exp_sum", (x, "top"), (tensor(x), tensor("top"), dim), "sum", **rows)
+    args = (tensor(x), tensor("top"), tensor("total"))
+    return [*top, *total, Phase(reads=(x, "top", "total"), op=f"{statement.op}.finish", args=args, share=0.4)]
+
+
+def _norm_phases(statement: Statement, layout: Layout, result: Layout) -> list[Phase]:
+    del result
+    tensors, _, eps = statement.args
+    size, names = statement.shape[-1], tuple(one["tensor"] for one in tensors)
+    rows = statistic(layout, statement.shape, len(statement.shape) - 1)
+    x = (tensor(names[0]),)
+    sums = ("sums", "squares") if statement.op == "layernorm" else ("squares",)
+    kernels = {"sums": "row_sum", "squares": "row_squares"}
+    found = [one for name in sums for one in reduced_phase(name, kernels[name], names[:1], x, "sum", **rows)]
+    args = (list(tensors), *(tensor(name) for name in sums), size, eps)
+    share = 1.0 - 0.3 * len(sums)
+    return [*found, Phase(reads=(*names, *sums), op=f"{statement.op}.finish", args=args, share=share)]
+
+
+def _cross_entropy_phases(statement: Statement, layout: Layout, result: Layout) -> list[Phase]:
+    del result
+    logits, targets, ignored = statement.args
+    names = (logits["tensor"], targets["tensor"])
+    rows = statistic(layout, (statement.shape[0], 1), 1)
+    top = reduced_phase("top", "row_max", names[:1], (logits, 1), "max", **rows)
+    total = reduced_phase("total", "row_exp_sum", (names[0], "top"), (logits, tensor("top"), 1), "sum", **rows)
+    hit = reduced_phase("hit", "target_logit", names, (logits, targets), "sum", **rows)
+    args = (tensor("top"), tensor("total"), tensor("hit"), targets, ignored)
+    finish = Phase(reads=("top", "total", "hit", names[1]), op="cross_entropy.finish", args=args, share=0.1)
+    return [*top, *total, *hit, finish]
+
+
+_ROWS = (("rows", "max"), ("rows", "sum"))
+OPS = (
+    Op(
+        names="softmax",
+        axes=_softmax,
+        kind="softmax",
+        merges=True,
+        statistics=_ROWS,
+        gradient=_softmax_gradient,
+        gradient_axes=_normalized_gradient,
+        aten="softmax _softmax",
+        capture=_capture_softmax,
+        kernels="softmax",
+        saves=Saves.RESULT,
+        phases=_softmax_phases,
+    ),
+    Op(
+        names="log_softmax",
+        axes=_softmax,
+        kind="softmax",
+        merges=True,
+        statistics=_ROWS,
+        gradient=_log_softmax_gradient,
+        gradient_axes=_normalized_gradient,
+        aten="log_softmax _log_softmax",
+        capture=_capture_softmax,
+        kernels="log_softmax",
+        saves=Saves.RESULT,
+        phases=_softmax_phases,
+    ),
+    Op(
+        names="cross_entropy",
+        axes=_cross_entropy,
+        kind="cross_entropy",
+        merges=True,
+        statistics=(*_ROWS, ("rows", "sum")),
+        gradient=_cross_entropy_gradient,
+        aten="cross_entropy_loss",
+        capture=_capture_cross_entropy,
+        kernels="cross_entropy",
+        phases=_cross_entropy_phases,
+    ),
+    Op(
+        names="rmsnorm rms_norm",
+        axes=_root_mean_square,
+        kind="rmsnorm",
+        merges=True,
+        statistics=(("rows", "sum"),),
+        gradient=_root_mean_square_gradient,
+        gradient_axes=_normalized_gradient,
+        aten="rms_norm",
+        capture=_capture_norm,
+        kernels="rmsnorm",
+        phases=_norm_phases,
+    ),
+    Op(
+        names="layernorm layer_norm",
+        axes=_layer_norm,
+        kind="layernorm",
+        merges=True,
+        statistics=(("pairs of rows", "sum"),),
+        gradient=_layer_norm_gradient,
+        gradient_axes=_normalized_gradient,
+        aten="layer_norm",
+        capture=_capture_norm,
+        kernels="layernorm",
+        phases=_norm_phases,
+    ),
+    Op(names="group_norm batch_norm instance_norm", axes=_group_norm),
+    Op(aten="group_norm", capture=_capture_group_norm),
+)

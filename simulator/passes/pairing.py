@@ -1,0 +1,270 @@
+"""Which kernels and collectives of a pass run beside each other, and what they take together.
+
+Rings pass keys and values on while attention works on those before. In a mode of the executor a gather runs with the products that read what it
+gathers, a scatter with those whose results add up to what it scatters, weight gradients aside, as in executor/overlap/autograd.py; they
+are moved next to each other. torch's graph pass takes what is next to a collective only (`simulator.overlap.torch_async`). A
+kernel runs beside one collective, and a further collective between tensor-parallel ranks ends what those before it may have.
+
+Plans differ in what they run and pair: a kernel, or a collective, is in the `rows` of a pair or in its own place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from simulator.columns.plan_table import Floats
+from simulator.kernels.operators import Work, WorkKind
+from simulator.kernels.roofline import DATASHEET
+from simulator.overlap.site_costs import SITE_MODES, Products, pair_issue_s, pair_s, parts_of, product_of
+from simulator.overlap.torch_async import ASYNC, extra_calls, launch_s, partials_bytes, together_s
+from simulator.passes.steps import Kernel, Pair, Ring, Rows, Step, Transfer
+from simulator.step.context import CostContext
+
+
+def paired(steps: Sequence[Step], context: CostContext) -> list[Step]:
+    """Return a pass with its kernels and collectives joined where they run beside each other."""
+    steps = _rings(steps)
+    if not any(isinstance(step, Transfer) and step.modes is not None for step in steps):
+        return steps
+    return _Pairing(steps, context).joined()
+
+
+def _rings(steps: Sequence[Step]) -> list[Step]:
+    """Join every ring of keys and values with the attention kernel beside it, before it (forward) or after."""
+    found = list(steps)
+    for at, ring in enumerate(found):
+        if not isinstance(ring, Ring):
+            continue
+        places = range(at + 1, len(found)) if ring.backward else reversed(range(at))
+        for place in places:
+            kernel = found[place]
+            if isinstance(kernel, Kernel) and kernel.work.name == ring.beside:
+                found[at] = replace(ring, kernel=kernel.only(ring.rows))
+                found[place] = kernel.only(~ring.rows)
+                break
+    return [step for step in found if step.rows.any()]
+
+
+Taken = tuple[int, Rows]  # the place of a kernel, and in which plans it is taken
+
+
+@dataclass(slots=True)
+class _Partners:
+    """The kernels beside a collective, and in which plans there are enough of them for a pair."""
+
+    taken: list[Taken]
+    rows: Rows
+
+
+class _Pairing:
+    """Pairs of one pass; `steps` are what is left in its place."""
+
+    def __init__(self, steps: Sequence[Step], context: CostContext) -> None:
+        self.context = context
+        self.steps = list(steps)
+        self.runs = [step.rows for step in steps]  # before any pair has taken its part
+        self.ranks = context.table["tp"]
+
+    def joined(self) -> list[Step]:
+        found: list[list[Step]] = [[] for _ in self.steps]
+        for at, transfer in enumerate(self.steps):
+            if not isinstance(transfer, Transfer) or transfer.modes is None:
+                continue
+            of_sites = transfer.rows & np.isin(transfer.modes, SITE_MODES)
+            matched = transfer.rows & (transfer.modes == ASYNC)
+            if transfer.op == "all_gather":
+                found[at] += self._pair(at, transfer, of_sites, self._readers, self._site)
+                found[at] += self._pair(at, transfer, matched, self._next, self._cut)
+            elif transfer.op == "reduce_scatter":
+                found[at] += self._pair(at, transfer, of_sites, self._givers, self._site)
+                found[at] += self._pair(at, transfer, matched, self._before, self._cut)
+        steps = [step for own, pairs in zip(self.steps, found, strict=True) for step in (own, *pairs)]
+        return [step for step in steps if step.rows.any()]
+
+    def _pair(
+        self,
+        at: int,
+        transfer: Transfer,
+        rows: Rows,
+        partners: Callable[[int, Transfer, Rows], _Partners],
+        priced: Callable[[int, Transfer, tuple[Kernel, ...], Rows], list[Step]],
+    ) -> list[Step]:
+        """Take a collective and the kernels beside it out of their places; return the pair of them, and what it adds."""
+        if not rows.any():
+            return []
+        found = partners(at, transfer, rows)
+        if not found.rows.any():
+            return []
+        kernels = []
+        for place, taken in found.taken:
+            kernel = self.steps[place]
+            assert isinstance(kernel, Kernel)  # noqa: S101 - partners are
+            kernels.append(kernel.only(taken & found.rows))
+            self.steps[place] = kernel.only(~(taken & found.rows))
+        own = self.steps[at]
+        assert isinstance(own, Transfer)  # noqa: S101 - it was a moment ago
+        self.steps[at] = own.only(~found.rows)
+        return priced(at, transfer.only(found.rows), tuple(kernels), found.rows)
+
+    def _since(self, at: int, rows: Rows) -> Iterator[tuple[int, Kernel, Rows]]:
+        """Yield (place, kernel, plans) from a collective backwards, to the one before it between tensor-parallel ranks."""
+        for place in reversed(range(at)):
+            step = self.steps[place]
+            if isinstance(step, Transfer) and step.over == "tp":
+                rows = rows & ~self.runs[place]
+            elif isinstance(step, Kernel):
+                yield place, step, rows & step.rows
+            if not rows.any():
+                return
+
+    # --- modes of the executor ------------------------------------------------------------------------------------------
+
+    def _readers(self, at: int, gather: Transfer, rows: Rows) -> _Partners:
+        """Return the products that read what a gather gives, up to the next collective of the same ranks."""
+        found, any_rows = [], np.zeros_like(rows)
+        for place in range(at + 1, len(self.steps)):
+            step = self.steps[place]
+            if isinstance(step, Transfer) and step.over == gather.over:
+                rows = rows & ~self.runs[place]
+            elif isinstance(step, Kernel) and step.reads and step.reads == gather.tensor:
+                found.append((place, rows & step.rows))
+                any_rows = any_rows | found[-1][1]
+        return _Partners(found, any_rows)
+
+    def _givers(self, at: int, scatter: Transfer, rows: Rows) -> _Partners:
+        """Return the products whose results add up to what is scattered, since the last collective of the same ranks."""
+        found: list[Taken] = []
+        any_rows = np.zeros_like(rows)
+        for place, kernel, here in self._since(at, rows):
+            if kernel.gives and kernel.gives == scatter.tensor:
+                found.insert(0, (place, here))
+                any_rows = any_rows | here
+        return _Partners(found, any_rows)
+
+    def _site(self, at: int, transfer: Transfer, kernels: tuple[Kernel, ...], rows: Rows) -> list[Step]:
+        """Return a pair in the modes that its site has under each plan."""
+        context, op, size = self.context, transfer.op, transfer.nbytes
+        scatters = op == "reduce_scatter"
+        # Gradients of weights are no part of a scatter, but beside it in `userbuffers`.
+        weight_s = np.zeros(len(rows))
+        for _, kernel, here in self._since(at, rows) if scatters else ():
+            if kernel.weight:
+                weight_s = weight_s + np.where(here, kernel.alone_s, 0.0)
+        products = replace(Products().only(rows), weight_s=weight_s)
+        for kernel in kernels:
+            made = product_of(kernel.work, kernel.alone_s, kernel.launch_s, self.ranks, context.roofline)
+            products = products.merged(made.only(kernel.rows))
+        parts = parts_of(op, products, transfer.seconds, size, context.groups, context.roofline, self.ranks)
+        together, issue = np.zeros(len(rows)), np.zeros(len(rows))
+        regathers = scatters and transfer.backward
+        for mode in context.table.overlap_modes:
+            here = rows & (transfer.modes == mode)
+            if mode in SITE_MODES and here.any():
+                both = pair_s(mode, op, parts, products, regathers=regathers, site=context.site)
+                together = np.where(here, both, together)
+                issue = np.where(
+                    here, pair_issue_s(mode, op, self.ranks, regathers=regathers, site=context.site), issue
+                )
+        return [self._both(transfer, kernels, rows, together, issue, np.zeros(len(rows)))]
+
+    # --- torch's graph pass ---------------------------------------------------------------------------------------------
+
+    def _next(self, at: int, gather: Transfer, rows: Rows) -> _Partners:
+        """Return the kernels behind a gather, up to the first that is none of its products after one has come."""
+        found: list[Taken] = []
+        met, products = (
+            np.zeros_like(rows),
+            np.zeros_like(rows),
+        )  # where any product has come, and one that is no gradient of a weight
+        for place in range(at + 1, len(self.steps)):
+            step = self.steps[place]
+            if not isinstance(step, Kernel):
+                rows = rows & ~self.runs[place]
+            elif step.product and step.weight:
+                met = met | (rows & step.rows)
+            else:
+                reads = step.product and step.reads == gather.tensor
+                rows = rows & ~(step.rows & (products if step.product else met)) if not reads else rows
+                here = rows & step.rows
+                found.append((place, here))
+                if step.product:
+                    met, products = met | here, products | here
+            if not rows.any():
+                break
+        return _Partners(found, products)
+
+    def _before(self, at: int, scatter: Transfer, rows: Rows) -> _Partners:
+        """Return the products in a row before a scatter, where one since the last collective gives what it takes."""
+        terms = np.zeros(len(rows))
+        for _, kernel, here in self._since(at, rows):
+            if kernel.gives == scatter.tensor:
+                terms = terms + here
+        found: list[Taken] = []
+        some, rows = np.zeros_like(rows), rows & (terms == 1)
+        for place in reversed(range(at)):
+            step = self.steps[place]
+            if not isinstance(step, Kernel):
+                rows = rows & ~self.runs[place]
+            elif not step.product:
+                rows = rows & ~step.rows
+            elif not step.weight:
+                found.insert(0, (place, rows & step.rows))
+                some = some | found[0][1]
+            if not rows.any():
+                break
+        return _Partners(found, some)
+
+    def _cut(self, at: int, transfer: Transfer, kernels: tuple[Kernel, ...], rows: Rows) -> list[Step]:
+        """Return a pair of products cut into one piece for each rank, and what adds up its partial results."""
+        del at
+        size, ranks = transfer.nbytes, self.ranks
+        copy_s = self.context.groups.time_s("send_recv", "tp_pair", size / ranks, algorithm="copy_engine")
+        in_pieces, issued = np.zeros(len(rows)), np.zeros(len(rows))
+        for kernel in kernels:
+            in_pieces = in_pieces + np.where(kernel.rows, self._pieces_s(kernel), 0.0)
+            issued = issued + kernel.issue_s
+        calls = (1 + extra_calls(ranks)) * transfer.call_s
+        together = together_s(hop_s=copy_s, pieces_s=in_pieces, ranks=ranks)
+        piece = launch_s(hop_s=copy_s, pieces_s=in_pieces, ranks=ranks)
+        pair = self._both(transfer, kernels, rows, together, calls + ranks * issued, piece, copy_s)
+        moved = partials_bytes(transfer.op, size, ranks)
+        if not (rows & (moved > 0)).any():
+            return [pair]
+        rate = self.context.roofline.memory_bytes_per_s
+        adding = Work(kind=WorkKind.MOVE, name="add_partials", bytes=moved, backward=transfer.backward)
+        source = np.full(len(rows), DATASHEET)
+        return [pair, Kernel(rows=rows & (moved > 0), work=adding, alone_s=moved / rate, source=source, launch_s=0.0)]
+
+    def _pieces_s(self, kernel: Kernel) -> Floats:
+        """Return the seconds of a product cut into one piece for each rank, along tokens; of other kernels their own."""
+        work, ranks = kernel.work, self.ranks
+        if not kernel.product:
+            return kernel.alone_s
+        piece = replace(work, flops=work.flops / ranks, bytes=work.bytes / ranks, m=work.m / ranks)
+        return np.asarray(ranks * self.context.roofline.seconds(piece))
+
+    def _both(
+        self,
+        transfer: Transfer,
+        kernels: tuple[Kernel, ...],
+        rows: Rows,
+        together_s: Floats,
+        issue_s: Floats,
+        piece_s: Floats,
+        copy_s: Floats | None = None,
+    ) -> Pair:
+        if copy_s is None:
+            shard = transfer.nbytes / self.ranks
+            copy_s = self.context.groups.time_s("send_recv", "tp_pair", shard, algorithm="copy_engine")
+        return Pair(
+            rows=rows,
+            transfer=transfer,
+            kernels=kernels,
+            together_s=np.broadcast_to(together_s, rows.shape),
+            issue_s=np.broadcast_to(issue_s, rows.shape),
+            copy_s=copy_s,
+            piece_s=piece_s,
+        )

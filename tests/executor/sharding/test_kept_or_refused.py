@@ -1,0 +1,302 @@
+"""What torch.export changes of a module on its way is kept on ranks, or refused by name: never wrong in silence."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+from torch import nn  # noqa: E402 - after the check for torch
+from torch.utils.checkpoint import checkpoint  # noqa: E402 - as above
+
+from executor.sharding import api, capture  # noqa: E402 - as above
+from tests.executor.sharding import ranks  # noqa: E402 - as above
+from tests.executor.sharding.ranks import Case, run  # noqa: E402 - as above
+from topology.errors import BadInput, UserError  # noqa: E402 - as above
+
+torch.manual_seed(0)
+X = torch.randn(4, 6, 8, dtype=torch.float64)
+
+
+class Two(nn.Module):
+    """Two linear layers, combined by a function of the module and its input, by its name in this file."""
+
+    def __init__(self, how, wide=True) -> None:
+        super().__init__()
+        self.how = how
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+        if wide:
+            self.double()
+
+    def forward(self, x):
+        return globals()[self.how](self, x)
+
+
+def straight_through(self, x):
+    y = self.a(x)
+    return self.b(y + (y.round() - y).detach())
+
+
+def quantized(self, x):
+    """As in a VQ-VAE: the nearest row of a table, its gradient handed to what was encoded, and the commitment loss."""
+    encoded = self.a(x)
+    near = (encoded.unsqueeze(-2) - self.b.weight).square().sum(-1).argmin(-1)
+    rows = self.b.weight[near]
+    chosen = encoded + (rows - encoded).detach()
+    return chosen + (rows.detach() - encoded).square() + (rows - encoded.detach()).square()
+
+
+def weight_decomposed(self, x):
+    """As in DoRA: a direction whose norm no gradient passes."""
+    return nn.functional.linear(x, self.a.weight / self.a.weight.norm(dim=1, keepdim=True).detach()) * self.b(x)
+
+
+def without_grad(self, x):
+    with torch.no_grad():
+        y = self.b(x)
+        scale = y.square().mean(-1, keepdim=True)
+        with torch.enable_grad():
+            z = self.a(y)
+    return self.a(x) * y + z / (1 + scale) + self.b(x)
+
+
+def in_place_beside(self, x):
+    y = self.a(x)
+    y[:, 0] = 0.0
+    with torch.no_grad():
+        z = self.b(x)
+    return y * z + self.b(x).detach()
+
+
+def masked(self, x):
+    scores = self.a(x) @ x.transpose(-1, -2)
+    later = torch.ones(6, 6, dtype=torch.bool).triu(1)
+    return scores.masked_fill(later, float("-inf")).softmax(-1) @ self.b(x)
+
+
+def autocast_inside(self, x):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = self.a(x)
+        z = torch.softmax(y @ y.transpose(-1, -2), -1) @ y + x
+        with torch.autocast("cpu", enabled=False):
+            z = z + self.b(y.float())
+        return (self.b(z) * y).float()
+
+
+def relu_around(self, x):
+    return self.b(torch.relu(self.a(x))) * x
+
+
+def detached_factor(self, x):
+    return self.a(x) * self.b(x).detach()
+
+
+def detached_term(self, x):
+    """One layer gets no gradient at all."""
+    return self.a(x) + self.b(x).detach()
+
+
+def in_a_row(self, x):
+    return self.b(self.a(x))
+
+
+def checkpointed(self, x):
+    return self.b(checkpoint(self.a, x, use_reentrant=False))
+
+
+KEPT = (
+    "detached_factor",
+    "detached_term",
+    "straight_through",
+    "quantized",
+    "weight_decomposed",
+    "without_grad",
+    "in_place_beside",
+    "masked",
+    "checkpointed",
+)
+PLACED = [{"x": ["S(0)"]}, {"x": ["S(1)"]}, {"*.weight": ["S(0)"]}, {"a.weight": ["S(1)"], "x": ["S(2)"]}]
+
+
+def frozen():
+    module = Two("in_a_row")
+    module.a.requires_grad_(False)
+    return module
+
+
+def test_gradients_pass_where_they_do_on_one_process() -> None:
+    cases = [
+        Case(f"{how}, {placed}", Two(how), (X,), {"d": 2}, {"placements": placed})
+        for number, how in enumerate(KEPT)
+        for placed in (PLACED[number % 4], PLACED[(number + 1) % 4])
+    ]
+    cases += [Case(f"frozen, {placed}", frozen(), (X,), {"d": 2}, {"placements": placed}) for placed in PLACED[:2]]
+    run(cases, 2)
+
+
+def test_inputs_that_require_gradients_have_them() -> None:
+    cases = [
+        Case(f"{how}, {placed}", Two(how), (X.clone().requires_grad_(),), {"d": 2}, {"placements": placed})
+        for how in ("detached_factor", "masked")
+        for placed in (PLACED[0], PLACED[3])
+    ]
+    run(cases, 2)
+
+
+def _autocast_worker():
+    api.plan = ranks.planned_here
+    torch.manual_seed(1)
+    x, close = X.float(), {"rtol": 2e-2, "atol": 2e-2}
+    for name, around, how in (
+        ("inside", contextlib.nullcontext(), "autocast_inside"),
+        ("around", torch.autocast("cpu", dtype=torch.bfloat16), "relu_around"),
+    ):
+        module = Two(how, wide=False)
+        with around:
+            expected = module(x)
+            sharded = api.shard(module, (x,), mesh={"d": 2}, placements={"x": ["S(0)"], "b.weight": ["S(1)"]})
+            found = sharded(x)
+        assert found.dtype == expected.dtype
+        dtypes = {node.dtype for node in sharded.captured.graph.nodes}
+        assert "bf16" in dtypes, name
+        torch.testing.assert_close(found.full_tensor(), expected.detach(), **close, msg=name)
+        wanted = torch.autograd.grad(expected.float().square().sum(), list(module.parameters()))
+        found.full_tensor().float().square().sum().backward()
+        targets = {one.target: one.name for one in sharded.captured.graph.inputs}
+        for (parameter, _), gradient in zip(module.named_parameters(), wanted, strict=True):
+            tensor = targets[parameter]
+            piece = sharded.ranks.place.piece(gradient, sharded.program.buffers[sharded.program.gradients[tensor]])
+            off = (sharded.pieces[tensor].grad - piece).norm() / piece.norm()
+            assert off < 0.1, f"{name} {parameter}"  # eight bits, added up in another order
+    with pytest.raises(BadInput, match="autocast"):
+        sharded(x)
+
+
+def test_autocast_casts_what_it_casts_on_one_process() -> None:
+    ranks._on_ranks(_autocast_worker, 2)
+
+
+class Flagged(Two):
+    def forward(self, x, flag=True):
+        return super().forward(x) if flag else self.a(x)
+
+
+def _calls_worker():
+    api.plan = ranks.planned_here
+    module = Flagged("in_a_row")
+    sharded = api.shard(module, (X,), {"flag": True}, mesh={"d": 2}, placements={"x": ["S(0)"]})
+    expected = module(X)
+    torch.testing.assert_close(sharded(X, flag=True).full_tensor(), expected)
+    others = {
+        "6, 6, 8": ((torch.randn(6, 6, 8, dtype=torch.float64),), {"flag": True}),
+        "float32": ((X.float(),), {"flag": True}),
+        "False": ((X,), {"flag": False}),
+        "other arguments": ((X,), {}),
+        "requires a gradient": ((X.clone().requires_grad_(),), {"flag": True}),
+    }
+    for what, (args, kwargs) in others.items():
+        with pytest.raises(BadInput, match=what):
+            sharded(*args, **kwargs)
+    with pytest.raises(UserError, match="mode"):
+        sharded.eval()
+    with torch.no_grad():  # nothing is asked of it
+        sharded(X.clone().requires_grad_(), flag=True)
+
+
+def test_a_call_is_the_one_that_was_captured() -> None:
+    ranks._on_ranks(_calls_worker, 2)
+
+
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return -gradient
+
+
+def hooked():
+    module = Two("in_a_row")
+    module.a.register_full_backward_hook(lambda *_: None)
+    return module
+
+
+def watched():
+    module = Two("in_a_row")
+    module.a.weight.register_hook(lambda gradient: 2 * gradient)
+    return module
+
+
+def reversed_gradient(self, x):
+    return self.b(Reversed.apply(self.a(x)))
+
+
+def reentrant(self, x):
+    return self.b(checkpoint(self.a, x, use_reentrant=True))
+
+
+def branch(self, x):
+    return self.a(x) if x.sum() > 0 else self.b(x)
+
+
+def number(self, x):
+    return self.a(x) * self.b(x).sum().item()
+
+
+def noise_like(self, x):
+    return self.a(x) + torch.randn_like(x)
+
+
+def noise(self, x):
+    return self.a(x) + torch.rand(8, dtype=x.dtype)
+
+
+def tensor_hook(self, x):
+    y = self.a(x)
+    y.register_hook(lambda gradient: -gradient)
+    return self.b(y)
+
+
+def counting(self, x):
+    self.calls = getattr(self, "calls", 0) + 1
+    return self.a(x) * self.calls
+
+
+def counted():
+    module = Two("counting")
+    module(X)
+    return module
+
+
+def written_without_grad(self, x):
+    y = self.a(x)
+    with torch.no_grad():
+        y[:, 0] = 0.0
+    return self.b(y)
+
+
+@pytest.mark.parametrize(
+    ("module", "what"),
+    [
+        (Two("reversed_gradient"), "Reversed is an autograd.Function"),
+        (Two("reentrant"), "CheckpointFunction"),
+        (hooked(), "a has a hook of the backward pass"),
+        (watched(), "a.weight has a hook of the backward pass"),
+        (Two("tensor_hook"), "a hook of a tensor's gradient"),
+        (counted(), "changes its attribute calls"),
+        (Two("written_without_grad"), "without autograd"),
+        (Two("branch"), "cannot capture"),
+        (Two("number"), "a number of a tensor's values"),
+        (Two("noise_like"), "random numbers"),
+        (Two("noise"), "random numbers"),
+    ],
+)
+def test_what_would_be_lost_is_refused_by_name(module, what) -> None:
+    with pytest.raises(UserError) as caught:
+        capture(module, (X,))
+
+    assert what in caught.value.what
