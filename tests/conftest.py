@@ -30,10 +30,16 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Give each file to one worker, which so makes the fixtures of a module once. Other modes are as they are asked for."""
+    """Give each file to one worker, which so makes the fixtures of a module once. Other modes are as they are asked for.
+
+    Files go in the order of their names: by number of tests, the few long ones of a file would come last.
+    """
     from xdist.scheduler import LoadFileScheduling
 
-    return LoadFileScheduling(config, log) if config.option.dist == "load" else None
+    if config.option.dist != "load":
+        return None
+    config.option.loadscopereorder = False
+    return LoadFileScheduling(config, log)
 
 
 @pytest.fixture(scope="session")
