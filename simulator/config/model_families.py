@@ -270,9 +270,14 @@ FAMILIES: dict[str, Family] = {
         experts="required",
         expert_width_keys=("intermediate_size",),
     ),
-    "glm": Family(config_class="GlmConfig", kv_heads=2, head_dim=128, qkv_bias_key="attention_bias"),
+    "glm": Family(config_class="GlmConfig", kv_heads=2, head_dim=128, qkv_bias=True, qkv_bias_key="attention_bias"),
     "glm4": Family(
-        config_class="Glm4Config", kv_heads=2, head_dim=128, norms_per_layer=4, qkv_bias_key="attention_bias"
+        config_class="Glm4Config",
+        kv_heads=2,
+        head_dim=128,
+        norms_per_layer=4,
+        qkv_bias=True,
+        qkv_bias_key="attention_bias",
     ),
     "glm4_moe": Family(
         config_class="Glm4MoeConfig",
