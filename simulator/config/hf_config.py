@@ -8,14 +8,13 @@ in a way the family here does not have is refused, because a wrong count is wors
 from __future__ import annotations
 
 import difflib
-import re
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from simulator.config.config_reader import MAX_LAYERS, ConfigReader, show
-from simulator.config.hub_models import SHIPPED, hub_model, hub_names_near
+from simulator.config.hub_models import ON_THE_HUB, SHIPPED, hub_model, hub_names_near, name_of_file
 from simulator.config.model import LatentAttention, MixtureOfExperts, Model, evenly
 from simulator.config.model_families import FAMILIES, LATENT_DEFAULTS
 from simulator.config.verify import verify_model
@@ -25,7 +24,6 @@ from topology.errors import BadModel
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 _STEP_KEYS = ("interleave_moe_layer_step",)  # Llama4TextConfig's word for decoder_sparse_step
 _NEXT_TOKEN_KEYS = ("num_nextn_predict_layers", "num_mtp_layers")
-_ON_THE_HUB = re.compile(r"([\w.-]{1,60}/[\w.-]{1,96})(?:@([\w.-]{1,64}))?", re.ASCII)
 
 
 def model_from_config(config: dict[str, Any], *, name: str) -> Model:
@@ -65,11 +63,11 @@ def load_model(name_or_path: str) -> Model:
         if path.is_dir():
             path /= "config.json"
         is_file = path.is_file()
-        name = path.resolve().parent.name if path.name == "config.json" else path.stem
     except (OSError, ValueError):  # a name no file system accepts: too long, or with a NUL
-        is_file, name = False, ""
+        is_file = False
     if is_file:
-        return model_from_config(read_json(path), name=name or "config")
+        config = read_json(path)
+        return model_from_config(config, name=name_of_file(path, config))
     if "/" in key and (alias := _hub_names().get(key)):
         return load_model(alias)
     if published := hub_model(name_or_path):
@@ -80,20 +78,30 @@ def load_model(name_or_path: str) -> Model:
     raise _unknown(name_or_path, is_path=name_or_path.endswith(".json") or path.name == "config.json")
 
 
+def is_known(name: str) -> bool:
+    """Return whether `load_model` knows a name without a file, be it to refuse the model."""
+    key = name.strip().casefold()
+    try:
+        return key in shipped_models() or key in _hub_names() or hub_model(name) is not None
+    except BadModel:
+        return True
+
+
 def _unknown(name: str, *, is_path: bool) -> BadModel:
     if is_path:
         return BadModel(f"there is no file {show(name)}", remedy="check the path of the config.json")
     known, key = shipped_models(), name.strip().casefold()
     near = difflib.get_close_matches(key[:80].rsplit("/", 1)[-1], known, n=3, cutoff=0.5) + hub_names_near(name)
     why = f"nearest: {', '.join(near)}" if near else ""
-    if match := _ON_THE_HUB.fullmatch(name.strip()):
+    if match := ON_THE_HUB.fullmatch(name.strip()):
         repository, revision = match.groups()
         pinned = f" --revision {revision}" if revision else ""
         folder = repository.rpartition("/")[2]
         return BadModel(
             f"no model called {show(name)} is in the table of names",
             why=why,
-            remedy=f"hf download {repository} config.json{pinned} --local-dir {folder}, and pass --model {folder}",
+            remedy=f"--online fetches its config.json; or: hf download {repository} config.json{pinned} "
+            f"--local-dir {folder}, and pass --model {folder}",
         )
     return BadModel(
         f"no model called {show(name)}",

@@ -17,6 +17,8 @@ from topology.codec import convert, read_json
 from topology.errors import BadModel
 
 SHIPPED = Path(__file__).parents[1] / "models"
+_CACHED = re.compile(r"/models--([^/]+)/snapshots/[^/]+$")  # a folder of huggingface_hub's cache
+ON_THE_HUB = re.compile(r"([\w.-]{1,60}/[\w.-]{1,96})(?:@([\w.-]{1,64}))?", re.ASCII)
 _SITE = re.compile(r"^(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/", re.IGNORECASE)
 _MOST_WORDS = 3  # of a name that say how it is quantised: "-unsloth-bnb-4bit"
 
@@ -84,6 +86,21 @@ def hub_model(name: str) -> tuple[str, HubModel] | None:
         if found is not None:
             return (next(i for i in found.ids if _same(i, key)) if plain else said), found
     return None
+
+
+def name_of_file(path: Path, config: Any) -> str:
+    """Return what to call the model of a file: its name on the Hub where the cache of huggingface_hub holds the file,
+    the folder that was said, what the file itself says, and the folder it is in.
+    """
+    if path.name != "config.json":
+        return path.stem
+    whole = path.resolve()
+    if cached := _CACHED.search(whole.parent.as_posix()):
+        return cached[1].replace("--", "/", 1)
+    said = config.get("_name_or_path") if isinstance(config, dict) else None
+    if path.parent == Path() and isinstance(said, str) and ON_THE_HUB.fullmatch(said):
+        return said
+    return whole.parent.name or "config"
 
 
 def hub_names_near(name: str) -> list[str]:
