@@ -30,9 +30,9 @@ from planner.calibrate.overlap_request import plan_sites
 from planner.calibrate.planned_step import PlannedStep
 from planner.calibrate.terms import Term, collective_term, effects
 from planner.io.plan_words import plan_in_words
+from simulator.analytical.scenario import Scenario
 from simulator.calibration.calibration import Calibration
 from simulator.calibration.kernel_samples import PACKING, UPDATES
-from simulator.closed_form.scenario import Scenario
 from simulator.config.model import Model
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime

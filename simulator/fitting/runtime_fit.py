@@ -16,9 +16,9 @@ import numpy as np
 import scipy  # its parts are loaded when first used
 from numpy.typing import NDArray
 
+from simulator.analytical.estimates import EstimateTable, estimate_plans
+from simulator.analytical.scenario import Scenario
 from simulator.calibration.calibration import Calibration, RuntimeCosts
-from simulator.closed_form.estimates import EstimateTable, estimate_plans
-from simulator.closed_form.scenario import Scenario
 from simulator.config.model import Model
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime

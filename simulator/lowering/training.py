@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from simulator.closed_form.estimates import calibrated_operators, cost_context, with_canonical_recompute
-from simulator.closed_form.scenario import Scenario
+from simulator.analytical.estimates import calibrated_operators, cost_context, with_canonical_recompute
+from simulator.analytical.scenario import Scenario
 from simulator.columns.plan_table import plan_table
 from simulator.config.plan import Plan
 from simulator.lowering.block_code import Detail
@@ -45,14 +45,14 @@ def lower_training(
     """Return the program of one training step, with other `micro_batches` than it has where they are given. Raises BadPlan for a
     schedule or recompute word that does not exist.
 
-    `clocks` multiplies kernel times, as the closed form found for the step as a whole (`EstimateTable.clocks`). With `marks`
+    `clocks` multiplies kernel times, as the analytical model found for the step as a whole (`EstimateTable.clocks`). With `marks`
     ranks record an event at the end of every pass of a unit.
     """
     return _Lowering(scenario, plan, detail, clocks, micro_batches).lower(marks=marks)
 
 
 def plan_context(scenario: Scenario, plan: Plan) -> CostContext:
-    """Return what the costs of a single plan depend on: the closed form's context, with one row."""
+    """Return what the costs of a single plan depend on: the analytical model's context, with one row."""
     operators = calibrated_operators(scenario)
     table = plan_table(
         [with_canonical_recompute(plan, scenario.runtime)],

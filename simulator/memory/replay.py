@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from simulator.closed_form.scenario import Scenario
+from simulator.analytical.scenario import Scenario
 from simulator.config.plan import Plan
 from simulator.lowering.network import Network
 from simulator.lowering.training import plan_context

@@ -1,4 +1,4 @@
-"""How far closed form and simulation are apart on random plans, term by term, worst last.
+"""How far analytical model and simulation are apart on random plans, term by term, worst last.
 
 python -m tests.bench.agreement --each 8 [--profile examples/profiles/h200x4.json] [--show 10]
 """

@@ -65,7 +65,7 @@ def _damaged_documents(*patterns: str) -> st.SearchStrategy[str]:
 def _judge(text: str, _path: Path, *, name: str, flags: CheckFlags = ALONE) -> list[Any]:
     """Read a configuration, cost its plan where it is legal, and write another plan into one text of four.
 
-    Costs are the closed form's: what simulates a plan is tried by cases and plan files. Writing reads five times.
+    Costs are the analytical model's: what simulates a plan is tried by cases and plan files. Writing reads five times.
     """
     asked = ask(text, name, flags)
     case = asked.case

@@ -22,8 +22,8 @@ from planner.search.infeasible import (
 )
 from planner.search.plan_space.candidates import Bounds
 from planner.search.search import SearchOptions, suggest
+from simulator.analytical.scenario import Scenario
 from simulator.bounds.screening import Screening
-from simulator.closed_form.scenario import Scenario
 from simulator.config.hf_config import load_model
 from simulator.config.workload import Workload
 from simulator.legality.frameworks import MEGATRON, TORCHTITAN

@@ -13,10 +13,10 @@ from planner.search.plan_space.candidates import plan_of
 from planner.search.stages.bounds import AssignmentBounds
 from planner.search.stages.options import build_pipeline, cost_blocks, stage_freedom
 from planner.search.stages.solver import solve_stages
+from simulator.analytical.account import account_assignments
+from simulator.analytical.estimates import estimate_plans
+from simulator.analytical.scenario import Scenario
 from simulator.bounds.screening import Screening
-from simulator.closed_form.account import account_assignments
-from simulator.closed_form.estimates import estimate_plans
-from simulator.closed_form.scenario import Scenario
 from simulator.columns.plan_columns import plan_columns
 from simulator.config.model import MixtureOfExperts
 from simulator.config.plan import Plan

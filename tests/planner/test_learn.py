@@ -13,7 +13,7 @@ from planner.learn.next_runs import ask_next
 from planner.learn.runs_file import read_runs
 from planner.question.cases import load_case
 from planner.question.learned_runtime import LearnedCalibrations, in_place, read_learned
-from simulator.closed_form.memory import STATE
+from simulator.analytical.memory import STATE
 from simulator.fitting.calibrations import UNMEASURED
 from topology.errors import BadInput
 from topology.units import GIB

@@ -11,8 +11,8 @@ from planner.explain.overlap_account import overlap_by_site
 from planner.question.question import question_of
 from planner.search.plan_space.candidates import Bounds
 from planner.search.search import SearchOptions, suggest
-from simulator.closed_form.estimates import estimate_plans
-from simulator.closed_form.scenario import Scenario
+from simulator.analytical.estimates import estimate_plans
+from simulator.analytical.scenario import Scenario
 from simulator.config.hf_config import load_model
 from simulator.config.overlap_sites import MODES, NONE, SITES, modes_by_site, written
 from simulator.config.plan import Plan

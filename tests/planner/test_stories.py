@@ -10,8 +10,8 @@ from planner.explain.explain import memory_account
 from planner.explain.waterfall import waterfall
 from planner.question.case_runtime import resolve_runtime
 from planner.question.question import question_of
-from simulator.closed_form.estimates import estimate_plans
-from simulator.closed_form.scenario import Scenario
+from simulator.analytical.estimates import estimate_plans
+from simulator.analytical.scenario import Scenario
 from simulator.config.hf_config import load_model
 from simulator.config.plan import Plan
 from simulator.config.workload import Workload
