@@ -8,6 +8,7 @@ time, run long with spaces, tabs, digits, letters and what it repeats itself, th
 from __future__ import annotations
 
 import ast
+import contextlib
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -202,10 +203,8 @@ def example(tree: Any, runs: dict[int, tuple[int, str | None]], until: Any = Non
             elif op is code.BRANCH:
                 add(value[1][0])
 
-    try:
+    with contextlib.suppress(Reached):
         add(tree)
-    except Reached:
-        pass
     return "".join(out)
 
 
