@@ -22,7 +22,6 @@ from planner.io.inputs import read_cluster
 from planner.io.plan_words import plan_chips, plan_name, plan_settings
 from planner.question.cases import case_from_flags
 from planner.question.plan_file import plan_file
-from planner.question.question import plannable
 from planner.runs import runs_store
 from planner.search import scaling
 from planner.search.answer import search_question
@@ -33,6 +32,7 @@ from simulator.legality.frameworks import framework_named
 from topology import codec
 from topology.errors import UserError
 from topology.health.diagnose import diagnose
+from topology.rates.known import plannable
 from topology.units import GIB
 from ui import panels, saved_plans, sharing
 from ui.background import remote, service, waiting

@@ -25,7 +25,8 @@ def read_cluster(name: str, gpus: int | None = None, *, gpu: str | None = None) 
     which GPUs to use. Raises BadCluster when the cluster does not come in that size.
     """
     # What reads captures takes longer to load than a search among plans of a known machine.
-    captured = name == "local" or Path(name).is_file()
+    written = name.lstrip().startswith("{")  # JSON as the argument itself
+    captured = not written and (name == "local" or Path(name).is_file())
     found = import_module("planner.io.captures").read_capture(name, gpu) if captured else None
     if found is None:
         if gpu is not None:
@@ -47,7 +48,7 @@ def faulty_gpus(cluster: Cluster) -> tuple[int, ...]:
 
 def parse_bytes(text: str) -> float:
     """Parse a size such as `32GB`, `29.8 GiB` or `80g` into bytes. Raises UserError."""
-    match = re.fullmatch(r"\s*(\d{1,12}(?:\.\d{1,6})?)\s*([kmgt]?)(i?)b?\s*", text, flags=re.IGNORECASE)
+    match = re.fullmatch(r"(\d{1,12}(?:\.\d{1,6})?)\s*([kmgt]?)(i?)b?", text.strip(), flags=re.IGNORECASE)
     if match is None:
         raise UserError(f"{text!r} is not a size", why="a number and a unit: GB is 10^9, GiB 2^30", remedy="29.8GiB")
     number, prefix, binary = match.groups()

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from planner.io.hub_file import with_fetched_model
 from planner.requests.flag import Flag, Request, build, flags_of
 
 
@@ -16,8 +17,8 @@ def typer_function(request: type[Request], answer: Callable[[Request], None]) ->
     flags = flags_of(request).values()
 
     def command(context: typer.Context, **given: Any) -> None:
-        stated = [name for name in given if _typed(context, name)]
-        answer(build(request, given, stated))
+        values = with_fetched_model(given)
+        answer(build(request, values, [name for name in values if _typed(context, name)]))
 
     keyword = inspect.Parameter.KEYWORD_ONLY
     parameters = [inspect.Parameter("context", keyword, annotation=typer.Context), *map(_parameter, flags)]

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.question.prediction import Method
-from planner.question.question import Question, require_plannable
+from planner.question.question import Question
 from planner.search.deadline import NOT_EXPLAINED, NOT_SIMULATED, deadline_of, over
 from planner.search.finalists import TIE, Finalist, in_order, mechanisms, predict_all
 from planner.search.fixes import find_fixes
@@ -91,7 +91,6 @@ def suggest(
     started, deadline = time.monotonic(), deadline_of(options.time_limit_s)
     if options.objective not in OBJECTIVES:
         raise UserError(f"unknown objective {options.objective!r}", remedy=f"one of {', '.join(OBJECTIVES)}")
-    require_plannable(question.cluster)
     nodes = enumerate_nodes(question, bounds=options.bounds)
     if not len(nodes):
         raise contradiction(question, options.bounds, nodes) or no_legal_plan(question, nodes)

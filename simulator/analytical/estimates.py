@@ -274,7 +274,7 @@ def network_blocks(
 
 def with_canonical_recompute(plan: Plan, runtime: Runtime) -> Plan:
     """Return `plan` with its recompute words as the runtime's description spells them. Raises BadPlan."""
-    stages = plan.pp * plan.virtual_stages
+    stages = plan.stages
     if plan.recompute_per_stage and len(plan.recompute_per_stage) != stages:
         raise BadPlan(f"recompute_per_stage has {len(plan.recompute_per_stage)} entries for {stages} stages")
     return replace(

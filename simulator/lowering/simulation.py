@@ -56,7 +56,7 @@ def program_length(model: Model, workload: Workload, plan: Plan, *, micro_batche
     folding its ranks takes; with other `micro_batches` than the step has, where they are given.
     """
     passes = 2 * (micro_batches or plan.micro_batches(workload.global_batch_size))
-    stages = plan.pp * plan.virtual_stages * PER_STAGE
+    stages = plan.stages * PER_STAGE
     transfers = 1 + 2 * (plan.tp > 1) + (plan.cp > 1) + (plan.ep > 1)
     return passes * (model.layers * PER_LAYER * transfers / 2 + stages) + plan.gpus * INSTRUCTIONS_PER_RANK
 

@@ -40,7 +40,7 @@ class ReservedMemory:
 def least_blocks(scenario: Scenario, plan: Plan) -> int:
     """Return how many blocks a replay asks for at least, before anything of it is made: one a pass, one a message, one a layer."""
     micro_batches = plan.micro_batches(scenario.workload.global_batch_size)
-    stages = plan.pp * plan.virtual_stages
+    stages = plan.stages
     messages = micro_batches * stages if plan.pp > 1 else 0
     return 2 * stages * _replayed(plan, micro_batches) + messages + scenario.model.layers
 

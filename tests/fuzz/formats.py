@@ -27,7 +27,6 @@ from planner.runs import runs_store
 from planner.runs.run_report import load_run
 from planner.search.plan_space.stated import read_spans, read_words
 from planner.sharding.answer import captured_row
-from planner.sharding.plans.report import report_case
 from planner.sharding.problem.problem import split_cases
 from planner.tune.document import tune_document
 from planner.tune.loop import Limits, tune
@@ -46,6 +45,7 @@ from tests.fuzz.configurations import CONFIGURATIONS
 from tests.fuzz.format import Format, json_inputs, text_inputs
 from tests.fuzz.mutations import damaged_text
 from tests.fuzz.serving import SERVING
+from tests.planner.sharding.cases import report_case
 from topology import codec
 from topology.catalog.cluster_file import parse_cluster
 from topology.catalog.clusters import cluster

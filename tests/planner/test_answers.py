@@ -16,7 +16,7 @@ from simulator.config.estimate import SURE
 from simulator.config.hf_config import load_model
 from simulator.config.plan import Plan
 
-QUESTION = ("--model", "llama3-8b", "--cluster", "dgx-h100", "--gpus", "4", "--seq-len", "4096", "--global-batch", "64")
+QUESTION = ("--model", "llama3-8b", "--cluster", "dgx-h100", "--gpus", "2", "--seq-len", "4096", "--global-batch", "64")
 
 
 def plan_of(told):
@@ -78,13 +78,12 @@ def test_a_plan_has_one_step_and_one_memory_wherever_it_is_shown(planner_once):
 def test_the_first_plan_is_the_fastest_that_surely_fits_or_a_simpler_one_of_its_tie(planner, planner_once, larger):
     plans = planner_once["document"]["plans"]
     if larger:
-        asked = (*QUESTION[:6], "--micro-batch", "64", "--seq", "512", "--global-batch", "64")
+        asked = (*QUESTION[:4], "--gpus", "4", "--micro-batch", "64", "--seq", "512", "--global-batch", "64")
         plans = json.loads(planner("suggest", *asked, "--json").stdout)["plans"]
     sure = [one for one in plans if one["fit_probability"] >= SURE]
     first = plans[0]
     steps = [one["estimate"]["step_s"]["value"] for one in sure]
 
-    assert {one["method"] for one in plans} == {"simulation"}
     assert first in sure
     assert first["estimate"]["step_s"]["value"] <= min(steps) * (1 + TIE)
     for one in plans:

@@ -40,7 +40,7 @@ def test_no_other_choice_of_modes_is_better(name, gpus, length, memory_gib):
         question_of(model, machine, workload, framework="meshwright"),
         SearchOptions(top=8, simulate=False, bounds=Bounds(max_micro_batch=1, max_cp=1, max_pp=2)),
     )
-    cut = [ranked for ranked in answer.plans if ranked.plan.tp > 1][:3]
+    cut = [ranked for ranked in answer.plans if ranked.plan.tp > 1][:2]
     assert any(ranked.plan.tp_overlap != NONE for ranked in cut)
     for ranked in cut:
         table = estimate_plans(

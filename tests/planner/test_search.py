@@ -43,9 +43,11 @@ def workload():
 
 WORKLOAD = Workload(seq_len=4096, global_batch_size=16)
 RUNTIME = resolve_runtime({"name": "torchtitan"})[0]
-# Half a node: as many kinds of plans as on a whole one, and a third of the number.
+# Half a node and a quarter of the layers: as many kinds of plans as there are of all, and a tenth of the number.
 LIMITS = Bounds(max_micro_batch=2)
-QUESTION = question_of(LLAMA8B, make_cluster(1, 4), WORKLOAD, framework="torchtitan", runtime=RUNTIME)
+QUESTION = question_of(
+    replace(LLAMA8B, layers=8), make_cluster(1, 4, memory_gib=24), WORKLOAD, framework="torchtitan", runtime=RUNTIME
+)
 
 
 @pytest.fixture(scope="module")
@@ -237,7 +239,9 @@ def listed(request):
     """Return how to search, and the answer with chunks as they are."""
     model = replace(LLAMA8B, layers=7, hidden=2048, heads=16, ffn=4096)
     question = question_of(model, make_cluster(1, 4, nvlink=False, memory_gib=24), WORKLOAD)
-    options = SearchOptions(objective=request.param, simulate=False, bounds=Bounds(max_cp=1, max_micro_batch=4))
+    options = SearchOptions(
+        objective=request.param, simulate=False, bounds=Bounds(max_cp=1, max_tp=2, max_micro_batch=2)
+    )
     return options, suggest(question, options)
 
 
