@@ -32,7 +32,7 @@ Mark = tuple[Floats, dict[str, Floats], dict[str, Floats], Ran, dict[str, Floats
 class RankTimeline:
     """Counts one pipeline rank of the plans of a table, or several of them that begin their passes at other times.
 
-    Clocks and parts have shape (plans,), or (ranks, plans) of `several` ranks, which hold the same memory.
+    Clocks and parts have shape (plans,), or (ranks, plans) of `several` ranks.
     """
 
     def __init__(self, blocks: BlockTimes, traffic: TrafficTimes, *, several: int = 0) -> None:
