@@ -23,7 +23,7 @@ from planner.io.interrupts import EXIT_CODE as INTERRUPTED
 from planner.io.interrupts import raise_again
 from planner.io.printable import printable
 from planner.io.version import version
-from topology.errors import PlannerError
+from topology.errors import PlannerError, UserError, shortened
 
 HELP = """Plan multi-GPU training: probe the machine, predict every plan, choose one and say why.
 
@@ -135,6 +135,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line; return its exit code. Never raises. A reader that closes the pipe has had its answer: 0."""
     _open_closed_streams()
     try:
+        _refuse_undecodable(sys.argv[1:] if argv is None else argv)
         code = app(args=argv, prog_name="planner", standalone_mode=False)
         sys.stdout.flush()
     except PlannerError as error:
@@ -160,6 +161,17 @@ def main(argv: list[str] | None = None) -> int:
     return code if isinstance(code, int) else 0
 
 
+def _refuse_undecodable(words: list[str]) -> None:
+    """Raise UserError for words that are not text: reports and JSON that name such a file could not be written."""
+    for word in words:
+        try:
+            word.encode()
+        except UnicodeEncodeError as error:
+            raise UserError(
+                f"{word!a} is not text", why="its bytes are not UTF-8", remedy="give the file another name"
+            ) from error
+
+
 def _unwritable(error: OSError) -> int:
     """Say what the system refused, where it is not the program's fault; return the exit code."""
     if error.errno == errno.ENAMETOOLONG:
@@ -178,12 +190,14 @@ def _last_resort(error: Exception) -> int:
     # Usage errors of the argument parser know how to show themselves; their class is private to typer.
     show, code = getattr(error, "show", None), getattr(error, "exit_code", None)
     if callable(show) and isinstance(code, int):
+        if isinstance(message := getattr(error, "message", None), str):
+            error.message = shortened(message)  # type: ignore[attr-defined]  # what it shows, as above
         show()
         return code
     if os.environ.get("MESHWRIGHT_DEBUG") == "1":
         traceback.print_exc()
     _say(
-        f"internal error: {type(error).__name__}: {error}; please report it with the command line"
+        f"internal error: {type(error).__name__}: {shortened(str(error))}; please report it with the command line"
         " (MESHWRIGHT_DEBUG=1 shows where)"
     )
     return 1

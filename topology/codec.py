@@ -172,6 +172,15 @@ def write_text(path: str | Path, text: str) -> None:
         _remove(temporary)
 
 
+def make_folder(path: Path) -> None:
+    """Make a folder, and those above it, unless it is there. Raises BadInput where it cannot be made."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        raise BadInput(f"cannot make the folder {str(path)[:200]}", why=why, remedy="choose another --out") from error
+
+
 def _write_in_place(path: Path, text: str) -> None:
     """Write to a device or a pipe. Of a pipe that nobody reads the system says so here, instead of waiting for a reader."""
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_NONBLOCK), "w", encoding="utf-8") as file:

@@ -17,13 +17,24 @@ The tree lives in the lowest package so that every layer can raise it; only the 
 
 from __future__ import annotations
 
+MOST = 1000  # characters of a part of a message: the longest lists what there is
+MOST_OF_A_WORD = 200  # of a value that was given, which may be a file's whole content
+
+
+def shortened(text: str) -> str:
+    """Return a part of a message with at most a line of any value in it."""
+    words = text.split(" ") if len(text) > MOST_OF_A_WORD else [text]
+    text = " ".join(word if len(word) <= MOST_OF_A_WORD else f"{word[:120]}...{word[-40:]}" for word in words)
+    return text if len(text) <= MOST else f"{text[: MOST - 240]} ... {text[-200:]}"
+
 
 class PlannerError(Exception):
-    """Base of the tree: `what` happened, `why`, and the `remedy` a person can try."""
+    """Base of the tree: `what` happened, `why`, and the `remedy` a person can try, which is the only part kept whole."""
 
     exit_code = 1
 
     def __init__(self, what: str, *, why: str = "", remedy: str = "") -> None:
+        what, why = shortened(what), shortened(why)
         super().__init__(what)
         self.what = what
         self.why = why

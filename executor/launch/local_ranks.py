@@ -332,7 +332,7 @@ def _first_failure(folder: Path, exit_code: int | None, err_tail: str, *, elasti
     # no timestamp, and its peers fail soon after, so a killed rank takes precedence.
     _, _, verdict = err_tail.rpartition("Root Cause")
     blocks = re.findall(
-        r"^\s*time\s*:\s*(\S+)\n.*\n\s*rank\s*:\s*(\d+).*\n\s*exitcode\s*:\s*(-?\d+)", err_tail, re.MULTILINE
+        r"^\s*time\s*:\s*(\S+)\n.*\n\s*rank\s*:\s*(\d+)(?!\d).*\n\s*exitcode\s*:\s*(-?\d+)", err_tail, re.MULTILINE
     )
     if not blocks and exit_code is not None and exit_code < 0:
         name = _name(exit_code)

@@ -27,7 +27,7 @@ def driver_version() -> str | None:
         text = DRIVER.read_text(errors="replace")[:4096]
     except OSError:
         return None
-    found = re.search(r"Kernel Module .*?(\d+(?:\.\d+)+)", text)
+    found = re.search(r"Kernel Module(?: for \S+)?\s+(\d+(?:\.\d+)+)", text)
     return found[1] if found else None
 
 

@@ -27,6 +27,7 @@ from planner.sharding import (
 from simulator.config.hf_config import load_model
 from topology import codec
 from topology.errors import UserError
+from topology.rates.known import require_plannable
 from topology.rates.reach import cluster_caveats
 from topology.units import GIB
 
@@ -51,7 +52,9 @@ def shard(asked: Shard, progress: Callable[[str], None] = lambda _: None) -> Sha
     """Return the answer, and write the files that it names. Raises UserError and BadInput."""
     _refuse_unused(asked)
     limits = Limits(Deadline.after(asked.time_limit), None if asked.memory_limit is None else asked.memory_limit * GIB)
-    machine = None if asked.cluster is None else read_cluster(asked.cluster, asked.gpus)
+    machine = None if asked.cluster is None else read_cluster(asked.cluster, asked.gpus, gpu=asked.gpu)
+    if machine is not None:
+        require_plannable(machine)
     known = measurements(asked.profile, strict=asked.strict)
     measured = None if machine is None else known.on(machine)
     for doubt in (*cluster_caveats(machine), *known.doubts(machine)) if machine is not None else ():
@@ -90,8 +93,8 @@ def _refuse_unused(asked: Shard) -> None:
         raise UserError("shard takes a FILE or --model", remedy="one of the two")
     if "cluster" in stated:
         return
-    if stated & {"gpus", "profile"}:
-        raise UserError("--gpus and --profile are about a machine", remedy="name it with --cluster")
+    if stated & {"gpus", "gpu", "profile"}:
+        raise UserError("--gpus, --gpu and --profile are about a machine", remedy="name it with --cluster")
     if stated & {"time_limit", "memory_limit"}:
         raise UserError("--time-limit and --memory-limit are about time on a machine", remedy="name it with --cluster")
     if "model" in stated:

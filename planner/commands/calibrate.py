@@ -25,7 +25,6 @@ from planner.io.printable import printable
 from planner.question.cases import case_of_plan_file, load_case, read_cases
 from planner.question.flags import Flags
 from planner.question.plan_file import require_folder
-from planner.question.question import require_plannable
 from planner.requests.machines import Calibrate
 from planner.search.answer import answer
 from planner.search.plan_space.candidates import Bounds
@@ -40,6 +39,7 @@ from topology.errors import BadCluster, BadInput, PlannerError, ProbeError, User
 from topology.probe.from_machine import probe_machine
 from topology.profile.profile import Profile, read_profile
 from topology.profile.store import add_to_store, merge, read_stored, store_folder, with_named_runs
+from topology.rates.known import require_plannable
 from topology.units import MIB
 
 PLANS = 6  # that are taken to be able to win
@@ -68,9 +68,9 @@ def calibrate(asked: Calibrate) -> None:
     _refuse_unused(asked)
     steps = _steps(asked.wanted or [])
     machine = (
-        _elsewhere(asked.cluster, asked.gpus)
+        _elsewhere(asked.cluster, asked.gpus, asked.gpu)
         if asked.dry_run and asked.cluster != "local"
-        else _machine(asked.cluster, asked.gpus, asked.device)
+        else _machine(asked.cluster, asked.gpus, asked.gpu, asked.device)
     )
     links, kind, count = machine.links, machine.gpu, len(machine.indices)
     records = (asked.out.with_name(asked.out.name + ".partial") if asked.out is not None else _scratch()).absolute()
@@ -162,6 +162,7 @@ def _question(asked: Calibrate, cluster: str, steps: list[PlannedStep], gpus: in
     flags = Flags(
         model=asked.model,
         cluster=cluster,
+        gpu=asked.gpu,
         gpus=(gpus,),
         seq_len=asked.seq_len,
         global_batch=asked.global_batch,
@@ -225,7 +226,7 @@ class Machine(NamedTuple):
     links: Cluster | None
 
 
-def _machine(name: str, gpus: int | None, device: str) -> Machine:
+def _machine(name: str, gpus: int | None, gpu: str | None, device: str) -> Machine:
     """Return this machine, which `name` says what it is. Raises ProbeError without a GPU."""
     if device == "cpu":
         return Machine("stand-in", "cpu", list(range(gpus or 2)), None)
@@ -236,7 +237,7 @@ def _machine(name: str, gpus: int | None, device: str) -> Machine:
             why="neither NVML nor nvidia-smi shows one",
             remedy="run this on the machine whose profile you want",
         )
-    found: Cluster = here if name == "local" else read_cluster(name)
+    found: Cluster = here if name == "local" else read_cluster(name, gpu=gpu)
     if found.slowest_kind.name != here.slowest_kind.name:
         raise BadCluster(
             f"{name} has {found.slowest_kind.title}, this machine has {here.slowest_kind.title}",
@@ -247,9 +248,9 @@ def _machine(name: str, gpus: int | None, device: str) -> Machine:
     return Machine(found.name, found.slowest_kind.name, indices[:gpus], found)
 
 
-def _elsewhere(name: str, gpus: int | None) -> Machine:
+def _elsewhere(name: str, gpus: int | None, gpu: str | None) -> Machine:
     """Return a machine that is not asked: a catalogue's, or a file's."""
-    found = read_cluster(name)
+    found = read_cluster(name, gpu=gpu)
     return Machine(found.name, found.slowest_kind.name, list(range(found.gpu_count))[:gpus], found)
 
 

@@ -68,7 +68,7 @@ def _write_all(job: ExportJob, folder: Path, *, force: bool, json: bool) -> None
             why="files are not overwritten by accident",
             remedy="--force or another --out",
         )
-    folder.mkdir(parents=True, exist_ok=True)
+    codec.make_folder(folder)
     for name, text in files.items():
         codec.write_text(folder / name, text)
     if json:

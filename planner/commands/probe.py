@@ -10,7 +10,6 @@ from planner.io.inputs import read_cluster
 from planner.io.printable import printable
 from planner.pictures.topology import topology
 from planner.question.plan_file import refuse_overwrite
-from planner.question.question import plannable
 from planner.requests.machines import ClusterFormat, Probe
 from topology import codec
 from topology.catalog.cluster_file import save_cluster
@@ -23,6 +22,7 @@ from topology.export import simulators as export_topology
 from topology.probe import report
 from topology.probe.from_machine import probe_machine
 from topology.probe.from_text import probe_text
+from topology.rates.known import plannable
 from topology.redact import redact_cluster
 
 

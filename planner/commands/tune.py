@@ -108,7 +108,7 @@ def _new_session(asked: Tune) -> tuple[Path, State, Runner | None]:
         request, plans, runner = recorded_request(asked.recorded, asked.case_id, asked.budget, asked.trials, by)
     else:
         request, plans = _request(asked, by)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    codec.make_folder(path.parent)
     write_new(path, request, plans, force=asked.force)
     return path, State(request=request, candidates=plans, trials=(), cut_short=()), runner
 

@@ -31,10 +31,11 @@ from simulator.legality.rule import Grade, Problem
 from simulator.legality.rules import is_legal
 from topology.cluster import Cluster
 from topology.errors import BadInput, Infeasible, PlannerError, UserError
+from topology.rates.known import require_plannable
 
 SEQUENCES_PER_GPU = 8  # of a step whose configuration states no batch: enough to accumulate, quick to run
 SHOWN = 5  # changes that are listed
-PREDICTED = 8  # changes, best first by the closed form, that are predicted as the plan itself is
+PREDICTED = 8  # changes, best first by the analytical model, that are predicted as the plan itself is
 CANDIDATES = 24  # best plans of which the first that the file can say is the answer
 # Flags, and the facts of a configuration that they must not contradict.
 BESIDE = {
@@ -189,6 +190,7 @@ def _inputs(configuration: Configuration, flags: CheckFlags) -> tuple[Model, Clu
     if not flags.cluster:
         assumed.append(f"cluster {name}" + (" (the file's own comment)" if configuration.cluster else ""))
     whole = read_cluster(name, gpu=flags.gpu)
+    require_plannable(whole)  # of the machine, before what is said of the plan
     gpus = flags.gpus or configuration.gpus
     if gpus and not flags.gpus and configuration.in_a_comment:
         assumed.append(f"{gpus} GPUs (the file's own comment)")

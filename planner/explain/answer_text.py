@@ -249,7 +249,7 @@ def question_lines(question: Question) -> list[str]:
     ]
 
 
-DEFAULT = re.compile(r"(?:runtime\.|plan\.)?(\w+) = (.+) \((.+ default)\)")
+DEFAULT = re.compile(r"(?:runtime\.|plan\.)?(\w+) = (.+) \(([^()]+ default)\)")
 
 
 def assumed_lines(assumed: Sequence[str]) -> list[str]:

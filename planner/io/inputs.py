@@ -48,7 +48,7 @@ def faulty_gpus(cluster: Cluster) -> tuple[int, ...]:
 
 def parse_bytes(text: str) -> float:
     """Parse a size such as `32GB`, `29.8 GiB` or `80g` into bytes. Raises UserError."""
-    match = re.fullmatch(r"\s*(\d{1,12}(?:\.\d{1,6})?)\s*([kmgt]?)(i?)b?\s*", text, flags=re.IGNORECASE)
+    match = re.fullmatch(r"(\d{1,12}(?:\.\d{1,6})?)\s*([kmgt]?)(i?)b?", text.strip(), flags=re.IGNORECASE)
     if match is None:
         raise UserError(f"{text!r} is not a size", why="a number and a unit: GB is 10^9, GiB 2^30", remedy="29.8GiB")
     number, prefix, binary = match.groups()

@@ -17,7 +17,7 @@ from rich.console import Console as RichConsole
 
 from planner.io.printable import printable
 from topology import codec
-from topology.errors import BadInput, PlannerError
+from topology.errors import BadInput, PlannerError, shortened
 from topology.redact import redact
 from topology.units import in_mib
 
@@ -33,7 +33,7 @@ def emit_json(document: Any) -> None:
 
 def warn(text: str) -> None:
     """Print a line on standard error."""
-    print(printable(text), file=sys.stderr)
+    print(printable(shortened(text)), file=sys.stderr)
 
 
 @contextmanager

@@ -47,7 +47,7 @@ def goal_of(tokens: str | None, gpu_price: float | None, deadline: str | None, b
 
 
 def _amount(text: str, flag: str, examples: str) -> float:
-    match = re.fullmatch(r"\s*([0-9]{1,15}(?:\.[0-9]{1,6})?(?:[eE][0-9]{1,2})?)\s*([kKmMbBgGtT]?)\s*", text[:100])
+    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,6})?(?:[eE][0-9]{1,2})?)\s*([kKmMbBgGtT]?)", text[:100].strip())
     value = float(match[1]) * THOUSANDS[match[2].lower()] if match else 0.0
     if not 1 <= value <= 1e18:
         raise UserError(f"{flag} {text[:40]!r} is not an amount from 1 to 10^18", remedy=f"{flag} {examples}")

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from simulator.analytical.estimates import EstimateTable, estimate_plans
+from simulator.analytical.scenario import Scenario
 from simulator.calibration.calibration import Calibration
-from simulator.closed_form.estimates import EstimateTable, estimate_plans
-from simulator.closed_form.scenario import Scenario
 from simulator.config.model import Model
 from simulator.config.plan import Plan
 from simulator.config.runtime import DEFAULT_RUNTIME, Runtime
@@ -25,7 +25,8 @@ from simulator.lowering.block_code import Detail
 from simulator.lowering.simulation import Simulated, simulate_plan
 from simulator.runtimes.stated import resolve
 from topology.cluster import Cluster, LinkKind
-from topology.errors import BadCluster, Infeasible
+from topology.errors import Infeasible
+from topology.rates.known import require_plannable
 from topology.rates.reach import reach
 
 
@@ -35,6 +36,10 @@ class Question(Scenario):
 
     framework: Framework
     gpus: int | None = None
+
+    def __post_init__(self) -> None:
+        """Raise BadCluster where nothing can be predicted, since rates of the GPUs are not known."""
+        require_plannable(self.cluster)
 
     @property
     def count(self) -> int:
@@ -67,14 +72,13 @@ class Question(Scenario):
         return is_legal(self.problems(plan))
 
     def estimate(self, plans: Sequence[Plan], *, each_on: Sequence[Cluster] = ()) -> EstimateTable:
-        """Return step time and memory of every plan by the closed form.
+        """Return step time and memory of every plan by the analytical model.
 
-        Raises BadCluster where rates are not known, Infeasible for types and optimizers that are not modelled and where a
-        plan needs GPUs between which there is no path.
+        Raises Infeasible for types and optimizers that are not modelled and where a plan needs GPUs between which there is
+        no path.
 
         `each_on` names the cluster of each plan, where they run on such as differ from the question's in link rates only.
         """
-        require_plannable(self.cluster)
         self._require_modelled()
         table = estimate_plans(self, plans, each_on=each_on)
         if not np.isfinite(table.step_s).all():
@@ -130,21 +134,3 @@ def question_of(
 def default_runtime(framework: Framework) -> Runtime:
     """Return the runtime a framework's plans run in, at its defaults. Raises BadPlan if none is described."""
     return resolve({"name": framework.runtime_name})[0]
-
-
-def require_plannable(cluster: Cluster) -> None:
-    """Raise BadCluster where the rates or the memory of the cluster's GPUs are not known."""
-    if not plannable(cluster):
-        raise BadCluster(
-            f"the GPUs of {cluster.name} are of an unknown model",
-            why="without its rates and memory nothing can be predicted, and they are not guessed",
-            remedy="name it: planner probe --from FILE --gpu h100-sxm --out cluster.json",
-        )
-
-
-def plannable(cluster: Cluster) -> bool:
-    """Return whether the rates and the memory of the cluster's GPUs are known."""
-    if not cluster.gpu_count:
-        return False
-    kind = cluster.slowest_kind
-    return bool(kind.peak_flops and kind.memory_bytes_per_s and kind.sm_count and cluster.gpu_memory_bytes)

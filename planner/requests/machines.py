@@ -118,6 +118,7 @@ class Calibrate(Request):
     """
 
     cluster: str = option("local", "--cluster", help="What this machine is: local, a catalogue name or a cluster file.")
+    gpu: str | None = common.gpu()
     out: Path | None = option(None, "--out", help="Profile to write; one that exists is added to.")
     budget: str = option("120s", "--budget", help="Time for measuring, such as 60s or 10m.")
     model: str | None = option(None, "--model", "--config", help="Measure what decides between this model's plans.")

@@ -100,6 +100,7 @@ class Shard(Request):
     cluster: str | None = option(
         None, "--cluster", help="Choose by time there: catalogue name, cluster file or capture."
     )
+    gpu: str | None = common.gpu()
     gpus: int | None = option(None, "--gpus", least=1, most=1 << 20, help="GPUs of the cluster to have.")
     profile: Path | None = common.profile()
     program: str | None = option(

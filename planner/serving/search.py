@@ -118,10 +118,9 @@ def _why(question: ServingQuestion, first: ServingPlan, plan: ServingPlan) -> st
             late.append(f"{1e3 * plan.estimate.tpot_s.value:.2g} ms a token, wanted {1e3 * question.tpot_s:g} ms")
         return "; ".join(late)
     mine, theirs = plan.estimate, first.estimate
-    ratios = {
-        "a token takes longer": mine.tpot_s.value / theirs.tpot_s.value,
-        "the first token comes later": mine.ttft_s.value / theirs.ttft_s.value,
-    }
+    ratios = {"the first token comes later": mine.ttft_s.value / theirs.ttft_s.value}
+    if theirs.tpot_s.value:  # answers of one token have no token after the first
+        ratios["a token takes longer"] = mine.tpot_s.value / theirs.tpot_s.value
     if mine.latency.preempted > theirs.latency.preempted:
         return f"the KV cache is full: {mine.latency.preempted} answers were stopped and read again"
     what, ratio = max(ratios.items(), key=lambda item: item[1])

@@ -201,3 +201,17 @@ def test_a_gpu_without_nvlink_has_no_links_rather_than_unknown_ones():
             raise NVMLError(3)
 
     assert read_nvml(Geforce()).gpus[0].links == ()
+
+
+@pytest.mark.parametrize("error", [OverflowError, IndexError, RuntimeError, AssertionError, MemoryError, UnicodeError])
+def test_a_library_that_raises_anything_leaves_fields_unknown(error):
+    class Broken(FakeNvml):
+        def _fail(self, *_):
+            raise error("no")
+
+    names = ("Name", "UUID", "NvLinkState", "MigMode", "RemappedRows")
+    (gpu, *_) = read_nvml(Broken(broken={f"nvmlDeviceGet{name}" for name in names})).gpus
+
+    assert {"uuid", "name", "links", "mig"} <= set(gpu.missing)
+    assert gpu.remap_failed is None
+    assert gpu.memory_bytes

@@ -101,3 +101,12 @@ def test_path_classes_by_definition():
     # NCCL's XML has each switch once: siblings are PIX, cousins PXB.
     assert path_class(place("a", "s", ports=False), place("a", "s", ports=False)) == "PIX"
     assert path_class(place("a", "s", "t", ports=False), place("a", "s", ports=False)) == "PXB"
+
+
+@pytest.mark.parametrize("value", ["-1", "0", "-16.0 GT/s PCIe"])
+def test_speeds_and_widths_that_are_not_above_zero_are_unknown(tmp_path, value):
+    device(tmp_path, "pci0000:00/0000:00:01.0", kind="0x030200", width=value, width_max=value, speed=value)
+    (link,) = (gpu.link for gpu in read_sysfs(tmp_path).gpus)
+
+    assert (link.speed_gt, link.width, link.width_max) == (None, None, None)
+    assert link.bytes_per_s is None or link.bytes_per_s > 0

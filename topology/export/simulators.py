@@ -20,6 +20,7 @@ def to_astra_sim(cluster: Cluster, *, between_nodes: str = "Switch") -> str:
     """
     if between_nodes not in {"Switch", "Ring", "FullyConnected"}:
         raise BadCluster(f"ASTRA-sim has no {between_nodes!r}", remedy="use Switch, Ring or FullyConnected")
+    _require_gpus(cluster)
     if len(cluster.groups) != 1:
         raise Infeasible(f"{cluster.name} has unlike nodes", why="an ASTRA-sim network is the same everywhere")
     rates, count = node_rates(cluster), len(cluster.groups[0].node.gpus)
@@ -51,6 +52,11 @@ def to_astra_sim(cluster: Cluster, *, between_nodes: str = "Switch") -> str:
         f"bandwidth: [ {', '.join(f'{rate / 1e9:.10g}' for rate in speeds)} ]  # GB/s, one direction\n"
         f"latency: [ {', '.join(f'{delay * 1e9:.10g}' for delay in delays)} ]  # ns per link\n"
     )
+
+
+def _require_gpus(cluster: Cluster) -> None:
+    if not cluster.gpu_count:
+        raise Infeasible(f"{cluster.name} shows no GPU", why="there is no network to describe")
 
 
 def _scale_up(rates: NodeRates, count: int) -> tuple[str, int, float, float]:
@@ -101,6 +107,7 @@ def to_simai(cluster: Cluster) -> str:
     leaf has the GPU's share of the rate of the node's ports. Raises Infeasible for nodes without one NVSwitch for all
     GPUs.
     """
+    _require_gpus(cluster)
     if len(cluster.groups) != 1:
         raise Infeasible(f"{cluster.name} has unlike nodes", why="SimAI's header has one count of GPUs per node")
     node, nodes = cluster.groups[0].node, cluster.node_count

@@ -23,7 +23,11 @@ THROTTLE_BITS = {
     0x80: "hardware power brake",
 }
 MAX_LINKS = 36
+MAX_GPUS = 1024  # of a machine, of which eight are usual and 72 the most
 GPU_IS_LOST = 15  # NVML_ERROR_GPU_IS_LOST: it has fallen off the bus
+
+# What a query can raise: the driver's errors, those of a missing function, of structures and values of other versions.
+FAILURES = (Exception,)
 
 T = TypeVar("T")
 
@@ -76,33 +80,25 @@ def read_nvml(nvml: Any = None) -> NvmlSnapshot:
     if nvml is None:
         try:
             nvml = importlib.import_module("pynvml")
-        except ImportError:
+        except FAILURES:
             return NvmlSnapshot(failure="no library")
-    errors = _errors(nvml)
     try:
         nvml.nvmlInit()
-    except errors as error:
+    except FAILURES as error:
         return NvmlSnapshot(failure=_failure(nvml, error))
     try:
-        count = _get(errors, nvml.nvmlDeviceGetCount)
-        driver = _get(errors, lambda: _text(nvml.nvmlSystemGetDriverVersion()))
-        gpus = [_read_gpu(nvml, errors, index) for index in range(count or 0)]
+        count = _get(lambda: int(nvml.nvmlDeviceGetCount()))
+        driver = _get(lambda: _text(nvml.nvmlSystemGetDriverVersion()))
+        gpus = [_read_gpu(nvml, index) for index in range(min(count or 0, MAX_GPUS))]
         return NvmlSnapshot(driver=driver, gpus=tuple(gpus), failure="it cannot count GPUs" if count is None else None)
     finally:
-        _get(errors, nvml.nvmlShutdown)
+        _get(nvml.nvmlShutdown)
 
 
-def _errors(nvml: Any) -> tuple[type[Exception], ...]:
-    """The exceptions a query can raise: the driver's error, a missing function, a value of an unexpected type."""
-    own = getattr(nvml, "NVMLError", None)
-    common = (AttributeError, TypeError, ValueError, OSError, KeyError, ctypes.ArgumentError)
-    return (own, *common) if isinstance(own, type) and issubclass(own, Exception) else common
-
-
-def _get(errors: tuple[type[Exception], ...], call: Callable[[], T]) -> T | None:
+def _get(call: Callable[[], T]) -> T | None:
     try:
         return call()
-    except errors:
+    except FAILURES:
         return None
 
 
@@ -118,27 +114,27 @@ def _failure(nvml: Any, error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
-def _read_gpu(nvml: Any, errors: tuple[type[Exception], ...], index: int) -> NvmlGpu:
+def _read_gpu(nvml: Any, index: int) -> NvmlGpu:
     missing: list[str] = []
     handle = None
     try:
         handle = nvml.nvmlDeviceGetHandleByIndex(index)
         nvml.nvmlDeviceGetMemoryInfo(handle)  # some drivers give the handle of a lost GPU
-    except errors as error:
+    except FAILURES as error:
         if getattr(error, "value", None) == GPU_IS_LOST:
             return NvmlGpu(index=index, lost=True)
     if handle is None:
         return NvmlGpu(index=index, missing=("handle",))
 
     def field(name: str, call: Callable[[], T]) -> T | None:
-        value = _get(errors, call)
+        value = _get(call)
         if value is None:
             missing.append(name)
         return value
 
-    fabric = field("fabric", lambda: _fabric(nvml, errors, handle)) or {}
+    fabric = field("fabric", lambda: _fabric(nvml, handle)) or {}
     state = fabric.get("state")
-    remapped = _get(errors, lambda: tuple(nvml.nvmlDeviceGetRemappedRows(handle)))  # corrected, not, pending, failed
+    remapped = _get(lambda: _remapped(nvml, handle))
     uncorrected = getattr(nvml, "NVML_MEMORY_ERROR_TYPE_UNCORRECTED", 1)
     volatile = getattr(nvml, "NVML_VOLATILE_ECC", 0)
     return NvmlGpu(
@@ -150,20 +146,26 @@ def _read_gpu(nvml: Any, errors: tuple[type[Exception], ...], index: int) -> Nvm
         numa=field("numa", lambda: _numa(nvml.nvmlDeviceGetNumaNodeId(handle))),
         pcie_width=field("pcie_width", lambda: int(nvml.nvmlDeviceGetCurrPcieLinkWidth(handle))),
         pcie_width_max=field("pcie_width_max", lambda: int(nvml.nvmlDeviceGetMaxPcieLinkWidth(handle))),
-        links=field("links", lambda: _links(nvml, errors, handle)),
+        links=field("links", lambda: _links(nvml, handle)),
         fabric_state=FABRIC_STATES.get(state, f"state {state}") if state is not None else None,
         fabric_status=fabric.get("status"),
         fabric_clique=fabric.get("clique"),
         fabric_cluster=fabric.get("cluster"),
         mig=field("mig", lambda: bool(nvml.nvmlDeviceGetMigMode(handle)[0])),
-        throttle=field("throttle", lambda: _throttle(nvml, errors, handle)),
+        throttle=field("throttle", lambda: _throttle(nvml, handle)),
         power_limit_w=field("power_limit_w", lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1e3),
         processes=field("processes", lambda: _processes(nvml, handle)),
-        uncorrected_errors=_get(errors, lambda: int(nvml.nvmlDeviceGetTotalEccErrors(handle, uncorrected, volatile))),
-        remap_pending=bool(remapped[2]) if remapped is not None else None,
-        remap_failed=bool(remapped[3]) if remapped is not None else None,
+        uncorrected_errors=_get(lambda: int(nvml.nvmlDeviceGetTotalEccErrors(handle, uncorrected, volatile))),
+        remap_pending=remapped[0] if remapped is not None else None,
+        remap_failed=remapped[1] if remapped is not None else None,
         missing=tuple(missing),
     )
+
+
+def _remapped(nvml: Any, handle: Any) -> tuple[bool, bool]:
+    """Return whether rows of memory wait to be replaced, and whether some could not be."""
+    _, _, pending, failed = nvml.nvmlDeviceGetRemappedRows(handle)
+    return bool(pending), bool(failed)
 
 
 def _text(value: Any) -> str:
@@ -175,19 +177,19 @@ def _numa(value: Any) -> int | None:
     return node if 0 <= node < 2**16 else None  # NVML says -1 as an unsigned number
 
 
-def _links(nvml: Any, errors: tuple[type[Exception], ...], handle: Any) -> tuple[NvmlLink, ...] | None:
+def _links(nvml: Any, handle: Any) -> tuple[NvmlLink, ...] | None:
     """Query links by index until the driver reports that there is no such link; any other error is a failure."""
     links: list[NvmlLink] = []
     for number in range(int(getattr(nvml, "NVML_NVLINK_MAX_LINKS", MAX_LINKS))):
         try:
             active = bool(nvml.nvmlDeviceGetNvLinkState(handle, number))
-        except errors as error:
+        except FAILURES as error:
             ends = {getattr(nvml, "NVML_ERROR_NOT_SUPPORTED", 3), getattr(nvml, "NVML_ERROR_INVALID_ARGUMENT", 2)}
             if getattr(error, "value", None) not in ends:
                 return None
             break
-        kind = _get(errors, lambda link=number: int(nvml.nvmlDeviceGetNvLinkRemoteDeviceType(handle, link)))  # type: ignore[misc]  # the default argument binds the loop variable
-        remote = _get(errors, lambda link=number: _text(nvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, link).busId))  # type: ignore[misc]  # likewise
+        kind = _get(lambda link=number: int(nvml.nvmlDeviceGetNvLinkRemoteDeviceType(handle, link)))  # type: ignore[misc]  # the default argument binds the loop variable
+        remote = _get(lambda link=number: _text(nvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, link).busId))  # type: ignore[misc]  # likewise
         links.append(
             NvmlLink(
                 index=number,
@@ -199,7 +201,7 @@ def _links(nvml: Any, errors: tuple[type[Exception], ...], handle: Any) -> tuple
     return tuple(links)
 
 
-def _fabric(nvml: Any, errors: tuple[type[Exception], ...], handle: Any) -> dict[str, Any] | None:
+def _fabric(nvml: Any, handle: Any) -> dict[str, Any] | None:
     """Fabric state by the newest call that works; the older structures have the same leading fields."""
     calls = (
         ("nvmlDeviceGetGpuFabricInfoV", "c_nvmlGpuFabricInfo_v3_t"),
@@ -211,7 +213,7 @@ def _fabric(nvml: Any, errors: tuple[type[Exception], ...], handle: Any) -> dict
         if make is None:
             continue
         info = make()
-        if _get(errors, lambda name=function, out=info: (getattr(nvml, name)(handle, ctypes.byref(out)),)) is None:  # type: ignore[misc]  # binds loop variables
+        if _get(lambda name=function, out=info: (getattr(nvml, name)(handle, ctypes.byref(out)),)) is None:  # type: ignore[misc]  # binds loop variables
             continue
         return {
             "state": int(info.state),
@@ -222,10 +224,10 @@ def _fabric(nvml: Any, errors: tuple[type[Exception], ...], handle: Any) -> dict
     return None
 
 
-def _throttle(nvml: Any, errors: tuple[type[Exception], ...], handle: Any) -> tuple[str, ...] | None:
-    bits = _get(errors, lambda: int(nvml.nvmlDeviceGetCurrentClocksEventReasons(handle)))
+def _throttle(nvml: Any, handle: Any) -> tuple[str, ...] | None:
+    bits = _get(lambda: int(nvml.nvmlDeviceGetCurrentClocksEventReasons(handle)))
     if bits is None:
-        bits = _get(errors, lambda: int(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)))
+        bits = _get(lambda: int(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)))
     if bits is None:
         return None
     return tuple(name for bit, name in THROTTLE_BITS.items() if bits & bit)

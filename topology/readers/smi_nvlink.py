@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 
 from topology.readers.matrix_text import clean_lines
 
-_GPU = re.compile(r"\s*GPU\s+([0-9]{1,4})\s*:\s*(.*?)\s*(?:\(UUID:\s*([^)\s]{1,80})\s*\))?\s*")
+_GPU = re.compile(r"GPU\s+([0-9]{1,4})\s*:(.*)")
+_UUID = re.compile(r"\(UUID:\s*([^)\s]{1,80})\s*\)")
 _MIG = re.compile(r"\s+MIG\s+(\S{1,40})\s+Device\s+([0-9]{1,3})\s*:\s*\(UUID:\s*([^)\s]{1,80})\s*\)\s*")
-_LINK = re.compile(r"\s*Link\s+([0-9]{1,3})\s*:\s*(\S.*?)\s*")
+_LINK = re.compile(r"Link\s+([0-9]{1,3})\s*:\s*(\S.*)")
 _RATE = re.compile(r"([0-9]{1,6}(?:\.[0-9]{1,6})?)\s*GB/s")
 _REMOTE = re.compile(
     r"Remote Device\s+([0-9A-Fa-f]{4,8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-9A-Fa-f])(?::\s*Link\s+([0-9]{1,3}))?"
@@ -91,15 +92,16 @@ def parse_nvlink(text: str) -> NvlinkReport | None:
     problems: list[str] = []
     current: _Block | None = None
     for line in clean_lines(text):
-        gpu = _GPU.fullmatch(line)
+        gpu = _GPU.fullmatch(line.strip())
         if gpu:
             current = blocks.setdefault(int(gpu.group(1)), _Block())
-            current.name = current.name or gpu.group(2) or None
-            current.uuid = current.uuid or gpu.group(3)
+            name, uuid = _named(gpu.group(2))
+            current.name = current.name or name or None
+            current.uuid = current.uuid or uuid
             continue
         if current is None:
             continue
-        mig, link = _MIG.fullmatch(line), _LINK.fullmatch(line)
+        mig, link = _MIG.fullmatch(line), _LINK.fullmatch(line.strip())
         if mig:
             current.migs.append(mig.group(3))
         elif link:
@@ -116,6 +118,13 @@ def parse_nvlink(text: str) -> NvlinkReport | None:
         unknown=tuple(unknown),
         problems=tuple(problems),
     )
+
+
+def _named(text: str) -> tuple[str, str | None]:
+    """Return the name and the UUID of a GPU from what is behind its number."""
+    start = text.rfind("(UUID:")
+    found = _UUID.fullmatch(text, start) if start >= 0 else None
+    return (text.strip(), None) if found is None else (text[:start].strip(), found.group(1))
 
 
 def _read_link(fields: dict[str, object], text: str) -> bool:

@@ -104,7 +104,7 @@ def _nics(sys: Path) -> list[SysfsNic]:
         )
     for name in (name for names in interfaces.values() for name in names if name not in claimed):
         entry = sys / "class/net" / name
-        speed = _number(entry / "speed")  # Mb/s; -1 when the link is down
+        speed = _positive(entry / "speed")  # Mb/s; -1 when the link is down
         state = _read(entry / "operstate")
         found.append(
             SysfsNic(
@@ -112,7 +112,7 @@ def _nics(sys: Path) -> list[SysfsNic]:
                 interfaces=(name,),
                 place=_place(entry / "device"),
                 link=_link(entry / "device"),
-                bytes_per_s=speed * 1e6 / 8 if speed is not None and speed > 0 else None,
+                bytes_per_s=speed * 1e6 / 8 if speed is not None else None,
                 up=state == "up" if state else None,
             )
         )
@@ -140,10 +140,10 @@ def _place(device: Path) -> PciPlace | None:
 
 
 def _link(device: Path) -> PcieLink:
-    width, width_max = _number(device / "current_link_width"), _number(device / "max_link_width")
+    width, width_max = _positive(device / "current_link_width"), _positive(device / "max_link_width")
     return PcieLink(
-        speed_gt=_number(device / "current_link_speed"),
-        speed_gt_max=_number(device / "max_link_speed"),
+        speed_gt=_positive(device / "current_link_speed"),
+        speed_gt_max=_positive(device / "max_link_speed"),
         width=int(width) if width is not None else None,
         width_max=int(width_max) if width_max is not None else None,
     )
@@ -167,6 +167,12 @@ def _read(path: Path) -> str | None:
 def _number(path: Path) -> float | None:
     match = re.match(r"-?[0-9]{1,9}(?:\.[0-9]{1,9})?", _read(path) or "")
     return float(match.group()) if match else None
+
+
+def _positive(path: Path) -> float | None:
+    """Return a number above zero; None for zero and below, which drivers write for what they do not know."""
+    number = _number(path)
+    return number if number is not None and number > 0 else None
 
 
 def _hex(path: Path) -> int | None:

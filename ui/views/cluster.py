@@ -8,9 +8,9 @@ import streamlit as st
 
 from planner.explain.tables import cluster_line
 from planner.pictures.node_layout import node_view, pair_rows
-from planner.question.question import plannable
 from topology import codec
 from topology.errors import PlannerError
+from topology.rates.known import plannable
 from topology.units import MIB
 from ui import data, panels, rows
 from ui.charts import topology as charts

@@ -101,7 +101,7 @@ def _run(asked: Apply, folder: Path, budget_s: float) -> int:
 
 def run_request(request: dict[str, Any], folder: Path, budget_s: float) -> dict[str, Any]:
     """Have the executor serve a request in `folder`; return its report. Raises PlannerError where there is none."""
-    folder.mkdir(parents=True, exist_ok=True)
+    codec.make_folder(folder)
     codec.write_text(folder / "request.json", codec.to_json(request) + "\n")
     report = folder / "serve.json"
     report.unlink(missing_ok=True)

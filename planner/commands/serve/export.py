@@ -30,7 +30,7 @@ def export(asked: Export) -> None:
     if asked.every and out is not None:
         if out.exists() and not out.is_dir():
             raise BadInput(f"{out} is not a directory", remedy="--out with a new name")
-        out.mkdir(parents=True, exist_ok=True)
+        codec.make_folder(out)
         for file in files:
             refuse_overwrite(out / file, force=asked.force)
         for file, text in files.items():

@@ -39,7 +39,7 @@ def _write(result: ServingResult, out: Path) -> None:
         codec.write_text(out, saved)
         return
     files = _files(result)
-    out.mkdir(parents=True, exist_ok=True)
+    codec.make_folder(out)
     for name, text in {"plan.json": saved, **files}.items():
         codec.write_text(out / name, text)
 

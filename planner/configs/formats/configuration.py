@@ -71,7 +71,7 @@ def preset(text: str) -> tuple[int | None, str | None]:
     """Return the GPUs and their machine that a comment names, as torchtitan's own files do:
     `NOTE: this toml config is a preset for 64 A100 GPUs`.
     """
-    found = re.search(r"preset for (\d{1,6})(?:x| x)? ?([A-Z]+\d+\w*)? ?GPUs?", text)
+    found = re.search(r"preset for (\d{1,6})(?:x| x)? ?([A-Z]+\d\w*)? ?GPUs?", text)
     if found is None:
         return None, None
     machine = {"A100": "dgx-a100", "H100": "dgx-h100", "H200": "dgx-h200", "B200": "dgx-b200"}.get(found[2] or "")

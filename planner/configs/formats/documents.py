@@ -67,8 +67,8 @@ class TomlDocument(Document):
     def __init__(self, text: str, where: str) -> None:
         self.text = bounded(text, where)
         try:
-            found = tomllib.loads(text)
-        except (tomllib.TOMLDecodeError, RecursionError) as error:
+            found = tomllib.loads(text)  # besides its own errors, Python's of integers with thousands of digits
+        except (ValueError, RecursionError) as error:
             raise BadInput(f"{where} is not TOML", why=str(error)[:200]) from error
         self.settings = dict(_leaves(found, "", 0))
 

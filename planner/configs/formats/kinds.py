@@ -104,7 +104,7 @@ def _bridge(document: YamlDocument, where: str) -> Configuration:
     understood = keys_of(megatron_fields.TABLE) | MODEL_KEYS
     # A dump has hundreds of fields, most at defaults that cost nothing; these are what a step or its memory depends on.
     costly = re.compile(
-        r".*\.(fp8|fp4|.*cpu_offload.*|.*_offload_.*|enable_cuda_graph|cuda_graph_impl"
+        r"(fp8|fp4|.*cpu_offload.*|.*_offload_.*|enable_cuda_graph|cuda_graph_impl"
         r"|window_size|mtp_num_layers|moe_.*(capacity|deepep|overlap).*|heterogeneous.*|hierarchical_context.*|use_torch_fsdp2"
         r"|use_precision_aware.*|rampup_batch_size|moe_layer_recompute|symmetric_ar_type|nccl_ub)"
     )
@@ -112,7 +112,9 @@ def _bridge(document: YamlDocument, where: str) -> Configuration:
     unknown = tuple(
         path
         for path, value in document.settings.items()
-        if value not in (None, False, 0, 0.0, "") and costly.fullmatch(path) and at.get(path) not in understood
+        if value not in (None, False, 0, 0.0, "")
+        and costly.fullmatch(path.rpartition(".")[2])
+        and at.get(path) not in understood
     )
 
     def edit(changes: Settings) -> str:

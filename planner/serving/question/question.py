@@ -9,6 +9,7 @@ from simulator.serving.deployment import Deployment, Pool
 from simulator.serving.measured import MeasuredServing
 from simulator.serving.traffic import Traffic
 from topology.cluster import Cluster
+from topology.rates.known import require_plannable
 
 OBJECTIVES = ("latency", "throughput", "cost")
 
@@ -40,6 +41,10 @@ class ServingQuestion:
     separate: bool = False
     measured: MeasuredServing | None = None
     assumed: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Raise BadCluster where nothing can be predicted, since rates of the GPUs are not known."""
+        require_plannable(self.cluster)
 
     @property
     def longest(self) -> int:

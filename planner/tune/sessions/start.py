@@ -142,7 +142,7 @@ def require_agreed(known: State, command: str | None) -> None:
 
 def seconds_of(given: str, flag: str) -> float:
     """Return the seconds of `90`, `90s`, `10m`, `2h`. Raises UserError for anything else, or more than a week."""
-    match = re.fullmatch(r"\s*([0-9]{1,7}(?:\.[0-9]{1,3})?)\s*([smh]?)\s*", given[:40])
+    match = re.fullmatch(r"([0-9]{1,7}(?:\.[0-9]{1,3})?)\s*([smh]?)", given[:40].strip())
     seconds = float(match[1]) * UNITS_S[match[2] or "s"] if match else 0.0
     if not 1 <= seconds <= MOST_BUDGET_S:
         raise UserError(f"{flag} is {given[:40]!r}", why="it is 1s to a week, in s, m or h", remedy=f"{flag} 10m")

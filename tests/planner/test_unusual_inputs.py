@@ -1,0 +1,95 @@
+"""Valid but unusual inputs: each has an answer, or an error that says what to do."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from planner.cli import main
+from tests.planner.conftest import ROOT
+
+NAMELESS = (
+    "tests/data/topo/51_h100_8gpu_epyc9654.txt",
+    "examples/clusters/h200x4_topo_m.txt",
+    "tests/data/nccl_xml/dgx1_v100_8gpu.xml",
+)
+MODEL = ("--model", "llama3.2-1b")
+PLAN = str(ROOT / "examples" / "plans" / "llama3_8b_two_nodes.json")
+COMMANDS = (
+    ("estimate", *MODEL),
+    ("trace", *MODEL, "--out", "trace.json"),
+    ("suggest", *MODEL),
+    ("suggest", "--task", "serve", *MODEL),
+    ("estimate", "--task", "serve", *MODEL),
+    ("explain", *MODEL),
+    ("check", str(ROOT / "examples" / "check" / "torchtitan_llama3_8b.toml"), "--gpus", "4"),
+    ("shard", *MODEL, "--layers", "1", "--mesh", "data=4"),
+    ("calibrate", "--dry-run"),
+)
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda words: "-".join(w for w in words[:3] if "/" not in w))
+def test_gpus_of_an_unknown_model_are_refused_with_the_flag_that_names_them(command, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code = main([*command, "--cluster", str(ROOT / NAMELESS[0])])
+
+    said = capsys.readouterr().err
+    assert code == 2
+    assert "unknown model" in said
+    assert "--gpu h100-sxm" in said
+
+
+def test_the_flag_names_them(capsys):
+    assert main(["estimate", *MODEL, "--cluster", str(ROOT / NAMELESS[0]), "--gpu", "h100-sxm", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("suggest", "--gpus", "4"),
+        ("suggest", "--gpus", "4", "--separate"),
+        ("estimate", "--prefill", "1xtp2", "--gpus", "4"),
+    ],
+)
+def test_answers_of_one_token_have_no_token_after_the_first(words, capsys):
+    assert main([words[0], "--task", "serve", *MODEL, "--osl", "1", *words[1:], "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("kind", ["simai", "astra-sim"])
+def test_a_capture_without_gpus_is_no_network(kind, capsys):
+    capture = ROOT / "tests" / "data" / "topo" / "p2p" / "h100_8gpu_p2p_r_ok.txt"
+
+    assert main(["probe", "--from", str(capture), "--to", kind]) == 3
+    assert "shows no GPU" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("where", ["dangling", "file/below"])
+def test_export_says_where_it_cannot_make_a_folder(where, capsys, tmp_path):
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere" / "at all")
+    (tmp_path / "file").write_text("x")
+
+    assert main(["export", PLAN, "--all", "--out", str(tmp_path / where)]) == 2
+    assert "cannot make the folder" in capsys.readouterr().err
+
+
+def test_an_integer_of_thousands_of_digits_is_no_toml(capsys, tmp_path):
+    path = tmp_path / "config.toml"
+    path.write_text(f"[training]\nsteps = {'9' * 5000}\n")
+
+    assert main(["check", str(path)]) == 2
+    assert "is not TOML" in capsys.readouterr().err
+
+
+def test_a_name_that_is_not_text_is_refused_before_any_work(capsys):
+    assert main(["suggest", "--out", "plan\udcff.json"]) == 2
+    assert "not UTF-8" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--model", "--cluster", "--gpus", "--framework", "--no-such-flag"])
+@pytest.mark.parametrize("value", ["x" * 80_000, "x y " * 20_000])
+def test_messages_repeat_at_most_a_line_of_a_bad_value(flag, value, capsys):
+    assert main(["estimate", f"{flag}={value}"]) == 2
+    assert len(capsys.readouterr().err) < 2500
