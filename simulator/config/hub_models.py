@@ -141,7 +141,8 @@ def _index() -> dict[str, HubModel | RefusedModel]:
     table = hub_table()
     whole: dict[str, HubModel | RefusedModel] = {}
     short: dict[str, list[HubModel | RefusedModel]] = {}
-    for row in (*table.rows, *table.refused):
+    entries: tuple[HubModel | RefusedModel, ...] = (*table.rows, *table.refused)
+    for row in entries:
         for name in row.ids:
             whole[name.casefold()] = row
             rows = short.setdefault(name.casefold().rpartition("/")[2], [])
