@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -202,10 +203,8 @@ def example(tree: Any, runs: dict[int, tuple[int, str | None]], until: Any = Non
             elif op is code.BRANCH:
                 add(value[1][0])
 
-    try:
+    with suppress(Reached):
         add(tree)
-    except Reached:
-        pass
     return "".join(out)
 
 
