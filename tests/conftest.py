@@ -1,5 +1,7 @@
 """Settings of all tests. Prefer fixtures to classes, and parametrize to loops; say in each docstring what is true."""
 
+import gc
+import itertools
 import os
 import signal
 
@@ -17,10 +19,41 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# What collecting makes stays until the end: the garbage collector need not look for it, now or later.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Give each file to one worker, which so makes the fixtures of a module once. Other modes are as they are asked for.
+
+    Files go in the order of their names: by number of tests, the few long ones of a file would come last.
+    """
+    from xdist.scheduler import LoadFileScheduling
+
+    if config.option.dist != "load":
+        return None
+    config.option.loadscopereorder = False
+    return LoadFileScheduling(config, log)
+
+
+@pytest.fixture(scope="session")
+def _data_folders(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    return (folder / str(number) for number in itertools.count())
+
+
 @pytest.fixture(autouse=True)
-def _own_data_folder(tmp_path_factory, monkeypatch):
+def _own_data_folder(_data_folders, monkeypatch):
     """No test adds to the runs of the person who runs the tests."""
-    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("data")))
+    folder = next(_data_folders)
+    folder.mkdir()
+    monkeypatch.setenv("XDG_DATA_HOME", str(folder))
 
 
 @pytest.fixture(autouse=True)

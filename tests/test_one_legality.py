@@ -17,7 +17,7 @@ from simulator.config.workload import Workload
 from simulator.legality.frameworks import MESHWRIGHT
 from simulator.legality.rule import Grade
 from simulator.legality.rules import is_legal
-from simulator.pipeline.schedules.registry import SCHEDULES
+from simulator.pipeline.schedules.registry import SCHEDULES, schedule_of_plan
 from simulator.runtimes.library import runtime_spec
 from tests.planner.conftest import make_cluster
 from tests.planner.every_plan import UNBOUNDED, enumerate_candidates, grids
@@ -99,7 +99,7 @@ def test_planner_and_executor_say_the_same_of_every_plan(name: str) -> None:
 
 def layers_lie_on_stages_once(plan: Plan, model: Model, workload: Workload) -> None:
     """What was accepted can be laid out: a table for the schedule, and stages that hold every layer once."""
-    table = legal.schedule_table(plan, plan.micro_batches(workload.global_batch_size))
+    table = schedule_of_plan(plan, plan.micro_batches(workload.global_batch_size))
     parts = [p for rank in range(plan.pp) for p in legal.split(model, plan, table, rank, runtime="meshwright")]
 
     assert sorted(layer for part in parts for layer in part.layers) == list(range(model.layers))

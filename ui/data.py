@@ -103,7 +103,7 @@ def rate_curves(result: SearchResult, plans: tuple[Plan, ...], quantity: str) ->
 def changed_machine(result: SearchResult, factors: Mapping[str, float]) -> list[dict[str, Any]]:
     """Return the listed plans on a machine whose rates and memory are `factors` times what they are.
 
-    By the closed form, in the proportion of its two steps; keys are those of `MACHINE`. Rows have rank, plan, before_s,
+    By the analytical model, in the proportion of its two steps; keys are those of `MACHINE`. Rows have rank, plan, before_s,
     after_s, fits, reserved_gib. Raises PlannerError.
     """
     scale = {
@@ -322,14 +322,14 @@ class Answer:
 def frame(asked: Inputs, *, choose: bool) -> bool:
     """Get the answer that a page is about to show, and let the user choose one of its plans where `choose`.
 
-    While a search runs, that is the closed form's answer once there is one. Before it, returns False: the page shows the
+    While a search runs, that is the analytical model's answer once there is one. Before it, returns False: the page shows the
     last answer meanwhile, and ends here where there is none.
     """
     last: Answer | None = results().get("answer")
     result = search(asked)
     if result is None and (result := waiting.early("search", asked.key)) is not None:
         st.caption(
-            ":material/hourglass_top: Preliminary, by the closed form: the plans are being simulated, and may change places."
+            ":material/hourglass_top: Preliminary, by the analytical model: the plans are being simulated, and may change places."
         )
     if result is None and last is None:
         st.stop()

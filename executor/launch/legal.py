@@ -9,14 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from simulator.config.model import Model
-from simulator.config.plan import Plan, default_schedule
+from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
 from simulator.legality.frameworks import MESHWRIGHT
 from simulator.legality.networks import features
 from simulator.legality.rule import Grade, RuleFacts
 from simulator.legality.rules import problems
-from simulator.pipeline.schedules.registry import build_schedule
 from simulator.pipeline.schedules.table import Schedule
 from simulator.pipeline.stages import stage_layers
 from simulator.runtimes.library import runtime_spec
@@ -59,12 +58,6 @@ class StagePart:
     layers: range
     first: bool
     last: bool
-
-
-def schedule_table(plan: Plan, micro_batches: int) -> Schedule:
-    """Return the table of a plan's schedule; without a pipeline there is nothing for one to order."""
-    name = plan.schedule if plan.pp > 1 and plan.schedule else default_schedule(plan.virtual_stages)
-    return build_schedule(name, ranks=plan.pp, micro_batches=micro_batches, stages_per_rank=plan.virtual_stages)
 
 
 def split(model: Model, plan: Plan, table: Schedule, rank: int, *, runtime: str) -> tuple[StagePart, ...]:

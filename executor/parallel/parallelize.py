@@ -30,6 +30,7 @@ from simulator.config.model import Model
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
+from simulator.pipeline.schedules.registry import schedule_of_plan
 from simulator.runtimes.library import recompute_stops_early
 
 DTYPES = {
@@ -85,7 +86,7 @@ def parallelize(setup: Setup) -> ParallelModel:
     plan, model, workload, meshes = setup.plan, setup.model, setup.workload, setup.meshes
     legal.check(plan, model, workload, setup.runtime)
     store, compute, _ = setup.dtypes
-    table = legal.schedule_table(plan, plan.micro_batches(workload.global_batch_size))
+    table = schedule_of_plan(plan, plan.micro_batches(workload.global_batch_size))
     stages = legal.split(model, plan, table, meshes.coordinate("pp"), runtime=setup.runtime.name)
     with torch.device("meta"):
         parts = tuple(Decoder(model, s.layers, first=s.first, last=s.last).to(store) for s in stages)

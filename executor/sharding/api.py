@@ -8,7 +8,7 @@
 
 The module is captured, rank 0 asks the planner (as a process of its own) for placements and a program, and every rank keeps
 its pieces of the parameters. Inputs are whole tensors that all ranks have, or DTensors in the placements that the plan has;
-outputs are DTensors. A call is of the shapes, dtypes and flags that were captured; `capture.py` lists what else is kept of a module,
+outputs are DTensors. A call is of the shapes, dtypes and flags that were captured; `exported.py` lists what else is kept of a module,
 and what is refused.
 """
 
@@ -32,11 +32,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from executor.launch.local_ranks import child_environment
-from executor.sharding.capture import Captured, Output, ambient_autocast, capture, signature_of
-from executor.sharding.places import Place, placements_of, tokens_of
+from executor.sharding.call import Piece, ambient_autocast, check_call, signature_of
+from executor.sharding.capture import Captured, Output, capture
+from executor.sharding.places import placements_of, tokens_of
 from executor.sharding.run_program import RankProgram, State
 from simulator.sharded.graph import BUFFER, CONSTANT, INPUT, PARAMETER
-from simulator.sharded.program import Buffer, RunnableProgram, read_program
+from simulator.sharded.program import RunnableProgram, read_program
 from topology.errors import BadInput, PlannerError, UserError
 
 PLANNER_BUDGET_S = 600.0
@@ -293,29 +294,6 @@ class ShardedModule(nn.Module):
             raise UserError(f"the module was captured in {said} mode", remedy="shard it once more in the other one")
         return self
 
-    def _check_call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Raise BadInput where a call is not the one that was captured."""
-        found, wanted = signature_of(args, kwargs), self.captured.call
-        if found.tree != wanted.tree:
-            raise BadInput("a call with other arguments than were captured", remedy=f"arguments as in {wanted.tree}")
-        for number, (mine, one) in enumerate(zip(found.leaves, wanted.leaves, strict=True)):
-            if isinstance(one, tuple) and isinstance(one[0], tuple) and one[0]:
-                (first, *rest), dtype = one
-                one = ((first * self.program.micro_batches, *rest), dtype)  # noqa: PLW2901 - of all micro batches
-            if mine is not one and mine != one:
-                raise BadInput(
-                    f"argument {number + 1} is {_said(mine)}, and was captured as {_said(one)}",
-                    why="a program is of the shapes, dtypes and values that its module was captured with",
-                    remedy="shard the module once more with these arguments",
-                )
-        autocast = ambient_autocast(self.ranks.device.type)
-        if autocast != self.captured.autocast:
-            raise BadInput(
-                f"a call with autocast to {autocast}, of a module captured with {self.captured.autocast}",
-                why="casts are operators of the program",
-                remedy="the same autocast around shard and around the call",
-            )
-
     def _check_gradient(self, name: str, leaf: torch.Tensor) -> None:
         """Raise BadInput where an argument requires a gradient that the program does not make."""
         if not (leaf.requires_grad and torch.is_grad_enabled()):
@@ -330,7 +308,8 @@ class ShardedModule(nn.Module):
 
     def _values(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Return this rank's pieces of inputs and parameters by buffer. Raises BadInput for another call than the captured one."""
-        self._check_call(args, kwargs)
+        autocast = ambient_autocast(self.ranks.device.type), self.captured.autocast
+        check_call(signature_of(args, kwargs), self.captured.call, self.program.micro_batches, autocast)
         graph_inputs = [one for one in self.captured.graph.inputs if one.kind == INPUT]
         leaves = [leaf for leaf in pytree.tree_leaves((list(args), kwargs)) if isinstance(leaf, torch.Tensor)]
         values: dict[str, torch.Tensor] = {}
@@ -373,35 +352,7 @@ class ShardedModule(nn.Module):
                     remedy="redistribute it, or shard the module with these placements",
                 )
             return value.to_local()
-        return _Piece.apply(value.to(self.ranks.device), self.ranks.place, self.program.buffers[buffer])
-
-
-def _said(leaf: Any) -> str:
-    """Return what an argument is, in words."""
-    if isinstance(leaf, tuple) and len(leaf) == 2 and isinstance(leaf[1], torch.dtype):
-        return f"a tensor of {list(leaf[0])}, {leaf[1]}"
-    return repr(leaf)[:60]
-
-
-class _Piece(torch.autograd.Function):
-    """The piece that a rank has of a tensor that all ranks have; its gradient is whole again, on all of them."""
-
-    @staticmethod
-    def forward(ctx: Any, whole: torch.Tensor, place: Place, buffer: Buffer) -> torch.Tensor:
-        ctx.place, ctx.buffer, ctx.like = place, buffer, whole.new_empty(0)
-        return place.piece(whole, buffer)
-
-    @staticmethod
-    def backward(ctx: Any, *incoming: torch.Tensor) -> Any:
-        (gradient,), place, buffer = incoming, ctx.place, ctx.buffer
-        whole = ctx.like.new_zeros(buffer.shape)
-        cut = {item for spec in buffer.dims for item in spec}
-        if all(place.at[axis] == 0 for axis in place.sizes if axis not in cut):  # of copies, one counts
-            indices = [place.indices(buffer, dim).to(whole.device) for dim in range(whole.ndim)]
-            whole[torch.meshgrid(*indices, indexing="ij") if indices else ...] = gradient
-        if dist.is_initialized():
-            dist.all_reduce(whole)
-        return whole, None, None
+        return Piece.apply(value.to(self.ranks.device), self.ranks.place, self.program.buffers[buffer])
 
 
 class _Run(torch.autograd.Function):

@@ -1,34 +1,15 @@
 """Capture a module as a graph of ATen operators, with the names of its parameters and modules.
 
 `torch.export` runs the module's own Python once with tensors that have shapes and no values. What does not depend on the
-module's inputs or parameters (masks, rotary angles) is computed here and becomes a constant of the graph.
-
-What `torch.export` changes on its way, and what becomes of it:
-
-    kept
-      no_grad, enable_grad   results of a region without autograd are detached where they are used outside it
-      autocast               in the module or around `capture`: casts are written out, as the results' dtypes say
-      detach, frozen parameters  no gradient passes them
-      in-place writes to intermediate tensors, where autograd is on  written as operators that make new ones
-      tied parameters        one tensor
-      forward hooks          run while the module is captured; what they compute is part of the graph
-      training mode          as it is at the capture; a `ShardedModule` cannot be switched
-    refused, by name
-      control flow that depends on values of tensors  torch.export refuses it
-      a number made of a tensor's values (`item`, `nonzero`)
-      writes into buffers, as running statistics of batch norms in training
-      random numbers         dropout in training
-      autograd.Function      torch.export drops its backward; so does a reentrant checkpoint
-      hooks of the backward pass, on modules, parameters or tensors
-      attributes that are numbers, and that a call changes
+module's inputs or parameters (masks, rotary angles) is computed here and becomes a constant of the graph. What torch.export
+changes on its way is in `exported.py`.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +18,8 @@ from torch import nn
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
+from executor.sharding.call import Signature, autocast_of, signature_of
+from executor.sharding.exported import attribute_of, export
 from executor.sharding.places import DTYPES
 from simulator.sharded.graph import BUFFER, CONSTANT, INPUT, PARAMETER, CapturedGraph, GraphInput, GraphNode
 from topology.errors import UserError
@@ -44,7 +27,6 @@ from topology.errors import UserError
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _KINDS = {InputKind.PARAMETER: PARAMETER, InputKind.BUFFER: BUFFER, InputKind.CONSTANT_TENSOR: CONSTANT}
 _IN_PLACE_OF = {"aten.dropout.default": 0, "aten.feature_dropout.default": 0, "aten.alias.default": 0}
-_REGIONS = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
 _CASTS = ("aten.to.", "aten._to_copy.", "aten.type_as.")
 _SKIPPED = ("aten._assert", "aten.sym_constrain", "aten._assert_tensor_metadata")
 
@@ -67,24 +49,6 @@ class Captured:
 
 
 @dataclass(frozen=True, slots=True)
-class Signature:
-    """How a module is called: the structure of its arguments and, of each, shape and dtype, or what it is if it is no tensor."""
-
-    tree: Any
-    leaves: tuple[Any, ...]
-
-
-def signature_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Signature:
-    """Return the signature of a call. DTensors have the shape of the whole tensor."""
-    leaves, tree = pytree.tree_flatten((list(args), dict(kwargs)))
-    return Signature(tree, tuple(_seen(leaf) for leaf in leaves))
-
-
-def _seen(leaf: Any) -> Any:
-    return (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
-
-
-@dataclass(frozen=True, slots=True)
 class Output:
     """A result that is output `number` of the graph."""
 
@@ -96,22 +60,8 @@ def capture(module: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, An
 
     The module is not changed. Raises UserError where torch.export cannot capture it or it draws random numbers.
     """
-    _refuse_backward_hooks(module)
-    autocast = _autocast_dtype(args)
-    try:
-        with _no_backward_of_its_own(), _no_number_changed(module):
-            exported = torch.export.export(module, tuple(args), dict(kwargs or {}), strict=False)
-        _detach_regions(exported.graph_module, graded=True)
-        if any(_writes_in_place(node.target) for one in exported.graph_module.modules() for node in _nodes(one)):
-            exported = exported.run_decompositions({})
-    except UserError:
-        raise
-    except Exception as error:  # torch.export raises many kinds
-        raise UserError(
-            f"torch.export cannot capture {type(module).__name__}",
-            why=str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__,
-            remedy="a module whose control flow does not depend on values of tensors",
-        ) from error
+    autocast = autocast_of(args)
+    exported = export(module, args, kwargs or {})
     written = [spec.target for spec in exported.graph_signature.output_specs if spec.kind is OutputKind.BUFFER_MUTATION]
     if written:
         raise UserError(
@@ -145,135 +95,11 @@ def capture(module: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, An
     )
 
 
-def _refuse_backward_hooks(module: nn.Module) -> None:
-    """Raise UserError where a hook would run in the backward pass: the graph has operators alone."""
-    hooks = ("_backward_hooks", "_backward_pre_hooks", "_post_accumulate_grad_hooks")
-    named = (*module.named_modules(), *module.named_parameters())
-    found = [name for name, one in named if any(getattr(one, each, None) for each in hooks)]
-    if found:
-        raise UserError(
-            f"{found[0] or type(module).__name__} has a hook of the backward pass",
-            why="programs on ranks run operators, and no Python between them",
-            remedy="remove it, or look at gradients after the backward pass",
-        )
-
-
-@contextmanager
-def _no_number_changed(module: nn.Module) -> Iterator[None]:
-    """Refuse to change an attribute of a module that is a number: the next call would see another one."""
-    before = {id(one): (name, dict(vars(one))) for name, one in module.named_modules()}
-    original = nn.Module.__setattr__
-
-    def set_attribute(one: nn.Module, key: str, value: Any) -> None:
-        name, had = before.get(id(one), ("", {}))
-        if isinstance(value, int | float) and key in had and had[key] != value:
-            raise UserError(
-                f"{name or type(one).__name__} changes its attribute {key} when it is called",
-                why="the graph has the number of one call",
-                remedy="an argument in its place",
-            )
-        original(one, key, value)
-
-    nn.Module.__setattr__ = set_attribute  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.Module.__setattr__ = original  # type: ignore[method-assign]
-
-
-@contextmanager
-def _no_backward_of_its_own() -> Iterator[None]:
-    """Refuse functions with a backward of their own, and hooks of tensors: torch.export keeps what is computed alone."""
-    applied, register = torch.autograd.Function.__dict__["apply"], torch.Tensor.register_hook
-
-    def register_hook(tensor: torch.Tensor, hook: Any) -> Any:
-        del tensor
-        raise UserError(
-            f"{getattr(hook, '__qualname__', 'a function')} is a hook of a tensor's gradient",
-            why="torch.export drops it",
-            remedy="operators that autograd knows",
-        )
-
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if cls.__module__.split(".")[0] != "torch" or cls.__name__ == "CheckpointFunction":
-            raise UserError(
-                f"{cls.__qualname__} is an autograd.Function with a backward of its own",
-                why="torch.export keeps what it computes and drops its backward",
-                remedy="checkpoint(..., use_reentrant=False)"
-                if cls.__name__ == "CheckpointFunction"
-                else "a torch.library.custom_op with register_autograd, or operators that autograd knows",
-            )
-        return applied.__get__(None, cls)(*args, **kwargs)
-
-    torch.autograd.Function.apply = classmethod(apply)
-    torch.Tensor.register_hook = register_hook  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        torch.autograd.Function.apply = applied
-        torch.Tensor.register_hook = register  # type: ignore[method-assign]
-
-
-def _autocast_dtype(args: Sequence[Any]) -> torch.dtype | None:
-    """Return the dtype of the autocast around this call, on the device of its tensors; None where there is none."""
-    devices = {leaf.device.type for leaf in pytree.tree_leaves(list(args)) if isinstance(leaf, torch.Tensor)}
-    return ambient_autocast(next(iter(devices), "cpu"))
-
-
-def ambient_autocast(device: str) -> torch.dtype | None:
-    """Return the dtype to which autocast casts now, or None where it is off."""
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-
-
 def _tied(module: nn.Module) -> dict[str, str]:
     """Return by name of a parameter or buffer the first name of the same tensor."""
     first: dict[int, str] = {}
     every = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
     return {name: first.setdefault(id(one), name) for name, one in every}
-
-
-def _nodes(module: nn.Module) -> Sequence[torch.fx.Node]:
-    return list(module.graph.nodes) if isinstance(module, torch.fx.GraphModule) else []
-
-
-def _detach_regions(module: torch.fx.GraphModule, *, graded: bool) -> None:
-    """Detach what leaves a region without autograd, in place. Raises UserError where one writes into a tensor there."""
-    for node in _nodes(module):
-        op = str(node.target)
-        if op in _REGIONS:
-            switch, at = (node.args[0], 1) if op == "wrap_with_set_grad_enabled" else (graded, 4)
-            _detach_regions(_attribute(module, node.args[at].target), graded=bool(switch))
-        elif not graded and node.op == "call_function":
-            _detach_uses(module.graph, node)
-    module.recompile()
-
-
-def _detach_uses(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
-    """Detach the result of a node where it leaves its region, or enters one inside it."""
-    if _writes_in_place(node.target):
-        raise UserError(
-            f"{node.name} writes into a tensor without autograd ({node.target})",
-            why="gradients would pass what is overwritten",
-            remedy="the same on a detached copy",
-        )
-    made = node.args[0] if getattr(node.target, "__name__", "") == "getitem" else node
-    leaves = [user for user in node.users if user.op == "output" or str(user.target) in _REGIONS]
-    value = node.meta.get("val")
-    if (
-        not leaves
-        or str(made.target) in _REGIONS
-        or not (isinstance(value, torch.Tensor) and value.is_floating_point())
-    ):
-        return
-    with graph.inserting_after(node):
-        detached = graph.call_function(torch.ops.aten.detach.default, (node,))
-    detached.meta = dict(node.meta)
-    for user in leaves:
-        user.replace_input_with(node, detached)
-
-
-def _writes_in_place(target: Any) -> bool:
-    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable  # noqa: SLF001
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,7 +149,7 @@ class _Reader:
         """Read the nodes of a graph; return its results."""
         for node in module.graph.nodes:
             if node.op == "get_attr":
-                environment[node.name] = _attribute(module, node.target)
+                environment[node.name] = attribute_of(module, node.target)
             elif node.op == "call_function":
                 environment[node.name] = self._call(node, environment)
             elif node.op == "output":
@@ -478,13 +304,6 @@ def _draws_nothing(op: str, args: Sequence[Any]) -> bool:
     if op.startswith("aten.scaled_dot_product_attention"):
         return len(args) < 5 or not args[4]
     return op in _IN_PLACE_OF and not (args[1] and args[2])
-
-
-def _attribute(module: torch.fx.GraphModule, path: str) -> Any:
-    value: Any = module
-    for part in path.split("."):
-        value = getattr(value, part)
-    return value
 
 
 def _mapped(arguments: Any, environment: Mapping[str, Any]) -> Any:

@@ -41,7 +41,7 @@ def check_ring(
 ) -> KernelVerdict:
     """Compare attention in a ring with attention over the whole sequence; a collective call over `group`."""
     world, rank = dist.get_world_size(group), dist.get_rank(group)
-    length = 2 * MIN_CUDNN_TOKENS * world  # parts as long as those that the quickest kernels are used for
+    length = 2 * MIN_CUDNN_TOKENS * world  # parts as long as those that the fastest kernels are used for
     generator = torch.Generator().manual_seed(0)
     shapes = ((2, 4, length, 64), (2, 2, length, 64), (2, 2, length, 64), (2, 4, length, 64))
     whole = [torch.randn(shape, generator=generator).to(device=device, dtype=dtype) for shape in shapes]

@@ -192,7 +192,7 @@ def small_model(model: Model, plan: Plan) -> Model:
     heads = model.heads // model.kv_heads
     # With context parallelism by heads each of its ranks needs one.
     kv_heads = plan.tp * max(1, plan.cp, min(2, model.kv_heads // plan.tp))
-    stages = plan.pp * plan.virtual_stages
+    stages = plan.stages
     layers = max(2, stages)
     if plan.layers_per_stage:
         layers = len(plan.layers_per_stage)
@@ -239,7 +239,7 @@ def small_model(model: Model, plan: Plan) -> Model:
 
 def small_plan(plan: Plan) -> Plan:
     """Return the plan for a small model: the same, but with one layer per stage and no placement."""
-    return plan.with_(layers_per_stage=(1,) * (plan.pp * plan.virtual_stages) if plan.pp > 1 else (), placement=())
+    return plan.with_(layers_per_stage=(1,) * plan.stages if plan.pp > 1 else (), placement=())
 
 
 def small_workload(plan: Plan, workload: Workload) -> Workload:
@@ -247,7 +247,7 @@ def small_workload(plan: Plan, workload: Workload) -> Workload:
     multiple = plan.tp * 2 * plan.cp
     rounds = workload.global_batch_size // (plan.data_parallel * plan.micro_batch_size)
     if plan.pp > 1:
-        most = 2 * plan.pp * plan.virtual_stages
+        most = 2 * plan.stages
         rounds = next((n for n in range(most, plan.pp - 1, -1) if n <= rounds and n % plan.pp == 0), min(rounds, most))
     else:
         rounds = min(rounds, 2)

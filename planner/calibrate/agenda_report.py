@@ -20,7 +20,7 @@ MOST_ASSUMED = 8
 def announced(agenda: Agenda, budget_s: float) -> list[str]:
     """Return what will be measured, in order, how long each takes, and how sure the steps are before and after it."""
     count = len(agenda.wanted.steps)
-    what = f"which of {count} plans is quickest" if agenda.wanted.choice else f"{count} steps"
+    what = f"which of {count} plans is fastest" if agenda.wanted.choice else f"{count} steps"
     made = [*agenda.known, *(one.measurement for one in agenda.chosen)]
     before, after = agenda.spread_after(agenda.known), agenda.spread_after(made)
     seconds = f"about {agenda.seconds:.0f} s of {budget_s:.0f}, {STARTING_S:.0f} of them for processes to start"
@@ -85,7 +85,7 @@ def agenda_document(agenda: Agenda, whole: Profile, links: Cluster | None) -> di
 
 
 def _steps(agenda: Agenda, whole: Profile, links: Cluster | None) -> list[tuple[str, float, float]]:
-    """Return each step in words, as it was predicted before and as it is with what was measured, quickest first."""
+    """Return each step in words, as it was predicted before and as it is with what was measured, fastest first."""
     if links is None:
         return []
     machine = grow(links, max(step.plan.gpus for step in agenda.wanted.steps))

@@ -83,7 +83,7 @@ class Knowledge:
 
 
 def targets_of_differences(effects: Floats, steps: Floats) -> Targets:
-    """Return what decides between plans, given their effects (plans, terms) and predicted steps, the quickest first.
+    """Return what decides between plans, given their effects (plans, terms) and predicted steps, the fastest first.
 
     The difference of each to the first counts the more the likelier the two change places; the first step itself counts
     a little.

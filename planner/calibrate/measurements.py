@@ -30,9 +30,9 @@ from planner.calibrate.overlap_request import plan_sites
 from planner.calibrate.planned_step import PlannedStep
 from planner.calibrate.terms import Term, collective_term, effects
 from planner.io.plan_words import plan_in_words
+from simulator.analytical.scenario import Scenario
 from simulator.calibration.calibration import Calibration
 from simulator.calibration.kernel_samples import PACKING, UPDATES
-from simulator.closed_form.scenario import Scenario
 from simulator.config.model import Model
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
@@ -238,7 +238,7 @@ def messages(step: PlannedStep, cluster: Cluster) -> set[tuple[str, int, int]]:
     """
     plan = replace(step.plan, layers_per_stage=(), recompute_per_stage=())
     scenario = Scenario(
-        model=shallow(step.model, 2 * plan.pp * plan.virtual_stages + 2),
+        model=shallow(step.model, 2 * plan.stages + 2),
         cluster=step.cluster or grow(cluster, plan.gpus),
         workload=replace(step.workload, global_batch_size=plan.data_parallel * plan.micro_batch_size * plan.pp),
         runtime=step.runtime,

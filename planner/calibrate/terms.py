@@ -16,10 +16,10 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from simulator.analytical.estimates import EstimateTable, estimate_plans
+from simulator.analytical.scenario import Scenario
 from simulator.calibration.calibration import LOADING, Calibration, calibrated_host
 from simulator.calibration.measured_operators import MeasuredOperators
-from simulator.closed_form.estimates import EstimateTable, estimate_plans
-from simulator.closed_form.scenario import Scenario
 from simulator.collectives.measured import MeasuredCollectives, Model, Ratios
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime

@@ -35,7 +35,7 @@ from topology.rates.known import require_plannable
 
 SEQUENCES_PER_GPU = 8  # of a step whose configuration states no batch: enough to accumulate, quick to run
 SHOWN = 5  # changes that are listed
-PREDICTED = 8  # changes, best first by the closed form, that are predicted as the plan itself is
+PREDICTED = 8  # changes, best first by the analytical model, that are predicted as the plan itself is
 CANDIDATES = 24  # best plans of which the first that the file can say is the answer
 # Flags, and the facts of a configuration that they must not contradict.
 BESIDE = {

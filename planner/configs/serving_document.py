@@ -6,7 +6,7 @@ from typing import Any
 
 from planner.configs.serving import VERSIONS, CheckedServing
 from planner.io.output import SCHEMA_VERSION
-from planner.serving import estimate_document, listed_document
+from planner.serving.reports.documents import estimate_document, listed_document
 
 
 def checked_serving_document(where: str, checked: CheckedServing) -> dict[str, Any]:

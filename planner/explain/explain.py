@@ -167,7 +167,7 @@ def explain(
 
 
 def best_plan(question: Question, bounds: Bounds | None = None) -> Plan | None:
-    """Return the fastest plan that surely fits, else the fastest that may, by the closed form; None if there is none."""
+    """Return the fastest plan that surely fits, else the fastest that may, by the analytical model; None if there is none."""
     try:
         nodes = enumerate_nodes(question, bounds=bounds)
     except UserError:

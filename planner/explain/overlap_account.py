@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from simulator.closed_form.estimates import EstimateTable
+from simulator.analytical.estimates import EstimateTable
 from simulator.config.overlap_sites import NONE, SITES, modes_by_site, written
 from simulator.config.plan import Plan
 

@@ -49,7 +49,9 @@ def basis_lines(estimate: Estimate, method: Method) -> list[str]:
     else:
         shares = (f"{share:.0%} {source}" for source, share in estimate.sources.items() if share >= LEAST_SHARE)
         basis = f"of the step's time {', '.join(shares) or step.source}"
-    how = "simulated" if method is Method.SIMULATION else "by the closed form, as simulating it would take too long"
+    how = (
+        "simulated" if method is Method.SIMULATION else "by the analytical model, as simulating it would take too long"
+    )
     return [
         f"basis     {basis}; {how}; 80% of steps are expected between {low:+.0%} and {high:+.0%} of the value",
         f"MFU       counts model FLOPs (no recompute) against the dense peak of {estimate.peak_flops / 1e12:.0f} TFLOP/s",

@@ -120,8 +120,7 @@ def _settings(plan: Plan, *, without: Collection[str] = (), spelt_out: bool = Fa
         "sequence_parallel": "sp" if plan.sequence_parallel and plan.tp > 1 else "",
         "schedule": f"{plan.schedule_name}{stages}" if plan.pp > 1 else "",
         "tp_overlap": f"tp overlap {tp_overlap_label(plan.tp_overlap)}" if plan.tp_overlap != NONE else "",
-        "ep_overlap": f"ep overlap {plan.ep_overlap}" if plan.ep_overlap != NONE else "",
-        "offload": f"offload {plan.offload}" if plan.offload != "none" else "",
+        **{name: f"{name.replace('_', ' ')} {value}" for name, value in _chosen(plan).items()},
         "cp_method": f"cp by {context}" if context else "",
         "recompute_per_stage": _by_stage("recompute", plan.recompute_per_stage),
         "layers_per_stage": _by_stage("layers", plan.layers_per_stage),
@@ -136,6 +135,12 @@ def _settings(plan: Plan, *, without: Collection[str] = (), spelt_out: bool = Fa
         if sharded:
             found["reshard_after_forward"] += " after forward"
     return [text for name, text in found.items() if text and name not in without]
+
+
+def _chosen(plan: Plan) -> dict[str, str]:
+    """Return what a plan sets of what has a few words to choose from, where it is not the default."""
+    known = {name: getattr(plan, name) for name, known in PLAN_FIELDS.items() if known.choices}
+    return {name: value for name, value in known.items() if value != PLAN_FIELDS[name].default}
 
 
 def _by_stage(what: str, values: Sequence[object]) -> str:
@@ -162,8 +167,7 @@ def plan_name(plan: Plan) -> str:
     words += [f"mb{plan.micro_batch_size}", plan.recompute]
     if plan.reshard_after_forward is not None and plan.dp_shard * plan.cp > 1:
         words.append("reshard" if plan.reshard_after_forward else "keep")
-    words += [f"offload-{plan.offload}"] if plan.offload != "none" else []
-    words += [f"a2a-{plan.ep_overlap}"] if plan.ep_overlap != "none" else []
+    words += [f"{PLAN_FIELDS[name].short or name}-{value}" for name, value in _chosen(plan).items()]
     words += [f"overlap-{tp_overlap_slug(plan.tp_overlap)}"] if plan.tp_overlap != "none" else []
     if plan.layers_per_stage or plan.recompute_per_stage or plan.capacity_factor is not None:
         words.append(f"own-{codec.fingerprint(plan)[:4]}")  # layers or recompute modes by stage would be too long

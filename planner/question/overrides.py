@@ -136,7 +136,7 @@ def _plan(now: Plan, said: dict[str, Any], gpus: int, workload: Workload, questi
             rest *= int(stated[other]) if other != axis else 1
         stated[axis] = gpus // rest if gpus % rest == 0 else stated[axis]
     plan = complete_plan(stated, workload, question.framework, where="flags")[0]
-    same = all(getattr(plan, axis) == getattr(now, axis) for axis in (*MESH_AXES, "ep", "virtual_stages"))
+    same = all(getattr(plan, axis) == getattr(now, axis) for axis in PLAN_FIELDS["placement"].follows)
     return replace(plan, placement=now.placement) if same else plan
 
 

@@ -1,4 +1,4 @@
-"""What a plan takes by the best that the program knows: simulated where its program is short, else by the closed form.
+"""What a plan takes by the best that the program knows: simulated where its program is short, else by the analytical model.
 
 Both read one description of a pass (`simulator.passes`). Memory is the caching allocator's, replayed. Which of the two follows
 from the plan and its question alone. So a plan has one step and one memory wherever it is shown: in a list, by itself, beside
@@ -25,7 +25,7 @@ class Method(StrEnum):
     """How a step was predicted."""
 
     SIMULATION = "simulation"
-    CLOSED_FORM = "closed form"
+    ANALYTICAL = "analytical"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ def predict(question: Question, plan: Plan, *, progress: Callable[[str], None] |
     if simulated_length(question, plan):
         estimate, method = question.simulate(plan, progress=progress).estimate, Method.SIMULATION
     else:
-        estimate, method = question.estimate([plan]).estimate(0), Method.CLOSED_FORM
+        estimate, method = question.estimate([plan]).estimate(0), Method.ANALYTICAL
     return Prediction(estimate=with_replay(question, plan, estimate), method=method)
 
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from simulator.analytical.estimates import EstimateTable, estimate_plans
+from simulator.analytical.scenario import Scenario
 from simulator.calibration.calibration import Calibration
-from simulator.closed_form.estimates import EstimateTable, estimate_plans
-from simulator.closed_form.scenario import Scenario
 from simulator.config.model import Model
 from simulator.config.plan import Plan
 from simulator.config.runtime import DEFAULT_RUNTIME, Runtime
@@ -72,7 +72,7 @@ class Question(Scenario):
         return is_legal(self.problems(plan))
 
     def estimate(self, plans: Sequence[Plan], *, each_on: Sequence[Cluster] = ()) -> EstimateTable:
-        """Return step time and memory of every plan by the closed form.
+        """Return step time and memory of every plan by the analytical model.
 
         Raises Infeasible for types and optimizers that are not modelled and where a plan needs GPUs between which there is
         no path.

@@ -14,7 +14,7 @@ from typing import Any
 
 from planner.runs import comparison, runs_store
 from planner.runs.run_document import verify_run
-from simulator.closed_form.scenario import Scenario
+from simulator.analytical.scenario import Scenario
 from simulator.config.model import Model
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime

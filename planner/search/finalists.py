@@ -29,7 +29,7 @@ class Finalist:
 
     plan: Plan
     estimate: Estimate
-    method: Method = Method.CLOSED_FORM
+    method: Method = Method.ANALYTICAL
     tie: int = 0
 
 
@@ -87,9 +87,9 @@ def certainty(one: Finalist) -> int:
     return 0 if memory.fit_probability >= SURE else 1 if memory.fits else 2
 
 
-def _undominated(quickest_first: Sequence[Finalist]) -> list[Finalist]:
+def _undominated(fastest_first: Sequence[Finalist]) -> list[Finalist]:
     found: list[Finalist] = []
-    for one in quickest_first:
+    for one in fastest_first:
         if not found or one.estimate.memory.reserved_bytes < found[-1].estimate.memory.reserved_bytes:
             found.append(one)
     return found

@@ -150,14 +150,14 @@ Search = Generator[float, float, float | None]
 
 
 class _Rows:
-    """Costs plans by the closed form on changed clusters, in the proportion to `best` that they have now."""
+    """Costs plans by the analytical model on changed clusters, in the proportion to `best` that they have now."""
 
     def __init__(self, question: Question, best: Finalist, others: Sequence[Finalist]) -> None:
         self.question, self.others = question, others
         self.plans = [best.plan, *(other.plan for other in others)]
         now = self._costs([(question.cluster, plan) for plan in self.plans])
         first = best.estimate.step_s.value / now[0]
-        # What the closed form says of a plan times this is its gap to the best, as the list has it.
+        # What the analytical model says of a plan times this is its gap to the best, as the list has it.
         self.scale = [
             other.estimate.step_s.value / cost / first / _lead(best, other)
             for other, cost in zip(others, now[1:], strict=True)

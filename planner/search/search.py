@@ -1,6 +1,6 @@
 """Search: bound every legal plan, cost those that could be best, simulate the finalists, and say why the others lost.
 
-Branch and bound over the closed form (`plan_space.branch_and_bound`) finds the plans to list and proves that no other
+Branch and bound over the analytical model (`plan_space.branch_and_bound`) finds the plans to list and proves that no other
 plan of the space (`plan_space.candidates`) beats them there. It is asked for plans that surely fit, and then for all that
 may. Pipelines among them get layers and recompute modes by stage (`stages.assignment`). Every plan that is listed is then
 simulated, and the list is ordered by what came out (`finalists`). Ties go to the simpler plan, in a fixed order, so that
@@ -43,7 +43,7 @@ from topology.errors import UserError
 
 # Splits of data parallelism into replicas and shards that are costed for each plan listed, and what the simplest of them may
 # be slower, relative, to stand for all.
-KIN, KIN_MARGIN = 3, 0.02
+PER_TIE_GROUP, TIE_GROUP_MARGIN = 3, 0.02
 OBJECTIVES = ("time", "throughput", "memory", "cost", "pareto")
 
 
@@ -84,7 +84,7 @@ def suggest(
     """Return the best plans for one training step.
 
     `grow(n)` returns the cluster with n GPUs, for advice on an infeasible question. `early` receives the plans as the
-    closed form sees them, without reasons, before they are simulated. Raises Infeasible (exit 3) when no plan is legal or
+    analytical model sees them, without reasons, before they are simulated. Raises Infeasible (exit 3) when no plan is legal or
     none fits.
     """
     options = options or SearchOptions()
@@ -102,8 +102,8 @@ def suggest(
         raise no_fitting_plan(question, nodes, options.bounds, grow=grow, deadline=deadline)
     table = question.estimate([*found.plans, *found.may_fit])
     finalists = [Finalist(plan=plan, estimate=table.estimate(i)) for i, plan in enumerate(table.plans)]
-    quickest = float(table.step_s[: len(found.plans)].min())
-    finalists = [one for one in finalists if one.plan in found.plans or one.estimate.step_s.value < quickest]
+    fastest = float(table.step_s[: len(found.plans)].min())
+    finalists = [one for one in finalists if one.plan in found.plans or one.estimate.step_s.value < fastest]
     rejected = {**nodes.rejected, "memory": found.everything.legal - found.everything.fitting}
 
     def result(finalists: list[Finalist], *, reasons: bool, assumed: tuple[str, ...] = ()) -> SearchResult:
@@ -172,7 +172,7 @@ def _explore(
             nodes,
             recomputes,
             objective=objective if objective in {"memory", "pareto"} else "time",
-            keep=keep * (1 if options.all_variants or objective == "memory" else KIN),
+            keep=keep * (1 if options.all_variants or objective == "memory" else PER_TIE_GROUP),
             one_per_grid=not options.all_variants,
             deadline=deadline,
             progress=progress,
@@ -262,14 +262,14 @@ def _rank(
 def _listed_plans(
     explored: Explored, assigned: AssignedPipelines, options: SearchOptions, cluster: Cluster
 ) -> list[Plan]:
-    """Return the plans to list, best first by the closed form."""
+    """Return the plans to list, best first by the analytical model."""
     top = options.top
     if options.objective == "pareto":
         rows = pareto_rows(explored.step_s, explored.reserved_bytes)
         front = [plan_of_row(explored.columns, row, cluster) for row in rows]
         return front or [plan for plan, _ in assigned.plans[:top]]
     values = explored.reserved_bytes if options.objective == "memory" else explored.step_s
-    rows = rank_rows(explored.columns, values, top=top * KIN, all_variants=options.all_variants)
+    rows = rank_rows(explored.columns, values, top=top * PER_TIE_GROUP, all_variants=options.all_variants)
     found = [(float(values[row]), plan_of_row(explored.columns, row, cluster)) for row in rows]
     if assigned.plans:
         found = sorted([*found, *((step, plan) for plan, step in assigned.plans)], key=lambda pair: pair[0])
@@ -281,10 +281,10 @@ def _listed_plans(
 
 
 def _one_of_kin(found: Sequence[tuple[float, Plan]]) -> list[Plan]:
-    """Return the plans of (step, plan), quickest first, without those that a tie with another of its kin makes superfluous.
+    """Return the plans of (step, plan), fastest first, without those that a tie with another plan of its tie group makes superfluous.
 
-    Kin differ only in how data parallelism is split into replicas and shards, and in settings. Of such a tie the simplest
-    is kept, in the place of the quickest.
+    Plans of a tie group differ only in how data parallelism is split into replicas and shards, and in settings. Of such a tie the simplest
+    is kept, in the place of the fastest.
     """
     kept: list[tuple[float, Plan]] = []
     for step, plan in found:
@@ -293,7 +293,9 @@ def _one_of_kin(found: Sequence[tuple[float, Plan]]) -> list[Plan]:
         )
         if place is None:
             kept.append((step, plan))
-        elif len(mechanisms(plan)) < len(mechanisms(kept[place][1])) and step <= kept[place][0] * (1 + KIN_MARGIN):
+        elif len(mechanisms(plan)) < len(mechanisms(kept[place][1])) and step <= kept[place][0] * (
+            1 + TIE_GROUP_MARGIN
+        ):
             kept[place] = (kept[place][0], plan)
     return [plan for _, plan in kept]
 

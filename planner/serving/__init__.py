@@ -18,15 +18,6 @@ from planner.serving.plan_file import TASK, ServingFile, load_serving, serving_f
 from planner.serving.question.from_flags import ServingFlags, flags_of_search, serving_question
 from planner.serving.question.question import ServingQuestion
 from planner.serving.question.releases import parse_release, vllm_of
-from planner.serving.reports.documents import (
-    comparison_document,
-    estimate_document,
-    explanation_document,
-    listed_document,
-    price_per_million,
-)
-from planner.serving.reports.plan_text import print_compared, print_explained, words
-from planner.serving.reports.text import answer_sentence, deployment_text, ms_text
 from planner.serving.search import TIE, ServingPlan, ServingResult, search_serving, value_of
 from planner.serving.stated import MOST, require_pool
 
@@ -47,24 +38,14 @@ __all__ = [
     "add_to_profile",
     "all_steps",
     "answer_deployment",
-    "answer_sentence",
     "asked_run",
     "compare_answers",
-    "comparison_document",
-    "deployment_text",
-    "estimate_document",
     "explain_serving",
-    "explanation_document",
     "flags_of_search",
-    "listed_document",
     "load_rows",
     "load_serving",
-    "ms_text",
     "over_clients",
     "parse_release",
-    "price_per_million",
-    "print_compared",
-    "print_explained",
     "print_run",
     "require_pool",
     "search_serving",
@@ -75,5 +56,4 @@ __all__ = [
     "value_of",
     "vllm_of",
     "with_serving_flags",
-    "words",
 ]

@@ -21,7 +21,7 @@ from simulator.serving.traffic import Traffic
 from topology import codec
 from topology.catalog.verify import require_possible
 from topology.errors import BadPlan
-from topology.profile.profile import QUICKEST_S
+from topology.profile.profile import FASTEST_S
 from topology.ranges import Range, out_of_range
 
 SCHEMA_VERSION = 1
@@ -37,7 +37,7 @@ _RANGES: dict[str, Range] = {
     **dict.fromkeys(("ratio", "cached_ratio", "pair_ratio"), BOUNDS),
     **dict.fromkeys(("tokens", "ranks", "nodes", "tp"), (1, 1 << 31)),
     "late_s": (-LATEST_S, LATEST_S),
-    "time_s": (QUICKEST_S, 1e6),
+    "time_s": (FASTEST_S, 1e6),
 }
 
 

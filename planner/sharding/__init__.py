@@ -33,7 +33,7 @@ Reading order, which is also the order of the work:
       move_times.py       times of redistributions between all layouts of a tensor
       equivalence.py      layers that stand for one another
       message_passing.py  a lower bound of all choices, and what each alternative costs above it at least
-      by_messages.py      the choice of least time: that bound, and an exact solution of what it leaves
+      by_messages.py      the choice of least cost: that bound, and an exact solution of what it leaves
       integer_program.py  the choice as an integer program, built
       solvable_program.py and solved: linear relaxation, then branch and bound (HiGHS)
       candidates.py       options, layouts and redistributions of a whole graph, as the policy leaves them to the cost

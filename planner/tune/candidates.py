@@ -1,6 +1,6 @@
 """The plans that a tuning chooses from: every legal plan that could be the best, with its predicted time and memory.
 
-Branch and bound (`planner.search.plan_space`) removes plans that cannot be among the quickest few hundred; what is left is
+Branch and bound (`planner.search.plan_space`) removes plans that cannot be among the fastest few hundred; what is left is
 costed as the simulation counts it. Plans that are predicted to need a little more memory than there is stay in: the
 prediction of memory is as uncertain as that of time.
 """
@@ -18,9 +18,9 @@ from planner.question.question import Question
 from planner.search.plan_space.branch_and_bound import Explored, explore
 from planner.search.plan_space.candidates import Bounds, enumerate_nodes, plan_of
 from planner.search.plan_space.screened import grids_of
+from simulator.analytical.estimates import estimate_plans
 from simulator.bounds.screening import Screening
 from simulator.calibration.intervals import memory_factors
-from simulator.closed_form.estimates import estimate_plans
 from simulator.columns.plan_columns import concatenate
 from simulator.config.estimate import Estimate
 from simulator.config.plan import Plan
@@ -28,8 +28,8 @@ from simulator.config.runtime import Runtime
 from topology import codec
 from topology.errors import Infeasible
 
-QUICKEST = 160  # plans that are costed, by the closed form
-GRIDS = 40  # and the quickest plan of so many sets of degrees, for when a whole family of plans fails
+FASTEST = 160  # plans that are costed, by the analytical model
+GRIDS = 40  # and the fastest plan of so many sets of degrees, for when a whole family of plans fails
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidates:
-    """`plans`, quickest predicted first. `legal` plans there are in all."""
+    """`plans`, fastest predicted first. `legal` plans there are in all."""
 
     plans: tuple[Candidate, ...]
     legal: int
@@ -65,7 +65,7 @@ def candidates_of(
     question: Question,
     *,
     bounds: Bounds | None = None,
-    quickest: int = QUICKEST,
+    fastest: int = FASTEST,
     progress: Callable[[str], None] | None = None,
 ) -> Candidates:
     """Return the plans that could be the best. Raises Infeasible (exit 3) where no plan is legal or none may fit."""
@@ -80,16 +80,14 @@ def candidates_of(
     recomputes = (bounds.words("recompute") if bounds else None) or question.framework.recomputes
     # Memory may be over-predicted by as much as its range says.
     screening = replace(Screening(question), share=1 / memory_factors()[0])
-    best = explore(screening, nodes, recomputes, keep=quickest, one_per_grid=False, progress=progress)
+    best = explore(screening, nodes, recomputes, keep=fastest, one_per_grid=False, progress=progress)
     apart = explore(screening, nodes, recomputes, keep=GRIDS, one_per_grid=True, progress=progress)
     if not len(best):
         raise Infeasible(
             f"no plan of {question.model.name} fits {question.count} GPUs of {question.cluster.name}",
             remedy="planner suggest with the same flags says what is missing, and how many GPUs would do",
         )
-    columns = concatenate(
-        [best.columns.take(_quickest(best)[:quickest]), apart.columns.take(_quickest_of_grids(apart))]
-    )
+    columns = concatenate([best.columns.take(_fastest(best)[:fastest]), apart.columns.take(_fastest_of_grids(apart))])
     plans = list(dict.fromkeys(plan_of(columns, row, question.cluster) for row in range(len(columns))))
     table = estimate_plans(question, plans)
     return in_order(
@@ -98,19 +96,19 @@ def candidates_of(
     )
 
 
-def _quickest(found: Explored) -> NDArray[np.intp]:
-    """Return rows, quickest first."""
+def _fastest(found: Explored) -> NDArray[np.intp]:
+    """Return rows, fastest first."""
     return np.argsort(found.step_s, kind="stable")
 
 
-def _quickest_of_grids(found: Explored) -> NDArray[np.intp]:
-    """Return the quickest row of each set of degrees, quickest first."""
-    order = _quickest(found)
+def _fastest_of_grids(found: Explored) -> NDArray[np.intp]:
+    """Return the fastest row of each set of degrees, fastest first."""
+    order = _fastest(found)
     _, first = np.unique(grids_of(found.columns)[order], return_index=True)
     return order[np.sort(first)][:GRIDS]
 
 
 def in_order(plans: Sequence[Candidate], *, legal: int) -> Candidates:
-    """Return candidates with the quickest predicted first."""
+    """Return candidates with the fastest predicted first."""
     known = [one for one in plans if math.isfinite(one.estimate.step_s.value)]
     return Candidates(plans=tuple(sorted(known, key=lambda one: one.estimate.step_s.value)), legal=legal)

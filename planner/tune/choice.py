@@ -37,7 +37,7 @@ class Best:
 
 
 def best_of(candidates: Candidates, trials: Sequence[Trial]) -> Best | None:
-    """Return the quickest plan measured; None where none was."""
+    """Return the fastest plan measured; None where none was."""
     timed = [(trial.step_s, row) for trial in trials if trial.step_s and (row := candidates.row(trial.key)) is not None]
     if not timed:
         return None
@@ -102,7 +102,7 @@ def _first(beliefs: Beliefs, rows: Sequence[int]) -> Chosen:
     """Return the first trial: the plan with the least expected time over the probability that it runs."""
     chance = np.maximum(beliefs.fits * beliefs.runs, 1e-9)
     row = min(rows, key=lambda one: float(beliefs.step.mean[one]) - math.log(float(chance[one])))
-    reason = "believed quickest"
+    reason = "believed fastest"
     if beliefs.fits[row] < SURE:
         reason += f", and {float(beliefs.fits[row]):.0%} likely to fit"
     return Chosen(row=row, why=reason, predicted_s=beliefs.step.interval(row))

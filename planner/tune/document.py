@@ -49,7 +49,7 @@ def tune_document(view: View, *, within: float, state: str | None, learned: str 
 
 
 def finalists(view: View, count: int = FINALISTS) -> list[int]:
-    """Return the plans that are believed quickest among those that may run."""
+    """Return the plans that are believed fastest among those that may run."""
     step, beliefs = view.beliefs.step, view.beliefs
     rows = [row for row in range(len(view.candidates)) if beliefs.fits[row] * beliefs.runs[row] > 0.05]
     return sorted(rows, key=lambda row: float(step.mean[row]))[:count]

@@ -36,7 +36,7 @@ class History:
 
 
 def history(view: View, *, within: float, unknown_machine: bool = False) -> History:
-    """Return the posterior of the plans that matter in the end: those measured quickest and those believed quickest."""
+    """Return the posterior of the plans that matter in the end: those measured fastest and those believed fastest."""
     rows = _finalists(view)
     found: list[Believed] = []
     left = []

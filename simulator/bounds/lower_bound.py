@@ -2,7 +2,7 @@
 
 A rank's device runs its passes and copies and receives its messages one after the other; its host issues all of it; the
 first micro batch passes other ranks before it gets there, and the last one after it has left. Nothing else that a step may
-wait for is counted, so the account of a step (`simulator.closed_form.account`), which walks through all of it, is never
+wait for is counted, so the account of a step (`simulator.analytical.account`), which walks through all of it, is never
 below. Block costs are summed over the blocks that a rank holds.
 """
 
@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from simulator.analytical.clocks import fastest
+from simulator.analytical.layer_cost import BlockCost
 from simulator.bounds.least_traffic import LeastTraffic
-from simulator.closed_form.clocks import quickest
-from simulator.closed_form.layer_cost import BlockCost
 from simulator.columns.plan_columns import distinct
 from simulator.columns.plan_table import Floats
 from simulator.config.plan import Plan
@@ -50,13 +50,13 @@ class RankBounds:
     """What each pipeline rank alone says of the step at least, in seconds, shape (plans, ranks).
 
     A rank that begins `since` after the first of the pipeline is done no earlier than `own_s` later, and what it has
-    computed then goes home: `max(since - put_off_s, tail_s)` more. `passing_s` is by how much the next rank begins later than it.
+    computed then ends its last backward pass: `max(since - deferred_s, tail_s)` more. `passing_s` is by how much the next rank begins later than it.
     However early it begins, it takes `alone_s`.
     """
 
     own_s: Floats
     tail_s: Floats
-    put_off_s: Floats
+    deferred_s: Floats
     passing_s: Floats
     alone_s: Floats
 
@@ -77,7 +77,7 @@ class LowerBound:
         self.context, self.layout, self.blocks, self.parameters = context, layout, blocks, parameters
         self.table, self.spec = context.table, context.spec
         self._message_bytes = message_bytes
-        self._clocks = quickest(context)
+        self._clocks = fastest(context)
         self._stages = np.maximum(self.table["virtual_stages"], 1.0)
 
     def step_s(self) -> Floats:
@@ -107,11 +107,13 @@ class LowerBound:
         own = self._own_s(device, hop, traffic) + traffic.last_s
         # A message is the receiver's: on the way there the rank's own is counted already.
         inner = self.layout.rank > 0
-        put_off = np.where(off, np.minimum(self.table.micro_batches[:, None], self._late_passes()) * device.weight, 0.0)
+        deferred = np.where(
+            off, np.minimum(self.table.micro_batches[:, None], self._late_passes()) * device.weight, 0.0
+        )
         return RankBounds(
             own_s=own,
             tail_s=np.broadcast_to(traffic.backward.exposed_s, own.shape),
-            put_off_s=put_off + np.where(inner, hop, 0.0),
+            deferred_s=deferred + np.where(inner, hop, 0.0),
             passing_s=passing + 2.0 * hop,
             alone_s=np.maximum(self._wire_s(device, traffic), self._issuing_s()) + traffic.last_s,
         )
@@ -193,7 +195,7 @@ class LowerBound:
     # --- one micro batch on a rank ------------------------------------------------------------------------------
 
     def device(self) -> RankPasses:
-        """Return what kernels, at the quickest clocks, and the communication between them take."""
+        """Return what kernels, at the fastest clocks, and the communication between them take."""
         slower = 1.0 - self._clocks
 
         def seconds(cost: str) -> Floats:
@@ -288,11 +290,11 @@ class LowerBound:
             for layer, once in ((layer_forward, first), (layer_back, last))
         )
         there = np.maximum(there - hop, 0.0)
-        # Weight gradients put off may be what a rank does while the last micro batch goes home.
-        put_off = np.where(off, np.minimum(m, self._late_passes()) * device.weight, 0.0)
+        # Weight gradients put off may be what a rank does while the last micro batch ends its backward pass.
+        deferred = np.where(off, np.minimum(m, self._late_passes()) * device.weight, 0.0)
         passing = device.both - np.where(off, device.weight, 0.0)
         once = (alike * passing).sum(axis=1)[:, None]
-        return np.asarray(np.maximum(there + own + np.maximum(home - put_off, tail), once))
+        return np.asarray(np.maximum(there + own + np.maximum(home - deferred, tail), once))
 
     def _late_passes(self) -> Floats:
         """Return how many micro batches' weight gradients a rank may owe at most when its last input gradient begins."""

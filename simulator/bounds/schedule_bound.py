@@ -2,7 +2,7 @@
 
 A pass takes no less than its kernels, the copies of parameters that are not there, and the gathers that each unit waits for.
 Hosts, traffic of other streams beside compute, and gathers ahead of a pass are left out, so the account of a step
-(`simulator.closed_form.account`), which has all of them, is never below. A table is walked once for all plans that share it.
+(`simulator.analytical.account`), which has all of them, is never below. A table is walked once for all plans that share it.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from simulator.analytical.account import AccountInputs, hops_of, plan_of, stage_units, walked_together
+from simulator.analytical.block_times import BlockTimes
+from simulator.analytical.clocks import fastest
 from simulator.bounds.least_traffic import LeastTraffic, UnitTraffic
-from simulator.closed_form.account import AccountInputs, hops_of, plan_of, stage_units, walked_together
-from simulator.closed_form.block_times import BlockTimes
-from simulator.closed_form.clocks import quickest
 from simulator.columns.plan_table import Floats
 from simulator.pipeline.schedule_program import TURNS
 from simulator.pipeline.schedule_walk import Gathered, Message, PassKind, Table, table_of, walked
@@ -43,7 +43,7 @@ def scheduled_at_least_s(inputs: AccountInputs) -> Floats:
     piped = np.nonzero(inputs.context.table["pp"] > 1)[0]
     if not len(piped):
         return least
-    inputs = replace(inputs, clocks=np.full(len(least), quickest(inputs.context)))
+    inputs = replace(inputs, clocks=np.full(len(least), fastest(inputs.context)))
     some = inputs.take(piped, inputs.context.take(piped))
     for rows in walked_together(some.context.table, some.context, traffic=False):
         mine = some.take(rows, some.context.take(rows))

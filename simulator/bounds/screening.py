@@ -1,4 +1,4 @@
-"""The closed form for searches: many plans as columns, in three rounds of rising price, the dear ones for few.
+"""The analytical model for searches: many plans as columns, in three rounds of rising price, the dear ones for few.
 
     screening = Screening(scenario)
     shared = screening.blocks(columns, modes)            # operators, once for all plans that run the same
@@ -20,15 +20,15 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from simulator.analytical.account import Account, AccountInputs, account_inputs, account_plans
+from simulator.analytical.allocator import flush_s
+from simulator.analytical.estimates import calibrated_operators, cost_context, known_costs, network_blocks
+from simulator.analytical.layer_cost import BlockCost
+from simulator.analytical.memory import CONTEXT_BYTES, MemoryColumns, memory_columns
+from simulator.analytical.scenario import Scenario
 from simulator.bounds.lower_bound import LowerBound
 from simulator.bounds.schedule_bound import scheduled_at_least_s
 from simulator.calibration.calibration import RuntimeCosts
-from simulator.closed_form.account import Account, AccountInputs, account_inputs, account_plans
-from simulator.closed_form.allocator import flush_s
-from simulator.closed_form.estimates import calibrated_operators, cost_context, known_costs, network_blocks
-from simulator.closed_form.layer_cost import BlockCost
-from simulator.closed_form.memory import CONTEXT_BYTES, MemoryColumns, memory_columns
-from simulator.closed_form.scenario import Scenario
 from simulator.columns.plan_columns import PlanColumns, distinct, words
 from simulator.columns.plan_table import Floats, PlanTable, table_of_columns
 from simulator.config.runtime import TF32
@@ -97,7 +97,7 @@ class Screening:
         return calibrated_operators(self.scenario)
 
     def table(self, columns: PlanColumns) -> PlanTable:
-        """Return the columns as the closed form reads them. Raises BadPlan for words the runtime does not know."""
+        """Return the columns as the analytical model reads them. Raises BadPlan for words the runtime does not know."""
         recompute = columns.recompute
         for word in words(recompute):
             canonical = canonical_recompute(word, self.scenario.runtime)
@@ -216,5 +216,5 @@ class ScreenedPlans:
         return np.asarray(self.known.held_bytes(peak, state).max(axis=1))
 
     def flush_s(self, reserved_bytes: Floats) -> Floats:
-        """Return what `step_s` leaves out: seconds that a nearly full allocator costs (`simulator.closed_form.allocator`)."""
+        """Return what `step_s` leaves out: seconds that a nearly full allocator costs (`simulator.analytical.allocator`)."""
         return flush_s(self.context.groups, reserved_bytes, self.screening.capacity_bytes, self.known.flush_s)

@@ -153,6 +153,7 @@ class Plan:
     ep_overlap: str = entry(
         "none",
         "overlap of experts' all-to-all",
+        short="a2a",
         choices=EP_OVERLAPS,
         yes="combined",
         flag="--ep-overlap",
@@ -169,6 +170,11 @@ class Plan:
     def data_parallel(self) -> int:
         """Ranks that see different sequences."""
         return self.dp_replicate * self.dp_shard
+
+    @property
+    def stages(self) -> int:
+        """Stages of the pipeline, over all its ranks."""
+        return self.pp * self.virtual_stages
 
     @property
     def schedule_name(self) -> str:

@@ -48,7 +48,7 @@ _KINDS = {
 class PlanField:
     """One field of a plan. `name`, `kind`, `optional` and `default` are those of the dataclass.
 
-    `words` is what people call it, `short` its sign in a product of degrees, which only degrees have.
+    `words` is what people call it, `short` its sign in a product of degrees and in names of plans.
     `flag` and `help` are the option of commands about one plan, "" where there is none. `search_help` ends the help of
     the option of `suggest` that lets a search choose among stated values only; "" where a search takes none.
     `least` and `most` are the range of whole numbers; `choices` the words there are, none of them where a framework may

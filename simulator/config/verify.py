@@ -115,7 +115,7 @@ def _verify_value(value: Any, known: PlanField, where: str) -> None:
 
 def verify_lists(plan: Plan, *, where: str, layers: int, gpus: int) -> None:
     """Raise BadPlan where a list of a plan does not match its stages or ranks, the model's layers, the cluster's GPUs."""
-    stages = plan.pp * plan.virtual_stages
+    stages = plan.stages
     listed, placed = plan.layers_per_stage, plan.placement
     if listed and (len(listed) != stages or sum(listed) != layers):
         raise BadPlan(

@@ -49,7 +49,7 @@ SINGLE = (
 CONTAINED = ("collective_s", "forward_layer_s", "backward_layer_s")
 # Spreads of logarithms. Of a run's median step around any description: so much, and a share of how far its steps scatter, which
 # is not all chance from step to step: the same layer on one host takes 4 to 9 % more or less in another process. Of hosts as a whole, and of launches and other costs beyond that: launches say how quick a host is, what
-# parallelism adds differs by 2 to 5 from the quickest to the slowest (examples/profiles/hosts.md).
+# parallelism adds differs by 2 to 5 from the fastest to the slowest (examples/profiles/hosts.md).
 RUN_NOISE = 0.03
 STEP_SHARE = 0.4
 HOST_SPREAD = 0.5

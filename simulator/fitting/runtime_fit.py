@@ -16,9 +16,9 @@ import numpy as np
 import scipy  # its parts are loaded when first used
 from numpy.typing import NDArray
 
+from simulator.analytical.estimates import EstimateTable, estimate_plans
+from simulator.analytical.scenario import Scenario
 from simulator.calibration.calibration import Calibration, RuntimeCosts
-from simulator.closed_form.estimates import EstimateTable, estimate_plans
-from simulator.closed_form.scenario import Scenario
 from simulator.config.model import Model
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
@@ -139,7 +139,7 @@ def run_of(sample: LayerSample) -> Run | None:
     verify_lists(run.plan, where="layers", layers=run.model.layers, gpus=run.plan.gpus)
     verify_workload(run.workload, where="layers")
     verify_runtime(run.runtime, where="layers")
-    if (stages := run.plan.pp * run.plan.virtual_stages) > run.model.layers:
+    if (stages := run.plan.stages) > run.model.layers:
         raise BadPlan(f"layers: the plan has {stages} stages", why=f"the model has {run.model.layers} layers")
     return None if run.runtime.not_modelled or run.seconds <= 0 else run
 

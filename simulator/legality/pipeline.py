@@ -89,7 +89,7 @@ def _m(p: Plan, q: RuleFacts) -> int:
 
 
 def _stage_text(p: Plan) -> str:
-    return f"pp {p.pp} x virtual stages {p.virtual_stages} = {p.pp * p.virtual_stages} stages"
+    return f"pp {p.pp} x virtual stages {p.virtual_stages} = {p.stages} stages"
 
 
 def _stage_sentence(p: Plan) -> str:
@@ -111,7 +111,7 @@ PIPELINE_RULES: list[Rule] = [
     ),
     rule(
         "pipeline-length",
-        lambda c, q: c.pp * c.pp * c.virtual_stages > MOST_PASSES,
+        lambda c, q: c.pp * c.stages > MOST_PASSES,
         lambda p, q: with_nearest(
             "pp",
             [1 << power for power in range(10) if (p.virtual_stages << 2 * power) <= MOST_PASSES],
@@ -172,7 +172,7 @@ PIPELINE_RULES: list[Rule] = [
         lambda p, q: with_nearest(
             "pp",
             [d for d in range(1, q.model.layers + 1) if q.model.layers % (d * p.virtual_stages) == 0],
-            f"{q.model.layers} layers % ({_stage_text(p)}) = {q.model.layers % (p.pp * p.virtual_stages)}: Megatron-LM "
+            f"{q.model.layers} layers % ({_stage_text(p)}) = {q.model.layers % p.stages}: Megatron-LM "
             "needs equal stages, or layers_per_stage spelt out (--pipeline-model-parallel-layout)",
         ),
         level=Level.BATCH,
@@ -187,11 +187,7 @@ PIPELINE_RULES: list[Rule] = [
         ),
         lambda p, q: (
             f"{q.model.layers} layers on {_stage_text(p)} need --account-for-loss-in-pipeline-split"
-            + (
-                " and --account-for-embedding-in-pipeline-split"
-                if (q.model.layers + 2) % (p.pp * p.virtual_stages) == 0
-                else ""
-            )
+            + (" and --account-for-embedding-in-pipeline-split" if (q.model.layers + 2) % p.stages == 0 else "")
         ),
         grade=Grade.LEGAL,
         level=Level.BATCH,
@@ -205,7 +201,7 @@ PIPELINE_RULES: list[Rule] = [
         lambda p, q: with_nearest(
             "pp",
             [d for d in range(1, q.model.layers + 1) if q.model.layers % (d * p.virtual_stages) == 0],
-            f"{q.model.layers} layers % ({_stage_text(p)}) = {q.model.layers % (p.pp * p.virtual_stages)}: the longest "
+            f"{q.model.layers} layers % ({_stage_text(p)}) = {q.model.layers % p.stages}: the longest "
             "stage sets the pace",
         ),
         grade=Grade.SLOW,

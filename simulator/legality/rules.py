@@ -50,7 +50,7 @@ def plan_problems(plan: Plan, facts: RuleFacts) -> Iterator[Problem]:
     # Columns are 64-bit: a product beyond that would wrap around and might look legal.
     if plan.gpus * plan.ep * plan.virtual_stages * plan.micro_batch_size >= 1 << 62:
         yield Problem(rule="range", grade=Grade.ILLEGAL, message=f"the degrees multiply to {plan.gpus:.3g} GPUs")
-    stages = plan.pp * plan.virtual_stages
+    stages = plan.stages
     listed = plan.layers_per_stage
     if listed and (len(listed) != stages or sum(listed) != facts.model.layers or min(listed) < 0):
         yield Problem(

@@ -1,4 +1,4 @@
-"""A pipeline rank that writes down what it is told, as instructions: `simulator.step.rank.Rank` for one plan."""
+"""A pipeline rank that writes down what it is issued, as instructions: `simulator.step.rank.Rank` for one plan."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ class CodeOfUnits:
 
 
 @dataclass(slots=True)
-class Told:
-    """One pass of a pair: its units with what was told before each of them, and what was told last."""
+class IssuedPass:
+    """One pass of a pair: its units with what was issued before each of them, and what was issued last."""
 
     runs: list[tuple[list[Instruction], Unit, Pass]]
     rest: list[Instruction]
@@ -89,7 +89,7 @@ class CodeRank:
     _paired: bool = False
     _start: int = 0
     _runs: list[tuple[int, Unit, Pass]] = field(default_factory=list)  # of one pass of a pair, and where they belong
-    _backward: Told | None = None
+    _backward: IssuedPass | None = None
 
     def begin(self, unit: Unit) -> None:
         """Every unit is written down."""
@@ -100,11 +100,11 @@ class CodeRank:
     def begin_pair(self) -> None:
         self._paired, self._start = True, self.code.length
 
-    def turn_pair(self) -> None:
-        self._backward = self._told()
+    def next_of_pair(self) -> None:
+        self._backward = self._issued_pass()
 
     def end_pair(self) -> None:
-        forward, backward = self._told(), self._backward
+        forward, backward = self._issued_pass(), self._backward
         self._paired, self._backward = False, None
         if backward is not None:
             self._interleave(forward, backward)
@@ -124,41 +124,43 @@ class CodeRank:
             self.code.add(RecordEvent(event=f"{MARK}{self._passes}", stream=COMPUTE))
             self._passes += 1
 
-    def _told(self) -> Told:
-        """Take back what was told of one pass of a pair."""
+    def _issued_pass(self) -> IssuedPass:
+        """Take back what was issued of one pass of a pair."""
         start, runs = self._start, self._runs
         written = self.code.cut(start)
         edges = [0, *(at - start for at, _, _ in runs), len(written)]
-        told = [written[one:other] for one, other in pairwise(edges)]
+        issued = [written[one:other] for one, other in pairwise(edges)]
         self._runs = []
-        return Told([(before, unit, which) for before, (_, unit, which) in zip(told, runs, strict=False)], told[-1])
+        return IssuedPass(
+            [(before, unit, which) for before, (_, unit, which) in zip(issued, runs, strict=False)], issued[-1]
+        )
 
-    def _interleave(self, forward: Told, backward: Told) -> None:
+    def _interleave(self, forward: IssuedPass, backward: IssuedPass) -> None:
         """Write both passes: their layers in turns, the head and the embedding alone."""
         code, pair = self.code, PairWriter(self.code, self.units.steps)
-        for told in (backward, forward):
-            while told.runs and not told.in_layer:
-                self._alone(told)
+        for issued in (backward, forward):
+            while issued.runs and not issued.in_layer:
+                self._alone(issued)
         while forward.in_layer or backward.in_layer:
             parts = {}
-            for told in (backward, forward):
-                parts[id(told)] = NOTHING
-                if told.in_layer:
-                    before, unit, which = told.runs.pop(0)
+            for issued in (backward, forward):
+                parts[id(issued)] = NOTHING
+                if issued.in_layer:
+                    before, unit, which = issued.runs.pop(0)
                     code.extend(before)
-                    parts[id(told)] = self.units.parts(unit, which)
+                    parts[id(issued)] = self.units.parts(unit, which)
             pair.layer(parts[id(forward)], parts[id(backward)])
-            for part in parts.values():
-                if part is not NOTHING:
+            for written in parts.values():
+                if written is not NOTHING:
                     self._mark()
         pair.end()
-        for told in (forward, backward):
-            while told.runs:
-                self._alone(told)
-            code.extend(told.rest)
+        for issued in (forward, backward):
+            while issued.runs:
+                self._alone(issued)
+            code.extend(issued.rest)
 
-    def _alone(self, told: Told) -> None:
-        before, unit, which = told.runs.pop(0)
+    def _alone(self, issued: IssuedPass) -> None:
+        before, unit, which = issued.runs.pop(0)
         self.code.extend(before)
         self.units.steps.write(self.code, self.units.passed(unit, which))
         self._mark()

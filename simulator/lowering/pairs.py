@@ -37,7 +37,7 @@ def parts_of(steps: Sequence[Step], name: str, detail: Detail, *, weights_later:
             cut[-1].append(step)
     cut += [[] for _ in range(3 - len(cut))]
     later = [[s for s in part if weights_later and isinstance(s, KernelStep) and s.weight] for part in cut]
-    now = [[s for s in part if not any(s is w for w in put_off)] for part, put_off in zip(cut, later, strict=True)]
+    now = [[s for s in part if not any(s is w for w in deferred)] for part, deferred in zip(cut, later, strict=True)]
     return Parts(
         steps=tuple(merged(part, f"{name} {number}", detail) for number, part in enumerate(now)),
         weights=tuple(merged(part, f"{name} weights {number}", detail) for number, part in enumerate(later)),

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from simulator.closed_form.account import WALKED
-from simulator.closed_form.estimates import EstimateTable, estimate_plans
-from simulator.closed_form.scenario import Scenario
+from simulator.analytical.account import WALKED
+from simulator.analytical.estimates import EstimateTable, estimate_plans
+from simulator.analytical.scenario import Scenario
 from simulator.config.estimate import Estimate
 from simulator.config.model import Model
 from simulator.config.plan import Plan
@@ -30,7 +30,7 @@ PER_LAYER, PER_STAGE = 24, 14
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulated:
-    """`estimate` has the step, its interval and rates, and the memory of the closed form; `run` is the timeline it was read from."""
+    """`estimate` has the step, its interval and rates, and the memory of the analytical model; `run` is the timeline it was read from."""
 
     estimate: Estimate
     run: Run
@@ -56,7 +56,7 @@ def program_length(model: Model, workload: Workload, plan: Plan, *, micro_batche
     folding its ranks takes; with other `micro_batches` than the step has, where they are given.
     """
     passes = 2 * (micro_batches or plan.micro_batches(workload.global_batch_size))
-    stages = plan.pp * plan.virtual_stages * PER_STAGE
+    stages = plan.stages * PER_STAGE
     transfers = 1 + 2 * (plan.tp > 1) + (plan.cp > 1) + (plan.ep > 1)
     return passes * (model.layers * PER_LAYER * transfers / 2 + stages) + plan.gpus * INSTRUCTIONS_PER_RANK
 
@@ -70,7 +70,7 @@ def simulate_plan(
     micro_batches: int | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Simulated:
-    """Return the simulated step. Without `spans` the trace stays empty and the breakdown is the closed form's, scaled to the
+    """Return the simulated step. Without `spans` the trace stays empty and the breakdown is the analytical model's, scaled to the
     simulated step; with `micro_batches` the run, and only the run, is of a step with so many, and marks the ends of passes
     (`lower_training`). `progress` is told how far it is; what it raises ends the work.
 
@@ -93,7 +93,7 @@ def simulate_plan(
 
 
 def _estimate(table: EstimateTable, run: Run, *, spans: bool) -> Estimate:
-    """Return the closed form's estimate with the time of the run in place of its own."""
+    """Return the analytical model's estimate with the time of the run in place of its own."""
     formula = table.estimate(0)
     flushing = formula.breakdown_s["allocator"]
     step_s = run.step_s + flushing  # what a full allocator costs is not simulated
@@ -114,7 +114,7 @@ def _estimate(table: EstimateTable, run: Run, *, spans: bool) -> Estimate:
 def _parts_s(formula: Estimate, run: Run) -> tuple[dict[str, float], dict[str, float]]:
     """Return the parts of the simulated step, and its exposed communication by mesh axis.
 
-    What one span holds is split as the closed form has it: computing anew and contention in a kernel.
+    What one span holds is split as the analytical model has it: computing anew and contention in a kernel.
     """
     seen, axes = breakdown_s(run), formula.exposed_by_axis_s or {"dp": 0.0}
     computed = {name: formula.breakdown_s.get(name, 0.0) for name in ("compute", "recompute", "contention")}
@@ -133,7 +133,7 @@ def breakdown_s(run: Run) -> dict[str, float]:
     Each moment counts once: compute before exposed communication before copies before waiting for partners, which is
     bubble; what is left is the host where it alone was busy, else bubble, too.
 
-    The account (`simulator.closed_form.account`) names waits by what ends them, not by what else went on: a wait that a
+    The account (`simulator.analytical.account`) names waits by what ends them, not by what else went on: a wait that a
     late launch ends is the host's though a partner was waited for meanwhile. Steps agree, and so do the sums of
     communication, bubble and host; which of the three a wait of a host-bound step is called does not.
     """

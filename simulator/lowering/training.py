@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from simulator.closed_form.estimates import calibrated_operators, cost_context, with_canonical_recompute
-from simulator.closed_form.scenario import Scenario
+from simulator.analytical.estimates import calibrated_operators, cost_context, with_canonical_recompute
+from simulator.analytical.scenario import Scenario
 from simulator.columns.plan_table import plan_table
 from simulator.config.plan import Plan
 from simulator.lowering.block_code import Detail
@@ -14,7 +14,7 @@ from simulator.lowering.machine_costs import MachineCosts
 from simulator.lowering.network import Network
 from simulator.lowering.writing import StepWriter
 from simulator.pipeline.schedule_program import TURNS, last_backwards, peak_in_flight, pipeline_program
-from simulator.pipeline.schedules.registry import build_schedule
+from simulator.pipeline.schedules.registry import schedule_of_plan
 from simulator.pipeline.schedules.table import Action, Schedule
 from simulator.program.program import CodeWriter, Groups, Program
 from simulator.runtimes.library import operators_for, wraps_one
@@ -45,14 +45,14 @@ def lower_training(
     """Return the program of one training step, with other `micro_batches` than it has where they are given. Raises BadPlan for a
     schedule or recompute word that does not exist.
 
-    `clocks` multiplies kernel times, as the closed form found for the step as a whole (`EstimateTable.clocks`). With `marks`
+    `clocks` multiplies kernel times, as the analytical model found for the step as a whole (`EstimateTable.clocks`). With `marks`
     ranks record an event at the end of every pass of a unit.
     """
     return _Lowering(scenario, plan, detail, clocks, micro_batches).lower(marks=marks)
 
 
 def plan_context(scenario: Scenario, plan: Plan) -> CostContext:
-    """Return what the costs of a single plan depend on: the closed form's context, with one row."""
+    """Return what the costs of a single plan depend on: the analytical model's context, with one row."""
     operators = calibrated_operators(scenario)
     table = plan_table(
         [with_canonical_recompute(plan, scenario.runtime)],
@@ -73,13 +73,8 @@ class _Lowering:
         self.context = replace(context, roofline=slowed)
         self.plan = self.context.table.plans[0]
         self.spec, self.paired = self.context.spec, self.plan.ep_overlap != "none"
-        self.schedule = build_schedule(
-            self.plan.schedule_name,
-            ranks=self.plan.pp,
-            micro_batches=micro_batches or self.plan.micro_batches(scenario.workload.global_batch_size),
-            stages_per_rank=self.plan.virtual_stages,
-            paired=self.paired,
-        )
+        counted = micro_batches or self.plan.micro_batches(scenario.workload.global_batch_size)
+        self.schedule = schedule_of_plan(self.plan, counted)
         operators = operators_for(self.model, self.runtime)
         self.network = Network(self.model, operators, self.context)
         self.walk = StepWalk(self.context, operators, self.network.stages, single=self.schedule.micro_batches <= 1)

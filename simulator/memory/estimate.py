@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import numpy as np
 
+from simulator.analytical.allocator import FLUSH_S_PER_BYTE, known_flush_s, retry_probability
+from simulator.analytical.estimates import estimate_plans, known_costs
+from simulator.analytical.scenario import Scenario
 from simulator.calibration.calibration import RuntimeCosts
 from simulator.calibration.intervals import replayed_memory_factors
-from simulator.closed_form.allocator import FLUSH_S_PER_BYTE, known_flush_s, retry_probability
-from simulator.closed_form.estimates import estimate_plans, known_costs
-from simulator.closed_form.scenario import Scenario
 from simulator.collectives.buffers import communicator_bytes
 from simulator.config.estimate import Estimate, MemoryEstimate
 from simulator.config.plan import Plan

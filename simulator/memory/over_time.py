@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from simulator.closed_form.scenario import Scenario
+from simulator.analytical.scenario import Scenario
 from simulator.config.plan import Plan
 from simulator.engine.simulate import Run
 from simulator.lowering.code_rank import MARK

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from simulator.closed_form.scenario import Scenario
+from simulator.analytical.scenario import Scenario
 from simulator.config.plan import Plan
 from simulator.lowering.network import Network
 from simulator.lowering.training import plan_context
 from simulator.memory.allocator import CachingAllocator, OutOfMemory
 from simulator.memory.plan_tensors import PlanTensors
 from simulator.memory.rank import RankReplay
-from simulator.pipeline.schedules.registry import build_schedule, schedule_kind
+from simulator.pipeline.schedules.registry import schedule_kind, schedule_of_plan
 from simulator.runtimes.library import operators_for
 
 # Optimizer state is made at the end of the first step, so the second places everything anew; a third shows what retries stay.
@@ -40,7 +40,7 @@ class ReservedMemory:
 def least_blocks(scenario: Scenario, plan: Plan) -> int:
     """Return how many blocks a replay asks for at least, before anything of it is made: one a pass, one a message, one a layer."""
     micro_batches = plan.micro_batches(scenario.workload.global_batch_size)
-    stages = plan.pp * plan.virtual_stages
+    stages = plan.stages
     messages = micro_batches * stages if plan.pp > 1 else 0
     return 2 * stages * _replayed(plan, micro_batches) + messages + scenario.model.layers
 
@@ -65,14 +65,7 @@ class MemoryReplay:
         self.plan = self.context.table.plans[0]
         operators = operators_for(scenario.model, scenario.runtime)
         self.micro_batches = self.plan.micro_batches(scenario.workload.global_batch_size)
-        name = self.plan.schedule_name
-        self.schedule = build_schedule(
-            name,
-            ranks=self.plan.pp,
-            micro_batches=micro_batches or _replayed(self.plan, self.micro_batches),
-            stages_per_rank=self.plan.virtual_stages,
-            paired=self.plan.ep_overlap != "none",
-        )
+        self.schedule = schedule_of_plan(self.plan, micro_batches or _replayed(self.plan, self.micro_batches))
         network = Network(scenario.model, operators, self.context)
         self.tensors = PlanTensors(
             self.context, operators, network.stages, self.schedule, tied=scenario.model.tied_embeddings

@@ -13,9 +13,9 @@ from enum import IntEnum
 
 import numpy as np
 
-from simulator.kernels.operators import OperatorSpec, active_rows, parse_matmul, product
+from simulator.kernels.operators import OperatorSpec, parse_matmul, product
+from simulator.passes.block import running
 from simulator.runtimes.parts import RecomputeSpec
-from simulator.runtimes.recomputation import run_again
 from simulator.step.context import CostContext
 from simulator.step.held import head_tensor_bytes
 
@@ -107,9 +107,10 @@ class BlockTensors:
 
     def passes(self, operators: Sequence[OperatorSpec], mode: RecomputeSpec) -> Passes:
         """Return the passes of a block that runs again as `mode` says; an empty mode runs nothing again."""
-        active = [operator for operator in operators if active_rows(operator, self.context.table)[0]]
+        runs = running(operators, self.context, {"": mode})
+        active = [run.operator for run in runs]
         weights = [w for operator in active if (w := self._weight(operator))]
-        again = [bool(rows[0]) for rows in run_again(active, mode, self.context.runtime, self.context.table)]
+        again = [bool(run.again[""][0]) for run in runs] if mode.recomputes else []
         tape = _Tape()
         stream = self._size("u hr")
         inward = tape.given(stream)
@@ -142,7 +143,7 @@ class BlockTensors:
         tensors of the largest of `peaks` alive together. What it gives are the logits; `incoming` is theirs as well.
         Logits that are `kept` outlive the backward pass.
         """
-        active = [operator for operator in operators if active_rows(operator, self.context.table)[0]]
+        active = [run.operator for run in running(operators, self.context, {})]
         split = 1 + max(place for place, operator in enumerate(active) if operator.matmul)
         body, loss = active[:split], active[split:]
         peak = max(([*self.sizes(moment)] for moment in peaks), key=sum, default=[])

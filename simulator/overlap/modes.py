@@ -12,7 +12,7 @@ alone.
     multimem        one_shot in the switch: modelled only, the executor refuses it (NVLink multicast stays off)
 
 All are pipelines of two stages, moving and multiplying, of equal steps; of such a pipeline the first or the last step
-decides, so each formula is the largest of two or three sums. Parts are numbers or columns of a plan table: the closed form
+decides, so each formula is the largest of two or three sums. Parts are numbers or columns of a plan table: the analytical model
 and the simulation share every line here. What the device does and what the host issues are told apart: a host that is
 ahead costs nothing, one that is behind decides (small shapes).
 

@@ -24,33 +24,49 @@ class BlockPasses:
     again: Mapping[str, tuple[Step, ...]]
 
 
-def block_passes(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Running:
+    """An operator of a block, the plans that run it, and by recompute mode those that run it again before backward."""
+
+    operator: OperatorSpec
+    rows: Rows
+    again: Mapping[str, Rows]
+
+
+def running(
     operators: Sequence[OperatorSpec], context: CostContext, modes: Mapping[str, RecomputeSpec]
-) -> BlockPasses:
-    """Return the passes of a block under every plan of `context`, and what each of the `modes` runs again."""
-    maker = _Maker(context)
+) -> list[Running]:
+    """Return the operators that run under any plan of `context`, in forward order; of `modes` those that recompute."""
     twice = {
         name: run_again(operators, mode, context.runtime, context.table)
         for name, mode in modes.items()
         if mode.recomputes
     }
-    forward: list[Step] = []
-    backward: list[Step] = []
-    again: dict[str, list[Step]] = {name: [] for name in twice}
+    found = []
     for place, operator in enumerate(operators):
         rows = active_rows(operator, context.table) > 0
-        if not rows.any():
-            continue
-        steps = maker.steps(forward_work(operator, context.sizes, context.dtype_bytes), operator, rows)
-        forward += steps
-        for name, columns in twice.items():
-            here = columns[place] > 0
-            again[name] += [replace(step, rows=step.rows & here) for step in steps if (step.rows & here).any()]
-    for operator in reversed(operators):
-        rows = active_rows(operator, context.table) > 0
         if rows.any():
-            works = backward_work(operator, context.sizes, context.dtype_bytes)
-            backward += maker.steps(works, operator, rows)
+            again = {name: columns[place] > 0 for name, columns in twice.items()}
+            found.append(Running(operator=operator, rows=rows, again=again))
+    return found
+
+
+def block_passes(
+    operators: Sequence[OperatorSpec], context: CostContext, modes: Mapping[str, RecomputeSpec]
+) -> BlockPasses:
+    """Return the passes of a block under every plan of `context`, and what each of the `modes` runs again."""
+    maker, runs = _Maker(context), running(operators, context, modes)
+    forward: list[Step] = []
+    backward: list[Step] = []
+    again: dict[str, list[Step]] = {name: [] for name, mode in modes.items() if mode.recomputes}
+    for run in runs:
+        steps = maker.steps(forward_work(run.operator, context.sizes, context.dtype_bytes), run.operator, run.rows)
+        forward += steps
+        for name, rows in run.again.items():
+            again[name] += [replace(step, rows=step.rows & rows) for step in steps if (step.rows & rows).any()]
+    for run in reversed(runs):
+        works = backward_work(run.operator, context.sizes, context.dtype_bytes)
+        backward += maker.steps(works, run.operator, run.rows)
     return BlockPasses(
         forward=tuple(paired(forward, context)),
         backward=tuple(paired(backward, context)),

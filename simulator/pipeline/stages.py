@@ -57,7 +57,7 @@ def stage_layers(model_layers: int, plan: Plan, spec: PipelineSpec) -> tuple[int
     """
     if plan.layers_per_stage:
         return plan.layers_per_stage
-    stages = plan.pp * plan.virtual_stages
+    stages = plan.stages
     if stages == 1:
         return (model_layers,)
     if spec.by_arithmetic:

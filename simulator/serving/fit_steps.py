@@ -151,7 +151,7 @@ def _host(steps: MeasuredSteps, samples: list[ServingSample], costs: dict[str, F
         slope = max(0.0, float(np.polyfit(batches, seconds, 1)[0])) if several else 0.0
         step_s = max(0.0, float(median(seconds - slope * batches)))
         steps = replace(steps, host_sequence_s=slope, host_step_s=step_s)
-    # A long step's launches wait for room in the device's queue: the quickest issuing shows the host.
+    # A long step's launches wait for room in the device's queue: the fastest issuing shows the host.
     launches = [
         sample.issued_s / costs[str(sample.model.get("name"))].launches()
         for sample in samples

@@ -144,19 +144,19 @@ def _logits_bytes(context: CostContext) -> Floats:
 
 
 def between_stages_bytes(
-    context: CostContext, first: NDArray[np.bool_], last: NDArray[np.bool_], flying: Floats
+    context: CostContext, first: NDArray[np.bool_], last: NDArray[np.bool_], in_flight: Floats
 ) -> Floats:
     """Return the bytes of what pipeline stages exchange and keep, besides the inputs that backward needs anyway.
 
-    `first` and `last` mark ranks with an end of the network, `flying` counts micro batches in flight on a rank; all are
+    `first` and `last` mark ranks with an end of the network, `in_flight` counts micro batches in flight on a rank; all are
     of shape (plans, ranks), as is the result.
     """
     table, spec = context.table, context.spec.pipeline
     m, v = table.micro_batches[:, None], np.maximum(table["virtual_stages"], 1.0)[:, None]
     message, logits = (tensor_bytes(x, context.sizes, context.dtype_bytes)[:, None] for x in ("u h", "t v"))
-    total = np.zeros(np.shape(flying))
+    total = np.zeros(np.shape(in_flight))
     if spec.receive_buffers:
-        total = total + message * (np.maximum((v - 1.0 * first) * m - flying * v, 0.0) + (v - 1.0 * last) * m)
+        total = total + message * (np.maximum((v - 1.0 * first) * m - in_flight * v, 0.0) + (v - 1.0 * last) * m)
     if spec.keeps_outputs:
         total = total + m * ((v - 1.0 * last) * message + last * logits)
     return np.where((table["pp"] > 1)[:, None], total, 0.0)

@@ -1,7 +1,7 @@
 """What listens to the walk through a step: one pipeline rank, told in the order in which its host issues things.
 
 Amounts are columns, one entry for each plan that is walked at once. `simulator.lowering` writes them down as instructions
-for one plan, `simulator.closed_form.tally` counts clocks and bytes of many.
+for one plan, `simulator.analytical.rank_timeline` counts clocks and bytes of many.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Rank(Protocol):
     def begin_pair(self) -> None:
         """Begin with a backward and a forward pass that run beside each other, layer by layer."""
 
-    def turn_pair(self) -> None:
+    def next_of_pair(self) -> None:
         """End the backward pass of the two; what follows is the forward pass."""
 
     def end_pair(self) -> None:

@@ -220,7 +220,7 @@ class DataWriter:
             self._resident.discard(unit.name)
             self.rank.free(f"gathered {unit.name}")
 
-    def turned(self, unit: Unit, *, reducing: bool) -> None:
+    def after_backward(self, unit: Unit, *, reducing: bool) -> None:
         """A backward of `unit` has run: add its gradients to those of micro batches before, or send them off."""
         t = self.traffic
         further = unit.name in self._accumulated

@@ -39,17 +39,17 @@ class RankStages:
     stages: tuple[int, ...]
     first: bool
     last: bool
-    flying: Floats
+    in_flight: Floats
 
 
-def stages_of_rank(schedule: Schedule, rank: int, flying: Floats | float) -> RankStages:
-    """Return what a rank of a schedule is, with `flying` of its (stage, micro batch) pairs in flight at most."""
+def stages_of_rank(schedule: Schedule, rank: int, in_flight: Floats | float) -> RankStages:
+    """Return what a rank of a schedule is, with `in_flight` of its (stage, micro batch) pairs in flight at most."""
     stages = schedule.stages_of(rank)
     return RankStages(
         stages=stages,
         first=0 in stages,
         last=schedule.stages - 1 in stages,
-        flying=np.atleast_1d(np.asarray(flying, dtype=np.float64)) / len(stages),
+        in_flight=np.atleast_1d(np.asarray(in_flight, dtype=np.float64)) / len(stages),
     )
 
 
@@ -130,7 +130,7 @@ class StepWalk:
         """Run a backward and a forward beside each other; `last`: the backward is of the step's last micro batch."""
         rank.begin_pair()
         self.action(rank, data, backward.stage, backward.kind, backward.micro_batch, last=last)
-        rank.turn_pair()
+        rank.next_of_pair()
         self.action(rank, data, forward.stage, forward.kind, forward.micro_batch, last=False)
         rank.end_pair()
 
@@ -177,7 +177,7 @@ class StepWalk:
                 rank.free(f"saved {name}")
                 # Its gradient is whole by the time its activations are gone.
                 rank.alloc(f"gradient of {name}", unit.elements * whole, "gradient_buffers")
-                data.turned(unit, reducing=reducing)
+                data.after_backward(unit, reducing=reducing)
                 rank.free(f"gradient of {name}")
                 if self._gradients_come:
                     rank.alloc(f"gradient of {name}", self._gradient_bytes(unit), "gradients")
@@ -235,7 +235,7 @@ class StepWalk:
     def _between_stages_bytes(self, held: RankStages) -> Floats:
         rows = (len(self.context.table), 1)
         first, last = np.full(rows, held.first), np.full(rows, held.last)
-        return between_stages_bytes(self.context, first, last, held.flying[:, None])[:, 0]
+        return between_stages_bytes(self.context, first, last, held.in_flight[:, None])[:, 0]
 
     def _zero_buffers(self, units: Sequence[Unit]) -> ZeroBuffers | None:
         """Return the buffers of a runtime that has ZeRO's."""

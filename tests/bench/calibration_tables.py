@@ -21,9 +21,9 @@ import numpy as np
 from planner.question.cases import Case, load_case
 from planner.question.question import question_of
 from planner.validate.validation import measured_step_s
+from simulator.analytical.estimates import estimate_plans
+from simulator.analytical.scenario import Scenario
 from simulator.calibration.calibration import Calibration, without
-from simulator.closed_form.estimates import estimate_plans
-from simulator.closed_form.scenario import Scenario
 from simulator.collectives.cost import CollectiveModel
 from simulator.collectives.measured import MeasuredCollectives
 from simulator.fitting.calibration_fit import fit_errors

@@ -22,7 +22,7 @@ import numpy as np
 
 from planner.question.question import question_of
 from planner.search.search import SearchOptions
-from simulator.closed_form.scenario import Scenario
+from simulator.analytical.scenario import Scenario
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -31,8 +31,8 @@ from planner.question.question import default_runtime
 from planner.search.search import suggest
 from planner.search.stages.options import cost_blocks, stages_of
 from planner.search.stages.solver import solve_stages
+from simulator.analytical.estimates import estimate_plans
 from simulator.bounds.screening import Screening
-from simulator.closed_form.estimates import estimate_plans
 from simulator.columns.plan_columns import plan_columns
 from simulator.config.hf_config import load_model
 from simulator.config.plan import Plan

@@ -23,7 +23,7 @@ from topology.errors import PlannerError
 
 
 @dataclass(slots=True)
-class Tally:
+class Count:
     answered: int = 0
     refused: int = 0
     internal: Counter[str] = field(default_factory=Counter)
@@ -32,9 +32,9 @@ class Tally:
     seconds: float = 0.0
 
 
-def attack(name: str, inputs: int, folder: Path) -> Tally:
+def attack(name: str, inputs: int, folder: Path) -> Count:
     """Return what became of so many inputs of one format; the first input of every kind of failure is kept in `folder`."""
-    tally, started = Tally(), time.monotonic()
+    count, started = Count(), time.monotonic()
 
     @settings(
         max_examples=inputs,
@@ -49,19 +49,19 @@ def attack(name: str, inputs: int, folder: Path) -> Tally:
         try:
             shown = FORMATS[name].read(text, folder / "input.json")
         except PlannerError:
-            tally.refused += 1
+            count.refused += 1
         except Exception as error:  # noqa: BLE001 - what is looked for
             at = traceback.extract_tb(error.__traceback__)[-1]
-            _keep(tally.internal, f"{type(error).__name__} at {Path(at.filename).name}:{at.lineno}", text, folder)
+            _keep(count.internal, f"{type(error).__name__} at {Path(at.filename).name}:{at.lineno}", text, folder)
         else:
-            tally.answered += 1
+            count.answered += 1
             for problem in list(wrong_numbers(shown))[:1]:
-                _keep(tally.wrong, problem.partition(" is ")[0][:80], text, folder)
-        tally.slowest_s = max(tally.slowest_s, time.monotonic() - begun)
+                _keep(count.wrong, problem.partition(" is ")[0][:80], text, folder)
+        count.slowest_s = max(count.slowest_s, time.monotonic() - begun)
 
     one()
-    tally.seconds = time.monotonic() - started
-    return tally
+    count.seconds = time.monotonic() - started
+    return count
 
 
 def _keep(found: Counter[str], what: str, text: str, folder: Path) -> None:
@@ -88,11 +88,11 @@ def main(inputs: int, out: Path, names: list[str]) -> None:
     ]
     found = []
     for name in names:
-        tally = attack(name, inputs, folder)
-        tried = tally.answered + tally.refused + tally.internal.total()
-        counts = f"{tally.answered} | {tally.refused} | {tally.internal.total()} | {tally.wrong.total()}"
-        lines.append(f"| {name} | {tried} | {counts} | {tally.slowest_s:.1f} | {tally.seconds:.0f} |")
-        found += [f"- {name}: {what}, {n} times" for what, n in (tally.internal + tally.wrong).most_common()]
+        count = attack(name, inputs, folder)
+        tried = count.answered + count.refused + count.internal.total()
+        counts = f"{count.answered} | {count.refused} | {count.internal.total()} | {count.wrong.total()}"
+        lines.append(f"| {name} | {tried} | {counts} | {count.slowest_s:.1f} | {count.seconds:.0f} |")
+        found += [f"- {name}: {what}, {n} times" for what, n in (count.internal + count.wrong).most_common()]
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
         memory = f"Largest resident set of the whole run: {peak:.1f} GiB."
         out.write_text("\n".join([*lines, "", memory, *found, ""]), "utf-8")

@@ -3,7 +3,7 @@
 Run as `python tests/bench/regret.py OUT.md FILE...` with case files. A group shares model, cluster and workload; runs
 differ in plan, and where the source varied it in the runtime too. Where runs of the very same plan and runtime differ,
 the source varied something that only its notes say (float8), and the group is listed apart. Regret is how much longer the run that is predicted
-to be quickest took than the quickest, both as measured; Kendall's tau compares the two orders. Ranked twice: by the
+to be fastest took than the fastest, both as measured; Kendall's tau compares the two orders. Ranked twice: by the
 closed form, and with those within its known error of its first ordered by the simulation, as `planner suggest` does.
 """
 
@@ -16,8 +16,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from simulator.closed_form.estimates import estimate_plans
-from simulator.closed_form.scenario import Scenario
+from simulator.analytical.estimates import estimate_plans
+from simulator.analytical.scenario import Scenario
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -55,7 +55,7 @@ def groups(files: list[str]) -> dict[tuple[str, ...], list[Run]]:
 
 
 def predicted(runs: list[Run]) -> tuple[list[float], list[float]]:
-    """Return the steps of runs by the closed form, and the same with the close ones in the order of the simulation."""
+    """Return the steps of runs by the analytical model, and the same with the close ones in the order of the simulation."""
     form = [
         float(
             estimate_plans(
@@ -139,8 +139,8 @@ def main(out: Path, files: list[str]) -> None:
         "",
         f"Made on {dt.datetime.now(tz=dt.UTC):%Y-%m-%d} by `python tests/bench/regret.py {out} FILE...` over {names}.",
         "A group is all runs of one model, cluster and global batch. Regret is how much longer the run took that was",
-        "predicted to be quickest; tau is Kendall's, over all runs of the group. *Simulated* orders those within",
-        f"{TIE:.0%} of the closed form's first by the simulation.",
+        "predicted to be fastest; tau is Kendall's, over all runs of the group. *Simulated* orders those within",
+        f"{TIE:.0%} of the analytical model's first by the simulation.",
         "",
         "| groups | number | mean regret, closed form | worst | mean regret, simulated | worst | mean tau |",
         "|---|--:|--:|--:|--:|--:|--:|",

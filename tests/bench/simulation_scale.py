@@ -17,7 +17,7 @@ import sys
 import time
 from pathlib import Path
 
-from simulator.closed_form.scenario import Scenario
+from simulator.analytical.scenario import Scenario
 
 ROWS = [
     (256, 16, 16),

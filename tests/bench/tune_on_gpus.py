@@ -125,7 +125,7 @@ def whole(options: argparse.Namespace) -> None:
         first = plans[name].plans[0]
         row = {"question": name, "kind": "candidates", "gpus": gpus, "legal": plans[name].legal}
         append(options.out, row | {"candidates": codec.to_builtins(plans[name].plans)})
-        print(f"{name}: {len(plans[name])} candidates, quickest {first.estimate.step_s.value:.4f} s", flush=True)
+        print(f"{name}: {len(plans[name])} candidates, fastest {first.estimate.step_s.value:.4f} s", flush=True)
     pool = Pool(options.device)
     for number, (name, one) in enumerate(asked.items()):
         left = end - time.monotonic()
@@ -145,7 +145,7 @@ def predicted(asked: dict[str, Asked], gpus: int, *, wide: bool) -> dict[str, Ca
 
 
 def _predicted(asked: Asked, gpus: int, *, wide: bool) -> Candidates:
-    return candidates_of(question(asked, gpus, wide=wide), quickest=80)
+    return candidates_of(question(asked, gpus, wide=wide), fastest=80)
 
 
 def answer(name: str, one: Asked, plans: Candidates, pool: Any, options: argparse.Namespace, until: float) -> None:
@@ -190,7 +190,7 @@ def _asked(plans: Candidates, row: int) -> Chosen:
 
 
 def truth_batches(plans: Candidates, tuned: int | None, tried: list[int], runner: Any) -> list[list[int]]:
-    """Return the plans of the truth by mesh: tune's best, the quickest predicted, random ones, those tried before last."""
+    """Return the plans of the truth by mesh: tune's best, the fastest predicted, random ones, those tried before last."""
     sure = [row for row, one in enumerate(plans.plans) if one.estimate.memory.fit_probability >= SURE]
     draw = random.Random(len(plans))
     others = draw.sample(sure[BEST:], min(RANDOM, len(sure[BEST:])))

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from executor.launch.legal import check, schedule_table, split
+from executor.launch.legal import check, split
 from simulator.config.hf_config import load_model
 from simulator.config.model import MixtureOfExperts, Model
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
+from simulator.pipeline.schedules.registry import schedule_of_plan
 from topology.errors import BadModel, BadPlan
 
 ROOT = Path(__file__).parents[2]
@@ -109,7 +110,7 @@ def test_experts_are_refused_where_tokens_would_be_routed_twice() -> None:
 
 def test_stages_cover_the_layers_once_and_only_the_ends_have_ends() -> None:
     plan = Plan(pp=2, virtual_stages=2, schedule="Interleaved1F1B", layers_per_stage=(1, 1, 1, 1))
-    table = schedule_table(plan, 4)
+    table = schedule_of_plan(plan, 4)
 
     parts = [part for rank in range(2) for part in split(LLAMA, plan, table, rank, runtime="torchtitan")]
 

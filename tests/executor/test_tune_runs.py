@@ -43,7 +43,7 @@ def asked():
         framework="meshwright",
         runtime=Runtime(name="meshwright", param_dtype="float32", compute_dtype="float32"),
     )
-    plans = candidates_of(question, quickest=40)
+    plans = candidates_of(question, fastest=40)
     return question, replace(plans, plans=tuple(one for one in plans.plans if one.plan.pp == 1))
 
 

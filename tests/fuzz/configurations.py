@@ -14,6 +14,7 @@ from planner.configs.answer import ask
 from planner.configs.formats.configuration import CheckFlags
 from planner.configs.serving import check_serving, serving_engine
 from planner.configs.serving_document import checked_serving_document
+from planner.question.cases import Case
 from planner.serving.question.from_flags import ServingFlags
 from simulator.legality.rules import is_legal
 from tests.fuzz.format import Format, text_inputs
@@ -62,16 +63,27 @@ def _damaged_documents(*patterns: str) -> st.SearchStrategy[str]:
     return st.one_of(by_value, by_value, damaged_text([json.dumps(one, indent=2) for one in documents]))
 
 
+_estimates: dict[str, Any] = {}
+
+
+def _estimated(case: Case) -> Any:
+    """Return the estimate of a case as a document. Most damage leaves the question as it was, which is answered once."""
+    asked = repr((case.question, case.plan))
+    if asked not in _estimates:
+        _estimates[asked] = codec.to_builtins(case.question.estimate([case.plan]).estimate(0))
+    return _estimates[asked]
+
+
 def _judge(text: str, _path: Path, *, name: str, flags: CheckFlags = ALONE) -> list[Any]:
     """Read a configuration, cost its plan where it is legal, and write another plan into one text of four.
 
-    Costs are the closed form's: what simulates a plan is tried by cases and plan files. Writing reads five times.
+    Costs are the analytical model's: what simulates a plan is tried by cases and plan files. Writing reads five times.
     """
     asked = ask(text, name, flags)
     case = asked.case
     if case is None or not is_legal(case.question.problems(case.plan)):
         return [list(asked.configuration.unknown), list(asked.assumed)]
-    shown: list[Any] = [codec.to_builtins(case.question.estimate([case.plan]).estimate(0))]
+    shown: list[Any] = [_estimated(case)]
     if len(text) % 4 == 0:
         other = case.plan.with_(recompute="none" if case.plan.recompute == "full" else "full")
         shown.append(asked.writer(name, flags).diff(other))

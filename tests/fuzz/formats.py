@@ -17,17 +17,16 @@ from typing import Any
 from hypothesis import strategies as st
 
 from planner.commands.doctor import budget_s
-from planner.commands.suggest import gpu_counts
 from planner.explain.plan_answer import answer_plan, plan_document
 from planner.io.inputs import parse_bytes
 from planner.question.cases import case_of_plan_file, load_case, read_cases
+from planner.question.flags import gpu_counts
 from planner.question.plan_file import plan_file
 from planner.question.question import question_of
 from planner.runs import runs_store
 from planner.runs.run_report import load_run
 from planner.search.plan_space.stated import read_spans, read_words
 from planner.sharding.answer import captured_row
-from planner.sharding.plans.report import report_case
 from planner.sharding.problem.problem import split_cases
 from planner.tune.document import tune_document
 from planner.tune.loop import Limits, tune
@@ -46,6 +45,7 @@ from tests.fuzz.configurations import CONFIGURATIONS
 from tests.fuzz.format import Format, json_inputs, text_inputs
 from tests.fuzz.mutations import damaged_text
 from tests.fuzz.serving import SERVING
+from tests.planner.sharding.cases import report_case
 from topology import codec
 from topology.catalog.cluster_file import parse_cluster
 from topology.catalog.clusters import cluster

@@ -14,8 +14,8 @@ from planner.calibrate.choose import Knowledge, Measurement, Targets, in_order, 
 from planner.calibrate.measurements import PossibleMeasurements, job_of, messages, ops_of, shallow
 from planner.calibrate.planned_step import PlannedStep
 from planner.calibrate.terms import effects, terms_of
+from simulator.analytical.scenario import Scenario
 from simulator.calibration.calibration import Calibration
-from simulator.closed_form.scenario import Scenario
 from simulator.config.hf_config import load_model
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime

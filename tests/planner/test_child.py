@@ -77,8 +77,11 @@ def test_an_overrun_is_reported_as_such_with_what_there_is(monkeypatch, tmp_path
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_whoever_stops_us_stops_what_we_started(number: int, tmp_path: Path) -> None:
     code = f"""
-import subprocess
+import signal, subprocess
 from planner.io import child
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever started the tests may have had signals ignored
+for number in (signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, signal.SIG_DFL)
 child.GRACE_S = 0.5
 try:
     child.run_module("stubborn_worker", [], budget_s=60, output=open({str(tmp_path / "out")!r}, "wb"))

@@ -16,8 +16,8 @@ from tests.planner.conftest import CASES, ROOT
 from topology.errors import BadInput, Infeasible, OutOfTolerance, Stale
 
 # A question small enough to ask often, and one without pipelines, which take most of the time of a search.
-PIPED = ("suggest", "--top", "2", "--seq-len", "4096", "--global-batch", "8", "--gpus", "4")
-SUGGEST = (*PIPED, "--pp", "1")
+PIPED = ("suggest", "--top", "2", "--seq-len", "4096", "--global-batch", "8")
+SUGGEST = (*PIPED, "--gpus", "4", "--pp", "1")
 
 
 def modules_after(*arguments):
@@ -124,7 +124,7 @@ def test_the_same_question_prints_the_same_bytes(planner_process, tmp_path):
     """In two processes: JSON but for the seconds the search took, and the plan file to the last byte."""
     texts = []
     for name in ("a.json", "b.json"):
-        done = planner_process(*PIPED, "--max-tp", "1", "--json", "--out", tmp_path / name)
+        done = planner_process(*PIPED, "--gpus", "2", "--json", "--out", tmp_path / name)
         texts.append(re.sub(r'"seconds": [\d.e-]+', '"seconds": 0', done.stdout))
 
     assert texts[0] == texts[1]
@@ -374,7 +374,7 @@ def test_hostile_names_are_text(planner, name):
 
 @pytest.mark.parametrize("framework", ["torchtitan@0.3.0", "megatron-lm", "deepspeed", "llm-foundry", "pytorch", "any"])
 def test_every_framework_has_an_answer(planner, framework):
-    done = planner(*PIPED, "--framework", framework, "--max-tp", "1", "--no-simulate", "--json")
+    done = planner(*PIPED, "--gpus", "2", "--framework", framework, "--no-simulate", "--json")
 
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["plans"]

@@ -129,14 +129,20 @@ PARTS = ("tp", "pp", "cp", "ep", "dp_shard", "dp_replicate", "virtual_stages", "
     ("flags", "kept"),
     [
         (("--tp", "2-4", "--pp", "2,4", "--schedule", "1f1b"), {"tp": {2, 4}, "pp": {2, 4}, "schedule": {"1F1B"}}),
-        (("--dp-shard", "2", "--micro-batch", "1", "--recompute", "full"), {"dp_shard": {2}, "recompute": {"full"}}),
-        (("--virtual-stages", "3", "--pp", "2"), {"virtual_stages": {3}, "pp": {2}}),
+        (
+            ("--gpus", "4", "--dp-shard", "2", "--micro-batch", "1", "--recompute", "full", "--schedule", "1f1b"),
+            {"dp_shard": {2}, "recompute": {"full"}, "micro_batch_size": {1}, "schedule": {"", "1F1B"}},
+        ),
+        (
+            ("--gpus", "4", "--virtual-stages", "3", "--pp", "2", "--schedule", "interleaved1f1b"),
+            {"virtual_stages": {3}, "pp": {2}},
+        ),
     ],
 )
 def test_fixed_parts_are_kept(planner, flags, kept):
     """Every plan listed has the values said; 3 stages a rank are no power of two, and so not searched unless said."""
     narrow = ("--global-batch", "8", "--cp", "1")
-    done = planner("suggest", *SMALL, *narrow, *flags, "--no-simulate", "--json", "--all", "--top", "20")
+    done = planner("suggest", *SMALL, *narrow, *flags, "--no-simulate", "--json", "--all", "--top", "8")
 
     assert done.returncode == 0, done.stderr
     for listed in json.loads(done.stdout)["plans"]:
@@ -211,9 +217,12 @@ def test_parts_that_are_no_numbers_are_refused(planner, value):
 
 def test_sharding_inside_nodes_is_seen_to_spare_the_network(planner, tmp_path):
     """`compare` of full sharding with hybrid sharding says what each sends between nodes, in text and JSON."""
-    wide = ("--model", "llama3.2-1b", "--seq-len", "2048", "--gpus", "16", "--global-batch", "16", "--top", "1")
+    nodes = {"gpu": "h100-sxm", "gpus_per_node": 4, "nodes": 2, "interconnect": "nvswitch", "nic_gbit_per_gpu": 400}
+    (tmp_path / "cluster.json").write_text(json.dumps(nodes), encoding="utf-8")
+    wide = ("--cluster", tmp_path / "cluster.json", "--model", "llama3.2-1b", "--seq-len", "2048")
+    wide = (*wide, "--global-batch", "8", "--top", "1")
     files = [tmp_path / "fsdp.json", tmp_path / "hsdp.json"]
-    for file, degrees in zip(files, (("16", "1"), ("8", "2")), strict=True):
+    for file, degrees in zip(files, (("8", "1"), ("4", "2")), strict=True):
         fixed = ("--dp-shard", degrees[0], "--dp-replicate", degrees[1])
         assert planner("suggest", *wide, *fixed, "--no-simulate", "--out", file).returncode == 0
 

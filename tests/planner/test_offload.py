@@ -87,7 +87,7 @@ def test_offloading_is_offered_where_memory_lacks_at_what_it_costs(llama8b):
 
 
 def test_commands_take_it_refuse_it_and_say_what_it_needs(planner, tmp_path):
-    flags = ("--model", "llama3-70b", "--cluster", "dgx-h100", "--gpus", 8, "--seq-len", 4096)
+    flags = ("--model", "llama3-70b", "--cluster", "dgx-h100", "--gpus", 8, "--seq-len", 4096, "--pp", 1, "--cp", 1)
     without = planner("suggest", *flags)
     found = json.loads(
         planner("suggest", *flags, "--offload", "parameters", "--json", "--out", tmp_path / "p.json").stdout

@@ -9,8 +9,8 @@ import pytest
 from planner.pictures import palette
 from planner.pictures.palette import DARK, FAMILIES, LIGHT, MEMORY, TIME
 from planner.question.cases import named_case
-from simulator.closed_form.estimates import estimate_plans
-from simulator.closed_form.scenario import Scenario
+from simulator.analytical.estimates import estimate_plans
+from simulator.analytical.scenario import Scenario
 from topology.cluster import LinkKind, Source
 
 # Machado, Oliveira and Fernandes, "A Physiologically-based Model for Simulation of Color Vision Deficiency" (2009),

@@ -14,8 +14,8 @@ from planner.pictures.memory import memory
 from planner.pictures.palette import BAD, LINKS, MEMORY, TIME
 from planner.pictures.topology import topology
 from planner.pictures.waterfall import estimate_picture, waterfall
-from simulator.closed_form.estimates import estimate_plans
-from simulator.closed_form.scenario import Scenario
+from simulator.analytical.estimates import estimate_plans
+from simulator.analytical.scenario import Scenario
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload

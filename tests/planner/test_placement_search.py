@@ -12,8 +12,8 @@ import pytest
 from planner.question.question import question_of
 from planner.search.plan_space.candidates import Bounds
 from planner.search.search import SearchOptions, suggest
-from simulator.closed_form.estimates import estimate_plans
-from simulator.closed_form.scenario import Scenario
+from simulator.analytical.estimates import estimate_plans
+from simulator.analytical.scenario import Scenario
 from simulator.config.hf_config import load_model
 from simulator.config.workload import Workload
 from tests.planner.conftest import TINY
@@ -27,7 +27,7 @@ from topology.rates.orders import groups_on, node_orders, order_of, placement_of
 @pytest.mark.parametrize("framework", ["torchtitan", "megatron-lm", "any"])
 def test_no_order_of_the_gpus_is_better_than_those_tried(framework):
     """Every legal plan under each of the 24 orders of four GPUs in two bridged pairs."""
-    model = replace(TINY, hidden=2048, head_dim=2048 // TINY.heads, ffn=6144, vocab=32000)
+    model = replace(TINY, layers=3, hidden=2048, head_dim=2048 // TINY.heads, ffn=6144, vocab=32000)
     machine, workload = bridged(4), Workload(seq_len=1024, global_batch_size=8)
     bounds = Bounds(max_micro_batch=1, min_tokens_per_context_rank=256)
     answer = suggest(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -168,3 +169,18 @@ def test_a_file_of_a_release_with_fewer_fields_is_not_taken_for_an_edited_one(pl
     assert json.loads(read.stdout)["plan"]["offload"] == "none"
     assert edited.returncode == 2
     assert "was edited" in edited.stderr
+
+
+def test_rates_follow_from_the_step_and_a_file_that_has_rates_alone_is_read() -> None:
+    path = Path(__file__).parents[2] / "examples/validation/torchtitan_2xH200/plan.json"
+    stated = json.loads(path.read_text())["estimate"]
+    read = load_plan(path).estimate
+    slower = replace(read, step_s=read.step_s.at(2 * read.step_s.value))
+
+    assert "tokens_per_gpu" not in stated
+    for name in ("tokens_per_s_per_gpu", "tflops_per_gpu", "mfu"):
+        assert getattr(read, name) == pytest.approx(stated[name], rel=1e-9)
+        assert getattr(slower, name) == pytest.approx(stated[name] / 2, rel=1e-9)
+    assert slower.step_s.high / slower.step_s.value == pytest.approx(
+        stated["step_s"]["high"] / stated["step_s"]["value"]
+    )

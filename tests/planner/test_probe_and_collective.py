@@ -62,16 +62,14 @@ def test_a_probed_machine_can_be_planned_for(planner, tmp_path):
     assert f"next: planner suggest --cluster {path}" in saved.stdout
     refused = planner("probe", "--from", "-", "--gpu", "rtx-a6000", "--out", path, stdin=TOPO)
     assert refused.returncode == 2
-    done = planner(
-        "suggest", "--cluster", path, "--seq-len", "2048", "--global-batch", "8", "--param-dtype", "bfloat16", "--json"
-    )
+    asked = ("--seq-len", "2048", "--global-batch", "8", "--param-dtype", "bfloat16", "--tp", "2", "--cp", "1")
+    done = planner("suggest", "--cluster", path, *asked, "--virtual-stages", "1", "--top", "2", "--json")
 
     assert done.returncode == 0, done.stderr
     for ranked in json.loads(done.stdout)["plans"]:
-        placement, plan = ranked["plan"]["placement"], ranked["plan"]
+        placement = ranked["plan"]["placement"]
         assert sorted(placement) == [0, 1, 2, 3]
-        if plan["tp"] == 2:
-            assert {tuple(sorted(placement[i : i + 2])) for i in (0, 2)} == {(0, 1), (2, 3)}
+        assert {tuple(sorted(placement[i : i + 2])) for i in (0, 2)} == {(0, 1), (2, 3)}
 
 
 def test_text_that_is_no_topology_is_refused(planner):

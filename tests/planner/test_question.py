@@ -9,7 +9,7 @@ from planner.question.flags import Flags
 from planner.question.plan_file import plan_file, save_plan
 from planner.question.question import Question, question_of
 from planner.search.answer import search_question
-from simulator.closed_form.estimates import estimate_plans
+from simulator.analytical.estimates import estimate_plans
 from simulator.config.hf_config import load_model
 from simulator.config.plan import Plan
 from simulator.config.workload import Workload

@@ -19,7 +19,7 @@ from planner.runs.comparison import collective_kind, collectives, compare_terms,
 from planner.runs.runs_store import run_id, save_run
 from planner.runs.timelines import side_by_side, without_crossing_spans
 from planner.search.search import SearchOptions, suggest
-from simulator.closed_form.scenario import Scenario
+from simulator.analytical.scenario import Scenario
 from simulator.config.plan import Plan
 from simulator.config.workload import Workload
 from simulator.fitting.calibration_fit import calibrated

@@ -16,8 +16,8 @@ from planner.question.question import question_of
 from planner.search.plan_space.candidates import Bounds
 from planner.search.scaling import scale_nvlink
 from planner.search.search import SearchOptions, suggest
-from simulator.closed_form.estimates import estimate_plans
-from simulator.closed_form.scenario import Scenario
+from simulator.analytical.estimates import estimate_plans
+from simulator.analytical.scenario import Scenario
 from simulator.config.hf_config import load_model
 from simulator.config.plan import Plan
 from simulator.config.workload import Workload
@@ -26,6 +26,7 @@ from tests.planner.every_plan import enumerate_candidates
 
 # Larger micro batches and more stages a rank make more plans, of which none is another kind of plan.
 SIMPLE = Bounds(max_micro_batch=4, max_virtual_stages=2)
+SHORT = Bounds(max_micro_batch=1, max_virtual_stages=1)
 TITAN = resolve_runtime({"name": "torchtitan"})[0]
 MEGATRON = resolve_runtime({"name": "megatron-lm"})[0]
 
@@ -61,7 +62,7 @@ def test_tensor_parallel_stays_inside_an_nvlink_island(name, gpus, batch, framew
         cluster,
         Workload(seq_len=2048, global_batch_size=batch),
         framework=framework,
-        bounds=replace(SIMPLE, max_tp=64),
+        bounds=replace(SHORT, max_tp=64),
     ).plan
 
     assert plan.tp <= cluster.gpus_per_node
@@ -77,7 +78,7 @@ def test_pipeline_crosses_the_slow_links():
         question = question_of(model, make_cluster(8, 8, network=network), workload, framework="megatron-lm")
         alone, piped = question.estimate([replicas, stages]).step_s
         gained[network] = alone / piped
-    slow = first(model, make_cluster(8, 8, network=2e9), workload, framework="megatron-lm", bounds=SIMPLE).plan
+    slow = first(model, make_cluster(8, 8, network=2e9), workload, framework="megatron-lm", bounds=SHORT).plan
 
     assert gained[2e9] > 1 > gained[400e9]
     assert slow.pp > 1
@@ -95,7 +96,7 @@ def eight_gpus():
     question = question_of(model, cluster, workload, framework="torchtitan", runtime=runtime)
     plans = [
         plan
-        for plan in enumerate_candidates(question, bounds=Bounds(max_micro_batch=2)).plans()
+        for plan in enumerate_candidates(question, bounds=SIMPLE).plans()
         if plan.dp_replicate == 1 and plan.dp_shard > 1 and plan.tp_overlap == "none" and plan.reshard_after_forward
     ]
 
@@ -129,7 +130,7 @@ def test_with_faster_links_tensor_parallel_never_gets_relatively_worse(eight_gpu
         if 1 in degrees:
             assert all(degrees[tp] >= degrees[1] * (1 - 1e-9) for tp in degrees)
             compared += len(degrees) - 1
-    assert compared > 50
+    assert compared > 30
 
 
 def test_head_counts_divide():

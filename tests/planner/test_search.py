@@ -17,9 +17,9 @@ from planner.search.finalists import TIE
 from planner.search.infeasible import minimal_gpus
 from planner.search.plan_space.branch_and_bound import pareto_rows
 from planner.search.plan_space.candidates import Bounds
-from planner.search.search import KIN_MARGIN, SearchOptions, rank_rows, suggest
-from simulator.closed_form.estimates import estimate_plans
-from simulator.closed_form.scenario import Scenario
+from planner.search.search import TIE_GROUP_MARGIN, SearchOptions, rank_rows, suggest
+from simulator.analytical.estimates import estimate_plans
+from simulator.analytical.scenario import Scenario
 from simulator.config.estimate import SURE, Fit
 from simulator.config.hf_config import load_model
 from simulator.config.workload import Workload
@@ -43,9 +43,11 @@ def workload():
 
 WORKLOAD = Workload(seq_len=4096, global_batch_size=16)
 RUNTIME = resolve_runtime({"name": "torchtitan"})[0]
-# Half a node: as many kinds of plans as on a whole one, and a third of the number.
+# Half a node and a quarter of the layers: as many kinds of plans as there are of all, and a tenth of the number.
 LIMITS = Bounds(max_micro_batch=2)
-QUESTION = question_of(LLAMA8B, make_cluster(1, 4), WORKLOAD, framework="torchtitan", runtime=RUNTIME)
+QUESTION = question_of(
+    replace(LLAMA8B, layers=8), make_cluster(1, 4, memory_gib=24), WORKLOAD, framework="torchtitan", runtime=RUNTIME
+)
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +84,7 @@ def test_no_candidate_beats_the_first(every_plan, objective):
     listed = [ranked.estimate for ranked in result.plans]
     values = [one.step_s.value if objective == "time" else one.memory.reserved_bytes for one in listed]
 
-    assert best * (1 - 1e-12) <= min(values) <= best * (1 + (KIN_MARGIN if objective == "time" else 1e-12))
+    assert best * (1 - 1e-12) <= min(values) <= best * (1 + (TIE_GROUP_MARGIN if objective == "time" else 1e-12))
     assert values[0] <= min(values) * (1 + (TIE if objective == "time" else 1e-12))
     assert result.search.bound_s <= best * (1 + 1e-12) if objective == "time" else best
     assert result.search.gap == 0
@@ -93,30 +95,32 @@ def test_no_candidate_beats_the_first(every_plan, objective):
 
 
 def test_every_plan_listed_is_next_best(every_plan):
-    """Not only the first: of kin, which split data parallelism differently, one stands for all that tie with it."""
+    """Not only the first: of tie_group, which split data parallelism differently, one stands for all that tie with it."""
     result = answer(objective="time")
     table = every_plan
     best = {}
     for plan, step, fits in zip(table.plans, table.step_s, surely_fits(table), strict=True):
-        best[kin(plan)] = min(best.get(kin(plan), np.inf), step if fits else np.inf)
+        best[tie_group(plan)] = min(best.get(tie_group(plan), np.inf), step if fits else np.inf)
     listed = {}
     for ranked in result.plans:
-        listed[kin(ranked.plan)] = min(listed.get(kin(ranked.plan), np.inf), ranked.estimate.step_s.value)
+        listed[tie_group(ranked.plan)] = min(listed.get(tie_group(ranked.plan), np.inf), ranked.estimate.step_s.value)
         if ranked.plan.layers_per_stage:  # filled, which only goes beyond the list where that is quicker
-            best[kin(ranked.plan)] = min(best[kin(ranked.plan)], ranked.estimate.step_s.value)
+            best[tie_group(ranked.plan)] = min(best[tie_group(ranked.plan)], ranked.estimate.step_s.value)
 
-    # Where merging kin leaves fewer than were asked for, the list is filled with some of them.
-    quickest = sorted(best, key=best.get)[: len(listed)]
-    assert set(listed) == set(quickest)
-    assert all(best[family] * (1 - 1e-12) <= step <= best[family] * (1 + KIN_MARGIN) for family, step in listed.items())
+    # Where merging tie_group leaves fewer than were asked for, the list is filled with some of them.
+    fastest = sorted(best, key=best.get)[: len(listed)]
+    assert set(listed) == set(fastest)
+    assert all(
+        best[family] * (1 - 1e-12) <= step <= best[family] * (1 + TIE_GROUP_MARGIN) for family, step in listed.items()
+    )
 
 
-def kin(plan):
+def tie_group(plan):
     return (plan.data_parallel, plan.cp, plan.tp, plan.pp, plan.ep)
 
 
 def test_the_pareto_set_is_that_of_all_plans(every_plan):
-    """Quickest first, each leaner than the one before; nothing legal beats any of them in both."""
+    """Fastest first, each leaner than the one before; nothing legal beats any of them in both."""
     result = answer(objective="pareto")
     table = every_plan
     rows = pareto_rows(np.where(table.fits, table.step_s, np.inf), table.reserved_bytes)
@@ -159,7 +163,7 @@ def test_every_plan_listed_is_simulated_and_in_that_order():
 
 
 def test_a_plan_that_may_not_fit_where_simulated_comes_after_those_that_do(monkeypatch):
-    """The first is quickest in the simulation too, but its allocator holds more than there is."""
+    """The first is fastest in the simulation too, but its allocator holds more than there is."""
     from planner.search import finalists
 
     real, first = finalists.predict, answer(objective="time", simulate=True, top=3).plans[0].plan
@@ -235,7 +239,9 @@ def listed(request):
     """Return how to search, and the answer with chunks as they are."""
     model = replace(LLAMA8B, layers=7, hidden=2048, heads=16, ffn=4096)
     question = question_of(model, make_cluster(1, 4, nvlink=False, memory_gib=24), WORKLOAD)
-    options = SearchOptions(objective=request.param, simulate=False, bounds=Bounds(max_cp=1, max_micro_batch=4))
+    options = SearchOptions(
+        objective=request.param, simulate=False, bounds=Bounds(max_cp=1, max_tp=2, max_micro_batch=2)
+    )
     return options, suggest(question, options)
 
 

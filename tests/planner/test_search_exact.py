@@ -16,9 +16,9 @@ import pytest
 from planner.question.question import default_runtime, question_of
 from planner.search.plan_space.branch_and_bound import explore
 from planner.search.plan_space.candidates import Bounds, enumerate_nodes
+from simulator.analytical.estimates import estimate_plans
+from simulator.analytical.scenario import Scenario
 from simulator.bounds.screening import Screening
-from simulator.closed_form.estimates import estimate_plans
-from simulator.closed_form.scenario import Scenario
 from simulator.config.model import MixtureOfExperts
 from simulator.config.workload import Workload
 from simulator.legality.frameworks import FRAMEWORKS

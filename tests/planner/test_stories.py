@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from planner.explain.explain import memory_account
 from planner.explain.waterfall import waterfall
 from planner.question.case_runtime import resolve_runtime
 from planner.question.question import question_of
-from simulator.closed_form.estimates import estimate_plans
-from simulator.closed_form.scenario import Scenario
+from simulator.analytical.estimates import estimate_plans
+from simulator.analytical.scenario import Scenario
 from simulator.config.hf_config import load_model
 from simulator.config.plan import Plan
 from simulator.config.workload import Workload
@@ -126,7 +124,7 @@ def test_s16_asynchronous_tensor_parallelism():
 def test_s19_a_stale_plan_is_refused_with_the_difference(planner, tmp_path):
     """Made for eight GPUs, asked of four: exit 1, and the field that changed is named."""
     path = tmp_path / "plan.json"
-    question = ("--gpus", "8", "--seq-len", "4096", "--global-batch", "16", "--no-simulate")
+    question = ("--gpus", "8", "--pp", "1", "--seq-len", "4096", "--global-batch", "16", "--no-simulate")
     assert planner("suggest", *question, "--out", path).returncode == 0
     stale = planner("estimate", "--plan", path, "--cluster", "dgx-h200")
 
@@ -137,17 +135,8 @@ def test_s19_a_stale_plan_is_refused_with_the_difference(planner, tmp_path):
 
 
 def test_s21_a_laptop_without_a_gpu(planner):
-    done = planner("suggest", "--model", "llama3-8b", "--cluster", "dgx-h100")
+    done = planner("suggest", "--model", "llama3-8b", "--cluster", "dgx-h100", "--gpus", "2", "--global-batch", "8")
 
     assert done.returncode == 0
     assert "datasheet numbers, uncalibrated" in done.stdout
     assert "between -" in done.stdout
-
-
-def test_s23_the_same_bytes_twice(planner, tmp_path):
-    paths = [tmp_path / f"{i}.json" for i in range(2)]
-    for path in paths:
-        planner("suggest", "--gpus", "4", "--seq-len", "4096", "--global-batch", "32", "--top", "1", "--out", path)
-
-    assert paths[0].read_bytes() == paths[1].read_bytes()
-    assert json.loads(paths[0].read_text())["schema_version"] == 1

@@ -43,7 +43,7 @@ def small():
     """The candidates of a small question on eight GPUs, and the question."""
     workload = Workload(seq_len=512, global_batch_size=32)
     question = question_of(load_model("llama3.2-1b"), make_cluster(), workload, framework="meshwright")
-    return question, candidates_of(question, quickest=40)
+    return question, candidates_of(question, fastest=40)
 
 
 def trial(candidates: Candidates, row: int, step_s: float | None, status: Status = Status.FINISHED, **more) -> Trial:
@@ -405,10 +405,10 @@ def test_a_tuning_for_another_machine_is_stale(small) -> None:
         require_here(asked, four, diagnose(four), allow_busy=False)
 
 
-def test_candidates_are_the_quickest_plans_and_the_quickest_of_every_family(small) -> None:
+def test_candidates_are_the_fastest_plans_and_the_fastest_of_every_family(small) -> None:
     """So that something is left to try where a whole family of plans fails."""
     question, plans = small
-    found = candidates_of(question, quickest=5)
+    found = candidates_of(question, fastest=5)
     steps = [one.estimate.step_s.value for one in found.plans]
 
     def degrees(one):

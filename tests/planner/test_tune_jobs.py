@@ -55,7 +55,7 @@ SCANCEL = '#!/bin/sh\necho "$1" >> "$SCANCELLED"\n'
 def two_nodes():
     workload = Workload(seq_len=1024, global_batch_size=64)
     question = question_of(load_model("tiny-llama"), make_cluster(2, 2), workload, framework="meshwright")
-    return question, candidates_of(question, quickest=10)
+    return question, candidates_of(question, fastest=10)
 
 
 @pytest.fixture

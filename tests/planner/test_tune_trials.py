@@ -56,7 +56,7 @@ for step in range(1, 400):
 def small():
     workload = Workload(seq_len=512, global_batch_size=16)
     question = question_of(load_model("tiny-llama"), make_cluster(gpus_per_node=4), workload, framework="torchtitan")
-    return question, candidates_of(question, quickest=20)
+    return question, candidates_of(question, fastest=20)
 
 
 @pytest.fixture
@@ -232,7 +232,7 @@ def test_commands_that_could_run_no_plan_are_refused(text: str) -> None:
 def test_an_executor_that_cannot_begin_is_a_failure_with_its_words(monkeypatch, tmp_path) -> None:
     workload = Workload(seq_len=64, global_batch_size=8)
     question = question_of(load_model("tiny-llama"), make_cluster(gpus_per_node=2), workload, framework="meshwright")
-    plans = candidates_of(question, quickest=5)
+    plans = candidates_of(question, fastest=5)
     monkeypatch.setattr(executor_trials, "MODULE", "executor.no_such_module")
     runner = executor_trials.ExecutorTrials(question=question, device="cpu", folder=tmp_path)
     chosen = Chosen(row=0, why="", predicted_s=(1.0, 1.0, 1.0))

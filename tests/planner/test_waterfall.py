@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from planner.explain.waterfall import difference, memory_rows, waterfall
-from simulator.closed_form.estimates import estimate_plans
-from simulator.closed_form.scenario import Scenario
+from simulator.analytical.estimates import estimate_plans
+from simulator.analytical.scenario import Scenario
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload

@@ -1,13 +1,13 @@
-"""Random plans of every kind, told twice: the step's parts and bytes by the closed form and by the simulation."""
+"""Random plans of every kind, told twice: the step's parts and bytes by the analytical model and by the simulation."""
 
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
 
+from simulator.analytical.estimates import estimate_plans
+from simulator.analytical.scenario import Scenario
 from simulator.calibration.calibration import Calibration
-from simulator.closed_form.estimates import estimate_plans
-from simulator.closed_form.scenario import Scenario
 from simulator.columns.plan_table import CP_METHODS
 from simulator.config.hf_config import load_model
 from simulator.config.overlap_sites import MODES
@@ -42,7 +42,7 @@ class Drawn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Told:
-    """One plan told twice: (closed form, simulation) of the step, and of each part of it."""
+    """One plan told twice: (analytical model, simulation) of the step, and of each part of it."""
 
     step_s: tuple[float, float]
     parts_s: dict[str, tuple[float, float]]
@@ -165,7 +165,7 @@ def _kind(plan: Plan, scenario: Scenario, micro_batches: int) -> str:
 
 
 def tell(drawn: Drawn, *, spans: bool = True) -> Told:
-    """Return a plan's step by the closed form and by the simulation; without `spans`, no parts of it."""
+    """Return a plan's step by the analytical model and by the simulation; without `spans`, no parts of it."""
     table = estimate_plans(drawn.scenario, [drawn.plan])
     lowered = lower_training(drawn.scenario, drawn.plan, detail=Detail.LAYER, clocks=float(table.clocks[0]))
     run = simulate(lowered.program, lowered.costs, spans=spans)

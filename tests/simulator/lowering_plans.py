@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from simulator.closed_form.scenario import Scenario
+from simulator.analytical.scenario import Scenario
 from simulator.columns.plan_table import CP_METHODS
 from simulator.config.hf_config import load_model
 from simulator.config.overlap_sites import MODES

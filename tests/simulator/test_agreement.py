@@ -1,4 +1,4 @@
-"""Closed form and simulation tell the same step: drawn plans of every kind, micro batches few and many."""
+"""Analytical model and simulation tell the same step: drawn plans of every kind, micro batches few and many."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from scipy.stats import binom
 
-from simulator.closed_form.estimates import estimate_plans
-from simulator.closed_form.scenario import Scenario
+from simulator.analytical.estimates import estimate_plans
+from simulator.analytical.scenario import Scenario
 from simulator.config.hf_config import load_model
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime

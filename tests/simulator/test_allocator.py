@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
+from simulator.analytical.allocator import FLUSH_S_PER_BYTE, flush_s
+from simulator.analytical.estimates import estimate_plans
+from simulator.analytical.scenario import Scenario
 from simulator.calibration.intervals import memory_factors
-from simulator.closed_form.allocator import FLUSH_S_PER_BYTE, flush_s
-from simulator.closed_form.estimates import estimate_plans
-from simulator.closed_form.scenario import Scenario
 from simulator.collectives.buffers import communicator_bytes
 from simulator.collectives.cost import CollectiveModel
 from simulator.collectives.group_times import GroupTimes

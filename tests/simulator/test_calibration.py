@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from simulator.analytical.estimates import estimate_plans
+from simulator.analytical.scenario import Scenario
 from simulator.calibration.calibration import Calibration, Effects, RuntimeCosts, without
 from simulator.calibration.gaussian import conditioned
 from simulator.calibration.intervals import interval_table
 from simulator.calibration.kernel_samples import operators_of
-from simulator.closed_form.estimates import estimate_plans
-from simulator.closed_form.scenario import Scenario
 from simulator.config.model import Model
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from simulator.closed_form.clocks import POWER_WINDOW_S, working_clocks
-from simulator.closed_form.scenario import Scenario
+from simulator.analytical.clocks import POWER_WINDOW_S, working_clocks
+from simulator.analytical.scenario import Scenario
 from simulator.config.hf_config import load_model
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime

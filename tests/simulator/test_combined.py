@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from planner.question.question import Question
+from simulator.analytical.estimates import estimate_plans
+from simulator.analytical.scenario import Scenario
 from simulator.bounds.screening import Screening
-from simulator.closed_form.estimates import estimate_plans
-from simulator.closed_form.scenario import Scenario
 from simulator.columns.plan_columns import plan_columns
 from simulator.config.hf_config import load_model
 from simulator.config.plan import Plan

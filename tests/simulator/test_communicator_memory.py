@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from simulator.closed_form.estimates import calibrated_operators, cost_context
-from simulator.closed_form.memory import CONTEXT_BYTES
-from simulator.closed_form.scenario import Scenario
+from simulator.analytical.estimates import calibrated_operators, cost_context
+from simulator.analytical.memory import CONTEXT_BYTES
+from simulator.analytical.scenario import Scenario
 from simulator.collectives.buffers import CONNECTION_BYTES, MIB, PAGE, communicator_bytes
 from simulator.columns.plan_table import plan_table
 from simulator.config.hf_config import load_model

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from simulator.closed_form.estimates import estimate_plans
-from simulator.closed_form.layer_cost import block_cost
-from simulator.closed_form.scenario import Scenario
+from simulator.analytical.estimates import estimate_plans
+from simulator.analytical.layer_cost import block_cost
+from simulator.analytical.scenario import Scenario
 from simulator.config.hf_config import load_model
 from simulator.config.overlap_sites import MODES, SITES, written
 from simulator.config.plan import Plan
@@ -110,7 +110,7 @@ def test_without_overlap_tensor_parallel_collectives_add_to_compute() -> None:
     [("1F1B", 1), ("GPipe", 1), ("Interleaved1F1B", 2), ("ZBH1", 1), ("LoopedBFS", 2)],
 )
 def test_bubbles_are_the_published_ones(schedule: str, stages: int) -> None:
-    """Equal stages, free messages: idle time is the closed form's for the passes' own lengths."""
+    """Equal stages, free messages: idle time is the analytical model's for the passes' own lengths."""
     model = replace(shortened("llama3-8b", 16), vocab=256)  # ends that weigh nothing
     plan = Plan(pp=4, schedule=schedule, virtual_stages=stages, layers_per_stage=(16 // (4 * stages),) * (4 * stages))
     workload = Workload(seq_len=8192, global_batch_size=8)

@@ -1,4 +1,4 @@
-"""A hundred drawn plans: the closed form against the simulation, details against each other, folded against not.
+"""A hundred drawn plans: the analytical model against the simulation, details against each other, folded against not.
 
 The closed form may be optimistic by MARGIN at most: what it leaves out is contention of transfers with each other,
 uneven stages that stall an interleaved pipeline, and hosts that fall behind within a pass. The worst of this draw is
@@ -10,8 +10,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from simulator.closed_form.estimates import estimate_plans
-from simulator.closed_form.scenario import Scenario
+from simulator.analytical.estimates import estimate_plans
+from simulator.analytical.scenario import Scenario
 from simulator.engine.simulate import simulate
 from simulator.lowering.block_code import Detail
 from simulator.program.check import check
@@ -28,7 +28,7 @@ def runs():
 
 
 def formula_s(model, machine, workload, plan, runtime) -> float:
-    """Return the closed form's step without what a full allocator costs, which is not simulated."""
+    """Return the analytical model's step without what a full allocator costs, which is not simulated."""
     table = estimate_plans(Scenario(model=model, cluster=machine, workload=workload, runtime=runtime), [plan])
     return float(table.step_s[0] - table.breakdown_s["allocator"][0])
 

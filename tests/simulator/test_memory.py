@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from simulator.closed_form.estimates import estimate_plans
-from simulator.closed_form.scenario import Scenario
+from simulator.analytical.estimates import estimate_plans
+from simulator.analytical.scenario import Scenario
 from simulator.config.hf_config import load_model, model_from_config
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
@@ -191,10 +191,10 @@ def test_torch_stages_hold_a_buffer_for_every_message_and_once_kept_their_output
         Plan(pp=4),
     )
     ends = np.array([[1.0, 0, 0, 0]]), np.array([[0, 0, 0, 1.0]])
-    flying = np.array([[4.0, 3, 2, 1]])
+    in_flight = np.array([[4.0, 3, 2, 1]])
 
     held = np.array([0 + 8, 5 + 8, 6 + 8, 7 + 0]) * message
-    assert between_stages_bytes(context, *ends, flying)[0].tolist() == held.tolist()
+    assert between_stages_bytes(context, *ends, in_flight)[0].tolist() == held.tolist()
     kept = np.array([8 * message, 8 * message, 8 * message, 8 * logits])
-    assert between_stages_bytes(early, *ends, flying)[0].tolist() == (held + kept).tolist()
-    assert not between_stages_bytes(megatron, *ends, flying).any()
+    assert between_stages_bytes(early, *ends, in_flight)[0].tolist() == (held + kept).tolist()
+    assert not between_stages_bytes(megatron, *ends, in_flight).any()

@@ -13,8 +13,8 @@ from planner.question.learned_runtime import costs_of
 from planner.question.prediction import predict
 from planner.question.question import question_of
 from planner.validate.validation import validate_case
+from simulator.analytical.scenario import Scenario
 from simulator.calibration.calibration import Calibration
-from simulator.closed_form.scenario import Scenario
 from simulator.config.estimate import SURE, Fit
 from simulator.config.hf_config import load_model
 from simulator.config.plan import Plan

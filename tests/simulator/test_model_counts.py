@@ -166,8 +166,8 @@ def test_megatron_gpt_paper_table_1(layers, hidden, heads, billions):
     config = {"model_type": "gpt", "num_hidden_layers": layers, "hidden_size": hidden, "num_attention_heads": heads}
     config |= {"vocab_size": 51200, "max_position_embeddings": 2048}
     model = model_from_config(config, name="megatron")
-    closed_form = 12 * layers * hidden**2 + 13 * layers * hidden + (51200 + 2048) * hidden
-    assert model.parameters == closed_form + 2 * hidden  # the formula leaves out the final norm
+    analytical = 12 * layers * hidden**2 + 13 * layers * hidden + (51200 + 2048) * hidden
+    assert model.parameters == analytical + 2 * hidden  # the formula leaves out the final norm
     assert round(model.parameters / 1e9, 1) == billions
 
 

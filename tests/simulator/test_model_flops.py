@@ -39,9 +39,9 @@ def test_palm_and_torchtitan_convention(name, seq_len):
     """
     model = load_model(name)
     n = model.parameters - model.embedding_parameters
-    closed_form = 6 * n + 12 * model.layers * model.heads * model.head_dim * seq_len
-    assert model.training_flops_per_token(seq_len) == pytest.approx(closed_form, rel=1e-4)
-    assert model.training_flops_per_token(seq_len) < closed_form
+    analytical = 6 * n + 12 * model.layers * model.heads * model.head_dim * seq_len
+    assert model.training_flops_per_token(seq_len) == pytest.approx(analytical, rel=1e-4)
+    assert model.training_flops_per_token(seq_len) < analytical
 
 
 def test_causal_attention_is_half_the_square():

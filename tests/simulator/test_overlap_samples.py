@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from simulator.analytical.estimates import estimate_plans
+from simulator.analytical.layer_cost import block_cost
+from simulator.analytical.scenario import Scenario
 from simulator.calibration.calibration import overlap_assumed, overlap_of
-from simulator.closed_form.estimates import estimate_plans
-from simulator.closed_form.layer_cost import block_cost
-from simulator.closed_form.scenario import Scenario
 from simulator.collectives.cost import CollectiveModel
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
@@ -147,7 +147,7 @@ def test_a_time_that_the_host_made_says_nothing_of_the_device() -> None:
 
 
 def test_both_forms_use_the_profile() -> None:
-    """Slow links of a profile make a step longer in the closed form and in the simulation, and alike."""
+    """Slow links of a profile make a step longer in the analytical model and in the simulation, and alike."""
     model, workload, runtime = shortened("llama3-8b", 2), Workload(seq_len=8192, global_batch_size=1), Runtime()
     plan = Plan(tp=4, sequence_parallel=True, tp_overlap="fused")
     slow = replace(profile(*MANY), overlap_rates=rates_as_numbers(OverlapRates(copy_latency_s=5e-4)))

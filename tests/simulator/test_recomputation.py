@@ -2,7 +2,7 @@
 
 import pytest
 
-from simulator.closed_form.scenario import Scenario
+from simulator.analytical.scenario import Scenario
 from simulator.config.hf_config import load_model
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime

@@ -7,8 +7,8 @@ import pytest
 
 from planner.question.prediction import predict
 from planner.question.question import question_of
+from simulator.analytical.estimates import estimate_plans
 from simulator.bounds.screening import Screening
-from simulator.closed_form.estimates import estimate_plans
 from simulator.columns.plan_columns import plan_columns
 from simulator.config.hf_config import load_model
 from simulator.config.plan import Plan

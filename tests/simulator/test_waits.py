@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from simulator.closed_form.estimates import estimate_plans
-from simulator.closed_form.pace import NEVER, Pace, launching
-from simulator.closed_form.scenario import Scenario
+from simulator.analytical.clock_advance import NEVER, ClockAdvance, launching
+from simulator.analytical.estimates import estimate_plans
+from simulator.analytical.scenario import Scenario
 from simulator.config.model import MixtureOfExperts, Model
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
@@ -38,10 +38,10 @@ def run(launches: list[tuple[float, float] | None], device_s: float, host_s: flo
     return device_s, host_s
 
 
-def pace_of(launches: list[tuple[float, float] | None]) -> Pace:
+def advance_of(launches: list[tuple[float, float] | None]) -> ClockAdvance:
     """Return the same as a matrix, put together launch by launch."""
     zero = np.zeros(1)
-    total = Pace(device_s=zero, late_s=zero + NEVER, host_s=zero, waits_s=zero + NEVER)
+    total = ClockAdvance(device_s=zero, late_s=zero + NEVER, host_s=zero, waits_s=zero + NEVER)
     for launch in launches:
         if launch is None:
             total = total.waited()
@@ -55,21 +55,21 @@ def pace_of(launches: list[tuple[float, float] | None]) -> Pace:
 def test_a_pace_moves_clocks_as_the_launches_it_stands_for_do(begin: tuple[float, float]) -> None:
     """Whatever the clocks were before: a device behind its host, or a host behind its device."""
     launches = [(1.0, 3.0), None, (2.0, 0.5), (2.0, 0.5), None, (0.5, 4.0)]
-    pace, (device_s, host_s) = pace_of(launches), begin
+    advance, (device_s, host_s) = advance_of(launches), begin
 
     assert run(launches, device_s, host_s) == (
-        max(device_s + pace.device_s[0], host_s + pace.late_s[0]),
-        max(host_s + pace.host_s[0], device_s + pace.waits_s[0]),
+        max(device_s + advance.device_s[0], host_s + advance.late_s[0]),
+        max(host_s + advance.host_s[0], device_s + advance.waits_s[0]),
     )
 
 
 def test_a_pass_that_follows_itself_takes_the_largest_mean_of_a_cycle_of_clocks() -> None:
     launches = [(1.0, 3.0), None, (2.0, 0.5), (2.0, 0.5), None, (0.5, 4.0)]
-    pace, many = pace_of(launches), 500
+    advance, many = advance_of(launches), 500
 
     device_s, host_s = run(launches * many, 0.0, 0.0)
 
-    expected_s = max(pace.device_s[0], pace.host_s[0], (pace.late_s[0] + pace.waits_s[0]) / 2)
+    expected_s = max(advance.device_s[0], advance.host_s[0], (advance.late_s[0] + advance.waits_s[0]) / 2)
     assert max(device_s, host_s) / many == pytest.approx(expected_s, rel=0.01)
 
 

@@ -186,20 +186,26 @@ def torchrun(text: str, keys: Iterable[str]) -> Read:
 
 
 def slurm(text: str, keys: Iterable[str]) -> Read:
-    """Sbatch prints the options it understood before it looks for a controller, and there is none."""
-    with tempfile.TemporaryDirectory() as folder:
-        conf, script = Path(folder, "slurm.conf"), Path(folder, "job.sbatch")
+    """Sbatch prints the options it understood before it looks for a controller, and there is none.
+
+    Of these, a path is absolute although a relative one was written, and a number whose unit nobody said has a question mark.
+    """
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made).resolve()
+        conf, script = folder / "slurm.conf", folder / "job.sbatch"
         conf.write_text("ClusterName=none\nSlurmctldHost=localhost(127.0.0.1)\nPlugStackConfig=/dev/null\n")
         script.write_text(text)
         run = subprocess.run(
             ["sbatch", "-vv", "--test-only", str(script)],
+            cwd=folder,
             env={**os.environ, "SLURM_CONF": str(conf)},
             capture_output=True,
             text=True,
             check=False,
             timeout=60,
         )
-    options = dict(re.findall(r"^sbatch: (\S+)\s+: (.*)$", run.stderr, re.MULTILINE))
+    shown = re.findall(r"^sbatch: (\S+)\s+: (.*)$", run.stderr, re.MULTILINE)
+    options = {key: re.sub(r"^(\d+)\?$", r"\1", value.removeprefix(f"{folder}/")) for key, value in shown}
     return {key: int(options[key]) if options[key].isdigit() else options[key] for key in keys}
 
 

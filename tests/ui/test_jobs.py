@@ -94,7 +94,7 @@ def test_a_search_answers_early_by_the_closed_form(workers):
 
     assert job.ask(PATIENT_S)
     early, final = job.early, job.result
-    assert {one.method for one in early.plans} == {Method.CLOSED_FORM}
+    assert {one.method for one in early.plans} == {Method.ANALYTICAL}
     assert {one.method for one in final.plans} == {Method.SIMULATION}
     assert sorted(map(str, (one.plan for one in early.plans))) == sorted(map(str, (one.plan for one in final.plans)))
     assert early.search.legal == final.search.legal

@@ -121,7 +121,7 @@ def test_a_plan_that_is_not_listed_is_said(explorer):
 
 
 def test_a_plan_that_nobody_chose_gives_way_to_the_best(explorer):
-    """The best plan by the closed form may not be the best once plans are simulated."""
+    """The best plan by the analytical model may not be the best once plans are simulated."""
     test = explorer("detail", model="llama3.2-1b")
     listed = test.session_state["_results"]["answer"].result.plans
     test.session_state["plan"] = plan_words.plan_name(listed[2].plan)

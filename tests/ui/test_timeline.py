@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulator.closed_form.scenario import Scenario
+from simulator.analytical.scenario import Scenario
 from simulator.program.trace import COMMUNICATION, COMPUTE, HOST, Counter, Span, Trace
 from ui.charts.timeline import LANES, bars, samples, timeline
 

@@ -39,7 +39,7 @@ FASTEST_OVER_DATASHEET = 1.1  # nominal link rates are rounded down by up to 6 %
 
 RANGES: dict[str, Range] = {"count": (1, 10**9), "ranks": (1, 1 << 20), "nodes": (1, 1 << 20), "gpus": (0, 1 << 20)}
 # A launch alone takes a microsecond, a call of the host a tenth of that.
-QUICKEST_S = 1e-8
+FASTEST_S = 1e-8
 # Samples of one kind: all are fitted at once, within seconds. A machine's own profile has some 700 operators and 70 layers.
 MOST_SAMPLES, MOST_LAYER_RUNS = 20_000, 512
 # Layers this narrow show the host, and nobody trains a model of so few: several tell what each of them costs.
@@ -165,8 +165,8 @@ def check_profile(profile: Profile, *, where: str = "profile", cluster: Cluster 
                 path = f"{where}: $.{name}[{index}].{field_name}"
                 if not math.isfinite(seconds) or seconds <= 0:
                     raise BadInput(f"{path} is {seconds}", why="a time is finite and positive")
-                if seconds < QUICKEST_S:
-                    raise BadInput(f"{path} is {seconds:g}", why=f"nothing takes less than {QUICKEST_S:g} s")
+                if seconds < FASTEST_S:
+                    raise BadInput(f"{path} is {seconds:g}", why=f"nothing takes less than {FASTEST_S:g} s")
     for index, operator in enumerate(profile.operators):
         _check_operator(operator, f"{where}: $.operators[{index}]", cluster)
     for index, pair in enumerate(profile.overlap):
@@ -249,8 +249,8 @@ def _check_sample(sample: CollectiveSample, where: str, cluster: Cluster | None)
         raise BadInput(f"{where}.launch is {sample.launch!r}", remedy=f"use one of {', '.join(_LAUNCHES)}")
     if not math.isfinite(sample.time_s) or sample.time_s <= 0:
         raise BadInput(f"{where}.time_s is {sample.time_s}", why="a time is finite and positive")
-    if sample.time_s < QUICKEST_S:
-        raise BadInput(f"{where}.time_s is {sample.time_s:g}", why=f"nothing takes less than {QUICKEST_S:g} s")
+    if sample.time_s < FASTEST_S:
+        raise BadInput(f"{where}.time_s is {sample.time_s:g}", why=f"nothing takes less than {FASTEST_S:g} s")
     if sample.nbytes <= 0:
         raise BadInput(f"{where}.nbytes is {sample.nbytes}", why="a message has at least one byte")
     if sample.ranks < 2 or not 1 <= sample.nodes <= sample.ranks:

@@ -75,7 +75,7 @@ class ServingAnswers:
 
 
 def search(progress: Progress, flags: Flags, framework: str, options: SearchOptions) -> SearchResult:
-    """Return what `planner suggest` answers; early, as the closed form does."""
+    """Return what `planner suggest` answers; early, as the analytical model does."""
     return answer(flags, framework, options, progress=progress, early=getattr(progress, "early", None))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import altair as alt
 
 from planner.pictures.palette import BLUE
-from planner.serving import words
+from planner.serving.reports.plan_text import words
 from topology.units import two_digits
 from ui.charts.look import finished, paper
 

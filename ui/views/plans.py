@@ -35,7 +35,7 @@ _COLUMNS = {
     "place": st.column_config.TextColumn("#", width=35),
     "chips": st.column_config.TextColumn("plan"),
     "step": st.column_config.TextColumn(
-        "step", width=56, help="Simulated where the plan is among the best, else by the closed form."
+        "step", width=56, help="Simulated where the plan is among the best, else by the analytical model."
     ),
     "fits": st.column_config.TextColumn("fits", width=48, help="Whether it fits into memory, or how likely that is."),
     "range": st.column_config.TextColumn("80 % range", width=105),

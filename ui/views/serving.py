@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 import streamlit as st
 
 from planner.export.serving.files import serving_files
-from planner.serving import answer_sentence, deployment_text, ms_text, price_per_million, serving_file
+from planner.serving import serving_file
+from planner.serving.reports.documents import price_per_million
+from planner.serving.reports.text import answer_sentence, deployment_text, ms_text
 from simulator.config.hf_config import hub_name
 from topology import codec
 from topology.errors import Infeasible

@@ -6,7 +6,9 @@ from planner.answers.serve.estimate import answer_of
 from planner.io import output
 from planner.requests.serving import Task, is_serving_plan
 from planner.requests.training import Compare
-from planner.serving import ServingFlags, compare_answers, comparison_document, print_compared
+from planner.serving import ServingFlags, compare_answers
+from planner.serving.reports.documents import comparison_document
+from planner.serving.reports.plan_text import print_compared
 from topology.errors import UserError
 
 

@@ -12,15 +12,9 @@ from planner.question.flags import flags_of_question, gpu_counts
 from planner.requests.flag import values_of
 from planner.requests.training import Explain
 from planner.search.flips import KNOBS
-from planner.serving import (
-    Links,
-    explain_serving,
-    explanation_document,
-    load_serving,
-    print_explained,
-    serving_question,
-    with_serving_flags,
-)
+from planner.serving import Links, explain_serving, load_serving, serving_question, with_serving_flags
+from planner.serving.reports.documents import explanation_document
+from planner.serving.reports.plan_text import print_explained
 from topology.cluster import Cluster
 
 

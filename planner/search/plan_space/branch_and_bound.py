@@ -257,7 +257,7 @@ class _BestFirst:
         self.exact[rows] = np.maximum(self.reserved[rows], self.bounds.peak_bytes[rows])
         self.seconds[rows] = self.bounds.step_s[rows] + some.flush_s(self.exact[rows])
         self._add_exact(rows[~self.needs_counting[rows]])
-        # Counting schedule tables is slow: quickest plans first, and none that have lost by then.
+        # Counting schedule tables is slow: fastest plans first, and none that have lost by then.
         uncertain = rows[self.needs_counting[rows]]
         uncertain = uncertain[np.argsort((self.exact if by_memory else self.seconds)[uncertain], kind="stable")]
         batches = np.array_split(uncertain, -(-len(uncertain) // SCHEDULES_AT_ONCE)) if len(uncertain) else ()
@@ -304,13 +304,13 @@ class _BestFirst:
         if not len(known):
             return rows
         known = known[np.argsort(self.exact[known], kind="stable")]
-        quickest = np.minimum.accumulate(self.step[known])
-        # Compare with the quickest costed plan that needs no more memory than the lower bound of this one. A plan that
+        fastest = np.minimum.accumulate(self.step[known])
+        # Compare with the fastest costed plan that needs no more memory than the lower bound of this one. A plan that
         # is equal in both beats nothing: of equal plans the first is listed, whichever was costed first.
         position = np.searchsorted(self.exact[known], self.reserved[rows], side="right") - 1
-        beaten = (position >= 0) & (quickest[np.maximum(position, 0)] < self.step_bound[rows])
+        beaten = (position >= 0) & (fastest[np.maximum(position, 0)] < self.step_bound[rows])
         position = np.searchsorted(self.exact[known], self.reserved[rows], side="left") - 1
-        beaten |= (position >= 0) & (quickest[np.maximum(position, 0)] <= self.step_bound[rows])
+        beaten |= (position >= 0) & (fastest[np.maximum(position, 0)] <= self.step_bound[rows])
         return rows[~beaten]
 
 
@@ -325,7 +325,7 @@ def _schedule_tables(table: PlanTable) -> Rows:
 
 
 def pareto_rows(step_s: Floats, reserved_bytes: Floats) -> list[int]:
-    """Return the plans that no other beats in both, quickest first; of equal plans the first."""
+    """Return the plans that no other beats in both, fastest first; of equal plans the first."""
     order = np.lexsort((np.arange(len(step_s)), reserved_bytes, step_s))
     rows, least = [], np.inf
     for row in order:

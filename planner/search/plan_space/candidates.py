@@ -24,7 +24,7 @@ from simulator.collectives.cost import CollectiveModel
 from simulator.collectives.group_times import GroupTimes
 from simulator.columns.plan_columns import CARRIED, PlanColumns, columns_with, distinct
 from simulator.columns.plan_table import table_of_columns
-from simulator.config.plan import Plan
+from simulator.config.plan import SIZES, Plan
 from simulator.legality.rule import Grade, Level, Mask, RuleFacts, divisors
 from simulator.legality.rules import RULES
 from simulator.pipeline.schedules.registry import SCHEDULES
@@ -34,10 +34,7 @@ from topology.rates.orders import node_orders, placement_of_order, undominated_o
 POLICIES = ("recompute", "reshard_after_forward", "tp_overlap", "cp_method")  # fields that no grid nor batch decides
 NODE_FIELDS = tuple(name for name in CARRIED if name not in POLICIES)
 # Fields whose values a search tries unless they are stated.
-SEARCHED = (
-    *("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "virtual_stages", "micro_batch_size"),
-    *("schedule", "recompute", "offload", "ep_overlap"),
-)
+SEARCHED = (*SIZES, "schedule", "recompute", "offload", "ep_overlap")
 GRID_FIELDS = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "zero_stage", "sequence_parallel", "offload")
 
 

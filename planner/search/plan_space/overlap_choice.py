@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.search.plan_space.candidates import Nodes
+from simulator.analytical.layer_cost import BlockCost
 from simulator.bounds.screening import Screening
-from simulator.closed_form.layer_cost import BlockCost
 from simulator.columns.plan_columns import distinct
 from simulator.columns.plan_table import Floats
 from simulator.config.overlap_sites import NONE, SITES, modes_in, written

@@ -61,13 +61,13 @@ class AssignmentBounds:
         """Return what an assignment takes at least."""
         chosen: RankOptions = self.options.take(rows)
         since = np.concatenate([[0.0], np.cumsum(chosen.passing_s)[:-1]])
-        ends = np.maximum(chosen.own_s + np.maximum(since - chosen.put_off_s, chosen.tail_s), chosen.alone_s)
+        ends = np.maximum(chosen.own_s + np.maximum(since - chosen.deferred_s, chosen.tail_s), chosen.alone_s)
         return self.pipe.fixed_s + float(ends.max())
 
     def _begins_by(self, limit_s: float) -> Floats:
         """Return of every option when its rank has to have begun at the latest; before the start where it cannot end in time."""
         options, left = self.options, limit_s - self.pipe.fixed_s
-        return np.where(options.at_least_s <= left, options.put_off_s + left - options.own_s, -np.inf)
+        return np.where(options.at_least_s <= left, options.deferred_s + left - options.own_s, -np.inf)
 
     def _possible(self, limit_s: float) -> bool:
         return bool(self._latest(limit_s)[0][0, 0] >= 0.0)

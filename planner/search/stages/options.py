@@ -1,8 +1,8 @@
 """The options of every rank of one pipeline, each with what it alone says of the step at least.
 
 An option of a rank is a number of layers, how many of them are leading dense layers (before those with experts), and a
-recompute mode for each of its stages. Which options together are quickest only the account of the step tells
-(`simulator.closed_form.account`); which need not be looked at is told by the lower bound of a step
+recompute mode for each of its stages. Which options together are fastest only the account of the step tells
+(`simulator.analytical.account`); which need not be looked at is told by the lower bound of a step
 (`simulator.bounds.lower_bound`), one option per row.
 
 With several stages per rank, layers are spread over them as evenly as possible, first stages first.
@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from simulator.analytical.account import AccountInputs
+from simulator.analytical.memory import memory_columns
 from simulator.bounds.screening import ROUNDED, ScreenedPlans, Screening, SharedBlocks
-from simulator.closed_form.account import AccountInputs
-from simulator.closed_form.memory import memory_columns
 from simulator.columns.plan_columns import PlanColumns
 from simulator.columns.plan_table import Floats
 from simulator.config.model import Model
@@ -75,7 +75,7 @@ class RankOptions:
     mode_mix: Ints
     own_s: Floats
     tail_s: Floats
-    put_off_s: Floats
+    deferred_s: Floats
     passing_s: Floats
     alone_s: Floats
 
@@ -118,7 +118,7 @@ class Pipeline:
     def plan_with(self, options: RankOptions) -> Plan:
         """Return the plan in which every rank has its option of `options`, one per rank."""
         plan = self.plan
-        stages = plan.pp * plan.virtual_stages
+        stages = plan.stages
         layers, words = [0] * stages, [""] * stages
         for row in range(len(options)):
             rank = int(options.rank[row])
@@ -134,7 +134,7 @@ class Pipeline:
 
 def stages_of(plan: Plan, rank: int) -> tuple[int, ...]:
     """Return the stages of a pipeline rank, in the order of the network."""
-    every = range(plan.pp * plan.virtual_stages)
+    every = range(plan.stages)
     return tuple(stage for stage in every if rank_of_stage(stage, plan.pp, plan.schedule or "") == rank)
 
 
@@ -218,10 +218,10 @@ def _mode_mixes(modes: Sequence[str], stages: int) -> tuple[tuple[str, ...], ...
 def _max_layers(single: ScreenedPlans, cutoff_s: float) -> int:
     """Return how many layers a rank can have before their kernels take `cutoff_s`."""
     blocks = [single.blocks[name] for name in ("dense", "moe") if name in single.blocks]
-    quickest = min(float((b.forward.device_s + b.backward.device_s)[0]) for b in blocks)
+    fastest = min(float((b.forward.device_s + b.backward.device_s)[0]) for b in blocks)
     calibration = single.context.calibration
     burst = calibration.burst if calibration is not None else 1.0
-    layer_s = float(single.table.micro_batches[0]) * min(1.0, burst) * quickest
+    layer_s = float(single.table.micro_batches[0]) * min(1.0, burst) * fastest
     layers = single.screening.scenario.model.layers
     return int(cutoff_s / layer_s) if layer_s * layers > cutoff_s else layers
 
@@ -267,7 +267,7 @@ class _LayerCounts:
         self, plan: Plan, modes: Ints, words: Sequence[str], shaped: Callable[[NDArray[Any]], NDArray[Any]]
     ) -> StageLayout:
         dense, rest = self.dense, self.sizes - self.dense
-        last = rank_of_stage(plan.pp * plan.virtual_stages - 1, plan.pp, plan.schedule or "")
+        last = rank_of_stage(plan.stages - 1, plan.pp, plan.schedule or "")
         there = shaped(np.ones(len(self.rank), dtype=np.int64)) > 0
         return StageLayout(
             dense=np.where(there, shaped(dense.sum(axis=1)), -1),
@@ -354,7 +354,7 @@ def _bounded_options(plans: ScreenedPlans, counts: _LayerCounts, layout: StageLa
         mode_mix=counts.mode_mix,
         own_s=seconds("own_s") * ROUNDED,
         tail_s=seconds("tail_s") * ROUNDED,
-        put_off_s=seconds("put_off_s"),
+        deferred_s=seconds("deferred_s"),
         passing_s=seconds("passing_s") * ROUNDED,
         alone_s=seconds("alone_s") * ROUNDED,
     )

@@ -3,7 +3,7 @@
 Given are the degrees, the schedule and the micro batch. Decided together, under the memory of every rank, are the
 option (`planner.search.stages.options`) of each rank and the setting of the whole pipeline (overlap mode of each
 communication, placement on an irregular node). Assignments are compared by the account of their steps
-(`simulator.closed_form.account`), many at once, and left out by a bound that no account is below
+(`simulator.analytical.account`), many at once, and left out by a bound that no account is below
 (`planner.search.stages.bounds`).
 
 Where few assignments have a bound below the best step, all of them are accounted for, and the best is certain. Where they
@@ -22,9 +22,9 @@ import numpy as np
 
 from planner.search.stages.bounds import AssignmentBounds, Rows
 from planner.search.stages.options import CostedPlans, Ints, Pipeline, build_pipeline, stage_freedom
+from simulator.analytical.account import account_assignments
+from simulator.analytical.estimates import estimate_plans
 from simulator.bounds.screening import Screening
-from simulator.closed_form.account import account_assignments
-from simulator.closed_form.estimates import estimate_plans
 from simulator.config.plan import Plan
 from simulator.legality.frameworks import Framework
 
@@ -37,7 +37,7 @@ ROUNDS = 4  # of going on to neighbours
 class StageSolution:
     """The best assignment found, and its step in seconds; `plan` is None where none beats the cutoff.
 
-    Steps exclude `flush_s`, what a nearly full allocator is expected to cost (`simulator.closed_form.allocator`). No
+    Steps exclude `flush_s`, what a nearly full allocator is expected to cost (`simulator.analytical.allocator`). No
     assignment takes less than `bound_s`. `has_room` says whether any fits into memory, and `accounted` how many
     assignments were accounted for.
     """
@@ -104,7 +104,7 @@ class _Assignments:
         self.bounds = AssignmentBounds(pipeline)
         self.step_s = cutoff_s
         self.best: Rows | None = None
-        # Of those accounted for the quickest that fits, below the cutoff or not, or the one that lacks the least memory.
+        # Of those accounted for the fastest that fits, below the cutoff or not, or the one that lacks the least memory.
         self._nearest, self._missing_and_step = np.zeros(0, dtype=np.intp), (np.inf, np.inf)
         self._seen: set[bytes] = set()
         options = pipeline.options
@@ -133,7 +133,7 @@ class _Assignments:
         return self.step_s if complete else least[0]
 
     def _account(self, assignments: Sequence[Rows]) -> bool:
-        """Account for those of the assignments that are new; return whether one of them is the quickest so far."""
+        """Account for those of the assignments that are new; return whether one of them is the fastest so far."""
         new = [rows for rows in assignments if rows.tobytes() not in self._seen]
         if not new:
             return False

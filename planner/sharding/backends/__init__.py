@@ -1,7 +1,6 @@
 """What the compiler writes out of a plan.
 
 forward.py       the plan's steps as instructions: kernels on a rank's pieces, exchanges between ranks
-phases.py        operators that exchange statistics, as kernels with exchanges between them
 duals.py         the same instructions in reverse: gradients, and the exchanges that are dual to those before; a kernel's backward
                  is autograd's. (`planner.sharding.operators.backward` derives formulas instead, for graphs without kernels, so that
                  gradients have operators and layouts of their own.)

@@ -27,6 +27,8 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 
+import msgspec
+
 from planner.sharding.backends.works import Work, Writer, primitive
 from planner.sharding.layouts.collectives import (
     ALL_GATHER,
@@ -265,19 +267,8 @@ class BackwardWriter:
         for number, step in enumerate(moves.path(here, target)):
             after = f"{name}.gradient{number}"
             local = local_shape(about.shape, step.after, self.out.mesh)
-            described = replace_buffer(about, dict(step.after.pending))
-            self.out.add_buffer(
-                after,
-                Buffer(
-                    tensor=described.tensor,
-                    shape=described.shape,
-                    dtype=described.dtype,
-                    dims=step.after.dims,
-                    local=local,
-                    pending=described.pending,
-                    gradient=True,
-                ),
-            )
+            made = replace_buffer(about, dict(step.after.pending))
+            self.out.add_buffer(after, msgspec.structs.replace(made, dims=step.after.dims, local=local))
             self.out.add(Work(do=primitive(step, here, gradient, self.out.mesh), reads=(gradient,), writes=(after,)))
             gradient, here = after, step.after
         return gradient
@@ -289,15 +280,7 @@ def _axes(buffer: Buffer) -> set[str]:
 
 def replace_buffer(buffer: Buffer, pending: dict[str, str]) -> Buffer:
     """Return the description of a gradient of `buffer`."""
-    return Buffer(
-        tensor=buffer.tensor,
-        shape=buffer.shape,
-        dtype=buffer.dtype,
-        dims=buffer.dims,
-        local=buffer.local,
-        pending=pending,
-        gradient=True,
-    )
+    return msgspec.structs.replace(buffer, pending=pending, gradient=True)
 
 
 def replace_exchange(exchange: Exchange, kind: str) -> Exchange:

@@ -3,6 +3,6 @@
 request.py      the document that the Python function sends
 captured.py     a captured graph as a sharding case
 axis_maps.py    names for the dims of a captured graph; maps from names to mesh axes for parameters and compute
-stages.py, stage_cuts.py  pipeline stages of a captured graph: stated, or cut by time
+stages.py       pipeline stages of a captured graph: stated, or cut by time
 decoder.py      a shipped model's decoder as a case
 """

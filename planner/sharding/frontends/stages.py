@@ -1,7 +1,7 @@
 """Pipeline stages of a captured graph: `{"axis": "pp", "of": {"layers.1": 1}, "micro_batches": 4}`.
 
 A stage is a coordinate of one mesh axis. Operators, or all that a module calls, are named with the stage that they are on; what
-is not named is on the stage of the operator before it. Without `of`, the graph is cut by time (`stage_cuts.py`). The graph is that of one micro batch: every one goes through all
+is not named is on the stage of the operator before it. Without `of`, the graph is cut by time. The graph is that of one micro batch: every one goes through all
 stages, forward in order and backward in the reverse order, and gradients of parameters are summed over them. `schedule` is
 `gpipe`, all forward and then all backward (Huang et al., arXiv 1811.06965), or `1f1b`, in which a stage goes backward as soon as it
 can and holds no more micro batches than stages follow it (Narayanan et al., arXiv 2104.04473, section 2.2).

@@ -181,20 +181,6 @@ def _call(domain: LoopDomain, text: str, of: str) -> None:
         raise BadInput(f"{of}: cannot read {text[:60]!r}", remedy="outer_split(0, 4); parallelize(0, DIDx)")
 
 
-def schedule_of(layout: Layout, mesh: Mesh) -> str:
-    """Return the calls that make `layout`: the inverse of `parse_schedule_of`, without what is pending."""
-    calls: list[str] = []
-    position = 0
-    for spec in layout.dims:
-        for item in spec:
-            calls.append(f"outer_split({position}, {item if isinstance(item, int) else mesh.size(item)})")
-            if isinstance(item, str):
-                calls.append(f"parallelize({position}, {item})")
-            position += 1
-        position += 1
-    return "; ".join(calls)
-
-
 def loop_text(layout: Layout, shape: Sequence[int], mesh: Mesh, names: Sequence[str] = ()) -> str:
     """Return a tensor as nvFuser prints its domain: `[DIDx{4}, f/4, h, r{DIDy}]`, reductions pending at the end."""
     parts: list[str] = []

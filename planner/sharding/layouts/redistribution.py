@@ -67,7 +67,6 @@ class Redistributor:
     _layouts: list[Layout] = field(default_factory=list)
     _edges: dict[int, list[tuple[Cost, int, RedistributionStep]]] = field(default_factory=dict)
     _paths: dict[int, dict[int, tuple[Cost, int, RedistributionStep | None]]] = field(default_factory=dict)
-    _costs_to: dict[int, dict[int, Cost]] = field(default_factory=dict)  # by target, then by source
 
     def allow_irregular_specs(self, layouts: Iterable[Layout]) -> None:
         """Let paths use the strided and uneven specs of `layouts`."""
@@ -81,18 +80,12 @@ class Redistributor:
             self.irregular_specs |= found
             self._edges.clear()
             self._paths.clear()
-            self._costs_to.clear()
 
     def costs_between(
         self, sources: Collection[Layout], targets: Collection[Layout]
     ) -> dict[tuple[Layout, Layout], Cost]:
-        """Return the costs of all pairs that have a path, searching from the side that has fewer layouts."""
-        if len(targets) < len(sources):
-            for target in targets:
-                self._solve_backward(sources, target)
-            found = [(s, t, self._costs_to[self._number(t)].get(self._number(s))) for s in sources for t in targets]
-        else:
-            found = [(s, t, self.cost(s, t)) for s in sources for t in targets]
+        """Return the costs of all pairs that have a path."""
+        found = ((source, target, self.cost(source, target)) for source in sources for target in targets)
         return {(source, target): cost for source, target, cost in found if cost is not None}
 
     def cost(self, source: Layout, target: Layout) -> Cost | None:
@@ -138,34 +131,6 @@ class Redistributor:
                     best[after] = (total, layout, step)
                     heapq.heappush(queue, (total, next(order), after))
         return best
-
-    def _solve_backward(self, sources: Iterable[Layout], target: Layout) -> None:
-        """Find the costs from all `sources` to `target` in one search, over reversed edges."""
-        number, known = self._number(target), self._costs_to.get(self._number(target))
-        starts = {self._number(source) for source in sources}
-        if known is not None and starts <= set(known):
-            return
-        reverse: dict[int, list[tuple[Cost, int]]] = {}
-        waiting, seen = list(starts), set(starts)
-        while waiting:
-            layout = waiting.pop()
-            for price, after, _ in self._edges_from(layout):
-                reverse.setdefault(after, []).append((price, layout))
-                if after not in seen:
-                    seen.add(after)
-                    waiting.append(after)
-            _check_layout_count(len(seen), len(self.shape))
-        best: dict[int, Cost] = {number: FREE}
-        queue: list[tuple[Cost, int]] = [(FREE, number)]
-        while queue:
-            cost, layout = heapq.heappop(queue)
-            if cost == best[layout]:
-                for price, before in reverse.get(layout, ()):
-                    total = add_costs(cost, price)
-                    if before not in best or total < best[before]:
-                        best[before] = total
-                        heapq.heappush(queue, (total, before))
-        self._costs_to[number] = {**(known or {}), **best}
 
     def _edges_from(self, number: int) -> list[tuple[Cost, int, RedistributionStep]]:
         if number not in self._edges:

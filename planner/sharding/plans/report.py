@@ -23,13 +23,6 @@ from topology.cluster import Cluster
 from topology.errors import BadInput, Infeasible, PlannerError, UserError
 
 
-def report_case(
-    data: Mapping[str, Any], number: int, cluster: Cluster | None = None, calibration: Calibration | None = None
-) -> dict[str, Any]:
-    """Return the row of one case, with a simulated time if `cluster` is given. `rejected` is the reason, or None."""
-    return planned_case(data, number, cluster, calibration)[0]
-
-
 @dataclass(frozen=True, slots=True)
 class Planned:
     """A problem and its plan."""

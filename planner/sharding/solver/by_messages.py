@@ -1,4 +1,4 @@
-"""The assignment of least time: a bound by messages, and an exact solution of what the bound does not rule out.
+"""The assignment of least cost: a bound by messages, and an exact solution of what the bound does not rule out.
 
     1. sweeps of messages raise a lower bound, and labels taken by them are answers (`message_passing.py`)
     2. from time to time the pairs that cost least above the bound are solved exactly, for a better answer and a better bound

@@ -12,6 +12,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from simulator.config.plan import Plan, default_schedule
 from simulator.pipeline.schedules.dual_pipe_v import DUAL_PIPE_V
 from simulator.pipeline.schedules.gpipe import GPIPE
 from simulator.pipeline.schedules.interleaved import INTERLEAVED
@@ -81,6 +82,20 @@ def build_schedule(
         micro_batches=micro_batches,
         table=tuple(rows),
         v_shaped=kind.v_shaped,
+    )
+
+
+def schedule_of_plan(plan: Plan, micro_batches: int) -> Schedule:
+    """Return the table of a plan's schedule for so many micro batches; without a pipeline there is nothing for one to order.
+
+    Raises BadPlan as `build_schedule`.
+    """
+    return build_schedule(
+        plan.schedule_name if plan.pp > 1 else default_schedule(plan.virtual_stages),
+        ranks=plan.pp,
+        micro_batches=micro_batches,
+        stages_per_rank=plan.virtual_stages,
+        paired=plan.ep_overlap != "none",
     )
 
 

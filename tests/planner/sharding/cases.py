@@ -7,6 +7,7 @@ import re
 
 import numpy as np
 
+from planner.sharding.plans.report import planned_case
 from planner.sharding.problem.problem import parse_problem
 
 INTEGERS = ("ids", "targets")
@@ -72,3 +73,8 @@ B = 2 * 8 * 16 * 4 * 2  # bytes of q, k or v
 
 def problem(of):
     return parse_problem(of)
+
+
+def report_case(data, number, cluster=None, calibration=None):
+    """The row of one case."""
+    return planned_case(data, number, cluster, calibration)[0]

@@ -10,11 +10,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.sharding.layouts.layout import Layout, make_mesh, placements_of
-from planner.sharding.layouts.loop_domain import LoopDomain, parse_schedule_of, schedule_of
+from planner.sharding.layouts.loop_domain import LoopDomain, parse_schedule_of
 from planner.sharding.problem.problem import parse_problem
 from tests.planner.sharding.virtual_ranks import World, run
 
 MESH = make_mesh(["DIDy", "DIDx"], [2, 4])
+
+
+def schedule_of(layout, mesh):
+    """Return the calls that make `layout`: the inverse of `parse_schedule_of`, without what is pending."""
+    calls: list[str] = []
+    position = 0
+    for spec in layout.dims:
+        for item in spec:
+            calls.append(f"outer_split({position}, {item if isinstance(item, int) else mesh.size(item)})")
+            if isinstance(item, str):
+                calls.append(f"parallelize({position}, {item})")
+            position += 1
+        position += 1
+    return "; ".join(calls)
 
 
 @st.composite

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from planner.sharding.operators.graph import GraphBuilder
-from planner.sharding.plans.report import report_case
 from planner.sharding.solver.candidates import enumerate_candidates
 from tests.planner.sharding import cases, virtual_ranks
+from tests.planner.sharding.cases import report_case
 from topology.errors import BadInput
 
 SIZES = {

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from planner.cli import main
 from planner.sharding.frontends.decoder import decoder_case
-from planner.sharding.plans.report import report_case
 from planner.sharding.problem.problem import parse_problem
 from simulator.config.hf_config import load_model
 from tests.planner.sharding import cases
+from tests.planner.sharding.cases import report_case
 from tests.planner.sharding.known import KNOWN
 
 ROOT = Path(__file__).parents[3]

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from planner.sharding.plans.plan import plan_sharding
-from planner.sharding.plans.report import report_case
 from tests.planner.sharding import cases, virtual_ranks
+from tests.planner.sharding.cases import report_case
 
 SIZES = {"t": 24, "h": 8, "f": 16}
 LAYERS = [

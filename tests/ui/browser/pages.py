@@ -10,7 +10,7 @@ def figure(page, label):
     """Return the value under a label once the page shows the final answer."""
     found = page.locator("[data-testid='stMetric']").filter(has_text=label).first
     found.wait_for()
-    page.wait_for_function("() => !document.body.innerText.includes('Preliminary, by the closed form')")
+    page.wait_for_function("() => !document.body.innerText.includes('Preliminary, by the analytical model')")
     return found.locator("[data-testid='stMetricValue']").inner_text()
 
 

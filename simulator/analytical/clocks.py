@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from simulator.closed_form.layer_cost import BlockCost
+from simulator.analytical.layer_cost import BlockCost
 from simulator.columns.plan_table import Floats
 from simulator.kernels.operators import WorkKind
 from simulator.kernels.roofline import efficiency
@@ -40,7 +40,7 @@ def kernel_shares(blocks: Mapping[str, BlockCost], layers: Mapping[str, float]) 
     return {kind: np.asarray(seconds / np.maximum(whole, 1e-12)) for kind, seconds in of_kind.items()}
 
 
-def quickest(context: CostContext) -> float:
+def fastest(context: CostContext) -> float:
     """Return the least that `working_clocks` gives."""
     if context.calibration is not None:
         return min(1.0, context.calibration.burst)
@@ -65,7 +65,7 @@ def working_clocks(breakdown: Mapping[str, Floats], shares: Shares, context: Cos
     if calibration is not None:
         busy = sum((breakdown[name] for name in BUSY), np.zeros(len(idle)))
         return calibration.clocks(busy / np.maximum(busy + idle, 1e-12), known.power_exponent)
-    if quickest(context) == 1.0:
+    if fastest(context) == 1.0:
         return np.ones(len(idle))
     kernels = breakdown["compute"] + breakdown["recompute"]
     products, attention = (kernels * shares[kind] for kind in (WorkKind.MATMUL, WorkKind.ATTENTION))

@@ -9,7 +9,7 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.closed_form.pace import NEVER, Pace, Waits, launching
+from simulator.analytical.clock_advance import NEVER, ClockAdvance, Waits, launching
 from simulator.columns.plan_table import Floats
 from simulator.kernels.operators import OperatorSpec, WorkKind
 from simulator.kernels.roofline import FITTED, MEASURED
@@ -59,10 +59,10 @@ class PassCost:
     def device_s(self) -> Floats:
         return self.compute_s + self.exposed_s
 
-    def pace(self, *, host_s: Floats | float = 0.0) -> Pace:
+    def advance(self, *, host_s: Floats | float = 0.0) -> ClockAdvance:
         """Return how the pass moves the clocks of device and host, with `host_s` of Python before it."""
         plain = launching(self.device_s, self.behind_s + host_s, self.host_s + host_s)
-        return plain if self.waits is None else self.waits.pace(plain, host_s=host_s)
+        return plain if self.waits is None else self.waits.advance(plain, host_s=host_s)
 
     def expose(self, axis: str, seconds: Floats) -> None:
         self.communication_s[axis] = self.communication_s.get(axis, np.zeros_like(self.compute_s)) + seconds
@@ -213,7 +213,7 @@ class _Fold:
         cost.host_s = cost.host_s + np.where(runs, step.call_s, 0.0)
         since, waits = self._since(), cost.waits
         nothing = np.zeros(len(runs))
-        still = Pace(device_s=nothing, late_s=nothing + NEVER, host_s=nothing, waits_s=nothing + NEVER)
+        still = ClockAdvance(device_s=nothing, late_s=nothing + NEVER, host_s=nothing, waits_s=nothing + NEVER)
         if waits is None:
             cost.waits = Waits(rows=runs, before_s=since, after=still)
         else:

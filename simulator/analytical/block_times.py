@@ -1,4 +1,4 @@
-"""How long passes of units and transfers beside them take, for all plans of a table: what a `Tally` looks up."""
+"""How long passes of units and transfers beside them take, for all plans of a table: what a `RankTimeline` looks up."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.closed_form.layer_cost import BlockCost, PassCost
-from simulator.closed_form.pace import Pace, launching
+from simulator.analytical.clock_advance import ClockAdvance, launching
+from simulator.analytical.layer_cost import BlockCost, PassCost
 from simulator.collectives.group_times import GroupTimes
 from simulator.columns.plan_columns import words
 from simulator.columns.plan_table import Floats
@@ -34,7 +34,7 @@ class PassTimes:
 
     kernels_s: Floats
     exposed_s: Floats
-    pace: Pace
+    advance: ClockAdvance
     bytes_per_s: Floats
     launches: Floats
     parts: dict[str, Floats]
@@ -45,21 +45,21 @@ class PassTimes:
     def __post_init__(self) -> None:
         object.__setattr__(self, "device_s", self.kernels_s + self.exposed_s)
         object.__setattr__(self, "ahead_s", QUEUED_LAUNCHES * self.device_s / np.maximum(self.launches, 1.0))
-        object.__setattr__(self, "waits", bool(np.isfinite(self.pace.waits_s).any()))
+        object.__setattr__(self, "waits", bool(np.isfinite(self.advance.waits_s).any()))
 
     def hiding(self, axis: str, seconds: Floats, lost: Floats) -> PassTimes:
         """Return the pass with so much of its communication beside kernels, which take what is `lost` longer."""
-        pace = self.pace
+        advance = self.advance
         parts = {axis: self.parts[axis] - seconds, "contention": self.parts["contention"] + lost}
-        device_s = pace.device_s - seconds + lost
+        device_s = advance.device_s - seconds + lost
         return PassTimes(
             kernels_s=self.kernels_s + lost,
             exposed_s=self.exposed_s - seconds,
-            pace=Pace(
+            advance=ClockAdvance(
                 device_s=device_s,
-                late_s=np.maximum(pace.late_s - seconds + lost, device_s),
-                host_s=pace.host_s,
-                waits_s=pace.waits_s - seconds + lost,
+                late_s=np.maximum(advance.late_s - seconds + lost, device_s),
+                host_s=advance.host_s,
+                waits_s=advance.waits_s - seconds + lost,
             ),
             bytes_per_s=self.bytes_per_s,
             launches=self.launches,
@@ -122,7 +122,7 @@ class BlockTimes:
             return PassTimes(
                 kernels_s=weight,
                 exposed_s=np.zeros(self.rows),
-                pace=launching(weight, weight, block.backward.weight_host_s),
+                advance=launching(weight, weight, block.backward.weight_host_s),
                 bytes_per_s=_rate(block.backward.moved_bytes, block.backward.compute_s),
                 launches=block.backward.launches * weight / np.maximum(self.clocks * block.backward.device_s, TINY),
                 parts={"compute": weight},
@@ -149,16 +149,16 @@ class BlockTimes:
         kernels = self.clocks * cost.compute_s / share
         exposed = {axis: seconds / share for axis, seconds in cost.communication_s.items()}
         saved = kernels - cost.compute_s / share  # what other clocks make of the kernels
-        pace = cost.pace(host_s=share * host_s).times(1.0 / share)
-        device_s = pace.device_s + saved + lost
+        advance = cost.advance(host_s=share * host_s).times(1.0 / share)
+        device_s = advance.device_s + saved + lost
         return PassTimes(
             kernels_s=kernels + lost,
             exposed_s=sum(exposed.values(), np.zeros(self.rows)),
-            pace=Pace(
+            advance=ClockAdvance(
                 device_s=device_s,
-                late_s=np.maximum(pace.late_s + np.minimum(saved, 0.0), device_s),
-                host_s=pace.host_s,
-                waits_s=pace.waits_s + saved + lost,
+                late_s=np.maximum(advance.late_s + np.minimum(saved, 0.0), device_s),
+                host_s=advance.host_s,
+                waits_s=advance.waits_s + saved + lost,
             ),
             bytes_per_s=_rate(cost.moved_bytes, cost.compute_s),
             launches=cost.launches / share,
@@ -180,7 +180,7 @@ def _one_after_other(again: PassTimes, then: PassTimes) -> PassTimes:
     return PassTimes(
         kernels_s=kernels,
         exposed_s=again.exposed_s + then.exposed_s,
-        pace=again.pace.then(then.pace),
+        advance=again.advance.then(then.advance),
         bytes_per_s=_rate(moved, kernels),
         launches=again.launches + then.launches,
         parts=parts | {"compute": then.parts["compute"]},
@@ -197,7 +197,7 @@ def _chosen(here: object, one: PassTimes, other: PassTimes) -> PassTimes:
     return PassTimes(
         kernels_s=either(one.kernels_s, other.kernels_s),
         exposed_s=either(one.exposed_s, other.exposed_s),
-        pace=one.pace.where(np.asarray(here), other.pace),
+        advance=one.advance.where(np.asarray(here), other.advance),
         bytes_per_s=either(one.bytes_per_s, other.bytes_per_s),
         launches=either(one.launches, other.launches),
         parts={name: either(one.parts.get(name, 0.0), other.parts.get(name, 0.0)) for name in sorted(names)},

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from simulator.closed_form.layer_cost import BlockCost, PassCost
+from simulator.analytical.layer_cost import BlockCost, PassCost
 from simulator.columns.plan_table import Floats
 from simulator.pipeline.stages import StageLayout
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.closed_form.tally import PARTS, Tally
+from simulator.analytical.rank_timeline import PARTS, RankTimeline
 from simulator.columns.plan_table import Floats
 from simulator.pipeline.schedule_walk import (
     Gathered,
@@ -70,8 +70,10 @@ class Counter:
     but the wire (`BEGINS`).
     """
 
-    def __init__(self, walks: Sequence[StepWalk], tables: Sequence[Table], new_tally: Callable[[int], Tally]) -> None:
-        self.walks, self.new_tally = walks, new_tally
+    def __init__(
+        self, walks: Sequence[StepWalk], tables: Sequence[Table], new_timeline: Callable[[int], RankTimeline]
+    ) -> None:
+        self.walks, self.new_timeline = walks, new_timeline
         follow = {kind.stage for table in tables for kind in table.kinds if kind.follows}
         shape_of = {id(units): _shape(units) for walk in walks for units in walk.stages}
         # Of each stage the shapes that it has, each with the first walk that has it, and which of them every walk has.
@@ -95,10 +97,10 @@ class Counter:
         _, firsts, contents = np.unique(which, axis=1, return_index=True, return_inverse=True)
         endings, standing = [], []
         for first in firsts:
-            tally = self.new_tally(0)
-            data = self.walks[first].begin(tally, held)
-            endings.append((self.walks[first], tally, data))
-            standing.append(tally.bytes.now.copy())
+            timeline = self.new_timeline(0)
+            data = self.walks[first].begin(timeline, held)
+            endings.append((self.walks[first], timeline, data))
+            standing.append(timeline.bytes.now.copy())
         passes = {stage: self.stage(stage) for stage in held.stages}
         contents = contents.ravel()
         return RankCounts(held, _of_each(contents, standing), endings[0][1].host, passes, endings, contents)
@@ -117,23 +119,23 @@ class Counter:
 
     def _passes(self, kinds: set[Local], walk: StepWalk, stage: int) -> dict[Local, PassCounts]:
         units = walk.stages[stage]
-        tally = self.new_tally(len(BEGINS))
-        data = DataWriter(rank=tally, traffic=walk.traffic)
+        timeline = self.new_timeline(len(BEGINS))
+        data = DataWriter(rank=timeline, traffic=walk.traffic)
         wanted = {Gathered.NONE: [], Gathered.LAST: units[-1:], Gathered.ALL: units}
         passes: dict[Local, PassCounts] = {}
         for local, micro_batch in _each_kind(kinds):
             action, _, last, gathered, follows, paired = local
             before = units[min(stage == 0, len(units) - 1)] if follows else None  # one of a size with it
-            tally.runs_ahead, tally.paired = True, paired
+            timeline.runs_ahead, timeline.paired = True, paired
             if gathered is not Gathered.AS_LEFT:
                 data.have_gathered(units, wanted[gathered])
             data.have_sent(before)
             compute_s, wire_s, host_s = BEGINS.T[:, :, None]
-            tally.begin_pass(compute_s=compute_s, wire_s=wire_s, host_s=host_s)
-            walk.action(tally, data, stage, action, micro_batch, last=last)
+            timeline.begin_pass(compute_s=compute_s, wire_s=wire_s, host_s=host_s)
+            walk.action(timeline, data, stage, action, micro_batch, last=last)
             if local not in passes:
                 passes[local] = _counted(
-                    tally, waits_for_traffic=last and stage == 0, gathers=walk.traffic.gathers_before_use
+                    timeline, waits_for_traffic=last and stage == 0, gathers=walk.traffic.gathers_before_use
                 )
         return passes
 
@@ -141,14 +143,14 @@ class Counter:
 @dataclass(frozen=True, slots=True)
 class RankCounts:
     """One pipeline rank: what was there before its first pass, its stages' passes, and who counts the end of its step:
-    a walk with its tally for each of its possible `contents`, of which every plan has one.
+    a walk with its timeline for each of its possible `contents`, of which every plan has one.
     """
 
     held: RankStages
     base: Floats
     host_s: Floats
     passes: Mapping[int, Mapping[Local, PassCounts]]
-    endings: Sequence[tuple[StepWalk, Tally, DataWriter]]
+    endings: Sequence[tuple[StepWalk, RankTimeline, DataWriter]]
     contents: NDArray[np.intp]
 
     def of(self, kind: PassKind) -> PassCounts:
@@ -204,28 +206,28 @@ def _backwards(kinds: set[Local]) -> list[list[Local]]:
     return sorted(runs, key=lambda run: (not run[-1][1], run[-1][2]))
 
 
-def _counted(tally: Tally, *, waits_for_traffic: bool, gathers: bool) -> PassCounts:
+def _counted(timeline: RankTimeline, *, waits_for_traffic: bool, gathers: bool) -> PassCounts:
     """Return what a pass took, from the walks of it."""
-    free, hosted, wired = tally.compute
-    before_bytes, before_parts = tally.at_pass
-    long_ago = np.full(tally.rows, LONG_AGO)
-    ends = [tally.clocks[name][0] for name in WIRES if name in tally.clocks and name != REPLICAS]
-    summed = tally.clocks[REPLICAS][0] if REPLICAS in tally.clocks else long_ago
-    spent_s = tally.spent_s()
+    free, hosted, wired = timeline.compute
+    before_bytes, before_parts = timeline.at_pass
+    long_ago = np.full(timeline.rows, LONG_AGO)
+    ends = [timeline.clocks[name][0] for name in WIRES if name in timeline.clocks and name != REPLICAS]
+    summed = timeline.clocks[REPLICAS][0] if REPLICAS in timeline.clocks else long_ago
+    spent_s = timeline.spent_s()
     parts = np.stack([(spent_s[name] - before_parts[name])[0] for name in PARTS])
     lead_s = wired - free if gathers else long_ago
     return PassCounts(
         device_s=free,
         parts=parts,
-        host_s=tally.host[1],
-        waits_s=np.where(tally.host[0] > 0.0, tally.host[0], LONG_AGO),
+        host_s=timeline.host[1],
+        waits_s=np.where(timeline.host[0] > 0.0, timeline.host[0], LONG_AGO),
         lead_s=lead_s,
         tail_s=np.max([*ends, long_ago], axis=0) - free,
-        sent_s=tally.sent_s[STREAM][0],
+        sent_s=timeline.sent_s[STREAM][0],
         summed_tail_s=summed - free,
-        summed_s=tally.sent_s[REPLICAS][0],
-        kept=tally.bytes.now - before_bytes,
-        most=tally.bytes.most - before_bytes,
+        summed_s=timeline.sent_s[REPLICAS][0],
+        kept=timeline.bytes.now - before_bytes,
+        most=timeline.bytes.most - before_bytes,
         waits_for_traffic=waits_for_traffic,
         leads=bool((lead_s > 0.5 * LONG_AGO).any()),
         slack_s=np.maximum(hosted - free, 0.0),
@@ -369,14 +371,14 @@ def issued(table: Table, ranks: Sequence[RankCounts], hops: Hops) -> Floats:
 
 def _end_of(rank: RankCounts, compute_s: Value, wire_s: Value, host_s: Value, meeting: Floats | None = None) -> End:
     ends = []
-    for walk, tally, data in rank.endings:
-        tally.begin_pass(compute_s=compute_s, wire_s=wire_s, host_s=host_s)
-        tally.meeting = meeting
-        walk.end(tally, data, rank.held)
-        _, before = tally.at_pass
-        spent_s = tally.spent_s()
+    for walk, timeline, data in rank.endings:
+        timeline.begin_pass(compute_s=compute_s, wire_s=wire_s, host_s=host_s)
+        timeline.meeting = meeting
+        walk.end(timeline, data, rank.held)
+        _, before = timeline.at_pass
+        spent_s = timeline.spent_s()
         parts = np.stack([spent_s[name] - before[name] for name in PARTS])
-        ends.append(End(tally.met, tally.compute, tally.done, parts))
+        ends.append(End(timeline.met, timeline.compute, timeline.done, parts))
     return End(*(_of_each(rank.contents, [getattr(end, one.name) for end in ends]) for one in fields(End)))
 
 

@@ -1,6 +1,6 @@
 """A pipeline rank that counts: when its streams are done, what for, and how many bytes it holds at most.
 
-The closed form's `simulator.step.rank.Rank`, for all plans of a table at once. Streams and the host are clocks that only
+The analytical model's `simulator.step.rank.Rank`, for all plans of a table at once. Streams and the host are clocks that only
 move on; waiting moves a clock to another's time. What runs beside each other slows each other down as a whole: a kernel
 gives SMs and memory bandwidth to collectives beside it for as long as they last.
 """
@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from simulator.closed_form.allocated import Bytes
-from simulator.closed_form.block_times import TINY, Background, BlockTimes, PassTimes, TrafficTimes
+from simulator.analytical.allocated import Bytes
+from simulator.analytical.block_times import TINY, Background, BlockTimes, PassTimes, TrafficTimes
 from simulator.columns.plan_table import Floats
 from simulator.program.program import COMPUTE
 from simulator.step.host import QUEUED_LAUNCHES
@@ -30,7 +30,7 @@ Ran = dict[int, tuple[PassTimes, Value]]
 Mark = tuple[Floats, dict[str, Floats], dict[str, Floats], Ran, dict[str, Floats], Value]
 
 
-class Tally:
+class RankTimeline:
     """Counts one pipeline rank of the plans of a table, or several of them that begin their passes at other times.
 
     Clocks and parts have shape (plans,), or (ranks, plans) of `several` ranks, which hold the same memory.
@@ -157,7 +157,7 @@ class Tally:
     def begin_pair(self) -> None:
         self.paired = True
 
-    def turn_pair(self) -> None:
+    def next_of_pair(self) -> None:
         """Both passes are counted one after the other."""
 
     def end_pair(self) -> None:
@@ -179,23 +179,23 @@ class Tally:
         if self.paired and which is Pass.FORWARD:  # a layer ahead of the one that the backward pass lets go
             self.bytes.alloc("ahead", unit.saved_bytes, "activations", handed_on=True)
             self.bytes.free("ahead")
-        device_s, pace, begun = times.device_s, times.pace, self.compute
+        device_s, advance, begun = times.device_s, times.advance, self.compute
         start = np.maximum(begun, self.host)
-        idle_s = np.maximum(begun + pace.device_s, self.host + pace.late_s) - start - device_s
+        idle_s = np.maximum(begun + advance.device_s, self.host + advance.late_s) - start - device_s
         stretched = self._beside_traffic(start, times.kernels_s, times.exposed_s, times.bytes_per_s, idle_s)
         self._ran[id(times)] = times, self._ran.get(id(times), (times, 0.0))[1] + 1.0
         longer: Value = 0.0
-        done, late_s = begun + pace.device_s, pace.late_s
+        done, late_s = begun + advance.device_s, advance.late_s
         if stretched is not None:
             self.parts["contention"] = self.parts["contention"] + stretched
             longer = stretched
-            done, late_s = done + stretched, np.maximum(late_s, pace.device_s + stretched)
+            done, late_s = done + stretched, np.maximum(late_s, advance.device_s + stretched)
         end = np.maximum(done, self.host + late_s)
         self.parts["host"] = self.parts["host"] + (end - begun - device_s - longer)
         self.clocks[COMPUTE] = end
-        self.host = self.host + pace.host_s
+        self.host = self.host + advance.host_s
         if times.waits:
-            self.host = np.maximum(self.host, begun + pace.waits_s + longer)
+            self.host = np.maximum(self.host, begun + advance.waits_s + longer)
         self._last = start, times
         self._ahead_s, self._launched = times.ahead_s, self._launched + times.launches
         self._fill_queue()

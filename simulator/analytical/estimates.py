@@ -1,6 +1,6 @@
 """Step time and memory of many plans at once, without simulating.
 
-`simulator.closed_form.account` counts the step, `simulator.closed_form.memory` what the pools of the allocator hold; here
+`simulator.analytical.account` counts the step, `simulator.analytical.memory` what the pools of the allocator hold; here
 they become estimates.
 """
 
@@ -12,6 +12,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from simulator.analytical.account import AXES, Account, account_inputs, account_plans
+from simulator.analytical.allocator import flush_s
+from simulator.analytical.kernel_sources import kernel_shares
+from simulator.analytical.layer_cost import BlockCost, block_cost
+from simulator.analytical.memory import CONTEXT_BYTES, MemoryColumns, memory_columns
+from simulator.analytical.scenario import Scenario
 from simulator.calibration.calibration import (
     Calibration,
     RuntimeCosts,
@@ -22,12 +28,6 @@ from simulator.calibration.calibration import (
 )
 from simulator.calibration.intervals import basis_of, interval_table, memory_factors, step_factors
 from simulator.calibration.provenance import Shares, main_source, shares
-from simulator.closed_form.account import AXES, Account, account_inputs, account_plans
-from simulator.closed_form.allocator import flush_s
-from simulator.closed_form.kernel_sources import kernel_shares
-from simulator.closed_form.layer_cost import BlockCost, block_cost
-from simulator.closed_form.memory import CONTEXT_BYTES, MemoryColumns, memory_columns
-from simulator.closed_form.scenario import Scenario
 from simulator.collectives.group_times import GroupTimes
 from simulator.columns.plan_table import Floats, PlanTable, axis_sizes, plan_table, windowed_share
 from simulator.config.estimate import Estimate, Interval, MemoryEstimate
@@ -275,7 +275,7 @@ def network_blocks(
 
 def with_canonical_recompute(plan: Plan, runtime: Runtime) -> Plan:
     """Return `plan` with its recompute words as the runtime's description spells them. Raises BadPlan."""
-    stages = plan.pp * plan.virtual_stages
+    stages = plan.stages
     if plan.recompute_per_stage and len(plan.recompute_per_stage) != stages:
         raise BadPlan(f"recompute_per_stage has {len(plan.recompute_per_stage)} entries for {stages} stages")
     return replace(

@@ -1,6 +1,6 @@
 """What a plan is for: the model, the machine, the workload and the runtime, with what was measured of them.
 
-The closed form, the search's screening, the lowering and the simulation all take a `Scenario` and plans. The planner's
+The analytical model, the search's screening, the lowering and the simulation all take a `Scenario` and plans. The planner's
 `Question` adds a framework's rules to it.
 """
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from simulator.analytical.layer_cost import BlockCost
 from simulator.calibration.calibration import RuntimeCosts
-from simulator.closed_form.layer_cost import BlockCost
 from simulator.columns.plan_table import Floats
 from simulator.config.model import Model
 from simulator.pipeline.schedules.registry import where
@@ -192,7 +192,7 @@ class _Ranks:
     def activations(self, *, at_least: bool) -> Floats:
         """Return what forward passes saved, and stages received, of all micro batches in flight."""
         table, layout, blocks = self.table, self.layout, self.blocks
-        flying = in_flight(table, layout.rank, at_least=at_least)
+        pairs_in_flight = in_flight(table, layout.rank, at_least=at_least)
         saved = layout.first * blocks["embedding"].saved_bytes["none"][:, None]
         ahead = np.zeros_like(saved)  # of passes beside each other a layer of the one is there before the other's goes
         for mode, (in_dense, in_moe) in layout.by_mode.items():
@@ -204,8 +204,10 @@ class _Ranks:
         in_head = head * head_in_flight(table, at_least=at_least)
         # Micro batches in flight hold what a stage received: most of them is least beside.
         most = where(table.schedule, lambda kind: kind.splits_backward)[:, None] & at_least
-        received = np.where(most, np.maximum(table.micro_batches[:, None], flying), flying)
-        activations = saved * flying + layout.last * in_head[:, None] + np.where(table.paired[:, None], ahead, 0.0)
+        received = np.where(most, np.maximum(table.micro_batches[:, None], pairs_in_flight), pairs_in_flight)
+        activations = (
+            saved * pairs_in_flight + layout.last * in_head[:, None] + np.where(table.paired[:, None], ahead, 0.0)
+        )
         return activations + between_stages_bytes(self.context, layout.first, layout.last, received)
 
     def loss_and_recompute(self) -> tuple[Floats, Floats]:

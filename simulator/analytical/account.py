@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.closed_form.allocated import CATEGORIES
-from simulator.closed_form.block_times import BlockTimes, TrafficTimes
-from simulator.closed_form.clocks import Shares, kernel_shares, quickest, working_clocks
-from simulator.closed_form.layer_cost import BlockCost
-from simulator.closed_form.pipeline_account import (
+from simulator.analytical.allocated import CATEGORIES
+from simulator.analytical.block_times import BlockTimes, TrafficTimes
+from simulator.analytical.clocks import Shares, fastest, kernel_shares, working_clocks
+from simulator.analytical.layer_cost import BlockCost
+from simulator.analytical.pipeline_account import (
     Clocks,
     Counter,
     End,
@@ -26,8 +26,8 @@ from simulator.closed_form.pipeline_account import (
     peak_of,
     walk_table,
 )
-from simulator.closed_form.scenario import Scenario
-from simulator.closed_form.tally import PARTS, Tally
+from simulator.analytical.rank_timeline import PARTS, RankTimeline
+from simulator.analytical.scenario import Scenario
 from simulator.columns.plan_columns import distinct, words
 from simulator.columns.plan_table import Floats, PlanTable
 from simulator.config.plan import Plan
@@ -124,7 +124,7 @@ def account_assignments(inputs: AccountInputs, plans: Sequence[Plan]) -> Account
 
 def _at_working_clocks(inputs: AccountInputs, count: Callable[[AccountInputs], Account]) -> Account:
     account = count(inputs)
-    if quickest(inputs.context) == 1.0:
+    if fastest(inputs.context) == 1.0:
         return account
     parts = dict(account.parts_s)
     parts["exposed_communication"] = sum((parts[axis] for axis in AXES), np.zeros(len(inputs.clocks)))
@@ -216,8 +216,8 @@ def account_unpipelined(inputs: AccountInputs) -> Account:
     context, rows = inputs.context, len(inputs.context.table)
     m = context.table.micro_batches
     walk = StepWalk(context, inputs.operators, stage_units(inputs), single=bool(m[0] <= 1))
-    rank = Tally(*_times(inputs))
-    held = RankStages(stages=(0,), first=True, last=True, flying=np.ones(rows))
+    rank = RankTimeline(*_times(inputs))
+    held = RankStages(stages=(0,), first=True, last=True, in_flight=np.ones(rows))
     data = walk.begin(rank, held)
     rank.start()
     # Of two micro batches the middle one of three is taken back.
@@ -260,7 +260,9 @@ def account_pipeline(inputs: AccountInputs, assigned: Sequence[Plan] = ()) -> Ac
     walk = StepWalk(inputs.context, inputs.operators, stages[0], single=most <= 1)
     blocks, traffic = _times(inputs)
     counter = Counter(
-        [walk.with_stages(units) for units in stages], tables, lambda several: Tally(blocks, traffic, several=several)
+        [walk.with_stages(units) for units in stages],
+        tables,
+        lambda several: RankTimeline(blocks, traffic, several=several),
     )
     hops = hops_of(inputs.context, message_bytes(inputs.context, inputs.scenario.model.hidden), traffic.sms)
     walks = [_through(inputs, walk, counter, table, hops, longer=len(tables) > 1) for table in tables]
@@ -343,8 +345,8 @@ def _through(
 ) -> PipelineEnd:
     """Return the end of a step that is as long as a table; `longer`: of one from which longer ones follow."""
     rows, schedule = len(inputs.context.table), table.schedule
-    flying = [np.full(rows, float(count)) for count in table.in_flight]
-    ranks = [counter.rank(stages_of_rank(schedule, rank, flying[rank])) for rank in range(schedule.ranks)]
+    in_flight = [np.full(rows, float(count)) for count in table.in_flight]
+    ranks = [counter.rank(stages_of_rank(schedule, rank, in_flight[rank])) for rank in range(schedule.ranks)]
     _, lags = walk_table(table, ranks, hops, {}, synchronizes=walk.synchronizes)
     clocks, _ = walk_table(table, ranks, hops, lags, synchronizes=walk.synchronizes)
     ends = finish(ranks, clocks)

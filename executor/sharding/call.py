@@ -1,0 +1,96 @@
+"""A call of a sharded module: it is the one that was captured, and ranks take their pieces of its arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch.utils import _pytree as pytree
+
+from executor.sharding.places import Place
+from simulator.sharded.program import Buffer
+from topology.errors import BadInput
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """How a module is called: the structure of its arguments and, of each, shape and dtype, or what it is if it is no tensor."""
+
+    tree: Any
+    leaves: tuple[Any, ...]
+
+
+def signature_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Signature:
+    """Return the signature of a call. DTensors have the shape of the whole tensor."""
+    leaves, tree = pytree.tree_flatten((list(args), dict(kwargs)))
+    return Signature(tree, tuple(_seen(leaf) for leaf in leaves))
+
+
+def _seen(leaf: Any) -> Any:
+    return (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
+
+
+def autocast_of(args: Sequence[Any]) -> torch.dtype | None:
+    """Return the dtype of the autocast around this call, on the device of its tensors; None where there is none."""
+    devices = {leaf.device.type for leaf in pytree.tree_leaves(list(args)) if isinstance(leaf, torch.Tensor)}
+    return ambient_autocast(next(iter(devices), "cpu"))
+
+
+def ambient_autocast(device: str) -> torch.dtype | None:
+    """Return the dtype to which autocast casts now, or None where it is off."""
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
+def check_call(
+    found: Signature, wanted: Signature, micro_batches: int, autocast: tuple[torch.dtype | None, torch.dtype | None]
+) -> None:
+    """Raise BadInput where a call is not the one that was captured, of one micro batch; `autocast` is of both."""
+    if found.tree != wanted.tree:
+        raise BadInput("a call with other arguments than were captured", remedy=f"arguments as in {wanted.tree}")
+    for number, (mine, one) in enumerate(zip(found.leaves, wanted.leaves, strict=True)):
+        if isinstance(one, tuple) and isinstance(one[0], tuple) and one[0]:
+            (first, *rest), dtype = one
+            one = ((first * micro_batches, *rest), dtype)  # noqa: PLW2901 - of all micro batches
+        if mine is not one and mine != one:
+            raise BadInput(
+                f"argument {number + 1} is {_said(mine)}, and was captured as {_said(one)}",
+                why="a program is of the shapes, dtypes and values that its module was captured with",
+                remedy="shard the module once more with these arguments",
+            )
+    if autocast[0] != autocast[1]:
+        raise BadInput(
+            f"a call with autocast to {autocast[0]}, of a module captured with {autocast[1]}",
+            why="casts are operators of the program",
+            remedy="the same autocast around shard and around the call",
+        )
+
+
+def _said(leaf: Any) -> str:
+    """Return what an argument is, in words."""
+    if isinstance(leaf, tuple) and len(leaf) == 2 and isinstance(leaf[1], torch.dtype):
+        return f"a tensor of {list(leaf[0])}, {leaf[1]}"
+    return repr(leaf)[:60]
+
+
+class Piece(torch.autograd.Function):
+    """The piece that a rank has of a tensor that all ranks have; its gradient is whole again, on all of them."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: torch.Tensor, place: Place, buffer: Buffer) -> torch.Tensor:
+        ctx.place, ctx.buffer, ctx.like = place, buffer, whole.new_empty(0)
+        return place.piece(whole, buffer)
+
+    @staticmethod
+    def backward(ctx: Any, *incoming: torch.Tensor) -> Any:
+        (gradient,), place, buffer = incoming, ctx.place, ctx.buffer
+        whole = ctx.like.new_zeros(buffer.shape)
+        cut = {item for spec in buffer.dims for item in spec}
+        if all(place.at[axis] == 0 for axis in place.sizes if axis not in cut):  # of copies, one counts
+            indices = [place.indices(buffer, dim).to(whole.device) for dim in range(whole.ndim)]
+            whole[torch.meshgrid(*indices, indexing="ij") if indices else ...] = gradient
+        if dist.is_initialized():
+            dist.all_reduce(whole)
+        return whole, None, None

@@ -1,0 +1,176 @@
+"""A module as `torch.export` captures it, and what becomes of that which it changes on its way.
+
+| what a module has | what becomes of it |
+|---|---|
+| `detach`, frozen parameters | kept: no gradient passes them |
+| `no_grad`, `enable_grad` | kept: results of a region without autograd are detached where they leave it |
+| autocast, in the module or around `shard` | kept: casts are operators, as the results' dtypes say |
+| in-place writes to intermediate tensors | kept, where autograd is on: operators that make new tensors |
+| tied parameters | kept: one tensor |
+| forward hooks | kept: they run while the module is captured, and what they compute is part of the graph |
+| training mode | kept as it is at the capture; a `ShardedModule` cannot be switched |
+| control flow that depends on values of tensors | refused by torch.export |
+| a number made of a tensor's values (`item`) | refused |
+| writes into buffers, as of batch norms in training | refused |
+| random numbers, as of dropout in training | refused |
+| `autograd.Function`, and reentrant checkpoints | refused: torch.export drops their backward |
+| hooks of the backward pass, on modules, parameters or tensors | refused |
+| attributes that are numbers, and that a call changes | refused |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from topology.errors import UserError
+
+_REGIONS = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
+
+
+def export(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return `module` as torch.export has it, without writes into tensors, and with detached results of regions without autograd.
+
+    Raises UserError where it cannot be captured, or something would be lost.
+    """
+    _refuse_backward_hooks(module)
+    try:
+        with _no_backward_of_its_own(), _no_number_changed(module):
+            exported = torch.export.export(module, tuple(args), dict(kwargs), strict=False)
+        _detach_regions(exported.graph_module, graded=True)
+        if any(_writes_in_place(node.target) for one in exported.graph_module.modules() for node in _nodes(one)):
+            exported = exported.run_decompositions({})
+    except UserError:
+        raise
+    except Exception as error:  # torch.export raises many kinds
+        raise UserError(
+            f"torch.export cannot capture {type(module).__name__}",
+            why=str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__,
+            remedy="a module whose control flow does not depend on values of tensors",
+        ) from error
+    return exported
+
+
+def _refuse_backward_hooks(module: nn.Module) -> None:
+    """Raise UserError where a hook would run in the backward pass: the graph has operators alone."""
+    hooks = ("_backward_hooks", "_backward_pre_hooks", "_post_accumulate_grad_hooks")
+    named = (*module.named_modules(), *module.named_parameters())
+    found = [name for name, one in named if any(getattr(one, each, None) for each in hooks)]
+    if found:
+        raise UserError(
+            f"{found[0] or type(module).__name__} has a hook of the backward pass",
+            why="programs on ranks run operators, and no Python between them",
+            remedy="remove it, or look at gradients after the backward pass",
+        )
+
+
+@contextmanager
+def _no_number_changed(module: nn.Module) -> Iterator[None]:
+    """Refuse to change an attribute of a module that is a number: the next call would see another one."""
+    before = {id(one): (name, dict(vars(one))) for name, one in module.named_modules()}
+    original = nn.Module.__setattr__
+
+    def set_attribute(one: nn.Module, key: str, value: Any) -> None:
+        name, had = before.get(id(one), ("", {}))
+        if isinstance(value, int | float) and key in had and had[key] != value:
+            raise UserError(
+                f"{name or type(one).__name__} changes its attribute {key} when it is called",
+                why="the graph has the number of one call",
+                remedy="an argument in its place",
+            )
+        original(one, key, value)
+
+    nn.Module.__setattr__ = set_attribute  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.__setattr__ = original  # type: ignore[method-assign]
+
+
+@contextmanager
+def _no_backward_of_its_own() -> Iterator[None]:
+    """Refuse functions with a backward of their own, and hooks of tensors: torch.export keeps what is computed alone."""
+    applied, register = torch.autograd.Function.__dict__["apply"], torch.Tensor.register_hook
+
+    def register_hook(tensor: torch.Tensor, hook: Any) -> Any:
+        del tensor
+        raise UserError(
+            f"{getattr(hook, '__qualname__', 'a function')} is a hook of a tensor's gradient",
+            why="torch.export drops it",
+            remedy="operators that autograd knows",
+        )
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if cls.__module__.split(".")[0] != "torch" or cls.__name__ == "CheckpointFunction":
+            raise UserError(
+                f"{cls.__qualname__} is an autograd.Function with a backward of its own",
+                why="torch.export keeps what it computes and drops its backward",
+                remedy="checkpoint(..., use_reentrant=False)"
+                if cls.__name__ == "CheckpointFunction"
+                else "a torch.library.custom_op with register_autograd, or operators that autograd knows",
+            )
+        return applied.__get__(None, cls)(*args, **kwargs)
+
+    torch.autograd.Function.apply = classmethod(apply)
+    torch.Tensor.register_hook = register_hook  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = applied
+        torch.Tensor.register_hook = register  # type: ignore[method-assign]
+
+
+def _nodes(module: nn.Module) -> Sequence[torch.fx.Node]:
+    return list(module.graph.nodes) if isinstance(module, torch.fx.GraphModule) else []
+
+
+def _detach_regions(module: torch.fx.GraphModule, *, graded: bool) -> None:
+    """Detach what leaves a region without autograd, in place. Raises UserError where one writes into a tensor there."""
+    for node in _nodes(module):
+        op = str(node.target)
+        if op in _REGIONS:
+            switch, at = (node.args[0], 1) if op == "wrap_with_set_grad_enabled" else (graded, 4)
+            _detach_regions(attribute_of(module, node.args[at].target), graded=bool(switch))
+        elif not graded and node.op == "call_function":
+            _detach_uses(module.graph, node)
+    module.recompile()
+
+
+def _detach_uses(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
+    """Detach the result of a node where it leaves its region, or enters one inside it."""
+    if _writes_in_place(node.target):
+        raise UserError(
+            f"{node.name} writes into a tensor without autograd ({node.target})",
+            why="gradients would pass what is overwritten",
+            remedy="the same on a detached copy",
+        )
+    made = node.args[0] if getattr(node.target, "__name__", "") == "getitem" else node
+    leaves = [user for user in node.users if user.op == "output" or str(user.target) in _REGIONS]
+    value = node.meta.get("val")
+    if (
+        not leaves
+        or str(made.target) in _REGIONS
+        or not (isinstance(value, torch.Tensor) and value.is_floating_point())
+    ):
+        return
+    with graph.inserting_after(node):
+        detached = graph.call_function(torch.ops.aten.detach.default, (node,))
+    detached.meta = dict(node.meta)
+    for user in leaves:
+        user.replace_input_with(node, detached)
+
+
+def _writes_in_place(target: Any) -> bool:
+    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable  # noqa: SLF001
+
+
+def attribute_of(module: torch.fx.GraphModule, path: str) -> Any:
+    """Return what a path of names leads to."""
+    value: Any = module
+    for part in path.split("."):
+        value = getattr(value, part)
+    return value
