@@ -8,9 +8,9 @@ time, run long with spaces, tabs, digits, letters and what it repeats itself, th
 from __future__ import annotations
 
 import ast
-import contextlib
 import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -203,7 +203,7 @@ def example(tree: Any, runs: dict[int, tuple[int, str | None]], until: Any = Non
             elif op is code.BRANCH:
                 add(value[1][0])
 
-    with contextlib.suppress(Reached):
+    with suppress(Reached):
         add(tree)
     return "".join(out)
 

@@ -272,7 +272,8 @@ def _predict(
     known = models[key]
     if known is None:
         raise _SkipTableError("no GPU of the catalogue is named in the machine's description")
-    nodes = 1 if one_domain(f"{table.machine} {table.interconnect}") else table.nodes
+    # A node is what shares NVLink: several hosts of a rack are one.
+    nodes = -(-table.gpus // known.cluster.gpus_per_node)
     shape = GroupShape(ranks=table.gpus, ranks_per_node=-(-table.gpus // nodes))
     given = [known_every is not None and i % known_every == 0 for i in range(len(table.sizes))]
     if cost_model == "nccl":

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from planner.validate.collective_rows import predicted_rows
 from simulator.collectives.nccl_tables import BANDS, band_of, cluster_for_machine, evaluate, read_tables, score
 from tests.clusters import cluster_of
+from topology.catalog.cluster_file import load_cluster
 from topology.errors import BadInput
 
 DATA = Path(__file__).parents[1] / "data" / "nccl_tables.json"
@@ -196,3 +199,17 @@ def test_machines_in_words(text, gpus, nodes, interconnect, kind, per_node):
         assert found is None
     else:
         assert (found.gpu_kinds[0].name, found.gpus_per_node) == (kind, per_node)
+
+
+def test_what_a_cluster_is_called_changes_nothing():
+    """Two racks are two NVLink domains, also where their name is that of one."""
+    racks = load_cluster("gb200-nvl72", gpus=144)
+    times = [
+        [
+            row["time_s"]["value"]
+            for row in predicted_rows(cluster, "all_reduce", [2**20, 2**28], gpus=144, cost_model="meshwright")
+        ]
+        for cluster in (racks, replace(racks, name="racks"))
+    ]
+
+    assert times[0] == times[1]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from topology.catalog.gpus import gpu_kind, gpu_kinds, match_driver_name, unconfirmed
+from topology.catalog.gpus import bridges, gpu_kind, gpu_kinds, match_driver_name, unconfirmed
 from topology.catalog.verify import SLACK
 from topology.errors import BadCluster
 
@@ -112,3 +112,7 @@ def test_rates_are_consistent():
             assert 0.75 < kind.nvlink_nccl_bytes_per_s / kind.nvlink_bytes_per_s <= 0.9, kind.name
         assert kind.sm_count > 10
         assert 10 * 2**30 < kind.memory_bytes < 300 * 2**30
+
+
+def test_cards_with_bridges_have_nvlinks_to_join():
+    assert all(gpu_kind(name).nvlink_links for name in bridges())

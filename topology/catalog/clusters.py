@@ -14,7 +14,7 @@ from functools import lru_cache
 from importlib.resources import files
 from typing import Any
 
-from topology.catalog.gpus import gpu_kind, unconfirmed
+from topology.catalog.gpus import bridges, gpu_kind, unconfirmed
 from topology.catalog.platform import INTERCONNECTS, Platform, build, take_gpus
 from topology.cluster import Cluster, GpuKind
 from topology.codec import convert, parse_json
@@ -143,7 +143,7 @@ def default_platform(kind: GpuKind) -> Platform:
     for platform in _platforms():
         if kind.name in platform.usual_for:
             return platform
-    direct = kind.nvlink_links > 0 and not kind.name.startswith(("rtx", "a30"))
+    direct = kind.nvlink_links > 0 and bridges().get(kind.name) != "optional"
     return Platform(
         name="a plain two-socket server",
         gpu=kind.name,

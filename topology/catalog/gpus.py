@@ -16,6 +16,7 @@ import re
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.resources import files
+from typing import Any, Literal
 
 from topology.cluster import GpuKind
 from topology.codec import convert, parse_json
@@ -28,13 +29,24 @@ _VENDORS = re.compile(r"^(nvidia|amd|intel|tesla|geforce|instinct|graphics devic
 @lru_cache(maxsize=1)
 def gpu_kinds() -> tuple[GpuKind, ...]:
     """Return every GPU model of the catalogue, oldest architecture first, vendors in turn."""
+    return convert(_document()["gpus"], tuple[GpuKind, ...], where="catalog/gpus.json")
+
+
+@lru_cache(maxsize=1)
+def bridges() -> dict[str, Literal["usual", "optional"]]:
+    """Return the PCIe cards whose NVLinks a bridge joins in pairs, and whether servers usually come with the bridge."""
+    where = "catalog/gpus.json: bridges"
+    return convert(_document()["bridges"], dict[str, Literal["usual", "optional"]], where=where)
+
+
+def _document() -> Any:
     document = parse_json((files("topology") / "catalog" / "gpus.json").read_text("utf-8"), where="catalog/gpus.json")
     if document.get("schema_version") != GPU_SCHEMA_VERSION:
         raise BadInput(
             f"catalog/gpus.json has schema version {document.get('schema_version')}",
             why=f"this release reads version {GPU_SCHEMA_VERSION}",
         )
-    return convert(document["gpus"], tuple[GpuKind, ...], where="catalog/gpus.json")
+    return document
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

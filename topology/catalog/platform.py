@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 
-from topology.catalog.gpus import gpu_kind
+from topology.catalog.gpus import bridges, gpu_kind
 from topology.cluster import (
     Cluster,
     Fabric,
@@ -280,8 +280,7 @@ def _usual_bridges(kind: GpuKind, count: int) -> tuple[tuple[int, ...], ...]:
     """Return direct links as such GPUs usually have them: cube mesh, full mesh, or pairs for cards with a bridge."""
     if kind.architecture in {"Volta", "Pascal"} and count == 8 and kind.nvlink_links == 6:
         return CUBE_MESH
-    bridge_card = "pcie" in kind.name or "nvl" in kind.name or kind.name.startswith(("rtx", "a30"))
-    if not bridge_card and count - 1 <= kind.nvlink_links:
+    if kind.name not in bridges() and count - 1 <= kind.nvlink_links:
         return tuple(combinations(range(count), 2))
     return tuple((first, first + 1) for first in range(0, count - 1, 2))
 
