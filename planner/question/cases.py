@@ -38,9 +38,9 @@ from simulator.fitting.calibrations import UNMEASURED, Calibrations
 from simulator.legality.frameworks import Framework, framework_of_runtime
 from simulator.step.offload import offload_assumed
 from topology import codec
-from topology.catalog.cluster_file import ASSUMED, load_cluster, parse_cluster
+from topology.catalog.cluster_file import load_cluster, parse_cluster
 from topology.catalog.clusters import CASE_KEYS, cluster_from_case
-from topology.cluster import Cluster
+from topology.cluster import ASSUMED, Cluster
 from topology.errors import BadCluster, BadInput, BadModel, UserError
 from topology.rates.reach import cluster_caveats
 

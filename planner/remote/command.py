@@ -106,6 +106,8 @@ def _sent(flag: Flag, value: Any) -> Any:
     if str(value) == "-":
         text, name = codec.read_path_or_stdin("-")[0], "stdin.json"
         return {"name": name, "content": text}
+    if str(value).lstrip().startswith("{"):  # JSON as the argument itself
+        return str(value)
     path = Path(value)
     if path.is_dir():
         path /= MODEL_FILE

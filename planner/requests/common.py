@@ -8,11 +8,23 @@ from planner.requests.flag import option
 
 
 def model(default: str) -> Any:
-    return option(default, "--model", "--config", help="Shipped model name, config.json or its directory.")
+    return option(
+        default, "--model", "--config", help="Model by its name here or on the Hub, config.json or its directory."
+    )
+
+
+def online() -> Any:
+    return option(
+        False, "--online", help="Fetch the config.json of a model on the Hugging Face Hub whose name is not known here."
+    )
 
 
 def cluster(default: str) -> Any:
-    return option(default, "--cluster", help="Catalogue name, cluster file, captured topology text, or local.")
+    return option(
+        default,
+        "--cluster",
+        help="GPUs (2x8xH100), machine type (p5.48xlarge), catalogue name, file, captured text, or local.",
+    )
 
 
 def gpu() -> Any:

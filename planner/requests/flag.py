@@ -232,6 +232,8 @@ def build(request: type[R], given: Mapping[str, Any], said: Iterable[str] = ()) 
         value = given[flag.parameter]
         if isinstance(value, float) and not math.isfinite(value):
             raise UserError(f"--{flag.parameter.replace('_', '-')} is {value}", remedy="a finite number")
+        if flag.name in NAMES_OR_FILES and isinstance(value, str) and not value.strip():
+            raise UserError(f"{flag.option or flag.name} is empty", remedy="name one, or leave it out")
         within = values
         for part in flag.at[:-1]:
             within = within.setdefault(part, {})

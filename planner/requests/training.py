@@ -35,8 +35,13 @@ class Objective(StrEnum):
 class OnePlan:
     """A question with one plan, as flags state it. `plan` is by field of a plan; None is what nobody stated."""
 
-    model: str | None = option(None, "--model", "--config", help="Shipped model, config.json or its directory.")
-    cluster: str | None = option(None, "--cluster", help="Catalogue name or cluster file.")
+    model: str | None = option(
+        None, "--model", "--config", help="Model by its name here or on the Hub, config.json or its directory."
+    )
+    online: bool = common.online()
+    cluster: str | None = option(
+        None, "--cluster", help="GPUs (2x8xH100), machine type, catalogue name or cluster file."
+    )
     gpu: str | None = common.gpu()
     gpus: int | None = option(None, "--gpus", least=1, most=1 << 20, help="How many GPUs of it.")
     seq_len: int | None = option(
@@ -62,6 +67,7 @@ class Suggest(Request):
     """
 
     model: str = common.model("llama3-8b")
+    online: bool = common.online()
     cluster: str = common.cluster("dgx-h100")
     gpu: str | None = common.gpu()
     gpus: str | None = option(
@@ -149,8 +155,13 @@ class Explain(Request):
     )
     task: Task = option(Task.TRAIN, "--task", help="train: a step; serve: answers to requests.")
     case_id: str | None = option(None, "--id", help="Which case of a list.")
-    model: str | None = option(None, "--model", "--config", help="Shipped model, config.json or its directory.")
-    cluster: str | None = option(None, "--cluster", help="Catalogue name or cluster file.")
+    model: str | None = option(
+        None, "--model", "--config", help="Model by its name here or on the Hub, config.json or its directory."
+    )
+    online: bool = common.online()
+    cluster: str | None = option(
+        None, "--cluster", help="GPUs (2x8xH100), machine type, catalogue name or cluster file."
+    )
     gpu: str | None = common.gpu()
     gpus: str | None = option(None, "--gpus", help="Number of GPUs to use.")
     seq_len: int | None = option(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 import typer
@@ -11,13 +11,20 @@ import typer
 from planner.requests.flag import Flag, Request, build, flags_of
 
 
-def typer_function(request: type[Request], answer: Callable[[Request], None]) -> Callable[..., None]:
-    """Return the function of a command: with a parameter for each flag of its request, which `answer` then gets."""
+def typer_function(
+    request: type[Request],
+    answer: Callable[[Request], None],
+    prepared: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict,
+) -> Callable[..., None]:
+    """Return the function of a command: with a parameter for each flag of its request, which `answer` then gets.
+
+    `prepared` changes the values of flags before the request is made of them.
+    """
     flags = flags_of(request).values()
 
     def command(context: typer.Context, **given: Any) -> None:
-        stated = [name for name in given if _typed(context, name)]
-        answer(build(request, given, stated))
+        values = prepared(given)
+        answer(build(request, values, [name for name in values if _typed(context, name)]))
 
     keyword = inspect.Parameter.KEYWORD_ONLY
     parameters = [inspect.Parameter("context", keyword, annotation=typer.Context), *map(_parameter, flags)]

@@ -65,6 +65,8 @@ def job_request(command: str, flags: Mapping[str, Flag], request: BaseModel, *, 
         value = getattr(request, f"{name}{FIELD}") if f"{name}{FIELD}" in request.model_fields_set else None
         if value is None:
             continue
+        if name == "online" and value:
+            raise BadInput("online: the service fetches nothing", remedy="send the config.json as model")
         if flag.reads and not isinstance(value, str):
             files[name] = _file(name, value)
             continue

@@ -1,4 +1,4 @@
-"""The account of a step: every part of its time and its peak of memory, by counting what `simulator.step.walk` issues.
+"""The account of a step: every part of its time, by counting what `simulator.step.walk` issues.
 
 Plans that differ in amounts only are counted together. Micro batches that repeat each other are counted once.
 """
@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.analytical.allocated import CATEGORIES
 from simulator.analytical.block_times import BlockTimes, TrafficTimes
 from simulator.analytical.clocks import Shares, fastest, kernel_shares, working_clocks
 from simulator.analytical.layer_cost import BlockCost
@@ -23,7 +22,6 @@ from simulator.analytical.pipeline_account import (
     RankCounts,
     finish,
     issued,
-    peak_of,
     walk_table,
 )
 from simulator.analytical.rank_timeline import PARTS, RankTimeline
@@ -38,8 +36,8 @@ from simulator.runtimes.library import ModelOperators
 from simulator.step.context import CostContext
 from simulator.step.held import Parameters
 from simulator.step.traffic import traffic_kinds
-from simulator.step.units import SavedBytes, Unit, UnitMaker, folded, wrapping_period
-from simulator.step.walk import RankStages, StepWalk, message_bytes, stages_of_rank
+from simulator.step.units import Unit, UnitMaker, folded, wrapping_period
+from simulator.step.walk import StepWalk, message_bytes
 
 BUBBLE, HOST = PARTS.index("bubble"), PARTS.index("host")
 # Of several micro batches so many are walked; further ones repeat the second.
@@ -48,22 +46,14 @@ WALKED = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Account:
-    """A step of every plan. `parts_s` add up to the step; `held_bytes` is what each rank holds at its peak, shape
-    (categories, plans, pipeline ranks); ranks that a plan does not have hold nothing.
-    """
+    """A step of every plan, of which `parts_s` add up to the step."""
 
     parts_s: dict[str, Floats]
-    held_bytes: Floats
     clocks: Floats  # what kernels' times were multiplied with
 
     @property
     def total_s(self) -> Floats:
         return sum(self.parts_s.values(), np.zeros(len(self.clocks)))
-
-    @property
-    def peak_bytes(self) -> Floats:
-        """The peak of every rank, shape (plans, pipeline ranks)."""
-        return np.asarray(self.held_bytes.sum(axis=0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,14 +138,12 @@ def _grouped(inputs: AccountInputs) -> Account:
     """Return the account of all plans, those together that differ in amounts only."""
     rows = len(inputs.context.table)
     parts = {part: np.zeros(rows) for part in PARTS}
-    held = np.zeros((len(CATEGORIES), rows, int(inputs.context.table["pp"].max())))
     for some in walked_together(inputs.context.table, inputs.context):
         mine = inputs if len(some) == rows else inputs.take(some, inputs.context.take(some))
         account = account_pipeline(mine) if mine.context.table["pp"][0] > 1 else account_unpipelined(mine)
         for part in PARTS:
             parts[part][some] = account.parts_s[part]
-        held[:, some, : account.held_bytes.shape[2]] = account.held_bytes
-    return Account(parts_s=parts, held_bytes=held, clocks=inputs.clocks)
+    return Account(parts_s=parts, clocks=inputs.clocks)
 
 
 def plan_of(table: PlanTable) -> Plan:
@@ -193,32 +181,17 @@ def walked_together(table: PlanTable, context: CostContext, *, traffic: bool = T
 
 
 def unit_maker(inputs: AccountInputs) -> UnitMaker:
-    """Return the maker of the units of plans, from what their blocks save."""
-    spec = inputs.context.spec
-
-    def alone(word: str, block: BlockCost) -> Floats:
-        # Block costs are averages over layers, of which a share is wrapped.
-        share = spec.recompute[word].layers
-        return (block.saved_bytes[word] - (1 - share) * block.everything_bytes) / share
-
-    saved = {
-        name: SavedBytes(
-            by_mode={word: alone(word, block) for word in block.saved_bytes if word in spec.recompute},
-            everything=block.everything_bytes,
-        )
-        for name, block in inputs.blocks.items()
-    }
-    return UnitMaker(inputs.scenario.model, inputs.context, inputs.parameters, saved)
+    """Return the maker of the units of plans."""
+    return UnitMaker(inputs.scenario.model, inputs.context, inputs.parameters)
 
 
 def account_unpipelined(inputs: AccountInputs) -> Account:
     """Return the account of plans without a pipeline that differ in amounts only."""
-    context, rows = inputs.context, len(inputs.context.table)
+    context = inputs.context
     m = context.table.micro_batches
-    walk = StepWalk(context, inputs.operators, stage_units(inputs), single=bool(m[0] <= 1))
+    walk = StepWalk(context, stage_units(inputs))
     rank = RankTimeline(*_times(inputs))
-    held = RankStages(stages=(0,), first=True, last=True, in_flight=np.ones(rows))
-    data = walk.begin(rank, held)
+    data = walk.begin(rank)
     rank.start()
     # Of two micro batches the middle one of three is taken back.
     # Beside each other the first two passes are a beginning of their own.
@@ -236,12 +209,12 @@ def account_unpipelined(inputs: AccountInputs) -> Account:
                 walk.action(rank, data, 0, Kind.BACKWARD, number, last=last)
         if number == walked_out - 2:
             rank.repeat(since, m - walked_out)
-    walk.end(rank, data, held)
+    walk.end(rank, data, (0,))
     parts = rank.spent_s()
     # The step ends with whatever is last: the host may still be at work.
     end = np.maximum(np.max(list(rank.clocks.values()), axis=0), rank.host)
     parts["host"] = parts["host"] + (end - rank.compute)
-    return Account(parts_s=parts, held_bytes=rank.bytes.most[:, :, None], clocks=inputs.clocks)
+    return Account(parts_s=parts, clocks=inputs.clocks)
 
 
 def account_pipeline(inputs: AccountInputs, assigned: Sequence[Plan] = ()) -> Account:
@@ -257,7 +230,7 @@ def account_pipeline(inputs: AccountInputs, assigned: Sequence[Plan] = ()) -> Ac
     paired = bool(columns.paired[0])
     tables = [table_of(name, plan.pp, count, plan.virtual_stages, lets_go=lets_go, paired=paired) for count in counts]
     stages = _assigned_units(inputs, assigned) if assigned else [stage_units(inputs)]
-    walk = StepWalk(inputs.context, inputs.operators, stages[0], single=most <= 1)
+    walk = StepWalk(inputs.context, stages[0])
     blocks, traffic = _times(inputs)
     counter = Counter(
         [walk.with_stages(units) for units in stages],
@@ -267,7 +240,7 @@ def account_pipeline(inputs: AccountInputs, assigned: Sequence[Plan] = ()) -> Ac
     hops = hops_of(inputs.context, message_bytes(inputs.context, inputs.scenario.model.hidden), traffic.sms)
     walks = [_through(inputs, walk, counter, table, hops, longer=len(tables) > 1) for table in tables]
     end = walks[0] if len(walks) == 1 else walks[0].longer_by((m - most) / period, walks[1])
-    return Account(parts_s=end.parts_s(), held_bytes=end.held_bytes, clocks=inputs.clocks)
+    return Account(parts_s=end.parts_s(), clocks=inputs.clocks)
 
 
 def stage_units(inputs: AccountInputs) -> list[list[Unit]]:
@@ -309,7 +282,6 @@ class PipelineEnd:
     parts: Floats
     idle_s: Floats
     host_s: Floats
-    held_bytes: Floats
 
     @property
     def done_s(self) -> Floats:
@@ -330,8 +302,7 @@ class PipelineEnd:
         done_s = np.max([further("done_s"), (busy_s + self.idle_s).max(axis=0), host_s.max(axis=0)], axis=0)
         parts[:, HOST] = np.minimum(parts[:, HOST], done_s - busy_s)
         parts[:, BUBBLE] = done_s - busy_s - parts[:, HOST]
-        held_bytes = self.held_bytes + rounds[:, None] * (self.held_bytes - before.held_bytes)
-        return PipelineEnd(parts=parts, idle_s=self.idle_s, host_s=host_s, held_bytes=held_bytes)
+        return PipelineEnd(parts=parts, idle_s=self.idle_s, host_s=host_s)
 
     def parts_s(self) -> dict[str, Floats]:
         """Return the parts of the step as the rank has them that computes longest."""
@@ -345,8 +316,7 @@ def _through(
 ) -> PipelineEnd:
     """Return the end of a step that is as long as a table; `longer`: of one from which longer ones follow."""
     rows, schedule = len(inputs.context.table), table.schedule
-    in_flight = [np.full(rows, float(count)) for count in table.in_flight]
-    ranks = [counter.rank(stages_of_rank(schedule, rank, in_flight[rank])) for rank in range(schedule.ranks)]
+    ranks = [counter.rank(schedule.stages_of(rank)) for rank in range(schedule.ranks)]
     _, lags = walk_table(table, ranks, hops, {}, synchronizes=walk.synchronizes)
     clocks, _ = walk_table(table, ranks, hops, lags, synchronizes=walk.synchronizes)
     ends = finish(ranks, clocks)
@@ -355,7 +325,6 @@ def _through(
         parts=np.stack([_parts(table, r, ranks[r], clocks[r], ends[r], done) for r in range(len(ranks))]),
         idle_s=np.stack([at.filling + e.parts[BUBBLE] + done - e.compute for at, e in zip(clocks, ends, strict=True)]),
         host_s=issued(table, ranks, hops) if longer else np.zeros((len(ranks), rows)),
-        held_bytes=np.stack([peak_of(table, rank, counts) for rank, counts in enumerate(ranks)], axis=2),
     )
 
 

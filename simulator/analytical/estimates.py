@@ -131,10 +131,9 @@ def estimate_plans(scenario: Scenario, plans: Sequence[Plan], *, each_on: Sequen
     memory = memory_columns(model, operators, context, layout, blocks, parameters)
     known = known_costs(scenario)
     account = account_plans(account_inputs(scenario, context, operators, blocks, parameters))
-    peak_bytes = known.held_bytes(account.peak_bytes, memory.state_bytes)
     memory = memory.scaled(known)
     # What is allocated at one moment is no more than what the allocator holds.
-    memory = replace(memory, peak_bytes=peak_bytes, reserved_bytes=np.maximum(memory.reserved_bytes, peak_bytes))
+    memory = replace(memory, reserved_bytes=np.maximum(memory.reserved_bytes, memory.peak_bytes))
     breakdown_s = _breakdown(account)
     measured, fitted = kernel_shares(layout, blocks)
     resting = shares(

@@ -26,7 +26,7 @@ from simulator.pipeline.schedules.table import Kind
 from simulator.step.rank import Value
 from simulator.step.traffic import REPLICAS, STREAM, WIRES, DataWriter
 from simulator.step.units import Unit
-from simulator.step.walk import RankStages, StepWalk
+from simulator.step.walk import StepWalk
 
 LONG_AGO = -1e6  # seconds: a clock that holds nothing up
 # In which it is found how long kernels take beside messages, to a hundredth of what they lose.
@@ -39,7 +39,7 @@ BEGINS = np.array([(0.0, LONG_AGO, LONG_AGO), (LONG_AGO, LONG_AGO, 0.0), (LONG_A
 class PassCounts:
     """What a kind of pass does to its rank: seconds on the device and their parts; until its end from the host's start,
     where the host is behind; by how much it begins later, or earlier, than the wire is free for the parameters that it gathers;
-    after its end for what it has sent; and bytes that it leaves and that it has at its peak more than it found, one row a category.
+    after its end for what it has sent.
     """
 
     device_s: Floats
@@ -51,15 +51,13 @@ class PassCounts:
     sent_s: Floats  # what the stream of shards carries for it
     summed_tail_s: Floats
     summed_s: Floats  # and that of sums over their replicas
-    kept: Floats
-    most: Floats
     waits_for_traffic: bool
     leads: bool  # in any row
     slack_s: Floats  # by how much the device ends later where the host is behind
     kernels_s: Floats
 
 
-Local = tuple[Kind, bool, bool, Gathered, bool, bool]  # a kind of pass, wherever its stage is
+Local = tuple[Kind, bool, bool, Gathered, bool]  # a kind of pass, wherever its stage is
 
 
 class Counter:
@@ -74,13 +72,12 @@ class Counter:
         self, walks: Sequence[StepWalk], tables: Sequence[Table], new_timeline: Callable[[int], RankTimeline]
     ) -> None:
         self.walks, self.new_timeline = walks, new_timeline
-        follow = {kind.stage for table in tables for kind in table.kinds if kind.follows}
         shape_of = {id(units): _shape(units) for walk in walks for units in walk.stages}
         # Of each stage the shapes that it has, each with the first walk that has it, and which of them every walk has.
         self._shapes: list[dict[object, int]] = []
         self._which: list[NDArray[np.intp]] = []
         for stage in range(len(walks[0].stages)):
-            shapes: list[object] = [(shape_of[id(walk.stages[stage])], stage in follow) for walk in walks]
+            shapes = [shape_of[id(walk.stages[stage])] for walk in walks]
             first = {shape: number for number, shape in reversed([*enumerate(shapes)])}
             order = {shape: number for number, shape in enumerate(first)}
             self._shapes.append(first)
@@ -91,19 +88,17 @@ class Counter:
                 self._kinds.setdefault(shape, set()).add(local_kind(kind))
         self._known: dict[object, dict[Local, PassCounts]] = {}
 
-    def rank(self, held: RankStages) -> RankCounts:
-        """Return the counts of a rank."""
-        which = np.stack([self._which[stage] for stage in held.stages])
+    def rank(self, stages: Sequence[int]) -> RankCounts:
+        """Return the counts of a rank that has some stages."""
+        which = np.stack([self._which[stage] for stage in stages])
         _, firsts, contents = np.unique(which, axis=1, return_index=True, return_inverse=True)
-        endings, standing = [], []
+        endings = []
         for first in firsts:
             timeline = self.new_timeline(0)
-            data = self.walks[first].begin(timeline, held)
+            data = self.walks[first].begin(timeline)
             endings.append((self.walks[first], timeline, data))
-            standing.append(timeline.bytes.now.copy())
-        passes = {stage: self.stage(stage) for stage in held.stages}
-        contents = contents.ravel()
-        return RankCounts(held, _of_each(contents, standing), endings[0][1].host, passes, endings, contents)
+        passes = {stage: self.stage(stage) for stage in stages}
+        return RankCounts(stages, endings[0][1].host, passes, endings, contents.ravel())
 
     def stage(self, stage: int) -> Mapping[Local, PassCounts]:
         """Return the counts of a stage's passes by kind."""
@@ -124,12 +119,11 @@ class Counter:
         wanted = {Gathered.NONE: [], Gathered.LAST: units[-1:], Gathered.ALL: units}
         passes: dict[Local, PassCounts] = {}
         for local, micro_batch in _each_kind(kinds):
-            action, _, last, gathered, follows, paired = local
-            before = units[min(stage == 0, len(units) - 1)] if follows else None  # one of a size with it
+            action, _, last, gathered, paired = local
             timeline.runs_ahead, timeline.paired = True, paired
             if gathered is not Gathered.AS_LEFT:
                 data.have_gathered(units, wanted[gathered])
-            data.have_sent(before)
+            data.begin_pass()
             compute_s, wire_s, host_s = BEGINS.T[:, :, None]
             timeline.begin_pass(compute_s=compute_s, wire_s=wire_s, host_s=host_s)
             walk.action(timeline, data, stage, action, micro_batch, last=last)
@@ -142,12 +136,11 @@ class Counter:
 
 @dataclass(frozen=True, slots=True)
 class RankCounts:
-    """One pipeline rank: what was there before its first pass, its stages' passes, and who counts the end of its step:
+    """One pipeline rank: when its host begins, its stages' passes, and who counts the end of its step:
     a walk with its timeline for each of its possible `contents`, of which every plan has one.
     """
 
-    held: RankStages
-    base: Floats
+    stages: Sequence[int]
     host_s: Floats
     passes: Mapping[int, Mapping[Local, PassCounts]]
     endings: Sequence[tuple[StepWalk, RankTimeline, DataWriter]]
@@ -180,7 +173,7 @@ def _shape(units: Sequence[Unit]) -> object:
 
 def local_kind(kind: PassKind) -> Local:
     """Return a kind of pass wherever its stage is."""
-    return kind.action, kind.first, kind.last, kind.gathered, kind.follows, kind.paired
+    return kind.action, kind.first, kind.last, kind.gathered, kind.paired
 
 
 def _each_kind(kinds: set[Local]) -> list[tuple[Local, int]]:
@@ -209,7 +202,7 @@ def _backwards(kinds: set[Local]) -> list[list[Local]]:
 def _counted(timeline: RankTimeline, *, waits_for_traffic: bool, gathers: bool) -> PassCounts:
     """Return what a pass took, from the walks of it."""
     free, hosted, wired = timeline.compute
-    before_bytes, before_parts = timeline.at_pass
+    before_parts = timeline.at_pass
     long_ago = np.full(timeline.rows, LONG_AGO)
     ends = [timeline.clocks[name][0] for name in WIRES if name in timeline.clocks and name != REPLICAS]
     summed = timeline.clocks[REPLICAS][0] if REPLICAS in timeline.clocks else long_ago
@@ -226,8 +219,6 @@ def _counted(timeline: RankTimeline, *, waits_for_traffic: bool, gathers: bool) 
         sent_s=timeline.sent_s[STREAM][0],
         summed_tail_s=summed - free,
         summed_s=timeline.sent_s[REPLICAS][0],
-        kept=timeline.bytes.now - before_bytes,
-        most=timeline.bytes.most - before_bytes,
         waits_for_traffic=waits_for_traffic,
         leads=bool((lead_s > 0.5 * LONG_AGO).any()),
         slack_s=np.maximum(hosted - free, 0.0),
@@ -374,23 +365,9 @@ def _end_of(rank: RankCounts, compute_s: Value, wire_s: Value, host_s: Value, me
     for walk, timeline, data in rank.endings:
         timeline.begin_pass(compute_s=compute_s, wire_s=wire_s, host_s=host_s)
         timeline.meeting = meeting
-        walk.end(timeline, data, rank.held)
-        _, before = timeline.at_pass
+        walk.end(timeline, data, rank.stages)
+        before = timeline.at_pass
         spent_s = timeline.spent_s()
         parts = np.stack([spent_s[name] - before[name] for name in PARTS])
         ends.append(End(timeline.met, timeline.compute, timeline.done, parts))
     return End(*(_of_each(rank.contents, [getattr(end, one.name) for end in ends]) for one in fields(End)))
-
-
-def peak_of(table: Table, rank: int, counts: RankCounts) -> Floats:
-    """Return what a rank holds at its peak, one row a category."""
-    row = table.rows[rank]
-    kinds = np.unique(row)
-    found = (row[:, None] == kinds).astype(np.float64)
-    before = np.cumsum(found, axis=0) - found
-    states = np.unique(np.hstack([before, found]), axis=0)
-    passes = [counts.of(table.kinds[kind]) for kind in kinds]
-    changes = np.stack([did.kept for did in passes] + [did.most for did in passes])
-    total = states @ changes.sum(axis=1)
-    chosen = states[np.argmax(total, axis=0)]
-    return np.asarray(counts.base + np.einsum("nk,kcn->cn", chosen, changes))

@@ -1,4 +1,4 @@
-"""A pipeline rank that counts: when its streams are done, what for, and how many bytes it holds at most.
+"""A pipeline rank that counts: when its streams are done, and what for.
 
 The analytical model's `simulator.step.rank.Rank`, for all plans of a table at once. Streams and the host are clocks that only
 move on; waiting moves a clock to another's time. What runs beside each other slows each other down as a whole: a kernel
@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from simulator.analytical.allocated import Bytes
 from simulator.analytical.block_times import TINY, Background, BlockTimes, PassTimes, TrafficTimes
 from simulator.columns.plan_table import Floats
 from simulator.program.program import COMPUTE
 from simulator.step.host import QUEUED_LAUNCHES
 from simulator.step.rank import Pass, Value
-from simulator.step.traffic import REDUCE_POOL, REPLICAS, STREAM, WIRES
+from simulator.step.traffic import REPLICAS, STREAM, WIRES
 from simulator.step.units import Unit
 
 # Parts of a step, as seconds of the compute stream; `dp` waits for data-parallel traffic.
@@ -33,7 +32,7 @@ Mark = tuple[Floats, dict[str, Floats], dict[str, Floats], Ran, dict[str, Floats
 class RankTimeline:
     """Counts one pipeline rank of the plans of a table, or several of them that begin their passes at other times.
 
-    Clocks and parts have shape (plans,), or (ranks, plans) of `several` ranks, which hold the same memory.
+    Clocks and parts have shape (plans,), or (ranks, plans) of `several` ranks.
     """
 
     def __init__(self, blocks: BlockTimes, traffic: TrafficTimes, *, several: int = 0) -> None:
@@ -43,7 +42,6 @@ class RankTimeline:
         self.host: Floats = self._zero
         self.clocks: dict[str, Floats] = {COMPUTE: self._zero}
         self.parts: dict[str, Floats] = dict.fromkeys(PARTS, self._zero)
-        self.bytes = Bytes(self.rows)
         self._ran: Ran = {}  # which passes, and how often
         self._beside: dict[str, Background] = {}
         # Since when, and until when, a stream has had collectives one behind the other.
@@ -62,7 +60,7 @@ class RankTimeline:
         )  # where a unit began that stands for several, and whether it sends anything
         self.paired = False  # passes run beside those of another micro batch
         self.runs_ahead = False  # the host never waits for the device, whatever the runtime says
-        self.at_pass: tuple[Floats, dict[str, Floats]] = (self.bytes.now, self.parts)
+        self.at_pass: dict[str, Floats] = self.parts
         self.meeting: Floats | None = None  # when the other ranks of the pipeline are ready to meet
         self.met: Floats = self._zero  # when this one was
 
@@ -85,8 +83,7 @@ class RankTimeline:
         self.host = self._zero + host_s
         self._events = {name: (stream, self._zero + wire_s) for name, (stream, _) in self._events.items()}
         self._busy, self._earlier, self._last, self.sent_s = {}, {}, None, self._nothing_sent()
-        self.bytes.begin()
-        self.at_pass = self.bytes.now.copy(), self.spent_s()
+        self.at_pass = self.spent_s()
 
     @property
     def compute(self) -> Floats:
@@ -131,11 +128,9 @@ class RankTimeline:
     def begin(self, unit: Unit) -> None:
         if unit.repeats > 1:
             self._begun, self._sends = self.mark(), False
-            self.bytes.begin_unit()
 
     def ended(self, unit: Unit) -> None:
         if unit.repeats > 1:
-            self.bytes.end_unit(float(unit.repeats))
             if self._sends:
                 self.repeat(self._begun, unit.repeats - 1.0)
             else:
@@ -176,9 +171,6 @@ class RankTimeline:
 
     def run(self, unit: Unit, which: Pass) -> None:
         times = self.blocks.of(unit, which, paired=self.paired)
-        if self.paired and which is Pass.FORWARD:  # a layer ahead of the one that the backward pass lets go
-            self.bytes.alloc("ahead", unit.saved_bytes, "activations", handed_on=True)
-            self.bytes.free("ahead")
         device_s, advance, begun = times.device_s, times.advance, self.compute
         start = np.maximum(begun, self.host)
         idle_s = np.maximum(begun + advance.device_s, self.host + advance.late_s) - start - device_s
@@ -280,21 +272,6 @@ class RankTimeline:
     def synchronize(self) -> None:
         if not self.runs_ahead:
             self.host = np.maximum(self.host, self.compute)
-
-    def alloc(
-        self,
-        buffer: str,
-        nbytes: Value,
-        category: str,
-        *,
-        pool: str = "",
-        filled: bool = False,  # noqa: ARG002 - held all the same
-    ) -> None:
-        reduction = pool == REDUCE_POOL and category == "gradient_buffers"
-        self.bytes.alloc(buffer, nbytes, category, handed_on=reduction)
-
-    def free(self, buffer: str) -> None:
-        self.bytes.free(buffer)
 
     # --- clocks -------------------------------------------------------------------------------------------------
 

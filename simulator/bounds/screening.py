@@ -5,7 +5,7 @@
     some = screening.plans(columns.take(rows), shared, rows)
     some.reserved_bytes(at_least=True)                   # memory, all of it true but for schedules counted on tables
     some.at_least_s()                                    # a lower bound of the step
-    some.step_s(), some.peak_bytes()                     # its account, but for flushes of a full allocator: flush_s
+    some.step_s()                                        # its account, but for flushes of a full allocator: flush_s
 
 The numbers are those of `estimate_plans`, by the same functions; bounds have one column for each kind of pipeline rank
 instead of one for each rank.
@@ -208,12 +208,6 @@ class ScreenedPlans:
     def step_s(self) -> Floats:
         """Return seconds of the whole step but for flushes. Infinite where something cannot run."""
         return np.nan_to_num(self.account.total_s, nan=np.inf)
-
-    def peak_bytes(self) -> Floats:
-        """Return what is allocated at one moment on the worst rank, at which the allocator holds no less."""
-        peak = self.account.peak_bytes
-        state = 0.0 if self.known.activations == 1.0 else self._memory(at_least=False).state_bytes
-        return np.asarray(self.known.held_bytes(peak, state).max(axis=1))
 
     def flush_s(self, reserved_bytes: Floats) -> Floats:
         """Return what `step_s` leaves out: seconds that a nearly full allocator costs (`simulator.analytical.allocator`)."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from simulator.config.config_reader import MAX_LAYERS, ConfigReader, show
+from simulator.config.hub_models import ON_THE_HUB, SHIPPED, hub_model, hub_names_near, name_of_file
 from simulator.config.model import LatentAttention, MixtureOfExperts, Model, evenly
 from simulator.config.model_families import FAMILIES, LATENT_DEFAULTS
 from simulator.config.verify import verify_model
@@ -23,7 +24,6 @@ from topology.errors import BadModel
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 _STEP_KEYS = ("interleave_moe_layer_step",)  # Llama4TextConfig's word for decoder_sparse_step
 _NEXT_TOKEN_KEYS = ("num_nextn_predict_layers", "num_mtp_layers")
-_SHIPPED = Path(__file__).parents[1] / "models"
 
 
 def model_from_config(config: dict[str, Any], *, name: str) -> Model:
@@ -46,54 +46,86 @@ def model_from_config(config: dict[str, Any], *, name: str) -> Model:
 
 
 def load_model(name_or_path: str) -> Model:
-    """Return a shipped model by its name here or on the Hub, or the model of a config.json or of a directory with one.
+    """Return a model by its name here or on the Hub, or the model of a config.json or of a directory with one.
 
-    Nothing is downloaded: a Hub name is known only if the model is shipped.
+    Nothing is downloaded: names on the Hub are those of `models/HUB.json`. A model from there has its name on the Hub.
 
-    Raises BadModel for an unknown name, with near names; BadInput for a file that cannot be read.
+    Raises BadModel for an unknown name, with near names, and for a model with a part that is not modelled; BadInput for
+    a file that cannot be read.
     """
     key = name_or_path.strip().casefold()
+    if not key:
+        raise BadModel("the name of the model is empty", remedy="name a model, for example llama3-8b, or leave it out")
     if key in shipped_models():
-        return model_from_config(read_json(_SHIPPED / f"{key}.json"), name=key)
+        return model_from_config(read_json(SHIPPED / f"{key}.json"), name=key)
     path = Path(name_or_path)
     try:
         if path.is_dir():
             path /= "config.json"
         is_file = path.is_file()
-        name = path.resolve().parent.name if path.name == "config.json" else path.stem
     except (OSError, ValueError):  # a name no file system accepts: too long, or with a NUL
-        is_file, name = False, ""
+        is_file = False
     if is_file:
-        return model_from_config(read_json(path), name=name or "config")
+        config = read_json(path)
+        return model_from_config(config, name=name_of_file(path, config))
     if "/" in key and (alias := _hub_names().get(key)):
         return load_model(alias)
-    if name_or_path.endswith(".json") or path.name == "config.json":
-        raise BadModel(f"there is no file {show(name_or_path)}", remedy="check the path of the config.json")
-    known = shipped_models()
-    near = difflib.get_close_matches(key[:80].rsplit("/", 1)[-1], known, n=3, cutoff=0.5)
-    raise BadModel(
-        f"no model called {show(name_or_path)}",
-        why=f"nearest: {', '.join(near)}" if near else "",
-        remedy=f"pass a config.json or its directory, or one of: {', '.join(known)}",
+    if published := hub_model(name_or_path):
+        name, row = published
+        model = model_from_config(row.shape(), name=name)
+        notes = (f"not modelled: {row.left_out}",) if row.left_out else ()
+        return replace(model, assumed=(*model.assumed, *notes))
+    raise _unknown(name_or_path, is_path=name_or_path.endswith(".json") or path.name == "config.json")
+
+
+def is_known(name: str) -> bool:
+    """Return whether `load_model` knows a name without a file, be it to refuse the model."""
+    key = name.strip().casefold()
+    try:
+        return key in shipped_models() or key in _hub_names() or hub_model(name) is not None
+    except BadModel:
+        return True
+
+
+def _unknown(name: str, *, is_path: bool) -> BadModel:
+    if is_path:
+        return BadModel(f"there is no file {show(name)}", remedy="check the path of the config.json")
+    known, key = shipped_models(), name.strip().casefold()
+    near = difflib.get_close_matches(key[:80].rsplit("/", 1)[-1], known, n=3, cutoff=0.5) + hub_names_near(name)
+    why = f"nearest: {', '.join(near)}" if near else ""
+    if match := ON_THE_HUB.fullmatch(name.strip()):
+        repository, revision = match.groups()
+        pinned = f" --revision {revision}" if revision else ""
+        folder = repository.rpartition("/")[2]
+        return BadModel(
+            f"no model called {show(name)} is in the table of names",
+            why=why,
+            remedy=f"--online fetches its config.json; or: hf download {repository} config.json{pinned} "
+            f"--local-dir {folder}, and pass --model {folder}",
+        )
+    return BadModel(
+        f"no model called {show(name)}",
+        why=why,
+        remedy=f"pass a name on the Hub, a config.json or its directory, or one of: {', '.join(known)}",
     )
 
 
 @cache
 def shipped_models() -> tuple[str, ...]:
     """Return the names of the models that come with the package, in alphabetical order."""
-    return tuple(sorted(path.stem for path in _SHIPPED.glob("*.json") if path.stem != "SOURCES"))
+    return tuple(sorted(path.stem for path in SHIPPED.glob("*.json") if not path.stem.isupper()))
 
 
 @cache
 def _hub_names() -> dict[str, str]:
     """Return the names under which the shipped models are published, lower case, with ours."""
-    sources = read_json(_SHIPPED / "SOURCES.json")
+    sources = read_json(SHIPPED / "SOURCES.json")
     return {entry["hub"].casefold(): name for name, entry in sources.items() if entry["hub"]}
 
 
 def hub_name(name: str) -> str:
     """Return where a shipped model is published; any other name is returned as it is."""
-    sources = read_json(_SHIPPED / "SOURCES.json")
+    sources = read_json(SHIPPED / "SOURCES.json")
     return str(sources.get(name, {}).get("hub") or name)
 
 
@@ -137,7 +169,8 @@ def _read(reader: ConfigReader) -> Model:
     parallel = family.parallel_residual
     if parallel:
         parallel = reader.flag("use_parallel_residual", default=True)
-    if family.qk_norm and reader.config.get("use_qk_norm") is True:
+    qk_norm = reader.flag(family.qk_norm_key, default=family.qk_norm) if family.qk_norm_key else family.qk_norm
+    if qk_norm and reader.config.get("use_qk_norm") is True:
         reader.read.add("use_qk_norm")  # some files of the family say what its class always does
     tied = reader.flag("tie_word_embeddings", default=family.tied)
     if reader.config.get("tie_word_embeddings") is None:
@@ -158,7 +191,7 @@ def _read(reader: ConfigReader) -> Model:
         norm=norm,
         norm_bias=norm_bias,
         norms_per_layer=family.norms_per_layer,
-        qk_norm=family.qk_norm,
+        qk_norm=qk_norm,
         qk_norm_wide=family.qk_norm_wide,
         qkv_bias=qkv_bias,
         attention_out_bias=out_bias,
@@ -313,7 +346,7 @@ def _sliding(reader: ConfigReader, layers: int) -> tuple[int, tuple[int, ...]]:
 
     The kinds are the rules that the config classes apply: `all` layers; `qwen` layers from max_window_layers on,
     `qwen-moe` every other layer below it and `qwen-all` all, each only if use_sliding_window; `every-other`, from
-    the first; `five-of-six`. `layer_types`, where the family knows it, is the last word.
+    the first; `three-of-four`; `five-of-six`. `layer_types`, where the family knows it, is the last word.
     """
     family, kind = reader.family, reader.family.sliding
     stated = _layers_of_type(reader, layers, "layer_types", ("full_attention", "sliding_attention"))
@@ -337,7 +370,7 @@ def _sliding(reader: ConfigReader, layers: int) -> tuple[int, tuple[int, ...]]:
         by_kind = {"qwen": range(first, layers), "qwen-moe": range(0, first, 2), "qwen-all": range(layers)}
         chosen = list(by_kind[kind])
     else:
-        pattern = {"all": layers + 1, "every-other": 2, "five-of-six": 6}[kind]
+        pattern = {"all": layers + 1, "every-other": 2, "three-of-four": 4, "five-of-six": 6}[kind]
         if kind == "five-of-six":
             pattern = reader.integer("sliding_window_pattern", "_sliding_window_pattern", high=MAX_LAYERS) or pattern
         chosen = [i for i in range(layers) if (i + 1) % pattern]

@@ -33,6 +33,7 @@ class Family:
     rotary: bool = True
     parallel_residual: bool = False
     qk_norm: bool = False
+    qk_norm_key: str = ""
     qk_norm_wide: bool = False
     qkv_bias: bool = False
     qkv_bias_key: str = ""
@@ -230,6 +231,74 @@ FAMILIES: dict[str, Family] = {
         qkv_bias_key="attention_bias",
         out_bias_key="attention_bias",
     ),
+    "olmo3": Family(
+        config_class="Olmo3Config",
+        qk_norm=True,
+        qk_norm_wide=True,
+        qkv_bias_key="attention_bias",
+        out_bias_key="attention_bias",
+        sliding="three-of-four",
+        sliding_window=4096,
+    ),
+    "olmoe": Family(
+        config_class="OlmoeConfig",
+        qk_norm=True,
+        qk_norm_wide=True,
+        qkv_bias_key="attention_bias",
+        out_bias_key="attention_bias",
+        experts="required",
+        expert_width_keys=("intermediate_size",),
+    ),
+    "smollm3": Family(
+        config_class="SmolLM3Config",
+        kv_heads=4,
+        tied=True,
+        qkv_bias_key="attention_bias",
+        out_bias_key="attention_bias",
+        mlp_bias_key="mlp_bias",
+    ),
+    "granite": Family(
+        config_class="GraniteConfig",
+        qkv_bias_key="attention_bias",
+        out_bias_key="attention_bias",
+        mlp_bias_key="mlp_bias",
+    ),
+    "granitemoe": Family(
+        config_class="GraniteMoeConfig",
+        qkv_bias_key="attention_bias",
+        out_bias_key="attention_bias",
+        experts="required",
+        expert_width_keys=("intermediate_size",),
+    ),
+    "glm": Family(config_class="GlmConfig", kv_heads=2, head_dim=128, qkv_bias=True, qkv_bias_key="attention_bias"),
+    "glm4": Family(
+        config_class="Glm4Config",
+        kv_heads=2,
+        head_dim=128,
+        norms_per_layer=4,
+        qkv_bias=True,
+        qkv_bias_key="attention_bias",
+    ),
+    "glm4_moe": Family(
+        config_class="Glm4MoeConfig",
+        kv_heads=8,
+        qkv_bias_key="attention_bias",
+        qk_norm_key="use_qk_norm",
+        experts="required",
+        shared_experts=1,
+        dense_first=1,
+        router_bias=True,
+    ),
+    "minimax_m2": Family(
+        config_class="MiniMaxM2Config",
+        kv_heads=8,
+        head_dim=128,
+        qk_norm=True,
+        qk_norm_wide=True,
+        experts="required",
+        expert_width_keys=("intermediate_size",),
+        router_bias=True,
+    ),
     "starcoder2": Family(
         config_class="Starcoder2Config",
         kv_heads=2,
@@ -269,6 +338,8 @@ IRRELEVANT = frozenset({
     "begin_suppress_tokens", "suppress_tokens", "prefix", "finetuning_task", "torchscript", "tie_encoder_decoder",
     "attention_type", "use_flash_attn", "flash_attn", "mamba_ssm_dtype", "seq_length", "unsloth_version",
     "unsloth_fixed", "initial_context_length", "swiglu_limit",
+    "embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling",
+    "no_rope_layers", "no_rope_layer_interval", "rotary_dim", "use_routing_bias", "qk_norm_type",
     "qk_head_dim", "embd_layer_norm", "tf_legacy_loss", "use_bfloat16", "trust_remote_code",
 })  # fmt: skip
 

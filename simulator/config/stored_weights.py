@@ -9,8 +9,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from simulator.config.hub_models import hub_model
 from topology.codec import read_json
-from topology.errors import BadInput
+from topology.errors import BadInput, BadModel
 
 # Words of names on the Hub, the first that is found. Source: the quantised checkpoints of NVIDIA, Red Hat AI and Qwen.
 _WORDS = (("mxfp4", "mxfp4"), ("fp4", "float4"), ("awq|gptq|int4|w4a16", "int4"), ("fp8|w8a8-float", "float8"))
@@ -32,7 +33,14 @@ def stored_weights(source: str) -> str:
             return of_config(read_json(path))
         except BadInput:
             return ""
-    return _published().get(source.strip().casefold(), "") or of_name(source)
+    published = _published()
+    if said := published.get(source.strip().casefold(), "") or of_name(source):
+        return said
+    try:
+        found = hub_model(source)
+    except BadModel:
+        return ""
+    return "" if found is None else found[1].weights or published.get(found[1].like, "")
 
 
 def of_name(name: str) -> str:

@@ -217,12 +217,6 @@ class CodeRank:
     def synchronize(self) -> None:
         self.code.synchronize(COMPUTE)
 
-    def alloc(self, buffer: str, nbytes: Value, category: str, *, pool: str = "", filled: bool = False) -> None:
-        """Bytes are those of the allocator's replay (`simulator.memory`)."""
-
-    def free(self, buffer: str) -> None:
-        """Bytes are those of the allocator's replay."""
-
     def _launch(self, step: KernelStep) -> None:
         self.units.steps.launch(self.code, step)
 

@@ -11,9 +11,9 @@ from simulator.lowering.block_code import BlockCode, block_code
 from simulator.runtimes.library import ModelOperators
 from simulator.runtimes.parts import RecomputeSpec
 from simulator.step.context import CostContext
-from simulator.step.held import local_parameters, saved_bytes, tensors_bytes
+from simulator.step.held import local_parameters
 from simulator.step.host import layer_host_s
-from simulator.step.units import SavedBytes, Unit, UnitMaker
+from simulator.step.units import Unit, UnitMaker
 
 
 class Network:
@@ -27,9 +27,8 @@ class Network:
             "head": operators.head,
         } | ({"moe": operators.moe_layer} if model.moe is not None else {})
         self._blocks: dict[tuple[str, str], BlockCode] = {}
-        saved = {name: self._saved(held) for name, held in self.operators.items()}
         plan = context.table.plans[0]
-        self.stages = UnitMaker(model, context, local_parameters(model, context), saved).stages(plan)
+        self.stages = UnitMaker(model, context, local_parameters(model, context)).stages(plan)
 
     def code_of(self, unit: Unit) -> BlockCode:
         """Return the code of a unit's passes."""
@@ -38,15 +37,6 @@ class Network:
         if key not in self._blocks:
             self._blocks[key] = self._new_block(unit, word)
         return self._blocks[key]
-
-    def _saved(self, operators: Sequence[OperatorSpec]) -> SavedBytes:
-        spec, table = self.context.spec, self.context.table
-        return SavedBytes(
-            by_mode={
-                word: saved_bytes(operators, spec.recompute[word], self.context) for word in table.recompute_modes
-            },
-            everything=tensors_bytes(operators, self.context),
-        )
 
     def _new_block(self, unit: Unit, word: str) -> BlockCode:
         layer = unit.block in {"dense", "moe"}

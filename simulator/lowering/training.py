@@ -13,7 +13,7 @@ from simulator.lowering.code_rank import CodeOfUnits, CodeRank
 from simulator.lowering.machine_costs import MachineCosts
 from simulator.lowering.network import Network
 from simulator.lowering.writing import StepWriter
-from simulator.pipeline.schedule_program import TURNS, last_backwards, peak_in_flight, pipeline_program
+from simulator.pipeline.schedule_program import TURNS, last_backwards, pipeline_program
 from simulator.pipeline.schedules.registry import schedule_of_plan
 from simulator.pipeline.schedules.table import Action, Schedule
 from simulator.program.program import CodeWriter, Groups, Program
@@ -21,7 +21,7 @@ from simulator.runtimes.library import operators_for, wraps_one
 from simulator.step.context import CostContext
 from simulator.step.offload import copy_bytes_per_s
 from simulator.step.traffic import DATA_OPS, DataWriter
-from simulator.step.walk import RankStages, StepWalk, message_bytes, stages_of_rank
+from simulator.step.walk import StepWalk, message_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,24 +77,22 @@ class _Lowering:
         self.schedule = schedule_of_plan(self.plan, counted)
         operators = operators_for(self.model, self.runtime)
         self.network = Network(self.model, operators, self.context)
-        self.walk = StepWalk(self.context, operators, self.network.stages, single=self.schedule.micro_batches <= 1)
+        self.walk = StepWalk(self.context, self.network.stages)
         self.steps = StepWriter()
         self.units = CodeOfUnits(self.network, self.steps, self.context, detail)
 
     def lower(self, *, marks: bool) -> Lowered:
-        in_flight = peak_in_flight(self.schedule)
         last_turned = last_backwards(self.schedule)
-        ranks: dict[int, tuple[CodeRank, DataWriter, RankStages]] = {}
+        ranks: dict[int, tuple[CodeRank, DataWriter]] = {}
 
-        def begun(code: CodeWriter, rank: int) -> tuple[CodeRank, DataWriter, RankStages]:
+        def begun(code: CodeWriter, rank: int) -> tuple[CodeRank, DataWriter]:
             if rank not in ranks:
-                held = stages_of_rank(self.schedule, rank, in_flight[rank])
                 writer = CodeRank(code, self.units, marks=marks)
-                ranks[rank] = writer, self.walk.begin(writer, held), held
+                ranks[rank] = writer, self.walk.begin(writer)
             return ranks[rank]
 
         def body(code: CodeWriter, action: Action, rank: int) -> None:
-            writer, data, _ = begun(code, rank)
+            writer, data = begun(code, rank)
             if action.parts and self.paired:
                 backward, forward = action.parts
                 last = backward.micro_batch == last_turned[backward.stage]
@@ -112,7 +110,7 @@ class _Lowering:
             groups=self._groups(),
             ranks_of=lambda rank: range(rank * per_rank, (rank + 1) * per_rank),
             early_receives=self.spec.pipeline.p2p_overlap,
-            finish=lambda code, rank: self.walk.end(*begun(code, rank)),
+            finish=lambda code, rank: self.walk.end(*begun(code, rank), self.schedule.stages_of(rank)),
         )
         costs = MachineCosts(
             cluster=self.cluster,

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.pipeline.schedule_program import TURNS, last_backwards, peak_in_flight
+from simulator.pipeline.schedule_program import TURNS, last_backwards
 from simulator.pipeline.schedules.registry import SCHEDULES, build_schedule
 from simulator.pipeline.schedules.table import Action, Kind, Schedule
 
@@ -72,16 +72,13 @@ LEAVES = {
 
 @dataclass(frozen=True, slots=True)
 class PassKind:
-    """A pass of a stage. `gathered`: before it; `follows`: another stage of its rank has sent its gradients off; `paired`: it
-    runs together with one of another micro batch.
-    """
+    """A pass of a stage. `gathered`: before it; `paired`: it runs together with one of another micro batch."""
 
     stage: int
     action: Kind
     first: bool
     last: bool
     gathered: Gathered
-    follows: bool
     paired: bool = False
 
 
@@ -93,7 +90,6 @@ class Table:
     turns: tuple[Turn, ...]
     kinds: tuple[PassKind, ...]
     rows: tuple[NDArray[np.intp], ...]
-    in_flight: tuple[int, ...]
 
 
 @lru_cache(maxsize=512)
@@ -106,14 +102,13 @@ def table_of(
     schedule = build_schedule(
         name, ranks=ranks, micro_batches=micro_batches, stages_per_rank=stages_per_rank, paired=paired
     )
-    kinds: dict[tuple[int, Kind, bool, bool, Gathered, bool, bool], int] = {}
+    kinds: dict[tuple[int, Kind, bool, bool, Gathered, bool], int] = {}
     rows: list[NDArray[np.intp]] = []
     ends = last_backwards(schedule)
     for row in schedule.table:
         seen: set[tuple[int, bool]] = set()
         gathered: dict[int, Gathered] = {}
         here: list[int] = []
-        sent = False
         for leaf, together in _leaves(row):
             stage, action = leaf.stage, leaf.kind
             turns, first = action in TURNS, False
@@ -123,12 +118,11 @@ def table_of(
             held = gathered.get(stage, Gathered.NONE) if lets_go else Gathered.AS_LEFT
             gathered[stage] = LEAVES[action]
             last = turns and leaf.micro_batch == ends[stage]
-            key = (stage, action, first, last, held, last and sent, paired and together)
+            key = (stage, action, first, last, held, paired and together)
             here.append(kinds.setdefault(key, len(kinds)))
-            sent = sent or last
         rows.append(np.array(here, dtype=np.intp))
     passes = tuple(PassKind(*kind) for kind in kinds)
-    return Table(schedule, _in_order(schedule, rows), passes, tuple(rows), peak_in_flight(schedule))
+    return Table(schedule, _in_order(schedule, rows), passes, tuple(rows))
 
 
 def _leaves(row: Sequence[Action]) -> list[tuple[Action, bool]]:

@@ -77,9 +77,3 @@ class Rank(Protocol):
 
     def synchronize(self) -> None:
         """Let the host wait for the compute stream."""
-
-    def alloc(self, buffer: str, nbytes: Value, category: str, *, pool: str = "", filled: bool = False) -> None:
-        """Take memory, once the compute stream gets there; nothing where there are no bytes."""
-
-    def free(self, buffer: str) -> None:
-        """Give memory back."""

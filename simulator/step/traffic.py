@@ -24,15 +24,13 @@ from simulator.step.context import CostContext
 from simulator.step.offload import ADD_PASSES, OFFLOAD, host_gradient_bytes, offloaded
 from simulator.step.rank import Rank, Value
 from simulator.step.units import Unit
-from simulator.step.zero import ZeroBuffers, bucket_copies_bytes
+from simulator.step.zero import bucket_copies_bytes
 
 STREAM = "fsdp comm"
 REPLICAS = "replicate comm"
 DATA_FAMILIES = ("fsdp", "expert_fsdp", "replicate", "dp", "expert_dp")  # groups that carry it
 DATA_OPS = ("all_gather", "reduce_scatter", "all_reduce")
 WIRES = (STREAM, REPLICAS, OFFLOAD)  # all streams of data-parallel traffic
-GATHER_POOL, REDUCE_POOL = "gather", "reduce"  # the allocator keeps memory of these streams apart
-BUCKETS, REDUCTION = "buckets", "bucket reduced"  # ZeRO's
 
 
 def has_replicas(table: PlanTable) -> NDArray[np.bool_]:
@@ -63,7 +61,7 @@ class DataTraffic:
     gradient_bytes: float
     host_gradient_bytes: float
     unsharded_gradient_bytes: float
-    gradients_appear: bool  # a shard of each unit's gradient is allocated when it is first reduced
+    has_buckets: bool  # gradients go through ZeRO's buckets
     adds_up: bool  # gradients of further micro batches are added by kernels of their own
     bucket_bytes: float
     bucket_elements: Floats  # that a sharded optimizer's ranks exchange at once, where a unit has fewer
@@ -136,7 +134,7 @@ def data_traffic(context: CostContext) -> DataTraffic:
         gradient_bytes=bytes_of(spec.state.gradient_dtype),
         host_gradient_bytes=host_gradient_bytes(context),
         unsharded_gradient_bytes=bytes_of(spec.state.unsharded_gradient_dtype),
-        gradients_appear=full and spec.state.gradient_dtype != "reduce" and spec.zero is None,
+        has_buckets=spec.zero is not None,
         adds_up=spec.state.gradient_dtype != "reduce",
         bucket_bytes=spec.ddp.bucket_bytes,
         bucket_elements=bucket_elements(context),
@@ -161,7 +159,6 @@ class DataWriter:
 
     rank: Rank
     traffic: DataTraffic
-    zero: ZeroBuffers | None = None
     _gathered: dict[str, str] = field(default_factory=dict)  # unit -> event of its gather
     _fetched: dict[str, str] = field(
         default_factory=dict
@@ -169,9 +166,7 @@ class DataWriter:
     _resident: set[str] = field(default_factory=set)
     _with_gradient: set[str] = field(default_factory=set)
     _accumulated: set[str] = field(default_factory=set)
-    _reducing: str = ""  # the buffer of a reduction that may still be under way
-    _turn: int = 0
-    _in_buckets: bool = False
+    _in_buckets: bool = False  # gradients of this backward pass have gone through ZeRO's
     _summed: Value = 0.0  # elements of gradients that DDP's buckets have taken in a backward pass
 
     def before(self, unit: Unit, following: Unit | None) -> None:
@@ -200,25 +195,19 @@ class DataWriter:
         for unit in units if self.traffic.fully_sharded else ():
             if unit.name in self._resident and unit.name not in names:
                 self._resident.discard(unit.name)
-                self.rank.free(f"gathered {unit.name}")
             elif unit.name not in self._resident and unit.name in names:
                 self._gather(unit)
                 self._gathered.pop(unit.name)
                 self._resident.add(unit.name)
 
-    def have_sent(self, unit: Unit | None) -> None:
-        """Make it so that the buffer of a reduction of `unit` is still there, or none."""
-        self.release()
-        if unit is not None and self.traffic.fully_sharded:
-            self._reducing = "reduction before"
-            nbytes = unit.elements * self.traffic.reduce_bytes
-            self.rank.alloc(self._reducing, nbytes, "gradient_buffers", pool=REDUCE_POOL)
+    def begin_pass(self) -> None:
+        """Make it so that no gradients are in ZeRO's buckets."""
+        self._in_buckets = False
 
     def after(self, unit: Unit, *, last_use: bool) -> None:
         """Let go of a unit's gathered parameters unless the plan keeps them for later."""
         if self.traffic.fully_sharded and unit.name in self._resident and (last_use or not self.traffic.keeps_gathered):
             self._resident.discard(unit.name)
-            self.rank.free(f"gathered {unit.name}")
 
     def after_backward(self, unit: Unit, *, reducing: bool) -> None:
         """A backward of `unit` has run: add its gradients to those of micro batches before, or send them off."""
@@ -227,9 +216,6 @@ class DataWriter:
         self._accumulated.add(unit.name)
         if t.fully_sharded and not t.every_micro_batch:
             # Without a reduction in between, whole gradients add up in the type they are reduced in.
-            if not further:
-                nbytes = unit.elements * t.reduce_bytes
-                self.rank.alloc(f"accumulated {unit.name}", nbytes, "gradient_buffers")
             if t.adds_up:
                 self.rank.copy("accumulate", unit.elements * (t.compute_bytes + 2 * t.reduce_bytes))
         elif further and t.adds_up and not t.fully_sharded:
@@ -245,7 +231,7 @@ class DataWriter:
             self.rank.after(COMPUTE, STREAM)
             if self.traffic.replicated_sharding:
                 self.rank.after(COMPUTE, REPLICAS)
-            self.release()
+            self._in_buckets = False
         if self.traffic.copies_buckets and np.any(self._summed):
             self.rank.copy("copy_out", 2 * self._summed * self.traffic.reduce_bytes)
             self._summed = 0.0
@@ -263,7 +249,6 @@ class DataWriter:
         self.rank.after(COMPUTE, STREAM)
         if t.replicated_sharding:
             self.rank.after(COMPUTE, REPLICAS)
-        self.release()
 
     def redistribute(self, units: Sequence[Unit]) -> None:
         """Gather parameters that a sharded optimizer has updated, where the next step does not do it as it goes."""
@@ -289,32 +274,21 @@ class DataWriter:
 
     def _send_off(self, unit: Unit) -> None:
         t = self.traffic
-        if self.zero is not None:
-            self._fill_buckets(self.zero)
+        if t.has_buckets:
+            self._in_buckets = True
             self.rank.copy(f"copy_in {unit.name}", unit.elements * t.bucket_bytes_moved)
         elif t.copies_buckets:
             self.rank.copy(f"copy_in {unit.name}", 2 * unit.elements * t.reduce_bytes)
             self._summed = self._summed + unit.repeats * unit.elements
         if t.fully_sharded:
             width = t.reduce_bytes if not t.every_micro_batch else t.unsharded_gradient_bytes
-            if t.copies and self.zero is None:
+            if t.copies and not t.has_buckets:
                 moved = unit.elements * (width + t.reduce_bytes)
                 self.rank.copy(f"copy_in {unit.name}", moved, module_bytes=unit.elements * t.compute_bytes)
-            # The buffer of the reduction before is let go when the next one has one of its own.
-            if self.zero is None:
-                self._turn += 1
-                name = f"reduction {unit.name} {self._turn}"
-                self.rank.alloc(name, unit.elements * t.reduce_bytes, "gradient_buffers", pool=REDUCE_POOL)
-                self.release()
-                self._reducing = name
             if not t.every_micro_batch:
-                self.rank.free(f"accumulated {unit.name}")
                 self._accumulated.discard(unit.name)
         fresh = unit.name not in self._with_gradient
         self._with_gradient.add(unit.name)
-        nbytes = self._shard(unit) * t.gradient_bytes
-        if t.gradients_appear and fresh and not t.sends:
-            self.rank.alloc(f"gradient {unit.name}", nbytes, "gradients", pool=REDUCE_POOL, filled=True)
         if t.reduces_behind_compute or t.gradients_sharded:
             self.rank.after(STREAM, COMPUTE)
             self._reduce(unit)
@@ -331,23 +305,6 @@ class DataWriter:
     def _shard(self, unit: Unit) -> Floats:
         """Return the elements of a unit that a rank has of its own."""
         return np.asarray(unit.shared / self.traffic.shard_ranks + unit.experts / self.traffic.expert_shard_ranks)
-
-    def release(self) -> None:
-        """Let go of the buffers of a reduction that has ended."""
-        if self._reducing:
-            self.rank.free(self._reducing)
-            self._reducing = ""
-        if self._in_buckets:
-            self._in_buckets = False
-            for name in (BUCKETS, REDUCTION):
-                self.rank.free(name)
-
-    def _fill_buckets(self, zero: ZeroBuffers) -> None:
-        """Have the buckets that gradients go through from the first of a backward pass to its end."""
-        if not self._in_buckets:
-            self._in_buckets = True
-            self.rank.alloc(BUCKETS, zero.buckets, "gradient_buffers")
-            self.rank.alloc(REDUCTION, zero.reducing, "gradient_buffers", pool=REDUCE_POOL)
 
     def _reduce(self, unit: Unit) -> None:
         t = self.traffic
@@ -373,8 +330,6 @@ class DataWriter:
         if unit.name in self._resident or unit.name in self._gathered:
             return
         t = self.traffic
-        elements = unit.repeats * unit.elements if t.keeps_gathered else unit.elements
-        self.rank.alloc(f"gathered {unit.name}", elements * t.compute_bytes, "gathered_parameters", pool=GATHER_POOL)
         if t.from_host:  # in line with the gathers, which wait for it
             self.rank.host_copy(f"h2d {unit.name}", self._shard(unit) * t.param_bytes, stream=STREAM)
         self._send("all_gather", "fsdp", unit.shared * t.compute_bytes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,7 +15,7 @@ from simulator.config.plan import Plan
 from simulator.pipeline.stages import stage_layers
 from simulator.runtimes.library import RuntimeSpec
 from simulator.step.context import CostContext
-from simulator.step.held import Parameters, head_cached_bytes, head_left_bytes, head_peak_bytes
+from simulator.step.held import Parameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -23,8 +23,8 @@ class Unit:
     """One wrapped module: a block, and elements of its parameters on a rank before sharding, routed experts apart.
 
     `words` are the recompute modes it runs under, a column; `wrapped` is whether it runs again under one that recomputes.
-    `saved_bytes` live from forward to backward, `again_bytes` during backward, `passing_bytes` during forward. Elements that products use: `kept_cast` of
-    modules that run once, whose narrow copies backward keeps under autocast, `recast` of those that run again.
+    Elements that products use: `kept_cast` of modules that run once, whose narrow copies backward keeps under autocast,
+    `recast` of those that run again.
 
     `repeats` units in a row are like this one, where it is enough to be told of one.
     """
@@ -35,24 +35,13 @@ class Unit:
     wrapped: bool
     shared: Floats
     experts: Floats
-    saved_bytes: Floats
-    again_bytes: Floats
     kept_cast: Floats
     recast: Floats
-    passing_bytes: Floats | float = 0.0
     repeats: int = 1
 
     @property
     def elements(self) -> Floats:
         return self.shared + self.experts
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SavedBytes:
-    """Bytes that blocks save: of `block` in each recompute mode that wraps it, and `everything` without one."""
-
-    by_mode: Mapping[str, Floats]
-    everything: Floats
 
 
 def wrapping_period(spec: RuntimeSpec, word: str) -> int:
@@ -64,10 +53,8 @@ def wrapping_period(spec: RuntimeSpec, word: str) -> int:
 class UnitMaker:
     """Makes the units of plans that share a split into stages: those of `context`, of which `plan` is one."""
 
-    def __init__(
-        self, model: Model, context: CostContext, parameters: Parameters, saved: Mapping[str, SavedBytes]
-    ) -> None:
-        self.model, self.context, self.parameters, self.saved = model, context, parameters, saved
+    def __init__(self, model: Model, context: CostContext, parameters: Parameters) -> None:
+        self.model, self.context, self.parameters = model, context, parameters
         self._rows = len(context.table)
         self._none = np.full(self._rows, "none")
         self._made: dict[tuple[object, ...], Unit] = {}
@@ -116,40 +103,20 @@ class UnitMaker:
         return replace(self._made[key], name=f"layer {index}")
 
     def _new_layer(self, block: str, of: NDArray[np.str_], *, wrapped: bool) -> Unit:
-        p, saved = self.parameters, self.saved[block]
+        p = self.parameters
         shared, experts = (p.moe_layer, p.experts) if block == "moe" else (p.dense_layer, np.zeros(self._rows))
         again = np.zeros(self._rows, dtype=bool)
-        kept = saved.everything
         for name in words(of):
-            here = of == name
             if wrapped and self.context.spec.recompute[name].recomputes:
-                again = again | here
-                kept = np.where(here, saved.by_mode[name], kept)
-        return self._unit(block, of, shared, experts, kept, np.where(again, saved.everything, 0.0), again)
+                again = again | (of == name)
+        return self._unit(block, of, shared, experts, again)
 
     def _end(self, block: str, shared: Floats, *, cast: bool = True) -> Unit:
-        saved = self.saved[block].everything
-        again = np.zeros(self._rows)
-        if block == "head":
-            # The loss turning round: what is alive together then, beyond what the head saves.
-            again = np.maximum(head_peak_bytes(self.context) - saved, 0.0)
-            saved = saved + head_cached_bytes(self.context)
-        unit = self._unit(
-            block, self._none, shared, np.zeros(self._rows), saved, again, np.zeros(self._rows, dtype=bool)
-        )
-        if block == "head":
-            unit = replace(unit, passing_bytes=head_left_bytes(self.context))
+        unit = self._unit(block, self._none, shared, np.zeros(self._rows), np.zeros(self._rows, dtype=bool))
         return unit if cast else replace(unit, kept_cast=np.zeros(self._rows))
 
     def _unit(
-        self,
-        block: str,
-        of: NDArray[np.str_],
-        shared: Floats,
-        experts: Floats,
-        saved: Floats,
-        again_bytes: Floats,
-        again: NDArray[np.bool_],
+        self, block: str, of: NDArray[np.str_], shared: Floats, experts: Floats, again: NDArray[np.bool_]
     ) -> Unit:
         shared, experts = (np.broadcast_to(np.asarray(x, dtype=np.float64), (self._rows,)) for x in (shared, experts))
         used = shared + experts
@@ -160,8 +127,6 @@ class UnitMaker:
             wrapped=bool(again.any()),
             shared=shared,
             experts=experts,
-            saved_bytes=saved,
-            again_bytes=again_bytes,
             kept_cast=np.where(again, 0.0, used),
             recast=np.where(again, used, 0.0),
         )

@@ -84,7 +84,6 @@ def test_the_first_plan_is_the_fastest_that_surely_fits_or_a_simpler_one_of_its_
     first = plans[0]
     steps = [one["estimate"]["step_s"]["value"] for one in sure]
 
-    assert {one["method"] for one in plans} == {"simulation"}
     assert first in sure
     assert first["estimate"]["step_s"]["value"] <= min(steps) * (1 + TIE)
     for one in plans:

@@ -373,12 +373,15 @@ def test_a_saved_plan_exports_like_its_case(planner, tmp_path) -> None:
 
 @pytest.mark.parametrize("plan", PLANS, ids=lambda path: path.stem)
 def test_kept_examples_are_what_is_written_today(plan: Path) -> None:
-    """Made again by `python tests/tools/export_table.py`."""
+    """But for the release of ours that wrote them. Made again by `python tests/tools/export_table.py`."""
     from tests.tools.export_table import files
+
+    def without_release(texts: dict[str, str]) -> dict[str, str]:
+        return {name: re.sub(r"meshwright \d+\.\d+\.\d+", "meshwright", text) for name, text in texts.items()}
 
     folder = ROOT / "examples" / "exports" / plan.stem
 
-    assert {path.name: path.read_text() for path in folder.iterdir()} == files(plan)
+    assert without_release({path.name: path.read_text() for path in folder.iterdir()}) == without_release(files(plan))
 
 
 def test_example_commands_are_words() -> None:

@@ -298,9 +298,9 @@ def test_shipped_models_assume_nothing_and_have_a_source(name):
     model = load_model(name.upper())
     assert model.name == name
     assert model.assumed == ()
-    from simulator.config import hf_config
+    from simulator.config import hub_models
 
-    sources = json.loads((hf_config._SHIPPED / "SOURCES.json").read_text())
+    sources = json.loads((hub_models.SHIPPED / "SOURCES.json").read_text())
     assert sources[name]["config"]
 
 

@@ -28,6 +28,7 @@ from simulator.memory.rank import RankReplay
 from simulator.memory.replay import MemoryReplay
 from simulator.memory.tensors import Act, Passes
 from simulator.runtimes.stated import resolve
+from simulator.step.held import saved_bytes, tensors_bytes
 from tests.bench.learn_intervals import fresh_runs
 from topology.catalog.cluster_file import load_cluster
 from topology.catalog.clusters import cluster
@@ -92,9 +93,11 @@ def test_what_a_layer_holds_for_backward_is_what_its_description_says(recompute,
     """The tensors that are alive between a layer's passes add up to what its operators save."""
     _, replay = replayed(Plan(dp_shard=2, tp=tp, sequence_parallel=tp > 1, recompute=recompute))
 
+    operators, context = replay.tensors.operators.dense_layer, replay.context
     for unit in (unit for stage in replay.tensors.stages for unit in stage if unit.block == "dense"):
-        passes = replay.tensors.passes(unit)
-        assert live_after(passes) == pytest.approx(float(unit.saved_bytes[0]), rel=1e-3)
+        mode = context.spec.recompute[recompute]
+        saved = saved_bytes(operators, mode, context) if unit.wrapped else tensors_bytes(operators, context)
+        assert live_after(replay.tensors.passes(unit)) == pytest.approx(float(saved[0]), rel=1e-3)
 
 
 @pytest.mark.parametrize(

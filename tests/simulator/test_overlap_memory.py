@@ -7,7 +7,7 @@ from simulator.analytical.scenario import Scenario
 from simulator.config.hf_config import load_model
 from simulator.config.plan import Plan
 from simulator.config.workload import Workload
-from simulator.lowering.simulation import simulate_plan
+from simulator.memory.replay import MemoryReplay
 from simulator.runtimes.stated import resolve
 from simulator.step.symmetric_memory import buffer_bytes
 from topology.catalog.clusters import cluster
@@ -54,14 +54,14 @@ def test_sites_that_no_layer_has_hold_none() -> None:
 
 
 @pytest.mark.parametrize("mode", ["none", "fused"])
-def test_simulation_and_closed_form_hold_the_same(mode: str) -> None:
+def test_the_formula_and_the_replay_hold_the_same(mode: str) -> None:
     plan = Plan(tp=2, pp=2, sequence_parallel=True, tp_overlap=mode)
     workload, machine = Workload(seq_len=4096, global_batch_size=4), cluster("h200x4")
     model, runtime = load_model("llama3-8b"), resolve({"name": "meshwright"})[0]
-    formula = estimate_plans(Scenario(model=model, cluster=machine, workload=workload, runtime=runtime), [plan])
-    played = simulate_plan(Scenario(model=model, cluster=machine, workload=workload, runtime=runtime), plan)
+    scenario = Scenario(model=model, cluster=machine, workload=workload, runtime=runtime)
+    formula, replayed = estimate_plans(scenario, [plan]), MemoryReplay(scenario, plan).ranks()
 
     expected = 0 if mode == "none" else (4 * 32 + 2 * 2) * MIB
     assert [float(x) for x in formula.memory.categories["symmetric_buffers"][0, :2]] == [expected] * 2
-    stages = played.estimate.memory.by_stage
-    assert [stage.get("symmetric_buffers", 0.0) for stage in stages] == [expected] * 2
+    for rank in replayed:  # in segments of 20 MiB
+        assert 0 <= rank.by_stream.get("peers", 0) - expected < 20 * MIB

@@ -22,6 +22,7 @@ form is for people:
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -36,12 +37,11 @@ from topology.catalog.clusters import (
 )
 from topology.catalog.gpus import gpu_kind
 from topology.catalog.platform import build, take_gpus
+from topology.catalog.spoken import FORMS, is_spoken, spoken_cluster
 from topology.catalog.verify import require_possible
-from topology.cluster import SCHEMA_VERSION, Cluster, Finding, Severity
-from topology.codec import convert, read_json, to_json, write_text
+from topology.cluster import ASSUMED, SCHEMA_VERSION, Cluster, Finding, Severity
+from topology.codec import convert, parse_json, read_json, to_json, write_text
 from topology.errors import BadCluster, BadInput
-
-ASSUMED = "assumed: "  # how findings begin that say what a file left open
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,17 +62,44 @@ class SmallCluster:
 
 
 def load_cluster(name_or_path: str | Path, gpus: int | None = None) -> Cluster:
-    """Return a catalogue cluster by name, or a cluster file of either form, cut to `gpus` GPUs if given.
+    """Return a cluster by a catalogue name, as people say it (`2x8xH100`), as JSON or from a file, cut to `gpus` GPUs.
 
     Raises BadCluster for an unknown name or an impossible cluster, BadInput for a file that cannot be read.
     """
     text = str(name_or_path)
+    if not text.strip():
+        raise BadCluster("the name of the cluster is empty", remedy=f"give {FORMS}")
     if isinstance(name_or_path, str) and is_catalog_name(text):
         return cluster(text, gpus)
+    if isinstance(name_or_path, str) and (said := _said(text)):
+        return said if gpus is None else take_gpus(said, gpus)
     if isinstance(name_or_path, str) and not _looks_like_path(text):
+        _refuse_bare_gpu(text)
         return cluster(text, gpus)  # raises, with near names
     loaded = parse_cluster(read_json(name_or_path), where=text)
     return loaded if gpus is None else take_gpus(loaded, gpus)
+
+
+def _refuse_bare_gpu(text: str) -> None:
+    try:
+        kind = gpu_kind(text)
+    except BadCluster:
+        return
+    raise BadCluster(
+        f"{text[:60]!r} is a GPU, not a cluster",
+        why="how many there are was not said",
+        remedy=f"for example {default_platform(kind).gpus_per_node}x{text}",
+    )
+
+
+def _said(text: str) -> Cluster | None:
+    """Return the cluster that is written out in `text`; None where `text` is a name or a path."""
+    if text.lstrip().startswith("{"):
+        return parse_cluster(parse_json(text, where="the cluster"), where="the cluster")
+    if _looks_like_path(text) or not is_spoken(text):
+        return None
+    built, assumed = spoken_cluster(text)
+    return replace(built, findings=(*built.findings, *_findings(assumed, f"{text[:60]!r}", "state it")))
 
 
 def parse_cluster(document: Any, *, where: str) -> Cluster:
@@ -151,14 +178,18 @@ def _small(document: dict[str, Any], where: str) -> Cluster:
     nodes = small.nodes if small.nodes is not None else 1
     changes.setdefault("name", f"{nodes} x {per_node} {kind.name}")
     built = build(replace(platform, **changes), nodes=nodes)
-    findings = tuple(
+    findings = _findings(assumed, where, "state it in the file")
+    return replace(built, findings=(*built.findings, *findings))
+
+
+def _findings(assumed: Iterable[str], where: str, remedy: str) -> tuple[Finding, ...]:
+    return tuple(
         Finding(
             severity=Severity.INFO,
             what=ASSUMED + text,
             why=f"{where} does not say",
             consequence="estimates rest on it",
-            remedy="state it in the file",
+            remedy=remedy,
         )
         for text in assumed
     )
-    return replace(built, findings=(*built.findings, *findings))

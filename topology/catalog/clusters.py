@@ -1,15 +1,15 @@
 """Clusters by name from the catalogue, and clusters described by the five fields of a case.
 
 The catalogue is data: `catalog/clusters.json` holds platforms, each with where its figures come from; `h200x4.json`
-is a real machine as it was probed. A case has `{gpu, gpus_per_node, nodes, interconnect, nic_gbit_per_gpu}`; a field
+is a real machine as it was probed. `cloud.json` adds machine types of clouds. A case has `{gpu, gpus_per_node, nodes, interconnect, nic_gbit_per_gpu}`; a field
 that it leaves out is filled in from the usual platform of that GPU and listed as an assumption.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Mapping
-from dataclasses import replace
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.resources import files
 from typing import Any
@@ -32,6 +32,11 @@ def catalog_names() -> tuple[str, ...]:
     return tuple(sorted({platform.name for platform in _platforms()} | set(PROBED)))
 
 
+def platform_named(name: str) -> Platform | None:
+    """Return a machine of the catalogue by its name or an alias; None where there is none. Probed clusters are none."""
+    return _index().get(name.lower())
+
+
 def is_catalog_name(name: str) -> bool:
     return name.lower() in _index() or name.lower() in PROBED
 
@@ -52,7 +57,7 @@ def cluster(name: str, gpus: int | None = None) -> Cluster:
         raise BadCluster(
             f"unknown cluster {name!r}",
             why="it is neither in the catalogue nor a file" + (f"; nearest: {', '.join(near)}" if near else ""),
-            remedy=f"use one of: {', '.join(catalog_names())}",
+            remedy=f"say GPUs (8xH100, 2x8xA100-40GB), a machine type (p5.48xlarge), or one of: {', '.join(catalog_names())}",
         )
     if gpus is None:
         return build(platform)
@@ -190,7 +195,31 @@ def _platforms() -> tuple[Platform, ...]:
             f"{where} has schema version {document.get('schema_version')}",
             why=f"this release reads version {CATALOG_SCHEMA_VERSION}",
         )
-    return convert(document["platforms"], tuple[Platform, ...], where=where)
+    platforms = convert(document["platforms"], tuple[Platform, ...], where=where)
+    return (*platforms, *_cloud_types({platform.name: platform for platform in platforms}))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _CloudType:
+    """A machine type of a cloud: a machine of the catalogue with what differs, from a page of its cloud."""
+
+    name: str
+    aliases: tuple[str, ...]
+    title: str
+    like: str
+    changes: dict[str, Any]
+    source: str
+
+
+def _cloud_types(platforms: Mapping[str, Platform]) -> Iterator[Platform]:
+    where = "catalog/cloud.json"
+    document = parse_json((files("topology") / "catalog" / "cloud.json").read_text("utf-8"), where=where)
+    for one in convert(document["machines"], tuple[_CloudType, ...], where=where):
+        base = platforms[one.like]
+        sources = {**base.sources, "nics": one.source}
+        yield replace(
+            base, name=one.name, title=one.title, aliases=one.aliases, usual_for=(), sources=sources, **one.changes
+        )
 
 
 @lru_cache(maxsize=1)

@@ -52,12 +52,14 @@ def _document() -> Any:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuNames:
     """What others call GPUs: `skypilot` by name of a kind; `words` are patterns in a machine's description, the most telling
-    first, each with a name or an alias of a kind. `sources` says where they are from.
+    first, each with a name or an alias of a kind. `variants` are the kinds that one short name may mean, the commonest
+    first. `sources` says where they are from.
     """
 
     schema_version: int
     skypilot: dict[str, str]
     words: tuple[tuple[str, str], ...]
+    variants: dict[str, tuple[str, ...]]
     sources: dict[str, str]
 
 
@@ -86,6 +88,11 @@ def gpu_kind(name: str) -> GpuKind:
             remedy=f"use one of: {', '.join(names)}",
         )
     return kind
+
+
+def gpu_variants(name: str) -> tuple[str, ...]:
+    """Return the other kinds that `name` may mean beside the one that `gpu_kind` takes it for; none for a full name."""
+    return gpu_names().variants.get(_key(name), ())[1:]
 
 
 def match_driver_name(text: str) -> GpuKind | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from topology.cluster import Cluster, LinkState, Nic
+from topology.cluster import ASSUMED, Cluster, LinkState, Nic
 from topology.rates.groups import GroupShape, group_rates
 from topology.rates.node_rates import HOST_KINDS, NodeRates, node_rates
 
@@ -91,7 +91,8 @@ def mixed_gpus(cluster: Cluster) -> list[str]:
 
 def cluster_caveats(cluster: Cluster) -> list[str]:
     """Return a sentence for everything about the cluster's parts that a plan takes for granted or at its worst."""
-    caveats = mixed_gpus(cluster)
+    found = [finding.what for finding in cluster.findings if finding.what.startswith(ASSUMED)]
+    caveats = [*(what.removeprefix(ASSUMED) for what in found), *mixed_gpus(cluster)]
     sizes = sorted({len(group.node.gpus) for group in cluster.groups})
     if len(sizes) > 1:
         caveats.append(

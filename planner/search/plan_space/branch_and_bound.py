@@ -254,7 +254,6 @@ class _BestFirst:
         by_memory = self.objective == "memory"
         self.bounds.account(rows)
         some = self.screening.plans(self.table.take(rows), self.shared, rows)
-        self.exact[rows] = np.maximum(self.reserved[rows], self.bounds.peak_bytes[rows])
         self.seconds[rows] = self.bounds.step_s[rows] + some.flush_s(self.exact[rows])
         self._add_exact(rows[~self.needs_counting[rows]])
         # Counting schedule tables is slow: fastest plans first, and none that have lost by then.
@@ -265,7 +264,7 @@ class _BestFirst:
             if self.objective == "time" and self.seconds[batch[0]] > self.threshold.value:
                 break
             counted = self.screening.plans(self.table.take(batch), self.shared, batch)
-            self.exact[batch] = np.maximum(counted.reserved_bytes(), self.bounds.peak_bytes[batch])
+            self.exact[batch] = counted.reserved_bytes()
             self.seconds[batch] = self.bounds.step_s[batch] + counted.flush_s(self.exact[batch])
             self._add_exact(batch)
         self.costed[rows] = True

@@ -71,7 +71,7 @@ class Screened:
 class StepBounds:
     """Variants, the bytes they reserve, their grids, and lower bounds of their steps as far as there was time.
 
-    Of those that were `accounted`, `step_s` is the step without flushes and `peak_bytes` what it holds at one moment.
+    Of those that were `accounted`, `step_s` is the step without flushes.
     """
 
     def __init__(self, screened: Screened, variants: PlanColumns, reserved: Floats, of_node: Rows) -> None:
@@ -83,14 +83,14 @@ class StepBounds:
         self._parts, self._any_bounded = list(batches_of(len(variants))), False
         self.accounted = np.zeros(len(variants), dtype=np.bool_)
         self.walked = variants.pp == 1  # whose bound is that of their schedule's table
-        self.step_s, self.peak_bytes = np.zeros(len(variants)), np.zeros(len(variants))
+        self.step_s = np.zeros(len(variants))
 
     def account(self, rows: Rows) -> None:
         """Account for those of some variants that have not been."""
         rows = rows[~self.accounted[rows]]
         if len(rows):
             some = self.screening.plans(self.table.take(rows), self.shared, rows)
-            self.step_s[rows], self.peak_bytes[rows] = some.step_s(), some.peak_bytes()
+            self.step_s[rows] = some.step_s()
             self.accounted[rows] = True
 
     def walk(self, rows: Rows) -> None:

@@ -79,7 +79,7 @@ def solve_stages(
         if pipeline is None:
             continue
         has_room = True
-        search = _Assignments(pipeline, screening.limit_bytes, step_s, at_once)
+        search = _Assignments(pipeline, step_s, at_once)
         bound_s, accounted = min(bound_s, search.run()), accounted + search.accounted
         if search.best is not None:
             step_s, best = search.step_s, pipeline.plan_with(pipeline.options.take(search.best))
@@ -99,13 +99,13 @@ def solve_stages(
 class _Assignments:
     """The search for the best assignment of one pipeline in one setting: `best` are its options, if it beats `cutoff_s`."""
 
-    def __init__(self, pipeline: Pipeline, limit_bytes: float, cutoff_s: float, at_once: int) -> None:
-        self.pipeline, self.limit_bytes, self.at_once = pipeline, limit_bytes, at_once
+    def __init__(self, pipeline: Pipeline, cutoff_s: float, at_once: int) -> None:
+        self.pipeline, self.at_once = pipeline, at_once
         self.bounds = AssignmentBounds(pipeline)
         self.step_s = cutoff_s
         self.best: Rows | None = None
-        # Of those accounted for the fastest that fits, below the cutoff or not, or the one that lacks the least memory.
-        self._nearest, self._missing_and_step = np.zeros(0, dtype=np.intp), (np.inf, np.inf)
+        # Of those accounted for the fastest, below the cutoff or not. Every option of a rank fits by itself.
+        self._nearest, self._nearest_s = np.zeros(0, dtype=np.intp), np.inf
         self._seen: set[bytes] = set()
         options = pipeline.options
         keys = zip(options.rank, options.layers, options.dense, options.mode_mix, strict=True)
@@ -143,14 +143,12 @@ class _Assignments:
         with np.errstate(invalid="ignore"):
             account = account_assignments(pipeline.inputs, plans)
         step_s = np.nan_to_num(account.total_s, nan=np.inf)
-        missing = np.maximum(account.peak_bytes.max(axis=1) - self.limit_bytes, 0.0)
-        number = int(np.lexsort((step_s, missing))[0])
-        nearest = float(missing[number]), float(step_s[number])
-        if nearest >= self._missing_and_step:
+        number = int(np.argmin(step_s))
+        if step_s[number] >= self._nearest_s:
             return False
-        self._nearest, self._missing_and_step = new[number], nearest
-        if nearest[0] == 0.0 and nearest[1] < self.step_s:
-            self.best, self.step_s = new[number], nearest[1]
+        self._nearest, self._nearest_s = new[number], float(step_s[number])
+        if self._nearest_s < self.step_s:
+            self.best, self.step_s = new[number], self._nearest_s
         return True
 
     def _neighbours(self) -> list[Rows]:

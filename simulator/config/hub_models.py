@@ -1,0 +1,150 @@
+"""Models by the names they have on the Hugging Face Hub: `models/HUB.json`, read as data; nothing is downloaded.
+
+A name is found in any capitals, with or without its organisation. The name of a quantised copy (`-AWQ`, `-FP8`) and of a
+copy by an organisation that publishes other people's models is that of its original: neither changes a shape.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from topology.codec import convert, read_json
+from topology.errors import BadModel
+
+SHIPPED = Path(__file__).parents[1] / "models"
+_CACHED = re.compile(r"/models--([^/]+)/snapshots/[^/]+$")  # a folder of huggingface_hub's cache
+ON_THE_HUB = re.compile(r"([\w.-]{1,60}/[\w.-]{1,96})(?:@([\w.-]{1,64}))?", re.ASCII)
+_SITE = re.compile(r"^(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/", re.IGNORECASE)
+_MOST_WORDS = 3  # of a name that say how it is quantised: "-unsloth-bnb-4bit"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubModel:
+    """One shape and the names that have it.
+
+    `like` is a shipped model, `config` the fields of a config.json or those that differ from it. `parameters` is the
+    count that `counted` describes, as published, with the digits that were stated. `left_out` names parts that the shape
+    does not have; `weights` is the format of its checkpoint where that is not 16 bits (of `like`, when not said).
+    """
+
+    ids: tuple[str, ...]
+    parameters: str
+    source: str
+    like: str = ""
+    config: dict[str, Any] = field(default_factory=dict)
+    left_out: str = ""
+    counted: str = ""
+    weights: str = ""
+
+    def shape(self) -> dict[str, Any]:
+        """Return the config.json that says the shape."""
+        return {**(read_json(SHIPPED / f"{self.like}.json") if self.like else {}), **self.config}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RefusedModel:
+    """Names of models with a part that is not modelled, and which."""
+
+    ids: tuple[str, ...]
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubTable:
+    schema_version: int
+    about: str
+    quantised: str
+    republishers: tuple[str, ...]
+    rows: tuple[HubModel, ...]
+    refused: tuple[RefusedModel, ...]
+
+
+@cache
+def hub_table() -> HubTable:
+    return convert(read_json(SHIPPED / "HUB.json"), HubTable, where="models/HUB.json")
+
+
+def hub_model(name: str) -> tuple[str, HubModel] | None:
+    """Return the name to call a model by, and its row; None where the table does not have it.
+
+    Raises BadModel, with the part that is not modelled, for a model that is known and cannot be described.
+    """
+    said = _SITE.sub("", name.strip()).strip("/")
+    for key, plain in _spellings(said):
+        found = _index().get(key)
+        if isinstance(found, RefusedModel):
+            raise BadModel(
+                f"{said[:100]} has a part that is not modelled",
+                why=found.why,
+                remedy="take a model of another family with the same size",
+            )
+        if found is not None:
+            return (next(i for i in found.ids if _same(i, key)) if plain else said), found
+    return None
+
+
+def name_of_file(path: Path, config: Any) -> str:
+    """Return what to call the model of a file: its name on the Hub where the cache of huggingface_hub holds the file,
+    the folder that was said, what the file itself says, and the folder it is in.
+    """
+    if path.name != "config.json":
+        return path.stem
+    whole = path.resolve()
+    if cached := _CACHED.search(whole.parent.as_posix()):
+        return cached[1].replace("--", "/", 1)
+    said = config.get("_name_or_path") if isinstance(config, dict) else None
+    if path.parent == Path() and isinstance(said, str) and ON_THE_HUB.fullmatch(said):
+        return said
+    return whole.parent.name or "config"
+
+
+def hub_names_near(name: str) -> list[str]:
+    """Return names of the table that are spelled much as `name`."""
+    key = _SITE.sub("", name.strip()).casefold()[:100]
+    canonical = {i.casefold(): i for row in hub_table().rows for i in row.ids}
+    if "/" not in key:
+        canonical = {i.rpartition("/")[2]: canonical[i] for i in canonical}
+    return [canonical[match] for match in difflib.get_close_matches(key, canonical, n=3, cutoff=0.7)]
+
+
+def _spellings(said: str) -> list[tuple[str, bool]]:
+    """Return the keys to try, most literal first, and whether each is the name itself."""
+    table, key = hub_table(), said.casefold()
+    keys = [(key, True)]
+    organisation, _, last = key.rpartition("/")
+    copied = organisation in table.republishers
+    if copied:
+        keys.append((last, False))
+    for _ in range(_MOST_WORDS):
+        plain = re.sub(table.quantised, "", key)
+        if plain == key:
+            break
+        key = plain
+        keys.append((key, False))
+        if copied:
+            keys.append((key.rpartition("/")[2], False))
+    return keys
+
+
+def _same(name: str, key: str) -> bool:
+    return key in (name.casefold(), name.casefold().rpartition("/")[2])
+
+
+@cache
+def _index() -> dict[str, HubModel | RefusedModel]:
+    """Return rows by lower-case name, and by that without the organisation where no two rows share it."""
+    table = hub_table()
+    whole: dict[str, HubModel | RefusedModel] = {}
+    short: dict[str, list[HubModel | RefusedModel]] = {}
+    entries: tuple[HubModel | RefusedModel, ...] = (*table.rows, *table.refused)
+    for row in entries:
+        for name in row.ids:
+            whole[name.casefold()] = row
+            rows = short.setdefault(name.casefold().rpartition("/")[2], [])
+            rows += [] if row in rows else [row]
+    return {**{name: rows[0] for name, rows in short.items() if len(rows) == 1}, **whole}
