@@ -27,6 +27,7 @@ def _expert_ranks(c: PlanColumns | Plan, q: RuleFacts) -> NDArray[np.int64]:
     """
     grid = q.framework.expert_grid
     tensor = np.where(c.sequence_parallel, c.tp, 1)
+    ranks: NDArray[np.int64] | int
     if grid is ExpertGrid.SHARD_CONTEXT_TENSOR:
         ranks = c.dp_shard * c.cp * tensor
     elif grid is ExpertGrid.DATA:
