@@ -113,6 +113,7 @@ class PeerCurve:
 P2P_CHANNELS = 32  # of a communicator
 P2P_CHANNEL_BYTES = 16 * MIB  # 32 chunks of 512 KiB: the most one channel is given before their number doubles
 P2P_LL_CHANNEL_BYTES = 128 * 2**10  # send/recv leaves LL above this much a channel (B200 table: dip at 1 MiB on 4)
+LL_STEP_BYTES = 16 * 1024  # of a message, for each of which LL takes a channel more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,13 +137,23 @@ def peer_channels(ranks: int, message: Floats) -> Floats:
     return np.asarray(np.minimum(fair * 2.0**doublings, P2P_CHANNELS), dtype=np.float64)
 
 
+def _channel_bytes(ranks: int, message: Floats) -> Floats:
+    """Return the bytes that bound a message's time on its channels, which never fall with its size.
+
+    Channels double once one would exceed 16 MiB, and then have 8 each. A table of eight B200 shows no faster message
+    there (`HGX B200 x8`: 792, 799 and 808 us for 64, 128 and 256 MiB), so a larger one takes no less than 16 MiB do.
+    """
+    full = np.minimum(message / max(1, P2P_CHANNELS // (1 << (ranks - 1).bit_length())), P2P_CHANNEL_BYTES)
+    return np.maximum(message / peer_channels(ranks, message), full)
+
+
 def all_to_all_time_s(curve: PeerCurve, size: Floats, *, ranks: int, link_bytes_per_s: float = float("inf")) -> Floats:
     """Return seconds for every rank to send `size / ranks` bytes to every rank, itself included."""
     message = size / ranks
     start = curve.doubling_s * float(np.log2(ranks))
     share = (ranks - 1) / ranks
     per_byte = max(curve.sent_s * share + curve.buffer_s, share / (LINK_CEILING * link_bytes_per_s))
-    work = np.maximum(size * per_byte, message / (peer_channels(ranks, message) * curve.channel_bytes_per_s))
+    work = np.maximum(size * per_byte, _channel_bytes(ranks, message) / curve.channel_bytes_per_s)
     p = curve.sharpness
     bulk = ((curve.simple_base_s + start) ** p + work**p) ** (1 / p) + curve.fill_s * size / (size + curve.fill_bytes)
     small = curve.base_s + start + message / curve.ll_bytes_per_s
@@ -152,14 +163,15 @@ def all_to_all_time_s(curve: PeerCurve, size: Floats, *, ranks: int, link_bytes_
 def send_recv_time_s(curve: PeerCurve, size: Floats, *, ranks: int, link_bytes_per_s: float = float("inf")) -> Floats:
     """Return seconds for every rank to send `size` bytes to one neighbour and receive as much (a ring shift).
 
-    Not monotone: LL runs up to 128 KiB a channel although Simple would already be faster, and the number of channels
-    doubles in steps.
+    NCCL itself is not monotone: LL runs up to 128 KiB a channel although Simple would already be faster, and gets a
+    channel more for every 16 KiB (`HGX B200 x8`: 35 us at 512 KiB, 27 at 1 MiB). This is its monotone bound.
     """
     channels = peer_channels(ranks, size)
-    ll_channels = np.clip(np.ceil(size / (16 * 1024)), 1, channels)
-    small = curve.base_s + curve.doubling_s + size / (ll_channels * curve.ll_bytes_per_s)
+    on_one = np.maximum(np.minimum(size, LL_STEP_BYTES), size / channels)
+    small = curve.base_s + curve.doubling_s + np.minimum(on_one, P2P_LL_CHANNEL_BYTES) / curve.ll_bytes_per_s
     pair = min(curve.pair_bytes_per_s, LINK_CEILING * link_bytes_per_s)
-    work = size / np.minimum(channels * curve.channel_bytes_per_s, pair)
+    work = np.maximum(_channel_bytes(ranks, size) / curve.channel_bytes_per_s, size / pair)
     p = curve.sharpness
     bulk = ((curve.simple_base_s + curve.doubling_s) ** p + work**p) ** (1 / p)
-    return np.asarray(np.where(size <= channels * P2P_LL_CHANNEL_BYTES, small, bulk), dtype=np.float64)
+    low_latency = size <= channels * P2P_LL_CHANNEL_BYTES
+    return np.asarray(np.where(low_latency, small, np.maximum(small, bulk)), dtype=np.float64)

@@ -105,12 +105,16 @@ def test_send_recv_staircase_of_b200():
     assert peer_channels(8, np.array([64.0, 128.0, 256.0, 512.0]) * MIB).tolist() == [4, 8, 16, 32]
 
 
-def test_all_to_all_falls_only_where_channels_double():
+@pytest.mark.parametrize("name", catalog.catalog_names())
+def test_more_bytes_never_take_less_time_on_any_machine(name):
+    """What NCCL runs slower at fewer bytes is bounded, for every operation, on a pair and on a node of the catalogue."""
+    machine = catalog.cluster(name)
     sizes = np.logspace(2, 10.3, 400)
-    times = model("b200").time_s("all_to_all", sizes, EIGHT)
-    channels = peer_channels(8, sizes / 8)
-    falls = np.flatnonzero(np.diff(times) < 0)
-    assert all(channels[i + 1] > channels[i] for i in falls)
+    for ranks in {min(2, machine.gpus_per_node), machine.gpus_per_node} - {1}:
+        group = GroupShape(ranks=ranks, ranks_per_node=ranks)
+        for op in OPS:
+            times = CollectiveModel(machine).time_s(op, sizes, group)
+            assert np.all(np.diff(times) >= -1e-9 * times[1:]), op
 
 
 def test_bridged_pairs_do_not_join_four_gpus():
