@@ -33,7 +33,7 @@ def test_example_runs(script: Path, monkeypatch, capsys) -> None:
 
 
 def test_a_script_runs_by_itself(tmp_path) -> None:
-    """With a `planner` on the path that is this checkout's, whether or not it is installed; by the one that is quickest."""
+    """With a `planner` on the path that is this checkout's, installed or not; by the fastest script."""
     command = tmp_path / "planner"
     command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m planner "$@"\n')
     command.chmod(0o755)

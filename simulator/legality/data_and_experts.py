@@ -20,14 +20,20 @@ def _sharding(c: PlanColumns) -> NDArray[np.int64]:
 
 
 def _expert_ranks(c: PlanColumns | Plan, q: RuleFacts) -> NDArray[np.int64]:
-    """Return how many ranks expert parallelism may be folded into."""
+    """Return how many ranks expert parallelism may be folded into.
+
+    Without sequence parallelism tensor-parallel ranks have the same tokens and split each expert, so experts are spread
+    over the other ranks.
+    """
     grid = q.framework.expert_grid
+    tensor = np.where(c.sequence_parallel, c.tp, 1)
+    ranks: NDArray[np.int64] | int
     if grid is ExpertGrid.SHARD_CONTEXT_TENSOR:
-        ranks = c.dp_shard * c.cp * c.tp
+        ranks = c.dp_shard * c.cp * tensor
     elif grid is ExpertGrid.DATA:
         ranks = c.dp_replicate * c.dp_shard
     else:
-        ranks = c.dp_replicate * c.dp_shard * c.cp * c.tp
+        ranks = c.dp_replicate * c.dp_shard * c.cp * tensor
     return np.asarray(ranks, dtype=np.int64)
 
 
@@ -44,6 +50,13 @@ _GRID_WORDS = {
     ExpertGrid.STAGE: "the ranks of a stage",
     ExpertGrid.NONE: "no ranks",
 }
+
+
+def _grid_words(p: Plan, q: RuleFacts) -> str:
+    shared = p.tp > 1 and not p.sequence_parallel and q.framework.expert_grid is not ExpertGrid.DATA
+    without = " without tp, whose ranks split each expert where sequence parallelism is off" if shared else ""
+    return f"{_GRID_WORDS[q.framework.expert_grid]}{without}"
+
 
 EXPERT_RULES: list[Rule] = [
     rule(
@@ -68,7 +81,7 @@ EXPERT_RULES: list[Rule] = [
         lambda p, q: with_nearest(
             "ep",
             divisors(int(_expert_ranks(p, q))),
-            f"ep {p.ep} must divide {_GRID_WORDS[q.framework.expert_grid]} = {int(_expert_ranks(p, q))}, so that "
+            f"ep {p.ep} must divide {_grid_words(p, q)} = {int(_expert_ranks(p, q))}, so that "
             "experts are sharded over whole groups",
         ),
     ),

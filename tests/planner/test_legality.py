@@ -56,9 +56,10 @@ def reference(plan, model, workload, gpus, framework, *, compiled=False):
             return False
         if p.ep == 1 and model.moe.ffn % p.tp:
             return False
+        spread = p.tp if p.sequence_parallel else 1  # else tensor-parallel ranks have the same tokens
         inside = {
-            "torchtitan": p.dp_shard * p.cp * p.tp,
-            "megatron-lm": p.dp_replicate * p.dp_shard * p.cp * p.tp,
+            "torchtitan": p.dp_shard * p.cp * spread,
+            "megatron-lm": p.dp_replicate * p.dp_shard * p.cp * spread,
             "deepspeed": p.dp_replicate * p.dp_shard,
         }[framework]
         if inside % p.ep:
@@ -376,6 +377,16 @@ def test_experts_follow_each_frameworks_grid(mixtral):
     )
     assert "expert-grid" not in rules(Plan(dp_shard=8, ep=8), framework="torchtitan", model=mixtral)
     assert rules(Plan(dp_shard=8, ep=8), framework="torchtitan")["experts-dense"].grade is Grade.ILLEGAL
+
+
+@pytest.mark.parametrize("framework", ["torchtitan", "pytorch", "megatron-lm", "meshwright"])
+def test_experts_are_not_spread_over_tensor_parallel_ranks_with_the_same_tokens(framework, mixtral) -> None:
+    """Without sequence parallelism they split each expert: groups of ep 2 and tp 4 would overlap on four GPUs."""
+    plan = Plan(tp=4, ep=2, zero_stage=1 if framework == "megatron-lm" else None)
+
+    assert rules(plan, framework=framework, model=mixtral)["expert-grid"].grade is Grade.ILLEGAL
+    spread = rules(plan.with_(sequence_parallel=True, ep=4), framework=framework, model=mixtral)
+    assert "expert-grid" not in spread
 
 
 def test_frameworks_without_an_axis_say_so():
