@@ -10,8 +10,8 @@
 >>> answer.legal, answer.plan.tp, answer.plan.dp_shard
 (True, 2, 2)
 
-Keyword arguments are the flags of the commands with underscores (`planner suggest --help` says what each means), results are
-typed values whose `to_dict()` is the JSON of the command, and errors are those of `planner.errors`:
+Keyword arguments are the flags of the commands with underscores (`planner suggest --help` says what each means),
+results are typed values whose `to_dict()` is the JSON of the command, and errors are those of `planner.errors`:
 
 >>> from planner.errors import UserError
 >>> try:
@@ -49,8 +49,8 @@ _ELSEWHERE = {"Plan": "simulator.config.plan", "load_plan": "planner.question.pl
 def suggest(**flags: Any) -> Suggested | SuggestedDeployments:
     """Return the best plans of a question, as `planner suggest`; with `task="serve"` deployments.
 
-    Degrees may be a number, several or a range: `tp=8`, `tp=[1, 2, 4]`, `tp="2-8"`. Raises UserError for what cannot be asked,
-    Infeasible where no plan is legal or fits.
+    Degrees may be a number, several or a range: `tp=8`, `tp=[1, 2, 4]`, `tp="2-8"`. Raises UserError for what cannot be
+    asked, Infeasible where no plan is legal or fits.
     """
     return _answer("suggest", flags)  # type: ignore[no-any-return]
 
@@ -58,8 +58,8 @@ def suggest(**flags: Any) -> Suggested | SuggestedDeployments:
 def estimate(**flags: Any) -> Estimated | EstimatedDeployment | Iterator[Estimated | Unreadable]:
     """Return the step and the memory of one plan, as `planner estimate`: of flags, a saved `plan`, or a `case`.
 
-    A plan that is not legal is an answer, too: see `legal` and `problems`. A file with a list of cases gives an iterator.
-    Raises UserError for what cannot be asked.
+    A plan that is not legal is an answer, too: see `legal` and `problems`. A file with a list of cases gives an
+    iterator. Raises UserError for what cannot be asked.
     """
     return _answer("estimate", flags)  # type: ignore[no-any-return]
 

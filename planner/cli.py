@@ -1,8 +1,8 @@
 """The `planner` command: what is registered, and how every way of ending becomes text and an exit code.
 
 A command is a request (`planner.requests`), whose flags the command line has, and a function of its name in
-`planner.commands` that answers it. Both are imported when the command is asked for, so that `planner --help` costs little. Results go to standard output, progress and warnings to standard
-error.
+`planner.commands` that answers it. Both are imported when the command is asked for, so that `planner --help` costs
+little. Results go to standard output, progress and warnings to standard error.
 """
 
 from __future__ import annotations

@@ -8,13 +8,14 @@ import signal
 import pytest
 from hypothesis import settings
 
-# How long one example takes depends on the machine, and no test asserts time. The gate tries the same examples every day, so
-# that it ends the same for the same tree; `MESHWRIGHT_HYPOTHESIS=explore` draws new ones.
+# How long one example takes depends on the machine, and no test asserts time. The gate tries the same examples every
+# day, so that it ends the same for the same tree; `MESHWRIGHT_HYPOTHESIS=explore` draws new ones.
 settings.register_profile("gate", deadline=None, derandomize=True)
 settings.register_profile("explore", deadline=None)
 settings.load_profile(os.environ.get("MESHWRIGHT_HYPOTHESIS", "gate"))
 
-# Tests interrupt what they start. A shell that runs them in the background has them ignore SIGINT, which children inherit.
+# Tests interrupt what they start. A shell that runs them in the background has them ignore SIGINT, which children
+# inherit.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -30,7 +31,8 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Give each file to one worker, which so makes the fixtures of a module once. Other modes are as they are asked for.
+    """Give each file to one worker, which so makes the fixtures of a module once. Other modes are as they are asked
+    for.
 
     Files go in the order of their names: by number of tests, the few long ones of a file would come last.
     """

@@ -18,7 +18,9 @@ SCRIPTS = sorted((ROOT / "examples").glob("*.sh"))
 @pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda p: p.name)
 def test_example_runs(script: Path, monkeypatch, capsys) -> None:
-    """Its commands one by one in this process; a script has nothing else but the code that the last of them ends with."""
+    """Its commands one by one in this process; a script has nothing else but the code that the last of them ends
+    with.
+    """
     monkeypatch.chdir(ROOT)
     lines = [line for line in script.read_text().splitlines() if line and not line.startswith("#")]
     commands = [shlex.split(line) for line in lines if line.startswith("planner ")]

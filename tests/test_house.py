@@ -85,7 +85,9 @@ SCRIPTS = sorted(path for folder in ("bench", "tools") for path in (ROOT / "test
 
 @functools.cache
 def names_of(module: str) -> frozenset[str] | None:
-    """Return the names that a module of ours defines or imports, its submodules too; None if there is no such module."""
+    """Return the names that a module of ours defines or imports, its submodules too; None if there is no such
+    module.
+    """
     place = ROOT.joinpath(*module.split("."))
     path = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
     found = {one.stem for one in place.iterdir()} if place.is_dir() else set()

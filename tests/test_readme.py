@@ -69,7 +69,9 @@ CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 
 
 def test_contributing_names_what_is_there() -> None:
-    """Whoever adds something follows these names: each is a file or a folder of ours, whole or by the end of its path."""
+    """Whoever adds something follows these names: each is a file or a folder of ours, whole or by the end of its
+    path.
+    """
     named = re.findall(r"`([\w./-]+(?:\.(?:py|toml|json|md)|/))`", CONTRIBUTING.read_text())
     ours = [
         path.relative_to(ROOT) for package in (*PACKAGES, "tests", "examples") for path in (ROOT / package).rglob("*")

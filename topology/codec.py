@@ -98,8 +98,8 @@ def parse_lines(text: str) -> Iterator[dict[str, Any]]:
 def convert(data: Any, kind: type[T], *, where: str, others: bool = False) -> T:
     """Return plain `data` as an object of the dataclass `kind`.
 
-    Types are strict, keys that `kind` does not have are an error (with `others` they are left out), and the message names
-    the path to the value.
+    Types are strict, keys that `kind` does not have are an error (with `others` they are left out), and the message
+    names the path to the value.
     """
     try:
         value = msgspec.convert(data, kind, strict=True)
@@ -128,7 +128,9 @@ def to_json(value: Any, *, indent: int | None = 2) -> str:
 
 
 def parse_csv(text: str, *, where: str) -> Iterator[tuple[int, dict[str, str | None]]]:
-    """Yield (line, cells by column) of CSV text with a heading; a missing cell is None. Raises BadInput, naming the line."""
+    """Yield (line, cells by column) of CSV text with a heading; a missing cell is None. Raises BadInput, naming the
+    line.
+    """
     reader = csv.DictReader(io.StringIO(text, newline=""))
     try:
         for row in reader:
@@ -149,7 +151,8 @@ def write_text(path: str | Path, text: str) -> None:
     """Write `text` atomically: to a temporary file beside `path`, flushed to disk, then renamed over it.
 
     The file keeps its permissions, a new one gets those of the umask. What earlier writers of this file left when they
-    were killed is removed. A device, or a pipe that is read, is written to. Raises BadInput when the place cannot be written.
+    were killed is removed. A device, or a pipe that is read, is written to. Raises BadInput when the place cannot be
+    written.
     """
     path = Path(path)
     temporary = path.with_name(f"{_temporary_prefix(path)}{os.getpid()}.{uuid.uuid4().hex[:8]}")
@@ -182,7 +185,9 @@ def make_folder(path: Path) -> None:
 
 
 def _write_in_place(path: Path, text: str) -> None:
-    """Write to a device or a pipe. Of a pipe that nobody reads the system says so here, instead of waiting for a reader."""
+    """Write to a device or a pipe. Of a pipe that nobody reads the system says so here, instead of waiting for a
+    reader.
+    """
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_NONBLOCK), "w", encoding="utf-8") as file:
         os.set_blocking(file.fileno(), True)
         file.write(text)

@@ -29,7 +29,9 @@ def shortened(text: str) -> str:
 
 
 class PlannerError(Exception):
-    """Base of the tree: `what` happened, `why`, and the `remedy` a person can try, which is the only part kept whole."""
+    """Base of the tree: `what` happened, `why`, and the `remedy` a person can try, which is the only part kept
+    whole.
+    """
 
     exit_code = 1
 

@@ -42,7 +42,9 @@ def gpu_names(gpus: Iterable[int]) -> str:
 
 
 def describe_processes(bytes_by_pid: Mapping[int, float], owner: Callable[[int], str] | None = None) -> str:
-    """Return a list of process ids with the bytes of GPU memory they hold (0: unknown) and, given `owner`, their user."""
+    """Return a list of process ids with the bytes of GPU memory they hold (0: unknown) and, given `owner`, their
+    user.
+    """
     return ", ".join(
         f"pid {pid}" + (f" of {owner(pid)}" if owner else "") + (f" ({in_gib(held_bytes)})" if held_bytes else "")
         for pid, held_bytes in list(bytes_by_pid.items())[:8]

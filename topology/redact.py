@@ -34,7 +34,9 @@ def own_names() -> tuple[str, ...]:
 
 
 def redact(text: str, *, names: Sequence[str] | None = None) -> str:
-    """Return `text` without UUIDs, addresses, owners of processes, folders, and `names` (this host's and user's own)."""
+    """Return `text` without UUIDs, addresses, owners of processes, folders, and `names` (this host's and user's
+    own).
+    """
     for pattern, put in _IDENTITIES:
         text = pattern.sub(put, text)
     for name in own_names() if names is None else names:

@@ -14,8 +14,8 @@ from topology.errors import BadCluster, PlannerError
 from ui import data, panels
 from ui.question import state, uploads
 
-# Streamlit's margins of 6 rem at the top and 5 at the sides would take a fifth of a small screen, and its colours of code
-# have contrasts below 4.5.
+# Streamlit's margins of 6 rem at the top and 5 at the sides would take a fifth of a small screen, and its colours of
+# code have contrasts below 4.5.
 STYLE = """<style>
   .stMainBlockContainer { padding: 2.6rem 2.6rem 4rem; max-width: 1680px; }
   [data-testid="stSidebarUserContent"] { padding-top: 0; padding-bottom: 2rem; }

@@ -1,7 +1,7 @@
 """The data of the pages, from the same functions as the command line uses.
 
-Fast results are cached by their arguments; searches and simulations run as jobs (`ui.background.waiting`). Cached values are frozen,
-so they are shared between sessions (`cache_resource`) and not copied.
+Fast results are cached by their arguments; searches and simulations run as jobs (`ui.background.waiting`). Cached
+values are frozen, so they are shared between sessions (`cache_resource`) and not copied.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ def rate_curves(result: SearchResult, plans: tuple[Plan, ...], quantity: str) ->
 def changed_machine(result: SearchResult, factors: Mapping[str, float]) -> list[dict[str, Any]]:
     """Return the listed plans on a machine whose rates and memory are `factors` times what they are.
 
-    By the analytical model, in the proportion of its two steps; keys are those of `MACHINE`. Rows have rank, plan, before_s,
-    after_s, fits, reserved_gib. Raises PlannerError.
+    By the analytical model, in the proportion of its two steps; keys are those of `MACHINE`. Rows have rank, plan,
+    before_s, after_s, fits, reserved_gib. Raises PlannerError.
     """
     scale = {
         "network": scaling.scale_network,
@@ -142,7 +142,8 @@ def knobs(result: SearchResult) -> list[tuple[str, float]]:
     ]
 
 
-# --- long work ---------------------------------------------------------------------------------------------------------
+# --- long work
+# ---------------------------------------------------------------------------------------------------------
 
 
 def search(question: Inputs) -> SearchResult | None:
@@ -277,13 +278,17 @@ def validation_rows(path: str, changed: float) -> tuple[dict[str, Any], ...]:
 
 
 def published() -> tuple[dict[str, Any], ...]:
-    """Return the published runs beside their predictions; nothing where only the package is installed. Raises PlannerError."""
+    """Return the published runs beside their predictions; nothing where only the package is installed. Raises
+    PlannerError.
+    """
     path = state.example("validation/cases.json")
     return () if path is None else validation_rows(str(path), path.stat().st_mtime)
 
 
 def nearest_published(question: Inputs) -> str | None:
-    """Return the published run nearest to a question and how far off its prediction is, as a sentence. Raises PlannerError."""
+    """Return the published run nearest to a question and how far off its prediction is, as a sentence. Raises
+    PlannerError.
+    """
     machine, trained = cluster(question.cluster, question.gpus, question.gpu), model(question.model)
     kind = machine.slowest_kind if plannable(machine) else None
     if kind is None:
@@ -299,7 +304,9 @@ def nearest_published(question: Inputs) -> str | None:
 
 
 def near_words(question: Inputs) -> str:
-    """Return what is known of how far off such predictions are, for badges; empty where nothing is. Raises PlannerError."""
+    """Return what is known of how far off such predictions are, for badges; empty where nothing is. Raises
+    PlannerError.
+    """
     found = nearest_published(question)
     return f"The nearest published run: {found}." if found else ""
 
@@ -322,8 +329,8 @@ class Answer:
 def frame(asked: Inputs, *, choose: bool) -> bool:
     """Get the answer that a page is about to show, and let the user choose one of its plans where `choose`.
 
-    While a search runs, that is the analytical model's answer once there is one. Before it, returns False: the page shows the
-    last answer meanwhile, and ends here where there is none.
+    While a search runs, that is the analytical model's answer once there is one. Before it, returns False: the page
+    shows the last answer meanwhile, and ends here where there is none.
     """
     last: Answer | None = results().get("answer")
     result = search(asked)

@@ -20,7 +20,9 @@ ASKED = 200  # the newest jobs, among which are those of a page
 
 
 def ready(without: str) -> bool:
-    """Return whether jobs can be started; say what is missing otherwise. `without` is how the same is done in a terminal."""
+    """Return whether jobs can be started; say what is missing otherwise. `without` is how the same is done in a
+    terminal.
+    """
     if missing := service.missing():
         panels.empty(
             "This needs the service",
@@ -81,7 +83,9 @@ def tune_request(
 
 @st.fragment(run_every=1.0)
 def follow(job: str, draw: Callable[[str], None] | None = None) -> None:
-    """Show a job that has not ended; only this part of the page runs again until it has. `draw` shows what it has so far."""
+    """Show a job that has not ended; only this part of the page runs again until it has. `draw` shows what it has so
+    far.
+    """
     try:
         found = service.jobs().read(job)
     except PlannerError as error:

@@ -89,7 +89,9 @@ def chart(drawn: Any, *, key: str, alt: str) -> None:
 
 
 def plan_chart(drawn: Any, *, key: str, alt: str, chosen: Sequence[str], on_pick: Callable[[str], None]) -> None:
-    """Show a chart whose points are plans, with rings around those `chosen`; `on_pick` gets the name of one that is clicked."""
+    """Show a chart whose points are plans, with rings around those `chosen`; `on_pick` gets the name of one that is
+    clicked.
+    """
     # A chart remembers its last click and tells of another one only. With another choice it is another chart.
     own = f"{key} {' '.join(chosen)}"
 
@@ -113,7 +115,9 @@ def step_difference(found: StepDifference, about: str, *, key: str) -> None:
 
 
 def side_by_side(rows: Sequence[Mapping[str, str]], first: str, second: str, *, alt: str) -> None:
-    """Show two things beside each other, under their headings: rows of what, first, second. Words wrap on a narrow screen."""
+    """Show two things beside each other, under their headings: rows of what, first, second. Words wrap on a narrow
+    screen.
+    """
     second = second if second != first else f"{second} (other)"
     told = [
         {" ": plain(row["what"]), plain(first): plain(row["first"]), plain(second): plain(row["second"])}

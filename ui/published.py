@@ -14,7 +14,9 @@ OTHER_FRAMEWORK, OTHER_GPU = 4.0, 3.0  # as far as that many doublings of GPUs o
 def nearest(
     compared: Iterable[Mapping[str, Any]], *, parameters: float, gpu: str, gpus: int, framework: str
 ) -> Mapping[str, Any] | None:
-    """Return the row of `planner validate --json` whose run is most like a question; None where no row says what it is about."""
+    """Return the row of `planner validate --json` whose run is most like a question; None where no row says what it is
+    about.
+    """
 
     def distance(row: Mapping[str, Any]) -> float:
         about = row["about"]

@@ -151,7 +151,9 @@ def changed_flags(plan: Plan, degrees: Mapping[str, int], recompute: str) -> dic
 
 
 def merged_flips(result: SearchResult) -> list[tuple[str, list[str]]]:
-    """Return the flip points of all listed plans, nearest first, each with the plans that would win there, best first."""
+    """Return the flip points of all listed plans, nearest first, each with the plans that would win there, best
+    first.
+    """
     found: dict[str, tuple[float, list[str]]] = {}
     for runner in result.plans[1:]:
         for flip in runner.flips:
@@ -160,7 +162,8 @@ def merged_flips(result: SearchResult) -> list[tuple[str, list[str]]]:
     return [(text, names) for text, (_, names) in sorted(found.items(), key=lambda item: item[1][0])]
 
 
-# --- the machine, the model --------------------------------------------------------------------------------------------
+# --- the machine, the model
+# --------------------------------------------------------------------------------------------
 
 
 def machine_figures(cluster: Cluster, health: Health) -> list[tuple[str, str, str]]:
@@ -317,7 +320,8 @@ def workload_rows(model: Model, seq_len: int, batch: int) -> list[dict[str, str]
     return [{"what": what, "value": value} for what, value in rows]
 
 
-# --- runs --------------------------------------------------------------------------------------------------------------
+# --- runs
+# --------------------------------------------------------------------------------------------------------------
 
 
 def run_row(run: RunSummary) -> dict[str, Any]:

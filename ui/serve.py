@@ -2,7 +2,8 @@
 
 It answers only requests made to this machine by a loopback name and from its own pages: a web page elsewhere whose name
 resolves to 127.0.0.1 (DNS rebinding) sends its own name as Host, and one that connects across sites its own Origin.
-Streamlit would compare a foreign Origin with this machine's external address, which it asks a server on the internet for.
+Streamlit would compare a foreign Origin with this machine's external address, which it asks a server on the internet
+for.
 """
 
 from __future__ import annotations

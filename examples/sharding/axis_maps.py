@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 4 examples/sharding/axis_maps.py    # on gloo; stages.py runs on NCCL, too
 
-Dims of inputs and parameters get names once. `parameters` says over which mesh axes a named dim is sharded while a parameter
-rests, `compute` how it is used and how inputs and results lie. Nobody names a collective.
+Dims of inputs and parameters get names once. `parameters` says over which mesh axes a named dim is sharded while a
+parameter rests, `compute` how it is used and how inputs and results lie. Nobody names a collective.
 """
 
 import torch

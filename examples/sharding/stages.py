@@ -1,4 +1,5 @@
-"""A pipeline in 1F1B whose stages are tensor parallel, then routed experts in two mesh axes; both held against one process.
+"""A pipeline in 1F1B whose stages are tensor parallel, then routed experts in two mesh axes; both held against one
+process.
 
     torchrun --nproc-per-node 4 examples/sharding/stages.py
 
@@ -49,7 +50,9 @@ def largest_difference(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def of_gradients(sharded: ShardedModule, expected: dict[str, torch.Tensor]) -> float:
-    """Return how far the gradients of this rank's pieces of the parameters are from `expected`, by name in the module."""
+    """Return how far the gradients of this rank's pieces of the parameters are from `expected`, by name in the
+    module.
+    """
     program, place, found = sharded.program, sharded.ranks.place, 0.0
     for one in sharded.captured.graph.inputs:
         if one.name in sharded.pieces:

@@ -1,7 +1,8 @@
 """What mkdocs adds to the pages of this folder: the repository's own documents, and pages made from the code.
 
-Every page has its path in the repository, so that a link that works there works on the site, and the other way round. Pages of
-commands are made from their `--help`, the page of the Python API from signatures and docstrings: they cannot differ from the code.
+Every page has its path in the repository, so that a link that works there works on the site, and the other way round.
+Pages of commands are made from their `--help`, the page of the Python API from signatures and docstrings: they cannot
+differ from the code.
 """
 
 from __future__ import annotations

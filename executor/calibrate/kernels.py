@@ -69,7 +69,9 @@ def _in_direction(forward: Call, inputs: list[Any], direction: str) -> Call:
 
 
 def _matmul(make: _TensorFactory, shape: Shape, direction: str) -> Call:
-    """Return one of the three matmuls of a linear layer, which differ in memory layout; `m n k` are the matmul's own."""
+    """Return one of the three matmuls of a linear layer, which differ in memory layout; `m n k` are the matmul's
+    own.
+    """
     m, n, k, batch = shape["m"], shape["n"], shape["k"], shape.get("batch", 1)
     if batch > 1:
         left, right = make(batch, m, k), make(batch, k, n)

@@ -49,7 +49,9 @@ class OperatorTimes:
         self._hot = False
 
     def record(self, wanted: Sequence[dict[str, Any]], recorder: Recorder, deadline: Deadline) -> None:
-        """Record a sample of each operator, in order, while there is time; what cannot be timed is recorded as missing."""
+        """Record a sample of each operator, in order, while there is time; what cannot be timed is recorded as
+        missing.
+        """
         watch = ClockMonitor() if self.device.type == "cuda" else None
         try:
             self._heat(recorder, watch)

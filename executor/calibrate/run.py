@@ -48,7 +48,9 @@ Place = tuple[str, tuple[int, ...]]  # what a pool is for, and on which GPUs
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure. Returns 0 when the jobs are done or time is over, 1 when there is nothing to measure with, 130 on Ctrl-C."""
+    """Measure. Returns 0 when the jobs are done or time is over, 1 when there is nothing to measure with, 130 on
+    Ctrl-C.
+    """
     parser = measurement_parser("executor.calibrate.run")
     parser.add_argument("--request", required=True, help="JSON: {jobs: [{kind, name, ranks, seconds, items}]}")
     parser.add_argument("--records", required=True, help="JSON lines; what is there already is kept")
@@ -200,7 +202,8 @@ class PoolScheduler:
     def _hand_out(self, waiting: list[Work]) -> None:
         """Give jobs to idle pools: in order, and none past one that waits for GPUs; what compiles takes no GPU.
 
-        Hosts are not measured while others start or compile: on H200s that made steps of narrow layers scatter by their median.
+        Hosts are not measured while others start or compile: on H200s that made steps of narrow layers scatter by their
+        median.
         """
         for job in [one for one in waiting if one.compiling]:
             place = self._places(job)[0]

@@ -114,7 +114,9 @@ def process_watch() -> Watch:
 
 
 def exit_process(message: str) -> None:
-    """Print the message and all stacks, and end the process without cleanup: a GPU synchronization would never return."""
+    """Print the message and all stacks, and end the process without cleanup: a GPU synchronization would never
+    return.
+    """
     rank = os.environ.get("RANK", "?")
     print(f"rank {rank}: {message}", file=sys.stderr, flush=True)
     faulthandler.dump_traceback(all_threads=True)

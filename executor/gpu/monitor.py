@@ -22,7 +22,8 @@ Sample = tuple[float, dict[int, dict[str, Any]]]  # seconds since the epoch, sta
 
 
 class GpuMonitor:
-    """Reads GPU states and faults in a thread from `start` to `stop`: by NVML twice a second, else nvidia-smi every 2 s.
+    """Reads GPU states and faults in a thread from `start` to `stop`: by NVML twice a second, else nvidia-smi every 2
+    s.
 
     `faults` are those until now.
     """

@@ -43,7 +43,9 @@ class GpuProcess:
 
 
 def read_states(run: RunCommand = run_text) -> dict[int, dict[str, Any]]:
-    """Return, by nvidia-smi's index, the fields of a `topology.profile.measurement.GpuState`. Empty without nvidia-smi."""
+    """Return, by nvidia-smi's index, the fields of a `topology.profile.measurement.GpuState`. Empty without
+    nvidia-smi.
+    """
     # The field was renamed in driver 535; old drivers know only the old name, new ones may drop it.
     for name in ("clocks_event_reasons.active", "clocks_throttle_reasons.active"):
         text = run(

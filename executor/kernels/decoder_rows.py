@@ -1,4 +1,6 @@
-"""The small kernels of a decoder that serves, each one pass over rows of tokens: positions, residual and norm, activation."""
+"""The small kernels of a decoder that serves, each one pass over rows of tokens: positions, residual and norm,
+activation.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ def rotate_and_store(
     PAGE: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """Rotate queries and keys of qkv (tokens, (HEADS + 2 KV) 2 HALF) in place, and store keys and values in their slots.
+    """Rotate queries and keys of qkv (tokens, (HEADS + 2 KV) 2 HALF) in place, and store keys and values in their
+    slots.
 
     cos, sin (positions, HALF) float32; slots (tokens,) int64 of page x PAGE + place in it; keys, values
     (pages, KV, PAGE, 2 HALF). Programs: (tokens, (HEADS + 2 KV) / AT_ONCE rounded up).

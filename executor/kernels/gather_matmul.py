@@ -21,7 +21,9 @@ from executor.kernels.tiles import first_at_or_after, halves, place_in_shard, st
 def _piece_of(
     tile, per_shard, tiles_m, tiles_n, rows, piece_rows, pieces, BLOCK_M: tl.constexpr, GROUP_M: tl.constexpr
 ):
-    """Return the index, in order of arrival, of the last piece that a tile reads; earlier pieces have arrived by then."""
+    """Return the index, in order of arrival, of the last piece that a tile reads; earlier pieces have arrived by
+    then.
+    """
     m, _ = place_in_shard(tile % per_shard, tiles_m, tiles_n, GROUP_M)
     return tile // per_shard * pieces + tl.minimum(m * BLOCK_M + BLOCK_M - 1, rows - 1) // piece_rows
 

@@ -34,10 +34,10 @@ def attend_pages(
 ):
     """Attend a share of the pages of one sequence with GROUP query heads, those of one key/value head.
 
-    q (B, HEADS, WIDTH) with `q_stride` between sequences; keys, values (pages, kv heads, PAGE, WIDTH); tables (B, ..) of page
-    numbers; lengths (B,) of keys, at least 1. parts (B, HEADS, SPLITS, WIDTH), maxima and sums (B, HEADS, SPLITS) are
-    float32; a share without pages leaves its maximum at minus infinity and its part unwritten. ROWS is GROUP or more,
-    at least 16. Programs: (B, kv heads, SPLITS).
+    q (B, HEADS, WIDTH) with `q_stride` between sequences; keys, values (pages, kv heads, PAGE, WIDTH); tables (B, ..)
+    of page numbers; lengths (B,) of keys, at least 1. parts (B, HEADS, SPLITS, WIDTH), maxima and sums (B, HEADS,
+    SPLITS) are float32; a share without pages leaves its maximum at minus infinity and its part unwritten. ROWS is
+    GROUP or more, at least 16. Programs: (B, kv heads, SPLITS).
     """
     sequence, kv, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     kv_heads = HEADS // GROUP

@@ -29,7 +29,8 @@ class PreparedKernel:
     """A compiled kernel and its arguments, of which those at `changing` take new addresses in every call.
 
     `programs` are those of one dim or of up to three. `args` are given as for Triton's own launch, tensors and TMA
-    descriptors among them; each address that changes has to be as well aligned as the first. Tensors are not kept alive.
+    descriptors among them; each address that changes has to be as well aligned as the first. Tensors are not kept
+    alive.
     """
 
     def __init__(

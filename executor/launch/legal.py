@@ -1,7 +1,8 @@
-"""What this executor can run, decided before any process is started, and without torch; and which stages its ranks hold.
+"""What this executor can run, decided before any process is started, and without torch; and which stages its ranks
+hold.
 
-What can be run stands in `simulator.legality`, where the planner reads it too. Only what depends on where the process is
-running is asked here.
+What can be run stands in `simulator.legality`, where the planner reads it too. Only what depends on where the process
+is running is asked here.
 """
 
 from __future__ import annotations

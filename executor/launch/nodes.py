@@ -23,7 +23,9 @@ POLL_S = 0.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentResult:
-    """How one agent's ranks ended, and when (seconds since the epoch). `records` are sizes of the ranks' files in bytes."""
+    """How one agent's ranks ended, and when (seconds since the epoch). `records` are sizes of the ranks' files in
+    bytes.
+    """
 
     node: str
     ended_at: float
@@ -130,7 +132,9 @@ def combine_agent_results(folder: Path, count: int, patience_s: float = LATE_S) 
 
 
 def _first(results: Sequence[AgentResult]) -> AgentResult:
-    """Return the agent that failed first; agents that only lost their peers fail later than the one whose rank failed."""
+    """Return the agent that failed first; agents that only lost their peers fail later than the one whose rank
+    failed.
+    """
     failed = [result for result in results if result.outcome != "finished"]
     named = [result for result in failed if result.failure is not None and result.failure.rank is not None]
     return (named or failed or list(results))[0]

@@ -19,7 +19,8 @@ class Request:
 
     `start_timeout_s` and `collective_timeout_s` bound how long a rank waits for another one. `own_table` runs our own
     schedule table even where torch has the schedule. `predicted`, `fingerprints`, `cluster` (that of the prediction)
-    and `notes` (how the run differs from what was planned) are copied into the report. `trainer` is whose training step is run: `own`, or `torchtitan`, whose numbers are not checked.
+    and `notes` (how the run differs from what was planned) are copied into the report. `trainer` is whose training step
+    is run: `own`, or `torchtitan`, whose numbers are not checked.
     """
 
     schema_version: int = SCHEMA_VERSION

@@ -1,4 +1,6 @@
-"""Models of our shapes in torchtitan's own registry. Imports torchtitan, so `executor.measure.torchtitan` loads it late."""
+"""Models of our shapes in torchtitan's own registry. Imports torchtitan, so `executor.measure.torchtitan` loads it
+late.
+"""
 
 from __future__ import annotations
 

@@ -67,7 +67,9 @@ class CausalAttention(nn.Module):
 
 
 def _windowed_flash(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
-    """Return attention by the flash kernel with a window; the public function takes only a mask, which it reads whole."""
+    """Return attention by the flash kernel with a window; the public function takes only a mask, which it reads
+    whole.
+    """
     tokens = q.shape[2]
     out = torch.ops.aten._flash_attention_forward(  # noqa: SLF001 - as above
         *(t.transpose(1, 2) for t in (q, k, v)),

@@ -31,7 +31,9 @@ def draw(name: str, shape: torch.Size, *, seed: int, device: torch.device, dtype
 
 @torch.no_grad()
 def init_weights(model: nn.Module, *, seed: int, parameter_shards: Mapping[str, ParameterShard] | None = None) -> None:
-    """Fill every parameter of `model` (not on the meta device) in place. `parameter_shards`: of its parameters, by name."""
+    """Fill every parameter of `model` (not on the meta device) in place. `parameter_shards`: of its parameters, by
+    name.
+    """
     for name, parameter in model.named_parameters():
         here, shard = local_tensor(parameter), (parameter_shards or {}).get(name)
         shape = parameter.shape if shard is None else shard.full_shape

@@ -47,8 +47,8 @@ class _Take(torch.autograd.Function):
 class _WeightedSum(torch.autograd.Function):
     """A batched matmul of (1, k) and (k, h) for each row: no weighted copies are materialised.
 
-    Its own backward would be outer products of depth one, for which cuBLAS has a kernel that takes 76 ps a token and column
-    of h (H100 and H200, examples/validation/fresh.jsonl): twenty times what writing the result takes.
+    Its own backward would be outer products of depth one, for which cuBLAS has a kernel that takes 76 ps a token and
+    column of h (H100 and H200, examples/validation/fresh.jsonl): twenty times what writing the result takes.
     """
 
     @staticmethod

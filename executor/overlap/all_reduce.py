@@ -67,7 +67,8 @@ def all_reduce(
 def all_reduce_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, group: dist.ProcessGroup, *, eps: float, launch: Launch | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return (normalized, residual') of `x` (rows, D): residual' = residual + sum over ranks; normalized by RMS, scaled.
+    """Return (normalized, residual') of `x` (rows, D): residual' = residual + sum over ranks; normalized by RMS,
+    scaled.
 
     `weight` is (D,), D at most 16,384. What is added and normalized is kept in float32, or float64 where `x`
     is, until it is stored.

@@ -35,7 +35,9 @@ class Mode(ABC):
 
     @abstractmethod
     def matmul_scatter(self, pairs: tuple[Pair, ...], group: dist.ProcessGroup) -> Tensor:
-        """Return this rank's R rows of the sum, over pairs and ranks, of x @ operand; x (W·R, K_i), operand (K_i, N)."""
+        """Return this rank's R rows of the sum, over pairs and ranks, of x @ operand; x (W·R, K_i), operand (K_i,
+        N).
+        """
 
     @abstractmethod
     def matmul_reduce(self, x: Tensor, operand: Tensor, group: dist.ProcessGroup) -> Tensor:

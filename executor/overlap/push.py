@@ -266,7 +266,9 @@ class CopyScatter(CopyExchange):
         self.send(target, part + offset, (last - first) * self.row_bytes, flag)
 
     def push_when_done(self, parts: int, done: int, counts: list[int]) -> None:
-        """Send each piece of `parts` (W - 1, R, N) as soon as its counter in `done` (W - 1, pieces) reaches `counts`."""
+        """Send each piece of `parts` (W - 1, R, N) as soon as its counter in `done` (W - 1, pieces) reaches
+        `counts`.
+        """
         rank, world = self.space.rank, self.space.world
         for step in range(1, world):
             for piece, count in enumerate(counts):

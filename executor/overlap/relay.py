@@ -25,7 +25,9 @@ Multiply = Callable[[int, int, int, Tensor, bool], object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RelayPlan:
-    """By step and piece: this rank's partial sums, their addresses on the rank before, the next rank's and own flags."""
+    """By step and piece: this rank's partial sums, their addresses on the rank before, the next rank's and own
+    flags.
+    """
 
     partial_sums: tuple[tuple[Tensor, ...], ...]
     source_addresses: tuple[tuple[int, ...], ...]

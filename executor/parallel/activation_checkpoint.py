@@ -52,7 +52,9 @@ def _save_expensive(expensive: set[Any]) -> Any:
 
 
 def apply_activation_checkpoint(model: Decoder, mode: str, *, early_stop: bool, compiled: bool) -> None:
-    """Apply a mode of `MESHWRIGHT.recomputes` to every block; see `simulator.runtimes.recomputation` for `early_stop`."""
+    """Apply a mode of `MESHWRIGHT.recomputes` to every block; see `simulator.runtimes.recomputation` for
+    `early_stop`.
+    """
     if mode == "none":
         return
     contexts = None

@@ -172,7 +172,9 @@ class _Ring:
         self.before = dist.get_global_rank(group, (self.rank - 1) % self.world)
 
     def start(self, sent: Tensor) -> tuple[Tensor, list[Any]]:
-        """Start to send a tensor to the next rank; return the buffer for that of the rank before, and the work handles."""
+        """Start to send a tensor to the next rank; return the buffer for that of the rank before, and the work
+        handles.
+        """
         arriving = torch.empty_like(sent)
         operations = [
             dist.P2POp(dist.isend, sent, self.next, self.group),

@@ -19,7 +19,9 @@ from simulator.config.overlap_sites import NONE, executor_name, mode_at
 
 
 class OverlappedProducts:
-    """Overlapped `project_in` and `project_out` of attention and feed-forward. `name` is the plan's name of the mode."""
+    """Overlapped `project_in` and `project_out` of attention and feed-forward. `name` is the plan's name of the
+    mode.
+    """
 
     def __init__(self, name: str, group: dist.ProcessGroup) -> None:
         self.name, self.mode, self.group = name, executor_name(name), group

@@ -53,7 +53,9 @@ MAX_TRACE_BYTES = 256 * MIB
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a plan. Returns 0 when all steps ran, 1 when not, 2 for an invalid plan, 4 when memory was full, 130 on Ctrl-C."""
+    """Run a plan. Returns 0 when all steps ran, 1 when not, 2 for an invalid plan, 4 when memory was full, 130 on
+    Ctrl-C.
+    """
     parser = argparse.ArgumentParser(prog="executor.run.apply")
     parser.add_argument("--request", required=True)
     parser.add_argument("--out", required=True, type=Path)
@@ -94,7 +96,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(
     request: Request, request_path: str, out: Path, budget_s: float, watch: GpuMonitor | None = None
 ) -> dict[str, Any]:
-    """Launch the ranks, write `run.json` into `out` and return it. `watch` reads the GPUs meanwhile; default: where there are."""
+    """Launch the ranks, write `run.json` into `out` and return it. `watch` reads the GPUs meanwhile; default: where
+    there are.
+    """
     records = out / "records"
     records.mkdir(parents=True, exist_ok=True)
     for stale in (*out.glob("agents/*.*"), *records.glob("rank*"), *records.glob("flight*")):

@@ -1,4 +1,6 @@
-"""Ranks of several nodes compare what they run: different versions compute, pack or wait differently, and may never meet."""
+"""Ranks of several nodes compare what they run: different versions compute, pack or wait differently, and may never
+meet.
+"""
 
 from __future__ import annotations
 

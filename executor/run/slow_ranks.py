@@ -1,4 +1,6 @@
-"""Which rank keeps the others waiting: the one that waits least in collectives while its peers wait, by the profiled step."""
+"""Which rank keeps the others waiting: the one that waits least in collectives while its peers wait, by the profiled
+step.
+"""
 
 from __future__ import annotations
 

@@ -47,7 +47,8 @@ GROWTH_FACTOR = 1.002
 
 @record
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run this rank. Exits with OUT_OF_MEMORY when memory is full; with WRONG_NUMBERS at the end when numbers are wrong.
+    """Run this rank. Exits with OUT_OF_MEMORY when memory is full; with WRONG_NUMBERS at the end when numbers are
+    wrong.
 
     A plan whose check fails on one rank fails on all, so the next request runs in the same processes.
     """
@@ -82,7 +83,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run(request: Request, deadline: Deadline, recorder: Recorder, beat: Heartbeat, out: Path) -> bool:
-    """Join the process group, verify, warm up and measure; return False when the numbers were wrong: then nothing was."""
+    """Join the process group, verify, warm up and measure; return False when the numbers were wrong: then nothing
+    was.
+    """
     device = _device(request)
     if device.type == "cpu":
         torch.set_num_threads(1)

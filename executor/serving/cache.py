@@ -11,7 +11,9 @@ PAGE = 64  # tokens: one page is one block of keys that a program of the attenti
 
 
 class PagedCache:
-    """`pages` pages of PAGE tokens for every layer. Page 0 belongs to no sequence: rows that fill up a batch write there."""
+    """`pages` pages of PAGE tokens for every layer. Page 0 belongs to no sequence: rows that fill up a batch write
+    there.
+    """
 
     def __init__(self, layers: int, pages: int, heads: Heads, *, device: torch.device, dtype: torch.dtype) -> None:
         # Random numbers: sequences whose pages nothing was written to are timed, and equal numbers draw less power.
@@ -28,7 +30,9 @@ class PagedCache:
         return len(self._free)
 
     def take(self, tokens: int) -> list[int]:
-        """Return pages for so many tokens, which are the caller's until `give_back`. Raises Infeasible without enough."""
+        """Return pages for so many tokens, which are the caller's until `give_back`. Raises Infeasible without
+        enough.
+        """
         count = pages_of(tokens)
         if count > len(self._free):
             raise Infeasible(f"{count} pages of the cache are wanted, {len(self._free)} are free")

@@ -1,8 +1,8 @@
 """Are the served numbers right? Two layers of the model, held against the training decoder on one process.
 
-Prompts of several lengths are read, together and in parts beside answers, and go on, step by step and from captured graphs; after
-every step the scores of all ranks are compared with those of `executor.model.decoder.Decoder` over the whole sequence,
-in float32 from the same weights.
+Prompts of several lengths are read, together and in parts beside answers, and go on, step by step and from captured
+graphs; after every step the scores of all ranks are compared with those of `executor.model.decoder.Decoder` over the
+whole sequence, in float32 from the same weights.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ PROMPTS = (5, PAGE, 2 * PAGE + 3)
 CUT = PAGE + 6  # tokens of the last prompt that are read first
 ANSWER = 4
 LAYERS = 2
-# Of the served type, for results that are rounded to it several times a layer; of float32, for sums over up to thousands of
-# numbers in another order.
+# Of the served type, for results that are rounded to it several times a layer; of float32, for sums over up to
+# thousands of numbers in another order.
 UNITS, SUMMED_UNITS = 2.0**3, 2.0**5
 
 

@@ -1,8 +1,9 @@
 """The forward pass of one rank: answers that go on by one token, alone or in a step that reads prompts into the cache.
 
-Weights are those of `executor.model.decoder.Decoder`, drawn by the same names, with projections that read the same input
-joined into one matrix. Tensor parallelism cuts heads, the feed-forward's width and the vocabulary; after each half of a
-layer the ranks add their parts, together with the residual and the norm that follow (`own`) or before them (`nccl`).
+Weights are those of `executor.model.decoder.Decoder`, drawn by the same names, with projections that read the same
+input joined into one matrix. Tensor parallelism cuts heads, the feed-forward's width and the vocabulary; after each
+half of a layer the ranks add their parts, together with the residual and the norm that follow (`own`) or before them
+(`nccl`).
 
 Shapes in comments: T tokens, B sequences, h hidden, a query heads and k key/value heads of this rank, d head width.
 """
@@ -68,7 +69,8 @@ class ServedDecoder:
     def mix(self, tokens: Tensor, chunks: Chunks, going: tuple[Tensor, Tensor], cache: PagedCache) -> Tensor:
         """Read `chunks` of prompts while answers go on; return the scores (prompts + B, V here) after each.
 
-        `tokens` (T + B,) are those of the chunks, then the last of each answer; `going` their positions (B,) and pages (B, ..).
+        `tokens` (T + B,) are those of the chunks, then the last of each answer; `going` their positions (B,) and pages
+        (B, ..).
         """
         positions, tables = going
         read, size = chunks.positions.shape[0], cache.data.shape[4]

@@ -83,7 +83,8 @@ class Engine:
         return self.mix([(held, tokens, 0) for held, tokens in prompts], ())
 
     def mix(self, parts: Sequence[tuple[CacheSlot, Tensor, int]], going: Sequence[CacheSlot]) -> Tensor:
-        """Read a part of each prompt, its tokens (tokens,) after so many that were read, while `going` go on by a token.
+        """Read a part of each prompt, its tokens (tokens,) after so many that were read, while `going` go on by a
+        token.
 
         Returns scores (parts + going, V here). What follows a part that does not end its prompt is nobody's answer.
         """

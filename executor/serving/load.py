@@ -41,7 +41,9 @@ class ServedRequest:
 
 @dataclass(slots=True)
 class HostGaps:
-    """What the device waited for the host before steps that only go on: seconds of all, and how many answers they had."""
+    """What the device waited for the host before steps that only go on: seconds of all, and how many answers they
+    had.
+    """
 
     steps: int = 0
     answers: int = 0
@@ -58,7 +60,9 @@ class HostGaps:
 
 @dataclass(slots=True)
 class PrefillSteps:
-    """Steps that read prompts: how many, their tokens and answers, seconds until they were issued and until they were done."""
+    """Steps that read prompts: how many, their tokens and answers, seconds until they were issued and until they were
+    done.
+    """
 
     steps: int = 0
     tokens: int = 0
@@ -69,7 +73,9 @@ class PrefillSteps:
 
 @dataclass(slots=True)
 class Server:
-    """Answers the requests of `traffic` with an engine; `broadcast` is where rank 0 tells the others, None for one rank."""
+    """Answers the requests of `traffic` with an engine; `broadcast` is where rank 0 tells the others, None for one
+    rank.
+    """
 
     engine: Engine
     traffic: Traffic

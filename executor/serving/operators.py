@@ -145,8 +145,8 @@ def _attend_gathered(qkv: Tensor, pages: Pages, tables: Tensor, lengths: Tensor,
 class Chunks:
     """Parts of prompts that one step reads, one after the other: `lengths` tokens of each after `before` cached ones.
 
-    `positions` and `slots` (T,) are of the tokens; `cached` (K,) the slots of all keys that they meet, their own last, None
-    where no prompt has any before; `query_ends` and `key_ends` (prompts + 1,) int32 count both up from 0.
+    `positions` and `slots` (T,) are of the tokens; `cached` (K,) the slots of all keys that they meet, their own last,
+    None where no prompt has any before; `query_ends` and `key_ends` (prompts + 1,) int32 count both up from 0.
     """
 
     lengths: tuple[int, ...]
@@ -170,8 +170,9 @@ def attend_prompts(qkv: Tensor, chunks: Chunks, pages: Pages, heads: Heads) -> T
         page, place = chunks.cached // pages.tokens, chunks.cached % pages.tokens
         k, v = pages.keys[page, :, place], pages.values[page, :, place]  # (K, k, d)
     if qkv.is_cuda and qkv.dtype in HALVES:
-        # Not scaled_dot_product_attention: where that prefers cuDNN, each new length builds an execution graph for tens of
-        # milliseconds. Here all prompts are one launch of one kernel; queries are the last of their keys, as FlashAttention counts.
+        # Not scaled_dot_product_attention: where that prefers cuDNN, each new length builds an execution graph for tens
+        # of milliseconds. Here all prompts are one launch of one kernel; queries are the last of their keys, as
+        # FlashAttention counts.
         out = torch.ops.aten._flash_attention_forward(  # noqa: SLF001 - an operator of torch, whose name begins so
             q, k, v, chunks.query_ends, chunks.key_ends, max(chunks.lengths), max(chunks.keys), 0.0, True, False
         )[0]  # fmt: skip

@@ -15,8 +15,8 @@ ALL_REDUCES = ("own", "nccl")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepShape:
-    """A step to time. `decode`: `batch` answers go on, each with `context` tokens cached; `prefill`: so many prompts are
-    read at once, each of `context` tokens.
+    """A step to time. `decode`: `batch` answers go on, each with `context` tokens cached; `prefill`: so many prompts
+    are read at once, each of `context` tokens.
     """
 
     phase: str
@@ -34,7 +34,8 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeRequest:
-    """`all_reduces` are measured one after the other, the loads with the first of them; on one GPU there is nothing to add.
+    """`all_reduces` are measured one after the other, the loads with the first of them; on one GPU there is nothing to
+    add.
 
     `cache_tokens` 0 takes the memory that weights and graphs leave. `predicted` is copied into the report.
     """

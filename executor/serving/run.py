@@ -1,7 +1,7 @@
 """Serve on real devices and write a report: `python -m executor.serving.run --request FILE --out DIR --budget S`.
 
-Starts one rank a GPU through `executor.launch.local_ranks` and writes `serve.json` from the records of rank 0, however the
-ranks ended. Never imports torch.
+Starts one rank a GPU through `executor.launch.local_ranks` and writes `serve.json` from the records of rank 0, however
+the ranks ended. Never imports torch.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Numbers that rank 0 tells the other ranks of its host, through memory that their processes share.
 
-A broadcast through sockets takes a tenth of a millisecond, a decode step a few; a word that another process wrote is there
-in a microsecond. A message is a value and then its number, and a reader takes the value after it has seen the number: x86
-keeps the order of stores, so that what is read is whole.
+A broadcast through sockets takes a tenth of a millisecond, a decode step a few; a word that another process wrote is
+there in a microsecond. A message is a value and then its number, and a reader takes the value after it has seen the
+number: x86 keeps the order of stores, so that what is read is whole.
 """
 
 from __future__ import annotations

@@ -22,9 +22,9 @@ SUMS = 16  # over ranks, in one graph
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTime:
-    """Seconds of one step in the slowest rank, medians. `queued_s` with the host ahead of the device, `seconds` with the
-    host waiting for each step before it starts the next, as it does while requests come and go; `issued_s` until the host
-    had launched all of it.
+    """Seconds of one step in the slowest rank, medians. `queued_s` with the host ahead of the device, `seconds` with
+    the host waiting for each step before it starts the next, as it does while requests come and go; `issued_s` until
+    the host had launched all of it.
     """
 
     phase: str
@@ -107,7 +107,9 @@ def _prefill(engine: Engine, held: list[CacheSlot], shape: StepShape) -> tuple[f
 
 
 def _timed(engine: Engine, run: Callable[[], Any], repeats: int) -> tuple[float, float, float]:
-    """Return seconds of a run with the host ahead, with the host waiting, and until it was issued, in the slowest rank."""
+    """Return seconds of a run with the host ahead, with the host waiting, and until it was issued, in the slowest
+    rank.
+    """
     device = engine.model.device
     for _ in range(WARM_UP):
         run()

@@ -6,10 +6,10 @@
     y = model(x)
     y.sum().backward()
 
-The module is captured, rank 0 asks the planner (as a process of its own) for placements and a program, and every rank keeps
-its pieces of the parameters. Inputs are whole tensors that all ranks have, or DTensors in the placements that the plan has;
-outputs are DTensors. A call is of the shapes, dtypes and flags that were captured; `exported.py` lists what else is kept of a module,
-and what is refused.
+The module is captured, rank 0 asks the planner (as a process of its own) for placements and a program, and every rank
+keeps its pieces of the parameters. Inputs are whole tensors that all ranks have, or DTensors in the placements that the
+plan has; outputs are DTensors. A call is of the shapes, dtypes and flags that were captured; `exported.py` lists what
+else is kept of a module, and what is refused.
 """
 
 from __future__ import annotations
@@ -129,14 +129,15 @@ def shard(
 ) -> ShardedModule:
     """Return `module`, called with `args` and `kwargs` of these shapes, on the ranks of `mesh`.
 
-    `constraints` are those of `request`: `placements` by tensor (`["S(0)", "R"]`, one a mesh axis), or `axes` with the maps
-    `parameters` and `compute`. With `cluster` (a name or a file, as the planner's commands take it) what is left open is
-    chosen by time there, else by bytes; `policy="min_time"` leaves all open but placements. What does not fit `memory_limit`
-    (GiB of a rank, for parameters with their state and all that a step needs) is dropped and made again in the backward pass:
-    gathered, or computed. DTensors among `args` say their own placements. With `stages` (`{"axis": "pp", "of": {"layers.1": 1},
-    "micro_batches": 4}`) modules run on coordinates of a mesh axis, and the first dim of every argument is cut into micro
-    batches; results are handed from their stage to all ranks. Arguments that require gradients have them. Collective: every rank
-    calls it. Raises UserError where the module cannot be captured or the planner has no program.
+    `constraints` are those of `request`: `placements` by tensor (`["S(0)", "R"]`, one a mesh axis), or `axes` with the
+    maps `parameters` and `compute`. With `cluster` (a name or a file, as the planner's commands take it) what is left
+    open is chosen by time there, else by bytes; `policy="min_time"` leaves all open but placements. What does not fit
+    `memory_limit` (GiB of a rank, for parameters with their state and all that a step needs) is dropped and made again
+    in the backward pass: gathered, or computed. DTensors among `args` say their own placements. With `stages`
+    (`{"axis": "pp", "of": {"layers.1": 1}, "micro_batches": 4}`) modules run on coordinates of a mesh axis, and the
+    first dim of every argument is cut into micro batches; results are handed from their stage to all ranks. Arguments
+    that require gradients have them. Collective: every rank calls it. Raises UserError where the module cannot be
+    captured or the planner has no program.
     """
     leaves = pytree.tree_map(lambda leaf: leaf.full_tensor() if isinstance(leaf, DTensor) else leaf, list(args))
     batches = int((constraints.get("stages") or {}).get("micro_batches", 1))
@@ -180,7 +181,9 @@ def _mesh_sizes(mesh: DeviceMesh | Mapping[str, int]) -> dict[str, int]:
 
 
 def _planned_once(document: Mapping[str, Any], cluster: str | None, memory_limit: float | None) -> RunnableProgram:
-    """Return the program that rank 0 was given by the planner, on every rank. Raises UserError on all where there is none."""
+    """Return the program that rank 0 was given by the planner, on every rank. Raises UserError on all where there is
+    none.
+    """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return plan(document, cluster=cluster, memory_limit=memory_limit)
     device = _device()
@@ -307,7 +310,9 @@ class ShardedModule(nn.Module):
             )
 
     def _values(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """Return this rank's pieces of inputs and parameters by buffer. Raises BadInput for another call than the captured one."""
+        """Return this rank's pieces of inputs and parameters by buffer. Raises BadInput for another call than the
+        captured one.
+        """
         autocast = ambient_autocast(self.ranks.device.type), self.captured.autocast
         check_call(signature_of(args, kwargs), self.captured.call, self.program.micro_batches, autocast)
         graph_inputs = [one for one in self.captured.graph.inputs if one.kind == INPUT]
@@ -382,7 +387,8 @@ class _Run(torch.autograd.Function):
 
 
 class ShardedFunction:
-    """A function of tensors, as for one GPU, that takes DTensors and returns DTensors, as nvFuser's wrapped definitions do.
+    """A function of tensors, as for one GPU, that takes DTensors and returns DTensors, as nvFuser's wrapped definitions
+    do.
 
         mlp = ShardedFunction(lambda x, up, down: F.linear(F.gelu(F.linear(x, up)), down))
         y = mlp(x, up, down)         # DTensors in, the placements found for the result out

@@ -17,7 +17,9 @@ from topology.errors import BadInput
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """How a module is called: the structure of its arguments and, of each, shape and dtype, or what it is if it is no tensor."""
+    """How a module is called: the structure of its arguments and, of each, shape and dtype, or what it is if it is no
+    tensor.
+    """
 
     tree: Any
     leaves: tuple[Any, ...]

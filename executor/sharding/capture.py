@@ -1,8 +1,8 @@
 """Capture a module as a graph of ATen operators, with the names of its parameters and modules.
 
-`torch.export` runs the module's own Python once with tensors that have shapes and no values. What does not depend on the
-module's inputs or parameters (masks, rotary angles) is computed here and becomes a constant of the graph. What torch.export
-changes on its way is in `exported.py`.
+`torch.export` runs the module's own Python once with tensors that have shapes and no values. What does not depend on
+the module's inputs or parameters (masks, rotary angles) is computed here and becomes a constant of the graph. What
+torch.export changes on its way is in `exported.py`.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _SKIPPED = ("aten._assert", "aten.sym_constrain", "aten._assert_tensor_metadata"
 class Captured:
     """The graph, the values of its constants by name, and how the module's results are arranged.
 
-    `results` has for each leaf of `result_tree` its number among the graph's outputs, or what it is on every rank: None, a number.
-    `call` is what the module was called with, and `modes` what it was set to.
+    `results` has for each leaf of `result_tree` its number among the graph's outputs, or what it is on every rank:
+    None, a number. `call` is what the module was called with, and `modes` what it was set to.
     """
 
     graph: CapturedGraph
@@ -300,7 +300,9 @@ def _dtype_name(value: torch.Tensor) -> str:
 
 
 def _draws_nothing(op: str, args: Sequence[Any]) -> bool:
-    """Return whether an operator that may draw random numbers does not: attention or dropout without, or in evaluation."""
+    """Return whether an operator that may draw random numbers does not: attention or dropout without, or in
+    evaluation.
+    """
     if op.startswith("aten.scaled_dot_product_attention"):
         return len(args) < 5 or not args[4]
     return op in _IN_PLACE_OF and not (args[1] and args[2])

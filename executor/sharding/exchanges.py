@@ -1,8 +1,8 @@
 """What a collective of a program does to a rank's piece: torch.distributed on one group, and the order of elements.
 
-A piece is seen as [blocks, rest] along the dim that is gathered or scattered, the whole as [blocks, pieces, rest]. Pieces
-of different sizes (a dim that the mesh axes do not divide) are padded to the largest one for a gather or a scatter, and
-sent as they are by an all-to-all, which is told every rank's count.
+A piece is seen as [blocks, rest] along the dim that is gathered or scattered, the whole as [blocks, pieces, rest].
+Pieces of different sizes (a dim that the mesh axes do not divide) are padded to the largest one for a gather or a
+scatter, and sent as they are by an all-to-all, which is told every rank's count.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ class Group:
 
 
 def make_groups(program: RunnableProgram, rank: int) -> dict[tuple[str, ...], Group]:
-    """Return the groups of this rank by mesh axes. Every rank of the world calls this, as all take part in making each."""
+    """Return the groups of this rank by mesh axes. Every rank of the world calls this, as all take part in making
+    each.
+    """
     found: dict[tuple[str, ...], Group] = {}
     stages = {(program.stage_axis,)} if program.stage_axis else set()
     wanted = sorted(stages | {axes for one in program.work.values() if (axes := axes_used(one))})
@@ -67,7 +69,9 @@ def make_groups(program: RunnableProgram, rank: int) -> dict[tuple[str, ...], Gr
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """How large the pieces of the ranks of a group are, of the buffer that an exchange reads and of the one it writes."""
+    """How large the pieces of the ranks of a group are, of the buffer that an exchange reads and of the one it
+    writes.
+    """
 
     place: Place
     read: Buffer
@@ -128,7 +132,9 @@ def _all_to_all(do: Exchange, x: torch.Tensor, group: Group, pieces: Pieces) -> 
 
 
 def _all_to_all_by_counts(do: Exchange, x: torch.Tensor, group: Group, pieces: Pieces) -> torch.Tensor:
-    """An all-to-all of pieces of different sizes: of each only its own elements are sent. Only even dims have blocks."""
+    """An all-to-all of pieces of different sizes: of each only its own elements are sent. Only even dims have
+    blocks.
+    """
     came = pieces.place.member_sizes(pieces.read, do.dim, do.axes)
     goes = pieces.along(do.to_dim, do.axes, before=False)
     own = pieces.place.size(pieces.written, do.to_dim)
@@ -226,7 +232,8 @@ def run_overlapped(
 ) -> torch.Tensor:
     """Return the rank's piece of a product whose operand is gathered, or whose result is summed, on the way.
 
-    The mode is one that runs on this device: on the CPU, those that need copy engines run as one exchange and one product.
+    The mode is one that runs on this device: on the CPU, those that need copy engines run as one exchange and one
+    product.
     """
     x, weight = (values[one["tensor"]] for one in kernel.args)
     mode, dim = kernel.kwargs["mode"], kernel.kwargs["dim"]

@@ -33,7 +33,8 @@ _REGIONS = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
 
 
 def export(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return `module` as torch.export has it, without writes into tensors, and with detached results of regions without autograd.
+    """Return `module` as torch.export has it, without writes into tensors, and with detached results of regions without
+    autograd.
 
     Raises UserError where it cannot be captured, or something would be lost.
     """
@@ -93,7 +94,9 @@ def _no_number_changed(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _no_backward_of_its_own() -> Iterator[None]:
-    """Refuse functions with a backward of their own, and hooks of tensors: torch.export keeps what is computed alone."""
+    """Refuse functions with a backward of their own, and hooks of tensors: torch.export keeps what is computed
+    alone.
+    """
     applied, register = torch.autograd.Function.__dict__["apply"], torch.Tensor.register_hook
 
     def register_hook(tensor: torch.Tensor, hook: Any) -> Any:

@@ -1,7 +1,8 @@
-"""Operators whose statistics ranks exchange: what a rank computes of its piece, and how it finishes with the reduced ones.
+"""Operators whose statistics ranks exchange: what a rank computes of its piece, and how it finishes with the reduced
+ones.
 
-Statistics are float32, or float64 where the operands are. A maximum is only subtracted before exponentials, so no gradient
-passes it.
+Statistics are float32, or float64 where the operands are. A maximum is only subtracted before exponentials, so no
+gradient passes it.
 """
 
 from __future__ import annotations

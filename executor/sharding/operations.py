@@ -1,8 +1,8 @@
 """What an operator of a program computes on a rank's own pieces.
 
-Kernels are looked up by name in the table at the end, or are ATen operators that compute values of tensors from values of
-tensors and do nothing else. Shapes that an operator is told are those of its piece: a kernel knows the
-buffer it writes.
+Kernels are looked up by name in the table at the end, or are ATen operators that compute values of tensors from values
+of tensors and do nothing else. Shapes that an operator is told are those of its piece: a kernel knows the buffer it
+writes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from topology.errors import BadInput
 
 
 def run_kernel(kernel: Kernel, values: Mapping[str, torch.Tensor], context: Context) -> torch.Tensor:
-    """Return the piece that `kernel` computes from `values` by buffer. Raises BadInput for an operator not in the table."""
+    """Return the piece that `kernel` computes from `values` by buffer. Raises BadInput for an operator not in the
+    table.
+    """
     args = _given(kernel.args, values)
     if kernel.op in _PLAIN:
         return _PLAIN[kernel.op](*args)
@@ -65,7 +67,8 @@ def _aten(name: str) -> Callable[..., torch.Tensor]:
 def _only_computes(overload: Any) -> bool:
     """Return whether an operator takes tensors, makes tensors of their values, and does nothing else.
 
-    Others make tensors of files or memory, write into their operands, draw random numbers, or are torch's own internals.
+    Others make tensors of files or memory, write into their operands, draw random numbers, or are torch's own
+    internals.
     """
     schema, tags = overload._schema, getattr(overload, "tags", ())  # noqa: SLF001 - torch has no public way to ask
     core = torch.Tag.pointwise in tags or torch.Tag.core in tags
@@ -80,7 +83,9 @@ _CONVOLUTIONS = frozenset(("aten.conv1d.default", "aten.conv2d.default", "aten.c
 
 
 def _patches(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """A convolution whose windows lie side by side: one product, where cuDNN's kernels for it are many times as slow."""
+    """A convolution whose windows lie side by side: one product, where cuDNN's kernels for it are many times as
+    slow.
+    """
     window, images = weight.shape[2:], len(x)
     places = [size // width for size, width in zip(x.shape[2:], window, strict=True)]
     pairs = [size for pair in zip(places, window, strict=True) for size in pair]
@@ -207,8 +212,9 @@ def _attention(context: Context, tensors: list[torch.Tensor], causal: bool, scal
 def _laid_out(gradient: torch.Tensor, *, strides: tuple[int, ...]) -> torch.Tensor:
     """A gradient with the strides of the result that it belongs to.
 
-    torch 2.11 keeps cuDNN's plans of the backward pass by the layouts of queries, keys and values: a gradient that lies otherwise
-    than the first one did would be read as if it lay like that. Where only dims of one element differ, nothing is copied.
+    torch 2.11 keeps cuDNN's plans of the backward pass by the layouts of queries, keys and values: a gradient that lies
+    otherwise than the first one did would be read as if it lay like that. Where only dims of one element differ,
+    nothing is copied.
     """
     both = zip(gradient.shape, gradient.stride(), strides, strict=True)
     if all(size == 1 or ours == wanted for (size, ours, wanted) in both):

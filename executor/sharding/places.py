@@ -57,7 +57,9 @@ class Place:
         return index, size
 
     def indices(self, buffer: Buffer, dim: int) -> torch.Tensor:
-        """Return which elements of a dim this rank's piece has, in its order; uneven pieces are those of torch.chunk."""
+        """Return which elements of a dim this rank's piece has, in its order; uneven pieces are those of
+        torch.chunk.
+        """
         blocks = torch.arange(buffer.shape[dim]).reshape(1, -1)
         for item in buffer.dims[dim]:
             if isinstance(item, int):

@@ -1,9 +1,9 @@
 """Run a program on one rank: its instructions in issue order, each on its stream, with its events.
 
-On CUDA every stream of the program is a CUDA stream, and events order them as the program says. On the CPU instructions run
-one after another. A kernel that has a backward keeps the graph that autograd made of it alone, and with it what that saves:
-between kernels there is no graph, and gradients move as the program says. A buffer that the program makes again in the
-backward pass is not kept: the graph reads the new one in its place.
+On CUDA every stream of the program is a CUDA stream, and events order them as the program says. On the CPU instructions
+run one after another. A kernel that has a backward keeps the graph that autograd made of it alone, and with it what
+that saves: between kernels there is no graph, and gradients move as the program says. A buffer that the program makes
+again in the backward pass is not kept: the graph reads the new one in its place.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ from topology.errors import UserError
 
 @dataclass(slots=True)
 class _Tape:
-    """The graph of one kernel of the forward pass: where gradients leave it by operand, and where that of its result enters."""
+    """The graph of one kernel of the forward pass: where gradients leave it by operand, and where that of its result
+    enters.
+    """
 
     operands: dict[str, GradientEdge]
     result: GradientEdge | None  # None where no operand that is differentiated enters it, as in one of several results
@@ -93,8 +95,8 @@ class RankProgram:
     def _meet_neighbours(self) -> None:
         """Send a first message between all stages that have any, in an order that all ranks share.
 
-        NCCL makes a communicator of two ranks when they first talk, and both wait for each other. In a step, where other
-        messages are under way, that wait could be for a rank that waits itself.
+        NCCL makes a communicator of two ranks when they first talk, and both wait for each other. In a step, where
+        other messages are under way, that wait could be for a rank that waits itself.
         """
         pairs = {(data["stage"], data["peer"]) for data in self.program.instructions if data["do"] == "send"}
         for source, target in sorted(pairs):
@@ -155,7 +157,9 @@ class RankProgram:
         self._run(self._backward_start, len(self._code), state)
 
     def everywhere(self, name: str, state: State) -> torch.Tensor:
-        """Return a result of the forward pass; with pipeline stages, from the stage that has it to the same place of all."""
+        """Return a result of the forward pass; with pipeline stages, from the stage that has it to the same place of
+        all.
+        """
         if not self.program.stage_axis:
             return state.at[name]
         buffer, axis = self.program.buffers[name], self.program.stage_axis
@@ -219,7 +223,9 @@ class RankProgram:
         return self.back if target < source else None
 
     def _drop(self, name: str, state: State) -> None:
-        """Let go of a buffer. The allocator may reuse its memory when every stream of the program is past this point."""
+        """Let go of a buffer. The allocator may reuse its memory when every stream of the program is past this
+        point.
+        """
         value = state.at.pop(name, None)
         if value is not None:
             for stream in self._streams.values():

@@ -1,7 +1,7 @@
 """What autograd saves of one kernel, and how a buffer that is dropped and made again takes its place.
 
-Saved tensors that lie in a dropped buffer are let go of, and looked up in the new one when the backward pass needs them. A new
-buffer has the strides of the old one, as the same instruction makes it.
+Saved tensors that lie in a dropped buffer are let go of, and looked up in the new one when the backward pass needs
+them. A new buffer has the strides of the old one, as the same instruction makes it.
 """
 
 from __future__ import annotations

@@ -90,7 +90,9 @@ def _check_kernels(request: Request, meshes: Meshes, device: torch.device) -> li
 def _check_overlap(
     request: Request, group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype
 ) -> list[KernelVerdict]:
-    """Compare the matmuls of each site that overlaps, in the sizes of the plan, with float64; twice, once per buffer."""
+    """Compare the matmuls of each site that overlaps, in the sizes of the plan, with float64; twice, once per
+    buffer.
+    """
     verdicts = (
         overlap.check(operation, mode, shape, group, device=device, dtype=dtype, iterations=2)
         for operation, mode, shape in overlap.planned(request.plan, request.model, request.workload)

@@ -3,10 +3,10 @@
 Inputs are new in every iteration, symmetric buffers are filled with NaN before the first, and ranks are delayed at
 random, so that data read before they arrived, or overwritten before they were read, show up. Differences are relative
 to the largest number of the reference. Inputs are exact; partial sums are rounded once per rank that adds to them, and
-results once. So 2^4 units in the last place are allowed, as in `executor.verify.kernels`, in half precision, whose sums are
-float32. In wider types every addition of a sum of K products rounds as well, and the reference is no more exact: the
-difference of two such sums grows with the square root of K, and is sqrt(K) / 8 units in few of a million numbers. Four
-times that is allowed, 2^4 units at least.
+results once. So 2^4 units in the last place are allowed, as in `executor.verify.kernels`, in half precision, whose sums
+are float32. In wider types every addition of a sum of K products rounds as well, and the reference is no more exact:
+the difference of two such sums grows with the square root of K, and is sqrt(K) / 8 units in few of a million numbers.
+Four times that is allowed, 2^4 units at least.
 """
 
 from __future__ import annotations
@@ -122,7 +122,9 @@ def planned(plan: Plan, model: Model, workload: Workload) -> tuple[tuple[str, st
 
 
 def _width(site: str, model: Model) -> int:
-    """Return what is cut over ranks at a site: of heads or of the dense feed-forward; 0 for a site that no block has."""
+    """Return what is cut over ranks at a site: of heads or of the dense feed-forward; 0 for a site that no block
+    has.
+    """
     if site.startswith("mlp"):
         return model.ffn if model.dense_layers else 0
     if model.latent is None:

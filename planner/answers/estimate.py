@@ -26,7 +26,9 @@ from topology.errors import Infeasible, UserError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimated:
-    """The answer of `planner estimate` about one plan. `figures` is None where the plan is not legal; `problems` say why."""
+    """The answer of `planner estimate` about one plan. `figures` is None where the plan is not legal; `problems` say
+    why.
+    """
 
     found: PlanAnswer
 
@@ -53,7 +55,9 @@ class Estimated:
         return self.found.estimate
 
     def save(self, path: str | Path, *, force: bool = False) -> None:
-        """Write the plan to a file. Raises Infeasible where it is not legal, BadInput where the file cannot be written."""
+        """Write the plan to a file. Raises Infeasible where it is not legal, BadInput where the file cannot be
+        written.
+        """
         case = self.found.case
         if self.found.estimate is None:
             raise Infeasible("the plan is not legal", why="; ".join(self.problems))

@@ -34,7 +34,9 @@ from topology.units import GIB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharded:
-    """The answer of `planner shard`. `rows` are its cases as JSON has them: placements, collectives, or why there are none."""
+    """The answer of `planner shard`. `rows` are its cases as JSON has them: placements, collectives, or why there are
+    none.
+    """
 
     rows: tuple[dict[str, Any], ...]
 
@@ -83,7 +85,9 @@ def shard(asked: Shard, progress: Callable[[str], None] = lambda _: None) -> Sha
 
 
 def _refuse_unused(asked: Shard) -> None:
-    """Raise UserError where an option is about something that is not named, or where the cases are named twice or not."""
+    """Raise UserError where an option is about something that is not named, or where the cases are named twice or
+    not.
+    """
     stated = {name for name, value in values_of(asked).items() if value is not None}
     if "model" not in stated and stated & {"layers", "mesh", "seq_len", "micro_batch"}:
         raise UserError(

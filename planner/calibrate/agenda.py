@@ -67,8 +67,8 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assumption:
-    """A term that stays as it was before: by how much it may be off (80 %), the plan whose step that changes most, by how
-    much, and whether it could change which plan is first.
+    """A term that stays as it was before: by how much it may be off (80 %), the plan whose step that changes most, by
+    how much, and whether it could change which plan is first.
     """
 
     name: str
@@ -97,7 +97,9 @@ class Agenda:
         return STARTING_S + expected_seconds(self.chosen, self.gpus)
 
     def jobs(self) -> list[dict[str, object]]:
-        """Return what the executor is told, in order; last, where there is time, what launches cost, which is only told."""
+        """Return what the executor is told, in order; last, where there is time, what launches cost, which is only
+        told.
+        """
         last = [LAUNCHES] if self.wanted.everything else []
         return [*(job_of(one.measurement) for one in self.chosen), *last]
 
@@ -152,7 +154,8 @@ def agenda_for(
     operators: bool = True,
     stand_in: bool = False,
 ) -> Agenda:
-    """Return what to measure on `gpus` GPUs of `cluster` within `budget_s` seconds; for a `stand_in` tiny ones of the same kinds.
+    """Return what to measure on `gpus` GPUs of `cluster` within `budget_s` seconds; for a `stand_in` tiny ones of the
+    same kinds.
 
     Raises what predicting the steps raises.
     """

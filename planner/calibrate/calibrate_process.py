@@ -27,8 +27,8 @@ def calibrate(
     allow_busy: bool = False,
     text: str = "",
 ) -> Profile:
-    """Do `jobs` (`planner.calibrate.measurements.job_of`) on GPUs `indices` within `budget_s` seconds; samples are appended
-    to `records` as they are taken.
+    """Do `jobs` (`planner.calibrate.measurements.job_of`) on GPUs `indices` within `budget_s` seconds; samples are
+    appended to `records` as they are taken.
 
     Raises ProbeError when nothing could be measured, and KeyboardInterrupt after the executor has cleaned up; samples
     taken until then stay in `records`.

@@ -1,4 +1,6 @@
-"""What can be asked of a calibration, and what of it a profile lacks: the operators of plans, by the runtime's operator list."""
+"""What can be asked of a calibration, and what of it a profile lacks: the operators of plans, by the runtime's operator
+list.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,8 @@ CONTENTION: tuple[dict[str, Any], ...] = tuple(
 class Request:
     """What the executor is to measure, the most valuable first in each list.
 
-    `layers` are runs of one and two layers (`planner.calibrate.layer_runs`), `collectives` have an `op`, `ranks` and `sizes`.
+    `layers` are runs of one and two layers (`planner.calibrate.layer_runs`), `collectives` have an `op`, `ranks` and
+    `sizes`.
     """
 
     operators: tuple[dict[str, Any], ...] = ()
@@ -58,7 +61,9 @@ class Request:
 
 
 def collective_item(op: str, ranks: int, sizes: Iterable[int]) -> dict[str, Any]:
-    """Return a collective to measure at `sizes` in bytes, each rounded down so that all ranks have as many whole numbers."""
+    """Return a collective to measure at `sizes` in bytes, each rounded down so that all ranks have as many whole
+    numbers.
+    """
     whole = ranks * 256
     return {"op": op, "ranks": ranks, "sizes": sorted({max(whole, size // whole * whole) for size in sizes})}
 
@@ -110,7 +115,9 @@ def missing_from(request: Request, profile: Profile | None) -> Request:
 
 
 def _sizes_missing(one: dict[str, Any], profile: Profile) -> list[int]:
-    """Return the sizes of a collective that were not measured. A size that is an even share of ranks is timed as it is."""
+    """Return the sizes of a collective that were not measured. A size that is an even share of ranks is timed as it
+    is.
+    """
     known = {s.nbytes for s in profile.collectives if (s.op, s.ranks, s.nodes) == (one["op"], one["ranks"], 1)}
     return [size for size in one["sizes"] if size not in known]
 

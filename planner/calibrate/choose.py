@@ -1,10 +1,10 @@
 """In which order to measure: what narrows the choice most a second comes first.
 
 Errors of terms are independent standard normal numbers before anything is measured (`planner.calibrate.terms`). A
-measurement shows some of them together, with noise, and leaves a smaller covariance. What is to become sure are targets:
-the difference of two plans' steps, or one step by itself. So greedy Bayesian experimental design (Chaloner and Verdinelli,
-Bayesian experimental design: a review, Statistical Science, 1995): take the measurement that lowers the weighted variance
-of the targets most for each second, condition on it, and go on.
+measurement shows some of them together, with noise, and leaves a smaller covariance. What is to become sure are
+targets: the difference of two plans' steps, or one step by itself. So greedy Bayesian experimental design (Chaloner and
+Verdinelli, Bayesian experimental design: a review, Statistical Science, 1995): take the measurement that lowers the
+weighted variance of the targets most for each second, condition on it, and go on.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ OWN_WEIGHT = 0.1  # of the first plan's step beside what tells it from others
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """What could be measured: `request` asks it, in about `seconds` on `ranks` GPUs. `seen` (observations, terms) is how
-    the logarithms of what is timed change with each term, `noise` (observations) how far a time may be off by itself.
+    """What could be measured: `request` asks it, in about `seconds` on `ranks` GPUs. `seen` (observations, terms) is
+    how the logarithms of what is timed change with each term, `noise` (observations) how far a time may be off by
+    itself.
     """
 
     name: str

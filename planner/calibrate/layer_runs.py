@@ -82,8 +82,8 @@ def _step(name: str, model: Model, plan: Plan, seq_len: int, *, compiled: bool =
 def _types(runtime: Runtime, plan: Plan) -> Runtime:
     """Return the runtime in types that it has under a plan.
 
-    Mixed precision comes with FSDP; without it a model that is cut computes in the type that it is stored in, but where FSDP
-    wraps a single rank, too.
+    Mixed precision comes with FSDP; without it a model that is cut computes in the type that it is stored in, but where
+    FSDP wraps a single rank, too.
     """
     if runtime_spec(runtime.name).fsdp.wraps_one == "always":
         return runtime
@@ -97,14 +97,17 @@ def runs_here(runtime: Runtime) -> bool:
 
 
 def timed_runtime(runtime: Runtime) -> Runtime:
-    """Return the runtime whose narrow layers are timed for one: itself, or the executor's own, which shows how quick the host is."""
+    """Return the runtime whose narrow layers are timed for one: itself, or the executor's own, which shows how quick
+    the host is.
+    """
     return runtime if runs_here(runtime) else Runtime(name="meshwright")
 
 
 def narrow_requests(step: PlannedStep, gpus: int) -> list[dict[str, Any]]:
     """Return the narrow runs whose hosts do what the plan's do: of its layer and, under a pipeline, of two stages.
 
-    For a runtime that is not run here, a plain layer of the executor's on one GPU: hosts are quicker or slower as a whole.
+    For a runtime that is not run here, a plain layer of the executor's on one GPU: hosts are quicker or slower as a
+    whole.
     """
     if not runs_here(step.runtime):
         plain = replace(step, model=one_layer(TYPICAL_LAYERS[0], VOCABULARY), runtime=timed_runtime(step.runtime))
@@ -133,7 +136,9 @@ def _narrow(step: PlannedStep, plan: Plan, counts: tuple[int, ...]) -> dict[str,
 
 
 def _request(model: Model, plan: Plan, workload: Workload, runtime: Runtime) -> dict[str, Any]:
-    """Return a run as a document. Tied embeddings change no layer, and not every runtime that trains a layer ties them."""
+    """Return a run as a document. Tied embeddings change no layer, and not every runtime that trains a layer ties
+    them.
+    """
     if runtime_spec(runtime.name).tools.layers == "torchtitan":
         model = torchtitan_network(model)
     return {
@@ -146,7 +151,9 @@ def _request(model: Model, plan: Plan, workload: Workload, runtime: Runtime) -> 
 
 
 def torchtitan_network(model: Model) -> Model:
-    """Return the network closest to `model` among those of torchtitan that calibration runs: its Llama and its Qwen 3."""
+    """Return the network closest to `model` among those of torchtitan that calibration runs: its Llama and its Qwen
+    3.
+    """
     plain = replace(model, **PLAIN, latent=None)
     if model.moe is not None:
         moe = replace(model.moe, shared_ffn=0, shared_gate=False, dense_layers=0, dense_layer_ids=())

@@ -1,4 +1,5 @@
-"""What could be measured for given steps: layers, operators, collectives, contention and overlap, each with what it shows.
+"""What could be measured for given steps: layers, operators, collectives, contention and overlap, each with what it
+shows.
 
 A measurement is one job of the executor. What it costs is a guess from runs on four H200 (seconds a sample, processes
 running); the order among measurements follows from it, and what is announced.
@@ -47,10 +48,11 @@ from topology.cluster import Cluster
 from topology.errors import PlannerError
 from topology.profile.profile import Profile
 
-# Noise of logarithms: of a wide layer and of a narrow one (simulator.fitting.host_fit), of what kernels and collectives take.
+# Noise of logarithms: of a wide layer and of a narrow one (simulator.fitting.host_fit), of what kernels and collectives
+# take.
 WIDE_NOISE, NARROW_NOISE, KERNEL_NOISE, COLLECTIVE_NOISE, PAIR_NOISE = 0.03, 0.07, 0.02, 0.03, 0.1
-# Seconds: of building a model, by whether torchtitan's trainer does; of compiling it where it is cached; of an operator, of
-# a size of a collective, of a pair, of a site in all modes.
+# Seconds: of building a model, by whether torchtitan's trainer does; of compiling it where it is cached; of an
+# operator, of a size of a collective, of a pair, of a site in all modes.
 BUILD_S = {True: 1.3, False: 0.5}
 COMPILED_S, OPERATOR_S, SIZE_S, PAIR_S, SITE_S, JOB_S = 2.0, 0.22, 0.12, 2.0, 4.0, 0.5
 WARM_UP, STEPS, FEWEST_STEPS, TIMED_S = 3, 40, 5, 1.0
@@ -139,7 +141,8 @@ class PossibleMeasurements:
     def _terms_shown(self, waiting: float) -> NDArray[np.bool_]:
         """Return which terms a run of layers tells of that waits for its host for this share of its time.
 
-        A fit takes hosts from runs that they decide, and the device from runs that it decides (`simulator.fitting.runtime_fit`).
+        A fit takes hosts from runs that they decide, and the device from runs that it decides
+        (`simulator.fitting.runtime_fit`).
         """
         hosts = np.array([term.host for term in self.terms], dtype=np.bool_)
         if waiting > 1 - HOST_BOUND:
@@ -215,7 +218,9 @@ class PossibleMeasurements:
     def _direct(
         self, name: str, request: Request, shown: Mapping[str, int], noise: float, *, ranks: int, seconds: float
     ) -> Measurement:
-        """Return what shows some terms by themselves, each by so many samples: few say little of others of their kind."""
+        """Return what shows some terms by themselves, each by so many samples: few say little of others of their
+        kind.
+        """
         places = {self._place[term]: count for term, count in shown.items() if term in self._place}
         seen = np.zeros((len(places), len(self.terms)))
         for row, place in enumerate(places):

@@ -1,7 +1,7 @@
 """What a predicted step may be wrong by: terms that plans share, how far each may be off, and what that changes.
 
-A term's error is a standard normal number; one unit of it multiplies a cost by the exponential of the term's spread. So a
-row of effects says how much the logarithm of a step changes by one unit of each term, at costs as they are predicted
+A term's error is a standard normal number; one unit of it multiplies a cost by the exponential of the term's spread. So
+a row of effects says how much the logarithm of a step changes by one unit of each term, at costs as they are predicted
 before anything is measured. Effects are found by predicting again with the term one spread higher, so that a cost that
 decides nothing yet, but would if it were a spread higher, counts.
 """
@@ -31,9 +31,10 @@ from topology.rates.groups import GroupShape
 
 Floats = NDArray[np.float64]
 
-# Spreads of logarithms before anything is measured on a machine: kernels as datasheets and published efficiencies have them
-# against those that were measured (examples/validation/calibration_4xH200.md, What each effect is worth, and fresh.md);
-# collectives as the model of NCCL has them against tables; contention and overlap as one machine showed them.
+# Spreads of logarithms before anything is measured on a machine: kernels as datasheets and published efficiencies have
+# them against those that were measured (examples/validation/calibration_4xH200.md, What each effect is worth, and
+# fresh.md); collectives as the model of NCCL has them against tables; contention and overlap as one machine showed
+# them.
 KERNELS = {
     "matrix products": WorkKind.MATMUL,
     "attention": WorkKind.ATTENTION,
@@ -76,9 +77,9 @@ def _among_gpus(plan: Plan) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Term:
-    """`name` says what may be off, by `spread` of its logarithm. `share` names the part of a step that it is, for costs that
-    no calibration can raise; else `change` raises it by one spread. `occurs` says in which plans it can be. `host`: it is
-    a cost of the host, which is all that narrow layers show.
+    """`name` says what may be off, by `spread` of its logarithm. `share` names the part of a step that it is, for costs
+    that no calibration can raise; else `change` raises it by one spread. `occurs` says in which plans it can be.
+    `host`: it is a cost of the host, which is all that narrow layers show.
     """
 
     name: str
@@ -183,7 +184,8 @@ def collective_term(op: str) -> str:
 def effects(
     scenario: Scenario, plans: Sequence[Plan], terms: Sequence[Term], *, hosts_alone: bool = False
 ) -> tuple[Floats, EstimateTable]:
-    """Return what one unit of each term changes in the logarithm of the plans' steps, (plans, terms), and the prediction.
+    """Return what one unit of each term changes in the logarithm of the plans' steps, (plans, terms), and the
+    prediction.
 
     With `hosts_alone` other terms than the host's are taken to change nothing. Raises what predicting the plans raises.
     """

@@ -48,7 +48,9 @@ def apply(asked: Apply) -> None:
 
 
 def limits_s(asked: Apply) -> tuple[float, float]:
-    """Return the seconds of a run, and those that a job is followed. Raises UserError for options that are not for it."""
+    """Return the seconds of a run, and those that a job is followed. Raises UserError for options that are not for
+    it.
+    """
     seconds, wait_s = budget_s(asked.budget), patience_s(asked.wait)
     if asked.device is not None and asked.device not in DEVICES:
         raise UserError(f"--device is {asked.device!r}", remedy=f"one of {', '.join(DEVICES)}")

@@ -218,7 +218,9 @@ def _steps(files: list[Path]) -> list[PlannedStep]:
 
 
 class Machine(NamedTuple):
-    """The machine that is measured: the catalogue name of its GPU, which of its GPUs, and its links, unless it is a CPU."""
+    """The machine that is measured: the catalogue name of its GPU, which of its GPUs, and its links, unless it is a
+    CPU.
+    """
 
     name: str
     gpu: str
@@ -268,7 +270,9 @@ def _known(out: Path | None, kind: str, *, store: bool) -> Profile | None:
 
 
 def _cut_short(records: Path, kind: str) -> Profile | None:
-    """Return what a calibration measured that was killed before it wrote its profile; this one goes on with its records."""
+    """Return what a calibration measured that was killed before it wrote its profile; this one goes on with its
+    records.
+    """
     try:
         found = read_records(records)
     except PlannerError as error:
@@ -291,7 +295,9 @@ def _whole(found: Profile, before: Profile | None, links: Cluster | None) -> Pro
 
 
 def _save(whole: Profile, found: Profile, out: Path | None, records: Path, *, store: bool) -> bool:
-    """Write the profile, and add what was found to the store. Where either fails the `records` stay, and False is returned."""
+    """Write the profile, and add what was found to the store. Where either fails the `records` stay, and False is
+    returned.
+    """
     errors = []
     if out is not None:
         errors.append(output.attempt(lambda: codec.write_text(out, codec.to_json(whole) + "\n")))

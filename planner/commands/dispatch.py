@@ -14,7 +14,9 @@ from planner.requests.typer_function import typer_function
 
 
 def function_of(command: str, server: str | None) -> Callable[..., None]:
-    """Return a command as typer takes it, answered here or by the service at `server`. Raises UserError where none is."""
+    """Return a command as typer takes it, answered here or by the service at `server`. Raises UserError where none
+    is.
+    """
     if server:
         asks = import_module("planner.remote.command").asks(server, command)
         return typer_function(request_of(command), asks, with_fetched_model)

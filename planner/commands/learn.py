@@ -84,7 +84,9 @@ def _runs(rows: list[dict[str, Any]], base: str, measured: Calibrations) -> tupl
 
 
 def _of_one_kind(runs: list[Measured], unmeasured: list[Case]) -> tuple[list[Measured], list[Case], bool]:
-    """Return the runs and cases that are compiled or those that are eager, whichever more runs are, and which they are."""
+    """Return the runs and cases that are compiled or those that are eager, whichever more runs are, and which they
+    are.
+    """
     asked = [run.case for run in runs] or unmeasured
     compiled = sum(case.question.runtime.compile for case in asked) * 2 > len(asked)
     same = [run for run in runs if run.case.question.runtime.compile == compiled]

@@ -97,7 +97,9 @@ def _print(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _columns(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> str:
-    """Return lines of aligned cells, columns of `right` flush right. A table of rich takes seconds for thousands of tensors."""
+    """Return lines of aligned cells, columns of `right` flush right. A table of rich takes seconds for thousands of
+    tensors.
+    """
     shown = [[printable(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
     return "\n".join(

@@ -1,4 +1,6 @@
-"""A configuration judged: legal or why not, what it costs, the one change that gains most, and the best plan, as diffs."""
+"""A configuration judged: legal or why not, what it costs, the one change that gains most, and the best plan, as
+diffs.
+"""
 
 from __future__ import annotations
 
@@ -139,10 +141,10 @@ def check_text(
 ) -> Checked:
     """Judge the configuration `text`; `where` is its file's name, in messages and diffs.
 
-    `flags` is what is known beside the file. Without `changes` only the plan is judged, and without `search` only plans one
-    change away are tried. After `time_limit_s` there is what was found until then. Raises BadInput (exit 2) for a
-    text that cannot be read or whose model or cluster is not known, and Stale (exit 1) for a profile in doubt where it is
-    refused.
+    `flags` is what is known beside the file. Without `changes` only the plan is judged, and without `search` only plans
+    one change away are tried. After `time_limit_s` there is what was found until then. Raises BadInput (exit 2) for a
+    text that cannot be read or whose model or cluster is not known, and Stale (exit 1) for a profile in doubt where it
+    is refused.
     """
     flags, deadline = flags or CheckFlags(), deadline_of(time_limit_s)
     asked = ask(text, where, flags, measured=measured)
@@ -347,7 +349,9 @@ def _best(
     deadline: float | None,
     progress: Callable[[str], None] | None,
 ) -> dict[str, Any]:
-    """Return the best plan that the file can say, or why there is none. It is at least as good as every single change."""
+    """Return the best plan that the file can say, or why there is none. It is at least as good as every single
+    change.
+    """
     question, plan = found.case.question, found.case.plan
     # What the file has no key for stays as it is.
     fixed: dict[str, Values] = {

@@ -1,7 +1,8 @@
-"""The command line that starts vLLM or SGLang: read, judged by the engine's own flags and rules, and improved as a diff.
+"""The command line that starts vLLM or SGLang: read, judged by the engine's own flags and rules, and improved as a
+diff.
 
-A script may have other lines; variables that it assigns are looked up (`planner.configs.formats.command_line`). Of several commands
-in one text the flags of all count, the last of each.
+A script may have other lines; variables that it assigns are looked up (`planner.configs.formats.command_line`). Of
+several commands in one text the flags of all count, the last of each.
 """
 
 from __future__ import annotations

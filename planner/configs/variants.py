@@ -61,7 +61,9 @@ def _plans(plan: Plan, question: Question) -> Iterator[Plan]:
 
 
 def _resized(plan: Plan, axis: str, degree: int, question: Question) -> Plan | None:
-    """Return the plan with another degree, the rest of the GPUs going to data parallelism; None where they do not divide."""
+    """Return the plan with another degree, the rest of the GPUs going to data parallelism; None where they do not
+    divide.
+    """
     fills = "dp_replicate" if plan.dp_shard == 1 and plan.dp_replicate > 1 else question.framework.fills
     rest = plan.gpus // getattr(plan, fills) // getattr(plan, axis) * degree
     if plan.gpus % rest:

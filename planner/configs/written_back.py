@@ -26,8 +26,8 @@ OF_THE_SHARDING = ("hpz", "instances")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Writer:
-    """Writes plans into a configuration. `asked` is the plan that the file says, `facts` how it says it, and `given` what
-    its reader was given.
+    """Writes plans into a configuration. `asked` is the plan that the file says, `facts` how it says it, and `given`
+    what its reader was given.
     """
 
     configuration: Configuration

@@ -1,5 +1,5 @@
-"""The answers of `planner suggest` and `planner estimate` as text: the sentence that answers, a table, why, how to start
-it, and then what it rests on. The first of these fit a screen of 80 columns.
+"""The answers of `planner suggest` and `planner estimate` as text: the sentence that answers, a table, why, how to
+start it, and then what it rests on. The first of these fit a screen of 80 columns.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Explain a plan: where its step and memory go, why other plans lost, and what would change the answer.
 
 Data for the command and the explorer. The flip points of the answer, where they are asked for, are found by searching
-again on a changed cluster, not by comparing two plans: below this bandwidth, or with this much memory, the *best plan* is
-another. Both plans are then predicted there, and what does not hold is left out.
+again on a changed cluster, not by comparing two plans: below this bandwidth, or with this much memory, the *best plan*
+is another. Both plans are then predicted there, and what does not hold is left out.
 """
 
 from __future__ import annotations
@@ -167,7 +167,9 @@ def explain(
 
 
 def best_plan(question: Question, bounds: Bounds | None = None) -> Plan | None:
-    """Return the fastest plan that surely fits, else the fastest that may, by the analytical model; None if there is none."""
+    """Return the fastest plan that surely fits, else the fastest that may, by the analytical model; None if there is
+    none.
+    """
     try:
         nodes = enumerate_nodes(question, bounds=bounds)
     except UserError:
@@ -184,7 +186,9 @@ def best_plan(question: Question, bounds: Bounds | None = None) -> Plan | None:
 
 
 def flip_is_confirmed(question: Question, now: Plan, becomes: Plan) -> bool:
-    """Return whether `becomes` is listed before `now` when both are predicted for `question`; those that do not run are not."""
+    """Return whether `becomes` is listed before `now` when both are predicted for `question`; those that do not run are
+    not.
+    """
     try:
         found = [
             Finalist(plan=plan, estimate=predict(question, plan).estimate) if question.legal(plan) else None

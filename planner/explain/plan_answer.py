@@ -1,4 +1,5 @@
-"""One plan, answered: what the rules say of it, what it takes where it is legal, and what would give it more headroom in memory.
+"""One plan, answered: what the rules say of it, what it takes where it is legal, and what would give it more headroom
+in memory.
 
 `planner estimate`, `planner trace` and the explorer's what-if ask here.
 """

@@ -155,7 +155,9 @@ def search_line(result: SearchResult) -> str:
 
 
 def flip_text(flip: FlipPoint) -> str:
-    """Return a flip point as text: `beats #1 if network per GPU < 31 GB/s (now 50)`; rounded to the side where it wins."""
+    """Return a flip point as text: `beats #1 if network per GPU < 31 GB/s (now 50)`; rounded to the side where it
+    wins.
+    """
     scale, unit = (GIB, "GiB") if flip.unit == "bytes" else (1e9, "GB/s")
     sign, at, now = "<" if flip.wins == "below" else ">", flip.at / scale, flip.now / scale
     digit = 10.0 ** (max(0, floor(log10(at)) - 1) if at >= 1 else floor(log10(at)) - 1)

@@ -1,9 +1,9 @@
 """What GPUs send in a step, by axis of the mesh and by kind of link: NVLink, PCIe, or the network between nodes.
 
 Counted on the Program that the simulation runs: every collective and message of every rank. A collective moves what a
-ring moves, whose neighbours lie on one node wherever they can, so that each node sends once into the network; reductions
-for which trees or the switch are chosen enter the network once a node. All-to-all sends each peer its part directly.
-Overlap changes when bytes move and not how many, so the plan is counted without it.
+ring moves, whose neighbours lie on one node wherever they can, so that each node sends once into the network;
+reductions for which trees or the switch are chosen enter the network once a node. All-to-all sends each peer its part
+directly. Overlap changes when bytes move and not how many, so the plan is counted without it.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class AxisTraffic:
     """What the groups along one axis send in a step: bytes a GPU, on average over all GPUs of the plan.
 
     Axes: `tp`, `cp`, `ep`, `pp` (neighbouring stages), `fsdp` (shards of parameters), `replicate` (replicas of shards),
-    `dp` (ranks with whole parameters), and `expert_fsdp`, `expert_dp`, the same for routed experts; `host` is what moves to and
-    from host memory where state is kept there.
+    `dp` (ranks with whole parameters), and `expert_fsdp`, `expert_dp`, the same for routed experts; `host` is what
+    moves to and from host memory where state is kept there.
     """
 
     axis: str

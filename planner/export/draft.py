@@ -16,9 +16,9 @@ class Draft:
 
     `body` is text, or a document for a format without comments. `settings` are the values that the target's own parser
     must read back, by its keys. `not_expressed` says what of the plan the target cannot express, `needed` what the user
-    has to provide in addition, and `run` is the command that starts the file. `files` lie in the working directory when it
-    starts: they are written beside the file, or by it where it is a script. `environment` is what is set beside what every
-    plan assumes.
+    has to provide in addition, and `run` is the command that starts the file. `files` lie in the working directory when
+    it starts: they are written beside the file, or by it where it is a script. `environment` is what is set beside what
+    every plan assumes.
     """
 
     body: str | dict[str, Any]

@@ -1,8 +1,8 @@
 """One mapping between a plan and the keys of a framework's configuration, read in both directions.
 
-A table is a tuple of entries. An entry says how some facts (fields of `Plan`, `Workload` and `Runtime`) are written under
-the framework's own keys, and how they are read back. The exports write with a table and `planner check` reads with it, so
-the two cannot disagree.
+A table is a tuple of entries. An entry says how some facts (fields of `Plan`, `Workload` and `Runtime`) are written
+under the framework's own keys, and how they are read back. The exports write with a table and `planner check` reads
+with it, so the two cannot disagree.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ RUNTIME_FACTS = frozenset({"compile", "param_dtype", "compute_dtype", "reduce_dt
 class Entry:
     """Facts and the keys that hold them.
 
-    `write` takes all facts of a plan and returns settings, among `keys`. `read` takes the settings of a file, absent ones
-    at the framework's defaults, and the facts that entries before this one read; it returns facts.
+    `write` takes all facts of a plan and returns settings, among `keys`. `read` takes the settings of a file, absent
+    ones at the framework's defaults, and the facts that entries before this one read; it returns facts.
     """
 
     keys: tuple[str, ...]

@@ -2,8 +2,8 @@
 
 The child gets an argument list and no shell, and a session of its own, so that Ctrl-C reaches this process only, which
 then ends the child in order. It runs under `executor.launch.guard`, so that the kernel signals it when this process is
-killed. It keeps to its time budget itself; one that somebody stopped is continued in time to do so. If it overruns, it is
-terminated and then killed.
+killed. It keeps to its time budget itself; one that somebody stopped is continued in time to do so. If it overruns, it
+is terminated and then killed.
 """
 
 from __future__ import annotations

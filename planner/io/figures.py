@@ -1,6 +1,7 @@
 """Figures as text, with no more digits than are known: the range that a value is expected in decides them.
 
-Times of one answer share a unit, the last digit of its step, so that the terms of a sum and their total can be compared.
+Times of one answer share a unit, the last digit of its step, so that the terms of a sum and their total can be
+compared.
 """
 
 from __future__ import annotations

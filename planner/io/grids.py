@@ -12,7 +12,8 @@ from planner.io.printable import printable
 def grid(
     headings: Sequence[str], rows: Iterable[Sequence[str]] = (), *, text: Collection[str] | None = None, gap: int = 1
 ) -> Table:
-    """Return a table of `rows`; `text` are the headings of columns that hold words, by default the first. `gap` is between columns.
+    """Return a table of `rows`; `text` are the headings of columns that hold words, by default the first. `gap` is
+    between columns.
 
     Cells are made safe for a terminal, as `printable` does.
     """

@@ -1,4 +1,6 @@
-"""A model's config.json from the Hugging Face Hub, fetched only where `--online` asks for it: that file alone, no code."""
+"""A model's config.json from the Hugging Face Hub, fetched only where `--online` asks for it: that file alone, no
+code.
+"""
 
 from __future__ import annotations
 

@@ -59,8 +59,8 @@ def parse_bytes(text: str) -> float:
 def measurements(path: Path | None, *, strict: bool = False) -> Calibrations:
     """Return the calibrations that a profile file gives; none without a path.
 
-    With `strict` a profile of other GPUs, of another driver or of long ago is an error. Raises BadInput when the file is
-    malformed or its values are impossible.
+    With `strict` a profile of other GPUs, of another driver or of long ago is an error. Raises BadInput when the file
+    is malformed or its values are impossible.
     """
     return Calibrations(None if path is None else read_profile(path), strict=strict)
 

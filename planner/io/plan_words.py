@@ -1,4 +1,6 @@
-"""A plan in words: its degrees, what it sets beside them, its name in links, and what changes from one plan to another."""
+"""A plan in words: its degrees, what it sets beside them, its name in links, and what changes from one plan to
+another.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from topology import codec
 DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
 BESIDE_PRODUCT = {"ep"}  # which lies inside the others
 
-# --- degrees ------------------------------------------------------------------------------------------------------------
+# --- degrees
+# ------------------------------------------------------------------------------------------------------------
 
 
 def degrees_text(plan: Plan) -> str:
@@ -43,7 +46,9 @@ def plan_chips(plan: Plan) -> str:
 
 
 def approach_text(plan: Plan) -> str:
-    """Return a plan as a person would say it: `FSDP over 8 GPUs`, `FSDP over 64 with tensor parallelism over 8 on 512 GPUs`."""
+    """Return a plan as a person would say it: `FSDP over 8 GPUs`, `FSDP over 64 with tensor parallelism over 8 on 512
+    GPUs`.
+    """
     away = {"optimizer": ", optimizer in host memory", "parameters": ", parameters and optimizer in host memory"}
     return _degrees_in_words(plan) + away.get(plan.offload, "")
 
@@ -78,7 +83,8 @@ def _degrees_in_words(plan: Plan) -> str:
     return first + (f" with {' and '.join(others)}" if others else "") + f" on {plan.gpus:,} GPUs"
 
 
-# --- what it sets beside its degrees --------------------------------------------------------------------------------------
+# --- what it sets beside its degrees
+# --------------------------------------------------------------------------------------
 
 
 def policy_text(plan: Plan) -> str:
@@ -87,7 +93,9 @@ def policy_text(plan: Plan) -> str:
 
 
 def special_text(plan: Plan) -> str:
-    """Return what a plan sets beside its degrees, its micro batch and its recomputation, where that is not the plain choice."""
+    """Return what a plan sets beside its degrees, its micro batch and its recomputation, where that is not the plain
+    choice.
+    """
     plain = {"micro_batch_size", "recompute", "recompute_per_stage", "sequence_parallel"}
     plain |= {"schedule"} if plan.schedule_name == PLAIN_SCHEDULE and plan.virtual_stages == 1 else set()
     plain |= {"reshard_after_forward"} if plan.reshard_after_forward else set()
@@ -100,8 +108,8 @@ def plan_settings(plan: Plan) -> str:
 
 
 def plan_in_words(plan: Plan | Mapping[str, Any], *, without: Collection[str] = ()) -> str:
-    """Return a plan, or a plan of a document, without what says nothing: `fsdp 4 x pp 2, micro batch 2, 1F1B`; `without` some
-    of its settings.
+    """Return a plan, or a plan of a document, without what says nothing: `fsdp 4 x pp 2, micro batch 2, 1F1B`;
+    `without` some of its settings.
     """
     if not isinstance(plan, Plan):
         plan = Plan(**{name: value for name, value in plan.items() if name in PLAN_FIELDS})
@@ -153,7 +161,8 @@ def run_length_text(values: Sequence[object]) -> str:
     return ", ".join(f"{count} x {value}" if count > 1 else f"{value}" for value, count in groups)
 
 
-# --- in links -----------------------------------------------------------------------------------------------------------
+# --- in links
+# -----------------------------------------------------------------------------------------------------------
 
 
 def plan_name(plan: Plan) -> str:
@@ -174,7 +183,8 @@ def plan_name(plan: Plan) -> str:
     return " ".join(words)
 
 
-# --- one plan and another -----------------------------------------------------------------------------------------------
+# --- one plan and another
+# -----------------------------------------------------------------------------------------------
 
 
 def changed_fields(before: Plan, after: Plan) -> list[tuple[str, str, str]]:

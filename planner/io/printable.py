@@ -1,4 +1,6 @@
-"""Text that is safe for a terminal. Apart from `output.py`, whose libraries take longer to load than `planner --help`."""
+"""Text that is safe for a terminal. Apart from `output.py`, whose libraries take longer to load than `planner
+--help`.
+"""
 
 from __future__ import annotations
 

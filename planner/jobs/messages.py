@@ -1,4 +1,6 @@
-"""Objects over a pipe between a server and its worker process, as `multiprocessing` sends them: both ends are this program."""
+"""Objects over a pipe between a server and its worker process, as `multiprocessing` sends them: both ends are this
+program.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Jobs in worker processes (`planner.jobs.worker`): few, bounded in time and memory, ended at once.
 
-A job waits for its turn, then has a process of its own until it is done. Stopping it kills that process with all that it
-started, and so does its time limit, and nobody asking for it any longer. A job that takes long steps aside: it gets a
-lower priority, and others may start beside it, so that a short question never waits for a long one to end.
+A job waits for its turn, then has a process of its own until it is done. Stopping it kills that process with all that
+it started, and so does its time limit, and nobody asking for it any longer. A job that takes long steps aside: it gets
+a lower priority, and others may start beside it, so that a short question never waits for a long one to end.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from topology.processes import descendants, kill
 SLOTS = max(2, os.cpu_count() or 2)  # jobs at a time, without those that take long
 LONG_S = 3.0
 TICK_S = 0.1
-# Linux gives a process of this priority a quarter of a core that it shares with one of normal priority: a short question
-# beside it takes a third longer at most, and the long one still ends.
+# Linux gives a process of this priority a quarter of a core that it shares with one of normal priority: a short
+# question beside it takes a third longer at most, and the long one still ends.
 NICE = 5
 # Numerical libraries start a thread per core otherwise, in every process.
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -114,7 +114,9 @@ class Workers:
 
 
 class Job:
-    """One request: `result` or `error` is set once `done` is, `early` where the work has given an answer before. `ask` keeps it wanted; `on_progress` is called at each change."""
+    """One request: `result` or `error` is set once `done` is, `early` where the work has given an answer before. `ask`
+    keeps it wanted; `on_progress` is called at each change.
+    """
 
     def __init__(
         self,
@@ -225,7 +227,8 @@ class Job:
             self.slowed = True
             with suppress(psutil.Error):
                 psutil.Process(process.pid).nice(NICE)
-            # Where Linux schedules sessions as groups, priorities count inside a session only, and the session has its own.
+            # Where Linux schedules sessions as groups, priorities count inside a session only, and the session has its
+            # own.
             with suppress(OSError):
                 Path(f"/proc/{process.pid}/autogroup").write_text(str(NICE), encoding="ascii")
 

@@ -1,8 +1,8 @@
 """The worker process: answers requests one at a time with the functions it was given, until its standard input ends.
 
-Requests come on standard input, messages go to standard output (`planner.jobs.messages`). A request is (kind, arguments,
-bytes of memory or None). A message is ("progress", line), ("early", value), ("result", value) or ("error", PlannerError); after a result or
-an error follows whether the process takes another request.
+Requests come on standard input, messages go to standard output (`planner.jobs.messages`). A request is (kind,
+arguments, bytes of memory or None). A message is ("progress", line), ("early", value), ("result", value) or ("error",
+PlannerError); after a result or an error follows whether the process takes another request.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ def serve(work: Work) -> None:
 
 
 def _read(waiting: queue.SimpleQueue[Any]) -> None:
-    """Pass requests on; at the end of the input, when the server is gone, end this process in the middle of its work."""
+    """Pass requests on; at the end of the input, when the server is gone, end this process in the middle of its
+    work.
+    """
     requests = os.fdopen(os.dup(0), "rb")
     with suppress(EOFError):
         while True:

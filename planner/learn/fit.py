@@ -1,12 +1,13 @@
-"""A runtime's own costs from whole runs: how far kernels, collectives, memory and the host are from the description it is like.
+"""A runtime's own costs from whole runs: how far kernels, collectives, memory and the host are from the description it
+is like.
 
-Few runs say little of many costs, so a fit is least squares of logarithms around the description, each cost as far from it as
-runtimes are from each other, and each run as far as a description can be from a run: the further, the less of it is kernels.
-Published grids have runs that stood still or shared their machine: a loss that hardly grows beyond a few spreads leaves such
-rows out of the decision.
+Few runs say little of many costs, so a fit is least squares of logarithms around the description, each cost as far from
+it as runtimes are from each other, and each run as far as a description can be from a run: the further, the less of it
+is kernels. Published grids have runs that stood still or shared their machine: a loss that hardly grows beyond a few
+spreads leaves such rows out of the decision.
 
-Memory is fitted before steps: what a rank keeps and what its passes save have a factor each. A run whose GPU was full waits for
-its allocator in every micro batch, which shows what that takes and next to nothing else.
+Memory is fitted before steps: what a rank keeps and what its passes save have a factor each. A run whose GPU was full
+waits for its allocator in every micro batch, which shows what that takes and next to nothing else.
 """
 
 from __future__ import annotations
@@ -37,8 +38,9 @@ Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 Answer = dict[str, float]
 
-# Spreads of logarithms: of a run around a right description; of what multiplies kernels and collectives between runtimes;
-# of a host's costs, which differ by 2 to 5 between hosts and runtimes (examples/profiles/hosts.md). The others are assumed.
+# Spreads of logarithms: of a run around a right description; of what multiplies kernels and collectives between
+# runtimes; of a host's costs, which differ by 2 to 5 between hosts and runtimes (examples/profiles/hosts.md). The
+# others are assumed.
 RUN_SPREAD, REST_SPREAD = 0.05, 0.1  # of a run of kernels alone, and what the share that is none adds
 MEMORY_SPREAD = 0.1
 FULL_SPREAD = 0.4  # of a full GPU's flushes: how many there are follows from sizes that no description has
@@ -65,8 +67,8 @@ HOST_COSTS = (
     "rest_s",
 )
 LEAST_BEHIND = 0.2  # share of the runs that a fit takes kernels from before it has taken anything from any
-# Of the memory that a rank can use, above which its allocator gives blocks back and asks again: what a step then takes says
-# nothing of the costs here. Communicators and fragments have the rest. Source: assumed.
+# Of the memory that a rank can use, above which its allocator gives blocks back and asks again: what a step then takes
+# says nothing of the costs here. Communicators and fragments have the rest. Source: assumed.
 FULL = 0.9
 FEWEST = 3  # runs with a time or a memory, below which nothing is learned
 
@@ -174,7 +176,9 @@ class PredictedCases:
         self.groups = list(together.values())
 
     def predicted(self, values: Mapping[str, float], *, compiled: bool, replayed: bool = False) -> list[Estimate]:
-        """Return the estimates of all plans under costs of their runtime, with what the allocator holds where `replayed`."""
+        """Return the estimates of all plans under costs of their runtime, with what the allocator holds where
+        `replayed`.
+        """
         found: dict[int, Estimate] = {}
         for places in self.groups:
             question = self.cases[places[0]].question
@@ -214,7 +218,9 @@ class Runs:
         return np.array(rows, dtype=np.float64).reshape(-1, 2)
 
     def steps(self, values: Mapping[str, float], full: Flags, *, compiled: bool) -> Floats:
-        """Return log(predicted / measured) of steps, those in `full` on GPUs whose allocator flushes; 0 where not measured."""
+        """Return log(predicted / measured) of steps, those in `full` on GPUs whose allocator flushes; 0 where not
+        measured.
+        """
         found = self.asked.predicted({**values, FLUSH: 0.0}, compiled=compiled)
         predicted = np.array([one.step_s.value for one in found]) + full * self.micro_batches * values.get(FLUSH, 0.0)
         measured = np.array([run.step_s or one for run, one in zip(self.runs, predicted, strict=True)])
@@ -263,7 +269,9 @@ def _occurring(usual: Answer, cases: Sequence[Case]) -> tuple[str, ...]:
 
 
 def fit(runs: Sequence[Measured], like: str, *, compiled: bool = False, start: Answer | None = None) -> Fit:
-    """Return the costs that meet `runs` best around the description `like`; without runs, the description and what it leaves open."""
+    """Return the costs that meet `runs` best around the description `like`; without runs, the description and what it
+    leaves open.
+    """
     usual, known = usual_values(like), Runs(runs)
     of_memory = _fit_memory(known, compiled=compiled)
     of_steps = _fit_steps(known, usual, of_memory, compiled=compiled, start=start or {})
@@ -357,7 +365,9 @@ def errors(runs: Sequence[Measured], found: Fit, *, compiled: bool) -> tuple[lis
 
 
 def left_out_errors(runs: Sequence[Measured], whole: Fit, like: str, *, compiled: bool) -> dict[str, float | None]:
-    """Return mean absolute errors of runs whose group was left out of the fit: by model, else by number of GPUs, else by run."""
+    """Return mean absolute errors of runs whose group was left out of the fit: by model, else by number of GPUs, else
+    by run.
+    """
     keys = [run.group for run in runs]
     if len(set(keys)) < 2:
         keys = [str(run.case.plan.gpus) for run in runs]

@@ -1,9 +1,10 @@
-"""What a training log measured: the lines that torchtitan, Megatron-LM and DeepSpeed write about their steps, and nothing else.
+"""What a training log measured: the lines that torchtitan, Megatron-LM and DeepSpeed write about their steps, and
+nothing else.
 
-A log says how long steps took and what memory was held; which plan ran is said by the case that names it (`measured.log`).
-torchtitan's line is written by components/metrics.py (`tps` tokens a second and GPU, `memory` what its allocator reserved at
-most), Megatron-LM's by megatron/training/training.py (`training_log`, `report_memory`: MB are MiB), DeepSpeed's by
-utils/timer.py (`ThroughputTimer`: samples a second of the whole batch, GB are GiB).
+A log says how long steps took and what memory was held; which plan ran is said by the case that names it
+(`measured.log`). torchtitan's line is written by components/metrics.py (`tps` tokens a second and GPU, `memory` what
+its allocator reserved at most), Megatron-LM's by megatron/training/training.py (`training_log`, `report_memory`: MB are
+MiB), DeepSpeed's by utils/timer.py (`ThroughputTimer`: samples a second of the whole batch, GB are GiB).
 """
 
 from __future__ import annotations
@@ -87,8 +88,8 @@ RESERVED, ALLOCATED = "torch max reserved", "torch max allocated"
 def measured_in(text: str, *, where: str, global_batch: float | None) -> dict[str, Any]:
     """Return the `measured` of a case: what the log of its run says.
 
-    `global_batch` is the case's, which turns DeepSpeed's samples a second into steps. Raises BadInput for a text without a step
-    of any of the three, or with steps of more than one.
+    `global_batch` is the case's, which turns DeepSpeed's samples a second into steps. Raises BadInput for a text
+    without a step of any of the three, or with steps of more than one.
     """
     reads = {kind: _Read() for kind in KINDS}
     for line in text.splitlines():

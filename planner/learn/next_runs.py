@@ -1,11 +1,11 @@
 """Which runs would teach most: those that leave every candidate alike to a run that was made.
 
-Two steps are as far apart as their ratio is open before any run: by how much the spreads of a runtime's costs around its
-description move one against the other (their gradients say by how much each cost moves a step). The next run is the one
-after which the distances of all candidates to the nearest run add up to least, and so on (greedy k-medoids: Cornuejols, Fisher,
-Nemhauser, Management Science 23, 1977). Runs that make costs surest would be the extremes of a grid, which a description meets
-worst: where what is missing is the model's form rather than its numbers, runs that are spread as the candidates are say more
-(Box, Draper, J. Am. Statist. Assoc. 54, 1959).
+Two steps are as far apart as their ratio is open before any run: by how much the spreads of a runtime's costs around
+its description move one against the other (their gradients say by how much each cost moves a step). The next run is the
+one after which the distances of all candidates to the nearest run add up to least, and so on (greedy k-medoids:
+Cornuejols, Fisher, Nemhauser, Management Science 23, 1977). Runs that make costs surest would be the extremes of a
+grid, which a description meets worst: where what is missing is the model's form rather than its numbers, runs that are
+spread as the candidates are say more (Box, Draper, J. Am. Statist. Assoc. 54, 1959).
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def ask_next(
 ) -> list[dict[str, Any]]:
     """Return the plans whose runs would narrow the fit most, best first, each with how unsure its step is.
 
-    As many as are missing to `ENOUGH`. Candidates are cases without a measurement where there are any, else neighbours of
-    those that were run.
+    As many as are missing to `ENOUGH`. Candidates are cases without a measurement where there are any, else neighbours
+    of those that were run.
     """
     ran = [run.case for run in runs]
     candidates = _few([*(unmeasured or _neighbours(ran))])

@@ -1,6 +1,8 @@
-"""Runs in files: a list of cases (JSON), a case a line (JSON Lines), or a table (CSV) whose columns are paths into a case.
+"""Runs in files: a list of cases (JSON), a case a line (JSON Lines), or a table (CSV) whose columns are paths into a
+case.
 
-What was measured may stand in the log of a run, which `measured.log` names, relative to the file (`planner.learn.logs`).
+What was measured may stand in the log of a run, which `measured.log` names, relative to the file
+(`planner.learn.logs`).
 """
 
 from __future__ import annotations

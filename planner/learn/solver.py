@@ -1,8 +1,8 @@
 """Robust least squares around a prior, for few parameters and predictions that are dear.
 
-What a plan's step takes is a maximum of what several resources take, so a cost may show in few of the runs, or in none before it
-has grown. Damped Gauss-Newton steps with differences as wide as a few percent see past such kinks, and need fewer predictions
-than a trust region, which starts as narrow as the first guess is close to the prior.
+What a plan's step takes is a maximum of what several resources take, so a cost may show in few of the runs, or in none
+before it has grown. Damped Gauss-Newton steps with differences as wide as a few percent see past such kinks, and need
+fewer predictions than a trust region, which starts as narrow as the first guess is close to the prior.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class Solution:
 def solve(missed: Callable[[Floats], Floats], start: Floats, spreads: Floats, *, loss: Loss = "soft_l1") -> Solution:
     """Return the parameters that make `missed` least, each held near 0 by its prior spread.
 
-    A residual counts as its square near 0, and far beyond 1 linearly with soft L1, 2 (sqrt(1 + r^2) - 1), or next to nothing with
-    `cauchy`, log(1 + r^2). Only the first has no minima where it ignores what it should meet: begin with it.
-    Between rounds derivatives follow from what a step did (Broyden, Math. Comp. 19, 1965); they are found again where that
-    no longer gains much.
+    A residual counts as its square near 0, and far beyond 1 linearly with soft L1, 2 (sqrt(1 + r^2) - 1), or next to
+    nothing with `cauchy`, log(1 + r^2). Only the first has no minima where it ignores what it should meet: begin with
+    it. Between rounds derivatives follow from what a step did (Broyden, Math. Comp. 19, 1965); they are found again
+    where that no longer gains much.
     """
     held = np.diag(spreads**-2.0)
     at, here = start, missed(start)

@@ -186,7 +186,9 @@ def _places(kinds: dict[str, str], neighbours: dict[str, set[str]], facts: objec
 
 
 def _spread(wanted: dict[str, float], gap: float) -> dict[str, float]:
-    """Return positions in the order of `wanted`, at least `gap` apart; runs of neighbours are centred on their wishes."""
+    """Return positions in the order of `wanted`, at least `gap` apart; runs of neighbours are centred on their
+    wishes.
+    """
     ordered = sorted(wanted.items(), key=lambda item: (item[1], item[0]))
     runs: list[tuple[float, list[str]]] = []  # centre wanted, members
     for name, x in ordered:

@@ -1,4 +1,6 @@
-"""A sharding plan as a picture: operators from top to bottom, the placements of their results, collectives between them."""
+"""A sharding plan as a picture: operators from top to bottom, the placements of their results, collectives between
+them.
+"""
 
 from __future__ import annotations
 

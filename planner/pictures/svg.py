@@ -58,7 +58,9 @@ class Picture:
         self._add("rect", place | look, about)
 
     def bar(self, x: float, y: float, width: float, height: float, fill: str) -> None:
-        """Draw a bar without a gap to its neighbours and wide enough to be visible, for lanes with thousands of bars."""
+        """Draw a bar without a gap to its neighbours and wide enough to be visible, for lanes with thousands of
+        bars.
+        """
         place = {"x": f"{x:.2f}", "y": _px(y), "width": f"{max(width, 0.3):.2f}", "height": _px(height)}
         self._add("rect", place | {"fill": fill})
 

@@ -47,7 +47,8 @@ from topology.rates.reach import cluster_caveats
 # Where flags give none; a sequence in tokens.
 DEFAULT_MODEL, DEFAULT_CLUSTER, SEQ_LEN = "llama3-8b", "dgx-h100", 8192
 
-# Where a case is from and what became of it: kept with it, and nothing to predict by. `note` says what measurements mean.
+# Where a case is from and what became of it: kept with it, and nothing to predict by. `note` says what measurements
+# mean.
 _ABOUT_KEYS = ("source", "note", "notes", "comment", "url", "date", "peers")
 _CASE_KEYS = ("id", "model", "cluster", "workload", "plan", "runtime", "measured", "outcome", *_ABOUT_KEYS)
 
@@ -133,9 +134,11 @@ def build_case(
     seen: Mapping[str, Any] | None = None,
     outcome: str | None = None,
 ) -> Case:
-    """Return the case of a plan and a runtime as they are stated: what is left open is at the framework's defaults, and listed.
+    """Return the case of a plan and a runtime as they are stated: what is left open is at the framework's defaults, and
+    listed.
 
-    `assumed` is what was assumed before, `seen` what was measured. Raises BadPlan for what cannot be; `where` begins the message.
+    `assumed` is what was assumed before, `seen` what was measured. Raises BadPlan for what cannot be; `where` begins
+    the message.
     """
     stated, implied = implied_runtime(dict(runtime), plan, framework)
     resolved, from_runtime = resolve_runtime(stated)
@@ -166,7 +169,9 @@ def _measured(data: Mapping[str, Any], name: str, assumed: list[str]) -> dict[st
 
 
 def named_case(path: str | Path, name: str | None, measured: Calibrations = UNMEASURED) -> Case:
-    """Return the case of a file whose id is `name`, the first if None. Raises UserError when the file has no such case."""
+    """Return the case of a file whose id is `name`, the first if None. Raises UserError when the file has no such
+    case.
+    """
     raw, _ = read_cases(path)
     for data in raw:
         if name is None or case_id(data) == name:
@@ -176,7 +181,9 @@ def named_case(path: str | Path, name: str | None, measured: Calibrations = UNME
 
 
 def case_of_plan_file(path: Path, measured: Calibrations = UNMEASURED) -> Case:
-    """Return the question that a saved plan answers. Raises what `load_plan` raises, Stale for another profile than then."""
+    """Return the question that a saved plan answers. Raises what `load_plan` raises, Stale for another profile than
+    then.
+    """
     content = load_plan(path)
     if measured.profile is not None and "profile" in content.fingerprints:
         require_fresh(content, profile=measured.profile)
@@ -186,7 +193,9 @@ def case_of_plan_file(path: Path, measured: Calibrations = UNMEASURED) -> Case:
 
 
 def case_of_file(path: str, name: str | None = None, measured: Calibrations = UNMEASURED) -> Case:
-    """Return what a file is about: a saved plan's question, or a case (of a list that called `name`, else the first)."""
+    """Return what a file is about: a saved plan's question, or a case (of a list that called `name`, else the
+    first).
+    """
     if str(path) != "-":
         data = codec.read_json(path)
         if isinstance(data, dict) and "fingerprints" in data:
@@ -263,7 +272,9 @@ def require_pipeline(flags: Flags, plan: Plan) -> None:
 def all_assumed(
     assumed: Sequence[str], plans: Sequence[Plan], question: Question, measured: Calibrations
 ) -> tuple[str, ...]:
-    """Return once each what was assumed: before, of the machine, of the profile, and of what `plans` do that nobody measured."""
+    """Return once each what was assumed: before, of the machine, of the profile, and of what `plans` do that nobody
+    measured.
+    """
     lines = (
         *assumed,
         *cluster_caveats(question.cluster),

@@ -1,7 +1,8 @@
 """A runtime that was learned from runs: the description it is like, and what its runs changed in it.
 
-`planner learn` writes the file; `--runtime FILE` puts it in the place of the runtime that a case or a question names. What was
-learned is a `RuntimeCosts`, as a calibration has them of a runtime whose layers were run, so everything that costs plans takes it.
+`planner learn` writes the file; `--runtime FILE` puts it in the place of the runtime that a case or a question names.
+What was learned is a `RuntimeCosts`, as a calibration has them of a runtime whose layers were run, so everything that
+costs plans takes it.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ class Fitted:
 class LearnedRuntime:
     """`name` is what its runs are called, `like` the description they were fitted around, `rows` how many were used.
 
-    `fitted` has factors of what is described (`FACTORS`; `activation_factor` multiplies once more what of memory is no state), fields
-    of HostSpec, `crossing_s`, what a collective takes more for each crossing between nodes, and `flush_s`, what a micro batch
-    takes more on a GPU that is full.
+    `fitted` has factors of what is described (`FACTORS`; `activation_factor` multiplies once more what of memory is no
+    state), fields of HostSpec, `crossing_s`, what a collective takes more for each crossing between nodes, and
+    `flush_s`, what a micro batch takes more on a GPU that is full.
     """
 
     name: str
@@ -82,7 +83,9 @@ def costs_of(values: Mapping[str, float], *, rows: int) -> RuntimeCosts:
 
 
 def read_learned(path: str | Path) -> LearnedRuntime:
-    """Return the learned runtime of a file. Raises BadInput, naming the field, when it is none or its numbers cannot be."""
+    """Return the learned runtime of a file. Raises BadInput, naming the field, when it is none or its numbers cannot
+    be.
+    """
     found = codec.convert(codec.read_json(path), LearnedRuntime, where=str(path))
     runtime_spec(found.like)
     for name, one in found.fitted.items():
@@ -115,7 +118,9 @@ class LearnedCalibrations(Calibrations):
         self.learned = learned
 
     def on(self, cluster: Cluster) -> Calibration | None:
-        """Return the calibration of `cluster`, with learned costs of the runtime in place of those measured by layers."""
+        """Return the calibration of `cluster`, with learned costs of the runtime in place of those measured by
+        layers.
+        """
         found = super().on(cluster) or Calibration(gpu=cluster.slowest_kind)
         key = (runtime_spec(self.learned.like).names[0], self.learned.compile)
         return replace(found, runtimes={**found.runtimes, key: self.learned.costs()})

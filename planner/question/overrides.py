@@ -1,7 +1,8 @@
 """Flags beside a saved plan or a case: what they say goes before what the file says, and every change is listed.
 
 Degrees keep filling the same GPUs: where another degree or another number of GPUs is said and data parallelism is not,
-the data-parallel degree follows. What only fits the plan as it was (layers by stage, placement) is left out, and listed.
+the data-parallel degree follows. What only fits the plan as it was (layers by stage, placement) is left out, and
+listed.
 """
 
 from __future__ import annotations

@@ -44,8 +44,8 @@ FINGERPRINTED = ("model", "cluster", "workload", "framework", "runtime", "plan",
 class PlanFile:
     """The content of a plan file.
 
-    `fingerprints` has a key for every part that the answer rests on (`FINGERPRINTED`), and profile where one was used: a
-    profile is not kept in the file, so another one is noticed but not shown.
+    `fingerprints` has a key for every part that the answer rests on (`FINGERPRINTED`), and profile where one was used:
+    a profile is not kept in the file, so another one is noticed but not shown.
     """
 
     schema_version: int
@@ -102,8 +102,8 @@ def fingerprint(value: Any) -> str:
 
 
 def save_plan(content: PlanFile, path: str | Path, *, force: bool = False) -> None:
-    """Write a plan file atomically. Raises BadInput when the file exists and `force` is not given, and for a plan that could
-    not be read again: a value is out of all bounds.
+    """Write a plan file atomically. Raises BadInput when the file exists and `force` is not given, and for a plan that
+    could not be read again: a value is out of all bounds.
     """
     refuse_overwrite(path, force=force)
     _verify(content, "the plan")
@@ -126,7 +126,9 @@ def refuse_overwrite(path: str | Path, *, force: bool) -> None:
 
 
 def require_folder(path: Path) -> None:
-    """Raise BadInput when the folder that `path` lies in does not exist: folders are not created, since the name may be misspelt."""
+    """Raise BadInput when the folder that `path` lies in does not exist: folders are not created, since the name may be
+    misspelt.
+    """
     if not path.parent.is_dir():
         raise BadInput(
             f"cannot write {path}",
@@ -195,7 +197,9 @@ def require_fresh(
     workload: Workload | None = None,
     profile: Profile | None = None,
 ) -> None:
-    """Raise Stale (exit 1), with what differs, when the plan was made for another model or cluster than the given one."""
+    """Raise Stale (exit 1), with what differs, when the plan was made for another model or cluster than the given
+    one.
+    """
     then = {"model": content.model, "cluster": content.cluster, "workload": content.workload}
     now = {"model": model, "cluster": cluster, "workload": workload, "profile": profile}
     differ = []

@@ -1,8 +1,9 @@
-"""What a plan takes by the best that the program knows: simulated where its program is short, else by the analytical model.
+"""What a plan takes by the best that the program knows: simulated where its program is short, else by the analytical
+model.
 
-Both read one description of a pass (`simulator.passes`). Memory is the caching allocator's, replayed. Which of the two follows
-from the plan and its question alone. So a plan has one step and one memory wherever it is shown: in a list, by itself, beside
-another, or explained.
+Both read one description of a pass (`simulator.passes`). Memory is the caching allocator's, replayed. Which of the two
+follows from the plan and its question alone. So a plan has one step and one memory wherever it is shown: in a list, by
+itself, beside another, or explained.
 """
 
 from __future__ import annotations

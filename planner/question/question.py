@@ -1,6 +1,7 @@
 """The question that every command, the explorer and the exports ask: which plans may run here, and what do they take?
 
-`planner.question.cases` builds one from a case, a saved plan or flags; `planner.search.answer` from what `suggest` is given.
+`planner.question.cases` builds one from a case, a saved plan or flags; `planner.search.answer` from what `suggest` is
+given.
 """
 
 from __future__ import annotations
@@ -74,10 +75,11 @@ class Question(Scenario):
     def estimate(self, plans: Sequence[Plan], *, each_on: Sequence[Cluster] = ()) -> EstimateTable:
         """Return step time and memory of every plan by the analytical model.
 
-        Raises Infeasible for types and optimizers that are not modelled and where a plan needs GPUs between which there is
-        no path.
+        Raises Infeasible for types and optimizers that are not modelled and where a plan needs GPUs between which there
+        is no path.
 
-        `each_on` names the cluster of each plan, where they run on such as differ from the question's in link rates only.
+        `each_on` names the cluster of each plan, where they run on such as differ from the question's in link rates
+        only.
         """
         self._require_modelled()
         table = estimate_plans(self, plans, each_on=each_on)
@@ -96,7 +98,9 @@ class Question(Scenario):
         micro_batches: int | None = None,
         progress: Callable[[str], None] | None = None,
     ) -> Simulated:
-        """Return one step of `plan`, simulated; see `simulate_plan`. Raises Infeasible for types that are not modelled."""
+        """Return one step of `plan`, simulated; see `simulate_plan`. Raises Infeasible for types that are not
+        modelled.
+        """
         self._require_modelled()
         return simulate_plan(self, plan, detail=detail, spans=spans, micro_batches=micro_batches, progress=progress)
 

@@ -1,4 +1,6 @@
-"""The global batch that is assumed where none is stated: about as many tokens a step as a published recipe of that size."""
+"""The global batch that is assumed where none is stated: about as many tokens a step as a published recipe of that
+size.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +39,8 @@ RECIPES = (
 def default_batch(model: Model, seq_len: int, gpus: int) -> tuple[int, str]:
     """Return the sequences of a step, and whose recipe that is.
 
-    It is a multiple of `gpus`, or a power of two where a step has fewer sequences than there are GPUs: both can be shared
-    by many numbers of data-parallel ranks.
+    It is a multiple of `gpus`, or a power of two where a step has fewer sequences than there are GPUs: both can be
+    shared by many numbers of data-parallel ranks.
     """
     recipe = min(RECIPES, key=lambda one: abs(log(one.parameters / model.parameters)))
     sequences = recipe.tokens / seq_len

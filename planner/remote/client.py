@@ -32,8 +32,8 @@ AWAY = frozenset({429, 502, 503, 504})
 class Client:
     """Asks one service. `token` is by default what the environment says as MESHWRIGHT_TOKEN.
 
-    Requests that a service did not answer are sent again for `patience_s`; each job is accepted once all the same, since
-    it goes with an Idempotency-Key. Methods raise ServiceError when the service refuses or stays away.
+    Requests that a service did not answer are sent again for `patience_s`; each job is accepted once all the same,
+    since it goes with an Idempotency-Key. Methods raise ServiceError when the service refuses or stays away.
     """
 
     def __init__(self, url: str, *, token: str | None = None, patience_s: float = PATIENCE_S) -> None:

@@ -1,6 +1,7 @@
 """Flags of a command as data, told by the fields of its request.
 
-A flag's name in JSON is its long form without dashes at the front and with underscores inside: `--seq-len` is `seq_len`.
+A flag's name in JSON is its long form without dashes at the front and with underscores inside: `--seq-len` is
+`seq_len`.
 """
 
 from __future__ import annotations
@@ -41,8 +42,9 @@ R = TypeVar("R")
 class Flag:
     """One flag of a command. `off` spells the opposite of a flag that is on or off; None where there is none.
 
-    `type` is that of its field, `kind` bool, int, float or str; `choices` are the words of an enumeration, `many` says that
-    it may be given again. `parameter` is its name in Python; `at` where its value goes: a field, or a field and a key of it.
+    `type` is that of its field, `kind` bool, int, float or str; `choices` are the words of an enumeration, `many` says
+    that it may be given again. `parameter` is its name in Python; `at` where its value goes: a field, or a field and a
+    key of it.
     """
 
     name: str
@@ -94,7 +96,8 @@ class Flag:
         return [f"{self.option}={value}"] if self.option else [str(value)]
 
 
-# --- fields of requests ------------------------------------------------------------------------------------------------
+# --- fields of requests
+# ------------------------------------------------------------------------------------------------
 
 
 def option(default: Any, *spellings: str, **known: Any) -> Any:
@@ -180,7 +183,8 @@ def values_of(*groups: Any) -> dict[str, Any]:
     return {one.name: getattr(part, one.name) for part in groups for one in fields(part)}
 
 
-# --- a request as flags, and back --------------------------------------------------------------------------------------
+# --- a request as flags, and back
+# --------------------------------------------------------------------------------------
 
 
 def flags_of(request: type) -> Mapping[str, Flag]:
@@ -224,7 +228,9 @@ def _flag(one: Field[Any], kind: Any, known: Mapping[str, Any], at: tuple[str, .
 
 
 def build(request: type[R], given: Mapping[str, Any], said: Iterable[str] = ()) -> R:
-    """Return the request with the values that are given by parameter. Raises UserError for a number that is not finite."""
+    """Return the request with the values that are given by parameter. Raises UserError for a number that is not
+    finite.
+    """
     values: dict[str, Any] = {}
     for flag in flags_of(request).values():
         if flag.parameter not in given:
@@ -250,7 +256,8 @@ def _built(kind: type[R], values: Mapping[str, Any]) -> R:
 def from_keywords(request: type[R], keywords: Mapping[str, Any], *, command: str = "") -> R:
     """Return the request with values by the names of flags, as Python states them: numbers, words and paths.
 
-    Raises UserError for a name that is no flag, a flag that must be given and was not, and a value that no flag can have.
+    Raises UserError for a name that is no flag, a flag that must be given and was not, and a value that no flag can
+    have.
     """
     flags = flags_of(request)
     names = {spelling: flag for flag in flags.values() for spelling in (flag.name, flag.parameter, *flag.others)}
@@ -307,7 +314,9 @@ def command_line(command: str, flags: Mapping[str, Flag], values: Mapping[str, A
 
 
 def shell_line(command: str, asked: Request, *, always: Iterable[str] = ()) -> str:
-    """Return the line of a shell that asks the same: flags that differ from their defaults, and those named in any case."""
+    """Return the line of a shell that asks the same: flags that differ from their defaults, and those named in any
+    case.
+    """
     words = ["planner", command]
     for flag in flags_of(type(asked)).values():
         value = value_of(asked, flag)

@@ -110,11 +110,12 @@ class Collective(Request):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibrate(Request):
-    """Measure layers, operators, collectives, contention and overlap, what decides a question first; fit; say what is left.
+    """Measure layers, operators, collectives, contention and overlap, what decides a question first; fit; say what is
+    left.
 
-    With --model the plans that could win are looked for, and measured is what narrows the choice between them most a second.
-    What the profile has already is not measured again, so a run that was cut short is continued by the same command.
-    Exit code 1 when there is no GPU to measure.
+    With --model the plans that could win are looked for, and measured is what narrows the choice between them most a
+    second. What the profile has already is not measured again, so a run that was cut short is continued by the same
+    command. Exit code 1 when there is no GPU to measure.
     """
 
     cluster: str = option("local", "--cluster", help="What this machine is: local, a catalogue name or a cluster file.")

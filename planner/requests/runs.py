@@ -16,8 +16,9 @@ class Apply(Request):
     A serving plan is served by the executor: its requests arrive, and what clients saw stands beside the prediction.
 
     Machine and plan are compared before anything starts. Numbers are checked against one process before anything is
-    timed. Every run is kept: planner runs lists them, planner report explains one. Exit code 1 when the plan is stale or
-    the run failed, 4 when memory was full or the step is outside --tolerance, without it outside its predicted interval.
+    timed. Every run is kept: planner runs lists them, planner report explains one. Exit code 1 when the plan is stale
+    or the run failed, 4 when memory was full or the step is outside --tolerance, without it outside its predicted
+    interval.
 
     With --wait, the run of a scheduler is followed and reported like one here; Ctrl-C cancels it. Asked again with the
     same --out, a job that was submitted is followed, and not submitted again.
@@ -48,10 +49,11 @@ class Apply(Request):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tune(Request):
-    """Try plans for real, the most promising per second first, and let each trial correct what is predicted of all others.
+    """Try plans for real, the most promising per second first, and let each trial correct what is predicted of all
+    others.
 
-    Ends when no untried plan is likely (5 %) to be better by more than --within, or with the budget. A trial that fails,
-    hangs or runs out of memory is recorded with its cause. --resume continues a state file, on any such machine.
+    Ends when no untried plan is likely (5 %) to be better by more than --within, or with the budget. A trial that
+    fails, hangs or runs out of memory is recorded with its cause. --resume continues a state file, on any such machine.
     """
 
     model: str | None = option(None, "--model", "--config", help="Shipped model, config.json or its directory.")
@@ -144,8 +146,9 @@ class Runs(Request):
 class Validate(Request):
     """Compare predictions with measured runs, row by row, and sum up each file.
 
-    Files are cases of training, or serving points, one a line (.jsonl, .jsonl.gz): of one kind in a call. A row that cannot be predicted is listed as skipped, with the reason; exit code 3 when every row is. --tolerance is
-    for mean absolute errors.
+    Files are cases of training, or serving points, one a line (.jsonl, .jsonl.gz): of one kind in a call. A row that
+    cannot be predicted is listed as skipped, with the reason; exit code 3 when every row is. --tolerance is for mean
+    absolute errors.
     """
 
     files: list[str] = required_argument(metavar="FILE...", help="Case files with measurements.")
@@ -160,10 +163,10 @@ class Validate(Request):
 class Learn(Request):
     """Fit what a runtime's description leaves open to runs, and say which runs would teach most.
 
-    The file can then be given as --runtime to validate, estimate and suggest. Cases without a measured time or memory are
-    candidates for the next runs; with fewer than three measured ones nothing is fitted, and what to run first is said.
-    What was measured may be left to the log of a run (torchtitan, Megatron-LM or DeepSpeed), which `measured.log` of its
-    case names.
+    The file can then be given as --runtime to validate, estimate and suggest. Cases without a measured time or memory
+    are candidates for the next runs; with fewer than three measured ones nothing is fitted, and what to run first is
+    said. What was measured may be left to the log of a run (torchtitan, Megatron-LM or DeepSpeed), which `measured.log`
+    of its case names.
     """
 
     file: str = required_argument(metavar="FILE", help="Cases: .json, .jsonl or .csv; measured.log names a log.")

@@ -1,4 +1,6 @@
-"""What is asked of serving: flags of `--task serve`, shared by commands that can be asked about it. None is not said."""
+"""What is asked of serving: flags of `--task serve`, shared by commands that can be asked about it. None is not
+said.
+"""
 
 from __future__ import annotations
 

@@ -38,8 +38,8 @@ class Export(Request):
 class Check(Request):
     """Check a configuration of another tool: legal, does it fit, how fast, and what to change.
 
-    Changes and the best plan are diffs of the file itself, comments and order kept. Exit code 3 when the configuration is
-    not legal; one that does not fit is an answer, and ends with 0.
+    Changes and the best plan are diffs of the file itself, comments and order kept. Exit code 3 when the configuration
+    is not legal; one that does not fit is an answer, and ends with 0.
     """
 
     file: str = required_argument(
@@ -132,7 +132,8 @@ class Shard(Request):
 class Ui(Request):
     """Look at clusters, plans and runs in a browser: http://127.0.0.1:8501.
 
-    Serves on this machine only, needs no GPU, and sends nothing anywhere but to the service of --server. Ctrl-C ends it.
+    Serves on this machine only, needs no GPU, and sends nothing anywhere but to the service of --server. Ctrl-C ends
+    it.
     """
 
     port: int = option(8501, "--port", least=1, most=65535, help="Port on 127.0.0.1.")
@@ -145,8 +146,8 @@ class Ui(Request):
 class Service(Request):
     """Answer questions and make runs for others: http://127.0.0.1:8600, described at /openapi.json.
 
-    Every accepted job ends with a result or a stated failure, also when processes are killed. Listens on this machine only
-    unless told otherwise. Ctrl-C ends it.
+    Every accepted job ends with a result or a stated failure, also when processes are killed. Listens on this machine
+    only unless told otherwise. Ctrl-C ends it.
     """
 
     port: int = option(8600, "--port", least=1, most=65535, help="Port to listen on.")

@@ -123,9 +123,9 @@ class Suggest(Request):
 class Estimate(Request):
     """Predict step time and memory of one plan, or what clients of a deployment see; and say whether it is legal.
 
-    The data-parallel degree left unsaid fills the GPUs. Flags beside --plan or --case change what the file says, and the
-    answer lists what they changed. Exit code 3 when no plan given is legal; a plan that is legal
-    but does not fit is an answer, and ends with 0.
+    The data-parallel degree left unsaid fills the GPUs. Flags beside --plan or --case change what the file says, and
+    the answer lists what they changed. Exit code 3 when no plan given is legal; a plan that is legal but does not fit
+    is an answer, and ends with 0.
     """
 
     task: Task = option(Task.TRAIN, "--task", help="train: a step; serve: answers to requests.")
@@ -192,7 +192,8 @@ class Explain(Request):
 class Compare(Request):
     """Compare two plans term by term: seconds of the step, bytes of the worst rank, and what the plans set differently.
 
-    Of two serving plans, the time of a token and of the first one. Terms add up to the difference of the two steps. Where the plans are for different questions that is said.
+    Of two serving plans, the time of a token and of the first one. Terms add up to the difference of the two steps.
+    Where the plans are for different questions that is said.
     """
 
     first: str = required_argument(help="Plan file of suggest --out, or a case.")

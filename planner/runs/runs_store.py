@@ -97,7 +97,9 @@ class RunSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DamagedRun:
-    """A row of the store that cannot be a run. `id` is what `remove` takes: the run's own, or `#` and the row's number."""
+    """A row of the store that cannot be a run. `id` is what `remove` takes: the run's own, or `#` and the row's
+    number.
+    """
 
     id: str
     why: str
@@ -196,8 +198,8 @@ def save_run(
 ) -> str:
     """Add a run's report to the store and return its id; `directory` is that of the run.
 
-    A damaged store is set aside, which `tell` hears, and a new one begun. Raises BadInput when the report cannot be that
-    of a run, PlannerError when the store cannot be written. It is then as it was before.
+    A damaged store is set aside, which `tell` hears, and a new one begun. Raises BadInput when the report cannot be
+    that of a run, PlannerError when the store cannot be written. It is then as it was before.
     """
     store_path = default_path() if path is None else Path(path)
     verify_run(document, where=str(directory))

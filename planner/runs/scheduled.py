@@ -1,9 +1,10 @@
 """A run that a scheduler has: submitted once, followed, cancelled, and what it left collected.
 
-A record of the submission stands beside the job's file from before the scheduler is asked. So whoever follows the run after a
-crash submits nothing twice, and says so where it cannot be known whether the scheduler took the job.
+A record of the submission stands beside the job's file from before the scheduler is asked. So whoever follows the run
+after a crash submits nothing twice, and says so where it cannot be known whether the scheduler took the job.
 
-Sources: squeue(1) and its job state codes, sacct(1), scancel(1); kubectl get; conditions of a TrainJob (Kubeflow Trainer).
+Sources: squeue(1) and its job state codes, sacct(1), scancel(1); kubectl get; conditions of a TrainJob (Kubeflow
+Trainer).
 """
 
 from __future__ import annotations
@@ -148,7 +149,9 @@ def _kubectl(verb: str, folder: Path, submission: Submission) -> list[str]:
 
 
 def cancel(folder: Path) -> None:
-    """Cancel what was submitted from a folder; a job that has ended stays as it is, and so does one that cannot be asked."""
+    """Cancel what was submitted from a folder; a job that has ended stays as it is, and so does one that cannot be
+    asked.
+    """
     with contextlib.suppress(PlannerError, OSError, subprocess.TimeoutExpired):
         submission = recorded(folder)
         if submission is None or submission.said is None:
@@ -167,7 +170,9 @@ def cancel_below(folder: Path) -> None:
 
 
 def collected(job: LauncherJob, launcher: str, *, over: bool = False) -> dict[str, Any] | None:
-    """Return the report of a run; where its nodes left records only, make it of them, all nodes' or those of a job that is over."""
+    """Return the report of a run; where its nodes left records only, make it of them, all nodes' or those of a job that
+    is over.
+    """
     folder = job.directory
     ended_nodes = len([*folder.glob("agents/*.json")])
     enough = ended_nodes >= (1 if over else job.nodes)

@@ -37,7 +37,8 @@ def answer(
     """Return the best plans for what `flags` state, under the rules of `framework` (`torchtitan@0.3.0` names a
     version).
 
-    `progress` receives progress lines, `early` the plans of a single search before they are simulated. Raises Infeasible (exit 3), and errors of the named inputs.
+    `progress` receives progress lines, `early` the plans of a single search before they are simulated. Raises
+    Infeasible (exit 3), and errors of the named inputs.
     """
     deadline = deadline_of(options.time_limit_s)
     question, assumed = search_question(flags, framework, measured)

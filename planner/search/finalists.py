@@ -1,7 +1,7 @@
 """The last round: predict every plan that will be listed by the best that the program knows, and put them in order.
 
-First come plans that surely fit, then those that may, then those that do not. In each of these, plans closer than TIE to
-the fastest are a tie, in which the simplest comes first; then the next fastest and its ties.
+First come plans that surely fit, then those that may, then those that do not. In each of these, plans closer than TIE
+to the fastest are a tie, in which the simplest comes first; then the next fastest and its ties.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from simulator.config.overlap_sites import NONE
 from simulator.config.plan import Plan
 from simulator.pipeline.schedules.registry import schedule_kind
 
-# Relative. Of pairs of plans that were measured on one machine under one question, half differ from their predicted ratio by
-# more: vTrain (16 to 512 A100) 3 %, torchtitan on H200 4 to 5 %, BLOOM's 8 %, simumax on B200 7 %.
+# Relative. Of pairs of plans that were measured on one machine under one question, half differ from their predicted
+# ratio by more: vTrain (16 to 512 A100) 3 %, torchtitan on H200 4 to 5 %, BLOOM's 8 %, simumax on B200 7 %.
 TIE = 0.05
 
 

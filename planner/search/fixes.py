@@ -1,8 +1,8 @@
 """What would make a plan fit its memory, cheapest first: all that can be changed, in the order of throughput lost.
 
-Changed are recomputation, the micro batch, resharding, sharding over replicas, tensor and context parallelism, what is kept
-in host memory, compilation and the number of GPUs, one by one and together. A change is shown where nothing that is
-part of it does as well, to within a tie.
+Changed are recomputation, the micro batch, resharding, sharding over replicas, tensor and context parallelism, what is
+kept in host memory, compilation and the number of GPUs, one by one and together. A change is shown where nothing that
+is part of it does as well, to within a tie.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ def find_fixes(question: Question, plan: Plan, estimate: Estimate, deadline: flo
 
     Variants of other runtimes and more GPUs are tried until the first half of what is left until `deadline` is over.
 
-    There is none where `plan` surely fits itself, where no variant needs less memory, and of models of more than MOST_LAYERS.
+    There is none where `plan` surely fits itself, where no variant needs less memory, and of models of more than
+    MOST_LAYERS.
     """
     if estimate.memory.fit is Fit.YES or question.model.layers > MOST_LAYERS:
         return ()

@@ -100,7 +100,8 @@ def _length(question: Question, one: Finalist) -> float:
 def _holding(
     question: Question, best: Finalist, other: Finalist, knob: Knob, sign: int, exponent: float, tries: int
 ) -> tuple[float | None, int]:
-    """Return the exponent from `exponent` on at which `other` wins when both are predicted anew, and how often they were.
+    """Return the exponent from `exponent` on at which `other` wins when both are predicted anew, and how often they
+    were.
 
     None where it does not within so many tries.
     """

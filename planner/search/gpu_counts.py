@@ -41,7 +41,8 @@ def best_gpu_count(
 ) -> SearchResult:
     """Search on each of `counts` and return the best result, with a row for each. Raises Infeasible if none has a plan.
 
-    Of equal counts the smaller wins. After `deadline`, a reading of `time.monotonic`, no other is tried once one has a plan.
+    Of equal counts the smaller wins. After `deadline`, a reading of `time.monotonic`, no other is tried once one has a
+    plan.
     """
     best: SearchResult | None = None
     failure: Infeasible | None = None

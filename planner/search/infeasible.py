@@ -69,8 +69,8 @@ class ConstrainedQuestion:
         return least_memory_plan(screening, nodes, self.recomputes, deadline)[0] - screening.capacity_bytes
 
     def best_rate(self, deadline: float | None = None) -> float:
-        """Return tokens a second and GPU of the fastest plan that surely fits, else of the fastest that may, of those looked
-        at by the deadline; 0 where none does.
+        """Return tokens a second and GPU of the fastest plan that surely fits, else of the fastest that may, of those
+        looked at by the deadline; 0 where none does.
         """
         question, screening = self.question, self.screening
         nodes = enumerate_nodes(question, bounds=self.bounds)
@@ -104,7 +104,9 @@ class ConstrainedQuestion:
 def least_memory_plan(
     screening: Screening, nodes: Nodes, recomputes: tuple[str, ...], deadline: float | None = None
 ) -> tuple[float, Plan]:
-    """Return (bytes reserved on the worst rank, plan) of the plan that needs least memory, of those looked at by a deadline."""
+    """Return (bytes reserved on the worst rank, plan) of the plan that needs least memory, of those looked at by a
+    deadline.
+    """
     shared = screening.blocks(nodes.columns, recomputes)
     least, plan = np.inf, None
     to_count: list[
@@ -251,7 +253,9 @@ def _most_sharding(framework: Framework) -> Framework:
 def relaxations(
     constrained: ConstrainedQuestion, grow: Callable[[int], Cluster] | None, deadline: float | None = None
 ) -> list[str]:
-    """Return the flags with which a plan was found to fit by the deadline, highest throughput a GPU first, which each names."""
+    """Return the flags with which a plan was found to fit by the deadline, highest throughput a GPU first, which each
+    names.
+    """
     found = []
     for text, relaxed in _relaxed(constrained, grow, deadline):
         if relaxed.gap() <= 0:
@@ -308,7 +312,8 @@ def _shorter(fits: Callable[[Workload], bool], workload: Workload) -> int | None
     return next(n for n in lengths if fits(replace(workload, seq_len=n)))
 
 
-# --- number of GPUs ----------------------------------------------------------------------------------------------------
+# --- number of GPUs
+# ----------------------------------------------------------------------------------------------------
 
 
 def min_gpus_for_state(screening: Screening) -> int:
@@ -335,8 +340,8 @@ def gpu_counts(cluster: Cluster, least: int, limit: int, tried: int) -> Iterator
 def nearest_fitting_gpus(
     constrained: ConstrainedQuestion, grow: Callable[[int], Cluster] | None, deadline: float | None = None
 ) -> tuple[int, Cluster] | None:
-    """Return a larger GPU count, in whole nodes, with a plan that fits, and its cluster; None up to MAX_GPUS, or after the
-    deadline.
+    """Return a larger GPU count, in whole nodes, with a plan that fits, and its cluster; None up to MAX_GPUS, or after
+    the deadline.
 
     It is the smallest, unless it takes over MAX_NODES_ADVISED nodes more than the model state.
     """

@@ -1,4 +1,6 @@
-"""Why a plan is listed after the first: that it may not fit, that both are a tie, or the terms in which it is slower."""
+"""Why a plan is listed after the first: that it may not fit, that both are a tie, or the terms in which it is
+slower.
+"""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """Search: bound every legal plan, cost those that could be best, simulate the finalists, and say why the others lost.
 
-Branch and bound over the analytical model (`plan_space.branch_and_bound`) finds the plans to list and proves that no other
-plan of the space (`plan_space.candidates`) beats them there. It is asked for plans that surely fit, and then for all that
-may. Pipelines among them get layers and recompute modes by stage (`stages.assignment`). Every plan that is listed is then
-simulated, and the list is ordered by what came out (`finalists`). Ties go to the simpler plan, in a fixed order, so that
-the same question has the same answer on any machine.
+Branch and bound over the analytical model (`plan_space.branch_and_bound`) finds the plans to list and proves that no
+other plan of the space (`plan_space.candidates`) beats them there. It is asked for plans that surely fit, and then for
+all that may. Pipelines among them get layers and recompute modes by stage (`stages.assignment`). Every plan that is
+listed is then simulated, and the list is ordered by what came out (`finalists`). Ties go to the simpler plan, in a
+fixed order, so that the same question has the same answer on any machine.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from simulator.legality.frameworks import Framework
 from topology.cluster import Cluster
 from topology.errors import UserError
 
-# Splits of data parallelism into replicas and shards that are costed for each plan listed, and what the simplest of them may
-# be slower, relative, to stand for all.
+# Splits of data parallelism into replicas and shards that are costed for each plan listed, and what the simplest of
+# them may be slower, relative, to stand for all.
 PER_TIE_GROUP, TIE_GROUP_MARGIN = 3, 0.02
 OBJECTIVES = ("time", "throughput", "memory", "cost", "pareto")
 
@@ -54,8 +54,8 @@ class SearchOptions:
     `objective` is time (seconds per step), memory (bytes reserved on the worst rank) or pareto (the plans that no other
     beats in both, fastest first). On one GPU count, throughput (tokens/s/GPU) and cost (per token) order plans as time
     does; they differ where GPU counts are compared. The result lists `top` plans, one per set of parallel degrees
-    unless `all_variants`. After `time_limit_s` it has the best plans so far, and their gap. Without `reasons` nothing is said
-    of why plans lost and what would change the answer, and little of why none fits: `explained` adds it.
+    unless `all_variants`. After `time_limit_s` it has the best plans so far, and their gap. Without `reasons` nothing
+    is said of why plans lost and what would change the answer, and little of why none fits: `explained` adds it.
     """
 
     objective: str = "time"
@@ -84,8 +84,8 @@ def suggest(
     """Return the best plans for one training step.
 
     `grow(n)` returns the cluster with n GPUs, for advice on an infeasible question. `early` receives the plans as the
-    analytical model sees them, without reasons, before they are simulated. Raises Infeasible (exit 3) when no plan is legal or
-    none fits.
+    analytical model sees them, without reasons, before they are simulated. Raises Infeasible (exit 3) when no plan is
+    legal or none fits.
     """
     options = options or SearchOptions()
     started, deadline = time.monotonic(), deadline_of(options.time_limit_s)
@@ -136,8 +136,8 @@ def explained(result: SearchResult, options: SearchOptions) -> SearchResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Found:
-    """`plans` to list, and the fastest plan of all in `may_fit` where it is none of them. `everything` was asked for all
-    plans that may fit, `asked` for those that are listed, as were the stages of `assigned`.
+    """`plans` to list, and the fastest plan of all in `may_fit` where it is none of them. `everything` was asked for
+    all plans that may fit, `asked` for those that are listed, as were the stages of `assigned`.
     """
 
     plans: list[Plan]
@@ -281,10 +281,11 @@ def _listed_plans(
 
 
 def _one_of_kin(found: Sequence[tuple[float, Plan]]) -> list[Plan]:
-    """Return the plans of (step, plan), fastest first, without those that a tie with another plan of its tie group makes superfluous.
+    """Return the plans of (step, plan), fastest first, without those that a tie with another plan of its tie group
+    makes superfluous.
 
-    Plans of a tie group differ only in how data parallelism is split into replicas and shards, and in settings. Of such a tie the simplest
-    is kept, in the place of the fastest.
+    Plans of a tie group differ only in how data parallelism is split into replicas and shards, and in settings. Of such
+    a tie the simplest is kept, in the place of the fastest.
     """
     kept: list[tuple[float, Plan]] = []
     for step, plan in found:

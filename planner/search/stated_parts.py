@@ -1,4 +1,6 @@
-"""Why no plan has the parts that a person fixed: the rules that the nearest such plan breaks, and what would be legal."""
+"""Why no plan has the parts that a person fixed: the rules that the nearest such plan breaks, and what would be
+legal.
+"""
 
 from __future__ import annotations
 

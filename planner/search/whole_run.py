@@ -1,8 +1,8 @@
 """A whole training run: its days, money and energy, and the number of GPUs for a deadline or a budget.
 
-More GPUs are sooner done and dearer, as each of them does less. So the cheapest number within a deadline is the smallest
-that is in time, and the soonest within a budget the largest that it pays for. Numbers are tried by doubling, and then
-between the last two; the batch stays what it is.
+More GPUs are sooner done and dearer, as each of them does less. So the cheapest number within a deadline is the
+smallest that is in time, and the soonest within a budget the largest that it pays for. Numbers are tried by doubling,
+and then between the last two; the batch stays what it is.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ USELESS = 2  # numbers in a row that make a run neither shorter nor, while it is
 class WholeRun:
     """A run of so many steps on so many GPUs; where there is no plan, `problem` says why and the rest is empty.
 
-    `low_s` and `high_s` are what it takes if every step takes the ends of its range (80%). `energy_j` is that of the GPUs
-    at `power_w` each, the limit of their datasheet: hosts, network and cooling are not in it. The cost is in the currency
-    of the price given.
+    `low_s` and `high_s` are what it takes if every step takes the ends of its range (80%). `energy_j` is that of the
+    GPUs at `power_w` each, the limit of their datasheet: hosts, network and cooling are not in it. The cost is in the
+    currency of the price given.
     """
 
     gpus: int
@@ -75,7 +75,8 @@ def answer_run(
     measured: Calibrations = UNMEASURED,
     progress: Callable[[str], None] | None = None,
 ) -> RunAnswer:
-    """Return the best plan for a whole run: on the numbers of GPUs that `flags` name, or on the one that the goal needs.
+    """Return the best plan for a whole run: on the numbers of GPUs that `flags` name, or on the one that the goal
+    needs.
 
     Raises Infeasible (exit 3) where no number tried meets the goal, and errors of the named inputs.
     """
@@ -223,8 +224,8 @@ def _double(counts: Counts) -> int | None:
 
 
 def _numbers(counts: Counts) -> tuple[list[int], int]:
-    """Return numbers of GPUs, each twice the one before, from the first whose memory may do, and the least that a deadline
-    leaves: fewer are too slow at the peak of their arithmetic.
+    """Return numbers of GPUs, each twice the one before, from the first whose memory may do, and the least that a
+    deadline leaves: fewer are too slow at the peak of their arithmetic.
 
     Raises Infeasible where that are more than are tried.
     """

@@ -30,7 +30,9 @@ def scheduled(claim: Claim) -> bool:
 
 
 def prepared(claim: Claim, flags: Mapping[str, Flag], files: Files, folder: Path) -> list[str]:
-    """Make the folder of a job with its inputs, and return the arguments of its command. Raises PlannerError, OSError."""
+    """Make the folder of a job with its inputs, and return the arguments of its command. Raises PlannerError,
+    OSError.
+    """
     request = codec.parse_json(claim.request, where="request")
     sent = {name: (one["name"], files.read_text(one["sha256"])) for name, one in request["files"].items()}
     asked = JobRequest(command=claim.command, values=request["values"], files=sent)

@@ -1,7 +1,7 @@
 """Typed requests, made of the commands' own flags, and the command lines that they become.
 
-A flag that names a file takes the file itself: `{"name": "topo.txt", "content": "..."}`, or any other JSON object or list
-as the content of a JSON file. Names of known models and clusters stay strings.
+A flag that names a file takes the file itself: `{"name": "topo.txt", "content": "..."}`, or any other JSON object or
+list as the content of a JSON file. Names of known models and clusters stay strings.
 """
 
 from __future__ import annotations

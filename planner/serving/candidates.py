@@ -1,8 +1,9 @@
 """Deployments that an engine accepts for a model on a cluster, and why it does not accept the others.
 
-Rules of vLLM 0.33 (vllm/config/parallel.py, vllm/config/model.py) and SGLang 0.5 (server_args.py): tensor parallel divides
-the attention heads, keys and values are repeated where it exceeds their heads; stages divide no further than layers; experts
-are spread over all ranks of a stage or over none; attention with requests of its own per rank goes with experts.
+Rules of vLLM 0.33 (vllm/config/parallel.py, vllm/config/model.py) and SGLang 0.5 (server_args.py): tensor parallel
+divides the attention heads, keys and values are repeated where it exceeds their heads; stages divide no further than
+layers; experts are spread over all ranks of a stage or over none; attention with requests of its own per rank goes with
+experts.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ OWN = "meshwright"  # the executor, as executor/serving/request.py takes it
 
 
 def deployments(question: ServingQuestion) -> tuple[list[Deployment], Counter[str]]:
-    """Return deployments on all GPUs of the cluster that hold the longest request, and how many others fail, by reason."""
+    """Return deployments on all GPUs of the cluster that hold the longest request, and how many others fail, by
+    reason.
+    """
     gpus = question.cluster.gpu_count
     found: list[Deployment] = []
     rejected: Counter[str] = Counter()
@@ -74,7 +77,9 @@ def refusal(model: Model, pool: Pool, engine: str = "") -> str:
 
 
 def out_of_reach(question: ServingQuestion, deployment: Deployment) -> str:
-    """Return why GPUs of a deployment cannot exchange what they have to, or nothing. Engines of one pool exchange nothing."""
+    """Return why GPUs of a deployment cannot exchange what they have to, or nothing. Engines of one pool exchange
+    nothing.
+    """
     joined = reach(question.cluster)
     if deployment.prefill is not None or joined.gpus < question.cluster.gpus_per_node:
         # Caches go from pool to pool; and nobody says which engine gets the GPUs of a node that have no links.

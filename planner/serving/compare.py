@@ -26,7 +26,8 @@ class Term:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingComparison:
-    """`terms` add up to `token_s` and `first_token_s`, the differences of the predicted means; none where one is illegal.
+    """`terms` add up to `token_s` and `first_token_s`, the differences of the predicted means; none where one is
+    illegal.
 
     `settings` and `question` say line by line what differs.
     """

@@ -89,7 +89,9 @@ def over_context(result: ServingResult, *, cross: bool = True) -> Sweep:
 def over_links(
     result: ServingResult, name: str, now: float, scale: Callable[[Cluster, float], Cluster], *, cross: bool = True
 ) -> Sweep:
-    """Follow the best deployments over the rate of links of one kind, in bytes/s; `scale` makes the cluster of a factor."""
+    """Follow the best deployments over the rate of links of one kind, in bytes/s; `scale` makes the cluster of a
+    factor.
+    """
     question = result.question
 
     def at(rate: float) -> ServingQuestion:

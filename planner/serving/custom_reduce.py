@@ -1,7 +1,8 @@
 """Whether an engine's own all-reduce runs for a deployment, or why NCCL's does.
 
-Conditions of vLLM 0.33 (vllm/distributed/device_communicators/custom_all_reduce.py) and SGLang, which took them over: one node,
-2, 4, 6 or 8 ranks, and NVLink between all of them where there are more than two. Two GPUs on PCIe are priced by NCCL, too.
+Conditions of vLLM 0.33 (vllm/distributed/device_communicators/custom_all_reduce.py) and SGLang, which took them over:
+one node, 2, 4, 6 or 8 ranks, and NVLink between all of them where there are more than two. Two GPUs on PCIe are priced
+by NCCL, too.
 """
 
 from __future__ import annotations

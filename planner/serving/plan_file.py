@@ -1,6 +1,7 @@
 """Saved serving plans: the question whole, the deployment chosen, and fingerprints of both.
 
-The same question writes the same bytes. A file that was edited is refused: its answer would not be that of its question.
+The same question writes the same bytes. A file that was edited is refused: its answer would not be that of its
+question.
 """
 
 from __future__ import annotations

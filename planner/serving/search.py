@@ -19,8 +19,9 @@ from simulator.serving.estimate import ServingEstimate
 from simulator.serving.server import OutOfTime
 from topology.errors import Infeasible
 
-# Deployments closer than this are a tie: predictions of one model on one machine are off by about as much from one deployment
-# to the next (vLLM: Llama 3.1 70B on two, four and eight H100, 3 % in the mean; examples/validation/serving.md).
+# Deployments closer than this are a tie: predictions of one model on one machine are off by about as much from one
+# deployment to the next (vLLM: Llama 3.1 70B on two, four and eight H100, 3 % in the mean;
+# examples/validation/serving.md).
 TIE = 0.05
 
 

@@ -1,14 +1,15 @@
 """Plan the sharding of a graph of operators: named axes, one annotation per operator, redistributions, chosen
 placements.
 
-Answers: how is every tensor of this graph sharded over the mesh, and which collectives does that take? `shard_case` answers a case,
-which is text or a captured graph; what else others use of it is imported here. Imports `topology.errors` everywhere; `simulator` and
-the rest of `topology` where time is predicted; nothing else of `planner`.
+Answers: how is every tensor of this graph sharded over the mesh, and which collectives does that take? `shard_case`
+answers a case, which is text or a captured graph; what else others use of it is imported here. Imports
+`topology.errors` everywhere; `simulator` and the rest of `topology` where time is predicted; nothing else of `planner`.
 
 Reading order, which is also the order of the work:
 
     layouts/              how one tensor is sharded
-      layout.py           mesh axes; a spec per tensor dim (mesh axes and blocks), pending reductions; placements per mesh axis
+      layout.py           mesh axes; a spec per tensor dim (mesh axes and blocks), pending reductions; placements per
+        mesh axis
       loop_domain.py      nvFuser's notation for layouts: splits of dims, given to devices
       collectives.py      the primitives and their bytes
       redistribution.py   shortest path from one layout to another

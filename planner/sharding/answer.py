@@ -69,7 +69,9 @@ def answer_request(
     calibration: Calibration | None = None,
     limits: Limits | None = None,
 ) -> Answer:
-    """Return the answer to a request: of least time on `cluster`, else of fewest bytes. Raises BadInput and Infeasible."""
+    """Return the answer to a request: of least time on `cluster`, else of fewest bytes. Raises BadInput and
+    Infeasible.
+    """
     request = read_request(data, where=where)
     machine = None if cluster is None else Machine(cluster, calibration)
     captured = captured_problem(request.graph, request.mesh, request.constraints, request.stages, machine)
@@ -111,7 +113,8 @@ def _faster(found: Sequence[Answer]) -> Answer:
 
 
 def _with_best_cuts(request: Request, captured: CapturedProblem, machine: Machine) -> list[CapturedProblem]:
-    """Return the problem with those stages, from the ones that it has by moving cuts, whose simulated program is shortest.
+    """Return the problem with those stages, from the ones that it has by moving cuts, whose simulated program is
+    shortest.
 
     And, besides, with even stages: programs are compared without chunks here, and with them these may be shorter.
     """
@@ -211,7 +214,9 @@ def answer_row(
 
 
 def _schedules(written: Written) -> list[dict[str, Any]]:
-    """Return, of every product that can run beside its exchange, the way it runs, and what the program takes with others."""
+    """Return, of every product that can run beside its exchange, the way it runs, and what the program takes with
+    others.
+    """
     found = []
     for name, seconds in written.tried.items():
         way = written.chunks.get(name, 1)

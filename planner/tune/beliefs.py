@@ -1,11 +1,12 @@
 """What is believed of every plan's step and memory, given the trials made: Gaussian, with an exact posterior.
 
 The logarithm of a plan's step is its prediction, plus errors of terms that plans share (compute, host, communication by
-mesh axis, ...), each weighted by its part of that plan's step, plus an error that similar plans share, plus the plan's own.
-So one measured plan corrects every plan that spends its time on the same things. The prior standard deviation of a plan is
-that of its predicted range; the terms only say how the errors of two plans go together. How wide the ranges should have
-been is itself learned: beliefs are averaged over two scales, of shared errors and of all others, by how probable each makes
-what was measured (Rasmussen and Williams, Gaussian Processes for Machine Learning, 2006, section 5.2).
+mesh axis, ...), each weighted by its part of that plan's step, plus an error that similar plans share, plus the plan's
+own. So one measured plan corrects every plan that spends its time on the same things. The prior standard deviation of a
+plan is that of its predicted range; the terms only say how the errors of two plans go together. How wide the ranges
+should have been is itself learned: beliefs are averaged over two scales, of shared errors and of all others, by how
+probable each makes what was measured (Rasmussen and Williams, Gaussian Processes for Machine Learning, 2006, section
+5.2).
 
 Memory is believed in the same way. A trial that ran out of memory says only that its plan needs more than there is: the
 posterior is matched to the truncated Gaussian's mean and variance (Minka, Expectation propagation, 2001).
@@ -262,7 +263,9 @@ def _runs(candidates: Candidates, made: Sequence[tuple[int, Trial]]) -> Floats:
 
 
 def likeness(plans: Sequence[Candidate]) -> Floats:
-    """Return the similarity of plans, (n, n), from 0 to 1: less with every doubling of a degree and every other choice."""
+    """Return the similarity of plans, (n, n), from 0 to 1: less with every doubling of a degree and every other
+    choice.
+    """
     degrees = np.log2([[getattr(one.plan, name) for name in SIZES] for one in plans])
     far = np.abs(degrees[:, None, :] - degrees[None, :, :]).sum(axis=2) / ALIKE_OCTAVES
     for name in CHOICES:
@@ -304,7 +307,9 @@ def _spread(estimate: Estimate) -> float:
 
 
 def _memory_spread(estimate: Estimate) -> float:
-    """Return the spread on the side of the prediction on which the memory there is lies, as `fit_probability` has it."""
+    """Return the spread on the side of the prediction on which the memory there is lies, as `fit_probability` has
+    it.
+    """
     memory = estimate.memory
     high, low = memory.reserved_high_bytes, memory.reserved_low_bytes
     if memory.reserved_bytes <= 0 or low <= 0:

@@ -1,7 +1,7 @@
 """The plans that a tuning chooses from: every legal plan that could be the best, with its predicted time and memory.
 
-Branch and bound (`planner.search.plan_space`) removes plans that cannot be among the fastest few hundred; what is left is
-costed as the simulation counts it. Plans that are predicted to need a little more memory than there is stay in: the
+Branch and bound (`planner.search.plan_space`) removes plans that cannot be among the fastest few hundred; what is left
+is costed as the simulation counts it. Plans that are predicted to need a little more memory than there is stay in: the
 prediction of memory is as uncertain as that of time.
 """
 

@@ -1,8 +1,9 @@
 """Which plan to try next: the one expected to improve the final choice most per second that its trial costs.
 
-What a trial may improve is the best measured step. Its value is the expected improvement (Jones, Schonlau and Welch, J. Global
-Optimization 13, 1998) over that step under the joint belief, which every trial has corrected, times the probability that the
-plan runs at all. To that of a plan that may not fit is added the value of those that would be known to fit if it did.
+What a trial may improve is the best measured step. Its value is the expected improvement (Jones, Schonlau and Welch, J.
+Global Optimization 13, 1998) over that step under the joint belief, which every trial has corrected, times the
+probability that the plan runs at all. To that of a plan that may not fit is added the value of those that would be
+known to fit if it did.
 
 Plans that surely fit go first. One that may not is tried where its value, counted against a failed trial's cost too, is
 greater all the same. Once a plan is measured, none is begun that is not expected to end within the time left.
@@ -63,8 +64,8 @@ def choose(
 ) -> list[Chosen]:
     """Return the next plan to try, and those that are worth trying with the same start of processes; empty for none.
 
-    Where trials are `counted`, and not only their seconds, none is spent on a plan because it costs little. `left_s` are
-    the seconds in which they have to end, but for the first: without it nothing would be known.
+    Where trials are `counted`, and not only their seconds, none is spent on a plan because it costs little. `left_s`
+    are the seconds in which they have to end, but for the first: without it nothing would be known.
     """
     least = 1.0 if counted else COMPANION
     rows = untried(candidates, beliefs, trials)

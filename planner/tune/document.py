@@ -15,8 +15,8 @@ FINALISTS = 8
 def tune_document(view: View, *, within: float, state: str | None, learned: str | None) -> dict[str, Any]:
     """Return the trials in order, the best measured plan, why it ended and what could be better, what was learned.
 
-    `profile` has the path of the profile that trials were added to (None where none was asked for), and by what each term's
-    predicted seconds should be multiplied.
+    `profile` has the path of the profile that trials were added to (None where none was asked for), and by what each
+    term's predicted seconds should be multiplied.
     """
     best, outlook = view.best, view.outlook
     return {

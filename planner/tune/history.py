@@ -29,7 +29,9 @@ class Believed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
-    """`finalists`, plan by plan and trial by trial; `better_plan_left` is the probability that a better plan was left, by trials."""
+    """`finalists`, plan by plan and trial by trial; `better_plan_left` is the probability that a better plan was left,
+    by trials.
+    """
 
     finalists: tuple[Believed, ...]
     better_plan_left: tuple[float, ...]

@@ -1,4 +1,6 @@
-"""A tuning as one self-contained HTML file: the answer, every trial with its reason, and the posterior of the finalists."""
+"""A tuning as one self-contained HTML file: the answer, every trial with its reason, and the posterior of the
+finalists.
+"""
 
 from __future__ import annotations
 
@@ -111,7 +113,9 @@ def picture(found: History) -> str:
 
 
 def _narrow(every: Sequence[Believed]) -> list[Believed]:
-    """Return the beliefs that the scale has to hold: those after the first trial, which first set it on unknown machines."""
+    """Return the beliefs that the scale has to hold: those after the first trial, which first set it on unknown
+    machines.
+    """
     return [one for one in every if one.trials] or [*every]
 
 

@@ -1,9 +1,9 @@
 """The state of a tuning: one file of JSON lines that is only appended to, and that any machine can continue.
 
 The first line says what is asked, then comes a line for each candidate with its prediction, then a line for each trial
-that began and for each that ended. Every line is on the disk (fsync) before the next trial begins. What a killed process
-left half written at the end is not read, and removed by the next writer. A trial that began and did not end is read from
-its directory, if its report is there: see `cut_short`.
+that began and for each that ended. Every line is on the disk (fsync) before the next trial begins. What a killed
+process left half written at the end is not read, and removed by the next writer. A trial that began and did not end is
+read from its directory, if its report is there: see `cut_short`.
 """
 
 from __future__ import annotations

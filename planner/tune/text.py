@@ -19,7 +19,9 @@ def words(view: View, row: int) -> str:
 
 
 def progress_table(view: View, phase: str = "") -> Table:
-    """Return the trials, what is tried now, the best so far, the chance that something better is left, the time left."""
+    """Return the trials, what is tried now, the best so far, the chance that something better is left, the time
+    left.
+    """
     table = grid(("trial", "plan", "status", "believed s", "measured s"), text=("trial", "plan", "status"))
     table.title_justify = table.caption_justify = "left"
     table.title, table.caption = printable(_standing(view)), printable(phase) if phase else None

@@ -24,8 +24,8 @@ from topology.cluster import Cluster
 from topology.errors import Infeasible, UserError
 
 QUANTITIES = {"ttft": "ttft_s", "tpot": "tpot_s", "throughput": "output_tokens_per_s_per_gpu"}
-# The least share of the stated lengths that requests have: where a row says so, and where it does not. Requests of exactly one
-# length would begin and end together for ever, as those of no real client do.
+# The least share of the stated lengths that requests have: where a row says so, and where it does not. Requests of
+# exactly one length would begin and end together for ever, as those of no real client do.
 STATED, UNSAID = 0.8, 0.9
 _ENGINES = {
     "trtllm": "trtllm", "tensorrt": "trtllm", "trt": "trtllm", "dynamo-trt": "trtllm",

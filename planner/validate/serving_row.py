@@ -1,4 +1,6 @@
-"""One row of serving points as its source wrote it, with types and ranges checked; what is not named here is not read."""
+"""One row of serving points as its source wrote it, with types and ranges checked; what is not named here is not
+read.
+"""
 
 from __future__ import annotations
 

@@ -137,7 +137,8 @@ def measured_step_s(case: Case) -> tuple[float | None, str | None]:
 def compared_bytes(case: Case, memory: MemoryEstimate) -> tuple[float, str]:
     """Return the predicted bytes that correspond to the source's peak memory, and a description of that quantity.
 
-    What nvidia-smi shows is all that a process holds: what the allocator reserved, NCCL's buffers, and the CUDA context.
+    What nvidia-smi shows is all that a process holds: what the allocator reserved, NCCL's buffers, and the CUDA
+    context.
     """
     stated = case.measured.get("memory_is")
     description = stated.lower() if isinstance(stated, str) else ""

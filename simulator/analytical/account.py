@@ -105,7 +105,8 @@ def account_plans(inputs: AccountInputs) -> Account:
 def account_assignments(inputs: AccountInputs, plans: Sequence[Plan]) -> Account:
     """Return the account of `plans`, which differ in the layers and recompute modes of their stages only.
 
-    `inputs` are those of a single plan with the pipeline of all of them; modes are named as the runtime's description does.
+    `inputs` are those of a single plan with the pipeline of all of them; modes are named as the runtime's description
+    does.
     """
     rows = np.zeros(len(plans), dtype=np.intp)
     inputs = inputs.take(rows, inputs.context.take(rows))
@@ -155,8 +156,8 @@ def plan_of(table: PlanTable) -> Plan:
 
 
 def walked_together(table: PlanTable, context: CostContext, *, traffic: bool = True) -> list[NDArray[np.intp]]:
-    """Return the plans of a table in groups that differ in amounts only; without `traffic`, in that of data parallelism too,
-    but for whether parameters are let go of after each pass.
+    """Return the plans of a table in groups that differ in amounts only; without `traffic`, in that of data parallelism
+    too, but for whether parameters are let go of after each pass.
     """
     m = table.micro_batches
     period = np.zeros(len(table))
@@ -218,8 +219,8 @@ def account_unpipelined(inputs: AccountInputs) -> Account:
 
 
 def account_pipeline(inputs: AccountInputs, assigned: Sequence[Plan] = ()) -> Account:
-    """Return the account of plans through a pipeline that differ in amounts only, or in micro batches that repeat; where
-    plans are `assigned` their stages, in those too.
+    """Return the account of plans through a pipeline that differ in amounts only, or in micro batches that repeat;
+    where plans are `assigned` their stages, in those too.
     """
     columns, plan = inputs.context.table, plan_of(inputs.context.table)
     name, m = plan.schedule_name, columns.micro_batches
@@ -274,9 +275,9 @@ def _times(inputs: AccountInputs) -> tuple[BlockTimes, TrafficTimes]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineEnd:
-    """What a step through a pipeline has come to. Of each rank, shape (ranks, plans): the `parts` of its step (an axis of
-    them in between), how long it waits at least however long the step is (`idle_s`), and when it would end if only its host
-    took time (`host_s`, of steps from which longer ones follow).
+    """What a step through a pipeline has come to. Of each rank, shape (ranks, plans): the `parts` of its step (an axis
+    of them in between), how long it waits at least however long the step is (`idle_s`), and when it would end if only
+    its host took time (`host_s`, of steps from which longer ones follow).
     """
 
     parts: Floats

@@ -1,4 +1,5 @@
-"""What a nearly full GPU costs: a caching allocator that runs out of memory gives back all it does not use and asks anew.
+"""What a nearly full GPU costs: a caching allocator that runs out of memory gives back all it does not use and asks
+anew.
 
 torch's allocator keeps what is freed. When the driver has no more to give, it waits for the device, returns every
 block that is not in use (`cudaFree`), and tries again; only if that fails too is memory out. What was returned is asked
@@ -20,8 +21,8 @@ from simulator.collectives.buffers import communicator_bytes
 from simulator.collectives.group_times import GroupTimes
 from simulator.columns.plan_table import Floats
 
-# A flush and what it leads to, a step, for each byte of the GPU. Source: nine plans on 2 x H200 that flushed once a step
-# took 0.06 to 0.15 s longer than their like that did not, 0.09 in the middle, of 140 GiB (examples/validation).
+# A flush and what it leads to, a step, for each byte of the GPU. Source: nine plans on 2 x H200 that flushed once a
+# step took 0.06 to 0.15 s longer than their like that did not, 0.09 in the middle, of 140 GiB (examples/validation).
 FLUSH_S_PER_BYTE = 0.09 / 150e9
 LIKELY = 0.5
 
@@ -29,9 +30,9 @@ LIKELY = 0.5
 def flush_s(groups: GroupTimes, reserved_bytes: Floats, capacity_bytes: float, known_s: float | None = None) -> Floats:
     """Return the seconds of a step that flushes are expected to cost, one value a plan.
 
-    `reserved_bytes` is what the allocator would hold on the worst rank if it could, `capacity_bytes` what a rank without
-    communicators can use. What is reserved lies as far from that as memory did from predictions. `known_s` is what a
-    micro batch takes more on a full GPU under this runtime, where runs have shown it.
+    `reserved_bytes` is what the allocator would hold on the worst rank if it could, `capacity_bytes` what a rank
+    without communicators can use. What is reserved lies as far from that as memory did from predictions. `known_s` is
+    what a micro batch takes more on a full GPU under this runtime, where runs have shown it.
     """
     left = capacity_bytes - communicator_bytes(groups)
     likely = retry_probability(reserved_bytes, left, memory_factors())
@@ -43,15 +44,15 @@ def flush_s(groups: GroupTimes, reserved_bytes: Floats, capacity_bytes: float, k
 def known_flush_s(likely: Floats, known_s: float, micro_batches: Floats | float) -> Floats:
     """Return the seconds of a step that flushes take which cost `known_s` a micro batch.
 
-    That can be several times the step without them, so a plan either pays or does not: between the two lies nothing that is
-    ever measured.
+    That can be several times the step without them, so a plan either pays or does not: between the two lies nothing
+    that is ever measured.
     """
     return np.where(likely > LIKELY, known_s * micro_batches, 0.0)
 
 
 def retry_probability(reserved_bytes: Floats, left_bytes: Floats, factors: tuple[float, float]) -> Floats:
-    """Return how likely more than `left_bytes` are needed where `reserved_bytes` are predicted, `factors` being the range
-    over a prediction that holds four of five measurements.
+    """Return how likely more than `left_bytes` are needed where `reserved_bytes` are predicted, `factors` being the
+    range over a prediction that holds four of five measurements.
     """
     low, high = (math.log(factor) for factor in factors)
     middle, spread = (low + high) / 2, (high - low) / 2 / NormalDist().inv_cdf(0.9)

@@ -27,9 +27,9 @@ TINY = 1e-12  # seconds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassTimes:
-    """One pass of a unit: `kernels_s` and `exposed_s` communication, both `device_s`; how it moves the clocks of device and
-    host, which may be later than that where the host waits on its way: `waits`, in any row. Where passes are like it the host is
-    ahead of the device by `ahead_s` at most, whose kernels fill a stream's queue.
+    """One pass of a unit: `kernels_s` and `exposed_s` communication, both `device_s`; how it moves the clocks of device
+    and host, which may be later than that where the host waits on its way: `waits`, in any row. Where passes are like
+    it the host is ahead of the device by `ahead_s` at most, whose kernels fill a stream's queue.
     """
 
     kernels_s: Floats
@@ -237,8 +237,8 @@ class Background:
         )
 
     def speeds_beside(self, other: Background) -> tuple[Floats, Floats]:
-        """Return at what parts of their speeds this collective and another run: each has half of a way out that does not do
-        for both, and what the other does not want of its half.
+        """Return at what parts of their speeds this collective and another run: each has half of a way out that does
+        not do for both, and what the other does not want of its half.
         """
         crowded = (self.across == other.across) & (self.asks + other.asks > 1.0)
         mine, theirs = (

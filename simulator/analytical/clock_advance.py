@@ -1,8 +1,8 @@
 """How a pass moves two clocks, when its device and when its host are done: a matrix over maximum and sum.
 
-After a pass the device is at `max(device + device_s, host + late_s)` and the host at `max(host + host_s, device + waits_s)`,
-of where both were before. A host that only launches never waits (`waits_s` is minus infinity); one that reads what the
-device has computed goes on from there, and what it launches next comes that much later.
+After a pass the device is at `max(device + device_s, host + late_s)` and the host at `max(host + host_s, device +
+waits_s)`, of where both were before. A host that only launches never waits (`waits_s` is minus infinity); one that
+reads what the device has computed goes on from there, and what it launches next comes that much later.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ def launching(device_s: Floats, behind_s: Floats, host_s: Floats) -> ClockAdvanc
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waits:
-    """A pass in whose `rows` the host waits for the device: what is launched before it first does, and all that follows.
+    """A pass in whose `rows` the host waits for the device: what is launched before it first does, and all that
+    follows.
 
     `before_s` are seconds of the device, of the device behind the host, and of the host, as `launching` takes them.
     """
@@ -84,7 +85,9 @@ class Waits:
         return Waits(rows=self.rows, before_s=(device_s, behind_s, host_s), after=self.after.times(factor))
 
     def advance(self, plain: ClockAdvance, *, host_s: Floats | float = 0.0) -> ClockAdvance:
-        """Return the advance with `host_s` of the host's before the pass; `plain` is that of rows in which it does not wait."""
+        """Return the advance with `host_s` of the host's before the pass; `plain` is that of rows in which it does not
+        wait.
+        """
         device, behind, host = self.before_s
         first = launching(device, behind + host_s, host + host_s)
         return first.waited().then(self.after).where(self.rows, plain)

@@ -13,14 +13,16 @@ from simulator.kernels.roofline import efficiency
 from simulator.step.context import CostContext
 from simulator.step.host import step_host_s
 
-# What else a step does draws, of the power limit, which tensor cores reach by themselves. Source: what the driver read while one H200 repeated
-# updates (520 to 590 of 700 W), and at rest with its clocks up (130 to 160 W; examples/profiles/h200x1.json); attention, with its softmax between
-# products, is assumed. Products of 17 steps on one H200 (fresh.jsonl, draws 1 to 9) are so described within 7 %, and 29 % too long without.
+# What else a step does draws, of the power limit, which tensor cores reach by themselves. Source: what the driver read
+# while one H200 repeated updates (520 to 590 of 700 W), and at rest with its clocks up (130 to 160 W;
+# examples/profiles/h200x1.json); attention, with its softmax between products, is assumed. Products of 17 steps on one
+# H200 (fresh.jsonl, draws 1 to 9) are so described within 7 %, and 29 % too long without.
 MOVING = 0.75
 ATTENDING = 0.8
 IDLE = 0.2
-# Over how long a GPU's power limiter averages. Source: mean clocks of three runs that load data for 50 to 150 ms of a step leave kernels 1.55 to
-# 1.6 GHz (fresh.jsonl: 4/21, 9/05, 9/06), as 5 to 30 ms of the pause would, where all of it would leave them 1.9.
+# Over how long a GPU's power limiter averages. Source: mean clocks of three runs that load data for 50 to 150 ms of a
+# step leave kernels 1.55 to 1.6 GHz (fresh.jsonl: 4/21, 9/05, 9/06), as 5 to 30 ms of the pause would, where all of it
+# would leave them 1.9.
 POWER_WINDOW_S = 0.02
 ROUNDS = 12
 # Parts of a step in which kernels run.
@@ -50,12 +52,13 @@ def fastest(context: CostContext) -> float:
 
 
 def working_clocks(breakdown: Mapping[str, Floats], shares: Shares, context: CostContext) -> Floats:
-    """Return what the kernels of a model take at the clocks that the power limit leaves their products, over what they take where
-    products are all that a GPU does.
+    """Return what the kernels of a model take at the clocks that the power limit leaves their products, over what they
+    take where products are all that a GPU does.
 
-    What the others do not draw of it, products may: their rate goes with the `power_exponent`-th power of what they draw, up to that
-    of a GPU that has rested (efficiency.toml). That is for one GPU: products beside collectives share both power and SMs with them, and take about as
-    long as `sustained` says. A calibration's factors are of whole kernels in steps like these, so there only idle moments count.
+    What the others do not draw of it, products may: their rate goes with the `power_exponent`-th power of what they
+    draw, up to that of a GPU that has rested (efficiency.toml). That is for one GPU: products beside collectives share
+    both power and SMs with them, and take about as long as `sustained` says. A calibration's factors are of whole
+    kernels in steps like these, so there only idle moments count.
     """
     calibration, known = context.calibration, efficiency(context.roofline.gpu.architecture)
     # Of a long pause, in a pipeline or while data is loaded, only the end of it is credited to what follows.

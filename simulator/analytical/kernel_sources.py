@@ -12,7 +12,9 @@ from simulator.pipeline.stages import StageLayout
 
 
 def kernel_shares(layout: StageLayout, blocks: Mapping[str, BlockCost]) -> tuple[Floats, Floats]:
-    """Return which (measured, fitted) shares the kernels have of the pipeline rank that computes longest; one value a plan."""
+    """Return which (measured, fitted) shares the kernels have of the pipeline rank that computes longest; one value a
+    plan.
+    """
     computing, measured, fitted = (_of_ranks(layout, blocks, name) for name in ("compute_s", "measured_s", "fitted_s"))
     slowest = np.argmax(computing, axis=1)[:, None]
     total = np.maximum(np.take_along_axis(computing, slowest, axis=1), 1e-30)

@@ -24,11 +24,12 @@ class PassCost:
     """One pass over a block: kernel seconds, exposed communication by axis, host seconds. Columns.
 
     `lost_s` is what kernels lose to communication beside them, `moved_bytes` what they read and write.
-    `behind_s` is when the device ends, counted from the host's start, where it waits for the host alone: minus infinity where
-    it does nothing. `launches` is how many kernels. `waits`: where the host waits for the device on its way.
+    `behind_s` is when the device ends, counted from the host's start, where it waits for the host alone: minus infinity
+    where it does nothing. `launches` is how many kernels. `waits`: where the host waits for the device on its way.
 
-    Of a layer with experts on several ranks: seconds of kernels between its two exchanges of tokens, and of other communication
-    there, of kernels the gradients of weights, and the first exchange; the SMs that exchanges hold, of plans that run others beside.
+    Of a layer with experts on several ranks: seconds of kernels between its two exchanges of tokens, and of other
+    communication there, of kernels the gradients of weights, and the first exchange; the SMs that exchanges hold, of
+    plans that run others beside.
     """
 
     compute_s: Floats
@@ -105,11 +106,11 @@ AMOUNTS = tuple(f.name for f in fields(PassCost) if f.name not in {"communicatio
 
 @dataclass(slots=True)
 class BlockCost:
-    """Forward, backward without recomputation, and for each recompute mode what runs again and what is kept. `inward` gives the
-    backward pass without gradients of weights, which schedules that split it ask for.
+    """Forward, backward without recomputation, and for each recompute mode what runs again and what is kept. `inward`
+    gives the backward pass without gradients of weights, which schedules that split it ask for.
 
-    Bytes are of one micro batch. A mode that wraps a share of the layers is averaged over layers. `bounds`: of no mode, but
-    no more than under any (`simulator.bounds.screening.SharedBlocks.keeping_least`).
+    Bytes are of one micro batch. A mode that wraps a share of the layers is averaged over layers. `bounds`: of no mode,
+    but no more than under any (`simulator.bounds.screening.SharedBlocks.keeping_least`).
     """
 
     forward: PassCost

@@ -37,8 +37,9 @@ from simulator.step.traffic import has_replicas
 from simulator.step.zero import zero_buffers
 from topology.units import GIB
 
-# Bytes beside the allocator's and NCCL's: CUDA's context and loaded kernels. Source: a run that filled both of its two H200 and
-# retried allocations (2026-11-23.1/14 of examples/validation/fresh.jsonl) held 137.8 of 139.8 GiB, beside 1.1 of communicators.
+# Bytes beside the allocator's and NCCL's: CUDA's context and loaded kernels. Source: a run that filled both of its two
+# H200 and retried allocations (2026-11-23.1/14 of examples/validation/fresh.jsonl) held 137.8 of 139.8 GiB, beside 1.1
+# of communicators.
 CONTEXT_BYTES = 0.9 * GIB
 STATE = ("parameters", "gradients", "gradient_buffers", "optimizer")  # what stays from step to step
 
@@ -140,9 +141,9 @@ class _Ranks:
         self.ends = np.maximum(self.embedding, layout.last * parameters.head[:, None])
         self.looked_up = np.where(model.tied_embeddings, 0.0, self.embedding)
         self.zero = zero_buffers(context, self.whole, self.sharded("optimizer"))
-        # Autocast keeps a 16-bit copy of every weight that products use from its first use to the end of the forward pass,
-        # and backward keeps those of layers that are not run again; embeddings are looked up as they are. Compiled blocks
-        # cast by themselves, and autocast remembers nothing of theirs.
+        # Autocast keeps a 16-bit copy of every weight that products use from its first use to the end of the forward
+        # pass, and backward keeps those of layers that are not run again; embeddings are looked up as they are.
+        # Compiled blocks cast by themselves, and autocast remembers nothing of theirs.
         compute = context.dtype_bytes("compute")
         self.cast = (self.table.conditions["autocast"] & (state_bytes(context)["parameters"] > compute))[:, None]
         self.cast_bytes = np.where(self.cast, compute, 0.0)
@@ -164,7 +165,9 @@ class _Ranks:
         return again
 
     def gathered(self) -> Floats:
-        """Return parameters gathered for use: the layer computing, those ahead, and the ends; or copies that autocast made."""
+        """Return parameters gathered for use: the layer computing, those ahead, and the ends; or copies that autocast
+        made.
+        """
         ahead = (1.0 + self.spec.fsdp.prefetch) * self.per_layer + self.ends
         window = np.where(self.table.keeps_gathered[:, None], self.whole, ahead)
         gathered = np.where(self.fully_sharded, window * self.context.dtype_bytes("compute"), 0.0)
@@ -177,7 +180,9 @@ class _Ranks:
         return np.where(self.fully_sharded, np.maximum(self.per_layer, self.ends) * held, 0.0)
 
     def added_gradients(self) -> Floats:
-        """Return whole gradients that micro batches of a pipeline add up, in the type they are reduced in, until the last one."""
+        """Return whole gradients that micro batches of a pipeline add up, in the type they are reduced in, until the
+        last one.
+        """
         return (self.table["pp"] > 1)[:, None] * self.whole * self.context.dtype_bytes("reduce")
 
     def gradient_buffers(self) -> Floats:
@@ -227,16 +232,17 @@ class _Ranks:
         """Return the most allocated in a step, and what the allocator reserves for it."""
         table, state, exists = self.table, self.spec.state, self.layout.exists
         everything = sum(categories.values(), np.zeros_like(self.shared))
-        # The loss and a unit's whole gradient do not coincide: under full sharding gradients appear as activations go, and
-        # shards of them are there before only if an earlier micro batch has left them.
-        # Main gradients, and a flat partition of them, are there from the beginning.
+        # The loss and a unit's whole gradient do not coincide: under full sharding gradients appear as activations go,
+        # and shards of them are there before only if an earlier micro batch has left them. Main gradients, and a flat
+        # partition of them, are there from the beginning.
         appear = (state.gradient_dtype != "reduce") & ~(self.fully_sharded & (self.spec.zero is not None))
         single = (table.micro_batches <= 1)[:, None]
         fresh = self.fully_sharded & appear & ((table["pp"] > 1)[:, None] | single)
         whole = ~self.fully_sharded & appear & single & state.gradients_freed
         passing = self.unsharded_gradients() + self.zero.reducing
         early = everything - np.where(exists, passing, 0.0) - np.where(fresh | whole, categories["gradients"], 0.0)
-        # At the end each unit's whole gradient turns into its shard: what is left of the ones makes room for the others.
+        # At the end each unit's whole gradient turns into its shard: what is left of the ones makes room for the
+        # others.
         adding = self.added_gradients()
         turned = np.where(self.fully_sharded & exists, np.minimum(adding, categories["gradients"]), 0.0)
         backward = categories["activations"] + categories["loss_and_recompute"]
@@ -249,7 +255,9 @@ class _Ranks:
         return peak, reserved + self._summed_over_replicas(single)
 
     def _summed_over_replicas(self, single: NDArray[np.bool_]) -> Floats:
-        """Return what replicas keep of their sums to the end of a backward pass, beside the gradients of micro batches before."""
+        """Return what replicas keep of their sums to the end of a backward pass, beside the gradients of micro batches
+        before.
+        """
         reduce_bytes, table = self.context.dtype_bytes("reduce"), self.table
         beside = ~single & (table["pp"] <= 1)[:, None] | (reduce_bytes != state_bytes(self.context)["gradients"])
         summed = self.fully_sharded & has_replicas(table)[:, None] & beside

@@ -1,8 +1,9 @@
-"""The account of a step through a pipeline: each kind of pass counted once, then put together as the schedule's table says.
+"""The account of a step through a pipeline: each kind of pass counted once, then put together as the schedule's table
+says.
 
-What a pass takes from its rank's clocks is the same every time: so long on the device, so long where the host is behind,
-so long for parameters that are not there yet. A long step repeats itself, so its table is walked with fewer micro batches
-and twice, one round apart: what the round adds, further rounds add as well.
+What a pass takes from its rank's clocks is the same every time: so long on the device, so long where the host is
+behind, so long for parameters that are not there yet. A long step repeats itself, so its table is walked with fewer
+micro batches and twice, one round apart: what the round adds, further rounds add as well.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ BEGINS = np.array([(0.0, LONG_AGO, LONG_AGO), (LONG_AGO, LONG_AGO, 0.0), (LONG_A
 @dataclass(frozen=True, slots=True)
 class PassCounts:
     """What a kind of pass does to its rank: seconds on the device and their parts; until its end from the host's start,
-    where the host is behind; by how much it begins later, or earlier, than the wire is free for the parameters that it gathers;
-    after its end for what it has sent.
+    where the host is behind; by how much it begins later, or earlier, than the wire is free for the parameters that it
+    gathers; after its end for what it has sent.
     """
 
     device_s: Floats
@@ -63,9 +64,9 @@ Local = tuple[Kind, bool, bool, Gathered, bool]  # a kind of pass, wherever its 
 class Counter:
     """Counts the passes of stages that a plan's tables have, those of stages with the same units only once.
 
-    `walks` is one walk of all plans, or, of plans that hold other layers on their stages, a walk for each. Three walks at
-    once tell what a pass takes: with nothing in the way of the device, with nothing but the host in the way, and with nothing
-    but the wire (`BEGINS`).
+    `walks` is one walk of all plans, or, of plans that hold other layers on their stages, a walk for each. Three walks
+    at once tell what a pass takes: with nothing in the way of the device, with nothing but the host in the way, and
+    with nothing but the wire (`BEGINS`).
     """
 
     def __init__(
@@ -295,7 +296,9 @@ Lags = dict[Message, Floats]  # how long each message waited and moved
 def walk_table(
     table: Table, ranks: Sequence[RankCounts], hops: Hops, lags: Lags, *, synchronizes: bool
 ) -> tuple[list[Clocks], Lags]:
-    """Return where every rank is after its last pass, and how long messages were on their way; `lags` are a guess at it."""
+    """Return where every rank is after its last pass, and how long messages were on their way; `lags` are a guess at
+    it.
+    """
     nothing = np.zeros_like(hops.host_s)
     parts = dict.fromkeys(("bubble", "pp", "dp", "host", "contention"), nothing)
     clocks = [Clocks(r.host_s, r.host_s, nothing, nothing, parts | {"host": r.host_s}) for r in ranks]

@@ -1,8 +1,8 @@
 """A pipeline rank that counts: when its streams are done, and what for.
 
-The analytical model's `simulator.step.rank.Rank`, for all plans of a table at once. Streams and the host are clocks that only
-move on; waiting moves a clock to another's time. What runs beside each other slows each other down as a whole: a kernel
-gives SMs and memory bandwidth to collectives beside it for as long as they last.
+The analytical model's `simulator.step.rank.Rank`, for all plans of a table at once. Streams and the host are clocks
+that only move on; waiting moves a clock to another's time. What runs beside each other slows each other down as a
+whole: a kernel gives SMs and memory bandwidth to collectives beside it for as long as they last.
 """
 
 from __future__ import annotations
@@ -123,7 +123,8 @@ class RankTimeline:
                 parts[part] = parts[part] + count * seconds
         return parts
 
-    # --- what a rank is asked to run ------------------------------------------------------------------------------------
+    # --- what a rank is asked to run
+    # ------------------------------------------------------------------------------------
 
     def begin(self, unit: Unit) -> None:
         if unit.repeats > 1:
@@ -159,8 +160,8 @@ class RankTimeline:
         self.paired = False
 
     def _fill_queue(self) -> None:
-        """Have the host wait where the compute stream's queue is full: of kernels like those of the last pass, or, where the stream
-        itself has waited meanwhile, of kernels as they came so far.
+        """Have the host wait where the compute stream's queue is full: of kernels like those of the last pass, or,
+        where the stream itself has waited meanwhile, of kernels as they came so far.
         """
         if not self.runs_ahead:
             ahead_s = np.maximum(self._ahead_s, QUEUED_LAUNCHES * self.compute / np.maximum(self._launched, 1.0))
@@ -344,7 +345,9 @@ class RankTimeline:
         return longer
 
     def _under_way(self, start: Floats) -> list[tuple[str, Background, Floats | None, Floats]]:
-        """Return the collectives that are not over at `start`: of which stream, and since when and until when it has them."""
+        """Return the collectives that are not over at `start`: of which stream, and since when and until when it has
+        them.
+        """
         found: list[tuple[str, Background, Floats | None, Floats]] = []
         for stream, (since, until, cost) in [*self._earlier.items()]:
             if (until > start).any():

@@ -1,7 +1,7 @@
 """What a plan is for: the model, the machine, the workload and the runtime, with what was measured of them.
 
-The analytical model, the search's screening, the lowering and the simulation all take a `Scenario` and plans. The planner's
-`Question` adds a framework's rules to it.
+The analytical model, the search's screening, the lowering and the simulation all take a `Scenario` and plans. The
+planner's `Question` adds a framework's rules to it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""What data-parallel traffic adds to every step of a plan, whatever it hides behind: copies, the ends, what never overlaps."""
+"""What data-parallel traffic adds to every step of a plan, whatever it hides behind: copies, the ends, what never
+overlaps.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,8 @@ Rows = NDArray[np.bool_]
 class LeastTraffic:
     """Seconds of a step on pipeline ranks, shape (plans, ranks), as `simulator.step.traffic` tells of them.
 
-    `forward` and `backward` come with those passes, `last_s` after all ranks have met. `waits_for_traffic`, one value a plan: traffic
-    of a pass has ended when the next one begins, where there is no pipeline.
+    `forward` and `backward` come with those passes, `last_s` after all ranks have met. `waits_for_traffic`, one value a
+    plan: traffic of a pass has ended when the next one begins, where there is no pipeline.
     """
 
     def __init__(self, context: CostContext, layout: StageLayout, parameters: Parameters, lookup_s: Floats) -> None:

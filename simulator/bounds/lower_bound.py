@@ -1,9 +1,9 @@
 """What no step of a plan can beat, as columns: a bound to search with, cheap because it follows no clock.
 
 A rank's device runs its passes and copies and receives its messages one after the other; its host issues all of it; the
-first micro batch passes other ranks before it gets there, and the last one after it has left. Nothing else that a step may
-wait for is counted, so the account of a step (`simulator.analytical.account`), which walks through all of it, is never
-below. Block costs are summed over the blocks that a rank holds.
+first micro batch passes other ranks before it gets there, and the last one after it has left. Nothing else that a step
+may wait for is counted, so the account of a step (`simulator.analytical.account`), which walks through all of it, is
+never below. Block costs are summed over the blocks that a rank holds.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ LAYER_PASSES = ("forward", "backward")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPasses:
-    """Seconds of one micro batch on each rank, shape (plans, ranks); of `backward`, `weight` is what schedules put off."""
+    """Seconds of one micro batch on each rank, shape (plans, ranks); of `backward`, `weight` is what schedules put
+    off.
+    """
 
     forward: Floats
     backward: Floats
@@ -50,8 +52,8 @@ class RankBounds:
     """What each pipeline rank alone says of the step at least, in seconds, shape (plans, ranks).
 
     A rank that begins `since` after the first of the pipeline is done no earlier than `own_s` later, and what it has
-    computed then ends its last backward pass: `max(since - deferred_s, tail_s)` more. `passing_s` is by how much the next rank begins later than it.
-    However early it begins, it takes `alone_s`.
+    computed then ends its last backward pass: `max(since - deferred_s, tail_s)` more. `passing_s` is by how much the
+    next rank begins later than it. However early it begins, it takes `alone_s`.
     """
 
     own_s: Floats
@@ -95,8 +97,8 @@ class LowerBound:
         return np.asarray(step_host_s(self.spec.host, self.context) + norm)
 
     def of_ranks(self, first_stage: Floats) -> RankBounds:
-        """Return the bounds of each rank of a pipeline by itself, without `fixed_s`; `first_stage` are the layers on the first
-        stage of each rank.
+        """Return the bounds of each rank of a pipeline by itself, without `fixed_s`; `first_stage` are the layers on
+        the first stage of each rank.
         """
         traffic = self._traffic()
         device, hop = self.device(), self._hop_s()[:, None]
@@ -169,7 +171,8 @@ class LowerBound:
             (passes * np.maximum(self._layer_s(which) - traffic.unit_gather_s, 0.0)[:, None] for which in LAYER_PASSES),
             np.zeros(device.forward.shape),
         )
-        # Where shards are summed over replicas, the account has collectives of a pass wait for those of others at its end only.
+        # Where shards are summed over replicas, the account has collectives of a pass wait for those of others at its
+        # end only.
         lets_go = (table.fully_sharded & ~table.keeps_gathered & ~has_replicas(table))[:, None]
         return np.where(lets_go, traffic.forward.stream_s + traffic.backward.stream_s - slack, 0.0)
 
@@ -221,7 +224,9 @@ class LowerBound:
         )
 
     def _sum(self, cost: str, quantity: str) -> Floats:
-        """Return a quantity of a pass (forward, backward; again: what recomputation repeats) of all blocks of a rank."""
+        """Return a quantity of a pass (forward, backward; again: what recomputation repeats) of all blocks of a
+        rank.
+        """
         layout, total = self.layout, np.zeros(self.layout.exists.shape)
         if cost == "again":
             for mode in layout.by_mode:
@@ -248,7 +253,9 @@ class LowerBound:
         return total
 
     def _wrapped(self, mode: str) -> Floats:
-        """Return how many layers of each rank a mode runs again at least: of those in a row on a stage every so many."""
+        """Return how many layers of each rank a mode runs again at least: of those in a row on a stage every so
+        many.
+        """
         spec, layers = self.spec.recompute[mode], np.add(*self.layout.by_mode[mode])
         if not spec.recomputes:
             return np.zeros(layers.shape)
@@ -297,7 +304,9 @@ class LowerBound:
         return np.asarray(np.maximum(there + own + np.maximum(home - deferred, tail), once))
 
     def _late_passes(self) -> Floats:
-        """Return how many micro batches' weight gradients a rank may owe at most when its last input gradient begins."""
+        """Return how many micro batches' weight gradients a rank may owe at most when its last input gradient
+        begins.
+        """
         layout, stages = self.layout, self._stages[:, None]
         lags = where(self.table.schedule, lambda kind: kind.lags)[:, None]
         layers = np.maximum(np.add(*layout.layers), 1.0)
@@ -305,8 +314,8 @@ class LowerBound:
         return np.where(lags, (layout.rank + layout.rank_count) * np.where(stages > 1, widest, 1.0), np.inf)
 
     def _layers_before(self) -> Floats:
-        """Return how many layers the first micro batch passes until it gets to the last rank of each kind: those of the first
-        stages of the ranks before it.
+        """Return how many layers the first micro batch passes until it gets to the last rank of each kind: those of the
+        first stages of the ranks before it.
         """
         pp, total = self.table["pp"], (self.layout.rank_count * np.add(*self.layout.layers)).sum(axis=1)
         rows, which = distinct(pp, self._stages)

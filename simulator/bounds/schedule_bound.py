@@ -1,8 +1,9 @@
 """What no step through a pipeline can beat, counted from its schedule's table: passes, messages and waits for them.
 
-A pass takes no less than its kernels, the copies of parameters that are not there, and the gathers that each unit waits for.
-Hosts, traffic of other streams beside compute, and gathers ahead of a pass are left out, so the account of a step
-(`simulator.analytical.account`), which has all of them, is never below. A table is walked once for all plans that share it.
+A pass takes no less than its kernels, the copies of parameters that are not there, and the gathers that each unit waits
+for. Hosts, traffic of other streams beside compute, and gathers ahead of a pass are left out, so the account of a step
+(`simulator.analytical.account`), which has all of them, is never below. A table is walked once for all plans that share
+it.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ def scheduled_at_least_s(inputs: AccountInputs) -> Floats:
 
 @dataclass(frozen=True, slots=True)
 class _LeastPass:
-    """Seconds of a kind of pass: on the device, until its first reduction, and of its reductions on the stream of shards and
-    on that of replicas.
+    """Seconds of a kind of pass: on the device, until its first reduction, and of its reductions on the stream of
+    shards and on that of replicas.
     """
 
     device_s: Floats

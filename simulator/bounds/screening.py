@@ -154,8 +154,8 @@ class ScreenedPlans:
         return local_parameters(self.screening.scenario.model, self.context)
 
     def reserved_bytes(self, *, at_least: bool = False) -> Floats:
-        """Return what the pools of the allocator hold on the worst rank; `at_least` a lower bound, where counting out is
-        dear.
+        """Return what the pools of the allocator hold on the worst rank; `at_least` a lower bound, where counting out
+        is dear.
         """
         return np.asarray(self._memory(at_least=at_least).scaled(self.known).reserved_bytes.max(axis=1))
 
@@ -190,7 +190,9 @@ class ScreenedPlans:
         return LowerBound(self.context, layout, self.blocks, self.parameters, sent)
 
     def at_least_by_schedule_s(self) -> Floats:
-        """Return a lower bound of the step that its schedule's table is walked for; dearer, and 0 without a pipeline."""
+        """Return a lower bound of the step that its schedule's table is walked for; dearer, and 0 without a
+        pipeline.
+        """
         with np.errstate(invalid="ignore"):
             return np.nan_to_num(scheduled_at_least_s(self.inputs) * ROUNDED, nan=np.inf)
 
@@ -210,5 +212,7 @@ class ScreenedPlans:
         return np.nan_to_num(self.account.total_s, nan=np.inf)
 
     def flush_s(self, reserved_bytes: Floats) -> Floats:
-        """Return what `step_s` leaves out: seconds that a nearly full allocator costs (`simulator.analytical.allocator`)."""
+        """Return what `step_s` leaves out: seconds that a nearly full allocator costs
+        (`simulator.analytical.allocator`).
+        """
         return flush_s(self.context.groups, reserved_bytes, self.screening.capacity_bytes, self.known.flush_s)

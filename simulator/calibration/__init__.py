@@ -1,4 +1,5 @@
-"""What measurements answer when plans are costed: operators, collectives, overlap, contention and a runtime's own costs.
+"""What measurements answer when plans are costed: operators, collectives, overlap, contention and a runtime's own
+costs.
 
 A `Calibration` is made once, by `fitting`, and handed down. May import `config`, `columns`, `kernels`, `runtimes`,
 `collectives` and `overlap`.

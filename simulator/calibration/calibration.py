@@ -1,8 +1,8 @@
 """What measurements of one machine answer when plans are costed: operators, collectives, overlap, contention, runtimes.
 
-A `Calibration` is made once, from a profile, where a program's inputs are read (`simulator.fitting.calibration_fit.calibrated`).
-Everything that costs a plan is handed the calibration, or None where nothing was measured; then every figure is what the
-datasheet and published efficiencies say.
+A `Calibration` is made once, from a profile, where a program's inputs are read
+(`simulator.fitting.calibration_fit.calibrated`). Everything that costs a plan is handed the calibration, or None where
+nothing was measured; then every figure is what the datasheet and published efficiencies say.
 """
 
 from __future__ import annotations
@@ -65,12 +65,13 @@ class Effects:
 class RuntimeCosts:
     """What runs of one and two layers said of a runtime, eager or compiled; see simulator.fitting.runtime_fit.
 
-    `kernel_factor` multiplies kernel times: inside a step clocks, caches and gaps are not those of a kernel alone; `layer_factor`
-    those of layers once more, whose many short kernels have more of all three than a head's few. `host` are fields of
-    HostSpec that replace the description's. `collective_factor` multiplies the times of collectives, `network_factor` once more
-    those between nodes, to which each crossing adds `crossing_s` (`CollectiveModel`); `reserved` is what memory was over what
-    is described, `activations` once more what of it is no state; `flush_s` what a micro batch takes more where the allocator
-    has to give memory back, None where that is as described. `borrowed`: of the runtime that the one in question is like. `host_speed`: how many times as long the host takes as those that
+    `kernel_factor` multiplies kernel times: inside a step clocks, caches and gaps are not those of a kernel alone;
+    `layer_factor` those of layers once more, whose many short kernels have more of all three than a head's few. `host`
+    are fields of HostSpec that replace the description's. `collective_factor` multiplies the times of collectives,
+    `network_factor` once more those between nodes, to which each crossing adds `crossing_s` (`CollectiveModel`);
+    `reserved` is what memory was over what is described, `activations` once more what of it is no state; `flush_s` what
+    a micro batch takes more where the allocator has to give memory back, None where that is as described. `borrowed`:
+    of the runtime that the one in question is like. `host_speed`: how many times as long the host takes as those that
     descriptions tell of.
     """
 
@@ -89,7 +90,9 @@ class RuntimeCosts:
     host_speed: float = 1.0
 
     def held_bytes(self, described: Floats | float, state: Floats | float) -> Floats:
-        """Return the bytes that are held where so many are described, of them `state` parameters, gradients and optimizer."""
+        """Return the bytes that are held where so many are described, of them `state` parameters, gradients and
+        optimizer.
+        """
         if self.activations == 1.0:
             return np.asarray(self.reserved * described)
         kept = np.minimum(state, described)
@@ -105,9 +108,10 @@ class RuntimeCosts:
 class Calibration:
     """What one machine showed. Parts that were not measured are empty, and answer as the datasheet does.
 
-    `contention` is by collective, `runtimes` by (runtime, compiled); `burst` is a large product's time after a rest over
-    its time on a GPU at work. `gpu_measured`: more than collectives is known. `profile` is the fingerprint of the profile
-    that all of it is from; with `current` false it is of another driver or of long ago, and makes nothing surer.
+    `contention` is by collective, `runtimes` by (runtime, compiled); `burst` is a large product's time after a rest
+    over its time on a GPU at work. `gpu_measured`: more than collectives is known. `profile` is the fingerprint of the
+    profile that all of it is from; with `current` false it is of another driver or of long ago, and makes nothing
+    surer.
     """
 
     gpu: GpuKind
@@ -125,7 +129,8 @@ class Calibration:
     def runtime(self, name: str, *, compiled: bool) -> RuntimeCosts:
         """Return what is known of a runtime; neutral where nobody ran it.
 
-        One that was not run is taken to cost what the runtime costs that it is like, but for Python that it does without.
+        One that was not run is taken to cost what the runtime costs that it is like, but for Python that it does
+        without.
         """
         spec = runtime_spec(name)
         own = self.runtimes.get((spec.names[0], compiled))
@@ -150,7 +155,9 @@ class Calibration:
         return self.operators.seconds(work, datasheet, dtype=dtype, runtime=runtime)
 
     def packing_factor(self, nbytes: Floats | float, usual: float) -> Floats:
-        """Return what FSDP's packing of modules of `nbytes` takes over what is counted for it; `usual` where not measured."""
+        """Return what FSDP's packing of modules of `nbytes` takes over what is counted for it; `usual` where not
+        measured.
+        """
         return self.operators.packing_factor(nbytes, usual) if self.effects.packing else np.full(1, NOTHING)
 
     def update_bytes_per_s(self, param_dtype: str) -> float | None:

@@ -14,8 +14,8 @@ Floats = NDArray[np.float64]
 def gain(across: Floats, inner: Floats, noise: ArrayLike) -> Floats:
     """Return by how much each unknown moves for each observation, shape (unknowns, observations).
 
-    `across` (unknowns, observations) is their covariance before anything is seen, `inner` (observations, observations) that
-    of the observations without their `noise`, the standard deviations of single observations.
+    `across` (unknowns, observations) is their covariance before anything is seen, `inner` (observations, observations)
+    that of the observations without their `noise`, the standard deviations of single observations.
     """
     return np.asarray(np.linalg.solve(observed(inner, noise), across.T).T)
 
@@ -26,6 +26,8 @@ def observed(inner: Floats, noise: ArrayLike) -> Floats:
 
 
 def conditioned(covariance: Floats, seen: Floats, noise: ArrayLike) -> Floats:
-    """Return the covariance of unknowns after `seen @ unknowns` was measured with noise; `seen` is (observations, unknowns)."""
+    """Return the covariance of unknowns after `seen @ unknowns` was measured with noise; `seen` is (observations,
+    unknowns).
+    """
     across = covariance @ seen.T
     return np.asarray(covariance - gain(across, seen @ across, noise) @ across.T)

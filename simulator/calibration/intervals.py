@@ -1,15 +1,16 @@
 """The range in which four of five measurements are expected: one table of factors, learned from whole sources.
 
-`intervals.json` is written by tests/bench/learn_intervals.py from measured runs. A source (a paper, a benchmark, a host) is
-off as a whole before its rows are off by themselves, and the next question is of a source that nobody has seen. So with
-x = log(measured / predicted), source means spread by s_b over k sources and rows within them by s_w, the range is
+`intervals.json` is written by tests/bench/learn_intervals.py from measured runs. A source (a paper, a benchmark, a
+host) is off as a whole before its rows are off by themselves, and the next question is of a source that nobody has
+seen. So with x = log(measured / predicted), source means spread by s_b over k sources and rows within them by s_w, the
+range is
 
     mean(x) -+ t(0.9, k - 1) * sqrt(s_b^2 (1 + 1/k) + s_w^2)
 
-the prediction interval of a random-effects model (Higgins, Thompson, Spiegelhalter, J. R. Statist. Soc. A 172, 2009). Few rows far
-off widen it beyond what holds 80 %, so with eight sources or more it is the 10 % and 90 % quantiles of all rows, each source's
-counting as one (pooled distributions: Dunn, Wasserman, Ramdas, J. Am. Statist. Assoc. 118, 2023). How often it holds is asked of
-each source with the factors learned from the others; the answers stand in the file.
+the prediction interval of a random-effects model (Higgins, Thompson, Spiegelhalter, J. R. Statist. Soc. A 172, 2009).
+Few rows far off widen it beyond what holds 80 %, so with eight sources or more it is the 10 % and 90 % quantiles of all
+rows, each source's counting as one (pooled distributions: Dunn, Wasserman, Ramdas, J. Am. Statist. Assoc. 118, 2023).
+How often it holds is asked of each source with the factors learned from the others; the answers stand in the file.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from topology.codec import convert
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Factors:
-    """`low` and `high` times the prediction hold 80 %. `left_out` is the share that they hold of each source when learned
-    from the others, and `coverage` its mean over sources; None with fewer than three.
+    """`low` and `high` times the prediction hold 80 %. `left_out` is the share that they hold of each source when
+    learned from the others, and `coverage` its mean over sources; None with fewer than three.
     """
 
     low: float
@@ -68,8 +69,9 @@ def step_factors(
     """Return (low, high) over the predicted step.
 
     What was measured, and curves through it, is as sure as calibrated steps were; all else as steps from datasheets.
-    Waiting for the host is as sure as waits were in runs on hosts that nobody had seen. Each is off by itself, so what they
-    add to the range adds up as variances do. `shares` are the step's by source, `host` the share of waiting for the host.
+    Waiting for the host is as sure as waits were in runs on hosts that nobody had seen. Each is off by itself, so what
+    they add to the range adds up as variances do. `shares` are the step's by source, `host` the share of waiting for
+    the host.
     """
     measured = sum(shares.get(source.value, 0.0) for source in (Source.MEASURED, Source.FITTED)) if calibrated else 0.0
     parts = (

@@ -20,9 +20,10 @@ from simulator.kernels.roofline import DATASHEET, FITTED, MEASURED
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredOperators:
-    """`exact` maps a product or an attention to seconds (`simulator.fitting.step_samples.exact_key`); curves are by dtype, by
-    (dtype, head width, direction) and by (runtime, operator). `stream` is a plain copy, `packing` FSDP's copies over the
-    bytes counted for them, `update_rates` bytes per second that clipping and updating reach, by parameter dtype.
+    """`exact` maps a product or an attention to seconds (`simulator.fitting.step_samples.exact_key`); curves are by
+    dtype, by (dtype, head width, direction) and by (runtime, operator). `stream` is a plain copy, `packing` FSDP's
+    copies over the bytes counted for them, `update_rates` bytes per second that clipping and updating reach, by
+    parameter dtype.
     """
 
     exact: dict[tuple[Any, ...], float] = field(default_factory=dict)
@@ -51,7 +52,9 @@ class MeasuredOperators:
         return found
 
     def packing_factor(self, nbytes: Floats | float, usual: float) -> Floats:
-        """Return what FSDP's packing of modules of `nbytes` takes over what is counted for it; `usual` where not measured."""
+        """Return what FSDP's packing of modules of `nbytes` takes over what is counted for it; `usual` where not
+        measured.
+        """
         if self.packing is None:
             return np.full(1, usual)
         return self.packing.ratio(np.asarray(nbytes, dtype=np.float64))

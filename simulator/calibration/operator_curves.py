@@ -1,12 +1,13 @@
 """What operators take on one GPU, as curves of physical form with constants that were fitted to samples of it.
 
-- matrix products: arithmetic at a rate that tiles, waves and the pipeline along k leave, never faster than memory, and a
-  floor for starting. A library that spreads the last wave over all SMs (stream-k) wastes at most `1 - wave_floor` of it.
+- matrix products: arithmetic at a rate that tiles, waves and the pipeline along k leave, never faster than memory, and
+  a floor for starting. A library that spreads the last wave over all SMs (stream-k) wastes at most `1 - wave_floor` of
+  it.
 - attention: arithmetic at a rate that longer sequences and more heads fill, for each head width and direction.
 - kernels that move memory: the bytes that the runtime's description counts over a bandwidth that grows with size.
 
-What a curve leaves is smooth in the logarithms of the sizes, so neighbours correct it (`Smooth`). The constants come from
-`simulator.fitting.operator_fit`.
+What a curve leaves is smooth in the logarithms of the sizes, so neighbours correct it (`Smooth`). The constants come
+from `simulator.fitting.operator_fit`.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from simulator.kernels.roofline import TILES, matmul_utilization
 
 Floats = NDArray[np.float64]
 
-# How residuals are smoothed: the width in doublings of each size, and the samples' worth of evidence that a curve is right as it
-# is. Source: leave-one-out errors of the products in examples/profiles/h200x4.json, 2.6 % and least from 0.55 to 1.0 doublings and
-# 0.3 to 1 sample.
+# How residuals are smoothed: the width in doublings of each size, and the samples' worth of evidence that a curve is
+# right as it is. Source: leave-one-out errors of the products in examples/profiles/h200x4.json, 2.6 % and least from
+# 0.55 to 1.0 doublings and 0.3 to 1 sample.
 SMOOTHING_DOUBLINGS = 0.7
 PRIOR_SAMPLES = 0.3
 

@@ -1,7 +1,7 @@
 """What a step's time rests on.
 
-Shares are of the step: kernels measured at the very shape, kernels from a curve through others, the rest from datasheets
-or assumed. `simulator.calibration.intervals` says how sure that makes us.
+Shares are of the step: kernels measured at the very shape, kernels from a curve through others, the rest from
+datasheets or assumed. `simulator.calibration.intervals` says how sure that makes us.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def shares(
 ) -> Shares:
     """Return what each part of a step rests on.
 
-    `measured` and `fitted` are shares of the time of kernels. A bubble is made of the compute of others, so it rests on the
-    same.
+    `measured` and `fitted` are shares of the time of kernels. A bubble is made of the compute of others, so it rests on
+    the same.
     """
     step = sum(breakdown_s.values(), np.zeros_like(measured))
     found = {source: np.zeros_like(step) for source in Source}

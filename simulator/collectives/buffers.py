@@ -1,11 +1,12 @@
 """What NCCL's communicators take of a rank's memory, from how it connects ranks.
 
-For every channel and peer of its node a rank has a buffer for what it receives, which holds the LL, LL128 and Simple protocols' parts
-(src/init.cc, computeBuffSizes: 0.5, 4.7 and 4 MiB), and a page for what it sends (src/transport/p2p.cc). Both are whole pages of 2 MiB:
-10 and 2 MiB, as a run's own log of allocations shows (github.com/NVIDIA/nccl/issues/1685). Connections are made by the first operation
-that uses them (NCCL_RUNTIME_CONNECT, on since 2.22): gathers and reduce-scatters connect rings, all-reduces rings and trees,
-sends and all-to-alls every peer over up to 32 channels. That log's all-to-all among eight H100 took 3.3 GB; here it is 2.8.
-NVLS, which has buffers of its own, is not counted.
+For every channel and peer of its node a rank has a buffer for what it receives, which holds the LL, LL128 and Simple
+protocols' parts (src/init.cc, computeBuffSizes: 0.5, 4.7 and 4 MiB), and a page for what it sends
+(src/transport/p2p.cc). Both are whole pages of 2 MiB: 10 and 2 MiB, as a run's own log of allocations shows
+(github.com/NVIDIA/nccl/issues/1685). Connections are made by the first operation that uses them (NCCL_RUNTIME_CONNECT,
+on since 2.22): gathers and reduce-scatters connect rings, all-reduces rings and trees, sends and all-to-alls every peer
+over up to 32 channels. That log's all-to-all among eight H100 took 3.3 GB; here it is 2.8. NVLS, which has buffers of
+its own, is not counted.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from simulator.columns.plan_table import Floats
 from topology.rates.groups import GroupShape, group_shape
 from topology.units import MIB
 
-# LL: 8 lines of 16 bytes for 512 threads; LL128: 120 words of 8 bytes for 640; each with 8 steps. Simple: NCCL_BUFFSIZE.
+# LL: 8 lines of 16 bytes for 512 threads; LL128: 120 words of 8 bytes for 640; each with 8 steps. Simple:
+# NCCL_BUFFSIZE.
 PROTOCOL_BYTES = (8 * 16 * 512 * 8, 120 * 8 * 640 * 8, 4 * MIB)
 PAGE = 2 * MIB  # CUDA_IPC_MIN
 CONNECTION_BYTES = -(-sum(PROTOCOL_BYTES) // PAGE) * PAGE + PAGE  # of one channel: from one peer, and to one

@@ -1,10 +1,10 @@
 """What a collective costs on the machine: which algorithm runs, on how many SMs, for how long, and how sure we are.
 
 Physics and choice are separate. `collective_curves` says how long a given algorithm and protocol takes; which one runs
-is NCCL's decision, so inside a node, and between tree and ring over several, we ask NCCL's own formulas (`nccl_model`), with
-their mistakes: a protocol left too early shows as a jump in the tables and in the prediction. All-to-all and send/recv,
-which NCCL does not tune, and the rest over several nodes, where its predictions are far off, are costed by what is
-fastest.
+is NCCL's decision, so inside a node, and between tree and ring over several, we ask NCCL's own formulas (`nccl_model`),
+with their mistakes: a protocol left too early shows as a jump in the tables and in the prediction. All-to-all and
+send/recv, which NCCL does not tune, and the rest over several nodes, where its predictions are far off, are costed by
+what is fastest.
 
 Sizes are nccl-tests' size column: the input of an all-reduce, broadcast, all-to-all or send; the output of an
 all-gather; the input of a reduce-scatter.
@@ -36,8 +36,8 @@ CUSTOM_ALGORITHMS = ("one_shot", "two_shot", "copy_engine")
 ALGORITHMS = NCCL_ALGORITHMS + CUSTOM_ALGORITHMS
 
 
-# Half-width of the 80 % interval, relative, where no fit covers the machine: what holds 80 % of the points of published tables,
-# each machine counted once (examples/validation/collectives.md, Ranges).
+# Half-width of the 80 % interval, relative, where no fit covers the machine: what holds 80 % of the points of published
+# tables, each machine counted once (examples/validation/collectives.md, Ranges).
 SPREAD_BEYOND_FIT = 0.31  # NVLink with more ranks than the tables fitted, or a generation without a table
 SPREAD_NETWORK = 0.35
 SPREAD_CUSTOM = 0.37  # kernels outside NCCL: one machine
@@ -282,8 +282,8 @@ def _as_nccl_chooses(comm: Communicator, op: str, sizes: Floats, *, int8: bool) 
 
 
 def _tree_or_ring(comm: Communicator, sizes: Floats) -> _Options:
-    """Cost an all-reduce between nodes without NVLS: NCCL's formulas leave the tree for the ring where bandwidth counts,
-    though on a few nodes the tree sends less. Low latency protocols cost the same either way here.
+    """Cost an all-reduce between nodes without NVLS: NCCL's formulas leave the tree for the ring where bandwidth
+    counts, though on a few nodes the tree sends less. Low latency protocols cost the same either way here.
     """
     starts, chosen, lines = nccl_model.switches(comm.nccl, "all_reduce", allow_nvls=False)
     ring = np.array([line.algorithm == "ring" for line in lines])
@@ -298,7 +298,8 @@ def _tree_or_ring(comm: Communicator, sizes: Floats) -> _Options:
 
 
 def _no_more_than_behind(times: Floats, piece: NDArray[np.intp]) -> Floats:
-    """Return the times of messages, which lie in the pieces `piece` of NCCL's choices, made never to fall with the size.
+    """Return the times of messages, which lie in the pieces `piece` of NCCL's choices, made never to fall with the
+    size.
 
     `times` ends with those of every piece's first size. The curves of two algorithms need not meet where NCCL changes
     from one to the other; more bytes never take less time, so no message takes longer than the first ones behind it.

@@ -14,7 +14,8 @@ dependent steps,
   bandwidth alone cannot, because two ranks copy as much locally as they send. No fabric carries more than `ceiling` of
   its nominal rate.
 - p is how much of the latency hides behind the work: 1 adds them, larger values overlap them.
-- F is pipeline fill: chunks grow with the message until they reach the protocol's buffer, and the last one drains alone.
+- F is pipeline fill: chunks grow with the message until they reach the protocol's buffer, and the last one drains
+  alone.
 
 Constants are fitted (tests/bench/fit_collectives.py) on public nccl-tests tables, never on one machine's file, row or
 model: NVLink 3 on A100, NVLink 4 on H200, NVLink 5 on GB200, sizes 512 B to 512 MiB
@@ -131,7 +132,9 @@ class Generation:
 
 
 def peer_channels(ranks: int, message: Floats) -> Floats:
-    """Return channels NCCL gives one message of `message` bytes: its share of 32, doubled while one would exceed 16 MiB."""
+    """Return channels NCCL gives one message of `message` bytes: its share of 32, doubled while one would exceed 16
+    MiB.
+    """
     fair = max(1, P2P_CHANNELS // (1 << (ranks - 1).bit_length()))
     doublings = np.ceil(np.log2(np.maximum(message / (fair * P2P_CHANNEL_BYTES), 1.0)))
     return np.asarray(np.minimum(fair * 2.0**doublings, P2P_CHANNELS), dtype=np.float64)

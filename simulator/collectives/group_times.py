@@ -23,11 +23,12 @@ REMEMBERED = 256  # plans of one group whose times are remembered by what was as
 class GroupTimes:
     """Where each plan's groups lie on `cluster`, and what collectives cost there.
 
-    Axes: `tp`, `cp`, `ep`, `pp` (neighbouring stages; `pp_across` where they are on different nodes), `pipeline` (all of them), `fsdp` (dp_shard x cp), `replicate` (dp_replicate), `dp` (both, and cp),
-    `expert_fsdp` and `expert_dp` (what expert parallelism leaves of them).
+    Axes: `tp`, `cp`, `ep`, `pp` (neighbouring stages; `pp_across` where they are on different nodes), `pipeline` (all
+    of them), `fsdp` (dp_shard x cp), `replicate` (dp_replicate), `dp` (both, and cp), `expert_fsdp` and `expert_dp`
+    (what expert parallelism leaves of them).
 
-    `models_by_plan` has a model for each plan where they run on clusters that differ in the rates of their links. `factor`: how many
-    times as long collectives take in a runtime's steps as by themselves.
+    `models_by_plan` has a model for each plan where they run on clusters that differ in the rates of their links.
+    `factor`: how many times as long collectives take in a runtime's steps as by themselves.
     """
 
     cluster: Cluster
@@ -124,7 +125,9 @@ class GroupTimes:
         return self._shapes[axis]
 
     def _orders(self) -> tuple[tuple[Order, ...], NDArray[np.int64]]:
-        """Return (orders of the GPUs of a node, which of them each plan has); () is that which is best for each group."""
+        """Return (orders of the GPUs of a node, which of them each plan has); () is that which is best for each
+        group.
+        """
         if self._of_row is None:
             every: dict[Order, int] = {(): 0}
             of_row = np.zeros(len(self.table), dtype=np.int64)

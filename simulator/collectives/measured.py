@@ -3,8 +3,9 @@
 Between two measured sizes a straight line in log-log is wrong where the protocol changes: the time jumps. The model
 knows where such regions lie, so what is interpolated is the *ratio* measured / model, in log-log, and the result is the
 model bent through the samples. As a time cannot fall with size inside a region, it is kept between its neighbours.
-Outside the measured range the end's ratio fades, by half every factor of 64 in size, as latency says nothing of bandwidth; other group sizes and ops get half of the ratio for each step away,
-since part of an error is the machine's (a slow host, a link at half rate) and part is the curve's.
+Outside the measured range the end's ratio fades, by half every factor of 64 in size, as latency says nothing of
+bandwidth; other group sizes and ops get half of the ratio for each step away, since part of an error is the machine's
+(a slow host, a link at half rate) and part is the curve's.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class _Series:
     times: Floats
 
 
-# Relative half-width of the 80 % interval of an interpolated value. Source: assumed, a few times the noise of one point.
+# Relative half-width of the 80 % interval of an interpolated value. Source: assumed, a few times the noise of one
+# point.
 SPREAD = 0.08
 
 

@@ -324,7 +324,9 @@ def line_time_us(machine: NcclMachine, op: str, line: Line, nbytes: Floats) -> F
 def choose(
     machine: NcclMachine, op: str, nbytes: ArrayLike, *, allow_nvls: bool = True
 ) -> tuple[Floats, NDArray[np.intp], tuple[Line, ...]]:
-    """Return NCCL's (seconds, index into lines, lines) for every size. Empty lines: the op is not tuned (all-to-all)."""
+    """Return NCCL's (seconds, index into lines, lines) for every size. Empty lines: the op is not tuned
+    (all-to-all).
+    """
     sizes = np.atleast_1d(np.asarray(nbytes, dtype=np.float64))
     options = lines(machine, op, allow_nvls=allow_nvls)
     if not options:

@@ -1,8 +1,8 @@
 """Published nccl-tests tables against a cost model: what `planner collective --tables FILE` answers.
 
-A file is `{"tables": [{machine, gpus, nodes, interconnect, collective, dtype, tool, rows: [{bytes, time_us, busbw}]}]}`.
-Machines are named in free text; `cluster_for_machine` turns that into a catalogue cluster, and a table it cannot place
-is skipped with the reason, never guessed.
+A file is `{"tables": [{machine, gpus, nodes, interconnect, collective, dtype, tool, rows: [{bytes, time_us,
+busbw}]}]}`. Machines are named in free text; `cluster_for_machine` turns that into a catalogue cluster, and a table it
+cannot place is skipped with the reason, never guessed.
 """
 
 from __future__ import annotations

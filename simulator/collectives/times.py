@@ -26,10 +26,12 @@ from simulator.collectives.nccl_model import LL_CAP
 # 407 of 535. (hardware measurements listed in stas00/ml-engineering, aiconfigurator, rtx6kpro.)
 PCIE_EFFICIENCY = 0.6
 XGMI_EFFICIENCY = 0.72
-# The LL protocol sends a flag with every four bytes, so half of the link is payload (NCCL); PCIe keeps its other losses.
+# The LL protocol sends a flag with every four bytes, so half of the link is payload (NCCL); PCIe keeps its other
+# losses.
 LL_PAYLOAD = 0.5
 # Network: share of NIC line rate. All-reduce 8 x B200 on 2 nodes 718 GB/s bus is 47.9 of 50 a port, and DGX A100 192 of
-# 200 by ring (NVIDIA/nccl issue 812); all-gather of the B200 machines 308 of 400; all-to-all 42 (default) to 69 (tuned) of 94. (Vultr POC and AWS P6, via public tables.)
+# 200 by ring (NVIDIA/nccl issue 812); all-gather of the B200 machines 308 of 400; all-to-all 42 (default) to 69 (tuned)
+# of 94. (Vultr POC and AWS P6, via public tables.)
 NET_REDUCE, NET_RING, NET_PEER = 0.95, 0.80, 0.60
 # Software cost of a network hop on top of the fabric's own latency, and start-up of a pipelined multi-node all-reduce:
 # 2 x 8 H200 and 16 x 8 Blackwell (OCI) tables: intercepts 205 us and 400 us.
@@ -37,7 +39,8 @@ NET_STEP_S = 11e-6
 NET_BULK_BASE_S, NET_BULK_DOUBLING_S = 140e-6, 65e-6
 # Register load/store, TMA and copy engines reach 76, 78 and 82 % of NVLink on H100 (ParallelKittens, table 1).
 LOAD_STORE_EFFICIENCY, COPY_ENGINE_EFFICIENCY = 0.76, 0.82
-# One-shot kernels take 3.2 to 5.2 us at 256 B (TensorRT-LLM, H100 and B200), 4.7 in a graph (vLLM, H100); one more flag exchange for two-shot.
+# One-shot kernels take 3.2 to 5.2 us at 256 B (TensorRT-LLM, H100 and B200), 4.7 in a graph (vLLM, H100); one more flag
+# exchange for two-shot.
 CUSTOM_BASE_S, CUSTOM_SYNC_S = 4.5e-6, 1.5e-6
 COPY_ENGINE_BASE_S, COPY_ENGINE_CALL_S = 8e-6, 2e-6  # assumed: a stream memory operation each side, one copy a peer
 
@@ -142,7 +145,8 @@ def _multi_node_peer_s(comm: Communicator, op: str, size: Floats) -> Floats:
 
 
 def multi_node_s(comm: Communicator, op: str, size: Floats) -> dict[tuple[str, str], Floats]:
-    """Return {(algorithm, protocol): seconds} over several nodes: low latency by tree or ring, bulk by (NVLS) tree or ring.
+    """Return {(algorithm, protocol): seconds} over several nodes: low latency by tree or ring, bulk by (NVLS) tree or
+    ring.
 
     Bulk work is the slower of what a node does inside and what its network carries, joined by a 4-norm since the two
     are pipelined. A tree sends 2 (k - 1) / k of the buffer per node of k, a ring 2 (n - 1) / n for an all-reduce of n

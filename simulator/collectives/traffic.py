@@ -31,7 +31,8 @@ def port_share(op: str, algorithm: str, shape: GroupShape) -> float:
 def bottleneck_of(*, nodes: int, ranks_per_node: int) -> tuple[str, float]:
     """Return (what a group's traffic passes at every rank: "port" or "nic", how much of a rank's rate passes there).
 
-    A ring enters and leaves every node once, whatever it has ranks there, and its channels spread that over the ranks' NICs.
+    A ring enters and leaves every node once, whatever it has ranks there, and its channels spread that over the ranks'
+    NICs.
     """
     return ("port", 1.0) if nodes == 1 else ("nic", 1.0 / ranks_per_node)
 

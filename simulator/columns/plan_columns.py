@@ -24,11 +24,11 @@ _NONE: dict[Kind, Any] = {Kind.COUNT: -1, Kind.NUMBER: 0.0, Kind.SWITCH: -1, Kin
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanColumns:
-    """One entry a plan, a column for each of `PLAN_FIELDS` that is no list. None is -1 for a whole number or for what is on
-    or off (then 0 or 1), 0 for a number, "" for a word.
+    """One entry a plan, a column for each of `PLAN_FIELDS` that is no list. None is -1 for a whole number or for what
+    is on or off (then 0 or 1), 0 for a number, "" for a word.
 
-    `listed` marks plans that spell out their layers per stage. The lists themselves, recomputation per stage and placement
-    are not carried: who needs them keeps the plans beside the columns. `placing` is which of
+    `listed` marks plans that spell out their layers per stage. The lists themselves, recomputation per stage and
+    placement are not carried: who needs them keeps the plans beside the columns. `placing` is which of
     `topology.rates.orders.node_orders` the GPUs of every node have, -1 for none in particular.
     """
 

@@ -34,9 +34,9 @@ class PlanTable(PlanColumns):
     `gradients`, `optimizer`) for everything but routed experts; `expert_shard[k]` likewise for routed experts, which
     expert parallelism has already divided by `ep`. `conditions` are what operators of a runtime description may ask of
     a plan: `sp`, `autocast` (16-bit compute by autocast rather than by a sharded copy: data parallel or a single GPU,
-    nothing else), the three methods of context parallelism, and `ep`, expert parallelism. `keeps_gathered`: parameters stay gathered between
-    forward and backward. `fully_sharded`: a wrapper gathers parameters unit by unit, if only from one rank. `offloaded`: which of them keep a kind of
-    state in host memory.
+    nothing else), the three methods of context parallelism, and `ep`, expert parallelism. `keeps_gathered`: parameters
+    stay gathered between forward and backward. `fully_sharded`: a wrapper gathers parameters unit by unit, if only from
+    one rank. `offloaded`: which of them keep a kind of state in host memory.
     """
 
     plans: tuple[Plan, ...]
@@ -171,16 +171,18 @@ def axis_sizes(
 ) -> dict[str, Floats]:
     """Return the size of every named axis on one rank, one value per plan.
 
-    `autocast_width` is how much wider a parameter is than the type of products: autocast leaves what is no product in it.
-    `expert_spread` is how far the load of one of two ranks with experts scatters, over the mean, where the workload does not say how uneven ranks are.
+    `autocast_width` is how much wider a parameter is than the type of products: autocast leaves what is no product in
+    it. `expert_spread` is how far the load of one of two ranks with experts scatters, over the mean, where the workload
+    does not say how uneven ranks are.
 
     b sequences of a micro batch; s query positions, S key positions and j keys a query sees on average; w partial
     results of attention beyond the first, one from each other context-parallel rank's keys; t tokens inside a
     tensor-parallel region and u outside it (fewer with sequence parallelism); h hidden, and hr that of the residual
-    stream in numbers of the products' type, in which autocast does not add; d head width; a query and k key/value heads; q, kv and qkv
-    their widths; f feed-forward width and gf with the gate beside it; v vocabulary. MoE: E experts in all, e on this
-    rank, x rows of each, r routed rows of the rank, fe and gfe expert widths, fs and gfs shared-expert widths. Latent
-    attention: ql, cl compressed ranks (cr with the rotary part), qk and vv total head widths, kx expanded keys/values.
+    stream in numbers of the products' type, in which autocast does not add; d head width; a query and k key/value
+    heads; q, kv and qkv their widths; f feed-forward width and gf with the gate beside it; v vocabulary. MoE: E experts
+    in all, e on this rank, x rows of each, r routed rows of the rank, fe and gfe expert widths, fs and gfs
+    shared-expert widths. Latent attention: ql, cl compressed ranks (cr with the rotary part), qk and vv total head
+    widths, kx expanded keys/values.
     """
     tp, cp, ep = table["tp"], table["cp"], table["ep"]
     ones = np.ones(len(table))

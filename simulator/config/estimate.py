@@ -9,7 +9,8 @@ from math import erf, exp, inf, log, sqrt
 from topology.cluster import Source
 
 SURE = 0.95  # probability from which a plan is said to fit
-# Standard deviations from the middle of a normal distribution to the ends of its 80 % range, and to its 95th percentile.
+# Standard deviations from the middle of a normal distribution to the ends of its 80 % range, and to its 95th
+# percentile.
 NORMAL_80, _NORMAL_95TH = 1.2816, 1.6449
 
 
@@ -63,10 +64,11 @@ class MemoryEstimate:
     """Peak memory of the worst rank. `peak_bytes` is what is allocated; `reserved_bytes` what the allocator holds.
 
     `fits` compares values; `fit` takes into account the range that reserved memory is expected in (80% of cases), which
-    is as wide, relative, as that of the allocated peak. `communicator_bytes` of the capacity are NCCL's once its groups talk, so what
-    the allocator wants beyond that makes it give memory back and ask again, `retries_per_step` times: such a plan may run, but never
-    surely fits. `headroom_bytes` are left beside both, negative where bytes are missing. `fragmentation` is the share of
-    reserved memory that was not allocated at the peak. `host_bytes` is the host memory that offloaded state of a rank takes, at most.
+    is as wide, relative, as that of the allocated peak. `communicator_bytes` of the capacity are NCCL's once its groups
+    talk, so what the allocator wants beyond that makes it give memory back and ask again, `retries_per_step` times:
+    such a plan may run, but never surely fits. `headroom_bytes` are left beside both, negative where bytes are missing.
+    `fragmentation` is the share of reserved memory that was not allocated at the peak. `host_bytes` is the host memory
+    that offloaded state of a rank takes, at most.
     """
 
     peak_bytes: Interval
@@ -124,8 +126,9 @@ def chance(probability: float) -> str:
 class Estimate:
     """One training step, predicted. `breakdown_s` adds up to `step_s.value`.
 
-    Rates follow from the step and from what a GPU does in it, `tokens_per_gpu` and `model_flops_per_gpu` (no recompute):
-    `mfu` is against `peak_flops`, the dense datasheet rate of `compute_dtype`, `tflops_per_gpu` in 1e12 FLOP/s.
+    Rates follow from the step and from what a GPU does in it, `tokens_per_gpu` and `model_flops_per_gpu` (no
+    recompute): `mfu` is against `peak_flops`, the dense datasheet rate of `compute_dtype`, `tflops_per_gpu` in 1e12
+    FLOP/s.
     """
 
     step_s: Interval

@@ -1,7 +1,7 @@
 """Models by the names they have on the Hugging Face Hub: `models/HUB.json`, read as data; nothing is downloaded.
 
-A name is found in any capitals, with or without its organisation. The name of a quantised copy (`-AWQ`, `-FP8`) and of a
-copy by an organisation that publishes other people's models is that of its original: neither changes a shape.
+A name is found in any capitals, with or without its organisation. The name of a quantised copy (`-AWQ`, `-FP8`) and of
+a copy by an organisation that publishes other people's models is that of its original: neither changes a shape.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class HubModel:
     """One shape and the names that have it.
 
     `like` is a shipped model, `config` the fields of a config.json or those that differ from it. `parameters` is the
-    count that `counted` describes, as published, with the digits that were stated. `left_out` names parts that the shape
-    does not have; `weights` is the format of its checkpoint where that is not 16 bits (of `like`, when not said).
+    count that `counted` describes, as published, with the digits that were stated. `left_out` names parts that the
+    shape does not have; `weights` is the format of its checkpoint where that is not 16 bits (of `like`, when not said).
     """
 
     ids: tuple[str, ...]

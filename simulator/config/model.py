@@ -33,7 +33,8 @@ class LatentAttention:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixtureOfExperts:
     """Sparse feed-forward layers. `dense_layer_ids` names the layers that stay dense; where only their number
-    `dense_layers` is given, they come first, as in DeepSeek's networks. What each layer is, `Model.layer_kinds` answers.
+    `dense_layers` is given, they come first, as in DeepSeek's networks. What each layer is, `Model.layer_kinds`
+    answers.
     """
 
     experts: int

@@ -13,8 +13,8 @@ all of them, or names sites:
     attention_in=fused,attention_out=none,mlp_in=fused,mlp_out=chunked
 
 A site that is not named runs none. One mode at all of them is the same as its word. The canonical text names all four
-in the order above. Beyond the four (the embedding, the head) only `async` reaches, where it is the plan's one word: it is a
-pass over the whole graph.
+in the order above. Beyond the four (the embedding, the head) only `async` reaches, where it is the plan's one word: it
+is a pass over the whole graph.
 """
 
 from __future__ import annotations

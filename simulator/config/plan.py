@@ -12,8 +12,8 @@ from simulator.config.plan_schema import MAX_LAYERS, Kind, PlanField, degree, en
 
 # What is kept in host memory: nothing, the optimizer's state, or parameters and gradients as well.
 OFFLOADS = ("none", "optimizer", "parameters")
-# How experts' all-to-all runs beside compute: not, beside passes of another micro batch, and with gradients of weights put off
-# as well (`simulator.overlap.combined`).
+# How experts' all-to-all runs beside compute: not, beside passes of another micro batch, and with gradients of weights
+# put off as well (`simulator.overlap.combined`).
 EP_OVERLAPS = ("none", "combined", "delay_wgrad")
 
 # Mesh axes, slowest first: neighbours in rank share tensor-parallel groups, stages are furthest apart. This is the
@@ -33,8 +33,8 @@ def default_schedule(virtual_stages: int) -> str:
 class Plan:
     """Degrees of parallelism, schedule and memory policy of one training run: the one table of a plan's fields.
 
-    Each is an entry (`simulator.config.plan_schema.PlanField`), from which flags, keys of cases, columns, limits of searches
-    and words follow.
+    Each is an entry (`simulator.config.plan_schema.PlanField`), from which flags, keys of cases, columns, limits of
+    searches and words follow.
 
     `dp_replicate * dp_shard * cp * tp * pp` is the number of GPUs; `ep` divides within it. `zero_stage` is set where
     the runtime speaks of ZeRO (then `dp_replicate` is the data-parallel degree and `zero_stage` says what is sharded
@@ -46,8 +46,8 @@ class Plan:
     `recompute_per_stage` names a mode for each of the pp * virtual_stages stages and then goes before `recompute`.
     `offload` is what is kept in host memory (`OFFLOADS`), where the CPU updates it: see `simulator.step.offload`.
     `ep_overlap` is how the all-to-all of experts runs beside compute (`EP_OVERLAPS`).
-    `tp_overlap` is one overlap mode, or one for each site of a block: see `simulator.config.overlap_sites`. With `capacity_factor` every expert computes that multiple of
-    its mean load, padded or dropped; None is dropless.
+    `tp_overlap` is one overlap mode, or one for each site of a block: see `simulator.config.overlap_sites`. With
+    `capacity_factor` every expert computes that multiple of its mean load, padded or dropped; None is dropless.
     """
 
     dp_replicate: int = degree(

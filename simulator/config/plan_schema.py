@@ -1,7 +1,7 @@
 """What is known of a field of a plan beside its type and default: how it is named, stated, bounded and chosen.
 
-Every field of `simulator.config.plan.Plan` is one entry of this kind. Flags, keys of cases, columns, limits of searches and
-words of answers follow from it, so that a new field is an entry there and the physics that reads it.
+Every field of `simulator.config.plan.Plan` is one entry of this kind. Flags, keys of cases, columns, limits of searches
+and words of answers follow from it, so that a new field is an entry there and the physics that reads it.
 """
 
 from __future__ import annotations

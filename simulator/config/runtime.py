@@ -16,12 +16,13 @@ DTYPE_BYTES = {
     name: ELEMENT_BYTES[short]
     for name, short in {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "float8": "f8"}.items()
 }
-# Moments that an optimizer keeps of every parameter; others are not modelled. SGD is that without momentum, as torch's is
-# unless told otherwise; Lion keeps one moment (Chen et al., arXiv 2302.06675).
+# Moments that an optimizer keeps of every parameter; others are not modelled. SGD is that without momentum, as torch's
+# is unless told otherwise; Lion keeps one moment (Chen et al., arXiv 2302.06675).
 MOMENTS = {"adamw": 2, "adam": 2, "lion": 1, "sgd": 0}
 # Types that products may compute in while all else stays in 16 bits; nothing is stored or reduced in them by itself.
 LOW_PRECISION = ("float8", "float4")
-# A type that products of float32 tensors may compute in, as torch's float32 matmul precision "high" has it; nothing is stored in it.
+# A type that products of float32 tensors may compute in, as torch's float32 matmul precision "high" has it; nothing is
+# stored in it.
 TF32 = "tf32"
 COMPUTE_ONLY = (*LOW_PRECISION, TF32)
 
@@ -34,8 +35,9 @@ class Runtime:
     """`name` selects a description of operator sequences (`runtimes/*.toml`); the rest is how it was configured.
 
     `param_dtype` is what parameters are stored in, `compute_dtype` what matmuls run in, `reduce_dtype` what gradients
-    are reduced in. In `tf32` matmuls round float32 tensors to TF32. Where matmuls run in float8 or float4, `low_precision_recipe` says how (`simulator.kernels.low_precision`).
-    With `cuda_graph` kernels are launched by replaying graphs.
+    are reduced in. In `tf32` matmuls round float32 tensors to TF32. Where matmuls run in float8 or float4,
+    `low_precision_recipe` says how (`simulator.kernels.low_precision`). With `cuda_graph` kernels are launched by
+    replaying graphs.
     """
 
     name: str = DEFAULT_RUNTIME

@@ -114,7 +114,9 @@ def _verify_value(value: Any, known: PlanField, where: str) -> None:
 
 
 def verify_lists(plan: Plan, *, where: str, layers: int, gpus: int) -> None:
-    """Raise BadPlan where a list of a plan does not match its stages or ranks, the model's layers, the cluster's GPUs."""
+    """Raise BadPlan where a list of a plan does not match its stages or ranks, the model's layers, the cluster's
+    GPUs.
+    """
     stages = plan.stages
     listed, placed = plan.layers_per_stage, plan.placement
     if listed and (len(listed) != stages or sum(listed) != layers):

@@ -1,13 +1,14 @@
 """What happens while things overlap: in-flight work shares SMs, memory bandwidth and links, and is re-timed.
 
 The model, in three sentences. Communication kernels are resident: they hold their SMs from arrival (while they wait
-for partners, too) to end, and compute kernels of that GPU share the SMs that are left, max-min fair. Every activity asks for bytes
-per second of HBM on each of its ranks and of the links it crosses; where the sum exceeds a capacity, rates are max-min
-fair (`simulator.engine.fair_share`), and an activity advances at the speed of its tightest resource. Speeds are constant
-between two events; whenever something starts or ends, the work left of those affected is re-timed.
+for partners, too) to end, and compute kernels of that GPU share the SMs that are left, max-min fair. Every activity
+asks for bytes per second of HBM on each of its ranks and of the links it crosses; where the sum exceeds a capacity,
+rates are max-min fair (`simulator.engine.fair_share`), and an activity advances at the speed of its tightest resource.
+Speeds are constant between two events; whenever something starts or ends, the work left of those affected is re-timed.
 
-Not modelled: wave quantisation of a kernel on fewer SMs, L2 interference, and clocks that fall when both are busy; for a
-product and the tensor-parallel shards beside it, `async_overlap.PRODUCT_SLOWDOWN` and the rates of `overlap_modes` stand for them.
+Not modelled: wave quantisation of a kernel on fewer SMs, L2 interference, and clocks that fall when both are busy; for
+a product and the tensor-parallel shards beside it, `async_overlap.PRODUCT_SLOWDOWN` and the rates of `overlap_modes`
+stand for them.
 """
 
 from __future__ import annotations

@@ -62,7 +62,8 @@ def simulate(
     spans: bool = True,
     watch: Callable[[float], None] | None = None,
 ) -> Run:
-    """Run `program`, in which `simulator.program.check.check` finds nothing, once on the machine that `costs` describes.
+    """Run `program`, in which `simulator.program.check.check` finds nothing, once on the machine that `costs`
+    describes.
 
     `folded=False` simulates every rank by itself: same times, for checking and for looking at all of them.
     `spans=False` leaves the trace empty, for when only times and peaks matter. `watch` is told the simulated time some

@@ -76,7 +76,9 @@ def standalone_times(profile: Profile, kind: GpuKind) -> StandaloneTimes | None:
 
 
 def with_rates(profile: Profile, cluster: Cluster) -> Profile:
-    """Return `profile` with rates fitted to its overlap samples, as far as they are of one software; unchanged without."""
+    """Return `profile` with rates fitted to its overlap samples, as far as they are of one software; unchanged
+    without.
+    """
     timed = [mode for _, mode in timed_modes(current_samples(profile).overlap, *_machine(profile, cluster))]
     if not timed:
         return profile

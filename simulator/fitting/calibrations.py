@@ -1,4 +1,6 @@
-"""What one profile says of several machines, and whether it may be of them. Its samples are fitted when they are asked for."""
+"""What one profile says of several machines, and whether it may be of them. Its samples are fitted when they are asked
+for.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,8 @@ class Calibrations:
     def check(self, cluster: Cluster) -> list[str]:
         """Return `doubts`.
 
-        Raises BadInput where the profile's samples are faster than the cluster, Stale where it is in doubt and `strict`.
+        Raises BadInput where the profile's samples are faster than the cluster, Stale where it is in doubt and
+        `strict`.
         """
         doubts = self.doubts(cluster)
         if doubts and self.strict:

@@ -1,11 +1,11 @@
 """What hosts take for layers and steps, from all runs of narrow layers at once.
 
-A run so narrow that its device waits for its host takes what its host takes: so many launches, layers that are sharded, cut
-or run again, a step's own work. These add up, so a run is a row of how often each cost occurs in it, and the costs are found
-for all rows together. Few calibrations have a run for every cost. What was not run is what the runtime's description says,
-at the speed of this host: hosts are quicker or slower as a whole (examples/profiles/hosts.md), and every run shows by how
-much. So costs are least squares of logarithms around the description, a run counted by how far steps scatter, a cost by how
-far hosts do; they reproduce what was measured as far as a sum of costs can.
+A run so narrow that its device waits for its host takes what its host takes: so many launches, layers that are sharded,
+cut or run again, a step's own work. These add up, so a run is a row of how often each cost occurs in it, and the costs
+are found for all rows together. Few calibrations have a run for every cost. What was not run is what the runtime's
+description says, at the speed of this host: hosts are quicker or slower as a whole (examples/profiles/hosts.md), and
+every run shows by how much. So costs are least squares of logarithms around the description, a run counted by how far
+steps scatter, a cost by how far hosts do; they reproduce what was measured as far as a sum of costs can.
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ SINGLE = (
 )
 # In launches and in what parallelism adds: described as zero everywhere.
 CONTAINED = ("collective_s", "forward_layer_s", "backward_layer_s")
-# Spreads of logarithms. Of a run's median step around any description: so much, and a share of how far its steps scatter, which
-# is not all chance from step to step: the same layer on one host takes 4 to 9 % more or less in another process. Of hosts as a whole, and of launches and other costs beyond that: launches say how quick a host is, what
+# Spreads of logarithms. Of a run's median step around any description: so much, and a share of how far its steps
+# scatter, which is not all chance from step to step: the same layer on one host takes 4 to 9 % more or less in another
+# process. Of hosts as a whole, and of launches and other costs beyond that: launches say how quick a host is, what
 # parallelism adds differs by 2 to 5 from the fastest to the slowest (examples/profiles/hosts.md).
 RUN_NOISE = 0.03
 STEP_SHARE = 0.4
@@ -64,8 +65,8 @@ LEVEL = 3.0  # multiples of the described costs at which runs are taken apart: t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostRuns:
-    """Narrow runs of one runtime: what they took, how far their steps scatter, (90th - 10th percentile) / median, which costs
-    can occur in each, and `predict`, which gives the steps of some of them for fields of HostSpec.
+    """Narrow runs of one runtime: what they took, how far their steps scatter, (90th - 10th percentile) / median, which
+    costs can occur in each, and `predict`, which gives the steps of some of them for fields of HostSpec.
     """
 
     described: HostSpec
@@ -85,7 +86,9 @@ class HostFit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rows:
-    """Seconds of runs as a sum: `fixed`, and how often each cost of `names` occurs. `usual` is what it is described as."""
+    """Seconds of runs as a sum: `fixed`, and how often each cost of `names` occurs. `usual` is what it is described
+    as.
+    """
 
     names: tuple[str, ...]
     spreads: Floats

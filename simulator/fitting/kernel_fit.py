@@ -196,7 +196,9 @@ def _packing(samples: list[OperatorSample], kind: GpuKind) -> MoveCurve | None:
 
 
 def _update_rates(samples: list[OperatorSample]) -> dict[str, float]:
-    """Return bytes per second that clipping and updating large layers reach, over the bytes counted for them, by dtype."""
+    """Return bytes per second that clipping and updating large layers reach, over the bytes counted for them, by
+    dtype.
+    """
     found: dict[str, dict[str, list[float]]] = {}
     for s in samples:
         if s.name in UPDATES:

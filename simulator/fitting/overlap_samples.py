@@ -1,8 +1,10 @@
-"""Measured overlap modes as the model reads them: parts of every sample, the rates of a profile, shapes it need not model.
+"""Measured overlap modes as the model reads them: parts of every sample, the rates of a profile, shapes it need not
+model.
 
 A part that was not measured follows from what was: a shard's or a slice's product keeps its share of the whole as the
-roofline sees both (waves of tiles, weights read again), or is that of the same layer with so many rows where a sample has
-it. A slice's collective likewise keeps its share. Copies and hops run at the rates that the cluster's links are known to have.
+roofline sees both (waves of tiles, weights read again), or is that of the same layer with so many rows where a sample
+has it. A slice's collective likewise keeps its share. Copies and hops run at the rates that the cluster's links are
+known to have.
 """
 
 from __future__ import annotations
@@ -54,7 +56,9 @@ def timed_modes(
 def site_rates(
     samples: Sequence[OverlapSample], rates: Mapping[str, float], roofline: Roofline, collectives: CollectiveModel
 ) -> SiteRates:
-    """Return the rates of a profile, fitted now where it holds samples alone, and what its shapes took on the device."""
+    """Return the rates of a profile, fitted now where it holds samples alone, and what its shapes took on the
+    device.
+    """
     if not samples:
         return SiteRates()
     fitted = (

@@ -1,8 +1,8 @@
 """A runtime's own costs from runs of one and two layers of real models: host time, data, and kernels inside a step.
 
 Two things are told apart by what decides a run. Narrow layers, of which the device makes nothing, show the host
-(`simulator.fitting.host_fit`). Wide layers show the device: kernel times inside a step over kernel times alone. What both have in
-common beyond layers is the step's own work. A run's data loading is what the runtime itself said of it.
+(`simulator.fitting.host_fit`). Wide layers show the device: kernel times inside a step over kernel times alone. What
+both have in common beyond layers is the step's own work. A run's data loading is what the runtime itself said of it.
 
 Full-depth runs are never looked at; profiles that hold one are refused (topology.profile.profile).
 """
@@ -49,8 +49,8 @@ MOST_STEP_S = 10e-3
 NO_HOST_COST = as_host_fields(dict.fromkeys(("launch_s", *SINGLE), 0.0)) | {"step_s": 0.0, "cut_step_s": 0.0}
 NO_DATA = {"data_token_s": 0.0}
 FEWEST = 3  # shapes of device-bound runs below which factors stay near 1, by these spreads
-# Root mean squares over the nine fits of six runs and more of h200x1, h200x2_fresh, h200x2_next, h200x4, h200x4_draw1 and
-# h200x4_draw3 in examples/profiles: 0.035 of the mean factor, 0.057 of layers and others apart, and 0.62.
+# Root mean squares over the nine fits of six runs and more of h200x1, h200x2_fresh, h200x2_next, h200x4, h200x4_draw1
+# and h200x4_draw3 in examples/profiles: 0.035 of the mean factor, 0.057 of layers and others apart, and 0.62.
 INSIDE_SPREAD = 0.05  # of kernels inside a step over those alone
 APART_SPREAD = 0.06  # of kernels of layers over others
 STEP_SPREAD = 0.6  # of what a step makes its device wait for, over what is described
@@ -60,7 +60,9 @@ SHAPE_SPREAD = 0.08
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """A layer sample as the simulator's types. `seconds` is the step without its data, for which one rank has said how long it took."""
+    """A layer sample as the simulator's types. `seconds` is the step without its data, for which one rank has said how
+    long it took.
+    """
 
     sample: LayerSample
     model: Model
@@ -76,7 +78,9 @@ class Run:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """What decides how long a layer's products take: width, width of the feed-forward, and tokens of a micro batch."""
+        """What decides how long a layer's products take: width, width of the feed-forward, and tokens of a micro
+        batch.
+        """
         return self.model.hidden, self.model.ffn, self.plan.micro_batch_size * self.workload.seq_len
 
     @property
@@ -88,9 +92,9 @@ class Run:
 def fit_runtimes(profile: Profile, cluster: Cluster, calibration: Calibration) -> dict[tuple[str, bool], RuntimeCosts]:
     """Return the costs of every runtime that ran single layers, by (name, compiled).
 
-    `calibration` says what the GPU does; collectives are the model's. A cluster of fewer GPUs is taken to be a part of the
-    machine that was measured; runs on more GPUs than have a path between them tell nothing, nor do several GPUs of the
-    kernels of one.
+    `calibration` says what the GPU does; collectives are the model's. A cluster of fewer GPUs is taken to be a part of
+    the machine that was measured; runs on more GPUs than have a path between them tell nothing, nor do several GPUs of
+    the kernels of one.
     """
     boost_hz = _boost_hz(profile)
     fits = [
@@ -165,7 +169,9 @@ def _decoded_run(sample: LayerSample) -> Run | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Device:
-    """Seconds of a device-bound run: kernels of layers and others at full clocks, packing, and what no factor changes."""
+    """Seconds of a device-bound run: kernels of layers and others at full clocks, packing, and what no factor
+    changes.
+    """
 
     measured_s: float
     layers_s: float
@@ -181,7 +187,8 @@ class _Device:
         return self.measured_s - self.rest_s
 
     def row(self, answer: Floats, clocks: Callable[[float], float]) -> Floats:
-        """Return the coefficients of (factor of layers, factor of others, step's own seconds), at the clocks of `answer`.
+        """Return the coefficients of (factor of layers, factor of others, step's own seconds), at the clocks of
+        `answer`.
 
         A GPU is quicker than under full load where it idles now and then, and in runs too short for its power limiter.
         """
@@ -196,8 +203,8 @@ def _solve_factors(
 ) -> Floats:
     """Return (factor of layers, factor of others, step's own seconds), least squares with the last within its range.
 
-    One factor stands for both where no pair tells them apart, or where heads are so small that noise decides theirs. Runs of a
-    shape or two move them as far from 1, and from each other, as one shape tells of others.
+    One factor stands for both where no pair tells them apart, or where heads are so small that noise decides theirs.
+    Runs of a shape or two move them as far from 1, and from each other, as one shape tells of others.
     """
     if shapes < FEWEST:
         usual = np.array([[0.5, 0.5, 0.0], [1.0, -1.0, 0.0], [0.0, 0.0, 1.0]])
@@ -244,7 +251,9 @@ class _Fit:
     # --- the host -----------------------------------------------------------------------------------------------
 
     def _data(self) -> dict[str, float]:
-        """Return host seconds per token loaded, as the runtime itself timed its loading; every run tells, however short."""
+        """Return host seconds per token loaded, as the runtime itself timed its loading; every run tells, however
+        short.
+        """
         rates = [run.sample.data_s / _loaded_tokens(run) for run in self.runs if run.sample.data_s is not None]
         return {"data_token_s": float(np.median(rates))} if rates else {}
 
@@ -306,7 +315,8 @@ class _Fit:
         )
 
     def _with_step(self, host: dict[str, float], step_s: float | None) -> dict[str, float]:
-        """Return the host's costs with what the device waits for out of `rest_s`, and out of what it is more for ranks that share.
+        """Return the host's costs with what the device waits for out of `rest_s`, and out of what it is more for ranks
+        that share.
 
         That is `step_s` of device-bound runs; where none show it, its described share.
         """

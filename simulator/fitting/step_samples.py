@@ -1,9 +1,9 @@
 """Operators seen inside training steps, held against the same operators alone: what a run teaches.
 
-A kernel in a step runs at other clocks than one that a calibration repeats until the GPU is hot, and beside collectives.
-What that does is nearly the same for all products of a step, so it is one number, the *pace*: the median of the time in
-the step over the time alone, over the shapes that both have. Shapes that only the step has are then known as well as
-those, after division by the pace.
+A kernel in a step runs at other clocks than one that a calibration repeats until the GPU is hot, and beside
+collectives. What that does is nearly the same for all products of a step, so it is one number, the *pace*: the median
+of the time in the step over the time alone, over the shapes that both have. Shapes that only the step has are then
+known as well as those, after division by the pace.
 """
 
 from __future__ import annotations

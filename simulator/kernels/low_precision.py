@@ -17,7 +17,8 @@ from topology.errors import BadPlan
 SYNONYMS = {"tensorwise": "current"}
 # Where none is stated.
 USUAL = {"float8": "current", "float4": "nvfp4"}
-# Tensor cores multiply float4 at twice the rate of float8 at least (NVIDIA Blackwell architecture brief: 9 against 4.5 PFLOP/s).
+# Tensor cores multiply float4 at twice the rate of float8 at least (NVIDIA Blackwell architecture brief: 9 against 4.5
+# PFLOP/s).
 FLOAT4_OVER_FLOAT8 = 2.0
 
 
@@ -43,7 +44,8 @@ class Recipe:
 
 
 def recipe_of(runtime: Runtime) -> Recipe | None:
-    """Return the recipe that a runtime states, or the plain one of its type; None where it multiplies in 16 bits or more.
+    """Return the recipe that a runtime states, or the plain one of its type; None where it multiplies in 16 bits or
+    more.
 
     Raises BadPlan for a recipe that is not known.
     """

@@ -3,7 +3,8 @@
     matmul = "t h, h q -> t q"          a matrix product, batched over axes that all three share
     reads = ["u h"], writes = ["u h"]   a kernel that only moves memory
     attention = "flash"                 a fused attention kernel over the axes b s j a d
-    collective = "all_gather", tensor = "t h", over = "tp"; "ring" passes a tensor's shards round its ranks, "pass_back" sends
+    collective = "all_gather", tensor = "t h", over = "tp"; "ring" passes a tensor's shards round its ranks, "pass_back"
+    sends
                                         a gradient to the next rank in the backward pass
     waits = true                        the host reads something off the device, and waits for it
 
@@ -42,16 +43,17 @@ class OperatorSpec:
     """One operator of a runtime description, forward, with what it saves and how its backward differs.
 
     `when` lists features of the model, plan or runtime that must hold (`gated`, `!sp`). `saves` are tensors autograd
-    keeps for the backward pass. A `low` product has operands in the type `low`, a `low` collective gathers in it. `units` are what a kernel's time counts where memory does not decide it: rows, or elements, of these axes by kind
-    (`unit_s` of efficiency.toml), in the forward pass and in backward. `scattered` operators move rows to where an index says. A matmul's backward is its two
-    products; other operators give `backward_reads` and `backward_writes`, and a collective `backward_tensors` where what it moves
-    backward is not its `tensor`. `hidden_by` names the operator, earlier in the
-    block, whose kernels a collective runs beside; `site` is what a plan calls a tensor-parallel collective
-    (`simulator.config.overlap_sites`). An operator that `waits` has the host wait, in forward passes, for all that it has
-    launched. `launches` are kernels (and host dispatches) forward,
-    `backward_launches` backward; an operator without reads and writes does nothing forward. `allocates` are the tensors that its
-    forward pass asks memory for where they are not what it `writes`: some of its kernels work in place; `backward_allocates`
-    those of its backward pass, none where it writes over the gradient that it is given.
+    keeps for the backward pass. A `low` product has operands in the type `low`, a `low` collective gathers in it.
+    `units` are what a kernel's time counts where memory does not decide it: rows, or elements, of these axes by kind
+    (`unit_s` of efficiency.toml), in the forward pass and in backward. `scattered` operators move rows to where an
+    index says. A matmul's backward is its two products; other operators give `backward_reads` and `backward_writes`,
+    and a collective `backward_tensors` where what it moves backward is not its `tensor`. `hidden_by` names the
+    operator, earlier in the block, whose kernels a collective runs beside; `site` is what a plan calls a
+    tensor-parallel collective (`simulator.config.overlap_sites`). An operator that `waits` has the host wait, in
+    forward passes, for all that it has launched. `launches` are kernels (and host dispatches) forward,
+    `backward_launches` backward; an operator without reads and writes does nothing forward. `allocates` are the tensors
+    that its forward pass asks memory for where they are not what it `writes`: some of its kernels work in place;
+    `backward_allocates` those of its backward pass, none where it writes over the gradient that it is given.
     """
 
     name: str

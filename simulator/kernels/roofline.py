@@ -60,9 +60,10 @@ class Efficiency:
     attention: dict[str, AttentionEfficiency]
 
 
-# Thread-block tiles a library chooses from: rows, columns, and the arithmetic rate relative to the largest. A tile reads
-# 1/rows + 1/columns operands for each output, and each 1/256 more than the largest reads costs a tenth of the rate. Source: 343
-# products of one H200 (examples/profiles/h200x4.json), described within 2.8 % with any loss from 0.05 to 0.15.
+# Thread-block tiles a library chooses from: rows, columns, and the arithmetic rate relative to the largest. A tile
+# reads 1/rows + 1/columns operands for each output, and each 1/256 more than the largest reads costs a tenth of the
+# rate. Source: 343 products of one H200 (examples/profiles/h200x4.json), described within 2.8 % with any loss from 0.05
+# to 0.15.
 TILE_LOSS = 0.1
 TILES = tuple(
     (rows, columns, 1.0 - TILE_LOSS * (256.0 / rows + 256.0 / columns - 3.0))
@@ -80,25 +81,27 @@ TILES = tuple(
 # Without tensor cores operands are reloaded less often for what they are used. Source: assumed.
 SIMT_TILES = ((256.0, 128.0, 1.0), (128.0, 256.0, 1.0), (128.0, 128.0, 1.0), (64.0, 256.0, 0.95), (64.0, 64.0, 0.85))
 SIMT_RAMP_K = 32.0  # four loads of eight in flight before the first product
-# A product with few tiles can cut k into pieces and add the partial results, which costs 7 % each time that it is cut in two.
-# Source: the same products, described as well with 4 to 7 %.
+# A product with few tiles can cut k into pieces and add the partial results, which costs 7 % each time that it is cut
+# in two. Source: the same products, described as well with 4 to 7 %.
 SPLITS = ((1.0, 1.0), (2.0, 0.93), (4.0, 0.86))
-# Queries times heads of the benchmarks behind the curves of attention: 16k tokens with 16 heads of 128 (arXiv 2307.08691,
-# section 4.1; 2407.08608, section 4.1). They include the tail of a grid of that size.
+# Queries times heads of the benchmarks behind the curves of attention: 16k tokens with 16 heads of 128 (arXiv
+# 2307.08691, section 4.1; 2407.08608, section 4.1). They include the tail of a grid of that size.
 FULL_GRID = 262144.0
-# A kernel for the products of all experts goes through the rows of each in tiles of so many (two of 128 in a cluster), and a
-# router's rows end anywhere within one: half a tile is wasted for each expert. Source: torch's grouped_mm on H100, 5 shapes of 8
-# to 128 experts with 256 to 4096 rows each (examples/validation/grouped_products.md).
+# A kernel for the products of all experts goes through the rows of each in tiles of so many (two of 128 in a cluster),
+# and a router's rows end anywhere within one: half a tile is wasted for each expert. Source: torch's grouped_mm on
+# H100, 5 shapes of 8 to 128 experts with 256 to 4096 rows each (examples/validation/grouped_products.md).
 GROUPED_TILE = 256.0
-# Tensor cores' quick kernels read operands of 16 bits 16 bytes at a time (NVIDIA Deep Learning Performance Guide, matrix
-# multiplication, "Tensor Core Requirements"). Every matrix of a batch must begin there: those of heads of 150 do not. The rate of what
-# runs instead, over that of large products. Source: fitted to nine runs on A100 with heads of 150, which are then as far off as others
-# of their source; so are two with heads of 108, which chose nothing (examples/validation/published.md, BigScience). Others assumed alike.
+# Tensor cores' quick kernels read operands of 16 bits 16 bytes at a time (NVIDIA Deep Learning Performance Guide,
+# matrix multiplication, "Tensor Core Requirements"). Every matrix of a batch must begin there: those of heads of 150 do
+# not. The rate of what runs instead, over that of large products. Source: fitted to nine runs on A100 with heads of
+# 150, which are then as far off as others of their source; so are two with heads of 108, which chose nothing
+# (examples/validation/published.md, BigScience). Others assumed alike.
 ALIGNED = 8.0
 UNALIGNED = 0.045
-# Clipping and updating one parameter: the bytes counted for it in float32, and how many float32 operations its arithmetic takes
-# as long as. Source: both on 16-bit parameters in steps of three hosts, 0.0073 to 0.0082 ns an element on H200 and 0.0089 to 0.0091 on
-# H100, where their bytes alone would take 0.0046 and 0.0065 (draws 1 to 3 of examples/validation/fresh.jsonl: `multi_tensor_apply`).
+# Clipping and updating one parameter: the bytes counted for it in float32, and how many float32 operations its
+# arithmetic takes as long as. Source: both on 16-bit parameters in steps of three hosts, 0.0073 to 0.0082 ns an element
+# on H200 and 0.0089 to 0.0091 on H100, where their bytes alone would take 0.0046 and 0.0065 (draws 1 to 3 of
+# examples/validation/fresh.jsonl: `multi_tensor_apply`).
 UPDATE_BYTES = 40.0
 UPDATE_FLOPS = 560.0
 # Where a kernel's time is from, best first.
@@ -121,8 +124,8 @@ def matmul_utilization(
     Edges of tiles are computed for nothing, the last wave of them leaves SMs idle (but of several waves no more than
     1 - `wave_floor`), and along k a tile starts slowly: half the rate at `ramp_k`.
     """
-    # All tiles in one operation: a loop over them is most of the time where there are few products. Cuts too would be three
-    # times slower where there are many, which do not fit in a cache.
+    # All tiles in one operation: a loop over them is most of the time where there are few products. Cuts too would be
+    # three times slower where there are many, which do not fit in a cache.
     ones = (1,) * np.broadcast(m, n, k, batch).ndim
     rows, columns, rate = np.array(tiles).T.reshape(3, -1, *ones)
     across = np.ceil(m / rows) * np.ceil(n / columns) * batch
@@ -155,7 +158,8 @@ def efficiency(architecture: str) -> Efficiency:
 
 
 def unaligned(work: Work) -> NDArray[np.bool_]:
-    """Return whether the matrices of a batch begin where a load of 16 bytes cannot: they are as wide as no multiple of 8 elements.
+    """Return whether the matrices of a batch begin where a load of 16 bytes cannot: they are as wide as no multiple of
+    8 elements.
 
     Rows of experts are as many as their router gives them, and begin with whole rows.
     """
@@ -180,7 +184,9 @@ class MeasuredKernels(Protocol):
         ...
 
     def packing_factor(self, nbytes: Floats | float, usual: float) -> Floats:
-        """Return seconds over counted ones of FSDP's packing of modules of `nbytes`; `usual` where it was not measured."""
+        """Return seconds over counted ones of FSDP's packing of modules of `nbytes`; `usual` where it was not
+        measured.
+        """
         ...
 
     def update_bytes_per_s(self, param_dtype: str) -> float | None:
@@ -206,7 +212,9 @@ class Roofline:
 
     @property
     def peak_flops(self) -> float:
-        """Dense datasheet rate of the compute dtype; products in float32 run without tensor cores, as torch has them."""
+        """Dense datasheet rate of the compute dtype; products in float32 run without tensor cores, as torch has
+        them.
+        """
         for dtype in (self.dtype, "bfloat16", "float16"):
             if self.gpu.peak_flops.get(dtype):
                 return self.gpu.peak_flops[dtype]
@@ -244,8 +252,8 @@ class Roofline:
 
     @property
     def simt(self) -> bool:
-        """Whether products run without tensor cores: float32, which torch does not round to TF32 unless told to, or on GPUs
-        that do not have it.
+        """Whether products run without tensor cores: float32, which torch does not round to TF32 unless told to, or on
+        GPUs that do not have it.
         """
         return self.dtype == "float32" and not (self.tf32 and self.gpu.peak_flops.get("tfloat32"))
 
@@ -256,8 +264,9 @@ class Roofline:
 
     @property
     def power_supplied(self) -> float:
-        """What products keep up over the reference part's share of the peak: less with less power for their rate, and more with
-        more of it where a search has found how much this part reaches at most; where none has, the reference part's share.
+        """What products keep up over the reference part's share of the peak: less with less power for their rate, and
+        more with more of it where a search has found how much this part reaches at most; where none has, the reference
+        part's share.
         """
         return self._power if self.gpu.achieved_flops.get(self.dtype) else self.power_limited
 

@@ -1,10 +1,12 @@
-"""What each training framework can express, as data. The rules in `simulator.legality.rules` read it; nothing else decides.
+"""What each training framework can express, as data. The rules in `simulator.legality.rules` read it; nothing else
+decides.
 
 Sources, checked against these versions: torchtitan 0.3.0 (`torchtitan/distributed/parallel_dims.py`,
 `pipeline_parallel.py`), torch 2.11 (`torch/distributed/pipelining/schedules.py`), Megatron-LM
 (`megatron/training/arguments.py`, `megatron/core/transformer/transformer_config.py`), DeepSpeed 0.19.8
-(`deepspeed/runtime/pipe/engine.py`, `runtime/engine.py`, `runtime/zero/offload_config.py`, deepspeed.ai/tutorials/autotp-training),
-llm-foundry (its FSDP section), Megatron-Core's developer guide (optimizer CPU offload).
+(`deepspeed/runtime/pipe/engine.py`, `runtime/engine.py`, `runtime/zero/offload_config.py`,
+deepspeed.ai/tutorials/autotp-training), llm-foundry (its FSDP section), Megatron-Core's developer guide (optimizer CPU
+offload).
 """
 
 from __future__ import annotations
@@ -144,7 +146,8 @@ TORCHTITAN = Framework(
         "float16",
     ),  # shards keys of fused 16-bit attention; 0.2.2 in float32 fails in its first step
     lists_layers=True,  # pipeline_parallel_module_fqns_per_model_part
-    empty_stages=True,  # pipeline_parallel.py: generate_llm_fqn_per_model_part counts embedding and output as a layer each
+    # Pipeline_parallel.py: generate_llm_fqn_per_model_part counts embedding and output as a layer each
+    empty_stages=True,
     torch_pipelining=True,
     ddp_alone=True,
     overlap_needs_compile=True,
@@ -231,9 +234,9 @@ DEEPSPEED = Framework(
     zero_pipeline=False,
     parameter_offload=True,  # offload_param, with ZeRO-3
     optimizer_offload_stages=(1, 2, 3),  # offload_optimizer
-    # AutoTP has its own groups, Ulysses a mesh of data and sequence ranks that must fill the world, AutoEP takes neither
-    # (module_inject/auto_ep_folding.py, and Transformers' plans for experts). A PipelineModule's topology has ranks for
-    # layers that are tensor-parallel by themselves, and for nothing else.
+    # AutoTP has its own groups, Ulysses a mesh of data and sequence ranks that must fill the world, AutoEP takes
+    # neither (module_inject/auto_ep_folding.py, and Transformers' plans for experts). A PipelineModule's topology has
+    # ranks for layers that are tensor-parallel by themselves, and for nothing else.
     one_axis=True,
 )
 MEGATRON_DEEPSPEED = Framework(

@@ -15,8 +15,8 @@ from simulator.pipeline.schedules.kind import ScheduleKind
 from simulator.pipeline.schedules.registry import SCHEDULES, schedules_that
 from simulator.runtimes.library import runtime_names, runtime_spec
 
-# Ranks x ranks x stages of a rank, up to which a schedule's table is followed: about as many passes as it has. 128 ranks of eight
-# stages are followed within half a minute of one core.
+# Ranks x ranks x stages of a rank, up to which a schedule's table is followed: about as many passes as it has. 128
+# ranks of eight stages are followed within half a minute of one core.
 MOST_PASSES = 1 << 17
 
 
@@ -63,7 +63,9 @@ def _filled_by_ends(c: PlanColumns, q: RuleFacts) -> Mask:
 
 
 def _bare_stages(c: PlanColumns, q: RuleFacts) -> Mask:
-    """Return where the runtime's own split would take more layers from an end than it has: embedding and head count too."""
+    """Return where the runtime's own split would take more layers from an end than it has: embedding and head count
+    too.
+    """
     no_first = -(-_counted(q) // c.stages) < _ends(q)[0]
     short = no_first | (_counted(q) // c.stages < _ends(q)[1])
     return np.asarray((c.stages > 1) & ~c.listed & short)

@@ -21,8 +21,8 @@ def _method(c: PlanColumns, q: RuleFacts) -> NDArray[np.str_]:
 
 
 def _recomputes_beside(q: RuleFacts) -> tuple[str, ...]:
-    """Return the recompute modes with which layers of two micro batches can run in turns: those that run no layer whole again
-    (Megatron-LM: transformer_config.py), none at all in torchtitan 0.2.2 (distributed/dual_pipe_v.py).
+    """Return the recompute modes with which layers of two micro batches can run in turns: those that run no layer whole
+    again (Megatron-LM: transformer_config.py), none at all in torchtitan 0.2.2 (distributed/dual_pipe_v.py).
     """
     return ("none",) if q.framework.torch_pipelining else ("none", "selective")
 
@@ -39,7 +39,8 @@ def _overlaps_at(text: str, site: str) -> bool:
         return False  # another rule's business
 
 
-# Modes that cut rows of tokens alone. The others choose how to move a product by its size, which must be the same on all ranks.
+# Modes that cut rows of tokens alone. The others choose how to move a product by its size, which must be the same on
+# all ranks.
 ANY_WIDTH = (NONE, "chunked", "ring")
 
 

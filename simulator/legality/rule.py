@@ -180,5 +180,7 @@ def with_nearest(field: str, values: Sequence[int], text: str) -> tuple[str, str
 
 
 def fills(field: str, value: int, facts: RuleFacts) -> bool:
-    """Return whether some plan with this degree fills the GPUs of the question: the other degrees may have to change."""
+    """Return whether some plan with this degree fills the GPUs of the question: the other degrees may have to
+    change.
+    """
     return field not in {"tp", "cp", "pp"} or not facts.gpus or facts.gpus % value == 0

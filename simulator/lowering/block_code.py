@@ -1,7 +1,7 @@
 """A block of the network as straight-line code: the kernels and collectives of its passes under one plan.
 
-How fine the code is, is a choice. `kernel` keeps every launch; `layer` merges launches between two collectives into one, which
-adds times up, so that on an otherwise idle machine it changes no end time.
+How fine the code is, is a choice. `kernel` keeps every launch; `layer` merges launches between two collectives into
+one, which adds times up, so that on an otherwise idle machine it changes no end time.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ def merged(steps: Iterable[Step], name: str, detail: Detail) -> list[Step]:
 
 
 def _parts(run: Sequence[KernelStep]) -> list[Sequence[KernelStep]]:
-    """Return launches in a row in one part, or in two where the device, which has gone as far as it can, waits for the host to
-    issue the second: the later the kernel that it waits for, the less is left to do then.
+    """Return launches in a row in one part, or in two where the device, which has gone as far as it can, waits for the
+    host to issue the second: the later the kernel that it waits for, the less is left to do then.
     """
     if not run:
         return []

@@ -127,7 +127,9 @@ class MachineCosts:
         return (len(ranks), tuple(sorted(nodes.count(node) for node in set(nodes))), kinds)
 
     def shape(self, family: str, ranks: Ranks) -> GroupShape:
-        """Return the shape of a group on the machine: that of its family in the plan, else that of its ranks' placement."""
+        """Return the shape of a group on the machine: that of its family in the plan, else that of its ranks'
+        placement.
+        """
         planned = self.families.get(family)
         if planned is not None and planned.ranks == len(ranks) and (planned.placed or not self.placement):
             return planned

@@ -1,4 +1,6 @@
-"""A forward and a backward pass written down beside each other, layer by layer: `simulator.overlap.combined` as instructions."""
+"""A forward and a backward pass written down beside each other, layer by layer: `simulator.overlap.combined` as
+instructions.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,8 @@ WIRE = "ep comm"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """A pass of a layer, cut where tokens are exchanged: before, between and after. `weights` are those gradients of weights
-    that may wait. A pass without exchanges is all before.
+    """A pass of a layer, cut where tokens are exchanged: before, between and after. `weights` are those gradients of
+    weights that may wait. A pass without exchanges is all before.
     """
 
     steps: tuple[list[Step], ...]

@@ -30,7 +30,9 @@ PER_LAYER, PER_STAGE = 24, 14
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulated:
-    """`estimate` has the step, its interval and rates, and the memory of the analytical model; `run` is the timeline it was read from."""
+    """`estimate` has the step, its interval and rates, and the memory of the analytical model; `run` is the timeline it
+    was read from.
+    """
 
     estimate: Estimate
     run: Run
@@ -42,7 +44,9 @@ DRAWN_INSTRUCTIONS = 60_000
 
 
 def drawn_micro_batches(model: Model, workload: Workload, plan: Plan) -> int:
-    """Return with how many micro batches a step is drawn: all of them, or of a long one as many as show all that happens."""
+    """Return with how many micro batches a step is drawn: all of them, or of a long one as many as show all that
+    happens.
+    """
     micro_batches = plan.micro_batches(workload.global_batch_size)
     if program_length(model, workload, plan) <= DRAWN_INSTRUCTIONS:
         return micro_batches
@@ -52,8 +56,8 @@ def drawn_micro_batches(model: Model, workload: Workload, plan: Plan) -> int:
 
 
 def program_length(model: Model, workload: Workload, plan: Plan, *, micro_batches: int | None = None) -> float:
-    """Return roughly what simulating a plan layer by layer costs, as a number of instructions: those of its program, and what
-    folding its ranks takes; with other `micro_batches` than the step has, where they are given.
+    """Return roughly what simulating a plan layer by layer costs, as a number of instructions: those of its program,
+    and what folding its ranks takes; with other `micro_batches` than the step has, where they are given.
     """
     passes = 2 * (micro_batches or plan.micro_batches(workload.global_batch_size))
     stages = plan.stages * PER_STAGE
@@ -70,9 +74,9 @@ def simulate_plan(
     micro_batches: int | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Simulated:
-    """Return the simulated step. Without `spans` the trace stays empty and the breakdown is the analytical model's, scaled to the
-    simulated step; with `micro_batches` the run, and only the run, is of a step with so many, and marks the ends of passes
-    (`lower_training`). `progress` is told how far it is; what it raises ends the work.
+    """Return the simulated step. Without `spans` the trace stays empty and the breakdown is the analytical model's,
+    scaled to the simulated step; with `micro_batches` the run, and only the run, is of a step with so many, and marks
+    the ends of passes (`lower_training`). `progress` is told how far it is; what it raises ends the work.
 
     Raises BadPlan as `estimate_plans` and `lower_training` do, ValueError where the global batch does not divide.
     """

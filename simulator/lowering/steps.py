@@ -1,4 +1,6 @@
-"""What a block's code is made of under one plan: kernels, collectives, and pairs of the two that run beside each other."""
+"""What a block's code is made of under one plan: kernels, collectives, and pairs of the two that run beside each
+other.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ class TransferStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AsyncStep:
-    """A product and its collective as torch's graph pass joins them: one `piece` for each rank, shards moved beside by copy engines.
+    """A product and its collective as torch's graph pass joins them: one `piece` for each rank, shards moved beside by
+    copy engines.
 
     The host issues the copies of a piece in `copies_host_s`; a copy takes `hop_s`.
     """
@@ -50,7 +53,8 @@ class AsyncStep:
 class SiteStep:
     """Products and their collective in one of the executor's modes: one launch that takes as long as both together.
 
-    The host is `kernel.host_s` in the first call and `more_host_s` in the others; shards are seen as copies beside, of `hop_s`.
+    The host is `kernel.host_s` in the first call and `more_host_s` in the others; shards are seen as copies beside, of
+    `hop_s`.
     """
 
     mode: str
@@ -62,7 +66,9 @@ class SiteStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RingStep:
-    """A kernel in as many pieces as ranks; while one computes, the shard that the next one needs comes round the ring."""
+    """A kernel in as many pieces as ranks; while one computes, the shard that the next one needs comes round the
+    ring.
+    """
 
     piece: KernelStep
     group: str

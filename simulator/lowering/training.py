@@ -42,11 +42,11 @@ def lower_training(
     micro_batches: int | None = None,
     marks: bool = False,
 ) -> Lowered:
-    """Return the program of one training step, with other `micro_batches` than it has where they are given. Raises BadPlan for a
-    schedule or recompute word that does not exist.
+    """Return the program of one training step, with other `micro_batches` than it has where they are given. Raises
+    BadPlan for a schedule or recompute word that does not exist.
 
-    `clocks` multiplies kernel times, as the analytical model found for the step as a whole (`EstimateTable.clocks`). With `marks`
-    ranks record an event at the end of every pass of a unit.
+    `clocks` multiplies kernel times, as the analytical model found for the step as a whole (`EstimateTable.clocks`).
+    With `marks` ranks record an event at the end of every pass of a unit.
     """
     return _Lowering(scenario, plan, detail, clocks, micro_batches).lower(marks=marks)
 

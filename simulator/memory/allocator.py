@@ -1,10 +1,11 @@
 """torch's caching allocator of GPU memory, by its rules: blocks of 512 bytes, pools a stream, segments, retries.
 
-Source: c10/cuda/CUDACachingAllocator.cpp and c10/cuda/CUDAAllocatorConfig.h of torch 2.11 (its constants and its order of
-attempts), docs.pytorch.org/docs/stable/notes/cuda.html#memory-management. Sizes are rounded to `BLOCK`. Up to `SMALL` they come
-from the stream's small pool, else from its large one. A request takes the smallest free block of its pool that holds it,
-and splits off what it does not need. If none does, memory is asked of the driver; if the driver has none, every cached block
-that is not in use is given back, of all streams, and it is asked once more: a retry. If that fails, too, memory is out.
+Source: c10/cuda/CUDACachingAllocator.cpp and c10/cuda/CUDAAllocatorConfig.h of torch 2.11 (its constants and its order
+of attempts), docs.pytorch.org/docs/stable/notes/cuda.html#memory-management. Sizes are rounded to `BLOCK`. Up to
+`SMALL` they come from the stream's small pool, else from its large one. A request takes the smallest free block of its
+pool that holds it, and splits off what it does not need. If none does, memory is asked of the driver; if the driver has
+none, every cached block that is not in use is given back, of all streams, and it is asked once more: a retry. If that
+fails, too, memory is out.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ class OutOfMemory(Exception):
 
 
 class Block:
-    """A piece of a segment between its neighbours; `mapped` unless it is only addresses that a segment may grow into."""
+    """A piece of a segment between its neighbours; `mapped` unless it is only addresses that a segment may grow
+    into.
+    """
 
     __slots__ = ("address", "after", "before", "free", "mapped", "pool", "size", "used_on")
 
@@ -169,7 +172,9 @@ class ExpandablePool(Pool):
                 self._unmap(block, low, high)
 
     def _start(self, size: int) -> Block:
-        """Return the block with which a run of free addresses begins that holds `size`, the lowest with unmapped ones."""
+        """Return the block with which a run of free addresses begins that holds `size`, the lowest with unmapped
+        ones.
+        """
         for hole in (*self._holes, self._end):
             start = hole.before if hole.before is not None and hole.before.free and hole.before.mapped else hole
             have, block = 0, start

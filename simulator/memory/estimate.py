@@ -22,7 +22,9 @@ MOST_BLOCKS = 400_000
 
 
 def with_replay(scenario: Scenario, plan: Plan, estimate: Estimate) -> Estimate:
-    """Return the estimate of a plan with its memory as the caching allocator holds it; as it is where that takes too long."""
+    """Return the estimate of a plan with its memory as the caching allocator holds it; as it is where that takes too
+    long.
+    """
     if least_blocks(scenario, plan) > MOST_BLOCKS or (replay := MemoryReplay(scenario, plan)).length > MOST_BLOCKS:
         return estimate
     counted, known = estimate.memory, known_costs(scenario)
@@ -55,7 +57,9 @@ def with_replay(scenario: Scenario, plan: Plan, estimate: Estimate) -> Estimate:
 
 
 def _state(scenario: Scenario, plan: Plan, known: RuntimeCosts, ranks: int) -> list[float]:
-    """Return the bytes of state on every pipeline rank, as they are described; where nothing tells them from others, none."""
+    """Return the bytes of state on every pipeline rank, as they are described; where nothing tells them from others,
+    none.
+    """
     if known.activations == 1.0:
         return [0.0] * ranks
     columns = estimate_plans(scenario, [plan]).memory

@@ -1,18 +1,19 @@
 """One pipeline rank's step as its host runs it: what it asks of the caching allocator, in which order, on which stream.
 
-The host runs ahead of the device, so a tensor is there from when its operator is issued. Units are gathered and reduced as
-FSDP2 does it (torch/distributed/fsdp/_fully_shard: `_fsdp_param_group.py`, `_fsdp_collectives.py`): a gather fills a flat buffer
-on a stream of its own, which is copied to a tensor for each parameter on the compute stream; in forward the buffer is kept until
-the next one has been copied. Gradients are copied to a flat buffer on the compute stream, which the next reduction lets go;
-its result, of which gradients are views, lies on the stream of reductions. Without full sharding gradients come with backward
-and go with the next step's `zero_grad`.
+The host runs ahead of the device, so a tensor is there from when its operator is issued. Units are gathered and reduced
+as FSDP2 does it (torch/distributed/fsdp/_fully_shard: `_fsdp_param_group.py`, `_fsdp_collectives.py`): a gather fills a
+flat buffer on a stream of its own, which is copied to a tensor for each parameter on the compute stream; in forward the
+buffer is kept until the next one has been copied. Gradients are copied to a flat buffer on the compute stream, which
+the next reduction lets go; its result, of which gradients are views, lies on the stream of reductions. Without full
+sharding gradients come with backward and go with the next step's `zero_grad`.
 
-FSDP1 (torch/distributed/fsdp/_flat_param.py, _runtime_utils.py) gathers a unit to one flat tensor of which its parameters are
-views, so nothing is copied; what it lets go is there until the device has used it, and `prefetch` units may wait for that
-(`limit_all_gathers`). Gradients of views are put together to a flat one on the compute stream.
+FSDP1 (torch/distributed/fsdp/_flat_param.py, _runtime_utils.py) gathers a unit to one flat tensor of which its
+parameters are views, so nothing is copied; what it lets go is there until the device has used it, and `prefetch` units
+may wait for that (`limit_all_gathers`). Gradients of views are put together to a flat one on the compute stream.
 
-DeepSpeed's ZeRO gathers likewise. Its gradients go through buckets (`simulator.step.zero`): contiguous ones that backward asks for
-on the compute stream, copies on the stream that reduces, and gradients in float32 while the optimizer updates.
+DeepSpeed's ZeRO gathers likewise. Its gradients go through buckets (`simulator.step.zero`): contiguous ones that
+backward asks for on the compute stream, copies on the stream that reduces, and gradients in float32 while the optimizer
+updates.
 """
 
 from __future__ import annotations
@@ -183,7 +184,8 @@ class RankReplay:
             yield
         self._give(recast)
         if given is not None:
-            # A pipeline keeps what a stage gives until its backward pass (torch/distributed/pipelining/stage.py, fwd_cache).
+            # A pipeline keeps what a stage gives until its backward pass (torch/distributed/pipelining/stage.py,
+            # fwd_cache).
             if self.spec.layer.metrics_after and units and units[-1].block == "head":
                 self._give(self.logits)
                 self.logits.append(given)
@@ -417,7 +419,9 @@ class RankReplay:
         return self.memory.allocate(round(self._message_bytes()), COMPUTE)
 
     def _take_stage_buffers(self) -> None:
-        """Take buffers of messages that are there for good, and outputs that the version keeps to the end of the step."""
+        """Take buffers of messages that are there for good, and outputs that the version keeps to the end of the
+        step.
+        """
         if not self.piped:
             return
         stages, count = self.plan.schedule.stages_of(self.rank), round(self.micro_batches)

@@ -14,15 +14,16 @@ from simulator.memory.rank import RankReplay
 from simulator.pipeline.schedules.registry import schedule_kind, schedule_of_plan
 from simulator.runtimes.library import operators_for
 
-# Optimizer state is made at the end of the first step, so the second places everything anew; a third shows what retries stay.
+# Optimizer state is made at the end of the first step, so the second places everything anew; a third shows what retries
+# stay.
 STEPS, LIMITED_STEPS = 2, 3
 ROUNDS = 2  # which show the most that is in flight, unless all micro batches are
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReservedMemory:
-    """What the allocator of one pipeline rank holds. `retries_per_step` are those of the last step; `out_of_memory` says
-    that giving memory back was not enough. `by_stream` are reserved bytes.
+    """What the allocator of one pipeline rank holds. `retries_per_step` are those of the last step; `out_of_memory`
+    says that giving memory back was not enough. `by_stream` are reserved bytes.
     """
 
     reserved_bytes: int
@@ -38,7 +39,9 @@ class ReservedMemory:
 
 
 def least_blocks(scenario: Scenario, plan: Plan) -> int:
-    """Return how many blocks a replay asks for at least, before anything of it is made: one a pass, one a message, one a layer."""
+    """Return how many blocks a replay asks for at least, before anything of it is made: one a pass, one a message, one
+    a layer.
+    """
     micro_batches = plan.micro_batches(scenario.workload.global_batch_size)
     stages = plan.stages
     messages = micro_batches * stages if plan.pp > 1 else 0
@@ -56,8 +59,8 @@ def _replayed(plan: Plan, micro_batches: int) -> int:
 
 
 class MemoryReplay:
-    """A plan whose ranks are replayed, with as much memory as they ask for or with a limit; with so many `micro_batches` where
-    they are given, else with as many as show the most.
+    """A plan whose ranks are replayed, with as much memory as they ask for or with a limit; with so many
+    `micro_batches` where they are given, else with as many as show the most.
     """
 
     def __init__(self, scenario: Scenario, plan: Plan, *, micro_batches: int | None = None) -> None:
@@ -94,7 +97,9 @@ class MemoryReplay:
         )
 
     def over_passes(self, rank: int) -> list[int]:
-        """Return the bytes that pipeline rank `rank` has allocated at most in each pass of a step, unit by unit, and at its end."""
+        """Return the bytes that pipeline rank `rank` has allocated at most in each pass of a step, unit by unit, and at
+        its end.
+        """
         replay = RankReplay(self.tensors, rank, CachingAllocator(), micro_batches=self.micro_batches)
         replay.watches = True
         replay.start()

@@ -1,8 +1,8 @@
 """What the passes of a block allocate and free, tensor by tensor, as its operators run one after the other.
 
-A runtime's description says what every operator reads, writes and saves, by shape. So a tensor is known by its bytes: what an
-operator saves is a tensor of that size that is there, else a new one; what it reads is not needed afterwards unless it is
-saved or is the residual stream. Autograd lets go of what an operator saved when its backward pass has run.
+A runtime's description says what every operator reads, writes and saves, by shape. So a tensor is known by its bytes:
+what an operator saves is a tensor of that size that is there, else a new one; what it reads is not needed afterwards
+unless it is saved or is the residual stream. Autograd lets go of what an operator saved when its backward pass has run.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ Event = tuple[Act, int, int]  # what, the slot of a tensor or a weight, bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Passes:
-    """Events of a block's passes. `inward` is the slot of what it is given, in either direction, `outward` and `gradient`
-    of what it gives. `weights` are the elements of its matrices, in the order in which they are used.
+    """Events of a block's passes. `inward` is the slot of what it is given, in either direction, `outward` and
+    `gradient` of what it gives. `weights` are the elements of its matrices, in the order in which they are used.
     """
 
     forward: tuple[Event, ...]
@@ -139,9 +139,9 @@ class BlockTensors:
     def head_passes(
         self, operators: Sequence[OperatorSpec], peaks: Sequence[Sequence[str]], *, kept: bool = False
     ) -> Passes:
-        """Return the passes of the network's end: products as in any block, then the loss, whose backward begins with the
-        tensors of the largest of `peaks` alive together. What it gives are the logits; `incoming` is theirs as well.
-        Logits that are `kept` outlive the backward pass.
+        """Return the passes of the network's end: products as in any block, then the loss, whose backward begins with
+        the tensors of the largest of `peaks` alive together. What it gives are the logits; `incoming` is theirs as
+        well. Logits that are `kept` outlive the backward pass.
         """
         active = [run.operator for run in running(operators, self.context, {})]
         split = 1 + max(place for place, operator in enumerate(active) if operator.matmul)
@@ -363,7 +363,9 @@ class BlockTensors:
         return self.sizes(operator.reads)
 
     def _moved(self, operator: OperatorSpec, kind: str) -> list[int]:
-        """Return the bytes of what a collective gives: nothing among one rank, or where it is the identity or in place."""
+        """Return the bytes of what a collective gives: nothing among one rank, or where it is the identity or in
+        place.
+        """
         ranks = self._ranks(operator)
         if ranks <= 1 or kind in {"copy", "ring", "pass_back"}:
             return []

@@ -1,12 +1,13 @@
-"""Experts' all-to-all beside compute: the layers of a forward pass and those of another micro batch's backward pass in turns.
+"""Experts' all-to-all beside compute: the layers of a forward pass and those of another micro batch's backward pass in
+turns.
 
 A layer of each runs at a time. Tokens of the one are on their way while the other computes (streams run in this order):
 
     communication   combine back  |  dispatch forward, dispatch back      |  combine forward
     compute         attention     |  experts back (their weights) experts |  attention back (its weights)
 
-A pass waits for its own traffic only. What a layer has around its experts (attention, router, permutation, shared experts)
-counts as attention; with weights put off, their gradients come behind what others wait for.
+A pass waits for its own traffic only. What a layer has around its experts (attention, router, permutation, shared
+experts) counts as attention; with weights put off, their gradients come behind what others wait for.
 
 Source: Megatron-LM, core/models/common/model_chunk_schedule_plan.py (TransformerLayerSchedulePlan.run) and
 core/pipeline_parallel/combined_1f1b.py. DualPipe (DeepSeek-V3, arXiv 2412.19437, section 3.2.1) and torchtitan 0.2.2
@@ -29,8 +30,8 @@ TINY = 1e-12  # seconds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerParts:
-    """Seconds of one pass of a layer: what it computes around its experts and in them, of both the gradients of weights that
-    may be put off, and its two collectives in the order in which it has them.
+    """Seconds of one pass of a layer: what it computes around its experts and in them, of both the gradients of weights
+    that may be put off, and its two collectives in the order in which it has them.
     """
 
     around_s: Floats
@@ -85,8 +86,8 @@ def pair_s(forward: LayerParts, backward: LayerParts, *, weights_later: bool) ->
 def hidden_and_lost_s(
     forward: LayerParts, backward: LayerParts, held: Floats | float, *, weights_later: bool
 ) -> tuple[Floats, Floats]:
-    """Return the seconds of both layers' exchanges that run beside kernels, and by how much the kernels take longer while
-    exchanges hold a share `held` of the GPU's SMs.
+    """Return the seconds of both layers' exchanges that run beside kernels, and by how much the kernels take longer
+    while exchanges hold a share `held` of the GPU's SMs.
     """
     computed, moved = forward.computed_s + backward.computed_s, forward.moved_s + backward.moved_s
     beside = np.clip(computed + moved - pair_s(forward, backward, weights_later=weights_later), 0.0, moved)

@@ -4,7 +4,8 @@ alone.
     nccl            collective and product, one after the other
     chunked         `SLICES` slices of every shard by NCCL, each beside one batched product of another slice
     ring            W - 1 hops to the neighbour, each beside the product of the shard at hand
-    copy_engine     pushes of whole shards, the library's product per shard; a reduce-scatter adds up in a pass at the end,
+    copy_engine     pushes of whole shards, the library's product per shard; a reduce-scatter adds up in a pass at the
+      end,
                     or, for large shards, as its products are made: partial sums go round in halves
     fused           one kernel, tiles in the order in which pieces arrive; a reduce-scatter adds in the last tiles
     torch_symm_mem  as copy_engine, from a copy in symmetric memory and with a barrier before every shard
@@ -12,12 +13,12 @@ alone.
     multimem        one_shot in the switch: modelled only, the executor refuses it (NVLink multicast stays off)
 
 All are pipelines of two stages, moving and multiplying, of equal steps; of such a pipeline the first or the last step
-decides, so each formula is the largest of two or three sums. Parts are numbers or columns of a plan table: the analytical model
-and the simulation share every line here. What the device does and what the host issues are told apart: a host that is
-ahead costs nothing, one that is behind decides (small shapes).
+decides, so each formula is the largest of two or three sums. Parts are numbers or columns of a plan table: the
+analytical model and the simulation share every line here. What the device does and what the host issues are told apart:
+a host that is ahead costs nothing, one that is behind decides (small shapes).
 
-`OverlapRates` are few and physical, and the same for all shapes; `simulator.fitting.overlap_fit` finds them from measured times.
-Where the very shape was measured, `choose` believes the measurement.
+`OverlapRates` are few and physical, and the same for all shapes; `simulator.fitting.overlap_fit` finds them from
+measured times. Where the very shape was measured, `choose` believes the measurement.
 
 The idea of following arrivals is FlashOverlap's (EuroSys 2026: a bandwidth curve and waves of tiles); when hiding is
 possible at all, ParallelKittens' K >= s·R/(2·B) (arXiv 2511.13940, section 3) falls out of it.
@@ -49,9 +50,9 @@ TILE_ROWS, TILE_COLUMNS = 128, (256, 128)  # of the fused kernels
 # 1427 and 1528 us at 16384 x 3584 x 8192 (examples/validation/overlap_2xH200.md).
 LARGE_OVER_SMALL = 0.93
 # What the host issues in a call: always, and for every other rank, in calls of torch: a launch, a copy, an event or a
-# collective through Python each count one. Our own pushes go to the driver at a third of that. Counted in executor/overlap,
-# checked with the smallest products on two H200, where a call in a row takes 82, 108, 67 and 74 us in turn for copy_engine and
-# fused (examples/validation/overlap_2xH200.json); `host_s` is the time of one.
+# collective through Python each count one. Our own pushes go to the driver at a third of that. Counted in
+# executor/overlap, checked with the smallest products on two H200, where a call in a row takes 82, 108, 67 and 74 us in
+# turn for copy_engine and fused (examples/validation/overlap_2xH200.json); `host_s` is the time of one.
 HOST_CALLS = {
     (GATHER, "nccl"): (4, 0),
     (SCATTER, "nccl"): (4, 0),
@@ -70,8 +71,9 @@ HOST_CALLS = {
 }
 REGATHER_CALLS = {"chunked": (2, 0), "ring": (2, 0), "nccl": (2, 0), "torch_symm_mem": (4, 2)}  # others as below
 REGATHER_PUSHED = (1.5, 0.7)
-# Of W + 1 shards that copy_engine adds up at the end; larger ones it relays. On two H200 the two ways were equally fast at
-# 3 x 67 MB, the relay slower at 3 x 34 MB (249 and 189 us at 8192 x 4096 x 1024; examples/validation/overlap_2xH200.md).
+# Of W + 1 shards that copy_engine adds up at the end; larger ones it relays. On two H200 the two ways were equally fast
+# at 3 x 67 MB, the relay slower at 3 x 34 MB (249 and 189 us at 8192 x 4096 x 1024;
+# examples/validation/overlap_2xH200.md).
 LARGEST_ADDED_BYTES = 2**27
 
 
@@ -212,7 +214,8 @@ def takes_large_tiles(rows: Value, columns: Value, processors: float) -> Value:
 
 
 def rounds_of(rows: Value, columns: Value, processors: float) -> Value:
-    """Return the rounds of all multiprocessors that the fused kernel takes for an output, over what its area would fill.
+    """Return the rounds of all multiprocessors that the fused kernel takes for an output, over what its area would
+    fill.
 
     Large tiles, or small ones of half the width where those need less.
     """
@@ -222,7 +225,9 @@ def rounds_of(rows: Value, columns: Value, processors: float) -> Value:
 
 
 def relayed(ranks: Value, shard_bytes: Value) -> Value:
-    """Return where the executor's copy_engine scatter passes partial sums round instead of adding them up at the end."""
+    """Return where the executor's copy_engine scatter passes partial sums round instead of adding them up at the
+    end.
+    """
     return (ranks + 1) * shard_bytes >= LARGEST_ADDED_BYTES
 
 
@@ -289,7 +294,9 @@ def _copy_engine_s(operation: str, parts: Parts, rates: OverlapRates, *, by_torc
 
 
 def _fused_s(operation: str, parts: Parts, rates: OverlapRates) -> Value:
-    """Of several products a gather fuses the first, and the others find everything in place; a scatter fuses one only."""
+    """Of several products a gather fuses the first, and the others find everything in place; a scatter fuses one
+    only.
+    """
     if operation == SCATTER:
         bands = np.clip(np.ceil(parts.shard_rows / BAND_ROWS), 1, MOST_BANDS)
         fused = _fused_product_s(parts, parts.product_s, bands, rates, scatter=True)

@@ -1,8 +1,8 @@
 """A plan's sites with an overlap mode of the executor: which products pair with which collective, and what they take.
 
-Forward and backward alike: the products of a gather are those that read what it gathers, the products of a scatter those
-whose results add up to what it scatters; weight gradients stay aside, as in executor/overlap/autograd.py. Backward the
-executor gathers a site's tokens again for the weight gradients, on the same stream and before it scatters.
+Forward and backward alike: the products of a gather are those that read what it gathers, the products of a scatter
+those whose results add up to what it scatters; weight gradients stay aside, as in executor/overlap/autograd.py.
+Backward the executor gathers a site's tokens again for the weight gradients, on the same stream and before it scatters.
 
 `SiteRates` prices a pair; `simulator.passes.pairing` finds them.
 """
@@ -54,12 +54,13 @@ class SiteRates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Products:
-    """Products of one pair, numbers or columns: seconds at once, of a shard, of a slice, the host's launches, and sizes.
+    """Products of one pair, numbers or columns: seconds at once, of a shard, of a slice, the host's launches, and
+    sizes.
 
     `streamed_s` is what one of several shards takes that are multiplied on `STREAMS` streams at the same time.
 
-    `first_s` is the first one's at once, `first_columns` its width; `elements` are those of the weights; a `count` of 0 is none.
-    `weight_s` are the weight gradients beside them, which are no part of the pair but in `userbuffers`.
+    `first_s` is the first one's at once, `first_columns` its width; `elements` are those of the weights; a `count` of 0
+    is none. `weight_s` are the weight gradients beside them, which are no part of the pair but in `userbuffers`.
     """
 
     seconds: Value = 0.0
@@ -96,7 +97,9 @@ class Products:
 
 
 def product_of(work: Work, seconds: Value, issued_s: Value, ranks: Value, roofline: Roofline) -> Products:
-    """Return a product as it would be cut. A piece runs no faster than its share of the whole: clocks are the whole's."""
+    """Return a product as it would be cut. A piece runs no faster than its share of the whole: clocks are the
+    whole's.
+    """
     shard = replace(work, flops=work.flops / ranks, bytes=_bytes(work, work.m / ranks), m=work.m / ranks)
     at_once = np.minimum(ranks, STREAMS)
     several = replace(shard, flops=at_once * shard.flops, bytes=at_once * shard.bytes, batch=at_once * work.batch)

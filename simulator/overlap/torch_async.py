@@ -1,9 +1,10 @@
 """torch's asynchronous tensor parallelism: how long a product and the collective beside it take together.
 
 A pass over the compiled graph finds the pairs: a gather with the products that read it, weight gradients aside, and a
-reduce-scatter that reads one product. Where several products add up first (backward of queries, keys and values) nothing
-is hidden. Each product is cut into as many pieces as there are ranks; copy engines move shards over symmetric memory, the
-first piece is the rank's own and waits for none. Partial results of a reduce-scatter are summed in a pass of its own.
+reduce-scatter that reads one product. Where several products add up first (backward of queries, keys and values)
+nothing is hidden. Each product is cut into as many pieces as there are ranks; copy engines move shards over symmetric
+memory, the first piece is the rank's own and waits for none. Partial results of a reduce-scatter are summed in a pass
+of its own.
 
 Whoever moves the shards, they go through the memory and the power budget of the product beside them: each second of
 moving costs the product `PRODUCT_SLOWDOWN` of a second.

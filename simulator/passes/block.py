@@ -17,7 +17,9 @@ from simulator.step.context import CostContext
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockPasses:
-    """`again` is what each recompute mode runs before the backward pass, by its name; modes that recompute nothing are left out."""
+    """`again` is what each recompute mode runs before the backward pass, by its name; modes that recompute nothing are
+    left out.
+    """
 
     forward: tuple[Step, ...]
     backward: tuple[Step, ...]
@@ -87,7 +89,9 @@ class _Maker:
         self.tensors = (context.table["tp"] > 1) & (not context.runtime.compile)  # kernels go through DTensor
 
     def steps(self, works: Sequence[Work], operator: OperatorSpec, rows: Rows) -> list[Step]:
-        """Return the steps of works that plans of `rows` run; what nothing is to be done for in any of them is left out."""
+        """Return the steps of works that plans of `rows` run; what nothing is to be done for in any of them is left
+        out.
+        """
         found: list[Step] = []
         for work in works:
             if work.kind is WorkKind.WAIT:
@@ -149,7 +153,9 @@ class _Maker:
 
 
 def _ends(work: Work, operator: OperatorSpec) -> tuple[str, str]:
-    """Return (the tensor a product reads, the one it gives), ("", "") of gradients of weights and of what is no product."""
+    """Return (the tensor a product reads, the one it gives), ("", "") of gradients of weights and of what is no
+    product.
+    """
     if work.kind is not WorkKind.MATMUL or work.name.endswith(WEIGHT_GRADIENT) or not operator.matmul:
         return "", ""
     operands, _, result = operator.matmul.partition("->")

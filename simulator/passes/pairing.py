@@ -1,9 +1,10 @@
 """Which kernels and collectives of a pass run beside each other, and what they take together.
 
-Rings pass keys and values on while attention works on those before. In a mode of the executor a gather runs with the products that read what it
-gathers, a scatter with those whose results add up to what it scatters, weight gradients aside, as in executor/overlap/autograd.py; they
-are moved next to each other. torch's graph pass takes what is next to a collective only (`simulator.overlap.torch_async`). A
-kernel runs beside one collective, and a further collective between tensor-parallel ranks ends what those before it may have.
+Rings pass keys and values on while attention works on those before. In a mode of the executor a gather runs with the
+products that read what it gathers, a scatter with those whose results add up to what it scatters, weight gradients
+aside, as in executor/overlap/autograd.py; they are moved next to each other. torch's graph pass takes what is next to a
+collective only (`simulator.overlap.torch_async`). A kernel runs beside one collective, and a further collective between
+tensor-parallel ranks ends what those before it may have.
 
 Plans differ in what they run and pair: a kernel, or a collective, is in the `rows` of a pair or in its own place.
 """
@@ -92,7 +93,9 @@ class _Pairing:
         partners: Callable[[int, Transfer, Rows], _Partners],
         priced: Callable[[int, Transfer, tuple[Kernel, ...], Rows], list[Step]],
     ) -> list[Step]:
-        """Take a collective and the kernels beside it out of their places; return the pair of them, and what it adds."""
+        """Take a collective and the kernels beside it out of their places; return the pair of them, and what it
+        adds.
+        """
         if not rows.any():
             return []
         found = partners(at, transfer, rows)
@@ -110,7 +113,9 @@ class _Pairing:
         return priced(at, transfer.only(found.rows), tuple(kernels), found.rows)
 
     def _since(self, at: int, rows: Rows) -> Iterator[tuple[int, Kernel, Rows]]:
-        """Yield (place, kernel, plans) from a collective backwards, to the one before it between tensor-parallel ranks."""
+        """Yield (place, kernel, plans) from a collective backwards, to the one before it between tensor-parallel
+        ranks.
+        """
         for place in reversed(range(at)):
             step = self.steps[place]
             if isinstance(step, Transfer) and step.over == "tp":
@@ -120,7 +125,8 @@ class _Pairing:
             if not rows.any():
                 return
 
-    # --- modes of the executor ------------------------------------------------------------------------------------------
+    # --- modes of the executor
+    # ------------------------------------------------------------------------------------------
 
     def _readers(self, at: int, gather: Transfer, rows: Rows) -> _Partners:
         """Return the products that read what a gather gives, up to the next collective of the same ranks."""
@@ -135,7 +141,9 @@ class _Pairing:
         return _Partners(found, any_rows)
 
     def _givers(self, at: int, scatter: Transfer, rows: Rows) -> _Partners:
-        """Return the products whose results add up to what is scattered, since the last collective of the same ranks."""
+        """Return the products whose results add up to what is scattered, since the last collective of the same
+        ranks.
+        """
         found: list[Taken] = []
         any_rows = np.zeros_like(rows)
         for place, kernel, here in self._since(at, rows):
@@ -170,7 +178,8 @@ class _Pairing:
                 )
         return [self._both(transfer, kernels, rows, together, issue, np.zeros(len(rows)))]
 
-    # --- torch's graph pass ---------------------------------------------------------------------------------------------
+    # --- torch's graph pass
+    # ---------------------------------------------------------------------------------------------
 
     def _next(self, at: int, gather: Transfer, rows: Rows) -> _Partners:
         """Return the kernels behind a gather, up to the first that is none of its products after one has come."""
@@ -239,7 +248,9 @@ class _Pairing:
         return [pair, Kernel(rows=rows & (moved > 0), work=adding, alone_s=moved / rate, source=source, launch_s=0.0)]
 
     def _pieces_s(self, kernel: Kernel) -> Floats:
-        """Return the seconds of a product cut into one piece for each rank, along tokens; of other kernels their own."""
+        """Return the seconds of a product cut into one piece for each rank, along tokens; of other kernels their
+        own.
+        """
         work, ranks = kernel.work, self.ranks
         if not kernel.product:
             return kernel.alone_s

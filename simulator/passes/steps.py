@@ -20,8 +20,9 @@ WEIGHT_GRADIENT = ".wgrad"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
-    """One kernel on the compute stream: its seconds alone, where they are from (`simulator.kernels.roofline`), and the host's seconds to
-    launch it. A product names the tensor that it `reads` and the one that it `gives`, in the words of the runtime's description.
+    """One kernel on the compute stream: its seconds alone, where they are from (`simulator.kernels.roofline`), and the
+    host's seconds to launch it. A product names the tensor that it `reads` and the one that it `gives`, in the words of
+    the runtime's description.
     """
 
     rows: Rows
@@ -60,8 +61,8 @@ class Kernel:
 class Transfer:
     """One collective, or message to a neighbour, that the next kernel waits for.
 
-    `nbytes` as of nccl-tests, `alone_s` its seconds, `call_s` the host's. `modes` are the words by which plans have it run beside
-    products; None where no plan has one. `tensor` as in `Kernel.reads`.
+    `nbytes` as of nccl-tests, `alone_s` its seconds, `call_s` the host's. `modes` are the words by which plans have it
+    run beside products; None where no plan has one. `tensor` as in `Kernel.reads`.
     """
 
     rows: Rows
@@ -85,7 +86,8 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ring:
-    """An attention kernel in as many pieces as ranks; while one computes, the shard that the next one needs comes round.
+    """An attention kernel in as many pieces as ranks; while one computes, the shard that the next one needs comes
+    round.
 
     Meanwhile the message out and the one in hold a share `held` of the SMs.
     """
@@ -132,9 +134,11 @@ class Ring:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """A tensor-parallel collective and the kernels that run beside it: both together take `together_s`, and the host `issue_s`.
+    """A tensor-parallel collective and the kernels that run beside it: both together take `together_s`, and the host
+    `issue_s`.
 
-    `copy_s` is a shard by a copy engine, `piece_s` one launch of as many as ranks where torch's graph pass cuts products up.
+    `copy_s` is a shard by a copy engine, `piece_s` one launch of as many as ranks where torch's graph pass cuts
+    products up.
     """
 
     rows: Rows

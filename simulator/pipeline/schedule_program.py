@@ -50,7 +50,8 @@ def peak_on_stage(schedule: Schedule, stage: int) -> int:
     return _peak(schedule.table[schedule.rank_of(stage)], stage)
 
 
-# What an action adds to the activations that a rank keeps, in micro batches: of a split backward, the second half frees.
+# What an action adds to the activations that a rank keeps, in micro batches: of a split backward, the second half
+# frees.
 _KEEPS = {Kind.FORWARD: 1, Kind.INPUT_GRAD: 0, Kind.WEIGHT_GRAD: -1, Kind.BACKWARD: -1}
 
 

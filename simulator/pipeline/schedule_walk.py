@@ -1,4 +1,5 @@
-"""A schedule's table ready to be walked once: the actions of all ranks in an order in which each comes after what it needs.
+"""A schedule's table ready to be walked once: the actions of all ranks in an order in which each comes after what it
+needs.
 
 A long step repeats itself, so its table is walked with fewer micro batches (`walked`).
 """
@@ -39,8 +40,8 @@ Message = tuple[int, str, int]  # the stage that made it, what it carries, and t
 class Turn(NamedTuple):
     """One pass of a table in an order in which all that it needs has come before.
 
-    `kind` is an index into `Table.kinds`; `needs` are messages from other ranks, `sends` are those to others, each with the rank
-    that it goes to. Of two passes that are one action the first needs, and the second sends, what both do.
+    `kind` is an index into `Table.kinds`; `needs` are messages from other ranks, `sends` are those to others, each with
+    the rank that it goes to. Of two passes that are one action the first needs, and the second sends, what both do.
     """
 
     rank: int
@@ -96,8 +97,8 @@ class Table:
 def table_of(
     name: str, ranks: int, micro_batches: int, stages_per_rank: int, *, lets_go: bool, paired: bool = False
 ) -> Table:
-    """Return the table of a schedule. `lets_go`: of gathered parameters after use; `paired`: see `build_schedule`, and pairs
-    that the schedule has by itself run as one. Raises BadPlan where it has none.
+    """Return the table of a schedule. `lets_go`: of gathered parameters after use; `paired`: see `build_schedule`, and
+    pairs that the schedule has by itself run as one. Raises BadPlan where it has none.
     """
     schedule = build_schedule(
         name, ranks=ranks, micro_batches=micro_batches, stages_per_rank=stages_per_rank, paired=paired
@@ -164,7 +165,9 @@ def _in_order(schedule: Schedule, rows: Sequence[NDArray[np.intp]]) -> tuple[Tur
 
 
 def _messages(leaf: Action, rank: int, home: Sequence[int]) -> tuple[Message | None, Message, int]:
-    """Return the message that a pass needs from another rank, what it makes, and the rank that this is sent to or -1."""
+    """Return the message that a pass needs from another rank, what it makes, and the rank that this is sent to or
+    -1.
+    """
     word, onward = (FORWARD, 1) if leaf.kind is Kind.FORWARD else (BACK, -1)
     made = (leaf.stage, word, leaf.micro_batch)
     if leaf.kind is Kind.WEIGHT_GRAD:

@@ -25,10 +25,10 @@ from topology.errors import BadPlan
 class StageLayout:
     """Layers held by pipeline ranks, shape (plans, columns); columns that a plan does not have hold -1.
 
-    Column c of a plan is its pipeline rank `rank[c]` and stands for `rank_count[c]` ranks. A whole layout has a column for
-    every rank; a merged one a column for each kind of rank, the first of its kind, which is all that sums and maxima
-    over ranks need. `by_mode[mode]` counts the (dense, MoE) layers that run under each recompute mode, zero where there
-    are none.
+    Column c of a plan is its pipeline rank `rank[c]` and stands for `rank_count[c]` ranks. A whole layout has a column
+    for every rank; a merged one a column for each kind of rank, the first of its kind, which is all that sums and
+    maxima over ranks need. `by_mode[mode]` counts the (dense, MoE) layers that run under each recompute mode, zero
+    where there are none.
     """
 
     dense: NDArray[np.int64]
@@ -70,9 +70,9 @@ def stage_layers(model_layers: int, plan: Plan, spec: PipelineSpec) -> tuple[int
 
 
 def _filled_in_turn(model_layers: int, stages: int, head_weight: float) -> tuple[int, ...]:
-    """Return the layers of stages that are filled one after the other: a stage is full when all up to it have more than their
-    share of the layers and the head (nanotron, models/base.py: build_model). The head is taken to be on the last stage, though
-    stages whose share is less than a layer may leave those at the end empty.
+    """Return the layers of stages that are filled one after the other: a stage is full when all up to it have more than
+    their share of the layers and the head (nanotron, models/base.py: build_model). The head is taken to be on the last
+    stage, though stages whose share is less than a layer may leave those at the end empty.
     """
     counts, stage = [0] * stages, 0
     for layers in range(1, model_layers + 1):
@@ -158,9 +158,9 @@ def _layers_of_ranks(
     folded: bool,
     merged: bool,
 ) -> NDArray[np.int64]:
-    """Return rows (dense, MoE, rank, rank_count, first, last) with a column for every pipeline rank of a plan, or, `merged`,
-    one for ranks in a row that hold the same. `dense_before` is the model's, `listed` the plan's layers by stage where it names
-    them.
+    """Return rows (dense, MoE, rank, rank_count, first, last) with a column for every pipeline rank of a plan, or,
+    `merged`, one for ranks in a row that hold the same. `dense_before` is the model's, `listed` the plan's layers by
+    stage where it names them.
     """
     held = np.zeros((6, pp), dtype=np.int64)
     start, layers = 0, len(dense_before) - 1
@@ -258,8 +258,8 @@ MAX_COUNTED = 1 << 17
 def _in_flight(name: str, p: int, m: int, v: int) -> tuple[tuple[float, ...], float]:
     """Return (micro batches in flight on each rank, on the last stage) of a schedule, in whole passes of a rank.
 
-    Beyond a few rounds of the pipeline the steady state repeats, so that a long step is counted on a shorter one. A table
-    of over `MAX_COUNTED` passes is not laid out: no rank of such a schedule holds more than this.
+    Beyond a few rounds of the pipeline the steady state repeats, so that a long step is counted on a shorter one. A
+    table of over `MAX_COUNTED` passes is not laid out: no rank of such a schedule holds more than this.
     """
     kind, rounds = schedule_kind(name), 2 * p * max(v, 2)
     if m > 2 * rounds:

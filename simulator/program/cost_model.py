@@ -21,7 +21,8 @@ class Cost:
 
     `sms` are occupied on every rank taking part; `hbm_bytes_per_s` is asked of the memory of every such rank, and
     `link_bytes_per_s` of the links of the transfer, on average over `seconds` (so the start-up latency of a small
-    message shows as a low demand, and contention for bandwidth stretches it little). `launches`: how many a kernel stands for.
+    message shows as a low demand, and contention for bandwidth stretches it little). `launches`: how many a kernel
+    stands for.
     """
 
     seconds: float
@@ -33,7 +34,9 @@ class Cost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuLimits:
-    """What a GPU has to share out, and how many kernels a stream of it holds that have not begun: then the host waits."""
+    """What a GPU has to share out, and how many kernels a stream of it holds that have not begun: then the host
+    waits.
+    """
 
     sms: float = float("inf")
     queue: float = float("inf")

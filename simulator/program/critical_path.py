@@ -1,9 +1,9 @@
 """What a step waits for: a chain of spans, each of which began when the one before it had ended.
 
-A simulation starts whatever can start at once, so what a span waited for ended at the very moment it began: the span before
-it on its stream, another stream of its rank that it was ordered behind, the host that issued it, or, for a transfer, what the
-last of its ranks came from. The chain is read backwards from the end of the step. A measured trace has gaps between a
-span and what it waited for; there the last span that ended before it stands for that.
+A simulation starts whatever can start at once, so what a span waited for ended at the very moment it began: the span
+before it on its stream, another stream of its rank that it was ordered behind, the host that issued it, or, for a
+transfer, what the last of its ranks came from. The chain is read backwards from the end of the step. A measured trace
+has gaps between a span and what it waited for; there the last span that ended before it stands for that.
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ def _by_rank(spans: Sequence[tr.Span]) -> dict[int, _Rank]:
 
 
 def _last_to_arrive(trace: tr.Trace) -> dict[int, int]:
-    """Return, for each transfer that waited for a partner, the span of the same transfer on a rank that did not wait."""
+    """Return, for each transfer that waited for a partner, the span of the same transfer on a rank that did not
+    wait.
+    """
     waited = {(s.rank, s.stream, s.end_s) for s in trace.spans if s.category == tr.WAIT}
     partners: dict[tuple[int, str, float], tuple[int, str, float]] = {}
     for flow in trace.flows:

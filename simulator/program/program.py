@@ -8,7 +8,8 @@ pipeline stages.
 Communication names a *family* of groups ("tp", "pp") and each rank takes part in the one group of the family that
 holds it, so code never mentions a rank and can be shared. Partners are positions in that group.
 
-What an instruction costs is the business of `simulator.program.cost_model`; whether a program makes sense, of `simulator.program.check`.
+What an instruction costs is the business of `simulator.program.cost_model`; whether a program makes sense, of
+`simulator.program.check`.
 """
 
 from __future__ import annotations

@@ -41,12 +41,13 @@ from topology.errors import BadPlan
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuntimeSpec:
     """A runtime. `recompute_stops`: when recomputation ends as soon as backward has what it needs, `never`, where the
-    model is `compiled`, or `always`; see `simulator.runtimes.recomputation`. `attention_kernel` is a curve of efficiency.toml, or
-    `unfused` where matrices are multiplied; `attention_kernel_on` names others by GPU architecture, `attention_kernel_wide`
-    that for operands of more than 16 bits. `window_kernel`: the attention library for layers with
-    a sliding window, where that is another. `expert_spread`: the standard deviation of the load of one of two
-    ranks with experts, over the mean, where nothing evens what the router chooses. A description that is `like` another says only what differs (operators of a
-    part of the layer under `layer.overrides`), and what was measured of the other goes for it.
+    model is `compiled`, or `always`; see `simulator.runtimes.recomputation`. `attention_kernel` is a curve of
+    efficiency.toml, or `unfused` where matrices are multiplied; `attention_kernel_on` names others by GPU architecture,
+    `attention_kernel_wide` that for operands of more than 16 bits. `window_kernel`: the attention library for layers
+    with a sliding window, where that is another. `expert_spread`: the standard deviation of the load of one of two
+    ranks with experts, over the mean, where nothing evens what the router chooses. A description that is `like` another
+    says only what differs (operators of a part of the layer under `layer.overrides`), and what was measured of the
+    other goes for it.
     """
 
     names: tuple[str, ...]
@@ -115,7 +116,9 @@ def _files() -> tuple[str, ...]:
 
 
 def spec_for(runtime: Runtime) -> RuntimeSpec:
-    """Return the description of a runtime in its version: what is read of a run that states none is the description's own."""
+    """Return the description of a runtime in its version: what is read of a run that states none is the description's
+    own.
+    """
     spec = runtime_spec(runtime.name)
     generation = "earlier" if is_earlier_version(runtime) else "later" if is_later_version(runtime) else ""
     return _read(spec.names[0], generation) if generation else spec
@@ -145,7 +148,9 @@ def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
 
 
 def _replaced(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """Return `below` with what `above` says in its place; operators under `layer.overrides` take those of their names."""
+    """Return `below` with what `above` says in its place; operators under `layer.overrides` take those of their
+    names.
+    """
     layer = dict(above.get("layer", {}))
     overrides = layer.pop("overrides", {})
     both = _merge(below, {**above, "layer": layer})
@@ -213,7 +218,9 @@ def head_left(runtime: Runtime) -> tuple[str, ...]:
 
 
 def recompute_stops_early(runtime: Runtime) -> bool:
-    """Whether recomputing a block stops as soon as backward has what it needs; see `simulator.runtimes.recomputation`."""
+    """Whether recomputing a block stops as soon as backward has what it needs; see
+    `simulator.runtimes.recomputation`.
+    """
     return spec_for(runtime).recompute_stops in {"always", "compiled" if runtime.compile else "always"}
 
 
@@ -231,7 +238,9 @@ def is_mixed_precision(runtime: Runtime) -> bool:
 
 
 def wraps_one(spec: RuntimeSpec, runtime: Runtime) -> bool:
-    """Return whether full sharding wraps a single rank's parameters: to compute in a narrower type than is stored, or anyway."""
+    """Return whether full sharding wraps a single rank's parameters: to compute in a narrower type than is stored, or
+    anyway.
+    """
     differ = runtime.param_dtype != runtime.activation_dtype
     return spec.fsdp.wraps_one == "always" or (spec.fsdp.wraps_one == "differ" and differ)
 
@@ -303,7 +312,9 @@ def operators_for(model: Model, runtime: Runtime) -> ModelOperators:
 
 
 def _cast_at_once(operator: OperatorSpec, features: frozenset[str]) -> OperatorSpec:
-    """Return an operator without torch's slow casts where a compiler writes its kernels, or its type is float32 already."""
+    """Return an operator without torch's slow casts where a compiler writes its kernels, or its type is float32
+    already.
+    """
     if not {"compiled", "wide"} & features or not CASTS & {*operator.units, *operator.backward_units}:
         return operator
     units, backward = (
@@ -314,8 +325,9 @@ def _cast_at_once(operator: OperatorSpec, features: frozenset[str]) -> OperatorS
 
 
 def _with_head_weight(spec: RuntimeSpec, model: Model) -> RuntimeSpec:
-    """Return a description that divides layers by their arithmetic with the head's products over those of a layer: weights as
-    nanotron counts them, which takes all projections of attention to be as wide as the queries and three for any feed-forward network.
+    """Return a description that divides layers by their arithmetic with the head's products over those of a layer:
+    weights as nanotron counts them, which takes all projections of attention to be as wide as the queries and three for
+    any feed-forward network.
     """
     if not spec.pipeline.by_arithmetic:
         return spec

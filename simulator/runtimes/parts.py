@@ -23,10 +23,11 @@ class StateSpec:
     """`master_weights`: a float32 copy beside 16-bit parameters. Gradient dtypes are `param`, `compute`, `reduce`.
 
     `placeholder_gradients`: where products add weight gradients up themselves, autograd is handed a tensor that nobody
-    fills, one for every distinct shape of weight, kept for good. `gradient_passes_bytes` are moved once a step for every
-    element of a rank's gradients before they are sharded, `owned_gradient_passes_bytes` for each that it updates. `gradients_freed`: no gradient is there when a step begins
-    (`zero_grad(set_to_none=True)`), so the loss begins its backward pass before there are any. `whole_embedding_gradient`: where
-    tensor-parallel ranks have cut the vocabulary, a rank's gradient of the embedding has all rows, to be summed over ranks.
+    fills, one for every distinct shape of weight, kept for good. `gradient_passes_bytes` are moved once a step for
+    every element of a rank's gradients before they are sharded, `owned_gradient_passes_bytes` for each that it updates.
+    `gradients_freed`: no gradient is there when a step begins (`zero_grad(set_to_none=True)`), so the loss begins its
+    backward pass before there are any. `whole_embedding_gradient`: where tensor-parallel ranks have cut the vocabulary,
+    a rank's gradient of the embedding has all rows, to be summed over ranks.
     """
 
     master_weights: bool
@@ -42,7 +43,8 @@ class StateSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FsdpSpec:
-    """`wraps_one`: tensor- and pipeline-parallel plans are wrapped though nothing is sharded, `always` or where types `differ`.
+    """`wraps_one`: tensor- and pipeline-parallel plans are wrapped though nothing is sharded, `always` or where types
+    `differ`.
 
     `flat_parameters`: a unit's parameters and gradients are one flat tensor (FSDP1).
     """
@@ -58,9 +60,10 @@ class FsdpSpec:
 class DdpSpec:
     """`bucket_bytes` of gradients are reduced at once; 0 is a layer's. `every_micro_batch`: not only the last one's.
 
-    A sharded optimizer's traffic is a layer's at once, or `bucket_elements`, or so many for each data-parallel rank, whatever is most.
-    It runs behind backward passes with `sharded_overlap`, and gathers of what was updated behind the next forward pass unless
-    `gathers_overlap` is off. `sums_whole`: its gradients are summed whole on every rank, which takes what it owns.
+    A sharded optimizer's traffic is a layer's at once, or `bucket_elements`, or so many for each data-parallel rank,
+    whatever is most. It runs behind backward passes with `sharded_overlap`, and gathers of what was updated behind the
+    next forward pass unless `gathers_overlap` is off. `sums_whole`: its gradients are summed whole on every rank, which
+    takes what it owns.
     """
 
     overlap: bool
@@ -76,8 +79,8 @@ class DdpSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZeroSpec:
-    """DeepSpeed's buffers, in elements: `buckets` contiguous ones of `bucket_elements` that gradients are copied to, and
-    `update_elements` that a rank of ZeRO-3 updates at once.
+    """DeepSpeed's buffers, in elements: `buckets` contiguous ones of `bucket_elements` that gradients are copied to,
+    and `update_elements` that a rank of ZeRO-3 updates at once.
     """
 
     bucket_elements: float
@@ -87,11 +90,11 @@ class ZeroSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineSpec:
-    """`embedding_weight` and `head_weight`: how many layers the splitter counts them as. `receive_buffers`: a stage has one
-    for every micro batch and direction, for good. `keeps_outputs`: what stages give lives until the step ends. `caches_outputs`:
-    until its backward pass has run, logits of the last stage too.
-    `ends_fill_stages`: layers that do not divide by the stages are made to by counting the head, or embedding and head, as
-    one layer each. `by_arithmetic`: stages take layers until they have their share of all products, those of the head too;
+    """`embedding_weight` and `head_weight`: how many layers the splitter counts them as. `receive_buffers`: a stage has
+    one for every micro batch and direction, for good. `keeps_outputs`: what stages give lives until the step ends.
+    `caches_outputs`: until its backward pass has run, logits of the last stage too. `ends_fill_stages`: layers that do
+    not divide by the stages are made to by counting the head, or embedding and head, as one layer each.
+    `by_arithmetic`: stages take layers until they have their share of all products, those of the head too;
     `head_weight` is then the head's products over a layer's, which follows from the model.
     """
 
@@ -109,8 +112,10 @@ class PipelineSpec:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostSpec:
     """Host seconds: per kernel launch, per operator on DTensors, per collective, per layer and pass, per recomputed
-    layer, per step, per token loaded (a step waits for its data). `synchronizes`: when the host waits for the device after every pass of a
-    micro batch instead of running ahead: `never`, in a `pipeline` without virtual stages, or `always`. With `plain_tensors` neither tensor parallelism nor selective recomputation goes through Python for every operator.
+    layer, per step, per token loaded (a step waits for its data). `synchronizes`: when the host waits for the device
+    after every pass of a micro batch instead of running ahead: `never`, in a `pipeline` without virtual stages, or
+    `always`. With `plain_tensors` neither tensor parallelism nor selective recomputation goes through Python for every
+    operator.
     """
 
     launch_s: float
@@ -126,12 +131,13 @@ class HostSpec:
     data_token_s: float = 0.0
     norm_to_host: bool = False  # the host reads the norm of gradients before it launches their clipping
     data_spread: float = 0.0  # of `data_token_s` from process to process: standard deviation over median
-    # Known from measurements only: what a layer's forward and backward cost more where it is sharded, replicated, cut by
-    # tensor parallelism, sees a part of the sequence, has experts, exchanges their tokens, or is sharded and cut at once; what dispatching a layer
-    # operator by operator costs under selective recomputation; and the host's work of a step outside its layers, which runs ahead of the
-    # device where that is the slower one: of any step, and what it is more (embedding, head, norms, update) where parameters are
-    # sharded, replicated or cut, or sequences are; what a pass of a pipeline's stage costs more: its action in the schedule, its messages; and what
-    # running a layer again costs more where FSDP wraps it.
+    # Known from measurements only: what a layer's forward and backward cost more where it is sharded, replicated, cut
+    # by tensor parallelism, sees a part of the sequence, has experts, exchanges their tokens, or is sharded and cut at
+    # once; what dispatching a layer operator by operator costs under selective recomputation; and the host's work of a
+    # step outside its layers, which runs ahead of the device where that is the slower one: of any step, and what it is
+    # more (embedding, head, norms, update) where parameters are sharded, replicated or cut, or sequences are; what a
+    # pass of a pipeline's stage costs more: its action in the schedule, its messages; and what running a layer again
+    # costs more where FSDP wraps it.
     fsdp_layer_s: float = 0.0
     ddp_layer_s: float = 0.0
     tp_layer_s: float = 0.0
@@ -161,13 +167,14 @@ class HostSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    """Operators by part of the network. `head_peak`: tensors alive together where backward of the loss begins, by moment.
+    """Operators by part of the network. `head_peak`: tensors alive together where backward of the loss begins, by
+    moment.
 
-    `head_left`: tensors of the loss's forward pass that are gone by then, and whose blocks in the allocator's pool are too
-    small for what backward asks for. Both are of a loss that is not compiled, unless `compiled_head_peak` is given.
+    `head_left`: tensors of the loss's forward pass that are gone by then, and whose blocks in the allocator's pool are
+    too small for what backward asks for. Both are of a loss that is not compiled, unless `compiled_head_peak` is given.
     `cut_head_peak` and `compiled_cut_head_peak` go before them where tensor-parallel ranks have cut the vocabulary.
-    `metrics_after`: tensors of metrics after a micro batch's backward pass. For their sake the logits are kept until the
-    next forward pass has given its own.
+    `metrics_after`: tensors of metrics after a micro batch's backward pass. For their sake the logits are kept until
+    the next forward pass has given its own.
     """
 
     attention: tuple[OperatorSpec, ...]
@@ -205,9 +212,10 @@ class RecomputeSpec:
 class ToolsSpec:
     """What here runs a runtime, writes for it and reads what it logs; empty where nothing does.
 
-    `layers`: whose layers the executor runs in a calibration, `trainer`: whose training step for a plan. `export`: the target of
-    `planner export` that its plans are written for, `program`: whose program launchers start. `log`: the format of its lines;
-    `logs_reserved`: the memory in them is what the allocator reserved. `compiles`: torch.compile can be switched on and off.
+    `layers`: whose layers the executor runs in a calibration, `trainer`: whose training step for a plan. `export`: the
+    target of `planner export` that its plans are written for, `program`: whose program launchers start. `log`: the
+    format of its lines; `logs_reserved`: the memory in them is what the allocator reserved. `compiles`: torch.compile
+    can be switched on and off.
     """
 
     layers: Literal["", "own", "torchtitan"] = ""
@@ -221,7 +229,8 @@ class ToolsSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EarlierSpec:
-    """An older generation of the software: stated versions lower than `before`, or of a month earlier than `before_date`.
+    """An older generation of the software: stated versions lower than `before`, or of a month earlier than
+    `before_date`.
 
     `overrides` replaces parts of the description, in the same form.
     """

@@ -1,6 +1,8 @@
-"""The operators of a layer whose products run in float8 or float4: with what quantises their operands, and what is kept.
+"""The operators of a layer whose products run in float8 or float4: with what quantises their operands, and what is
+kept.
 
-Quantising is written into the sequence as operators of its own, so that it is timed, launched and recomputed like any other.
+Quantising is written into the sequence as operators of its own, so that it is timed, launched and recomputed like any
+other.
 """
 
 from __future__ import annotations
@@ -15,13 +17,13 @@ from simulator.kernels.operators import OperatorSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LowPrecisionSpec:
-    """How a runtime multiplies in a low type: the `recipe` that it has unless told otherwise, and which products stay `wide`
-    (patterns of operator names; the head and the embedding always do).
+    """How a runtime multiplies in a low type: the `recipe` that it has unless told otherwise, and which products stay
+    `wide` (patterns of operator names; the head and the embedding always do).
 
-    `after_norm` are products whose input a norm may write in the low type itself. `gathers_tokens`: tensor-parallel ranks
-    gather what has been quantised. `gathers_weights`: parameters are stored, and gathered over data-parallel ranks, in the
-    low type; otherwise 16-bit ones are quantised once a step. `keeps` are inputs of products, by name, that are kept in the
-    low type beside the 16-bit tensor that an operator before keeps.
+    `after_norm` are products whose input a norm may write in the low type itself. `gathers_tokens`: tensor-parallel
+    ranks gather what has been quantised. `gathers_weights`: parameters are stored, and gathered over data-parallel
+    ranks, in the low type; otherwise 16-bit ones are quantised once a step. `keeps` are inputs of products, by name,
+    that are kept in the low type beside the 16-bit tensor that an operator before keeps.
     """
 
     recipe: str
@@ -71,7 +73,9 @@ def _own_tokens(tensor: str) -> str:
 
 
 def _before_gather(out: Sequence[OperatorSpec], product: OperatorSpec) -> int:
-    """Return where the operator that quantises a product's input stands: before the gather of that input, if there is one."""
+    """Return where the operator that quantises a product's input stands: before the gather of that input, if there is
+    one.
+    """
     given = product.matmul.split(",")[0].strip()
     for position in range(len(out) - 1, -1, -1):
         if out[position].matmul:

@@ -52,7 +52,9 @@ def resolve(stated: dict[str, Any]) -> tuple[Runtime, tuple[str, ...]]:
 
 
 def _recipe(stated: Any, dtype: str, spec: RuntimeSpec) -> tuple[str, list[str]]:
-    """Return the recipe of products in a low type, and what was assumed of it. Raises BadPlan for one of another type."""
+    """Return the recipe of products in a low type, and what was assumed of it. Raises BadPlan for one of another
+    type.
+    """
     known = [
         name for name, recipe in {**recipes(), "tensorwise": recipes()["current"]}.items() if recipe.dtype == dtype
     ]

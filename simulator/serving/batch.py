@@ -192,7 +192,9 @@ class Batch:
         left.append(answer)
 
     def _preempt(self) -> None:
-        """Stop the answer that joined last, as no room is left: it waits first in the queue, and is read again whole."""
+        """Stop the answer that joined last, as no room is left: it waits first in the queue, and is read again
+        whole.
+        """
         place = max(range(len(self._ends)), key=lambda i: self._ends[i][1])
         answer = self._ends.pop(place)[2]
         heapq.heapify(self._ends)

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 from simulator.serving.measured import MeasuredServing
 
-# Bytes of one weight as the format stores it, scales included: one float8 scale for 16 weights in nvfp4 (NVIDIA, "Introducing
-# NVFP4"), one 16-bit scale for 128 in int4 as AutoGPTQ and AWQ write it by default, one 8-bit scale for 32 in mxfp4 (OCP
-# Microscaling Formats 1.0), which checkpoints use for routed experts alone (modules_to_not_convert of gpt-oss).
+# Bytes of one weight as the format stores it, scales included: one float8 scale for 16 weights in nvfp4 (NVIDIA,
+# "Introducing NVFP4"), one 16-bit scale for 128 in int4 as AutoGPTQ and AWQ write it by default, one 8-bit scale for 32
+# in mxfp4 (OCP Microscaling Formats 1.0), which checkpoints use for routed experts alone (modules_to_not_convert of
+# gpt-oss).
 WEIGHT_BYTES = {
     "bfloat16": 2.0,
     "float16": 2.0,
@@ -62,8 +63,8 @@ class Deployment:
     """A serving plan. Where `prefill` is given, prompts are read there and `pool` writes the answers.
 
     `max_num_seqs` and `max_num_batched_tokens` are limits of one scheduler: requests that run, and tokens of one step.
-    0 leaves them to the engine's defaults. `eager` engines capture no CUDA graph; without `custom_all_reduce` all sums over
-    ranks are NCCL's. `measured` is what a profile says of the engine on these GPUs.
+    0 leaves them to the engine's defaults. `eager` engines capture no CUDA graph; without `custom_all_reduce` all sums
+    over ranks are NCCL's. `measured` is what a profile says of the engine on these GPUs.
     """
 
     engine: str = "vllm"

@@ -1,8 +1,9 @@
 """From samples of an engine's steps to what they change in its costs.
 
 Of steps in which answers go on, the time is a part by tokens and a part by cached keys; both are priced, and what each
-takes longer is found by least squares of relative errors, the first for each number of answers, as a time of each kernel. Steps that read have a part
-by tokens and one by pairs of a query and a key. A step whose issuing took as long as the step says nothing of kernels.
+takes longer is found by least squares of relative errors, the first for each number of answers, as a time of each
+kernel. Steps that read have a part by tokens and one by pairs of a query and a key. A step whose issuing took as long
+as the step says nothing of kernels.
 """
 
 from __future__ import annotations
@@ -97,7 +98,9 @@ def _priced(sample: ServingSample, costs: dict[str, ForwardPass], found: Measure
 
 
 def _decode_times(priced: list[_Priced]) -> tuple[list[LaunchTime], float]:
-    """Return what a kernel takes beyond its price at each number of answers, and the ratio of attention over cached keys."""
+    """Return what a kernel takes beyond its price at each number of answers, and the ratio of attention over cached
+    keys.
+    """
     batches = sorted({one.tokens for one in priced})
     if not priced:
         return [], 1.0
@@ -140,7 +143,9 @@ def _reduced(samples: list[ServingSample], costs: dict[str, ForwardPass]) -> tup
 
 
 def _host(steps: MeasuredSteps, samples: list[ServingSample], costs: dict[str, ForwardPass]) -> MeasuredSteps:
-    """Return `steps` with the host's seconds a step, a sequence and a launch: of loads where there were any, else of steps."""
+    """Return `steps` with the host's seconds a step, a sequence and a launch: of loads where there were any, else of
+    steps.
+    """
     waits = [(sample.batch, sample.seconds) for sample in samples if sample.phase == "host"]
     if not waits:
         timed = [sample for sample in samples if sample.phase == "decode" and sample.queued_s]

@@ -1,7 +1,7 @@
 """What one step of an engine costs: all layers once over the tokens of a step, on the ranks of its stages.
 
-Three parts: what grows with tokens (products, small kernels, collectives; tabulated once), attention of prompts (by pairs
-of a query and a key) and attention of answers (by cached keys).
+Three parts: what grows with tokens (products, small kernels, collectives; tabulated once), attention of prompts (by
+pairs of a query and a key) and attention of answers (by cached keys).
 """
 
 from __future__ import annotations
@@ -109,7 +109,9 @@ class ForwardPass:
         self.engine = replace(self.engine, **{name: seconds for name, seconds in said.items() if seconds})
 
     def _of_answers(self, steps: MeasuredSteps) -> list[Ratio]:
-        """Return by how much steps of so many answers are longer than priced, for the kernels that this model launches."""
+        """Return by how much steps of so many answers are longer than priced, for the kernels that this model
+        launches.
+        """
         found = []
         for one in steps.by_answers:
             parts = {name: self._at(one.tokens, seconds) for name, seconds in self._parts.items()}
@@ -182,8 +184,9 @@ class ForwardPass:
         return kernels + (2.0 * len(kinds) if self.pool.ranks > 1 else 0.0)
 
     def _small_kernels(self, kind: LayerKind) -> float:
-        """Return kernels of a layer that are neither products, attention nor collectives: norms, positions, the activation;
-        each product's input cast to its format; compressed vectors' norms and copies; the way to experts and back.
+        """Return kernels of a layer that are neither products, attention nor collectives: norms, positions, the
+        activation; each product's input cast to its format; compressed vectors' norms and copies; the way to experts
+        and back.
         """
         narrow = self.deployment.weights in {"float8", "float4"}
         latent = 6.0 if self.model.latent else 0.0
@@ -230,7 +233,8 @@ class ForwardPass:
         return total
 
     def _layer(self, kind: LayerKind, tokens: Floats, local: Floats) -> dict[str, Floats]:
-        # Norms with residuals, rotations, the activation, casts; and two kernels of attention: its parts, then their sum.
+        # Norms with residuals, rotations, the activation, casts; and two kernels of attention: its parts, then their
+        # sum.
         small = 2.0 * local * self.model.hidden * 10
         block = {
             "attention_products": self._attention_products(local),
@@ -282,7 +286,9 @@ class ForwardPass:
         return time
 
     def _block_collectives(self, tokens: Floats, local: Floats, *, sparse: bool) -> dict[str, Floats]:
-        """Return seconds of a layer's collectives: an all-reduce after each half, or tokens sent to experts and back."""
+        """Return seconds of a layer's collectives: an all-reduce after each half, or tokens sent to experts and
+        back.
+        """
         pool, h = self.pool, self.model.hidden
         reduced = self._all_reduce(2.0 * local * h, pool.tp)
         if pool.dp_attention == 1 or not sparse:

@@ -15,18 +15,19 @@ from simulator.kernels.roofline import TILES, Roofline, efficiency, matmul_utili
 from simulator.serving.deployment import WEIGHT_BYTES
 from topology.cluster import GpuKind
 
-# Tensor cores multiply float4 at twice the rate of float8 from Blackwell on (NVIDIA Blackwell architecture brief: 9 against
-# 4.5 PFLOP/s dense); before it, and for int4 and mxfp4, weights are widened to 16 bits inside the product.
+# Tensor cores multiply float4 at twice the rate of float8 from Blackwell on (NVIDIA Blackwell architecture brief: 9
+# against 4.5 PFLOP/s dense); before it, and for int4 and mxfp4, weights are widened to 16 bits inside the product.
 FLOAT4_FROM = 100
-# The least of the datasheet's memory rate that reading weights and caches reaches: kernels that only stream reach 0.85 to 0.92
-# over generations (stas00/ml-engineering, compute/accelerator, BabelStream). Blackwell's rate in efficiency.toml is of kernels
-# that write as much as they read.
+# The least of the datasheet's memory rate that reading weights and caches reaches: kernels that only stream reach 0.85
+# to 0.92 over generations (stas00/ml-engineering, compute/accelerator, BabelStream). Blackwell's rate in
+# efficiency.toml is of kernels that write as much as they read.
 STREAMED = 0.85
 FLOAT8_FROM = 89
 # Of the rate of one large product, what products of many experts reach. Source: kernels of vLLM 0.20 by themselves
-# (ai-dynamo/aiconfigurator campaign_checkpoints, moe_perf.txt, 7168 x 2048 with 8 of 256 or 384 experts, between 8,192 and
-# 16,384 tokens): H200 float8 in blocks 650 TFLOP/s where experts are whole, and with the bytes and filling counted here
-# 1.10 and 3.58 ms at 4,096 and 16,384 tokens where sixteen GPUs cut them; B200 float4 1,700 TFLOP/s, float8 assumed alike.
+# (ai-dynamo/aiconfigurator campaign_checkpoints, moe_perf.txt, 7168 x 2048 with 8 of 256 or 384 experts, between 8,192
+# and 16,384 tokens): H200 float8 in blocks 650 TFLOP/s where experts are whole, and with the bytes and filling counted
+# here 1.10 and 3.58 ms at 4,096 and 16,384 tokens where sixteen GPUs cut them; B200 float4 1,700 TFLOP/s, float8
+# assumed alike.
 GROUPED = {("hopper", "float8"): 0.52, ("blackwell", "float8"): 0.38, ("blackwell", "float4"): 0.38}
 
 
@@ -89,9 +90,11 @@ class Kernels:
         return np.asarray(np.maximum(arithmetic, moved / self.bytes_per_s) + self.start_s)
 
     def expert_products(self, rows: Floats, experts: Floats, columns: float, depth: float) -> Floats:
-        """Return seconds of `rows` in all through products of `experts` different matrices, those without rows left out.
+        """Return seconds of `rows` in all through products of `experts` different matrices, those without rows left
+        out.
 
-        In Triton's kernels tiles of an expert wait for its weights, so that reading them and multiplying add up; see GROUPED.
+        In Triton's kernels tiles of an expert wait for its weights, so that reading them and multiplying add up; see
+        GROUPED.
         """
         filling = 1 + efficiency(self.gpu.architecture).ramp_k / depth  # a tile starts slowly along its depth
         known = GROUPED if self.experts_by_triton else {}

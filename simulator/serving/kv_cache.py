@@ -11,15 +11,19 @@ from simulator.serving.forward_pass import cache_bytes_per_token
 from topology.cluster import Cluster
 from topology.units import GIB
 
-# CUDA's context, NCCL's buffers and the engine's own. Source: assumed; vLLM's start-up log names 0.4 to 1.5 GiB as non-torch.
+# CUDA's context, NCCL's buffers and the engine's own. Source: assumed; vLLM's start-up log names 0.4 to 1.5 GiB as
+# non-torch.
 OUTSIDE_BYTES = 1.0 * GIB
-# CUDA graphs of all batch sizes. Source: assumed; vLLM's start-up log says "Graph capturing finished ..., took 0.5 to 2 GiB".
+# CUDA graphs of all batch sizes. Source: assumed; vLLM's start-up log says "Graph capturing finished ..., took 0.5 to 2
+# GiB".
 GRAPHS_BYTES = 1.0 * GIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheCapacity:
-    """Memory of one GPU of an engine, in bytes by category, and how many tokens its cache holds for the whole engine."""
+    """Memory of one GPU of an engine, in bytes by category, and how many tokens its cache holds for the whole
+    engine.
+    """
 
     capacity_bytes: float
     by_category: dict[str, float]

@@ -29,9 +29,9 @@ class LaunchTime(NamedTuple):
 class MeasuredSteps:
     """Steps of one engine over `tp` ranks. Curves ascend in tokens; empty ones change nothing, seconds of 0 neither.
 
-    Few tokens are read and written within microseconds: what their kernels take longer is `late_s` of each, whatever the
-    model. `by_tokens` scales what grows with the tokens of larger steps, all-reduces with it but where `reduced` has their own
-    ratios; `cached_ratio` scales attention of answers over cached keys, `pair_ratio` that of prompts.
+    Few tokens are read and written within microseconds: what their kernels take longer is `late_s` of each, whatever
+    the model. `by_tokens` scales what grows with the tokens of larger steps, all-reduces with it but where `reduced`
+    has their own ratios; `cached_ratio` scales attention of answers over cached keys, `pair_ratio` that of prompts.
     """
 
     tp: int

@@ -226,7 +226,9 @@ def _arrive(
 def _hand_over(
     env: simpy.Environment, read: list[Answer], last: list[Scheduler], move: Callable[[int], float], finished: Sink
 ) -> None:
-    """Move what was read to the engines that write, and let it go on there as a prompt that is cached but for a token."""
+    """Move what was read to the engines that write, and let it go on there as a prompt that is cached but for a
+    token.
+    """
 
     def moved(answer: Answer) -> None:
         answer.done_s = -1.0

@@ -1,8 +1,9 @@
 """A computation as it was captured for one GPU: inputs, operators with their arguments, outputs.
 
-The operators are those of PyTorch's ATen library by name (`aten.linear.default`), with arguments as plain data. Where an
-argument is a tensor it is `{"tensor": NAME}`; a dtype is `{"dtype": "bf16"}`. Graphs are read from files, so sizes are
-bounded and nothing of a file is run: the planner knows operators from its table of rules, the executor from its own.
+The operators are those of PyTorch's ATen library by name (`aten.linear.default`), with arguments as plain data. Where
+an argument is a tensor it is `{"tensor": NAME}`; a dtype is `{"dtype": "bf16"}`. Graphs are read from files, so sizes
+are bounded and nothing of a file is run: the planner knows operators from its table of rules, the executor from its
+own.
 """
 
 from __future__ import annotations

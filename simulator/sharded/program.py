@@ -1,9 +1,9 @@
 """A program that can be run and simulated: the Program's instructions, and what each of them computes or exchanges.
 
-`RunnableProgram.program` is an ordinary `simulator.program.program.Program`. Every buffer that an instruction writes has
-its work under `work`: a `Kernel` (an operator on the rank's own pieces) or an `Exchange` (a collective). All ranks run the
-same code; with pipeline stages, those of each stage. The file is JSON data: operators are looked up by name in the
-executor's table.
+`RunnableProgram.program` is an ordinary `simulator.program.program.Program`. Every buffer that an instruction writes
+has its work under `work`: a `Kernel` (an operator on the rank's own pieces) or an `Exchange` (a collective). All ranks
+run the same code; with pipeline stages, those of each stage. The file is JSON data: operators are looked up by name in
+the executor's table.
 """
 
 from __future__ import annotations
@@ -48,9 +48,11 @@ _INSTRUCTIONS: dict[str, Any] = {
 
 
 class Buffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A tensor in one layout. `dims` has for each dim its mesh axes and block counts, major first; `local` is a rank's shape.
+    """A tensor in one layout. `dims` has for each dim its mesh axes and block counts, major first; `local` is a rank's
+    shape.
 
-    `pending` says by mesh axis which reduction is yet to be performed. `gradient` buffers belong to `tensor`'s gradient.
+    `pending` says by mesh axis which reduction is yet to be performed. `gradient` buffers belong to `tensor`'s
+    gradient.
     """
 
     tensor: str
@@ -74,10 +76,10 @@ class Kernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="kerne
 class Exchange(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="exchange"):
     """A collective over `axes` (major first) of the mesh, on a piece seen as [blocks, pieces, rest] along a dim.
 
-    `dim` is gathered or, in a reduce-scatter, scattered; an all-to-all gathers `dim` and scatters `to_dim`. `source` has by
-    rank the one whose piece it takes, in a permute. `root` is the index, along `axes`, of the rank that broadcasts or is
-    reduced to; a reduction reads, besides its own piece, what the other ranks return. `stages` are from and to which
-    coordinate of the stage axis a message goes.
+    `dim` is gathered or, in a reduce-scatter, scattered; an all-to-all gathers `dim` and scatters `to_dim`. `source`
+    has by rank the one whose piece it takes, in a permute. `root` is the index, along `axes`, of the rank that
+    broadcasts or is reduced to; a reduction reads, besides its own piece, what the other ranks return. `stages` are
+    from and to which coordinate of the stage axis a message goes.
     """
 
     kind: str
@@ -108,11 +110,11 @@ def is_of_patches(kernel: Kernel, x: Sequence[int], weight: Sequence[int]) -> bo
 class RunnableProgram(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`inputs` and `gradients` map tensors of the graph to buffers; `outputs` and `seeds` are in the graph's order.
 
-    `seeds` are the gradients of the outputs, which a run is given; there are none where a program has no backward, which
-    starts at instruction `backward_start`. With a `stage_axis`, every instruction is run by the ranks at one coordinate of
-    that mesh axis, its `stage`. With several `micro_batches`, inputs that have one a batch are called `x[0]`, `x[1]`, ...,
-    and `outputs` and `seeds` have those of the first micro batch first. An `interleaved` program goes forward and backward by
-    turns (1F1B): it has no `backward_start`, and needs the seeds before it begins.
+    `seeds` are the gradients of the outputs, which a run is given; there are none where a program has no backward,
+    which starts at instruction `backward_start`. With a `stage_axis`, every instruction is run by the ranks at one
+    coordinate of that mesh axis, its `stage`. With several `micro_batches`, inputs that have one a batch are called
+    `x[0]`, `x[1]`, ..., and `outputs` and `seeds` have those of the first micro batch first. An `interleaved` program
+    goes forward and backward by turns (1F1B): it has no `backward_start`, and needs the seeds before it begins.
     """
 
     mesh_names: tuple[str, ...]
@@ -153,7 +155,9 @@ class RunnableProgram(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return {name: rank_groups(self.mesh_names, self.mesh_shape, axes_of(name, self.mesh_names)) for name in names}
 
     def program(self) -> Program:
-        """Return the Program that the simulator times: inputs are there from the start, every result from its writing on."""
+        """Return the Program that the simulator times: inputs are there from the start, every result from its writing
+        on.
+        """
         codes = []
         for stage in range(self.stages):
             ranks = tuple(rank for rank in range(self.ranks) if self.stage_of(rank) == stage)

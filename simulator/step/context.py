@@ -53,8 +53,8 @@ class CostContext:
         return self.calibration.held_sms(op) if self.calibration is not None else None
 
     def dtype_bytes(self, name: str) -> float:
-        """Return the bytes of one number in a type of the description's. In a low type: as products read it (`low`), all
-        copies of it (`low_copies`), and as data-parallel ranks gather parameters (`gathered`).
+        """Return the bytes of one number in a type of the description's. In a low type: as products read it (`low`),
+        all copies of it (`low_copies`), and as data-parallel ranks gather parameters (`gathered`).
         """
         if name in {"low", "low_copies", "gathered"}:
             return self._low_bytes(name)

@@ -112,7 +112,9 @@ def head_peak_bytes(context: CostContext) -> Floats:
 
 
 def head_tensor_bytes(tensor: str, context: CostContext) -> Floats:
-    """Return the bytes of a tensor of the loss. Two pieces of the logits, `2N*one`, are no more than twice the logits."""
+    """Return the bytes of a tensor of the loss. Two pieces of the logits, `2N*one`, are no more than twice the
+    logits.
+    """
     nbytes, (axes, _, dtype) = tensor_bytes(tensor, context.sizes, context.dtype_bytes), tensor.partition(":")
     if not axes.endswith("*one"):
         return nbytes
@@ -130,8 +132,8 @@ def head_left_bytes(context: CostContext) -> Floats:
 
 
 def head_cached_bytes(context: CostContext) -> Floats:
-    """Return the bytes of logits that a pipeline's last stage keeps to the end of its backward pass, though the loss does
-    not need them; what it keeps until the step ends is counted by `between_stages_bytes`.
+    """Return the bytes of logits that a pipeline's last stage keeps to the end of its backward pass, though the loss
+    does not need them; what it keeps until the step ends is counted by `between_stages_bytes`.
     """
     pipeline = context.spec.pipeline
     kept = (context.table["pp"] > 1) & (pipeline.caches_outputs and not pipeline.keeps_outputs)
@@ -148,8 +150,8 @@ def between_stages_bytes(
 ) -> Floats:
     """Return the bytes of what pipeline stages exchange and keep, besides the inputs that backward needs anyway.
 
-    `first` and `last` mark ranks with an end of the network, `in_flight` counts micro batches in flight on a rank; all are
-    of shape (plans, ranks), as is the result.
+    `first` and `last` mark ranks with an end of the network, `in_flight` counts micro batches in flight on a rank; all
+    are of shape (plans, ranks), as is the result.
     """
     table, spec = context.table, context.spec.pipeline
     m, v = table.micro_batches[:, None], np.maximum(table["virtual_stages"], 1.0)[:, None]

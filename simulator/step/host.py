@@ -14,32 +14,37 @@ from simulator.runtimes.library import RuntimeSpec
 from simulator.runtimes.parts import HostSpec
 from simulator.step.context import CostContext
 
-# How much of what parallelism adds to a layer's host time belongs to its forward pass: of FSDP and tensor parallelism 41 to
-# 46 %, of expert parallelism 46 %, in torchtitan and in our executor (tests/bench/host_cost.py, titan_host_cost.py; examples/profiles/hosts.md).
-# DDP has nothing to do before backward.
+# How much of what parallelism adds to a layer's host time belongs to its forward pass: of FSDP and tensor parallelism
+# 41 to 46 %, of expert parallelism 46 %, in torchtitan and in our executor (tests/bench/host_cost.py,
+# titan_host_cost.py; examples/profiles/hosts.md). DDP has nothing to do before backward.
 FORWARD_SHARE = 0.43
-# What full sharding costs the host where a single rank is wrapped, of what it costs with others to gather from. Source: our
-# executor on a CPU takes 2.4 and 3.3 ms a layer, with collectives that send nothing; launching real ones is another third of it.
+# What full sharding costs the host where a single rank is wrapped, of what it costs with others to gather from. Source:
+# our executor on a CPU takes 2.4 and 3.3 ms a layer, with collectives that send nothing; launching real ones is another
+# third of it.
 WRAPPED_SHARE = 0.5
 
 # What asking torchtitan's loader for a batch costs, in tokens: it takes 0.8 ms for 256 and 1.5 us for each of thousands
 # (examples/profiles/h200x4.json).
 BATCH_TOKENS = 280
 
-# Kernels that a stream holds before they begin; a host that launches one more waits. Source: CUDA does not document it; a program that
-# launched 10,000 of 190 us saw the host wait from about 1,000 on, for each stream (NVIDIA developer forum, topic 68937). Next power of two assumed.
+# Kernels that a stream holds before they begin; a host that launches one more waits. Source: CUDA does not document it;
+# a program that launched 10,000 of 190 us saw the host wait from about 1,000 on, for each stream (NVIDIA developer
+# forum, topic 68937). Next power of two assumed.
 QUEUED_LAUNCHES = 1024.0
 
 # The slowest process over half of them: none took longer where it was timed (hosts.md in examples/profiles).
 SLOWEST = 1.9
 
-# What the host takes to replay the graph of a layer's pass. Source: assumed; a graph of kernels in a row takes 2.5 us and a
-# nanosecond for each (NVIDIA, "Constant Time Launch for Straight-Line CUDA Graphs", 2024), the rest is Python around it.
+# What the host takes to replay the graph of a layer's pass. Source: assumed; a graph of kernels in a row takes 2.5 us
+# and a nanosecond for each (NVIDIA, "Constant Time Launch for Straight-Line CUDA Graphs", 2024), the rest is Python
+# around it.
 REPLAY_S = 20e-6
 
 
 def graphed(host: HostSpec) -> HostSpec:
-    """Return host costs with layers launched by replaying graphs: neither kernels nor collectives nor modules cost any."""
+    """Return host costs with layers launched by replaying graphs: neither kernels nor collectives nor modules cost
+    any.
+    """
     by_layer = (
         "fsdp_layer_s",
         "ddp_layer_s",
@@ -65,8 +70,8 @@ def compiled(host: HostSpec) -> HostSpec:
 
 
 def layer_host_s(spec: RuntimeSpec, table: PlanTable, *, sparse: bool = False) -> tuple[Floats, Floats]:
-    """Return the host seconds of one layer's forward and backward pass beside its launches, one value a plan: means over micro
-    batches, of which DDP may leave all but the last alone.
+    """Return the host seconds of one layer's forward and backward pass beside its launches, one value a plan: means
+    over micro batches, of which DDP may leave all but the last alone.
 
     `sparse`: of a layer with experts.
     """
@@ -99,7 +104,9 @@ def pass_host_s(host: HostSpec, table: PlanTable) -> Floats:
 
 
 def step_host_s(host: HostSpec, context: CostContext) -> Floats:
-    """Return the host seconds of a step in which the device has nothing to do, one value a plan: its own, and loading data."""
+    """Return the host seconds of a step in which the device has nothing to do, one value a plan: its own, and loading
+    data.
+    """
     table = context.table
     cut = table.fully_sharded | (table["tp"] > 1) | (table["cp"] > 1)
     loading_s = host.data_token_s * loaded_tokens(context) * slowest(table["gpus"], host.data_spread)
@@ -138,8 +145,8 @@ def host_synchronizes(host: HostSpec, table: PlanTable) -> NDArray[np.bool_]:
 
 
 def again_host_s(host: HostSpec, table: PlanTable) -> Floats:
-    """Return the host seconds of one layer recomputed, beside the launches: its modules, its wrapping, its DTensors, its
-    parts of sequences.
+    """Return the host seconds of one layer recomputed, beside the launches: its modules, its wrapping, its DTensors,
+    its parts of sequences.
     """
     tensors = (table["tp"] > 1) & (not host.plain_tensors)
     parts = np.where(tensors, host.tp_layer_s, 0.0) + np.where(table["cp"] > 1, host.cp_layer_s, 0.0)
@@ -151,8 +158,8 @@ def again_host_s(host: HostSpec, table: PlanTable) -> Floats:
 
 
 def loaded_tokens(context: CostContext) -> Floats:
-    """Return the tokens a rank loads for a step: whole sequences of all its micro batches, whatever part it computes, and
-    what asking for a batch costs, in tokens. A pipeline asks for all of them at once.
+    """Return the tokens a rank loads for a step: whole sequences of all its micro batches, whatever part it computes,
+    and what asking for a batch costs, in tokens. A pipeline asks for all of them at once.
     """
     table = context.table
     batches = np.where(table["pp"] > 1, 1, table.micro_batches)

@@ -1,10 +1,10 @@
 """State that is kept in host memory: what moves between host and GPU in a step, and what the CPU updates.
 
-`optimizer` keeps the optimizer's state there (DeepSpeed's ZeRO-Offload, Megatron-LM's `--optimizer-cpu-offload`): gradients
-go to the host, where the CPU updates parameters, which come back. `parameters` keeps everything there (FSDP2's
-`CPUOffloadPolicy`, ZeRO-3 with `offload_param`): a shard comes to the GPU before each gather, and its gradient goes back
-when it has been reduced. A gradient that is there already is added up by the CPU, which the host's thread waits for
-(torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, `foreach_reduce`).
+`optimizer` keeps the optimizer's state there (DeepSpeed's ZeRO-Offload, Megatron-LM's `--optimizer-cpu-offload`):
+gradients go to the host, where the CPU updates parameters, which come back. `parameters` keeps everything there
+(FSDP2's `CPUOffloadPolicy`, ZeRO-3 with `offload_param`): a shard comes to the GPU before each gather, and its gradient
+goes back when it has been reduced. A gradient that is there already is added up by the CPU, which the host's thread
+waits for (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, `foreach_reduce`).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from topology.rates.host import HostRates, host_rates
 
 OFFLOAD = "host copies"  # the stream of gradients on their way to the host
 
-# Of the nominal memory bandwidth, what an update on the CPU reaches. Ren et al., ZeRO-Offload, arXiv 2101.06840, table 4:
-# Adam over 10 B parameters, 28 bytes each, in 2.57 s with two Xeon Platinum 8168 (256 GB/s).
+# Of the nominal memory bandwidth, what an update on the CPU reaches. Ren et al., ZeRO-Offload, arXiv 2101.06840, table
+# 4: Adam over 10 B parameters, 28 bytes each, in 2.57 s with two Xeon Platinum 8168 (256 GB/s).
 HOST_SHARE = 0.43
 ADD_PASSES = 3  # a gradient is added up by reading two and writing one
 
@@ -49,8 +49,9 @@ def host_bytes(context: CostContext, kind: State) -> Floats:
 
 
 def host_gradient_bytes(context: CostContext) -> float:
-    """Return the bytes of a gradient on the host: the CPU updates float32 copies with gradients of that type, which the GPU
-    makes before they move (deepspeed/runtime/zero/stage_1_and_2.py: async_inplace_copy_grad_to_fp32_buffer_from_gpu).
+    """Return the bytes of a gradient on the host: the CPU updates float32 copies with gradients of that type, which the
+    GPU makes before they move (deepspeed/runtime/zero/stage_1_and_2.py:
+    async_inplace_copy_grad_to_fp32_buffer_from_gpu).
     """
     state = state_bytes(context)
     return max(state["gradients"], 4.0) if context.spec.state.master_weights else state["gradients"]

@@ -1,7 +1,7 @@
 """What listens to the walk through a step: one pipeline rank, told in the order in which its host issues things.
 
-Amounts are columns, one entry for each plan that is walked at once. `simulator.lowering` writes them down as instructions
-for one plan, `simulator.analytical.rank_timeline` counts clocks and bytes of many.
+Amounts are columns, one entry for each plan that is walked at once. `simulator.lowering` writes them down as
+instructions for one plan, `simulator.analytical.rank_timeline` counts clocks and bytes of many.
 """
 
 from __future__ import annotations

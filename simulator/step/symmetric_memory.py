@@ -1,9 +1,9 @@
 """What the overlap modes hold on to: symmetric memory, which lies beside the caching allocator's for as long as a run.
 
 Modes that push (`PUSHED_MODES`) keep, for each tensor-parallel group, one buffer for all-gathers and one for
-reduce-scatters, which every layer shares. Each holds two sets in turn of what one collective moves in all, the tokens of a
-micro batch by the width of the model, and a page of flags (executor/gpu/symmetric_memory.py). Both are there wherever one site of a block
-pushes: a site's backward pass runs the other collective. What NCCL's modes hold is NCCL's.
+reduce-scatters, which every layer shares. Each holds two sets in turn of what one collective moves in all, the tokens
+of a micro batch by the width of the model, and a page of flags (executor/gpu/symmetric_memory.py). Both are there
+wherever one site of a block pushes: a site's backward pass runs the other collective. What NCCL's modes hold is NCCL's.
 """
 
 from __future__ import annotations

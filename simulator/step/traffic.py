@@ -6,8 +6,9 @@ over replicas on a stream of their own. Gathers and scatters share one communica
 copied in and out of flat buffers runs on the compute stream.
 
 Otherwise gradients stay whole: reduced in buckets behind the backward that makes them (DDP) or after the last one, or
-scattered to a sharded optimizer (ZeRO-1), behind that backward too where the runtime overlaps (then parameters that were
-updated are gathered behind the next step's first forward pass), and, with sharded gradients (ZeRO-2), after each micro batch.
+scattered to a sharded optimizer (ZeRO-1), behind that backward too where the runtime overlaps (then parameters that
+were updated are gathered behind the next step's first forward pass), and, with sharded gradients (ZeRO-2), after each
+micro batch.
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ class DataTraffic:
     sends: bool  # shards of gradients go to the host when they have been reduced
     param_bytes: float
     bucket_bytes_moved: Floats  # within the GPU, for each gradient that goes through ZeRO's buckets
-    # Gradients go into DDP's buckets and sums come out of them (reducer.cpp: `mark_variable_ready_dense`, `copy_bucket_to_grad`).
+    # Gradients go into DDP's buckets and sums come out of them (reducer.cpp: `mark_variable_ready_dense`,
+    # `copy_bucket_to_grad`).
     copies_buckets: bool
 
     @property
@@ -148,7 +150,9 @@ def data_traffic(context: CostContext) -> DataTraffic:
 
 
 def bucket_elements(context: CostContext) -> Floats:
-    """Return how many elements a sharded optimizer's ranks exchange at once, one value a plan, where a layer has fewer."""
+    """Return how many elements a sharded optimizer's ranks exchange at once, one value a plan, where a layer has
+    fewer.
+    """
     ddp, ranks = context.spec.ddp, context.table["dp"] * context.table["cp"]
     return np.asarray(np.maximum(ddp.bucket_elements, ddp.bucket_elements_per_rank * ranks))
 
@@ -190,7 +194,9 @@ class DataWriter:
             self._fetch(unit, following)
 
     def have_gathered(self, units: Sequence[Unit], wanted: Sequence[Unit]) -> None:
-        """Make it so that of some units just those that are `wanted` are gathered, as other passes would have left it."""
+        """Make it so that of some units just those that are `wanted` are gathered, as other passes would have left
+        it.
+        """
         names = {unit.name for unit in wanted}
         for unit in units if self.traffic.fully_sharded else ():
             if unit.name in self._resident and unit.name not in names:

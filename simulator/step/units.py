@@ -22,9 +22,9 @@ from simulator.step.held import Parameters
 class Unit:
     """One wrapped module: a block, and elements of its parameters on a rank before sharding, routed experts apart.
 
-    `words` are the recompute modes it runs under, a column; `wrapped` is whether it runs again under one that recomputes.
-    Elements that products use: `kept_cast` of modules that run once, whose narrow copies backward keeps under autocast,
-    `recast` of those that run again.
+    `words` are the recompute modes it runs under, a column; `wrapped` is whether it runs again under one that
+    recomputes. Elements that products use: `kept_cast` of modules that run once, whose narrow copies backward keeps
+    under autocast, `recast` of those that run again.
 
     `repeats` units in a row are like this one, where it is enough to be told of one.
     """
@@ -76,8 +76,8 @@ class UnitMaker:
         ]
 
     def stage(self, start: int, count: int, mode: str, *, first: bool, last: bool) -> list[Unit]:
-        """Return the units of a stage with `count` layers from layer `start` on, all under `mode` or, where that is empty,
-        each plan's own.
+        """Return the units of a stage with `count` layers from layer `start` on, all under `mode` or, where that is
+        empty, each plan's own.
         """
         found = []
         if first:
@@ -135,8 +135,8 @@ class UnitMaker:
 def folded(units: Sequence[Unit]) -> list[Unit]:
     """Return a stage's units with equal ones in a row as one, but for the first two and the last two of them.
 
-    The one that stands for several comes third in either direction, where units go on as they will: those before it still
-    wait for what the ends of the network have sent.
+    The one that stands for several comes third in either direction, where units go on as they will: those before it
+    still wait for what the ends of the network have sent.
     """
     found: list[Unit] = []
     for unit in units:

@@ -14,8 +14,9 @@ NORM_BYTES = 4.0
 # What the host launches before the device can go on, where it has read the norm: the kernel that scales gradients.
 UPDATE_LAUNCHES = 1.0
 
-# Bytes a fused optimizer moves per parameter it owns in float32: it reads parameter and gradient, writes the parameter, and
-# reads and writes every moment. AdamW has two. Clipping reads gradients for the norm, then reads and writes them to scale.
+# Bytes a fused optimizer moves per parameter it owns in float32: it reads parameter and gradient, writes the parameter,
+# and reads and writes every moment. AdamW has two. Clipping reads gradients for the norm, then reads and writes them to
+# scale.
 PLAIN_BYTES, MOMENT_BYTES = 12.0, 8.0
 ADAM_BYTES = PLAIN_BYTES + 2 * MOMENT_BYTES
 CLIP_BYTES = UPDATE_BYTES - ADAM_BYTES
@@ -26,8 +27,8 @@ COPY_BYTES = 6.0
 
 
 def update_bytes(runtime: Runtime, owned: Floats | float, held: Floats | float) -> Floats | float:
-    """Return bytes that the end of a step moves: clipping and updating the parameters a rank has `owned` since they were
-    sharded, and what the runtime does to the gradients of all that it has `held` before.
+    """Return bytes that the end of a step moves: clipping and updating the parameters a rank has `owned` since they
+    were sharded, and what the runtime does to the gradients of all that it has `held` before.
     """
     state = spec_for(runtime).state
     per_owned = PLAIN_BYTES + MOMENTS[runtime.optimizer] * MOMENT_BYTES + CLIP_BYTES
@@ -36,8 +37,8 @@ def update_bytes(runtime: Runtime, owned: Floats | float, held: Floats | float) 
 
 
 def weight_cast_bytes(runtime: Runtime) -> float:
-    """Return bytes moved once a step to have a weight in the low type of products, in both directions: other micro batches
-    find it there. What is gathered in that type is there in one direction already, and turned round.
+    """Return bytes moved once a step to have a weight in the low type of products, in both directions: other micro
+    batches find it there. What is gathered in that type is there in one direction already, and turned round.
     """
     recipe, low = recipe_of(runtime), spec_for(runtime).low_precision
     if recipe is None or low is None:

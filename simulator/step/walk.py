@@ -1,8 +1,8 @@
 """One training step, issued to a pipeline rank: micro batches through its stages, traffic around them, the optimizer.
 
 Reads like the loop it stands for. A rank runs its schedule's actions in order; an action runs the units of its stage
-(embedding, layers, head) forward, or backward in reverse; each unit is gathered before use and its gradients are sent on
-their way after.
+(embedding, layers, head) forward, or backward in reverse; each unit is gathered before use and its gradients are sent
+on their way after.
 """
 
 from __future__ import annotations
@@ -105,7 +105,9 @@ class StepWalk:
             rank.ended(unit)
 
     def end(self, rank: Rank, data: DataWriter, stages: Sequence[int]) -> None:
-        """Join what is under way, sum the gradient norm over all that share it, and update the parameters of a rank's stages."""
+        """Join what is under way, sum the gradient norm over all that share it, and update the parameters of a rank's
+        stages.
+        """
         units = [unit for stage in stages for unit in self.stages[stage]]
         rank.host_work("rest", rest_host_s(self.spec.host, self.context.table))
         data.finish(units)

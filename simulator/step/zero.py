@@ -1,9 +1,9 @@
 """What DeepSpeed's ZeRO holds beside parameters, gradients and optimizer: the buckets that gradients go through.
 
-A gradient is copied to a contiguous bucket as it is made. A full bucket is flattened and cast to the type it travels in, on
-a stream of its own, whose blocks the compute stream does not get back; what a rank owns of it is kept there. The optimizer
-updates float32 copies, and has gradients of that type made for it (deepspeed/runtime/zero/stage_1_and_2.py, stage3.py;
-runtime/fp16/unfused_optimizer.py without ZeRO).
+A gradient is copied to a contiguous bucket as it is made. A full bucket is flattened and cast to the type it travels
+in, on a stream of its own, whose blocks the compute stream does not get back; what a rank owns of it is kept there. The
+optimizer updates float32 copies, and has gradients of that type made for it (deepspeed/runtime/zero/stage_1_and_2.py,
+stage3.py; runtime/fp16/unfused_optimizer.py without ZeRO).
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from simulator.step.held import state_bytes
 
 
 def bucket_copies_bytes(context: CostContext) -> Floats:
-    """Return the bytes moved within the GPU for every gradient that is reduced, one value a plan: into the bucket, its mean,
-    flattened, cast, and what a rank owns back out to where it stays. ZeRO-3 casts first and takes the mean while it sums.
+    """Return the bytes moved within the GPU for every gradient that is reduced, one value a plan: into the bucket, its
+    mean, flattened, cast, and what a rank owns back out to where it stays. ZeRO-3 casts first and takes the mean while
+    it sums.
     """
     table = context.table
     if context.spec.zero is None:

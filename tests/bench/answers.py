@@ -1,6 +1,7 @@
 """What people ask first, and published runs, whose plans and measurements are compared with the answers.
 
-Run as `python tests/bench/answers.py examples/answers.md` (two minutes on two cores). Answers are cut to the first screen.
+Run as `python tests/bench/answers.py examples/answers.md` (two minutes on two cores). Answers are cut to the first
+screen.
 """
 
 import argparse
@@ -36,8 +37,8 @@ ASKED = {
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """A run that was published. `theirs` are flags of its plan, where it can be said in flags; `checked` says which of its
-    figures were read where.
+    """A run that was published. `theirs` are flags of its plan, where it can be said in flags; `checked` says which of
+    its figures were read where.
     """
 
     title: str

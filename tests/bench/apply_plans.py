@@ -5,13 +5,13 @@
     python3 tests/bench/apply_plans.py table OUT > table.md                      anywhere
     python3 tests/bench/apply_plans.py whole OUT --set h200x2-fresh --profile P --calibrate 100 --budget 260
 
-`whole` is what a user does on a new machine: operators, and few layers of the executor's own runtime, are measured there
-and take the place of those that another host's profile holds, every plan is predicted from that and written, then run.
-Hosts differ by 10 % a launch, and the machine that is lent changes.
+`whole` is what a user does on a new machine: operators, and few layers of the executor's own runtime, are measured
+there and take the place of those that another host's profile holds, every plan is predicted from that and written, then
+run. Hosts differ by 10 % a launch, and the machine that is lent changes.
 
 OUT holds a plan file and a run's directory for each plan (tests/bench/plan_sets.py); the plan file has the prediction,
-and nothing that is run can change it. Plans of as many ranks share processes (`executor.run.apply_many`). What there is no
-time for is said to be not run. `--pack` keeps reports and traces in one archive.
+and nothing that is run can change it. Plans of as many ranks share processes (`executor.run.apply_many`). What there is
+no time for is said to be not run. `--pack` keeps reports and traces in one archive.
 """
 
 from __future__ import annotations
@@ -283,7 +283,9 @@ def table(folder: Path) -> None:
 
 
 def clocks(document: dict[str, Any]) -> tuple[str, str]:
-    """Return the median clock of the slowest GPU while steps were timed, with the lowest seen, and why GPUs were slow."""
+    """Return the median clock of the slowest GPU while steps were timed, with the lowest seen, and why GPUs were
+    slow.
+    """
     gpus = document.get("gpus") or []
     slowest = min(
         (gpu["sm_clock_hz"] for gpu in gpus if gpu["sm_clock_hz"]), key=lambda one: one["median"], default=None

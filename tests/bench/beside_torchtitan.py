@@ -5,9 +5,10 @@
 
 `steps`: torchtitan's own Trainer and `train_step` (`executor.measure.torchtitan`) under plan files of
 `tests/bench/apply_plans.py predict`, with random tokens as our executor has them; a plan's time is that of a whole step
-on its slowest rank. `--ours` has our executor take steps of the same plan in the same processes, in turns with torchtitan,
-so that both see one clock; `--kernels` adds what the GPU spent in each kernel of one profiled step. `export`: `torchrun -m torchtitan.train --job.config_file FILE`, the file as `planner export` wrote
-it; what no plan decides (tokenizer, data set, number of steps) is on the command line. Needs torchtitan==0.2.2.
+on its slowest rank. `--ours` has our executor take steps of the same plan in the same processes, in turns with
+torchtitan, so that both see one clock; `--kernels` adds what the GPU spent in each kernel of one profiled step.
+`export`: `torchrun -m torchtitan.train --job.config_file FILE`, the file as `planner export` wrote it; what no plan
+decides (tokenizer, data set, number of steps) is on the command line. Needs torchtitan==0.2.2.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """How well a calibrated prediction holds, what each effect is worth, and what a shorter calibration loses.
 
 Run as `python -m tests.bench.calibration_tables OUT.md PROFILE CASES.json...`. Four tables: the cases with the profile;
-the same with one effect left out at a time; shapes, sizes and pairs that a fit has not seen; and the profile cut to what
-a shorter budget would have measured. Cases are read and never fitted to.
+the same with one effect left out at a time; shapes, sizes and pairs that a fit has not seen; and the profile cut to
+what a shorter budget would have measured. Cases are read and never fitted to.
 """
 
 from __future__ import annotations

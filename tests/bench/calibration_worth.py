@@ -4,11 +4,11 @@
     python tests/bench/calibration_worth.py gpu OUT --model llama3.2-1b --seq-len 4096 --global-batch 16 --budget 120
     python tests/bench/calibration_worth.py table OUT.md --runs OUT                             anywhere, after gpu
 
-`replay` takes a profile that holds more than its runs need, orders its samples as `planner calibrate` would for the runs
-(planner/calibrate/choose.py), and predicts the runs from the first of them: seconds are those that the order expects.
-`gpu` runs `planner calibrate` for a question on this machine, then the plans that could win, each in processes of its
-own (tests/bench/fresh_pool.py); `table` cuts that profile at the seconds at which samples were complete. Runs are only
-ever predicted, never fitted to.
+`replay` takes a profile that holds more than its runs need, orders its samples as `planner calibrate` would for the
+runs (planner/calibrate/choose.py), and predicts the runs from the first of them: seconds are those that the order
+expects. `gpu` runs `planner calibrate` for a question on this machine, then the plans that could win, each in processes
+of its own (tests/bench/fresh_pool.py); `table` cuts that profile at the seconds at which samples were complete. Runs
+are only ever predicted, never fitted to.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
     python3 tests/bench/clocks.py OUT.json
 
 On one GPU, in about 50 s: large products, single layers as a calibration runs them, and whole models, each with its
-times and the mean clock between steps by the processors' own counters (`executor.gpu.sm_clock`), in twelfths of its run.
+times and the mean clock between steps by the processors' own counters (`executor.gpu.sm_clock`), in twelfths of its
+run.
 """
 
 from __future__ import annotations

@@ -78,7 +78,9 @@ def nvlink(rows: tuple[TableRow, ...], machines: set[str], *, ops: set[str] | No
 
 
 def ranges(ours: TableEvaluation) -> list[str]:
-    """Return how wide ranges are and should be: 80 % of the points inside, each machine without a fault counted once."""
+    """Return how wide ranges are and should be: 80 % of the points inside, each machine without a fault counted
+    once.
+    """
     errors: dict[float, dict[str, list[float]]] = {}
     for row in ours.rows:
         if row.measured_s and not any(words in row.machine for words in FAULTY):

@@ -3,8 +3,8 @@
     torchrun --standalone --nproc-per-node=4 deepspeed_program.py --model config.json --seq-len 4096 --steps 9
 
 reads `deepspeed.json` as it is and prints, on rank 0, one line of JSON: the seconds of each step (slowest rank, between
-device synchronisations), the bytes torch reserved on the fullest rank, and the losses. Every step has the same tokens, so
-that the loss falls.
+device synchronisations), the bytes torch reserved on the fullest rank, and the losses. Every step has the same tokens,
+so that the loss falls.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Run as `python tests/bench/exhaustive.py OUT.md`. The search screens columns, merges ranks that are alike, shares blocks
 and stops at its bound; here `estimate_plans`, which does none of that, is asked about every legal plan in turn. For the
-stages of one pipeline the bound is the solver's; here fillings are drawn at random and improved layer by layer and mode by mode
-until nothing helps, many times over: none may be below it.
+stages of one pipeline the bound is the solver's; here fillings are drawn at random and improved layer by layer and mode
+by mode until nothing helps, many times over: none may be below it.
 """
 
 from __future__ import annotations

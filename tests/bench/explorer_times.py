@@ -65,7 +65,9 @@ class Explorer:
         return took
 
     def question(self) -> tuple[float, float]:
-        """Change the batch of a question on 512 GPUs to one that was never asked: by the analytical model, and simulated."""
+        """Change the batch of a question on 512 GPUs to one that was never asked: by the analytical model, and
+        simulated.
+        """
         page = self.fresh()
         page.goto(f"{self.address}/plans?model=llama3-8b&gpus=512&batch={self._another()}")
         page.wait_for_function(DONE, arg=self.batch, polling=20)

@@ -2,13 +2,14 @@
 
     python3 tests/bench/exports_on_gpus.py prepare OUT                 anywhere: saves, exports and predicts
     python3 tests/bench/exports_on_gpus.py run OUT --budget 220        on a machine with such GPUs
-    python3 tests/bench/exports_on_gpus.py all OUT --text TEXT --budget 560 examples/validation/exports_4xH200.md      the three at once
-    python3 tests/bench/exports_on_gpus.py table OUT examples/validation/exports_4xH200.md     anywhere, afterwards
+    python3 tests/bench/exports_on_gpus.py all OUT --text TEXT --budget 560 examples/validation/exports_4xH200.md
+    the three at once python3 tests/bench/exports_on_gpus.py table OUT examples/validation/exports_4xH200.md
+    anywhere, afterwards
 
-Every plan is asked for, saved and exported with the commands a user types; what then runs is the command that the export
-names, in its folder, with the options appended that it says no plan decides: tokenizer, data and steps. DeepSpeed needs a
-program: `deepspeed_program.py` beside this file. OUT/rows.jsonl has a line for each plan as soon as it ended, OUT/ID.log
-what the tool printed. `prepare` needs no GPU; OUT may be copied to the machine that runs.
+Every plan is asked for, saved and exported with the commands a user types; what then runs is the command that the
+export names, in its folder, with the options appended that it says no plan decides: tokenizer, data and steps.
+DeepSpeed needs a program: `deepspeed_program.py` beside this file. OUT/rows.jsonl has a line for each plan as soon as
+it ended, OUT/ID.log what the tool printed. `prepare` needs no GPU; OUT may be copied to the machine that runs.
 """
 
 from __future__ import annotations
@@ -146,7 +147,9 @@ def run(row: dict[str, Any], out: Path, text: Path, limit_s: float) -> dict[str,
 
 
 def titan_figures(said: str, row: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the figures of torchtitan's own lines: tokens a second a GPU, and memory of the fullest rank that speaks."""
+    """Return the figures of torchtitan's own lines: tokens a second a GPU, and memory of the fullest rank that
+    speaks.
+    """
     asked = dict(zip(*[iter(shlex.split(row["flags"].replace("--compile", "")))] * 2, strict=True))
     lines = [(int(step), loss, float(memory), float(tps.replace(",", ""))) for step, loss, memory, tps in TITAN_LINE.findall(said)]  # fmt: skip
     steady = [tps for step, _, _, tps in lines if step > WARM_UP]

@@ -60,7 +60,9 @@ def rows_by_protocol(tables: list[dict[str, Any]]) -> dict[tuple[str, str], Floa
 
 
 def curve_us(x: Floats, rows: Floats) -> Floats:
-    """The law of collective_curves in us: x = base step reduce_step second p fill fill_MiB narrow, then sent, buffer by op."""
+    """The law of collective_curves in us: x = base step reduce_step second p fill fill_MiB narrow, then sent, buffer by
+    op.
+    """
     op, n, b, narrow = rows[:, 0].astype(int), rows[:, 1], rows[:, 2], rows[:, 4]
     base, step, reduce_step, second, p, fill, fill_mib, extra = x[:8]
     sent, buffer = x[8:11][op], x[11:14][op]

@@ -1,9 +1,10 @@
 """A ledger of fresh runs: drawn at random, predicted, written down, run, and never removed.
 
-    python3 tests/bench/fresh_runs.py show --cluster h200x4 --gpus 4 --date 2026-11-22      anywhere: what would be drawn
-    python3 tests/bench/fresh_runs.py whole OUT --date 2026-11-22 --budget 450 --calibrate 120     on a machine with GPUs
-    python3 tests/bench/fresh_runs.py append OUT --ledger examples/validation/fresh.jsonl   anywhere, afterwards
-    python3 tests/bench/fresh_runs.py table                                                 anywhere: writes fresh.md
+    python3 tests/bench/fresh_runs.py show --cluster h200x4 --gpus 4 --date 2026-11-22      anywhere: what would be
+    drawn python3 tests/bench/fresh_runs.py whole OUT --date 2026-11-22 --budget 450 --calibrate 120     on a machine
+    with GPUs python3 tests/bench/fresh_runs.py append OUT --ledger examples/validation/fresh.jsonl   anywhere,
+    afterwards python3 tests/bench/fresh_runs.py table                                                 anywhere: writes
+    fresh.md
 
 `whole` calibrates as a user would (`planner calibrate`), draws (tests/bench/fresh_draw.py), predicts every run from
 datasheets, from a shipped profile of that GPU where `--profile` names one, and from the profile just made, writes the
@@ -305,7 +306,9 @@ def ledger_rows(out: Path) -> list[dict[str, Any]]:
 
 
 def append(out: Path, ledger: Path) -> int:
-    """Add a draw to the ledger; return how many rows. Raises BadInput where it has rows of that draw: none is replaced."""
+    """Add a draw to the ledger; return how many rows. Raises BadInput where it has rows of that draw: none is
+    replaced.
+    """
     fresh = ledger_rows(out)
     known = {row["id"] for row in read_ledger(ledger)}
     twice = sorted(known & {row["id"] for row in fresh})

@@ -92,7 +92,9 @@ HEAD = (
 
 
 def statistics(label: str, rows: list[Row], source: str) -> str:
-    """Return a line: mean absolute, mean and worst error of steps and of reserved memory, and how many intervals held."""
+    """Return a line: mean absolute, mean and worst error of steps and of reserved memory, and how many intervals
+    held.
+    """
     steps = [(error, row) for row in rows if (error := step_error(row, source)) is not None]
     memory = [(error, row) for row in rows if (error := memory_error(row, source)) is not None]
     if not steps:
@@ -166,7 +168,9 @@ def by_kind(rows: list[Row]) -> list[str]:
 
 
 def by_part(rows: list[Row]) -> list[str]:
-    """Return what each part of a step was on rank 0's GPU beside its prediction, where no pipeline makes ranks differ."""
+    """Return what each part of a step was on rank 0's GPU beside its prediction, where no pipeline makes ranks
+    differ.
+    """
     rows = [row for row in rows if row["measured"].get("profiled") and row["plan"]["pp"] == 1]
     if not rows:
         return []

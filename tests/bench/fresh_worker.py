@@ -171,7 +171,9 @@ def _timed(step: Any, device: torch.device, report: Report) -> None:
 
 
 def _profiled(step: Any, device: torch.device) -> dict[str, Any]:
-    """Return seconds of one more step in which the GPU computed, moved data between GPUs, or was idle; longest kernels."""
+    """Return seconds of one more step in which the GPU computed, moved data between GPUs, or was idle; longest
+    kernels.
+    """
     from torch.profiler import ProfilerActivity, profile
 
     _synchronize(device)

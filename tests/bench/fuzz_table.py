@@ -1,6 +1,7 @@
 """Try N damaged inputs of every format and write the table: `python tests/bench/fuzz_table.py N OUT.md [FORMAT...]`.
 
-Takes minutes a format at 10,000. An internal error is listed with the line that raised it, so that it can become a seed.
+Takes minutes a format at 10,000. An internal error is listed with the line that raised it, so that it can become a
+seed.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ class Count:
 
 
 def attack(name: str, inputs: int, folder: Path) -> Count:
-    """Return what became of so many inputs of one format; the first input of every kind of failure is kept in `folder`."""
+    """Return what became of so many inputs of one format; the first input of every kind of failure is kept in
+    `folder`.
+    """
     count, started = Count(), time.monotonic()
 
     @settings(

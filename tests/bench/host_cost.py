@@ -1,11 +1,12 @@
-"""Host time of one layer under each kind of plan, on a CPU: what Python, dispatch and autograd cost, next to no arithmetic.
+"""Host time of one layer under each kind of plan, on a CPU: what Python, dispatch and autograd cost, next to no
+arithmetic.
 
     python3 tests/bench/host_cost.py [--only tp2] [--profile tp2]
 
 One process pretends to be a rank of two (torch's `fake` process group sends nothing), widths are tiny, and the cost of
-a layer is the difference of a deep and a shallow model. A GPU's host is quicker or slower than this one by some factor; what
-is compared are ways of running the same layer. The least processor time of several
-passes, one thread: whatever else runs only adds to it.
+a layer is the difference of a deep and a shallow model. A GPU's host is quicker or slower than this one by some factor;
+what is compared are ways of running the same layer. The least processor time of several passes, one thread: whatever
+else runs only adds to it.
 """
 
 from __future__ import annotations

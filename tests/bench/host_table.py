@@ -2,7 +2,8 @@
 
     python tests/bench/host_table.py > table.md
 
-Each line is the fit of one host's runs of one and two layers (`simulator.fitting.runtime_fit`); whole models are never looked at.
+Each line is the fit of one host's runs of one and two layers (`simulator.fitting.runtime_fit`); whole models are never
+looked at.
 """
 
 from __future__ import annotations

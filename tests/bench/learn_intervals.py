@@ -1,13 +1,16 @@
-"""Learn how far measurements lie from predictions, whole sources at a time: writes simulator/calibration/intervals.json.
+"""Learn how far measurements lie from predictions, whole sources at a time: writes
+simulator/calibration/intervals.json.
 
-    python tests/bench/learn_intervals.py CASES.json … [--calibrated PROFILE=CASES.json]… [--held-out CASES.json]… [--judged DRAW]… [--keep FACTORS]… [--out FILE]
+    python tests/bench/learn_intervals.py CASES.json … [--calibrated PROFILE=CASES.json]… [--held-out CASES.json]…
+    [--judged DRAW]… [--keep FACTORS]… [--out FILE]
 
-CASES are case files; a source is what a case's `source` names up to the first `@`, `:`, `,` or `(`. `--calibrated` files are
-predicted with a profile of the very host too, and so are the runs of examples/validation/apply_*.json whose hosts' layers
-were measured. The draws of examples/validation/fresh.jsonl are a source each, from datasheets and, where the profile made on
-their host is shipped, calibrated. Draws that `--judged` names (by default the last) are judged and not learned from, and so
-are `--held-out` files. `--keep` leaves factors as they are shipped, where predictions were made with their rows in view. What
-the factors mean: `simulator/calibration/intervals.py`. Memory is learned twice, from sums and from the allocator's replay.
+CASES are case files; a source is what a case's `source` names up to the first `@`, `:`, `,` or `(`. `--calibrated`
+files are predicted with a profile of the very host too, and so are the runs of examples/validation/apply_*.json whose
+hosts' layers were measured. The draws of examples/validation/fresh.jsonl are a source each, from datasheets and, where
+the profile made on their host is shipped, calibrated. Draws that `--judged` names (by default the last) are judged and
+not learned from, and so are `--held-out` files. `--keep` leaves factors as they are shipped, where predictions were
+made with their rows in view. What the factors mean: `simulator/calibration/intervals.py`. Memory is learned twice, from
+sums and from the allocator's replay.
 """
 
 from __future__ import annotations
@@ -55,8 +58,8 @@ MEMORY = ("memory", "replayed memory")  # from sums, and from the allocator's re
 MANY = 8  # sources from which their rows, each source's as one, say more of a range than a mean and a spread do
 NOTHING_S = 1e-6  # for a wait of nothing, which has no logarithm
 WAITS = 0.1  # of a step: predicted waits below say little of hosts
-# Runs of our executor on hosts whose layers of it were in the profile they were predicted from; the second part of the last
-# ran on another host.
+# Runs of our executor on hosts whose layers of it were in the profile they were predicted from; the second part of the
+# last ran on another host.
 OWN = (("apply_2xH200_fresh", "runs", "h200x2_fresh"), ("apply_2xH200_next", "runs", "h200x2_next"))
 OWN_ELSEWHERE = ("apply_2xH200_next", "regret2", "h200x2_next")
 

@@ -1,7 +1,8 @@
 """Questions that are too large, each with a time limit: seconds, memory and answer of every one: `limits.py OUT.md`.
 
-CPU seconds are what a loaded machine and an idle one have in common: a command with `--time-limit 5` should take no more than 7 of
-them, start included. So that a loaded machine shows what an idle one does, the clock that commands read is their own CPU time.
+CPU seconds are what a loaded machine and an idle one have in common: a command with `--time-limit 5` should take no
+more than 7 of them, start included. So that a loaded machine shows what an idle one does, the clock that commands read
+is their own CPU time.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@
 
 Each piece is a process with a time limit of its own and a log in OUT_DIR; a piece that fails or hangs does not stop the
 next. Files: `cluster.json` (as read), `measured_cluster.json` (with measured rates), `measured.json` (raw samples),
-`profile.json`, `report.txt`, `report.json`, `raw/*.txt` (what nvidia-smi said), `pieces.json`. Only the standard library.
+`profile.json`, `report.txt`, `report.json`, `raw/*.txt` (what nvidia-smi said), `pieces.json`. Only the standard
+library.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Training steps of Llama-like blocks, tensor-parallel over all GPUs: our modes, plain DTensor, PyTorch's async TP.
 
-Run as `python3 tests/bench/overlap_end_to_end.py OUT_DIR [--ranks 2] [--budget 240]`. Keeps `end_to_end.jsonl`, and prints
-tokens/s of each last. Async TP is reported with the number of fused operators that a step really ran.
+Run as `python3 tests/bench/overlap_end_to_end.py OUT_DIR [--ranks 2] [--budget 240]`. Keeps `end_to_end.jsonl`, and
+prints tokens/s of each last. Async TP is reported with the number of fused operators that a step really ran.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Measures on every rank, for `overlap_end_to_end.py`.
 
-A step is forward, backward and AdamW of some Llama blocks (no embedding, no head), one sequence, bf16, sequence-parallel
-between the tensor-parallel products. All ways have the same weights; what is not a tensor-parallel product is compiled in
-all of them. Ways take turns for rounds of steps; the median counts, the largest over ranks.
+A step is forward, backward and AdamW of some Llama blocks (no embedding, no head), one sequence, bf16,
+sequence-parallel between the tensor-parallel products. All ways have the same weights; what is not a tensor-parallel
+product is compiled in all of them. Ways take turns for rounds of steps; the median counts, the largest over ranks.
 """
 
 from __future__ import annotations

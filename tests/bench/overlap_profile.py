@@ -1,10 +1,10 @@
 """Put the measured tables of overlap modes into a profile, as samples and as the rates fitted to them.
 
 Run as `python3 tests/bench/overlap_profile.py PROFILE.json CLUSTER TABLE.json RUN[:MODE,MODE...]... --taken-at TIME
---command TEXT`. TABLE is what `overlap_report.py` writes, RUN one of its runs; with modes (`gather/fused`, `nccl`, ...) only
-their times are taken. Later runs on the command line replace the same times of earlier ones. Shapes that the profile has
-are replaced, others added. TIME and TEXT say when and by what the table was measured. Everything else in the profile stays
-as it is, byte for byte.
+--command TEXT`. TABLE is what `overlap_report.py` writes, RUN one of its runs; with modes (`gather/fused`, `nccl`, ...)
+only their times are taken. Later runs on the command line replace the same times of earlier ones. Shapes that the
+profile has are replaced, others added. TIME and TEXT say when and by what the table was measured. Everything else in
+the profile stays as it is, byte for byte.
 """
 
 from __future__ import annotations

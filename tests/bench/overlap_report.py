@@ -1,7 +1,9 @@
-"""From the records of `overlap_table.py`: a Markdown table, what the cost model makes of them, and what it would choose.
+"""From the records of `overlap_table.py`: a Markdown table, what the cost model makes of them, and what it would
+choose.
 
 Run as `python3 tests/bench/overlap_report.py OUT_STEM --title TEXT --note TEXT RECORDS.jsonl...`; writes OUT_STEM.json
-with the records and OUT_STEM.md. The rates are fitted to all shapes, and again without each of them, to be tried on that.
+with the records and OUT_STEM.md. The rates are fitted to all shapes, and again without each of them, to be tried on
+that.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Every overlap mode beside cuBLAS alone, NCCL then cuBLAS, and PyTorch's fused operators, on the GPUs at hand.
 
-Run as `python3 tests/bench/overlap_table.py OUT_DIR [--ranks 2] [--stages check,parts,table,sums,norms] [--budget 300]`.
-Each stage is a launch of its own with its share of the time, so one that fails costs only itself. Numbers are checked
-against float64 before anything is timed. Keeps `overlap.jsonl` and `overlap.json`, and prints the table last.
+Run as `python3 tests/bench/overlap_table.py OUT_DIR [--ranks 2] [--stages check,parts,table,sums,norms] [--budget
+300]`. Each stage is a launch of its own with its share of the time, so one that fails costs only itself. Numbers are
+checked against float64 before anything is timed. Keeps `overlap.jsonl` and `overlap.json`, and prints the table last.
 """
 
 from __future__ import annotations

@@ -103,7 +103,9 @@ def tiles_of_scatter(bench: Bench) -> None:
 
 
 def mechanisms(bench: Bench) -> None:
-    """Ways of a reduce-scatter beside its product, on the shapes with a goal and where transfers outweigh arithmetic."""
+    """Ways of a reduce-scatter beside its product, on the shapes with a goal and where transfers outweigh
+    arithmetic.
+    """
     for rows, columns, depth in ((8192, 8192, 4096), (8192, 8192, 2048), (8192, 4096, 1024), (4096, 8192, 2048)):
         if not bench.left(12):
             bench.recorder.missing(f"mechanisms of {rows} x {columns} x {depth}")

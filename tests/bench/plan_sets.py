@@ -3,10 +3,10 @@
 `h200x2` and `h200x4` go over the axes: one GPU, DDP, FSDP, HSDP, tensor, pipeline (1F1B, interleaved, zero bubble),
 context (ring, all-gather, by heads) and expert parallelism and their combinations, eager and compiled, with and without
 recomputation, on Llama shapes of 1B to 13B. `h200x2-fresh` goes over them once more with models, lengths and batches
-that nothing had been adjusted on when it ran; `h200x2-next` once more with others (two of its pipelines cannot be run: their models tie embedding and head);
-`h200x1-fresh` is of one GPU, where host, kernels, recomputation and memory are all there is, and so is `h200x1-next`, which
-has not been run. `regret1`, `regret2`, `regret2-later` and `regret4` are three questions, each answered by the
-planner: its first choice and the plans that it lists next.
+that nothing had been adjusted on when it ran; `h200x2-next` once more with others (two of its pipelines cannot be run:
+their models tie embedding and head); `h200x1-fresh` is of one GPU, where host, kernels, recomputation and memory are
+all there is, and so is `h200x1-next`, which has not been run. `regret1`, `regret2`, `regret2-later` and `regret4` are
+three questions, each answered by the planner: its first choice and the plans that it lists next.
 """
 
 from __future__ import annotations

@@ -2,9 +2,10 @@
 
 Run as `python tests/bench/regret.py OUT.md FILE...` with case files. A group shares model, cluster and workload; runs
 differ in plan, and where the source varied it in the runtime too. Where runs of the very same plan and runtime differ,
-the source varied something that only its notes say (float8), and the group is listed apart. Regret is how much longer the run that is predicted
-to be fastest took than the fastest, both as measured; Kendall's tau compares the two orders. Ranked twice: by the
-closed form, and with those within its known error of its first ordered by the simulation, as `planner suggest` does.
+the source varied something that only its notes say (float8), and the group is listed apart. Regret is how much longer
+the run that is predicted to be fastest took than the fastest, both as measured; Kendall's tau compares the two orders.
+Ranked twice: by the closed form, and with those within its known error of its first ordered by the simulation, as
+`planner suggest` does.
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ def groups(files: list[str]) -> dict[tuple[str, ...], list[Run]]:
 
 
 def predicted(runs: list[Run]) -> tuple[list[float], list[float]]:
-    """Return the steps of runs by the analytical model, and the same with the close ones in the order of the simulation."""
+    """Return the steps of runs by the analytical model, and the same with the close ones in the order of the
+    simulation.
+    """
     form = [
         float(
             estimate_plans(

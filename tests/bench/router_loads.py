@@ -2,10 +2,10 @@
 
     python tests/bench/router_loads.py [--experts 64] [--per-token 8] [--steps 18] [--seed 1]
 
-Nothing evens the load, as in runs of the executor. A narrow model stands for a wide one: weights are drawn, and move with
-each step, in the same proportion to what a product of that width adds up. Prints the standard deviation of the load of one of two
-ranks over the mean (`expert_spread` of simulator/runtimes/meshwright.toml), from that of single experts, and the busiest of
-two and of four ranks as it was.
+Nothing evens the load, as in runs of the executor. A narrow model stands for a wide one: weights are drawn, and move
+with each step, in the same proportion to what a product of that width adds up. Prints the standard deviation of the
+load of one of two ranks over the mean (`expert_spread` of simulator/runtimes/meshwright.toml), from that of single
+experts, and the busiest of two and of four ranks as it was.
 """
 
 from __future__ import annotations

@@ -2,12 +2,13 @@
 
     python3 tests/bench/serve_on_gpus.py OUT --budget 240                          8B shapes on 1 and 2 GPUs
     python3 tests/bench/serve_on_gpus.py OUT --model llama3-70b --ranks 2,4        larger ones
-    python3 tests/bench/serve_on_gpus.py OUT --profile examples/profiles/h200x2_serving.json   predicted from another host's samples
-    python3 tests/bench/serve_on_gpus.py OUT --device cpu                          whether it runs: tiny shapes on gloo
+    python3 tests/bench/serve_on_gpus.py OUT --profile examples/profiles/h200x2_serving.json   predicted from another
+    host's samples python3 tests/bench/serve_on_gpus.py OUT --device cpu                          whether it runs: tiny
+    shapes on gloo
 
-Per count of GPUs OUT/tpN has request.json with the prediction, written before anything is started, records as they are made,
-and serve.json. OUT/serving_run.md is the table of all: steps, then closed and Poisson loads at three rates of what the
-prediction says that the engine can do. A count that fails does not stop the next.
+Per count of GPUs OUT/tpN has request.json with the prediction, written before anything is started, records as they are
+made, and serve.json. OUT/serving_run.md is the table of all: steps, then closed and Poisson loads at three rates of
+what the prediction says that the engine can do. A count that fails does not stop the next.
 """
 
 from __future__ import annotations
@@ -101,7 +102,9 @@ def predicted(model: str, cluster: str, tp: int, *, tiny: bool, profile: Path | 
 
 
 def with_samples(model: str, cluster: str, profile: Path, found: dict[int, dict]) -> str:
-    """Add what was measured to a profile; return how far the same loads are off when predicted again from its samples."""
+    """Add what was measured to a profile; return how far the same loads are off when predicted again from its
+    samples.
+    """
     for document in found.values():
         add_to_profile(document, profile)
     lines = [

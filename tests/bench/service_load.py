@@ -3,8 +3,8 @@
     python tests/bench/service_load.py --clients 200 --seconds 600 > load.md
     python tests/bench/service_load.py --clients 20 --kill server --times 50 --postgres
 
-Each client asks for estimates, one in ten for a search, waits for the answer, and asks again. An answer is right when it
-is about the batch that was asked for. Killed are worker processes, the server (which is then started again), or the
+Each client asks for estimates, one in ten for a search, waits for the answer, and asks again. An answer is right when
+it is about the batch that was asked for. Killed are worker processes, the server (which is then started again), or the
 database (stopped and started).
 """
 

@@ -1,8 +1,9 @@
-"""Of published points with one model, GPU, engine, release and load a GPU: is the configuration predicted to be best the best?
+"""Of published points with one model, GPU, engine, release and load a GPU: is the configuration predicted to be best
+the best?
 
-For `serving_table.py`. A load is clients (or sequences of a static batch) a GPU with prompts and answers of one length, so that
-engines of one GPU stand beside engines of eight: more engines, or larger ones. Where a source states latencies alone,
-throughput is that of a closed loop, clients over the time of an answer.
+For `serving_table.py`. A load is clients (or sequences of a static batch) a GPU with prompts and answers of one length,
+so that engines of one GPU stand beside engines of eight: more engines, or larger ones. Where a source states latencies
+alone, throughput is that of a closed loop, clients over the time of an answer.
 """
 
 from __future__ import annotations
@@ -73,7 +74,9 @@ def _behind(
 def _cost(
     raw: Mapping[str, Any], known: Mapping[str, Any], values: Mapping[str, Any], objective: str, gpus: int
 ) -> float | None:
-    """Return what is to be small: seconds of an answer, or GPU seconds of an output token; None where it is not known."""
+    """Return what is to be small: seconds of an answer, or GPU seconds of an output token; None where it is not
+    known.
+    """
     latencies = known["ttft_s"] and known["tpot_s"] and raw.get("osl")
     answer_s = values["ttft_s"] + values["tpot_s"] * (raw["osl"] - 1) if latencies else None
     if objective == "latency":

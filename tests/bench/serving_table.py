@@ -1,9 +1,10 @@
-"""Write examples/validation/serving.md: predictions beside published serving points, by source, and the ranges of engines.
+"""Write examples/validation/serving.md: predictions beside published serving points, by source, and the ranges of
+engines.
 
     python tests/bench/serving_table.py POINTS.jsonl.gz --out examples/validation/serving.md
 
-An engine's spread is the error that four of five of its points stay within. The table says which share of the points of a
-source, model and GPU a spread holds that was learned from all others.
+An engine's spread is the error that four of five of its points stay within. The table says which share of the points of
+a source, model and GPU a spread holds that was learned from all others.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""One Llama layer forward by torch's own automatic sharding and by `planner shard`: objective, seconds, collectives, bytes.
+"""One Llama layer forward by torch's own automatic sharding and by `planner shard`: objective, seconds, collectives,
+bytes.
 
     python -m tests.bench.shard_against_torch --out examples/sharding/torch.md
 
-torch's is `tensor_parallel_transformation` (torch.distributed.tensor.experimental._tp_transform): the user says how linear layers
-are split, and every operator takes the cheapest of DTensor's strategies by what moving its operands takes, one after another.
-Ring bytes are those that one of eight ranks sends.
+torch's is `tensor_parallel_transformation` (torch.distributed.tensor.experimental._tp_transform): the user says how
+linear layers are split, and every operator takes the cheapest of DTensor's strategies by what moving its operands
+takes, one after another. Ring bytes are those that one of eight ranks sends.
 """
 
 from __future__ import annotations

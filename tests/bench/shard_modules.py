@@ -1,9 +1,10 @@
-"""Modules of transformers and diffusers as they are, their configurations shrunk: captured, placed, run on ranks of gloo.
+"""Modules of transformers and diffusers as they are, their configurations shrunk: captured, placed, run on ranks of
+gloo.
 
     python -m tests.bench.shard_modules --out examples/sharding/modules.md
 
-Outputs and all gradients are held against one process in float64. transformers and diffusers are no dependencies: install
-them beside torch, or name their folder with --packages.
+Outputs and all gradients are held against one process in float64. transformers and diffusers are no dependencies:
+install them beside torch, or name their folder with --packages.
 """
 
 from __future__ import annotations

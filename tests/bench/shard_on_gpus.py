@@ -3,14 +3,16 @@
     python3 tests/bench/shard_on_gpus.py OUT                on a machine with GPUs; at most 150 s
     python3 tests/bench/shard_on_gpus.py OUT --cpu          on gloo with narrow modules: whether it runs
 
-Rows go to OUT/rows.jsonl as they are made, and to OUT/gpus.md at the end. Every row is a program of `planner shard`: its time
-is predicted first, then it is run, compared with one GPU, and timed launched one by one and as a CUDA graph.
+Rows go to OUT/rows.jsonl as they are made, and to OUT/gpus.md at the end. Every row is a program of `planner shard`:
+its time is predicted first, then it is run, compared with one GPU, and timed launched one by one and as a CUDA graph.
 
     layers      a Llama 3 8B layer beside the executor's hand-written tensor parallelism and FSDP2
-    modules     modules of transformers and diffusers at published shapes, where those are installed (or under --packages)
+    modules     modules of transformers and diffusers at published shapes, where those are installed (or under
+      --packages)
     ways        a feed-forward network whose tokens are gathered and scattered in each of the ways of the compiler
     memory      the fully sharded layer within less and less memory
-    stages      two pipeline stages of feed-forward layers in 1F1B and in GPipe; on four GPUs and more with tensor parallelism inside
+    stages      two pipeline stages of feed-forward layers in 1F1B and in GPipe; on four GPUs and more with tensor
+      parallelism inside
 """
 
 from __future__ import annotations

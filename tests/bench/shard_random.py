@@ -2,9 +2,10 @@
 
     python -m tests.bench.shard_random --graphs 2000 --out examples/sharding/random.md
 
-Every tensor of every answer is compared in float64 (`tests/planner/sharding/virtual_ranks.py`); half of the graphs on meshes
-of one and two axes are placed by bytes, all others by time on eight GPUs. A graph that has no answer says why, and is counted.
-Then random triples of layouts: moving from the first to the last by way of the second is never cheaper, in bytes or in time.
+Every tensor of every answer is compared in float64 (`tests/planner/sharding/virtual_ranks.py`); half of the graphs on
+meshes of one and two axes are placed by bytes, all others by time on eight GPUs. A graph that has no answer says why,
+and is counted. Then random triples of layouts: moving from the first to the last by way of the second is never cheaper,
+in bytes or in time.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
-"""Random modules, placed at random and run on ranks of gloo: outputs and gradients are those of one process, or it is refused.
+"""Random modules, placed at random and run on ranks of gloo: outputs and gradients are those of one process, or it is
+refused.
 
     python -m tests.bench.shard_random_modules --number 500 --ranks 2
 
-Modules are chains of linear layers, norms, softmax under a mask, views, parts put together again, writes in place, detached values
-and regions without autograd; batch and sequence are of random sizes, and inputs and weights are placed at random.
+Modules are chains of linear layers, norms, softmax under a mask, views, parts put together again, writes in place,
+detached values and regions without autograd; batch and sequence are of random sizes, and inputs and weights are placed
+at random.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Modules of transformers and diffusers at the shapes of published models, and how their weights are placed.
 
-A module is made on the device that it runs on, with the same values on every rank. `small` has narrow ones with the same code,
-for a rehearsal on the CPU.
+A module is made on the device that it runs on, with the same values on every rank. `small` has narrow ones with the
+same code, for a rehearsal on the CPU.
 """
 
 from __future__ import annotations

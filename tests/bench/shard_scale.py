@@ -2,8 +2,9 @@
 
     python -m tests.bench.shard_scale --out examples/sharding/scale.md
 
-Seconds are of CPU time of one process, from the case to the plan: reading it, deriving the backward pass, choosing. With a
-time limit, wall-clock seconds by which choosing runs over it. The second table solves some of them in other ways.
+Seconds are of CPU time of one process, from the case to the plan: reading it, deriving the backward pass, choosing.
+With a time limit, wall-clock seconds by which choosing runs over it. The second table solves some of them in other
+ways.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""What `shard_on_gpus` runs on every rank: a module captured, planned on rank 0, predicted, compared with one GPU, timed."""
+"""What `shard_on_gpus` runs on every rank: a module captured, planned on rank 0, predicted, compared with one GPU,
+timed.
+"""
 
 from __future__ import annotations
 
@@ -284,7 +286,9 @@ def memory(row: Row, bench: Bench, share: float) -> None:
 
 
 def stages(row: Row, bench: Bench, schedule: str) -> None:
-    """Two pipeline stages of two feed-forward layers each, four micro batches; tensor parallelism over the other ranks."""
+    """Two pipeline stages of two feed-forward layers each, four micro batches; tensor parallelism over the other
+    ranks.
+    """
     width, hidden, tokens = (32, 64, 32) if bench.cpu else (4096, 14336, 4096)
     torch.manual_seed(6)
     module = torch.nn.Sequential(*(FeedForward(width, hidden) for _ in range(4))).to(bench.device, bench.dtype)

@@ -1,8 +1,8 @@
 """Commands and servers in turns, some of them killed at random, and what is left of them: `soak.py MINUTES OUT.md`.
 
-Without GPUs: runs are on gloo, calibrations on a stand-in. After every turn all processes, listening ports, shared memory
-and temporary files that this program's children made must be gone; stores must still be readable. Beside the turns one
-explorer is visited all the time (`visitor.py`), and its memory recorded.
+Without GPUs: runs are on gloo, calibrations on a stand-in. After every turn all processes, listening ports, shared
+memory and temporary files that this program's children made must be gone; stores must still be readable. Beside the
+turns one explorer is visited all the time (`visitor.py`), and its memory recorded.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python3 tests/bench/titan_host_cost.py [--only tp2,fsdp2tp2]     (a Python with torchtitan installed)
 
-One process pretends to be a rank of several (torch's `fake` process group sends nothing), widths are tiny, and the cost of a layer is
-the difference of a deep and a shallow model. What is compared are ways of running the same layer.
+One process pretends to be a rank of several (torch's `fake` process group sends nothing), widths are tiny, and the cost
+of a layer is the difference of a deep and a shallow model. What is compared are ways of running the same layer.
 """
 
 from __future__ import annotations

@@ -2,14 +2,14 @@
 
     python3 tests/bench/tune_on_gpus.py whole OUT --budget 400                      on a machine with four GPUs
     python3 tests/bench/tune_on_gpus.py whole OUT --budget 300 --device cpu --tiny  a rehearsal on gloo, two ranks
-    python3 tests/bench/tune_on_gpus.py command OUT --budget 120                    planner tune itself, on a machine with GPUs
-    python3 tests/bench/tune_on_gpus.py table OUT > examples/tune/gpus.md           anywhere, afterwards
+    python3 tests/bench/tune_on_gpus.py command OUT --budget 120                    planner tune itself, on a machine
+    with GPUs python3 tests/bench/tune_on_gpus.py table OUT > examples/tune/gpus.md           anywhere, afterwards
 
-The shapes are of no shipped model and nothing was adjusted on them. Predictions come from a shipped profile of another host
-with such GPUs. For each question OUT/rows.jsonl gets a line with all candidates as predicted, before anything runs; a line
-for each of tune's trials as it ends; and a line for each plan of the truth: tune's best once more, the ten best predicted and
-five random legal ones, those that tune has measured last. Every start has a time limit, and each question an equal part of the
-time that is left. `table` replays the rivals from what was measured.
+The shapes are of no shipped model and nothing was adjusted on them. Predictions come from a shipped profile of another
+host with such GPUs. For each question OUT/rows.jsonl gets a line with all candidates as predicted, before anything
+runs; a line for each of tune's trials as it ends; and a line for each plan of the truth: tune's best once more, the ten
+best predicted and five random legal ones, those that tune has measured last. Every start has a time limit, and each
+question an equal part of the time that is left. `table` replays the rivals from what was measured.
 """
 
 from __future__ import annotations
@@ -190,7 +190,9 @@ def _asked(plans: Candidates, row: int) -> Chosen:
 
 
 def truth_batches(plans: Candidates, tuned: int | None, tried: list[int], runner: Any) -> list[list[int]]:
-    """Return the plans of the truth by mesh: tune's best, the fastest predicted, random ones, those tried before last."""
+    """Return the plans of the truth by mesh: tune's best, the fastest predicted, random ones, those tried before
+    last.
+    """
     sure = [row for row, one in enumerate(plans.plans) if one.estimate.memory.fit_probability >= SURE]
     draw = random.Random(len(plans))
     others = draw.sample(sure[BEST:], min(RANDOM, len(sure[BEST:])))
@@ -215,7 +217,9 @@ def append(out: Path, row: dict[str, Any]) -> None:
 
 
 def command(options: argparse.Namespace) -> None:
-    """Run `planner tune` as a person would: our executor's trials with their numbers checked, on all GPUs of this machine."""
+    """Run `planner tune` as a person would: our executor's trials with their numbers checked, on all GPUs of this
+    machine.
+    """
     options.out.mkdir(parents=True, exist_ok=True)
     small = ["--model", "tiny-llama", "--cluster", "h200x4", "--gpus", "2", "--seq-len", "64", "--global-batch", "8"]
     real = ["--model", "llama3.2-1b", "--cluster", "local", "--seq-len", "2048", "--global-batch", "32"]

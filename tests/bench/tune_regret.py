@@ -2,10 +2,10 @@
 
     python3 tests/bench/tune_regret.py OUT.md CASES.json...        needs Optuna (the dev extra), no GPU
 
-Every file's runs are put together by question (model, cluster, workload, number of GPUs); questions of which fewer than eight
-plans were recorded or fewer than four measured are left out. Methods and regret are those of tests/bench/tune_rivals.py.
-Nothing of what tune believes was adjusted on these runs one by one; its prior ranges were learned from whole sources, some of
-them among these (examples/validation/intervals.md).
+Every file's runs are put together by question (model, cluster, workload, number of GPUs); questions of which fewer than
+eight plans were recorded or fewer than four measured are left out. Methods and regret are those of
+tests/bench/tune_rivals.py. Nothing of what tune believes was adjusted on these runs one by one; its prior ranges were
+learned from whole sources, some of them among these (examples/validation/intervals.md).
 """
 
 from __future__ import annotations

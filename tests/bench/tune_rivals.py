@@ -1,10 +1,11 @@
 """What other ways of choosing trials find in recorded runs, beside `tune`: regret after so many trials.
 
-Regret is how much longer the best plan measured so far takes than the best recorded. Before any trial a plan is chosen by
-prediction, or at random where a method has none. Trials that fail count as trials. While nothing was measured, the regret is
-that of the slowest recorded plan. TPE (Optuna) chooses among the plans that were recorded: its point is moved to the nearest
-one that is untried, and it begins with three random ones instead of its ten. Successive halving spends the GPU seconds of
-as many whole trials: a first round of two steps each on random plans, half of which go on with twice as many steps.
+Regret is how much longer the best plan measured so far takes than the best recorded. Before any trial a plan is chosen
+by prediction, or at random where a method has none. Trials that fail count as trials. While nothing was measured, the
+regret is that of the slowest recorded plan. TPE (Optuna) chooses among the plans that were recorded: its point is moved
+to the nearest one that is untried, and it begins with three random ones instead of its ten. Successive halving spends
+the GPU seconds of as many whole trials: a first round of two steps each on random plans, half of which go on with twice
+as many steps.
 """
 
 from __future__ import annotations

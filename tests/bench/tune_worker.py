@@ -1,7 +1,8 @@
 """One rank of trials that share a start: plans of equal meshes, built, warmed up and timed one after the other.
 
-Forked from a server that has imported torch (tests/bench/fresh_pool.py), so that a start costs the groups and no imports. Each
-plan's result is written when it is known; a plan that fails ends the processes, and the plans after it get new ones.
+Forked from a server that has imported torch (tests/bench/fresh_pool.py), so that a start costs the groups and no
+imports. Each plan's result is written when it is known; a plan that fails ends the processes, and the plans after it
+get new ones.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python -m tests.bench.ui_screenshots OUT_FOLDER [NAME ...]
 
-Needs `pip install 'meshwright[ui]' playwright pillow` and a Chromium of the system (`apt-get install chromium`). Pages are
-1280 pixels wide and as high as what is on them, two 1920 and one 360. Written as palette PNGs, for their size.
+Needs `pip install 'meshwright[ui]' playwright pillow` and a Chromium of the system (`apt-get install chromium`). Pages
+are 1280 pixels wide and as high as what is on them, two 1920 and one 360. Written as palette PNGs, for their size.
 """
 
 from __future__ import annotations
@@ -86,7 +86,9 @@ def resolved(path: str) -> str:
 
 
 def settled(page: Page, timeout_s: float = 600.0) -> None:
-    """Wait until the page has drawn itself and nothing runs any more. Raises TimeoutError where something still does."""
+    """Wait until the page has drawn itself and nothing runs any more. Raises TimeoutError where something still
+    does.
+    """
     page.wait_for_selector("h1", timeout=timeout_s * 1e3)
     quiet = 0
     ends = time.monotonic() + timeout_s

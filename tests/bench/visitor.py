@@ -2,8 +2,8 @@
 
     python tests/bench/visitor.py ADDRESS SECONDS OUT.json
 
-writes how many pages were asked and finished, and the resident memory of the server and its children, in MiB, after each
-visit: that of the first tenth of the visits and that of the last tenth tell whether it is bounded.
+writes how many pages were asked and finished, and the resident memory of the server and its children, in MiB, after
+each visit: that of the first tenth of the visits and that of the last tenth tell whether it is bounded.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Just enough of torch.cuda to run the measuring code without a GPU: streams with clocks, events that read them.
 
 Time is virtual, in milliseconds. The host takes `issue_ms` for each call; a copy or a product takes `WORK_MS` on the
-streams that are current, from when host and streams are ready. So a measurement can be compared with what it should say.
+streams that are current, from when host and streams are ready. So a measurement can be compared with what it should
+say.
 """
 
 from __future__ import annotations

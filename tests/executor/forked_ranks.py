@@ -1,4 +1,5 @@
-"""Ranks of one gloo group on this machine, forked from a process that has imported torch: four start in the time of one.
+"""Ranks of one gloo group on this machine, forked from a process that has imported torch: four start in the time of
+one.
 
 For tests of what ranks compute. Those of how ranks are started, watched and ended use `executor.launch`.
 """

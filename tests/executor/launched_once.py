@@ -9,7 +9,9 @@ PATIENCE_S = 600.0
 
 
 def made_once(tmp_path_factory, name: str, make: Callable[[Path], None]) -> Path:
-    """Return the folder `name` that `make` has filled, here or in another worker. Raises what `make` raises, anywhere."""
+    """Return the folder `name` that `make` has filled, here or in another worker. Raises what `make` raises,
+    anywhere.
+    """
     root = tmp_path_factory.getbasetemp()
     folder = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / name
     ended = folder / "ended"

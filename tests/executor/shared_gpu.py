@@ -1,17 +1,17 @@
 """Several ranks on one GPU, so that what four ranks compute can be checked where there is one.
 
 NCCL refuses two ranks on one GPU, so the group is gloo's: it takes CUDA tensors for collectives, by way of host memory,
-but not for sends and receives (torch 2.11, ProcessGroupGloo.cpp and ProcessGroupGlooCuda.cpp). Symmetric memory needs only
-the group's store, and allows one device for all ranks when it is told so (CUDASymmetricMemory.cu). The driver lets the
-processes take turns on the GPU, a few milliseconds each: whoever spins is interrupted, so waits end, but each costs turns
-of all others. Results mean what they mean on several GPUs; times mean nothing, and neither NVLink nor the order in which
-its traffic becomes visible is tested.
+but not for sends and receives (torch 2.11, ProcessGroupGloo.cpp and ProcessGroupGlooCuda.cpp). Symmetric memory needs
+only the group's store, and allows one device for all ranks when it is told so (CUDASymmetricMemory.cu). The driver lets
+the processes take turns on the GPU, a few milliseconds each: whoever spins is interrupted, so waits end, but each costs
+turns of all others. Results mean what they mean on several GPUs; times mean nothing, and neither NVLink nor the order
+in which its traffic becomes visible is tested.
 
 Two things are otherwise than between GPUs. Copies are kernels: a persistent product that leaves no room on any
-multiprocessor and waits for such a copy waits for ever (one H200, four ranks, reduce-scatter at 16384 x 6152 x 136: large
-tiles, and every program waits at some). So products leave a quarter of the multiprocessors alone. And gloo's all-gather of
-several tensors, by which torch's functional one is carried out, reads device addresses on the host (SIGSEGV; the class
-AsyncAllgatherCoalescedWork has no counterpart for CUDA), so that of one tensor takes its place.
+multiprocessor and waits for such a copy waits for ever (one H200, four ranks, reduce-scatter at 16384 x 6152 x 136:
+large tiles, and every program waits at some). So products leave a quarter of the multiprocessors alone. And gloo's
+all-gather of several tensors, by which torch's functional one is carried out, reads device addresses on the host
+(SIGSEGV; the class AsyncAllgatherCoalescedWork has no counterpart for CUDA), so that of one tensor takes its place.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from executor.gpu import symmetric_memory as symmetric
 from executor.overlap import fused
 from executor.overlap.copy_engine import processors
 
-# Of the overlap modes, those that move data themselves. `nccl` and `chunked` would test gloo, `ring` sends and receives,
-# and torch's own barriers wait without a limit.
+# Of the overlap modes, those that move data themselves. `nccl` and `chunked` would test gloo, `ring` sends and
+# receives, and torch's own barriers wait without a limit.
 MODES = ("copy_engine", "fused")
 POLLS = 1 << 25  # alone on the GPU some seconds, with three others four times that
 LONGEST_WAIT_S = 30.0

@@ -74,7 +74,9 @@ def test_compute_has_every_rate_of_every_gpu(torch, tmp_path, monkeypatch) -> No
 
 
 class Vote(Rank):
-    """A rank whose peers vote as told: what `reduce_over_ranks` returns is what it is given, or failure where they failed."""
+    """A rank whose peers vote as told: what `reduce_over_ranks` returns is what it is given, or failure where they
+    failed.
+    """
 
     peers_failed = False
 

@@ -105,7 +105,9 @@ def test_a_draw_is_added_once_and_nothing_is_replaced(tmp_path):
 
 
 def test_errors_and_coverage_of_a_known_ledger():
-    """Predicted 1 s, measured 1.25 and 1: errors of -20% and 0, one of two inside 0.9 to 1.1. Memory 90 of 100: -10%."""
+    """Predicted 1 s, measured 1.25 and 1: errors of -20% and 0, one of two inside 0.9 to 1.1. Memory 90 of 100:
+    -10%.
+    """
     rows = [{**row("a"), **over("a")}, {**row("b"), **over("b", step_s=1.0)}]
 
     assert statistics("all", rows, "datasheet") == (

@@ -1,4 +1,6 @@
-"""`tests/on_gpus.sh`: what it would run is legal and covers what there is, what ended is not run again, and its table."""
+"""`tests/on_gpus.sh`: what it would run is legal and covers what there is, what ended is not run again, and its
+table.
+"""
 
 from dataclasses import asdict, replace
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""What is read back of a run: settings that took effect, clocks while steps were timed, and the profile that is kept."""
+"""What is read back of a run: settings that took effect, clocks while steps were timed, and the profile that is
+kept.
+"""
 
 import json
 import time

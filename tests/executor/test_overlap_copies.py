@@ -1,8 +1,8 @@
 """What the host issues for exchanges by copy engines, played by threads that are ranks, on memory of this process.
 
-Each call does at once what a stream would do later, in the order in which the host issues it: the very order that has to
-lead to an end on any hardware. A wait that nobody ends fails after seconds. Bytes go where the plans' addresses say, so
-what is asserted is that the right rows arrive in the right places, call after call, with ranks out of step.
+Each call does at once what a stream would do later, in the order in which the host issues it: the very order that has
+to lead to an end on any hardware. A wait that nobody ends fails after seconds. Bytes go where the plans' addresses say,
+so what is asserted is that the right rows arrive in the right places, call after call, with ranks out of step.
 """
 
 import ctypes
@@ -207,7 +207,9 @@ def test_a_rank_that_is_far_ahead_waits_instead_of_overwriting() -> None:
 
 @pytest.mark.usefixtures("inline")
 def test_a_call_issues_no_more_than_it_has_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Per piece sent: a copy and a word set; per piece awaited: a wait and a word lowered. Plans are worked out once."""
+    """Per piece sent: a copy and a word set; per piece awaited: a wait and a word lowered. Plans are worked out
+    once.
+    """
     issued: dict[int, list[str]] = {}
 
     def counted(name: str, call: Callable[..., None]) -> Callable[..., None]:

@@ -1,6 +1,7 @@
 """The Triton kernels without a GPU: numbers in the interpreter, and what the compiler makes of them for Hopper.
 
-A software pipeliner may move a load above a wait that it does not depend on, and nothing but the compiled code shows it.
+A software pipeliner may move a load above a wait that it does not depend on, and nothing but the compiled code shows
+it.
 """
 
 import json

@@ -1,7 +1,8 @@
 """Every plan computes what one process computes: losses, gradients and updated parameters, on gloo processes.
 
 One launch runs many plans, because starting processes costs more than the plans do. The tolerances are those of
-`executor.verify.plans` (2^10 units in the last place of the type); float64 is used so that a mistake cannot hide in rounding.
+`executor.verify.plans` (2^10 units in the last place of the type); float64 is used so that a mistake cannot hide in
+rounding.
 """
 
 import json
@@ -76,7 +77,8 @@ TWO = {
             "micro_batch_size": 2,
         },
     ),
-    # Kept results: of every kind of attention, of reductions, and where each half of a backward pass runs the block again.
+    # Kept results: of every kind of attention, of reductions, and where each half of a backward pass runs the block
+    # again.
     "tp-selective-op": ({}, {"tp": 2, "recompute": "selective-op", "micro_batch_size": 8}),
     "tp-sp-selective-op": (
         {"model": "qk_norm"},
@@ -102,7 +104,8 @@ TWO = {
             "micro_batch_size": 2,
         },
     ),
-    # Allowed because they were seen to run: unequal widths, halves of a rank that tp does not divide, ends without layers.
+    # Allowed because they were seen to run: unequal widths, halves of a rank that tp does not divide, ends without
+    # layers.
     "odd-tp": ({"model": "odd"}, {"tp": 2, "micro_batch_size": 8}),
     "odd-tp-sp-overlap": (
         {"model": "odd"},

@@ -1,4 +1,6 @@
-"""Copies of tokens on their way to experts and back: gradients against finite differences, and against autograd's own."""
+"""Copies of tokens on their way to experts and back: gradients against finite differences, and against autograd's
+own.
+"""
 
 import pytest
 

@@ -147,7 +147,9 @@ def test_rows_taken_in_another_order_come_back_with_their_gradients() -> None:
 
 
 def test_the_loss_and_its_gradient_are_those_of_cross_entropy(monkeypatch) -> None:
-    """The slope of a rank's columns, as the cut loss computes it, where one rank has all of them; eagerly, by pieces."""
+    """The slope of a rank's columns, as the cut loss computes it, where one rank has all of them; eagerly, by
+    pieces.
+    """
     from executor.model import vocabulary_loss
     from executor.model.vocabulary_loss import VocabularyLoss, _exp_sums, _logits_grad, _row_max
 
@@ -194,7 +196,9 @@ def test_cut_columns_give_the_loss_of_all_of_them_even_where_a_rank_has_next_to_
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_the_eager_loss_holds_what_the_runtime_says(dtype, monkeypatch) -> None:
-    """The most bytes held at once, the logits among them, by the account of torch's own allocator; pieces an eighth as large."""
+    """The most bytes held at once, the logits among them, by the account of torch's own allocator; pieces an eighth as
+    large.
+    """
     from executor.model import vocabulary_loss
     from executor.model.vocabulary_loss import PIECE_LOGITS, VocabularyLoss
     from simulator.config.runtime import DTYPE_BYTES

@@ -1,4 +1,6 @@
-"""A tuning whose trials the executor makes, two ranks on gloo: ranks are killed, stopped and starved, and it goes on."""
+"""A tuning whose trials the executor makes, two ranks on gloo: ranks are killed, stopped and starved, and it goes
+on.
+"""
 
 import json
 import os

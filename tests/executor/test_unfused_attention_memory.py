@@ -1,4 +1,6 @@
-"""What descriptions say that attention without a fused kernel and experts without a grouped product allocate, against torch."""
+"""What descriptions say that attention without a fused kernel and experts without a grouped product allocate, against
+torch.
+"""
 
 from collections.abc import Callable
 from typing import Any

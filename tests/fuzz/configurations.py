@@ -67,7 +67,9 @@ _estimates: dict[str, Any] = {}
 
 
 def _estimated(case: Case) -> Any:
-    """Return the estimate of a case as a document. Most damage leaves the question as it was, which is answered once."""
+    """Return the estimate of a case as a document. Most damage leaves the question as it was, which is answered
+    once.
+    """
     asked = repr((case.question, case.plan))
     if asked not in _estimates:
         _estimates[asked] = codec.to_builtins(case.question.estimate([case.plan]).estimate(0))

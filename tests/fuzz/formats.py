@@ -1,7 +1,7 @@
 """The formats that people and other programs hand us: a corpus, a strategy of damaged inputs, and how each is read.
 
-A reader does what the commands do with such a file, so that an input that decodes is also used. It returns the documents
-that the user would be shown; it may raise `PlannerError` and nothing else.
+A reader does what the commands do with such a file, so that an input that decodes is also used. It returns the
+documents that the user would be shown; it may raise `PlannerError` and nothing else.
 """
 
 from __future__ import annotations

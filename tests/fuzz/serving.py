@@ -1,4 +1,6 @@
-"""What serving and learning are told in files: requests, saved deployments, published points, logs and tables of runs."""
+"""What serving and learning are told in files: requests, saved deployments, published points, logs and tables of
+runs.
+"""
 
 from __future__ import annotations
 

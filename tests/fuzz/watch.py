@@ -49,7 +49,9 @@ def _hook(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 def _inside(path: object, folder: Path) -> bool:
-    """Return whether a file may be written: in the folder, a null device, or what Python keeps of an imported module."""
+    """Return whether a file may be written: in the folder, a null device, or what Python keeps of an imported
+    module.
+    """
     if not isinstance(path, (str, bytes, os.PathLike)):
         return True  # a file that is open already
     place = Path(os.path.abspath(os.fsdecode(path)))  # noqa: PTH100 - as it was named, links included

@@ -1,4 +1,6 @@
-"""The parts of the command beside plans: each starts what a person would start, within a time, and reads what it left."""
+"""The parts of the command beside plans: each starts what a person would start, within a time, and reads what it
+left.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ class Place:
 
 
 def started(place: Place, name: str, words: Sequence[str | Path], limit_s: float) -> tuple[int | None, str, float]:
-    """Run a command in the part's folder; return its exit code (None: it was ended), what it printed, and its seconds."""
+    """Run a command in the part's folder; return its exit code (None: it was ended), what it printed, and its
+    seconds.
+    """
     place.out.mkdir(parents=True, exist_ok=True)
     log, began = place.out / f"{name}.log", time.monotonic()
     with log.open("wb") as file:
@@ -73,7 +77,9 @@ def row(part: str, what: str, code: int | None, text: str, seconds: float, said:
 
 
 def commands(place: Place, tell: Tell) -> None:
-    """`estimate`, `apply`, `report` and the export that runs as it stands, one after the other as a person types them."""
+    """`estimate`, `apply`, `report` and the export that runs as it stands, one after the other as a person types
+    them.
+    """
     overlapped = ["--tp", "2", "--sequence-parallel", "--tp-overlap", "fused"] if place.gpus > 1 else []
     words = [*MODEL, "--framework=meshwright", "--cluster=local", f"--gpus={place.ranks}"]
     words += ["--global-batch=4", "--micro-batch=4", *overlapped, "--out=plan.json", "--force"]

@@ -1,7 +1,7 @@
 """Plans of every parallelism, overlap mode and way to run blocks, run as `planner apply` runs them.
 
-On one GPU two ranks share it for the plans of two whose collectives gloo serves (`tests.executor.shared_gpu`): numbers are
-checked, and times mean nothing.
+On one GPU two ranks share it for the plans of two whose collectives gloo serves (`tests.executor.shared_gpu`): numbers
+are checked, and times mean nothing.
 """
 
 from __future__ import annotations

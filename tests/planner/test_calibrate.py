@@ -184,7 +184,9 @@ def test_typical_layers_fit_the_machine(gpus: int) -> None:
 
 
 def test_every_kind_of_parallelism_has_a_narrow_layer() -> None:
-    """On four GPUs none is a guess: FSDP, tensor, context and expert parallelism, both axes at once, pipelines, compiled."""
+    """On four GPUs none is a guess: FSDP, tensor, context and expert parallelism, both axes at once, pipelines,
+    compiled.
+    """
     requests = [one for step in typical_steps("torchtitan", 4) for one in narrow_requests(step, 4)]
     kinds = {tuple(one["plan"][axis] for axis in ("dp_shard", "tp", "cp", "ep", "pp")) for one in requests}
 

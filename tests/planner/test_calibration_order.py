@@ -1,4 +1,6 @@
-"""What a calibration measures first: posteriors against Gaussian conditioning on samples, orders against brute force."""
+"""What a calibration measures first: posteriors against Gaussian conditioning on samples, orders against brute
+force.
+"""
 
 from dataclasses import replace
 from itertools import permutations
@@ -177,7 +179,9 @@ def test_what_was_not_measured_is_told_with_what_it_could_change() -> None:
 
 
 def test_layers_of_a_runtime_that_is_not_run_here_are_not_measured_as_the_executors() -> None:
-    """The executor's own narrow layer tells how quick the host is; what such a runtime's layers cost it stays assumed."""
+    """The executor's own narrow layer tells how quick the host is; what such a runtime's layers cost it stays
+    assumed.
+    """
     wanted = Wanted(steps=(step(Plan(tp=2, dp_shard=2, sequence_parallel=True), runtime="megatron-lm"),))
 
     agenda = agenda_for(wanted, MACHINE, None, gpus=4, budget_s=120)

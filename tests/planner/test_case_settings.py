@@ -78,8 +78,8 @@ def test_unknown_optimizers_are_refused_and_known_ones_recognised():
 
 
 def test_every_optimizer_has_its_own_states_and_update():
-    """In float32 over 8 ranks: 8 bytes a parameter for Adam's two moments, 4 for Lion's one, none for plain SGD; an update
-    reads parameter and gradient, writes the parameter, and reads and writes each moment.
+    """In float32 over 8 ranks: 8 bytes a parameter for Adam's two moments, 4 for Lion's one, none for plain SGD; an
+    update reads parameter and gradient, writes the parameter, and reads and writes each moment.
     """
     found = {
         word: answer_plan(load_case(changed(runtime={"optimizer": word}, plan={"recompute": "full"}))).estimate

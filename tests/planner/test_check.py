@@ -288,7 +288,9 @@ documents = st.dictionaries(
 @given(documents, st.data())
 @settings(max_examples=200, deadline=None)
 def test_an_edit_changes_its_key_and_nothing_else(document, data) -> None:
-    """Of YAML in both styles, JSON in three layouts and TOML: the library reads the edited value and all others as they were."""
+    """Of YAML in both styles, JSON in three layouts and TOML: the library reads the edited value and all others as they
+    were.
+    """
     kind = data.draw(st.sampled_from(["block", "flow", "json", "indented", "tabs", "toml"]))
     flat = {
         f"{k}.{i}" if isinstance(v, dict) else k: None

@@ -59,7 +59,9 @@ def test_a_command_written_is_read_as_the_same_engine(engine: str, pool: Pool, w
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_files_hold_commands_that_the_engine_takes(engine: str) -> None:
-    """Compose and Kubernetes start the words that `vllm serve` and SGLang have flags for, each with a value of its type."""
+    """Compose and Kubernetes start the words that `vllm serve` and SGLang have flags for, each with a value of its
+    type.
+    """
     pool = Pool(engines=2, tp=2)
     files = serving_files(Deployment(engine=engine, pool=pool), "Qwen/Qwen3-30B-A3B", longest=4096, gpus_per_node=8)
     services = yaml.safe_load(files["compose.yaml"])["services"].values()

@@ -173,7 +173,9 @@ def test_estimate_of_a_case_has_the_keys_of_the_contract(planner):
 
 
 def test_default_overlap_rates_are_listed_as_assumed(planner):
-    """As `estimate` does: plans that overlap by modes whose rates nobody measured here rest on those of another machine."""
+    """As `estimate` does: plans that overlap by modes whose rates nobody measured here rest on those of another
+    machine.
+    """
     question = ("--model", "llama3-8b", "--cluster", "dgx-h100", "--gpus", "4", "--seq", "16384", "--global-batch", "1")
     done = planner(
         "suggest", *question, "--framework", "meshwright", "--top", "8", "--pp", "1", "--no-simulate", "--json"

@@ -246,7 +246,9 @@ RUN = ("--model", "llama3.2-1b", "--seq-len", "2048", "--global-batch", "256", "
 
 
 def test_a_whole_run_has_days_cost_and_energy(planner):
-    """By hand: steps times the step, GPU-hours times the price, and 700 W a GPU, which is what H100 SXM's datasheet says."""
+    """By hand: steps times the step, GPU-hours times the price, and 700 W a GPU, which is what H100 SXM's datasheet
+    says.
+    """
     flags = ("--gpus", "16", "--tokens", "100B", "--gpu-price", "2.5")
     answer = json.loads(planner("suggest", *RUN, *flags, "--json").stdout)
     run, step = answer["run"], answer["plans"][0]["estimate"]["step_s"]

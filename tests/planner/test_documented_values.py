@@ -1,4 +1,6 @@
-"""Every value that `--help` names for a flag of a plan is in the plan that is judged, and a rule that refuses it says why."""
+"""Every value that `--help` names for a flag of a plan is in the plan that is judged, and a rule that refuses it says
+why.
+"""
 
 from __future__ import annotations
 

@@ -181,7 +181,9 @@ def test_plans_of_an_answer_are_plans_of_a_case(planner, tmp_path):
 
 
 def test_text_is_no_more_precise_than_it_can_be_read(planner, tmp_path):
-    """Terms stand under each other with the step's decimals; what neither plan has is left out; both say if they fit."""
+    """Terms stand under each other with the step's decimals; what neither plan has is left out; both say if they
+    fit.
+    """
     leaner = ("--recompute", "full", "--micro-batch", 1)
     question = ("--model", "llama3-8b", "--cluster", "dgx-h100", "--gpus", 8, "--global-batch", 64, "--pp", 1)
     plans = [tmp_path / "a.json", tmp_path / "b.json"]

@@ -1,7 +1,7 @@
 """Exports, built by the tool's own code on a fake process group: what was built is what the plan says.
 
-For interpreters named in MESHWRIGHT_EXPORT_PYTHONS (`torchtitan@0.2.2=PYTHON,deepspeed=PYTHON,...`), as the gate makes them
-(`.ci/tools`); skipped without.
+For interpreters named in MESHWRIGHT_EXPORT_PYTHONS (`torchtitan@0.2.2=PYTHON,deepspeed=PYTHON,...`), as the gate makes
+them (`.ci/tools`); skipped without.
 """
 
 from __future__ import annotations

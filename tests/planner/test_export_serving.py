@@ -1,4 +1,6 @@
-"""`planner export` of a serving plan writes the files that `planner suggest --out FOLDER` does, and refuses what they cannot be."""
+"""`planner export` of a serving plan writes the files that `planner suggest --out FOLDER` does, and refuses what they
+cannot be.
+"""
 
 from __future__ import annotations
 

@@ -30,7 +30,9 @@ WORKLOAD = Workload(seq_len=8192, global_batch_size=64)
     [(50.0, Fit.YES), (69.9, Fit.YES), (70.1, Fit.LIKELY), (80.0, Fit.LIKELY), (91.0, Fit.UNLIKELY)],
 )
 def test_the_word_follows_from_the_range_and_the_limit(reserved, fit):
-    """Of 80 bytes, predicted to -10 and +11 % in 80 of 100 cases: 95 of 100 fit up to 80 / 1.11^(1.645/1.282) = 69.97."""
+    """Of 80 bytes, predicted to -10 and +11 % in 80 of 100 cases: 95 of 100 fit up to 80 / 1.11^(1.645/1.282) =
+    69.97.
+    """
     peak = Interval(value=0.9 * reserved, low=0.81 * reserved, high=0.9 * 1.11 * reserved, source=Source.DATASHEET)
     memory = MemoryEstimate(
         peak_bytes=peak, reserved_bytes=reserved, by_category={}, worst_rank=0, capacity_bytes=80.0, fits=reserved <= 80
@@ -66,7 +68,9 @@ def every_relative(plan):
     ],
 )
 def test_fixes_are_in_the_order_of_what_they_cost_and_none_is_cheaper(llama8b, plan, fit):
-    """Every relative by recomputation, micro batch and resharding that surely fits costs at least as much as the first."""
+    """Every relative by recomputation, micro batch and resharding that surely fits costs at least as much as the
+    first.
+    """
     question = question_of(llama8b, make_cluster(1, 8), WORKLOAD, framework=TORCHTITAN, runtime=RUNTIME)
     estimate = predict(question, plan).estimate
     fixes = find_fixes(question, plan, estimate)

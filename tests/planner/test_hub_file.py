@@ -1,4 +1,6 @@
-"""`--online`: the config.json of a model on the Hub, and nothing else, only where it is asked for. A stand-in for the Hub."""
+"""`--online`: the config.json of a model on the Hub, and nothing else, only where it is asked for. A stand-in for the
+Hub.
+"""
 
 import json
 import sys

@@ -152,10 +152,11 @@ SEEDS = [*range(11), 13]
 @pytest.mark.slow
 @pytest.mark.parametrize("block", range(2))
 def test_the_stages_found_are_the_best_there_are(block):
-    """A dozen pipelines of several schedules with up to 100 fillings, up to 16 GPUs, a quarter of them on bridged pairs.
+    """A dozen pipelines of several schedules with up to 100 fillings, up to 16 GPUs, a quarter of them on bridged
+    pairs.
 
-    Layers, recomputation, overlap modes and the order of the GPUs together. Where nothing fits, the solver says so; nothing
-    is below the bound.
+    Layers, recomputation, overlap modes and the order of the GPUs together. Where nothing fits, the solver says so;
+    nothing is below the bound.
     """
     answered = 0
     for seed in SEEDS[block * 6 : block * 6 + 6]:
@@ -238,7 +239,9 @@ def test_the_same_pipeline_has_the_same_filling_every_time():
 
 
 def test_layers_stay_where_the_runtime_puts_them_when_dense_ones_lie_between_sparse_ones() -> None:
-    """What a stage costs then depends on which layers it holds: a solver that counts them would cost another network."""
+    """What a stage costs then depends on which layers it holds: a solver that counts them would cost another
+    network.
+    """
     moe = MixtureOfExperts(experts=4, experts_per_token=2, ffn=512, dense_layers=2, dense_layer_ids=(0, 2))
     mixed = replace(TINY, moe=moe)
     leading = replace(TINY, moe=replace(moe, dense_layer_ids=(0, 1)))

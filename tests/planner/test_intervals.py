@@ -1,4 +1,6 @@
-"""Ranges of predictions: how the shipped factors follow from sources, and that they hold on the measured cases shipped for tests."""
+"""Ranges of predictions: how the shipped factors follow from sources, and that they hold on the measured cases shipped
+for tests.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,9 @@ def test_a_step_is_as_sure_as_its_parts() -> None:
 
 
 def test_a_step_that_waits_for_its_host_is_less_sure() -> None:
-    """Hosts differ more than GPUs: the same plan with short sequences is launch-bound, and its interval wider upward."""
+    """Hosts differ more than GPUs: the same plan with short sequences is launch-bound, and its interval wider
+    upward.
+    """
 
     def high_over_value(seq_len: int) -> tuple[float, float]:
         estimate = estimate_of(

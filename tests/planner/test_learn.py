@@ -1,4 +1,6 @@
-"""A runtime learned from runs: what made simulated runs is found in them, files are read as they are said, and answers use it."""
+"""A runtime learned from runs: what made simulated runs is found in them, files are read as they are said, and answers
+use it.
+"""
 
 from __future__ import annotations
 

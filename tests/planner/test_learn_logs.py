@@ -1,4 +1,6 @@
-"""Logs of torchtitan, Megatron-LM and DeepSpeed: real lines are read as their tools wrote them, anything else is refused."""
+"""Logs of torchtitan, Megatron-LM and DeepSpeed: real lines are read as their tools wrote them, anything else is
+refused.
+"""
 
 from __future__ import annotations
 

@@ -266,7 +266,9 @@ def test_deepspeed_refuses_pipelines_beyond_zero_1(zero, legal):
 
 
 def test_asynchronous_tensor_parallelism_has_preconditions():
-    """It needs compile and sequence parallelism; on the torch that drops it silently there is a note; no NVLink is slow."""
+    """It needs compile and sequence parallelism; on the torch that drops it silently there is a note; no NVLink is
+    slow.
+    """
     plan = Plan(dp_shard=4, tp=2, sequence_parallel=True, tp_overlap="async")
     eager, compiled = Runtime(compile=False), Runtime(compile=True, version="0.2.2")
 

@@ -1,4 +1,6 @@
-"""Offloading as people meet it: asked for, refused where a framework has none of it, offered where memory lacks, exported."""
+"""Offloading as people meet it: asked for, refused where a framework has none of it, offered where memory lacks,
+exported.
+"""
 
 from __future__ import annotations
 

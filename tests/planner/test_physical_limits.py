@@ -1,4 +1,6 @@
-"""What no machine can do, no prediction may say: more bytes in less time, a slower step on faster links, and their like."""
+"""What no machine can do, no prediction may say: more bytes in less time, a slower step on faster links, and their
+like.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ from topology.catalog.clusters import PROBED, catalog_names, cluster
 from topology.rates.groups import GroupShape
 from topology.rates.reach import reach
 
-# Sends and receives, of which all-to-alls are made, have a measured staircase: NCCL gives a message more channels in steps.
+# Sends and receives, of which all-to-alls are made, have a measured staircase: NCCL gives a message more channels in
+# steps.
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
 MACHINES = tuple(name for name in catalog_names() if reach(cluster(name)).gpus > 1)
 SIZES = np.unique(np.round(2 ** np.linspace(6, 33, 400)))
@@ -87,8 +90,8 @@ def question(machine, *, batch: int = 64, calibration: Calibration | None = None
     st.floats(1.0, 16.0),
 )
 def test_more_bandwidth_never_slows_a_step(name, scale, first, second) -> None:
-    """But for SMs and memory that NCCL takes: for quicker links it opens more channels, and with them larger buffers. That
-    kernels last longer then also hides more, to less than a thousandth of a step.
+    """But for SMs and memory that NCCL takes: for quicker links it opens more channels, and with them larger buffers.
+    That kernels last longer then also hides more, to less than a thousandth of a step.
     """
     machine = cluster(name, 16)
     alone = Calibration(gpu=machine.slowest_kind, effects=Effects(contention=False))

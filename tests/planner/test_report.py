@@ -165,7 +165,9 @@ def content():
 
 
 def write_run(content, folder, *, factor: float = 1.0, status: str = "finished") -> dict:
-    """Write a run's directory whose step is `factor` of the prediction; the timeline is the simulated one, as kernels."""
+    """Write a run's directory whose step is `factor` of the prediction; the timeline is the simulated one, as
+    kernels.
+    """
     value = content.estimate.step_s.value
     document = {
         "schema_version": 1,

@@ -112,8 +112,8 @@ def eight_gpus():
 def test_with_faster_links_tensor_parallel_never_gets_relatively_worse(eight_gpus, factor):
     """Plans with and without more bandwidth inside a node: those with tensor parallelism gain at least as much.
 
-    But for steps that wait longer for their hosts once the links are faster: what is gained is not theirs to show. Compiled, and
-    of large layers, those are few.
+    But for steps that wait longer for their hosts once the links are faster: what is gained is not theirs to show.
+    Compiled, and of large layers, those are few.
     """
     plans, costed = eight_gpus
     before, after = costed(1.0), costed(factor)

@@ -73,7 +73,8 @@ def surely_fits(table):
 
 @pytest.mark.parametrize("objective", ["time", "memory"])
 def test_no_candidate_beats_the_first(every_plan, objective):
-    """The best plan is the minimum over every candidate that surely fits, costed one by one; the bound is true and tight.
+    """The best plan is the minimum over every candidate that surely fits, costed one by one; the bound is true and
+    tight.
 
     By time the first is the simplest of those that tie with the best.
     """
@@ -95,7 +96,9 @@ def test_no_candidate_beats_the_first(every_plan, objective):
 
 
 def test_every_plan_listed_is_next_best(every_plan):
-    """Not only the first: of tie_group, which split data parallelism differently, one stands for all that tie with it."""
+    """Not only the first: of tie_group, which split data parallelism differently, one stands for all that tie with
+    it.
+    """
     result = answer(objective="time")
     table = every_plan
     best = {}
@@ -372,7 +375,9 @@ def test_a_gpu_nobody_knows_is_refused_not_guessed(llama8b, cluster, workload):
 
 
 def test_a_profile_changes_search_and_estimate_alike(llama8b):
-    """On the machine it was taken on, the plan found with a profile has the step that costing every plan with it says."""
+    """On the machine it was taken on, the plan found with a profile has the step that costing every plan with it
+    says.
+    """
     cluster, workload = load_cluster("h200x4"), Workload(seq_len=4096, global_batch_size=16)
     profile = read_profile(ROOT / "examples" / "profiles" / "h200x4.json")
     layers = (one for one in profile.layers if one.runtime["name"] == "torchtitan" and not one.runtime["compile"])

@@ -28,7 +28,9 @@ WIDEST = st.sampled_from((64, 512, EVERYTHING))  # of which later rounds cost an
 
 @st.composite
 def questions(draw):
-    """Draw a question whose answer often has pipelines with stages of their own: slow links, few layers, a wide head."""
+    """Draw a question whose answer often has pipelines with stages of their own: slow links, few layers, a wide
+    head.
+    """
     model = replace(
         TINY,
         layers=draw(st.integers(5, 8)),

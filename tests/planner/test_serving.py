@@ -150,7 +150,9 @@ def test_more_clients_want_more_replicas(planner: Callable[..., Finished]) -> No
 
 
 def test_without_fast_links_replicas_win_and_two_gpus_are_slower_than_one(tmp_path: Path) -> None:
-    """vllm-project/vllm#689 and gpt-fast#111: with 0.5 ms an all-reduce, 64 of them cost more than a second GPU saves."""
+    """vllm-project/vllm#689 and gpt-fast#111: with 0.5 ms an all-reduce, 64 of them cost more than a second GPU
+    saves.
+    """
     v100 = cluster_from_case({"gpu": "v100-sxm-32gb", "gpus_per_node": 2, "nodes": 1, "interconnect": "nvlink"})[0]
     save_cluster(v100, tmp_path / "v100.json")
     question = asked(model="llama2-7b", cluster=str(tmp_path / "v100.json"), engine="torch", weights="float16")
@@ -237,7 +239,9 @@ ENGINE_POOLS = [("vllm", Pool(tp=2)), ("vllm", Pool(dp_attention=8, ep=8)), ("sg
 
 @pytest.mark.parametrize(("engine", "pool"), ENGINE_POOLS)
 def test_a_command_takes_as_many_gpus_as_its_engine_has(engine: str, pool: Pool) -> None:
-    """Each engine multiplies its own flags: vLLM tensor, pipeline and data; SGLang has attention's data inside tensor."""
+    """Each engine multiplies its own flags: vLLM tensor, pipeline and data; SGLang has attention's data inside
+    tensor.
+    """
     words = command(Deployment(engine=engine, pool=pool), pool, "org/model", longest=4096)
     flags = dict(itertools.pairwise(words))
     names = {

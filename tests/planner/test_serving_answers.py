@@ -250,7 +250,9 @@ def test_custom_all_reduce_is_off_without_nvlink_between_all_gpus() -> None:
 
 
 def test_the_cache_in_words_that_vllm_prints(planner: Callable[..., Finished]) -> None:
-    """The log of vLLM for Llama 3 8B on an 80 GB H100 at 0.9 has about 440 thousand tokens; asked of 131,072 a request."""
+    """The log of vLLM for Llama 3 8B on an 80 GB H100 at 0.9 has about 440 thousand tokens; asked of 131,072 a
+    request.
+    """
     done = planner("estimate", "--task", "serve", "--gpus", "1", "--model", "llama3-8b", "--gpu-memory-utilization", "0.9", "--isl", "130816", "--vary", "0", "--concurrency", "1")  # fmt: skip
     words = " ".join(done.stdout.split())
     assert "GPU KV cache size:" in words
@@ -271,7 +273,9 @@ def test_prefill_engines_count_among_the_gpus() -> None:
 
 
 def test_llama2_70b_on_four_gpus_with_bridges_between_pairs(tmp_path: Path) -> None:
-    """vllm-project/vllm#2280: 16-bit weights need all four; the cache of TP 4 holds 148 thousand tokens less what runs."""
+    """vllm-project/vllm#2280: 16-bit weights need all four; the cache of TP 4 holds 148 thousand tokens less what
+    runs.
+    """
     machine = tmp_path / "pairs.json"
     machine.write_text('{"gpu": "a6000", "gpus_per_node": 4, "interconnect": "pcie", "bridges": [[0, 1], [2, 3]]}')
     found = search_serving(serving_question(flags(model="llama2-70b", cluster=str(machine), concurrency=8)))

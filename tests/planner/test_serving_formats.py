@@ -1,4 +1,6 @@
-"""How an engine is started: the format of its checkpoint, eager or captured, whose all-reduce; said, costed, exported, read back."""
+"""How an engine is started: the format of its checkpoint, eager or captured, whose all-reduce; said, costed, exported,
+read back.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What releases of engines can do: facts with sources, errors that name the release, searches that leave out what it lacks."""
+"""What releases of engines can do: facts with sources, errors that name the release, searches that leave out what it
+lacks.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +82,9 @@ def test_a_search_leaves_out_what_the_release_lacks_and_counts_it() -> None:
 
 
 def test_an_older_release_schedules_while_the_gpu_waits() -> None:
-    """From 0.14 on a step takes the longer of GPU and host, before it the sum: small steps are quicker by the host's time."""
+    """From 0.14 on a step takes the longer of GPU and host, before it the sum: small steps are quicker by the host's
+    time.
+    """
     old, new = (
         serving_question(replace(DEEPSEEK, model="llama3-8b", engine=engine))
         for engine in ("vllm==0.13.0", "vllm==0.14.0")

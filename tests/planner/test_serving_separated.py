@@ -1,4 +1,6 @@
-"""Separated plans as files: every engine once, its flags real ones, and a router that finds every engine where it listens."""
+"""Separated plans as files: every engine once, its flags real ones, and a router that finds every engine where it
+listens.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What users asked in public threads and what the answer had to be, with its numbers: the stories about training plans."""
+"""What users asked in public threads and what the answer had to be, with its numbers: the stories about training
+plans.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ GIB = 2.0**30
 
 
 def test_s2_fit_and_its_range():
-    """Llama-3 8B, FSDP over 8 H100: 16 bytes a parameter are 119.7 GiB, 15.0 a GPU; the rest by category, as a range."""
+    """Llama-3 8B, FSDP over 8 H100: 16 bytes a parameter are 119.7 GiB, 15.0 a GPU; the rest by category, as a
+    range.
+    """
     model = load_model("llama3-8b")
     plan = Plan(dp_shard=8, recompute="selective")
     estimate = estimate_plans(
@@ -49,7 +53,9 @@ def test_s2_fit_and_its_range():
 
 
 def test_s10_what_mfu_to_expect():
-    """Llama-2 70B on 8 A100 at 20 TFLOP/s is 6.4% of 312; what is predicted there is several times that, by one peak."""
+    """Llama-2 70B on 8 A100 at 20 TFLOP/s is 6.4% of 312; what is predicted there is several times that, by one
+    peak.
+    """
     model = load_model("llama2-70b")
     machine = cluster("dgx-a100", 8)
     plan = Plan(dp_replicate=1, tp=8, recompute="full", sequence_parallel=True, zero_stage=0)
@@ -68,7 +74,9 @@ def test_s10_what_mfu_to_expect():
 
 
 def test_s12_odd_counts():
-    """64 heads and 8 key/value heads on 6 GPUs: tensor parallel 1 or 2; 3 and 6 divide no heads. 12 pipelines of 70B do."""
+    """64 heads and 8 key/value heads on 6 GPUs: tensor parallel 1 or 2; 3 and 6 divide no heads. 12 pipelines of 70B
+    do.
+    """
     model, workload = load_model("llama2-70b"), Workload(seq_len=4096, global_batch_size=24)
     for framework in ("torchtitan", "megatron-lm"):
         found = enumerate_candidates(question_of(model, cluster("dgx-h100", 6), workload, framework=framework))
@@ -96,7 +104,8 @@ def test_s12_sixteen_ways_is_legal_where_heads_are_copied():
 def test_s16_asynchronous_tensor_parallelism():
     """Llama-3 70B, 256 H100 at 500 W, FSDP 32 x TP 8, full recompute, compiled: published 597 to 652 tok/s/GPU, 1.09x.
 
-    The predicted gain is between nothing and twice the published one; the rule without NVLink says that it does not pay.
+    The predicted gain is between nothing and twice the published one; the rule without NVLink says that it does not
+    pay.
     """
     from dataclasses import replace
 

@@ -36,8 +36,8 @@ def sent(case):
 
 
 def test_full_sharding_moves_three_times_the_parameters():
-    """FSDP2: gathered in bfloat16 forward and backward (the head once: it is used again at once), and gradients scattered
-    in float32; of a ring of 16 over two nodes, every node sends once into the network.
+    """FSDP2: gathered in bfloat16 forward and backward (the head once: it is used again at once), and gradients
+    scattered in float32; of a ring of 16 over two nodes, every node sends once into the network.
     """
     case = asked({"dp_shard": 16})
     axes, links = sent(case)
@@ -89,7 +89,9 @@ def test_a_pipeline_sends_one_hidden_state_a_boundary_each_way():
 
 
 def test_experts_get_and_return_their_tokens():
-    """Dispatch and combine, forward and backward: each token's hidden state to its two experts, of which 7 in 8 are away."""
+    """Dispatch and combine, forward and backward: each token's hidden state to its two experts, of which 7 in 8 are
+    away.
+    """
     case = asked({"ep": 8, "dp_shard": 16}, model="mixtral-8x7b", batch=16)
     axes, _ = sent(case)
 
@@ -151,7 +153,7 @@ def test_documents_of_suggest_and_estimate_have_the_traffic_that_explain_has(pla
     assert found["plans"][0]["traffic"]["axes"] == estimated["traffic"]["axes"] == explained["traffic"]["axes"]
     assert links["network"]["busy_share"] > 0
     assert {axis["axis"] for axis in away["traffic"]["axes"]} >= {"fsdp", "host"}
-    # In 4 micro batches a gradient goes to the host, and parameters come before both passes; but the head's only before one,
-    # as it is used again at once. All in float32, 1/16 of it each.
+    # In 4 micro batches a gradient goes to the host, and parameters come before both passes; but the head's only before
+    # one, as it is used again at once. All in float32, 1/16 of it each.
     host = next(axis for axis in away["traffic"]["axes"] if axis["axis"] == "host")
     assert host["pcie_bytes"] == pytest.approx(4 * 4 * (3 * 8.03e9 - 128256 * 4096) / 16, rel=1e-3)

@@ -1,4 +1,6 @@
-"""Tuning: beliefs against other computations of the same, choices against what is known to be right, and recorded runs."""
+"""Tuning: beliefs against other computations of the same, choices against what is known to be right, and recorded
+runs.
+"""
 
 from __future__ import annotations
 
@@ -239,7 +241,8 @@ def test_a_budget_ends_a_tuning(recorded) -> None:
     assert len(view.trials) <= 3
 
 
-# --- the state ---------------------------------------------------------------------------------------------------------
+# --- the state
+# ---------------------------------------------------------------------------------------------------------
 
 
 def begun(path, small) -> Candidates:
@@ -318,7 +321,8 @@ def test_what_is_no_state_is_refused(tmp_path, text: str) -> None:
         read_state(tmp_path / "state")
 
 
-# --- the command -------------------------------------------------------------------------------------------------------
+# --- the command
+# -------------------------------------------------------------------------------------------------------
 
 
 def test_the_command_answers_as_its_contract_says_and_resumes(tmp_path, planner) -> None:

@@ -1,4 +1,6 @@
-"""What cannot work is refused by every command that plans, and what is in doubt is said: links, MIG, nodes, profiles."""
+"""What cannot work is refused by every command that plans, and what is in doubt is said: links, MIG, nodes,
+profiles.
+"""
 
 import json
 from dataclasses import replace

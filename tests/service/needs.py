@@ -1,4 +1,6 @@
-"""Imported first by tests that need the service's packages: where they are missing, the module is skipped and says why."""
+"""Imported first by tests that need the service's packages: where they are missing, the module is skipped and says
+why.
+"""
 
 import pytest
 

@@ -14,7 +14,9 @@ from tests.service import needs  # noqa: F401 - skips where a package is missing
 from topology.errors import BadInput
 
 from planner.cli import app  # isort: skip
-from planner.service.requests import PLAIN_NAME, arguments, job_request, request_type, served, write_inputs  # isort: skip
+
+# Isort: skip
+from planner.service.requests import PLAIN_NAME, arguments, job_request, request_type, served, write_inputs
 
 import typer  # isort: skip
 from pydantic import ValidationError  # isort: skip

@@ -57,8 +57,8 @@ def draw_plans(
 ) -> list[Drawn]:
     """Return `each` legal plans of every runtime under every schedule, and without a pipeline.
 
-    A stratum has a draw of its own, so that a schedule or a runtime more leaves the plans of all others as they are. With a
-    `calibration` they run on its machine, four H200 of a node.
+    A stratum has a draw of its own, so that a schedule or a runtime more leaves the plans of all others as they are.
+    With a `calibration` they run on its machine, four H200 of a node.
     """
     found: list[Drawn] = []
     for runtime in RECOMPUTE:

@@ -117,7 +117,9 @@ def test_one_stream_that_grows_holds_little_more_than_its_highest_address(steps)
 
 
 def test_segments_follow_the_rules_of_the_caching_allocator() -> None:
-    """Up to 1 MiB from 2 MiB segments, below 10 MiB from 20 MiB ones, else rounded to 2 MiB; growing ones come in pages."""
+    """Up to 1 MiB from 2 MiB segments, below 10 MiB from 20 MiB ones, else rounded to 2 MiB; growing ones come in
+    pages.
+    """
     for size, fixed, growing in (
         (1, 2, 2),
         (MIB, 2, 2),

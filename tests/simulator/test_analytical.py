@@ -155,8 +155,8 @@ def test_a_profile_of_this_gpu_prices_collectives() -> None:
 
 
 def test_the_end_of_a_step_moves_what_the_optimizer_owns_and_what_gradients_pass_through() -> None:
-    """Megatron with a sharded optimizer: 46 bytes of each parameter owned (28 AdamW, 12 clipping, 6 for the 16-bit copy)
-    and 16 of each gradient held (4 zeroed, 8 averaged, 4 checked); torchtitan moves 40 of what it owns.
+    """Megatron with a sharded optimizer: 46 bytes of each parameter owned (28 AdamW, 12 clipping, 6 for the 16-bit
+    copy) and 16 of each gradient held (4 zeroed, 8 averaged, 4 checked); torchtitan moves 40 of what it owns.
     """
     megatron, early = Runtime(name="megatron-lm"), Runtime(name="megatron-lm", version="2022-05")
 

@@ -287,7 +287,9 @@ def test_kernels_of_layers_are_told_from_those_of_a_large_head() -> None:
 
 
 def test_noise_in_runs_without_a_large_head_does_not_become_a_factor() -> None:
-    """A head of a thousandth of the step: noise of some percent is many times its size, and one factor stands for all."""
+    """A head of a thousandth of the step: noise of some percent is many times its size, and one factor stands for
+    all.
+    """
     whole = calibrated(profile(), cluster())
     assert whole is not None
     tiny = dataclasses.replace(WIDE, vocab=64)
@@ -304,7 +306,9 @@ def test_noise_in_runs_without_a_large_head_does_not_become_a_factor() -> None:
 
 
 def test_one_shape_however_often_it_ran_moves_factors_as_far_as_it_tells_of_others() -> None:
-    """A layer 20 % longer than alone, in two types: others are not taken to be so, as they are where three shapes say it."""
+    """A layer 20 % longer than alone, in two types: others are not taken to be so, as they are where three shapes say
+    it.
+    """
     whole = calibrated(profile(), cluster())
     assert whole is not None
     every = layers(layer_factor=1.2, wide=dataclasses.replace(WIDE, vocab=128256))

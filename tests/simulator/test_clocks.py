@@ -18,7 +18,9 @@ PARTS = ("compute", "recompute", "copies", "contention", "optimizer", "exposed_c
 
 
 def test_of_a_long_pause_only_the_end_is_credited():
-    """Loading two sequences takes longer than the power limiter averages over; what the host waits besides is in short gaps."""
+    """Loading two sequences takes longer than the power limiter averages over; what the host waits besides is in short
+    gaps.
+    """
     scenario = Scenario(
         model=load_model("llama3-8b"),
         cluster=cluster("dgx-h200"),

@@ -107,7 +107,9 @@ def test_send_recv_staircase_of_b200():
 
 @pytest.mark.parametrize("name", catalog.catalog_names())
 def test_more_bytes_never_take_less_time_on_any_machine(name):
-    """What NCCL runs slower at fewer bytes is bounded, for every operation, on a pair and on a node of the catalogue."""
+    """What NCCL runs slower at fewer bytes is bounded, for every operation, on a pair and on a node of the
+    catalogue.
+    """
     machine = catalog.cluster(name)
     sizes = np.logspace(2, 10.3, 400)
     for ranks in {min(2, machine.gpus_per_node), machine.gpus_per_node} - {1}:

@@ -1,4 +1,6 @@
-"""What NCCL's communicators take: buffers as its own log shows them, by what a group is used for, beside a full GPU that ran."""
+"""What NCCL's communicators take: buffers as its own log shows them, by what a group is used for, beside a full GPU
+that ran.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Every number of the shipped TOML files says what it is and where it is from: beside it, above it, or at the head of its file."""
+"""Every number of the shipped TOML files says what it is and where it is from: beside it, above it, or at the head of
+its file.
+"""
 
 import re
 from collections.abc import Iterator

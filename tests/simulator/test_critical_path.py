@@ -41,7 +41,9 @@ def costs(lengths, slower=None):
 
 @st.composite
 def programs(draw):
-    """Two ranks that meet now and then, each with kernels on three streams; the sums of no two sets of times are equal."""
+    """Two ranks that meet now and then, each with kernels on three streams; the sums of no two sets of times are
+    equal.
+    """
     count = draw(st.integers(3, 8))
     steps = [
         draw(

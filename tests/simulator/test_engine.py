@@ -39,8 +39,8 @@ def test_a_stream_runs_in_order_and_streams_run_beside_each_other():
 
 
 def test_a_host_waits_where_the_queue_of_a_stream_is_full():
-    """Kernels of a second, issued in a tenth: with four in the queue the tenth is issued once the sixth has begun, so that work of five
-    seconds behind it ends later than they do.
+    """Kernels of a second, issued in a tenth: with four in the queue the tenth is issued once the sixth has begun, so
+    that work of five seconds behind it ends later than they do.
     """
     code = CodeWriter()
     for _ in range(10):
@@ -58,7 +58,9 @@ def test_a_host_waits_where_the_queue_of_a_stream_is_full():
 
 
 def test_a_long_run_says_how_far_it_is_and_can_be_ended():
-    """Kernels of a second each: the clock that is reported rises to the step, and an error from the watcher gets out."""
+    """Kernels of a second each: the clock that is reported rises to the step, and an error from the watcher gets
+    out.
+    """
     code = CodeWriter()
     for _ in range(5000):
         code.launch("a")
@@ -206,7 +208,9 @@ class OnePort(SimpleCosts):
 
 @pytest.mark.parametrize("folded", [True, False])
 def test_messages_share_a_port(folded):
-    """Three at a time through one port take three times as long; with folding they are one message that counts thrice."""
+    """Three at a time through one port take three times as long; with folding they are one message that counts
+    thrice.
+    """
     a, b = CodeWriter(), CodeWriter()
     a.send("pair", 1, 8)
     b.recv("pair", 0, 8)

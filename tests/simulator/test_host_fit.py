@@ -1,4 +1,6 @@
-"""What single layers say of hosts: every sample of a profile is told back, and costs that made runs are found in them."""
+"""What single layers say of hosts: every sample of a profile is told back, and costs that made runs are found in
+them.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,8 @@ MACHINE = load_cluster("h200x4")
     ("name", "own"), [("h200x4_draw1", 16), ("h100x4_draw2", 8), ("h200x4_draw3", 18), ("h200x2_next", 40)]
 )
 def test_a_calibration_tells_its_own_samples_back(name, own) -> None:
-    """Runs of one and two layers of our executor: within 7 % in the mean and 25 % each; of torchtitan, whose ranks wait for
-    the slowest of their data loaders on top, within 25 % each.
+    """Runs of one and two layers of our executor: within 7 % in the mean and 25 % each; of torchtitan, whose ranks wait
+    for the slowest of their data loaders on top, within 25 % each.
     """
     profile = read_profile(PROFILES / f"{name}.json")
     machine = cluster("dgx-h100", 4) if name.startswith("h100") else load_cluster("h200x4")
@@ -98,7 +100,9 @@ def test_what_was_not_run_is_as_described_at_the_speed_of_the_host() -> None:
 
 
 def test_a_runtime_without_runs_is_as_slow_as_the_host_that_others_showed() -> None:
-    """Two hosts have narrow layers of our executor alone, and one of them is quicker than any other that is described."""
+    """Two hosts have narrow layers of our executor alone, and one of them is quicker than any other that is
+    described.
+    """
     known = calibrated(read_profile(PROFILES / "h100x4_draw2.json"), cluster("dgx-h100", 4))
     quick = calibrated(read_profile(PROFILES / "h200x2_next.json"), load_cluster("h200x4"))
     assert known is not None
@@ -162,8 +166,8 @@ def slowest_load_s(parts: tuple[Model, Plan, Workload, Runtime], usual_s: float)
 
 
 def test_loading_that_runs_tell_of_is_no_cost_of_their_hosts() -> None:
-    """Layers as described, whose loading took twenty times as long as described, and was told: the host is as described. Ranks wait
-    for the slowest of them, of which the one that tells is not one.
+    """Layers as described, whose loading took twenty times as long as described, and was told: the host is as
+    described. Ranks wait for the slowest of them, of which the one that tells is not one.
     """
     gpu, steps = Calibration(gpu=MACHINE.slowest_kind), narrow_steps()[:4]
     silent = {("torchtitan", False): RuntimeCosts(host={"data_token_s": 0.0})}
@@ -183,8 +187,8 @@ def test_loading_that_runs_tell_of_is_no_cost_of_their_hosts() -> None:
 
 
 def test_hosts_of_experts_and_pipelines_are_found_though_described_as_nothing() -> None:
-    """Steps of narrow layers as a host makes them that takes 4 ms for a layer's experts, 0.8 ms for a stage's pass, and 3 ms
-    more for a step under DDP.
+    """Steps of narrow layers as a host makes them that takes 4 ms for a layer's experts, 0.8 ms for a stage's pass, and
+    3 ms more for a step under DDP.
     """
     true = {"ep_layer_s": 4e-3, "pp_pass_s": 0.8e-3, "ddp_rest_s": 3e-3}
     gpu = Calibration(gpu=MACHINE.slowest_kind)
@@ -203,7 +207,9 @@ def test_hosts_of_experts_and_pipelines_are_found_though_described_as_nothing() 
 
 
 def test_the_simulation_and_the_sums_have_the_same_pipeline_host() -> None:
-    """A stage whose passes are so short that its host decides: 8 micro batches, each with one forward and one backward."""
+    """A stage whose passes are so short that its host decides: 8 micro batches, each with one forward and one
+    backward.
+    """
     parts = (*narrow_steps()[-1][:2], Workload(seq_len=256, global_batch_size=16), Runtime(name="torchtitan"))
     gpu = Calibration(gpu=MACHINE.slowest_kind)
 

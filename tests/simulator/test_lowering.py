@@ -263,7 +263,9 @@ def host_s(step: Step) -> float:
 
 
 def test_a_share_of_layers_is_wrapped_layer_by_layer() -> None:
-    """The mode `selective` of torchtitan wraps every second block: half as many layers recompute, and keep only their input."""
+    """The mode `selective` of torchtitan wraps every second block: half as many layers recompute, and keep only their
+    input.
+    """
     model = shortened("llama3-8b", 4)
     workload = Workload(seq_len=2048, global_batch_size=1)
     count = {}
@@ -354,8 +356,8 @@ def test_simulate_plan_reads_the_run_back() -> None:
 
 
 def test_sixteen_thousand_gpus_fold_to_their_stages() -> None:
-    """llama3-405b, tp 8, cp 2, pp 16: 16 classes, tens of thousands of instructions for two micro batches; a timeline of 64 of
-    them is drawn with the fewest that show how it goes on.
+    """llama3-405b, tp 8, cp 2, pp 16: 16 classes, tens of thousands of instructions for two micro batches; a timeline
+    of 64 of them is drawn with the fewest that show how it goes on.
     """
     model, machine = load_model("llama3-405b"), cluster("dgx-h100", gpus=16384)
     plan = Plan(dp_shard=64, tp=8, sequence_parallel=True, cp=2, pp=16, schedule="1F1B")

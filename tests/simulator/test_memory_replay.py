@@ -1,4 +1,6 @@
-"""What a rank asks of the allocator: measured reserved memory, sums that must agree, retries of a GPU that is nearly full."""
+"""What a rank asks of the allocator: measured reserved memory, sums that must agree, retries of a GPU that is nearly
+full.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ WITH_MEMORY = [case for case in MEASURED if case["measured"].get("peak_memory_gi
 
 @pytest.mark.parametrize("case", WITH_MEMORY, ids=lambda case: case["id"])
 def test_reserved_memory_is_what_torch_reserved(case) -> None:
-    """FSDP, HSDP, DDP, tensor and context parallelism, pipelines, recomputation and compilation on four H200: within 5 %."""
+    """FSDP, HSDP, DDP, tensor and context parallelism, pipelines, recomputation and compilation on four H200: within 5
+    %.
+    """
     row = validate_case(case)
 
     assert abs(row["error"]["memory"]) < 0.05
@@ -58,7 +62,9 @@ def test_allocated_memory_is_what_megatron_core_allocated(case) -> None:
 
 
 def test_metrics_after_backward_hold_two_float32_copies_beside_the_logits_that_the_trainer_keeps() -> None:
-    """One layer and a large vocabulary under FSDP1: state and one gathered unit are small beside 2 + 4 + 4 bytes a logit."""
+    """One layer and a large vocabulary under FSDP1: state and one gathered unit are small beside 2 + 4 + 4 bytes a
+    logit.
+    """
     model = replace(load_model("llama3.2-1b"), layers=1, hidden=256, ffn=512, vocab=128_256, name="")
     workload = Workload(seq_len=2048, global_batch_size=64)
     runtime = resolve({"name": "llm-foundry"})[0]
@@ -138,7 +144,9 @@ def test_one_rank_that_gathers_its_parameters_from_the_host_never_holds_more_tha
 
 
 def test_replicas_that_add_up_gradients_hold_what_they_sum_beside_them() -> None:
-    """FSDP2 keeps each unit's reduced gradient to the end of a backward pass if replicas sum it: a shard of all more."""
+    """FSDP2 keeps each unit's reduced gradient to the end of a backward pass if replicas sum it: a shard of all
+    more.
+    """
     shards = 4.0 * load_model("llama3.2-1b").parameters / 2
     held = {}
     for batch in (4, 8):
@@ -149,8 +157,8 @@ def test_replicas_that_add_up_gradients_hold_what_they_sum_beside_them() -> None
 
 
 def test_a_plan_that_retries_allocations_never_surely_fits() -> None:
-    """Measured: Llama 3 8B, sequences of 8192, two replicas of two shards kept gathered, four micro batches, on four H200
-    took 9.1 s a step and retried allocations 12 times in each; its sums leave 14 GiB.
+    """Measured: Llama 3 8B, sequences of 8192, two replicas of two shards kept gathered, four micro batches, on four
+    H200 took 9.1 s a step and retried allocations 12 times in each; its sums leave 14 GiB.
     """
     plan = Plan(dp_replicate=2, dp_shard=2, reshard_after_forward=False)
     question = question_of(
@@ -215,7 +223,9 @@ def test_a_learned_memory_factor_scales_what_is_held() -> None:
 
 @pytest.mark.parametrize("schedule", ["1F1B", "GPipe"])
 def test_a_step_of_very_many_micro_batches_is_not_replayed(schedule) -> None:
-    """The framework keeps a buffer for every message of a step: 2^31 of them would take hours, and more memory than there is."""
+    """The framework keeps a buffer for every message of a step: 2^31 of them would take hours, and more memory than
+    there is.
+    """
     asked = question_of(
         load_model("tiny-llama"), cluster("dgx-h100"), Workload(seq_len=256, global_batch_size=2**31), gpus=8
     )
@@ -226,7 +236,9 @@ def test_a_step_of_very_many_micro_batches_is_not_replayed(schedule) -> None:
 
 
 def test_a_stage_that_is_left_without_layers_holds_little_beside_the_others() -> None:
-    """A runtime cuts stages by their arithmetic: beside the head of a wide vocabulary narrow layers do not fill four stages."""
+    """A runtime cuts stages by their arithmetic: beside the head of a wide vocabulary narrow layers do not fill four
+    stages.
+    """
     asked = {
         "model": {"model_type": "llama", "num_hidden_layers": 4, "hidden_size": 256, "num_attention_heads": 4,
                   "num_key_value_heads": 4, "intermediate_size": 1024, "vocab_size": 131072},

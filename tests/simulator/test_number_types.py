@@ -52,8 +52,9 @@ def saved_bytes(runtime: str, seq_len: int) -> float:
 
 
 def test_fused_attention_in_float32_keeps_no_scores() -> None:
-    """Torch's memory-efficient kernel keeps what is linear in the sequence; torchtitan 0.2.2 does not ask for it, and keeps
-    scores, which are quadratic: kernels of both were seen on H200s (examples/validation/fresh.jsonl, 3/15 and 3/16).
+    """Torch's memory-efficient kernel keeps what is linear in the sequence; torchtitan 0.2.2 does not ask for it, and
+    keeps scores, which are quadratic: kernels of both were seen on H200s (examples/validation/fresh.jsonl, 3/15 and
+    3/16).
     """
     assert saved_bytes("meshwright", 8192) == pytest.approx(2 * saved_bytes("meshwright", 4096), rel=1e-6)
     assert saved_bytes("torchtitan", 8192) > 3 * saved_bytes("torchtitan", 4096)
@@ -70,7 +71,9 @@ def test_products_in_float32_stay_below_the_rate_without_tensor_cores() -> None:
 
 
 def test_measured_products_of_an_h200_are_described_by_tiles_alone() -> None:
-    """170 products measured by themselves scatter by less than 4.5 % around the datasheet model, whatever their shape."""
+    """170 products measured by themselves scatter by less than 4.5 % around the datasheet model, whatever their
+    shape.
+    """
     samples = json.loads((PROFILES / "h200x4.json").read_text())["operators"]
     roofline, missed = Roofline(gpu=gpu_kind("h200-sxm")), []
     for s in samples:

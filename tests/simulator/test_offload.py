@@ -17,8 +17,8 @@ from topology.catalog.clusters import cluster
 from topology.cluster import COPY_SHARE
 from topology.rates.host import SOCKET_BYTES_PER_S, host_rates
 
-# Ren et al., ZeRO-Offload, arXiv 2101.06840, table 4: seconds of DeepSpeed's Adam on two Xeon Platinum 8168 by billions of
-# parameters.
+# Ren et al., ZeRO-Offload, arXiv 2101.06840, table 4: seconds of DeepSpeed's Adam on two Xeon Platinum 8168 by billions
+# of parameters.
 CPU_ADAM_S = {1: 0.22, 2: 0.51, 4: 1.03, 8: 2.41, 10: 2.57}
 
 
@@ -54,7 +54,8 @@ def test_gpus_share_the_memory_of_their_host_and_the_slot_of_their_switch():
     [
         # Parameters, gradients and two moments of 1/8 of the network, all in float32.
         ("torchtitan", Plan(dp_shard=8, recompute="full", offload="parameters"), 4 + 4 + 8),
-        # Two moments and the float32 copy; gradients with them, of 16 bits on the GPU and of 32 where the CPU uses them.
+        # Two moments and the float32 copy; gradients with them, of 16 bits on the GPU and of 32 where the CPU uses
+        # them.
         ("deepspeed", Plan(dp_replicate=8, zero_stage=2, recompute="full", offload="optimizer"), 12 + 4),
         ("megatron-lm", Plan(dp_replicate=8, zero_stage=1, recompute="full", offload="optimizer"), 12),
     ],

@@ -1,4 +1,6 @@
-"""Symmetric memory of overlap modes against hand arithmetic; tests/executor/test_overlap_streams.py has the executor's."""
+"""Symmetric memory of overlap modes against hand arithmetic; tests/executor/test_overlap_streams.py has the
+executor's.
+"""
 
 import pytest
 

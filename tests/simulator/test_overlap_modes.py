@@ -217,7 +217,9 @@ def test_measurements_outrank_the_model() -> None:
 @settings(max_examples=2, deadline=None)
 @given(st.integers(0, 2**32 - 1))
 def test_rates_are_found_again_from_times_they_made(seed: int) -> None:
-    """Times of some shapes under other rates, 1 % noise: fitted, they are predicted within 3 %, other shapes within 5 %."""
+    """Times of some shapes under other rates, 1 % noise: fitted, they are predicted within 3 %, other shapes within 5
+    %.
+    """
     rng = np.random.default_rng(seed)
     truth = OverlapRates(
         copy_latency_s=3e-5, signal_s=3e-6, fused_product_slowdown=0.1, late_product_slowdown=0.5, fused_ratio=1.1

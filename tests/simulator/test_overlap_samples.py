@@ -1,4 +1,6 @@
-"""Measured overlap modes in a profile: rates fitted to them cost plans, and a shape that was measured outranks the rates."""
+"""Measured overlap modes in a profile: rates fitted to them cost plans, and a shape that was measured outranks the
+rates.
+"""
 
 from __future__ import annotations
 

@@ -70,7 +70,9 @@ def test_lower_power_limit_slows_products_as_published() -> None:
 
 
 def test_heads_that_are_no_multiple_of_eight_wide_are_slow_in_16_bits_and_by_themselves_in_a_batch() -> None:
-    """One run of heads of 150 took 208 s where one of heads of 144 took 160, of which products by head are a fortieth of the arithmetic."""
+    """One run of heads of 150 took 208 s where one of heads of 144 took 160, of which products by head are a fortieth
+    of the arithmetic.
+    """
 
     def seconds(width: float, batch: float, dtype: str = "bfloat16", rows: float = 0.0) -> float:
         flops = 2 * 2048 * 2048 * width * np.array([batch])
@@ -167,13 +169,17 @@ def test_torchtitan_calls_the_attention_of_its_version(version, architecture, ke
     ],
 )
 def test_versions_are_those_of_a_runtime_itself(name, version, early) -> None:
-    """A description that is like another's has versions of its own; a release number says nothing where only months do."""
+    """A description that is like another's has versions of its own; a release number says nothing where only months
+    do.
+    """
     assert is_earlier_version(Runtime(name=name, version=version)) == early
     assert (spec_for(Runtime(name=name, version=version)) != runtime_spec(name)) == early
 
 
 def test_products_of_experts_waste_half_a_tile_each_as_measured() -> None:
-    """Rows that a router drew, torch's grouped_mm beside a batched product on H100: within 10 % in the mean, unbiased."""
+    """Rows that a router drew, torch's grouped_mm beside a batched product on H100: within 10 % in the mean,
+    unbiased.
+    """
     table = json.loads((EXAMPLES / "validation/grouped_products.json").read_text())
     missed = []
     for row in table["rows"]:

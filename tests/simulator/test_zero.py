@@ -20,8 +20,8 @@ from topology.catalog.clusters import cluster
 
 BUCKET = 500_000_000  # deepspeed/runtime/zero/config.py: reduce_bucket_size
 
-# Plan, model, global batch, bytes reserved: DeepSpeed 0.19.8 around transformers 5.17's Llama, sequences of 4,096 tokens, reduced in
-# float32 (examples/validation/exports_2xH200.md).
+# Plan, model, global batch, bytes reserved: DeepSpeed 0.19.8 around transformers 5.17's Llama, sequences of 4,096
+# tokens, reduced in float32 (examples/validation/exports_2xH200.md).
 RAN = [
     (Plan(dp_replicate=2, zero_stage=2, micro_batch_size=2), "llama3.2-1b", 8, 44_627_394_560),
     (Plan(tp=2, zero_stage=0, micro_batch_size=2, sequence_parallel=False), "llama3.2-1b", 8, 27_910_995_968),

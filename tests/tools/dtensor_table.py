@@ -1,9 +1,11 @@
-"""Write examples/sharding/dtensor.md: operators and redistributions that torch's DTensor refuses or pays much for, and here.
+"""Write examples/sharding/dtensor.md: operators and redistributions that torch's DTensor refuses or pays much for, and
+here.
 
     python tests/tools/dtensor_table.py [--out FILE]
 
-Four processes of gloo. Every row is run three ways: whole on one process, with DTensors (eager, the installed torch), and
-as the compiler's program; both results are compared with the first. Bytes are those a rank sends if collectives are rings.
+Four processes of gloo. Every row is run three ways: whole on one process, with DTensors (eager, the installed torch),
+and as the compiler's program; both results are compared with the first. Bytes are those a rank sends if collectives are
+rings.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ P = Partial()
 
 @dataclass(frozen=True)
 class Row:
-    """`function` of tensors of `shapes`, on a mesh, with placements of its operands and, if prescribed, of its result."""
+    """`function` of tensors of `shapes`, on a mesh, with placements of its operands and, if prescribed, of its
+    result.
+    """
 
     what: str
     function: object

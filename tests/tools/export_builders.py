@@ -2,10 +2,10 @@
 
     python tests/tools/export_builders.py TARGET FILES.json   # [{"text", "files", "world", "rank"}, ...]
 
-prints a list of {"built": {...}} or {"error": what the tool said}: world, degrees, batch, accumulation, parameters of the
-rank, stages, recomputed blocks and types, as the built objects hold them. Runs inside an environment that has the tool (with
-torch on the CPU) and needs nothing of meshwright. One process of a fake process group builds what one rank of many would;
-weights stay on the meta device, so that models of any size can be built.
+prints a list of {"built": {...}} or {"error": what the tool said}: world, degrees, batch, accumulation, parameters of
+the rank, stages, recomputed blocks and types, as the built objects hold them. Runs inside an environment that has the
+tool (with torch on the CPU) and needs nothing of meshwright. One process of a fake process group builds what one rank
+of many would; weights stay on the meta device, so that models of any size can be built.
 """
 
 from __future__ import annotations

@@ -188,7 +188,8 @@ def torchrun(text: str, keys: Iterable[str]) -> Read:
 def slurm(text: str, keys: Iterable[str]) -> Read:
     """Sbatch prints the options it understood before it looks for a controller, and there is none.
 
-    Of these, a path is absolute although a relative one was written, and a number whose unit nobody said has a question mark.
+    Of these, a path is absolute although a relative one was written, and a number whose unit nobody said has a question
+    mark.
     """
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made).resolve()

@@ -115,7 +115,9 @@ def _models_of_specs() -> Any:
 
 
 def _models_of_registries() -> Any:
-    """Yield every flavor that a module's own registry builds, with a configuration function of that module to start from."""
+    """Yield every flavor that a module's own registry builds, with a configuration function of that module to start
+    from.
+    """
     import inspect
 
     import torch
@@ -171,7 +173,9 @@ def _models_of_registries() -> Any:
 
 
 def _configurations() -> Any:
-    """Yield (module.function, its model's flavor and what it sets that a plan is about) of every configuration function."""
+    """Yield (module.function, its model's flavor and what it sets that a plan is about) of every configuration
+    function.
+    """
     import inspect
 
     from torchtitan.models import _supported_models

@@ -3,9 +3,10 @@
     python -m tests.tools.goldens record FOLDER [--only GROUP ...] [--cases FILE ...]
     python -m tests.tools.goldens compare BEFORE AFTER [--tolerance 1e-9]
 
-A change that shall move no number records before and after, and compares. Groups: `plans` (470 plans of every runtime and
-schedule, drawn once), `cases` (`planner validate` of the case files), `searches`, `examples`, `exports`, `checks`, `sharding`,
-`serving`. Everything is asked through the command line, so a folder made by one version can be compared with another's.
+A change that shall move no number records before and after, and compares. Groups: `plans` (470 plans of every runtime
+and schedule, drawn once), `cases` (`planner validate` of the case files), `searches`, `examples`, `exports`, `checks`,
+`sharding`, `serving`. Everything is asked through the command line, so a folder made by one version can be compared
+with another's.
 """
 
 from __future__ import annotations

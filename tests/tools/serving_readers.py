@@ -1,6 +1,8 @@
-"""Read files of a serving plan with the tools' own parsers. Run by `serving_table.py` under an interpreter that has one of them.
+"""Read files of a serving plan with the tools' own parsers. Run by `serving_table.py` under an interpreter that has one
+of them.
 
-    python serving_readers.py vllm|sglang|compose|kubernetes FILE     FILE: a JSON list of commands, or of documents' texts
+    python serving_readers.py vllm|sglang|compose|kubernetes FILE     FILE: a JSON list of commands, or of documents'
+    texts
 
 Prints a JSON list: of a command the settings that the engine takes from it, of a document what is wrong with it.
 """
@@ -30,7 +32,9 @@ def vllm(words: list[str]) -> dict[str, Any]:
 
 
 def sglang(words: list[str]) -> dict[str, Any]:
-    """Return the arguments that `sglang.launch_server` takes from a command, as parsed: its later checks ask for the model."""
+    """Return the arguments that `sglang.launch_server` takes from a command, as parsed: its later checks ask for the
+    model.
+    """
     import argparse
 
     from sglang.srt.server_args import ServerArgs

@@ -3,8 +3,8 @@
 The packages are unpacked, not installed: they weigh gigabytes with what they need.
 
     pip download --no-deps vllm==0.33.0 sglang==0.5.23
-    unzip vllm-*.whl 'vllm/*.py' 'vllm/**/*.py' -d unpacked; unzip sglang-*.whl 'sglang/*.py' 'sglang/**/*.py' -d unpacked
-    python tests/tools/serving_schemas.py unpacked --vllm 0.33.0 --sglang 0.5.23
+    unzip vllm-*.whl 'vllm/*.py' 'vllm/**/*.py' -d unpacked; unzip sglang-*.whl 'sglang/*.py' 'sglang/**/*.py' -d
+    unpacked python tests/tools/serving_schemas.py unpacked --vllm 0.33.0 --sglang 0.5.23
 
 Both build their parser from typed fields; here the types are read from the same source text, without running it.
 """
@@ -62,7 +62,8 @@ def spelled_out(text: str, named: dict[str, str]) -> str:
     return re.sub(r"\b[A-Z]\w+\b", lambda found: named.get(found[0], found[0]), text)
 
 
-# --- vLLM: add_argument("--flag", **kwargs["field"]) beside configuration classes ---------------------------------------
+# --- vLLM: add_argument("--flag", **kwargs["field"]) beside configuration classes
+# ---------------------------------------
 
 
 def vllm_keys(root: Path) -> dict[str, Any]:
@@ -98,7 +99,8 @@ def vllm_keys(root: Path) -> dict[str, Any]:
     return keys
 
 
-# --- SGLang: fields annotated A[type, Arg(...)] -------------------------------------------------------------------------
+# --- SGLang: fields annotated A[type, Arg(...)]
+# -------------------------------------------------------------------------
 
 
 def sglang_keys(root: Path) -> dict[str, Any]:

@@ -1,9 +1,10 @@
 """Write serving plans of all kinds as files, and ask the engines' and the orchestrators' own parsers what they read.
 
-    python tests/tools/serving_table.py --with vllm@0.33.0=/v/bin/python --with sglang@0.5.23=/v/bin/python --with docker-compose@1.29.2=/v/bin/python --with kubernetes-validate@1.37.0=/v/bin/python
+    python tests/tools/serving_table.py --with vllm@0.33.0=/v/bin/python --with sglang@0.5.23=/v/bin/python --with
+    docker-compose@1.29.2=/v/bin/python --with kubernetes-validate@1.37.0=/v/bin/python
 
-`--with` names an interpreter whose environment has the parser: the unpacked packages of `serving_schemas.py` on its path with
-what they import, torch for CPUs among it. Writes examples/validation/serving_exports.md.
+`--with` names an interpreter whose environment has the parser: the unpacked packages of `serving_schemas.py` on its
+path with what they import, torch for CPUs among it. Writes examples/validation/serving_exports.md.
 """
 
 from __future__ import annotations

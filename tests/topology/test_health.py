@@ -1,4 +1,6 @@
-"""Health by links: every fault seen on a real machine gets its item, its cost and exit-worthy severity; healthy ones get none."""
+"""Health by links: every fault seen on a real machine gets its item, its cost and exit-worthy severity; healthy ones
+get none.
+"""
 
 from __future__ import annotations
 

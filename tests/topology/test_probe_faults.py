@@ -9,7 +9,9 @@ from topology.probe.report import islands
 
 
 def without_gpu(capture, lost):
-    """The matrix as it prints when GPU `lost` has left the fabric: its NV cells become SYS (vllm-project/vllm#16336)."""
+    """The matrix as it prints when GPU `lost` has left the fabric: its NV cells become SYS
+    (vllm-project/vllm#16336).
+    """
     lines = []
     for line in capture.splitlines():
         cells = line.split("\t") if "\t" in line else line.split()

@@ -1,4 +1,6 @@
-"""What the browser is told of a step: columns that say the same as the trace, and loads that say the same as the traffic."""
+"""What the browser is told of a step: columns that say the same as the trace, and loads that say the same as the
+traffic.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +95,9 @@ def test_quantities_are_sent_whole():
 
 
 def two_nodes(network=25e9):
-    """Sixteen GPUs; the first node sends 45 GB over NVLink and 25 GB into the network in a step of 1 s, the other nothing."""
+    """Sixteen GPUs; the first node sends 45 GB over NVLink and 25 GB into the network in a step of 1 s, the other
+    nothing.
+    """
     sent = ({NVLINK: 45e9, NETWORK: network},) * 8 + ({},) * 8
     return Loads(sent_bytes=sent, step_s=1.0, gpus_per_node=8, rates={NVLINK: 450e9, NETWORK: 50e9})
 

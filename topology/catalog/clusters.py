@@ -1,8 +1,9 @@
 """Clusters by name from the catalogue, and clusters described by the five fields of a case.
 
 The catalogue is data: `catalog/clusters.json` holds platforms, each with where its figures come from; `h200x4.json`
-is a real machine as it was probed. `cloud.json` adds machine types of clouds. A case has `{gpu, gpus_per_node, nodes, interconnect, nic_gbit_per_gpu}`; a field
-that it leaves out is filled in from the usual platform of that GPU and listed as an assumption.
+is a real machine as it was probed. `cloud.json` adds machine types of clouds. A case has `{gpu, gpus_per_node, nodes,
+interconnect, nic_gbit_per_gpu}`; a field that it leaves out is filled in from the usual platform of that GPU and listed
+as an assumption.
 """
 
 from __future__ import annotations
@@ -73,8 +74,8 @@ def cluster_from_case(
     """Return the cluster of a case and what had to be assumed about it.
 
     `spec` has the keys of `CASE_KEYS`; a key that is absent, null or "unknown" was not stated. `already_stated` names
-    fields that the caller sets itself (`fabric`, `oversubscription`), so that they are not listed. Raises BadCluster for a
-    GPU that is not in the catalogue, unknown keys and impossible values.
+    fields that the caller sets itself (`fabric`, `oversubscription`), so that they are not listed. Raises BadCluster
+    for a GPU that is not in the catalogue, unknown keys and impossible values.
     """
     stated = {key: value for key, value in spec.items() if value is not None and value != "unknown"}
     gpu = stated.get("gpu")

@@ -51,9 +51,9 @@ def _document() -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuNames:
-    """What others call GPUs: `skypilot` by name of a kind; `words` are patterns in a machine's description, the most telling
-    first, each with a name or an alias of a kind. `variants` are the kinds that one short name may mean, the commonest
-    first. `sources` says where they are from.
+    """What others call GPUs: `skypilot` by name of a kind; `words` are patterns in a machine's description, the most
+    telling first, each with a name or an alias of a kind. `variants` are the kinds that one short name may mean, the
+    commonest first. `sources` says where they are from.
     """
 
     schema_version: int
@@ -71,7 +71,9 @@ def gpu_names() -> GpuNames:
 
 
 def gpu_described(text: str) -> str | None:
-    """Return the GPU that the description of a machine names, by an alias of the catalogue; None where it names none."""
+    """Return the GPU that the description of a machine names, by an alias of the catalogue; None where it names
+    none.
+    """
     return next((name for pattern, name in gpu_names().words if re.search(pattern, text.lower())), None)
 
 

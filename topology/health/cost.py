@@ -92,7 +92,9 @@ def _without_fault(link: Link, kind_of: dict[str, GpuKind], common: int) -> Link
 
 
 def all_reduce_s(cluster: Cluster, positions: Sequence[int], nbytes: int = REFERENCE_BYTES) -> float | None:
-    """Return the seconds of a ring all-reduce over GPUs of one node, given by position; None where a rate is unknown."""
+    """Return the seconds of a ring all-reduce over GPUs of one node, given by position; None where a rate is
+    unknown.
+    """
     ranks = len(positions)
     if ranks < 2:
         return None

@@ -334,7 +334,9 @@ def _slow_collectives(cluster: Cluster, measured: Measurement) -> list[HealthIte
 
 
 def _concurrent_slowdowns(measured: Measurement, shared: Sequence[Sequence[int]]) -> list[HealthItem]:
-    """Find what slows down when it runs at the same time. Shared links are common: information, unless rates collapse."""
+    """Find what slows down when it runs at the same time. Shared links are common: information, unless rates
+    collapse.
+    """
     found = []
     for group in shared:
         each = [

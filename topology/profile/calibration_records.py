@@ -16,14 +16,16 @@ from topology.profile.store import run_name
 _HEAD = ("machine", "gpu", "device", "gpus", "driver", "versions", "taken_at", "command")
 
 
-# Samples by the `kind` of the records that hold them, as in `operator` for an OperatorSample. Collectives have `group` records.
+# Samples by the `kind` of the records that hold them, as in `operator` for an OperatorSample. Collectives have `group`
+# records.
 RECORDS: dict[Any, type] = {
     sample.__name__.removesuffix("Sample").lower(): sample for sample in SAMPLE_LISTS if sample is not CollectiveSample
 }
 
 
 def profile_from_records(records: Iterable[dict[str, Any]]) -> Profile:
-    """Return the profile of one calibration. Each record has a `kind`: `header`, `group`, `missing` or one of `RECORDS`.
+    """Return the profile of one calibration. Each record has a `kind`: `header`, `group`, `missing` or one of
+    `RECORDS`.
 
     Raises BadInput for a record that is none of these, a sample that cannot be true, or when no header was written.
     """

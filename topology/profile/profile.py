@@ -40,7 +40,8 @@ FASTEST_OVER_DATASHEET = 1.1  # nominal link rates are rounded down by up to 6 %
 RANGES: dict[str, Range] = {"count": (1, 10**9), "ranks": (1, 1 << 20), "nodes": (1, 1 << 20), "gpus": (0, 1 << 20)}
 # A launch alone takes a microsecond, a call of the host a tenth of that.
 FASTEST_S = 1e-8
-# Samples of one kind: all are fitted at once, within seconds. A machine's own profile has some 700 operators and 70 layers.
+# Samples of one kind: all are fitted at once, within seconds. A machine's own profile has some 700 operators and 70
+# layers.
 MOST_SAMPLES, MOST_LAYER_RUNS = 20_000, 512
 # Layers this narrow show the host, and nobody trains a model of so few: several tell what each of them costs.
 NARROW_WIDTH, NARROW_LAYERS = 512, 8
@@ -81,7 +82,8 @@ class Profile:
     """Everything measured on one machine. `taken_at` is ISO 8601; `versions` maps a library to its version.
 
     `runs` has the provenance of the samples, by the name in their `run`; `missing` what could not be measured, and why.
-    `serving` are steps of engines that serve. `overlap_rates` are those of `simulator.overlap.modes`, fitted to the samples of `overlap`.
+    `serving` are steps of engines that serve. `overlap_rates` are those of `simulator.overlap.modes`, fitted to the
+    samples of `overlap`.
     """
 
     machine: str

@@ -16,7 +16,8 @@ FAULTS = ("hardware slowdown", "software thermal slowdown", "hardware thermal sl
 
 OPERATOR_KINDS = ("matmul", "attention", "move")
 DIRECTIONS = ("forward", "backward", "dgrad", "wgrad")
-# Axes without which a sample tells nothing of its operator: by kind, and of the moves that are priced by more than their bytes.
+# Axes without which a sample tells nothing of its operator: by kind, and of the moves that are priced by more than
+# their bytes.
 AXES: dict[str, tuple[str, ...]] = {
     "matmul": ("m", "n", "k"),
     "attention": ("b", "a", "s", "S", "d"),
@@ -153,7 +154,8 @@ class ContentionSample(Sample):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OverlapSample(Sample):
-    """A tensor-parallel matmul with its collective over `ranks` GPUs of one node, per overlap mode, and its parts alone.
+    """A tensor-parallel matmul with its collective over `ranks` GPUs of one node, per overlap mode, and its parts
+    alone.
 
     `rows` are the tokens of all ranks; `columns` the output widths on a rank, several where matmuls share an
     all-gather; `depth` the contracted width. `seconds` (of one call among several in a row, the slowest rank), `spread`
@@ -196,8 +198,9 @@ class LayerSample(Sample):
     """A training step of one or two layers of a real model under a real runtime.
 
     `model`, `plan`, `workload` and `runtime` are the fields of the simulator's types as plain data; the model's number
-    of layers is 1 or 2, of narrow layers that show the host up to 8. `step_s` is the median step, `host_s` the host time to issue forward and backward where it was
-    measured, `reserved_bytes` the allocator's peak, `data_s` the part of the step spent on data loading.
+    of layers is 1 or 2, of narrow layers that show the host up to 8. `step_s` is the median step, `host_s` the host
+    time to issue forward and backward where it was measured, `reserved_bytes` the allocator's peak, `data_s` the part
+    of the step spent on data loading.
     """
 
     model: dict[str, Any]

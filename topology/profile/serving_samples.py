@@ -15,12 +15,12 @@ PHASES = ("decode", "prefill", "all_reduce", "host")
 class ServingSample(Sample):
     """Seconds of a serving engine, in its slowest rank.
 
-    `decode` is a step in which `batch` answers go on with `context` tokens cached each, `prefill` one that reads `batch`
-    prompts of `context` tokens: `seconds` with the host waiting for each, `queued_s` with the host ahead of the device,
-    `issued_s` what it took to issue. `all_reduce` is one sum over the ranks of `batch` tokens' hidden vectors with the residual
-    and the norm that follow, replayed from a graph. `host` is what the device waits for the host between two steps of a load in
-    which `batch` answers went on in the mean. Fields that a phase does not have are 0. `model` has the fields of the simulator's
-    type as plain data; `all_reduce` names the kernel, `own` or `nccl`.
+    `decode` is a step in which `batch` answers go on with `context` tokens cached each, `prefill` one that reads
+    `batch` prompts of `context` tokens: `seconds` with the host waiting for each, `queued_s` with the host ahead of the
+    device, `issued_s` what it took to issue. `all_reduce` is one sum over the ranks of `batch` tokens' hidden vectors
+    with the residual and the norm that follow, replayed from a graph. `host` is what the device waits for the host
+    between two steps of a load in which `batch` answers went on in the mean. Fields that a phase does not have are 0.
+    `model` has the fields of the simulator's type as plain data; `all_reduce` names the kernel, `own` or `nccl`.
     """
 
     engine: str

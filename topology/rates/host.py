@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from topology.cluster import COPY_SHARE, Cluster, LinkKind, VertexKind
 from topology.rates.node_rates import ASSUMED_PCIE_BYTES_PER_S, Edge, NodeRates, node_rates
 
-# Nominal memory bandwidth of a CPU socket, bytes/s, by the generation of its PCIe slots: the CPUs of DGX-2, DGX A100 and DGX
-# H100 (Xeon Platinum 8168: 6 channels of DDR4-2666; EPYC 7742: 8 of DDR4-3200; Xeon Platinum 8480C: 8 of DDR5-4800), and 12
-# channels of DDR5-6400 for the generation after them.
+# Nominal memory bandwidth of a CPU socket, bytes/s, by the generation of its PCIe slots: the CPUs of DGX-2, DGX A100
+# and DGX H100 (Xeon Platinum 8168: 6 channels of DDR4-2666; EPYC 7742: 8 of DDR4-3200; Xeon Platinum 8480C: 8 of
+# DDR5-4800), and 12 channels of DDR5-6400 for the generation after them.
 SOCKET_BYTES_PER_S = {"gen3": 128e9, "gen4": 204.8e9, "gen5": 307.2e9, "gen6": 614.4e9}
 SLOT_BYTES_PER_S = {"gen3": 15.75e9, "gen4": 31.5e9, "gen5": 63e9, "gen6": 126e9}  # 16 lanes, one direction
 GRACE_BYTES_PER_S = 500e9  # NVIDIA Grace, LPDDR5X, datasheet; CPUs that GPUs are joined to by C2C
@@ -19,8 +19,8 @@ SOCKETS = 2  # of a node, or a tray of one, that lists none; NUMA nodes may be p
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostRates:
-    """Bytes/s that each of some GPUs of a node gets while all of them ask: `copy_bytes_per_s` of copies in one direction,
-    `memory_bytes_per_s` of the CPUs' nominal memory bandwidth. `source` says what the latter rests on.
+    """Bytes/s that each of some GPUs of a node gets while all of them ask: `copy_bytes_per_s` of copies in one
+    direction, `memory_bytes_per_s` of the CPUs' nominal memory bandwidth. `source` says what the latter rests on.
     """
 
     copy_bytes_per_s: float

@@ -138,7 +138,9 @@ class NodeRates:
     # Pairs
 
     def nvlink(self, a: int, b: int) -> tuple[float, float]:
-        """Return (rate, NCCL rate) between two GPUs over NVLink, in bytes/s and direction; zeros where there is none."""
+        """Return (rate, NCCL rate) between two GPUs over NVLink, in bytes/s and direction; zeros where there is
+        none.
+        """
         if a in self.ports and b in self.ports and self.ports[a][0] == self.ports[b][0]:
             return min(self.ports[a][1], self.ports[b][1]), min(self.ports[a][2], self.ports[b][2])
         return self.wires.get((min(a, b), max(a, b)), (0.0, 0.0))

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisibleGpus:
-    """`order` holds GPU indices as nvidia-smi counts them; None means that the variable is not set (all are visible)."""
+    """`order` holds GPU indices as nvidia-smi counts them; None means that the variable is not set (all are
+    visible).
+    """
 
     order: tuple[int, ...] | None = None
     mig: tuple[str, ...] = ()

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
 
 class RemoteJob:
-    """A job of a service, as `planner.jobs.processes.Job` is one of this machine: `result` or `error` once it has ended."""
+    """A job of a service, as `planner.jobs.processes.Job` is one of this machine: `result` or `error` once it has
+    ended.
+    """
 
     def __init__(
         self, client: Client, command: str, said: dict[str, Any], read: Callable[[dict[str, Any]], Any]
@@ -85,7 +87,9 @@ def search_request(
 
 
 def read_search(document: dict[str, Any], flags: Flags, framework: str) -> SearchResult:
-    """Return the result that a service answered for `flags`. Raises BadInput, and ServiceError for another version's."""
+    """Return the result that a service answered for `flags`. Raises BadInput, and ServiceError for another
+    version's.
+    """
     if document.get("schema_version") != SCHEMA_VERSION:
         raise ServiceError(
             "the service answers in another form",

@@ -1,6 +1,8 @@
-"""The service's jobs as pages use them: of a service elsewhere (`planner ui --server`), or of its queue in this process.
+"""The service's jobs as pages use them: of a service elsewhere (`planner ui --server`), or of its queue in this
+process.
 
-In this process it is the queue of `planner service` on this machine, in the same database, so that both show the same jobs.
+In this process it is the queue of `planner service` on this machine, in the same database, so that both show the same
+jobs.
 """
 
 from __future__ import annotations

@@ -55,7 +55,8 @@ class PendingAnswer(Protocol):
 def ask(kind: str, key: str, *arguments: Any, title: str, start: Callable[[], PendingAnswer] | None = None) -> Any:
     """Return the result of a job, or None after showing its progress. Raises what the job raises.
 
-    `start` starts it elsewhere than in a process here. A session has one job of a kind: asking for another key stops it.
+    `start` starts it elsewhere than in a process here. A session has one job of a kind: asking for another key stops
+    it.
     """
     finished = _finished()
     if (kind, key) in finished:

@@ -1,4 +1,6 @@
-"""What worker processes work out (`ui.background.worker`): searches and simulated steps, by the functions of the command line."""
+"""What worker processes work out (`ui.background.worker`): searches and simulated steps, by the functions of the
+command line.
+"""
 
 from __future__ import annotations
 

@@ -46,7 +46,9 @@ class Shown:
 
 
 def lighter(colour: str) -> str:
-    """Return a colour two thirds of the way to white, which tells the forward pass from the backward and from recomputation."""
+    """Return a colour two thirds of the way to white, which tells the forward pass from the backward and from
+    recomputation.
+    """
     return "#" + "".join(f"{(int(colour[i : i + 2], 16) + 2 * 255) // 3:02X}" for i in (1, 3, 5))
 
 
@@ -74,7 +76,9 @@ def payload(
     key: str,
     dark: bool,
 ) -> dict[str, Any]:
-    """Return what `timeline.js` draws. `key` names the step: with another, the window starts again at the whole step."""
+    """Return what `timeline.js` draws. `key` names the step: with another, the window starts again at the whole
+    step.
+    """
     lanes = sorted(
         {lane for lane in line.lanes if lane[1] in shown.lanes and lane[0] in shown.ranks},
         # Sides that are compared stand below each other.

@@ -1,4 +1,6 @@
-"""A simulated step on a page: the timeline with memory and links below it, the critical path, and the loads of links."""
+"""A simulated step on a page: the timeline with memory and links below it, the critical path, and the loads of
+links.
+"""
 
 from __future__ import annotations
 

@@ -41,7 +41,9 @@ def before_and_after(rows: Sequence[Mapping[str, Any]], *, dark: bool) -> alt.La
 
 
 def over_gpus(rows: Sequence[Mapping[str, Any]], value: str, title: str, *, dark: bool) -> alt.LayerChart:
-    """Draw a quantity of the best plan over the number of GPUs. Rows have gpus, the quantity, and its words as `text`."""
+    """Draw a quantity of the best plan over the number of GPUs. Rows have gpus, the quantity, and its words as
+    `text`.
+    """
     p = paper(dark)
     numbers = [row["gpus"] for row in rows]
     base = alt.Chart(alt.Data(values=[dict(row) for row in rows])).encode(

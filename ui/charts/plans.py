@@ -89,7 +89,8 @@ def scatter(rows: Sequence[Mapping[str, Any]], *, limit_gib: float, chosen: str 
 
 
 def ranges(rows: Sequence[Mapping[str, Any]], *, chosen: Sequence[str], dark: bool) -> alt.LayerChart:
-    """Draw each plan's step as a mark on the bar of its range; plans that may not fit are hollow, the chosen have rings.
+    """Draw each plan's step as a mark on the bar of its range; plans that may not fit are hollow, the chosen have
+    rings.
 
     Rows are those of `ui.rows.plan_rows`.
     """

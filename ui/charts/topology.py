@@ -172,7 +172,8 @@ FAMILY_WORDS = {"nvswitch": "NVLink, switched", "nvlink": "NVLink", "pcie": "PCI
 
 
 def pairs(rows: list[dict[str, object]], *, switched: bool, dark: bool) -> alt.LayerChart:
-    """Draw what joins each pair of GPUs: coloured by kind, stronger where faster, labelled with the class where it fits.
+    """Draw what joins each pair of GPUs: coloured by kind, stronger where faster, labelled with the class where it
+    fits.
 
     `switched` says that NVLink goes through switches.
     """

@@ -105,7 +105,8 @@ def file_name(choice: str) -> str:
     return upload.name if upload else choice
 
 
-# --- the link ----------------------------------------------------------------------------------------------------------
+# --- the link
+# ----------------------------------------------------------------------------------------------------------
 
 
 def _count(most: int) -> Callable[[str], int | None]:
@@ -199,7 +200,9 @@ def _words() -> dict[str, str]:
 
 
 def write_link(**values: Any) -> None:
-    """Write values to the URL, those that are defaults by leaving them out. One change of a person is one step of Back."""
+    """Write values to the URL, those that are defaults by leaving them out. One change of a person is one step of
+    Back.
+    """
     texts = {key: _text(value) for key, value in values.items() if value != FIELDS[key].default}
     for key in values:
         if key not in texts and key in st.query_params:
@@ -231,7 +234,8 @@ def choose_best() -> None:
     write_link(plan=None)
 
 
-# --- the question ------------------------------------------------------------------------------------------------------
+# --- the question
+# ------------------------------------------------------------------------------------------------------
 
 
 def ask(*, row: bool, training: bool) -> Inputs:

@@ -1,4 +1,6 @@
-"""Page: a configuration of another tool, dropped here: legal or not, what it costs, and what to change, as diffs of it."""
+"""Page: a configuration of another tool, dropped here: legal or not, what it costs, and what to change, as diffs of
+it.
+"""
 
 from __future__ import annotations
 

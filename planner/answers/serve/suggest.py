@@ -28,7 +28,9 @@ DEFAULTED = ("seq_len", "framework", "simulate")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuggestedDeployments:
-    """The answer of `planner suggest --task serve`: deployments, and which of them is best over the number of clients."""
+    """The answer of `planner suggest --task serve`: deployments, and which of them is best over the number of
+    clients.
+    """
 
     result: ServingResult
     over_clients: Sequence[Row]

@@ -32,7 +32,9 @@ MODULE = "executor.serving.run"
 
 
 def apply(asked: Apply) -> None:
-    """Run a saved deployment; raise Exit with 1 where the run failed, 4 where a load is outside its predicted interval."""
+    """Run a saved deployment; raise Exit with 1 where the run failed, 4 where a load is outside its predicted
+    interval.
+    """
     seconds, _ = limits_s(asked)
     said = {
         "--launcher": asked.launcher != "local",

@@ -18,7 +18,8 @@ FILES = {"script": "serve.sh", "compose": "compose.yaml", "kubernetes": "kuberne
 
 
 def export(asked: Export) -> None:
-    """Print or save the file that `--to` names, or all of them. `--name` is the model's on the hub or a path of its weights.
+    """Print or save the file that `--to` names, or all of them. `--name` is the model's on the hub or a path of its
+    weights.
 
     Raises UserError for another `--to`, Infeasible for a plan that such a file cannot start.
     """

@@ -1,4 +1,6 @@
-"""`planner validate` on files of serving points: predictions of the serving simulation beside published measurements."""
+"""`planner validate` on files of serving points: predictions of the serving simulation beside published
+measurements.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What a configuration says: its framework, its settings by the names of that framework's table, and what is left open."""
+"""What a configuration says: its framework, its settings by the names of that framework's table, and what is left
+open.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from planner.search.plan_space.stated import Values
 from simulator.config.model import Model
 from topology.errors import UserError
 
-# The only values of a plan's fields that a kind of file can say; None: it has no key for the field, which stays as it is.
+# The only values of a plan's fields that a kind of file can say; None: it has no key for the field, which stays as it
+# is.
 Limits = Mapping[str, Values | None]
 
 
@@ -36,8 +39,10 @@ class CheckFlags:
 class Configuration:
     """A file that was read. `settings` are what the `table` reads; `rules` is the framework whose legality counts.
 
-    `model` is the model that the file itself describes, by name or whole; None where it has none. `gpus` is how many the
-    file says it is for, in a comment where `in_a_comment`, as is `cluster` then. `behaves_as` is the version whose step is predicted, where that is not `version`. `given` are facts that it holds in no key. `edit` turns changed settings into a new text.
+    `model` is the model that the file itself describes, by name or whole; None where it has none. `gpus` is how many
+    the file says it is for, in a comment where `in_a_comment`, as is `cluster` then. `behaves_as` is the version whose
+    step is predicted, where that is not `version`. `given` are facts that it holds in no key. `edit` turns changed
+    settings into a new text.
     """
 
     framework: str

@@ -28,7 +28,8 @@ WHOLE = {"pp": ((1, 1),), "ep": ((1, 1),)}  # limits of files that hold neither 
 def read_configuration(text: str, where: str, flags: CheckFlags) -> Configuration:
     """Return what a configuration and the line that starts it say.
 
-    Raises BadInput (exit 2) where it cannot be read, is of no known kind, or where the line says what the file says, too.
+    Raises BadInput (exit 2) where it cannot be read, is of no known kind, or where the line says what the file says,
+    too.
     """
     name = Path(where).name.lower()
     if name.endswith(".toml"):
@@ -238,7 +239,8 @@ def _transformers(document: YamlDocument, settings: Settings, flags: CheckFlags)
             remedy="check that file, with these arguments as --launch",
         )
     understood = keys_of(TRANSFORMERS)
-    # TrainingArguments have some 130 fields, most of which cost nothing; these are what a step or its memory depends on.
+    # TrainingArguments have some 130 fields, most of which cost nothing; these are what a step or its memory depends
+    # on.
     costly = re.compile(
         r"optim_target_modules|neftune.*|tf32|torch_empty_cache_steps|auto_find_batch_size|use_liger_kernel|fp16_full_eval"
         r"|tp_size|parallelism_config.*|fsdp_config\..*offload.*|half_precision_backend|lora_.*|finetuning_type|packing"

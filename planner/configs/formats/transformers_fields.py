@@ -1,7 +1,8 @@
 """How Hugging Face's `TrainingArguments` spell a plan, in both directions.
 
 Source: transformers 5, `training_args.py`: names and defaults. The number of processes is the launcher's. A DeepSpeed
-section inside is DeepSpeed's own table's business; a key of the length of sequences is the trainer's (TRL, LLaMA-Factory).
+section inside is DeepSpeed's own table's business; a key of the length of sequences is the trainer's (TRL,
+LLaMA-Factory).
 """
 
 from __future__ import annotations

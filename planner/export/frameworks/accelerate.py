@@ -1,4 +1,6 @@
-"""Hugging Face accelerate: the YAML file of `accelerate launch --config_file`, with FSDP2 and its parallelism config."""
+"""Hugging Face accelerate: the YAML file of `accelerate launch --config_file`, with FSDP2 and its parallelism
+config.
+"""
 
 from __future__ import annotations
 

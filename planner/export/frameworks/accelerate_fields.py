@@ -1,7 +1,7 @@
 """How accelerate's YAML spells a plan, in both directions.
 
-Keys: `commands/config/config_args.py` (ClusterConfig), `commands/launch.py` and `parallelism_config.py` of 1.15.0. Its mesh
-axes are dp_replicate, dp_shard, cp, sp, tp, the last fastest.
+Keys: `commands/config/config_args.py` (ClusterConfig), `commands/launch.py` and `parallelism_config.py` of 1.15.0. Its
+mesh axes are dp_replicate, dp_shard, cp, sp, tp, the last fastest.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ def _write_batch(facts: Facts) -> Settings:
     dp = facts["dp_replicate"] * facts["dp_shard"]
     steps = facts["global_batch_size"] // (dp * facts["micro_batch_size"])
     settings = {"train_micro_batch_size_per_gpu": facts["micro_batch_size"], "gradient_accumulation_steps": steps}
-    # DeepSpeedConfig checks the three against all ranks before AutoTP makes its groups, and would refuse the right total.
-    # A pipeline's own grid tells it the right number of ranks.
+    # DeepSpeedConfig checks the three against all ranks before AutoTP makes its groups, and would refuse the right
+    # total. A pipeline's own grid tells it the right number of ranks.
     return (
         settings
         if facts["tp"] > 1 and facts["pp"] == 1

@@ -1,7 +1,7 @@
 """How Megatron-LM spells a plan: flags of `pretrain_gpt.py`, in both directions.
 
-Flags and defaults: `megatron/training/arguments.py` and the dataclasses it reads, as megatron-core 0.19.2 ships them. Its
-default rank order tp-cp-ep-dp-pp names the fastest axis first (`megatron/core/parallel_state.py`), which is that of
+Flags and defaults: `megatron/training/arguments.py` and the dataclasses it reads, as megatron-core 0.19.2 ships them.
+Its default rank order tp-cp-ep-dp-pp names the fastest axis first (`megatron/core/parallel_state.py`), which is that of
 `rank_grid`. A flag without a value is True.
 """
 
@@ -36,7 +36,8 @@ _SHARD = (
     "--ckpt-format",
     "--no-gradient-accumulation-fusion",
 )
-# The hybrid optimizer of the first reuses the path of the second (Megatron-Core developer guide, optimizer CPU offload).
+# The hybrid optimizer of the first reuses the path of the second (Megatron-Core developer guide, optimizer CPU
+# offload).
 _OFFLOAD = ("--optimizer-cpu-offload", "--use-precision-aware-optimizer")
 _FRACTION = "--optimizer-offload-fraction"
 _RECOMPUTE = ("--recompute-granularity", "--recompute-method", "--recompute-num-layers", "--recompute-activations")

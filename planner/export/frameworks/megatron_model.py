@@ -127,7 +127,9 @@ _VOCABULARIES = {"gpt2bpetokenizer": 50257, "llama2tokenizer": 32000}
 
 
 def model_of_flags(settings: Settings, name: str) -> tuple[Model, tuple[str, ...]]:
-    """Return the model that flags describe, and what was assumed of it. Raises BadInput for shapes that are not stated."""
+    """Return the model that flags describe, and what was assumed of it. Raises BadInput for shapes that are not
+    stated.
+    """
     for flag in ("--num-layers", "--hidden-size", "--num-attention-heads"):
         if flag not in settings:
             raise BadInput(f"{flag} is not stated", why="the model's shapes are its flags", remedy="--model NAME")
@@ -178,7 +180,9 @@ def model_of_flags(settings: Settings, name: str) -> tuple[Model, tuple[str, ...
 
 
 def _family(moe: MixtureOfExperts | None, latent: LatentAttention | None, *, gated: bool, plain: bool) -> str:
-    """Return the family whose operators a model of these parts runs; `plain`: a GPT, with dropout or learned positions."""
+    """Return the family whose operators a model of these parts runs; `plain`: a GPT, with dropout or learned
+    positions.
+    """
     if latent:
         return "deepseek_v3" if moe and moe.router_bias else "deepseek_v2"
     if moe:

@@ -1,9 +1,9 @@
 """torchtitan 0.3.0: a configuration function of its registry, and overrides on the command line.
 
 0.3.0 reads no TOML (`config/manager.py`): `--module` and `--config` choose a function, `--section.key` overrides the
-configuration that it returns, and activation checkpointing is a subcommand, which must be last. The function is a module
-of its own, written beside the command: the functions that torchtitan ships cover few models. Its loss is in one piece, or in
-8 as in theirs where the plan was predicted for 0.3.0.
+configuration that it returns, and activation checkpointing is a subcommand, which must be last. The function is a
+module of its own, written beside the command: the functions that torchtitan ships cover few models. Its loss is in one
+piece, or in 8 as in theirs where the plan was predicted for 0.3.0.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """How torchtitan spells a plan: the keys of 0.2.2 (TOML) and of 0.3.0 (command line), in both directions.
 
 Sources: torchtitan 0.2.2 `config/job_config.py`, 0.3.0 `config/configs.py` and `trainer.py`. Its mesh axes are
-pp, dp_replicate, dp_shard, cp, tp, the last fastest (`distributed/parallel_dims.py`), as `rank_grid` does. Defaults that
-readers fill in are those of these classes.
+pp, dp_replicate, dp_shard, cp, tp, the last fastest (`distributed/parallel_dims.py`), as `rank_grid` does. Defaults
+that readers fill in are those of these classes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from topology.errors import BadInput
 ROTATE = {"ring": "alltoall", "all_gather": "allgather"}
 PARAM_DTYPES = {"float32": "float32", "bfloat16": "bfloat16"}
 RESHARD = {None: "default", True: "always", False: "never"}
-# Modes of 0.2.2: (mode, selective_ac_option); every second block, or by operator (distributed/activation_checkpoint.py).
+# Modes of 0.2.2: (mode, selective_ac_option); every second block, or by operator
+# (distributed/activation_checkpoint.py).
 RECOMPUTE = {
     "none": ("none", None),
     "full": ("full", None),
@@ -200,7 +201,9 @@ def _listed(found: Facts, counts: list[int], facts: Facts) -> Facts:
 
 
 def _uneven(layers: int, stages: int, less: list[int]) -> list[int]:
-    """Return layers by stage where the ends hold `less` layers (pipeline_parallel.py, generate_llm_fqn_per_model_part)."""
+    """Return layers by stage where the ends hold `less` layers (pipeline_parallel.py,
+    generate_llm_fqn_per_model_part).
+    """
     total = layers + sum(less)
     counts = [total // stages + (1 if i < total % stages else 0) for i in range(stages)]
     counts[0] -= less[0]
@@ -263,7 +266,9 @@ _BESIDE = "parallelism.pipeline_parallel_expert_parallel_overlap"
 
 
 def _pairs(facts: Facts) -> bool:
-    """Return whether 0.2.2 would overlap the all-to-all of experts unless told otherwise (distributed/dual_pipe_v.py)."""
+    """Return whether 0.2.2 would overlap the all-to-all of experts unless told otherwise
+    (distributed/dual_pipe_v.py).
+    """
     return bool(facts["pp"] > 1 and facts["ep"] > 1 and facts["schedule"] in schedules_that(lambda kind: kind.pairs))
 
 

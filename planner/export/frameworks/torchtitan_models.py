@@ -1,7 +1,8 @@
-"""The model of a plan for torchtitan: one that it ships, or a flavor of a shipped class, written beside the configuration.
+"""The model of a plan for torchtitan: one that it ships, or a flavor of a shipped class, written beside the
+configuration.
 
-torchtitan builds models by name. 0.2.2 imports the module that `experimental.custom_import` names before it looks one up;
-0.3.0 imports the module that `--module` names and calls its function `--config`.
+torchtitan builds models by name. 0.2.2 imports the module that `experimental.custom_import` names before it looks one
+up; 0.3.0 imports the module that `--module` names and calls its function `--config`.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ def toml_model(model: Model, workload: Workload, version: str) -> NamedModel:
 def registry_model(model: Model, workload: Workload, version: str, *, loss_in_pieces: bool) -> NamedModel:
     """Return the model for 0.3.0, as a module with a configuration function. Raises Infeasible.
 
-    `loss_in_pieces`: head and loss of an eighth of the sequence at a time, which is what torchtitan's own functions have.
+    `loss_in_pieces`: head and loss of an eighth of the sequence at a time, which is what torchtitan's own functions
+    have.
     """
     try:
         known = shipped_model("torchtitan", version, model)

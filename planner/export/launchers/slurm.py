@@ -1,7 +1,7 @@
 """SLURM: a batch script with one torchrun per node.
 
-Options: sbatch(1). A job name is quoted as sbatch reads `#SBATCH` lines. `sbatch job.sbatch WORD...` appends words to the
-program's arguments.
+Options: sbatch(1). A job name is quoted as sbatch reads `#SBATCH` lines. `sbatch job.sbatch WORD...` appends words to
+the program's arguments.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """A separated plan as files: engines that read, engines that write, and the router that clients talk to.
 
 The cache travels by NIXL. SGLang: sglang/srt/server_args.py (disaggregation) and sglang_router/router_args.py. vLLM:
-docs/features/nixl_connector_usage.md, whose router is toy_proxy_server.py of its repository (tests/v1/kv_connector/nixl_integration).
+docs/features/nixl_connector_usage.md, whose router is toy_proxy_server.py of its repository
+(tests/v1/kv_connector/nixl_integration).
 """
 
 from __future__ import annotations

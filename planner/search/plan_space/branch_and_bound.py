@@ -5,8 +5,10 @@ are the policies. Lower bounds prune it, the cheapest first:
 
     memory       what the worst rank reserves: a leaf that does not fit is removed with all its variants
     step         what no step can beat, as no clock is followed (`simulator.bounds.lower_bound`)
-    schedule     the same of passes and messages in the order of the schedule's table (`simulator.bounds.schedule_bound`)
-    best so far  plans are accounted for in the order of those bounds, until they exceed the last plan that will be listed
+    schedule     the same of passes and messages in the order of the schedule's table
+      (`simulator.bounds.schedule_bound`)
+    best so far  plans are accounted for in the order of those bounds, until they exceed the last plan that will be
+    listed
 
 Everything is vectorised over plans (`simulator.bounds.screening`), so the order of the work depends neither on a
 clock nor on the number of workers. The batch sizes below decide only how many plans are costed in vain: what is
@@ -54,7 +56,8 @@ class Explored:
     list. `bound` is a lower bound of the objective (seconds, or bytes for memory) over all legal plans that fit; unless
     a deadline passed it is the value of the best plan. `floor_s` is a lower bound of the step of all plans, whatever
     the objective. `near_pipelines` are pipelines that other stages than the runtime's may bring into the list (a little
-    too slow, or a little too large), with lower bounds of their steps in `near_bound_s`; only where they were asked for.
+    too slow, or a little too large), with lower bounds of their steps in `near_bound_s`; only where they were asked
+    for.
     """
 
     columns: PlanColumns
@@ -89,8 +92,8 @@ def explore(
 
     `objective` is time, memory or pareto (the plans that no other beats in both). With `one_per_grid` the `keep` best
     have different degrees. `deadline` is a reading of `time.monotonic`. With `nearly` above one, pipelines that come
-    near the list are returned as well, among them those that need up to that many times the memory there is. `screened` is
-    the space screened before, for as much memory or more.
+    near the list are returned as well, among them those that need up to that many times the memory there is. `screened`
+    is the space screened before, for as much memory or more.
     """
     if screened is None:
         screened = Screened(screening, nodes, recomputes, nearly=nearly, deadline=deadline, progress=progress)
@@ -127,10 +130,10 @@ def explore(
 class _BestFirst:
     """Costs plans in full, in the order of their lower bounds, until the bound exceeds the last plan to list.
 
-    Arrays are by variant; those `within` the memory are searched. `bound` is a lower bound of the objective, `seconds` the step, with `reserved` bytes, of a
-    plan that was costed. `step` and `exact` are the step and the bytes once they are certain: for some schedules
-    `reserved` is only a lower bound until the schedule table is counted. `step` is infinite before, and where the plan
-    does not fit.
+    Arrays are by variant; those `within` the memory are searched. `bound` is a lower bound of the objective, `seconds`
+    the step, with `reserved` bytes, of a plan that was costed. `step` and `exact` are the step and the bytes once they
+    are certain: for some schedules `reserved` is only a lower bound until the schedule table is counted. `step` is
+    infinite before, and where the plan does not fit.
     """
 
     def __init__(
@@ -182,8 +185,8 @@ class _BestFirst:
                 break
 
     def _promising(self, size: int) -> Rows:
-        """Return the plans to look at next, lowest bound first: those of the schedule tables of the first ones that may be
-        listed. Plans of one table are costed together in little more time than one of them.
+        """Return the plans to look at next, lowest bound first: those of the schedule tables of the first ones that may
+        be listed. Plans of one table are costed together in little more time than one of them.
         """
         if self.objective == "pareto":
             self.left = self._undominated(self.left)

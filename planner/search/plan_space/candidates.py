@@ -43,9 +43,9 @@ class Bounds:
     """Limits of the search, which are not rules. None means no limit, except for `max_tp`: the size of a node.
 
     `stated` has, by field of a plan, the values that a person fixed: plans have only these, and no other limit of the
-    search; without a schedule there is no pipeline, so a stated schedule asks for one. Of what is not stated, state stays
-    on the GPUs, the all-to-all of experts is not overlapped or in the framework's way that hides most, and recomputation is
-    all that the framework has.
+    search; without a schedule there is no pipeline, so a stated schedule asks for one. Of what is not stated, state
+    stays on the GPUs, the all-to-all of experts is not overlapped or in the framework's way that hides most, and
+    recomputation is all that the framework has.
     """
 
     stated: Mapping[str, Values] = field(default_factory=dict)
@@ -171,8 +171,8 @@ def enumerate_nodes(question: Question, *, bounds: Bounds | None = None) -> Node
 
 
 def _grids(facts: RuleFacts, bounds: Bounds) -> Iterator[tuple[int, ...]]:
-    """Yield (dp_replicate, dp_shard, tp, cp, pp, ep, zero, sp, number of the offload) for every factorisation of the GPU
-    count into degrees that may be.
+    """Yield (dp_replicate, dp_shard, tp, cp, pp, ep, zero, sp, number of the offload) for every factorisation of the
+    GPU count into degrees that may be.
     """
     framework = facts.framework
     experts = facts.model.moe.experts if facts.model.moe else 1
@@ -250,8 +250,8 @@ def _apply_bounds(table: PlanColumns, masks: dict[str, NDArray[np.bool_]], prune
 
 
 def _with_batches(table: PlanColumns, facts: RuleFacts, bounds: Bounds, pruned: Counter[str]) -> PlanColumns:
-    """Return each grid with every micro batch that divides its share, every schedule, stages per rank and way to overlap
-    the all-to-all of experts.
+    """Return each grid with every micro batch that divides its share, every schedule, stages per rank and way to
+    overlap the all-to-all of experts.
     """
     batch = facts.workload.global_batch_size
     rows: list[int] = []

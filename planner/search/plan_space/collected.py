@@ -25,7 +25,9 @@ class Threshold:
             self._best = np.sort(np.concatenate([self._best, values]))[: self._keep]
 
     def of(self, grid: Rows) -> Floats:
-        """Return what plans may take to be listed: no more than the best of their own grid, where one of each is listed."""
+        """Return what plans may take to be listed: no more than the best of their own grid, where one of each is
+        listed.
+        """
         return np.minimum(self._best[grid], self.value) if self._one_per_grid else np.full(len(grid), self.value)
 
     @property

@@ -59,8 +59,8 @@ def with_overlap_by_site(screening: Screening, nodes: Nodes, framework: Framewor
 class _PassTimes:
     """What combinations of modes change: seconds, with axes (way to shard, combination, pass of a block).
 
-    `device` and `host` are their times, `held_s` the slowdown by SMs that communication kernels hold; `runs` is how often
-    each pass runs in the whole network.
+    `device` and `host` are their times, `held_s` the slowdown by SMs that communication kernels hold; `runs` is how
+    often each pass runs in the whole network.
     """
 
     device: Floats

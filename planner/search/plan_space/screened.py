@@ -24,8 +24,8 @@ Rows = NDArray[np.intp]
 
 
 class Screened:
-    """The leaves of a space that fit its memory, and their variants with lower bounds of the step: what searches for plans
-    that need no more than a part of the memory share.
+    """The leaves of a space that fit its memory, and their variants with lower bounds of the step: what searches for
+    plans that need no more than a part of the memory share.
     """
 
     def __init__(

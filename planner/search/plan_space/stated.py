@@ -1,4 +1,6 @@
-"""Parts of a plan that a person fixes: `--tp 8`, `--tp 1,2,4`, `--pp 2-8`. What cannot be is refused with the reason."""
+"""Parts of a plan that a person fixes: `--tp 8`, `--tp 1,2,4`, `--pp 2-8`. What cannot be is refused with the
+reason.
+"""
 
 from __future__ import annotations
 

@@ -146,8 +146,8 @@ def _best_settings(
 ) -> tuple[PlanColumns, list[int]]:
     """Return every plan in its best overlap modes and placements, and the rows where the settings of each plan start.
 
-    Those are the settings whose bound is nearly as low as the lowest with the runtime's stages, lowest first. The last row number
-    is the end of the last plan's settings.
+    Those are the settings whose bound is nearly as low as the lowest with the runtime's stages, lowest first. The last
+    row number is the end of the last plan's settings.
     """
     by_pipeline = [nodes.settings(plans.take(np.array([row]))) for row in range(len(plans))]
     columns = concatenate(by_pipeline)

@@ -1,9 +1,10 @@
 """What no assignment of layers to the stages of one pipeline can beat, and the assignments that may be below a limit.
 
-Layers go to ranks in order, so an assignment is a path over states (layers so far, leading dense layers so far), one step
-a rank. A rank with an option takes as long as that says (`simulator.bounds.lower_bound.RankBounds`) after the first
-micro batch has reached it, which is later the more the ranks before it do: so of all paths to a state the one that gets
-there first is the best for what follows, and whether any assignment is below a limit is told by one pass over the ranks.
+Layers go to ranks in order, so an assignment is a path over states (layers so far, leading dense layers so far), one
+step a rank. A rank with an option takes as long as that says (`simulator.bounds.lower_bound.RankBounds`) after the
+first micro batch has reached it, which is later the more the ranks before it do: so of all paths to a state the one
+that gets there first is the best for what follows, and whether any assignment is below a limit is told by one pass over
+the ranks.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ class AssignmentBounds:
         self.of_rank = [np.nonzero(self.options.rank == rank)[0] for rank in range(pipe.plan.pp)]
 
     def least(self, cutoff_s: float) -> tuple[float, float] | None:
-        """Return (seconds that no assignment is below, a little more that some assignment is bounded by); None where all
-        take `cutoff_s` or more.
+        """Return (seconds that no assignment is below, a little more that some assignment is bounded by); None where
+        all take `cutoff_s` or more.
         """
         if any(not len(rows) for rows in self.of_rank):
             return None
@@ -47,8 +48,8 @@ class AssignmentBounds:
         return low, high
 
     def below(self, limit_s: float, most: int) -> tuple[list[Rows], bool]:
-        """Return assignments with a bound of no more than a limit, as rows of the options, one a rank; `most` of them at most,
-        and whether that is all.
+        """Return assignments with a bound of no more than a limit, as rows of the options, one a rank; `most` of them
+        at most, and whether that is all.
         """
         found: list[Rows] = []
         for rows in self._paths(self._latest(limit_s), limit_s):
@@ -65,7 +66,9 @@ class AssignmentBounds:
         return self.pipe.fixed_s + float(ends.max())
 
     def _begins_by(self, limit_s: float) -> Floats:
-        """Return of every option when its rank has to have begun at the latest; before the start where it cannot end in time."""
+        """Return of every option when its rank has to have begun at the latest; before the start where it cannot end in
+        time.
+        """
         options, left = self.options, limit_s - self.pipe.fixed_s
         return np.where(options.at_least_s <= left, options.deferred_s + left - options.own_s, -np.inf)
 

@@ -96,8 +96,8 @@ class RankOptions:
 class Pipeline:
     """One pipeline and the options of its ranks.
 
-    `runtime_layers` are the layers of each stage where the runtime splits them, empty where they are free. `fixed_s` comes
-    on top of what options say of a step, and `inputs` are what its account rests on.
+    `runtime_layers` are the layers of each stage where the runtime splits them, empty where they are free. `fixed_s`
+    comes on top of what options say of a step, and `inputs` are what its account rests on.
     """
 
     plan: Plan  # without layers or recompute modes by stage
@@ -332,7 +332,9 @@ def _runtime_layer_counts(model: Model, plan: Plan, layers_of_stage: Sequence[in
 
 
 def _bounded_options(plans: ScreenedPlans, counts: _LayerCounts, layout: StageLayout) -> tuple[RankOptions, float]:
-    """Return the entries with what they say of the step at least, and the seconds that come on top whatever they are."""
+    """Return the entries with what they say of the step at least, and the seconds that come on top whatever they
+    are.
+    """
     column = np.where(counts.rank == 0, 0, 1)
     every = np.arange(len(column))
     first_stage = counts.sizes[:, 0]

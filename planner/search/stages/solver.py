@@ -6,10 +6,10 @@ communication, placement on an irregular node). Assignments are compared by the 
 (`simulator.analytical.account`), many at once, and left out by a bound that no account is below
 (`planner.search.stages.bounds`).
 
-Where few assignments have a bound below the best step, all of them are accounted for, and the best is certain. Where they
-are many, the search goes from those with the least bound to their neighbours, a layer moved from one rank to another or
-another recompute mode on one rank, for as long as that helps; how much better any other may be at most is told by the
-least bound.
+Where few assignments have a bound below the best step, all of them are accounted for, and the best is certain. Where
+they are many, the search goes from those with the least bound to their neighbours, a layer moved from one rank to
+another or another recompute mode on one rank, for as long as that helps; how much better any other may be at most is
+told by the least bound.
 """
 
 from __future__ import annotations
@@ -97,7 +97,9 @@ def solve_stages(
 
 
 class _Assignments:
-    """The search for the best assignment of one pipeline in one setting: `best` are its options, if it beats `cutoff_s`."""
+    """The search for the best assignment of one pipeline in one setting: `best` are its options, if it beats
+    `cutoff_s`.
+    """
 
     def __init__(self, pipeline: Pipeline, cutoff_s: float, at_once: int) -> None:
         self.pipeline, self.at_once = pipeline, at_once
@@ -152,7 +154,9 @@ class _Assignments:
         return True
 
     def _neighbours(self) -> list[Rows]:
-        """Return the assignments with a layer moved or a rank's modes changed that may be quicker, least bound first."""
+        """Return the assignments with a layer moved or a rank's modes changed that may be quicker, least bound
+        first.
+        """
         bounded: list[tuple[float, int, Rows]] = []
         for rows in self._changed(self._nearest):
             bound_s = self.bounds.bound_s(rows)

@@ -1,8 +1,8 @@
 """Jobs in the database: accepted once, started by one server at a time, ended once.
 
-A server that starts a job holds it by a lease, which it renews, and by a fence, the number of that start. What it writes
-counts only while the job runs with this fence, so a server that was believed dead cannot end a job that another has
-started again. Times are the database's own, so servers need no common clock.
+A server that starts a job holds it by a lease, which it renews, and by a fence, the number of that start. What it
+writes counts only while the job runs with this fence, so a server that was believed dead cannot end a job that another
+has started again. Times are the database's own, so servers need no common clock.
 """
 
 from __future__ import annotations

@@ -81,7 +81,9 @@ def asked_run(
     loads: Mapping[str, Traffic] | None = None,
     prefill: Pool | None = None,
 ) -> AskedRun:
-    """Return the run of one engine under the executor, predicted. Raises BadPlan for what the executor does not serve."""
+    """Return the run of one engine under the executor, predicted. Raises BadPlan for what the executor does not
+    serve.
+    """
     notes = []
     if question.engine != ENGINE:
         notes.append(

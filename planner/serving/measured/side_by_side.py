@@ -34,7 +34,9 @@ class Compared:
 
 
 def step_rows(document: Mapping[str, Any]) -> list[Compared]:
-    """Return the timed steps of an executor's report, in the order asked; of several all-reduces the predicted first."""
+    """Return the timed steps of an executor's report, in the order asked; of several all-reduces the predicted
+    first.
+    """
     request = document["request"]
     predicted = {
         (step["phase"], step["batch"], step["context"]): seconds

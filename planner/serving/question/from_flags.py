@@ -36,8 +36,8 @@ ARRIVALS = {"constant": 0.0, "poisson": 1.0}
 class ServingFlags:
     """What a command states of a serving question and of one deployment; None is what nobody stated.
 
-    Lengths are in tokens, targets in seconds, `request_rate` in requests a second. `replicas` to `prefill` are parts of a
-    deployment; commands that choose one take none of them.
+    Lengths are in tokens, targets in seconds, `request_rate` in requests a second. `replicas` to `prefill` are parts of
+    a deployment; commands that choose one take none of them.
     """
 
     model: str | None = None

@@ -19,7 +19,8 @@ class ServingQuestion:
     """One question. Targets in seconds, 0 where there is none; `gpu_price_per_hour` in any currency, 0 if not told.
 
     `objective` is one of OBJECTIVES: the mean time to a whole answer, output tokens a second and GPU, or the price of
-    a million output tokens. Limits of the scheduler and `memory_fraction` of 0 are the engine's defaults. `measured` is what a profile says.
+    a million output tokens. Limits of the scheduler and `memory_fraction` of 0 are the engine's defaults. `measured` is
+    what a profile says.
     """
 
     model: Model

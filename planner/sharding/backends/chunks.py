@@ -1,10 +1,11 @@
 """Products in chunks, beside the exchange before or after them: a chunk is computed while the next one is on its way.
 
-A product whose operand is gathered along an axis that its result keeps may take the gathered rows chunk by chunk; one whose
-result is summed over ranks may hand its rows over chunk by chunk. Instead of gathering, ranks may pass their pieces on around a
-ring and multiply each as it arrives, or send them to all one after the other; instead of scattering, sums go around the ring, or
-to rank after rank. Or the executor's overlapped kernels do both at once, moving pieces by copy engines. Which products are worth
-it, and which way, is what the simulation of the program says; the numbers are the same.
+A product whose operand is gathered along an axis that its result keeps may take the gathered rows chunk by chunk; one
+whose result is summed over ranks may hand its rows over chunk by chunk. Instead of gathering, ranks may pass their
+pieces on around a ring and multiply each as it arrives, or send them to all one after the other; instead of scattering,
+sums go around the ring, or to rank after rank. Or the executor's overlapped kernels do both at once, moving pieces by
+copy engines. Which products are worth it, and which way, is what the simulation of the program says; the numbers are
+the same.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ GAIN = 0.002  # of the time: less is no reason for more instructions
 class Site:
     """A product that can run in chunks of `axis`: dim `operand_dim` of `operand`, dim `result_dim` of its result.
 
-    `exchange` is the gather that ends `move`, or the reduction that begins it; `blocks` are the ranks whose rows a chunk has.
-    What is gathered may be `shared` with other operators. `kernels` says whether the executor has overlapped kernels for it.
+    `exchange` is the gather that ends `move`, or the reduction that begins it; `blocks` are the ranks whose rows a
+    chunk has. What is gathered may be `shared` with other operators. `kernels` says whether the executor has overlapped
+    kernels for it.
     """
 
     result: str
@@ -196,8 +198,8 @@ def choose_chunks(
 ) -> tuple[dict[str, int | str], Tried]:
     """Return which products run beside their exchange and how: what makes the program shorter, one group after another.
 
-    `seconds` is the simulated time of the program with such ways, infinite where it cannot be; products of a group go the
-    same way, and nothing new is tried after `deadline`. Besides, what was tried.
+    `seconds` is the simulated time of the program with such ways, infinite where it cannot be; products of a group go
+    the same way, and nothing new is tried after `deadline`. Besides, what was tried.
     """
     chosen: dict[str, int | str] = {}
     best, trials = seconds(chosen), 0

@@ -1,8 +1,9 @@
 """A plan as a Python file of PyTorch: parameters distributed, inputs and outputs of modules redistributed as DTensors.
 
 The file needs torch alone. A linear layer that the plan shards as Megatron does becomes `ColwiseParallel` or
-`RowwiseParallel`; every other module with parameters gets the style that the file defines, with its placements written out.
-What lies between modules is left to DTensor's own propagation, which starts from the planned placements at each of them.
+`RowwiseParallel`; every other module with parameters gets the style that the file defines, with its placements written
+out. What lies between modules is left to DTensor's own propagation, which starts from the planned placements at each of
+them.
 """
 
 from __future__ import annotations

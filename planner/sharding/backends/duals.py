@@ -1,9 +1,9 @@
 """The backward pass of a forward pass that is written: every instruction in reverse, and its dual between ranks.
 
-The gradient of a buffer has a layout that follows from the buffer's own: sharded dims are sharded alike; over a mesh axis
-on which the buffer has copies, every rank has the gradient of its own copy, and their sum is pending; over a mesh axis on
-which the buffer itself is a pending sum, all ranks have the same gradient. Every exchange has one dual then, and pending
-gradients are right whatever the placements are:
+The gradient of a buffer has a layout that follows from the buffer's own: sharded dims are sharded alike; over a mesh
+axis on which the buffer has copies, every rank has the gradient of its own copy, and their sum is pending; over a mesh
+axis on which the buffer itself is a pending sum, all ranks have the same gradient. Every exchange has one dual then,
+and pending gradients are right whatever the placements are:
 
     forward                              backward
     slice       copies to shards         shards to a pending sum: zeros elsewhere
@@ -13,12 +13,13 @@ gradients are right whatever the placements are:
     all-to-all, permute                  the same back
     broadcast   a piece to copies        reduction to the piece's rank
 
-(Xu et al., GSPMD, arXiv 2105.04663, section 3.6, has the duals; JAX states the rule for types of cotangents.) A kernel's
-backward is that of its operator on the rank's own pieces.
+(Xu et al., GSPMD, arXiv 2105.04663, section 3.6, has the duals; JAX states the rule for types of cotangents.) A
+kernel's backward is that of its operator on the rank's own pieces.
 
-Gradients of outputs are given whole: over the axes of its copies such a gradient is not pending but the same on all ranks, and
-stays so through kernels that all ranks of an axis run alike. An all-gather's dual is a slice of it then, an all-reduce's is
-nothing. Where it meets a pending gradient, or a kernel of pieces, each rank takes an equal share of it as its own.
+Gradients of outputs are given whole: over the axes of its copies such a gradient is not pending but the same on all
+ranks, and stays so through kernels that all ranks of an axis run alike. An all-gather's dual is a slice of it then, an
+all-reduce's is nothing. Where it meets a pending gradient, or a kernel of pieces, each rank takes an equal share of it
+as its own.
 """
 
 from __future__ import annotations
@@ -128,7 +129,9 @@ class BackwardWriter:
         return tuple(axis for axis in self.out.mesh.names if axis not in _axes(about) and axis not in about.pending)
 
     def _whole(self, name: str) -> frozenset[str]:
-        """Return the mesh axes on which buffer `name` has copies whose gradient is the same on all ranks, not pending."""
+        """Return the mesh axes on which buffer `name` has copies whose gradient is the same on all ranks, not
+        pending.
+        """
         return frozenset(self._copied(name)) - set(self.out.buffers[self.gradients[name]].pending)
 
     def _incoming(self, name: str, pending: Container[str]) -> str:
@@ -209,7 +212,9 @@ class BackwardWriter:
         self._add_up(source, part)
 
     def _reduce(self, work: Work, exchange: Exchange) -> None:
-        """Write the reduction of a piece's gradient to the rank that has the piece; the last one has those of all ranks."""
+        """Write the reduction of a piece's gradient to the rank that has the piece; the last one has those of all
+        ranks.
+        """
         (source,), (target,) = work.reads, work.writes
         sums, left = self._reduced.pop(source, ("", self.out.mesh.size(exchange.axes)))
         part, incoming = self._part(source), self._incoming(target, self.out.mesh.names)

@@ -1,7 +1,7 @@
 """What the kernels of a written program take: products and attention by their work, all others by the bytes they move.
 
-A kernel of the backward pass moves the incoming gradient, what autograd kept for it, and the gradients that it makes. One that
-hands the incoming gradient on as it is takes nothing; one that puts it among zeros writes these first.
+A kernel of the backward pass moves the incoming gradient, what autograd kept for it, and the gradients that it makes.
+One that hands the incoming gradient on as it is takes nothing; one that puts it among zeros writes these first.
 """
 
 from __future__ import annotations
@@ -123,12 +123,12 @@ _PARTS = frozenset(("piece", "range", "select"))
 # The incoming gradient is that of the operands as it is, or a view of it.
 _REPEATS = frozenset(("add", "bias"))
 _HANDED_ON = _REPEATS | {"clone", "cat", "stack", "reduce.sum", "join_chunks", "join_ring"}
-# Tensor cores take channels last: cuDNN turns both operands, and the result back (NVIDIA, Convolutional Layers User's Guide,
-# "Tensor Layouts in Memory").
+# Tensor cores take channels last: cuDNN turns both operands, and the result back (NVIDIA, Convolutional Layers User's
+# Guide, "Tensor Layouts in Memory").
 CONVOLUTIONS = frozenset(("conv1d", "conv2d", "conv3d"))
-# Gradients of a norm's weights: a kernel that reads its operand and the incoming gradient once more, and one that adds up blocks of
-# rows. Of groups, the moments are a kernel before the norm, and its backward pass reads both twice (ATen/native/cuda/
-# layer_norm_kernel.cu and group_norm_kernel.cu).
+# Gradients of a norm's weights: a kernel that reads its operand and the incoming gradient once more, and one that adds
+# up blocks of rows. Of groups, the moments are a kernel before the norm, and its backward pass reads both twice
+# (ATen/native/cuda/ layer_norm_kernel.cu and group_norm_kernel.cu).
 _NORMS = frozenset(("layernorm", "rmsnorm", "groupnorm"))
 _PRODUCTS = frozenset(("mul", "div"))  # element by element: a kernel for every gradient
 
@@ -200,7 +200,9 @@ def _moves(work: Work, program: RunnableProgram | Draft) -> KernelWork | None:
 
 
 def _backward_moves(work: Work, forward: Kernel, program: RunnableProgram | Draft) -> KernelWork | None:
-    """Return what the backward pass of a kernel moves; nothing if it hands the incoming gradient on, or a view of it."""
+    """Return what the backward pass of a kernel moves; nothing if it hands the incoming gradient on, or a view of
+    it.
+    """
     assert isinstance(work.do, Kernel)  # noqa: S101 - by the caller
     name = short_name(forward.op)
     incoming = buffer_bytes(program, work.reads[0])

@@ -1,8 +1,9 @@
-"""How long a written program's buffers live, in the order of its instructions, and the memory that a rank has at its peak.
+"""How long a written program's buffers live, in the order of its instructions, and the memory that a rank has at its
+peak.
 
-A buffer lives until nothing reads it any more; what autograd saves of a kernel of the forward pass lives until the kernel's
-backward. A view has no memory of its own and keeps that of what it views. What an allocator adds, and what kernels allocate
-inside, is not counted.
+A buffer lives until nothing reads it any more; what autograd saves of a kernel of the forward pass lives until the
+kernel's backward. A view has no memory of its own and keeps that of what it views. What an allocator adds, and what
+kernels allocate inside, is not counted.
 """
 
 from __future__ import annotations
@@ -57,7 +58,9 @@ def short_name(op: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Lifetimes:
-    """By buffer that has memory of its own: the numbers of the first and the last instruction that need it, and its bytes."""
+    """By buffer that has memory of its own: the numbers of the first and the last instruction that need it, and its
+    bytes.
+    """
 
     first: Mapping[str, int]
     last: Mapping[str, int]

@@ -1,7 +1,7 @@
 """What a rank copies before and after an exchange, as the executor has it (`executor/sharding/exchanges.py`).
 
-NCCL takes and returns pieces one after the other, so what is cut along another dim than the first is put in order, and a sum
-is made in a copy. These copies run on the stream of the exchange.
+NCCL takes and returns pieces one after the other, so what is cut along another dim than the first is put in order, and
+a sum is made in a copy. These copies run on the stream of the exchange.
 """
 
 from __future__ import annotations

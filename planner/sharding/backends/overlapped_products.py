@@ -237,7 +237,9 @@ class _Product:
         return after
 
     def _join(self, parts: Sequence[str], tensor: str, layout: Layout, dim: int, blocks: int | str) -> None:
-        """Write the kernel that puts parts together, each with rows of `blocks` ranks; or pieces from around a mesh axis."""
+        """Write the kernel that puts parts together, each with rows of `blocks` ranks; or pieces from around a mesh
+        axis.
+        """
         target = self.forward.version(tensor, layout)
         op = "join_ring" if isinstance(blocks, str) else "join_chunks"
         do = Kernel(op=op, args=([{"tensor": part} for part in parts], dim, blocks))

@@ -1,8 +1,9 @@
-"""In which order stages work on micro batches in 1F1B: forward until the next stages have work, then backward as soon as possible.
+"""In which order stages work on micro batches in 1F1B: forward until the next stages have work, then backward as soon
+as possible.
 
-A stage with n stages after it goes forward with n micro batches, then by turns forward with the next and backward with the
-earliest, so that it holds what the backward pass needs of n + 1 micro batches at most (Narayanan et al., arXiv 2104.04473,
-section 2.2). What all micro batches share is done first, and its gradients last.
+A stage with n stages after it goes forward with n micro batches, then by turns forward with the next and backward with
+the earliest, so that it holds what the backward pass needs of n + 1 micro batches at most (Narayanan et al., arXiv
+2104.04473, section 2.2). What all micro batches share is done first, and its gradients last.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Buffers that the backward pass needs and that are dropped and made again instead of kept, where memory is limited.
 
 A gathered parameter is gathered again (as FSDP reshards after the forward pass), an intermediate is computed again
-(activation recomputation, Chen et al., arXiv 1604.06174): either is the instruction that made it, written once more before the
-first backward kernel that needs it. Those are dropped first that cost least time for the bytes they free at the peak. An
-exchange is either written just before the kernel that needs it or one kernel earlier (prefetched), so that it runs beside that
-one for the memory of one more buffer; the simulation of both programs says which is faster.
+(activation recomputation, Chen et al., arXiv 1604.06174): either is the instruction that made it, written once more
+before the first backward kernel that needs it. Those are dropped first that cost least time for the bytes they free at
+the peak. An exchange is either written just before the kernel that needs it or one kernel earlier (prefetched), so that
+it runs beside that one for the memory of one more buffer; the simulation of both programs says which is faster.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class Recomputation:
     def drop_until(
         self, limit_bytes: float, seconds: Callable[[Work], float], *, prefetch: bool
     ) -> tuple[list[Work], frozenset[str]]:
-        """Return the works with as much dropped as brings the peak to `limit_bytes`, and what was; all that helps if less fits.
+        """Return the works with as much dropped as brings the peak to `limit_bytes`, and what was; all that helps if
+        less fits.
 
         `seconds` is the time of a work by itself.
         """
@@ -124,7 +125,8 @@ class Recomputation:
 
 
 def _place_exchanges(out: list[Work], start: int, to: int | None) -> None:
-    """Let exchanges among the works from `start` on begin after the kernel before them: before work `to`, if that is given.
+    """Let exchanges among the works from `start` on begin after the kernel before them: before work `to`, if that is
+    given.
 
     Without that they would begin as early as they can, and their memory would be taken as early.
     """

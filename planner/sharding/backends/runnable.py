@@ -58,7 +58,9 @@ class Written:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """What a program's peak is brought down to by dropping what the backward pass needs and making it again (`recomputation.py`)."""
+    """What a program's peak is brought down to by dropping what the backward pass needs and making it again
+    (`recomputation.py`).
+    """
 
     limit_bytes: float
     machine: Machine
@@ -75,10 +77,11 @@ def write_program(
     chunks: Chunks | None = None,
     memory: MemoryPlan | None = None,
 ) -> Written:
-    """Return the program of `plan`; with `backward`, gradients of all parameters and of the inputs named in `gradients`.
+    """Return the program of `plan`; with `backward`, gradients of all parameters and of the inputs named in
+    `gradients`.
 
-    `chunks` says by result which products run in how many chunks (`chunks.py`). A gradient ends in the layout of its tensor.
-    With `memory` what does not fit is made again. Raises Infeasible where the program cannot be run.
+    `chunks` says by result which products run in how many chunks (`chunks.py`). A gradient ends in the layout of its
+    tensor. With `memory` what does not fit is made again. Raises Infeasible where the program cannot be run.
     """
     problem = captured.problem
     out = _writer(problem)
@@ -129,7 +132,9 @@ def _writer(problem: ShardingProblem, buffers: dict[str, Buffer] | None = None) 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ends:
-    """The buffers that a program is given and returns: inputs and their gradients by tensor, outputs and theirs in order."""
+    """The buffers that a program is given and returns: inputs and their gradients by tensor, outputs and theirs in
+    order.
+    """
 
     inputs: Mapping[str, str]
     outputs: tuple[str, ...]
@@ -290,7 +295,9 @@ def fastest_program(
 
 
 def buffer_limit(problem: ShardingProblem, plan: ShardingPlan) -> float:
-    """Return the bytes that a program's buffers may have: what the state of parameters leaves, but for their gradients."""
+    """Return the bytes that a program's buffers may have: what the state of parameters leaves, but for their
+    gradients.
+    """
     assert problem.memory is not None  # noqa: S101 - by the caller
     state = 0.0
     for name in problem.graph.parameters:
@@ -308,7 +315,9 @@ def simulate_program(
     *,
     spans: bool = False,
 ) -> Run:
-    """Run the program on SimPy on the first GPUs of `cluster`; kernels by roofline. Raises Infeasible for too few GPUs."""
+    """Run the program on SimPy on the first GPUs of `cluster`; kernels by roofline. Raises Infeasible for too few
+    GPUs.
+    """
     machine = Machine(cluster, calibration)
     machine.require_ranks(written_program.program.ranks)
     kernels: dict[KernelKey, tuple[Cost, float]] = {}

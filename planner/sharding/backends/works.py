@@ -1,7 +1,7 @@
 """Instructions of a sharded program as they are written: what each does, and where its buffers lie.
 
-A buffer is a tensor in one layout. What a step computes or exchanges is recorded as a `Work`, from which the backward pass is
-derived; kernels and exchanges are on two streams, and every instruction waits for the events of what it reads.
+A buffer is a tensor in one layout. What a step computes or exchanges is recorded as a `Work`, from which the backward
+pass is derived; kernels and exchanges are on two streams, and every instruction waits for the events of what it reads.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ SENDS, RECEIVES = "sends", "receives"  # streams of messages between stages
 class Work:
     """What one instruction does: reads and writes buffers, by a kernel or an exchange.
 
-    `step` is the operator's step that a kernel belongs to; `share` is its part of that operator's time, and `chunk` the axis
-    of which it has one in so many parts. It begins when the buffers in `after` are written, besides those that it reads.
+    `step` is the operator's step that a kernel belongs to; `share` is its part of that operator's time, and `chunk` the
+    axis of which it has one in so many parts. It begins when the buffers in `after` are written, besides those that it
+    reads.
     """
 
     do: Kernel | Exchange
@@ -61,8 +62,8 @@ def is_message(work: Work) -> bool:
 class Writer:
     """Writes instructions, and keeps what each does and which event says that a buffer is there.
 
-    `mesh` is that of one stage, `world` the name of the group of all its ranks. Works that are added while `stage` is set
-    are of that stage and of `micro_batch`; `stages` has that of every instruction.
+    `mesh` is that of one stage, `world` the name of the group of all its ranks. Works that are added while `stage` is
+    set are of that stage and of `micro_batch`; `stages` has that of every instruction.
     """
 
     mesh: Mesh
@@ -153,7 +154,9 @@ def bound(arguments: Any, buffers: Mapping[str, str]) -> Any:
 def describe(
     tensor: str, shape: Sequence[int], dtype: str, layout: Layout, mesh: Mesh, *, gradient: bool = False
 ) -> Buffer:
-    """Return the buffer of a tensor in a layout. Raises Infeasible where pieces inside blocks of a dim differ in size."""
+    """Return the buffer of a tensor in a layout. Raises Infeasible where pieces inside blocks of a dim differ in
+    size.
+    """
     for size, spec in zip(shape, layout.dims, strict=True):
         if any(isinstance(item, int) for item in spec) and not divides_evenly(size, spec, mesh):
             raise Infeasible(
@@ -212,7 +215,9 @@ def _changed(before: Layout, after: Layout) -> list[tuple[int, tuple[DimSpec, Di
 
 
 def _added(less: DimSpec, more: DimSpec) -> tuple[int, tuple[str, ...]]:
-    """Return the blocks before the mesh axes that `more` has innermost beyond `less`, and those axes; none if it has not."""
+    """Return the blocks before the mesh axes that `more` has innermost beyond `less`, and those axes; none if it has
+    not.
+    """
     kept = {item for item in less if isinstance(item, str)}
     axes = tuple(item for item in more if isinstance(item, str) and item not in kept)
     if not axes or more[len(more) - len(axes) :] != axes:

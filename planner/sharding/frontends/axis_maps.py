@@ -1,7 +1,7 @@
 """Names for the dims of a captured graph, and maps from names to mesh axes: one for parameters, one for compute.
 
-As in Haliax (`haliax.partitioning.fsdp(param_map, compute_map)`): a parameter rests as the parameter map says, and is used
-as the compute map says; the inputs and results of the computation lie as the compute map says. FSDP is then
+As in Haliax (`haliax.partitioning.fsdp(param_map, compute_map)`): a parameter rests as the parameter map says, and is
+used as the compute map says; the inputs and results of the computation lie as the compute map says. FSDP is then
 
     axes       {"x": "batch seq embed", "*.weight": "out embed"}
     parameters {"embed": "data"}
@@ -55,7 +55,9 @@ def named_inputs(graph: CapturedGraph, axes: Mapping[str, str]) -> dict[str, tup
 
 
 def layout_by_names(names: Sequence[str], shape: Sequence[int], axis_map: AxisMap, mesh: Mesh, *, of: str) -> Layout:
-    """Return the layout in which every named dim is sharded as `axis_map` says. Raises BadInput where that cannot be."""
+    """Return the layout in which every named dim is sharded as `axis_map` says. Raises BadInput where that cannot
+    be.
+    """
     dims: list[DimSpec] = []
     for name in names:
         over = axis_map.get(name, ()) if name != UNNAMED else ()

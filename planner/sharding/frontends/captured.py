@@ -1,4 +1,6 @@
-"""A captured graph as a question to the compiler: its operators by rule, the placements of its inputs, pins of outputs."""
+"""A captured graph as a question to the compiler: its operators by rule, the placements of its inputs, pins of
+outputs.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,8 @@ class Constraints:
     """What a user says of a graph's sharding.
 
     `placements` are of inputs and results, one token a mesh axis or a layout. `axes` names dims of inputs; `parameters`
-    and `compute` map names to mesh axes. Inputs in `choose` are placed by the solver. What nothing is said of is replicated.
+    and `compute` map names to mesh axes. Inputs in `choose` are placed by the solver. What nothing is said of is
+    replicated.
     """
 
     placements: Mapping[str, Sequence[str] | Layout] = field(default_factory=dict)

@@ -1,6 +1,7 @@
 """A shipped model's decoder as a case: its layers' operators as text, forward and backward, nothing placed.
 
-The case is what `planner shard` reads from files, so it can be written out and changed. Weights and activations are bf16.
+The case is what `planner shard` reads from files, so it can be written out and changed. Weights and activations are
+bf16.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from topology.errors import BadInput
 def decoder_case(
     model: Model, mesh: Mapping[str, int], *, layers: int | None, batch: int, seq_len: int
 ) -> dict[str, Any]:
-    """Return the case of the first `layers` layers of `model` on `batch` sequences; of None, of all with embedding and loss.
+    """Return the case of the first `layers` layers of `model` on `batch` sequences; of None, of all with embedding and
+    loss.
 
     Raises BadInput for experts, latent attention, sliding windows and learned positions.
     """

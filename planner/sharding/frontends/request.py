@@ -26,7 +26,8 @@ class _MeshText(msgspec.Struct, forbid_unknown_fields=True):
 class RequestText(msgspec.Struct, forbid_unknown_fields=True):
     """The document. Tensors are named as in the graph or as in the module, or by a pattern of either.
 
-    `domains` places them in nvFuser's notation; with `open_outputs` an output that nothing is said of lies as it is made.
+    `domains` places them in nvFuser's notation; with `open_outputs` an output that nothing is said of lies as it is
+    made.
     """
 
     graph: dict[str, Any]
@@ -47,7 +48,9 @@ class RequestText(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Request(msgspec.Struct, frozen=True):
-    """A decoded request: names are those of the graph, placements and `mesh` those of one stage where there are stages."""
+    """A decoded request: names are those of the graph, placements and `mesh` those of one stage where there are
+    stages.
+    """
 
     id: str
     graph: CapturedGraph

@@ -1,10 +1,11 @@
 """Pipeline stages of a captured graph: `{"axis": "pp", "of": {"layers.1": 1}, "micro_batches": 4}`.
 
-A stage is a coordinate of one mesh axis. Operators, or all that a module calls, are named with the stage that they are on; what
-is not named is on the stage of the operator before it. Without `of`, the graph is cut by time. The graph is that of one micro batch: every one goes through all
-stages, forward in order and backward in the reverse order, and gradients of parameters are summed over them. `schedule` is
-`gpipe`, all forward and then all backward (Huang et al., arXiv 1811.06965), or `1f1b`, in which a stage goes backward as soon as it
-can and holds no more micro batches than stages follow it (Narayanan et al., arXiv 2104.04473, section 2.2).
+A stage is a coordinate of one mesh axis. Operators, or all that a module calls, are named with the stage that they are
+on; what is not named is on the stage of the operator before it. Without `of`, the graph is cut by time. The graph is
+that of one micro batch: every one goes through all stages, forward in order and backward in the reverse order, and
+gradients of parameters are summed over them. `schedule` is `gpipe`, all forward and then all backward (Huang et al.,
+arXiv 1811.06965), or `1f1b`, in which a stage goes backward as soon as it can and holds no more micro batches than
+stages follow it (Narayanan et al., arXiv 2104.04473, section 2.2).
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ GPIPE, ONE_F_ONE_B = "gpipe", "1f1b"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stages:
-    """The stage of every result of the graph's statements, on `count` coordinates of a mesh axis, which is at `position`."""
+    """The stage of every result of the graph's statements, on `count` coordinates of a mesh axis, which is at
+    `position`.
+    """
 
     axis: str
     position: int
@@ -46,7 +49,8 @@ class Stages:
     schedule: str = GPIPE
 
     def of_operators(self, graph: Graph, mesh: Mesh, machine: Machine | None) -> PipelineStages:
-        """Return the stages of a problem's operators: those stated, else by time on `machine`; `mesh` is that of one stage.
+        """Return the stages of a problem's operators: those stated, else by time on `machine`; `mesh` is that of one
+        stage.
 
         Raises BadInput where a result or a parameter cannot be there.
         """
@@ -104,7 +108,9 @@ def read_stages(graph: CapturedGraph, mesh: Mesh, data: Any) -> Stages:
 
 
 def _by_result(graph: CapturedGraph, of: Mapping[str, int]) -> dict[str, int]:
-    """Return the stage of every statement's result: that of its operator, of the module that calls it, or of what is before."""
+    """Return the stage of every statement's result: that of its operator, of the module that calls it, or of what is
+    before.
+    """
     shapes = {one.name: one.shape for one in graph.inputs} | {one.name: one.shape for one in graph.nodes}
     found: dict[str, int] = {}
     stage = 0
@@ -133,7 +139,9 @@ def cut_by_time(
     mesh: Mesh,
     machine: Machine,
 ) -> tuple[int, ...]:
-    """Return the stage of every operator, of `count` over `axis` of `mesh`. Raises Infeasible where there are fewer cuts."""
+    """Return the stage of every operator, of `count` over `axis` of `mesh`. Raises Infeasible where there are fewer
+    cuts.
+    """
     pricing = TimePricing(machine, mesh)
     before = [0.0, *accumulate(_seconds(one, tensors, pricing) * count / mesh.ranks for one in operators)]
     sent = lean_cuts(operators, tensors, parameters)
@@ -210,7 +218,9 @@ def _seconds(operator: Operator, tensors: Mapping[str, Tensor], pricing: TimePri
 def _crossing_bytes(
     operators: Sequence[Operator], tensors: Mapping[str, Tensor], parameters: Collection[str]
 ) -> dict[int, float]:
-    """Return the bytes of the results that are made before an operator and used from it on, for all where a cut may be."""
+    """Return the bytes of the results that are made before an operator and used from it on, for all where a cut may
+    be.
+    """
     made = {one.result.name: at for at, one in enumerate(operators)}
     uses: dict[str, list[int]] = {}
     for at, one in enumerate(operators):

@@ -1,21 +1,22 @@
 """nvFuser's notation: a tensor's loop domain, made of its logical axes by splits, some of them parallelized on devices.
 
-A tensor starts with one loop axis for each logical axis. `outer_split(axis, n)` makes of one n pieces, the pieces first;
-`inner_split(axis, n)` makes pieces of n elements, the pieces first as well; `parallelize(axis, DIDx)` gives an axis to the
-devices of a mesh axis. As a text, one tensor is
+A tensor starts with one loop axis for each logical axis. `outer_split(axis, n)` makes of one n pieces, the pieces
+first; `inner_split(axis, n)` makes pieces of n elements, the pieces first as well; `parallelize(axis, DIDx)` gives an
+axis to the devices of a mesh axis. As a text, one tensor is
 
     outer_split(0, 4); parallelize(0, DIDx)                 dim 0 in four pieces, one a device
     inner_split(0, 4); parallelize(1, DIDx)                 every fourth element of dim 0 on one device
     outer_split(0, 2); outer_split(1, 4); parallelize(1, DIDx)    a fused gate and up, each in four pieces
 
-nvFuser's older spellings are the same calls: `split(axis, n)` is an inner split, `split(axis, n, inner_split=False)` an outer
-one, and `axis(0).parallelize(ParallelType.mesh_x)` gives axis 0 to `DIDx`. Names of the mesh axes are those of the mesh: `DIDx`
-(in nvFuser's mesh the innermost), `DIDy`, `DIDz`, or any other. Positions count the loop axes at that moment. A device inside a
-split is DTensor's strided shard.
+nvFuser's older spellings are the same calls: `split(axis, n)` is an inner split, `split(axis, n, inner_split=False)` an
+outer one, and `axis(0).parallelize(ParallelType.mesh_x)` gives axis 0 to `DIDx`. Names of the mesh axes are those of
+the mesh: `DIDx` (in nvFuser's mesh the innermost), `DIDy`, `DIDz`, or any other. Positions count the loop axes at that
+moment. A device inside a split is DTensor's strided shard.
 
-A split that does not divide its axis leaves the last pieces smaller, or empty, as nvFuser's and torch.chunk do: pieces are of
-ceil(extent / n) elements. Its parts are given to devices or kept, and not split again: nvFuser would go on from the padded
-extent, and DTensor from what a device has. (NVIDIA/Fuser, doc/reading/multigpu.md and `TensorView.outer_split`.)
+A split that does not divide its axis leaves the last pieces smaller, or empty, as nvFuser's and torch.chunk do: pieces
+are of ceil(extent / n) elements. Its parts are given to devices or kept, and not split again: nvFuser would go on from
+the padded extent, and DTensor from what a device has. (NVIDIA/Fuser, doc/reading/multigpu.md and
+`TensorView.outer_split`.)
 """
 
 from __future__ import annotations

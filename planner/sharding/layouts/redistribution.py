@@ -89,7 +89,9 @@ class Redistributor:
         return {(source, target): cost for source, target, cost in found if cost is not None}
 
     def cost(self, source: Layout, target: Layout) -> Cost | None:
-        """Return the cost of the cheapest path, or None if there is none: a finished sum cannot become pending again."""
+        """Return the cost of the cheapest path, or None if there is none: a finished sum cannot become pending
+        again.
+        """
         found = self._paths_from(source).get(self._number(target))
         return found[0] if found else None
 
@@ -230,7 +232,9 @@ class Redistributor:
                 yield RedistributionStep(PERMUTE, after, (collective,))
 
     def _has_same_pieces(self, before: Layout, after: Layout) -> bool:
-        """Return whether pieces of the same number are equal: those of an uneven dim depend on the order of its cuts."""
+        """Return whether pieces of the same number are equal: those of an uneven dim depend on the order of its
+        cuts.
+        """
         both = zip(self.shape, before.dims, after.dims, strict=True)
         return all(
             divides_evenly(size, old, self.mesh) or _cuts(old, self.mesh) == _cuts(new, self.mesh)
@@ -263,7 +267,9 @@ class Redistributor:
             yield Layout(dims, tuple(pending))
 
     def _specs_with(self, layout: Layout, dim: int, axes: tuple[str, ...]) -> Iterator[DimSpec]:
-        """Yield the specs of `dim` with `axes` added innermost: directly, or inside blocks that `irregular_specs` has."""
+        """Yield the specs of `dim` with `axes` added innermost: directly, or inside blocks that `irregular_specs`
+        has.
+        """
         prefix = layout.dims[dim]
         unblocked = (*prefix, *axes)
         if self._is_allowed(dim, unblocked):

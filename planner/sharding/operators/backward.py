@@ -2,8 +2,9 @@
 
     graph = add_backward(forward, {"y": "dy"})
 
-`dy`, the gradient of the output y, becomes an input. A tensor that several operators use has the sum of their gradients;
-sums that are pending stay so through it, and are reduced once. `graph.gradients` names all gradients of parameters.
+`dy`, the gradient of the output y, becomes an input. A tensor that several operators use has the sum of their
+gradients; sums that are pending stay so through it, and are reduced once. `graph.gradients` names all gradients of
+parameters.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from topology.errors import BadInput
 def add_backward(graph: Graph, seeds: Mapping[str, str], *, with_respect_to: Collection[str] = ()) -> Graph:
     """Return `graph` with its formulas in single steps and a backward pass.
 
-    `seeds` gives by output the name of its gradient, an input of the new graph. Gradients are computed of all parameters
-    and of the inputs in `with_respect_to`. Raises BadInput for a function without a gradient rule.
+    `seeds` gives by output the name of its gradient, an input of the new graph. Gradients are computed of all
+    parameters and of the inputs in `with_respect_to`. Raises BadInput for a function without a gradient rule.
     """
     unknown = [name for name in (*seeds, *with_respect_to) if name not in graph.tensors]
     if unknown or not seeds:

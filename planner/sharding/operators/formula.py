@@ -1,4 +1,6 @@
-"""The formula of an operator, parsed and never run: its tensors, its functions, and how pieces of what it computes are combined."""
+"""The formula of an operator, parsed and never run: its tensors, its functions, and how pieces of what it computes are
+combined.
+"""
 
 from __future__ import annotations
 

@@ -120,8 +120,8 @@ class GraphBuilder:
     def apply(self, text: str, *, dtype: str | None = None) -> tuple[Tensor, ...]:
         """Add the operator `name, ... = formula :: annotation` and return its results. Raises BadInput.
 
-        The annotation may be left out where all functions of the formula are known (`planner.sharding.ops`). `dtype` is of the
-        results, where it is not that of the operands.
+        The annotation may be left out where all functions of the formula are known (`planner.sharding.ops`). `dtype` is
+        of the results, where it is not that of the operands.
         """
         results = []
         for parsed in self._lines.parse(text, self.tensors, self._parsed):

@@ -1,10 +1,10 @@
 """Rows that stand by groups, as tokens by their experts: where each rank has whole groups, it has rows of its own.
 
-A grouped product multiplies every row by the matrix of its group. A rank that has some of the matrices makes the rows of
-those groups and zeros in all others, so no two ranks have the same row: the result is pending a sum, of which every
-element is one rank's (`mask`, as DTensor calls it). What keeps zeros where they are may be computed before that sum, which
-other partial sums may not: the activation between two grouped products, for one. How many rows a rank has is known when
-the program runs, and no shape depends on it.
+A grouped product multiplies every row by the matrix of its group. A rank that has some of the matrices makes the rows
+of those groups and zeros in all others, so no two ranks have the same row: the result is pending a sum, of which every
+element is one rank's (`mask`, as DTensor calls it). What keeps zeros where they are may be computed before that sum,
+which other partial sums may not: the activation between two grouped products, for one. How many rows a rank has is
+known when the program runs, and no shape depends on it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ GROUPED = "grouped_mm"
 
 
 def group_axis(operator: Operator) -> str:
-    """Return the axis of the groups of a grouped product, whose operands are rows, matrices and ends; "" of another operator."""
+    """Return the axis of the groups of a grouped product, whose operands are rows, matrices and ends; "" of another
+    operator.
+    """
     if GROUPED not in operator.functions or len(operator.operands) != 3 or operator.unannotated:
         return ""
     (_, rows), (_, matrices), _ = operator.operands
@@ -35,7 +37,9 @@ def group_axis(operator: Operator) -> str:
 
 
 def grouped_rows(operators: Sequence[Operator]) -> dict[str, str]:
-    """Return by tensor the ends of the groups by which its rows stand, where it may be zero but for a rank's own groups."""
+    """Return by tensor the ends of the groups by which its rows stand, where it may be zero but for a rank's own
+    groups.
+    """
     found: dict[str, str] = {}
     for operator in operators:
         if group_axis(operator):

@@ -42,9 +42,9 @@ class Tensor:
 class Operator:
     """One result, its operands as (tensor name, axes by dim), and the sizes of all axes.
 
-    `text` is the formula, of which this is result number `index`. `reduced` axes are in no result, `output_only` axes in
-    the result alone; `roles` says what sharding an axis means. `unannotated` tensors are in the formula but not in the
-    annotation: they must be replicated.
+    `text` is the formula, of which this is result number `index`. `reduced` axes are in no result, `output_only` axes
+    in the result alone; `roles` says what sharding an axis means. `unannotated` tensors are in the formula but not in
+    the annotation: they must be replicated.
     """
 
     result: Tensor
@@ -64,7 +64,9 @@ class Operator:
 
     @property
     def likeness(self) -> Hashable:
-        """Equal for operators whose lines are alike but for the names of tensors (`repeated.py`), as long as they are there."""
+        """Equal for operators whose lines are alike but for the names of tensors (`repeated.py`), as long as they are
+        there.
+        """
         return id(self.roles), id(self.sizes), self.result.dtype
 
     @property
@@ -110,7 +112,9 @@ def parse_operators(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Binding:
-    """One result of a line that is being parsed; an annotation that is `derived` has the operands in the formula's order."""
+    """One result of a line that is being parsed; an annotation that is `derived` has the operands in the formula's
+    order.
+    """
 
     name: str
     text: str

@@ -13,7 +13,8 @@ the roles of axes (`planner.sharding.operators.roles`):
     a created axis                     every rank makes its own piece
     an unsharded axis                  never, nor one that a tensor has in two dims
     a pending sum                      of operands that the result is linear in
-    groups of rows                     each rank has matrices of some groups, and makes their rows; zeros pass through what
+    groups of rows                     each rank has matrices of some groups, and makes their rows; zeros pass through
+    what
                                        keeps them (`planner.sharding.operators.grouped_rows`)
 """
 
@@ -84,8 +85,8 @@ def sharding_options(
     """Return every way to shard `operator`.
 
     `pending` says by tensor which reductions it may be pending; `irregular_specs` gives (dim, spec) pairs by tensor
-    that are uneven or have blocks, and are tried besides the regular ones; `grouped` are tensors whose rows stand by groups
-    (`grouped_rows`). Raises Infeasible where there are over MAX_OPTIONS.
+    that are uneven or have blocks, and are tried besides the regular ones; `grouped` are tensors whose rows stand by
+    groups (`grouped_rows`). Raises Infeasible where there are over MAX_OPTIONS.
     """
     irregular: dict[str, set[DimSpec]] = {}
     for name, dims in operator.operands:
@@ -125,7 +126,9 @@ def _can_shard(operator: Operator, axis: str) -> bool:
 
 
 def _is_twice(operator: Operator, axis: str) -> bool:
-    """Return whether two dims of one tensor are this axis, as in `x @ x.T`: ranks would have blocks of the diagonal alone."""
+    """Return whether two dims of one tensor are this axis, as in `x @ x.T`: ranks would have blocks of the diagonal
+    alone.
+    """
     tensors = (operator.dims, *(dims for _, dims in operator.operands))
     return any(sum(dim.count(axis) for dim in dims) > 1 for dims in tensors)
 
@@ -154,7 +157,9 @@ def _pass_through_reductions(
 def _rows_by_groups(
     operator: Operator, pending: Mapping[str, frozenset[str]], grouped: Mapping[str, str]
 ) -> Iterator[_PassThrough]:
-    """Yield the ways in which ranks may have rows of their own groups: of all rows, or of those that they have already."""
+    """Yield the ways in which ranks may have rows of their own groups: of all rows, or of those that they have
+    already.
+    """
     groups = group_axis(operator)
     if groups:
         (rows, _), _, (ends, _) = operator.operands
@@ -257,7 +262,9 @@ def combine_axis_specs(
 
 
 def split_dim_spec(spec: DimSpec, dim: Dim, sizes: Mapping[str, int], mesh: Mesh) -> dict[str, DimSpec] | None:
-    """Return the specs of the axes that make a dim from the spec of the dim, or None where a shard would span two axes."""
+    """Return the specs of the axes that make a dim from the spec of the dim, or None where a shard would span two
+    axes.
+    """
     if len(dim) == 1:
         return {dim[0]: spec}
     out: dict[str, DimSpec] = {}

@@ -1,6 +1,7 @@
 """Lines that say of other tensors what an earlier one said of its own: layers of a model are parsed once.
 
-Two lines are alike where they differ in names of tensors alone, and those tensors have the same shapes, dtypes and axes.
+Two lines are alike where they differ in names of tensors alone, and those tensors have the same shapes, dtypes and
+axes.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ class RepeatedLines:
     def parse(
         self, text: str, tensors: Mapping[str, Tensor], parse: Callable[[str, Mapping[str, Tensor]], list[Operator]]
     ) -> list[Operator]:
-        """Return the operators of a line: those of one that is alike under other names, else what `parse` makes of it."""
+        """Return the operators of a line: those of one that is alike under other names, else what `parse` makes of
+        it.
+        """
         said, marks, annotation = text.partition("::")
         left, equals, formula = said.partition("=")
         results = tuple(name.strip() for name in left.split(","))

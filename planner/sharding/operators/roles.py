@@ -1,7 +1,7 @@
 """The annotation of an operator held against what its formula does, or derived from it.
 
-An annotation names axes; what the functions of the formula do along them is known (`planner.sharding.ops`). The two are laid
-side by side, and the function has the last word:
+An annotation names axes; what the functions of the formula do along them is known (`planner.sharding.ops`). The two are
+laid side by side, and the function has the last word:
 
     the annotation restricts (`^`)              believed: the author may know more
     it leaves an axis unmarked, which the       the axis is kept whole, with a warning; or, for what can be computed
@@ -35,8 +35,8 @@ class AxisRoles:
     leave the result pending a reduction, given by axis. `created` axes are in the result alone, and a rank can make its
     piece of them; along `positional` ones it must know where its piece starts. All others pass through.
 
-    `linear` has sets of operands, by their numbers, of which the result is linear in all at once and in none beside another:
-    where they are pending a sum, so is the result. One that `multiplies` operands may be a matrix product.
+    `linear` has sets of operands, by their numbers, of which the result is linear in all at once and in none beside
+    another: where they are pending a sum, so is the result. One that `multiplies` operands may be a matrix product.
     """
 
     unsharded: frozenset[str] = frozenset()
@@ -111,10 +111,11 @@ def _linear_operands(
     shapes: Mapping[str, Sequence[int]],
     index: int,
 ) -> tuple[frozenset[int], ...]:
-    """Return the smallest sets of operands that may be pending a sum: of the formula walked with that sum as one more axis.
+    """Return the smallest sets of operands that may be pending a sum: of the formula walked with that sum as one more
+    axis.
 
-    A pending sum passes only through what is linear (scaling, a matrix product, a view), and through an addition only if
-    every term is pending: a finished tensor added on each of n ranks would count n times.
+    A pending sum passes only through what is linear (scaling, a matrix product, a view), and through an addition only
+    if every term is pending: a finished tensor added on each of n ranks would count n times.
     """
     given = frozenset(axis for each in (*annotation.operands, *annotation.results) for dim in each for axis in dim)
     numbers = [number for number, name in enumerate(operands) if operands.index(name) == number]
@@ -170,7 +171,9 @@ def _values(
 
 
 def _match_result(name: str, flow: AxisFlow, derived: Sequence[Dim], annotation: Annotation) -> set[str]:
-    """Hold the dims of the result against the annotation; return the axes that only the result has and ranks can make."""
+    """Hold the dims of the result against the annotation; return the axes that only the result has and ranks can
+    make.
+    """
     (dims,) = annotation.results
     seen = {axis for operand in annotation.operands for dim in operand for axis in dim}
     created: set[str] = set()

@@ -15,8 +15,9 @@ from simulator.kernels.operators import ATTENTION_BACKWARD, Work, WorkKind
 from simulator.kernels.roofline import Roofline
 
 Sizes = Mapping[str, NDArray[np.float64]]
-# Products of [m, k] by [k, n] in the gradients of attention, of which the forward pass has two: scores again, the gradient
-# of the shares, and the three results, in one kernel (Dao, arXiv 2307.08691, algorithm 2): five, told evenly to the three.
+# Products of [m, k] by [k, n] in the gradients of attention, of which the forward pass has two: scores again, the
+# gradient of the shares, and the three results, in one kernel (Dao, arXiv 2307.08691, algorithm 2): five, told evenly
+# to the three.
 _BACKWARD_PRODUCTS = ATTENTION_BACKWARD * 2 / 3
 
 
@@ -63,7 +64,8 @@ def operator_work(operator: Operator, tensors: Mapping[str, Tensor], sizes: Size
     both = [part for part in parts if contracted & part]
     if len(both) >= 2 and operator.kind == "sum" and operator.roles.multiplies:
         left, right = both[0], both[1]
-        # A convolution's result has places that no operand has, and each is summed over a window that the result has not.
+        # A convolution's result has places that no operand has, and each is summed over a window that the result has
+        # not.
         m, n = size(result - right), size(right & result - left)
         batch, k = size(left & right & result), size(contracted | (right - left - result))
         groups = group_axis(operator)
@@ -81,7 +83,8 @@ def _seen(
 ) -> NDArray[np.float64] | float:
     """Return the share of the pairs of queries and keys that is computed.
 
-    A causal kernel leaves out keys after its queries; a rank with a piece of either has a mask instead, and computes all.
+    A causal kernel leaves out keys after its queries; a rank with a piece of either has a mask instead, and computes
+    all.
     """
     if not {*queries, *keys} & operator.roles.positional:
         return 1.0
@@ -92,7 +95,8 @@ def _seen(
 def backward_s(work: Work, gradients: int, roofline: Roofline) -> NDArray[np.float64]:
     """Return the seconds of an operator's backward pass, which makes so many `gradients`.
 
-    A product has one of its size for each; attention has one kernel with five products, of which the forward pass has two.
+    A product has one of its size for each; attention has one kernel with five products, of which the forward pass has
+    two.
     """
     if not gradients:
         return np.zeros(1)

@@ -16,8 +16,8 @@ LETTERS = "abcdefgijklmnopq"
 class Statement:
     """One operator of the case: `result = formula :: annotation`, and the kernel `op(*args)` that computes it.
 
-    Without an annotation, the axes follow from the formula. That of a function which `ops` does not have is believed: its
-    arguments (windows, groups) stand in the kernel alone. `sizes` are those of axes that no operand has by itself.
+    Without an annotation, the axes follow from the formula. That of a function which `ops` does not have is believed:
+    its arguments (windows, groups) stand in the kernel alone. `sizes` are those of axes that no operand has by itself.
     """
 
     result: str

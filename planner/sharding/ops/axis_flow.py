@@ -1,8 +1,8 @@
 """What a formula does along every axis, found by walking it with axes in the place of numbers.
 
 A `Value` is what a part of a formula computes: the axes of each of its dims, and the sums (or maxima, ...) along axes
-that are gone, which could still be taken later if the axis were sharded. Operators (`planner.sharding.ops`) make values of
-values and tell the `AxisFlow` what they do to axes on the way:
+that are gone, which could still be taken later if the axis were sharded. Operators (`planner.sharding.ops`) make values
+of values and tell the `AxisFlow` what they do to axes on the way:
 
     unsharded   the function needs all of the axis: a sort, a slice, a running sum, a convolution's window; the reason
                 is kept for the user

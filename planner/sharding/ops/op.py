@@ -1,4 +1,5 @@
-"""What an entry of an operator says: its names, its axes, its derivative, how it is captured, and what its kernels save.
+"""What an entry of an operator says: its names, its axes, its derivative, how it is captured, and what its kernels
+save.
 
 An operator is one `Op` in the file of its family; `table.py` lists the families. Everything else asks the table.
 """
@@ -123,10 +124,11 @@ Phases = Callable[[Statement, Layout, Layout], list[Phase]]
 class Op:
     """Operators of one kind. Words are separated by spaces.
 
-    `names` are those in formulas, and `axes` what the functions do along every axis of their arguments. `kind` says how pieces
-    over a sharded axis are combined: `sum`, `avg`, `max`, `min`, `product` leave a pending reduction; other kinds are computed
-    from statistics of pieces if the operator `merges` them, by the kernels of `phases`. `aten` names the operators of PyTorch
-    that `capture` writes as formulas, and `kernels` what the executor runs for them, whose derivative needs what it `saves`.
+    `names` are those in formulas, and `axes` what the functions do along every axis of their arguments. `kind` says how
+    pieces over a sharded axis are combined: `sum`, `avg`, `max`, `min`, `product` leave a pending reduction; other
+    kinds are computed from statistics of pieces if the operator `merges` them, by the kernels of `phases`. `aten` names
+    the operators of PyTorch that `capture` writes as formulas, and `kernels` what the executor runs for them, whose
+    derivative needs what it `saves`.
     """
 
     names: str = ""

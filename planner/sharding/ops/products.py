@@ -79,7 +79,9 @@ def _grouped_mm(call: Call) -> Value:
 
 
 def _grouped_mm_weight_gradient(call: Call) -> Value:
-    """`grouped_mm_weight_bwd(gradient, x, ends)`: `[m, n]` and `[m, k]` to `[g, k, n]`, a sum over the rows of a group."""
+    """`grouped_mm_weight_bwd(gradient, x, ends)`: `[m, n]` and `[m, k]` to `[g, k, n]`, a sum over the rows of a
+    group.
+    """
     flow, gradient = call.flow, call.value(0)
     x = flow.finish(call.value(1), "a gradient needs finished values")
     rows = flow.unify(gradient.dims[0], x.dims[0], call.name)
@@ -199,7 +201,9 @@ def _capture_einsum(call: AtenCall) -> list[Statement]:
 
 
 def _capture_grouped_product(call: AtenCall) -> list[Statement]:
-    """Rows by groups, one matrix a group, and the ends of groups among rows: experts of tokens that are sorted by expert."""
+    """Rows by groups, one matrix a group, and the ends of groups among rows: experts of tokens that are sorted by
+    expert.
+    """
     rows, matrices = call.shape(0), call.shape(1)
     ends = call.optional_tensor(2, "offs")
     if len(rows) != 2 or len(matrices) != 3 or not ends or call.argument(3, call.node.kwargs.get("bias")) is not None:

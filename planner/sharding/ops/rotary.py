@@ -1,8 +1,10 @@
-"""Rotary positions: pairs of the last dim are rotated by angles. In a captured graph they become the one operator that they are.
+"""Rotary positions: pairs of the last dim are rotated by angles. In a captured graph they become the one operator that
+they are.
 
     x * cos + cat((-x[..., d/2:], x[..., :d/2]), -1) * sin
 
-is seven operators, of which each reads and writes all of x; the executor has one kernel for them (`executor/model/rotary.py`).
+is seven operators, of which each reads and writes all of x; the executor has one kernel for them
+(`executor/model/rotary.py`).
 """
 
 from __future__ import annotations
@@ -76,7 +78,9 @@ class _Finder:
     kept: frozenset[str]
 
     def rotation(self, node: GraphNode) -> tuple[GraphNode, set[str]] | None:
-        """Return the rotation that ends with a node, and the tensors inside it that nothing else uses; None if it is none."""
+        """Return the rotation that ends with a node, and the tensors inside it that nothing else uses; None if it is
+        none.
+        """
         last, inner = node, set[str]()
         if _is(node, "to"):
             cast = self._inside(_tensor(node, 0))

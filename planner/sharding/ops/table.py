@@ -1,9 +1,9 @@
 """All operators that are known, by what they are called in formulas, in PyTorch and in programs.
 
-Names and arguments in formulas are torch's, as functions or as methods: `torch.softmax(x, -1)`, `x.softmax(-1)`, `F.linear(x, w)`.
-Besides those: `set` (a tensor as it is), `rearrange` (whatever its annotation says), `attn`, `rmsnorm`, `layernorm`,
-`grouped_mm`, `rope`, and gradients as `NAME_bwd(gradient, ...)`. What is not here raises `NotUnderstood` and is opaque: it is
-computed on whole tensors.
+Names and arguments in formulas are torch's, as functions or as methods: `torch.softmax(x, -1)`, `x.softmax(-1)`,
+`F.linear(x, w)`. Besides those: `set` (a tensor as it is), `rearrange` (whatever its annotation says), `attn`,
+`rmsnorm`, `layernorm`, `grouped_mm`, `rope`, and gradients as `NAME_bwd(gradient, ...)`. What is not here raises
+`NotUnderstood` and is opaque: it is computed on whole tensors.
 """
 
 from __future__ import annotations
@@ -93,7 +93,8 @@ def shape_of(tree: ast.expr, shapes: Mapping[str, Shape], index: int = 0) -> Sha
 def statements(node: GraphNode, shapes: Mapping[str, Shape]) -> list[Statement]:
     """Return the statements of one node of a graph; `shapes` are of all tensors before it.
 
-    A node that no entry captures is opaque: its operands and its result are needed whole, which is right for any operator.
+    A node that no entry captures is opaque: its operands and its result are needed whole, which is right for any
+    operator.
     """
     call = AtenCall(node, shapes)
     op = _ATEN.get(node.op.rpartition(".")[0].removeprefix("aten.") or node.op)

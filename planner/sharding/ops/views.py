@@ -104,7 +104,9 @@ def _groups_of_equal_size(
 
 
 def _split_to_sizes(flow: AxisFlow, axes: Sequence[str], sizes: Sequence[int]) -> list[Dim]:
-    """Return dims of `sizes` made of `axes`, or of a new axis each that is kept whole where a dim ends inside a factor."""
+    """Return dims of `sizes` made of `axes`, or of a new axis each that is kept whole where a dim ends inside a
+    factor.
+    """
     waiting, out = list(axes), list[Dim]()
     for size in sizes:
         dim: list[str] = []

@@ -67,7 +67,9 @@ class Call:
         return out
 
     def listed(self, at: int) -> list[Value]:
-        """Return the values of all elements of an argument that is a list, also of those without tensors, as `zeros(2)`."""
+        """Return the values of all elements of an argument that is a list, also of those without tensors, as
+        `zeros(2)`.
+        """
         node = self.node(at)
         return [self.walker.value(each) for each in node.elts] if isinstance(node, ast.List | ast.Tuple) else []
 
@@ -79,7 +81,9 @@ class Walker:
     """Walks a formula and returns what it computes, in axes."""
 
     def __init__(self, flow: AxisFlow, tree: ast.expr, merges: str, rules: Rules) -> None:
-        """`merges` is the kind of statistics that the formula as a whole may be computed from, if its axes are sharded."""
+        """`merges` is the kind of statistics that the formula as a whole may be computed from, if its axes are
+        sharded.
+        """
         self.flow, self.merges, self.rules = flow, merges, rules
         self.outermost = outermost_call(tree)
 

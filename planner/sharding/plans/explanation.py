@@ -1,8 +1,8 @@
 """Why each collective of a plan is there, what it takes, and what the next best plan without it would take.
 
-For a collective the whole problem is solved again without the move it belongs to: with the tensor kept where it lies, or,
-where the user prescribed a layout, without that prescription. The difference of the totals is what the collective saves;
-if the tensor were larger by that difference over its own bytes, the other plan would win.
+For a collective the whole problem is solved again without the move it belongs to: with the tensor kept where it lies,
+or, where the user prescribed a layout, without that prescription. The difference of the totals is what the collective
+saves; if the tensor were larger by that difference over its own bytes, the other plan would win.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ MAX_SOLVED = 48  # plans solved again for one explanation; what comes after says
 class Explanation:
     """One collective. Bytes are ring bytes a rank sends; seconds are None without a cluster.
 
-    `instead` says the next best plan, `more_bytes` what it takes beyond this one; `wins` when it would be the better one.
+    `instead` says the next best plan, `more_bytes` what it takes beyond this one; `wins` when it would be the better
+    one.
     """
 
     tensor: str

@@ -2,7 +2,8 @@
 
 Back ends read a `ShardingPlan` alone:
 
-    plan.choice.layouts   by tensor of the graph: its layout, one spec a dim and what is pending (`layouts.layout.Layout`)
+    plan.choice.layouts   by tensor of the graph: its layout, one spec a dim and what is pending
+      (`layouts.layout.Layout`)
     plan.choice.options   by operator of the graph: the layouts it needs its operands in, and the one it produces
     plan.steps            in order: a `TensorMove` (a tensor from one layout to another, as primitives and as the
                           collectives that run) or an `OperatorStep` (an operator on local shards)

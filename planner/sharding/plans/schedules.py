@@ -1,7 +1,8 @@
 """How the exchanges of a plan are carried out where nobody said it: as what makes the simulated program shortest.
 
-For every result whose operands are moved, or that is moved itself: as a whole, around a ring, in chunks, or an all-reduce in two
-(`problem.schedule`). Layouts stay as they are chosen. Results that stand for one another, as in layers that repeat, go the same way.
+For every result whose operands are moved, or that is moved itself: as a whole, around a ring, in chunks, or an
+all-reduce in two (`problem.schedule`). Layouts stay as they are chosen. Results that stand for one another, as in
+layers that repeat, go the same way.
 """
 
 from __future__ import annotations

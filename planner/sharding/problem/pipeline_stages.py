@@ -24,7 +24,9 @@ MAX_MICRO_BATCHES = 4096
 
 
 class StageAssignment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a file says of its stages: their mesh axis, the stage of what is named, the micro batches and their order."""
+    """What a file says of its stages: their mesh axis, the stage of what is named, the micro batches and their
+    order.
+    """
 
     axis: str
     of: dict[str, int] = {}

@@ -116,8 +116,8 @@ class MemoryLimit:
     """What a rank may hold when the backward pass begins: parameters with their state, and what is saved.
 
     `state_bytes_per_parameter` come with every parameter besides its own bytes: the gradient in bf16, and Adam's two
-    moments and master weight in float32, unless said otherwise. With `counts_saved` false, what is saved is not counted: it
-    may be made again in the backward pass.
+    moments and master weight in float32, unless said otherwise. With `counts_saved` false, what is saved is not
+    counted: it may be made again in the backward pass.
     """
 
     limit_bytes: float
@@ -130,8 +130,8 @@ class ShardingProblem:
     """What is asked: the sharding of `graph` over `mesh`.
 
     `input_layouts` are of the inputs that have placements, `pins` of results whose layout is prescribed; the solver
-    places all other tensors. Where there are pipeline stages, `mesh` is the mesh of one stage. With a `machine`, cost is
-    time, else ring bytes; the best answer found by `deadline` is returned with its gap. Where the graph has no
+    places all other tensors. Where there are pipeline stages, `mesh` is the mesh of one stage. With a `machine`, cost
+    is time, else ring bytes; the best answer found by `deadline` is returned with its gap. Where the graph has no
     backward pass, and what runs is the graph with the dual of every step (`planner.sharding.backends.duals`),
     `differentiated` are the tensors that have gradients: their time counts, too.
     """

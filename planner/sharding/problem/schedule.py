@@ -6,7 +6,8 @@ of a tensor (`"schedule": {"y": "ring"}`, where y is the result of an operator) 
     whole           one collective (default)
     stay            no consumer of this tensor may redistribute it, except by slicing a replicated one
     gather          operands are redistributed without all-to-all and permute, so that every rank sees all pieces
-    ring            an all-gather of an operand becomes n-1 permutes, and each shard is used when it arrives; operands of
+    ring            an all-gather of an operand becomes n-1 permutes, and each shard is used when it arrives; operands
+      of
                     equal local shape travel in one buffer, as keys and values do in ring attention
     chunked:k       k collectives of a k-th each
     scatter_gather  an all-reduce becomes a reduce-scatter and an all-gather

@@ -1,11 +1,12 @@
 """The assignment of least cost: a bound by messages, and an exact solution of what the bound does not rule out.
 
     1. sweeps of messages raise a lower bound, and labels taken by them are answers (`message_passing.py`)
-    2. from time to time the pairs that cost least above the bound are solved exactly, for a better answer and a better bound
+    2. from time to time the pairs that cost least above the bound are solved exactly, for a better answer and a better
+      bound
     3. where few pairs cost no more than the best answer, those are solved exactly, which proves the best
 
-With a limit of memory, held bytes have a price (a Lagrange multiplier), which is raised until the answer fits and then lowered
-as far as it does. The best answer so far and its bound are there at any moment.
+With a limit of memory, held bytes have a price (a Lagrange multiplier), which is raised until the answer fits and then
+lowered as far as it does. The best answer so far and its bound are there at any moment.
 """
 
 from __future__ import annotations
@@ -178,7 +179,9 @@ class _Search:
 
 
 def solve_by_messages(program: SolvableProgram, deadline: Deadline) -> tuple[Assignment, float]:
-    """Return the best assignment found before `deadline`, and a lower bound of all. Raises Infeasible where there is none."""
+    """Return the best assignment found before `deadline`, and a lower bound of all. Raises Infeasible where there is
+    none.
+    """
     if program.least_held() > program.most_held():
         raise unsatisfiable(program.problem.memory)
     search = _Search(program, MessagePassing(program), deadline)

@@ -1,4 +1,6 @@
-"""The alternatives a graph of operators leaves open: options by operator, layouts by tensor, and how to redistribute."""
+"""The alternatives a graph of operators leaves open: options by operator, layouts by tensor, and how to
+redistribute.
+"""
 
 from __future__ import annotations
 
@@ -165,8 +167,8 @@ def _excluded_kinds(problem: ShardingProblem, name: str, operator: Operator) -> 
 def _irregular_specs(problem: ShardingProblem) -> dict[str, frozenset[tuple[int, DimSpec]]]:
     """Return the (dim, spec) pairs by tensor that enumeration alone would not find: uneven ones, and ones with blocks.
 
-    They start at tensors whose layout is given or pinned, and are propagated through the operators in both directions: a
-    view that joins dims makes a spec with blocks of a regular one.
+    They start at tensors whose layout is given or pinned, and are propagated through the operators in both directions:
+    a view that joins dims makes a spec with blocks of a regular one.
     """
     mesh = problem.mesh
     found: dict[str, set[tuple[int, DimSpec]]] = {name: set() for name in problem.tensors}

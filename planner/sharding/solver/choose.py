@@ -3,13 +3,13 @@
 Every operator takes one option (`planner.sharding.operators.options`) and every tensor has one layout. A result is
 redistributed once from the layout its operator produces to the layout of the tensor, and from there once to each layout
 that consumers need, however many consumers share it. Every redistribution has a cost
-(`planner.sharding.layouts.redistribution`), so the choice is a flow through a network (`integer_program.py`), whose linear
-relaxation is nearly integral. It has many alternatives, so a bound comes first (`by_messages.py`), and only what it does not
-rule out is built and solved.
+(`planner.sharding.layouts.redistribution`), so the choice is a flow through a network (`integer_program.py`), whose
+linear relaxation is nearly integral. It has many alternatives, so a bound comes first (`by_messages.py`), and only what
+it does not rule out is built and solved.
 
-With a time limit, the best answer so far is returned with its bound. Where ring bytes are counted, a last step fixes them
-at the optimum and solves again for the fewest collectives, ring steps and local copies, which makes the answer one that a
-person would write down: nothing is cut or moved without a gain.
+With a time limit, the best answer so far is returned with its bound. Where ring bytes are counted, a last step fixes
+them at the optimum and solves again for the fewest collectives, ring steps and local copies, which makes the answer one
+that a person would write down: nothing is cut or moved without a gain.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ FOLDED_POLICIES = frozenset({"min_time", "min_ring_bytes"})  # those under which
 class Choice:
     """An option for every operator, a layout for every tensor, and what it all costs.
 
-    `cost` is in units of `Cost`: picoseconds, or ring bytes of a rank times the ranks. No choice costs less than `bound`.
+    `cost` is in units of `Cost`: picoseconds, or ring bytes of a rank times the ranks. No choice costs less than
+    `bound`.
     """
 
     options: tuple[ShardingOption, ...]
@@ -91,8 +92,8 @@ def _first(problem: ShardingProblem) -> tuple[Choice, LayoutCandidates] | None:
 
 
 def _best(problem: ShardingProblem, deadline: Deadline, listing: Deadline) -> tuple[Choice, LayoutCandidates]:
-    """Return the best choice that is found by `deadline`. Raises Infeasible where none is, or what to choose from is not
-    listed by `listing`.
+    """Return the best choice that is found by `deadline`. Raises Infeasible where none is, or what to choose from is
+    not listed by `listing`.
     """
     pricing = pricing_of(problem.mesh, problem.machine)
     fixed = {**problem.input_layouts, **problem.pins}

@@ -1,9 +1,9 @@
 """Layers that are alike: operators and tensors that stand for one another, and are placed alike.
 
 A model's program repeats: the operators of layer 2 are those of layer 1 with other weights, and so backward. Runs of
-operators that repeat with a period are found, and operators at the same place in such a run form a class. Tensors form a
-class if operators of the same classes make and use them. A class is placed once, and its cost counts as often as it has
-members; the answer is the best of those that treat layers alike.
+operators that repeat with a period are found, and operators at the same place in such a run form a class. Tensors form
+a class if operators of the same classes make and use them. A class is placed once, and its cost counts as often as it
+has members; the answer is the best of those that treat layers alike.
 """
 
 from __future__ import annotations
@@ -122,7 +122,9 @@ def _operator_classes(signatures: Sequence[Hashable]) -> list[int]:
 
 
 def _longest_run(codes: np.ndarray) -> tuple[int, int, int] | None:
-    """Return (start, period, length) of the longest stretch that repeats at least twice, of the shortest such period."""
+    """Return (start, period, length) of the longest stretch that repeats at least twice, of the shortest such
+    period.
+    """
     best: tuple[int, int, int] | None = None
     for period in range(SHORTEST_PERIOD, len(codes) // 2 + 1):
         equal = codes[period:] == codes[:-period]

@@ -1,8 +1,8 @@
 """An answer at once: the best of those in which all mesh axes together shard one dim, as if the mesh had one axis.
 
-It has far fewer alternatives than the whole mesh has, so it is there before those are listed. What lies on single mesh axes by
-the question (inputs, pins) is moved from there, or to there. Its bound is what the arithmetic and the memory of all ranks
-allow, without any communication.
+It has far fewer alternatives than the whole mesh has, so it is there before those are listed. What lies on single mesh
+axes by the question (inputs, pins) is moved from there, or to there. Its bound is what the arithmetic and the memory of
+all ranks allow, without any communication.
 """
 
 from __future__ import annotations
@@ -86,7 +86,9 @@ def first_answer(
 
 
 def _slices_between(problem: ShardingProblem, pricing: TimePricing, name: str, source: Layout, target: Layout) -> int:
-    """Return the cost of what slices over one mesh axis after another leave before the last; 0 where the move is no slice."""
+    """Return the cost of what slices over one mesh axis after another leave before the last; 0 where the move is no
+    slice.
+    """
     pairs = list(zip(source.dims, target.dims, strict=True))
     if source.pending != target.pending or any(after[: len(before)] != before for before, after in pairs):
         return 0

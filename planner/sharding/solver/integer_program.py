@@ -1,9 +1,11 @@
-"""The choice as an integer program: a variable per option of an operator, per layout of a tensor, and per redistribution.
+"""The choice as an integer program: a variable per option of an operator, per layout of a tensor, and per
+redistribution.
 
 For every class of tensors there are two networks of redistributions: from the layouts that its operator produces to the
-layout that the tensor has, and from there to the layouts that its consumers need. What flows out of an option flows into
-one layout, and out of that to every consumer. A redistribution that several consumers need is paid once by those of the
-forward pass and once by those of the backward pass; or once by both, if the copy is kept, where memory allows it.
+layout that the tensor has, and from there to the layouts that its consumers need. What flows out of an option flows
+into one layout, and out of that to every consumer. A redistribution that several consumers need is paid once by those
+of the forward pass and once by those of the backward pass; or once by both, if the copy is kept, where memory allows
+it.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
-"""A lower bound of all choices, and what each alternative costs above it at least, by messages between operators and tensors.
+"""A lower bound of all choices, and what each alternative costs above it at least, by messages between operators and
+tensors.
 
 The choice is a labelling of a graph: an operator's label is its option, a tensor's its layout, and a redistribution is
 the cost of a pair of labels. Sequential reweighted message passing (Kolmogorov, Convergent tree-reweighted message
-passing for energy minimization, IEEE PAMI 28, 2006) raises a lower bound of it sweep by sweep. What is left of the costs
-after moving them along the messages is what a label or a pair costs above the bound at least: those that cost more than
-the best answer known are no part of a better one, and are left out before anything is solved exactly.
+passing for energy minimization, IEEE PAMI 28, 2006) raises a lower bound of it sweep by sweep. What is left of the
+costs after moving them along the messages is what a label or a pair costs above the bound at least: those that cost
+more than the best answer known are no part of a better one, and are left out before anything is solved exactly.
 
-A redistribution that several consumers share is paid once: each is told a share of it, so the sum over those who use it is
-never more than what they pay. A limit of memory is a price for held bytes (a Lagrange multiplier), also for those of copies
-that the forward pass makes and the backward pass uses again.
+A redistribution that several consumers share is paid once: each is told a share of it, so the sum over those who use it
+is never more than what they pay. A limit of memory is a price for held bytes (a Lagrange multiplier), also for those of
+copies that the forward pass makes and the backward pass uses again.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ class _Ends:
 
 @dataclass(slots=True)
 class _Edge:
-    """Costs of pairs of groups of labels; messages by group, to the later node (`down`) and to the earlier one (`up`)."""
+    """Costs of pairs of groups of labels; messages by group, to the later node (`down`) and to the earlier one
+    (`up`).
+    """
 
     ends: tuple[_Ends, _Ends]  # earlier node, later node
     costs: Numbers  # what the edge is told: of a shared redistribution, its share
@@ -76,8 +79,9 @@ class _Edge:
 class _Shared:
     """The edges of one tensor to its consumers, which share what a redistribution costs.
 
-    `columns` are their layouts among all that any of them needs. Where the forward and the backward pass need one layout, its
-    copy is made twice, or kept at the price of the memory that it takes: both passes together pay the lesser of the two.
+    `columns` are their layouts among all that any of them needs. Where the forward and the backward pass need one
+    layout, its copy is made twice, or kept at the price of the memory that it takes: both passes together pay the
+    lesser of the two.
     """
 
     costs: Numbers  # from layouts of the tensor to all that are needed
@@ -295,7 +299,9 @@ class MessagePassing:
     # --- what follows
 
     def above(self) -> dict[Pairs, Numbers]:
-        """Return what every pair costs above the bound at least, after a sweep (which ends with messages to earlier nodes)."""
+        """Return what every pair costs above the bound at least, after a sweep (which ends with messages to earlier
+        nodes).
+        """
         totals = [self._marginal(node) for node in range(len(self.nodes))]
         extra = [np.zeros(len(costs)) for costs in self.nodes]
         left: dict[int, Numbers] = {}

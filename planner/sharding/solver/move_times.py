@@ -1,8 +1,8 @@
 """Times of redistributions between all layouts of a tensor at once.
 
-Which primitives lead from which layout to which depends on a tensor's dims only through what divides them, so tensors of
-one divisibility share a graph of layouts; times are then those of its edges, and all shortest paths are found together.
-Tensors that may have blocks or uneven shards have a graph of their own, as their sizes matter.
+Which primitives lead from which layout to which depends on a tensor's dims only through what divides them, so tensors
+of one divisibility share a graph of layouts; times are then those of its edges, and all shortest paths are found
+together. Tensors that may have blocks or uneven shards have a graph of their own, as their sizes matter.
 """
 
 from __future__ import annotations
@@ -92,7 +92,9 @@ class MoveTimes:
         self._graph(tensor, own).expand(layouts)
 
     def _graph(self, tensor: Tensor, own: Redistributor) -> _LayoutGraph:
-        """Return the graph of a tensor; `own` is its redistributor, whose irregular specs and excluded primitives are kept."""
+        """Return the graph of a tensor; `own` is its redistributor, whose irregular specs and excluded primitives are
+        kept.
+        """
         if own.irregular_specs or own.excluded_kinds:
             key: Hashable = (tensor.shape, tensor.dtype, own.irregular_specs, own.excluded_kinds)
         else:
@@ -108,7 +110,9 @@ class MoveTimes:
     def between(
         self, tensor: Tensor, own: Redistributor, sources: Sequence[Layout], targets: Sequence[Layout], *, duals: bool
     ) -> Times:
-        """Return the times of all pairs, infinite where there is no path; with `duals` those of the gradient as well."""
+        """Return the times of all pairs, infinite where there is no path; with `duals` those of the gradient as
+        well.
+        """
         graph = self._graph(tensor, own)
         graph.expand([*sources, *targets])
         nbytes = prod(tensor.shape) * ELEMENT_BYTES[tensor.dtype]

@@ -1,9 +1,9 @@
 """What a choice costs: ring bytes, or time on a machine.
 
-Ring bytes are what the sharding oracles of papers and tools count; computing and memory are free in them. Time is that of
-the collectives on the machine's links (by mesh axis: a group inside a node or across nodes), of every operator on its
-local shards (so that replicated work is paid for), and of local copies. Times are integer picoseconds, so that sums are
-exact.
+Ring bytes are what the sharding oracles of papers and tools count; computing and memory are free in them. Time is that
+of the collectives on the machine's links (by mesh axis: a group inside a node or across nodes), of every operator on
+its local shards (so that replicated work is paid for), and of local copies. Times are integer picoseconds, so that sums
+are exact.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ class Pricing(Protocol):
     def collectives(
         self, found: Sequence[Collective], *, slices: int = 0, sliced_bytes: int = 0, duals: bool = False
     ) -> Cost:
-        """Return the cost of collectives, and of local slices that leave `sliced_bytes`; with `duals` there and back."""
+        """Return the cost of collectives, and of local slices that leave `sliced_bytes`; with `duals` there and
+        back.
+        """
 
     def operators(
         self, operator: Operator, options: Sequence[ShardingOption], tensors: dict[str, Tensor], *, gradients: int = 0
@@ -84,7 +86,9 @@ class BytesPricing:
 
 @dataclass(slots=True)
 class TimePricing:
-    """Picoseconds on a machine. Raises Infeasible where the mesh has more ranks than the machine GPUs with a path between them."""
+    """Picoseconds on a machine. Raises Infeasible where the mesh has more ranks than the machine GPUs with a path
+    between them.
+    """
 
     machine: Machine
     mesh: Mesh

@@ -1,4 +1,6 @@
-"""An integer program that is solved: by HiGHS, and by CP-SAT for the fewest steps among answers of one cost; what values mean."""
+"""An integer program that is solved: by HiGHS, and by CP-SAT for the fewest steps among answers of one cost; what
+values mean.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +87,8 @@ class SolvableProgram(IntegerProgram):
         return bool(np.all(np.abs(values - np.rint(values)) < 1e-6))
 
     def with_fewest_steps(self, keep: NDArray[np.bool_], cost: float) -> Assignment | None:
-        """Return, of the solutions of `cost` whose variables are all in `keep`, the one whose `ties` are least; None if it is not found.
+        """Return, of the solutions of `cost` whose variables are all in `keep`, the one whose `ties` are least; None if
+        it is not found.
 
         By CP-SAT, which is exact where collectives, ring steps and slices are told apart in one number.
         """
@@ -119,7 +122,8 @@ class SolvableProgram(IntegerProgram):
         return self.read(values)
 
     def branch_and_bound(self, keep: NDArray[np.bool_], deadline: Deadline) -> tuple[Assignment | None, float]:
-        """Return the cheapest solution whose variables are all in `keep`, as far as is known at `deadline`, and a lower bound.
+        """Return the cheapest solution whose variables are all in `keep`, as far as is known at `deadline`, and a lower
+        bound.
 
         By HiGHS, whose linear relaxations are nearly integral here; where there is no solution the bound is infinite.
         """
@@ -217,7 +221,9 @@ class SolvableProgram(IntegerProgram):
         return self.problem.memory is None or self.held(assignment) <= self.most_held()
 
     def with_kept_copies(self, assignment: Assignment) -> Assignment:
-        """Return the assignment with those copies kept for the backward pass that save most time a byte, as far as they fit."""
+        """Return the assignment with those copies kept for the backward pass that save most time a byte, as far as they
+        fit.
+        """
         if self.problem.memory is None or assignment.kept:
             return assignment
         found = []

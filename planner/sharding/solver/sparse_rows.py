@@ -31,7 +31,9 @@ class SparseRows:
         self.sides.append(side)
 
     def add_flows(self, numbers: Integers, out: Sequence[Integers]) -> None:
-        """Add a row for every row of `numbers`: its variables (-1: none) flow out by one variable of the group in `out`."""
+        """Add a row for every row of `numbers`: its variables (-1: none) flow out by one variable of the group in
+        `out`.
+        """
         rows, columns = np.nonzero(numbers >= 0)
         start = len(self.sides)
         sizes = [len(group) for group in out]

@@ -1,7 +1,7 @@
 """Trials by any command that trains: the plan's export takes the place of `{config}`, and its output tells the steps.
 
-The command is a list of words, no shell. It is ended, with all that it started, when enough steps were seen or its time is
-over. What it printed says why it failed.
+The command is a list of words, no shell. It is ended, with all that it started, when enough steps were seen or its time
+is over. What it printed says why it failed.
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ class CommandTrials(SingleTrials):
         return self._run(trial, words, min(left_s, self.limit_s), cut=left_s < self.limit_s)
 
     def _command(self, candidate: Candidate, folder: Path) -> list[str]:
-        """Write the export and return the command's words. Raises PlannerError where the target cannot express the plan."""
+        """Write the export and return the command's words. Raises PlannerError where the target cannot express the
+        plan.
+        """
         question = replace(self.question, runtime=candidate.runtime)
         job = ExportJob(name=question.model.name, plan=candidate.plan, question=question)
         done = export(job, find_target(self.target, candidate.runtime.version))

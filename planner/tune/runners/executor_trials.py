@@ -1,7 +1,8 @@
 """Trials by our executor: each plan is built and run for a few steps, by its own trainer or by torchtitan's.
 
-What its own trainer computes is compared with one process first. Plans of equal meshes share one start of processes. A run that fails ends its processes, the kernel takes their memory back,
-and the next one begins in new ones. Reports are kept where `planner runs` lists them.
+What its own trainer computes is compared with one process first. Plans of equal meshes share one start of processes. A
+run that fails ends its processes, the kernel takes their memory back, and the next one begins in new ones. Reports are
+kept where `planner runs` lists them.
 """
 
 from __future__ import annotations
@@ -142,7 +143,9 @@ class ExecutorTrials:
     def _trial(
         self, candidate: Candidate, chosen: Chosen, folder: Path, *, overran: bool, cut: bool, said: str
     ) -> Trial:
-        """Return what became of a run. `cut`: the tuning's budget ended it; `said`: why no run of its start has a report."""
+        """Return what became of a run. `cut`: the tuning's budget ended it; `said`: why no run of its start has a
+        report.
+        """
         document = read_report(folder)
         if document is None:
             trial = _failed(candidate, chosen, said, folder)
@@ -176,7 +179,9 @@ class ExecutorTrials:
 
 
 def new_folder(parent: Path) -> Path:
-    """Make the folder of the next trial: the first number that is free, since other machines may continue a tuning too."""
+    """Make the folder of the next trial: the first number that is free, since other machines may continue a tuning
+    too.
+    """
     parent.mkdir(parents=True, exist_ok=True)
     number = 1
     while True:

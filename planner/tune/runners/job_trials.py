@@ -1,7 +1,8 @@
-"""Trials as jobs of a scheduler, one job a trial: for plans on several nodes, where this process has no GPUs of its own.
+"""Trials as jobs of a scheduler, one job a trial: for plans on several nodes, where this process has no GPUs of its
+own.
 
-The job is that of `planner apply --launcher`: an agent on each node, and their records collected into one report. All nodes
-and this process must see the folder of the trials. A job that leaves no report in its time is cancelled.
+The job is that of `planner apply --launcher`: an agent on each node, and their records collected into one report. All
+nodes and this process must see the folder of the trials. A job that leaves no report in its time is cancelled.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What a training command prints of its steps: a regular expression, or JSON lines, and what the numbers mean.
 
-A regular expression names its groups after what they hold: `step_s`, `step_ms`, `tokens_per_s`, `tokens_per_s_per_gpu`, and
-`memory_gib` beside one of them; an unnamed group holds seconds. JSON lines have keys of the same names; `jsonl:KEY` says
-which other key holds the seconds of a step.
+A regular expression names its groups after what they hold: `step_s`, `step_ms`, `tokens_per_s`, `tokens_per_s_per_gpu`,
+and `memory_gib` beside one of them; an unnamed group holds seconds. JSON lines have keys of the same names; `jsonl:KEY`
+says which other key holds the seconds of a step.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from topology.units import GIB
 
 QUANTITIES = ("step_s", "step_ms", "tokens_per_s", "tokens_per_s_per_gpu")
 JSONL = "jsonl"
-# What frameworks log by themselves: torchtitan 0.2 and 0.3 (components/metrics.py), Megatron-LM core 0.16 (training.py).
+# What frameworks log by themselves: torchtitan 0.2 and 0.3 (components/metrics.py), Megatron-LM core 0.16
+# (training.py).
 KNOWN = {
     "torchtitan": r"memory:\s*(?P<memory_gib>[\d.]+)GiB.*?tps:\s*(?P<tokens_per_s_per_gpu>[\d,]+)",
     "megatron-lm": r"elapsed time per iteration \(ms\):\s*(?P<step_ms>[\d.]+)",
@@ -93,7 +94,9 @@ class Metric:
 
 
 def metric_of(text: str, *, tokens_per_step: float, gpus: int) -> Metric:
-    """Return the metric that `--metric` names: `jsonl`, `jsonl:KEY`, a framework's name, or a regular expression. Raises UserError."""
+    """Return the metric that `--metric` names: `jsonl`, `jsonl:KEY`, a framework's name, or a regular expression.
+    Raises UserError.
+    """
     if text == JSONL or text.startswith(f"{JSONL}:"):
         return Metric(pattern=None, tokens_per_step=tokens_per_step, gpus=gpus, key=text[len(JSONL) + 1 :])
     try:

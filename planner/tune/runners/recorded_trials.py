@@ -1,7 +1,7 @@
 """Trials that are looked up in recorded runs instead of made, so that the loop runs without a GPU.
 
-A recorded run is a case with a measured step or an outcome. Runs of one model, cluster and workload are one question; the
-plans that were recorded are its candidates.
+A recorded run is a case with a measured step or an outcome. Runs of one model, cluster and workload are one question;
+the plans that were recorded are its candidates.
 """
 
 from __future__ import annotations

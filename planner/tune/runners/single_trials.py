@@ -21,7 +21,9 @@ from topology.errors import PlannerError
 
 @dataclass(slots=True, kw_only=True)
 class SingleTrials(ABC):
-    """Runs plans of `question` one after the other; fields as of `ExecutorTrials`. A kind of trial says how in `run_one`."""
+    """Runs plans of `question` one after the other; fields as of `ExecutorTrials`. A kind of trial says how in
+    `run_one`.
+    """
 
     FIRST_START_S: ClassVar[float]  # until a trial has shown what a start takes here
     LEAST_S: ClassVar[float]  # with less left nothing is started
@@ -68,7 +70,9 @@ class SingleTrials(ABC):
 
     @abstractmethod
     def run_one(self, candidate: Candidate, trial: Trial, folder: Path, left_s: float) -> Trial:
-        """Return what became of `trial`, in `folder`, within `left_s`. Raises PlannerError where it cannot be started."""
+        """Return what became of `trial`, in `folder`, within `left_s`. Raises PlannerError where it cannot be
+        started.
+        """
 
     def say_begun(self, trial: Trial, folder: Path) -> None:
         self.began(started_now(trial.key, folder, trial.predicted_s, trial.why))

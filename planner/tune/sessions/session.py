@@ -135,7 +135,9 @@ def runner_for(
 
 
 def require_here(request: TuningRequest, here: Cluster, health: Health, *, allow_busy: bool) -> None:
-    """Raise Stale where the machine is not as planned, and PlannerError where it is not healthy: no trial would say more."""
+    """Raise Stale where the machine is not as planned, and PlannerError where it is not healthy: no trial would say
+    more.
+    """
     kinds = [sorted({gpu.kind for group in one.groups for gpu in group.node.gpus}) for one in (request.cluster, here)]
     if here.gpu_count < request.gpus or kinds[0] != kinds[1]:
         raise Stale(

@@ -127,7 +127,9 @@ def trials_recorded_for(known: State) -> RecordedTrials:
 
 
 def require_agreed(known: State, command: str | None) -> None:
-    """Raise UserError where a state would run a command that the person who resumes it has not stated: files are data."""
+    """Raise UserError where a state would run a command that the person who resumes it has not stated: files are
+    data.
+    """
     wanted = known.request.settings.get("command") if known.request.how == "command" else None
     if wanted == command:
         return

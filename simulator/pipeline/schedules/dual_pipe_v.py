@@ -1,4 +1,6 @@
-"""DualPipe (DeepSeek-V3, arXiv 2412.19437 section 3.2.1) with its two directions folded to a V (github.com/deepseek-ai/DualPipe)."""
+"""DualPipe (DeepSeek-V3, arXiv 2412.19437 section 3.2.1) with its two directions folded to a V
+(github.com/deepseek-ai/DualPipe).
+"""
 
 from __future__ import annotations
 

@@ -14,8 +14,8 @@ def lay_out(row: Row, place: Place) -> None:
     interleave(row, place, in_round, warm_up=warm_up)
 
 
-# (p v + p - 2 i - 1) / v chunks of the model on rank i: arXiv 2104.04473 section 2.2; arXiv 2205.05198 section 4.2.3 has
-# 1 + (p - 1) / (p v) of the model on the first.
+# (p v + p - 2 i - 1) / v chunks of the model on rank i: arXiv 2104.04473 section 2.2; arXiv 2205.05198 section 4.2.3
+# has 1 + (p - 1) / (p v) of the model on the first.
 INTERLEAVED = ScheduleKind(
     name=INTERLEAVED_SCHEDULE,
     lay_out=lay_out,

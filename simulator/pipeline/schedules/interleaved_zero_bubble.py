@@ -1,4 +1,6 @@
-"""Interleaved 1F1B whose weight gradients fill the bubble (arXiv 2401.10241), as torch.distributed.pipelining has it."""
+"""Interleaved 1F1B whose weight gradients fill the bubble (arXiv 2401.10241), as torch.distributed.pipelining has
+it.
+"""
 
 from __future__ import annotations
 

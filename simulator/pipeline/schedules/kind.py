@@ -48,9 +48,9 @@ class PipelineRanks:
 class ScheduleKind:
     """A schedule by its name. A rank holds `least_stages` to `most_stages` stages (0: no limit).
 
-    `lay_out` writes the row of a rank. `in_flight` are the micro batches whose activations a rank holds at once, in whole
-    passes of it. For schedules that split the backward it is a lower bound: they are counted on their tables up to a length,
-    beyond which no rank holds more than `most_in_flight(pp)`.
+    `lay_out` writes the row of a rank. `in_flight` are the micro batches whose activations a rank holds at once, in
+    whole passes of it. For schedules that split the backward it is a lower bound: they are counted on their tables up
+    to a length, beyond which no rank holds more than `most_in_flight(pp)`.
     """
 
     name: str

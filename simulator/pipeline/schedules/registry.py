@@ -1,7 +1,7 @@
 """All schedules by name, and their tables.
 
-The order of actions equals that of torch.distributed.pipelining, except that torch's printed 1F1B table has a fault in its
-last rank; there it equals what torch's 1F1B runs.
+The order of actions equals that of torch.distributed.pipelining, except that torch's printed 1F1B table has a fault in
+its last rank; there it equals what torch's 1F1B runs.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ def build_schedule(
 ) -> Schedule:
     """Return the table of schedule `name`. Raises BadPlan for a combination that the schedule does not have.
 
-    `paired`: a forward and the backward that follows it run together, one more forward ahead, so that they are of two micro
-    batches (1F1B and its interleaved form: Megatron-LM, core/pipeline_parallel/combined_1f1b.py and schedules.py). Of such
-    pairs the backward is named first: layer by layer it makes room for the forward.
+    `paired`: a forward and the backward that follows it run together, one more forward ahead, so that they are of two
+    micro batches (1F1B and its interleaved form: Megatron-LM, core/pipeline_parallel/combined_1f1b.py and
+    schedules.py). Of such pairs the backward is named first: layer by layer it makes room for the forward.
     """
     kind = schedule_kind(name)
     _refuse_impossible(kind, ranks, micro_batches, stages_per_rank)
@@ -86,7 +86,8 @@ def build_schedule(
 
 
 def schedule_of_plan(plan: Plan, micro_batches: int) -> Schedule:
-    """Return the table of a plan's schedule for so many micro batches; without a pipeline there is nothing for one to order.
+    """Return the table of a plan's schedule for so many micro batches; without a pipeline there is nothing for one to
+    order.
 
     Raises BadPlan as `build_schedule`.
     """

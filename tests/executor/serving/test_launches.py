@@ -1,4 +1,6 @@
-"""Launches of the server's kernels: each variant is prepared once, and every call says its own programs and addresses."""
+"""Launches of the server's kernels: each variant is prepared once, and every call says its own programs and
+addresses.
+"""
 
 from __future__ import annotations
 

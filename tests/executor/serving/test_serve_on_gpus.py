@@ -1,4 +1,6 @@
-"""The bench of served GPUs, rehearsed on two ranks of gloo: predicted first, right, every request answered, side by side."""
+"""The bench of served GPUs, rehearsed on two ranks of gloo: predicted first, right, every request answered, side by
+side.
+"""
 
 from __future__ import annotations
 

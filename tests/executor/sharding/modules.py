@@ -155,7 +155,9 @@ class ManyFunctions(nn.Module):
 
 
 class ManyResults(nn.Module):
-    """Results of other kinds than tensors with a gradient, one of them twice; a weight under two names; complex numbers; writes in place."""
+    """Results of other kinds than tensors with a gradient, one of them twice; a weight under two names; complex
+    numbers; writes in place.
+    """
 
     def __init__(self, embed=16) -> None:
         super().__init__()
@@ -180,7 +182,9 @@ class ManyResults(nn.Module):
 
 @torch.library.custom_op("transformers::grouped_mm_fallback", mutates_args=())
 def grouped_mm(x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
-    """Rows by the matrix of their group: what transformers computes, and calls, where torch's kernel takes no such dtype."""
+    """Rows by the matrix of their group: what transformers computes, and calls, where torch's kernel takes no such
+    dtype.
+    """
     return torch.stack([x[row] @ weight[int((offs <= row).sum())] for row in range(len(x))])
 
 

@@ -1,4 +1,6 @@
-"""The worker, the last rank of which keeps more and more of its GPU's memory from a step on: `REQUEST OUT`, GROW_AT set."""
+"""The worker, the last rank of which keeps more and more of its GPU's memory from a step on: `REQUEST OUT`, GROW_AT
+set.
+"""
 
 import os
 import sys

@@ -165,7 +165,9 @@ def words_with_flags(world: int, numel: int, dtype: torch.dtype) -> float:
 
 
 def rotate(shape: tuple[int, ...], *, first: bool, strided: bool, back: bool) -> float:
-    """Against `executor.model.rotary` operator by operator in float64; a rotation's way back is its transpose, so by autograd."""
+    """Against `executor.model.rotary` operator by operator in float64; a rotation's way back is its transpose, so by
+    autograd.
+    """
     x = draw(*shape, seed=9, dtype=torch.float32)
     if strided:
         x = x.transpose(1, 2).contiguous().transpose(1, 2)

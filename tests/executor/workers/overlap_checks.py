@@ -117,7 +117,9 @@ def captured(ranks: Ranks, iterations: int) -> None:
 
 
 def _starting(ranks: Ranks, what: str) -> bool:
-    """Say what comes next, and have every rank show where it stands if a case takes too long; False without the time."""
+    """Say what comes next, and have every rank show where it stands if a case takes too long; False without the
+    time.
+    """
     symmetric.check_delivered()
     if not ranks.left(LEAST_S):
         ranks.recorder.missing(what)

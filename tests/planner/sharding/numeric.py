@@ -1,7 +1,8 @@
-"""Formulas computed on numpy arrays in float64: torch's functions and methods, as far as the tests of sharding use them.
+"""Formulas computed on numpy arrays in float64: torch's functions and methods, as far as the tests of sharding use
+them.
 
-Written from torch's documentation and apart from the planner's rules, which it checks. `positions` says which elements of
-the whole axes the arrays are, for functions that depend on it.
+Written from torch's documentation and apart from the planner's rules, which it checks. `positions` says which elements
+of the whole axes the arrays are, for functions that depend on it.
 """
 
 from __future__ import annotations

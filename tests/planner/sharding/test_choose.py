@@ -121,7 +121,9 @@ def test_an_input_without_placements_is_placed() -> None:
 
 
 def test_a_graph_of_many_layers_is_solved_exactly() -> None:
-    """A transformer's feed-forward half, eight times over on a 2-D mesh: two collectives a layer, as one layer alone."""
+    """A transformer's feed-forward half, eight times over on a 2-D mesh: two collectives a layer, as one layer
+    alone.
+    """
     ops, inputs = [], {"x0": "t h: S(0) S(0)"}
     for layer in range(8):
         ops += [

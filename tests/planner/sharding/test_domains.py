@@ -1,4 +1,6 @@
-"""nvFuser's notation for domains: splits of logical axes, given to devices, and how tensors in them move and are computed."""
+"""nvFuser's notation for domains: splits of logical axes, given to devices, and how tensors in them move and are
+computed.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,9 @@ def test_every_device_has_the_elements_of_its_loop_axes(drawn) -> None:
 
 @given(st.integers(1, 40), st.sampled_from(["outer_split(0, {n})", "inner_split(0, {width})"]))
 def test_uneven_pieces_are_those_of_torch_chunk(size, split) -> None:
-    """Pieces of ceil(size / n) elements until nothing is left, as torch.chunk has them; nvFuser masks what is beyond."""
+    """Pieces of ceil(size / n) elements until nothing is left, as torch.chunk has them; nvFuser masks what is
+    beyond.
+    """
     width = -(-size // 4)
     calls = split.format(n=4, width=width)
     if -(-size // width) != 4 and split.startswith("inner"):

@@ -13,7 +13,8 @@ from planner.sharding.problem.problem import parse_problem
 from tests.tools.sharding_figures import FOLDER, figures
 
 CASES = {case["id"]: case for case in json.loads(Path(FOLDER, "figures.json").read_text())["cases"]}
-# nvFuser's document, "Communication-computation decomposition" and the figures after it: what each `set` and `sum` becomes.
+# nvFuser's document, "Communication-computation decomposition" and the figures after it: what each `set` and `sum`
+# becomes.
 COMMUNICATION = {
     "tensor parallelism": ["all_reduce"],
     "sequence parallelism": ["all_gather", "reduce_scatter"],

@@ -1,4 +1,6 @@
-"""Rows by groups, as tokens by their experts: every rank has the rows of its own groups, and what keeps zeros runs on them."""
+"""Rows by groups, as tokens by their experts: every rank has the rows of its own groups, and what keeps zeros runs on
+them.
+"""
 
 from __future__ import annotations
 

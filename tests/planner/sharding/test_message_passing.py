@@ -1,4 +1,6 @@
-"""The bound by messages: below every choice, never falling, and nothing that the best choice takes is ruled out by it."""
+"""The bound by messages: below every choice, never falling, and nothing that the best choice takes is ruled out by
+it.
+"""
 
 from dataclasses import replace
 from itertools import pairwise

@@ -22,7 +22,9 @@ def planned(tokens, wanted, shape, mesh, dtype="bf16"):
 
 
 def every_layout(shape, mesh, reducers=("sum",)):
-    """All layouts of a tensor on a mesh with even cuts: each mesh axis cuts a dim (in any order), pends or holds copies."""
+    """All layouts of a tensor on a mesh with even cuts: each mesh axis cuts a dim (in any order), pends or holds
+    copies.
+    """
     found = []
     for choice in product(["R", *reducers, *range(len(shape))], repeat=len(mesh.names)):
         pending = tuple((n, c) for n, c in zip(mesh.names, choice, strict=True) if c in reducers)
@@ -191,7 +193,9 @@ def test_uneven_and_strided_pieces_end_where_they_belong(tokens, wanted, shape) 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_every_rank_ends_with_its_part_where_no_mesh_axis_divides(data) -> None:
-    """Of an uneven dim no two ranks may have the same number of elements, or some none; permutes must not confuse them."""
+    """Of an uneven dim no two ranks may have the same number of elements, or some none; permutes must not confuse
+    them.
+    """
     mesh = make_mesh(["a", "b"], data.draw(st.sampled_from([[2, 3], [3, 2], [2, 2], [3, 3]])))
     shape = data.draw(st.tuples(st.integers(3, 13), st.integers(3, 13)))
     token = st.sampled_from(["R", "S(0)", "S(1)", "P(sum)"])

@@ -1,4 +1,6 @@
-"""Functions that are known: what they do along each axis goes before what an annotation says, and is what they compute."""
+"""Functions that are known: what they do along each axis goes before what an annotation says, and is what they
+compute.
+"""
 
 import numpy as np
 import pytest

@@ -257,7 +257,9 @@ def test_what_is_chosen_by_time_computes_the_same_numbers(data) -> None:
 
 
 def test_work_of_convolutions_and_of_causal_attention() -> None:
-    """2 x output places x output channels x window x input channels; a causal kernel leaves out keys after its queries."""
+    """2 x output places x output channels x window x input channels; a causal kernel leaves out keys after its
+    queries.
+    """
     builder = GraphBuilder({})
     builder.add_input("x", [4, 32, 16, 16], "bf16")
     builder.add_input("w", [64, 32, 3, 3], "bf16")

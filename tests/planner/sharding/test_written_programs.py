@@ -186,7 +186,9 @@ TENSOR_PARALLEL = {"up.weight": ["S(0)"], "up.bias": ["S(0)"], "down.weight": ["
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_products_run_in_chunks_where_the_program_is_shorter_for_it(backward) -> None:
-    """A sum over ranks that nothing hides is sent by parts beside the product: never slower than the whole, with its bytes."""
+    """A sum over ranks that nothing hides is sent by parts beside the product: never slower than the whole, with its
+    bytes.
+    """
     machine = cluster("h200x4")
     asked = large({"d": 4}, TENSOR_PARALLEL, backward=backward)
     whole = answer_request({**asked, "chunks": {}}, where="whole", cluster=machine)
@@ -308,7 +310,9 @@ def test_gathers_and_scatters_send_the_same_bytes_whichever_way_they_go(way, kin
 
 
 def test_the_program_of_a_pipeline_is_simulated_as_it_is_run() -> None:
-    """Each of two stages takes every micro batch in turn, forward and backward; with more of them the stages overlap."""
+    """Each of two stages takes every micro batch in turn, forward and backward; with more of them the stages
+    overlap.
+    """
     maps = {"axes": {}, "parameters": {}, "compute": {}, "placements": {}}
     asked = {**large({"pp": 2, "d": 2}, {}), **maps, "backward": True}
     asked["placements"] = {name: ["R", *tokens] for name, tokens in TENSOR_PARALLEL.items()}

@@ -1,8 +1,8 @@
 """Runs a sharded program on numpy arrays, one per virtual rank, and holds every tensor against the unsharded run.
 
-Independent of the planner's arithmetic: pieces are index sets, found here from the layout by taking chunks. A collective
-may only use what the ranks of its own group hold, and moves no more than it says. Operators are run on local pieces by
-their own formula; those that merge statistics over pieces (softmax, attention, ...) are written out as such.
+Independent of the planner's arithmetic: pieces are index sets, found here from the layout by taking chunks. A
+collective may only use what the ranks of its own group hold, and moves no more than it says. Operators are run on local
+pieces by their own formula; those that merge statistics over pieces (softmax, attention, ...) are written out as such.
 """
 
 from __future__ import annotations

@@ -115,7 +115,9 @@ def test_samples_of_another_engine_change_nothing_and_nccls_times_any_engine() -
 
 
 def test_what_a_kernel_takes_longer_is_the_same_in_a_larger_model() -> None:
-    """Its launch and its first reads do not grow with its operands, as a ratio of the small model's steps would have them."""
+    """Its launch and its first reads do not grow with its operands, as a ratio of the small model's steps would have
+    them.
+    """
     large = load_model("llama3-70b")
     pool, measured = Pool(tp=2), fit_serving(_samples(), (), CLUSTER, ENGINE)
     assert measured is not None

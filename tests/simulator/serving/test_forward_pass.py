@@ -26,7 +26,9 @@ def token_s(passes: ForwardPass, sequences: int = 1, context: int = 100) -> floa
 
 
 def test_the_cache_of_a_token_by_hand() -> None:
-    """Llama 3 8B: 32 layers, 8 heads of 128, keys and values of 2 bytes. DeepSeek-V3: 576 numbers in each of 61 layers."""
+    """Llama 3 8B: 32 layers, 8 heads of 128, keys and values of 2 bytes. DeepSeek-V3: 576 numbers in each of 61
+    layers.
+    """
     assert cache_bytes_per_token(LLAMA8, Pool(), "bfloat16") == 32 * 8 * 128 * 2 * 2
     assert cache_bytes_per_token(LLAMA8, Pool(tp=4), "float8") == 32 * 2 * 128 * 2
     assert cache_bytes_per_token(LLAMA8, Pool(tp=16), "bfloat16") == 32 * 1 * 128 * 2 * 2, "a head is not cut"
@@ -41,7 +43,9 @@ def test_weights_add_up_to_the_model() -> None:
 
 
 def test_llama2_70b_on_four_a6000() -> None:
-    """A quarter of 68.98 B weights and 80 KiB of cache a token on each GPU: what 0.92 of its memory leaves, activations off."""
+    """A quarter of 68.98 B weights and 80 KiB of cache a token on each GPU: what 0.92 of its memory leaves, activations
+    off.
+    """
     a6000 = cluster_from_case({"gpu": "rtx-a6000", "gpus_per_node": 4, "nodes": 1})[0]
     room = cache_capacity(LLAMA70, a6000, Deployment(), Pool(tp=4))
     assert room.by_category["weights"] == pytest.approx(2 * 68.98e9 / 4, rel=0.001)
@@ -103,7 +107,9 @@ def test_a_cache_across_windows_is_read_only_inside_them() -> None:
 def test_products_of_experts_beside_kernels_by_themselves(
     hidden: int, width: int, experts: int, measured_ms: dict[int, float]
 ) -> None:
-    """Both products of 8 experts a token in float8 blocks on one H200 (vLLM 0.20, ai-dynamo/aiconfigurator moe_perf.txt)."""
+    """Both products of 8 experts a token in float8 blocks on one H200 (vLLM 0.20, ai-dynamo/aiconfigurator
+    moe_perf.txt).
+    """
     kernels = Kernels(gpu=cluster("dgx-h200", 1).slowest_kind, weights="float8")
     tokens = np.array([float(count) for count in measured_ms])
     visited = experts * (1 - (1 - 8 / experts) ** tokens)

@@ -95,7 +95,9 @@ def test_both_themes_follow_the_browser(browser, address, scheme):
 
 
 def test_charts_and_headings_tell_what_they_show(page, address):
-    """Every chart has a description, headings go down by one level at most, and the tabs are reached by the keyboard."""
+    """Every chart has a description, headings go down by one level at most, and the tabs are reached by the
+    keyboard.
+    """
     for name in (f"?{SMALL}", f"plans?{SMALL}", f"detail?{SMALL}&tab=Timeline", f"curves?{SMALL}"):
         page.goto(f"{address}/{name}")
         settled(page)

@@ -1,4 +1,6 @@
-"""Cases whose collectives and placements are known in closed form: (case, [(kind, mesh axes, ring bytes)], {tensor: placements})."""
+"""Cases whose collectives and placements are known in closed form: (case, [(kind, mesh axes, ring bytes)], {tensor:
+placements}).
+"""
 
 from tests.planner.sharding.known.attention import ATTENTION
 from tests.planner.sharding.known.executions import EXECUTIONS
