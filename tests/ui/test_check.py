@@ -103,8 +103,8 @@ def test_a_command_that_serves_is_judged_for_its_own_model(explorer, tmp_path):
     found = package.check(file, cluster="dgx-h100", gpus=1, search=False)
 
     assert "vllm" in said(test)
-    assert metrics(test)["A token"] == in_seconds(found.answer.estimate.tpot_s.value)
-    assert found.answer.question.model.name == "qwen3-8b"
+    assert metrics(test)["A token"] == in_seconds(found.checked.answer.estimate.tpot_s.value)
+    assert found.checked.answer.question.model.name == "qwen3-8b"
 
 
 def test_what_is_no_configuration_says_so(explorer):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from simulator.config.plan import PLAN_FIELDS
 from tests.ui import needs  # noqa: F401 - skips where a package is missing
 from tests.ui.conftest import metrics, said, table
 from topology import codec
@@ -17,7 +18,7 @@ ASKED = {"model": "llama3.2-1b", "cluster": "h200x4"}
 def test_an_edited_plan_is_kept_listed_simulated_and_left_out_again(explorer):
     test = explorer("detail", **ASKED, tab="Edit")
     listed = test.selectbox(key="plan").options
-    tensor = next(field for field in test.number_input if field.label == "Tensor")
+    tensor = next(field for field in test.number_input if field.label == PLAN_FIELDS["tp"].title)
     wanted = 2 if tensor.value != 2 else 4
     tensor.set_value(wanted).run()
     changed = metrics(test)["Changed step"]

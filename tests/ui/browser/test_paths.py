@@ -37,7 +37,7 @@ def test_the_main_path(page, address, tmp_path):
 
     goto(page, "Plan detail")
     page.get_by_role("tab", name="Edit").click()
-    field = page.get_by_label("Tensor", exact=True)
+    field = page.get_by_label("Tensor parallel (TP)", exact=True)
     field.fill("2")
     field.press("Enter")
     page.locator("[data-testid='stMetricDelta']").first.wait_for()
