@@ -22,7 +22,7 @@ from topology.errors import Infeasible
 from ui.background import waiting  # isort: skip
 
 SHORT = (Flags(model="tiny-llama", cluster="h200x4", gpus=(2,), global_batch=8), "torchtitan", SearchOptions())
-LONG = (Flags(model="deepseek-v3", gpus=(65536,)), "megatron-lm", SearchOptions())
+LONG = (Flags(model="llama3-405b", gpus=(16384,)), "torchtitan", SearchOptions())
 PATIENT_S = 100.0
 
 
