@@ -274,14 +274,17 @@ class Clocks:
         for channel, (_, seconds) in left.items():
             if not (seconds > 0).any():
                 del self.sending[channel]
-        under_way = [left[channel] for channel in self.sending]
+        under_way = [(share, np.maximum(seconds, 0.0)) for share, seconds in map(left.__getitem__, self.sending)]
         if not under_way:
             return None
         # Of the time that they take, each message takes its share for as long as it is on its way.
-        longer = np.zeros_like(kernels_s)
+        longer: Floats | None = None
         for _ in range(ROUNDS):
-            taken = (share * np.minimum(kernels_s + longer, np.maximum(seconds, 0.0)) for share, seconds in under_way)
-            longer = sum(taken, np.zeros_like(kernels_s))
+            beside_s = kernels_s if longer is None else kernels_s + longer
+            share, seconds = under_way[0]
+            longer = share * np.minimum(beside_s, seconds)
+            for share, seconds in under_way[1:]:
+                longer = longer + share * np.minimum(beside_s, seconds)
         return longer
 
     @property
