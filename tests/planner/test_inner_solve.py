@@ -146,20 +146,16 @@ def draw(seed):
     return Screening(Scenario(model=model, cluster=cluster, workload=workload, runtime=rng.choice(RUNTIMES))), plan
 
 
-SEEDS = [*range(11), 13]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("block", range(2))
 def test_the_stages_found_are_the_best_there_are(block):
-    """A dozen pipelines of several schedules with up to 100 fillings, up to 16 GPUs, a quarter of them on bridged
-    pairs.
+    """A dozen pipelines of several schedules, up to 16 GPUs, a quarter of them on bridged pairs.
 
     Layers, recomputation, overlap modes and the order of the GPUs together. Where nothing fits, the solver says so;
     nothing is below the bound.
     """
     answered = 0
-    for seed in SEEDS[block * 6 : block * 6 + 6]:
+    for seed in range(block * 6, block * 6 + 6):
         screening, plan = draw(seed)
         recomputes = ("none", "full")
         columns = settings_of(screening, plan)

@@ -96,7 +96,7 @@ def eight_gpus():
     question = question_of(model, cluster, workload, framework="torchtitan", runtime=runtime)
     plans = [
         plan
-        for plan in enumerate_candidates(question, bounds=SIMPLE).plans()
+        for plan in enumerate_candidates(question, bounds=Bounds(max_micro_batch=2)).plans()
         if plan.dp_replicate == 1 and plan.dp_shard > 1 and plan.tp_overlap == "none" and plan.reshard_after_forward
     ]
 
@@ -130,7 +130,7 @@ def test_with_faster_links_tensor_parallel_never_gets_relatively_worse(eight_gpu
         if 1 in degrees:
             assert all(degrees[tp] >= degrees[1] * (1 - 1e-9) for tp in degrees)
             compared += len(degrees) - 1
-    assert compared > 40
+    assert compared > 50
 
 
 def test_head_counts_divide():
