@@ -156,8 +156,9 @@ def test_the_account_and_the_simulation_agree(plan: Plan, micro_batches: int, wo
     assert table.step_s[1] == pytest.approx(run.step_s, rel=0.03)
     assert table.peak_bytes[1] >= table.peak_bytes[0]
     reserved = max(rank.reserved_bytes for rank in MemoryReplay(asked, plan).ranks())
-    # The formula screens: it knows no fragmentation, so that the allocator holds a little more.
-    assert 0.9 * reserved < table.estimate(1).memory.reserved_bytes < 1.05 * reserved
+    # The formula screens, so it may not exceed what the allocator holds; of pipelines it misses more fragmentation.
+    least = 0.95 if plan.pp == 1 else 0.9
+    assert least * reserved < table.estimate(1).memory.reserved_bytes <= reserved
 
 
 def test_layers_beside_each_other_hold_one_layer_more() -> None:
