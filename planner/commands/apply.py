@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import typer
+from click.exceptions import Exit
 
 from planner.commands.apply_job import patience_s, write
 from planner.commands.doctor import budget_s
@@ -44,7 +44,7 @@ def apply(asked: Apply) -> None:
     else:
         code = _here(asked, seconds)
     if code:
-        raise typer.Exit(code)
+        raise Exit(code)
 
 
 def limits_s(asked: Apply) -> tuple[float, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import typer
+from click.exceptions import Exit
 
 from planner.answers import check as answers
 from planner.configs.answer import Checked
@@ -34,7 +34,7 @@ def check(asked: Check) -> None:
     else:
         _print(found.checked, name)
     if not found.legal:
-        raise typer.Exit(3)
+        raise Exit(3)
 
 
 def _print(checked: Checked, name: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import typer
+from click.exceptions import Exit
 
 from planner.answers import estimate as answers
 from planner.answers.estimate import Estimated, Unreadable
@@ -32,7 +32,7 @@ def estimate(asked: Estimate) -> None:
     if not found.legal:
         if out is not None:
             output.warn(f"{out} is not written: the plan is not legal")
-        raise typer.Exit(3)
+        raise Exit(3)
     if out is not None and not asked.json:
         print(printable(f"saved {out}"))
 
@@ -49,4 +49,4 @@ def _print_list(found: Iterable[Estimated | Unreadable], *, json: bool) -> None:
     if json:
         output.emit_json([one.to_dict() for one in answered])
     if answered and not any(one.legal for one in answered):
-        raise typer.Exit(3)
+        raise Exit(3)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import typer
+from click.exceptions import Exit
 
 from planner.io import output
 from planner.io.grids import grid
@@ -55,7 +55,7 @@ def report(asked: Report) -> None:
             else "the run was not predicted: only saved plans on the planned GPUs are",
         )
     if answer["within"] is False:
-        raise typer.Exit(4)
+        raise Exit(4)
 
 
 def _print(answer: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Container, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-import typer
+from click.exceptions import Exit
 
 from planner.answers import shard as answers
 from planner.io import output
@@ -26,7 +26,7 @@ def shard(asked: Shard) -> None:
     else:
         _print(found.rows)
     if not found.answered:
-        raise typer.Exit(3)
+        raise Exit(3)
 
 
 def _print_explanations(explanations: Sequence[Mapping[str, Any]]) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
-import typer
+from click.exceptions import Exit
 from rich.console import Console
 from rich.live import Live
 
@@ -181,7 +181,7 @@ def _answer(
     if unsaved is not None:
         raise unsaved
     if view.best is None:
-        raise typer.Exit(1)
+        raise Exit(1)
 
 
 def _refuse(asked: Tune) -> None:

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import typer
+from click.exceptions import Exit
 
 from planner.io import output
 from planner.io.printable import printable
@@ -38,7 +38,7 @@ def asks(server: str, name: str) -> Callable[[Request], None]:
 def _answer(server: str, name: str, asked: Request) -> None:
     """Ask the service, print its answer, and fetch what the job wrote; raise Exit with its code."""
     if code := _run(server, name, flags_of(type(asked)), asked):
-        raise typer.Exit(code)
+        raise Exit(code)
 
 
 def _run(server: str, name: str, flags: Mapping[str, Flag], asked: Request) -> int:

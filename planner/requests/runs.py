@@ -151,7 +151,7 @@ class Validate(Request):
     absolute errors.
     """
 
-    files: list[str] = required_argument(metavar="FILE...", help="Case files with measurements.")
+    files: list[str] = required_argument(help="Case files with measurements.")
     profile: Path | None = common.profile()
     runtime: Path | None = common.learned_runtime()
     strict: bool = common.strict()
@@ -169,7 +169,7 @@ class Learn(Request):
     of its case names.
     """
 
-    file: str = required_argument(metavar="FILE", help="Cases: .json, .jsonl or .csv; measured.log names a log.")
+    file: str = required_argument(help="Cases: .json, .jsonl or .csv; measured.log names a log.")
     runtime: str = required("--runtime", help="What the runtime is called, known here or not.")
     out: Path = required("--out", help="Write the learned runtime to this file.")
     like: str | None = option(

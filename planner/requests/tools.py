@@ -83,7 +83,7 @@ class Shard(Request):
     A case that has no answer says why. Exit code 3 when that is so of every case.
     """
 
-    file: str | None = argument(None, metavar="FILE", help="Cases: mesh, operators, placements; - for stdin.")
+    file: str | None = argument(None, help="Cases: mesh, operators, placements; - for stdin.")
     model: str | None = option(
         None, "--model", help="Instead of FILE: layers of a shipped model or config.json, none placed."
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import typer
+from click.exceptions import Exit
 
 from planner.commands.apply import LEAST_FREE_BYTES, folder_of, limits_s
 from planner.io import child, output
@@ -50,7 +50,7 @@ def apply(asked: Apply) -> None:
         apply_process.require_torch()
         output.require_room(folder, LEAST_FREE_BYTES, "records and timelines of a run")
     if code := _run(asked, folder, seconds):
-        raise typer.Exit(code)
+        raise Exit(code)
 
 
 def _run(asked: Apply, folder: Path, budget_s: float) -> int:
