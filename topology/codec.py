@@ -21,9 +21,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-import filelock
 import msgspec
-import psutil
 
 from topology.errors import BadInput, PlannerError
 from topology.units import MIB, in_mib
@@ -201,6 +199,8 @@ def _temporary_prefix(path: Path) -> str:
 
 def _remove_abandoned(path: Path) -> None:
     """Remove temporary files of `path` whose writers have ended."""
+    import psutil  # noqa: PLC0415 - for who writes files
+
     pattern = re.compile(re.escape(_temporary_prefix(path)) + r"(\d{1,9})\.[0-9a-f]{8}")
     with os.scandir(path.parent) as entries:
         found = [(entry, pattern.fullmatch(entry.name)) for entry in entries if entry.name.startswith(".")]
@@ -221,6 +221,8 @@ def locked(path: str | Path) -> Iterator[None]:
 
     The operating system frees the lock of a process that is killed. Raises PlannerError when it cannot be had.
     """
+    import filelock  # noqa: PLC0415 - for who writes files that others write, too
+
     path = Path(path)
     lock = filelock.FileLock(path.with_name(f".{path.name}.lock"), timeout=LOCK_WAIT_S)
     try:

@@ -11,7 +11,7 @@ from planner.configs.answer import Checked
 from planner.configs.serving import VERSIONS, CheckedServing
 from planner.explain.answer_text import print_estimate
 from planner.io import output
-from planner.io.output import console
+from planner.io.grids import console
 from planner.io.printable import printable
 from planner.requests.tools import Check
 from planner.serving.reports.plan_text import print_answer

@@ -7,9 +7,8 @@ from itertools import groupby
 from typing import Any
 
 from planner.io import output
-from planner.io.grids import grid
+from planner.io.grids import console, grid
 from planner.io.inputs import measurements, read_cluster
-from planner.io.output import console
 from planner.io.printable import printable
 from planner.requests.machines import Collective
 from planner.validate.collective_rows import predicted_rows, table_rows

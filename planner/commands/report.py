@@ -9,7 +9,7 @@ from typing import Any
 from click.exceptions import Exit
 
 from planner.io import output
-from planner.io.grids import grid
+from planner.io.grids import console, grid
 from planner.io.inputs import measurements
 from planner.io.plan_words import plan_in_words
 from planner.io.printable import printable
@@ -59,7 +59,7 @@ def report(asked: Report) -> None:
 
 
 def _print(answer: dict[str, Any]) -> None:
-    screen = output.console()
+    screen = console()
     screen.print(printable(f"{answer['model']}, {plan_in_words(answer['plan'])}"))
     partial = "" if answer["complete"] else ", not complete"
     screen.print(printable(f"run {answer['id']} of {answer['taken_at']}: {answer['status']}{partial}"))

@@ -10,7 +10,7 @@ from click.exceptions import Exit
 
 from planner.answers import shard as answers
 from planner.io import output
-from planner.io.output import console
+from planner.io.grids import console
 from planner.io.printable import printable
 from planner.requests.tools import Shard
 

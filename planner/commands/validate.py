@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from planner.io import output
-from planner.io.grids import grid
+from planner.io.grids import console, grid
 from planner.io.inputs import measurements, warn_of_doubts
-from planner.io.output import console
 from planner.io.printable import printable
 from planner.question.cases import read_cases
 from planner.question.learned_runtime import LearnedCalibrations, in_place, read_learned

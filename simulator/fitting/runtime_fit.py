@@ -26,7 +26,7 @@ from simulator.config.verify import verify_lists, verify_model, verify_plan, ver
 from simulator.config.workload import Workload
 from simulator.fitting.host_fit import LEAST_S, SINGLE, HostFit, HostRuns, as_host_fields, costs_in, fit_hosts
 from simulator.kernels.roofline import efficiency
-from simulator.runtimes.library import runtime_names, runtime_spec
+from simulator.runtimes.library import is_described, runtime_spec
 from simulator.step.host import BATCH_TOKENS, slowest
 from topology import codec
 from topology.catalog.platform import MAX_GPUS_PER_NODE, grow
@@ -151,7 +151,7 @@ def run_of(sample: LayerSample) -> Run | None:
 def _decoded_run(sample: LayerSample) -> Run | None:
     try:
         runtime = codec.convert(sample.runtime, Runtime, where="layers.runtime")
-        if runtime.name not in runtime_names():
+        if not is_described(runtime.name):
             return None
         plan = codec.convert(sample.plan, Plan, where="layers.plan")
         if plan.recompute not in runtime_spec(runtime.name).recompute:

@@ -20,7 +20,7 @@ from simulator.columns.plan_table import CP_METHODS
 from simulator.config.overlap_sites import MODES, NONE, USERBUFFERS
 from simulator.legality.networks import FEATURES
 from simulator.pipeline.schedules.registry import SCHEDULES, schedules_that
-from simulator.runtimes.library import runtime_names, runtime_spec
+from simulator.runtimes.library import is_described, runtime_spec
 from simulator.runtimes.parts import ToolsSpec
 from topology.errors import UserError
 
@@ -326,7 +326,7 @@ def framework_of_runtime(name: str) -> Framework:
 @cache
 def _of_description(name: str) -> Framework | None:
     """Return the framework that a described runtime is by itself: it accepts what the one does that it is like."""
-    if name not in runtime_names():
+    if not is_described(name):
         return None
     spec = runtime_spec(name)
     rules = FRAMEWORKS.get(spec.rules or spec.like)

@@ -104,6 +104,12 @@ def runtime_spec(name: str) -> RuntimeSpec:
     raise BadPlan(f"runtime {name!r} is unknown", why=f"known: {', '.join(runtime_names())}")
 
 
+@cache
+def is_described(name: str) -> bool:
+    """Return whether a description claims `name`."""
+    return name in _files() or name in runtime_names()
+
+
 def runtime_names() -> tuple[str, ...]:
     return tuple(name for file in _files() for name in _read(file).names)
 

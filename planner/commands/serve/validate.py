@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from planner.io import output
-from planner.io.grids import grid
-from planner.io.output import console
+from planner.io.grids import console, grid
 from planner.io.printable import printable
 from planner.requests.runs import Validate
 from planner.requests.serving import is_points_file
