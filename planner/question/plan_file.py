@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from planner.io.version import version
 from planner.question.question import Question, question_of
@@ -34,7 +34,9 @@ from topology import codec
 from topology.catalog.verify import require_possible
 from topology.cluster import Cluster
 from topology.errors import BadInput, BadPlan, Stale
-from topology.profile.profile import Profile
+
+if TYPE_CHECKING:
+    from topology.profile.profile import Profile
 
 SCHEMA_VERSION = 1
 FINGERPRINTED = ("model", "cluster", "workload", "framework", "runtime", "plan", "estimate")
