@@ -57,7 +57,7 @@ COMMANDS = {
     "probe": "Read the GPUs, links and NICs of a machine, or of captures.",
     "doctor": "Compare a machine with its datasheet, and say what is wrong.",
     "tune": "Try the plans that could be best for real, until one is.",
-    "apply": "Run a plan on this machine, beside its prediction.",
+    "apply": "Run a plan on this machine, and compare with its prediction.",
     "report": "Show a run: predicted and measured, term by term.",
     "runs": "List the runs that planner apply made.",
     "export": "Write a plan for the framework that shall run it.",
@@ -189,7 +189,7 @@ def _unwritable(error: OSError) -> int:
 
 def _last_resort(error: Exception) -> int:
     if isinstance(error, click.ClickException):  # what is wrong with the command line
-        error.message = shortened(error.message)
+        error.message = shortened(error.message)  # type: ignore[misc]  # what it shows
         error.show()
         return error.exit_code
     if os.environ.get("MESHWRIGHT_DEBUG") == "1":

@@ -146,7 +146,7 @@ def fingerprint(value: Any) -> str:
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Write `text` atomically: to a temporary file beside `path`, flushed to disk, then renamed over it.
+    """Write `text` atomically: to a temporary file next to `path`, flushed to disk, then renamed over it.
 
     The file keeps its permissions, a new one gets those of the umask. What earlier writers of this file left when they
     were killed is removed. A device, or a pipe that is read, is written to. Raises BadInput when the place cannot be

@@ -72,7 +72,7 @@ def _file(path: Path, config: Any) -> File:
 
 
 def _linked(document: Path) -> set[Path]:
-    """Return the files beside documents, such as pictures, that a document links to."""
+    """Return the files next to documents, such as pictures, that a document links to."""
     targets = re.findall(r"\]\(([^)#:\s]+)\)", document.read_text())
     paths = {(document.parent / target).resolve() for target in targets if not target.endswith(".md")}
     return {path for path in paths if path.is_file() and path.is_relative_to(ROOT)}

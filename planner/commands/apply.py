@@ -1,4 +1,4 @@
-"""`planner apply`: run a plan for real, check its numbers, and lay what was measured beside what was predicted."""
+"""`planner apply`: run a plan for real, check its numbers, and compare what was measured with what was predicted."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def report(asked: Report) -> None:
     )
     if asked.tolerance is not None and answer["within"] is None:
         raise PlannerError(
-            "nothing could be held against the tolerance",
+            "nothing could be compared with the tolerance",
             why=f"the run is {answer['status']}"
             if found.document.get("predicted")
             else "the run was not predicted: only saved plans on the planned GPUs are",

@@ -54,7 +54,7 @@ def _print_schedules(schedules: Sequence[Mapping[str, Any]]) -> None:
         other = f"{other} chunks" if isinstance(other, int) else other
         more = "" if other is None else f"; next best {other}: {1e6 * one['more_s']:+,.1f} us"
         screen.print(
-            printable(f"{one['product']} beside its exchange: {way}, {1e6 * one['program_s']:,.1f} us in all{more}")
+            printable(f"{one['product']} alongside its exchange: {way}, {1e6 * one['program_s']:,.1f} us in all{more}")
         )
 
 

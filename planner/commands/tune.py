@@ -157,7 +157,7 @@ def _answer(
     force: bool,
     json: bool,
 ) -> None:
-    """Write what was asked for beside the answer, and show it. Exit code 1 where no plan was measured."""
+    """Write what was asked for besides the answer, and show it. Exit code 1 where no plan was measured."""
     if learn is not None:
         for line in add_trials(view.trials, learn):
             output.warn(line)

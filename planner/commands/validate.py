@@ -53,7 +53,7 @@ def validate(asked: Validate) -> None:
 def _hold(summary: Mapping[str, Any], tolerance: float) -> None:
     if not summary["step"] and not summary["memory"]:
         raise UserError(
-            f"nothing could be held against a tolerance of {tolerance:g}%",
+            f"nothing could be compared with a tolerance of {tolerance:g}%",
             why=f"{summary['skipped']} of {summary['rows']} rows were skipped, and no other has a measurement",
             remedy="give cases with measured steps or memory, that can be predicted",
         )

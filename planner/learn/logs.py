@@ -146,7 +146,7 @@ def with_log(case: dict[str, Any], folder: Path, where: str) -> dict[str, Any]:
         return case
     name = measured["log"]
     if not isinstance(name, str) or not name or Path(name).is_absolute() or ".." in Path(name).parts:
-        raise BadInput(f"{where}: measured.log is {name!r}", why="it names a file beside the table or below it")
+        raise BadInput(f"{where}: measured.log is {name!r}", why="it names a file next to the table or below it")
     said = sorted(key for key, value in measured.items() if key != "log" and value is not None)
     if said:
         raise BadInput(f"{where}: measured has a log and {', '.join(said)}", remedy="leave one of them out")

@@ -57,7 +57,7 @@ def runtime_section(data: Mapping[str, Any], name: str, assumed: list[str]) -> d
             stated["compute_dtype"] = _RECIPES[recipe]
             assumed.append(f"compute in {_RECIPES[recipe]} (low_precision_recipe {recipe})")
         elif stated.get("compute_dtype") not in LOW_PRECISION:
-            assumed.append(f"low_precision_recipe {recipe} changes nothing: no low precision was stated beside it")
+            assumed.append(f"low_precision_recipe {recipe} changes nothing: no low precision was stated with it")
     if unsaid(stated.get("name")):
         stated["name"] = DEFAULT_RUNTIME
         assumed.append(f"runtime {DEFAULT_RUNTIME} (not stated)")

@@ -1,4 +1,4 @@
-"""A case as a source tells it, turned into what the simulator takes, with a list of everything it left unsaid.
+"""A case as a source tells it, read as what the simulator takes, with a list of everything it left unsaid.
 
 A field that is absent, `null` or `"unknown"` was not stated: it becomes the runtime's default and a line in `assumed`.
 Nothing is guessed in silence, and a key nobody knows is an error, because it would otherwise be a setting ignored.

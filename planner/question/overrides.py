@@ -1,4 +1,4 @@
-"""Flags beside a saved plan or a case: what they say goes before what the file says, and every change is listed.
+"""Flags given with a saved plan or a case: what they say goes before what the file says, and every change is listed.
 
 Degrees keep filling the same GPUs: where another degree or another number of GPUs is said and data parallelism is not,
 the data-parallel degree follows. What only fits the plan as it was (layers by stage, placement) is left out, and
@@ -142,10 +142,10 @@ def _plan(now: Plan, said: dict[str, Any], gpus: int, workload: Workload, questi
 
 
 def _dependents(now: Plan, stated: dict[str, Any]) -> Sequence[str]:
-    """Return the settings that only made sense beside degrees and modes that are different now."""
+    """Return the settings that only made sense with degrees and modes that are different now."""
     changed = {name for name, value in stated.items() if value != getattr(now, name)}
     alone = {name for name in changed if stated[name] == 1}
-    loose = [one.name for one in PLAN_FIELDS.values() if changed & set(one.follows) or one.beside in alone]
+    loose = [one.name for one in PLAN_FIELDS.values() if changed & set(one.follows) or one.needs in alone]
     if "tp" in changed and now.tp == 1:
         loose.append("sequence_parallel")  # which was off for want of ranks
     return loose

@@ -1,7 +1,7 @@
 """Saved plans: what was asked, what was chosen, and fingerprints of what it was chosen for.
 
 A plan file holds its model, cluster, workload and runtime whole, so that it can be explained and re-costed anywhere,
-and their fingerprints, so that it can be refused where the machine is no longer the one it was made for. The same
+and their fingerprints, so that it can be refused where the machine is another than the one it was made for. The same
 question writes the same bytes.
 """
 

@@ -69,7 +69,7 @@ def _parameter(flag: Flag) -> click.Parameter:
 
 def _type(flag: Flag) -> click.ParamType[Any] | Callable[[str], Any] | None:
     """Return what reads a word of a flag; None leaves it to click, as switches are."""
-    bounds = flag.least, flag.most
+    bounds: Any = (flag.least, flag.most)
     if flag.percent:
         return percent
     if flag.kind is bool:
@@ -89,7 +89,7 @@ class _Word(click.Choice[str]):
     """One of the words of an enumeration, read as its member."""
 
     def __init__(self, words: EnumType) -> None:
-        super().__init__([str(word.value) for word in words])
+        super().__init__([str(word.value) for word in iter(words)])
         self.words = words
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:

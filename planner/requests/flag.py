@@ -1,4 +1,4 @@
-"""Flags of a command as data, told by the fields of its request.
+"""Flags of a command as data, made from the fields of its request.
 
 A flag's name in JSON is its long form without dashes at the front and with underscores inside: `--seq-len` is
 `seq_len`.

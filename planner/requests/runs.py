@@ -13,7 +13,7 @@ from planner.requests.flag import Request, argument, option, required, required_
 class Apply(Request):
     """Run a plan on this machine and report measured against predicted.
 
-    A serving plan is served by the executor: its requests arrive, and what clients saw stands beside the prediction.
+    A serving plan is served by the executor: its requests arrive, and what clients saw stands next to the prediction.
 
     Machine and plan are compared before anything starts. Numbers are checked against one process before anything is
     timed. Every run is kept: planner runs lists them, planner report explains one. Exit code 1 when the plan is stale

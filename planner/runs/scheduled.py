@@ -1,6 +1,6 @@
 """A run that a scheduler has: submitted once, followed, cancelled, and what it left collected.
 
-A record of the submission stands beside the job's file from before the scheduler is asked. So whoever follows the run
+A record of the submission stands next to the job's file from before the scheduler is asked. So whoever follows the run
 after a crash submits nothing twice, and says so where it cannot be known whether the scheduler took the job.
 
 Sources: squeue(1) and its job state codes, sacct(1), scancel(1); kubectl get; conditions of a TrainJob (Kubeflow
@@ -82,7 +82,7 @@ def recorded(folder: Path) -> Submission | None:
 
 
 def submit(file: JobFile, launcher: str) -> Submission:
-    """Hand a job's file to its scheduler, and record it beside the file. Raises PlannerError where it is refused."""
+    """Hand a job's file to its scheduler, and record it next to the file. Raises PlannerError where it is refused."""
     folder = file.path.parent
     asked = Submission(launcher=launcher, file=file.path.name)
     _record(folder, asked)

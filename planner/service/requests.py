@@ -24,7 +24,7 @@ PLAIN_NAME = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}"
 INPUTS = "inputs"  # the folder of a job's inputs, in the folder that it works in
 MAX_STRING = 4096
 FIELD = "_flag"  # behind a flag's name in Python, where some names are taken
-FOLLOWED = "168h"  # a job of a scheduler, unless told otherwise
+FOLLOWED = "168h"  # a job of a scheduler, by default
 
 
 class File(BaseModel):

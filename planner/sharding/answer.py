@@ -214,7 +214,7 @@ def answer_row(
 
 
 def _schedules(written: Written) -> list[dict[str, Any]]:
-    """Return, of every product that can run beside its exchange, the way it runs, and what the program takes with
+    """Return, of every product that can run alongside its exchange, the way it runs, and what the program takes with
     others.
     """
     found = []

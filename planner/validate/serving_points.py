@@ -1,4 +1,4 @@
-"""Published serving measurements, one a row, beside what the serving simulation says of them.
+"""Published serving measurements, one a row, with what the serving simulation says of them.
 
 A row names hardware, model, engine, precision, degrees, lengths, and how clients asked (`metric_kind`); what it leaves
 open is assumed and listed. A row that describes something the simulation does not cover is skipped with the reason.

@@ -23,7 +23,7 @@ from simulator.collectives.launch_mode import EAGER_ISSUE_S, LaunchMode, device_
 from topology.rates.groups import GroupShape
 
 if TYPE_CHECKING:
-    from topology.profile.samples import CollectiveSample
+    from topology.profile.profile import CollectiveSample
 
 Floats = NDArray[np.float64]
 Model = Callable[[str, Floats, GroupShape], Floats]

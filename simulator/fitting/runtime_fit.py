@@ -1,6 +1,6 @@
 """A runtime's own costs from runs of one and two layers of real models: host time, data, and kernels inside a step.
 
-Two things are told apart by what decides a run. Narrow layers, of which the device makes nothing, show the host
+What decides a run separates two things. Narrow layers, of which the device makes nothing, show the host
 (`simulator.fitting.host_fit`). Wide layers show the device: kernel times inside a step over kernel times alone. What
 both have in common beyond layers is the step's own work. A run's data loading is what the runtime itself said of it.
 
@@ -261,7 +261,7 @@ class _Fit:
         """Return the runs that wait for their host, as `fit_hosts` takes them."""
         described = runtime_spec(self.key[0]).host
         return HostRuns(
-            # What a step begins with and what it ends with are told apart by wide layers alone.
+            # Only wide layers separate what a step begins with from what it ends with.
             described=replace(described, rest_s=described.rest_s + described.step_s),
             seconds=np.array([run.seconds for run in self.host_bound]),
             spreads=np.array([run.sample.spread for run in self.host_bound]),

@@ -204,7 +204,7 @@ PIPELINE_RULES: list[Rule] = [
             "pp",
             [d for d in range(1, q.model.layers + 1) if q.model.layers % (d * p.virtual_stages) == 0],
             f"{q.model.layers} layers % ({_stage_text(p)}) = {q.model.layers % p.stages}: the longest "
-            "stage sets the pace",
+            "stage is what others wait for",
         ),
         grade=Grade.SLOW,
         level=Level.BATCH,

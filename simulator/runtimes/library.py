@@ -1,7 +1,7 @@
 """Runtime descriptions: which kernels a framework runs for a layer, what it saves, what the host costs.
 
 A description is a TOML file under `simulator/runtimes`; adding a runtime is adding a file. It is read once, checked
-against the types here, and turned into the operators of one model (`operators_for`), with every `when` decided.
+against the types here, and made the operators of one model (`operators_for`), with every `when` decided.
 """
 
 from __future__ import annotations
@@ -275,7 +275,7 @@ class ModelOperators:
     features: frozenset[str] = field(default_factory=frozenset)
 
 
-CASTS = frozenset({"cast", "turned"})  # in an operator's `units`
+CASTS = frozenset({"cast", "rotated"})  # in an operator's `units`
 _PLAN_SIDE = ("sp", "autocast", "cp_ring", "cp_all_gather", "cp_all_to_all", "cp", "ep")
 PLAN_CONDITIONS = frozenset(_PLAN_SIDE) | {f"!{name}" for name in _PLAN_SIDE}
 

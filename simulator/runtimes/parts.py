@@ -20,7 +20,7 @@ class RuntimeDefaults:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateSpec:
-    """`master_weights`: a float32 copy beside 16-bit parameters. Gradient dtypes are `param`, `compute`, `reduce`.
+    """`master_weights`: a float32 copy alongside 16-bit parameters. Gradient dtypes are `param`, `compute`, `reduce`.
 
     `placeholder_gradients`: where products add weight gradients up themselves, autograd is handed a tensor that nobody
     fills, one for every distinct shape of weight, kept for good. `gradient_passes_bytes` are moved once a step for

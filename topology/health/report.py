@@ -158,7 +158,7 @@ def _collective_lines(measured: Measurement) -> list[str]:
             ways = by_size[size]
             best = ways.get("graph", median_or_none(ways.values()) or 0.0)
             cells.append(f"{_size(size)} {in_seconds(best)}{' (graph)' if 'graph' in ways else ''}")
-        where = "" if not alongside else f" beside {alongside} other group{'s' if alongside > 1 else ''}"
+        where = "" if not alongside else f" alongside {alongside} other group{'s' if alongside > 1 else ''}"
         lines.append(f"  {op} on GPUs {', '.join(map(str, gpus))}{where}: {'; '.join(cells)}")
     return lines
 

@@ -128,7 +128,7 @@ class HostSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContentionSample(Sample):
-    """A kernel and a collective: seconds of each alone, and of each (`beside`) while the other runs all the time."""
+    """A kernel and a collective: seconds of each alone, and of each (`_beside_s`) while the other runs all the time."""
 
     compute: str  # matmul or copy
     shape: dict[str, int]

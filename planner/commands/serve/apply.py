@@ -1,4 +1,4 @@
-"""`planner apply` of a serving plan: the deployment run by the executor, beside what was predicted of it."""
+"""`planner apply` of a serving plan: the deployment run by the executor, and compared with what was predicted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`planner validate` on files of serving points: predictions of the serving simulation beside published
+"""`planner validate` on files of serving points: predictions of the serving simulation compared with published
 measurements.
 """
 
@@ -19,7 +19,7 @@ from topology.errors import Infeasible, OutOfTolerance, UserError
 
 
 def validate(asked: Validate) -> None:
-    """Print predictions beside measurements of all points. `tolerance` is for mean absolute errors, in percent.
+    """Print predictions alongside measurements of all points. `tolerance` is for mean absolute errors, in percent.
 
     Raises UserError for files of another kind among them, Infeasible when no row could be predicted, OutOfTolerance.
     """

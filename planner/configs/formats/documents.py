@@ -1,8 +1,8 @@
 """Texts of configurations as settings by key, and edits that leave every other character as it was.
 
 TOML, YAML and JSON give their scalars by dotted path. An edit replaces the characters of one value, removes its line,
-or adds a line beside its neighbours; comments, order and layout stay. Nothing is executed: YAML is composed into nodes,
-never constructed, and aliases are refused.
+or adds a line next to its neighbours; comments, order and layout stay. Nothing is executed: YAML is composed into
+nodes, never constructed, and aliases are refused.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def _yaml(text: str, where: str, flags: CheckFlags) -> Configuration:
 def _accelerate(document: YamlDocument, flags: CheckFlags) -> Configuration:
     launch = launch_facts(flags.launch)
     settings = dict(document.settings)
-    # What `accelerate launch` is told counts before its file, and TrainingArguments tell accelerate their precision.
+    # Flags of `accelerate launch` count before its file, and TrainingArguments tell accelerate their precision.
     settings |= {"num_processes": launch["gpus"]} if "gpus" in launch else {}
     for name in ("bf16", "fp16"):
         settings |= {"mixed_precision": name} if launch.get(name) else {}
@@ -215,13 +215,13 @@ _FROM_LAUNCH = {
 
 
 def _filled(settings: Settings, launch: Facts, flags: CheckFlags) -> Settings:
-    """Return the sizes and types that a DeepSpeed file leaves open, from what was said beside it."""
-    beside = {
+    """Return the sizes and types that a DeepSpeed file leaves open, from the flags."""
+    stated = {
         "train_batch_size": flags.global_batch,
         "train_micro_batch_size_per_gpu": flags.micro_batch,
         **{key: launch[name] for key, name in _FROM_LAUNCH.items() if name in launch},
     }
-    return {key: value for key, value in beside.items() if value is not None and _open(settings, key)}
+    return {key: value for key, value in stated.items() if value is not None and _open(settings, key)}
 
 
 def _open(settings: Settings, key: str) -> bool:

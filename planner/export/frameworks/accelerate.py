@@ -97,7 +97,7 @@ def _not_expressed(job: ExportJob, plan: Plan, recompute: str) -> list[str]:
     if plan.tp_overlap != "none":
         not_expressed.append(f"tensor-parallel overlap {tp_overlap_label(plan.tp_overlap)}")
     if plan.ep_overlap != "none":
-        not_expressed.append("all-to-all of experts beside compute")
+        not_expressed.append("all-to-all of experts alongside compute")
     if job.question.runtime.compute_dtype == "float8":
         not_expressed.append("the recipe of float8: set fp8_config")
     return not_expressed

@@ -1,7 +1,7 @@
 """DeepSpeed: the JSON file that `deepspeed.initialize` takes.
 
 JSON has no comments, so the header is a section of its own, which DeepSpeed ignores. Its `train_batch_size` is left out
-beside AutoTP: see `deepspeed_fields`.
+alongside AutoTP: see `deepspeed_fields`.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def _not_expressed(job: ExportJob, *, hybrid: bool) -> tuple[str, ...]:
             f"tensor-parallel overlap {tp_overlap_label(plan.tp_overlap)}: written as tp_overlap_comm, which decides by itself where"
         )
     if plan.ep_overlap != "none":
-        not_expressed.append("all-to-all of experts beside compute")
+        not_expressed.append("all-to-all of experts alongside compute")
     if runtime.compute_dtype == "float8":
         not_expressed.append("float8 products")
     if runtime.compile:

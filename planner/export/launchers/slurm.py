@@ -69,7 +69,7 @@ def write(job: ExportJob) -> Draft:
         ShellExpression('"$@"'),
     ]
     head = f"{FIRST_NODE}export head\n" if hosts.count > 1 else ""
-    cores = "cores=${SLURM_CPUS_ON_NODE:-1}\n"  # srun gives a task one core unless told
+    cores = "cores=${SLURM_CPUS_ON_NODE:-1}\n"  # srun gives a task one core by default
     return Draft(
         body=(
             f"{directives(options)}\nset -eu\n{export_lines((*job.environment(), *extra))}{file_lines(draft.files)}{head}{cores}"

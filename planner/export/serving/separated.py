@@ -139,7 +139,7 @@ def _script(deployment: Deployment, engines: list[Engine], model: str, longest: 
     """Return a script of one node that starts all engines, each on its own GPUs, and the router before them."""
     lines = ["#!/usr/bin/env bash"]
     if _is_vllm(deployment):
-        lines.append(f"# {PROXY}: of vLLM's repository, tests/v1/kv_connector/nixl_integration, beside this file.")
+        lines.append(f"# {PROXY}: of vLLM's repository, tests/v1/kv_connector/nixl_integration, next to this file.")
     lines += ["set -euo pipefail", "trap 'kill $(jobs -p) 2> /dev/null' EXIT"]
     addresses = {
         engine: Address("127.0.0.1", PORT + place, _fetched_at(deployment, place))

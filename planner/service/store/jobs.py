@@ -138,7 +138,7 @@ class Jobs:
             return [dict(row) for row in connection.execute(asked).mappings()]
 
     def cancel(self, owner: str, job: str) -> None:
-        """Cancel a job that has not ended. Its server finds that it holds it no longer."""
+        """Cancel a job that has not ended. Its server finds that the lease is lost."""
         change = update(JOBS).where(JOBS.c.id == job, JOBS.c.owner == owner, JOBS.c.state.in_([QUEUED, RUNNING]))
         with self._engine.begin() as connection:
             connection.execute(change.values(state=CANCELLED, finished_s=self._now, lease_until_s=None, progress=""))
@@ -175,7 +175,7 @@ class Jobs:
         return Claim(job=row.id, owner=row.owner, command=row.command, request=row.request, fence=fence)
 
     def renew(self, held: Sequence[Claim], lease_s: float) -> set[str]:
-        """Renew the leases of held jobs; return the ids of those that are held no longer."""
+        """Renew the leases of held jobs; return the ids of those whose lease is lost."""
         lost = set()
         with self._engine.begin() as connection:
             for claim in held:

@@ -1,4 +1,4 @@
-"""What was predicted of a serving run beside what the executor measured."""
+"""What was predicted of a serving run, and what the executor measured."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ def _sweep(sweep: Sweep) -> dict[str, Any]:
 
 
 def price_per_million(question: ServingQuestion, estimate: ServingEstimate) -> float | None:
-    """Return the price of a million output tokens, or None where no price of a GPU was told."""
+    """Return the price of a million output tokens, or None where no price of a GPU was given."""
     if not question.gpu_price_per_hour:
         return None
     return question.gpu_price_per_hour / 3600 / estimate.output_tokens_per_s_per_gpu.value * 1e6
