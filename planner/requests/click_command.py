@@ -75,7 +75,7 @@ def _type(flag: Flag) -> click.ParamType[Any] | Callable[[str], Any] | None:
     if flag.kind is bool:
         return None
     if isinstance(flag.item, EnumType):
-        return _Word(flag.item)
+        return _Word(flag.item, flag.choices)
     if flag.item is Path:
         return click.Path(path_type=Path)
     if flag.kind is int:
@@ -88,8 +88,8 @@ def _type(flag: Flag) -> click.ParamType[Any] | Callable[[str], Any] | None:
 class _Word(click.Choice[str]):
     """One of the words of an enumeration, read as its member."""
 
-    def __init__(self, words: EnumType) -> None:
-        super().__init__([str(word.value) for word in iter(words)])
+    def __init__(self, words: EnumType, choices: tuple[str, ...]) -> None:
+        super().__init__(choices)
         self.words = words
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
