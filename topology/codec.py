@@ -31,6 +31,9 @@ LOCK_WAIT_S = 30.0  # for another writer; a file is merged and written in well u
 
 T = TypeVar("T")
 
+# A JSON object: read and not yet checked, or about to be written.
+JsonObject = dict[str, Any]
+
 
 def read_text(path: str | Path, *, max_bytes: int = MAX_BYTES) -> str:
     """Return a file's text. Raises BadInput when it is missing, too large, binary, or not UTF-8."""
@@ -82,7 +85,7 @@ def parse_json(text: str, *, where: str) -> Any:
         raise BadInput(f"{where} is not valid JSON", why=str(error)) from error
 
 
-def parse_lines(text: str) -> Iterator[dict[str, Any]]:
+def parse_lines(text: str) -> Iterator[JsonObject]:
     """Yield the objects of JSON lines up to the first that is not whole, which a killed writer can leave."""
     for line in text.splitlines():
         try:

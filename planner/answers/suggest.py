@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from planner.explain.documents import search_document
 from planner.io.inputs import measurements
@@ -24,6 +23,7 @@ from planner.search.search import SearchOptions
 from planner.search.whole_run import RunAnswer, answer_run
 from simulator.config.plan import PLAN_FIELDS
 from topology import codec
+from topology.codec import JsonObject
 from topology.errors import UserError
 
 
@@ -50,7 +50,7 @@ class Suggested:
         chosen = self.plans[pick - 1]
         save_plan(plan_file(self.result.question, chosen.plan, chosen.estimate), path, force=force)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Return the JSON document of the command."""
         run = ("goal", "run", "curve") if self.run else ()
         return search_document(self.result) | {name: codec.to_builtins(getattr(self.run, name)) for name in run}

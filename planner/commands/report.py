@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from click.exceptions import Exit
 
@@ -21,6 +20,7 @@ from planner.runs.report_html import to_html
 from planner.runs.run_report import RunReport, load_run
 from planner.runs.timelines import side_by_side
 from topology import codec
+from topology.codec import JsonObject
 from topology.errors import PlannerError
 from topology.redact import redact as redact_text
 
@@ -58,7 +58,7 @@ def report(asked: Report) -> None:
         raise Exit(4)
 
 
-def _print(answer: dict[str, Any]) -> None:
+def _print(answer: JsonObject) -> None:
     screen = console()
     screen.print(printable(f"{answer['model']}, {plan_in_words(answer['plan'])}"))
     partial = "" if answer["complete"] else ", not complete"
@@ -85,7 +85,7 @@ def _print(answer: dict[str, Any]) -> None:
         screen.print(printable(f"note: {note}"))
 
 
-def _learn(found: RunReport, profile: Path) -> dict[str, Any]:
+def _learn(found: RunReport, profile: Path) -> JsonObject:
     lesson = profile_update.add_run_to_profile(found, profile)
     output.warn(f"{profile}: {lesson.samples} operators of the run, {lesson.fresh} of them new")
     return dict(codec.to_builtins(lesson))
@@ -93,7 +93,7 @@ def _learn(found: RunReport, profile: Path) -> dict[str, Any]:
 
 def _write(
     found: RunReport,
-    answer: dict[str, Any],
+    answer: JsonObject,
     *,
     html: Path | None,
     picture: Path | None,

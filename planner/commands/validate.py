@@ -14,6 +14,7 @@ from planner.question.cases import read_cases
 from planner.question.learned_runtime import LearnedCalibrations, in_place, read_learned
 from planner.requests.runs import Validate
 from planner.validate.validation import summarise, validate_case
+from topology.codec import JsonObject
 from topology.errors import Infeasible, OutOfTolerance, UserError
 
 
@@ -23,7 +24,7 @@ def validate(asked: Validate) -> None:
     learned = None if asked.runtime is None else read_learned(asked.runtime)
     if learned is not None:
         measured = LearnedCalibrations(measured, learned)
-    rows: list[dict[str, Any]] = []
+    rows: list[JsonObject] = []
     try:
         for name in asked.files:
             for index, data in enumerate(read_cases(name)[0]):

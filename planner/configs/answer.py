@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from planner.configs.formats.configuration import CheckFlags, Configuration, Limits
 from planner.configs.formats.kinds import read_configuration
@@ -32,6 +31,7 @@ from simulator.legality.frameworks import framework_named
 from simulator.legality.rule import Grade, Problem
 from simulator.legality.rules import is_legal
 from topology.cluster import Cluster
+from topology.codec import JsonObject
 from topology.errors import BadInput, Infeasible, PlannerError, UserError
 from topology.rates.known import require_plannable
 
@@ -289,7 +289,7 @@ def _open_batch(facts: Facts, assumed: list[str]) -> Facts:
     return {"micro_batch_size": micro, "global_batch_size": batch}
 
 
-def _stated(facts: Facts) -> dict[str, Any]:
+def _stated(facts: Facts) -> JsonObject:
     """Return a plan's facts as a case states them: several numbers as a list."""
     return {name: list(v) if isinstance(v := facts[name], tuple) else v for name in PLAN_FACTS if name in facts}
 
@@ -348,7 +348,7 @@ def _best(
     changes: tuple[Change, ...],
     deadline: float | None,
     progress: Callable[[str], None] | None,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return the best plan that the file can say, or why there is none. It is at least as good as every single
     change.
     """

@@ -10,9 +10,10 @@ from planner.io.output import SCHEMA_VERSION
 from planner.question.question import Question
 from planner.search.result import RankedPlan, SearchResult
 from topology import codec
+from topology.codec import JsonObject
 
 
-def search_document(result: SearchResult) -> dict[str, Any]:
+def search_document(result: SearchResult) -> JsonObject:
     """Return the question, what was assumed, the search, plans best first, and rejections."""
     return {
         "schema_version": SCHEMA_VERSION,
@@ -31,7 +32,7 @@ def _traffic(question: Question, listed: RankedPlan) -> Any:
     return codec.to_builtins(traffic_of(replace(question, gpus=listed.plan.gpus), listed.plan, listed.estimate))
 
 
-def question_document(question: Question, gpus: int) -> dict[str, Any]:
+def question_document(question: Question, gpus: int) -> JsonObject:
     """Return what was asked, of so many GPUs."""
     return {
         "model": question.model.name,

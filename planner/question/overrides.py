@@ -25,6 +25,7 @@ from simulator.fitting.calibrations import UNMEASURED, Calibrations
 from topology import codec
 from topology.catalog.platform import take_gpus
 from topology.cluster import Cluster
+from topology.codec import JsonObject
 from topology.errors import BadCluster, UserError
 from topology.rates.orders import irregular
 
@@ -123,11 +124,11 @@ def _runtime(now: Runtime, flags: Flags) -> Runtime:
     return resolve_runtime({**codec.to_builtins(now), **said})[0] if said else now
 
 
-def _plan(now: Plan, said: dict[str, Any], gpus: int, workload: Workload, question: Question) -> Plan:
+def _plan(now: Plan, said: JsonObject, gpus: int, workload: Workload, question: Question) -> Plan:
     """Return `now` with the stated fields, and with those that must follow from them."""
     if not said and gpus == now.gpus:
         return now
-    stated: dict[str, Any] = {**codec.to_builtins(now), **said}
+    stated: JsonObject = {**codec.to_builtins(now), **said}
     loose = [*_dependents(now, stated), "placement"]
     stated |= {key: None for key in loose if key not in said}
     if not {"dp_replicate", "dp_shard"} & set(said):
@@ -141,7 +142,7 @@ def _plan(now: Plan, said: dict[str, Any], gpus: int, workload: Workload, questi
     return replace(plan, placement=now.placement) if same else plan
 
 
-def _dependents(now: Plan, stated: dict[str, Any]) -> Sequence[str]:
+def _dependents(now: Plan, stated: JsonObject) -> Sequence[str]:
     """Return the settings that only made sense with degrees and modes that are different now."""
     changed = {name for name, value in stated.items() if value != getattr(now, name)}
     alone = {name for name in changed if stated[name] == 1}
@@ -156,7 +157,7 @@ def _between(then: Plan | Workload | Runtime, now: Plan | Workload | Runtime) ->
     return _differences({n: getattr(then, n) for n in names}, {n: getattr(now, n) for n in names})
 
 
-def _differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
+def _differences(then: JsonObject, now: JsonObject) -> list[str]:
     """Return `tp 4 -> 2` for every setting that differs."""
     return [f"{name} {_shown(then[name])} -> {_shown(now[name])}" for name in then if then[name] != now[name]]
 

@@ -33,6 +33,7 @@ from simulator.config.workload import Workload
 from topology import codec
 from topology.catalog.verify import require_possible
 from topology.cluster import Cluster
+from topology.codec import JsonObject
 from topology.errors import BadInput, BadPlan, Stale
 
 if TYPE_CHECKING:
@@ -169,7 +170,7 @@ def load_plan(path: str | Path) -> PlanFile:
     return replace(content, fingerprints=known, plan=content.plan.with_(tp_overlap=canonical(content.plan.tp_overlap)))
 
 
-def _part(data: dict[str, Any], name: str) -> Any:
+def _part(data: JsonObject, name: str) -> Any:
     """Return a part of a file; findings about a machine are left out."""
     part = data.get(name)
     return {**part, "findings": []} if name == "cluster" and isinstance(part, dict) else part

@@ -16,13 +16,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from planner.io import child
 from planner.runs import launchers
 from planner.runs.launchers import JobFile, LauncherJob
 from planner.runs.run_document import read_report
 from topology import codec
+from topology.codec import JsonObject
 from topology.errors import PlannerError
 
 RECORD = "submission.json"
@@ -169,7 +169,7 @@ def cancel_below(folder: Path) -> None:
             cancel(record.parent)
 
 
-def collected(job: LauncherJob, launcher: str, *, over: bool = False) -> dict[str, Any] | None:
+def collected(job: LauncherJob, launcher: str, *, over: bool = False) -> JsonObject | None:
     """Return the report of a run; where its nodes left records only, make it of them, all nodes' or those of a job that
     is over.
     """
@@ -191,7 +191,7 @@ def follow(
     tell: Callable[[str], None],
     poll_s: float = POLL_S,
     late_s: float = LATE_S,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Wait until a run has left its report, and return it. What is left in the queue at the end is cancelled.
 
     Raises PlannerError where it ended without one, or did not end within `patience_s`.

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import resources
 from itertools import groupby
-from typing import Any
 
 from simulator.config.model import Model
 from simulator.config.model_families import FAMILIES
@@ -34,7 +33,7 @@ from simulator.runtimes.parts import (
     ZeroSpec,
 )
 from simulator.runtimes.quantized import LowPrecisionSpec, quantized
-from topology.codec import convert
+from topology.codec import JsonObject, convert
 from topology.errors import BadPlan
 
 
@@ -143,17 +142,17 @@ def _read(file: str, generation: str = "") -> RuntimeSpec:
     return convert(document, RuntimeSpec, where=f"runtimes/{file}.toml")
 
 
-def _load_toml(file: str) -> dict[str, Any]:
+def _load_toml(file: str) -> JsonObject:
     return tomllib.loads((resources.files("simulator") / "runtimes" / f"{file}.toml").read_text("utf-8"))
 
 
-def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+def _merge(below: JsonObject, above: JsonObject) -> JsonObject:
     """Return `below` with what `above` says in its place, table by table."""
     both = {key: _merge(below[key], value) for key, value in above.items() if isinstance(value, dict) and key in below}
     return {**below, **above, **both}
 
 
-def _replaced(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+def _replaced(below: JsonObject, above: JsonObject) -> JsonObject:
     """Return `below` with what `above` says in its place; operators under `layer.overrides` take those of their
     names.
     """
@@ -164,11 +163,9 @@ def _replaced(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     return both
 
 
-def _replace_operators(
-    operators: list[dict[str, Any]], others: dict[str, list[dict[str, Any]]]
-) -> list[dict[str, Any]]:
+def _replace_operators(operators: list[JsonObject], others: dict[str, list[JsonObject]]) -> list[JsonObject]:
     """Return a part's operators with `others` in the places of those of their names; all of one name stand together."""
-    found: list[dict[str, Any]] = []
+    found: list[JsonObject] = []
     for name, run in groupby(operators, key=lambda operator: str(operator["name"])):
         found += others.get(name, list(run))
     return found

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import fnmatch
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from simulator.kernels.operators import OperatorSpec
+from topology.codec import JsonObject
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,7 +238,7 @@ class EarlierSpec:
 
     before: str = ""
     before_date: str = ""
-    overrides: dict[str, Any] = field(default_factory=dict)
+    overrides: JsonObject = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,4 +250,4 @@ class LaterSpec:
 
     since: str
     loss_pieces: int = 1
-    overrides: dict[str, Any] = field(default_factory=dict)
+    overrides: JsonObject = field(default_factory=dict)

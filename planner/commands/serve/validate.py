@@ -15,6 +15,7 @@ from planner.requests.runs import Validate
 from planner.requests.serving import is_points_file
 from planner.validate.serving_points import QUANTITIES, validate_point
 from planner.validate.serving_report import by_group, read_points, summarise_points
+from topology.codec import JsonObject
 from topology.errors import Infeasible, OutOfTolerance, UserError
 
 
@@ -31,7 +32,7 @@ def validate(asked: Validate) -> None:
             why="cases of training and serving points are summed up differently",
             remedy="validate them in a call of their own",
         )
-    rows: list[dict[str, Any]] = []
+    rows: list[JsonObject] = []
     try:
         for name in files:
             for index, row in enumerate(read_points(name)):

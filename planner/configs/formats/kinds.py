@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from planner.configs.formats import bridge, torchtitan
 from planner.configs.formats.command_line import CommandLine, option_kinds
@@ -19,6 +18,7 @@ from planner.export.frameworks.megatron_model import MODEL_KEYS, model_of_flags
 from planner.export.mapping import Facts, Settings, keys_of
 from planner.export.schema import schema
 from simulator.config.model import Model
+from topology.codec import JsonObject
 from topology.errors import BadInput
 
 SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu")
@@ -291,7 +291,7 @@ def _script(text: str, where: str) -> Configuration:
     raise unknown_kind(where, "it has neither Megatron-LM's flags nor torchtitan's")
 
 
-def _megatron(document: CommandLine, where: str, flags: dict[str, Any]) -> Configuration:
+def _megatron(document: CommandLine, where: str, flags: JsonObject) -> Configuration:
     settings = document.settings
     model, assumed = _flag_model(settings, where)
     understood = keys_of(megatron_fields.TABLE) | MODEL_KEYS

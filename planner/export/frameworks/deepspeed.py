@@ -6,8 +6,6 @@ alongside AutoTP: see `deepspeed_fields`.
 
 from __future__ import annotations
 
-from typing import Any
-
 from planner.export.degrees import to_zero_stage
 from planner.export.draft import Draft, Target
 from planner.export.frameworks.deepspeed_fields import TABLE
@@ -16,6 +14,7 @@ from planner.export.mapping import write as settings_of
 from planner.export.script import common_device_list, host_order_notes, run_line, torchrun_words
 from simulator.config.model import Model
 from simulator.config.overlap_sites import tp_overlap_label
+from topology.codec import JsonObject
 from topology.errors import Infeasible
 
 VERSION = "0.19.8"
@@ -51,7 +50,7 @@ def write(job: ExportJob) -> Draft:
     settings = settings_of(TABLE, facts)
     if plan.ep > 1:
         settings["expert_parallel.preset_model"] = _preset(job.question.model)
-    document: dict[str, Any] = {}
+    document: JsonObject = {}
     for key, value in settings.items():
         *sections, name = key.split(".")
         inner = document
