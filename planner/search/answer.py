@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from planner.io.inputs import faulty_gpus, read_cluster
@@ -14,15 +14,15 @@ from planner.question.cases import DEFAULT_CLUSTER, DEFAULT_MODEL, all_assumed, 
 from planner.question.flags import Flags
 from planner.question.question import Question, question_of
 from planner.search.deadline import deadline_of, left_s
-from planner.search.gpu_counts import best_gpu_count
+from planner.search.gpu_counts import best_gpu_count, objective_value
 from planner.search.infeasible import minimal_gpus
-from planner.search.off_fabric import with_or_without_off_fabric
 from planner.search.result import SearchResult
 from planner.search.search import SearchOptions, suggest
 from simulator.config.hf_config import load_model
 from simulator.fitting.calibrations import UNMEASURED, Calibrations
 from simulator.legality.frameworks import framework_named
 from topology.cluster import Cluster
+from topology.errors import Infeasible
 
 
 def answer(
@@ -88,3 +88,52 @@ def search_question(flags: Flags, framework: str, measured: Calibrations = UNMEA
         network, machine, workload, framework=rules, runtime=runtime, calibration=measured.on(machine)
     )
     return question, [*all_assumed([*network.assumed, *from_runtime], (), question, measured), *whose]
+
+
+# Whether to use GPUs that are off the NVLink fabric: plan with them and without them, and return the better plan.
+#
+# One GPU without NVLink slows every group it belongs to down to PCIe, so leaving it out often wins although fewer GPUs
+# work (a GB300 tray with one such GPU: 51.6 against 684.9 GB/s, datacrunch-research/nccl-eBPF, 2026-08-14).
+
+
+def with_or_without_off_fabric(
+    search: Callable[[int], SearchResult], *, gpus: int, off_fabric: Sequence[int], objective: str = "time"
+) -> SearchResult:
+    """Return the better of two results by `objective`: on all `gpus`, and on those without the `unsound` ones.
+
+    If the GPUs without them have no plan, fewer are tried. Raises Infeasible when neither has a plan.
+    """
+    found: SearchResult | None = None
+    failure: Infeasible | None = None
+    try:
+        found = search(gpus)
+    except Infeasible as error:
+        failure = error
+    for count in range(gpus - len(off_fabric), 0, -1):
+        try:
+            fewer = search(count)
+        except Infeasible:
+            continue
+        if found is None or _best_value(fewer, objective) < _best_value(found, objective):
+            found = _with_note(fewer, found, off_fabric)
+        break
+    if found is None:
+        assert failure is not None  # noqa: S101 - one of the two is always set
+        raise failure
+    return found
+
+
+def _best_value(result: SearchResult, objective: str) -> float:
+    return objective_value(result.plans[0].estimate, objective)
+
+
+def _with_note(fewer: SearchResult, whole: SearchResult | None, off_fabric: Sequence[int]) -> SearchResult:
+    named = ", ".join(f"GPU {index}" for index in off_fabric)
+    used = fewer.plans[0].plan.gpus
+    if whole is None:
+        reason = "no plan fits with it"
+    else:
+        slow, fast = whole.plans[0].estimate.step_s.value, fewer.plans[0].estimate.step_s.value
+        reason = f"with it the best step takes {slow:.3g} s, on {used} GPUs without it {fast:.3g} s"
+    note = f"{named} off the NVLink fabric left out: {reason}"
+    return replace(fewer, assumed=(*fewer.assumed, note))
