@@ -278,7 +278,7 @@ def validation_rows(path: str, changed: float) -> tuple[dict[str, Any], ...]:
 
 
 def published() -> tuple[dict[str, Any], ...]:
-    """Return the published runs beside their predictions; nothing where only the package is installed. Raises
+    """Return the published runs alongside their predictions; nothing where only the package is installed. Raises
     PlannerError.
     """
     path = state.example("validation/cases.json")

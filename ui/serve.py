@@ -76,10 +76,10 @@ def _is_ours(headers: Headers) -> bool:
 
 
 async def _index(_request: Request) -> HTMLResponse:
-    """Return Streamlit's page, told where its server is: below a page's path it would try that path first, in vain."""
+    """Return Streamlit's page, with where its server is: below a page's path it would try that path first, in vain."""
     page = (files("streamlit") / "static" / "index.html").read_text(encoding="utf-8")
-    told = "<head><script>window.__streamlit = {BACKEND_BASE_URL: window.location.origin}</script>"
-    return HTMLResponse(page.replace("<head>", told, 1), headers={"Cache-Control": "no-cache"})
+    known = "<head><script>window.__streamlit = {BACKEND_BASE_URL: window.location.origin}</script>"
+    return HTMLResponse(page.replace("<head>", known, 1), headers={"Cache-Control": "no-cache"})
 
 
 def explorer() -> App:

@@ -169,7 +169,7 @@ def _time_steps(device: Any, step: Step, recorder: Recorder) -> tuple[list[float
     return times, medians(seen), next(iter(clock.hertz()[2 * steadiest :]), None)  # stamps lie around every round
 
 
-Round = tuple[list[float], list[dict[str, float]]]  # step times in seconds, and what steps told
+Round = tuple[list[float], list[dict[str, float]]]  # step times in seconds, and what steps reported
 
 
 def _spread(timed: Round) -> float:

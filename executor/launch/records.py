@@ -60,7 +60,7 @@ class Recorder:
 
     def close(self) -> None:
         if self._file is not None:
-            with suppress(OSError):  # what could not be flushed has been told when it was written
+            with suppress(OSError):  # what could not be flushed has been reported when it was written
                 self._file.close()
 
 

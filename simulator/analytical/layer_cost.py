@@ -28,17 +28,17 @@ GROUPED_PRODUCTS = 0.45
 class PassCost:
     """One pass over a block: kernel seconds, exposed communication by axis, host seconds. Columns.
 
-    `lost_s` is what kernels lose to communication beside them, `moved_bytes` what they read and write.
+    `lost_s` is what kernels lose to communication alongside them, `moved_bytes` what they read and write.
     `behind_s` is when the device ends, counted from the host's start, where it waits for the host alone: minus infinity
     where it does nothing. `launches` is how many kernels. `waits`: where the host waits for the device on its way.
 
     Of a layer with experts on several ranks: seconds of kernels between its two exchanges of tokens, and of other
     communication there, of kernels the gradients of weights, and the first exchange; the SMs that exchanges hold, of
-    plans that run others beside.
+    plans that run others alongside.
     """
 
     compute_s: Floats
-    weight_s: Floats  # weight gradients, which split backwards put off
+    weight_s: Floats  # weight gradients, which split backwards delay
     host_s: Floats
     lost_s: Floats
     behind_s: Floats

@@ -1,4 +1,4 @@
-"""What torchtitan's experts run and keep beside their products."""
+"""What torchtitan's experts run and keep besides their products."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def test_every_copy_of_a_token_is_kept_in_float32_once() -> None:
     """models/moe/moe.py with `score_before_experts=False`, as models/qwen3 has it: the float32 copy of every expert's
     result is kept for the scores' gradient, the result itself is not.
 
-    Counted by hand, a copy keeps 4 bytes of each of its numbers there and 2 before the experts, beside four tensors of
-    an expert's width in 16 bits and its score.
+    Counted by hand, a copy keeps 4 bytes of each of its numbers there and 2 before the experts, alongside four tensors
+    of an expert's width in 16 bits and its score.
     """
     one_more = (activations(3) - activations(2)) / (4 * 4096)
 

@@ -80,7 +80,7 @@ def _chosen_instead(question: state.Inputs, named: frozenset[str]) -> frozenset[
 
 
 def _suffix(text: str) -> str:
-    """Return the ending that a file with this text would have, by which configurations are told apart."""
+    """Return the ending that a file with this text would have, by which kinds of configurations are distinguished."""
     if text.lstrip().startswith("{"):
         return ".json"
     if serving_engine(text) or re.search(r"(?m)^\s*--|^#!", text):
@@ -126,15 +126,15 @@ def _answer(found: dict[str, Any], name: str) -> None:
     panels.assumed(found.get("assumed") or [])
 
 
-def _figures(told: dict[str, Any]) -> None:
-    estimate = codec.convert(told, Estimate, where="estimate", others=True)
+def _figures(found: dict[str, Any]) -> None:
+    estimate = codec.convert(found, Estimate, where="estimate", others=True)
     panels.figures(panels.estimate_figures(estimate, "Step as it is"))
 
 
-def _serving_figures(told: dict[str, Any]) -> None:
-    """Show what clients would see: told by the document alone, as a service elsewhere may have made it."""
-    first, token, rate = (told[name] for name in ("ttft_s", "tpot_s", "output_tokens_per_s_per_gpu"))
-    held, room = sum(told["memory"]["by_category"].values()) / GIB, told["memory"]["capacity_bytes"] / GIB
+def _serving_figures(found: dict[str, Any]) -> None:
+    """Show what clients would see: from the document alone, as a service elsewhere may have made it."""
+    first, token, rate = (found[name] for name in ("ttft_s", "tpot_s", "output_tokens_per_s_per_gpu"))
+    held, room = sum(found["memory"]["by_category"].values()) / GIB, found["memory"]["capacity_bytes"] / GIB
     panels.figures(
         [
             ("First token", in_seconds(first["value"]), "In the mean.", _range(first)),
@@ -145,8 +145,8 @@ def _serving_figures(told: dict[str, Any]) -> None:
     )
 
 
-def _range(told: dict[str, Any]) -> str:
-    return f"{in_seconds(told['low'])} to {in_seconds(told['high'])}"
+def _range(found: dict[str, Any]) -> str:
+    return f"{in_seconds(found['low'])} to {in_seconds(found['high'])}"
 
 
 def _diff(text: str, name: str, key: str) -> None:

@@ -118,7 +118,7 @@ def _detail(found: ServingAnswers, place: int) -> None:
     cost = (
         []
         if price is None
-        else [("A million output tokens", two_digits(price), "At the price of a GPU that was told.")]
+        else [("A million output tokens", two_digits(price), "At the price of a GPU that was given.")]
     )
     panels.figures(
         [
