@@ -8,7 +8,7 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,10 +17,11 @@ from numpy.typing import NDArray
 from simulator.analytical.account import AccountInputs, hops_of, plan_of, stage_units, walked_together
 from simulator.analytical.block_times import BlockTimes
 from simulator.analytical.clocks import fastest
+from simulator.analytical.table_walk import LONG_AGO, Clocks, Course, PassClocks, walk_tables
 from simulator.bounds.least_traffic import LeastTraffic, UnitTraffic
 from simulator.columns.plan_table import Floats
 from simulator.pipeline.schedule_program import TURNS
-from simulator.pipeline.schedule_walk import Gathered, Message, PassKind, Table, table_of, walked
+from simulator.pipeline.schedule_walk import Gathered, PassKind, table_of, walked
 from simulator.pipeline.schedules.table import Kind
 from simulator.pipeline.stages import stage_layout
 from simulator.step.host import step_host_s
@@ -46,9 +47,13 @@ def scheduled_at_least_s(inputs: AccountInputs) -> Floats:
         return least
     inputs = replace(inputs, clocks=np.full(len(least), fastest(inputs.context)))
     some = inputs.take(piped, inputs.context.take(piped))
-    for rows in walked_together(some.context.table, some.context, traffic=False):
-        mine = some.take(rows, some.context.take(rows))
-        least[piped[rows]] = _Group(mine).step_s()
+    groups = [
+        (piped[rows], _Group(some.take(rows, some.context.take(rows))))
+        for rows in walked_together(some.context.table, some.context, traffic=False)
+    ]
+    clocks = walk_tables([group.course for _, group in groups], lags=False)
+    for (rows, group), ends in zip(groups, clocks, strict=True):
+        least[rows] = group.step_s(ends)
     return least
 
 
@@ -84,21 +89,46 @@ class _Group:
         self.units = stage_units(inputs)
         self.blocks = BlockTimes(context, inputs.blocks, inputs.clocks)
         self._known: dict[object, _LeastPass] = {}
+        self.passes = [self._pass(kind) for kind in self.table.kinds]
 
-    def step_s(self) -> Floats:
-        context, table, plans = self.context, self.table, self.context.table
-        passes = [self._pass(kind) for kind in table.kinds]
-        done = _walk(table, passes, self._messages(), self.traffic.backward.exposed_s, has_replicas(plans))
+    @property
+    def course(self) -> Course:
+        """The passes as they are walked: hosts do nothing.
+
+        Of plans with replicas, the account has what one pass sends off wait for that of others only at its end.
+        """
+        nothing, long_ago = np.zeros(len(self.lets_go)), np.full(len(self.lets_go), LONG_AGO)
+        replicated = has_replicas(self.context.table)
+        known: dict[int, PassClocks] = {}
+        for kind, did in zip(self.table.kinds, self.passes, strict=True):
+            reduces = kind.last and kind.action in TURNS
+            known[id(did)] = PassClocks(
+                device_s=did.device_s,
+                kernels_s=nothing,
+                host_s=nothing,
+                waits_s=long_ago,
+                slack_s=nothing,
+                lead_s=long_ago,
+                tail_s=did.first_s + did.shards_s - did.device_s if reduces else long_ago,
+                sent_s=np.where(replicated, 0.0, did.shards_s),
+                summed_tail_s=did.first_s + did.replicas_s - did.device_s if reduces else long_ago,
+                summed_s=nothing,
+                waits_for_traffic=False,
+            )
+        sent = message_bytes(self.context, self.inputs.scenario.model.hidden)
+        hops = replace(hops_of(self.context, sent, 1.0), host_s=nothing)
+        return Course(table=self.table, passes=[known[id(did)] for did in self.passes], hops=hops, begins_s=nothing)
+
+    def step_s(self, ends: Clocks) -> Floats:
+        """Return what the step takes at least, from where its ranks are after its passes."""
+        context, table, plans, passes = self.context, self.table, self.context.table, self.passes
+        done = np.maximum(ends.compute + self.traffic.backward.exposed_s.T, ends.sent).max(axis=0)
         # A V's last micro batches turn round in another order: one more may take less than it takes a rank.
         more = np.maximum(plans.micro_batches - self.most, 0.0) * (not table.schedule.v_shaped)
         further = more * self._round_s(passes) if more.any() else 0.0
         norm = sum((context.groups.time_s("all_reduce", axis, NORM_BYTES) for axis in NORM_AXES), np.zeros(len(done)))
         host_s = step_host_s(context.spec.host, context)
         return np.asarray(host_s + done + further + self.traffic.last_s.max(axis=1) + norm)
-
-    def _messages(self) -> Mapping[tuple[int, int], Floats]:
-        sent = message_bytes(self.context, self.inputs.scenario.model.hidden)
-        return hops_of(self.context, sent, 1.0).seconds
 
     def _round_s(self, passes: Sequence[_LeastPass]) -> Floats:
         """Return what one more micro batch takes at least, on whichever rank."""
@@ -157,38 +187,3 @@ class _Group:
         if kind.gathered is Gathered.LAST:  # which a forward pass runs last, and a backward pass first
             some[-1 if forward else 0] = False
         return [self.context.table.fully_sharded & each for each in some]
-
-
-def _walk(
-    table: Table,
-    passes: Sequence[_LeastPass],
-    hop_s: Mapping[tuple[int, int], Floats],
-    tail_s: Floats,
-    replicated: NDArray[np.bool_],
-) -> Floats:
-    """Return when all ranks have done their passes, and what they send after them.
-
-    Of plans that are `replicated`, the account has what one pass sends off wait for that of others only at its end.
-    """
-    ranks = table.schedule.ranks
-    nothing = np.zeros(len(tail_s))
-    compute, shards, replicas = ([nothing] * ranks for _ in range(3))
-    sent: dict[Message, tuple[Floats, int]] = {}
-    reduces = [kind.last and kind.action in TURNS for kind in table.kinds]
-    for turn in table.turns:
-        rank, did = turn.rank, passes[turn.kind]
-        begun = compute[rank]
-        for message in turn.needs:
-            ready, source = sent.pop(message)
-            begun = np.maximum(begun, ready) + hop_s[source, rank]
-        end = begun + did.device_s
-        compute[rank] = end
-        if reduces[turn.kind]:
-            first = begun + did.first_s
-            behind = np.maximum(first, np.where(replicated, 0.0, shards[rank])) + did.shards_s
-            shards[rank] = np.maximum(shards[rank], behind)
-            replicas[rank] = np.maximum(replicas[rank], first + did.replicas_s)
-        for message, _ in turn.sends:
-            sent[message] = end, rank
-    done = [end + tail_s[:, rank] for rank, end in enumerate(compute)]
-    return np.asarray(np.max([*done, *shards, *replicas], axis=0))
