@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -101,18 +100,16 @@ class Clocks:
         return Clocks(*both, waits=waits)
 
 
-def walk_tables(courses: Sequence[Course], *, lags: bool = True) -> list[Clocks]:
+def walk_tables(courses: Sequence[Course]) -> list[Clocks]:
     """Return where all ranks of every course are in the end.
 
     Messages on their way slow down the kernels of their sender. How long each is on its way is told by a first walk
-    without that; without `lags` it is the only one.
+    without that.
     """
     found: list[Clocks | None] = [None] * len(courses)
     for batch in _batches(courses):
-        walk = _Walk([course for _, course in batch])
-        took = walk.run(None)
-        if lags:
-            walk.run(took)
+        walk = TableWalk([course for _, course in batch])
+        walk.run(walk.run(None))
         for (number, _), clocks in zip(batch, walk.clocks(), strict=True):
             before = found[number]
             found[number] = clocks if before is None else before.beside(clocks)
@@ -148,6 +145,16 @@ def _some_plans(course: Course, some: slice) -> Course:
 
 
 @dataclass(frozen=True, slots=True)
+class WalkedPasses:
+    """Passes of a plan that was walked: their places among all passes, ranks and kinds, and when they began."""
+
+    places: Ints
+    rank: Ints
+    kind: Ints
+    began: Floats
+
+
+@dataclass(frozen=True, slots=True)
 class _Messages:
     """One end of messages in the order of the passes there: those of a wave are from its entry of `starts` to the next,
     each at a place `at` among the passes of that wave.
@@ -158,101 +165,101 @@ class _Messages:
     place: Ints  # among all passes
     state: Ints
     message: Ints
-    channel: Ints
     slot: Ints
+    hop: Ints
     seconds: Floats
     held: Floats
     host_s: Floats
 
 
-class _Walk:
-    """The clocks of some courses; passes are in the order of their waves."""
+class TableWalk:
+    """The clocks of some courses; passes are in the order of their waves, those of one table together."""
 
     def __init__(self, courses: Sequence[Course]) -> None:
         self.courses = courses
-        waves, self._plans = [course.table.waves for course in courses], [len(course.begins_s) for course in courses]
-        ranks = [course.table.schedule.ranks for course in courses]
-        self._slots = max(1, *(each.slots for each in waves))
-        self._states, self._states_of = self._offsets(ranks)
-        self._messages, self._messages_of = self._offsets([each.messages for each in waves])
-        self._channels, self._channels_of = self._offsets([each.channels for each in waves])
-        _, self._passes_of = self._offsets([len(each.wave) for each in waves])
-        wave = self._every([each.wave for each in waves], None)
-        order = np.argsort(wave.astype(np.uint16) if wave.max() < 1 << 16 else wave, kind="stable")
-        self._wave, self._position = wave[order], np.empty_like(order)
-        self._position[order] = np.arange(len(order))
-        self.starts = _starts(self._wave, int(self._wave[-1]) + 1)
-        self.state = self._every([each.rank for each in waves], self._states_of)[order]
+        self._waves = [course.table.waves for course in courses]
+        self.plans = np.array([len(course.begins_s) for course in courses])
+        ranks = np.array([course.table.schedule.ranks for course in courses])
+        turns = np.array([len(each.wave) for each in self._waves])
+        self._slots = max(1, *(each.slots for each in self._waves))
+        self.states, self.states_of = self._offsets(ranks)
+        self.messages, self._messages_of = self._offsets([each.messages for each in self._waves])
+        _, self.hops_of = self._offsets(2 * ranks)
         values, which, waits = zip(*map(_pass_values, courses), strict=True)
         _, values_of = self._offsets([block.shape[1] for block in values])
-        kinds = self._every(list(which), values_of)[order]
+
+        wave = np.concatenate([each.wave for each in self._waves])
+        order = np.argsort(wave, kind="stable")  # of the turns of all courses
+        course = np.repeat(np.arange(len(courses)), turns)[order]
+        plans = self.plans[course]
+        self._first_turn = np.concatenate([[0], np.cumsum(turns)[:-1]])
+        self._place = np.empty_like(order)  # of each turn's first pass
+        self._place[order] = np.cumsum(plans) - plans
+        self._wave = np.repeat(wave[order], plans)
+        self.starts = _starts(self._wave, int(self._wave[-1]) + 1)
+        rank = np.concatenate([each.rank for each in self._waves])[order]
+        self.state = _spread(self.states_of[course] + rank * plans, plans)
+        self.kind = np.repeat(np.concatenate([each.table.turn_kinds for each in courses])[order], plans)
+        kinds = _spread(values_of[course] + np.concatenate(which)[order] * plans, plans)
         self.seconds = np.concatenate([block.reshape(len(SECONDS), -1) for block in values], axis=1)[:, kinds]
-        self.waits = self._every(list(waits), None)[order]
-        self.synchronizes = self._every(
-            [np.full(len(each.wave), c.synchronizes) for each, c in zip(waves, courses, strict=True)], None
-        )[order]
+        self.waits = np.repeat(np.concatenate(waits)[order], plans)
+        self.synchronizes = np.repeat(np.array([each.synchronizes for each in courses])[course], plans)
         self.begins_s = np.concatenate([np.tile(c.begins_s, count) for c, count in zip(courses, ranks, strict=True)])
-        self.needs = [self._ends([each.needs for each in waves], number) for number in (0, 1)]
-        self.sends = [self._ends([each.sends for each in waves], number) for number in (0, 1)]
-        self.held = np.zeros((self._states, self._slots))
+        hops = [each.hops for each in courses]
+        self._hop_s, self._held_s = (
+            np.concatenate([getattr(hop, name).ravel() for hop in hops]) for name in ("seconds", "held")
+        )
+        self.needs = [self._ends([each.needs for each in self._waves], number) for number in (0, 1)]
+        self.sends = [self._ends([each.sends for each in self._waves], number) for number in (0, 1)]
+        self.held = np.zeros((self.states, self._slots))
         for sends in self.sends:
             self.held[sends.state, sends.slot] = sends.held
         # What passes and messages have waited.
         self.waited: dict[str, Floats] = {}
         self.bubbles = [np.zeros(len(needs.at)) for needs in self.needs]
+        self.began = np.zeros(len(self.state))
         self.compute = self.host = self.wire = self.summed = self.begins_s
 
-    def _offsets(self, counts: Sequence[int]) -> tuple[int, list[int]]:
+    def _offsets(self, counts: Sequence[int] | Ints) -> tuple[int, Ints]:
         """Return how many things all courses have for each of their plans, and where those of each begin."""
-        ends = np.cumsum([count * plans for count, plans in zip(counts, self._plans, strict=True)]).tolist()
-        return ends[-1], [0, *ends[:-1]]
-
-    def _every(self, of_course: Sequence[NDArray[Any]], offsets: Sequence[int] | None) -> NDArray[Any]:
-        """Return entries of courses for each of their plans; with `offsets` they number things of which every plan has
-        its own.
-        """
-        if offsets is None:
-            return np.concatenate([np.repeat(one, plans) for one, plans in zip(of_course, self._plans, strict=True)])
-        return np.concatenate(
-            [
-                (start + one[:, None] * plans + np.arange(plans)).ravel()
-                for one, plans, start in zip(of_course, self._plans, offsets, strict=True)
-            ]
-        )
+        ends = np.cumsum(np.asarray(counts) * self.plans)
+        return int(ends[-1]), np.concatenate([[0], ends[:-1]])
 
     def _ends(self, ends: Sequence[Ends], number: int) -> _Messages:
         """Return the messages that are the first, or the second, of their passes."""
         some = [each.take(each.number == number) for each in ends]
-        place = self._position[self._every([each.turn for each in some], self._passes_of)]
-        order = np.argsort(place)
-        place = place[order]
-        starts = _starts(self._wave[place], len(self.starts) - 1)
-        hops = [course.hops for course in self.courses]
-        way = [(each.target != (each.source + 1) % len(hop.held[0])).astype(np.intp) for each, hop in zip(some, hops, strict=True)]
-
-        def along(values: Sequence[Floats]) -> Floats:
-            each = zip(values, way, some, strict=True)
-            return np.concatenate([value[onward, one.source].ravel() for value, onward, one in each])[order]
-
+        course = np.repeat(np.arange(len(some)), [len(each.turn) for each in some])
+        turn, message, slot, source, target = (
+            np.concatenate([getattr(each, name) for each in some])
+            for name in ("turn", "message", "slot", "source", "target")
+        )
+        ranks = np.array([each.table.schedule.ranks for each in self.courses])[course]
+        hop = np.where(target == (source + 1) % ranks, 0, ranks) + source
+        place = self._place[self._first_turn[course] + turn]
+        order = np.argsort(place, kind="stable")
+        course, plans = course[order], self.plans[course[order]]
+        place = _spread(place[order], plans)
+        hop = _spread(self.hops_of[course] + hop[order] * plans, plans)
+        host_s = np.concatenate([each.hops.host_s for each in self.courses])
         return _Messages(
-            starts=starts,
+            starts=_starts(self._wave[place], len(self.starts) - 1),
             at=place - np.array(self.starts)[self._wave[place]],
             place=place,
             state=self.state[place],
-            message=self._every([each.message for each in some], self._messages_of)[order],
-            channel=self._every([each.channel for each in some], self._channels_of)[order],
-            slot=self._every([each.slot for each in some], None)[order],
-            seconds=along([hop.seconds for hop in hops]),
-            held=along([hop.held for hop in hops]),
-            host_s=np.concatenate([np.tile(hop.host_s, len(one.turn)) for hop, one in zip(hops, some, strict=True)])[order],
+            message=_spread(self._messages_of[course] + message[order] * plans, plans),
+            slot=np.repeat(slot[order], plans),
+            hop=hop,
+            seconds=self._hop_s[hop],
+            held=self._held_s[hop],
+            host_s=host_s[_spread((np.cumsum(self.plans) - self.plans)[course], plans)],
         )
 
     def run(self, lags: Floats | None) -> Floats:
         """Walk all passes, and return how long every message waited and moved; `lags` are a guess at it."""
         compute_s, host_s = self.begins_s.copy(), self.begins_s.copy()
-        wire_s, summed_s, channels = np.zeros(self._states), np.zeros(self._states), np.zeros(self._channels)
-        ready, took = np.zeros(self._messages), np.zeros(self._messages)
-        until = np.full((self._states, self._slots), LONG_AGO)
+        wire_s, summed_s = np.zeros(self.states), np.zeros(self.states)
+        ready, took = np.zeros(self.messages), np.zeros(self.messages)
+        until = np.full((self.states, self._slots), LONG_AGO)
         leads = _any(self.seconds[SECONDS.index("lead_s")] > 0.5 * LONG_AGO, self.starts)
         waits, synchronizes = _any(self.waits, self.starts), _any(self.synchronizes, self.starts)
         self.waited = {name: np.zeros(len(self.state)) for name in ("host", "dp", "contention")}
@@ -266,18 +273,18 @@ class _Walk:
                 some = slice(*needs.starts[wave : wave + 2])
                 if some.stop == some.start:
                     continue
-                at, message, channel = needs.at[some], needs.message[some], needs.channel[some]
+                at, message = needs.at[some], needs.message[some]
                 now, posted, sent_at = compute[at], host[at] + needs.host_s[some], ready[message]
-                begins = np.maximum(np.maximum(np.maximum(sent_at, channels[channel]), posted), now)
+                begins = np.maximum(np.maximum(sent_at, posted), now)
                 bubbles[some] = begins - now
                 arrived = begins + needs.seconds[some]
-                compute[at], host[at], channels[channel], took[message] = arrived, posted, arrived, arrived - sent_at
+                compute[at], host[at], took[message] = arrived, posted, arrived - sent_at
             if leads[wave]:
                 begins = np.maximum(np.maximum(wire, host) + lead, compute)
                 dp_waits[here] = begins - compute
                 compute = begins
             begins = np.maximum(compute, host + slack)
-            host_waits[here] = begins - compute
+            host_waits[here], self.began[here] = begins - compute, begins
             compute = begins + device
             if lags is not None:
                 longer = _beside_messages(until[state] - begins[:, None], self.held[state], kernels)
@@ -306,19 +313,26 @@ class _Walk:
         self.compute, self.host, self.wire, self.summed = compute_s, host_s, wire_s, summed_s
         return took
 
+    def passes_of(self, number: int) -> WalkedPasses:
+        """Return the passes of a course that was walked with one plan, in the order of their waves."""
+        first = self._first_turn[number]
+        places = np.sort(self._place[first : first + len(self._waves[number].wave)])
+        ranks = self.state[places] - self.states_of[number]
+        return WalkedPasses(places, ranks, self.kind[places], self.began[places])
+
     def clocks(self) -> list[Clocks]:
         """Return where the ranks of every course are."""
-        bubble, pp, filling = np.zeros(self._states), np.zeros(self._states), self.begins_s.copy()
+        bubble, pp, filling = np.zeros(self.states), np.zeros(self.states), self.begins_s.copy()
         first = np.zeros(len(self.state), dtype=np.bool_)
         first[np.unique(self.state, return_index=True)[1]] = True
         for needs, waited in zip(self.needs, self.bubbles, strict=True):
-            bubble += np.bincount(needs.state, waited, self._states)
-            pp += np.bincount(needs.state, needs.seconds, self._states)
-            filling += np.bincount(needs.state, waited * first[needs.place], self._states)
-        waits = {part: np.bincount(self.state, waited, self._states) for part, waited in self.waited.items()}
+            bubble += np.bincount(needs.state, waited, self.states)
+            pp += np.bincount(needs.state, needs.seconds, self.states)
+            filling += np.bincount(needs.state, waited * first[needs.place], self.states)
+        waits = {part: np.bincount(self.state, waited, self.states) for part, waited in self.waited.items()}
         waits = {**waits, "host": waits["host"] + self.begins_s, "bubble": bubble, "pp": pp}
         found = []
-        for course, plans, start in zip(self.courses, self._plans, self._states_of, strict=True):
+        for course, plans, start in zip(self.courses, self.plans.tolist(), self.states_of.tolist(), strict=True):
             shape = course.table.schedule.ranks, plans
             mine = slice(start, start + shape[0] * plans)
             of_rank = {part: seconds[mine].reshape(shape) for part, seconds in waits.items()}
@@ -343,6 +357,12 @@ def _pass_values(course: Course) -> tuple[Floats, Ints, NDArray[np.bool_]]:
     kinds = course.table.turn_kinds
     waits = np.array([did.waits_for_traffic for did in course.passes])
     return values, np.array(numbers, dtype=np.intp)[kinds], waits[kinds]
+
+
+def _spread(first: Ints, plans: Ints) -> Ints:
+    """Return `first` and the numbers that follow it, one for each of so many plans."""
+    ends = np.cumsum(plans)
+    return np.repeat(first - (ends - plans), plans) + np.arange(ends[-1] if len(ends) else 0)
 
 
 def _starts(wave: Ints, waves: int) -> list[int]:

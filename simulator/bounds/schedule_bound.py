@@ -9,7 +9,7 @@ it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from simulator.analytical.account import AccountInputs, hops_of, plan_of, stage_units, walked_together
 from simulator.analytical.block_times import BlockTimes
 from simulator.analytical.clocks import fastest
-from simulator.analytical.table_walk import LONG_AGO, Clocks, Course, PassClocks, walk_tables
+from simulator.analytical.table_walk import LONG_AGO, Clocks, Course, PassClocks, TableWalk, WalkedPasses
+from simulator.bounds.critical_path import Path, longest_paths
 from simulator.bounds.least_traffic import LeastTraffic, UnitTraffic
 from simulator.columns.plan_table import Floats
 from simulator.pipeline.schedule_program import TURNS
@@ -39,8 +40,14 @@ RUNS = {
 }
 
 
-def scheduled_at_least_s(inputs: AccountInputs) -> Floats:
-    """Return seconds that the step of every plan takes at least; 0 of plans without a pipeline."""
+WALKED = 3  # plans of each table, one after the other: the path that takes longest for each bounds all of them
+
+
+def scheduled_at_least_s(inputs: AccountInputs, limit_s: float = np.inf) -> Floats:
+    """Return seconds that the step of every plan takes at least; 0 of plans without a pipeline.
+
+    Bounds above a limit need not be any closer.
+    """
     least = np.zeros(len(inputs.context.table))
     piped = np.nonzero(inputs.context.table["pp"] > 1)[0]
     if not len(piped):
@@ -51,10 +58,41 @@ def scheduled_at_least_s(inputs: AccountInputs) -> Floats:
         (piped[rows], _Group(some.take(rows, some.context.take(rows))))
         for rows in walked_together(some.context.table, some.context, traffic=False)
     ]
-    clocks = walk_tables([group.course for _, group in groups], lags=False)
-    for (rows, group), ends in zip(groups, clocks, strict=True):
-        least[rows] = group.step_s(ends)
+    left = [group for _, group in groups]
+    for _ in range(WALKED):
+        left = [group for group in left if group.may_be_below(limit_s)]
+        if left:
+            _walk_one_of_each(left)
+    for rows, group in groups:
+        least[rows] = group.step_s()
     return least
+
+
+def _walk_one_of_each(groups: Sequence[_Group]) -> None:
+    """Walk the plan of each group that may be the quickest, and bound all others by the path that took it longest."""
+    chosen = [group.quickest() for group in groups]
+    walk = TableWalk([group.course(row) for group, row in zip(groups, chosen, strict=True)])
+    walk.run(None)
+    ends = [
+        group.ends(row, clocks, walk.passes_of(number))
+        for number, (group, row, clocks) in enumerate(zip(groups, chosen, walk.clocks(), strict=True))
+    ]
+    paths = longest_paths(walk, [end.place for end in ends])
+    for group, row, end, path in zip(groups, chosen, ends, paths, strict=True):
+        group.bound_by(row, end, path)
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    """How a walk ends: at which pass, and after what: `done_s` is when. `rank` computes last, or `sent` are the passes,
+    that one first, whose reductions end last, on the stream of replicas or on the other.
+    """
+
+    place: int
+    done_s: float
+    rank: int = -1
+    sent: tuple[int, ...] = ()
+    replicas: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,41 +128,90 @@ class _Group:
         self.blocks = BlockTimes(context, inputs.blocks, inputs.clocks)
         self._known: dict[object, _LeastPass] = {}
         self.passes = [self._pass(kind) for kind in self.table.kinds]
+        numbers: dict[int, int] = {}
+        self._number = [numbers.setdefault(id(did), len(numbers)) for did in self.passes]
+        self._device = np.stack([self.passes[self._number.index(number)].device_s for number in range(len(numbers))])
+        self._reduces = np.array([kind.last and kind.action in TURNS for kind in self.table.kinds])
+        self._replicated = has_replicas(plans)
+        self._hops = hops_of(context, message_bytes(context, inputs.scenario.model.hidden), 1.0)
+        self._done = np.zeros(len(plans))
+        self.walked = np.zeros(len(plans), dtype=np.bool_)
 
-    @property
-    def course(self) -> Course:
-        """The passes as they are walked: hosts do nothing.
+    def may_be_below(self, limit_s: float) -> bool:
+        """Return whether a plan that was not walked yet may take no more than a limit."""
+        return bool((self.step_s()[~self.walked] <= limit_s).any())
+
+    def quickest(self) -> int:
+        """Return the plan with the least bound of those not walked yet; at first that whose passes take least."""
+        return int(np.argmin(np.where(self.walked, np.inf, self._done if self.walked.any() else self._device.sum(axis=0))))
+
+    def course(self, row: int) -> Course:
+        """Return the passes of a plan as they are walked: hosts do nothing.
 
         Of plans with replicas, the account has what one pass sends off wait for that of others only at its end.
         """
-        nothing, long_ago = np.zeros(len(self.lets_go)), np.full(len(self.lets_go), LONG_AGO)
-        replicated = has_replicas(self.context.table)
+        nothing, long_ago = np.zeros(1), np.full(1, LONG_AGO)
         known: dict[int, PassClocks] = {}
-        for kind, did in zip(self.table.kinds, self.passes, strict=True):
-            reduces = kind.last and kind.action in TURNS
-            known[id(did)] = PassClocks(
-                device_s=did.device_s,
-                kernels_s=nothing,
-                host_s=nothing,
-                waits_s=long_ago,
-                slack_s=nothing,
-                lead_s=long_ago,
-                tail_s=did.first_s + did.shards_s - did.device_s if reduces else long_ago,
-                sent_s=np.where(replicated, 0.0, did.shards_s),
-                summed_tail_s=did.first_s + did.replicas_s - did.device_s if reduces else long_ago,
-                summed_s=nothing,
-                waits_for_traffic=False,
+        for number, did, reduces in zip(self._number, self.passes, self._reduces, strict=True):
+            device, first, shards, replicas = (
+                getattr(did, each.name)[row : row + 1] for each in fields(_LeastPass)
             )
-        sent = message_bytes(self.context, self.inputs.scenario.model.hidden)
-        hops = replace(hops_of(self.context, sent, 1.0), host_s=nothing)
-        return Course(table=self.table, passes=[known[id(did)] for did in self.passes], hops=hops, begins_s=nothing)
+            known.setdefault(
+                number,
+                PassClocks(
+                    device_s=device,
+                    kernels_s=nothing,
+                    host_s=nothing,
+                    waits_s=long_ago,
+                    slack_s=nothing,
+                    lead_s=long_ago,
+                    tail_s=first + shards - device if reduces else long_ago,
+                    sent_s=nothing if self._replicated[row] else shards,
+                    summed_tail_s=first + replicas - device if reduces else long_ago,
+                    summed_s=nothing,
+                    waits_for_traffic=False,
+                ),
+            )
+        hops = replace(self._hops.take(slice(row, row + 1)), host_s=nothing)
+        return Course(table=self.table, passes=[known[n] for n in self._number], hops=hops, begins_s=nothing)
 
-    def step_s(self, ends: Clocks) -> Floats:
-        """Return what the step takes at least, from where its ranks are after its passes."""
-        context, table, plans, passes = self.context, self.table, self.context.table, self.passes
-        done = np.maximum(ends.compute + self.traffic.backward.exposed_s.T, ends.sent).max(axis=0)
+    def ends(self, row: int, clocks: Clocks, passes: WalkedPasses) -> _End:
+        """Return how the walk of a plan ends, whose ranks ran `passes`."""
+        computed = clocks.compute[:, 0] + self.traffic.backward.exposed_s[row]
+        rank, sender = int(computed.argmax()), int(clocks.sent[:, 0].argmax())
+        if computed[rank] >= clocks.sent[sender, 0]:
+            return _End(int(passes.places[passes.rank == rank][-1]), float(computed[rank]), rank=rank)
+        replicas = bool(clocks.summed[sender, 0] > clocks.wire[sender, 0])
+        mine = (passes.rank == sender) & self._reduces[passes.kind]
+        places, kinds, ends = passes.places[mine], passes.kind[mine].tolist(), []
+        for number, kind in enumerate(kinds):
+            following = (kind,) if replicas or self._replicated[row] else tuple(kinds[number:])
+            sent_s = sum(float((self.passes[k].replicas_s if replicas else self.passes[k].shards_s)[row]) for k in following)
+            ends.append((passes.began[mine][number] + float(self.passes[kind].first_s[row]) + sent_s, number, following))
+        _, number, following = max(ends)
+        return _End(int(places[number]), float(clocks.sent[sender, 0]), sent=following, replicas=replicas)
+
+    def bound_by(self, row: int, end: _End, path: Path) -> None:
+        """Bound all plans by what is on the path to the end of the walk of one of them."""
+        times = np.bincount(self._number, path.passes, len(self._device))
+        if end.sent:
+            times[self._number[end.sent[0]]] -= 1.0
+        done = times @ self._device + np.tensordot(path.hops, self._hops.seconds, axes=2)
+        if end.sent:
+            first, *rest = (self.passes[kind] for kind in end.sent)
+            own, *others = ((did.replicas_s if end.replicas else did.shards_s) for did in (first, *rest))
+            done = done + first.first_s + own + np.where(self._replicated, 0.0, sum(others, np.zeros(len(done))))
+        else:
+            done = done + self.traffic.backward.exposed_s[:, end.rank]
+        self._done = np.maximum(self._done, done)
+        self._done[row] = end.done_s
+        self.walked[row] = True
+
+    def step_s(self) -> Floats:
+        """Return what the step takes at least."""
+        context, plans, passes, done = self.context, self.context.table, self.passes, self._done
         # A V's last micro batches turn round in another order: one more may take less than it takes a rank.
-        more = np.maximum(plans.micro_batches - self.most, 0.0) * (not table.schedule.v_shaped)
+        more = np.maximum(plans.micro_batches - self.most, 0.0) * (not self.table.schedule.v_shaped)
         further = more * self._round_s(passes) if more.any() else 0.0
         norm = sum((context.groups.time_s("all_reduce", axis, NORM_BYTES) for axis in NORM_AXES), np.zeros(len(done)))
         host_s = step_host_s(context.spec.host, context)

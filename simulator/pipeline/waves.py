@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from simulator.pipeline.schedules.table import Action, Kind, Schedule
 
 Ints = NDArray[np.intp]
-Channel = tuple[int, bool]  # the stage that makes what is sent, and whether it goes forward
+Way = tuple[int, bool]  # the stage that makes what is sent, and whether it goes forward
 Message = tuple[int, bool, int]  # the same, and the micro batch
 
 
@@ -22,14 +22,13 @@ Message = tuple[int, bool, int]  # the same, and the micro batch
 class Ends:
     """One end of every message, where it is needed or where it is sent.
 
-    `turn` is the pass there and `number` which of its messages it is; `source` and `target` are ranks. A channel
-    carries the messages of one stage one way; `slot` numbers those that a rank sends on.
+    `turn` is the pass there and `number` which of its messages it is; `source` and `target` are ranks. A rank sends the
+    messages of one stage that go one way one behind the other; `slot` numbers what it sends so.
     """
 
     turn: Ints
     number: Ints
     message: Ints
-    channel: Ints
     slot: Ints
     source: Ints
     target: Ints
@@ -51,7 +50,6 @@ class Waves:
     needs: Ends
     sends: Ends
     messages: int
-    channels: int
     slots: int  # that a rank has at most
 
 
@@ -65,13 +63,12 @@ def waves_of(schedule: Schedule) -> Waves:
         needs=_ends(builder.needs),
         sends=_ends(builder.sends),
         messages=len(builder.sent),
-        channels=len(builder.channels),
         slots=max(builder.slots),
     )
 
 
 def _ends(found: Sequence[tuple[int, ...]]) -> Ends:
-    return Ends(*np.array(found, dtype=np.intp).reshape(-1, 7).T)
+    return Ends(*np.array(found, dtype=np.intp).reshape(-1, 6).T)
 
 
 class _Builder:
@@ -82,7 +79,7 @@ class _Builder:
         self.needs: list[tuple[int, ...]] = []
         self.sends: list[tuple[int, ...]] = []
         self.sent: dict[Message, tuple[int, tuple[int, ...]]] = {}  # from which wave on it is there, and its end
-        self.channels: dict[Channel, tuple[int, int]] = {}
+        self._slot_of: dict[Way, int] = {}
         self.slots, self._wave, self._place = ([0] * schedule.ranks for _ in range(3))  # the next of each rank
 
     def build(self) -> None:
@@ -131,12 +128,12 @@ class _Builder:
             stage = leaf.stage + 1 if forward else leaf.stage - 1
             if leaf.kind is Kind.WEIGHT_GRAD or not 0 <= stage < len(self.home) or self.home[stage] == rank:
                 continue
-            channel = leaf.stage, forward
-            if channel not in self.channels:
-                self.channels[channel] = len(self.channels), self.slots[rank]
+            way = leaf.stage, forward
+            if way not in self._slot_of:
+                self._slot_of[way] = self.slots[rank]
                 self.slots[rank] += 1
-            end = (len(self.sent), *self.channels[channel], rank, self.home[stage])
+            end = len(self.sent), self._slot_of[way], rank, self.home[stage]
             self.sends.append((len(self.turns) - 1, len(made), *end))
-            made.append((*channel, leaf.micro_batch))
+            made.append((*way, leaf.micro_batch))
             self.sent[made[-1]] = self._wave[rank], end
         return made
