@@ -9,7 +9,7 @@ it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -127,10 +127,13 @@ class _Group:
         self.units = stage_units(inputs)
         self.blocks = BlockTimes(context, inputs.blocks, inputs.clocks)
         self._known: dict[object, _LeastPass] = {}
-        self.passes = [self._pass(kind) for kind in self.table.kinds]
-        numbers: dict[int, int] = {}
-        self._number = [numbers.setdefault(id(did), len(numbers)) for did in self.passes]
-        self._device = np.stack([self.passes[self._number.index(number)].device_s for number in range(len(numbers))])
+        shapes = [tuple((u.block, u.wrapped, u.repeats, id(u.words)) for u in units) for units in self.units]
+        self.passes = [self._pass(kind, shapes[kind.stage]) for kind in self.table.kinds]
+        different = {id(did): (did, kind) for did, kind in zip(self.passes, self.table.kinds, strict=True)}
+        numbers = {known: number for number, known in enumerate(different)}
+        self._number = [numbers[id(did)] for did in self.passes]
+        self._different = [*different.values()]
+        self._device = np.stack([did.device_s for did, _ in self._different])
         self._reduces = np.array([kind.last and kind.action in TURNS for kind in self.table.kinds])
         self._replicated = has_replicas(plans)
         self._hops = hops_of(context, message_bytes(context, inputs.scenario.model.hidden), 1.0)
@@ -151,13 +154,13 @@ class _Group:
         Of plans with replicas, the account has what one pass sends off wait for that of others only at its end.
         """
         nothing, long_ago = np.zeros(1), np.full(1, LONG_AGO)
-        known: dict[int, PassClocks] = {}
-        for number, did, reduces in zip(self._number, self.passes, self._reduces, strict=True):
+        known = []
+        for did, kind in self._different:
+            reduces = kind.last and kind.action in TURNS
             device, first, shards, replicas = (
-                getattr(did, each.name)[row : row + 1] for each in fields(_LeastPass)
+                each[row : row + 1] for each in (did.device_s, did.first_s, did.shards_s, did.replicas_s)
             )
-            known.setdefault(
-                number,
+            known.append(
                 PassClocks(
                     device_s=device,
                     kernels_s=nothing,
@@ -170,7 +173,7 @@ class _Group:
                     summed_tail_s=first + replicas - device if reduces else long_ago,
                     summed_s=nothing,
                     waits_for_traffic=False,
-                ),
+                )
             )
         hops = replace(self._hops.take(slice(row, row + 1)), host_s=nothing)
         return Course(table=self.table, passes=[known[n] for n in self._number], hops=hops, begins_s=nothing)
@@ -230,8 +233,8 @@ class _Group:
             of_rank[schedule.rank_of(stage)] = of_rank[schedule.rank_of(stage)] + seconds
         return np.asarray(np.minimum.reduce(of_rank))
 
-    def _pass(self, kind: PassKind) -> _LeastPass:
-        shape = tuple((unit.block, unit.wrapped, unit.repeats, id(unit.words)) for unit in self.units[kind.stage])
+    def _pass(self, kind: PassKind, shape: object) -> _LeastPass:
+        """Return a pass of a stage whose units have a `shape`."""
         key = shape, kind.action, kind.first, kind.last, kind.gathered, kind.paired
         if key not in self._known:
             self._known[key] = self._new_pass(kind)

@@ -5,18 +5,16 @@ A long step repeats itself, so its table is walked with fewer micro batches (`wa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 
-from simulator.pipeline.schedule_program import TURNS, last_backwards
+from simulator.pipeline.schedule_program import TURNS
 from simulator.pipeline.schedules.registry import SCHEDULES, build_schedule
-from simulator.pipeline.schedules.table import Action, Kind, Schedule
-from simulator.pipeline.waves import Waves, waves_of
+from simulator.pipeline.schedules.table import Kind, Schedule
+from simulator.pipeline.waves import KINDS, Ints, Waves, waves_of
 
 
 def rounds_of(name: str, ranks: int, micro_batches: int) -> tuple[int, int]:
@@ -65,20 +63,12 @@ class PassKind:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A schedule ready to be walked: the waves of its passes, the kinds of passes among them, and each rank's kinds in
-    order.
-    """
+    """A schedule ready to be walked: the waves of its passes, the kinds of passes among them, and the kind of each."""
 
     schedule: Schedule
     waves: Waves
     kinds: tuple[PassKind, ...]
-    rows: tuple[NDArray[np.intp], ...]
-
-    @property
-    def turn_kinds(self) -> NDArray[np.intp]:
-        """The kind of every pass, in the order of `waves`."""
-        starts = np.cumsum([0, *map(len, self.rows[:-1])])
-        return np.asarray(np.concatenate(self.rows)[starts[self.waves.rank] + self.waves.place])
+    turn_kinds: Ints
 
 
 @lru_cache(maxsize=512)
@@ -89,27 +79,30 @@ def table_of(
     pairs that the schedule has by itself run as one. Raises BadPlan where it has none.
     """
     schedule, waves = _in_waves(name, ranks, micro_batches, stages_per_rank, paired=paired)
-    kinds: dict[tuple[int, Kind, bool, bool, Gathered, bool], int] = {}
-    rows: list[NDArray[np.intp]] = []
-    ends = last_backwards(schedule)
-    for row in schedule.table:
-        seen: set[tuple[int, bool]] = set()
-        gathered: dict[int, Gathered] = {}
-        here: list[int] = []
-        for leaf, together in _leaves(row):
-            stage, action = leaf.stage, leaf.kind
-            turns, first = action in TURNS, False
-            if action is not Kind.INPUT_GRAD:
-                first = (stage, turns) not in seen
-                seen.add((stage, turns))
-            held = gathered.get(stage, Gathered.NONE) if lets_go else Gathered.AS_LEFT
-            gathered[stage] = LEAVES[action]
-            last = turns and leaf.micro_batch == ends[stage]
-            key = (stage, action, first, last, held, paired and together)
-            here.append(kinds.setdefault(key, len(kinds)))
-        rows.append(np.array(here, dtype=np.intp))
-    passes = tuple(PassKind(*kind) for kind in kinds)
-    return Table(schedule, waves, passes, tuple(rows))
+    passes = waves.passes
+    stage, kind = passes.stage, passes.kind
+    turns = np.isin(kind, [KINDS.index(each) for each in TURNS])
+    first = np.zeros(len(stage), dtype=np.bool_)
+    whole = np.nonzero(kind != KINDS.index(Kind.INPUT_GRAD))[0]
+    first[whole[np.unique((2 * stage + turns)[whole], return_index=True)[1]]] = True
+    ends = np.zeros(schedule.stages, dtype=np.intp)
+    ends[stage[turns]] = passes.micro_batch[turns]
+    last = turns & (passes.micro_batch == ends[stage])
+    gathered = np.full(len(stage), Gathered.AS_LEFT, dtype=np.intp)
+    if lets_go:
+        order = np.argsort(stage, kind="stable")
+        leaves = np.array([LEAVES[each] for each in KINDS])[kind[order]]
+        follows = stage[order[1:]] == stage[order[:-1]]
+        gathered[order] = np.append(Gathered.NONE, np.where(follows, leaves[:-1], Gathered.NONE))
+    together = passes.together & paired
+    _, some, which = np.unique(
+        np.stack([stage, kind, first, last, gathered, together]), axis=1, return_index=True, return_inverse=True
+    )
+    kinds = tuple(
+        PassKind(int(stage[n]), KINDS[kind[n]], bool(first[n]), bool(last[n]), Gathered(gathered[n]), bool(together[n]))
+        for n in some.tolist()
+    )
+    return Table(schedule, waves, kinds, which.ravel())
 
 
 @lru_cache(maxsize=128)
@@ -120,8 +113,3 @@ def _in_waves(
         name, ranks=ranks, micro_batches=micro_batches, stages_per_rank=stages_per_rank, paired=paired
     )
     return schedule, waves_of(schedule)
-
-
-def _leaves(row: Sequence[Action]) -> list[tuple[Action, bool]]:
-    """Return the single actions of a row, and whether each is half of a pair."""
-    return [(leaf, bool(action.parts)) for action in row for leaf in action.leaves]
