@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from simulator.config.runtime import TF32
 
@@ -63,7 +64,7 @@ def _in_direction(forward: Call, inputs: list[Any], direction: str) -> Call:
     if not wanted:
         raise Unsupported("nothing here has a gradient")
     result = forward()
-    results = list(result) if isinstance(result, tuple) else [result]
+    results = [one for one in (result if isinstance(result, tuple) else (result,)) if isinstance(one, Tensor)]
     gradients = [torch.randn_like(out) if out.dim() else None for out in results]
     return lambda: torch.autograd.grad(results, wanted, gradients, retain_graph=True)
 

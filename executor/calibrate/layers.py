@@ -46,9 +46,7 @@ MIN_STEPS = 5
 MAX_TIMED_S = 1.0  # of the timed steps of one sample together
 
 ROUNDS = 3  # of timed steps at most: another process may disturb a round, such as a pool that starts or compiles
-STEADY = (
-    0.4  # spread of a round that is not timed again, (90th - 10th percentile) / median: twice what hosts scatter by
-)
+STEADY = 0.4  # (90th - 10th percentile) / median of a round that is not timed again: twice what hosts scatter by
 Step = Callable[[], dict[str, float]]  # runs one step; returns measurements other than its time
 
 
@@ -157,7 +155,7 @@ def _time_steps(device: Any, step: Step, recorder: Recorder) -> tuple[list[float
     if cuda:
         torch.cuda.synchronize(device)
     dist.barrier()
-    rounds = []
+    rounds: list[Round] = []
     while len(rounds) < ROUNDS:
         rounds.append(_round(device, step, clock))
         if rank_zero_decides(_spread(rounds[-1]) <= STEADY):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -52,7 +52,7 @@ def measure_shape(device: Any, item: dict[str, Any], watch: ClockMonitor | None,
 
 def calls_by_mode_and_part(device: Any, item: dict[str, Any]) -> tuple[dict[str, Call], dict[str, Call]]:
     """Return the calls by mode, and the calls by part, on new random operands."""
-    ranks, group = dist.get_world_size(), dist.group.WORLD
+    ranks, group = dist.get_world_size(), cast("dist.ProcessGroup", dist.group.WORLD)
     rows, columns, depth = int(item["rows"]) // ranks * ranks, tuple(map(int, item["columns"])), int(item["depth"])
     dtype = getattr(torch, item["dtype"])
     gathers = item["operation"] == GATHER
@@ -116,8 +116,9 @@ def _time_calls(device: Any, calls: dict[str, Call]) -> dict[str, tuple[float, f
     found = {}
     for name in calls:
         (mid, spread), (host_s, _) = median_and_spread(times[name]), median_and_spread(hosts[name])
-        found[name] = tuple(_max_over_ranks([mid, spread, host_s]))
-    return found  # type: ignore[return-value]  # three numbers each
+        mid, spread, host_s = _max_over_ranks([mid, spread, host_s])
+        found[name] = mid, spread, host_s
+    return found
 
 
 def _time_in_a_row(device: Any, call: Call, count: int) -> float:

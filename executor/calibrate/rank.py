@@ -75,19 +75,26 @@ class Instruments:
 
     def do(self, job: Job) -> None:
         """Measure what a job asks; a collective call of the pool's ranks."""
-        deadline = Deadline(float(job["limit_s"]))
-        {
-            "host": lambda: time_host(self.device, self.recorder, deadline),
-            "operators": lambda: self.operators.record(job["items"], self.recorder, deadline),
-            "collectives": lambda: record_sizes(self.device, job["items"], self.indices, self.recorder),
-            "contention": lambda: self._each(job["items"], measure_pair, "contention"),
-            "overlap": lambda: self._each(job["items"], measure_shape, "overlap"),
-            "compile": lambda: [compile_layers(self.device, item, text=self.text) for item in job["items"]],
-            "layers": lambda: [
-                record_layers(self.device, item, self.recorder, gpu=self.indices[0], text=self.text)
-                for item in job["items"]
-            ],
-        }[job["kind"]]()
+        deadline, items = Deadline(float(job["limit_s"])), job.get("items", [])
+        match job["kind"]:
+            case "host":
+                time_host(self.device, self.recorder, deadline)
+            case "operators":
+                self.operators.record(items, self.recorder, deadline)
+            case "collectives":
+                record_sizes(self.device, items, self.indices, self.recorder)
+            case "contention":
+                self._each(items, measure_pair, "contention")
+            case "overlap":
+                self._each(items, measure_shape, "overlap")
+            case "compile":
+                for item in items:
+                    compile_layers(self.device, item, text=self.text)
+            case "layers":
+                for item in items:
+                    record_layers(self.device, item, self.recorder, gpu=self.indices[0], text=self.text)
+            case kind:
+                raise ValueError(f"no job is called {kind}")
 
     def _each(self, items: list[Job], measure: Callable[..., dict[str, Any] | str], kind: str) -> None:
         """Record a sample of every item, with the clocks that rank 0 read meanwhile."""

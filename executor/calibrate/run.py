@@ -228,16 +228,16 @@ class PoolScheduler:
                 waiting.remove(job)
                 self.recorder.missing(f"{job.name}: {self.pools[here[0]].cause}")
                 continue
-            place = next((place for place in alive if self._ready(place) and not busy & set(place[1])), None)
-            if place is None and all(self.pools[place].state == "starting" for place in alive):
+            free = next((place for place in alive if self._ready(place) and not busy & set(place[1])), None)
+            if free is None and all(self.pools[place].state == "starting" for place in alive):
                 continue
-            if place is None:
+            if free is None:
                 break
             waiting.remove(job)
             limited = job.limited(self.deadline.left_s)
-            self.pools[place].give(limited, limited["limit_s"])
-            self.running[place] = job
-            busy |= set(place[1])
+            self.pools[free].give(limited, limited["limit_s"])
+            self.running[free] = job
+            busy |= set(free[1])
             quiet |= {job.quiet}
 
     def _in_time(self, job: Work) -> bool:

@@ -58,7 +58,7 @@ class Rank:
 def group_sets(world: int) -> list[tuple[tuple[int, ...], ...]]:
     """Return sets of groups that run concurrently: one group of 2, 4, ... and of all ranks, then two pairs at once."""
     sizes = [size for power in range(1, world.bit_length()) if (size := 2**power) < world]
-    sets = [(tuple(range(size)),) for size in (world, *sizes) if size > 1]
+    sets: list[tuple[tuple[int, ...], ...]] = [(tuple(range(size)),) for size in (world, *sizes) if size > 1]
     if world >= 4:
         sets.append(((0, 1), (2, 3)))
     return sets

@@ -64,7 +64,7 @@ def _memory(torch: Any, ordinal: int) -> float:
     src = torch.empty(nbytes // 4, dtype=torch.int32, device=f"cuda:{ordinal}").zero_()
     dst = torch.empty_like(src)
     seconds, _ = median_and_spread(_timed(torch, lambda: dst.copy_(src), ROUNDS))
-    return 2 * src.numel() * 4 / seconds
+    return float(2 * src.numel() * 4 / seconds)
 
 
 def _timed(torch: Any, call: Any, count: int) -> list[float]:

@@ -69,7 +69,7 @@ def two_disjoint(count: int) -> list[tuple[Ends, Ends]]:
     """
     if count <= 4:
         return [(f, g) for f, g in combinations(permutations(range(count), 2), 2) if not {*f} & {*g}]
-    found = []
+    found: list[tuple[Ends, Ends]] = []
     for a, c in combinations(range(count), 2):
         for step in (1, count // 2):
             b = next(x % count for x in range(a + step, a + step + count) if x % count not in {a, c})

@@ -72,7 +72,9 @@ def trimmed(document: dict[str, Any], *, rank: int) -> dict[str, Any]:
 
 
 def _short(event: dict[str, Any]) -> dict[str, Any]:
-    short = {key: event[key] for key in ("ph", "cat", "name", "pid", "tid", "ts", "dur") if key in event}
+    short: dict[str, Any] = {
+        key: event[key] for key in ("ph", "cat", "name", "pid", "tid", "ts", "dur") if key in event
+    }
     arguments = event.get("args")
     if isinstance(arguments, dict) and "stream" in arguments:
         short["args"] = {"stream": arguments["stream"]}

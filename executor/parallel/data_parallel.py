@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import GradBucket
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -33,7 +34,7 @@ def apply_fsdp(
     `expert_mesh`. Tied embeddings stay in the root's unit, since a parameter can belong to one unit only.
     """
     settings: dict[str, Any] = {"mp_policy": precision}
-    for block in model.layers.values():
+    for block in model.blocks().values():
         if block.moe is not None and expert_mesh is not None:
             fully_shard(block.moe.experts, mesh=expert_mesh, reshard_after_forward=reshard_after_forward, **settings)
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward, **settings)
@@ -75,9 +76,10 @@ class Replica(DistributedDataParallel):
         self.pending.clear()
 
 
-def _sum(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def _sum(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """All-reduce a bucket by sum (DDP's default averages). `state`: the group, and the list of pending reductions."""
     group, pending = state
     work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
     pending.append(work)
-    return work.get_future().then(lambda done: done.value()[0])
+    summed: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda done: done.value()[0])
+    return summed

@@ -10,12 +10,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Protocol, cast
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from simulator.config.plan import MESH_AXES, Plan, rank_grid
 from topology.errors import BadPlan
+
+
+class _Counting(Protocol):
+    """A process group's method that torch's stubs leave out."""
+
+    def _get_sequence_number_for_group(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +86,7 @@ def collectives_entered() -> dict[str, int]:
     for group in list(dist.distributed_c10d._world.pg_map):  # noqa: SLF001 - the only list of all groups
         members = ",".join(map(str, dist.get_process_group_ranks(group)))
         number = sum(key.startswith(f"{members}#") for key in counts)
-        counts[f"{members}#{number}"] = group._get_sequence_number_for_group()  # noqa: SLF001 - kept for just this use
+        counts[f"{members}#{number}"] = cast("_Counting", group)._get_sequence_number_for_group()  # noqa: SLF001 - kept for just this use
     return counts
 
 

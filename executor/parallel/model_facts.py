@@ -13,7 +13,7 @@ from executor.parallel.train_step import Trainer
 
 def read_model_facts(trainer: Trainer) -> dict[str, Any]:
     """Return counts and names read from the modules themselves, not from the request."""
-    blocks = [block for part in trainer.parallel.parts for block in part.layers.values()]
+    blocks = [block for part in trainer.parallel.parts for block in part.blocks().values()]
     counters = torch._dynamo.utils.counters  # noqa: SLF001 - the only count of what was compiled
     shards = [
         (trainer.parameter_shards[name].full_shape if name in trainer.parameter_shards else p.shape).numel()

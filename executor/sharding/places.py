@@ -10,14 +10,9 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
 from simulator.sharded.program import Buffer, RunnableProgram, coordinates
-
-try:
-    from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
-except ImportError:  # where torch makes it public
-    from torch.distributed.tensor.placement_types import StridedShard
-
 from topology.errors import BadInput
 
 DTYPES = {

@@ -102,9 +102,9 @@ class RankProgram:
         for source, target in sorted(pairs):
             group, greeting = self._group_to(source, target), torch.zeros(1, device=self.device)
             if self.stage == source:
-                dist.isend(greeting, self._rank_at_stage(target), group=group).wait()
+                _started(dist.isend(greeting, self._rank_at_stage(target), group=group)).wait()
             elif self.stage == target:
-                dist.irecv(greeting, self._rank_at_stage(source), group=group).wait()
+                _started(dist.irecv(greeting, self._rank_at_stage(source), group=group)).wait()
 
     def _rank_at_stage(self, stage: int) -> int:
         return rank_at(self.program, self.rank, self.program.stage_axis, stage)
@@ -216,7 +216,7 @@ class RankProgram:
         (name,) = instruction.writes
         buffer = self.program.buffers[name]
         state.at[name] = torch.empty(self.place.shape(buffer), dtype=DTYPES[buffer.dtype], device=self.device)
-        dist.irecv(state.at[name], peer, group=self._group_to(instruction.peer, self.stage)).wait()
+        _started(dist.irecv(state.at[name], peer, group=self._group_to(instruction.peer, self.stage))).wait()
 
     def _group_to(self, source: int, target: int) -> Any:
         """Return the group of messages from one stage to another."""
@@ -294,6 +294,12 @@ class RankProgram:
 
     def _zeros(self, buffer: Buffer, like: torch.Tensor) -> torch.Tensor:
         return like.new_zeros(self.place.shape(buffer), dtype=DTYPES[buffer.dtype])
+
+
+def _started(work: dist.Work | None) -> dist.Work:
+    if work is None:
+        raise RuntimeError("this rank is not in the group of a message")
+    return work
 
 
 def _last_uses(code: tuple[Any, ...], program: RunnableProgram) -> dict[int, list[str]]:
