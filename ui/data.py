@@ -338,11 +338,12 @@ def frame(asked: Inputs, *, choose: bool) -> bool:
         st.caption(
             ":material/hourglass_top: Preliminary, by the analytical model: the plans are being simulated, and may change places."
         )
-    if result is None and last is None:
+    if result is not None:
+        shown, found = asked, saved_plans.with_saved(asked, result)
+    elif last is not None:
+        shown, found = last.question, last.result
+    else:
         st.stop()
-    shown, found = (
-        (asked, saved_plans.with_saved(asked, result)) if result is not None else (last.question, last.result)
-    )
     results()["answer"] = Answer(
         question=shown,
         result=found,

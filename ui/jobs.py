@@ -93,7 +93,6 @@ def follow(job: str, draw: Callable[[str], None] | None = None) -> None:
         return
     if found is None or found["state"] not in WAITS:
         st.rerun()
-        return
     with st.container(border=True):
         left, right = st.columns([5, 1], vertical_alignment="center")
         said = panels.plain(found["progress"] or "...")

@@ -93,8 +93,8 @@ class Attention(nn.Module):
     through views. `project_in` and `project_out` are replaced by tensor parallelism, `core` by context parallelism.
     """
 
-    # (S, 1, d) each, or (S, 1, 1, d) with tokens first. Buffers, not arguments: mixed precision casts the arguments of a
-    # block, and bfloat16 angles would be too coarse.
+    # (S, 1, d) each, or (S, 1, 1, d) with tokens first. Buffers, not arguments: mixed precision casts the arguments of
+    # a block, and bfloat16 angles would be too coarse.
     cos: Tensor
     sin: Tensor
 

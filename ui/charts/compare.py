@@ -8,12 +8,12 @@ from typing import Any
 import altair as alt
 
 from planner.pictures.palette import GOOD, VERMILION
-from ui.charts.look import finished, paper
+from ui.charts.look import Figure, finished, paper
 
 LABEL_PX = 62  # of the words beside a bar
 
 
-def differences(rows: Sequence[dict[str, Any]], *, unit: str, dark: bool) -> alt.LayerChart:
+def differences(rows: Sequence[dict[str, Any]], *, unit: str, dark: bool) -> Figure:
     """Draw terms to the right of zero where the second plan has more, to the left where it has less.
 
     Rows: name, delta, text.

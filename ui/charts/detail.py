@@ -10,12 +10,10 @@ import altair as alt
 from planner.io.figures import gib_text, seconds_text
 from planner.pictures.palette import BAD, MEMORY
 from topology.units import GIB
-from ui.charts.look import finished, ink_on, paper, scale, words
+from ui.charts.look import Figure, finished, ink_on, paper, scale, words
 
 
-def memory(
-    stages: Sequence[Mapping[str, float]], capacity: float, *, dark: bool, names: Sequence[str] = ()
-) -> alt.LayerChart:
+def memory(stages: Sequence[Mapping[str, float]], capacity: float, *, dark: bool, names: Sequence[str] = ()) -> Figure:
     """Draw bytes by category, one bar per pipeline stage up to what the allocator reserves, and the capacity.
 
     `stages` has one entry per stage (`planner.pictures.memory.stage_parts`); `capacity` is that of one GPU, in bytes.
@@ -23,7 +21,7 @@ def memory(
     """
     labels = names or ([f"stage {i}" for i in range(len(stages))] if len(stages) > 1 else ["every rank"])
     p = paper(dark)
-    values = [
+    values: list[dict[str, Any]] = [
         {
             "stage": labels[stage],
             "number": stage,
@@ -71,7 +69,7 @@ def memory(
     return finished(alt.layer(bars, rule, label).properties(height=row * len(stages) + 150), dark)
 
 
-def waterfall(rows: Sequence[Mapping[str, Any]], *, last_s: float, dark: bool) -> alt.LayerChart:
+def waterfall(rows: Sequence[Mapping[str, Any]], *, last_s: float, dark: bool) -> Figure:
     """Draw how a step's time builds up from the model's FLOPs at peak. Rows, in order: name, seconds, share, meaning,
     colour; the last has `total` and starts at zero again. `last_s` is the place of the last digit that is known.
     """

@@ -8,10 +8,10 @@ from typing import Any
 import altair as alt
 
 from planner.pictures.palette import BLUE
-from ui.charts.look import finished, paper
+from ui.charts.look import Figure, finished, paper
 
 
-def parameters(rows: Sequence[dict[str, Any]], *, dark: bool) -> alt.LayerChart:
+def parameters(rows: Sequence[dict[str, Any]], *, dark: bool) -> Figure:
     """Draw parameters by part, each bar labelled with its count and share."""
     p = paper(dark)
     total = sum(row["parameters"] for row in rows) or 1

@@ -11,10 +11,10 @@ import altair as alt
 
 from planner.pictures.palette import BLUE, GREEN
 from planner.tune.history import Believed, History
-from ui.charts.look import finished, paper
+from ui.charts.look import Figure, finished, paper
 
 
-def posterior(found: History, *, dark: bool) -> dict[str, alt.LayerChart]:
+def posterior(found: History, *, dark: bool) -> dict[str, Figure]:
     """Draw a chart a plan, by its number and name: the middle and the 80 % range of its step over the number of trials,
     a point once measured. All have the same scales.
     """
@@ -27,7 +27,7 @@ def posterior(found: History, *, dark: bool) -> dict[str, alt.LayerChart]:
     }
 
 
-def _believed(steps: Sequence[Believed], scale: alt.Scale, *, dark: bool) -> alt.LayerChart:
+def _believed(steps: Sequence[Believed], scale: alt.Scale, *, dark: bool) -> Figure:
     values: list[dict[str, Any]] = [
         {"trials": one.trials, "value": one.value, "low": one.low, "high": one.high, "measured": one.measured_s}
         for one in steps
@@ -55,7 +55,7 @@ def _believed(steps: Sequence[Believed], scale: alt.Scale, *, dark: bool) -> alt
     return finished(alt.layer(band, middle, measured).properties(height=170), dark)
 
 
-def better_left(chances: Sequence[float], *, dark: bool) -> alt.LayerChart:
+def better_left(chances: Sequence[float], *, dark: bool) -> Figure:
     """Draw the probability that a better plan is left over the number of trials, and where a tuning stops."""
     values = [{"trials": trials, "chance": 100 * chance} for trials, chance in enumerate(chances)]
     line = (
