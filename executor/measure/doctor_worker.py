@@ -16,12 +16,12 @@ import tempfile
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from executor.launch.local_ranks import LaunchResult, launch
 from executor.launch.process_exit import exit_code_of
 from executor.launch.records import Deadline, Recorder, read_records
 from executor.measure.measurement import (
+    Device,
     devices_to_measure,
     driver_version,
     loopback_environment,
@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
     deadline = Deadline(options.budget)
     pieces = [piece for piece in options.pieces.split(",") if piece in PIECES]
     devices = devices_to_measure(options)
-    indices = [device["index"] for device in devices]
+    indices = [device.index for device in devices]
     interrupted = False
     with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
         records = Path(folder) / "records.jsonl"
@@ -114,7 +114,7 @@ def _piece(
     )
 
 
-def _header(options: argparse.Namespace, devices: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _header(options: argparse.Namespace, devices: Sequence[Device]) -> dict[str, object]:
     versions = {"python": sys.version.split()[0]}
     for package in ("torch", "triton"):
         try:
@@ -128,8 +128,8 @@ def _header(options: argparse.Namespace, devices: Sequence[dict[str, Any]]) -> d
         "command": shlex.join([Path(sys.executable).name, "-m", "executor.measure.doctor_worker", *_shown(options)]),
         "driver": driver_version() if options.device == "cuda" else "",
         "versions": versions,
-        "gpus": [device["name"] for device in devices],
-        "uuids": [device["uuid"] for device in devices],
+        "gpus": [device.name for device in devices],
+        "uuids": [device.uuid for device in devices],
     }
 
 

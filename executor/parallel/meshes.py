@@ -15,6 +15,7 @@ from typing import Protocol, cast
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from executor.parallel.facts import MeshFacts
 from simulator.config.plan import MESH_AXES, Plan, rank_grid
 from topology.errors import BadPlan
 
@@ -70,11 +71,11 @@ def meshes_for(plan: Plan, device_type: str) -> Meshes:
     return _CACHE[key]
 
 
-def describe_mesh(meshes: Meshes, plan: Plan) -> dict[str, object]:
+def describe_mesh(meshes: Meshes, plan: Plan) -> MeshFacts:
     """Return the mesh as torch reports it, and whether it is the one that the plan requests."""
     shape = dict(zip(meshes.grid.mesh_dim_names or (), meshes.grid.mesh.shape, strict=True))
     ranks = meshes.grid.mesh.tolist()
-    return {"axes": shape, "ranks": ranks, "as_requested": ranks == rank_grid(plan).tolist()}
+    return MeshFacts(axes=shape, ranks=ranks, as_requested=ranks == rank_grid(plan).tolist())
 
 
 def collectives_entered() -> dict[str, int]:
