@@ -12,6 +12,8 @@ from planner.pictures.palette import BAD, MEMORY
 from topology.units import GIB
 from ui.charts.look import Figure, finished, ink_on, paper, scale, words
 
+LEAST_SHOWN_BYTES = 0.005 * GIB
+
 
 def memory(stages: Sequence[Mapping[str, float]], capacity: float, *, dark: bool, names: Sequence[str] = ()) -> Figure:
     """Draw bytes by category, one bar per pipeline stage up to what the allocator reserves, and the capacity.
@@ -21,7 +23,7 @@ def memory(stages: Sequence[Mapping[str, float]], capacity: float, *, dark: bool
     """
     labels = names or ([f"stage {i}" for i in range(len(stages))] if len(stages) > 1 else ["every rank"])
     p = paper(dark)
-    values: list[dict[str, Any]] = [
+    values = [
         {
             "stage": labels[stage],
             "number": stage,
@@ -32,10 +34,11 @@ def memory(stages: Sequence[Mapping[str, float]], capacity: float, *, dark: bool
         }
         for stage, parts in enumerate(stages)
         for order, (name, nbytes) in enumerate(parts.items())
-        if nbytes > 0.005 * GIB
+        if nbytes > LEAST_SHOWN_BYTES
     ]
     parts_shown = _in_order(values, "category", [words(n) for n in MEMORY])
-    widest = max([capacity / GIB, *(sum(v["gib"] for v in values if v["number"] == s) for s in range(len(stages)))])
+    held = (sum(nbytes for nbytes in parts.values() if nbytes > LEAST_SHOWN_BYTES) for parts in stages)
+    widest = max([capacity, *held]) / GIB
     x = alt.X("gib:Q", title="GiB on one GPU", scale=alt.Scale(domain=[0, widest * 1.04], nice=False), stack="zero")
     y = alt.Y(
         "stage:N",
@@ -119,5 +122,5 @@ def _term_text(value_s: float, share: float, last_s: float) -> str:
 
 
 def _in_order(values: Sequence[Mapping[str, Any]], key: str, order: Sequence[str]) -> list[str]:
-    seen = dict.fromkeys(value[key] for value in values)
+    seen = dict.fromkeys(str(value[key]) for value in values)
     return [*(n for n in order if n in seen), *(n for n in seen if n not in order)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 import altair as alt
 
@@ -88,7 +88,7 @@ def node(
     return finished(chart, dark)
 
 
-def _loaded(share: float | None) -> dict[str, Any]:
+def _loaded(share: float | None) -> dict[str, str | float]:
     """Return what a line shows of a link's mean load; None where it is not counted."""
     if share is None:
         return {"load": UNKNOWN, "level": UNKNOWN, "wide": 1.0}
@@ -101,7 +101,13 @@ def _width(bytes_per_s: float) -> float:
 
 
 # Position of a part's name: beside parts in the middle, so that no line crosses it.
-_SIDES: dict[str, dict[str, Any]] = {
+class _Side(TypedDict, total=False):
+    dx: float
+    dy: float
+    align: Literal["left"]
+
+
+_SIDES: dict[str, _Side] = {
     "above": {"dy": -17},
     "below": {"dy": 19},
     "right": {"dx": 11, "dy": -9, "align": "left"},

@@ -5,7 +5,6 @@ left.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import altair as alt
 
@@ -28,7 +27,7 @@ def posterior(found: History, *, dark: bool) -> dict[str, Figure]:
 
 
 def _believed(steps: Sequence[Believed], scale: alt.Scale, *, dark: bool) -> Figure:
-    values: list[dict[str, Any]] = [
+    values = [
         {"trials": one.trials, "value": one.value, "low": one.low, "high": one.high, "measured": one.measured_s}
         for one in steps
     ]

@@ -68,7 +68,7 @@ def _memory(question: state.Inputs, result: SearchResult, ranked: RankedPlan) ->
     )
     drawn = charts.memory(stage_parts(memory), memory.capacity_bytes, dark=panels.dark())
     panels.chart(drawn, key="memory", alt=_memory_finding(memory))
-    shown = [
+    shown: list[panels.Row] = [
         {"category": words(name), "GiB": nbytes / GIB, "share": nbytes / max(peak.value, 1.0)}
         for name, nbytes in sorted(memory.by_category.items(), key=lambda item: -item[1])
         if nbytes >= 0.005 * GIB

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import streamlit as st
 
@@ -63,7 +63,7 @@ def _table(found: ServingAnswers) -> int:
         f"{panels.counted(len(found.result.plans), 'deployment')} simulated, all that are legal",
         "Tick one to see where its time goes.",
     )
-    rows: list[dict[str, Any]] = [
+    rows = [
         {
             "place": f"{rank}{' =' if plan.tied else ''}",
             "deployment": deployment_text(plan.deployment),
