@@ -59,13 +59,14 @@ class OverlapItem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerItem:
-    """Training steps of a model with so many layers, each of `counts` in turn."""
+    """Training steps of a model with so many layers, each of `counts` in turn, on `ranks` GPUs."""
 
     model: Model
     plan: Plan
     workload: Workload
     runtime: Runtime
     counts: tuple[int, ...] = (1, 2)
+    ranks: int = 1
 
     def __str__(self) -> str:
         plan = {name: getattr(self.plan, name) for name in self.plan.__dataclass_fields__}

@@ -34,7 +34,7 @@ from executor.gpu.monitor import ClockMonitor
 from executor.launch.records import Deadline, Recorder
 from executor.measure.probe_collectives import record_sizes
 from topology import codec
-from topology.errors import PlannerError
+from topology.errors import BadInput, PlannerError
 from topology.profile.samples import HostSample, Sample
 
 # Once, in the process that ranks are forked from, which must not fail for it: it takes seconds.
@@ -143,9 +143,20 @@ def main(message: str, pipe: Connection) -> None:
             station.do(job)
             _say(pipe, over=True)
         except Exception as error:  # noqa: BLE001 - another framework can raise anything
-            what = f"{_items(job, LayerItem)[0]}: " if job["kind"] in {"layers", "compile"} else ""
-            _say(pipe, failed=what + describe_error(error), refused=isinstance(error, REFUSALS), over=True)
+            _say(
+                pipe,
+                failed=_layers_in_words(job) + describe_error(error),
+                refused=isinstance(error, REFUSALS),
+                over=True,
+            )
     os._exit(0)  # ranks of other pools may stand in a collective: no leaving in order
+
+
+def _layers_in_words(job: Job) -> str:
+    if job["kind"] in {"layers", "compile"}:
+        with suppress(BadInput):  # which is why the job has failed
+            return f"{_items(job, LayerItem)[0]}: "
+    return ""
 
 
 def describe_error(error: BaseException) -> str:
