@@ -276,7 +276,7 @@ def validation_rows(path: str, changed: float) -> tuple[Document, ...]:
 
 
 def published() -> tuple[Document, ...]:
-    """Return the published runs beside their predictions; nothing where only the package is installed. Raises
+    """Return the published runs with their predictions; nothing where only the package is installed. Raises
     PlannerError.
     """
     path = state.example("validation/cases.json")

@@ -1,4 +1,4 @@
-"""Two plans beside each other: their figures, the fields in which they differ, and their steps term by term."""
+"""Two plans compared: their figures, the fields in which they differ, and their steps term by term."""
 
 from __future__ import annotations
 

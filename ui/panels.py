@@ -121,15 +121,15 @@ def step_difference(found: StepDifference, about: str, *, key: str) -> None:
 
 
 def side_by_side(rows: Sequence[Mapping[str, str]], first: str, second: str, *, alt: str) -> None:
-    """Show two things beside each other, under their headings: rows of what, first, second. Words wrap on a narrow
+    """Show two things side by side, under their headings: rows of what, first, second. Words wrap on a narrow
     screen.
     """
     second = second if second != first else f"{second} (other)"
-    told = [
+    table = [
         {" ": plain(row["what"]), plain(first): plain(row["first"]), plain(second): plain(row["second"])}
         for row in rows
     ]
-    st.table(told, hide_index=True, alt=alt)
+    st.table(table, hide_index=True, alt=alt)
 
 
 def plan_table(

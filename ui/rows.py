@@ -79,8 +79,10 @@ def ranges_finding(table: Sequence[PlanRow]) -> str:
         return "No plan"
     first = table[0]
     overlap = sum(row["low_s"] <= first["high_s"] for row in table[1:])
-    beside = f"; the ranges of {overlap} of the other {len(table) - 1} overlap it" if len(table) > 1 else ""
-    return f"Step times with ranges: the first takes {first['step']}, 80 % of steps within {first['range']}{beside}"
+    overlapping = f"; the ranges of {overlap} of the other {len(table) - 1} overlap it" if len(table) > 1 else ""
+    return (
+        f"Step times with ranges: the first takes {first['step']}, 80 % of steps within {first['range']}{overlapping}"
+    )
 
 
 def known_to_s(result: SearchResult) -> float:
@@ -113,7 +115,7 @@ def _why(ranked: RankedPlan) -> str:
 
 
 def memory_costs_time(slowest: Estimate, fastest: Estimate) -> str | None:
-    """Return what the plan of least memory costs in time, beside the fastest one; None where that is little."""
+    """Return what the plan of least memory costs in time, compared with the fastest one; None where that is little."""
     times = slowest.step_s.value / fastest.step_s.value if fastest.step_s.value else 1.0
     if times < 1.2:
         return None

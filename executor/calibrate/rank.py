@@ -1,7 +1,7 @@
 """One rank of a pool: joins the others, then does what it is given until its pipe is closed.
 
-Whatever goes wrong in a job is told and the rank takes the next one; a pool of which one rank failed alone is ended by
-whoever started it (`executor.calibrate.rank_pool`).
+A failed job is reported and the rank takes the next one; a pool of which one rank failed alone is ended by whoever
+started it (`executor.calibrate.rank_pool`).
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def main(message: str, pipe: Connection) -> None:
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     try:
         station = _join(request)
-    except BaseException as error:  # noqa: BLE001 - whatever it is, it is told
+    except BaseException as error:  # noqa: BLE001 - any error is reported
         _say(pipe, failed=describe_error(error), over=True)
         os._exit(1)
     _say(pipe, over=True)

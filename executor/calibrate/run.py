@@ -2,7 +2,7 @@
 
 Started by `planner calibrate` in its own process, with a request that lists jobs, the most valuable first. Jobs for
 fewer GPUs than there are run at the same time on different ones, where both are of a kind that the other does not
-disturb: what shows the host is measured without anything reading clocks. Code is compiled beside measurements. Every
+disturb: what shows the host is measured without anything reading clocks. Code is compiled during measurements. Every
 sample is written to `--records` at once, so a run that is stopped, killed or out of time leaves a valid profile with
 fewer samples; a job that fails or does not end is recorded with its cause, and its pool is started anew. Never imports
 torch.
@@ -85,7 +85,7 @@ def run(options: argparse.Namespace) -> int:
 
 @dataclass(slots=True)
 class Work:
-    """A job and how far it is. What runs compiled code waits until that was compiled, beside other jobs."""
+    """A job and how far it is. Compiled code is compiled while other jobs run."""
 
     job: Job
     compiling: bool = field(init=False)
@@ -121,7 +121,7 @@ class Work:
         return any(item["runtime"].get("compile") for item in self.layers)
 
     def limited(self, left_s: float, *, kind: str | None = None) -> Job:
-        """Return what its ranks are told, with the seconds after which it is given up."""
+        """Return the job as its ranks receive it, with the seconds after which it is given up."""
         most = COMPILE_LIMIT_S if kind == "compile" else LIMIT_FACTOR * float(self.job["seconds"]) + LIMIT_S
         return {**self.job, "kind": kind or self.job["kind"], "limit_s": max(0.1, min(most, left_s))}
 

@@ -99,7 +99,7 @@ def _piece(
         arguments += [f"--nbytes={CPU_BYTES}"] if cpu else []
     if piece == "collectives":
         arguments += [f"--largest={CPU_LARGEST}"] if cpu else []
-    # CUDA counts by speed unless told otherwise; nvidia-smi counts by bus. One host needs no network to find itself.
+    # By itself CUDA counts by speed, and nvidia-smi by bus. One host needs no network to find itself.
     environment = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", **loopback_environment()}
     together = piece == "collectives"
     return launch(

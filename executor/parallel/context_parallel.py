@@ -1,11 +1,11 @@
 """Context parallelism: each rank holds a part of every sequence and attends to the keys and values of all ranks.
 
 Attention over all keys is combined from attention over parts, each with its log-sum-exp (arXiv 1805.02867; ring:
-arXiv 2310.01889). A sequence is split into 2 W chunks and rank r holds chunks r and 2W - 1 - r ("head and tail"), so
-that under a causal mask every rank has the same work in every round (ring-flash-attention's zigzag):
+arXiv 2310.01889). A sequence is split into 2 W chunks and rank r holds chunks r and 2W - 1 - r ("zigzag"), so
+that under a causal mask every rank has the same work in every round, as in ring-flash-attention:
     own keys                   causal over both chunks
-    keys of an earlier rank    all queries attend to its head chunk, none to its tail
-    keys of a later rank       the tail queries attend to both its chunks, the head queries to none
+    keys of an earlier rank    all queries attend to its early chunk, none to its late one
+    keys of a later rank       the late queries attend to both its chunks, the early queries to none
 
 The plan's `cp_method` says how keys and values are communicated:
     ring         forward, W - 1 hops to the next rank, overlapped with the current part; backward the same, and their
@@ -38,7 +38,7 @@ MIN_CUDNN_TOKENS = 128  # shorter parts are not given to cuDNN, which is no fast
 
 
 def positions(seq_len: int, rank: int, world: int, device: torch.device) -> Tensor:
-    """Return the positions (S,) of the tokens that `rank` holds: its head chunk, then its tail chunk."""
+    """Return the positions (S,) of the tokens that `rank` holds: its early chunk, then its late chunk."""
     if world == 1:
         return torch.arange(seq_len, device=device)
     chunks = torch.arange(seq_len, device=device).chunk(2 * world)
@@ -273,7 +273,7 @@ class _RingAttention(torch.autograd.Function):
 
 
 class RingAttention(nn.Module):
-    """Replaces `CausalAttention` where sequences are sharded over `group`, head and tail chunks.
+    """Replaces `CausalAttention` where sequences are sharded over `group` in zigzag.
 
     `method` is `ring` or `all_gather`; `width` the head size, and `dtype` the type of queries on `device`.
     """

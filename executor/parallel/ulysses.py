@@ -44,7 +44,7 @@ class UlyssesAttention(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Take q (B, a, S, d) and k, v (B, a_kv, S, d) of this rank's tokens; return (B, a, S, d)."""
         tokens = q.shape[2]
-        # Ranks hold head and tail chunks of sequences; attention needs the tokens in order.
+        # Ranks hold an early and a late chunk of each sequence; attention needs the tokens in order.
         rank_order = torch.cat([positions(self.world * tokens, r, self.world, q.device) for r in range(self.world)])
         order = rank_order.argsort()
         out = self.core(*(self._all_tokens(t)[:, :, order] for t in (q, k, v)))

@@ -1,7 +1,7 @@
-"""The operators of a decoder that serves beside its products: Triton kernels on a GPU, torch's own elsewhere.
+"""The operators of a decoder that serves, other than matmuls: Triton kernels on a GPU, torch's own elsewhere.
 
-A step that reads prompts launches them one by one, six a layer, with the host beside the device: they go through
-`PreparedKernel`, since Triton's own launch takes the host longer than many of them run.
+A step that reads prompts launches them one by one, six a layer, and its host is no faster than the device: they go
+through `PreparedKernel`, since Triton's own launch takes the host longer than many of them run.
 
 Shapes in comments: T tokens, B sequences, h hidden, a query heads and k key/value heads of this rank, d head width.
 """
@@ -87,10 +87,10 @@ def rotate_and_store(
         _launch(kernels.rotate_and_store, (qkv.shape[0], blocks), tensors, constants)
         return
     split = qkv.view(qkv.shape[0], -1, heads.width)
-    turned = split[:, : heads.queries + heads.kv]
-    a, b = turned.float().chunk(2, dim=-1)
+    rotated = split[:, : heads.queries + heads.kv]
+    a, b = rotated.float().chunk(2, dim=-1)
     c, s = cos[positions][:, None], sin[positions][:, None]
-    turned.copy_(torch.cat((a * c - b * s, b * c + a * s), dim=-1))
+    rotated.copy_(torch.cat((a * c - b * s, b * c + a * s), dim=-1))
     page, place = slots // pages.tokens, slots % pages.tokens
     pages.keys[page, :, place] = split[:, heads.queries : heads.queries + heads.kv]
     pages.values[page, :, place] = split[:, heads.queries + heads.kv :]

@@ -2,7 +2,7 @@
 
 A piece is seen as [blocks, rest] along the dim that is gathered or scattered, the whole as [blocks, pieces, rest].
 Pieces of different sizes (a dim that the mesh axes do not divide) are padded to the largest one for a gather or a
-scatter, and sent as they are by an all-to-all, which is told every rank's count.
+scatter, and sent as they are by an all-to-all, which takes every rank's count.
 """
 
 from __future__ import annotations

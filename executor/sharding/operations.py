@@ -1,7 +1,7 @@
 """What an operator of a program computes on a rank's own pieces.
 
 Kernels are looked up by name in the table at the end, or are ATen operators that compute values of tensors from values
-of tensors and do nothing else. Shapes that an operator is told are those of its piece: a kernel knows the buffer it
+of tensors and do nothing else. Shapes that an operator gets are those of its piece: a kernel knows the buffer it
 writes.
 """
 

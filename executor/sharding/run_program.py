@@ -223,7 +223,7 @@ class RankProgram:
         return self.back if target < source else None
 
     def _drop(self, name: str, state: State) -> None:
-        """Let go of a buffer. The allocator may reuse its memory when every stream of the program is past this
+        """Free a buffer. The allocator may reuse its memory when every stream of the program is past this
         point.
         """
         value = state.at.pop(name, None)

@@ -1,4 +1,4 @@
-"""A run beside its prediction: figures, terms, and both timelines laid over each other."""
+"""A run compared with its prediction: figures, terms, and both timelines on one time axis."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def of_job(job: str, _artifacts: list[Artifact]) -> RunReport | None:
 
 
 def show_run(found: RunReport, key: str) -> None:
-    """Show a run beside its prediction. `key` names it."""
+    """Show a run and its prediction. `key` names it."""
     document = found.document
     rows = [row for row in comparison.quantities(document) if (row.predicted, row.measured) != (None, None)]
     quantities = [_quantity(row) for row in rows]
     panels.section(
-        f"The run: {panels.plain(document.get('status', ''))}", f"Predicted beside measured, on {document['device']}."
+        f"The run: {panels.plain(document.get('status', ''))}", f"Predicted and measured, on {document['device']}."
     )
     checked = document.get("verified")
     if isinstance(checked, dict):

@@ -148,7 +148,7 @@ def counts(rows: Mapping[str, int], *, dark: bool) -> Figure:
         title="candidates (logarithmic)",
         axis=alt.Axis(values=ticks, format=","),
     )
-    # Reasons stand above their bars: beside them, they would leave a phone no room for bars.
+    # Reasons stand above their bars: next to them, they would leave a phone no room for bars.
     why = base.mark_text(align="left", baseline="bottom", dy=-2, color=p.ink, fontSize=12).encode(
         x=alt.value(0), text="rule:N"
     )

@@ -11,7 +11,7 @@ from planner.serving.reports.plan_text import words
 from topology.units import two_digits
 from ui.charts.look import Figure, finished, paper
 
-LABEL_PX = 90  # of the words beside a bar
+LABEL_PX = 90  # of the words next to a bar
 
 
 def parts(seconds: Mapping[str, float], *, dark: bool) -> Figure:

@@ -100,7 +100,7 @@ def _width(bytes_per_s: float) -> float:
     return min(6.0, max(1.0, (bytes_per_s / 1e9) ** 0.27)) if bytes_per_s else 1.0
 
 
-# Position of a part's name: beside parts in the middle, so that no line crosses it.
+# Position of a part's name: next to parts in the middle, so that no line crosses it.
 class _Side(TypedDict, total=False):
     dx: float
     dy: float

@@ -81,7 +81,7 @@ def _chosen_instead(question: state.Inputs, named: frozenset[str]) -> frozenset[
 
 
 def _suffix(text: str) -> str:
-    """Return the ending that a file with this text would have, by which configurations are told apart."""
+    """Return the ending that a file with this text would have, by which configurations are distinguished."""
     if text.lstrip().startswith("{"):
         return ".json"
     if serving_engine(text) or re.search(r"(?m)^\s*--|^#!", text):

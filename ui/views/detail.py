@@ -215,7 +215,7 @@ def _change(question: state.Inputs, result: SearchResult, ranked: RankedPlan) ->
     modes = list(dict.fromkeys([plan.recompute, *framework.recomputes]))
     recompute = places[len(now)].selectbox("Recompute", modes, key=f"x_recompute_{name}")
     if degrees == now and recompute == plan.recompute:
-        st.caption("Change a value to see what it costs beside this plan.")
+        st.caption("Change a value to see what it costs compared with this plan.")
         return
     flags = rows.changed_flags(plan, degrees, str(recompute))
     try:

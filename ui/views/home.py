@@ -87,7 +87,7 @@ def tick(ticked: Sequence[PlanRow]) -> None:
     st.session_state["second"] = ticked[1]["plan"] if len(ticked) > 1 else None
 
 
-def _compare_no_longer() -> None:
+def _stop_comparing() -> None:
     st.session_state["second"] = None
 
 
@@ -122,16 +122,16 @@ def _detail(question: state.Inputs, ranked: RankedPlan) -> None:
 
 
 def _comparison(first: RankedPlan, second: RankedPlan) -> None:
-    panels.section(f"#{first.rank} beside #{second.rank}", "Only what differs.")
+    panels.section(f"#{first.rank} compared with #{second.rank}", "Only what differs.")
     figures = differences.figure_rows(first, second) + differences.differing_rows(first.plan, second.plan)
     names = f"#{first.rank}", f"#{second.rank}"
-    panels.side_by_side(figures, *names, alt=f"{names[0]} beside {names[1]}")
+    panels.side_by_side(figures, *names, alt=f"{names[0]} compared with {names[1]}")
     panels.step_difference(
         differences.step_difference(first.estimate, second.estimate),
-        f"#{second.rank} beside #{first.rank}",
+        f"#{second.rank} minus #{first.rank}",
         key="home_difference",
     )
-    st.button("Compare no longer", key="no_second", on_click=_compare_no_longer)
+    st.button("Stop comparing", key="no_second", on_click=_stop_comparing)
 
 
 def _next(question: state.Inputs, result: SearchResult, chosen: RankedPlan) -> None:

@@ -43,7 +43,7 @@ _COLUMNS = {
     "memory": st.column_config.TextColumn("memory", width=75),
     "tokens": st.column_config.TextColumn("tokens/s/GPU", width=95),
     "mfu": st.column_config.TextColumn("MFU", width=55),
-    "why": st.column_config.TextColumn("beside the first, and when it would win", width=420),
+    "why": st.column_config.TextColumn("compared with the first, and when it would win", width=420),
     "exposed": st.column_config.TextColumn("exposed comm.", width=105, help="Share of the step."),
     "bubble": st.column_config.TextColumn("bubble", width=65, help="Share of the step."),
     "policy": st.column_config.TextColumn("settings", width=320),

@@ -35,7 +35,7 @@ def show() -> None:
         measured_run.show_job(found)
         st.page_link(
             state.view("measured"),
-            label="All runs beside their predictions",
+            label="All runs with their predictions",
             icon=":material/straighten:",
             query_params=state.link(),
         )

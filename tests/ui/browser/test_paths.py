@@ -99,7 +99,7 @@ def test_marks_of_a_chart_and_rows_of_the_table_are_the_same_plans(page, address
     assert ticked(page) == [3]
 
     tick(5)
-    page.get_by_role("heading", name="#3 beside #5").wait_for()
+    page.get_by_role("heading", name="#3 compared with #5").wait_for()
     assert rings.count() == 2
     tick(3)
     page.get_by_role("heading", name="#5 ").wait_for()
