@@ -147,7 +147,7 @@ def changed_flags(plan: Plan, degrees: Mapping[str, int], recompute: str) -> dic
         for known in PLAN_FIELDS.values()
         if not known.is_degree
         and not changed & set(known.follows)
-        and not (known.beside and 1 in {stated[known.beside], getattr(plan, known.beside)})
+        and not (known.needs and 1 in {stated[known.needs], getattr(plan, known.needs)})
         and getattr(plan, known.name) is not None
     }
     return {**kept, **stated}

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import typer
+from click.exceptions import Exit
 
 from planner.answers import check as answers
 from planner.configs.answer import Checked
 from planner.configs.serving import VERSIONS, CheckedServing
 from planner.explain.answer_text import print_estimate
 from planner.io import output
-from planner.io.output import console
+from planner.io.grids import console
 from planner.io.printable import printable
 from planner.requests.tools import Check
 from planner.serving.reports.plan_text import print_answer
@@ -34,7 +34,7 @@ def check(asked: Check) -> None:
     else:
         _print(found.checked, name)
     if not found.legal:
-        raise typer.Exit(3)
+        raise Exit(3)
 
 
 def _print(checked: Checked, name: str) -> None:

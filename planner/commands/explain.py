@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from planner.explain import explain as reasons
-from planner.explain.documents import explanation_document
+from planner.explain.documents import question_document
 from planner.explain.explain_text import print_explanation, print_memory
 from planner.io import output
 from planner.io.inputs import measurements, parse_bytes, read_cluster, warn_of_doubts
@@ -86,7 +86,9 @@ def _print(
     found: reasons.Explanation, result: SearchResult, changed: tuple[str, ...], *, memory: bool, json: bool
 ) -> None:
     if json:
-        output.emit_json(explanation_document(found, result.question, changed))
+        asked = question_document(result.question, found.plan.gpus)
+        document = {"question": asked, "changed": list(changed), **codec.to_builtins(found)}
+        output.emit_json({"schema_version": output.SCHEMA_VERSION, **document})
     elif memory:
         print_memory(found.memory, memory_text(found.estimate, found.fixes))
     else:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from planner.configs.formats.configuration import CheckFlags, Configuration, Limits
 from planner.configs.formats.kinds import read_configuration
@@ -32,6 +31,7 @@ from simulator.legality.frameworks import framework_named
 from simulator.legality.rule import Grade, Problem
 from simulator.legality.rules import is_legal
 from topology.cluster import Cluster
+from topology.codec import JsonObject
 from topology.errors import BadInput, Infeasible, PlannerError, UserError
 from topology.rates.known import require_plannable
 
@@ -40,7 +40,7 @@ SHOWN = 5  # changes that are listed
 PREDICTED = 8  # changes, best first by the analytical model, that are predicted as the plan itself is
 CANDIDATES = 24  # best plans of which the first that the file can say is the answer
 # Flags, and the facts of a configuration that they must not contradict.
-BESIDE = {
+STATED_WITH_FILE = {
     "gpus": "gpus",
     "seq_len": "seq_len",
     "global_batch": "global_batch_size",
@@ -141,10 +141,10 @@ def check_text(
 ) -> Checked:
     """Judge the configuration `text`; `where` is its file's name, in messages and diffs.
 
-    `flags` is what is known beside the file. Without `changes` only the plan is judged, and without `search` only plans
-    one change away are tried. After `time_limit_s` there is what was found until then. Raises BadInput (exit 2) for a
-    text that cannot be read or whose model or cluster is not known, and Stale (exit 1) for a profile in doubt where it
-    is refused.
+    `flags` is what is known besides the file. Without `changes` only the plan is judged, and without `search` only
+    plans one change away are tried. After `time_limit_s` there is what was found until then. Raises BadInput (exit 2)
+    for a text that cannot be read or whose model or cluster is not known, and Stale (exit 1) for a profile in doubt
+    where it is refused.
     """
     flags, deadline = flags or CheckFlags(), deadline_of(time_limit_s)
     asked = ask(text, where, flags, measured=measured)
@@ -211,14 +211,14 @@ def _given(configuration: Configuration, flags: CheckFlags, model: Model, cluste
         "moe": model.moe is not None,
         "max_positions": model.max_positions,
     }
-    beside = {"batch_beside": flags.global_batch, "micro_beside": flags.micro_batch}
-    facts |= {name: value for name, value in beside.items() if value}
+    stated = {"batch_beside": flags.global_batch, "micro_beside": flags.micro_batch}
+    facts |= {name: value for name, value in stated.items() if value}
     return ({"seq_len": flags.seq_len} if flags.seq_len else {}) | facts
 
 
 def _agree(facts: Facts, flags: CheckFlags) -> None:
     """Raise UserError where a flag and the configuration say different things: one of the two would be dropped."""
-    for name, fact in BESIDE.items():
+    for name, fact in STATED_WITH_FILE.items():
         asked = getattr(flags, name)
         if asked and asked != facts[fact]:
             raise UserError(
@@ -270,7 +270,7 @@ def _case(
 
 
 def _open_batch(facts: Facts, assumed: list[str]) -> Facts:
-    """Return the batch of a file that has no key for it, of what was said beside it."""
+    """Return the batch of a file that has no key for it, from the flags."""
     dp, steps = facts["dp_replicate"] * facts["dp_shard"], facts.get("steps")
     batch, micro = facts.get("batch_beside"), facts.get("micro_beside")
     if not micro:
@@ -289,7 +289,7 @@ def _open_batch(facts: Facts, assumed: list[str]) -> Facts:
     return {"micro_batch_size": micro, "global_batch_size": batch}
 
 
-def _stated(facts: Facts) -> dict[str, Any]:
+def _stated(facts: Facts) -> JsonObject:
     """Return a plan's facts as a case states them: several numbers as a list."""
     return {name: list(v) if isinstance(v := facts[name], tuple) else v for name in PLAN_FACTS if name in facts}
 
@@ -348,7 +348,7 @@ def _best(
     changes: tuple[Change, ...],
     deadline: float | None,
     progress: Callable[[str], None] | None,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return the best plan that the file can say, or why there is none. It is at least as good as every single
     change.
     """
@@ -375,11 +375,15 @@ def _best(
             rivals.append(Better(plan=other, runtime=question.runtime, estimate=one.estimate, diff=diff))
             break
     for rival in (*rivals, *(change.better for change in changes[:1])):
-        turned = replace(rival.runtime, compile=not rival.runtime.compile)
-        asked = replace(question, runtime=turned)
-        if not over(deadline) and is_legal(asked.problems(rival.plan)) and (diff := written.diff(rival.plan, turned)):
+        recompiled = replace(rival.runtime, compile=not rival.runtime.compile)
+        asked = replace(question, runtime=recompiled)
+        if (
+            not over(deadline)
+            and is_legal(asked.problems(rival.plan))
+            and (diff := written.diff(rival.plan, recompiled))
+        ):
             estimate = predict(asked, rival.plan).estimate
-            rivals.append(Better(plan=rival.plan, runtime=turned, estimate=estimate, diff=diff))
+            rivals.append(Better(plan=rival.plan, runtime=recompiled, estimate=estimate, diff=diff))
         rivals.append(rival)
     rivals.sort(key=lambda one: (one.estimate.memory.fit_probability < SURE, one.estimate.step_s.value))
     now = found.estimate

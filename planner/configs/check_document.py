@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from planner.configs.answer import Checked
 from planner.io.output import SCHEMA_VERSION
 from topology import codec
+from topology.codec import JsonObject
 
 
-def check_document(checked: Checked) -> dict[str, Any]:
+def check_document(checked: Checked) -> JsonObject:
     """Return the JSON document of `planner check`."""
     found, best = checked.found, checked.best
     return {

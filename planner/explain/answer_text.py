@@ -29,8 +29,7 @@ from planner.io.figures import (
     rate_text,
     seconds_text,
 )
-from planner.io.grids import grid
-from planner.io.output import console
+from planner.io.grids import console, grid
 from planner.io.plan_words import approach_text, degrees_text, policy_text, short_degrees, special_text
 from planner.io.printable import printable
 from planner.question.question import Question

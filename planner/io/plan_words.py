@@ -1,4 +1,4 @@
-"""A plan in words: its degrees, what it sets beside them, its name in links, and what changes from one plan to
+"""A plan in words: its degrees, what it sets besides them, its name in links, and what changes from one plan to
 another.
 """
 
@@ -83,7 +83,7 @@ def _degrees_in_words(plan: Plan) -> str:
     return first + (f" with {' and '.join(others)}" if others else "") + f" on {plan.gpus:,} GPUs"
 
 
-# --- what it sets beside its degrees
+# --- what it sets besides its degrees
 # --------------------------------------------------------------------------------------
 
 
@@ -93,7 +93,7 @@ def policy_text(plan: Plan) -> str:
 
 
 def special_text(plan: Plan) -> str:
-    """Return what a plan sets beside its degrees, its micro batch and its recomputation, where that is not the plain
+    """Return what a plan sets besides its degrees, its micro batch and its recomputation, where that is not the plain
     choice.
     """
     plain = {"micro_batch_size", "recompute", "recompute_per_stage", "sequence_parallel"}

@@ -123,9 +123,9 @@ class Suggest(Request):
 class Estimate(Request):
     """Predict step time and memory of one plan, or what clients of a deployment see; and say whether it is legal.
 
-    The data-parallel degree left unsaid fills the GPUs. Flags beside --plan or --case change what the file says, and
-    the answer lists what they changed. Exit code 3 when no plan given is legal; a plan that is legal but does not fit
-    is an answer, and ends with 0.
+    The data-parallel degree left unsaid fills the GPUs. Flags given with --plan or --case change what the file says,
+    and the answer lists what they changed. Exit code 3 when no plan given is legal; a plan that is legal but does not
+    fit is an answer, and ends with 0.
     """
 
     task: Task = option(Task.TRAIN, "--task", help="train: a step; serve: answers to requests.")
@@ -146,8 +146,8 @@ class Estimate(Request):
 class Explain(Request):
     """Explain a plan: from the peak of the GPU to the achieved step, memory by stage, runners-up, flip points.
 
-    Without a file, the best plan of the question that the flags ask, as planner suggest would answer it. Beside a file,
-    flags change what it says, and the answer lists what they changed.
+    Without a file, the best plan of the question that the flags ask, as planner suggest would answer it. Next to a
+    file, flags change what it says, and the answer lists what they changed.
     """
 
     file: str | None = argument(

@@ -25,7 +25,7 @@ TIE = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finalist:
-    """A plan, its estimate, and how that was made. `tie` numbers the plans that cannot be told apart."""
+    """A plan, its estimate, and how that was made. `tie` numbers the plans that the model cannot distinguish."""
 
     plan: Plan
     estimate: Estimate

@@ -68,9 +68,7 @@ class SearchOptions:
     reasons: bool = True
 
 
-SCREENING = (
-    0.6  # of a time limit, after which memory is no longer screened: what fits has to be bounded and costed, too
-)
+SCREENING = 0.6  # of a time limit: memory is screened until then, as what fits has to be bounded and costed, too
 
 
 def suggest(

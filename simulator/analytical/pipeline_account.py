@@ -30,7 +30,7 @@ from simulator.step.units import Unit
 from simulator.step.walk import StepWalk
 
 LONG_AGO = -1e6  # seconds: a clock that holds nothing up
-# In which it is found how long kernels take beside messages, to a hundredth of what they lose.
+# In which it is found how long kernels take alongside messages, to a hundredth of what they lose.
 ROUNDS = 4
 # (compute, wire, host) clocks with which passes begin: nothing in the way of the device, host or wire.
 BEGINS = np.array([(0.0, LONG_AGO, LONG_AGO), (LONG_AGO, LONG_AGO, 0.0), (LONG_AGO, 0.0, LONG_AGO)])
@@ -48,7 +48,7 @@ class PassCounts:
     host_s: Floats
     waits_s: Floats  # until the host goes on from the device's start, where it waits for the device
     lead_s: Floats
-    tail_s: Floats
+    drain_s: Floats
     sent_s: Floats  # what the stream of shards carries for it
     summed_tail_s: Floats
     summed_s: Floats  # and that of sums over their replicas
@@ -216,7 +216,7 @@ def _counted(timeline: RankTimeline, *, waits_for_traffic: bool, gathers: bool) 
         host_s=timeline.host[1],
         waits_s=np.where(timeline.host[0] > 0.0, timeline.host[0], LONG_AGO),
         lead_s=lead_s,
-        tail_s=np.max([*ends, long_ago], axis=0) - free,
+        drain_s=np.max([*ends, long_ago], axis=0) - free,
         sent_s=timeline.sent_s[STREAM][0],
         summed_tail_s=summed - free,
         summed_s=timeline.sent_s[REPLICAS][0],
@@ -255,7 +255,7 @@ class Clocks:
         self.compute = later
 
     def run(self, did: PassCounts) -> None:
-        """Run a pass, beside what is being sent."""
+        """Run a pass, alongside what is being sent."""
         begun = self.compute
         longer = self._beside_messages(did.kernels_s)
         self.compute = begun + did.device_s
@@ -263,7 +263,7 @@ class Clocks:
             self.waits["contention"] = self.waits["contention"] + longer
             self.compute = self.compute + longer
         self.host = np.maximum(self.host + did.host_s, begun + did.waits_s)
-        self.wire = np.maximum(self.wire + did.sent_s, self.compute + did.tail_s)
+        self.wire = np.maximum(self.wire + did.sent_s, self.compute + did.drain_s)
         self.summed = np.maximum(self.summed + did.summed_s, self.compute + did.summed_tail_s)
         if did.waits_for_traffic:
             self.wait(self.sent, "dp")

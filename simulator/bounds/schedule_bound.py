@@ -1,9 +1,9 @@
 """What no step through a pipeline can beat, counted from its schedule's table: passes, messages and waits for them.
 
 A pass takes no less than its kernels, the copies of parameters that are not there, and the gathers that each unit waits
-for. Hosts, traffic of other streams beside compute, and gathers ahead of a pass are left out, so the account of a step
-(`simulator.analytical.account`), which has all of them, is never below. A table is walked once for all plans that share
-it.
+for. Hosts, traffic of other streams alongside compute, and gathers ahead of a pass are left out, so the account of a
+step (`simulator.analytical.account`), which has all of them, is never below. A table is walked once for all plans that
+share it.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def _walk(
     table: Table,
     passes: Sequence[_LeastPass],
     hop_s: Mapping[tuple[int, int], Floats],
-    tail_s: Floats,
+    drain_s: Floats,
     replicated: NDArray[np.bool_],
 ) -> Floats:
     """Return when all ranks have done their passes, and what they send after them.
@@ -171,7 +171,7 @@ def _walk(
     Of plans that are `replicated`, the account has what one pass sends off wait for that of others only at its end.
     """
     ranks = table.schedule.ranks
-    nothing = np.zeros(len(tail_s))
+    nothing = np.zeros(len(drain_s))
     compute, shards, replicas = ([nothing] * ranks for _ in range(3))
     sent: dict[Message, tuple[Floats, int]] = {}
     reduces = [kind.last and kind.action in TURNS for kind in table.kinds]
@@ -190,5 +190,5 @@ def _walk(
             replicas[rank] = np.maximum(replicas[rank], first + did.replicas_s)
         for message, _ in turn.sends:
             sent[message] = end, rank
-    done = [end + tail_s[:, rank] for rank, end in enumerate(compute)]
+    done = [end + drain_s[:, rank] for rank, end in enumerate(compute)]
     return np.asarray(np.max([*done, *shards, *replicas], axis=0))

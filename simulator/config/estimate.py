@@ -66,9 +66,9 @@ class MemoryEstimate:
     `fits` compares values; `fit` takes into account the range that reserved memory is expected in (80% of cases), which
     is as wide, relative, as that of the allocated peak. `communicator_bytes` of the capacity are NCCL's once its groups
     talk, so what the allocator wants beyond that makes it give memory back and ask again, `retries_per_step` times:
-    such a plan may run, but never surely fits. `headroom_bytes` are left beside both, negative where bytes are missing.
-    `fragmentation` is the share of reserved memory that was not allocated at the peak. `host_bytes` is the host memory
-    that offloaded state of a rank takes, at most.
+    such a plan may run, but never surely fits. `headroom_bytes` are left alongside both, negative where bytes are
+    missing. `fragmentation` is the share of reserved memory that was not allocated at the peak. `host_bytes` is the
+    host memory that offloaded state of a rank takes, at most.
     """
 
     peak_bytes: Interval

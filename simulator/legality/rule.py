@@ -40,7 +40,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuleFacts:
-    """All that a rule may look at beside the plan. What is not known of the machine, no rule complains of.
+    """All that a rule may look at besides the plan. What is not known of the machine, no rule complains of.
 
     Without a runtime nothing is said of types, optimizer and compilation.
     """

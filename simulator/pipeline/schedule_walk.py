@@ -62,7 +62,7 @@ class Gathered(IntEnum):
 # What messages carry: outputs of stages one way, gradients of their inputs the other.
 FORWARD, BACK = str(Kind.FORWARD), str(Kind.INPUT_GRAD)
 
-# What a pass leaves where parameters are let go after use. Between the halves of a backward all are kept.
+# What a pass leaves where parameters are freed after use. Between the halves of a backward all are kept.
 LEAVES = {
     Kind.FORWARD: Gathered.LAST,
     Kind.BACKWARD: Gathered.NONE,

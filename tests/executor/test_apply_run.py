@@ -1,4 +1,4 @@
-"""What the records of ranks are turned into."""
+"""What is made of the records of ranks."""
 
 import json
 from dataclasses import replace

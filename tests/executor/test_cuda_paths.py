@@ -74,7 +74,7 @@ def test_compute_has_every_rate_of_every_gpu(torch, tmp_path, monkeypatch) -> No
 
 
 class Vote(Rank):
-    """A rank whose peers vote as told: what `reduce_over_ranks` returns is what it is given, or failure where they
+    """A rank whose peers vote as given: what `reduce_over_ranks` returns is what it is given, or failure where they
     failed.
     """
 
@@ -100,7 +100,7 @@ class Element:
 
 
 def test_a_graph_is_timed_without_the_host_and_given_back(torch, monkeypatch, tmp_path) -> None:
-    torch.issue_ms = WORK_MS  # an eager call could not be told from its launch
+    torch.issue_ms = WORK_MS  # an eager call could not be distinguished from its launch
 
     _, took, (record,) = graph_point(
         torch, monkeypatch, tmp_path, lambda: torch.work([torch.current_stream(0)]), peers_failed=False

@@ -179,8 +179,8 @@ def test_clocks_that_changed_in_a_run_are_told_with_the_step(tmp_path) -> None:
     assert found["sm_clock_change"] == {"step": 5.0, "before_hz": 1.95e9, "after_hz": 1.2e9}
     for rank, records in enumerate((steady, changed)):
         write(tmp_path, rank, *records, {"kind": "timed"}, {"kind": "done"})
-    told = "\n".join(lines(report(REQUEST, DONE, tmp_path, []), None))
-    assert "changed from 1.95 to 1.20 GHz at step 5" in told
+    reported = "\n".join(lines(report(REQUEST, DONE, tmp_path, []), None))
+    assert "changed from 1.95 to 1.20 GHz at step 5" in reported
     swing = timed(1.98e9, 1.9e9, 1.95e9, 1.88e9, 1.92e9, 1.87e9)
     assert summary(swing, swing)["sm_clock_change"] is None
     assert summary(*[[step(0, 1.0)] * 5] * 2)["sm_clock_change"] is None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from planner.configs.formats import bridge, torchtitan
 from planner.configs.formats.command_line import CommandLine, option_kinds
@@ -19,6 +18,7 @@ from planner.export.frameworks.megatron_model import MODEL_KEYS, model_of_flags
 from planner.export.mapping import Facts, Settings, keys_of
 from planner.export.schema import schema
 from simulator.config.model import Model
+from topology.codec import JsonObject
 from topology.errors import BadInput
 
 SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu")
@@ -60,7 +60,7 @@ def _yaml(text: str, where: str, flags: CheckFlags) -> Configuration:
 def _accelerate(document: YamlDocument, flags: CheckFlags) -> Configuration:
     launch = launch_facts(flags.launch)
     settings = dict(document.settings)
-    # What `accelerate launch` is told counts before its file, and TrainingArguments tell accelerate their precision.
+    # Flags of `accelerate launch` count before its file, and TrainingArguments tell accelerate their precision.
     settings |= {"num_processes": launch["gpus"]} if "gpus" in launch else {}
     for name in ("bf16", "fp16"):
         settings |= {"mixed_precision": name} if launch.get(name) else {}
@@ -215,13 +215,13 @@ _FROM_LAUNCH = {
 
 
 def _filled(settings: Settings, launch: Facts, flags: CheckFlags) -> Settings:
-    """Return the sizes and types that a DeepSpeed file leaves open, from what was said beside it."""
-    beside = {
+    """Return the sizes and types that a DeepSpeed file leaves open, from the flags."""
+    stated = {
         "train_batch_size": flags.global_batch,
         "train_micro_batch_size_per_gpu": flags.micro_batch,
         **{key: launch[name] for key, name in _FROM_LAUNCH.items() if name in launch},
     }
-    return {key: value for key, value in beside.items() if value is not None and _open(settings, key)}
+    return {key: value for key, value in stated.items() if value is not None and _open(settings, key)}
 
 
 def _open(settings: Settings, key: str) -> bool:
@@ -291,7 +291,7 @@ def _script(text: str, where: str) -> Configuration:
     raise unknown_kind(where, "it has neither Megatron-LM's flags nor torchtitan's")
 
 
-def _megatron(document: CommandLine, where: str, flags: dict[str, Any]) -> Configuration:
+def _megatron(document: CommandLine, where: str, flags: JsonObject) -> Configuration:
     settings = document.settings
     model, assumed = _flag_model(settings, where)
     understood = keys_of(megatron_fields.TABLE) | MODEL_KEYS

@@ -94,7 +94,7 @@ class Row:
         self.backward_first = backward_first
         self.actions: list[Action] = []
         self.next: dict[tuple[int, Kind], int] = {}
-        self.owed: deque[tuple[int, int]] = deque()  # weight gradients put off: (stage, micro batch)
+        self.delayed_weights: deque[tuple[int, int]] = deque()  # (stage, micro batch) of delayed weight gradients
 
     def _turn(self, stage: int, kind: Kind) -> int:
         turn = self.next.get((stage, kind), 0)
@@ -108,16 +108,16 @@ class Row:
         self.actions.append(Action(stage, Kind.BACKWARD, self._turn(stage, Kind.BACKWARD)))
 
     def input_grad(self, stage: int) -> None:
-        """The first half of a backward; the second is owed."""
+        """The first half of a backward; the second, the weight gradient, is delayed."""
         micro_batch = self._turn(stage, Kind.BACKWARD)
         self.actions.append(Action(stage, Kind.INPUT_GRAD, micro_batch))
-        self.owed.append((stage, micro_batch))
+        self.delayed_weights.append((stage, micro_batch))
 
     def weight_grad(self, stage: int | None = None) -> None:
-        """Pay the oldest weight gradient that is owed (of `stage`, if given); nothing if there is none."""
-        for entry in self.owed:
+        """Run the oldest delayed weight gradient (of `stage`, if given); nothing if there is none."""
+        for entry in self.delayed_weights:
             if stage is None or entry[0] == stage:
-                self.owed.remove(entry)
+                self.delayed_weights.remove(entry)
                 self.actions.append(Action(entry[0], Kind.WEIGHT_GRAD, entry[1]))
                 return
 
@@ -154,5 +154,5 @@ def interleave(row: Row, place: Place, in_round: int, *, warm_up: int, weights_l
             row.input_grad(stage)
             if turn >= weights_lag:
                 row.weight_grad()
-    while row.owed:
+    while row.delayed_weights:
         row.weight_grad()
