@@ -18,6 +18,7 @@ from topology import codec
 from topology.errors import PlannerError
 from ui.question import uploads
 from ui.question.state import Inputs
+from ui.row_types import Document
 
 if TYPE_CHECKING:
     from planner.remote.client import Client
@@ -28,9 +29,7 @@ class RemoteJob:
     ended.
     """
 
-    def __init__(
-        self, client: Client, command: str, said: dict[str, Any], read: Callable[[dict[str, Any]], Any]
-    ) -> None:
+    def __init__(self, client: Client, command: str, said: Document, read: Callable[[Document], Any]) -> None:
         self.started = time.monotonic()
         self.line = ""
         self.result: Any = None
@@ -64,9 +63,7 @@ class RemoteJob:
             self._client.cancel(self._job)
 
 
-def search_request(
-    question: Inputs, *, top: int, flags: Flags | None = None, price: float | None = None
-) -> dict[str, Any]:
+def search_request(question: Inputs, *, top: int, flags: Flags | None = None, price: float | None = None) -> Document:
     """Return the flags of `planner suggest` for a question, with uploads as files. `flags` are others than its own."""
     stated = flags or question.flags()
     said = {
@@ -86,7 +83,7 @@ def search_request(
     return {key: value for key, value in said.items() if value is not None}
 
 
-def read_search(document: dict[str, Any], flags: Flags, framework: str) -> SearchResult:
+def read_search(document: Document, flags: Flags, framework: str) -> SearchResult:
     """Return the result that a service answered for `flags`. Raises BadInput, and ServiceError for another
     version's.
     """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import streamlit as st
 
@@ -17,6 +17,7 @@ from ui.charts import detail as charts
 from ui.charts import plans as plan_charts
 from ui.charts.look import words
 from ui.question import state
+from ui.row_types import PlanRow
 
 if TYPE_CHECKING:
     from planner.search.result import RankedPlan, SearchResult
@@ -71,7 +72,7 @@ def _table(result: SearchResult, chosen: RankedPlan, second: RankedPlan | None) 
     )
 
 
-def tick(ticked: Sequence[dict[str, Any]]) -> None:
+def tick(ticked: Sequence[PlanRow]) -> None:
     """Choose the first ticked plan, the best where none is, and compare it with the second, if there is one.
 
     A third one takes the place of the second.
@@ -127,7 +128,7 @@ def _comparison(first: RankedPlan, second: RankedPlan) -> None:
     panels.side_by_side(figures, *names, alt=f"{names[0]} compared with {names[1]}")
     panels.step_difference(
         differences.step_difference(first.estimate, second.estimate),
-        f"#{second.rank} compared with #{first.rank}",
+        f"#{second.rank} minus #{first.rank}",
         key="home_difference",
     )
     st.button("Stop comparing", key="no_second", on_click=_stop_comparing)
