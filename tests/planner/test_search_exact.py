@@ -76,7 +76,7 @@ def draw(seed, folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("block", [0, *(pytest.param(block, marks=pytest.mark.long) for block in range(1, 6))])
+@pytest.mark.parametrize("block", [0, *(pytest.param(block, marks=pytest.mark.nightly) for block in range(1, 6))])
 def test_the_search_finds_what_brute_force_finds(block, tmp_path_factory):
     folder = tmp_path_factory.getbasetemp()
     answered = 0
