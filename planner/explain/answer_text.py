@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from itertools import groupby
 
 from planner.explain.plan_answer import PlanAnswer
 from planner.explain.tables import (
@@ -31,11 +30,19 @@ from planner.io.figures import (
 )
 from planner.io.grids import grid
 from planner.io.output import console
-from planner.io.plan_words import approach_text, degrees_text, policy_text, short_degrees, special_text
+from planner.io.plan_words import (
+    approach_text,
+    degrees_text,
+    differences_text,
+    plan_settings,
+    policy_text,
+    short_degrees,
+    special_text,
+)
 from planner.io.printable import printable
 from planner.question.question import Question
 from planner.search.fixes import memory_text
-from planner.search.result import GpuCountRow, MayFit, RankedPlan, SearchResult
+from planner.search.result import TIED, GpuCountRow, MayFit, RankedPlan, SearchResult, places
 from simulator.config.estimate import Estimate, Fit, chance
 from simulator.config.plan import Plan
 from topology.units import two_digits
@@ -48,13 +55,14 @@ def print_search(result: SearchResult, *, out: str | None) -> None:
     """Print the answer of `planner suggest`."""
     best, question = result.plans[0], result.question
     sentences = [answer_sentence(best), question_line(question, best.plan)]
-    if result.may_fit is not None and result.may_fit.faster >= LEAST_GAIN:
+    likely = [one for one in result.likely if one.faster >= LEAST_GAIN]
+    if result.may_fit is not None and likely:
         sentences.append(may_fit_sentence(result.may_fit, best))
     if best.fixes:
         sentences.append(f"No plan surely fits. Of #1: {memory_text(best.estimate, best.fixes)}.")
     print_lines(console(), sentences, hanging="")
     print()
-    print_plans(result.plans, question)
+    print_plans(result.plans, question, likely)
     print_gpu_counts(result.by_gpus)
     why = [f"#{ranked.rank:<8} {ranked.lost_because}" for ranked in result.plans[1:]]
     flips: dict[str, list[str]] = {}
@@ -115,15 +123,16 @@ def answer_sentence(best: RankedPlan) -> str:
 
 
 def may_fit_sentence(found: MayFit, best: RankedPlan) -> str:
-    """Return what the fastest plan that may fit would gain over the first, which surely does."""
+    """Return what the fastest plan that may fit would gain over the first, which surely does, and how they differ."""
     plan, memory = found.plan, found.estimate.memory
-    same = approach_text(plan) == approach_text(best.plan)
-    settings = f"recompute {plan.recompute}"
-    if plan.micro_batch_size != best.plan.micro_batch_size or not same:
-        settings += f", micro batch {plan.micro_batch_size}"
-    what = settings if same else f"{approach_text(plan)} ({settings})"
+    if approach_text(plan) == approach_text(best.plan):
+        what = f"The same with {differences_text(best.plan, plan)}"
+    else:
+        what = f"{_capital(approach_text(plan))} ({plan_settings(plan)})"
     needs = f"{gib_text(memory.reserved_bytes)} GiB of {gib_text(memory.capacity_bytes)}"
-    return f"{_capital(what)} would take {found.faster:.0%} less time and is {chance(found.fit_probability)} likely to fit: {needs}."
+    return (
+        f"{what} would take {found.faster:.0%} less time and is {chance(found.fit_probability)} likely to fit: {needs}."
+    )
 
 
 def _capital(text: str) -> str:
@@ -166,8 +175,8 @@ def run_lines(plan: Plan, question: Question, out: str | None) -> list[str]:
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
-def print_plans(plans: Sequence[RankedPlan], question: Question) -> None:
-    """Print the ranked plans in at most 80 columns; tied plans have the same number, marked."""
+def print_plans(plans: Sequence[RankedPlan], question: Question, likely: Sequence[MayFit] = ()) -> None:
+    """Print the ranked plans in at most 80 columns, tied ones marked, and below them the `likely` faster ones."""
     # A narrow screen has room for what decides, and for the plans themselves.
     width = console().width
     left_out = {"tok/s/GPU", "MFU"} if width < NARROW else set()
@@ -182,15 +191,15 @@ def print_plans(plans: Sequence[RankedPlan], question: Question) -> None:
     table = grid(headings, text=("#", "plan", "micro", "recompute"))
     for column in table.columns:
         column.no_wrap = column.header != "plan"
-    ties = {tie: len(list(same)) for tie, same in groupby(plans, key=lambda ranked: ranked.tie)}
-    for ranked in plans:
-        plan, estimate = ranked.plan, ranked.estimate
+    marks = places(plans)
+    for mark, row in [*zip(marks, plans, strict=True), *(("?", one) for one in likely)]:
+        plan, estimate = row.plan, row.estimate
         settings = special_text(plan)
         recompute = (
             f"{len(set(plan.recompute_per_stage))} kinds by stage" if plan.recompute_per_stage else plan.recompute
         )
         cells = {
-            "#": f"{ranked.rank}{' =' if ties[ranked.tie] > 1 else ''}",
+            "#": mark,
             "plan": short_degrees(plan) + (f"; {settings}" if settings else ""),
             "micro": f"{plan.micro_batches(question.workload.global_batch_size)} x {plan.micro_batch_size}",
             "recompute": recompute,
@@ -202,8 +211,9 @@ def print_plans(plans: Sequence[RankedPlan], question: Question) -> None:
         }
         table.add_row(*(cells[heading] for heading in headings))
     console().print(table)
-    if any(count > 1 for count in ties.values()):
-        print_lines(console(), ["= too close for the model to tell apart: the simplest comes first"])
+    legend = [f"= {TIED}"] if any("=" in mark for mark in marks) else []
+    legend += ["? faster than #1, but not sure to fit"] if likely else []
+    print_lines(console(), legend)
 
 
 def fits_text(estimate: Estimate) -> str:
