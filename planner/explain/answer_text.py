@@ -43,7 +43,7 @@ from planner.io.printable import printable
 from planner.question.question import Question
 from planner.search.fixes import memory_text
 from planner.search.result import TIED, GpuCountRow, MayFit, RankedPlan, SearchResult, places
-from simulator.config.estimate import Estimate, Fit, chance
+from simulator.config.estimate import SURE, Estimate, Fit, chance
 from simulator.config.plan import Plan
 from topology.units import two_digits
 
@@ -222,6 +222,11 @@ def fits_text(estimate: Estimate) -> str:
     return {Fit.YES: "yes", Fit.NO: "no"}.get(memory.fit) or chance(memory.fit_probability)
 
 
+def _chance_text(probability: float | None) -> str:
+    """Return in a word how sure it is that the best plan on a number of GPUs fits."""
+    return "-" if probability is None else "yes" if probability >= SURE else chance(probability)
+
+
 def print_gpu_counts(rows: Sequence[GpuCountRow]) -> None:
     """Print the best plan on each GPU count, where several were compared."""
     if not rows:
@@ -229,10 +234,10 @@ def print_gpu_counts(rows: Sequence[GpuCountRow]) -> None:
     print()
     has_cost = any(row.cost_per_million_tokens is not None for row in rows)
     cost = ["cost / M tokens"] if has_cost else []
-    table = grid(("GPUs", "step s", "tok/s/GPU", "GiB", *cost, "plan"), text=("plan",))
+    table = grid(("GPUs", "step s", "tok/s/GPU", "GiB", "fits", *cost, "plan"), text=("plan",))
     for row in rows:
         if row.plan is None or row.step_s is None:
-            table.add_row(str(row.gpus), *["-"] * (3 + has_cost), printable(row.problem))
+            table.add_row(str(row.gpus), *["-"] * (4 + has_cost), printable(row.problem))
             continue
         cost = [f"{row.cost_per_million_tokens:.3g}"] if row.cost_per_million_tokens is not None else []
         table.add_row(
@@ -240,6 +245,7 @@ def print_gpu_counts(rows: Sequence[GpuCountRow]) -> None:
             f"{row.step_s:.2g}" if row.step_s < 10 else f"{row.step_s:.0f}",
             two_digits(row.tokens_per_s_per_gpu or 0.0),
             gib_text(row.reserved_bytes or 0.0),
+            _chance_text(row.fit_probability),
             *cost,
             short_degrees(row.plan),
         )

@@ -211,7 +211,9 @@ def differences_text(before: Plan, after: Plan) -> str:
     parts = [approach_text(after)] if approach_text(before) != approach_text(after) else []
     parts += [text for name, text in theirs.items() if text and text != mine.get(name)]
     parts += [
-        f"{PLAN_FIELDS[name].words} {value_words(getattr(after, name))}"
+        f"the framework's {PLAN_FIELDS[name].words}"
+        if getattr(after, name) in {None, ()}
+        else f"{PLAN_FIELDS[name].words} {value_words(getattr(after, name))}"
         for name in changed
         if mine.get(name) and not theirs.get(name) and name not in DEGREES and name != "offload"
     ]

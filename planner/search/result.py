@@ -27,6 +27,7 @@ class GpuCountRow:
     tokens_per_s_per_gpu: float | None = None
     reserved_bytes: float | None = None
     cost_per_million_tokens: float | None = None
+    fit_probability: float | None = None
     problem: str = ""
 
 
