@@ -59,7 +59,7 @@ def print_search(result: SearchResult, *, out: str | None) -> None:
     if result.may_fit is not None and likely:
         sentences.append(may_fit_sentence(result.may_fit, best))
     if best.fixes:
-        sentences.append(f"No plan surely fits. Of #1: {memory_text(best.estimate, best.fixes)}.")
+        sentences.append(f"No plan surely fits. Of #1: {memory_text(best.estimate, best.fixes, best.plan.gpus)}.")
     print_lines(console(), sentences, hanging="")
     print()
     print_plans(result.plans, question, likely)
@@ -93,7 +93,7 @@ def print_estimate(found: PlanAnswer) -> None:
         print_lines(console(), ["Not legal: nothing to estimate.", *problems, f"case      {case.id}", *asked])
         print_lines(console(), [*question_lines(question), *assumed_lines(case.assumed)])
         return
-    memory = memory_text(estimate, found.fixes)
+    memory = memory_text(estimate, found.fixes, plan.gpus)
     rates = f"{rate_text(estimate)} tokens/s/GPU, MFU {estimate.mfu:.0%}"
     sentence = f"{_capital(approach_text(plan))}: about {interval_text(estimate.step_s)} a step, {rates}."
     print_lines(console(), [sentence, f"Memory {memory}."], hanging="")
