@@ -7,7 +7,7 @@ found with it. Memory decides, so questions are screened for memory only, over a
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -138,8 +138,10 @@ def least_memory_plan(
     return least, plan
 
 
-def no_legal_plan(question: Question, found: Nodes) -> Infeasible:
-    """Return the error for a question without a legal plan: the rules that were broken, and one example."""
+def no_legal_plan(question: Question, found: Nodes, ways: Sequence[str]) -> Infeasible:
+    """Return the error for a question without a legal plan: the rules that were broken, one example, and the `ways` in
+    which there is a plan.
+    """
     count, framework = question.count, question.framework
     if reason := question.runtime.not_modelled:
         return Infeasible(reason, remedy="ask in bfloat16, and with adamw")
@@ -159,7 +161,10 @@ def no_legal_plan(question: Question, found: Nodes) -> Infeasible:
         f"no legal plan for {question.model.name} on {gpus_text(count)} in {framework.title}",
         why=f"combinations of degrees rejected, by rule: {counts}"
         + (f". Data parallel alone: {example.message}" if example else ""),
-        remedy=f"change --global-batch (now {question.workload.global_batch_size}), --gpus, or --framework",
+        remedy="; or ".join(ways)
+        if ways
+        else "another model, cluster or framework: no change of the batch, the sequence, the precision or the number of "
+        "GPUs by itself that was tried gives a plan",
     )
 
 

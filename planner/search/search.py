@@ -24,6 +24,7 @@ from planner.search.fixes import find_fixes
 from planner.search.flips import FlipPoint, find_flips, memory_flip
 from planner.search.gpu_counts import cost_per_million_tokens
 from planner.search.infeasible import no_fitting_plan, no_legal_plan, nothing_fits
+from planner.search.legal_ways import legal_ways
 from planner.search.plan_space.branch_and_bound import Explored, explore, pareto_rows
 from planner.search.plan_space.candidates import Bounds, Nodes, enumerate_nodes
 from planner.search.plan_space.overlap_choice import with_overlap_by_site
@@ -93,7 +94,11 @@ def suggest(
         raise UserError(f"unknown objective {options.objective!r}", remedy=f"one of {', '.join(OBJECTIVES)}")
     nodes = enumerate_nodes(question, bounds=options.bounds)
     if not len(nodes):
-        raise contradiction(question, options.bounds, nodes) or no_legal_plan(question, nodes)
+
+        def ways() -> list[str]:
+            return legal_ways(question, options.bounds, grow, deadline) if options.reasons else []
+
+        raise contradiction(question, options.bounds, nodes, ways) or no_legal_plan(question, nodes, ways())
     screening = Screening(question)
     found = _explore(screening, question.framework, nodes, options, deadline, progress)
     if not found.plans and not options.reasons:
