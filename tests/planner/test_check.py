@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import planner as package
-from planner.configs.answer import Checked, ask, check_text
+from planner.configs.answer import Checked, check_text
+from planner.configs.asked import ask
 from planner.configs.formats.command_line import CommandLine, option_kinds
 from planner.configs.formats.configuration import CheckFlags, NotAConfiguration
 from planner.configs.formats.documents import TomlDocument, YamlDocument

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from planner.export.frameworks import accelerate_fields, deepspeed_fields, megat
 from planner.export.frameworks.megatron_model import MODEL_KEYS, model_of_flags
 from planner.export.mapping import Facts, Settings, keys_of
 from planner.export.named_models import model_said
+from planner.export.planned import planned_in
 from planner.export.schema import schema
 from simulator.config.model import Model
 from topology.errors import BadInput
@@ -41,7 +43,22 @@ def read_configuration(text: str, where: str, flags: CheckFlags) -> Configuratio
         found = _json(text, where, flags)
     else:
         found = _script(text, where)
+    found = _as_planned(found, text)
     return started_by(found, flags) if flags.launch else found
+
+
+def _as_planned(found: Configuration, text: str) -> Configuration:
+    """Return a configuration with what the header of an export says, where the file itself says nothing else."""
+    planned = planned_in(text)
+    model = planned.model_of(found.model)
+    facts = {name: value for name, value in planned.facts.items() if name != "gpus"}
+    return replace(
+        found,
+        model=model,
+        unknown_model="" if model else found.unknown_model,
+        gpus=found.gpus or planned.facts.get("gpus"),
+        given={**facts, **found.given},
+    )
 
 
 def _yaml(text: str, where: str, flags: CheckFlags) -> Configuration:
@@ -324,7 +341,7 @@ def _megatron(document: CommandLine, where: str, flags: dict[str, Any]) -> Confi
     harmless = (
         r"--(lr.*|min-lr|train-(iters|samples)|weight-decay.*|adam-.*|clip-grad|init-method-std|seed|split|data-.*|mock-data"
         r"|tokenizer.*|vocab-file|merge-file|save.*|load|log-.*|eval-.*|tensorboard.*|wandb.*|timing-.*|distributed-.*"
-        r"|norm-epsilon|layernorm-epsilon|rotary-.*|use-rot.*|rope-.*|no-(load|save|position|masked|bias|rope|async).*"
+        r"|norm-epsilon|layernorm-epsilon|rotary-.*|use-rot.*|use-rope.*|rope-.*|no-(load|save|position|masked|bias|rope|async).*"
         r"|use-mcore-models|transformer-impl|use-flash-attn|attention-(softmax|backend).*|num-workers|nproc.per.node|nnodes"
         r"|node.rank|master.*|rdzv.*|standalone|max-restarts|num_gpus|num_nodes|hostfile|moe-(aux|z-loss|router|permute"
         r"|token-drop).*|initial-loss-scale|override-opt.*|exit-.*|manual-gc.*|make-vocab.*|encoder-seq-length"
