@@ -38,7 +38,7 @@ TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuFault:
-    """What went wrong with a GPU, by nvidia-smi's index (None: not known which), and when (seconds since the epoch)."""
+    """What went wrong with a GPU, by nvidia-smi's index (None: unknown which), and when (seconds since the epoch)."""
 
     gpu: int | None
     what: str

@@ -65,7 +65,7 @@ class SavedTensors:
             for key, buffer in buffers.items():
                 if value is None or buffer is None or _storage(value) != _storage(buffer):
                     continue
-                offset = value.storage_offset() - buffer.storage_offset()
+                offset = int(value.storage_offset() - buffer.storage_offset())
                 saved.value, saved.buffer = None, key
                 saved.where = (tuple(value.shape), tuple(value.stride()), offset)
                 break

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import altair as alt
 
 from planner.pictures.palette import GOOD, VERMILION
-from ui.charts.look import finished, paper
+from ui.charts.look import Figure, finished, paper
+from ui.row_types import TermRow
 
 LABEL_PX = 62  # of the words next to a bar
 
 
-def differences(rows: Sequence[dict[str, Any]], *, unit: str, dark: bool) -> alt.LayerChart:
+def differences(rows: Sequence[TermRow], *, unit: str, dark: bool) -> Figure:
     """Draw terms to the right of zero where the second plan has more, to the left where it has less.
 
     Rows: name, delta, text.
