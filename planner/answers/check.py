@@ -41,6 +41,14 @@ class CheckedFile:
         return any_document(self.file, self.checked)
 
 
+def _variables(said: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    pairs = [one.partition("=") for one in said]
+    for name, equals, _ in pairs:
+        if not equals or not name:
+            raise UserError(f"--set {name[:60]} has no value", remedy=f"--set {name[:60] or 'NAME'}=VALUE")
+    return tuple((name, value) for name, _, value in pairs)
+
+
 def check(asked: Check, progress: Callable[[str], None] = lambda _: None) -> CheckedFile:
     """Return the answer. Raises BadInput for a file that cannot be read, UserError for what means nothing for it."""
     text, where = codec.read_path_or_stdin(asked.file)
@@ -53,6 +61,7 @@ def check(asked: Check, progress: Callable[[str], None] = lambda _: None) -> Che
         global_batch=asked.global_batch,
         micro_batch=asked.micro_batch,
         launch=asked.launch,
+        variables=_variables(asked.variable or ()),
         release=asked.release,
     )
     if serving_engine(text):

@@ -62,6 +62,9 @@ class Check(Request):
     micro_batch: int | None = option(
         None, "--micro-batch", least=1, most=1 << 31, help="Sequences in a pass, where the file does not say."
     )
+    variable: list[str] | None = option(
+        None, "--set", metavar="NAME=VALUE", help="A variable of a script that it does not set; repeat it."
+    )
     launch: str = option("", "--launch", help="The line that starts it: its GPUs and the program's arguments.")
     release: str = option(
         "", "--release", help="Release of vLLM or SGLang that runs, such as 0.8.3, where the file does not say."
