@@ -8,6 +8,7 @@ import typer
 
 from planner.answers import check as answers
 from planner.configs.answer import Checked
+from planner.configs.formats.configuration import did_you_mean
 from planner.configs.serving import VERSIONS, CheckedServing
 from planner.explain.answer_text import print_estimate
 from planner.io import output
@@ -51,7 +52,9 @@ def _print(checked: Checked, name: str) -> None:
     else:
         _print_without_cost(checked)
     if configuration.unknown:
-        print(printable(f"unknown   {', '.join(configuration.unknown)}"))
+        near = did_you_mean(configuration)
+        named = (f"{key} (did you mean {near[key]}?)" if key in near else key for key in configuration.unknown)
+        print(printable(f"unknown   {', '.join(named)}"))
     for number, change in enumerate(checked.changes):
         print(
             printable(
@@ -63,7 +66,8 @@ def _print(checked: Checked, name: str) -> None:
     if checked.best is not None:
         estimate = checked.best.estimate
         fit = _fit(estimate.memory.fit_probability)
-        print(printable(f"best      {estimate.step_s.value:.3g} s, {fit}"))
+        because = f": {checked.best_because}" if checked.best_because else ""
+        print(printable(f"best      {estimate.step_s.value:.3g} s, {fit}{because}"))
         print(printable(checked.best.diff))
     elif checked.no_better:
         print(printable(f"best      {checked.no_better}"))

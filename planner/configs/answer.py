@@ -18,7 +18,7 @@ from planner.search.deadline import deadline_of, left_s, over
 from planner.search.plan_space.candidates import Bounds
 from planner.search.plan_space.stated import Values, exactly, within
 from planner.search.search import SearchOptions, suggest
-from simulator.config.estimate import SURE, Estimate
+from simulator.config.estimate import SURE, Estimate, chance
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
 from simulator.fitting.calibrations import UNMEASURED, Calibrations
@@ -80,6 +80,7 @@ class Checked:
     stated: Stated | None = None
     changes: tuple[Change, ...] = ()
     best: Better | None = None
+    best_because: str = ""
     no_better: str = ""
 
     @property
@@ -207,17 +208,30 @@ def _best(
         if diff := written.diff(other):
             rivals.append(Better(plan=other, runtime=question.runtime, estimate=one.estimate, diff=diff))
             break
-    for rival in (*rivals, *(change.better for change in changes[:1])):
+    singles = [change.better for change in changes]
+    for rival in (*rivals, *singles[:1]):
         turned = replace(rival.runtime, compile=not rival.runtime.compile)
         asked = replace(question, runtime=turned)
         if not over(deadline) and is_legal(asked.problems(rival.plan)) and (diff := written.diff(rival.plan, turned)):
             estimate = predict(asked, rival.plan).estimate
             rivals.append(Better(plan=rival.plan, runtime=turned, estimate=estimate, diff=diff))
-        rivals.append(rival)
+    rivals += singles
     rivals.sort(key=lambda one: (one.estimate.memory.fit_probability < SURE, one.estimate.step_s.value))
     now = found.estimate
     for rival in rivals[:1]:
         if now is None or _gains(rival.estimate, now):
-            return {"best": rival}
+            return {"best": rival, "best_because": _because(rival, singles)}
         return {"no_better": "nothing that the search found is faster by more than half a percent"}
     return {"no_better": "the best plans cannot be said in this kind of file"}
+
+
+def _because(best: Better, singles: list[Better]) -> str:
+    """Say why the best plan is slower than a single change, where it is."""
+    quicker = [one for one in singles if one.estimate.step_s.value < best.estimate.step_s.value]
+    if not quicker:
+        return ""
+    fastest = min(quicker, key=lambda one: one.estimate.step_s.value)
+    odds = chance(fastest.estimate.memory.fit_probability)
+    return (
+        f"it surely fits; the change above takes {fastest.estimate.step_s.value:.3g} s and fits with a chance of {odds}"
+    )

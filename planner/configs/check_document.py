@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from planner.configs.answer import Checked
+from planner.configs.formats.configuration import did_you_mean
 from planner.io.output import SCHEMA_VERSION
 from topology import codec
 
@@ -22,6 +23,7 @@ def check_document(checked: Checked) -> dict[str, Any]:
         "legal": checked.legal,
         "problems": codec.to_builtins(checked.problems),
         "unknown": list(checked.configuration.unknown),
+        "did_you_mean": did_you_mean(checked.configuration),
         "questions": codec.to_builtins(checked.questions),
         "assumed": list(checked.assumed),
         "plan": None if plan is None else codec.to_builtins(plan),
@@ -41,5 +43,6 @@ def check_document(checked: Checked) -> dict[str, Any]:
             for one in checked.changes
         ],
         "best": None if best is None else codec.to_builtins(best),
+        "best_because": checked.best_because,
         "no_better": checked.no_better,
     }

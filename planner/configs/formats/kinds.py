@@ -206,10 +206,15 @@ def _deepspeed(document: YamlDocument, settings: Settings, flags: CheckFlags) ->
         r"|stage3_.*|round_robin_gradients|memory_efficient_linear|load_from_fp32_weights)|zero_allow_untested_optimizer"
         r"|prescale_gradients|tensorboard\..*|wandb\..*|csv_monitor\..*|flops_profiler\..*|dump_state|amp\.enabled"
         r"|comms_logger\..*|zero_force_ds_cpu_optimizer|checkpoint\..*|expert_parallel\.preset_model|data_types\..*"
-        r"|aio\..*|elasticity\..*|seed|gradient_predivide_factor|disable_allgather|comms_config\..*|monitor_config\..*|_\w+"
+        r"|activation_checkpointing\.(partition_activations|contiguous_memory_optimization|number_checkpoints|profile"
+        r"|synchronize_checkpoint_boundary)|aio\..*|elasticity\..*|seed|gradient_predivide_factor|disable_allgather|comms_config\..*|monitor_config\..*|_\w+"
     )
     known = keys_of(deepspeed_fields.TABLE)
-    unknown = not_understood(settings, known, harmless)
+    unknown = [
+        key
+        for key in not_understood(settings, known, harmless)
+        if not (key in _OFF and settings[key] in {False, "none"})
+    ]
     filled = {**settings, **_filled(settings, launch, flags)}
     assumed = _types_assumed(filled)
     said = settings.get("sequence_parallel_size")
@@ -235,6 +240,7 @@ def _deepspeed(document: YamlDocument, settings: Settings, flags: CheckFlags) ->
     )
 
 
+_OFF = frozenset({"activation_checkpointing.cpu_checkpointing"})  # costs something where it is on
 # DeepSpeed's keys that Transformers fills in where they are "auto" or absent (integrations/deepspeed.py).
 _FROM_LAUNCH = {
     "train_micro_batch_size_per_gpu": "micro_batch",
