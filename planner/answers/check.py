@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from planner.configs.answer import Checked, check_text
 from planner.configs.any_kind import any_document
+from planner.configs.folder import CheckedFolder, check_folder
 from planner.configs.formats.configuration import CheckFlags
 from planner.configs.serving import CheckedServing, check_serving, serving_engine
 from planner.io.inputs import measurements
@@ -49,9 +51,11 @@ def _variables(said: Sequence[str]) -> tuple[tuple[str, str], ...]:
     return tuple((name, value) for name, _, value in pairs)
 
 
-def check(asked: Check, progress: Callable[[str], None] = lambda _: None) -> CheckedFile:
-    """Return the answer. Raises BadInput for a file that cannot be read, UserError for what means nothing for it."""
-    text, where = codec.read_path_or_stdin(asked.file)
+def check(asked: Check, progress: Callable[[str], None] = lambda _: None) -> CheckedFile | CheckedFolder:
+    """Return the answer, of a folder's configurations where `file` is one.
+
+    Raises BadInput for a file that cannot be read, UserError for what means nothing for it.
+    """
     flags = CheckFlags(
         model=asked.model,
         cluster=asked.cluster,
@@ -64,6 +68,18 @@ def check(asked: Check, progress: Callable[[str], None] = lambda _: None) -> Che
         variables=_variables(asked.variable or ()),
         release=asked.release,
     )
+    if asked.file != "-" and Path(asked.file).is_dir():
+        refuse(stated({**values_of(asked.load), "release": asked.release or None}), Task.TRAIN)
+        return check_folder(
+            Path(asked.file),
+            flags,
+            measured=measurements(asked.profile, strict=asked.strict),
+            time_limit_s=asked.time_limit,
+            progress=progress,
+        )
+    if asked.sarif:
+        raise UserError("--sarif is for a folder", remedy="pass the folder of the file")
+    text, where = codec.read_path_or_stdin(asked.file)
     if serving_engine(text):
         others = {
             **{name: getattr(asked, name) for name in ("seq_len", "global_batch", "micro_batch", "profile", "strict")},

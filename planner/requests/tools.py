@@ -39,11 +39,12 @@ class Check(Request):
     """Check a configuration of another tool: legal, does it fit, how fast, and what to change.
 
     Changes and the best plan are diffs of the file itself, comments and order kept. Exit code 3 when the configuration
-    is not legal; one that does not fit is an answer, and ends with 0.
+    is not legal, or one of a folder's; one that does not fit is an answer, and ends with 0. Where the file leaves open
+    what a verdict needs, that is asked, with exit code 2.
     """
 
     file: str = required_argument(
-        help="torchtitan TOML or command, Megatron-LM command line or script, Megatron-Bridge recipe dump, DeepSpeed JSON, accelerate YAML, TrainingArguments JSON, vllm serve or SGLang command; - reads stdin."
+        help="torchtitan TOML or command, Megatron-LM command line or script, Megatron-Bridge recipe dump, DeepSpeed JSON, accelerate YAML, TrainingArguments JSON, vllm serve or SGLang command; - reads stdin. Of a folder: all that train, one row each."
     )
     model: str | None = option(None, "--model", help="Shipped model or config.json, where the file names none.")
     cluster: str | None = option(
@@ -73,6 +74,7 @@ class Check(Request):
     time_limit: float | None = common.time_limit()
     profile: Path | None = common.profile()
     strict: bool = common.strict()
+    sarif: bool = option(False, "--sarif", help="Of a folder: print SARIF, for the annotations of a pull request.")
     json: bool = common.json_flag()
     load: Load = group(Load)
 
