@@ -12,6 +12,7 @@ from planner.configs.any_kind import any_document
 from planner.configs.folder import CheckedFolder, check_folder
 from planner.configs.formats.configuration import CheckFlags
 from planner.configs.serving import CheckedServing, check_serving, serving_engine
+from planner.configs.stated_rate import stated_rate
 from planner.io.inputs import measurements
 from planner.requests.flag import values_of
 from planner.requests.serving import Task, refuse, stated
@@ -68,8 +69,11 @@ def check(asked: Check, progress: Callable[[str], None] = lambda _: None) -> Che
         variables=_variables(asked.variable or ()),
         release=asked.release,
     )
+    rate = stated_rate(asked.measured, asked.tokens_per_s)
     if asked.file != "-" and Path(asked.file).is_dir():
         refuse(stated({**values_of(asked.load), "release": asked.release or None}), Task.TRAIN)
+        if rate is not None:
+            raise UserError("--measured and --tokens-per-s are of one file", remedy="pass the file")
         return check_folder(
             Path(asked.file),
             flags,
@@ -85,6 +89,8 @@ def check(asked: Check, progress: Callable[[str], None] = lambda _: None) -> Che
             **{name: getattr(asked, name) for name in ("seq_len", "global_batch", "micro_batch", "profile", "strict")},
             "launch": asked.launch or None,
             "time_limit": asked.time_limit,
+            "measured": asked.measured,
+            "tokens_per_s": asked.tokens_per_s,
         }
         refuse(stated(others), Task.SERVE)
         load = ServingFlags(**values_of(asked.load))
@@ -98,6 +104,7 @@ def check(asked: Check, progress: Callable[[str], None] = lambda _: None) -> Che
         where,
         flags,
         measured=measurements(asked.profile, strict=asked.strict),
+        stated_rate=rate,
         search=asked.search,
         time_limit_s=asked.time_limit,
         progress=progress,

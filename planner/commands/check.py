@@ -11,6 +11,7 @@ from planner.configs.answer import Checked
 from planner.configs.folder import CheckedFolder
 from planner.configs.formats.configuration import did_you_mean
 from planner.configs.serving import VERSIONS, CheckedServing
+from planner.configs.stated_rate import Against, Side
 from planner.explain.answer_text import print_estimate
 from planner.io import output
 from planner.io.grids import grid
@@ -58,6 +59,8 @@ def _print(checked: Checked, name: str) -> None:
         print_estimate(checked.found)
     else:
         _print_without_cost(checked)
+    if checked.against is not None:
+        _print_against(checked.against)
     if configuration.unknown:
         near = did_you_mean(configuration)
         named = (f"{key} (did you mean {near[key]}?)" if key in near else key for key in configuration.unknown)
@@ -119,6 +122,13 @@ def _cells(checked: Checked) -> list[str]:
         two_digits(estimate.step_s.value),
         f"{change.what}: {two_digits(change.step_s)} s" if change else "none that gains",
     ]
+
+
+def _print_against(stated: Against) -> None:
+    where = "inside the predicted interval" if stated.side is Side.INSIDE else f"{stated.side} the predicted interval"
+    print(printable(f"measured  {stated.step_s:.3g} s, {where}: predicted {stated.error:+.0%}"))
+    for cause in stated.causes:
+        print(printable(f"cause     {cause}"))
 
 
 def _print_without_cost(checked: Checked) -> None:

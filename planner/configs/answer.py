@@ -10,6 +10,7 @@ from typing import Any
 
 from planner.configs.asked import Open, Stated, ask
 from planner.configs.formats.configuration import CheckFlags, Configuration, Limits
+from planner.configs.stated_rate import Against, StatedRate, against
 from planner.configs.variants import variants_of
 from planner.configs.written_back import Writer
 from planner.explain.plan_answer import PlanAnswer, answer_plan
@@ -81,6 +82,7 @@ class Checked:
     changes: tuple[Change, ...] = ()
     best: Better | None = None
     best_because: str = ""
+    against: Against | None = None
     no_better: str = ""
 
     @property
@@ -97,6 +99,7 @@ def check_text(
     flags: CheckFlags | None = None,
     *,
     measured: Calibrations = UNMEASURED,
+    stated_rate: StatedRate | None = None,
     changes: bool = True,
     search: bool = True,
     time_limit_s: float | None = None,
@@ -104,8 +107,9 @@ def check_text(
 ) -> Checked:
     """Judge the configuration `text`; `where` is its file's name, in messages and diffs.
 
-    `flags` is what is known beside the file. Without `changes` only the plan is judged, and without `search` only plans
-    one change away are tried. After `time_limit_s` there is what was found until then. Raises what `ask` does.
+    `flags` is what is known beside the file, `stated_rate` what its source says that it takes. Without `changes` only
+    the plan is judged, and without `search` only plans one change away are tried. After `time_limit_s` there is what
+    was found until then. Raises what `ask` does.
     """
     flags, deadline = flags or CheckFlags(), deadline_of(time_limit_s)
     asked = ask(text, where, flags, measured=measured)
@@ -121,6 +125,8 @@ def check_text(
         return base
     found = answer_plan(case, deadline=deadline)
     base = replace(base, problems=found.problems, found=found)
+    if stated_rate is not None:
+        base = replace(base, against=against(found, asked.configuration, stated_rate))
     written = asked.writer(where, flags)
     single = _changes(found, written, deadline) if changes else ()
     return replace(

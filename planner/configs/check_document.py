@@ -32,6 +32,7 @@ def check_document(checked: Checked) -> dict[str, Any]:
         "model": None if question is None else question.model.name,
         "cluster": None if said is None else said.cluster.name,
         "estimate": None if found is None or found.estimate is None else codec.to_builtins(found.estimate),
+        "measured": None if checked.against is None else codec.to_builtins(checked.against),
         "changes": [
             {
                 "what": one.what,

@@ -70,6 +70,12 @@ class Check(Request):
     release: str = option(
         "", "--release", help="Release of vLLM or SGLang that runs, such as 0.8.3, where the file does not say."
     )
+    measured: str | None = option(
+        None, "--measured", metavar="TIME", help="What a step takes, such as 9.2s: beside what is predicted, and why."
+    )
+    tokens_per_s: float | None = option(
+        None, "--tokens-per-s", least=1e-6, help="The same as a rate: tokens a second of all GPUs together."
+    )
     search: bool = option(True, "--search/--no-search", help="Look for the best plan too.")
     time_limit: float | None = common.time_limit()
     profile: Path | None = common.profile()
