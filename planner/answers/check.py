@@ -19,6 +19,7 @@ from planner.requests.serving import Task, refuse, stated
 from planner.requests.tools import Check
 from planner.serving.question.from_flags import ServingFlags
 from topology import codec
+from topology.codec import JsonObject
 from topology.errors import UserError
 
 
@@ -39,7 +40,7 @@ class CheckedFile:
         """Single changes that make it better, the best first, each with a diff of the file."""
         return self.checked.changes
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Return the JSON document of the command."""
         return any_document(self.file, self.checked)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import typer
+from click.exceptions import Exit
 
 from planner.answers import check as answers
 from planner.configs.answer import Checked
@@ -14,8 +14,7 @@ from planner.configs.serving import VERSIONS, CheckedServing
 from planner.configs.stated_rate import Against, Side
 from planner.explain.answer_text import print_estimate
 from planner.io import output
-from planner.io.grids import grid
-from planner.io.output import console
+from planner.io.grids import console, grid
 from planner.io.plan_words import plan_in_words
 from planner.io.printable import printable
 from planner.requests.tools import Check
@@ -46,9 +45,9 @@ def check(asked: Check) -> None:
     else:
         _print(found.checked, Path(found.file).name)
     if found.legal is None:
-        raise typer.Exit(2)
+        raise Exit(2)
     if not found.legal:
-        raise typer.Exit(3)
+        raise Exit(3)
 
 
 def _print(checked: Checked, name: str) -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 from planner.configs.asked import Open, Stated, ask
 from planner.configs.formats.configuration import CheckFlags, Configuration, Limits
@@ -25,6 +24,7 @@ from simulator.config.runtime import Runtime
 from simulator.fitting.calibrations import UNMEASURED, Calibrations
 from simulator.legality.rule import Problem
 from simulator.legality.rules import is_legal
+from topology.codec import JsonObject
 from topology.errors import Infeasible
 
 SHOWN = 5  # changes that are listed
@@ -188,7 +188,7 @@ def _best(
     changes: tuple[Change, ...],
     deadline: float | None,
     progress: Callable[[str], None] | None,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return the best plan that the file can say, or why there is none. It is at least as good as every single
     change.
     """
@@ -216,11 +216,15 @@ def _best(
             break
     singles = [change.better for change in changes]
     for rival in (*rivals, *singles[:1]):
-        turned = replace(rival.runtime, compile=not rival.runtime.compile)
-        asked = replace(question, runtime=turned)
-        if not over(deadline) and is_legal(asked.problems(rival.plan)) and (diff := written.diff(rival.plan, turned)):
+        recompiled = replace(rival.runtime, compile=not rival.runtime.compile)
+        asked = replace(question, runtime=recompiled)
+        if (
+            not over(deadline)
+            and is_legal(asked.problems(rival.plan))
+            and (diff := written.diff(rival.plan, recompiled))
+        ):
             estimate = predict(asked, rival.plan).estimate
-            rivals.append(Better(plan=rival.plan, runtime=turned, estimate=estimate, diff=diff))
+            rivals.append(Better(plan=rival.plan, runtime=recompiled, estimate=estimate, diff=diff))
     rivals += singles
     rivals.sort(key=lambda one: (one.estimate.memory.fit_probability < SURE, one.estimate.step_s.value))
     now = found.estimate

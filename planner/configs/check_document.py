@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from planner.configs.answer import Checked
 from planner.configs.formats.configuration import did_you_mean
 from planner.io.output import SCHEMA_VERSION
 from topology import codec
+from topology.codec import JsonObject
 
 
-def check_document(checked: Checked) -> dict[str, Any]:
+def check_document(checked: Checked) -> JsonObject:
     """Return the JSON document of `planner check`."""
     found, best, stated = checked.found, checked.best, checked.stated
     question = None if found is None else found.case.question

@@ -17,7 +17,7 @@ from simulator.config.runtime import TF32, Runtime
 from simulator.config.workload import Workload
 from topology.errors import BadInput
 
-# Facts hold names of fields of a Plan, Workload and Runtime, and `gpus` and `layers`, which a reader is told.
+# Facts hold names of fields of a Plan, Workload and Runtime, and `gpus` and `layers`, which a reader is given.
 Facts = dict[str, Any]
 Settings = dict[str, Any]
 

@@ -11,14 +11,13 @@ import difflib
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from simulator.config.config_reader import MAX_LAYERS, ConfigReader, show
 from simulator.config.hub_models import ON_THE_HUB, SHIPPED, hub_model, hub_names_near, name_of_file
 from simulator.config.model import LatentAttention, MixtureOfExperts, Model, evenly
 from simulator.config.model_families import FAMILIES, LATENT_DEFAULTS
 from simulator.config.verify import verify_model
-from topology.codec import read_json
+from topology.codec import JsonObject, read_json
 from topology.errors import BadModel
 
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -26,7 +25,7 @@ _STEP_KEYS = ("interleave_moe_layer_step",)  # Llama4TextConfig's word for decod
 _NEXT_TOKEN_KEYS = ("num_nextn_predict_layers", "num_mtp_layers")
 
 
-def model_from_config(config: dict[str, Any], *, name: str) -> Model:
+def model_from_config(config: JsonObject, *, name: str) -> Model:
     """Return the `Model` that a decoded config.json describes.
 
     `Model.assumed` lists defaults that stood in for absent keys (with the class they come from), and keys that were
@@ -89,7 +88,7 @@ def named_model(name: str) -> Model | None:
     return replace(model, assumed=(*model.assumed, *notes))
 
 
-def shipped_config(model: Model) -> dict[str, Any]:
+def shipped_config(model: Model) -> JsonObject:
     """Return the config.json of a shipped model, with the numbers that cost nothing; nothing for any other model."""
     if model.name not in shipped_models():
         return {}
@@ -149,7 +148,7 @@ def hub_name(name: str) -> str:
     return str(sources.get(name, {}).get("hub") or name)
 
 
-def _refuse_family(config: dict[str, Any], model_type: object, name: str) -> None:
+def _refuse_family(config: JsonObject, model_type: object, name: str) -> None:
     known = ", ".join(sorted(FAMILIES))
     if isinstance(config.get("text_config"), dict):
         raise BadModel(

@@ -54,7 +54,7 @@ UNKNOWN_MODEL = cast(Model, _NotKnown())
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuleFacts:
-    """All that a rule may look at beside the plan. What is not known of the machine, no rule complains of.
+    """All that a rule may look at besides the plan. What is not known of the machine, no rule complains of.
 
     Without a runtime nothing is said of types, optimizer and compilation. With `UNKNOWN_MODEL` only
     `problems_without_model` may judge.

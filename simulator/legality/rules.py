@@ -110,7 +110,7 @@ def _recompute_problems(modes: tuple[str, ...], stages: int, facts: RuleFacts) -
     framework = facts.framework
     unknown = sorted({mode for mode in modes if mode not in framework.recomputes})
     if not framework.lists_recompute:
-        message = f"{framework.title} cannot be told to recompute stage by stage: say one mode for all in recompute"
+        message = f"{framework.title} cannot recompute stage by stage: say one mode for all in recompute"
     elif len(modes) != stages:
         message = f"recompute_per_stage names {len(modes)} modes for {stages} stages"
     elif unknown and not framework.any_recompute:

@@ -114,7 +114,7 @@ def test_most_plans_reach_most_targets() -> None:
     assert targets("fsdp") == set()
     assert targets("hybrid") == set()
     assert targets("zero2") <= {"accelerate"}
-    assert targets("pp") == {"deepspeed", "accelerate"}  # DeepSpeed has no ZeRO-3 beside pipelines
+    assert targets("pp") == {"deepspeed", "accelerate"}  # DeepSpeed has no ZeRO-3 alongside pipelines
     assert targets("zero") == {"torchtitan", "torchrun", "accelerate"}
     assert targets("tp") == set()
 

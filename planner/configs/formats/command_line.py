@@ -17,7 +17,7 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
 
-from planner.configs.formats.documents import Document, bounded
+from planner.configs.formats.documents import Document, Settings, bounded
 from topology.errors import BadInput
 
 _BRACED = r"\$\{(?:[^{}]|\$\{[^{}]*\})*\}"
@@ -212,7 +212,7 @@ class CommandLine(Document):
                 return int(value)
         return None
 
-    def edited(self, changes: dict[str, Any]) -> str:
+    def edited(self, changes: Settings) -> str:
         edits: list[tuple[int, int, str]] = []
         added = []
         for key, value in changes.items():

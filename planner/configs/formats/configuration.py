@@ -25,7 +25,7 @@ Limits = Mapping[str, Values | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckFlags:
-    """What the command line says beside the file."""
+    """What the command line says besides the file."""
 
     model: str | None = None
     cluster: str | None = None

@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from planner.configs.formats import bridge, torchtitan
 from planner.configs.formats.command_line import CommandLine, option_kinds
@@ -22,6 +21,7 @@ from planner.export.named_models import model_said
 from planner.export.planned import planned_in
 from planner.export.schema import schema
 from simulator.config.model import Model
+from topology.codec import JsonObject
 from topology.errors import BadInput
 
 SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu")
@@ -79,7 +79,7 @@ def _accelerate(document: YamlDocument, flags: CheckFlags) -> Configuration:
     launch = launch_facts(flags.launch)
     settings = dict(document.settings)
     machines = settings.get("num_machines")
-    # What `accelerate launch` is told counts before its file, and TrainingArguments tell accelerate their precision.
+    # Flags of `accelerate launch` count before its file, and TrainingArguments tell accelerate their precision.
     settings |= {"num_processes": launch["gpus"]} if "gpus" in launch else {}
     for name in ("bf16", "fp16"):
         settings |= {"mixed_precision": name} if launch.get(name) else {}
@@ -251,13 +251,13 @@ _FROM_LAUNCH = {
 
 
 def _filled(settings: Settings, launch: Facts, flags: CheckFlags) -> Settings:
-    """Return the sizes and types that a DeepSpeed file leaves open, from what was said beside it."""
-    beside = {
+    """Return the sizes and types that a DeepSpeed file leaves open, from the flags."""
+    stated = {
         "train_batch_size": flags.global_batch,
         "train_micro_batch_size_per_gpu": flags.micro_batch,
         **{key: launch[name] for key, name in _FROM_LAUNCH.items() if name in launch},
     }
-    return {key: value for key, value in beside.items() if value is not None and _open(settings, key)}
+    return {key: value for key, value in stated.items() if value is not None and _open(settings, key)}
 
 
 def _types_assumed(settings: Settings) -> tuple[str, ...]:
@@ -341,7 +341,7 @@ def _script(text: str, where: str, flags: CheckFlags) -> Configuration:
     raise unknown_kind(where, "it has neither Megatron-LM's flags nor torchtitan's")
 
 
-def _megatron(document: CommandLine, where: str, flags: dict[str, Any]) -> Configuration:
+def _megatron(document: CommandLine, where: str, flags: JsonObject) -> Configuration:
     settings = document.settings
     model, unknown_model, assumed = _flag_model(settings, where)
     understood = keys_of(megatron_fields.TABLE) | MODEL_KEYS

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 from planner.configs.formats.command_line import CommandLine
 from planner.configs.formats.configuration import CheckFlags, Configuration, not_understood, preset, unknown_kind
@@ -14,6 +13,7 @@ from planner.export.mapping import Settings, keys_of
 from planner.export.named_models import model_of_flavor
 from planner.export.schema import schema
 from simulator.config.model import Model
+from topology.codec import JsonObject
 from topology.errors import BadInput
 
 # Names until 0.1, and those of today.
@@ -172,7 +172,7 @@ def read_command(text: str, where: str, flags: CheckFlags) -> Configuration:
     )
 
 
-def _own_module(text: str) -> dict[str, Any] | None:
+def _own_module(text: str) -> JsonObject | None:
     """Return what the configuration module inside an exported script says of its model, where there is one."""
     module = re.search(r"^from torchtitan\.models import (\w+) as models$", text, re.MULTILINE)
     flavor = re.search(r"models\.model_registry\(\"([^\"]+)\"\)", text)

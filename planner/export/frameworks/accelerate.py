@@ -4,8 +4,6 @@ config.
 
 from __future__ import annotations
 
-from typing import Any
-
 from planner.export.degrees import masters_alone, to_fsdp_degrees
 from planner.export.draft import Draft, Target
 from planner.export.frameworks.accelerate_fields import TABLE, kind
@@ -15,6 +13,7 @@ from planner.export.script import common_device_list, host_order_notes, run_line
 from planner.export.yaml_text import yaml_text
 from simulator.config.overlap_sites import tp_overlap_label
 from simulator.config.plan import Plan
+from topology.codec import JsonObject
 from topology.errors import Infeasible
 
 VERSION = "1.15.0"
@@ -37,7 +36,7 @@ def write(job: ExportJob) -> Draft:
     notes = require_legal(job.with_plan(written), "pytorch", TITLE)
     hosts = job.hosts()
     facts = job.with_plan(written).facts()
-    settings: dict[str, Any] = {
+    settings: JsonObject = {
         "compute_environment": "LOCAL_MACHINE",
         "num_machines": hosts.count,
         "machine_rank": 0,
@@ -51,7 +50,7 @@ def write(job: ExportJob) -> Draft:
             "fsdp_config.fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
             "fsdp_config.fsdp_state_dict_type": "SHARDED_STATE_DICT",
         }
-    document: dict[str, Any] = {}
+    document: JsonObject = {}
     for key, value in settings.items():
         section, _, name = key.rpartition(".")
         (document.setdefault(section, {}) if section else document)[name] = value
@@ -98,7 +97,7 @@ def _not_expressed(job: ExportJob, plan: Plan, recompute: str) -> list[str]:
     if plan.tp_overlap != "none":
         not_expressed.append(f"tensor-parallel overlap {tp_overlap_label(plan.tp_overlap)}")
     if plan.ep_overlap != "none":
-        not_expressed.append("all-to-all of experts beside compute")
+        not_expressed.append("all-to-all of experts alongside compute")
     if job.question.runtime.compute_dtype == "float8":
         not_expressed.append("the recipe of float8: set fp8_config")
     return not_expressed

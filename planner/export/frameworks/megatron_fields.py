@@ -331,7 +331,7 @@ def _read_types(settings: Settings, _: Facts) -> Facts:
         raise BadInput("--bf16 and --fp16 exclude each other")
     stored = "bfloat16" if bf16 else "float16" if fp16 else "float32"
     low = "--fp8-format" in settings or "--fp8-hybrid" in settings
-    # arguments.py: gradients are accumulated and reduced in float32 with bf16 unless told otherwise.
+    # arguments.py: gradients are accumulated and reduced in float32 with bf16 by default.
     reduce = "bfloat16" if truth(settings, "--grad-reduce-in-bf16") else "float16" if fp16 else "float32"
     if truth(settings, "--accumulate-allreduce-grads-in-fp32"):
         reduce = "float32"

@@ -274,7 +274,7 @@ _BESIDE = "parallelism.pipeline_parallel_expert_parallel_overlap"
 
 
 def _pairs(facts: Facts) -> bool:
-    """Return whether 0.2.2 would overlap the all-to-all of experts unless told otherwise
+    """Return whether 0.2.2 would overlap the all-to-all of experts by default
     (distributed/dual_pipe_v.py).
     """
     return bool(facts["pp"] > 1 and facts["ep"] > 1 and facts["schedule"] in schedules_that(lambda kind: kind.pairs))

@@ -1,4 +1,4 @@
-"""The model of a plan for torchtitan: one that it ships, or a flavor of a shipped class, written beside the
+"""The model of a plan for torchtitan: one that it ships, or a flavor of a shipped class, written alongside the
 configuration.
 
 torchtitan builds models by name. 0.2.2 imports the module that `experimental.custom_import` names before it looks one
@@ -116,7 +116,7 @@ def _not_a_llama(model: Model, workload: Workload) -> str:
         "learned positions": bool(model.learned_positions) or not model.rotary,
         "parallel residuals": model.parallel_residual,
         "a sliding window": model.windowed_layers > 0 and workload.seq_len > model.sliding_window,
-        "shared or biased experts, or dense layers beside sparse ones": bool(
+        "shared or biased experts, or dense layers alongside sparse ones": bool(
             moe and (moe.shared_ffn or moe.dense_layers or moe.router_bias or moe.expert_bias)
         ),
     }

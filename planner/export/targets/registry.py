@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from difflib import get_close_matches
-from typing import Any
 
 from planner.export.draft import Draft, Exported, Target
 from planner.export.frameworks import accelerate, deepspeed, megatron, torchtitan_cli, torchtitan_toml
@@ -17,6 +16,7 @@ from planner.io.plan_words import degrees_text, policy_text
 from planner.io.version import version
 from simulator.config.plan import MESH_AXES
 from simulator.config.runtime import TF32
+from topology.codec import JsonObject
 from topology.errors import UserError
 
 # Newest version of a target first.
@@ -98,7 +98,7 @@ def export(job: ExportJob, target: Target) -> Exported:
     )
 
 
-def header(job: ExportJob, target: Target, draft: Draft) -> dict[str, Any]:
+def header(job: ExportJob, target: Target, draft: Draft) -> JsonObject:
     """Return the header that every exported file has."""
     plan = replace(job.plan, placement=())
     return {
@@ -116,7 +116,7 @@ def header(job: ExportJob, target: Target, draft: Draft) -> dict[str, Any]:
     }
 
 
-def header_lines(facts: dict[str, Any]) -> list[str]:
+def header_lines(facts: JsonObject) -> list[str]:
     """Return the header as lines; names are written as JSON strings, so that they stay on one line."""
     lines = [
         f"{facts['written_by']}, plan {facts['plan']}, for {facts['for']}",
