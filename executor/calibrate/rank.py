@@ -34,6 +34,7 @@ from executor.gpu.monitor import ClockMonitor
 from executor.launch.records import Deadline, Recorder
 from executor.measure.probe_collectives import record_sizes
 from topology import codec
+from topology.codec import JsonObject
 from topology.errors import BadInput, PlannerError
 from topology.profile.samples import HostSample, Sample
 
@@ -46,7 +47,7 @@ GROUP_S = 600.0  # that a collective may wait; jobs have limits of their own, wh
 # Errors that say that something cannot be asked; after any other the state of a process is not known.
 REFUSALS = (PlannerError, Unsupported, ImportError)
 
-Job = dict[str, Any]  # as it comes over the pipe
+Job = JsonObject  # as it comes over the pipe
 T = TypeVar("T")
 
 

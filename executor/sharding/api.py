@@ -38,6 +38,7 @@ from executor.sharding.places import placements_of, tokens_of
 from executor.sharding.run_program import RankProgram, State
 from simulator.sharded.graph import BUFFER, CONSTANT, INPUT, PARAMETER
 from simulator.sharded.program import RunnableProgram, read_program
+from topology.codec import JsonObject
 from topology.errors import BadInput, PlannerError, UserError
 
 PLANNER_BUDGET_S = 600.0
@@ -60,7 +61,7 @@ def request(
     gradients: Sequence[str] = (),
     chunks: Mapping[str, int | str] | None = None,
     stages: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return the document that `planner shard` reads: the graph, and what is said of its sharding."""
     return {
         "graph": msgspec.to_builtins(captured.graph),

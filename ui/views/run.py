@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import streamlit as st
 
 from planner.io import plan_words
+from topology.codec import JsonObject
 from ui import data, jobs, panels
 from ui.canvas import measured_run
 from ui.question import state
-from ui.row_types import Document
 
 if TYPE_CHECKING:
     from planner.search.result import RankedPlan, SearchResult
@@ -73,7 +73,7 @@ def _form(result: SearchResult, ranked: RankedPlan) -> None:
             if wrong:
                 st.warning(wrong)
                 return
-            said: Document = {"budget": f"{minutes}m", "steps": int(steps)}
+            said: JsonObject = {"budget": f"{minutes}m", "steps": int(steps)}
             said |= {"device": device} if by == "local" else {"launcher": by, "submit": submit}
             said |= {"image": image} if by == "trainjob" else {}
             said["plan"] = {"name": "plan.json", "content": data.plan_file_text(result, ranked)}
@@ -91,7 +91,7 @@ def _contradiction(device: str, by: str, image: str, *, submit: bool) -> str:
     return ""
 
 
-def _job_file(answer: Document) -> None:
+def _job_file(answer: JsonObject) -> None:
     """Show a job's file that was written for a scheduler, and how it is started."""
     panels.section("The job", panels.plain("; ".join(answer["advice"])))
     name = Path(answer["file"]).name
