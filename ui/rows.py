@@ -15,6 +15,7 @@ from planner.explain.tables import flip_text, share_text
 from planner.io.figures import gib_text, last_digit_s, rate_text, seconds_text
 from planner.io.plan_words import plan_chips, plan_name, plan_settings
 from planner.pictures.node_layout import LINK_WORDS
+from planner.search.result import places
 from planner.search.scaling import network_bytes_per_s, nvlink_bytes_per_s
 from simulator.config.estimate import Fit
 from simulator.config.plan import PLAN_FIELDS, SIZES
@@ -43,11 +44,10 @@ def plan_rows(result: SearchResult) -> list[PlanRow]:
     Values ending in `_s` and `_gib` are whole, for charts; the others are what a person reads.
     """
     last_s = known_to_s(result)
-    tied = Counter(ranked.tie for ranked in result.plans)
     return [
         {
             "rank": ranked.rank,
-            "place": f"{ranked.rank}" + (" =" if tied[ranked.tie] > 1 else ""),
+            "place": place,
             "plan": plan_name(ranked.plan),
             "chips": plan_chips(ranked.plan),
             "label": f"{ranked.rank}  {plan_chips(ranked.plan)}",
@@ -69,7 +69,7 @@ def plan_rows(result: SearchResult) -> list[PlanRow]:
             "bubble": share_text(ranked.estimate.breakdown_s.get("bubble", 0.0), ranked.estimate.step_s.value),
             "why": _why(ranked),
         }
-        for ranked in result.plans
+        for ranked, place in zip(result.plans, places(result.plans), strict=True)
     ]
 
 

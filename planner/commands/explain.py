@@ -90,7 +90,7 @@ def _print(
         document = {"question": asked, "changed": list(changed), **codec.to_builtins(found)}
         output.emit_json({"schema_version": output.SCHEMA_VERSION, **document})
     elif memory:
-        print_memory(found.memory, memory_text(found.estimate, found.fixes))
+        print_memory(found.memory, memory_text(found.estimate, found.fixes, found.plan.gpus))
     else:
         print_explanation(found, result, changed)
 
@@ -121,6 +121,6 @@ def _memory_only(case: Case, observed: float | None, svg: Path | None, *, json: 
     else:
         for line in case.changed:
             print(f"changed: {line}")
-        print_memory(account, memory_text(estimate, fixes))
+        print_memory(account, memory_text(estimate, fixes, case.plan.gpus))
     if svg is not None:
         _draw(f"{case.question.model.name}, {degrees_text(case.plan)}", estimate, svg, memory=True)

@@ -23,6 +23,7 @@ def search_document(result: SearchResult) -> JsonObject:
         "plans": [{**codec.to_builtins(one), "traffic": _traffic(result.question, one)} for one in result.plans],
         "rejected": result.rejected,
         "may_fit": codec.to_builtins(result.may_fit),
+        "likely": codec.to_builtins(result.likely),
         "by_gpus": codec.to_builtins(result.by_gpus),
     }
 

@@ -53,7 +53,7 @@ def print_explanation(found: Explanation, result: SearchResult, changed: Sequenc
     )
     print_waterfall(found.waterfall, last_s)
     screen.print()
-    print_memory(found.memory, memory_text(found.estimate, found.fixes))
+    print_memory(found.memory, memory_text(found.estimate, found.fixes, found.plan.gpus))
     if found.traffic is not None:
         screen.print()
         print_traffic(found.traffic)

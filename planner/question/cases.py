@@ -224,10 +224,9 @@ def case_from_flags(flags: Flags, measured: Calibrations = UNMEASURED) -> Case:
         assumed.append(f"{count} GPUs (the product of the degrees)")
     workload, whose = stated_workload(flags, network, count)
     assumed += whose
-    if whose and "micro_batch_size" not in stated_plan:
+    if flags.global_batch is None and "micro_batch_size" not in stated_plan:
         stated_plan["micro_batch_size"] = 1
         assumed.append("micro batch 1")
-    assumed += [] if flags.seq_len else [f"sequence length {workload.seq_len} tokens"]
     by_stage = bool(framework.zero_stages) and "zero_stage" in stated_plan
     filled = "dp_replicate" if by_stage else framework.fills
     degree = _filling(stated_plan, count)
@@ -255,10 +254,11 @@ def case_from_flags(flags: Flags, measured: Calibrations = UNMEASURED) -> Case:
 
 def stated_workload(flags: Flags, model: Model, gpus: int) -> tuple[Workload, list[str]]:
     """Return the workload of flags, and whose batch it is where they leave it open."""
-    seq_len = flags.seq_len or SEQ_LEN
+    seq_len = flags.seq_len or min(SEQ_LEN, model.max_positions or SEQ_LEN)
     recommended, whose = default_batch(model, seq_len, gpus)
     workload = Workload(seq_len=seq_len, global_batch_size=flags.global_batch or recommended)
-    return workload, [whose] if flags.global_batch is None else []
+    assumed = [whose] if flags.global_batch is None else []
+    return workload, [*assumed, *([] if flags.seq_len else [f"sequence length {seq_len} tokens"])]
 
 
 def require_pipeline(flags: Flags, plan: Plan) -> None:

@@ -59,7 +59,7 @@ class Tune(Request):
     model: str | None = option(None, "--model", "--config", help="Shipped model, config.json or its directory.")
     cluster: str = option("local", "--cluster", help="local, or what this machine is: a name or file.")
     gpus: int | None = option(None, "--gpus", least=1, most=1 << 20, help="How many GPUs of it.")
-    seq_len: int = common.seq_len(8192)
+    seq_len: int | None = common.seq_len()
     global_batch: int | None = common.global_batch()
     framework: str = option(
         "meshwright", "--framework", help="Whose plans: meshwright (our executor), torchtitan, megatron-lm."

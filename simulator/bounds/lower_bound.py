@@ -300,7 +300,9 @@ class LowerBound:
         # Delayed weight gradients may be what a rank does while the last micro batch ends its backward pass.
         deferred = np.where(off, np.minimum(m, self._late_passes()) * device.weight, 0.0)
         passing = device.both - np.where(off, device.weight, 0.0)
-        once = (alike * passing).sum(axis=1)[:, None]
+        # One micro batch passes all ranks, behind all others on the stage that takes longest.
+        longest = np.maximum(device.forward, passing - device.forward) / self._stages[:, None]
+        once = (alike * passing).sum(axis=1)[:, None] + (m - 1.0) * (longest * layout.exists).max(axis=1)[:, None]
         return np.asarray(np.maximum(there + own + np.maximum(home - deferred, drain), once))
 
     def _late_passes(self) -> Floats:

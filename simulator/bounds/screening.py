@@ -189,12 +189,12 @@ class ScreenedPlans:
         sent = message_bytes(self.context, self.screening.scenario.model.hidden)
         return LowerBound(self.context, layout, self.blocks, self.parameters, sent)
 
-    def at_least_by_schedule_s(self) -> Floats:
+    def at_least_by_schedule_s(self, limit_s: float = np.inf) -> Floats:
         """Return a lower bound of the step that its schedule's table is walked for; dearer, and 0 without a
-        pipeline.
+        pipeline. Above a limit it need not be close.
         """
         with np.errstate(invalid="ignore"):
-            return np.nan_to_num(scheduled_at_least_s(self.inputs) * ROUNDED, nan=np.inf)
+            return np.nan_to_num(scheduled_at_least_s(self.inputs, limit_s) * ROUNDED, nan=np.inf)
 
     @property
     def inputs(self) -> AccountInputs:

@@ -72,7 +72,7 @@ def test_eager_softmax_of_attention_allocates_its_result_and_a_mask() -> None:
     assert not found.get("aten::add_")
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_compiled_softmax_of_attention_allocates_its_result_and_backward_works_in_place() -> None:
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)

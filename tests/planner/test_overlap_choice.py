@@ -28,7 +28,7 @@ EVERY = sorted({written(dict(zip(SITES, modes, strict=True))) for modes in itert
     ("name", "gpus", "length", "memory_gib"),
     [
         ("llama3-8b", 4, 4096, 44.0),
-        pytest.param("mixtral-8x7b", 8, 8192, 141.0, marks=pytest.mark.long),
+        pytest.param("mixtral-8x7b", 8, 8192, 141.0, marks=pytest.mark.nightly),
     ],
 )
 def test_no_other_choice_of_modes_is_better(name, gpus, length, memory_gib):

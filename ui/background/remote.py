@@ -103,7 +103,6 @@ def read_search(document: JsonObject, flags: Flags, framework: str) -> SearchRes
         runtime=codec.convert(about["runtime"], Runtime, where="runtime"),
     )
     plans = [{key: value for key, value in one.items() if key != "traffic"} for one in document["plans"]]
-    may_fit = document["may_fit"]
     return SearchResult(
         question=question,
         search=codec.convert(document["search"], SearchStats, where="search"),
@@ -111,5 +110,5 @@ def read_search(document: JsonObject, flags: Flags, framework: str) -> SearchRes
         rejected={str(name): int(count) for name, count in document["rejected"].items()},
         assumed=tuple(map(str, document["assumed"])),
         by_gpus=tuple(codec.convert(one, GpuCountRow, where="by_gpus") for one in document["by_gpus"]),
-        may_fit=None if may_fit is None else codec.convert(may_fit, MayFit, where="may_fit"),
+        likely=tuple(codec.convert(one, MayFit, where="likely") for one in document["likely"]),
     )

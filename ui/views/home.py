@@ -12,6 +12,7 @@ from planner.io import plan_words
 from planner.io.figures import last_digit_s, seconds_text
 from planner.pictures.memory import stage_parts
 from planner.pictures.waterfall import waterfall_rows
+from planner.search.result import TIED
 from ui import data, differences, panels, rows
 from ui.charts import detail as charts
 from ui.charts import plans as plan_charts
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 # The first four fit a phone; the last takes what room is left.
 _COLUMNS = {
-    "place": st.column_config.TextColumn("#", width=35, help="= : too close for the model to tell apart."),
+    "place": st.column_config.TextColumn("#", width=35, help=f"= : {TIED}."),
     "chips": st.column_config.TextColumn("plan"),
     "step": st.column_config.TextColumn("step", width=56),
     "fits": st.column_config.TextColumn("fits", width=48, help="Whether it fits into memory, or how likely that is."),
@@ -61,7 +62,7 @@ def _table(result: SearchResult, chosen: RankedPlan, second: RankedPlan | None) 
         table, _COLUMNS, key="home_plans", on_pick=tick, mode="multi-row", ticked=shown if by_hand else ()
     )
     if any(row["place"] != str(row["rank"]) for row in table):
-        st.caption("= too close for the model to tell apart: the simplest comes first.")
+        st.caption(f"= {TIED}.")
     st.caption("Bars are where 80 % of steps are expected, marks the values. Click one to see its plan.")
     panels.plan_chart(
         plan_charts.ranges(table, chosen=shown, dark=panels.dark()),

@@ -9,6 +9,7 @@ import streamlit as st
 from planner.explain.answer_text import LEAST_GAIN, answer_sentence, may_fit_sentence
 from planner.explain.tables import basis_lines, cluster_line, model_line, workload_line
 from planner.io import plan_words
+from planner.search.result import TIED
 from simulator.config.plan import MESH_AXES
 from topology.units import GIB
 from ui import data, panels, rows
@@ -199,7 +200,7 @@ def _table(shown: list[PlanRow], table: list[PlanRow], chosen: str) -> None:
 
     panels.plan_table(shown, _COLUMNS, key="plans_table", on_pick=pick, mode="single-row", ticked=(chosen,))
     if any(row["place"] != str(row["rank"]) for row in shown):
-        st.caption("= too close for the model to tell apart: the simplest comes first.")
+        st.caption(f"= {TIED}.")
     st.page_link(
         state.view("detail"),
         label=f"Details of **{panels.plain(plan_words.plan_chips(data.answer()[1].plan))}**",

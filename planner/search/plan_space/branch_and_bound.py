@@ -167,16 +167,18 @@ class _BestFirst:
         """Bound all variants, then cost them in full until no other can be listed or the deadline has passed."""
         self.bounds.find(self.expired, self.report)
         self.left = self.within[np.argsort(self.bound[self.within], kind="stable")]
-        size = FIRST_PLANS
+        size = walked = FIRST_PLANS
         while len(self.left):
-            rows = self._promising(size)
+            rows = self._promising(walked)
             if not len(rows):
                 break
-            limited = self.objective == "time" and np.isfinite(self.threshold.of(self.grid[rows])).all()
-            if limited and not self.bounds.walked[rows].all():
-                self.bounds.walk(rows)
+            limits = self.threshold.of(self.grid[rows])
+            if self.objective == "time" and np.isfinite(limits).all() and not self.bounds.walked[rows].all():
+                self.bounds.walk(rows, float(limits.max()))
+                walked = min(2 * walked, PLANS_AT_ONCE // 8)
                 self.left = self.left[np.argsort(self.bound[self.left], kind="stable")]
             else:
+                rows = self._promising(size)
                 self._cost_by_table(rows[:size])
                 self.left = self.left[~self.costed[self.left]]
                 size = min(2 * size, PLANS_AT_ONCE // 8)
@@ -293,7 +295,7 @@ class _BestFirst:
         limit_s = self.threshold.value * (1 + NEAR_LIST) if self.objective == "time" else np.inf
         fitting = self.within[(self.variants.pp[self.within] > 1) & (self.step_bound[self.within] <= limit_s)]
         if np.isfinite(limit_s) and not self.expired():
-            self.bounds.walk(fitting)
+            self.bounds.walk(fitting, limit_s)
             fitting = fitting[self.step_bound[fitting] <= limit_s]
         columns, bound_s = near_misses
         missing = np.nonzero(bound_s <= limit_s)[0]
