@@ -28,7 +28,8 @@ class CheckedFile:
     checked: Checked | CheckedServing
 
     @property
-    def legal(self) -> bool:
+    def legal(self) -> bool | None:
+        """Whether it runs; None where it leaves open what a verdict needs."""
         return self.checked.legal
 
     @property

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from planner.export.job import ExportJob
+from planner.export.mapping import Table
 from simulator.runtimes.environment import Variable
 
 
@@ -42,6 +43,7 @@ class Target:
     write: Callable[[ExportJob], Draft]
     first_line: str = ""
     run: str = ""  # the command that starts the file, where it is the same for every plan
+    table: Table = ()  # by which the file is read back
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -336,9 +336,7 @@ class TableWalk:
             shape = course.table.schedule.ranks, plans
             mine = slice(start, start + shape[0] * plans)
             of_rank = {part: seconds[mine].reshape(shape) for part, seconds in waits.items()}
-            clocks = (
-                each[mine].reshape(shape) for each in (self.host, self.compute, self.wire, self.summed, filling)
-            )
+            clocks = (each[mine].reshape(shape) for each in (self.host, self.compute, self.wire, self.summed, filling))
             found.append(Clocks(*clocks, waits=of_rank))
         return found
 
@@ -349,7 +347,7 @@ def _pass_values(course: Course) -> tuple[Floats, Ints, NDArray[np.bool_]]:
     """
     number_of: dict[int, int] = {}
     numbers = [number_of.setdefault(id(did), len(number_of)) for did in course.passes]
-    differing = {number: did for number, did in zip(numbers, course.passes, strict=True)}
+    differing = dict(zip(numbers, course.passes, strict=True))
     values = np.empty((len(SECONDS), len(differing), len(course.begins_s)))
     for number, did in differing.items():
         for row, name in enumerate(SECONDS):

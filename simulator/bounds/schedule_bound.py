@@ -146,7 +146,9 @@ class _Group:
 
     def quickest(self) -> int:
         """Return the plan with the least bound of those not walked yet; at first that whose passes take least."""
-        return int(np.argmin(np.where(self.walked, np.inf, self._done if self.walked.any() else self._device.sum(axis=0))))
+        return int(
+            np.argmin(np.where(self.walked, np.inf, self._done if self.walked.any() else self._device.sum(axis=0)))
+        )
 
     def course(self, row: int) -> Course:
         """Return the passes of a plan as they are walked: hosts do nothing.
@@ -189,8 +191,12 @@ class _Group:
         places, kinds, ends = passes.places[mine], passes.kind[mine].tolist(), []
         for number, kind in enumerate(kinds):
             following = (kind,) if replicas or self._replicated[row] else tuple(kinds[number:])
-            sent_s = sum(float((self.passes[k].replicas_s if replicas else self.passes[k].shards_s)[row]) for k in following)
-            ends.append((passes.began[mine][number] + float(self.passes[kind].first_s[row]) + sent_s, number, following))
+            sent_s = sum(
+                float((self.passes[k].replicas_s if replicas else self.passes[k].shards_s)[row]) for k in following
+            )
+            ends.append(
+                (passes.began[mine][number] + float(self.passes[kind].first_s[row]) + sent_s, number, following)
+            )
         _, number, following = max(ends)
         return _End(int(places[number]), float(clocks.sent[sender, 0]), sent=following, replicas=replicas)
 

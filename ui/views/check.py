@@ -94,8 +94,12 @@ def _answer(found: JsonObject, name: str) -> None:
     about = f"{found['model']} on {found['cluster']}" if found.get("model") else ""
     panels.section(f"{name}: {found['framework']}{version}", panels.plain(about))
     serving = found.get("task") == "serve"
-    if found["estimate"] is None:
+    for question in found.get("questions") or []:
+        panels.finding("info", question["what"], [("say it with", question["remedy"])])
+    if found["estimate"] is None and found["legal"] is False:
         st.markdown(":red[:material/error:] **Not legal:** it would not run.")
+    elif found["estimate"] is None:
+        st.markdown("**No estimate** before that is known.")
     elif serving:
         _serving_figures(found["estimate"])
     else:

@@ -4,7 +4,7 @@ config.
 
 from __future__ import annotations
 
-from planner.export.degrees import to_fsdp_degrees
+from planner.export.degrees import masters_alone, to_fsdp_degrees
 from planner.export.draft import Draft, Target
 from planner.export.frameworks.accelerate_fields import TABLE, kind
 from planner.export.job import ExportJob, require_legal
@@ -26,6 +26,7 @@ def write(job: ExportJob) -> Draft:
     plan = job.plan
     _refuse(plan)
     plan, sharding_notes = to_fsdp_degrees(plan, TITLE)
+    job, types_notes = masters_alone(job, TITLE)
     if plan.dp_shard == 1 and plan.dp_replicate > 1 and plan.tp * plan.cp > 1:
         raise Infeasible(
             f"{TITLE} combines tensor or context parallelism with sharding only", remedy="plan with dp_shard > 1"
@@ -61,7 +62,7 @@ def write(job: ExportJob) -> Draft:
     return Draft(
         body=yaml_text(document),
         settings=settings,
-        not_expressed=(*sharding_notes, *_not_expressed(job, plan, recompute)),
+        not_expressed=(*sharding_notes, *types_notes, *_not_expressed(job, plan, recompute)),
         needed=(*machines, *_program_needs(job, kind(facts))),
         run=run_line(job, ["accelerate", "launch", "--config_file", FILE, "YOUR_PROGRAM.py"]),
         notes=(*notes, *host_order_notes(hosts)),
@@ -121,4 +122,4 @@ def _program_needs(job: ExportJob, distributed: str) -> list[str]:
     return needs
 
 
-TARGET = Target(name="accelerate", version=VERSION, title="accelerate", file_name=FILE, write=write)
+TARGET = Target(name="accelerate", version=VERSION, title="accelerate", file_name=FILE, write=write, table=TABLE)

@@ -140,4 +140,4 @@ def _not_expressed(job: ExportJob, *, hybrid: bool) -> tuple[str, ...]:
     return tuple(not_expressed)
 
 
-TARGET = Target(name="deepspeed", version=VERSION, title="DeepSpeed", file_name=FILE, write=write)
+TARGET = Target(name="deepspeed", version=VERSION, title="DeepSpeed", file_name=FILE, write=write, table=TABLE)

@@ -87,6 +87,7 @@ TARGET = Target(
     title=TITLE,
     file_name="torchtitan.sh",
     write=write,
+    table=COMMAND_LINE,
     first_line="#!/bin/sh",
     run="sh torchtitan.sh",
 )

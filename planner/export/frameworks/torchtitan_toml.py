@@ -91,4 +91,5 @@ TARGET = Target(
     title=TITLE,
     file_name=FILE,
     write=write,
+    table=TOML,
 )
