@@ -335,7 +335,8 @@ def frame(asked: Inputs, *, choose: bool) -> bool:
     result = search(asked)
     if result is None and (result := waiting.early("search", asked.key)) is not None:
         st.caption(
-            ":material/hourglass_top: Preliminary, by the analytical model: the plans are being simulated, and may change places."
+            ":material/hourglass_top: Preliminary, by the analytical model:"
+            " the plans are being simulated, and may change places."
         )
     if result is not None:
         shown, found = asked, saved_plans.with_saved(asked, result)

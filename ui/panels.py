@@ -328,7 +328,8 @@ def not_here(unknown: Sequence[state.Unresolved]) -> None:
             st.markdown(f"**{plain(word.word)}**")
             if file:
                 st.markdown(
-                    "Uploaded files stay on the computer they were uploaded to. With the same file, the link works here:"
+                    "Uploaded files stay on the computer they were uploaded to."
+                    " With the same file, the link works here:"
                 )
                 kind: uploads.Kind = "cluster" if word.key == "cluster" else "model"
                 brought = st.file_uploader("The file", key=f"missing_{kind}", label_visibility="collapsed")

@@ -58,7 +58,10 @@ def report(result: SearchResult, chosen: RankedPlan, *, command: str) -> str:
         f"<h2>{len(listed)} plans, best first</h2>",
         _table([name for name, _ in _TABLE], [[cells[key] for _, key in _TABLE] for cells in map(dict, listed)]),
         f"<h2>#{chosen.rank}: {_text(plan_chips(chosen.plan))}</h2>",
-        f"<p>{_text(plan_settings(chosen.plan))}. Step {_text(step)} (80 % range {_text(within)}, {_text(estimate.step_s.source)})",
+        (
+            f"<p>{_text(plan_settings(chosen.plan))}."
+            f" Step {_text(step)} (80 % range {_text(within)}, {_text(estimate.step_s.source)})"
+        ),
         f"; memory {_text(held)}: {_text(verdict)}.</p>",
         estimate_picture(estimate, title="The step, term by term"),
         memory(estimate.memory, title="Memory by category"),
@@ -69,7 +72,8 @@ def report(result: SearchResult, chosen: RankedPlan, *, command: str) -> str:
         f"<h2>The same in a terminal</h2><pre>{_text(command)}</pre>",
     ]
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{_text(title)}</title>'
-    return f'<!DOCTYPE html><html lang="en"><head>{head}<style>{_STYLE}</style></head><body>{"".join(parts)}</body></html>\n'
+    body = "".join(parts)
+    return f'<!DOCTYPE html><html lang="en"><head>{head}<style>{_STYLE}</style></head><body>{body}</body></html>\n'
 
 
 def archive(plan_file: str, targets: Iterable[Any], export: Callable[[Any], Any]) -> bytes:

@@ -280,7 +280,8 @@ class PoolScheduler:
         if cause:
             self.recorder.missing(f"{job.name}: {cause}")
         outcome = f"failed: {cause}" if cause else f"{time.monotonic() - pool.began:.1f} s"
-        print(f"{time.monotonic() - self.began:6.1f} s  {self.done}/{self.total}  {job.name}: {outcome}", file=sys.stderr, flush=True)  # fmt: skip
+        passed_s = time.monotonic() - self.began
+        print(f"{passed_s:6.1f} s  {self.done}/{self.total}  {job.name}: {outcome}", file=sys.stderr, flush=True)
 
     def _cannot_fork(self, pool: RankPool) -> bool:
         """Return whether a pool failed because its processes were forked: CUDA does not work in some of those."""

@@ -41,9 +41,9 @@ def show(question: state.Inputs) -> None:
     if asked is None:
         panels.empty(
             "Drop a file, or paste its text",
-            "The answer says whether it is legal, whether it fits, how fast it is, and what to change in the file itself."
-            f" What it leaves open of model, machine, GPUs, sequence and batch is the question's: {panels.plain(question.model)} on"
-            f" {panels.plain(question.cluster)}.",
+            "The answer says whether it is legal, whether it fits, how fast it is, and what to change in the file"
+            " itself. What it leaves open of model, machine, GPUs, sequence and batch is the question's:"
+            f" {panels.plain(question.model)} on {panels.plain(question.cluster)}.",
             icon=":material/fact_check:",
         )
         return

@@ -34,8 +34,9 @@ def show(question: state.Inputs) -> None:
 def _own(result: SearchResult, ranked: RankedPlan) -> None:
     left, right = st.columns([3, 1], vertical_alignment="center")
     left.markdown(
-        "**plan.json** contains the plan, its estimate, and the complete model, cluster and workload. `planner apply` runs"
-        " it, `planner estimate` and `planner trace` read it, and it is refused on a machine it was not made for."
+        "**plan.json** contains the plan, its estimate, and the complete model, cluster and workload."
+        " `planner apply` runs it, `planner estimate` and `planner trace` read it, and it is refused on a machine it"
+        " was not made for."
     )
     right.download_button(
         "Download plan.json",

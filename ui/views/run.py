@@ -45,8 +45,8 @@ def show() -> None:
 def _form(result: SearchResult, ranked: RankedPlan) -> None:
     panels.section(
         f"Run #{ranked.rank}  {plan_words.plan_chips(ranked.plan)}",
-        f"{panels.plain(plan_words.plan_settings(ranked.plan))}. It runs {panels.plain(jobs.where())}; numbers are checked against one"
-        " process before anything is timed.",
+        f"{panels.plain(plan_words.plan_settings(ranked.plan))}."
+        f" It runs {panels.plain(jobs.where())}; numbers are checked against one process before anything is timed.",
     )
     with st.form("run"):
         first, second, third, fourth = st.columns(4, vertical_alignment="bottom")
@@ -66,7 +66,8 @@ def _form(result: SearchResult, ranked: RankedPlan) -> None:
         )
         submit = st.checkbox(
             "Submit the job, follow it, and collect its run",
-            help="With sbatch or kubectl of the machine on which the service runs. Without it, the job's file is only written.",
+            help="With sbatch or kubectl of the machine on which the service runs."
+            " Without it, the job's file is only written.",
         )
         if st.form_submit_button("Run", icon=":material/play_arrow:"):
             wrong = _contradiction(str(device), str(by), str(image or ""), submit=submit)
