@@ -30,6 +30,7 @@ from executor.calibrate.layers import compile_layers, record_layers, titan_versi
 from executor.calibrate.operators import OperatorTimes, time_host, versions
 from executor.calibrate.overlap import measure_shape
 from executor.calibrate.rank_request import RankRequest
+from executor.gpu.device import synchronize
 from executor.gpu.monitor import ClockMonitor
 from executor.launch.records import Deadline, Recorder
 from executor.measure.probe_collectives import record_sizes
@@ -188,8 +189,7 @@ def _join(request: RankRequest) -> Instruments:
     dist.init_process_group(backend, rank=rank, world_size=world, timeout=timedelta(seconds=GROUP_S))
     dist.all_reduce(torch.ones(8, device=device))
     dist.barrier()
-    if cuda:
-        torch.cuda.synchronize(device)
+    synchronize(device)
     recorder = SampleRecorder(request.records if rank == 0 else None, request.began)
     recorder.write("header", versions=versions(request.device) | titan_versions())
     indices = [request.indices[position] for position in gpus]

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from executor.gpu.device import synchronize
 from executor.measure.traced_operators import traced_operators
 from topology import codec
 from topology.codec import JsonObject
@@ -42,8 +43,7 @@ def profile_step(
         step()
         return str(error), []
     step()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    synchronize(device)
     try:
         profiler.stop()
         with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
