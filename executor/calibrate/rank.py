@@ -37,6 +37,7 @@ from executor.measure.probe_collectives import record_sizes
 from topology import codec
 from topology.codec import JsonObject
 from topology.errors import BadInput, PlannerError
+from topology.profile.profile import CollectiveSample
 from topology.profile.samples import HostSample, Sample
 
 # Once, in the process that ranks are forked from, which must not fail for it: it takes seconds.
@@ -61,7 +62,7 @@ class SampleRecorder(Recorder):
 
     def write(self, kind: str, **fields: Any) -> None:
         sample = fields.get("sample")
-        if isinstance(sample, Sample | HostSample):
+        if isinstance(sample, Sample | HostSample | CollectiveSample):
             fields["sample"] = replace(sample, at_s=round(time.monotonic() - self.began, 2))
         super().write(kind, **fields)
 
