@@ -15,6 +15,7 @@ from topology.units import MIB
 from ui import rows
 from ui.charts import compare as compare_charts
 from ui.charts.look import PICK
+from ui.charts.look import Figure as Drawing
 from ui.question import share_link, state, uploads
 from ui.row_types import PlanRow
 
@@ -90,12 +91,12 @@ def estimate_figures(estimate: Estimate, step_label: str = "Step") -> list[Figur
     ]
 
 
-def chart(drawn: Any, *, key: str, alt: str) -> None:
+def chart(drawn: Drawing, *, key: str, alt: str) -> None:
     """Show a chart in its own colours; `alt` describes it in words."""
     st.altair_chart(drawn, theme=None, key=key, alt=alt, width="stretch")
 
 
-def plan_chart(drawn: Any, *, key: str, alt: str, chosen: Sequence[str], on_pick: Callable[[str], None]) -> None:
+def plan_chart(drawn: Drawing, *, key: str, alt: str, chosen: Sequence[str], on_pick: Callable[[str], None]) -> None:
     """Show a chart whose points are plans, with rings around those `chosen`; `on_pick` gets the name of one that is
     clicked.
     """

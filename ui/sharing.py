@@ -6,7 +6,7 @@ import html
 import io
 import zipfile
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from planner.explain.answer_text import answer_sentence
 from planner.explain.tables import basis_lines, cluster_line, model_line, workload_line
@@ -18,6 +18,7 @@ from topology.errors import PlannerError
 from ui import rows
 
 if TYPE_CHECKING:
+    from planner.export.draft import Exported, Target
     from planner.search.result import RankedPlan, SearchResult
 
 DATED = (1980, 1, 1, 0, 0, 0)  # of all files in an archive, so that equal content makes an equal archive
@@ -76,7 +77,7 @@ def report(result: SearchResult, chosen: RankedPlan, *, command: str) -> str:
     return f'<!DOCTYPE html><html lang="en"><head>{head}<style>{_STYLE}</style></head><body>{body}</body></html>\n'
 
 
-def archive(plan_file: str, targets: Iterable[Any], export: Callable[[Any], Any]) -> bytes:
+def archive(plan_file: str, targets: Iterable[Target], export: Callable[[Target], Exported]) -> bytes:
     """Return a zip of plan.json and of what every target writes; what a target cannot run is said in LEFT_OUT.txt."""
     held = io.BytesIO()
     left_out = []
