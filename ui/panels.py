@@ -15,6 +15,7 @@ from ui import rows
 from ui.charts import compare as compare_charts
 from ui.charts.look import PICK
 from ui.question import share_link, state, uploads
+from ui.row_types import PlanRow
 
 if TYPE_CHECKING:
     from ui.differences import StepDifference
@@ -42,9 +43,14 @@ def code(text: str) -> str:
     return f"`{text.replace('`', '')}`"
 
 
-def in_percent(rows: Sequence[dict[str, Any]], *names: str) -> list[dict[str, Any]]:
+Row = dict[str, str | float | None]
+
+
+def in_percent(rows: Sequence[Row], *names: str) -> list[Row]:
     """Return the rows of a table with the fractions in columns `names` as percentages."""
-    return [{**row, **{name: 100 * row[name] for name in names if row.get(name) is not None}} for row in rows]
+    return [
+        {**row, **{name: 100 * value for name in names if isinstance(value := row.get(name), float)}} for row in rows
+    ]
 
 
 def section(title: str, about: str = "") -> None:
@@ -115,23 +121,23 @@ def step_difference(found: StepDifference, about: str, *, key: str) -> None:
 
 
 def side_by_side(rows: Sequence[Mapping[str, str]], first: str, second: str, *, alt: str) -> None:
-    """Show two things beside each other, under their headings: rows of what, first, second. Words wrap on a narrow
+    """Show two things side by side, under their headings: rows of what, first, second. Words wrap on a narrow
     screen.
     """
     second = second if second != first else f"{second} (other)"
-    told = [
+    table = [
         {" ": plain(row["what"]), plain(first): plain(row["first"]), plain(second): plain(row["second"])}
         for row in rows
     ]
-    st.table(told, hide_index=True, alt=alt)
+    st.table(table, hide_index=True, alt=alt)
 
 
 def plan_table(
-    rows: Sequence[dict[str, Any]],
+    rows: Sequence[PlanRow],
     columns: Mapping[str, Any],
     *,
     key: str,
-    on_pick: Callable[[list[dict[str, Any]]], None],
+    on_pick: Callable[[list[PlanRow]], None],
     mode: Literal["single-row", "multi-row"],
     ticked: Sequence[str],
 ) -> None:

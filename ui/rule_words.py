@@ -52,7 +52,7 @@ RULE_WORDS = {
     "offload-parameters": "offloading of parameters not supported",
     "one-axis": "two kinds of parallelism that exclude each other",
     "shard-degree": "degree of sharding not supported",
-    "ddp-alone": "unsharded data parallelism beside TP, CP or PP",
+    "ddp-alone": "unsharded data parallelism with TP, CP or PP",
     "global-batch": "batch cannot be divided over replicas",
     "virtual-stages": "several stages a rank without a pipeline",
     "layers": "more stages than layers",

@@ -56,7 +56,7 @@ def report(result: SearchResult, chosen: RankedPlan, *, command: str) -> str:
         f"<h1>{_text(title)}</h1><p><strong>{_text(answer_sentence(result.plans[0]))}</strong></p>",
         _list([*about, question.framework.title]),
         f"<h2>{len(listed)} plans, best first</h2>",
-        _table([name for name, _ in _TABLE], [[row[key] for _, key in _TABLE] for row in listed]),
+        _table([name for name, _ in _TABLE], [[cells[key] for _, key in _TABLE] for cells in map(dict, listed)]),
         f"<h2>#{chosen.rank}: {_text(plan_chips(chosen.plan))}</h2>",
         f"<p>{_text(plan_settings(chosen.plan))}. Step {_text(step)} (80 % range {_text(within)}, {_text(estimate.step_s.source)})",
         f"; memory {_text(held)}: {_text(verdict)}.</p>",

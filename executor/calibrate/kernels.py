@@ -10,7 +10,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from executor.calibrate.items import OperatorItem
 from simulator.config.runtime import TF32
 
 Call = Callable[[], object]
@@ -23,27 +25,28 @@ class Unsupported(ValueError):
     """An operator that is unknown here, or cannot run on the device."""
 
 
-def operator_call(device: Any, *, kind: str, name: str, shape: Shape, dtype: str, direction: str) -> Call:
+def operator_call(device: torch.device, item: OperatorItem) -> Call:
     """Return the call. Raises Unsupported."""
-    torch_dtype = torch.float32 if dtype == TF32 else getattr(torch, dtype, None)
+    shape, direction = item.shape, item.direction
+    torch_dtype = torch.float32 if item.dtype == TF32 else getattr(torch, item.dtype, None)
     if torch_dtype is None:
-        raise Unsupported(f"torch has no type {dtype}")
+        raise Unsupported(f"torch has no type {item.dtype}")
     make = _TensorFactory(device, torch_dtype)
-    if kind == "matmul":
+    if item.kind == "matmul":
         return _matmul(make, shape, direction)
-    if kind == "attention":
+    if item.kind == "attention":
         return _attention(make, shape, direction)
-    build = _MEMORY_OPERATORS.get(name)
+    build = _MEMORY_OPERATORS.get(item.name)
     if build is None:
-        raise Unsupported(f"no operator called {name}")
+        raise Unsupported(f"no operator called {item.name}")
     forward, inputs = build(make, shape)
-    return _in_direction(forward, inputs, "forward" if name in _SAME_BACKWARD else direction)
+    return _in_direction(forward, inputs, "forward" if item.name in _SAME_BACKWARD else direction)
 
 
 class _TensorFactory:
     """Creates random tensors on the device: kernels on zeros draw less power and so run faster than on data."""
 
-    def __init__(self, device: Any, dtype: Any) -> None:
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.device, self.dtype = device, dtype
 
     def __call__(self, *size: int, dtype: Any = None, grad: bool = False) -> Any:
@@ -63,7 +66,7 @@ def _in_direction(forward: Call, inputs: list[Any], direction: str) -> Call:
     if not wanted:
         raise Unsupported("nothing here has a gradient")
     result = forward()
-    results = list(result) if isinstance(result, tuple) else [result]
+    results = [one for one in (result if isinstance(result, tuple) else (result,)) if isinstance(one, Tensor)]
     gradients = [torch.randn_like(out) if out.dim() else None for out in results]
     return lambda: torch.autograd.grad(results, wanted, gradients, retain_graph=True)
 

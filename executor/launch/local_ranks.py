@@ -245,7 +245,7 @@ def _launch(
             survivors = _stop(process, run_id, grace_s)
     if outcome == "finished" and process.returncode != 0:
         outcome = "failed"
-    out_tail, err_tail = tail(out_path), tail(err_path)
+    out_tail, err_tail = _end_of(out_path), _end_of(err_path)
     failure = None
     if outcome == "failed":
         failure = _first_failure(folder, process.returncode, err_tail, elastic=elastic)
@@ -313,7 +313,7 @@ def tagged_processes(run_id: str) -> list[psutil.Process]:
 # Reporting
 
 
-def tail(path: Path) -> str:
+def _end_of(path: Path) -> str:
     """Return the end of a file as text."""
     try:
         with path.open("rb") as file:

@@ -18,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from executor.measure.traced_operators import traced_operators
 from topology import codec
+from topology.profile.samples import OperatorSample
 
 ON_GPU = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 ON_HOST = frozenset({"cpu_op", "cuda_runtime", "cuda_driver"})
@@ -25,7 +26,7 @@ ON_HOST = frozenset({"cpu_op", "cuda_runtime", "cuda_driver"})
 
 def profile_step(
     step: Callable[[], object], device: torch.device, path: Path, *, rank: int
-) -> tuple[str, list[dict[str, Any]]]:
+) -> tuple[str, list[OperatorSample]]:
     """Run `step` under the profiler and write its trace to `path`.
 
     Returns (error message or "", samples of the step's operators by shape). The step runs whether or not the profiler
@@ -72,7 +73,9 @@ def trimmed(document: dict[str, Any], *, rank: int) -> dict[str, Any]:
 
 
 def _short(event: dict[str, Any]) -> dict[str, Any]:
-    short = {key: event[key] for key in ("ph", "cat", "name", "pid", "tid", "ts", "dur") if key in event}
+    short: dict[str, Any] = {
+        key: event[key] for key in ("ph", "cat", "name", "pid", "tid", "ts", "dur") if key in event
+    }
     arguments = event.get("args")
     if isinstance(arguments, dict) and "stream" in arguments:
         short["args"] = {"stream": arguments["stream"]}

@@ -82,13 +82,12 @@ def build_schedule(
         )
         for part, module in zip(parts, modules, strict=True)
     ]
-    settings: dict[str, Any] = {"loss_fn": loss, "scale_grads": False}
     if not own_table and SCHEDULES[table.name].in_torch:
         kind = get_schedule_class(table.name)
         if issubclass(kind, PipelineScheduleSingle):
-            return kind(stages[0], table.micro_batches, **settings)
-        return kind(stages, table.micro_batches, **settings)
-    runtime = _PipelineScheduleRuntime(stages, table.micro_batches, **settings)
+            return kind(stages[0], table.micro_batches, loss_fn=loss, scale_grads=False)
+        return kind(stages, table.micro_batches, loss_fn=loss, scale_grads=False)
+    runtime = _PipelineScheduleRuntime(stages, table.micro_batches, loss_fn=loss, scale_grads=False)
     with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
         path = Path(folder) / "schedule.csv"
         path.write_text(table.csv(), encoding="utf-8")

@@ -19,9 +19,9 @@ from executor.gpu.monitor import GpuMonitor
 from executor.launch.legal import check
 from executor.launch.local_ranks import LaunchResult, launch
 from executor.launch.process_exit import interrupt_on_sigterm
-from executor.launch.records import read_records
 from executor.launch.request import Request
 from executor.run.apply import ENDING_S, GRACE_S, MODULE, environment, report, write_report
+from executor.run.rank_records import RankRecords
 from simulator.config.plan import MESH_AXES
 from topology import codec
 from topology.errors import PlannerError
@@ -147,7 +147,7 @@ def _seconds(run: Run) -> float | None:
     """Return the seconds of a run on its slowest rank, or None when a rank did not finish."""
     took = 0.0
     for rank in range(run.request.plan.gpus):
-        ends = [entry for entry in read_records(run.records / f"rank{rank}.jsonl") if entry["kind"] == "done"]
+        ends = RankRecords.read(run.records / f"rank{rank}.jsonl").of("done")
         if not ends:
             return None
         took = max(took, ends[-1]["seconds"])

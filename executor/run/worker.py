@@ -17,7 +17,6 @@ import time
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -137,7 +136,7 @@ def _run_in_group(
         for sample in operators:
             recorder.write("operator", sample=sample)
     if isinstance(trainer, Trainer):
-        recorder.write("effects", **read_model_facts(trainer))
+        recorder.write("effects", **codec.to_builtins(read_model_facts(trainer)))
     dist.barrier()
     recorder.write("done", seconds=time.perf_counter() - began)
     beat.set_phase("done")
@@ -150,8 +149,8 @@ def _own_trainer(request: Request, device: torch.device, recorder: Recorder, bea
     beat.set_phase("building meshes")
     meshes = meshes_for(plan, device.type)
     mesh = describe_mesh(meshes, plan)
-    recorder.write("mesh", **mesh)
-    if not mesh["as_requested"]:
+    recorder.write("mesh", **codec.to_builtins(mesh))
+    if not mesh.as_requested:
         raise RuntimeError(f"torch's mesh is not the plan's: {mesh}")
     set_timeout(meshes, request.collective_timeout_s)
     beat.entered, beat.stack_tells_waiting = collectives_entered, device.type == "cpu"
@@ -242,7 +241,7 @@ def _take_steps(
     return longest
 
 
-def _peaks(trainer: Trainer | TitanTrainer, device_type: str) -> dict[str, Any]:
+def _peaks(trainer: Trainer | TitanTrainer, device_type: str) -> dict[str, int]:
     """Return peak memory; torchtitan's step resets torch's counter of reserved bytes, so its trainer keeps the peak."""
     found = _memory(device_type)
     if isinstance(trainer, TitanTrainer) and device_type == "cuda":
@@ -305,7 +304,7 @@ def _all_have_time(deadline: Deadline, step_s: float, device: torch.device) -> b
     return bool(left.item())
 
 
-def _memory(device_type: str) -> dict[str, Any]:
+def _memory(device_type: str) -> dict[str, int]:
     """Return peaks in bytes: of torch's allocator and symmetric memory on a GPU, of the process on a CPU."""
     if device_type == "cuda":
         stats, symmetric_bytes = torch.cuda.memory_stats(), symmetric.workspace_bytes()

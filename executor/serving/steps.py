@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -35,8 +35,8 @@ class StepTime:
     issued_s: float
 
 
-def time_step(engine: Engine, shape: StepShape) -> dict[str, Any] | str:
-    """Time a step; return its record, or in words why it has no room. A collective call."""
+def time_step(engine: Engine, shape: StepShape) -> StepTime | str:
+    """Time a step; return its time, or in words why it has no room. A collective call."""
     room = shape.context + MEASURED
     if shape.batch > engine.max_sequences or room > engine.max_tokens:
         return f"{shape} is beyond the limits of the engine"
@@ -51,15 +51,13 @@ def time_step(engine: Engine, shape: StepShape) -> dict[str, Any] | str:
         for one in held:
             engine.release(one)
     queued, seconds, issued = took
-    return asdict(
-        StepTime(
-            phase=shape.phase,
-            batch=shape.batch,
-            context=shape.context,
-            queued_s=queued,
-            seconds=seconds,
-            issued_s=issued,
-        )
+    return StepTime(
+        phase=shape.phase,
+        batch=shape.batch,
+        context=shape.context,
+        queued_s=queued,
+        seconds=seconds,
+        issued_s=issued,
     )
 
 

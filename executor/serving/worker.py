@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,7 +26,7 @@ from executor.serving.engine import Engine
 from executor.serving.load import Server
 from executor.serving.request import ServeRequest, require_served
 from executor.serving.shared_broadcast import SharedBroadcast
-from executor.serving.steps import time_all_reduce, time_step
+from executor.serving.steps import StepTime, time_all_reduce, time_step
 from simulator.serving.traffic import Request, Traffic
 from topology import codec
 
@@ -94,14 +93,14 @@ def run(request: ServeRequest, device: torch.device, deadline: Deadline, recorde
                 recorder.missing(f"{shape}, {way}", late=True)
                 continue
             try:
-                found = time_step(engine, shape)
+                found: StepTime | str = time_step(engine, shape)
             except torch.OutOfMemoryError:
                 found = f"{shape} needs more memory than there is"
                 torch.cuda.empty_cache()
             if isinstance(found, str):
                 recorder.missing(found)
             else:
-                recorder.write("step", tp=request.tp, all_reduce=way, **found)
+                recorder.write("step", tp=request.tp, all_reduce=way, **asdict(found))
         if not alone:
             _time_sums(engine, way, deadline, control, recorder)
         if device.type == "cuda" and not alone:
@@ -113,7 +112,7 @@ def run(request: ServeRequest, device: torch.device, deadline: Deadline, recorde
             continue
         Server(engine, _warm_up(load.traffic), request.max_num_batched_tokens, broadcast, deadline).run()
         server = Server(engine, load.traffic, request.max_num_batched_tokens, broadcast, deadline)
-        recorder.write("load", tp=request.tp, name=load.name, all_reduce=ways[0], **server.run())
+        recorder.write("load", tp=request.tp, name=load.name, all_reduce=ways[0], **asdict(server.run()))
         if not server.batch.idle:  # there was no time for the rest, whose pages are not free
             break
     recorder.write("done", after_s=time.perf_counter() - began)
@@ -183,7 +182,7 @@ def _name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
-def _memory(device: torch.device) -> dict[str, Any]:
+def _memory(device: torch.device) -> dict[str, int]:
     return {"reserved_bytes": torch.cuda.memory_reserved(device)} if device.type == "cuda" else {}
 
 

@@ -331,10 +331,10 @@ class ShardedModule(nn.Module):
     def _results(self, outputs: Sequence[torch.Tensor]) -> Any:
         """Return pieces of all results as DTensors, those of micro batches as one."""
         names = self.captured.graph.outputs
-        found = []
+        found: list[torch.Tensor] = []
         for at, name in enumerate(names):
             places, shape = self.placements(name), self.program.buffers[self.program.outputs[at]].shape
-            parts = [self._dtensor(v, places, shape) for v in outputs[at :: len(names)]]
+            parts: list[torch.Tensor] = [self._dtensor(v, places, shape) for v in outputs[at :: len(names)]]
             found.append(torch.cat(parts) if len(parts) > 1 else parts[0])
         tree = self.captured.result_tree
         if tree is None:
@@ -357,7 +357,8 @@ class ShardedModule(nn.Module):
                     remedy="redistribute it, or shard the module with these placements",
                 )
             return value.to_local()
-        return Piece.apply(value.to(self.ranks.device), self.ranks.place, self.program.buffers[buffer])
+        piece: torch.Tensor = Piece.apply(value.to(self.ranks.device), self.ranks.place, self.program.buffers[buffer])
+        return piece
 
 
 class _Run(torch.autograd.Function):

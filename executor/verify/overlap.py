@@ -132,7 +132,7 @@ def _width(site: str, model: Model) -> int:
     return model.heads * model.latent.v_head_dim if site == "attention_out" else 0
 
 
-Comparisons = Iterator[tuple[Tensor, Tensor]]
+Comparisons = Iterator[tuple[Tensor | None, Tensor]]  # what a mode returned (None: no gradient), and the reference
 
 
 def _all_gather_matmul(
@@ -146,11 +146,16 @@ def _all_gather_matmul(
     mine = tuple(weight[rank].clone().requires_grad_() for weight in weights)
     outs = overlap.all_gather_matmul(x, mine, group, mode=mode)
     torch.autograd.backward(outs, [grad[rank] for grad in grads])
-    dx = sum(grad[r].double() @ w[r].double() for grad, w in zip(grads, weights, strict=True) for r in range(world))
+    pairs = zip(grads, weights, strict=True)
+    dx = sum((grad[r].double() @ w[r].double() for grad, w in pairs for r in range(world)), start=_zero(x))
     yield x.grad, dx.chunk(world)[rank]
     for out, weight, grad in zip(outs, mine, grads, strict=True):
         yield out, whole.double() @ weight.double().t()
         yield weight.grad, grad[rank].double().t() @ whole.double()
+
+
+def _zero(like: Tensor) -> Tensor:
+    return torch.zeros((), dtype=torch.float64, device=like.device)
 
 
 def _matmul_reduce_scatter(
@@ -176,7 +181,7 @@ def _row_parallel(
     run = overlap.matmul_reduce_scatter if scatter else overlap.matmul_all_reduce
     out = run(x, weight, group, mode=mode)
     out.backward(grad.chunk(world)[rank] if scatter else grad)
-    total = sum(xs[r].double() @ weights[r].double().t() for r in range(world))
+    total = sum((xs[r].double() @ weights[r].double().t() for r in range(world)), start=_zero(x))
     yield out, total.chunk(world)[rank] if scatter else total
     yield x.grad, grad.double() @ weight.double()
     yield weight.grad, grad.double().t() @ x.double()

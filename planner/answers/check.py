@@ -16,6 +16,7 @@ from planner.requests.serving import Task, refuse, stated
 from planner.requests.tools import Check
 from planner.serving.question.from_flags import ServingFlags
 from topology import codec
+from topology.codec import JsonObject
 from topology.errors import UserError
 
 
@@ -27,7 +28,8 @@ class CheckedFile:
     checked: Checked | CheckedServing
 
     @property
-    def legal(self) -> bool:
+    def legal(self) -> bool | None:
+        """Whether it runs; None where it leaves open what a verdict needs."""
         return self.checked.legal
 
     @property
@@ -35,7 +37,7 @@ class CheckedFile:
         """Single changes that make it better, the best first, each with a diff of the file."""
         return self.checked.changes
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Return the JSON document of the command."""
         return any_document(self.file, self.checked)
 

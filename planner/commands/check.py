@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import typer
+from click.exceptions import Exit
 
 from planner.answers import check as answers
 from planner.configs.answer import Checked
 from planner.configs.serving import VERSIONS, CheckedServing
 from planner.explain.answer_text import print_estimate
 from planner.io import output
-from planner.io.output import console
+from planner.io.grids import console
+from planner.io.plan_words import plan_in_words
 from planner.io.printable import printable
 from planner.requests.tools import Check
 from planner.serving.reports.plan_text import print_answer
@@ -21,7 +22,9 @@ from topology.units import two_digits
 
 
 def check(asked: Check) -> None:
-    """Print what `planner check` answers; raise Exit(3) where the configuration is not legal."""
+    """Print what `planner check` answers; raise Exit(3) where the configuration is not legal, Exit(2) where it leaves
+    open what a verdict needs.
+    """
     try:
         found = answers.check(asked, output.progress)
     finally:
@@ -33,8 +36,10 @@ def check(asked: Check) -> None:
         _print_serving(found.checked, name)
     else:
         _print(found.checked, name)
+    if found.legal is None:
+        raise Exit(2)
     if not found.legal:
-        raise typer.Exit(3)
+        raise Exit(3)
 
 
 def _print(checked: Checked, name: str) -> None:
@@ -44,11 +49,7 @@ def _print(checked: Checked, name: str) -> None:
     if checked.found is not None:
         print_estimate(checked.found)
     else:
-        for line in checked.assumed:
-            print(printable(f"assumed   {line}"))
-        for problem in checked.problems:
-            print(printable(f"{problem.grade!s:9} {problem.message}"))
-        print("verdict   not legal: nothing to estimate")
+        _print_without_cost(checked)
     if configuration.unknown:
         print(printable(f"unknown   {', '.join(configuration.unknown)}"))
     for number, change in enumerate(checked.changes):
@@ -66,6 +67,24 @@ def _print(checked: Checked, name: str) -> None:
         print(printable(checked.best.diff))
     elif checked.no_better:
         print(printable(f"best      {checked.no_better}"))
+
+
+def _print_without_cost(checked: Checked) -> None:
+    """Print the verdict on a configuration that contradicts itself, or whose model is not known."""
+    if checked.stated is not None:
+        print(printable(f"plan      {plan_in_words(checked.stated.plan)}"))
+    for line in checked.assumed:
+        print(printable(f"assumed   {line}"))
+    for problem in checked.problems:
+        print(printable(f"{problem.grade!s:9} {problem.message}"))
+    for question in checked.questions:
+        print(printable(f"question  {question.what}: {question.remedy}"))
+    verdicts = {
+        None: "open: it cannot be judged before the question is answered",
+        False: "not legal: nothing to estimate",
+        True: "legal by all rules that need no model; without one there is no step, memory or change",
+    }
+    print(f"verdict   {verdicts[checked.legal]}")
 
 
 def _fit(probability: float) -> str:

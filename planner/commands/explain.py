@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from planner.explain import explain as reasons
-from planner.explain.documents import explanation_document
+from planner.explain.documents import question_document
 from planner.explain.explain_text import print_explanation, print_memory
 from planner.io import output
 from planner.io.inputs import measurements, parse_bytes, read_cluster, warn_of_doubts
@@ -86,9 +86,11 @@ def _print(
     found: reasons.Explanation, result: SearchResult, changed: tuple[str, ...], *, memory: bool, json: bool
 ) -> None:
     if json:
-        output.emit_json(explanation_document(found, result.question, changed))
+        asked = question_document(result.question, found.plan.gpus)
+        document = {"question": asked, "changed": list(changed), **codec.to_builtins(found)}
+        output.emit_json({"schema_version": output.SCHEMA_VERSION, **document})
     elif memory:
-        print_memory(found.memory, memory_text(found.estimate, found.fixes))
+        print_memory(found.memory, memory_text(found.estimate, found.fixes, found.plan.gpus))
     else:
         print_explanation(found, result, changed)
 
@@ -119,6 +121,6 @@ def _memory_only(case: Case, observed: float | None, svg: Path | None, *, json: 
     else:
         for line in case.changed:
             print(f"changed: {line}")
-        print_memory(account, memory_text(estimate, fixes))
+        print_memory(account, memory_text(estimate, fixes, case.plan.gpus))
     if svg is not None:
         _draw(f"{case.question.model.name}, {degrees_text(case.plan)}", estimate, svg, memory=True)

@@ -14,7 +14,7 @@ from planner.requests.serving import Load
 class Export(Request):
     """Write a plan for the tool that shall run it.
 
-    The file says in its header which plan it is, what of it the tool cannot express, and what has to be put beside it.
+    The file says in its header which plan it is, what of it the tool cannot express, and what has to be put next to it.
     Exit code 3 when the tool cannot run such a plan at all.
     """
 
@@ -83,7 +83,7 @@ class Shard(Request):
     A case that has no answer says why. Exit code 3 when that is so of every case.
     """
 
-    file: str | None = argument(None, metavar="FILE", help="Cases: mesh, operators, placements; - for stdin.")
+    file: str | None = argument(None, help="Cases: mesh, operators, placements; - for stdin.")
     model: str | None = option(
         None, "--model", help="Instead of FILE: layers of a shipped model or config.json, none placed."
     )
@@ -147,7 +147,7 @@ class Service(Request):
     """Answer questions and make runs for others: http://127.0.0.1:8600, described at /openapi.json.
 
     Every accepted job ends with a result or a stated failure, also when processes are killed. Listens on this machine
-    only unless told otherwise. Ctrl-C ends it.
+    only by default. Ctrl-C ends it.
     """
 
     port: int = option(8600, "--port", least=1, most=65535, help="Port to listen on.")

@@ -1,4 +1,4 @@
-"""Compare several GPU counts: the best plan on each, and the best count by the objective.
+"""Compare several GPU counts: the best plan on each, the best count by the objective, and the fewest that fit.
 
 On one GPU count, step time, throughput and cost per token order plans alike. Between counts they do not: more GPUs are
 faster, fewer are cheaper per token.
@@ -6,13 +6,16 @@ faster, fewer are cheaper per token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import islice
 
 from planner.search.deadline import NOT_TRIED, over
 from planner.search.result import GpuCountRow, SearchResult
-from simulator.config.estimate import Estimate
+from simulator.config.estimate import SURE, Estimate
 from topology.errors import Infeasible
+
+MOST_COUNTS = 12  # from the first on which a plan may fit, that are searched for one that surely does
 
 
 def cost_per_million_tokens(estimate: Estimate, gpu_price_per_hour: float | None) -> float | None:
@@ -58,19 +61,56 @@ def best_gpu_count(
             rows.append(GpuCountRow(gpus=gpus, problem=error.what))
             continue
         first = found.plans[0].estimate
-        rows.append(
-            GpuCountRow(
-                gpus=gpus,
-                plan=found.plans[0].plan,
-                step_s=first.step_s.value,
-                tokens_per_s_per_gpu=first.tokens_per_s_per_gpu,
-                reserved_bytes=first.memory.reserved_bytes,
-                cost_per_million_tokens=cost_per_million_tokens(first, gpu_price_per_hour),
-            )
-        )
+        rows.append(_row(gpus, found, gpu_price_per_hour))
         if best is None or objective_value(first, objective) < objective_value(best.plans[0].estimate, objective):
             best = found
     if best is None:
         assert failure is not None  # noqa: S101 - some count was tried
         raise failure
     return replace(best, by_gpus=tuple(rows))
+
+
+def fewest_gpus(
+    search: Callable[[int], SearchResult],
+    counts: Iterable[int],
+    *,
+    gpu_price_per_hour: float | None = None,
+    deadline: float | None = None,
+) -> SearchResult:
+    """Return the result of the first of `counts` with a plan that surely fits, with a row for each that was tried.
+
+    Where none of the first MOST_COUNTS has one, or none that was tried by the deadline, the first with a plan that may
+    fit is returned. Raises Infeasible if there is none either.
+    """
+    may_fit: SearchResult | None = None
+    failure: Infeasible | None = None
+    rows: list[GpuCountRow] = []
+    for gpus in islice(counts, MOST_COUNTS):
+        if rows and over(deadline):
+            break
+        try:
+            found = search(gpus)
+        except Infeasible as error:
+            failure = failure or error
+            rows.append(GpuCountRow(gpus=gpus, problem=error.what))
+            continue
+        rows.append(_row(gpus, found, gpu_price_per_hour))
+        if found.plans[0].fit_probability >= SURE:
+            return replace(found, by_gpus=tuple(rows))
+        may_fit = may_fit or found
+    if may_fit is None:
+        raise failure or Infeasible("no number of GPUs was tried", remedy="--gpus with a number")
+    return replace(may_fit, by_gpus=tuple(rows))
+
+
+def _row(gpus: int, found: SearchResult, gpu_price_per_hour: float | None) -> GpuCountRow:
+    first = found.plans[0].estimate
+    return GpuCountRow(
+        gpus=gpus,
+        plan=found.plans[0].plan,
+        step_s=first.step_s.value,
+        tokens_per_s_per_gpu=first.tokens_per_s_per_gpu,
+        reserved_bytes=first.memory.reserved_bytes,
+        cost_per_million_tokens=cost_per_million_tokens(first, gpu_price_per_hour),
+        fit_probability=first.memory.fit_probability,
+    )

@@ -157,7 +157,7 @@ def plan_of(table: PlanTable) -> Plan:
 
 def walked_together(table: PlanTable, context: CostContext, *, traffic: bool = True) -> list[NDArray[np.intp]]:
     """Return the plans of a table in groups that differ in amounts only; without `traffic`, in that of data parallelism
-    too, but for whether parameters are let go of after each pass.
+    too, but for whether parameters are freed after each pass.
     """
     m = table.micro_batches
     period = np.zeros(len(table))
@@ -195,7 +195,7 @@ def account_unpipelined(inputs: AccountInputs) -> Account:
     data = walk.begin(rank)
     rank.start()
     # Of two micro batches the middle one of three is taken back.
-    # Beside each other the first two passes are a beginning of their own.
+    # Run at the same time, the first two passes are a beginning of their own.
     walked_out = WALKED + int(context.table.paired[0])
     count = 1 if m[0] <= 1 else walked_out
     for number in range(count):
@@ -331,7 +331,8 @@ class PipelineEnd:
     def longer_by(self, rounds: Floats, before: PipelineEnd) -> PipelineEnd:
         """Return the end of a step of so many `rounds` more; `before` is that of one round less.
 
-        A rank with more to do than others waits less with every round, until it sets the pace; so does a host.
+        A rank with more to do than others waits less with every round, until every round is as long as its own work;
+        so does a host.
         """
 
         def further(quantity: str) -> Floats:

@@ -3,7 +3,7 @@ anew.
 
 torch's allocator keeps what is freed. When the driver has no more to give, it waits for the device, returns every
 block that is not in use (`cudaFree`), and tries again; only if that fails too is memory out. What was returned is asked
-for again in the same step, so a plan whose pools together do not fit beside what is not the allocator's runs, but
+for again in the same step, so a plan whose pools together do not fit alongside what is not the allocator's runs, but
 pays for it in every step (c10/cuda/CUDACachingAllocator.cpp: `release_cached_blocks`, `num_alloc_retries`).
 
 Whether that happens is not certain where what is reserved comes near: the cost is weighed by how likely it is.

@@ -37,9 +37,9 @@ class PassClocks:
     waits_s: Floats  # until the host goes on from the device's start, where it waits for the device
     slack_s: Floats  # by how much the device ends later where the host is behind
     lead_s: Floats
-    tail_s: Floats
+    drain_s: Floats
     sent_s: Floats  # what the stream of shards carries for it
-    summed_tail_s: Floats
+    summed_drain_s: Floats
     summed_s: Floats  # and that of sums over their replicas
     waits_for_traffic: bool
 
@@ -268,7 +268,7 @@ class TableWalk:
             here = slice(first, end)
             state = self.state[here]
             compute, host, wire, summed = compute_s[state], host_s[state], wire_s[state], summed_s[state]
-            device, kernels, hosted, waiting, slack, lead, tail, sent, summed_tail, sums = self.seconds[:, here]
+            device, kernels, hosted, waiting, slack, lead, drain, sent, summed_drain, sums = self.seconds[:, here]
             for needs, bubbles in zip(self.needs, self.bubbles, strict=True):
                 some = slice(*needs.starts[wave : wave + 2])
                 if some.stop == some.start:
@@ -291,8 +291,8 @@ class TableWalk:
                 contention[here] = longer
                 compute = compute + longer
             host = np.maximum(host + hosted, begins + waiting)
-            wire = np.maximum(wire + sent, compute + tail)
-            summed = np.maximum(summed + sums, compute + summed_tail)
+            wire = np.maximum(wire + sent, compute + drain)
+            summed = np.maximum(summed + sums, compute + summed_drain)
             if waits[wave]:
                 begins = np.where(self.waits[here], np.maximum(np.maximum(wire, summed), compute), compute)
                 dp_waits[here] += begins - compute
@@ -336,9 +336,7 @@ class TableWalk:
             shape = course.table.schedule.ranks, plans
             mine = slice(start, start + shape[0] * plans)
             of_rank = {part: seconds[mine].reshape(shape) for part, seconds in waits.items()}
-            clocks = (
-                each[mine].reshape(shape) for each in (self.host, self.compute, self.wire, self.summed, filling)
-            )
+            clocks = (each[mine].reshape(shape) for each in (self.host, self.compute, self.wire, self.summed, filling))
             found.append(Clocks(*clocks, waits=of_rank))
         return found
 
@@ -349,7 +347,7 @@ def _pass_values(course: Course) -> tuple[Floats, Ints, NDArray[np.bool_]]:
     """
     number_of: dict[int, int] = {}
     numbers = [number_of.setdefault(id(did), len(number_of)) for did in course.passes]
-    differing = {number: did for number, did in zip(numbers, course.passes, strict=True)}
+    differing = dict(zip(numbers, course.passes, strict=True))
     values = np.empty((len(SECONDS), len(differing), len(course.begins_s)))
     for number, did in differing.items():
         for row, name in enumerate(SECONDS):

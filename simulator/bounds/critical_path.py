@@ -36,8 +36,8 @@ def longest_paths(walk: TableWalk, last: Sequence[int]) -> list[Path]:
         visited.append(now)
         now = np.where(now >= 0, before[now], -1)
     paths = []
-    for course, first_hop, places in zip(walk.courses, walk.hops_of.tolist(), np.array(visited).T, strict=True):
-        places = places[places >= 0]
+    for course, first_hop, visits in zip(walk.courses, walk.hops_of.tolist(), np.array(visited).T, strict=True):
+        places = visits[visits >= 0]
         passes = np.bincount(walk.kind[places], minlength=len(course.table.kinds))
         shape = course.hops.seconds.shape[:2]
         mine = np.concatenate([some[places] for some in hops])

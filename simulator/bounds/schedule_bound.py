@@ -1,9 +1,9 @@
 """What no step through a pipeline can beat, counted from its schedule's table: passes, messages and waits for them.
 
 A pass takes no less than its kernels, the copies of parameters that are not there, and the gathers that each unit waits
-for. Hosts, traffic of other streams beside compute, and gathers ahead of a pass are left out, so the account of a step
-(`simulator.analytical.account`), which has all of them, is never below. A table is walked once for all plans that share
-it.
+for. Hosts, traffic of other streams alongside compute, and gathers ahead of a pass are left out, so the account of a
+step (`simulator.analytical.account`), which has all of them, is never below. A table is walked once for all plans that
+share it.
 """
 
 from __future__ import annotations
@@ -175,7 +175,9 @@ class _Group:
 
     def quickest(self) -> int:
         """Return the plan with the least bound of those not walked yet; at first that whose passes take least."""
-        return int(np.argmin(np.where(self.walked, np.inf, self._done if self.walked.any() else self._device.sum(axis=0))))
+        return int(
+            np.argmin(np.where(self.walked, np.inf, self._done if self.walked.any() else self._device.sum(axis=0)))
+        )
 
     def course(self, row: int) -> Course:
         """Return the passes of a plan as they are walked: hosts do nothing.
@@ -197,9 +199,9 @@ class _Group:
                     waits_s=long_ago,
                     slack_s=nothing,
                     lead_s=long_ago,
-                    tail_s=first + shards - device if reduces else long_ago,
+                    drain_s=first + shards - device if reduces else long_ago,
                     sent_s=nothing if self._replicated[row] else shards,
-                    summed_tail_s=first + replicas - device if reduces else long_ago,
+                    summed_drain_s=first + replicas - device if reduces else long_ago,
                     summed_s=nothing,
                     waits_for_traffic=False,
                 )
@@ -218,8 +220,12 @@ class _Group:
         places, kinds, ends = passes.places[mine], passes.kind[mine].tolist(), []
         for number, kind in enumerate(kinds):
             following = (kind,) if replicas or self._replicated[row] else tuple(kinds[number:])
-            sent_s = sum(float((self.passes[k].replicas_s if replicas else self.passes[k].shards_s)[row]) for k in following)
-            ends.append((passes.began[mine][number] + float(self.passes[kind].first_s[row]) + sent_s, number, following))
+            sent_s = sum(
+                float((self.passes[k].replicas_s if replicas else self.passes[k].shards_s)[row]) for k in following
+            )
+            ends.append(
+                (passes.began[mine][number] + float(self.passes[kind].first_s[row]) + sent_s, number, following)
+            )
         _, number, following = max(ends)
         return _End(int(places[number]), float(clocks.sent[sender, 0]), sent=following, replicas=replicas)
 

@@ -40,7 +40,7 @@ from simulator.step.context import CostContext
 from simulator.step.held import Parameters, local_parameters
 from simulator.step.walk import message_bytes
 
-# A bound may be the step itself, added up in another order: it is told so much lower.
+# A bound may be the step itself, added up in another order: it is lowered by so much.
 ROUNDED = 1.0 - 1e-12
 
 

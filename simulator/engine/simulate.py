@@ -66,7 +66,7 @@ def simulate(
     describes.
 
     `folded=False` simulates every rank by itself: same times, for checking and for looking at all of them.
-    `spans=False` leaves the trace empty, for when only times and peaks matter. `watch` is told the simulated time some
+    `spans=False` leaves the trace empty, for when only times and peaks matter. `watch` gets the simulated time some
     dozens of times a second; what it raises ends the run. Raises PlannerError when the program does not come to an end.
     """
     return _Machine(program, costs, folded=folded, spans=spans).run(watch)
@@ -115,7 +115,7 @@ class _Machine:
         self.spans: list[tr.Span] = []
         self.flows: list[tr.Flow] = []
         self.link_use: dict[int, list[tuple[float, float]]] = {}
-        self.end_s = 0.0  # when the last process ended; the clock may run on to timers that no longer matter
+        self.end_s = 0.0  # when the last process ended; the clock may run on to timers that nothing waits for
         self.ranks = [_Rank(self, rank_class) for rank_class in self.folding.classes]
 
     def run(self, watch: Callable[[float], None] | None) -> Run:

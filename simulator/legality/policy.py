@@ -78,7 +78,7 @@ POLICY_RULES: list[Rule] = [
         lambda c, q: (c.ep_overlap != "none") & ~one_of(c.recompute, _recomputes_beside(q)),
         lambda p, q: (
             f"ep_overlap {p.ep_overlap} with recompute {p.recompute!r}: {q.framework.title} cannot run passes of two micro "
-            f"batches beside each other with it; {' or '.join(_recomputes_beside(q))} can"
+            f"batches at the same time with it; {' or '.join(_recomputes_beside(q))} can"
         ),
     ),
     policy_rule(
@@ -86,7 +86,7 @@ POLICY_RULES: list[Rule] = [
         "reshard_after_forward",
         lambda c, q: (c.ep_overlap != "none") & (c.reshard_after_forward == 1),
         lambda p, q: (
-            f"ep_overlap {p.ep_overlap} with parameters that are let go after each pass: two passes at once that gather the same "
+            f"ep_overlap {p.ep_overlap} with parameters that are freed after each pass: two passes at once that gather the same "
             "layers are not modelled; --no-reshard-after-forward"
         ),
     ),

@@ -40,7 +40,7 @@ class Gathered(IntEnum):
     ALL = 3
 
 
-# What a pass leaves where parameters are let go after use. Between the halves of a backward all are kept.
+# What a pass leaves where parameters are freed after use. Between the halves of a backward all are kept.
 LEAVES = {
     Kind.FORWARD: Gathered.LAST,
     Kind.BACKWARD: Gathered.NONE,

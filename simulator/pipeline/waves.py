@@ -113,8 +113,22 @@ def waves_of(schedule: Schedule) -> Waves:
     slot = 2 * local[passes.stage] + forward
     coming = message[made_by(source)[needed]]
     ends = [
-        Ends(first[needed], _number(passes.action[needed]), coming, slot[sent][coming], home[source[needed]], passes.rank[needed]),
-        Ends(last[sent], _number(passes.action[sent]), np.arange(len(sent)), slot[sent], passes.rank[sent], home[target[sent]]),
+        Ends(
+            first[needed],
+            _number(passes.action[needed]),
+            coming,
+            slot[sent][coming],
+            home[source[needed]],
+            passes.rank[needed],
+        ),
+        Ends(
+            last[sent],
+            _number(passes.action[sent]),
+            np.arange(len(sent)),
+            slot[sent],
+            passes.rank[sent],
+            home[target[sent]],
+        ),
     ]
     wave = _waves(schedule, passes, *ends)
     return Waves(passes, wave, *ends, messages=len(sent), slots=2 * schedule.stages_per_rank)

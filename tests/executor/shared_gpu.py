@@ -2,7 +2,7 @@
 
 NCCL refuses two ranks on one GPU, so the group is gloo's: it takes CUDA tensors for collectives, by way of host memory,
 but not for sends and receives (torch 2.11, ProcessGroupGloo.cpp and ProcessGroupGlooCuda.cpp). Symmetric memory needs
-only the group's store, and allows one device for all ranks when it is told so (CUDASymmetricMemory.cu). The driver lets
+only the group's store, and allows one device for all ranks when it is set so (CUDASymmetricMemory.cu). The driver lets
 the processes take turns on the GPU, a few milliseconds each: whoever spins is interrupted, so waits end, but each costs
 turns of all others. Results mean what they mean on several GPUs; times mean nothing, and neither NVLink nor the order
 in which its traffic becomes visible is tested.

@@ -40,7 +40,7 @@ def run_of(tmp_path, name: str, plan: Plan, **changes) -> Run:
 
 
 def test_runs_of_equal_meshes_share_processes(tmp_path) -> None:
-    """Other groups would keep their communicators' memory beside those of the next."""
+    """Other groups would keep their communicators' memory alongside those of the next."""
     plans = {
         "a": Plan(dp_shard=2),
         "b": Plan(),
@@ -62,11 +62,11 @@ def test_a_run_that_fails_takes_none_of_the_others_with_it(tmp_path, monkeypatch
         "last": Plan(tp=2, micro_batch_size=2),
     }
     runs = [run_of(tmp_path, name, plan) for name, plan in plans.items()]
-    told = []
+    reported = []
 
-    documents = run_many(runs, 120, lambda run, document: told.append((run.out.name, document["status"])))
+    documents = run_many(runs, 120, lambda run, document: reported.append((run.out.name, document["status"])))
 
-    assert told == [("first", "finished"), ("again", "finished"), ("bad", "failed"), ("last", "finished")]
+    assert reported == [("first", "finished"), ("again", "finished"), ("bad", "failed"), ("last", "finished")]
     assert "this one ends its processes" in documents[2]["failure"]["message"]
     kept = json.loads((tmp_path / "last" / "run.json").read_text())
     assert kept["measured"]["steps"] == 2

@@ -291,7 +291,7 @@ def _verdict(folder: Path, name: str) -> dict:
 @pytest.mark.parametrize(
     ("ranks", "name"),
     [(2, name) for name in TWO | TYPES]
-    + [pytest.param(4, name, marks=[pytest.mark.long] * name.startswith("compiled")) for name in FOUR]
+    + [pytest.param(4, name, marks=[pytest.mark.nightly] * name.startswith("compiled")) for name in FOUR]
     + [(8, name) for name in EIGHT],
 )
 def test_a_plan_computes_what_one_process_computes(results, ranks: int, name: str) -> None:

@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import planner as package
-from planner.configs.answer import Checked, ask, check_text
+from planner.configs.answer import Checked, check_text
+from planner.configs.asked import ask
 from planner.configs.formats.command_line import CommandLine, option_kinds
 from planner.configs.formats.configuration import CheckFlags, NotAConfiguration
 from planner.configs.formats.documents import TomlDocument, YamlDocument
@@ -39,8 +40,8 @@ ANSWERS = {
     "megatron_llama3_8b_fp8.sh": (CheckFlags(), True, None, "low_precision_recipe = delayed"),
     "bridge_llama32_1b.yaml": (CheckFlags(gpus=8), True, True, ""),
     "deepspeed_zero3_auto.json": (CheckFlags(model="qwen2.5-7b", seq_len=2048, launch=LAUNCH), True, True, ""),
-    "deepspeed_zero2_autotp.json": (CheckFlags(launch=LAUNCH), True, True, ""),
-    "accelerate_fsdp1.yaml": (CheckFlags(model="llama3-8b", seq_len=2048), True, True, "global batch 64"),
+    "deepspeed_zero2_autotp.json": (CheckFlags(model="llama3-8b", launch=LAUNCH), True, True, ""),
+    "accelerate_fsdp1.yaml": (CheckFlags(model="llama3-8b", seq_len=2048), True, True, "global batch 8 ("),
     "accelerate_zero3.yaml": (CheckFlags(model="llama3-8b", seq_len=2048), True, True, ""),
     "accelerate_tp_hsdp.yaml": (CheckFlags(model="llama3-8b", seq_len=4096), True, True, ""),
     "accelerate_cp.yaml": (CheckFlags(model="llama3-8b", seq_len=65536), True, False, ""),
@@ -150,7 +151,8 @@ def test_what_a_file_leaves_open_is_said_beside_it() -> None:
     """By flags and by the launch line, whose options that nothing reads are listed."""
 
     def plan_of(name: str, text: str = "", **flags: object) -> tuple[int, int, int, tuple[str, ...]]:
-        found = check_text(text or (KEPT / name).read_text(), name, CheckFlags(**flags), changes=False)
+        known = CheckFlags(model="llama3-8b", **flags)
+        found = check_text(text or (KEPT / name).read_text(), name, known, changes=False)
         workload = found.found.case.question.workload
         batch = (found.found.case.plan.micro_batch_size, workload.global_batch_size)
         return (*batch, workload.seq_len, found.configuration.unknown)
@@ -164,6 +166,8 @@ def test_what_a_file_leaves_open_is_said_beside_it() -> None:
         '{"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": "auto", "bf16": {"enabled": true}}'
     )
     assert plan_of("a.json", open_batch, gpus=8, micro_batch=2, global_batch=64)[:2] == (2, 64)
+    # Nothing is accumulated where nobody says so: Transformers' and accelerate's default.
+    assert plan_of("a.json", open_batch, gpus=8)[:2] == plan_of(file)[:2] == (1, 8)
     titan = check_text(
         (KEPT / "torchtitan_llama3_8b.toml").read_text(), "a.toml", CheckFlags(launch=LAUNCH), changes=False
     )

@@ -30,14 +30,14 @@ def test_plans_are_those_of_suggest(explorer, capsys):
     shown = table(explorer("plans", **QUESTION), "plan")
 
     assert len(shown) == len(document["plans"])
-    for row, told in zip(shown.to_dict("records"), document["plans"], strict=True):
-        estimate = told["estimate"]
+    for row, reported in zip(shown.to_dict("records"), document["plans"], strict=True):
+        estimate = reported["estimate"]
         step = estimate["step_s"]
-        assert row["rank"] == told["rank"]
-        assert row["plan"] == plan_name(plan_of(told["plan"]))
+        assert row["rank"] == reported["rank"]
+        assert row["plan"] == plan_name(plan_of(reported["plan"]))
         assert row["step_s"] == pytest.approx(step["value"], rel=1e-12)
         assert row["peak_gib"] * 2**30 == pytest.approx(estimate["memory"]["reserved_bytes"], rel=1e-12)
-        assert (told["lost_because"] or "the first") in row["why"]
+        assert (reported["lost_because"] or "the first") in row["why"]
         # To the digits that are shown, which the range of the step allows.
         assert seconds(row["step"]) == pytest.approx(step["value"], abs=0.51 * place(row["step"]))
         assert place(row["step"]) >= 0.01 * (step["high"] - step["low"])
@@ -65,9 +65,11 @@ def place(text):
     return 10.0 ** -len(value.partition(".")[2]) * UNITS[unit]
 
 
-def plan_of(told):
+def plan_of(reported):
     names = set(Plan.__dataclass_fields__)
-    values = {key: tuple(value) if isinstance(value, list) else value for key, value in told.items() if key in names}
+    values = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in reported.items() if key in names
+    }
     return Plan(**values)
 
 

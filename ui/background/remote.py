@@ -18,6 +18,7 @@ from topology import codec
 from topology.errors import PlannerError
 from ui.question import uploads
 from ui.question.state import Inputs
+from ui.row_types import Document
 
 if TYPE_CHECKING:
     from planner.remote.client import Client
@@ -28,9 +29,7 @@ class RemoteJob:
     ended.
     """
 
-    def __init__(
-        self, client: Client, command: str, said: dict[str, Any], read: Callable[[dict[str, Any]], Any]
-    ) -> None:
+    def __init__(self, client: Client, command: str, said: Document, read: Callable[[Document], Any]) -> None:
         self.started = time.monotonic()
         self.line = ""
         self.result: Any = None
@@ -64,9 +63,7 @@ class RemoteJob:
             self._client.cancel(self._job)
 
 
-def search_request(
-    question: Inputs, *, top: int, flags: Flags | None = None, price: float | None = None
-) -> dict[str, Any]:
+def search_request(question: Inputs, *, top: int, flags: Flags | None = None, price: float | None = None) -> Document:
     """Return the flags of `planner suggest` for a question, with uploads as files. `flags` are others than its own."""
     stated = flags or question.flags()
     said = {
@@ -86,7 +83,7 @@ def search_request(
     return {key: value for key, value in said.items() if value is not None}
 
 
-def read_search(document: dict[str, Any], flags: Flags, framework: str) -> SearchResult:
+def read_search(document: Document, flags: Flags, framework: str) -> SearchResult:
     """Return the result that a service answered for `flags`. Raises BadInput, and ServiceError for another
     version's.
     """
@@ -106,7 +103,6 @@ def read_search(document: dict[str, Any], flags: Flags, framework: str) -> Searc
         runtime=codec.convert(about["runtime"], Runtime, where="runtime"),
     )
     plans = [{key: value for key, value in one.items() if key != "traffic"} for one in document["plans"]]
-    may_fit = document["may_fit"]
     return SearchResult(
         question=question,
         search=codec.convert(document["search"], SearchStats, where="search"),
@@ -114,5 +110,5 @@ def read_search(document: dict[str, Any], flags: Flags, framework: str) -> Searc
         rejected={str(name): int(count) for name, count in document["rejected"].items()},
         assumed=tuple(map(str, document["assumed"])),
         by_gpus=tuple(codec.convert(one, GpuCountRow, where="by_gpus") for one in document["by_gpus"]),
-        may_fit=None if may_fit is None else codec.convert(may_fit, MayFit, where="may_fit"),
+        likely=tuple(codec.convert(one, MayFit, where="likely") for one in document["likely"]),
     )

@@ -36,6 +36,7 @@ from simulator.program.critical_path import critical_path, path_parts_s
 from topology import codec
 from topology.cluster import Cluster
 from ui.charts.timeline import Timeline, samples, timeline
+from ui.row_types import Document
 
 Progress = Callable[[str], None]
 SERVING_LISTED = 10
@@ -120,9 +121,9 @@ def _busiest_links(run: Run, cluster: Cluster) -> dict[str, Samples]:
     return {names[medium]: kept for medium, (_, kept) in sorted(best.items(), reverse=True)}
 
 
-def check(progress: Progress, text: str, name: str, flags: CheckFlags) -> dict[str, Any]:
+def check(progress: Progress, text: str, name: str, flags: CheckFlags) -> Document:
     """Return what `planner check --json` answers."""
-    found: dict[str, Any] = any_document(name, check_any(text, name, flags, progress=progress))
+    found: Document = any_document(name, check_any(text, name, flags, progress=progress))
     return found
 
 

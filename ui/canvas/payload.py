@@ -1,4 +1,4 @@
-"""What the browser is told of a step: lanes of spans as columns of numbers, and quantities over the same time axis."""
+"""What the browser gets of a step: lanes of spans as columns of numbers, and quantities over the same time axis."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from typing import Any
 import altair as alt
 
 from planner.pictures.palette import BAD, GOOD, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION
-from ui.charts.look import finished, paper, picked
+from ui.charts.look import Figure, finished, paper, picked
 
 
 def front(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -20,7 +20,7 @@ def front(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return best
 
 
-def scatter(rows: Sequence[Mapping[str, Any]], *, limit_gib: float, chosen: str | None, dark: bool) -> alt.LayerChart:
+def scatter(rows: Sequence[Mapping[str, Any]], *, limit_gib: float, chosen: str | None, dark: bool) -> Figure:
     """Draw step time against memory, with the Pareto front, the capacity of the GPU, and a ring around the chosen plan.
 
     Rows are those of `ui.rows.plan_rows`.
@@ -88,7 +88,7 @@ def scatter(rows: Sequence[Mapping[str, Any]], *, limit_gib: float, chosen: str 
     return finished(alt.layer(line, limit, label, points, numbers, ring).properties(height=380), dark)
 
 
-def ranges(rows: Sequence[Mapping[str, Any]], *, chosen: Sequence[str], dark: bool) -> alt.LayerChart:
+def ranges(rows: Sequence[Mapping[str, Any]], *, chosen: Sequence[str], dark: bool) -> Figure:
     """Draw each plan's step as a mark on the bar of its range; plans that may not fit are hollow, the chosen have
     rings.
 
@@ -132,11 +132,11 @@ def ranges(rows: Sequence[Mapping[str, Any]], *, chosen: Sequence[str], dark: bo
     return finished(alt.layer(bars, ring, marks.add_params(picked())).properties(height=alt.Step(30)), dark)
 
 
-def counts(rows: Mapping[str, int], *, dark: bool) -> alt.LayerChart:
+def counts(rows: Mapping[str, int], *, dark: bool) -> Figure:
     """Draw how many candidates each rule rejected, the most first, on a logarithmic axis."""
     p = paper(dark)
     values = [{"rule": rule, "count": count, "text": f"{count:,}"} for rule, count in rows.items() if count]
-    top = max((value["count"] for value in values), default=1)
+    top = max((*rows.values(), 1))
     ticks = [10**power for power in range(len(str(top)) + 1) if 10**power <= top * 2]
     base = alt.Chart(alt.Data(values=values)).encode(
         y=alt.Y("rule:N", sort=None, title=None, axis=None),
@@ -148,7 +148,7 @@ def counts(rows: Mapping[str, int], *, dark: bool) -> alt.LayerChart:
         title="candidates (logarithmic)",
         axis=alt.Axis(values=ticks, format=","),
     )
-    # Reasons stand above their bars: beside them, they would leave a phone no room for bars.
+    # Reasons stand above their bars: next to them, they would leave a phone no room for bars.
     why = base.mark_text(align="left", baseline="bottom", dy=-2, color=p.ink, fontSize=12).encode(
         x=alt.value(0), text="rule:N"
     )
@@ -162,7 +162,7 @@ COLOURS = (GOOD, VERMILION, GREEN, PURPLE)
 
 def sensitivity(
     rows: Sequence[Mapping[str, Any]], *, quantity: str, now: float, flip: float | None, dark: bool
-) -> alt.LayerChart:
+) -> Figure:
     """Draw step time over a link rate, one line per plan, with the present rate and the flip point.
 
     Rows have rate (bytes/s), plan, step_s.

@@ -4,7 +4,7 @@ result.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import streamlit as st
 
@@ -68,7 +68,7 @@ def _memory(question: state.Inputs, result: SearchResult, ranked: RankedPlan) ->
     )
     drawn = charts.memory(stage_parts(memory), memory.capacity_bytes, dark=panels.dark())
     panels.chart(drawn, key="memory", alt=_memory_finding(memory))
-    shown = [
+    shown: list[panels.Row] = [
         {"category": words(name), "GiB": nbytes / GIB, "share": nbytes / max(peak.value, 1.0)}
         for name, nbytes in sorted(memory.by_category.items(), key=lambda item: -item[1])
         if nbytes >= 0.005 * GIB
@@ -215,7 +215,7 @@ def _change(question: state.Inputs, result: SearchResult, ranked: RankedPlan) ->
     modes = list(dict.fromkeys([plan.recompute, *framework.recomputes]))
     recompute = places[len(now)].selectbox("Recompute", modes, key=f"x_recompute_{name}")
     if degrees == now and recompute == plan.recompute:
-        st.caption("Change a value to see what it costs beside this plan.")
+        st.caption("Change a value to see what it costs compared with this plan.")
         return
     flags = rows.changed_flags(plan, degrees, str(recompute))
     try:
@@ -264,7 +264,7 @@ def _difference(before: Estimate, after: Estimate) -> None:
     """Show the changed plan's figures; a difference smaller than the error of the model has no colour."""
     slower = after.step_s.value / before.step_s.value - 1
     more = after.memory.reserved_bytes - before.memory.reserved_bytes
-    hue = "off" if abs(slower) < TIE else "red" if slower > 0 else "green"
+    hue: Literal["off", "red", "green"] = "off" if abs(slower) < TIE else "red" if slower > 0 else "green"
     held, verdict = rows.memory_figure(after.memory)
     with st.container(horizontal=True, gap="small"):
         step = "about the same" if abs(slower) < TIE else f"{slower:+.0%}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import streamlit as st
 
@@ -11,6 +11,7 @@ from planner.io import plan_words
 from ui import data, jobs, panels
 from ui.canvas import measured_run
 from ui.question import state
+from ui.row_types import Document
 
 if TYPE_CHECKING:
     from planner.search.result import RankedPlan, SearchResult
@@ -34,7 +35,7 @@ def show() -> None:
         measured_run.show_job(found)
         st.page_link(
             state.view("measured"),
-            label="All runs beside their predictions",
+            label="All runs with their predictions",
             icon=":material/straighten:",
             query_params=state.link(),
         )
@@ -72,7 +73,7 @@ def _form(result: SearchResult, ranked: RankedPlan) -> None:
             if wrong:
                 st.warning(wrong)
                 return
-            said: dict[str, Any] = {"budget": f"{minutes}m", "steps": int(steps)}
+            said: Document = {"budget": f"{minutes}m", "steps": int(steps)}
             said |= {"device": device} if by == "local" else {"launcher": by, "submit": submit}
             said |= {"image": image} if by == "trainjob" else {}
             said["plan"] = {"name": "plan.json", "content": data.plan_file_text(result, ranked)}
@@ -90,7 +91,7 @@ def _contradiction(device: str, by: str, image: str, *, submit: bool) -> str:
     return ""
 
 
-def _job_file(answer: dict[str, Any]) -> None:
+def _job_file(answer: Document) -> None:
     """Show a job's file that was written for a scheduler, and how it is started."""
     panels.section("The job", panels.plain("; ".join(answer["advice"])))
     name = Path(answer["file"]).name

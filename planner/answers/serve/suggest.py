@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from planner.requests.serving import Task, refuse, stated
 from planner.requests.training import Suggest
@@ -15,6 +14,7 @@ from planner.serving.question.from_flags import flags_of_search, serving_questio
 from planner.serving.reports.documents import serving_document
 from planner.serving.search import ServingPlan, ServingResult, search_serving
 from simulator.config.plan import PLAN_FIELDS
+from topology.codec import JsonObject
 from topology.errors import UserError
 
 # Options of `suggest` that mean nothing when serving; of those with a default it counts whether they were stated.
@@ -41,7 +41,7 @@ class SuggestedDeployments:
         """Deployments with their estimates, best first."""
         return self.result.plans[: self.top]
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Return the JSON document of the command."""
         return serving_document(self.result, self.over_clients, top=self.top)
 

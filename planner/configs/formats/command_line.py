@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from planner.configs.formats.documents import Document, bounded
+from planner.configs.formats.documents import Document, Settings, bounded
 from topology.errors import BadInput
 
 WORD = re.compile(
@@ -138,7 +138,7 @@ class CommandLine(Document):
                     return int(value)
         return None
 
-    def edited(self, changes: dict[str, Any]) -> str:
+    def edited(self, changes: Settings) -> str:
         edits: list[tuple[int, int, str]] = []
         added = []
         for key, value in changes.items():

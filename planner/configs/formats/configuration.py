@@ -22,7 +22,7 @@ Limits = Mapping[str, Values | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckFlags:
-    """What the command line says beside the file."""
+    """What the command line says besides the file."""
 
     model: str | None = None
     cluster: str | None = None
@@ -32,6 +32,7 @@ class CheckFlags:
     global_batch: int | None = None
     micro_batch: int | None = None
     launch: str = ""
+    variables: tuple[tuple[str, str], ...] = ()  # of a script, where it does not set them
     release: str = ""  # of a serving engine, where the command does not say it
 
 
@@ -39,8 +40,9 @@ class CheckFlags:
 class Configuration:
     """A file that was read. `settings` are what the `table` reads; `rules` is the framework whose legality counts.
 
-    `model` is the model that the file itself describes, by name or whole; None where it has none. `gpus` is how many
-    the file says it is for, in a comment where `in_a_comment`, as is `cluster` then. `behaves_as` is the version whose
+    `model` is the model that the file itself describes or names; None where it has none that is known, and
+    `unknown_model` then says what it says of it. `gpus` is how many the file says it is for, in a comment where
+    `in_a_comment`, as is `cluster` then, and `machines` over how many hosts. `behaves_as` is the version whose
     step is predicted, where that is not `version`. `given` are facts that it holds in no key. `edit` turns changed
     settings into a new text.
     """
@@ -53,8 +55,10 @@ class Configuration:
     settings: Settings
     table: Table
     edit: Callable[[Settings], str]
-    model: Model | str | None = None
+    model: Model | None = None
+    unknown_model: str = ""
     gpus: int | None = None
+    machines: int | None = None
     given: Facts = field(default_factory=dict)
     unknown: tuple[str, ...] = ()
     assumed: tuple[str, ...] = ()

@@ -8,7 +8,7 @@ Its default rank order tp-cp-ep-dp-pp names the fastest axis first (`megatron/co
 from __future__ import annotations
 
 from planner.export.frameworks.megatron_model import set_flags
-from planner.export.mapping import Entry, Facts, Settings, Table, one_of, truth, whole
+from planner.export.mapping import Entry, Facts, Settings, Table, layers_of, one_of, truth, whole
 from simulator.config.overlap_sites import NONE, USERBUFFERS
 from simulator.config.plan import Plan, default_schedule
 from simulator.pipeline.stages import counted_ends, stage_layers
@@ -111,16 +111,17 @@ def _read_pipeline(settings: Settings, facts: Facts) -> Facts:
         virtual = len(listed) // pp
     elif _PER_STAGE in settings:
         per_stage = whole(settings, _PER_STAGE)
-        if facts["layers"] % (pp * per_stage):
-            raise BadInput(f"{facts['layers']} layers are not a multiple of {pp} ranks x {_PER_STAGE} {per_stage}")
-        virtual = facts["layers"] // pp // per_stage
+        layers = layers_of(facts, _PER_STAGE)
+        if layers % (pp * per_stage):
+            raise BadInput(f"{layers} layers are not a multiple of {pp} ranks x {_PER_STAGE} {per_stage}")
+        virtual = layers // pp // per_stage
     elif any(flag in settings for flag in _ENDS):
-        listed = _with_ends(settings, facts["layers"], pp, virtual)
+        listed = _with_ends(settings, layers_of(facts, _ENDS[0]), pp, virtual)
     elif any(flag in settings for flag in _COUNTED):
-        listed = _with_counted_ends(settings, facts["layers"], pp * virtual)
+        listed = _with_counted_ends(settings, layers_of(facts, _COUNTED[0]), pp * virtual)
     schedule = default_schedule(virtual)
     even = stage_layers(
-        facts["layers"],
+        facts.get("layers", sum(listed)),
         Plan(pp=pp, virtual_stages=virtual, schedule=schedule),
         runtime_spec("megatron-lm").pipeline,
     )
@@ -272,8 +273,9 @@ def _read_recompute(settings: Settings, facts: Facts) -> Facts:
         return {"recompute": "none"}
     mode = one_of(settings, _RECOMPUTE[0], {"full": "full", "selective": "selective"}, "selective")
     count = whole(settings, _RECOMPUTE[2], 1, least=0)
-    held = facts["layers"] // (facts["pp"] * facts["virtual_stages"])
-    if mode == "full" and settings.get(_RECOMPUTE[1]) == "block" and count < held:
+    blocks = mode == "full" and settings.get(_RECOMPUTE[1]) == "block"
+    held = layers_of(facts, _RECOMPUTE[1]) // (facts["pp"] * facts["virtual_stages"]) if blocks else 0
+    if blocks and count < held:
         raise BadInput(
             f"full recomputation of {count} of the {held} layers of a stage is not described",
             why="--recompute-method block recomputes the first layers only",
@@ -301,7 +303,7 @@ def _read_types(settings: Settings, _: Facts) -> Facts:
         raise BadInput("--bf16 and --fp16 exclude each other")
     stored = "bfloat16" if bf16 else "float16" if fp16 else "float32"
     low = "--fp8-format" in settings or "--fp8-hybrid" in settings
-    # arguments.py: gradients are accumulated and reduced in float32 with bf16 unless told otherwise.
+    # arguments.py: gradients are accumulated and reduced in float32 with bf16 by default.
     reduce = "bfloat16" if truth(settings, "--grad-reduce-in-bf16") else "float16" if fp16 else "float32"
     if truth(settings, "--accumulate-allreduce-grads-in-fp32"):
         reduce = "float32"

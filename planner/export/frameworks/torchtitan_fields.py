@@ -13,6 +13,7 @@ from planner.export.mapping import (
     Settings,
     Table,
     data_parallel_rest,
+    layers_of,
     number,
     one_of,
     truth,
@@ -175,14 +176,15 @@ def _read_pipeline(settings: Settings, facts: Facts) -> Facts:
     if settings.get(_PER_STAGE) is not None:
         # pipeline_parallel.py, pipeline_llm: the embedding and the head count as layers.
         per_stage = whole(settings, _PER_STAGE)
-        stages = -(-(facts["layers"] + sum(less)) // per_stage)
+        stages = -(-(layers_of(facts, _PER_STAGE) + sum(less)) // per_stage)
         if stages % facts["pp"]:
             raise BadInput(
                 f"{_PER_STAGE} {per_stage} makes {stages} stages, not a multiple of {facts['pp']} pipeline ranks"
             )
         found["virtual_stages"] = stages // facts["pp"]
     if less != [1, 1]:
-        return _listed(found, _uneven(facts["layers"], facts["pp"] * found["virtual_stages"], less), facts)
+        counts = _uneven(layers_of(facts, _LESS[0]), facts["pp"] * found["virtual_stages"], less)
+        return _listed(found, counts, facts)
     return found
 
 
@@ -196,7 +198,7 @@ def _listed(found: Facts, counts: list[int], facts: Facts) -> Facts:
     """Return the stages as a list, or without it where it is what torchtitan would do by itself."""
     stages = len(counts) // facts["pp"]
     even = Plan(pp=facts["pp"], virtual_stages=stages, schedule=found["schedule"])
-    same = stage_layers(facts["layers"], even, runtime_spec("torchtitan").pipeline) == tuple(counts)
+    same = stage_layers(facts.get("layers", sum(counts)), even, runtime_spec("torchtitan").pipeline) == tuple(counts)
     return found | {"virtual_stages": stages, "layers_per_stage": () if same else tuple(counts)}
 
 
@@ -266,7 +268,7 @@ _BESIDE = "parallelism.pipeline_parallel_expert_parallel_overlap"
 
 
 def _pairs(facts: Facts) -> bool:
-    """Return whether 0.2.2 would overlap the all-to-all of experts unless told otherwise
+    """Return whether 0.2.2 would overlap the all-to-all of experts by default
     (distributed/dual_pipe_v.py).
     """
     return bool(facts["pp"] > 1 and facts["ep"] > 1 and facts["schedule"] in schedules_that(lambda kind: kind.pairs))

@@ -59,7 +59,7 @@ class Bounds:
     min_tokens_per_context_rank: int = 1024  # with fewer, attention kernels become too small
 
     def fixing(self, **values: Values | None) -> Bounds:
-        """Return the same with other values of some fields; None lets go of a field."""
+        """Return the same with other values of some fields; None frees a field."""
         stated = {name: value for name, value in {**self.stated, **values}.items() if value is not None}
         return replace(self, stated=stated)
 
@@ -273,8 +273,8 @@ def _with_batches(table: PlanColumns, facts: RuleFacts, bounds: Bounds, pruned: 
         if too_large:
             pruned[f"micro batch > {limit}"] += too_large
         for size in (s for s in sizes if s <= limit):
-            beside = _ep_overlaps(int(table.ep[row]), local // size, facts, bounds)
-            for (schedule, virtual), overlap in product(orders, beside):
+            modes = _ep_overlaps(int(table.ep[row]), local // size, facts, bounds)
+            for (schedule, virtual), overlap in product(orders, modes):
                 rows.append(row)
                 overlaps.append(overlap)
                 micro_batches.append(size)

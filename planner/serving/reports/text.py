@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from planner.io.grids import grid
-from planner.io.output import console
+from planner.io.grids import console, grid
 from planner.io.printable import printable
 from planner.serving.break_even import BreakEven, break_even
 from planner.serving.crossings import Row
@@ -100,7 +99,7 @@ def _cells(plan: ServingPlan) -> list[str]:
 
 
 def print_memory(question: ServingQuestion, estimate: ServingEstimate) -> None:
-    """Print what a GPU's memory holds, and the cache in vLLM's own words, to lay beside its log."""
+    """Print what a GPU's memory holds, and the cache in vLLM's own words, to compare with its log."""
     room, traffic = estimate.room, question.traffic
     longest = traffic.prompt.mean + traffic.output.mean
     parts = ", ".join(f"{name.replace('_', ' ')} {nbytes / GIB:.1f}" for name, nbytes in room.by_category.items())

@@ -95,7 +95,7 @@ class Row:
         self.actions: list[Action] = []
         self._forwards: dict[int, int] = {}
         self._backwards: dict[int, int] = {}
-        self.owed: deque[tuple[int, int]] = deque()  # weight gradients put off: (stage, micro batch)
+        self.delayed_weights: deque[tuple[int, int]] = deque()  # (stage, micro batch) of delayed weight gradients
 
     def _forward(self, stage: int) -> Action:
         turn = self._forwards.get(stage, 0)
@@ -114,16 +114,16 @@ class Row:
         self.actions.append(self._backward(stage))
 
     def input_grad(self, stage: int) -> None:
-        """The first half of a backward; the second is owed."""
+        """The first half of a backward; the second, the weight gradient, is delayed."""
         half = self._backward(stage, Kind.INPUT_GRAD)
         self.actions.append(half)
-        self.owed.append((stage, half.micro_batch))
+        self.delayed_weights.append((stage, half.micro_batch))
 
     def weight_grad(self, stage: int | None = None) -> None:
-        """Pay the oldest weight gradient that is owed (of `stage`, if given); nothing if there is none."""
-        for entry in self.owed:
+        """Run the oldest delayed weight gradient (of `stage`, if given); nothing if there is none."""
+        for entry in self.delayed_weights:
             if stage is None or entry[0] == stage:
-                self.owed.remove(entry)
+                self.delayed_weights.remove(entry)
                 self.actions.append(Action(entry[0], Kind.WEIGHT_GRAD, entry[1]))
                 return
 
@@ -157,5 +157,5 @@ def interleave(row: Row, place: Place, in_round: int, *, warm_up: int, weights_l
             row.input_grad(stage)
             if turn >= weights_lag:
                 row.weight_grad()
-    while row.owed:
+    while row.delayed_weights:
         row.weight_grad()
