@@ -123,9 +123,9 @@ def _steps_s(question: Question, finalists: Sequence[Finalist]) -> list[float]:
     is the same, and so is what a full allocator costs.
     """
     counted = [one.plan for one in finalists if one.method is Method.ANALYTICAL]
-    steps_s = iter(question.estimate(counted).step_s.tolist() if counted else ())
+    steps_s = iter(question.estimate(counted).step_s if counted else ())
     return [
-        next(steps_s)
+        float(next(steps_s))
         if one.method is Method.ANALYTICAL
         else question.simulate(one.plan, spans=False).run.step_s + one.estimate.breakdown_s["allocator"]
         for one in finalists

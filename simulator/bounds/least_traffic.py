@@ -249,9 +249,7 @@ class UnitTraffic:
     def take(self, rows: NDArray[np.intp]) -> UnitTraffic:
         """Return the seconds of some of the plans."""
         every = len(self.gather_s)
-        return UnitTraffic(
-            *(np.broadcast_to(getattr(self, each.name), (every,))[rows] for each in fields(UnitTraffic))
-        )
+        return UnitTraffic(*(np.broadcast_to(getattr(self, each.name), (every,))[rows] for each in fields(UnitTraffic)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,7 @@ from simulator.step.traffic import has_replicas
 from simulator.step.units import Unit
 from simulator.step.update import NORM_AXES, NORM_BYTES
 from simulator.step.walk import message_bytes
+from topology.time_limit import check_time
 
 RUNS = {
     Kind.FORWARD: Pass.FORWARD,
@@ -142,6 +143,7 @@ class _Group:
     """Plans that go through one table."""
 
     def __init__(self, inputs: AccountInputs, traffic: _Traffic) -> None:
+        check_time()
         context = inputs.context
         self.inputs, self.context, plans = inputs, context, context.table
         plan = plan_of(plans)
