@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 
-from planner.question.prediction import Method, predict, simulated_length
+from planner.question.prediction import Method, simulated_length
 from planner.question.question import Question
 from planner.search.finalists import TIE, Finalist, certainty, mechanisms
 from planner.search.scaling import (
@@ -110,17 +110,26 @@ def _holding(
         if exponent > OCTAVES:
             return None, tried - 1
         changed = replace(question, cluster=knob.scale(question.cluster, 2.0 ** (sign * exponent)))
-        steps = [
-            predict(changed, one.plan).estimate.step_s.value
-            if one.method is Method.SIMULATION
-            else changed.estimate([one.plan]).estimate(0).step_s.value
-            for one in (best, other)
-        ]
+        steps = _steps_s(changed, (best, other))
         behind = steps[1] / (steps[0] * _lead(best, other)) - 1
         if behind < 0:
             return exponent, tried
         exponent *= 1 + 2 * behind  # further where more is missing
     return None, tries
+
+
+def _steps_s(question: Question, finalists: Sequence[Finalist]) -> list[float]:
+    """Return the steps of plans by the methods that they were predicted by, on links of other rates: what they allocate
+    is the same, and so is what a full allocator costs.
+    """
+    counted = [one.plan for one in finalists if one.method is Method.ANALYTICAL]
+    steps_s = iter(question.estimate(counted).step_s if counted else ())
+    return [
+        float(next(steps_s))
+        if one.method is Method.ANALYTICAL
+        else question.simulate(one.plan, spans=False).run.step_s + one.estimate.breakdown_s["allocator"]
+        for one in finalists
+    ]
 
 
 def _lead(best: Finalist, other: Finalist) -> float:
