@@ -193,9 +193,7 @@ def test_a_rank_that_hangs_at_the_start_is_named(tmp_path) -> None:
 def test_the_budget_ends_a_run_between_steps(tmp_path) -> None:
     """Ranks whose time is over at the fourth step of the five that they are to take."""
     codec.write_text(tmp_path / "request.json", codec.to_json(request(steps=5)))
-    run_module(
-        "tests.executor.workers.out_of_time_worker", [str(tmp_path / "request.json"), str(tmp_path)], ranks=2
-    )
+    run_module("tests.executor.workers.out_of_time_worker", [str(tmp_path / "request.json"), str(tmp_path)], ranks=2)
 
     found = report(request(steps=5), ENDED, tmp_path, [])
     assert (found["status"], found["complete"]) == ("out_of_time", False)
@@ -294,9 +292,7 @@ def test_a_rank_that_lives_but_is_stuck_is_named_by_what_it_has_not_entered(tmp_
 
 
 ENDED = LaunchResult(outcome="finished", exit_code=0, seconds=1.0, failure=None, stdout_tail="", stderr_tail="")
-FAILED = replace(
-    ENDED, outcome="failed", exit_code=1, failure=Failure(rank=0, exit_code=1, signal=None, message="")
-)
+FAILED = replace(ENDED, outcome="failed", exit_code=1, failure=Failure(rank=0, exit_code=1, signal=None, message=""))
 
 
 def end_of(worker: str, asked: Request, folder: Path) -> Exception:
