@@ -154,8 +154,8 @@ def _nccl_pcie(node: Node, kind: GpuKind) -> float:
     return min(rates) if rates else 0.76 * kind.pcie_bytes_per_s or 12e9  # 0.76: width x speed / 80 against nominal
 
 
-def on_slower_links(comm: Communicator, *, network: float, inside: float) -> Communicator:
-    """Return a communicator whose links between nodes, and inside them, have parts of their rates."""
+def on_other_links(comm: Communicator, *, network: float = 1.0, inside: float = 1.0) -> Communicator:
+    """Return a communicator whose links between nodes, and inside them, have so many times their rates."""
     return replace(
         comm,
         link_bytes_per_s=comm.link_bytes_per_s * inside,
@@ -166,12 +166,12 @@ def on_slower_links(comm: Communicator, *, network: float, inside: float) -> Com
 
 
 def on_fitted_links(comm: Communicator) -> Communicator | None:
-    """Return a communicator with NVLink as fast as that on which its curves were fitted; None where it is no faster."""
+    """Return a communicator with NVLink as fast as that on which its curves were fitted; None where it is that fast."""
     generation = comm.generation
-    if generation is None or comm.link_bytes_per_s <= generation.link_bytes_per_s * (1 + 1e-9):
+    if generation is None or math.isclose(comm.link_bytes_per_s, generation.link_bytes_per_s):
         return None
-    slower = on_slower_links(comm, network=1.0, inside=generation.link_bytes_per_s / comm.link_bytes_per_s)
-    return replace(slower, generation=generation.fitted or generation)
+    fitted = on_other_links(comm, inside=generation.link_bytes_per_s / comm.link_bytes_per_s)
+    return replace(fitted, generation=generation.fitted or generation)
 
 
 def _scaled(generation: Generation, link_bytes_per_s: float) -> Generation:

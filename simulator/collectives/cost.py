@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from simulator.collectives import nccl_model
-from simulator.collectives.communicator import Communicator, Fabric, communicator, on_fitted_links, on_slower_links
+from simulator.collectives.communicator import Communicator, Fabric, communicator, on_fitted_links, on_other_links
 from simulator.collectives.curves import P2P_CHANNELS, Floats, peer_channels
 from simulator.collectives.launch_mode import EAGER_ISSUE_S, LaunchMode, launched
 from simulator.collectives.measured import SPREAD as SPREAD_MEASURED
@@ -233,11 +233,20 @@ def held_sms(
     less time. Who wants the SMs can say `NCCL_MAX_CTAS`, so faster links cost kernels no more than slower ones.
     """
     held = _channels(comm, op, sizes, options)
-    for slower in _with_fewer_channels(comm) if op not in {"all_to_all", "send_recv"} else ():
-        found = _evaluate(slower, op, sizes, int8=int8, algorithm=algorithm)
+    if op in {"all_to_all", "send_recv"}:
+        return held
+
+    def there(other: Communicator) -> Floats:
+        """Return what takes as many SM seconds as on other links."""
+        found = _evaluate(other, op, sizes, int8=int8, algorithm=algorithm)
         with np.errstate(invalid="ignore", divide="ignore"):
-            there = _channels(slower, op, sizes, found) * found.time_s / options.time_s
-        held = np.fmin(held, there)
+            return np.asarray(_channels(other, op, sizes, found) * found.time_s / options.time_s)
+
+    for nccl in _machines_with_fewer_channels(comm.nccl):
+        held = np.fmin(held, there(on_other_links(comm, network=nccl.nic / comm.nccl.nic)))
+    if (fitted := on_fitted_links(comm)) is not None:
+        faster = fitted.link_bytes_per_s < comm.link_bytes_per_s
+        held = (np.fmin if faster else np.fmax)(held, there(fitted))
     return held
 
 
@@ -249,17 +258,6 @@ def _channels(comm: Communicator, op: str, sizes: Floats, options: _Options) -> 
         for size, (name, protocol) in zip(sizes, names, strict=True)
     ]
     return np.array(counts, dtype=np.float64)
-
-
-def _with_fewer_channels(comm: Communicator) -> tuple[Communicator, ...]:
-    """Return the communicator over a slower network with fewer ring channels, and with links in its nodes no faster
-    than those that its curves were fitted on.
-    """
-    here = comm.nccl
-    slower = [
-        on_slower_links(comm, network=nccl.nic / here.nic, inside=1.0) for nccl in _machines_with_fewer_channels(here)
-    ]
-    return (*slower, *([] if (fitted := on_fitted_links(comm)) is None else [fitted]))
 
 
 @lru_cache(maxsize=256)
@@ -303,10 +301,11 @@ def _evaluate(comm: Communicator, op: str, sizes: Floats, *, int8: bool, algorit
             return _tree_or_ring(comm, sizes)
     elif comm.fabric is Fabric.NVLINK and algorithm is None:
         chosen = _as_nccl_chooses(comm, op, sizes, int8=int8)
-        fitted = on_fitted_links(
-            comm
-        )  # what NCCL chooses on links that nobody has may be slower than on those there are
-        return chosen if fitted is None else _no_slower(chosen, _as_nccl_chooses(fitted, op, sizes, int8=int8))
+        if (fitted := on_fitted_links(comm)) is None:
+            return chosen
+        # What NCCL chooses on other links than these may be slower on faster ones.
+        known = _as_nccl_chooses(fitted, op, sizes, int8=int8)
+        return _better(chosen, known, faster=fitted.link_bytes_per_s < comm.link_bytes_per_s)
     else:
         pairs = [("ring", p) for p in nccl_model.PROTOCOLS] + [("tree", "LL"), ("nvls", "Simple")]
         candidates = {(a, p): single_node_s(comm, op, a, p, sizes, int8=int8) for a, p in pairs}
@@ -321,10 +320,11 @@ def _fastest(candidates: dict[tuple[str, str], Floats]) -> _Options:
     return _Options(tuple(candidates), np.asarray(table.min(axis=0)), np.argmin(table, axis=0))
 
 
-def _no_slower(options: _Options, others: _Options) -> _Options:
-    """Return the faster of two choices at every size."""
-    pick = np.where(options.time_s <= others.time_s, options.pick, others.pick + len(options.names))
-    return _Options((*options.names, *others.names), np.minimum(options.time_s, others.time_s), pick)
+def _better(options: _Options, others: _Options, *, faster: bool) -> _Options:
+    """Return the faster of two choices at every size, or the slower."""
+    first = (options.time_s <= others.time_s) == faster
+    pick = np.where(first, options.pick, others.pick + len(options.names))
+    return _Options((*options.names, *others.names), np.where(first, options.time_s, others.time_s), pick)
 
 
 def _as_nccl_chooses(comm: Communicator, op: str, sizes: Floats, *, int8: bool) -> _Options:
