@@ -5,10 +5,12 @@ diffs.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from planner.configs.asked import Open, Stated, ask
 from planner.configs.formats.configuration import CheckFlags, Configuration, Limits
+from planner.configs.stated_rate import Against, StatedRate, against
 from planner.configs.variants import variants_of
 from planner.configs.written_back import Writer
 from planner.explain.plan_answer import PlanAnswer, answer_plan
@@ -17,14 +19,15 @@ from planner.search.deadline import deadline_of, left_s, over
 from planner.search.plan_space.candidates import Bounds
 from planner.search.plan_space.stated import Values, exactly, within
 from planner.search.search import SearchOptions, suggest
-from simulator.config.estimate import SURE, Estimate
+from simulator.config.estimate import SURE, Estimate, chance
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
 from simulator.fitting.calibrations import UNMEASURED, Calibrations
 from simulator.legality.rule import Problem
 from simulator.legality.rules import is_legal
 from topology.codec import JsonObject
-from topology.errors import Infeasible
+from topology.errors import Infeasible, Unproved
+from topology.time_limit import limited
 
 SHOWN = 5  # changes that are listed
 PREDICTED = 8  # changes, best first by the analytical model, that are predicted as the plan itself is
@@ -80,6 +83,8 @@ class Checked:
     stated: Stated | None = None
     changes: tuple[Change, ...] = ()
     best: Better | None = None
+    best_because: str = ""
+    against: Against | None = None
     no_better: str = ""
 
     @property
@@ -96,6 +101,7 @@ def check_text(
     flags: CheckFlags | None = None,
     *,
     measured: Calibrations = UNMEASURED,
+    stated_rate: StatedRate | None = None,
     changes: bool = True,
     search: bool = True,
     time_limit_s: float | None = None,
@@ -103,8 +109,9 @@ def check_text(
 ) -> Checked:
     """Judge the configuration `text`; `where` is its file's name, in messages and diffs.
 
-    `flags` is what is known beside the file. Without `changes` only the plan is judged, and without `search` only plans
-    one change away are tried. After `time_limit_s` there is what was found until then. Raises what `ask` does.
+    `flags` is what is known besides the file, `stated_rate` what its source says that it takes. Without `changes` only
+    the plan is judged, and without `search` only plans one change away are tried. After `time_limit_s` there is what
+    was found until then. Raises what `ask` does.
     """
     flags, deadline = flags or CheckFlags(), deadline_of(time_limit_s)
     asked = ask(text, where, flags, measured=measured)
@@ -120,11 +127,13 @@ def check_text(
         return base
     found = answer_plan(case, deadline=deadline)
     base = replace(base, problems=found.problems, found=found)
+    if stated_rate is not None:
+        base = replace(base, against=against(found, asked.configuration, stated_rate))
     written = asked.writer(where, flags)
-    single = _changes(found, written, deadline) if changes else ()
-    return replace(
-        base, changes=single, **(_best(found, written, single, deadline, progress) if search and changes else {})
-    )
+    with limited(time_limit_s):
+        single = _changes(found, written, deadline) if changes else ()
+        best = _best(found, written, single, deadline, progress) if search and changes else {}
+    return replace(base, changes=single, **best)
 
 
 # Other plans.
@@ -144,7 +153,10 @@ def _changes(found: PlanAnswer, written: Writer, deadline: float | None) -> tupl
         group = [one for one in candidates if one.runtime == runtime and is_legal(asked.problems(one.plan))]
         if not group:
             continue
-        table = asked.estimate([one.plan for one in group])
+        try:
+            table = asked.estimate([one.plan for one in group])
+        except Unproved:
+            break
         for row, one in enumerate(group):
             estimate = table.estimate(row)
             judged.append((estimate.memory.fits, estimate.step_s.value, one.what, one.plan, runtime))
@@ -154,7 +166,10 @@ def _changes(found: PlanAnswer, written: Writer, deadline: float | None) -> tupl
         diff = written.diff(other, runtime)
         if not diff or over(deadline):
             continue
-        there = predict(replace(question, runtime=runtime), other).estimate
+        try:
+            there = predict(replace(question, runtime=runtime), other).estimate
+        except Unproved:
+            break
         if now is None or _gains(there, now):
             better = Better(plan=other, runtime=runtime, estimate=there, diff=diff)
             changes.append(Change(what=what, better=better))
@@ -197,7 +212,7 @@ def _best(
             bounds=Bounds(stated=stated), top=CANDIDATES, all_variants=True, time_limit_s=left_s(deadline)
         )
         listed = suggest(question, options, progress=progress).plans
-    except Infeasible as error:
+    except (Infeasible, Unproved) as error:
         return {"no_better": str(error)}
     rivals: list[Better] = []
     for one in listed:
@@ -207,7 +222,8 @@ def _best(
         if diff := written.diff(other):
             rivals.append(Better(plan=other, runtime=question.runtime, estimate=one.estimate, diff=diff))
             break
-    for rival in (*rivals, *(change.better for change in changes[:1])):
+    singles = [change.better for change in changes]
+    for rival in (*rivals, *singles[:1]):
         recompiled = replace(rival.runtime, compile=not rival.runtime.compile)
         asked = replace(question, runtime=recompiled)
         if (
@@ -215,13 +231,26 @@ def _best(
             and is_legal(asked.problems(rival.plan))
             and (diff := written.diff(rival.plan, recompiled))
         ):
-            estimate = predict(asked, rival.plan).estimate
-            rivals.append(Better(plan=rival.plan, runtime=recompiled, estimate=estimate, diff=diff))
-        rivals.append(rival)
+            with suppress(Unproved):
+                estimate = predict(asked, rival.plan).estimate
+                rivals.append(Better(plan=rival.plan, runtime=recompiled, estimate=estimate, diff=diff))
+    rivals += singles
     rivals.sort(key=lambda one: (one.estimate.memory.fit_probability < SURE, one.estimate.step_s.value))
     now = found.estimate
     for rival in rivals[:1]:
         if now is None or _gains(rival.estimate, now):
-            return {"best": rival}
+            return {"best": rival, "best_because": _because(rival, singles)}
         return {"no_better": "nothing that the search found is faster by more than half a percent"}
     return {"no_better": "the best plans cannot be said in this kind of file"}
+
+
+def _because(best: Better, singles: list[Better]) -> str:
+    """Say why the best plan is slower than a single change, where it is."""
+    quicker = [one for one in singles if one.estimate.step_s.value < best.estimate.step_s.value]
+    if not quicker:
+        return ""
+    fastest = min(quicker, key=lambda one: one.estimate.step_s.value)
+    odds = chance(fastest.estimate.memory.fit_probability)
+    return (
+        f"it surely fits; the change above takes {fastest.estimate.step_s.value:.3g} s and fits with a chance of {odds}"
+    )

@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 from simulator.columns.plan_table import Floats
 from simulator.pipeline.schedule_walk import Table
 from simulator.pipeline.waves import Ends, Ints
+from topology.time_limit import check_time
 
 LONG_AGO = -1e6  # seconds: a clock that holds nothing up
-# In which it is found how long kernels take beside messages, to a hundredth of what they lose.
+# In which it is found how long kernels take alongside messages, to a hundredth of what they lose.
 ROUNDS = 4
 MOST_PASSES = 1 << 18  # walked at once: limits memory
 
@@ -92,7 +93,7 @@ class Clocks:
         """When all streams of data-parallel traffic are done."""
         return np.maximum(self.wire, self.summed)
 
-    def beside(self, other: Clocks) -> Clocks:
+    def joined(self, other: Clocks) -> Clocks:
         """Return the clocks of these plans and of others of the same course."""
         names = [each.name for each in fields(Clocks) if each.name != "waits"]
         both = (np.concatenate([getattr(self, name), getattr(other, name)], axis=1) for name in names)
@@ -103,7 +104,7 @@ class Clocks:
 def walk_tables(courses: Sequence[Course]) -> list[Clocks]:
     """Return where all ranks of every course are in the end.
 
-    Messages on their way slow down the kernels of their sender. How long each is on its way is told by a first walk
+    Messages on their way slow down the kernels of their sender. How long each is on its way follows from a first walk
     without that.
     """
     found: list[Clocks | None] = [None] * len(courses)
@@ -112,7 +113,7 @@ def walk_tables(courses: Sequence[Course]) -> list[Clocks]:
         walk.run(walk.run(None))
         for (number, _), clocks in zip(batch, walk.clocks(), strict=True):
             before = found[number]
-            found[number] = clocks if before is None else before.beside(clocks)
+            found[number] = clocks if before is None else before.joined(clocks)
     return [clocks for clocks in found if clocks is not None]
 
 
@@ -265,6 +266,7 @@ class TableWalk:
         self.waited = {name: np.zeros(len(self.state)) for name in ("host", "dp", "contention")}
         host_waits, dp_waits, contention = self.waited.values()
         for wave, (first, end) in enumerate(pairwise(self.starts)):
+            check_time()
             here = slice(first, end)
             state = self.state[here]
             compute, host, wire, summed = compute_s[state], host_s[state], wire_s[state], summed_s[state]

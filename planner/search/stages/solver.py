@@ -28,6 +28,7 @@ from simulator.bounds.screening import Screening
 from simulator.columns.plan_table import Floats
 from simulator.config.plan import Plan
 from simulator.legality.frameworks import Framework
+from topology.time_limit import check_time
 
 AT_ONCE = 128  # assignments accounted for together: not many times as long as one of them
 STARTS = 16  # assignments with the least bound that the search for better ones begins with
@@ -269,6 +270,7 @@ class AssignmentBounds:
         tables = [after]
         dense = np.arange(leading + 1)
         for rows in reversed(self.of_rank):
+            check_time()
             before = np.full((layers + 1, leading + 1), -np.inf)
             for row in rows[begins_by[rows] >= 0.0]:
                 count = int(options.layers[row])
