@@ -54,7 +54,7 @@ _NVLS_CHANNELS = {2: 16, 3: 24}  # by tuner generation: Hopper 16, Blackwell 24 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveCost:
-    """One collective, costed. `channels` is NCCL's count; `sms` what it takes from kernels alongside it (`held_sms`)."""
+    """One collective, costed. `channels` is NCCL's count; `sms` what it takes from concurrent kernels (`held_sms`)."""
 
     algorithm: str
     protocol: str
