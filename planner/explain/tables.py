@@ -54,8 +54,14 @@ def basis_lines(estimate: Estimate, method: Method) -> list[str]:
     )
     return [
         f"basis     {basis}; {how}; 80% of steps are expected between {low:+.0%} and {high:+.0%} of the value",
-        f"MFU       counts model FLOPs (no recompute) against the dense peak of {estimate.peak_flops / 1e12:.0f} TFLOP/s",
-        f"fits      the chance that {in_gib(memory.capacity_bytes - memory.communicator_bytes)} are enough for the worst rank: yes from {SURE:.0%} on",
+        (
+            f"MFU       counts model FLOPs (no recompute) against the dense peak of {estimate.peak_flops / 1e12:.0f}"
+            " TFLOP/s"
+        ),
+        (
+            f"fits      the chance that {in_gib(memory.capacity_bytes - memory.communicator_bytes)} are enough for the"
+            f" worst rank: yes from {SURE:.0%} on"
+        ),
     ]
 
 

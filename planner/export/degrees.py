@@ -48,8 +48,8 @@ def masters_alone(job: ExportJob, title: str) -> tuple[ExportJob, tuple[str, ...
     if runtime.param_dtype not in {"bfloat16", "float16"} or not spec_for(runtime).state.master_weights:
         return job, ()
     note = (
-        f"{runtime.param_dtype} parameters beside float32 master weights: {title} stores the float32 ones alone, sharded, and "
-        f"computes in {runtime.compute_dtype}"
+        f"{runtime.param_dtype} parameters beside float32 master weights:"
+        f" {title} stores the float32 ones alone, sharded, and computes in {runtime.compute_dtype}"
     )
     question = replace(job.question, runtime=replace(runtime, param_dtype="float32"))
     return replace(job, question=question), (note,)

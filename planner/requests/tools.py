@@ -22,7 +22,9 @@ class Export(Request):
     to: str | None = option(
         None,
         "--to",
-        help="torchrun, torchtitan, megatron, deepspeed, accelerate, slurm, trainjob, skypilot; @VERSION where several are known, such as torchtitan@0.2.2. Of a serving plan: script, compose, kubernetes, or its engine's name.",
+        help="torchrun, torchtitan, megatron, deepspeed, accelerate, slurm, trainjob, skypilot;"
+        " @VERSION where several are known, such as torchtitan@0.2.2."
+        " Of a serving plan: script, compose, kubernetes, or its engine's name.",
     )
     every: bool = option(False, "--all", help="Write the folder --out: a file for every tool, and how to start each.")
     out: Path | None = option(None, "--out", help="File to write; default: standard output.")
@@ -43,7 +45,8 @@ class Check(Request):
     """
 
     file: str = required_argument(
-        help="torchtitan TOML or command, Megatron-LM command line or script, Megatron-Bridge recipe dump, DeepSpeed JSON, accelerate YAML, TrainingArguments JSON, vllm serve or SGLang command; - reads stdin."
+        help="torchtitan TOML or command, Megatron-LM command line or script, Megatron-Bridge recipe dump,"
+        " DeepSpeed JSON, accelerate YAML, TrainingArguments JSON, vllm serve or SGLang command; - reads stdin."
     )
     model: str | None = option(None, "--model", help="Shipped model or config.json, where the file names none.")
     cluster: str | None = option(

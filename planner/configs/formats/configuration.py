@@ -96,6 +96,6 @@ def unknown_kind(where: str, why: str) -> NotAConfiguration:
     return NotAConfiguration(
         f"{where} is no configuration of a kind that is known",
         why=why,
-        remedy="a torchtitan TOML or command, a Megatron-LM command line or script, a Megatron-Bridge recipe dump, a DeepSpeed "
-        "JSON, an accelerate YAML, or TrainingArguments as JSON",
+        remedy="a torchtitan TOML or command, a Megatron-LM command line or script, a Megatron-Bridge recipe dump,"
+        " a DeepSpeed JSON, an accelerate YAML, or TrainingArguments as JSON",
     )

@@ -52,5 +52,8 @@ def overlap_not_expressed(plan: Plan) -> tuple[str, ...]:
     if plan.tp_overlap in {"none", "async"}:
         return ()
     return (
-        f"tensor-parallel overlap {tp_overlap_label(plan.tp_overlap)}: {TITLE} has asynchronous tensor parallelism only",
+        (
+            f"tensor-parallel overlap {tp_overlap_label(plan.tp_overlap)}: {TITLE} has asynchronous tensor parallelism"
+            " only"
+        ),
     )
