@@ -191,7 +191,8 @@ def print_plans(plans: Sequence[RankedPlan], question: Question, likely: Sequenc
     for column in table.columns:
         column.no_wrap = column.header != "plan"
     marks = places(plans)
-    for mark, row in [*zip(marks, plans, strict=True), *(("?", one) for one in likely)]:
+    rows: list[tuple[str, RankedPlan | MayFit]] = [*zip(marks, plans, strict=True), *(("?", one) for one in likely)]
+    for mark, row in rows:
         plan, estimate = row.plan, row.estimate
         settings = special_text(plan)
         recompute = (
