@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import streamlit as st
 
 from planner.configs.formats.configuration import CheckFlags
@@ -23,7 +24,6 @@ from planner.io.plan_words import plan_chips, plan_name, plan_settings
 from planner.question.cases import case_from_flags
 from planner.question.plan_file import plan_file
 from planner.runs import runs_store
-from planner.search import scaling
 from planner.search.answer import search_question
 from planner.search.flips import KNOBS
 from planner.search.search import SearchOptions
@@ -33,6 +33,7 @@ from topology import codec
 from topology.codec import JsonObject
 from topology.errors import UserError
 from topology.health.diagnose import diagnose
+from topology.rates import scaling
 from topology.rates.known import plannable
 from topology.units import GIB
 from ui import panels, saved_plans, sharing
@@ -89,17 +90,24 @@ def what_if(inputs: Inputs, plan: Mapping[str, Any], *, gpus: int) -> PlanAnswer
 def rate_curves(result: SearchResult, plans: tuple[Plan, ...], quantity: str) -> list[RatePoint]:
     """Return the steps (s) of `plans` with the network or NVLink scaled by factors from 1/4 to 4.
 
-    The clusters are scaled as for flip points (`planner.search.flips`).
+    The clusters are scaled, and the steps in the proportion that the listed plans have, as for flip points
+    (`planner.search.flips`), so that curves cross where those are. No step is longer than on slower links: where NCCL
+    chooses worse on faster ones, the curve is a bound.
     """
     knob = next(knob for knob in KNOBS if knob.quantity == quantity)
     now = knob.now(result.question.cluster)
     factors = [2.0 ** (exponent / 4) for exponent in range(-8, 9)]
     machines = [knob.scale(result.question.cluster, factor) for factor in factors]
-    asked = [(factor, machine, plan) for factor, machine in zip(factors, machines, strict=True) for plan in plans]
-    table = result.question.estimate([plan for _, _, plan in asked], each_on=[machine for _, machine, _ in asked])
+    each_on = [machine for machine in machines for _ in plans]
+    steps = result.question.estimate([*plans] * len(factors), each_on=each_on).step_s.reshape(len(factors), len(plans))
+    listed = {one.plan: one.estimate.step_s.value for one in result.plans}
+    here = steps[factors.index(1.0)]
+    scale = [listed.get(plan, step) / step for plan, step in zip(plans, here, strict=True)]
+    curves = np.minimum.accumulate(steps * scale, axis=0)
     return [
-        {"rate": now * factor, "plan": plan_chips(plan), "step_s": float(table.step_s[row])}
-        for row, (factor, _, plan) in enumerate(asked)
+        {"rate": now * factor, "plan": plan_chips(plan), "step_s": float(curves[row, column])}
+        for row, factor in enumerate(factors)
+        for column, plan in enumerate(plans)
     ]
 
 

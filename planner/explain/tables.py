@@ -13,13 +13,13 @@ from planner.io.printable import printable
 from planner.question.prediction import Method
 from planner.search.flips import FlipPoint
 from planner.search.result import SearchResult
-from planner.search.scaling import network_bytes_per_s, nvlink_bytes_per_s
 from simulator.config.estimate import SURE, Estimate
 from simulator.config.model import Model
 from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
 from topology.cluster import Cluster, LinkKind
 from topology.rates.reach import mixed_gpus
+from topology.rates.scaling import network_bytes_per_s, nvlink_bytes_per_s
 from topology.units import GIB, in_gib
 
 LABEL = 10  # width of the label at the left of a line

@@ -20,11 +20,11 @@ from planner.search.deadline import deadline_of, left_s, over
 from planner.search.finalists import TIE
 from planner.search.infeasible import ConstrainedQuestion
 from planner.search.plan_space.candidates import Bounds
-from planner.search.scaling import with_gpus
 from simulator.config.estimate import Estimate, Fit, chance, sure_bytes
 from simulator.config.plan import Plan
 from simulator.legality.rule import divisors
 from topology.errors import UserError
+from topology.rates.scaling import with_gpus
 
 MOST_FIXES = (3, 1, 1)  # that are returned: on the same GPUs, on more, in another precision
 MOST_LAYERS = 2048  # of a model; each of hundreds of variants is counted layer by layer

@@ -21,7 +21,6 @@ from planner.search.deadline import over
 from planner.search.plan_space.branch_and_bound import SCHEDULES_AT_ONCE, explore
 from planner.search.plan_space.candidates import Bounds, Nodes, enumerate_nodes, plan_of
 from planner.search.plan_space.screened import NODES_AT_ONCE, PLANS_AT_ONCE, Screened
-from planner.search.scaling import scale_memory, with_gpus
 from simulator.bounds.screening import Screening
 from simulator.calibration.intervals import memory_factors
 from simulator.columns.plan_columns import PlanColumns
@@ -32,8 +31,9 @@ from simulator.config.workload import Workload
 from simulator.legality.frameworks import ANY, Framework
 from simulator.pipeline.schedules.registry import where
 from topology.cluster import Cluster
-from topology.errors import Infeasible, UserError
+from topology.errors import Infeasible, Unproved, UserError
 from topology.rates.reach import reach
+from topology.rates.scaling import scale_memory, with_gpus
 from topology.units import MIB, in_gib, two_digits
 
 MAX_GPUS = 1 << 16
@@ -413,7 +413,7 @@ def minimal_gpus(
     least = min_gpus_for_state(constrained.screening)
     found = _first_fit(constrained, grow, least=least, limit=MAX_GPUS, deadline=deadline)
     if found is None and over(deadline):
-        raise Infeasible(
+        raise Unproved(
             f"the time limit ended before a number of GPUs was found on which {question.model.name} fits",
             why=f"the state alone needs {least} of them, and larger numbers were tried one after the other",
             remedy="a longer --time-limit, or --gpus with a number",
