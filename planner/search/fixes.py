@@ -36,7 +36,7 @@ SAME_GPUS, MORE_GPUS, PRECISION = range(3)  # what a change is paid with
 class Fix:
     """A variant of a plan that needs less memory; `change` says in words what differs.
 
-    `longer` is what it costs in time: the step beside that of the plan, relative. `slower` is what it costs in
+    `longer` is what it costs in time: the step compared with that of the plan, relative. `slower` is what it costs in
     throughput: GPU seconds a token above those of the plan, relative.
     """
 

@@ -1,4 +1,4 @@
-"""What would meet targets that no deployment meets: changes of one thing, each simulated before it is told."""
+"""What would meet targets that no deployment meets: changes of one thing, each simulated before it is listed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GROWTHS = (2, 4, 8)  # factors of the number of GPUs that are tried
 def ways_to_meet(result: ServingResult, *, until_s: float = math.inf) -> list[str]:
     """Return flags with which a deployment meets the targets: a lower load, more GPUs, other weights, a shorter prompt.
 
-    The nearest change of each is told; those that are not simulated by `until_s` of `time.monotonic` are left out.
+    The nearest change of each is returned; those that are not simulated by `until_s` of `time.monotonic` are left out.
     """
     if result.plans[0].meets:
         return []

@@ -20,7 +20,7 @@ from simulator.pipeline.waves import Ends, Ints
 from topology.time_limit import check_time
 
 LONG_AGO = -1e6  # seconds: a clock that holds nothing up
-# In which it is found how long kernels take beside messages, to a hundredth of what they lose.
+# In which it is found how long kernels take during messages, to a hundredth of what they lose.
 ROUNDS = 4
 MOST_PASSES = 1 << 18  # walked at once: limits memory
 
@@ -93,7 +93,7 @@ class Clocks:
         """When all streams of data-parallel traffic are done."""
         return np.maximum(self.wire, self.summed)
 
-    def beside(self, other: Clocks) -> Clocks:
+    def joined(self, other: Clocks) -> Clocks:
         """Return the clocks of these plans and of others of the same course."""
         names = [each.name for each in fields(Clocks) if each.name != "waits"]
         both = {name: np.concatenate([getattr(self, name), getattr(other, name)], axis=1) for name in names}
@@ -104,7 +104,7 @@ class Clocks:
 def walk_tables(courses: Sequence[Course]) -> list[Clocks]:
     """Return where all ranks of every course are in the end.
 
-    Messages on their way slow down the kernels of their sender. How long each is on its way is told by a first walk
+    Messages on their way slow down the kernels of their sender. How long each is on its way is found by a first walk
     without that.
     """
     found: list[Clocks | None] = [None] * len(courses)
@@ -113,7 +113,7 @@ def walk_tables(courses: Sequence[Course]) -> list[Clocks]:
         walk.run(walk.run(None))
         for (number, _), clocks in zip(batch, walk.clocks(), strict=True):
             before = found[number]
-            found[number] = clocks if before is None else before.beside(clocks)
+            found[number] = clocks if before is None else before.joined(clocks)
     return [clocks for clocks in found if clocks is not None]
 
 
