@@ -18,11 +18,11 @@ from planner.question.prediction import predict
 from planner.question.question import Question
 from planner.search.deadline import deadline_of, left_s, over
 from planner.search.finalists import TIE
-from planner.search.scaling import with_gpus
 from simulator.config.estimate import Estimate, Fit, chance, sure_bytes
 from simulator.config.plan import Plan
 from simulator.legality.rule import divisors
 from topology.errors import UserError
+from topology.rates.scaling import with_gpus
 
 MOST_FIXES = (3, 1, 1)  # that are returned: on the same GPUs, on more, in another precision
 MOST_LAYERS = 2048  # of a model; each of hundreds of variants is counted layer by layer
@@ -86,11 +86,11 @@ def find_fixes(question: Question, plan: Plan, estimate: Estimate, deadline: flo
             found.append(_Costed(variant=one, sure=sure, step_s=float(table.step_s[row]), reserved_bytes=reserved))
     surely = sorted((one for one in found if one.sure), key=lambda one: one.cost)
     chosen: list[_Variant] = []
-    for one in surely or sorted(found, key=lambda one: one.reserved_bytes)[:1]:
-        kinds = one.variant.kinds
-        simpler = any(other.variant.kinds < kinds and other.as_good_as(one) for other in surely)
+    for costed in surely or sorted(found, key=lambda one: one.reserved_bytes)[:1]:
+        kinds = costed.variant.kinds
+        simpler = any(other.variant.kinds < kinds and other.as_good_as(costed) for other in surely)
         if not simpler and not any(other.kinds <= kinds for other in chosen):
-            chosen.append(one.variant)
+            chosen.append(costed.variant)
     kept = [one for paid, most in enumerate(MOST_FIXES) for one in [v for v in chosen if v.paid == paid][:most]]
     fixes = [(one.paid, _fix(one, plan, estimate)) for one in kept if not over(half)]
     fixes = [(paid, one) for paid, one in fixes if one.reserved_bytes < estimate.memory.reserved_bytes]

@@ -20,7 +20,7 @@ from simulator.pipeline.waves import Ends, Ints
 from topology.time_limit import check_time
 
 LONG_AGO = -1e6  # seconds: a clock that holds nothing up
-# In which it is found how long kernels take alongside messages, to a hundredth of what they lose.
+# In which it is found how long kernels take during messages, to a hundredth of what they lose.
 ROUNDS = 4
 MOST_PASSES = 1 << 18  # walked at once: limits memory
 
@@ -96,15 +96,15 @@ class Clocks:
     def joined(self, other: Clocks) -> Clocks:
         """Return the clocks of these plans and of others of the same course."""
         names = [each.name for each in fields(Clocks) if each.name != "waits"]
-        both = (np.concatenate([getattr(self, name), getattr(other, name)], axis=1) for name in names)
+        both = {name: np.concatenate([getattr(self, name), getattr(other, name)], axis=1) for name in names}
         waits = {part: np.concatenate([these, other.waits[part]], axis=1) for part, these in self.waits.items()}
-        return Clocks(*both, waits=waits)
+        return Clocks(**both, waits=waits)
 
 
 def walk_tables(courses: Sequence[Course]) -> list[Clocks]:
     """Return where all ranks of every course are in the end.
 
-    Messages on their way slow down the kernels of their sender. How long each is on its way follows from a first walk
+    Messages on their way slow down the kernels of their sender. How long each is on its way is found by a first walk
     without that.
     """
     found: list[Clocks | None] = [None] * len(courses)
@@ -331,15 +331,19 @@ class TableWalk:
             bubble += np.bincount(needs.state, waited, self.states)
             pp += np.bincount(needs.state, needs.seconds, self.states)
             filling += np.bincount(needs.state, waited * first[needs.place], self.states)
-        waits = {part: np.bincount(self.state, waited, self.states) for part, waited in self.waited.items()}
-        waits = {**waits, "host": waits["host"] + self.begins_s, "bubble": bubble, "pp": pp}
+        waits: dict[str, Floats] = {
+            part: np.asarray(np.bincount(self.state, waited, self.states), dtype=np.float64)
+            for part, waited in self.waited.items()
+        }
+        waits |= {"host": waits["host"] + self.begins_s, "bubble": bubble, "pp": pp}
         found = []
         for course, plans, start in zip(self.courses, self.plans.tolist(), self.states_of.tolist(), strict=True):
             shape = course.table.schedule.ranks, plans
             mine = slice(start, start + shape[0] * plans)
             of_rank = {part: seconds[mine].reshape(shape) for part, seconds in waits.items()}
-            clocks = (each[mine].reshape(shape) for each in (self.host, self.compute, self.wire, self.summed, filling))
-            found.append(Clocks(*clocks, waits=of_rank))
+            clocks = [each[mine].reshape(shape) for each in (self.host, self.compute, self.wire, self.summed, filling)]
+            host, compute, wire, summed, filled = clocks
+            found.append(Clocks(host, compute, wire, summed, filled, waits=of_rank))
         return found
 
 
@@ -367,12 +371,14 @@ def _spread(first: Ints, plans: Ints) -> Ints:
 
 def _starts(wave: Ints, waves: int) -> list[int]:
     """Return where each of so many waves begins in sorted numbers of waves, and where the last one ends."""
-    return np.searchsorted(wave, np.arange(waves + 1)).tolist()
+    starts: list[int] = np.searchsorted(wave, np.arange(waves + 1)).tolist()
+    return starts
 
 
 def _any(flags: NDArray[np.bool_], starts: Sequence[int]) -> list[bool]:
     """Return whether any pass of each wave has a flag."""
-    return np.logical_or.reduceat(flags, starts[:-1]).tolist()
+    flagged: list[bool] = np.logical_or.reduceat(flags, starts[:-1]).tolist()
+    return flagged
 
 
 def _beside_messages(left_s: Floats, held: Floats, kernels_s: Floats) -> Floats:

@@ -99,7 +99,7 @@ def waves_of(schedule: Schedule) -> Waves:
 
     def elsewhere(stage: Ints) -> Flags:
         there = (stage >= 0) & (stage < stages)
-        return passed_on & there & (home[np.clip(stage, 0, stages - 1)] != passes.rank)
+        return np.asarray(passed_on & there & (home[np.clip(stage, 0, stages - 1)] != passes.rank))
 
     def made_by(stage: Ints) -> Ints:
         return np.asarray((stage * 2 + forward) * schedule.micro_batches + passes.micro_batch)
@@ -131,7 +131,7 @@ def waves_of(schedule: Schedule) -> Waves:
         ),
     ]
     wave = _waves(schedule, passes, *ends)
-    return Waves(passes, wave, *ends, messages=len(sent), slots=2 * schedule.stages_per_rank)
+    return Waves(passes, wave, ends[0], ends[1], messages=len(sent), slots=2 * schedule.stages_per_rank)
 
 
 def _number(action: Ints) -> Ints:
