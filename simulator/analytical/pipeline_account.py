@@ -247,7 +247,7 @@ def issued(table: Table, passes: Sequence[PassCounts], ranks: Sequence[AlikeRank
 def _ends_of(
     ranks: Sequence[AlikeRanks], compute_s: Floats, wire_s: Floats, host_s: Floats, meeting: Floats | None = None
 ) -> Ends:
-    found = [_end_of(some, *(each[some.ranks] for each in (compute_s, wire_s, host_s)), meeting) for some in ranks]
+    found = [_end_of(some, compute_s[some.ranks], wire_s[some.ranks], host_s[some.ranks], meeting) for some in ranks]
     order = np.argsort(np.concatenate([some.ranks for some in ranks]))
     return Ends(*(np.concatenate([getattr(one, each.name) for one in found])[order] for each in fields(Ends)))
 

@@ -95,10 +95,18 @@ class Clocks:
 
     def beside(self, other: Clocks) -> Clocks:
         """Return the clocks of these plans and of others of the same course."""
-        names = [each.name for each in fields(Clocks) if each.name != "waits"]
-        both = (np.concatenate([getattr(self, name), getattr(other, name)], axis=1) for name in names)
-        waits = {part: np.concatenate([these, other.waits[part]], axis=1) for part, these in self.waits.items()}
-        return Clocks(*both, waits=waits)
+
+        def both(one: Floats, more: Floats) -> Floats:
+            return np.concatenate([one, more], axis=1)
+
+        return Clocks(
+            host=both(self.host, other.host),
+            compute=both(self.compute, other.compute),
+            wire=both(self.wire, other.wire),
+            summed=both(self.summed, other.summed),
+            filling=both(self.filling, other.filling),
+            waits={part: both(these, other.waits[part]) for part, these in self.waits.items()},
+        )
 
 
 def walk_tables(courses: Sequence[Course]) -> list[Clocks]:
@@ -324,22 +332,33 @@ class TableWalk:
 
     def clocks(self) -> list[Clocks]:
         """Return where the ranks of every course are."""
-        bubble, pp, filling = np.zeros(self.states), np.zeros(self.states), self.begins_s.copy()
+        bubble: Floats = np.zeros(self.states)
+        pp: Floats = np.zeros(self.states)
+        filling = self.begins_s.copy()
         first = np.zeros(len(self.state), dtype=np.bool_)
         first[np.unique(self.state, return_index=True)[1]] = True
         for needs, waited in zip(self.needs, self.bubbles, strict=True):
             bubble += np.bincount(needs.state, waited, self.states)
             pp += np.bincount(needs.state, needs.seconds, self.states)
             filling += np.bincount(needs.state, waited * first[needs.place], self.states)
-        waits = {part: np.bincount(self.state, waited, self.states) for part, waited in self.waited.items()}
-        waits = {**waits, "host": waits["host"] + self.begins_s, "bubble": bubble, "pp": pp}
+        waits: dict[str, Floats] = {"bubble": bubble, "pp": pp}
+        for part, waited in self.waited.items():
+            waits[part] = np.asarray(np.bincount(self.state, waited, self.states), dtype=np.float64)
+        waits["host"] = waits["host"] + self.begins_s
         found = []
         for course, plans, start in zip(self.courses, self.plans.tolist(), self.states_of.tolist(), strict=True):
             shape = course.table.schedule.ranks, plans
             mine = slice(start, start + shape[0] * plans)
-            of_rank = {part: seconds[mine].reshape(shape) for part, seconds in waits.items()}
-            clocks = (each[mine].reshape(shape) for each in (self.host, self.compute, self.wire, self.summed, filling))
-            found.append(Clocks(*clocks, waits=of_rank))
+            found.append(
+                Clocks(
+                    host=self.host[mine].reshape(shape),
+                    compute=self.compute[mine].reshape(shape),
+                    wire=self.wire[mine].reshape(shape),
+                    summed=self.summed[mine].reshape(shape),
+                    filling=filling[mine].reshape(shape),
+                    waits={part: seconds[mine].reshape(shape) for part, seconds in waits.items()},
+                )
+            )
         return found
 
 
@@ -367,12 +386,12 @@ def _spread(first: Ints, plans: Ints) -> Ints:
 
 def _starts(wave: Ints, waves: int) -> list[int]:
     """Return where each of so many waves begins in sorted numbers of waves, and where the last one ends."""
-    return np.searchsorted(wave, np.arange(waves + 1)).tolist()
+    return [int(start) for start in np.searchsorted(wave, np.arange(waves + 1))]
 
 
 def _any(flags: NDArray[np.bool_], starts: Sequence[int]) -> list[bool]:
     """Return whether any pass of each wave has a flag."""
-    return np.logical_or.reduceat(flags, starts[:-1]).tolist()
+    return [bool(flag) for flag in np.logical_or.reduceat(flags, starts[:-1])]
 
 
 def _beside_messages(left_s: Floats, held: Floats, kernels_s: Floats) -> Floats:

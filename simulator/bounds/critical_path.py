@@ -56,7 +56,7 @@ def _waited_for(walk: TableWalk) -> tuple[Ints, list[Ints]]:
     sender = np.full(walk.messages, -1, dtype=np.intp)
     for sends in walk.sends:
         sender[sends.message] = sends.place
-    hops = []
+    hops: list[Ints] = []
     for needs, waited in zip(walk.needs, walk.bubbles, strict=True):
         came = waited > 0.0
         before[needs.place[came]] = sender[needs.message[came]]
