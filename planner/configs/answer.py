@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from planner.configs.asked import Open, Stated, ask
 from planner.configs.formats.configuration import CheckFlags, Configuration, Limits
+from planner.configs.stated_rate import Against, StatedRate, against
 from planner.configs.variants import variants_of
 from planner.configs.written_back import Writer
 from planner.explain.plan_answer import PlanAnswer, answer_plan
@@ -18,7 +19,7 @@ from planner.search.deadline import deadline_of, left_s, over
 from planner.search.plan_space.candidates import Bounds
 from planner.search.plan_space.stated import Values, exactly, within
 from planner.search.search import SearchOptions, suggest
-from simulator.config.estimate import SURE, Estimate
+from simulator.config.estimate import SURE, Estimate, chance
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
 from simulator.fitting.calibrations import UNMEASURED, Calibrations
@@ -82,6 +83,8 @@ class Checked:
     stated: Stated | None = None
     changes: tuple[Change, ...] = ()
     best: Better | None = None
+    best_because: str = ""
+    against: Against | None = None
     no_better: str = ""
 
     @property
@@ -98,6 +101,7 @@ def check_text(
     flags: CheckFlags | None = None,
     *,
     measured: Calibrations = UNMEASURED,
+    stated_rate: StatedRate | None = None,
     changes: bool = True,
     search: bool = True,
     time_limit_s: float | None = None,
@@ -105,8 +109,9 @@ def check_text(
 ) -> Checked:
     """Judge the configuration `text`; `where` is its file's name, in messages and diffs.
 
-    `flags` is what is known beside the file. Without `changes` only the plan is judged, and without `search` only plans
-    one change away are tried. After `time_limit_s` there is what was found until then. Raises what `ask` does.
+    `flags` is what is known beside the file, `stated_rate` what its source says that it takes. Without `changes` only
+    the plan is judged, and without `search` only plans one change away are tried. After `time_limit_s` there is what
+    was found until then. Raises what `ask` does.
     """
     flags, deadline = flags or CheckFlags(), deadline_of(time_limit_s)
     asked = ask(text, where, flags, measured=measured)
@@ -122,6 +127,8 @@ def check_text(
         return base
     found = answer_plan(case, deadline=deadline)
     base = replace(base, problems=found.problems, found=found)
+    if stated_rate is not None:
+        base = replace(base, against=against(found, asked.configuration, stated_rate))
     written = asked.writer(where, flags)
     with limited(time_limit_s):
         single = _changes(found, written, deadline) if changes else ()
@@ -215,7 +222,8 @@ def _best(
         if diff := written.diff(other):
             rivals.append(Better(plan=other, runtime=question.runtime, estimate=one.estimate, diff=diff))
             break
-    for rival in (*rivals, *(change.better for change in changes[:1])):
+    singles = [change.better for change in changes]
+    for rival in (*rivals, *singles[:1]):
         recompiled = replace(rival.runtime, compile=not rival.runtime.compile)
         asked = replace(question, runtime=recompiled)
         if (
@@ -226,11 +234,23 @@ def _best(
             with suppress(Unproved):
                 estimate = predict(asked, rival.plan).estimate
                 rivals.append(Better(plan=rival.plan, runtime=recompiled, estimate=estimate, diff=diff))
-        rivals.append(rival)
+    rivals += singles
     rivals.sort(key=lambda one: (one.estimate.memory.fit_probability < SURE, one.estimate.step_s.value))
     now = found.estimate
     for rival in rivals[:1]:
         if now is None or _gains(rival.estimate, now):
-            return {"best": rival}
+            return {"best": rival, "best_because": _because(rival, singles)}
         return {"no_better": "nothing that the search found is faster by more than half a percent"}
     return {"no_better": "the best plans cannot be said in this kind of file"}
+
+
+def _because(best: Better, singles: list[Better]) -> str:
+    """Say why the best plan is slower than a single change, where it is."""
+    quicker = [one for one in singles if one.estimate.step_s.value < best.estimate.step_s.value]
+    if not quicker:
+        return ""
+    fastest = min(quicker, key=lambda one: one.estimate.step_s.value)
+    odds = chance(fastest.estimate.memory.fit_probability)
+    return (
+        f"it surely fits; the change above takes {fastest.estimate.step_s.value:.3g} s and fits with a chance of {odds}"
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from planner.configs.answer import Checked
+from planner.configs.formats.configuration import did_you_mean
 from planner.io.output import SCHEMA_VERSION
 from topology import codec
 from topology.codec import JsonObject
@@ -21,6 +22,7 @@ def check_document(checked: Checked) -> JsonObject:
         "legal": checked.legal,
         "problems": codec.to_builtins(checked.problems),
         "unknown": list(checked.configuration.unknown),
+        "did_you_mean": did_you_mean(checked.configuration),
         "questions": codec.to_builtins(checked.questions),
         "assumed": list(checked.assumed),
         "plan": None if plan is None else codec.to_builtins(plan),
@@ -29,6 +31,7 @@ def check_document(checked: Checked) -> JsonObject:
         "model": None if question is None else question.model.name,
         "cluster": None if said is None else said.cluster.name,
         "estimate": None if found is None or found.estimate is None else codec.to_builtins(found.estimate),
+        "measured": None if checked.against is None else codec.to_builtins(checked.against),
         "changes": [
             {
                 "what": one.what,
@@ -40,5 +43,6 @@ def check_document(checked: Checked) -> JsonObject:
             for one in checked.changes
         ],
         "best": None if best is None else codec.to_builtins(best),
+        "best_because": checked.best_because,
         "no_better": checked.no_better,
     }

@@ -35,10 +35,12 @@ class Entry:
     """Facts and the keys that hold them.
 
     `write` takes all facts of a plan and returns settings, among `keys`. `read` takes the settings of a file, absent
-    ones at the framework's defaults, and the facts that entries before this one read; it returns facts.
+    ones at the framework's defaults, and the facts that entries before this one read; it returns facts. Of `exclusive`
+    keys a file has those that were written: they say the same in other ways, and the framework refuses two.
     """
 
     keys: tuple[str, ...]
+    exclusive: tuple[str, ...] = ()
     write: Callable[[Facts], Settings]
     read: Callable[[Settings, Facts], Facts]
 

@@ -32,7 +32,7 @@ _SIZES = ("layers", "hidden", "heads", "kv_heads", "vocab")  # that every framew
 
 
 def _experts(model: Model) -> tuple[int, int] | None:
-    return model.moe and (model.moe.experts, model.moe.ffn)
+    return None if model.moe is None else (model.moe.experts, model.moe.ffn)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,14 +6,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Any
 
 from planner.configs.formats.documents import Document
-from planner.export.mapping import Facts, Settings, Table
+from planner.export.mapping import Facts, Settings, Table, keys_of
+from planner.export.schema import schema
 from planner.search.plan_space.stated import Values
 from simulator.config.model import Model
-from topology.errors import UserError
+from topology.errors import PlannerError, UserError
 
 # The only values of a plan's fields that a kind of file can say; None: it has no key for the field, which stays as it
 # is.
@@ -74,6 +77,34 @@ def not_understood(settings: Mapping[str, Any], understood: frozenset[str], harm
     return tuple(
         key for key, value in settings.items() if value != "" and key not in understood and not quiet.fullmatch(key)
     )
+
+
+# Where the names of a framework's keys are, which a misspelt one may have meant.
+_SCHEMAS = {
+    "deepspeed": ("deepspeed", "0.19.8"),
+    "megatron-lm": ("megatron", "0.19.2"),
+    "accelerate": ("accelerate", "1.15.0"),
+}
+_ALIKE = 0.8  # of difflib's ratio: one letter of five
+
+
+def did_you_mean(configuration: Configuration) -> dict[str, str]:
+    """Return the known key that is spelt most like each that is not understood, where one is."""
+    name, version = _SCHEMAS.get(configuration.framework, (configuration.framework, configuration.version or ""))
+    known = set(keys_of(configuration.table))
+    with suppress(PlannerError):
+        known |= schema(name, version)["keys"].keys()
+    found = {}
+    for key in configuration.unknown:
+        if key in known:
+            continue
+        section = key.rpartition(".")[0]
+        # A letter more or less counts within the key's own section; elsewhere only the very word.
+        beside = [one for one in known if one.rpartition(".")[0] == section]
+        near = get_close_matches(key.rpartition(".")[2], [one.rpartition(".")[2] for one in beside], 1, _ALIKE)
+        if near:
+            found[key] = f"{section}.{near[0]}" if section else near[0]
+    return found
 
 
 def preset(text: str) -> tuple[int | None, str | None]:

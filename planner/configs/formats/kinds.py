@@ -16,7 +16,7 @@ from planner.configs.formats.transformers_fields import LENGTHS, MICRO, MODEL_NA
 from planner.configs.formats.transformers_fields import TABLE as TRANSFORMERS
 from planner.export.frameworks import accelerate_fields, deepspeed_fields, megatron_fields
 from planner.export.frameworks.megatron_model import MODEL_KEYS, model_of_flags
-from planner.export.mapping import Facts, Settings, keys_of
+from planner.export.mapping import Facts, NotStated, Settings, keys_of
 from planner.export.named_models import model_said
 from planner.export.planned import planned_in
 from planner.export.schema import schema
@@ -42,7 +42,7 @@ def read_configuration(text: str, where: str, flags: CheckFlags) -> Configuratio
     elif name.endswith(".json") or text.lstrip().startswith("{"):
         found = _json(text, where, flags)
     else:
-        found = _script(text, where)
+        found = _script(text, where, flags)
     found = _as_planned(found, text)
     return started_by(found, flags) if flags.launch else found
 
@@ -173,7 +173,8 @@ def _flag_model(flags: Settings, where: str) -> tuple[Model | None, str, tuple[s
     try:
         model, assumed = model_of_flags(flags, Path(where).stem[:60])
     except BadInput as error:
-        return None, error.what, ()
+        by_hand = f" (or {error.remedy})" if isinstance(error, NotStated) else ""
+        return None, f"{error.what}{by_hand}", ()
     return model, "", assumed
 
 
@@ -205,10 +206,15 @@ def _deepspeed(document: YamlDocument, settings: Settings, flags: CheckFlags) ->
         r"|stage3_.*|round_robin_gradients|memory_efficient_linear|load_from_fp32_weights)|zero_allow_untested_optimizer"
         r"|prescale_gradients|tensorboard\..*|wandb\..*|csv_monitor\..*|flops_profiler\..*|dump_state|amp\.enabled"
         r"|comms_logger\..*|zero_force_ds_cpu_optimizer|checkpoint\..*|expert_parallel\.preset_model|data_types\..*"
-        r"|aio\..*|elasticity\..*|seed|gradient_predivide_factor|disable_allgather|comms_config\..*|monitor_config\..*|_\w+"
+        r"|activation_checkpointing\.(partition_activations|contiguous_memory_optimization|number_checkpoints|profile"
+        r"|synchronize_checkpoint_boundary)|aio\..*|elasticity\..*|seed|gradient_predivide_factor|disable_allgather|comms_config\..*|monitor_config\..*|_\w+"
     )
     known = keys_of(deepspeed_fields.TABLE)
-    unknown = not_understood(settings, known, harmless)
+    unknown = [
+        key
+        for key in not_understood(settings, known, harmless)
+        if not (key in _OFF and settings[key] in {False, "none"})
+    ]
     filled = {**settings, **_filled(settings, launch, flags)}
     assumed = _types_assumed(filled)
     said = settings.get("sequence_parallel_size")
@@ -234,6 +240,7 @@ def _deepspeed(document: YamlDocument, settings: Settings, flags: CheckFlags) ->
     )
 
 
+_OFF = frozenset({"activation_checkpointing.cpu_checkpointing"})  # costs something where it is on
 # DeepSpeed's keys that Transformers fills in where they are "auto" or absent (integrations/deepspeed.py).
 _FROM_LAUNCH = {
     "train_micro_batch_size_per_gpu": "micro_batch",
@@ -324,13 +331,13 @@ def _transformers(document: YamlDocument, settings: Settings, flags: CheckFlags)
     )
 
 
-def _script(text: str, where: str) -> Configuration:
-    flags = schema("megatron", "0.19.2")["keys"]
-    document = CommandLine(text, where, option_kinds(flags))
+def _script(text: str, where: str, flags: CheckFlags) -> Configuration:
+    known = schema("megatron", "0.19.2")["keys"]
+    document = CommandLine(text, where, option_kinds(known), dict(flags.variables))
     if "--module" in document.settings or "torchtitan.train" in text:
-        return torchtitan.read_command(text, where)
+        return torchtitan.read_command(text, where, flags)
     if "--tensor-model-parallel-size" in document.settings or "--num-layers" in document.settings:
-        return _megatron(document, where, flags)
+        return _megatron(document, where, known)
     raise unknown_kind(where, "it has neither Megatron-LM's flags nor torchtitan's")
 
 
@@ -350,7 +357,8 @@ def _megatron(document: CommandLine, where: str, flags: JsonObject) -> Configura
         r"|kv-channels|no-mmap.*|disable-.*|bf16|fp16|sequence-parallel|recompute-activations|accumulate-allreduce.*"
         r"|container.*|nodes|gpus.*|ntasks.*|time|job.*|export|mpi|output|error|help|enable-one-logger|vocab-size)"
     )
-    unknown = not_understood(settings, understood, harmless)
+    own = {flag: value for flag, value in settings.items() if flag not in document.launcher}
+    unknown = not_understood(own, understood, harmless)
     later = [f"{flag} is not a flag of Megatron-LM 0.19" for flag in unknown if flag not in flags]
     launch = launch_of(document)
     return Configuration(
@@ -364,7 +372,10 @@ def _megatron(document: CommandLine, where: str, flags: JsonObject) -> Configura
         model=model,
         unknown_model=unknown_model,
         gpus=launch.get("gpus"),
-        given=_megatron_given(model, settings),
+        given={
+            **_megatron_given(model, settings),
+            "one_connection": document.expanded("$CUDA_DEVICE_MAX_CONNECTIONS") == "1",
+        },
         unknown=unknown,
         assumed=(*assumed, *later, *_taken_for_granted(settings)),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from planner.configs.formats.command_line import CommandLine
-from planner.configs.formats.configuration import Configuration, not_understood, preset, unknown_kind
+from planner.configs.formats.configuration import CheckFlags, Configuration, not_understood, preset, unknown_kind
 from planner.configs.formats.documents import TomlDocument
 from planner.configs.formats.launch import launch_of
 from planner.export.frameworks import torchtitan_fields
@@ -107,8 +107,8 @@ def _product(settings: Settings, stated: int | None) -> int | None:
     return product
 
 
-def read_command(text: str, where: str) -> Configuration:
-    document = CommandLine(text, where, lambda _: None)
+def read_command(text: str, where: str, flags: CheckFlags) -> Configuration:
+    document = CommandLine(text, where, lambda _: None, dict(flags.variables))
     said = document.settings
     module, function = (str(said.get(flag, document.expanded(f"${name}"))) for flag, name in CHOICE)
     configs = schema("torchtitan", "0.3.0")["configs"]

@@ -8,7 +8,7 @@ Its default rank order tp-cp-ep-dp-pp names the fastest axis first (`megatron/co
 from __future__ import annotations
 
 from planner.export.frameworks.megatron_model import set_flags
-from planner.export.mapping import Entry, Facts, Settings, Table, layers_of, one_of, truth, whole
+from planner.export.mapping import Entry, Facts, Settings, Table, layers_of, one_of, require_said, truth, whole
 from simulator.config.overlap_sites import NONE, USERBUFFERS
 from simulator.config.plan import Plan, default_schedule
 from simulator.pipeline.stages import counted_ends, stage_layers
@@ -25,6 +25,8 @@ _LAYOUT = "--pipeline-model-parallel-layout"
 _STAGES, _PER_STAGE = "--num-virtual-stages-per-pipeline-rank", "--num-layers-per-virtual-pipeline-stage"
 _ENDS = ("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers")
 _COUNTED = ("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split")
+_SPLITS = (_STAGES, _LAYOUT, _PER_STAGE, *_ENDS, *_COUNTED)
+_RAMP = "--rampup-batch-size"
 _CAPACITY = ("--moe-expert-capacity-factor", "--moe-pad-expert-input-to-capacity")
 _SHARD = (
     "--use-distributed-optimizer",
@@ -211,6 +213,12 @@ def _read_sharding(settings: Settings, facts: Facts) -> Facts:
         if word not in known:
             raise BadInput(f"--data-parallel-sharding-strategy is {word[:40]!r}", why=f"known: {', '.join(known)}")
         stage = known[word]
+        if facts.get("one_connection"):
+            raise BadInput(
+                "Megatron-LM's FSDP does not start with CUDA_DEVICE_MAX_CONNECTIONS=1",
+                why="its gathers have to run beside products, on connections of their own",
+                remedy="take the variable out of the script, or another kind of sharding",
+            )
     elif truth(settings, "--use-torch-fsdp2"):
         stage = 3
     instances = whole(settings, _SHARD[5], 1)
@@ -257,6 +265,26 @@ def _read_batch(settings: Settings, facts: Facts) -> Facts:
         "seq_len": length,
         "global_batch_size": whole(settings, "--global-batch-size", micro * facts["dp_replicate"]),
     }
+
+
+def _read_ramp(settings: Settings, facts: Facts) -> Facts:
+    """Read nothing: a step is one of the full batch. Raises BadInput for a ramp that Megatron-LM stops at."""
+    if _RAMP not in settings:
+        return {}
+    said = str(require_said(_RAMP, settings[_RAMP])).split()
+    if len(said) != 3 or not all(word.isdecimal() and len(word) < 16 for word in said):
+        raise BadInput(f"{_RAMP} is {' '.join(said)[:60]!r}", why="it takes a first batch, an increment and samples")
+    first, increment = int(said[0]), int(said[1])
+    together = facts["micro_batch_size"] * facts["dp_replicate"] * facts["dp_shard"]
+    rest = facts["global_batch_size"] - first
+    # RampupBatchsizeNumMicroBatchesCalculator of megatron-core 0.12: each batch on the way is divided, too.
+    if increment < 1 or rest < 0 or rest % increment or first % together or increment % together:
+        raise BadInput(
+            f"{_RAMP} {first} {increment} up to {facts['global_batch_size']} sequences does not divide by {together} a step",
+            why="every batch on the way is a multiple of micro batch x data parallel, and the last is the global batch",
+            remedy="a first batch and an increment that are multiples, or a smaller micro batch",
+        )
+    return {}
 
 
 def _write_recompute(facts: Facts) -> Settings:
@@ -333,7 +361,12 @@ TABLE: Table = (
         write=lambda facts: {"--sequence-parallel": True} if facts["sequence_parallel"] and facts["tp"] > 1 else {},
         read=lambda settings, facts: {"sequence_parallel": facts["tp"] > 1 and truth(settings, "--sequence-parallel")},
     ),
-    Entry(keys=(_PP, _STAGES, _LAYOUT, _PER_STAGE, *_ENDS, *_COUNTED), write=_write_pipeline, read=_read_pipeline),
+    Entry(
+        keys=(_PP, *_SPLITS),
+        exclusive=_SPLITS,
+        write=_write_pipeline,
+        read=_read_pipeline,
+    ),
     _degree(_CP, "cp"),
     Entry(
         keys=("--cp-comm-type",),
@@ -350,7 +383,8 @@ TABLE: Table = (
         write=_write_batch,
         read=_read_batch,
     ),
-    Entry(keys=_RECOMPUTE, write=_write_recompute, read=_read_recompute),
+    Entry(keys=(_RAMP,), write=lambda _: {}, read=_read_ramp),
+    Entry(keys=_RECOMPUTE, exclusive=_RECOMPUTE, write=_write_recompute, read=_read_recompute),
     Entry(
         keys=("--tp-comm-overlap",),
         write=lambda facts: {"--tp-comm-overlap": True} if facts["tp_overlap"] != NONE else {},

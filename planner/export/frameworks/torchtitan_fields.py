@@ -50,6 +50,7 @@ _MICRO_BATCH = "parallelism.pipeline_parallel_microbatch_size"
 _PER_STAGE = "parallelism.pipeline_parallel_layers_per_stage"
 _MODULES = "parallelism.module_fqns_per_model_part"
 _LESS = tuple(f"parallelism.pipeline_parallel_{end}_stage_less_layers" for end in ("first", "last"))
+_SPLITS = (_MODULES, _PER_STAGE, *_LESS)
 
 
 def _read_shard(settings: Settings, facts: Facts) -> Facts:
@@ -154,7 +155,12 @@ def pipeline(head: str) -> Entry:
         modules = stage_modules(facts, _plan(facts), head)
         return settings | ({_MODULES: modules} if modules else {})
 
-    return Entry(keys=(_SCHEDULE, _MICRO_BATCH, _MODULES, _PER_STAGE, *_LESS), write=write, read=_read_pipeline)
+    return Entry(
+        keys=(_SCHEDULE, _MICRO_BATCH, *_SPLITS),
+        exclusive=_SPLITS,
+        write=write,
+        read=_read_pipeline,
+    )
 
 
 def _read_pipeline(settings: Settings, facts: Facts) -> Facts:

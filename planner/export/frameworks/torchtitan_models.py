@@ -89,8 +89,8 @@ def registry_model(model: Model, workload: Workload, version: str, *, loss_in_pi
 def _starting_config(version: str, module: str, flavor: str, parameters: int) -> str:
     """Return the configuration function of a module that is for this flavor, or for the one nearest in size."""
     known = schema("torchtitan", version)
-    sizes = {one["flavor"]: one["parameters"] for one in known["models"] if one["module"] == module}
-    for_flavor = {
+    sizes: dict[str, int] = {one["flavor"]: one["parameters"] for one in known["models"] if one["module"] == module}
+    for_flavor: dict[str, str] = {
         name.partition(".")[2]: one["flavor"]
         for name, one in known["configs"].items()
         if name.startswith(f"{module}.{module}") and one["flavor"] in sizes
