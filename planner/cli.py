@@ -185,7 +185,8 @@ def _unwritable(error: OSError) -> int:
         return _last_resort(error)
     _silence_stdout()
     _say(
-        f"error: cannot write {error.filename or 'the answer'}\n  why: {error.strerror}\n  do: free some space, or write elsewhere"
+        f"error: cannot write {error.filename or 'the answer'}\n  why: {error.strerror}\n"
+        "  do: free some space, or write elsewhere"
     )
     return 1
 

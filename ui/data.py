@@ -24,7 +24,6 @@ from planner.io.plan_words import plan_chips, plan_name, plan_settings
 from planner.question.cases import case_from_flags
 from planner.question.plan_file import plan_file
 from planner.runs import runs_store
-from planner.search import scaling
 from planner.search.answer import search_question
 from planner.search.flips import KNOBS
 from planner.search.search import SearchOptions
@@ -34,6 +33,7 @@ from topology import codec
 from topology.codec import JsonObject
 from topology.errors import UserError
 from topology.health.diagnose import diagnose
+from topology.rates import scaling
 from topology.rates.known import plannable
 from topology.units import GIB
 from ui import panels, saved_plans, sharing

@@ -16,11 +16,11 @@ from planner.io.figures import gib_text, last_digit_s, rate_text, seconds_text
 from planner.io.plan_words import plan_chips, plan_name, plan_settings
 from planner.pictures.node_layout import LINK_WORDS
 from planner.search.result import places
-from planner.search.scaling import network_bytes_per_s, nvlink_bytes_per_s
 from simulator.config.estimate import Fit
 from simulator.config.plan import PLAN_FIELDS, SIZES
 from topology.cluster import LinkKind, Severity
 from topology.rates.known import plannable
+from topology.rates.scaling import network_bytes_per_s, nvlink_bytes_per_s
 from topology.units import GIB, in_gb_per_s, in_gib, in_seconds
 from ui.charts.look import rate_range
 from ui.row_types import ComparedRow, PartRow, PlanRow

@@ -196,7 +196,8 @@ class PossibleMeasurements:
     def pair(self, item: dict[str, Any]) -> Measurement:
         """Return a kernel alongside a collective of all GPUs."""
         return self._direct(
-            f"{item['compute']} of {_size(item['shape'])} alongside {collective_term(item['op'])[:-1]} of {item['nbytes'] / 1e6:.0f} MB",
+            f"{item['compute']} of {_size(item['shape'])} alongside {collective_term(item['op'])[:-1]} of"
+            f" {item['nbytes'] / 1e6:.0f} MB",
             Request(contention=(item,)),
             {"kernels alongside collectives": 1},
             PAIR_NOISE,
@@ -207,7 +208,8 @@ class PossibleMeasurements:
     def site(self, item: dict[str, Any]) -> Measurement:
         """Return a tensor-parallel product with its collective in every overlap mode."""
         return self._direct(
-            f"{item['operation'].replace('_', ' ')} of {item['ranks']} GPUs, {item['rows']} x {sum(item['columns'])} x {item['depth']}, in every mode",
+            f"{item['operation'].replace('_', ' ')} of {item['ranks']} GPUs, {item['rows']} x {sum(item['columns'])} x"
+            f" {item['depth']}, in every mode",
             Request(overlap=(item,)),
             {"overlap of tensor parallelism": 1},
             PAIR_NOISE,

@@ -67,7 +67,8 @@ def _print(checked: Checked, name: str) -> None:
     for number, change in enumerate(checked.changes):
         print(
             printable(
-                f"{'change' if number == 0 else 'or':9} {change.what}: {change.step_s:.3g} s, {_fit(change.fit_probability)}"
+                f"{'change' if number == 0 else 'or':9} {change.what}:"
+                f" {change.step_s:.3g} s, {_fit(change.fit_probability)}"
             )
         )
     if checked.changes:
@@ -164,8 +165,9 @@ def _print_serving(checked: CheckedServing, name: str) -> None:
     for one in checked.changes:
         estimate = one.plan.estimate
         figures = (
-            f"first token {two_digits(1e3 * estimate.ttft_s.value)} ms, a token {two_digits(1e3 * estimate.tpot_s.value)} ms, "
-            f"{two_digits(estimate.output_tokens_per_s_per_gpu.value)} tokens/s a GPU"
+            f"first token {two_digits(1e3 * estimate.ttft_s.value)} ms,"
+            f" a token {two_digits(1e3 * estimate.tpot_s.value)} ms,"
+            f" {two_digits(estimate.output_tokens_per_s_per_gpu.value)} tokens/s a GPU"
         )
         screen.print(printable(f"\nbetter    {deployment_text(one.plan.deployment)}: {figures}"))
         screen.print(printable(f"change    {one.what}"))

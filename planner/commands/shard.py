@@ -73,7 +73,8 @@ def _print(rows: Sequence[Mapping[str, Any]]) -> None:
             screen.print(row["not_simulated"])
         if time := row.get("time_s"):
             parts = (
-                f": {1e6 * time['compute']:,.1f} compute, {1e6 * time['exposed_communication']:,.1f} communication not hidden"
+                f": {1e6 * time['compute']:,.1f} compute, {1e6 * time['exposed_communication']:,.1f} communication not"
+                " hidden"
                 if "compute" in time
                 else ", forward and backward as the program has them"
             )

@@ -62,15 +62,16 @@ _LONGER = {"vllm": "VLLM_ALLOW_LONG_MAX_MODEL_LEN", "sglang": "SGLANG_ALLOW_OVER
 _SHARES = {"gpu_memory_utilization", "mem_fraction_static"}
 # Settings that are costed or judged, and those that say where and as what a server answers.
 _READ = {
-    "model", "model_path", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "enable_expert_parallel",
-    "tp_size", "pp_size", "dp_size", "attn_dp_size", "ep_size", "enable_dp_attention", "max_num_seqs", "max_num_batched_tokens",
-    "gpu_memory_utilization", "max_running_requests", "chunked_prefill_size", "mem_fraction_static", "quantization",
-    "kv_cache_dtype", "max_model_len", "context_length", "enforce_eager", "disable_cuda_graph", "disable_custom_all_reduce",
+    "model", "model_path", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size",
+    "enable_expert_parallel", "tp_size", "pp_size", "dp_size", "attn_dp_size", "ep_size", "enable_dp_attention",
+    "max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization", "max_running_requests",
+    "chunked_prefill_size", "mem_fraction_static", "quantization", "kv_cache_dtype", "max_model_len",
+    "context_length", "enforce_eager", "disable_cuda_graph", "disable_custom_all_reduce",
 }  # fmt: skip
 _OF_THE_SERVER = {
-    "host", "port", "api_key", "served_model_name", "trust_remote_code", "tokenizer", "tokenizer_path", "download_dir", "seed",
-    "random_seed", "revision", "chat_template", "uvicorn_log_level", "log_level", "disable_log_requests", "tool_call_parser",
-    "enable_auto_tool_choice", "reasoning_parser",
+    "host", "port", "api_key", "served_model_name", "trust_remote_code", "tokenizer", "tokenizer_path",
+    "download_dir", "seed", "random_seed", "revision", "chat_template", "uvicorn_log_level", "log_level",
+    "disable_log_requests", "tool_call_parser", "enable_auto_tool_choice", "reasoning_parser",
 }  # fmt: skip
 MOST_TOKENS = 1 << 31
 LISTED = 3

@@ -26,7 +26,7 @@ class Side(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Against:
-    """A stated step beside the predicted one. `error` is predicted over stated, less one; `causes` the likeliest first.
+    """A stated and a predicted step. `error` is predicted over stated, less one; `causes` the likeliest first.
 
     Inside the interval nothing needs a cause.
     """
@@ -65,7 +65,7 @@ def stated_rate(measured: str | None, tokens_per_s: float | None) -> StatedRate 
 
 
 def against(found: PlanAnswer, configuration: Configuration, stated: StatedRate) -> Against | None:
-    """Return a stated step beside the predicted one; None where there is no prediction."""
+    """Return a stated step compared with the predicted one; None where there is no prediction."""
     estimate = found.estimate
     if estimate is None:
         return None
@@ -94,7 +94,10 @@ def _slower(found: PlanAnswer, estimate: Estimate, step_s: float) -> Iterator[st
     if estimate.memory.fit_probability < 1.0 and not estimate.memory.fits:
         yield "memory does not fit as predicted: the run may have had smaller batches, or retries of the allocator"
     if moved > 0.05 * estimate.step_s.value:
-        yield f"links: exposed communication of {moved:.2g} s would have to take {(moved + excess) / moved:.1f} times as long"
+        yield (
+            f"links: exposed communication of {moved:.2g} s would have to take {(moved + excess) / moved:.1f} times as"
+            " long"
+        )
     if products > 0:
         yield f"products at {products / (products + excess):.0%} of the predicted rate, such as of GPUs at lower clocks"
     if assumed:

@@ -142,8 +142,8 @@ def question_line(question: Question, plan: Plan) -> str:
     """Return the question in a line: model, batch, machine, software."""
     workload, cluster = question.workload, question.cluster
     return (
-        f"{question.model.name}, {workload.global_batch_size:,} sequences of {workload.seq_len:,} tokens a step, on {plan.gpus:,} x "
-        f"{cluster.slowest_kind.title} ({cluster.name}) in {question.framework.title}."
+        f"{question.model.name}, {workload.global_batch_size:,} sequences of {workload.seq_len:,} tokens a step,"
+        f" on {plan.gpus:,} x {cluster.slowest_kind.title} ({cluster.name}) in {question.framework.title}."
     )
 
 
@@ -191,7 +191,8 @@ def print_plans(plans: Sequence[RankedPlan], question: Question, likely: Sequenc
     for column in table.columns:
         column.no_wrap = column.header != "plan"
     marks = places(plans)
-    for mark, row in [*zip(marks, plans, strict=True), *(("?", one) for one in likely)]:
+    rows: list[tuple[str, RankedPlan | MayFit]] = [*zip(marks, plans, strict=True), *(("?", one) for one in likely)]
+    for mark, row in rows:
         plan, estimate = row.plan, row.estimate
         settings = special_text(plan)
         recompute = (

@@ -24,7 +24,6 @@ from planner.search.plan_space.overlap_choice import with_overlap_by_site
 from planner.search.plan_space.stated import exactly
 from planner.search.reasons import lost_because
 from planner.search.result import SearchResult
-from planner.search.scaling import scale_memory, with_gpus
 from planner.search.search import rank_rows
 from simulator.bounds.screening import Screening
 from simulator.calibration.intervals import memory_factors
@@ -32,6 +31,7 @@ from simulator.config.estimate import Estimate, sure_bytes
 from simulator.config.plan import MESH_AXES, Plan
 from topology.cluster import Cluster
 from topology.errors import PlannerError, UserError
+from topology.rates.scaling import scale_memory, with_gpus
 
 # What an estimate of model state counts (NVIDIA/Megatron-LM#525); it leaves out everything else.
 STATE = frozenset({"parameters", "gradients", "optimizer"})

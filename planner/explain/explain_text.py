@@ -78,7 +78,10 @@ def overlap_text(found: SiteOverlap, last_s: float) -> str:
     if found.mode == NONE:
         return f"{found.site}: none"
     gains = "shortens" if found.saves_s >= 0 else "lengthens"
-    return f"{found.site}: {found.mode} hides {seconds_text(found.hides_s, last_s)} and {gains} the step by {seconds_text(abs(found.saves_s), last_s)}"
+    return (
+        f"{found.site}: {found.mode} hides {seconds_text(found.hides_s, last_s)} and {gains} the step by"
+        f" {seconds_text(abs(found.saves_s), last_s)}"
+    )
 
 
 def print_waterfall(found: Waterfall, last_s: float) -> None:

@@ -53,6 +53,7 @@ def _require_short(case: Case, micro_batches: int) -> None:
     if length > MAX_INSTRUCTIONS:
         raise UserError(
             f"the timeline of this step has about {length:.2g} instructions",
-            why=f"at most {MAX_INSTRUCTIONS:,} are written, and {micro_batches} micro batches are the fewest that show it",
+            why=f"at most {MAX_INSTRUCTIONS:,} are written, and {micro_batches} micro batches are the fewest that show"
+            " it",
             remedy="a smaller --pp: a pipeline takes as many micro batches to show as it has stages, and more",
         )

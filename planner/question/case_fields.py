@@ -39,7 +39,8 @@ def refuse_unknown(data: Mapping[str, Any], known: tuple[str, ...], where: str) 
     if unknown:
         near = get_close_matches(str(unknown[0]), known, n=1)
         raise BadPlan(
-            f"{where} has {'an unknown key' if len(unknown) == 1 else 'unknown keys'}: {', '.join(map(show, unknown[:8]))}",
+            f"{where} has {'an unknown key' if len(unknown) == 1 else 'unknown keys'}:"
+            f" {', '.join(map(show, unknown[:8]))}",
             why="nothing reads it, and it would be ignored",
             remedy=f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}",
         )

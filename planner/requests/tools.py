@@ -22,7 +22,9 @@ class Export(Request):
     to: str | None = option(
         None,
         "--to",
-        help="torchrun, torchtitan, megatron, deepspeed, accelerate, slurm, trainjob, skypilot; @VERSION where several are known, such as torchtitan@0.2.2. Of a serving plan: script, compose, kubernetes, or its engine's name.",
+        help="torchrun, torchtitan, megatron, deepspeed, accelerate, slurm, trainjob, skypilot;"
+        " @VERSION where several are known, such as torchtitan@0.2.2."
+        " Of a serving plan: script, compose, kubernetes, or its engine's name.",
     )
     every: bool = option(False, "--all", help="Write the folder --out: a file for every tool, and how to start each.")
     out: Path | None = option(None, "--out", help="File to write; default: standard output.")
@@ -44,7 +46,9 @@ class Check(Request):
     """
 
     file: str = required_argument(
-        help="torchtitan TOML or command, Megatron-LM command line or script, Megatron-Bridge recipe dump, DeepSpeed JSON, accelerate YAML, TrainingArguments JSON, vllm serve or SGLang command; - reads stdin. Of a folder: all that train, one row each."
+        help="torchtitan TOML or command, Megatron-LM command line or script, Megatron-Bridge recipe dump,"
+        " DeepSpeed JSON, accelerate YAML, TrainingArguments JSON, vllm serve or SGLang command; - reads stdin."
+        " Of a folder: all that train, one row each."
     )
     model: str | None = option(None, "--model", help="Shipped model or config.json, where the file names none.")
     cluster: str | None = option(
@@ -71,7 +75,10 @@ class Check(Request):
         "", "--release", help="Release of vLLM or SGLang that runs, such as 0.8.3, where the file does not say."
     )
     measured: str | None = option(
-        None, "--measured", metavar="TIME", help="What a step takes, such as 9.2s: beside what is predicted, and why."
+        None,
+        "--measured",
+        metavar="TIME",
+        help="What a step takes, such as 9.2s: compared with the prediction, and why.",
     )
     tokens_per_s: float | None = option(
         None, "--tokens-per-s", least=1e-6, help="The same as a rate: tokens a second of all GPUs together."

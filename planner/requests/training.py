@@ -82,7 +82,8 @@ class Suggest(Request):
     objective: Objective = option(
         Objective.TIME,
         "--objective",
-        help="time, memory, or pareto of both; throughput (a GPU) and cost (a token) differ where --gpus compares. Serving: latency, throughput, cost.",
+        help="time, memory, or pareto of both; throughput (a GPU) and cost (a token) differ where --gpus compares."
+        " Serving: latency, throughput, cost.",
     )
     gpu_price: float | None = option(
         None, "--gpu-price", least=0.0, most=1000000000.0, help="Price of a GPU for an hour, to cost tokens."

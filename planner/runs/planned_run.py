@@ -150,8 +150,8 @@ def other_driver(planned: Cluster, here: Cluster) -> tuple[str, ...]:
         return ()
     return (
         (
-            f"the plan was made under {', '.join(then)}, this machine has {', '.join(now)}: kernels and collectives may take"
-            " other times than predicted; planner calibrate, then plan again"
+            f"the plan was made under {', '.join(then)}, this machine has {', '.join(now)}:"
+            " kernels and collectives may take other times than predicted; planner calibrate, then plan again"
         ),
     )
 

@@ -54,8 +54,8 @@ CREATE TABLE runs (
 )
 """
 _COLUMNS = (
-    "id, taken_at, status, complete, model, framework, plan, gpus, device, seq_len, global_batch_size, predicted_step_s,"
-    " measured_step_s, predicted_peak_bytes, measured_peak_bytes, measured_tokens_per_s, directory"
+    "id, taken_at, status, complete, model, framework, plan, gpus, device, seq_len, global_batch_size,"
+    " predicted_step_s, measured_step_s, predicted_peak_bytes, measured_peak_bytes, measured_tokens_per_s, directory"
 )
 
 

@@ -20,11 +20,11 @@ from planner.search.deadline import deadline_of, left_s, over
 from planner.search.finalists import TIE
 from planner.search.infeasible import ConstrainedQuestion
 from planner.search.plan_space.candidates import Bounds
-from planner.search.scaling import with_gpus
 from simulator.config.estimate import Estimate, Fit, chance, sure_bytes
 from simulator.config.plan import Plan
 from simulator.legality.rule import divisors
 from topology.errors import UserError
+from topology.rates.scaling import with_gpus
 
 MOST_FIXES = (3, 1, 1)  # that are returned: on the same GPUs, on more, in another precision
 MOST_LAYERS = 2048  # of a model; each of hundreds of variants is counted layer by layer
@@ -36,7 +36,7 @@ SAME_GPUS, MORE_GPUS, PRECISION = range(3)  # what a change is paid with
 class Fix:
     """A variant of a plan that needs less memory; `change` says in words what differs.
 
-    `longer` is what it costs in time: the step beside that of the plan, relative. `slower` is what it costs in
+    `longer` is what it costs in time: the step compared with that of the plan, relative. `slower` is what it costs in
     throughput: GPU seconds a token above those of the plan, relative.
     """
 
@@ -88,11 +88,11 @@ def find_fixes(question: Question, plan: Plan, estimate: Estimate, deadline: flo
             found.append(_Costed(variant=one, sure=sure, step_s=float(table.step_s[row]), reserved_bytes=reserved))
     surely = sorted((one for one in found if one.sure), key=lambda one: one.cost)
     chosen: list[_Variant] = []
-    for one in surely or sorted(found, key=lambda one: one.reserved_bytes)[:1]:
-        kinds = one.variant.kinds
-        simpler = any(other.variant.kinds < kinds and other.as_good_as(one) for other in surely)
+    for costed in surely or sorted(found, key=lambda one: one.reserved_bytes)[:1]:
+        kinds = costed.variant.kinds
+        simpler = any(other.variant.kinds < kinds and other.as_good_as(costed) for other in surely)
         if not simpler and not any(other.kinds <= kinds for other in chosen):
-            chosen.append(one.variant)
+            chosen.append(costed.variant)
     kept = [one for paid, most in enumerate(MOST_FIXES) for one in [v for v in chosen if v.paid == paid][:most]]
     fixes = [(one.paid, _fix(one, plan, estimate)) for one in kept if not over(half)]
     fixes = [(paid, one) for paid, one in fixes if one.reserved_bytes < estimate.memory.reserved_bytes]

@@ -16,15 +16,15 @@ from dataclasses import dataclass, replace
 from planner.question.prediction import Method, simulated_length
 from planner.question.question import Question
 from planner.search.finalists import Finalist, certainty
-from planner.search.scaling import (
+from simulator.config.estimate import Fit, sure_bytes
+from simulator.config.plan import Plan
+from topology.cluster import Cluster
+from topology.rates.scaling import (
     network_bytes_per_s,
     nvlink_bytes_per_s,
     scale_network,
     scale_nvlink,
 )
-from simulator.config.estimate import Fit, sure_bytes
-from simulator.config.plan import Plan
-from topology.cluster import Cluster
 
 OCTAVES = 2  # factors 2 and 4 in each direction
 PRECISION = 1 / 512  # of the exponent of two: 0.14% of the rate

@@ -21,7 +21,6 @@ from planner.search.deadline import over
 from planner.search.plan_space.branch_and_bound import SCHEDULES_AT_ONCE, explore
 from planner.search.plan_space.candidates import Bounds, Nodes, enumerate_nodes, plan_of
 from planner.search.plan_space.screened import NODES_AT_ONCE, PLANS_AT_ONCE, Screened
-from planner.search.scaling import scale_memory, with_gpus
 from simulator.bounds.screening import Screening
 from simulator.calibration.intervals import memory_factors
 from simulator.columns.plan_columns import PlanColumns
@@ -34,6 +33,7 @@ from simulator.pipeline.schedules.registry import where
 from topology.cluster import Cluster
 from topology.errors import Infeasible, Unproved, UserError
 from topology.rates.reach import reach
+from topology.rates.scaling import scale_memory, with_gpus
 from topology.units import MIB, in_gib, two_digits
 
 MAX_GPUS = 1 << 16
@@ -163,8 +163,8 @@ def no_legal_plan(question: Question, found: Nodes, ways: Sequence[str]) -> Infe
         + (f". Data parallel alone: {example.message}" if example else ""),
         remedy="; or ".join(ways)
         if ways
-        else "another model, cluster or framework: no change of the batch, the sequence, the precision or the number of "
-        "GPUs by itself that was tried gives a plan",
+        else "another model, cluster or framework: no change of the batch, the sequence, the precision or the number"
+        " of GPUs by itself that was tried gives a plan",
     )
 
 
@@ -191,9 +191,11 @@ def no_fitting_plan(
     relaxations_found = relaxations(constrained, grow, until)
     late = over(until)
     return Infeasible(
-        f"{question.model.name} does not fit on {gpus_text(question.count)}: the leanest of {int(nodes.leaf_counts.sum())} legal plans needs "
-        f"{in_gib(needed_bytes)} on its worst rank of {in_gib(capacity_bytes)}",
-        why=f"{in_gib(needed_bytes - capacity_bytes)} missing, a factor of {needed_bytes / capacity_bytes:.2f}, with {plan_in_words(plan)}; largest: "
+        f"{question.model.name} does not fit on {gpus_text(question.count)}:"
+        f" the leanest of {int(nodes.leaf_counts.sum())} legal plans needs {in_gib(needed_bytes)} on its worst rank of"
+        f" {in_gib(capacity_bytes)}",
+        why=f"{in_gib(needed_bytes - capacity_bytes)} missing, a factor of {needed_bytes / capacity_bytes:.2f},"
+        f" with {plan_in_words(plan)}; largest: "
         + ", ".join(f"{name.replace('_', ' ')} {in_gib(size)}" for name, size in largest)
         + f". In conflict: {conflicting}",
         remedy=("relax one of: " + "; ".join(relaxations_found) if relaxations_found else "more GPUs or memory")

@@ -1,4 +1,4 @@
-"""What makes a question that has no legal plan answerable: changes of one thing, each tried before it is told."""
+"""What makes a question that has no legal plan answerable: changes of one thing, each tried before it is listed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from simulator.legality.frameworks import ANY, FRAMEWORKS
 from topology.cluster import Cluster
 from topology.errors import UserError
 
-MOST_WAYS = 3  # that are told
+MOST_WAYS = 3  # that are listed
 NEAR_COUNTS = 8  # smaller and larger numbers of GPUs that are tried
 
 Grow = Callable[[int], Cluster] | None

@@ -47,7 +47,8 @@ def contradiction(
     remedy = f"with the rest as said: {', or '.join(ways)}" if ways else "; or ".join(others())
     said = " ".join(f"{PLAN_FIELDS[name].flag} {values_text(value)}" for name, value in stated.items())
     return Infeasible(
-        f"no legal plan for {question.model.name} on {gpus_text(question.count)} in {question.framework.title} has {said}",
+        f"no legal plan for {question.model.name} on {gpus_text(question.count)} in {question.framework.title} has"
+        f" {said}",
         why=why,
         remedy=remedy or "leave more than one of these free: no other value of a single one is legal",
     )

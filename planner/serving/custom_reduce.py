@@ -37,4 +37,7 @@ def nccl_because(question: ServingQuestion, pool: Pool) -> str:
         return ""
     costs = ForwardPass(question.model, question.cluster, question.deployment(pool), pool)
     seconds = costs.reduced_s(1) / costs.reductions()
-    return f"custom all-reduce is off, as {reason}: NCCL's takes {1e6 * seconds:.0f} us for one token, {costs.reductions()} times a step"
+    return (
+        f"custom all-reduce is off, as {reason}: NCCL's takes {1e6 * seconds:.0f} us for one token,"
+        f" {costs.reductions()} times a step"
+    )

@@ -1,4 +1,4 @@
-"""What would meet targets that no deployment meets: changes of one thing, each simulated before it is told."""
+"""What would meet targets that no deployment meets: changes of one thing, each simulated before it is listed."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 
-from planner.search.scaling import with_gpus
 from planner.serving.question.question import ServingQuestion
 from planner.serving.search import ServingResult, search_serving
 from simulator.config.runtime import LOW_PRECISION
 from simulator.serving.server import OutOfTime
 from simulator.serving.traffic import steady_requests
 from topology.errors import UserError
+from topology.rates.scaling import with_gpus
 
 HALVINGS = 6  # of the load and of the prompt that are tried
 GROWTHS = (2, 4, 8)  # factors of the number of GPUs that are tried
@@ -22,11 +22,11 @@ GROWTHS = (2, 4, 8)  # factors of the number of GPUs that are tried
 def ways_to_meet(result: ServingResult, *, until_s: float = math.inf) -> list[str]:
     """Return flags with which a deployment meets the targets: a lower load, more GPUs, other weights, a shorter prompt.
 
-    The nearest change of each is told; those that are not simulated by `until_s` of `time.monotonic` are left out.
+    The nearest change of each is returned; those that are not simulated by `until_s` of `time.monotonic` are left out.
     """
     if result.plans[0].meets:
         return []
-    found = []
+    found: list[str] = []
     for changes in _changes(result.question):
         for flags, asked in changes:
             if time.monotonic() >= until_s:

@@ -53,8 +53,8 @@ def validate_point(data: Mapping[str, Any]) -> JsonObject:
     """Return the row of a report: predicted, measured, signed errors, or why it was skipped."""
     nothing = dict.fromkeys(QUANTITIES)
     result: JsonObject = {
-        "id": str(data.get("id", "")), "group": "", "measured": None, "predicted": None, "error": nothing, "held": nothing,
-        "within_interval": None, "skipped": None, "assumed": [],
+        "id": str(data.get("id", "")), "group": "", "measured": None, "predicted": None, "error": nothing,
+        "held": nothing, "within_interval": None, "skipped": None, "assumed": [],
     }  # fmt: skip
     try:
         row = read_row(data)

@@ -79,8 +79,12 @@ def side_of(row: ServingRow, name: str) -> Side:
     """Return the `prefill` or `decode` engines of a row that keeps them apart, in either of the sources' spellings."""
     if isinstance(row.disagg, dict):
         keys = {
-            "workers": "num_workers", "tp": "tp_size", "pp": "pp_size", "ep": "moe_ep_size", "dp_attention": "attention_dp_size",
-        }  # fmt: skip
+            "workers": "num_workers",
+            "tp": "tp_size",
+            "pp": "pp_size",
+            "ep": "moe_ep_size",
+            "dp_attention": "attention_dp_size",
+        }
         stated = {key: row.disagg.get(f"{name}_{theirs}") for key, theirs in keys.items()}
     else:
         stated = {key: getattr(row, f"{name}_{key}") for key in ("workers", "tp", "ep")}

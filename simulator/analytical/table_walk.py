@@ -20,7 +20,7 @@ from simulator.pipeline.waves import Ends, Ints
 from topology.time_limit import check_time
 
 LONG_AGO = -1e6  # seconds: a clock that holds nothing up
-# In which it is found how long kernels take beside messages, to a hundredth of what they lose.
+# In which it is found how long kernels take during messages, to a hundredth of what they lose.
 ROUNDS = 4
 MOST_PASSES = 1 << 18  # walked at once: limits memory
 
@@ -93,26 +93,18 @@ class Clocks:
         """When all streams of data-parallel traffic are done."""
         return np.maximum(self.wire, self.summed)
 
-    def beside(self, other: Clocks) -> Clocks:
+    def joined(self, other: Clocks) -> Clocks:
         """Return the clocks of these plans and of others of the same course."""
-
-        def both(one: Floats, more: Floats) -> Floats:
-            return np.concatenate([one, more], axis=1)
-
-        return Clocks(
-            host=both(self.host, other.host),
-            compute=both(self.compute, other.compute),
-            wire=both(self.wire, other.wire),
-            summed=both(self.summed, other.summed),
-            filling=both(self.filling, other.filling),
-            waits={part: both(these, other.waits[part]) for part, these in self.waits.items()},
-        )
+        names = [each.name for each in fields(Clocks) if each.name != "waits"]
+        both = {name: np.concatenate([getattr(self, name), getattr(other, name)], axis=1) for name in names}
+        waits = {part: np.concatenate([these, other.waits[part]], axis=1) for part, these in self.waits.items()}
+        return Clocks(**both, waits=waits)
 
 
 def walk_tables(courses: Sequence[Course]) -> list[Clocks]:
     """Return where all ranks of every course are in the end.
 
-    Messages on their way slow down the kernels of their sender. How long each is on its way is told by a first walk
+    Messages on their way slow down the kernels of their sender. How long each is on its way is found by a first walk
     without that.
     """
     found: list[Clocks | None] = [None] * len(courses)
@@ -121,7 +113,7 @@ def walk_tables(courses: Sequence[Course]) -> list[Clocks]:
         walk.run(walk.run(None))
         for (number, _), clocks in zip(batch, walk.clocks(), strict=True):
             before = found[number]
-            found[number] = clocks if before is None else before.beside(clocks)
+            found[number] = clocks if before is None else before.joined(clocks)
     return [clocks for clocks in found if clocks is not None]
 
 
@@ -332,33 +324,26 @@ class TableWalk:
 
     def clocks(self) -> list[Clocks]:
         """Return where the ranks of every course are."""
-        bubble: Floats = np.zeros(self.states)
-        pp: Floats = np.zeros(self.states)
-        filling = self.begins_s.copy()
+        bubble, pp, filling = np.zeros(self.states), np.zeros(self.states), self.begins_s.copy()
         first = np.zeros(len(self.state), dtype=np.bool_)
         first[np.unique(self.state, return_index=True)[1]] = True
         for needs, waited in zip(self.needs, self.bubbles, strict=True):
             bubble += np.bincount(needs.state, waited, self.states)
             pp += np.bincount(needs.state, needs.seconds, self.states)
             filling += np.bincount(needs.state, waited * first[needs.place], self.states)
-        waits: dict[str, Floats] = {"bubble": bubble, "pp": pp}
-        for part, waited in self.waited.items():
-            waits[part] = np.asarray(np.bincount(self.state, waited, self.states), dtype=np.float64)
-        waits["host"] = waits["host"] + self.begins_s
+        waits: dict[str, Floats] = {
+            part: np.asarray(np.bincount(self.state, waited, self.states), dtype=np.float64)
+            for part, waited in self.waited.items()
+        }
+        waits |= {"host": waits["host"] + self.begins_s, "bubble": bubble, "pp": pp}
         found = []
         for course, plans, start in zip(self.courses, self.plans.tolist(), self.states_of.tolist(), strict=True):
             shape = course.table.schedule.ranks, plans
             mine = slice(start, start + shape[0] * plans)
-            found.append(
-                Clocks(
-                    host=self.host[mine].reshape(shape),
-                    compute=self.compute[mine].reshape(shape),
-                    wire=self.wire[mine].reshape(shape),
-                    summed=self.summed[mine].reshape(shape),
-                    filling=filling[mine].reshape(shape),
-                    waits={part: seconds[mine].reshape(shape) for part, seconds in waits.items()},
-                )
-            )
+            of_rank = {part: seconds[mine].reshape(shape) for part, seconds in waits.items()}
+            clocks = [each[mine].reshape(shape) for each in (self.host, self.compute, self.wire, self.summed, filling)]
+            host, compute, wire, summed, filled = clocks
+            found.append(Clocks(host, compute, wire, summed, filled, waits=of_rank))
         return found
 
 
@@ -386,12 +371,14 @@ def _spread(first: Ints, plans: Ints) -> Ints:
 
 def _starts(wave: Ints, waves: int) -> list[int]:
     """Return where each of so many waves begins in sorted numbers of waves, and where the last one ends."""
-    return [int(start) for start in np.searchsorted(wave, np.arange(waves + 1))]
+    starts: list[int] = np.searchsorted(wave, np.arange(waves + 1)).tolist()
+    return starts
 
 
 def _any(flags: NDArray[np.bool_], starts: Sequence[int]) -> list[bool]:
     """Return whether any pass of each wave has a flag."""
-    return [bool(flag) for flag in np.logical_or.reduceat(flags, starts[:-1])]
+    flagged: list[bool] = np.logical_or.reduceat(flags, starts[:-1]).tolist()
+    return flagged
 
 
 def _beside_messages(left_s: Floats, held: Floats, kernels_s: Floats) -> Floats:

@@ -71,8 +71,8 @@ def scheduled_at_least_s(inputs: AccountInputs, limit_s: float = np.inf) -> Floa
 
 
 def _walk_one_of_each(groups: Sequence[_Group]) -> None:
-    """Walk the plan of each group that may be the quickest, and bound all others by the path that took it longest."""
-    chosen = [group.quickest() for group in groups]
+    """Walk the plan of each group that may be the fastest, and bound all others by the path that took it longest."""
+    chosen = [group.fastest() for group in groups]
     walk = TableWalk([group.course(row) for group, row in zip(groups, chosen, strict=True)])
     walk.run(None)
     ends = [
@@ -175,7 +175,7 @@ class _Group:
         """Return whether a plan that was not walked yet may take no more than a limit."""
         return bool((self.step_s()[~self.walked] <= limit_s).any())
 
-    def quickest(self) -> int:
+    def fastest(self) -> int:
         """Return the plan with the least bound of those not walked yet; at first that whose passes take least."""
         return int(
             np.argmin(np.where(self.walked, np.inf, self._done if self.walked.any() else self._device.sum(axis=0)))

@@ -54,7 +54,7 @@ _NVLS_CHANNELS = {2: 16, 3: 24}  # by tuner generation: Hopper 16, Blackwell 24 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveCost:
-    """One collective, costed. `channels` is NCCL's count; `sms` what it takes from kernels beside it (`held_sms`)."""
+    """One collective, costed. `channels` is NCCL's count; `sms` what it takes from other kernels (`held_sms`)."""
 
     algorithm: str
     protocol: str
@@ -226,7 +226,7 @@ def held_sms(
     int8: bool = False,
     algorithm: str | None = None,
 ) -> Floats:
-    """Return the SMs that a collective takes from kernels beside it while it lasts: one for each channel, and no more
+    """Return the SMs that a collective takes from other kernels while it lasts: one for each channel, and no more
     SM seconds than over slower links.
 
     NCCL doubles its channels where links pass a rate (`nccl_model._duplicate`), and then holds twice the SMs for hardly

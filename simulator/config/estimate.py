@@ -9,7 +9,7 @@ from math import erf, exp, inf, log, sqrt
 from topology.cluster import Source
 
 SURE = 0.95  # probability from which a plan is said to fit
-RATHER_SURE = 0.7  # from which a plan that is faster than those that surely fit is worth a row beside them
+RATHER_SURE = 0.7  # from which a plan that is faster than those that surely fit is worth a row next to them
 # Standard deviations from the middle of a normal distribution to the ends of its 80 % range, and to where the
 # probability below is SURE and RATHER_SURE.
 NORMAL_80 = 1.2816

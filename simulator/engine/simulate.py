@@ -140,7 +140,8 @@ class _Machine:
         if starved:
             return PlannerError(
                 "the program does not come to an end on this machine",
-                why=f"transfers that wait for each other hold every SM of rank {starved[0]}, its kernels have none left",
+                why=f"transfers that wait for each other hold every SM of rank {starved[0]},"
+                " its kernels have none left",
                 remedy="let transfers use fewer SMs, or post fewer of them ahead",
             )
         return PlannerError(

@@ -157,8 +157,8 @@ PIPELINE_RULES: list[Rule] = [
         lambda p, q: with_nearest(
             "pp",
             [1],
-            f"{q.model.name} ties its embedding and its head, which pp {p.pp} puts on different stages: {q.framework.title} "
-            "does not add their gradients across the pipeline",
+            f"{q.model.name} ties its embedding and its head, which pp {p.pp} puts on different stages:"
+            f" {q.framework.title} does not add their gradients across the pipeline",
         ),
         applies=lambda q: q.model.tied_embeddings and not q.framework.tied_pipeline,
     ),

@@ -95,7 +95,8 @@ def plan_problems(plan: Plan, facts: RuleFacts) -> Iterator[Problem]:
         yield Problem(
             rule="placement",
             grade=Grade.ILLEGAL,
-            message=f"placement lists {len(placed)} GPUs, {len(set(placed))} of them distinct; the plan has {plan.gpus} ranks",
+            message=f"placement lists {len(placed)} GPUs, {len(set(placed))} of them distinct;"
+            f" the plan has {plan.gpus} ranks",
         )
 
 

@@ -112,8 +112,9 @@ SHAPE_RULES: list[Rule] = [
         "types",
         lambda c, q: (c.cp > 1) & np.full(len(c), q.activation_dtype not in {"", *q.framework.cp_dtypes}),
         lambda p, q: (
-            f"context parallelism of {q.framework.title} shards fused attention in {' and '.join(q.framework.cp_dtypes)} "
-            f"only, and {q.activation_dtype} has another kernel: cp 1, or mixed precision"
+            f"context parallelism of {q.framework.title} shards fused attention in"
+            f" {' and '.join(q.framework.cp_dtypes)} only, and {q.activation_dtype} has another kernel:"
+            " cp 1, or mixed precision"
         ),
         applies=lambda q: bool(q.framework.cp_dtypes),
     ),
@@ -151,8 +152,8 @@ SHAPE_RULES: list[Rule] = [
         "positions",
         lambda c, q: np.full(len(c), q.workload.seq_len > q.model.max_positions),
         lambda p, q: (
-            f"sequence {q.workload.seq_len} is beyond the {q.model.max_positions} positions that {q.model.name} states: "
-            "its position encoding has to be extended"
+            f"sequence {q.workload.seq_len} is beyond the {q.model.max_positions} positions that {q.model.name}"
+            " states: its position encoding has to be extended"
         ),
         grade=Grade.LEGAL,
         applies=lambda q: not q.model.learned_positions and 0 < q.model.max_positions < q.workload.seq_len,
@@ -274,8 +275,8 @@ SHAPE_RULES: list[Rule] = [
         "loss-pieces",
         lambda c, q: q.workload.seq_len % (c.cp * q.loss_pieces) != 0,
         lambda p, q: (
-            f"sequence {q.workload.seq_len} over cp {p.cp} is not a multiple of the {q.loss_pieces} equal pieces in which "
-            f"this version of {q.framework.title} computes the loss"
+            f"sequence {q.workload.seq_len} over cp {p.cp} is not a multiple of the {q.loss_pieces} equal pieces in"
+            f" which this version of {q.framework.title} computes the loss"
         ),
         applies=lambda q: q.loss_pieces > 1,
     ),

@@ -112,30 +112,26 @@ def waves_of(schedule: Schedule) -> Waves:
     local = np.array([np.sum(home[:stage] == home[stage]) for stage in range(stages)])
     slot = 2 * local[passes.stage] + forward
     coming = message[made_by(source)[needed]]
-    needs = Ends(
-        turn=first[needed],
-        number=_number(passes.action[needed]),
-        message=coming,
-        slot=slot[sent][coming],
-        source=home[source[needed]],
-        target=passes.rank[needed],
-    )
-    sends = Ends(
-        turn=last[sent],
-        number=_number(passes.action[sent]),
-        message=np.arange(len(sent)),
-        slot=slot[sent],
-        source=passes.rank[sent],
-        target=home[target[sent]],
-    )
-    return Waves(
-        passes=passes,
-        wave=_waves(schedule, passes, needs, sends),
-        needs=needs,
-        sends=sends,
-        messages=len(sent),
-        slots=2 * schedule.stages_per_rank,
-    )
+    ends = [
+        Ends(
+            first[needed],
+            _number(passes.action[needed]),
+            coming,
+            slot[sent][coming],
+            home[source[needed]],
+            passes.rank[needed],
+        ),
+        Ends(
+            last[sent],
+            _number(passes.action[sent]),
+            np.arange(len(sent)),
+            slot[sent],
+            passes.rank[sent],
+            home[target[sent]],
+        ),
+    ]
+    wave = _waves(schedule, passes, *ends)
+    return Waves(passes, wave, ends[0], ends[1], messages=len(sent), slots=2 * schedule.stages_per_rank)
 
 
 def _number(action: Ints) -> Ints:

@@ -7,7 +7,7 @@ operator with the shapes of its inputs; torchtitan's own module (0.2.2) where th
 `gathers`: the gradient of `x[index]`, whose kernel adds rows with equal indices one after the other: every index once,
 every index `copies` times in a random order, and one index `repeated` times among indices that occur once.
 `products`: grouped products of rows as a router gives them, run for a second, so that the power limiter has its say,
-beside a dense product of the same size that runs as long.
+next to a dense product of the same size that runs as long.
 """
 
 import argparse

@@ -34,7 +34,7 @@ QUESTIONS = {
     "deepseek-v3 on 2,048 H100": "suggest --model deepseek-v3 --cluster dgx-h100 --gpus 2048",
     "llama3-70b, fewest H100": "suggest --model llama3-70b --cluster dgx-h100 --gpus min",
     "explain, llama3-70b on 512 H100": "explain --model llama3-70b --cluster dgx-h100 --gpus 512",
-    "check, gpt3-175b for Megatron-LM": "check examples/check/megatron_gpt3_175b.sh --gpus 1536 --cluster dgx-a100",
+    "check, gpt3-175b for Megatron-LM": "check examples/check/megatron_gpt3_175b.sh --gpus 1024 --cluster dgx-a100",
     "estimate, llama3-8b on 8 H100": "estimate --model llama3-8b --cluster dgx-h100 --gpus 8 --dp-shard 8",
 }
 LAYERS = (16, 64, 256)  # of Llama-3 8B, on 128 GPUs

@@ -11,7 +11,6 @@ import pytest
 from planner.explain.explain import STATE, answer_flips, best_plan, degrees, explain, memory_account
 from planner.question.case_runtime import resolve_runtime
 from planner.question.question import question_of
-from planner.search.scaling import network_bytes_per_s, scale_network
 from planner.search.search import SearchOptions, suggest
 from simulator.analytical.estimates import estimate_plans
 from simulator.analytical.scenario import Scenario
@@ -20,6 +19,7 @@ from simulator.config.workload import Workload
 from simulator.legality.frameworks import TORCHTITAN
 from tests.planner.conftest import LLAMA8B, TINY, make_cluster
 from tests.planner.every_plan import enumerate_candidates
+from topology.rates.scaling import network_bytes_per_s, scale_network
 
 RUNTIME = resolve_runtime({"name": "torchtitan"})[0]
 

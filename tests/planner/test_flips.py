@@ -12,7 +12,12 @@ from planner.question.question import question_of
 from planner.search.finalists import Finalist, in_order
 from planner.search.flips import find_flips, memory_flip
 from planner.search.reasons import lost_because, why_it_lost
-from planner.search.scaling import (
+from simulator.config.estimate import Estimate, Interval, MemoryEstimate
+from simulator.config.plan import Plan
+from simulator.config.workload import Workload
+from tests.planner.conftest import make_cluster
+from topology.cluster import Cluster, Source
+from topology.rates.scaling import (
     network_bytes_per_s,
     nvlink_bytes_per_s,
     scale_memory,
@@ -20,11 +25,6 @@ from planner.search.scaling import (
     scale_nvlink,
     with_gpus,
 )
-from simulator.config.estimate import Estimate, Interval, MemoryEstimate
-from simulator.config.plan import Plan
-from simulator.config.workload import Workload
-from tests.planner.conftest import make_cluster
-from topology.cluster import Cluster, Source
 
 BEST, OTHER = Plan(dp_shard=16), Plan(dp_shard=8, tp=2)
 

@@ -32,8 +32,8 @@ def test_every_way_leads_to_an_answer(planner, asked, expected):
         return planner("suggest", *[word for pair in flags.items() for word in pair], *BRIEF)
 
     refused = ask(asked)
-    told = next(line for line in refused.stderr.splitlines() if line.strip().startswith("do: "))
-    ways = [way.split() for way in told.strip().removeprefix("do: ").split("; or ")]
+    remedy = next(line for line in refused.stderr.splitlines() if line.strip().startswith("do: "))
+    ways = [way.split() for way in remedy.strip().removeprefix("do: ").split("; or ")]
     changes = [dict(zip(way[::2], way[1::2], strict=True)) for way in ways]
 
     assert refused.returncode == 3

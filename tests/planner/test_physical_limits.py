@@ -16,7 +16,6 @@ from planner.question.prediction import predict
 from planner.question.question import question_of
 from planner.search.infeasible import ConstrainedQuestion, least_memory_plan
 from planner.search.plan_space.candidates import Bounds
-from planner.search.scaling import scale_memory, scale_network, scale_nvlink
 from simulator.bounds.screening import Screening
 from simulator.calibration.calibration import Calibration, Effects
 from simulator.collectives.cost import CollectiveModel
@@ -29,6 +28,7 @@ from topology import codec
 from topology.catalog.clusters import PROBED, catalog_names, cluster
 from topology.rates.groups import GroupShape
 from topology.rates.reach import reach
+from topology.rates.scaling import scale_memory, scale_network, scale_nvlink
 
 # Sends and receives, of which all-to-alls are made, have a measured staircase: NCCL gives a message more channels in
 # steps.

@@ -14,7 +14,6 @@ import pytest
 from planner.question.case_runtime import resolve_runtime
 from planner.question.question import question_of
 from planner.search.plan_space.candidates import Bounds
-from planner.search.scaling import scale_nvlink
 from planner.search.search import SearchOptions, suggest
 from simulator.analytical.estimates import estimate_plans
 from simulator.analytical.scenario import Scenario
@@ -23,6 +22,7 @@ from simulator.config.plan import Plan
 from simulator.config.workload import Workload
 from tests.planner.conftest import TINY, make_cluster
 from tests.planner.every_plan import enumerate_candidates
+from topology.rates.scaling import scale_nvlink
 
 # Larger micro batches and more stages a rank make more plans, of which none is another kind of plan.
 SIMPLE = Bounds(max_micro_batch=4, max_virtual_stages=2)

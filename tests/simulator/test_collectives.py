@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.search.scaling import scale_network, scale_nvlink
 from simulator.collectives.constants import AMPERE, BLACKWELL, HOPPER
 from simulator.collectives.cost import ALGORITHMS, OPS, CollectiveModel
 from simulator.collectives.curves import ByteCost, Curve, curve_time_s, peer_channels
@@ -25,6 +24,7 @@ from topology.codec import read_json
 from topology.errors import BadInput, Infeasible
 from topology.profile.profile import CollectiveSample
 from topology.rates.groups import GroupShape
+from topology.rates.scaling import scale_network, scale_nvlink
 
 EIGHT = GroupShape(ranks=8, ranks_per_node=8)
 MIB = 2**20

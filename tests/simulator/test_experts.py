@@ -73,7 +73,7 @@ OTHERS = {"ffn_norm", "router", "top_k", "residual"}
 
 
 def described_s(case: list[int], types: str) -> float:
-    """Return the device time of what a layer of experts does beside its products, by torchtitan's description."""
+    """Return the device time of what a layer of experts does besides its products, by torchtitan's description."""
     width, ffn, experts, chosen, tokens = case
     network = dataclasses.replace(
         DENSE, hidden=width, moe=MixtureOfExperts(experts=experts, experts_per_token=chosen, ffn=ffn)

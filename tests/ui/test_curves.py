@@ -12,7 +12,7 @@ from tests.ui.conftest import metrics, said
 
 from planner.question.flags import Flags  # isort: skip
 from planner.search.answer import answer  # isort: skip
-from planner.search.scaling import scale_flops, scale_network, scale_nvlink  # isort: skip
+from topology.rates.scaling import scale_flops, scale_network, scale_nvlink  # isort: skip
 from planner.search.plan_space.candidates import Bounds  # isort: skip
 from planner.search.search import SearchOptions  # isort: skip
 from ui import data  # isort: skip

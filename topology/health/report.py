@@ -139,7 +139,10 @@ def _set_line(flows: FlowSet) -> str:
         words += f" (GPU {gpu_index(flows.flows[0].dst)})"
     if flows.pattern == "one_to_all" and flows.flows[0].src != HOST:
         words += f" (GPU {gpu_index(flows.flows[0].src)})"
-    return f"  {len(rates)} copies at once, {words}: {min(rates):.1f} to {max(rates):.1f} GB/s each, {sum(rates):.0f} together"
+    return (
+        f"  {len(rates)} copies at once, {words}: {min(rates):.1f} to {max(rates):.1f} GB/s each,"
+        f" {sum(rates):.0f} together"
+    )
 
 
 def _collective_lines(measured: Measurement) -> list[str]:

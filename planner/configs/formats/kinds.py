@@ -160,7 +160,9 @@ def _bridge(document: YamlDocument, where: str) -> Configuration:
 def _taken_for_granted(flags: Settings) -> Iterator[str]:
     """Yield what Megatron-LM's step is predicted with although no flag asks for it."""
     if not flags.get("--overlap-grad-reduce"):
-        yield "gradients are reduced while backward runs (--overlap-grad-reduce is not set; without it a step is longer)"
+        yield (
+            "gradients are reduced while backward runs (--overlap-grad-reduce is not set; without it a step is longer)"
+        )
     sharded = flags.get("--use-distributed-optimizer") or flags.get("--use-megatron-fsdp")
     if sharded and not flags.get("--overlap-param-gather"):
         yield "parameters are gathered while forward runs (--overlap-param-gather is not set)"

@@ -108,8 +108,8 @@ def _program_needs(job: ExportJob, distributed: str) -> list[str]:
     runtime, needs = job.question.runtime, []
     if runtime.param_dtype != "float32":
         needs.append(
-            f"the model loaded in {runtime.param_dtype}; mixed_precision stays no, as accelerate stores parameters in float32 "
-            "with any other"
+            f"the model loaded in {runtime.param_dtype}; mixed_precision stays no, as accelerate stores parameters in"
+            " float32 with any other"
         )
     if distributed == "FSDP" and runtime.reduce_dtype != runtime.compute_dtype:
         # utils/dataclasses.py, set_mixed_precision: without a policy it reduces in the type of mixed precision.

@@ -89,24 +89,25 @@ def _program_needs(job: ExportJob, stage: int) -> list[str]:
     if plan.pp > 1:
         layers = f", of layers that are tensor-parallel over {plan.tp} ranks by themselves" if plan.tp > 1 else ""
         needs.append(
-            f"the model as deepspeed.pipe.PipelineModule with topology=PipeModelDataParallelTopology(num_pp={plan.pp}, "
-            f"num_mp={plan.tp}, num_dp={plan.data_parallel}){layers}; engine.train_batch() runs the {job.micro_batches} micro "
-            "batches of a step"
+            f"the model as deepspeed.pipe.PipelineModule with topology=PipeModelDataParallelTopology(num_pp={plan.pp},"
+            f" num_mp={plan.tp}, num_dp={plan.data_parallel}){layers};"
+            f" engine.train_batch() runs the {job.micro_batches} micro batches of a step"
         )
     elif plan.tp > 1:
         needs.append(
-            f"the same sequences on all {plan.tp} ranks of a tensor-parallel group. train_batch_size is left out: DeepSpeed "
-            f"would check it against all ranks; {job.question.workload.global_batch_size} sequences make a step"
+            f"the same sequences on all {plan.tp} ranks of a tensor-parallel group."
+            " train_batch_size is left out: DeepSpeed would check it against all ranks;"
+            f" {job.question.workload.global_batch_size} sequences make a step"
         )
     if plan.cp > 1:
         needs.append(
-            "attention by DeepSpeed's Ulysses (deepspeed.sequence.layer.DistributedAttention) and sequences that are cut "
-            f"over {plan.cp} ranks"
+            "attention by DeepSpeed's Ulysses (deepspeed.sequence.layer.DistributedAttention) and sequences that are"
+            f" cut over {plan.cp} ranks"
         )
     if plan.ep > 1 and stage in {1, 2}:
         needs.append(
-            "parameter groups by deepspeed.moe.utils.split_params_into_different_moe_groups_for_optimizer: ZeRO-1 and 2 "
-            "want experts in groups of their own"
+            "parameter groups by deepspeed.moe.utils.split_params_into_different_moe_groups_for_optimizer:"
+            " ZeRO-1 and 2 want experts in groups of their own"
         )
     return needs
 
@@ -118,8 +119,8 @@ def _not_expressed(job: ExportJob, *, hybrid: bool) -> tuple[str, ...]:
         not_expressed.append("FSDP2 is written as ZeRO, which is another implementation")
     if hybrid:
         not_expressed.append(
-            f"{plan.dp_replicate} replicas of shards: gradients and optimizer are sharded over all ranks, and parameters "
-            f"gathered among {plan.dp_shard} (ZeRO++ hpZ)"
+            f"{plan.dp_replicate} replicas of shards: gradients and optimizer are sharded over all ranks,"
+            f" and parameters gathered among {plan.dp_shard} (ZeRO++ hpZ)"
         )
     if plan.sequence_parallel and plan.tp > 1:
         not_expressed.append("sequence parallelism with tensor parallelism: DeepSpeed's AutoTP has none")
@@ -129,7 +130,8 @@ def _not_expressed(job: ExportJob, *, hybrid: bool) -> tuple[str, ...]:
         not_expressed.append(f"context parallelism by {plan.cp_method}: DeepSpeed's is Ulysses, all-to-all over heads")
     if plan.tp_overlap != "none":
         not_expressed.append(
-            f"tensor-parallel overlap {tp_overlap_label(plan.tp_overlap)}: written as tp_overlap_comm, which decides by itself where"
+            f"tensor-parallel overlap {tp_overlap_label(plan.tp_overlap)}: written as tp_overlap_comm,"
+            " which decides by itself where"
         )
     if plan.ep_overlap != "none":
         not_expressed.append("all-to-all of experts alongside compute")

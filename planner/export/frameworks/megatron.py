@@ -91,7 +91,8 @@ def program(job: ExportJob) -> tuple[list[str], Draft]:
         )
     if plan.tp_overlap not in {NONE, USERBUFFERS}:
         not_expressed.append(
-            f"tensor-parallel overlap {tp_overlap_label(plan.tp_overlap)}: written as --tp-comm-overlap, which has its own"
+            f"tensor-parallel overlap {tp_overlap_label(plan.tp_overlap)}: written as --tp-comm-overlap,"
+            " which has its own"
         )
     if (
         runtime.param_dtype == "bfloat16" and not spec_for(runtime).state.master_weights

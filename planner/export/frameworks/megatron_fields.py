@@ -216,7 +216,7 @@ def _read_sharding(settings: Settings, facts: Facts) -> Facts:
         if facts.get("one_connection"):
             raise BadInput(
                 "Megatron-LM's FSDP does not start with CUDA_DEVICE_MAX_CONNECTIONS=1",
-                why="its gathers have to run beside products, on connections of their own",
+                why="its gathers have to run during products, on connections of their own",
                 remedy="take the variable out of the script, or another kind of sharding",
             )
     elif truth(settings, "--use-torch-fsdp2"):
@@ -280,7 +280,8 @@ def _read_ramp(settings: Settings, facts: Facts) -> Facts:
     # RampupBatchsizeNumMicroBatchesCalculator of megatron-core 0.12: each batch on the way is divided, too.
     if increment < 1 or rest < 0 or rest % increment or first % together or increment % together:
         raise BadInput(
-            f"{_RAMP} {first} {increment} up to {facts['global_batch_size']} sequences does not divide by {together} a step",
+            f"{_RAMP} {first} {increment} up to {facts['global_batch_size']} sequences does not divide by {together} a"
+            " step",
             why="every batch on the way is a multiple of micro batch x data parallel, and the last is the global batch",
             remedy="a first batch and an increment that are multiples, or a smaller micro batch",
         )

@@ -20,7 +20,7 @@ def prepared(job: ExportJob, title: str) -> tuple[ExportJob, tuple[str, ...], tu
     fsdp, sharding_notes = to_fsdp_degrees(job.plan, title)
     if fsdp.ep_overlap != "none" and not (title.endswith("0.2.2") and schedule_kind(fsdp.schedule_name).pairs):
         fsdp = fsdp.with_(ep_overlap="none")
-        sharding_notes = (*sharding_notes, f"all-to-all of experts beside compute: {title} does not with this schedule")
+        sharding_notes = (*sharding_notes, f"all-to-all of experts during compute: {title} does not with this schedule")
     job, types_notes = masters_alone(job.with_plan(fsdp), title)
     written = fsdp if not overlap_not_expressed(fsdp) else fsdp.with_(tp_overlap="none")
     notes = require_legal(job.with_plan(written), "torchtitan", title)
@@ -52,5 +52,8 @@ def overlap_not_expressed(plan: Plan) -> tuple[str, ...]:
     if plan.tp_overlap in {"none", "async"}:
         return ()
     return (
-        f"tensor-parallel overlap {tp_overlap_label(plan.tp_overlap)}: {TITLE} has asynchronous tensor parallelism only",
+        (
+            f"tensor-parallel overlap {tp_overlap_label(plan.tp_overlap)}: {TITLE} has asynchronous tensor parallelism"
+            " only"
+        ),
     )

@@ -33,8 +33,8 @@ def program(job: ExportJob) -> tuple[list[str], Draft]:
     if stage_modules(facts, plan, "lm_head"):
         raise Infeasible(
             f"{title} splits this pipeline differently",
-            why="uneven stages, or more than two per rank, need parallelism.module_fqns_per_model_part, which its command "
-            "line cannot hold",
+            why="uneven stages, or more than two per rank, need parallelism.module_fqns_per_model_part,"
+            " which its command line cannot hold",
             remedy="--to torchtitan@0.2.2, or a configuration function of your own",
         )
     if plan.cp > 1 and (plan.cp_method or "all_gather") != "all_gather":

@@ -74,7 +74,8 @@ def registry_model(model: Model, workload: Workload, version: str, *, loss_in_pi
         loss, pieces = f"ChunkedLossWrapper.Config(num_chunks=8, loss_fn={loss})", "8 pieces"
         names = f"ChunkedLossWrapper, {names}"
     body = (
-        f'"""The configuration that the plan starts from: {module} {flavor}, its loss in {pieces} as it was predicted."""\n\n'
+        f'"""The configuration that the plan starts from: {module} {flavor}, its loss in {pieces} as it was'
+        ' predicted."""\n\n'
         f"from torchtitan.components.loss import {names}\n{models}{imports}"
         f"from torchtitan.models.{module}.config_registry import {start}\n\n{shapes}\n"
         f"def {CONFIG_FUNCTION}():\n"
@@ -200,7 +201,8 @@ def _registry_shapes(model: Model) -> str:
         "        layers=models._build_llama3_layers(\n"
         f"            n_layers={model.layers},\n            dim=dim,\n            n_heads={model.heads},\n"
         f"            n_kv_heads={model.kv_heads},\n            hidden_dim={model.ffn},\n"
-        f'            rope=ComplexRoPE.Config(dim={model.head_dim}, max_seq_len={model.max_positions or 131072}, theta=500000, scaling="llama"),\n'
+        f"            rope=ComplexRoPE.Config(dim={model.head_dim}, max_seq_len={model.max_positions or 131072},"
+        ' theta=500000, scaling="llama"),\n'
         "            attn_backend=attn_backend,\n            tp_gemm_backend=tp_gemm_backend,\n        ),\n    )\n\n\n"
         f"models.llama3_configs[{json.dumps(slug(model.name))}] = shapes\n\n"
     )

@@ -39,7 +39,10 @@ def framework_program(job: ExportJob) -> tuple[list[str], Draft]:
         words = [OWN, "--deepspeed", "--deepspeed_config", deepspeed.FILE, APPENDED]
         return words, _with_file(draft, deepspeed.FILE, codec.to_json(draft.body))
     missing = (
-        f"degrees, batch and recompute: {OWN} is yours, and {job.question.framework.name} has no configuration file that holds them",
+        (
+            f"degrees, batch and recompute: {OWN} is yours, and {job.question.framework.name} has no configuration file"
+            " that holds them"
+        ),
     )
     return [OWN, APPENDED], Draft(
         body="", settings={}, not_expressed=missing, needed=(f"{OWN}, which builds the meshes of the plan",)

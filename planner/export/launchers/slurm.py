@@ -71,8 +71,8 @@ def write(job: ExportJob) -> Draft:
     cores = "cores=${SLURM_CPUS_ON_NODE:-1}\n"  # srun gives a task one core by default
     return Draft(
         body=(
-            f"{directives(options)}\nset -eu\n{export_lines((*job.environment(), *extra))}{file_lines(draft.files)}{head}{cores}"
-            f"{command(node)}\n"
+            f"{directives(options)}\nset -eu\n{export_lines((*job.environment(), *extra))}{file_lines(draft.files)}"
+            f"{head}{cores}{command(node)}\n"
         ),
         settings={name: value for name, value in options.items() if value is not None},
         not_expressed=not_expressed,

@@ -101,6 +101,7 @@ def export(job: ExportJob, target: Target) -> Exported:
 def header(job: ExportJob, target: Target, draft: Draft) -> JsonObject:
     """Return the header that every exported file has."""
     plan = replace(job.plan, placement=())
+    sizes = " x ".join(str(getattr(plan, axis)) for axis in MESH_AXES)
     return {
         "written_by": f"meshwright {version()}",
         "plan": job.plan_hash,
@@ -109,7 +110,7 @@ def header(job: ExportJob, target: Target, draft: Draft) -> JsonObject:
         "cluster": job.question.cluster.name,
         "gpus": degrees_text(plan),
         "policy": policy_text(plan),
-        "rank_order": f"{' x '.join(MESH_AXES)} = {' x '.join(str(getattr(plan, a)) for a in MESH_AXES)}, the last fastest",
+        "rank_order": f"{' x '.join(MESH_AXES)} = {sizes}, the last fastest",
         "not_expressed": list(draft.not_expressed),
         "needed": list(draft.needed),
         "notes": list(draft.notes),

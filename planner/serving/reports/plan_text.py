@@ -71,7 +71,10 @@ def print_explained(found: ServingExplanation) -> None:
         for plan in found.runners_up:
             estimate = plan.estimate
             why = plan.lost_because or "as good as any"
-            figures = f"{two_digits(estimate.ttft_s.value * 1e3)} ms, then {two_digits(estimate.tpot_s.value * 1e3)} ms a token"
+            figures = (
+                f"{two_digits(estimate.ttft_s.value * 1e3)} ms, then {two_digits(estimate.tpot_s.value * 1e3)} ms a"
+                " token"
+            )
             screen.print(printable(f"  {deployment_text(plan.deployment)}: {figures}; {why}"))
     for sweep in found.sweeps:
         _print_sweep(sweep)

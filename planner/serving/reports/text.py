@@ -131,9 +131,10 @@ def _print_break_even(question: ServingQuestion, best: ServingPlan) -> None:
 def break_even_text(found: BreakEven) -> str:
     """Return whether tensor parallelism pays for one answer alone, and up to which all-reduce."""
     return (
-        f"For one answer alone, TP {found.tp} is {'faster' if found.pays else 'no faster'} than TP {found.fewer}: "
-        f"{two_digits(found.token_s * 1e3)} and {two_digits(found.fewer_token_s * 1e3)} ms a token. It pays as long as an all-reduce "
-        f"takes less than {two_digits(max(found.limit_s, 0.0) * 1e6)} us; {two_digits(found.all_reduce_s * 1e6)} us are predicted."
+        f"For one answer alone, TP {found.tp} is {'faster' if found.pays else 'no faster'} than TP {found.fewer}:"
+        f" {two_digits(found.token_s * 1e3)} and {two_digits(found.fewer_token_s * 1e3)} ms a token."
+        f" It pays as long as an all-reduce takes less than {two_digits(max(found.limit_s, 0.0) * 1e6)} us;"
+        f" {two_digits(found.all_reduce_s * 1e6)} us are predicted."
     )
 
 

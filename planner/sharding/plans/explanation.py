@@ -110,7 +110,8 @@ def _inside(problem: ShardingProblem, step: OperatorStep, one: Collective, times
         tensor=operator.result.name,
         kind=one.kind,
         over=one.mesh_dim,
-        why=f"{one.note}: {operator.result.name} is computed over an axis that {one.mesh_dim} shards, from statistics of the pieces",
+        why=f"{one.note}: {operator.result.name} is computed over an axis that {one.mesh_dim} shards,"
+        " from statistics of the pieces",
         bytes_in=one.bytes_in,
         ring_bytes=float(one.ring_send_bytes),
         seconds=None if times is None else times.of([one]),
@@ -157,7 +158,10 @@ def _alternative(problem: ShardingProblem, plan: ShardingPlan, move: TensorMove)
     if other.choice.layouts == plan.choice.layouts and other.ring_send_bytes == plan.ring_send_bytes:
         return None
     if tensor in problem.pins and not move.consumer:
-        what = f"{tensor} lies as {_tokens(problem, other.choice.layouts[tensor])}, which {_placed_by(problem, tensor)} rules out"
+        what = (
+            f"{tensor} lies as {_tokens(problem, other.choice.layouts[tensor])}, which {_placed_by(problem, tensor)}"
+            " rules out"
+        )
     return _Alternative(what, other)
 
 
