@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from planner.search.plan_space.candidates import plan_of
-from planner.search.stages.bounds import AssignmentBounds
 from planner.search.stages.options import build_pipeline, cost_blocks, stage_freedom
-from planner.search.stages.solver import solve_stages
+from planner.search.stages.solver import AssignmentBounds, solve_stages
 from simulator.analytical.account import account_assignments
 from simulator.analytical.estimates import estimate_plans
 from simulator.analytical.scenario import Scenario
