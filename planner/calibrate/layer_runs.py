@@ -20,7 +20,7 @@ from simulator.runtimes.library import runtime_spec
 from topology import codec
 
 MAX_RANKS = 4
-# At 256 tokens the kernels of such a layer take no longer on the device than their launch on the host.
+# At 256 tokens the kernels of such a layer take at most as long on the device as their launch on the host.
 NARROW: dict[str, Any] = {"hidden": 512, "heads": 8, "kv_heads": 8, "head_dim": 64, "ffn": 1024, "vocab": 1024}
 # What a layer of Llama or Qwen 3 does not have.
 PLAIN: dict[str, Any] = {

@@ -194,11 +194,11 @@ class PossibleMeasurements:
         )
 
     def pair(self, item: dict[str, Any]) -> Measurement:
-        """Return a kernel beside a collective of all GPUs."""
+        """Return a kernel alongside a collective of all GPUs."""
         return self._direct(
-            f"{item['compute']} of {_size(item['shape'])} beside {collective_term(item['op'])[:-1]} of {item['nbytes'] / 1e6:.0f} MB",
+            f"{item['compute']} of {_size(item['shape'])} alongside {collective_term(item['op'])[:-1]} of {item['nbytes'] / 1e6:.0f} MB",
             Request(contention=(item,)),
-            {"kernels beside collectives": 1},
+            {"kernels alongside collectives": 1},
             PAIR_NOISE,
             ranks=self.gpus,
             seconds=JOB_S + PAIR_S,

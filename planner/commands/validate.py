@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from planner.io import output
-from planner.io.grids import grid
+from planner.io.grids import console, grid
 from planner.io.inputs import measurements, warn_of_doubts
-from planner.io.output import console
 from planner.io.printable import printable
 from planner.question.cases import read_cases
 from planner.question.learned_runtime import LearnedCalibrations, in_place, read_learned
 from planner.requests.runs import Validate
 from planner.validate.validation import summarise, validate_case
+from topology.codec import JsonObject
 from topology.errors import Infeasible, OutOfTolerance, UserError
 
 
@@ -24,7 +24,7 @@ def validate(asked: Validate) -> None:
     learned = None if asked.runtime is None else read_learned(asked.runtime)
     if learned is not None:
         measured = LearnedCalibrations(measured, learned)
-    rows: list[dict[str, Any]] = []
+    rows: list[JsonObject] = []
     try:
         for name in asked.files:
             for index, data in enumerate(read_cases(name)[0]):
@@ -54,7 +54,7 @@ def validate(asked: Validate) -> None:
 def _hold(summary: Mapping[str, Any], tolerance: float) -> None:
     if not summary["step"] and not summary["memory"]:
         raise UserError(
-            f"nothing could be held against a tolerance of {tolerance:g}%",
+            f"nothing could be compared with a tolerance of {tolerance:g}%",
             why=f"{summary['skipped']} of {summary['rows']} rows were skipped, and no other has a measurement",
             remedy="give cases with measured steps or memory, that can be predicted",
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from planner.explain.traffic import Traffic, traffic_of
 from planner.explain.waterfall import Difference, difference
@@ -14,6 +13,7 @@ from planner.question.plan_file import differences
 from planner.question.prediction import predict
 from simulator.config.estimate import Estimate
 from topology import codec
+from topology.codec import JsonObject
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ def compare_plans(first: Case, second: Case) -> Comparison:
     )
 
 
-def comparison_document(found: Comparison, files: Sequence[str]) -> dict[str, Any]:
+def comparison_document(found: Comparison, files: Sequence[str]) -> JsonObject:
     """Return the JSON document of a comparison of two `files`."""
     one, other = found.estimates
     sides = [

@@ -12,7 +12,6 @@ from topology.catalog.cluster_file import load_cluster
 from topology.catalog.platform import take_gpus
 from topology.cluster import Cluster
 from topology.errors import UserError
-from topology.profile.profile import read_profile
 from topology.rates.node_rates import node_rates
 from topology.rates.orders import irregular
 
@@ -62,7 +61,11 @@ def measurements(path: Path | None, *, strict: bool = False) -> Calibrations:
     With `strict` a profile of other GPUs, of another driver or of long ago is an error. Raises BadInput when the file
     is malformed or its values are impossible.
     """
-    return Calibrations(None if path is None else read_profile(path), strict=strict)
+    if path is None:
+        return Calibrations(None, strict=strict)
+    from topology.profile.profile import read_profile  # noqa: PLC0415 - most questions have no profile
+
+    return Calibrations(read_profile(path), strict=strict)
 
 
 def warn_of_doubts(measured: Calibrations) -> None:

@@ -10,6 +10,7 @@ from simulator.config.overlap_sites import canonical
 from simulator.config.plan_schema import MAX_COUNT, Kind, PlanField
 from simulator.pipeline.schedules.registry import SCHEDULES
 from simulator.runtimes.library import RECOMPUTE_SYNONYMS
+from topology.codec import JsonObject
 from topology.errors import BadPlan
 
 _SCHEDULES = {word.lower(): kind.name for kind in SCHEDULES.values() for word in (kind.name, *kind.also_called)}
@@ -24,7 +25,7 @@ def stated_value(section: Mapping[str, Any], key: str) -> Any:
     return None if unsaid(value) else value
 
 
-def section_of(data: Mapping[str, Any], key: str, name: str) -> dict[str, Any]:
+def section_of(data: Mapping[str, Any], key: str, name: str) -> JsonObject:
     value = data.get(key)
     if value is None:
         return {}

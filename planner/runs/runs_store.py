@@ -23,6 +23,7 @@ import platformdirs
 from planner.io.plan_words import plan_in_words
 from planner.runs.run_document import verify_run
 from topology import codec
+from topology.codec import JsonObject
 from topology.errors import BadInput, PlannerError, UserError
 
 SCHEMA_VERSION = 1
@@ -150,7 +151,7 @@ def _rows(path: str | Path | None) -> Iterator[RunSummary | DamagedRun]:
             yield run if run.id == name else DamagedRun(id=name, why=f"its id is {run.id!r:.40}")
 
 
-def read_run(run_id: str, path: str | Path | None = None) -> dict[str, Any]:
+def read_run(run_id: str, path: str | Path | None = None) -> JsonObject:
     """Return the report of a stored run, as in its `run.json`. `run_id` may be a unique prefix of an id.
 
     Raises BadInput when there is no such run, or several.

@@ -7,7 +7,7 @@ found with it. Memory decides, so questions are screened for memory only, over a
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,7 +32,7 @@ from simulator.config.workload import Workload
 from simulator.legality.frameworks import ANY, Framework
 from simulator.pipeline.schedules.registry import where
 from topology.cluster import Cluster
-from topology.errors import Infeasible, UserError
+from topology.errors import Infeasible, Unproved, UserError
 from topology.rates.reach import reach
 from topology.units import MIB, in_gib, two_digits
 
@@ -68,24 +68,28 @@ class ConstrainedQuestion:
         screening = self.screening
         return least_memory_plan(screening, nodes, self.recomputes, deadline)[0] - screening.capacity_bytes
 
-    def best_rate(self, deadline: float | None = None) -> float:
-        """Return tokens a second and GPU of the fastest plan that surely fits, else of the fastest that may, of those
-        looked at by the deadline; 0 where none does.
-        """
+    def best_plan(self, deadline: float | None = None) -> Plan | None:
+        """Return the fastest plan that surely fits, else the fastest that may, of those looked at by the deadline."""
         question, screening = self.question, self.screening
         nodes = enumerate_nodes(question, bounds=self.bounds)
         if not len(nodes):
-            return 0.0
+            return None
         screened = Screened(screening, nodes, self.recomputes, deadline=deadline)
         for share in (sure_bytes(1.0, memory_factors()[1]), 1.0):
             found = explore(
                 replace(screening, share=share), nodes, self.recomputes, screened=screened, deadline=deadline
             )
             if len(found):
-                best = plan_of(found.columns, int(np.argmin(found.step_s)), question.cluster)
-                step_s = float(question.estimate([best]).step_s[0])
-                return question.workload.tokens_per_step / question.count / step_s
-        return 0.0
+                return plan_of(found.columns, int(np.argmin(found.step_s)), question.cluster)
+        return None
+
+    def best_rate(self, deadline: float | None = None) -> float:
+        """Return tokens a second and GPU of `best_plan`; 0 where there is none."""
+        question, best = self.question, self.best_plan(deadline)
+        if best is None:
+            return 0.0
+        step_s = float(question.estimate([best]).step_s[0])
+        return question.workload.tokens_per_step / question.count / step_s
 
     @property
     def recomputes(self) -> tuple[str, ...]:
@@ -134,8 +138,10 @@ def least_memory_plan(
     return least, plan
 
 
-def no_legal_plan(question: Question, found: Nodes) -> Infeasible:
-    """Return the error for a question without a legal plan: the rules that were broken, and one example."""
+def no_legal_plan(question: Question, found: Nodes, ways: Sequence[str]) -> Infeasible:
+    """Return the error for a question without a legal plan: the rules that were broken, one example, and the `ways` in
+    which there is a plan.
+    """
     count, framework = question.count, question.framework
     if reason := question.runtime.not_modelled:
         return Infeasible(reason, remedy="ask in bfloat16, and with adamw")
@@ -155,7 +161,10 @@ def no_legal_plan(question: Question, found: Nodes) -> Infeasible:
         f"no legal plan for {question.model.name} on {gpus_text(count)} in {framework.title}",
         why=f"combinations of degrees rejected, by rule: {counts}"
         + (f". Data parallel alone: {example.message}" if example else ""),
-        remedy=f"change --global-batch (now {question.workload.global_batch_size}), --gpus, or --framework",
+        remedy="; or ".join(ways)
+        if ways
+        else "another model, cluster or framework: no change of the batch, the sequence, the precision or the number of "
+        "GPUs by itself that was tried gives a plan",
     )
 
 
@@ -402,7 +411,7 @@ def minimal_gpus(
     least = min_gpus_for_state(constrained.screening)
     found = _first_fit(constrained, grow, least=least, limit=MAX_GPUS, deadline=deadline)
     if found is None and over(deadline):
-        raise Infeasible(
+        raise Unproved(
             f"the time limit ended before a number of GPUs was found on which {question.model.name} fits",
             why=f"the state alone needs {least} of them, and larger numbers were tried one after the other",
             remedy="a longer --time-limit, or --gpus with a number",

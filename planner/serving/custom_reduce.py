@@ -26,7 +26,7 @@ def nccl_because(question: ServingQuestion, pool: Pool) -> str:
     node = question.cluster.gpus_per_node
     shape = GroupShape(ranks=pool.tp, ranks_per_node=min(pool.tp, node))
     if not question.custom_all_reduce:
-        reason = "the engine is told so"
+        reason = "the engine is set so"
     elif pool.tp > node:
         reason = f"{pool.tp} ranks are on several nodes"
     elif pool.tp not in WORLD_SIZES:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from topology.codec import convert
+from topology.codec import JsonObject, convert
 
 Degree = Annotated[int, Meta(ge=1, le=1024)]
 Tokens = Annotated[float, Meta(ge=1, le=1 << 20)]
@@ -37,7 +37,7 @@ class ServingRow:
     moe_tp: Degree | None = None
     dp_attention: bool | Degree | None = None
     replicas: Degree | None = None
-    disagg: bool | dict[str, Any] | None = None
+    disagg: bool | JsonObject | None = None
     spec_decode: str | None = None
     isl: Tokens | None = None
     osl: Tokens | None = None

@@ -143,8 +143,8 @@ def compared_bytes(case: Case, memory: MemoryEstimate) -> tuple[float, str]:
     stated = case.measured.get("memory_is")
     description = stated.lower() if isinstance(stated, str) else ""
     if "nvidia-smi" in description:
-        beside = case.question.cluster.gpu_memory_bytes - memory.capacity_bytes + memory.communicator_bytes
-        return _reserved_on(case, memory) + beside, str(stated)
+        others = case.question.cluster.gpu_memory_bytes - memory.capacity_bytes + memory.communicator_bytes
+        return _reserved_on(case, memory) + others, str(stated)
     if description:
         return (_reserved_on(case, memory) if "reserved" in description else memory.peak_bytes.value), str(stated)
     if case.question.framework.tools.logs_reserved:

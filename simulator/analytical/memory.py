@@ -37,9 +37,9 @@ from simulator.step.traffic import has_replicas
 from simulator.step.zero import zero_buffers
 from topology.units import GIB
 
-# Bytes beside the allocator's and NCCL's: CUDA's context and loaded kernels. Source: a run that filled both of its two
-# H200 and retried allocations (2026-11-23.1/14 of examples/validation/fresh.jsonl) held 137.8 of 139.8 GiB, beside 1.1
-# of communicators.
+# Bytes besides the allocator's and NCCL's: CUDA's context and loaded kernels. Source: a run that filled both of its two
+# H200 and retried allocations (2026-11-23.1/14 of examples/validation/fresh.jsonl) held 137.8 of 139.8 GiB, alongside
+# 1.1 of communicators.
 CONTEXT_BYTES = 0.9 * GIB
 STATE = ("parameters", "gradients", "gradient_buffers", "optimizer")  # what stays from step to step
 
@@ -95,7 +95,7 @@ def memory_columns(
     ranks = _Ranks(model, operators, context, layout, blocks, parameters)
     exists, widths = layout.exists, state_bytes(context)
     turning, recomputed = ranks.loss_and_recompute()
-    # Buckets are there from the first gradient, when the loss has turned round.
+    # Buckets are there from the first gradient, when the loss ends.
     buckets = np.maximum(recomputed + ranks.zero.buckets - turning, 0.0)
     categories: dict[str, Floats] = {
         **{str(kind): ranks.sharded(kind) * held_bytes(context, kind)[:, None] for kind in widths},
@@ -186,8 +186,8 @@ class _Ranks:
         return (self.table["pp"] > 1)[:, None] * self.whole * self.context.dtype_bytes("reduce")
 
     def gradient_buffers(self) -> Floats:
-        """Return what reducing gradients holds beside the gradients themselves."""
-        # A data-parallel reduction through buckets may hold them beside the gradients.
+        """Return what reducing gradients holds besides the gradients themselves."""
+        # A data-parallel reduction through buckets may hold them besides the gradients.
         copied = self.spec.ddp.bucket_copy & (self.table["dp_replicate"] > 1)
         buckets = np.where(copied[:, None], self.whole * state_bytes(self.context)["gradients"], 0.0)
         buckets = buckets + _placeholders(self.operators, self.context, *self.layout.layers)
@@ -199,7 +199,7 @@ class _Ranks:
         table, layout, blocks = self.table, self.layout, self.blocks
         pairs_in_flight = in_flight(table, layout.rank, at_least=at_least)
         saved = layout.first * blocks["embedding"].saved_bytes["none"][:, None]
-        ahead = np.zeros_like(saved)  # of passes beside each other a layer of the one is there before the other's goes
+        ahead = np.zeros_like(saved)  # of passes at the same time a layer of the one is there before the other's goes
         for mode, (in_dense, in_moe) in layout.by_mode.items():
             saved = saved + in_dense * blocks["dense"].saved_bytes[mode][:, None]
             if "moe" in blocks:
@@ -207,7 +207,7 @@ class _Ranks:
                 ahead = np.maximum(ahead, (in_moe > 0) * blocks["moe"].saved_bytes[mode][:, None])
         head = blocks["head"].saved_bytes["none"] + head_cached_bytes(self.context)
         in_head = head * head_in_flight(table, at_least=at_least)
-        # Micro batches in flight hold what a stage received: most of them is least beside.
+        # Micro batches in flight hold what a stage received: most of them is least besides.
         most = where(table.schedule, lambda kind: kind.splits_backward)[:, None] & at_least
         received = np.where(most, np.maximum(table.micro_batches[:, None], pairs_in_flight), pairs_in_flight)
         activations = (
@@ -244,9 +244,9 @@ class _Ranks:
         # At the end each unit's whole gradient turns into its shard: what is left of the ones makes room for the
         # others.
         adding = self.added_gradients()
-        turned = np.where(self.fully_sharded & exists, np.minimum(adding, categories["gradients"]), 0.0)
+        added = np.where(self.fully_sharded & exists, np.minimum(adding, categories["gradients"]), 0.0)
         backward = categories["activations"] + categories["loss_and_recompute"]
-        late = everything - backward - turned + exists * self.zero.update
+        late = everything - backward - added + exists * self.zero.update
         peak = np.maximum(early, late)
         # One pool per stream: the compute stream's peak and the communication streams' peak add up.
         # Whole gradients come from the compute stream's own pool, where activations have made room for them.
@@ -255,12 +255,12 @@ class _Ranks:
         return peak, reserved + self._summed_over_replicas(single)
 
     def _summed_over_replicas(self, single: NDArray[np.bool_]) -> Floats:
-        """Return what replicas keep of their sums to the end of a backward pass, beside the gradients of micro batches
+        """Return what replicas keep of their sums to the end of a backward pass, besides the gradients of micro batches
         before.
         """
         reduce_bytes, table = self.context.dtype_bytes("reduce"), self.table
-        beside = ~single & (table["pp"] <= 1)[:, None] | (reduce_bytes != state_bytes(self.context)["gradients"])
-        summed = self.fully_sharded & has_replicas(table)[:, None] & beside
+        kept = ~single & (table["pp"] <= 1)[:, None] | (reduce_bytes != state_bytes(self.context)["gradients"])
+        summed = self.fully_sharded & has_replicas(table)[:, None] & kept
         return np.where(summed, self.sharded("gradients") * reduce_bytes, 0.0)
 
 

@@ -39,8 +39,9 @@ from simulator.runtimes.library import ModelOperators, canonical_recompute, wrap
 from simulator.step.context import CostContext
 from simulator.step.held import Parameters, local_parameters
 from simulator.step.walk import message_bytes
+from topology.time_limit import check_time
 
-# A bound may be the step itself, added up in another order: it is told so much lower.
+# A bound may be the step itself, added up in another order: it is lowered by so much.
 ROUNDED = 1.0 - 1e-12
 
 
@@ -138,6 +139,7 @@ class ScreenedPlans:
     """Plans of one screening; every figure is one entry a plan."""
 
     def __init__(self, screening: Screening, table: PlanTable, blocks: dict[str, BlockCost]) -> None:
+        check_time()
         self.screening, self.table, self.blocks = screening, table, blocks
         self.operators = screening.operators
 
@@ -189,12 +191,12 @@ class ScreenedPlans:
         sent = message_bytes(self.context, self.screening.scenario.model.hidden)
         return LowerBound(self.context, layout, self.blocks, self.parameters, sent)
 
-    def at_least_by_schedule_s(self) -> Floats:
+    def at_least_by_schedule_s(self, limit_s: float = np.inf) -> Floats:
         """Return a lower bound of the step that its schedule's table is walked for; dearer, and 0 without a
-        pipeline.
+        pipeline. Above a limit it need not be close.
         """
         with np.errstate(invalid="ignore"):
-            return np.nan_to_num(scheduled_at_least_s(self.inputs) * ROUNDED, nan=np.inf)
+            return np.nan_to_num(scheduled_at_least_s(self.inputs, limit_s) * ROUNDED, nan=np.inf)
 
     @property
     def inputs(self) -> AccountInputs:

@@ -57,7 +57,7 @@ class PlanTable(PlanColumns):
 
     @property
     def paired(self) -> NDArray[np.bool_]:
-        """Which plans run forward and backward passes of two micro batches beside each other."""
+        """Which plans run forward and backward passes of two micro batches at the same time."""
         return np.asarray(self.ep_overlap != "none")
 
     def __getitem__(self, name: str) -> Floats:
@@ -179,8 +179,8 @@ def axis_sizes(
     results of attention beyond the first, one from each other context-parallel rank's keys; t tokens inside a
     tensor-parallel region and u outside it (fewer with sequence parallelism); h hidden, and hr that of the residual
     stream in numbers of the products' type, in which autocast does not add; d head width; a query and k key/value
-    heads; q, kv and qkv their widths; f feed-forward width and gf with the gate beside it; v vocabulary. MoE: E experts
-    in all, e on this rank, x rows of each, r routed rows of the rank, fe and gfe expert widths, fs and gfs
+    heads; q, kv and qkv their widths; f feed-forward width and gf with the gate alongside it; v vocabulary. MoE: E
+    experts in all, e on this rank, x rows of each, r routed rows of the rank, fe and gfe expert widths, fs and gfs
     shared-expert widths. Latent attention: ql, cl compressed ranks (cr with the rotary part), qk and vv total head
     widths, kx expanded keys/values.
     """

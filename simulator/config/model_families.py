@@ -1,7 +1,7 @@
 """What each family of models is, as data: the shapes its modules have and the defaults its config class gives.
 
 `config_class` is the class of Hugging Face transformers 5.23 (src/transformers/models/<family>/configuration_*.py)
-whose defaults stand here; which projections and norms exist, and which carry biases, is from modeling_*.py beside it.
+whose defaults stand here; which projections and norms exist, and which carry biases, is from modeling_*.py next to it.
 One family has no such class: `gpt` is Megatron-LM's GPTModel with the defaults of its command line
 (megatron/training/arguments.py: biases, LayerNorm, learned positions, output tied to the embedding).
 

@@ -7,7 +7,7 @@ rates are max-min fair (`simulator.engine.fair_share`), and an activity advances
 Speeds are constant between two events; whenever something starts or ends, the work left of those affected is re-timed.
 
 Not modelled: wave quantisation of a kernel on fewer SMs, L2 interference, and clocks that fall when both are busy; for
-a product and the tensor-parallel shards beside it, `async_overlap.PRODUCT_SLOWDOWN` and the rates of `overlap_modes`
+a product and the tensor-parallel shards alongside it, `async_overlap.PRODUCT_SLOWDOWN` and the rates of `overlap_modes`
 stand for them.
 """
 
@@ -76,7 +76,7 @@ class Contention:
         self._sms: dict[int, _Sms] = {}
 
     def add_resource(self, key: Hashable, capacity: float, watch: Callable[[float], None] | None = None) -> None:
-        """Add a resource; `watch(used_per_s)` is told whenever its use changes."""
+        """Add a resource; `watch(used_per_s)` is called whenever its use changes."""
         self._resources[key] = _Resource(capacity, watch)
 
     def add_gpu(self, gpu: int, sms: float) -> None:

@@ -199,7 +199,7 @@ DATA_RULES: list[Rule] = [
         lambda c, q: (c.ep_overlap != "none") & ~one_of(c.ep_overlap, _ep_overlaps(q)),
         lambda p, q: (
             f"ep_overlap {p.ep_overlap}: {q.framework.title}{f' {q.version}' if q.version else ''} has "
-            f"{', '.join(_ep_overlaps(q)) or 'nothing that runs the all-to-all of experts beside compute'}"
+            f"{', '.join(_ep_overlaps(q)) or 'nothing that runs the all-to-all of experts alongside compute'}"
         ),
         level=Level.BATCH,
     ),
@@ -232,7 +232,7 @@ DATA_RULES: list[Rule] = [
         "ep-overlap-sharding",
         lambda c, q: (c.ep_overlap != "none") & (c.zero_stage > 1),
         lambda p, q: (
-            f"ep_overlap {p.ep_overlap} with ZeRO stage {p.zero_stage}: two passes at once that gather and let go of the same "
+            f"ep_overlap {p.ep_overlap} with ZeRO stage {p.zero_stage}: two passes at once that gather and free the same "
             "layers are not modelled; stage 0 and 1 are"
         ),
         level=Level.BATCH,

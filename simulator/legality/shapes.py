@@ -67,7 +67,9 @@ def _width_rules(name: str, words: str, of: Callable[[Model], int], among: Calla
         rule(
             name,
             lambda c, q: among(c) & (of(q.model) % c.tp != 0) & ~_undivided(of(q.model), c, q),
-            lambda p, q: f"{words} {of(q.model)} % tp {p.tp} = {of(q.model) % p.tp}: the widest rank sets the pace",
+            lambda p, q: (
+                f"{words} {of(q.model)} % tp {p.tp} = {of(q.model) % p.tp}: the others wait for the widest rank"
+            ),
             grade=Grade.SLOW,
             applies=lambda q: q.framework.uneven_widths and of(q.model) > 0,
         ),
@@ -288,7 +290,7 @@ SHAPE_RULES: list[Rule] = [
     rule(
         "sequence-parallel-supported",
         lambda c, q: c.sequence_parallel & (c.tp > 1),
-        lambda p, q: f"{q.framework.title} has no sequence parallelism beside tensor parallelism",
+        lambda p, q: f"{q.framework.title} has no sequence parallelism with tensor parallelism",
         applies=lambda q: not q.framework.sequence_parallel,
     ),
 ]

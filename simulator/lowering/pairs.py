@@ -1,4 +1,4 @@
-"""A forward and a backward pass written down beside each other, layer by layer: `simulator.overlap.combined` as
+"""A forward and a backward pass written down side by side, layer by layer: `simulator.overlap.combined` as
 instructions.
 """
 
@@ -71,10 +71,10 @@ class PairWriter:
         attended = code.record(COMPUTE)
         self._wait(combined)
         write(code, backward.steps[1])
-        turned = code.record(COMPUTE)
+        experts_end = code.record(COMPUTE)
         dispatched = self._exchange(forward, 0, attended)
         write(code, backward.weights[1])
-        returned = self._exchange(backward, 1, turned)
+        returned = self._exchange(backward, 1, experts_end)
         self._wait(dispatched)
         write(code, forward.steps[1])
         self._tokens = self._exchange(forward, 1)

@@ -60,7 +60,7 @@ class Products:
     `streamed_s` is what one of several shards takes that are multiplied on `STREAMS` streams at the same time.
 
     `first_s` is the first one's at once, `first_columns` its width; `elements` are those of the weights; a `count` of 0
-    is none. `weight_s` are the weight gradients beside them, which are no part of the pair but in `userbuffers`.
+    is none. `weight_s` are the weight gradients alongside them, which are no part of the pair but in `userbuffers`.
     """
 
     seconds: Value = 0.0

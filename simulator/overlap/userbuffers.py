@@ -1,4 +1,4 @@
-"""Transformer Engine's userbuffers: tensor-parallel traffic beside products, as Megatron-Core runs it
+"""Transformer Engine's userbuffers: tensor-parallel traffic alongside products, as Megatron-Core runs it
 (--tp-comm-overlap).
 
 Forward, and for the gradients that come into a row-parallel layer, shards go round a ring and products are cut into one
@@ -25,12 +25,12 @@ STREAMS = 3
 
 
 def bulk_s(parts: Parts, weight_s: Value, rates: OverlapRates) -> Value:
-    """Return the seconds of a backward pair, its weight gradients (`weight_s`) left out: gathering beside the gradient
-    of the input, and scattering that beside the weight's.
+    """Return the seconds of a backward pair, its weight gradients (`weight_s`) left out: gathering alongside the
+    gradient of the input, and scattering that alongside the weight's.
 
     The few SMs that move bytes, and the memory traffic, slow a product down as copies do.
     """
     moving = parts.collective_s + rates.signal_s
     exposed = np.maximum(moving - parts.product_s, 0.0) + np.maximum(moving - weight_s, 0.0)
-    beside = np.minimum(moving, parts.product_s) + np.minimum(moving, weight_s)
-    return parts.product_s + exposed + rates.product_slowdown * beside
+    hidden = np.minimum(moving, parts.product_s) + np.minimum(moving, weight_s)
+    return parts.product_s + exposed + rates.product_slowdown * hidden

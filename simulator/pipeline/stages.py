@@ -104,7 +104,7 @@ def stage_layout(model: Model, table: PlanTable, spec: PipelineSpec, *, merged: 
     """Return how many dense and MoE layers pipeline ranks hold under every plan.
 
     `merged`: a column for each kind of rank instead of each rank. Schedules of which every rank holds another number of
-    micro batches are told apart by `rank` all the same: merged, they stand by the first.
+    micro batches are found by `rank` all the same: merged, they stand by the first.
     """
     folded = where(table.schedule, lambda kind: kind.v_shaped)
     own = np.arange(len(table)) if any(p.layers_per_stage for p in table.plans) else np.zeros(len(table))
@@ -233,7 +233,7 @@ def in_flight(table: PlanTable, rank: NDArray[np.int64] | None = None, *, at_lea
 
 def head_in_flight(table: PlanTable, *, at_least: bool = False) -> Floats:
     """Return micro batches whose saved logits the rank with the head holds at once, per plan: one, unless weight
-    gradients are put off, or all forwards go first.
+    gradients are delayed, or all forwards go first.
     """
     held = np.where(where(table.schedule, lambda kind: kind.forwards_first), table.micro_batches, 1.0)
     if not at_least:

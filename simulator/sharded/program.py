@@ -103,8 +103,8 @@ def is_of_patches(kernel: Kernel, x: Sequence[int], weight: Sequence[int]) -> bo
     window = list(weight[2:])
     if not all(isinstance(one, list | tuple) for one in (stride, padding, dilation)):
         return False
-    beside = list(stride) == window != ones and not any(padding) and set(dilation) <= {1} and groups == 1
-    return beside and all(size % width == 0 for size, width in zip(x[2:], window, strict=True))
+    tiles = list(stride) == window != ones and not any(padding) and set(dilation) <= {1} and groups == 1
+    return tiles and all(size % width == 0 for size, width in zip(x[2:], window, strict=True))
 
 
 class RunnableProgram(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

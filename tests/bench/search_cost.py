@@ -72,7 +72,7 @@ def main(out: Path) -> None:
         "",
         made,
         f"{platform.python_version()}, {os.cpu_count()} cores; cold start, imports and simulation of the finalists",
-        f"included, modules compiled. Load at the start {os.getloadavg()[0]:.0f}: where other work ran beside it wall time is no bound, and CPU",
+        f"included, modules compiled. Load at the start {os.getloadavg()[0]:.0f}: where other work ran at the same time wall time is no bound, and CPU",
         "time itself is inflated by shared caches. torchtitan's space, 8 sequences a GPU unless stated.",
         "",
         head,

@@ -111,7 +111,7 @@ def pending(pid: int, number: signal.Signals) -> bool:
 
 
 def let_go(pid: int) -> None:
-    """Continue a stopped rank as soon as it has been told to end: the agent waits for half a minute before it kills."""
+    """Continue a stopped rank as soon as it is asked to end: the agent waits for half a minute before it kills."""
     wait_until(lambda: pending(pid, signal.SIGTERM), 150)
     os.kill(pid, signal.SIGCONT)
 
@@ -138,7 +138,7 @@ def left(folder: Path) -> list[int]:
 
 
 def test_a_killed_rank_is_named_and_what_was_measured_is_kept(tmp_path, monkeypatch) -> None:
-    """Its GPU, of a stand-in for the driver, falls off the bus at the same time: it is named beside the rank."""
+    """Its GPU, of a stand-in for the driver, falls off the bus at the same time: it is named alongside the rank."""
     monkeypatch.setattr("executor.gpu.monitor.NVML_PERIOD_S", 0.05)
     library = FailingNvml()
     codec.write_text(tmp_path / "request.json", codec.to_json(request()))

@@ -40,7 +40,7 @@ def run_of(tmp_path, name: str, plan: Plan, **changes) -> Run:
 
 
 def test_runs_of_equal_meshes_share_processes(tmp_path) -> None:
-    """Other groups would keep their communicators' memory beside those of the next."""
+    """Other groups would keep their communicators' memory alongside those of the next."""
     plans = {
         "a": Plan(dp_shard=2),
         "b": Plan(),
@@ -67,12 +67,12 @@ def test_a_run_that_fails_takes_none_of_the_others_with_it(tmp_path, monkeypatch
         "last": Plan(tp=2, micro_batch_size=2),
     }
     runs = [run_of(tmp_path, name, plan) for name, plan in plans.items()]
-    told = []
+    reported = []
 
-    documents = run_many(runs, 160, lambda run, document: told.append((run.out.name, document["status"])))
+    documents = run_many(runs, 160, lambda run, document: reported.append((run.out.name, document["status"])))
 
     ends = ("finished", "wrong_numbers", "finished", "failed", "finished")
-    assert told == list(zip(plans, ends, strict=True))
+    assert reported == list(zip(plans, ends, strict=True))
     assert len(launched) == 2
     wrong = documents.pop(1)
     assert (wrong["exit_code"], wrong["measured"]["steps"], wrong["missing"]) == (1, 0, [])

@@ -65,7 +65,7 @@ def test_eager_softmax_of_attention_allocates_its_result_and_a_mask() -> None:
 
     softmax = described("torchtitan", "attention", "math_softmax", "!compiled")
 
-    assert found["aten::bmm"] == pytest.approx(scores, rel=0.2)  # the scores, and the context beside them
+    assert found["aten::bmm"] == pytest.approx(scores, rel=0.2)  # the scores, and the context alongside them
     assert in_scores(softmax.allocates or ()) == pytest.approx(
         (found["aten::_softmax"] + found["aten::isneginf"]) / scores, rel=0.01
     )

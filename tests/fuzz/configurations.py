@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 from hypothesis import strategies as st
 
-from planner.configs.answer import ask
+from planner.configs.asked import ask
 from planner.configs.formats.configuration import CheckFlags
 from planner.configs.serving import check_serving, serving_engine
 from planner.configs.serving_document import checked_serving_document

@@ -1,4 +1,4 @@
-"""What people ask and how they are told no: the command line as a user meets it."""
+"""What people ask and how they are refused: the command line as a user meets it."""
 
 from __future__ import annotations
 

@@ -120,10 +120,10 @@ def test_explain_and_compare_as_commands(planner, tmp_path):
     assert planner("suggest", *question, "--out", plans[0], "--no-simulate").returncode == 0
     assert planner("suggest", *question, "--objective", "memory", "--out", plans[1]).returncode == 0
 
-    told = planner("explain", plans[1], "--no-flips")
-    assert told.returncode == 0
-    assert "from peak to achieved" in told.stdout
-    assert "against the best plan" in told.stdout
+    reported = planner("explain", plans[1], "--no-flips")
+    assert reported.returncode == 0
+    assert "from peak to achieved" in reported.stdout
+    assert "against the best plan" in reported.stdout
     document = json.loads(planner("explain", plans[0], "--no-flips", "--json").stdout)
     assert document["schema_version"] == 1
     fall = document["waterfall"]

@@ -105,7 +105,7 @@ def test_more_bandwidth_never_slows_a_step(name, scale, first, second) -> None:
     assert not np.all(slower, axis=0).any(), slower
 
 
-def told(asked, plan) -> list[Estimate]:
+def reported(asked, plan) -> list[Estimate]:
     """Return a plan's step by the account, and as it is shown: simulated, its memory replayed."""
     return [asked.estimate([plan]).estimate(0), predict(asked, plan).estimate]
 
@@ -122,7 +122,7 @@ def test_more_network_or_memory_is_never_worse_nor_a_larger_batch_quicker(name, 
 
     def ask(on, batch: int = 32) -> list[Estimate]:
         workload = Workload(seq_len=2048, global_batch_size=batch)
-        return told(question_of(model, on, workload, gpus=16), plan)
+        return reported(question_of(model, on, workload, gpus=16), plan)
 
     usual = ask(machine)
     slow, fast = (ask(scale_network(machine, factor)) for factor in (first, first * more))

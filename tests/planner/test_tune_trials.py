@@ -25,7 +25,7 @@ from simulator.config.workload import Workload
 from tests.planner.conftest import ROOT, make_cluster
 from topology.errors import UserError
 
-# A trainer that does as it is told by the name of the trial that runs it, and has a child as torchrun has workers.
+# A trainer that does what it is asked by the name of the trial that runs it, and has a child as torchrun has workers.
 TRAINER = """
 import os, subprocess, sys, time
 from pathlib import Path
@@ -61,7 +61,7 @@ def small():
 
 @pytest.fixture
 def runner(small, tmp_path):
-    """Return a function that makes trials of which each does what it is told."""
+    """Return a function that makes trials of which each does what it is asked."""
     (tmp_path / "trainer.py").write_text(TRAINER)
     question, _ = small
 

@@ -1,6 +1,6 @@
 """A hundred drawn plans: the analytical model against the simulation, details against each other, folded against not.
 
-The closed form may be optimistic by MARGIN at most: what it leaves out is contention of transfers with each other,
+The analytical model may be optimistic by MARGIN at most: what it leaves out is contention of transfers with each other,
 uneven stages that stall an interleaved pipeline, and hosts that fall behind within a pass. The worst of this draw is
 12.1% optimistic and 11.0% pessimistic, half are within 1.0%; with twice the layers 10.6% and 11.0%.
 """

@@ -33,14 +33,14 @@ def test_plans_are_those_of_suggest(explorer, capsys):
     # A column has one last digit: that of the step that is known best.
     steps = [plan["estimate"]["step_s"] for plan in document["plans"]]
     narrowest_s, to_digit_s = min(step["high"] - step["low"] for step in steps), place(shown["step"][0])
-    for row, told in zip(shown.to_dict("records"), document["plans"], strict=True):
-        estimate = told["estimate"]
+    for row, reported in zip(shown.to_dict("records"), document["plans"], strict=True):
+        estimate = reported["estimate"]
         step = estimate["step_s"]
-        assert row["rank"] == told["rank"]
-        assert row["plan"] == plan_name(plan_of(told["plan"]))
+        assert row["rank"] == reported["rank"]
+        assert row["plan"] == plan_name(plan_of(reported["plan"]))
         assert row["step_s"] == pytest.approx(step["value"], rel=1e-12)
         assert row["peak_gib"] * 2**30 == pytest.approx(estimate["memory"]["reserved_bytes"], rel=1e-12)
-        assert (told["lost_because"] or "the first") in row["why"]
+        assert (reported["lost_because"] or "the first") in row["why"]
         assert seconds(row["step"]) == pytest.approx(step["value"], abs=0.51 * place(row["step"]))
         assert place(row["step"]) == to_digit_s >= 0.01 * narrowest_s
         known = (step["high"] - step["low"]) / 2 / step["value"]
@@ -67,9 +67,11 @@ def place(text):
     return 10.0 ** -len(value.partition(".")[2]) * UNITS[unit]
 
 
-def plan_of(told):
+def plan_of(reported):
     names = set(Plan.__dataclass_fields__)
-    values = {key: tuple(value) if isinstance(value, list) else value for key, value in told.items() if key in names}
+    values = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in reported.items() if key in names
+    }
     return Plan(**values)
 
 

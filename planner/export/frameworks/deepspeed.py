@@ -1,12 +1,10 @@
 """DeepSpeed: the JSON file that `deepspeed.initialize` takes.
 
 JSON has no comments, so the header is a section of its own, which DeepSpeed ignores. Its `train_batch_size` is left out
-beside AutoTP: see `deepspeed_fields`.
+alongside AutoTP: see `deepspeed_fields`.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 from planner.export.degrees import to_zero_stage
 from planner.export.draft import Draft, Target
@@ -16,6 +14,7 @@ from planner.export.mapping import write as settings_of
 from planner.export.script import common_device_list, host_order_notes, run_line, torchrun_words
 from simulator.config.model import Model
 from simulator.config.overlap_sites import tp_overlap_label
+from topology.codec import JsonObject
 from topology.errors import Infeasible
 
 VERSION = "0.19.8"
@@ -51,7 +50,7 @@ def write(job: ExportJob) -> Draft:
     settings = settings_of(TABLE, facts)
     if plan.ep > 1:
         settings["expert_parallel.preset_model"] = _preset(job.question.model)
-    document: dict[str, Any] = {}
+    document: JsonObject = {}
     for key, value in settings.items():
         *sections, name = key.split(".")
         inner = document
@@ -133,7 +132,7 @@ def _not_expressed(job: ExportJob, *, hybrid: bool) -> tuple[str, ...]:
             f"tensor-parallel overlap {tp_overlap_label(plan.tp_overlap)}: written as tp_overlap_comm, which decides by itself where"
         )
     if plan.ep_overlap != "none":
-        not_expressed.append("all-to-all of experts beside compute")
+        not_expressed.append("all-to-all of experts alongside compute")
     if runtime.compute_dtype == "float8":
         not_expressed.append("float8 products")
     if runtime.compile:
@@ -141,4 +140,4 @@ def _not_expressed(job: ExportJob, *, hybrid: bool) -> tuple[str, ...]:
     return tuple(not_expressed)
 
 
-TARGET = Target(name="deepspeed", version=VERSION, title="DeepSpeed", file_name=FILE, write=write)
+TARGET = Target(name="deepspeed", version=VERSION, title="DeepSpeed", file_name=FILE, write=write, table=TABLE)

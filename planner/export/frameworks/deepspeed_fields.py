@@ -37,12 +37,8 @@ def _read_batch(settings: Settings, facts: Facts) -> Facts:
     stated = {key: None if settings.get(key) == "auto" else settings.get(key) for key in _BATCH}
     dp = facts["dp_replicate"] * facts["dp_shard"]
     total, micro, steps = (whole(stated, key, 0) if stated[key] is not None else 0 for key in _BATCH)
-    if not total and not micro:
-        raise BadInput(
-            "the batch is not stated",
-            why="train_batch_size and train_micro_batch_size_per_gpu are absent or auto",
-            remedy="say them with --global-batch and --micro-batch",
-        )
+    if not total and not micro:  # Transformers fills them in from the program's arguments
+        return {"steps": steps} if steps else {}
     if total and not micro:
         micro = total // dp // (steps or 1)
     if not total:

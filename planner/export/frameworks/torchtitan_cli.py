@@ -2,7 +2,7 @@
 
 0.3.0 reads no TOML (`config/manager.py`): `--module` and `--config` choose a function, `--section.key` overrides the
 configuration that it returns, and activation checkpointing is a subcommand, which must be last. The function is a
-module of its own, written beside the command: the functions that torchtitan ships cover few models. Its loss is in one
+module of its own, written next to the command: the functions that torchtitan ships cover few models. Its loss is in one
 piece, or in 8 as in theirs where the plan was predicted for 0.3.0.
 """
 
@@ -87,6 +87,7 @@ TARGET = Target(
     title=TITLE,
     file_name="torchtitan.sh",
     write=write,
+    table=COMMAND_LINE,
     first_line="#!/bin/sh",
     run="sh torchtitan.sh",
 )

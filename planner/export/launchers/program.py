@@ -51,7 +51,7 @@ def _with_file(draft: Draft, name: str, text: str) -> Draft:
 
 
 def node_environment(job: ExportJob, hosts: Hosts, draft: Draft) -> tuple[Variable, ...]:
-    """Return what is set on every node beside the environment that every plan assumes.
+    """Return what is set on every node besides the environment that every plan assumes.
 
     NCCL finds its ports itself, but cannot know that a port that is present is down. If there is one, the ports that
     are up are named exactly (the leading =).

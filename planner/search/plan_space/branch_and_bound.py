@@ -39,6 +39,7 @@ from simulator.bounds.screening import Screening
 from simulator.columns.plan_columns import PlanColumns, concatenate, distinct
 from simulator.columns.plan_table import Floats, PlanTable
 from simulator.pipeline.schedules.registry import where
+from topology.errors import Unproved
 
 FIRST_PLANS = 64  # plans costed in full at first; the best of them bounds the rest
 PLANS_A_TABLE = 16  # of so many plans costed at once, one schedule table's
@@ -164,19 +165,28 @@ class _BestFirst:
         self.schedule_table = _schedule_tables(self.table)
 
     def run(self) -> None:
-        """Bound all variants, then cost them in full until no other can be listed or the deadline has passed."""
+        """Bound all variants, then cost them in full until no other can be listed or the time is over."""
+        try:
+            self._search()
+        except Unproved:
+            if not np.isfinite(self.step).any():
+                raise
+
+    def _search(self) -> None:
         self.bounds.find(self.expired, self.report)
         self.left = self.within[np.argsort(self.bound[self.within], kind="stable")]
-        size = FIRST_PLANS
+        size = walked = FIRST_PLANS
         while len(self.left):
-            rows = self._promising(size)
+            rows = self._promising(walked)
             if not len(rows):
                 break
-            limited = self.objective == "time" and np.isfinite(self.threshold.of(self.grid[rows])).all()
-            if limited and not self.bounds.walked[rows].all():
-                self.bounds.walk(rows)
+            limits = self.threshold.of(self.grid[rows])
+            if self.objective == "time" and np.isfinite(limits).all() and not self.bounds.walked[rows].all():
+                self.bounds.walk(rows, float(limits.max()))
+                walked = min(2 * walked, PLANS_AT_ONCE // 8)
                 self.left = self.left[np.argsort(self.bound[self.left], kind="stable")]
             else:
+                rows = self._promising(size)
                 self._cost_by_table(rows[:size])
                 self.left = self.left[~self.costed[self.left]]
                 size = min(2 * size, PLANS_AT_ONCE // 8)
@@ -293,7 +303,7 @@ class _BestFirst:
         limit_s = self.threshold.value * (1 + NEAR_LIST) if self.objective == "time" else np.inf
         fitting = self.within[(self.variants.pp[self.within] > 1) & (self.step_bound[self.within] <= limit_s)]
         if np.isfinite(limit_s) and not self.expired():
-            self.bounds.walk(fitting)
+            self.bounds.walk(fitting, limit_s)
             fitting = fitting[self.step_bound[fitting] <= limit_s]
         columns, bound_s = near_misses
         missing = np.nonzero(bound_s <= limit_s)[0]

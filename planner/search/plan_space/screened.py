@@ -93,13 +93,13 @@ class StepBounds:
             self.step_s[rows] = some.step_s()
             self.accounted[rows] = True
 
-    def walk(self, rows: Rows) -> None:
-        """Raise the bounds of some variants to what their schedules' tables show."""
+    def walk(self, rows: Rows, limit_s: float) -> None:
+        """Raise the bounds of some variants to what their schedules' tables show; above a limit roughly."""
         rows = rows[~self.walked[rows]]
         if not len(rows):
             return
         some = self.screening.plans(self.table.take(rows), self.shared, rows)
-        self.step_bound[rows] = np.maximum(some.at_least_by_schedule_s(), self.step_bound[rows])
+        self.step_bound[rows] = np.maximum(some.at_least_by_schedule_s(limit_s), self.step_bound[rows])
         self.walked[rows] = True
 
     def find(self, expired: Callable[[], bool], report: Progress) -> None:

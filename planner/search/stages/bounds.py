@@ -3,8 +3,8 @@
 Layers go to ranks in order, so an assignment is a path over states (layers so far, leading dense layers so far), one
 step a rank. A rank with an option takes as long as that says (`simulator.bounds.lower_bound.RankBounds`) after the
 first micro batch has reached it, which is later the more the ranks before it do: so of all paths to a state the one
-that gets there first is the best for what follows, and whether any assignment is below a limit is told by one pass over
-the ranks.
+that gets there first is the best for what follows, and whether any assignment is below a limit follows from one pass
+over the ranks.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from planner.search.stages.options import Pipeline, RankOptions
 from simulator.columns.plan_table import Floats
+from topology.time_limit import check_time
 
 CLOSE = 1e-4  # relative: how closely the least bound is found
 Rows = NDArray[np.intp]
@@ -62,7 +63,7 @@ class AssignmentBounds:
         """Return what an assignment takes at least."""
         chosen: RankOptions = self.options.take(rows)
         since = np.concatenate([[0.0], np.cumsum(chosen.passing_s)[:-1]])
-        ends = np.maximum(chosen.own_s + np.maximum(since - chosen.deferred_s, chosen.tail_s), chosen.alone_s)
+        ends = np.maximum(chosen.own_s + np.maximum(since - chosen.deferred_s, chosen.drain_s), chosen.alone_s)
         return self.pipe.fixed_s + float(ends.max())
 
     def _begins_by(self, limit_s: float) -> Floats:
@@ -84,6 +85,7 @@ class AssignmentBounds:
         tables = [after]
         dense = np.arange(leading + 1)
         for rows in reversed(self.of_rank):
+            check_time()
             before = np.full((layers + 1, leading + 1), -np.inf)
             for row in rows[begins_by[rows] >= 0.0]:
                 count = int(options.layers[row])

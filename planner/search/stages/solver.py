@@ -9,7 +9,7 @@ communication, placement on an irregular node). Assignments are compared by the 
 Where few assignments have a bound below the best step, all of them are accounted for, and the best is certain. Where
 they are many, the search goes from those with the least bound to their neighbours, a layer moved from one rank to
 another or another recompute mode on one rank, for as long as that helps; how much better any other may be at most is
-told by the least bound.
+found by the least bound.
 """
 
 from __future__ import annotations

@@ -167,8 +167,8 @@ def _of_same(arguments: Sequence[str], gradient: str) -> list[tuple[int, str]]:
 
 def _op(names: str, *, aten: str | None = None, **more: object) -> Op:
     """Return functions element by element, which ATen has under the same names."""
-    told = {"axes": _elementwise, "gradient_axes": _elementwise_gradient, "capture": _pointwise, **more}
-    return Op(names=names, aten=names if aten is None else aten, pointwise=True, **told)  # type: ignore[arg-type]
+    known = {"axes": _elementwise, "gradient_axes": _elementwise_gradient, "capture": _pointwise, **more}
+    return Op(names=names, aten=names if aten is None else aten, pointwise=True, **known)  # type: ignore[arg-type]
 
 
 OPS = (

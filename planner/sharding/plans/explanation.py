@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from planner.sharding.layouts.collectives import ALL_GATHER, ALL_TO_ALL_V, PERMUTE, Collective
 from planner.sharding.layouts.layout import Layout, placements_of
@@ -21,6 +20,7 @@ from simulator.lowering.machine_costs import MachineCosts
 from simulator.program.program import Collective as Instruction
 from simulator.sharded.program import rank_groups
 from topology.cluster import Cluster
+from topology.codec import JsonObject
 from topology.errors import PlannerError
 
 MAX_SOLVED = 48  # plans solved again for one explanation; what comes after says its reason only
@@ -173,7 +173,7 @@ def _of_move(
     alternative: _Alternative | None,
     times: _Times | None,
 ) -> Explanation:
-    known: dict[str, Any] = {}
+    known: JsonObject = {}
     if alternative is not None:
         more = float(alternative.plan.ring_send_bytes - plan.ring_send_bytes)
         known = {"instead": alternative.what, "more_bytes": more}
