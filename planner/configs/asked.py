@@ -21,7 +21,7 @@ from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
 from simulator.fitting.calibrations import UNMEASURED, Calibrations
-from simulator.legality.frameworks import Framework, framework_named
+from simulator.legality.frameworks import Framework, framework_of_runtime
 from simulator.legality.rule import UNKNOWN_MODEL, Grade, Problem
 from simulator.legality.rules import problems_without_model
 from topology.cluster import Cluster, NodeGroup
@@ -143,7 +143,11 @@ def ask(text: str, where: str, flags: CheckFlags, *, measured: Calibrations = UN
 def _model(
     configuration: Configuration, flags: CheckFlags, assumed: list[str]
 ) -> tuple[Model | None, tuple[Open, ...]]:
-    """Return the model, or the question which it is."""
+    """Return the model, or the question which it is, or why it has no cost."""
+    if configuration.no_cost:
+        return None, (
+            Open(what=configuration.no_cost, remedy="planner suggest --model of the whole for full training"),
+        )
     model = load_model(flags.model) if flags.model else configuration.model
     if model is not None:
         assumed[:0] = model.assumed
@@ -269,11 +273,11 @@ def _open_batch(facts: Facts, assumed: list[str]) -> Facts:
     return {"micro_batch_size": micro, "global_batch_size": batch}
 
 
-def _runtime(configuration: Configuration, facts: Facts, framework: Framework) -> dict[str, Any]:
+def _runtime(configuration: Configuration, facts: Facts) -> dict[str, Any]:
     """Return a runtime as a case states it."""
     launcher = configuration.framework in LAUNCHERS
     return {
-        "name": framework.runtime_name,
+        "name": configuration.runtime or configuration.rules,
         "version": None if launcher else configuration.behaves_as or configuration.version,
         **{name: facts[name] for name in RUNTIME_FACTS if name in facts},
     }
@@ -286,9 +290,9 @@ def _plan(facts: Facts) -> dict[str, Any]:
 
 def _stated(configuration: Configuration, facts: Facts, cluster: Cluster, where: str) -> tuple[Stated, list[str]]:
     """Return all that a configuration says but its model, and what was assumed. Raises BadPlan for what cannot be."""
-    rules = framework_named(configuration.rules)
+    rules = framework_of_runtime(configuration.rules)
     workload = Workload(seq_len=facts["seq_len"], global_batch_size=facts["global_batch_size"])
-    stated, implied = implied_runtime(_runtime(configuration, facts, rules), _plan(facts), rules)
+    stated, implied = implied_runtime(_runtime(configuration, facts), _plan(facts), rules)
     runtime, from_runtime = resolve_runtime(stated)
     plan, from_plan = complete_plan(_plan(facts), workload, rules, where=where)
     found = Stated(plan=plan, workload=workload, runtime=runtime, framework=rules, cluster=cluster, gpus=facts["gpus"])
@@ -311,7 +315,7 @@ def _case(
         cluster=stated.cluster,
         workload=stated.workload,
         framework=stated.framework,
-        runtime=_runtime(configuration, facts, stated.framework),
+        runtime=_runtime(configuration, facts),
         plan=_plan(facts),
         measured=measured,
         assumed=assumed,
