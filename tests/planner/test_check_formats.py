@@ -32,6 +32,8 @@ tokenizer:
 model:
   _component_: torchtune.models.llama3_1.llama3_1_70b
 batch_size: 2
+optimizer:
+  _component_: torch.optim.AdamW
 gradient_accumulation_steps: 3
 enable_activation_checkpointing: True
 fsdp_cpu_offload: True

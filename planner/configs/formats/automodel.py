@@ -10,7 +10,7 @@ from dataclasses import replace
 from planner.configs.formats.yaml_format import (
     Described,
     YamlFormat,
-    constant,
+    compiled,
     degree,
     in_all,
     length,
@@ -24,7 +24,7 @@ from topology.errors import BadInput
 NEAREST = "NeMo AutoModel is predicted as torchtitan, the nearest runtime that is described"
 _D = "distributed."
 _RECOMPUTE = ("parallelizer.activation_checkpointing", f"{_D}activation_checkpointing")
-_SCHEDULE = "autopipeline.pp_schedule"
+_SCHEDULES = ("autopipeline.pp_schedule", f"{_D}pipeline.pp_schedule")
 _TYPE = "model.torch_dtype"
 
 
@@ -40,9 +40,9 @@ def _read_schedule(settings: Settings, facts: Facts) -> Facts:
     if facts["pp"] == 1:
         return {"schedule": None, "virtual_stages": 1}
     known = {name.lower(): kind for name, kind in SCHEDULES.items()}
-    word = str(settings.get(_SCHEDULE, "1f1b")).lower()
+    word = str(next((settings[key] for key in _SCHEDULES if settings.get(key)), "1f1b")).lower()
     if word not in known:
-        raise BadInput(f"{_SCHEDULE} is {word[:40]!r}", why=f"known: {', '.join(SCHEDULES)}")
+        raise BadInput(f"{_SCHEDULES[0]} is {word[:40]!r}", why=f"known: {', '.join(SCHEDULES)}")
     return {"schedule": known[word].name, "virtual_stages": known[word].least_stages}
 
 
@@ -58,7 +58,7 @@ def _read_types(settings: Settings, _: Facts) -> Facts:
 
 def _read_optimizer(settings: Settings, _: Facts) -> Facts:
     name = str(settings.get("optimizer._target_", "torch.optim.AdamW")).rpartition(".")[2].lower()
-    return {"optimizer": "adamw" if name in {"adam", "adamw", "fusedadam"} else name, "compile": False}
+    return {"optimizer": "adamw" if name in {"adam", "adamw", "fusedadam"} else name}
 
 
 TABLE: Table = (
@@ -68,13 +68,13 @@ TABLE: Table = (
     degree(f"{_D}ep_size", "ep"),
     degree(f"{_D}dp_replicate_size", "dp_replicate"),
     Entry(keys=(f"{_D}dp_size", f"{_D}sequence_parallel"), write=lambda _: {}, read=_read_shard),
-    Entry(keys=(_SCHEDULE,), write=lambda _: {}, read=_read_schedule),
+    Entry(keys=_SCHEDULES, write=lambda _: {}, read=_read_schedule),
     in_all("step_scheduler.local_batch_size", "step_scheduler.global_batch_size"),
     length("packed_sequence.packed_sequence_size", "dataset.seq_len", "dataset.seq_length"),
     Entry(keys=_RECOMPUTE, write=lambda _: {}, read=_read_recompute),
     Entry(keys=(_TYPE,), write=lambda _: {}, read=_read_types),
     Entry(keys=("optimizer._target_",), write=lambda _: {}, read=_read_optimizer),
-    constant({}, "compile.enabled"),
+    compiled("compile.enabled"),
 )
 
 
@@ -97,7 +97,7 @@ FORMAT = YamlFormat(
     limits={"pp": None, "recompute": None},
     harmless=(
         r"(recipe|seed|benchmark|dist_env|checkpoint|loss_fn|dataset|dataloader|validation_\w+|optimizer|lr_scheduler|wandb|model"
-        r"|rng|packed_sequence|autopipeline|parallelizer|step_scheduler|slurm|clip_grad_norm|tokenizer|mlflow|ci)(\..*)?"
-        r"|distributed\.(_target_|strategy|use_hf_tp_plan|defer_\w+)"
+        r"|rng|packed_sequence|autopipeline|parallelizer|step_scheduler|slurm|clip_grad_norm|tokenizer|mlflow|ci|peft|compile)(\..*)?"
+        r"|distributed\.pipeline\..*|distributed\.(_target_|strategy|use_hf_tp_plan|defer_\w+)"
     ),
 )

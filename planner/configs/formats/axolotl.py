@@ -106,7 +106,8 @@ FORMAT = YamlFormat(
     describe=_describe,
     limits={**DATA_PARALLEL, "tp": None, "cp": None},
     harmless=(
-        r"(base_model.*|model_type|tokenizer.*|datasets|test_datasets|pretraining_dataset|dataset_.*|val_set_size|output_dir"
+        r"(adapter|lora_\w+|peft\w*|load_in_\dbit|sample_packing|eval_sample_packing"
+        r"|base_model.*|model_type|tokenizer.*|datasets|test_datasets|pretraining_dataset|dataset_.*|val_set_size|output_dir"
         r"|chat_template.*|wandb_.*|mlflow_.*|comet_.*|hub_.*|num_epochs|max_steps|lr_scheduler.*|learning_rate|weight_decay"
         r"|warmup_\w+|\w+_per_epoch|save_\w+|eval_\w+|logging_steps|special_tokens.*|tokens|resume_from_checkpoint"
         r"|gradient_checkpointing_kwargs.*|flash_attention|sdp_attention|attention|attn_implementation|tf32|strict|seed"

@@ -131,5 +131,6 @@ def unknown_kind(where: str, why: str) -> NotAConfiguration:
         f"{where} is no configuration of a kind that is known",
         why=why,
         remedy="a torchtitan TOML or command, a Megatron-LM command line or script, a Megatron-Bridge recipe dump, a DeepSpeed "
-        "JSON, an accelerate YAML, or TrainingArguments as JSON",
+        "JSON, an accelerate YAML, TrainingArguments, or the YAML of axolotl, torchtune, LitGPT, nanotron, GPT-NeoX or NeMo "
+        "AutoModel",
     )

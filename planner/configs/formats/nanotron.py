@@ -11,6 +11,7 @@ from simulator.config.hf_config import model_from_config
 from topology.errors import BadInput, BadModel
 
 _P = "parallelism."
+_EXPERTS = f"{_P}expert_parallel_size"
 _MODEL = "model.model_config."
 SCHEDULES = {"1F1B": "1f1b", "GPipe": "afab"}
 DTYPES = {"bfloat16": "bfloat16", "float32": "float32", "float16": "float16"}
@@ -23,7 +24,7 @@ SHAPES = (
 
 def _gpus(settings: Settings) -> int | None:
     product = 1
-    for name in ("dp", "tp", "pp", "context_parallel_size"):
+    for name in ("dp", "tp", "pp", "context_parallel_size", "expert_parallel_size"):
         size = settings.get(f"{_P}{name}", 1)
         if type(size) is not int or size < 1:
             return None
@@ -53,11 +54,14 @@ TABLE: Table = (
     degree(f"{_P}tp", "tp"),
     degree(f"{_P}pp", "pp"),
     degree(f"{_P}context_parallel_size", "cp"),
-    degree(f"{_P}expert_parallel_size", "ep"),
+    constant({"ep": 1}, _EXPERTS),
     Entry(
         keys=(f"{_P}dp",),
         write=lambda facts: {f"{_P}dp": facts["dp_replicate"] * facts["dp_shard"]},
-        read=lambda settings, _: {"dp_replicate": whole(settings, f"{_P}dp", 1), "dp_shard": 1},
+        read=lambda settings, _: {
+            "dp_replicate": whole(settings, f"{_P}dp", 1) * whole(settings, _EXPERTS, 1),
+            "dp_shard": 1,
+        },
     ),
     Entry(
         keys=(f"{_P}pp_engine",),
@@ -91,8 +95,10 @@ TABLE: Table = (
 
 
 def _describe(settings: Settings) -> Described:
+    if settings.get(_EXPERTS) not in {None, 1}:
+        return Described(no_cost="nanotron's expert parallelism is an axis of ranks of its own, which is not modelled")
     own = {key.removeprefix(_MODEL): value for key, value in settings.items() if key.startswith(_MODEL)}
-    if any(key.startswith("moe_config.") for key in own) or own.get("sliding_window_size"):
+    if any("moe" in key and value for key, value in own.items()) or own.get("sliding_window_size"):
         return Described(unknown="layers of experts or with a window in nanotron's own words")
     config = {key: own[key] for key in SHAPES if own.get(key) is not None}
     try:

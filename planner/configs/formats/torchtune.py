@@ -90,7 +90,7 @@ def _describe(settings: Settings) -> Described:
 FORMAT = YamlFormat(
     framework="torchtune",
     runtime="pytorch",
-    marks=(frozenset({"model._component_", "batch_size"}),),
+    marks=(frozenset({"model._component_", "batch_size", "optimizer._component_"}),),
     table=TABLE,
     describe=_describe,
     limits=DATA_PARALLEL,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +15,6 @@ from simulator.config.model import Model
 # What tools without pipelines and experts can say.
 DATA_PARALLEL: Limits = {"pp": ((1, 1),), "ep": ((1, 1),)}
 FLAT: Facts = {"pp": 1, "ep": 1, "virtual_stages": 1, "schedule": None, "zero_stage": None, "sequence_parallel": False}
-_COMMENTED = re.compile(r"^#.*--nproc[_-]per[_-]node[= ](\d{1,4})\b", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +54,6 @@ class YamlFormat:
         """Return what a file says. Raises BadInput for values that nothing can be."""
         settings = self.ready(document.settings)
         described = self.describe(settings)
-        stated = self.gpus(settings)
-        commented = _COMMENTED.search(document.text)
         spelt = {key: path for path in document.settings for key in (self.key_of(path),)}
 
         def edit(changes: Settings) -> str:
@@ -75,8 +71,7 @@ class YamlFormat:
             model=described.model,
             unknown_model=described.unknown,
             no_cost=described.no_cost,
-            gpus=stated or (int(commented[1]) if commented else None),
-            in_a_comment=not stated and commented is not None,
+            gpus=self.gpus(settings),
             unknown=not_understood(_said(settings), keys_of(self.table), self.harmless),
             assumed=described.assumed,
             limits=self.limits,
@@ -131,7 +126,7 @@ def length(*keys: str) -> Entry:
     """Tokens of a sequence, under the first key that says them; a program's data decides otherwise."""
 
     def read(settings: Settings, facts: Facts) -> Facts:
-        stated = next((key for key in keys if settings.get(key) is not None), None)
+        stated = next((key for key in keys if settings.get(key)), None)
         return {"seq_len": whole(settings, stated) if stated else facts.get("seq_len")}
 
     return Entry(keys=keys, write=lambda _: {}, read=read)
