@@ -22,6 +22,7 @@ from planner.io.interrupts import raise_again
 from planner.io.printable import printable
 from planner.io.version import version
 from topology.errors import PlannerError, UserError, shortened
+from topology.time_limit import command
 
 HELP = """Plan multi-GPU training: probe the machine, predict every plan, choose one and say why.
 
@@ -40,6 +41,7 @@ Exit codes:
     2  usage error; unreadable or invalid input
     3  valid question without a legal or fitting answer
     4  ran, but outside the tolerance
+    5  no answer within --time-limit: nothing found, and nothing ruled out
   130  interrupted
 
 Set MESHWRIGHT_DEBUG=1 for tracebacks, NO_COLOR=1 for plain text.
@@ -133,7 +135,8 @@ def main(argv: list[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         _refuse_undecodable(words)
-        code = _run(words)
+        with command():
+            code = _run(words)
         sys.stdout.flush()
     except PlannerError as error:
         _say(f"error: {error}")

@@ -20,6 +20,14 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_addoption(parser) -> None:
+    parser.addoption(
+        "--update-goldens",
+        action="store_true",
+        help="write what commands print to tests/data/texts, for a person to read in the diff",
+    )
+
+
 # What collecting makes stays until the end: the garbage collector need not look for it, now or later.
 gc.disable()
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import streamlit as st
 
 from planner.configs.formats.configuration import CheckFlags
@@ -30,6 +31,7 @@ from planner.search.search import SearchOptions
 from simulator.config.hf_config import load_model
 from simulator.legality.frameworks import framework_named
 from topology import codec
+from topology.codec import JsonObject
 from topology.errors import UserError
 from topology.health.diagnose import diagnose
 from topology.rates.known import plannable
@@ -39,7 +41,7 @@ from ui.background import remote, service, waiting
 from ui.published import nearest, sentence
 from ui.question import state, uploads
 from ui.question.state import LISTED, Inputs, choose_plan, results, source_of
-from ui.row_types import Document, PlanOnMachine, RatePoint
+from ui.row_types import PlanOnMachine, RatePoint
 
 if TYPE_CHECKING:
     from planner.explain.plan_answer import PlanAnswer
@@ -88,17 +90,24 @@ def what_if(inputs: Inputs, plan: Mapping[str, Any], *, gpus: int) -> PlanAnswer
 def rate_curves(result: SearchResult, plans: tuple[Plan, ...], quantity: str) -> list[RatePoint]:
     """Return the steps (s) of `plans` with the network or NVLink scaled by factors from 1/4 to 4.
 
-    The clusters are scaled as for flip points (`planner.search.flips`).
+    The clusters are scaled, and the steps in the proportion that the listed plans have, as for flip points
+    (`planner.search.flips`), so that curves cross where those are. No step is longer than on slower links: where NCCL
+    chooses worse on faster ones, the curve is a bound.
     """
     knob = next(knob for knob in KNOBS if knob.quantity == quantity)
     now = knob.now(result.question.cluster)
     factors = [2.0 ** (exponent / 4) for exponent in range(-8, 9)]
     machines = [knob.scale(result.question.cluster, factor) for factor in factors]
-    asked = [(factor, machine, plan) for factor, machine in zip(factors, machines, strict=True) for plan in plans]
-    table = result.question.estimate([plan for _, _, plan in asked], each_on=[machine for _, machine, _ in asked])
+    each_on = [machine for machine in machines for _ in plans]
+    steps = result.question.estimate([*plans] * len(factors), each_on=each_on).step_s.reshape(len(factors), len(plans))
+    listed = {one.plan: one.estimate.step_s.value for one in result.plans}
+    here = steps[factors.index(1.0)]
+    scale = [listed.get(plan, step) / step for plan, step in zip(plans, here, strict=True)]
+    curves = np.minimum.accumulate(steps * scale, axis=0)
     return [
-        {"rate": now * factor, "plan": plan_chips(plan), "step_s": float(table.step_s[row])}
-        for row, (factor, _, plan) in enumerate(asked)
+        {"rate": now * factor, "plan": plan_chips(plan), "step_s": float(curves[row, column])}
+        for row, factor in enumerate(factors)
+        for column, plan in enumerate(plans)
     ]
 
 
@@ -206,7 +215,7 @@ def _elsewhere(
     )
 
 
-def checked(question: Inputs, text: str, name: str, launch: str, *, of_the_file: frozenset[str]) -> Document | None:
+def checked(question: Inputs, text: str, name: str, launch: str, *, of_the_file: frozenset[str]) -> JsonObject | None:
     """Return what `planner check --json` answers about a configuration, or None after showing progress.
 
     What it is asked for is the question's, but for what is left to the file. Raises PlannerError.
@@ -216,16 +225,16 @@ def checked(question: Inputs, text: str, name: str, launch: str, *, of_the_file:
     chosen = {"model": question.model, "cluster": question.cluster, "gpu": question.gpu, "gpus": question.gpus}
     chosen |= {"seq_len": question.seq_len, "global_batch": question.global_batch}
     left_out = of_the_file | ({"gpu"} if "cluster" in of_the_file else set())
-    said: Document = {key: None if key in left_out else value for key, value in chosen.items()}
+    said: JsonObject = {key: None if key in left_out else value for key, value in chosen.items()}
     sources = {key: said[key] and source_of(said[key]) for key in ("model", "cluster")}
     flags = CheckFlags(**{**said, **sources}, launch=launch)
     key = codec.fingerprint([text, name, launch, question.key, sorted(of_the_file)])
     title, start = "Checking the configuration", _checked_elsewhere(said, text, name, launch)
-    found: Document | None = waiting.ask("check", key, text, name, flags, title=title, start=start)
+    found: JsonObject | None = waiting.ask("check", key, text, name, flags, title=title, start=start)
     return found
 
 
-def _checked_elsewhere(said: Document, text: str, name: str, launch: str) -> Callable[[], PendingAnswer] | None:
+def _checked_elsewhere(said: JsonObject, text: str, name: str, launch: str) -> Callable[[], PendingAnswer] | None:
     if service.server() is None:
         return None
     sent = {key: said[key] and uploads.sent(said[key]) for key in ("model", "cluster")}
@@ -267,7 +276,7 @@ def damaged_runs() -> tuple[DamagedRun, ...]:
 
 
 @st.cache_resource(max_entries=4, show_spinner=False)
-def validation_rows(path: str, changed: float) -> tuple[Document, ...]:
+def validation_rows(path: str, changed: float) -> tuple[JsonObject, ...]:
     """Return the compared rows of a file that `planner validate --json` wrote. `changed` is its modification time."""
     del changed
     document = codec.read_json(Path(path))
@@ -275,7 +284,7 @@ def validation_rows(path: str, changed: float) -> tuple[Document, ...]:
     return tuple(row for row in found if row.get("predicted") and not row.get("skipped"))
 
 
-def published() -> tuple[Document, ...]:
+def published() -> tuple[JsonObject, ...]:
     """Return the published runs with their predictions; nothing where only the package is installed. Raises
     PlannerError.
     """
@@ -334,7 +343,8 @@ def frame(asked: Inputs, *, choose: bool) -> bool:
     result = search(asked)
     if result is None and (result := waiting.early("search", asked.key)) is not None:
         st.caption(
-            ":material/hourglass_top: Preliminary, by the analytical model: the plans are being simulated, and may change places."
+            ":material/hourglass_top: Preliminary, by the analytical model:"
+            " the plans are being simulated, and may change places."
         )
     if result is not None:
         shown, found = asked, saved_plans.with_saved(asked, result)

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 
 import streamlit as st
 
+from topology.codec import JsonObject
 from topology.errors import PlannerError
 from ui import panels
 from ui.background import service
 from ui.question import uploads
 from ui.question.state import Inputs
-from ui.row_types import Document, JobDocument
+from ui.row_types import JobDocument
 
 if TYPE_CHECKING:
     from streamlit.runtime.uploaded_file_manager import UploadedFile
@@ -48,7 +49,7 @@ def where() -> str:
     return f"on the service {there}" if there else "on this machine"
 
 
-def begin(command: str, said: Document) -> None:
+def begin(command: str, said: JsonObject) -> None:
     """Start a job and show it."""
     try:
         st.query_params["job"] = service.jobs().ask(command, said)
@@ -74,9 +75,9 @@ def chosen(commands: Sequence[str]) -> JobDocument | None:
 
 def tune_request(
     asked: Inputs, framework: str, device: str, minutes: int, trials: int, recorded: UploadedFile | None
-) -> Document:
+) -> JsonObject:
     """Return the flags of `planner tune` for a question; with recorded runs, theirs is the question."""
-    said: Document = {"trials": trials, "budget": f"{minutes}m"}
+    said: JsonObject = {"trials": trials, "budget": f"{minutes}m"}
     if recorded is not None:
         text = recorded.getvalue().decode("utf-8", errors="replace")
         return {**said, "recorded": {"name": "recorded.json", "content": text}}
@@ -108,7 +109,7 @@ def follow(job: str, draw: Callable[[str], None] | None = None) -> None:
         draw(job)
 
 
-def ending(found: JobDocument) -> Document | None:
+def ending(found: JobDocument) -> JsonObject | None:
     """Return the answer of a job that has ended; say how it ended where that is without one."""
     if found["state"] == "cancelled":
         panels.empty("Stopped", "The run was stopped before it ended.", icon=":material/stop_circle:")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypedDict
-
-Document = dict[str, Any]  # JSON that a command or the service answers or is asked
+from typing import TypedDict
 
 
 class PlanRow(TypedDict):

@@ -121,8 +121,8 @@ def memory_costs_time(slowest: Estimate, fastest: Estimate) -> str | None:
         return None
     (step, _), (best, _) = step_figure(slowest), step_figure(fastest)
     return (
-        f"Least memory costs time: this plan takes {step} a step, {times:.1f} times the {best} of the fastest plan, which"
-        f" needs {memory_figure(fastest.memory)[0]}."
+        f"Least memory costs time: this plan takes {step} a step, {times:.1f} times the {best} of the fastest plan,"
+        f" which needs {memory_figure(fastest.memory)[0]}."
     )
 
 

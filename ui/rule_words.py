@@ -40,6 +40,7 @@ RULE_WORDS = {
     "ep-overlap-stages": "overlap of the experts' all-to-all not supported with these stages",
     "ep-overlap-sharding": "overlap of the experts' all-to-all with this ZeRO stage is not modelled",
     "ep-overlap-dtype": "overlap of the experts' all-to-all needs 16 bits",
+    "recompute-sharded-norm": "recomputation by operator that this torch release cannot run without FSDP",
     "ep-overlap-recompute": "overlap of the experts' all-to-all not supported with this recomputation",
     "ep-overlap-reshard": "overlap of the experts' all-to-all with resharding is not modelled",
     "capacity": "capacity factor not supported",

@@ -40,7 +40,7 @@ PAGES_NEED = (
 )
 
 
-def settings() -> dict[str, Any]:
+def settings() -> dict[str, object]:
     """Return the settings of `config.toml` by their dotted names."""
     return dict(_dotted(tomllib.loads((HERE / "config.toml").read_text(encoding="utf-8"))))
 

@@ -72,6 +72,3 @@ class LayerItem:
         plan = {name: getattr(self.plan, name) for name in self.plan.__dataclass_fields__}
         degrees = {name: value for name, value in plan.items() if isinstance(value, int) and value > 1}
         return f"{self.runtime.name} {self.model.name} seq {self.workload.seq_len} {degrees}"
-
-
-Item = OperatorItem | CollectiveItem | ContentionItem | OverlapItem | LayerItem

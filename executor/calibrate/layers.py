@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from executor.calibrate.items import LayerItem
+from executor.gpu.device import synchronize
 from executor.gpu.monitor import invalid_reason
 from executor.gpu.sm_clock import SmClock
 from executor.gpu.state import read_states
@@ -145,11 +146,10 @@ def _time_steps(
     device: torch.device, step: Step, recorder: Recorder
 ) -> tuple[list[float], dict[str, float], float | None]:
     """Return step times, the medians of the steps' other measurements, and the mean SM clock in Hz."""
-    cuda, clock = device.type == "cuda", SmClock(device)
+    clock = SmClock(device)
     for _ in range(WARM_UP):
         step()
-    if cuda:
-        torch.cuda.synchronize(device)
+    synchronize(device)
     dist.barrier()
     rounds: list[Round] = []
     while len(rounds) < ROUNDS:
@@ -178,8 +178,7 @@ def _round(device: torch.device, step: Step, clock: SmClock) -> Round:
     last = time.perf_counter()
     for _ in range(STEPS):
         seen.append(step())
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize(device)
         now = time.perf_counter()
         times.append(now - last)
         last = now

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from executor.calibrate.items import OperatorItem
 from executor.calibrate.kernels import Unsupported, operator_call
+from executor.gpu.device import synchronize
 from executor.gpu.monitor import ClockMonitor, invalid_reason
 from executor.gpu.timing import Timer, Timing
 from executor.launch.records import Deadline, Recorder, median_and_spread
@@ -154,8 +155,7 @@ def _record_host(device: torch.device, recorder: Recorder, name: str, call: Call
         call()
     rounds = []
     for _ in range(7):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize(device)
         began = time.perf_counter()
         for _ in range(LAUNCHES // 8):
             call()

@@ -18,6 +18,7 @@ from torch import Tensor
 from executor import overlap
 from executor.calibrate.items import OverlapItem
 from executor.gpu import symmetric_memory as symmetric
+from executor.gpu.device import synchronize
 from executor.gpu.monitor import ClockMonitor, invalid_reason
 from executor.gpu.timing import WARM_S, Timer
 from executor.launch.records import median_and_spread
@@ -162,8 +163,7 @@ def _host_time(device: torch.device, call: Call) -> float:
 
 def _synchronize_ranks(device: torch.device) -> None:
     """Wait for the device, and for the other ranks."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    synchronize(device)
     _max_over_ranks([0.0])
 
 

@@ -30,11 +30,14 @@ from executor.calibrate.layers import compile_layers, record_layers, titan_versi
 from executor.calibrate.operators import OperatorTimes, time_host, versions
 from executor.calibrate.overlap import measure_shape
 from executor.calibrate.rank_request import RankRequest
+from executor.gpu.device import synchronize
 from executor.gpu.monitor import ClockMonitor
 from executor.launch.records import Deadline, Recorder
 from executor.measure.probe_collectives import record_sizes
 from topology import codec
+from topology.codec import JsonObject
 from topology.errors import BadInput, PlannerError
+from topology.profile.profile import CollectiveSample
 from topology.profile.samples import HostSample, Sample
 
 # Once, in the process that ranks are forked from, which must not fail for it: it takes seconds.
@@ -46,7 +49,7 @@ GROUP_S = 600.0  # that a collective may wait; jobs have limits of their own, wh
 # Errors that say that something cannot be asked; after any other the state of a process is not known.
 REFUSALS = (PlannerError, Unsupported, ImportError)
 
-Job = dict[str, Any]  # as it comes over the pipe
+Job = JsonObject  # as it comes over the pipe
 T = TypeVar("T")
 
 
@@ -59,7 +62,7 @@ class SampleRecorder(Recorder):
 
     def write(self, kind: str, **fields: Any) -> None:
         sample = fields.get("sample")
-        if isinstance(sample, Sample | HostSample):
+        if isinstance(sample, Sample | HostSample | CollectiveSample):
             fields["sample"] = replace(sample, at_s=round(time.monotonic() - self.began, 2))
         super().write(kind, **fields)
 
@@ -187,8 +190,7 @@ def _join(request: RankRequest) -> Instruments:
     dist.init_process_group(backend, rank=rank, world_size=world, timeout=timedelta(seconds=GROUP_S))
     dist.all_reduce(torch.ones(8, device=device))
     dist.barrier()
-    if cuda:
-        torch.cuda.synchronize(device)
+    synchronize(device)
     recorder = SampleRecorder(request.records if rank == 0 else None, request.began)
     recorder.write("header", versions=versions(request.device) | titan_versions())
     indices = [request.indices[position] for position in gpus]

@@ -22,13 +22,13 @@ from typing import Any
 
 from executor.calibrate.rank_request import PoolRequest, RankRequest
 from executor.launch.local_ranks import FORCED_VARIABLES, REMOVED_VARIABLES, ROOT
-from topology.codec import to_builtins, to_json
+from topology.codec import JsonObject, to_builtins, to_json
 
 PRELOAD = ("executor.calibrate.rank",)
 FAILED_S = 6.0  # after one rank failed, for the others to say so themselves
 START_S = 90.0  # for a pool to join its process group, importing torch from a cold disk included
 
-Answer = dict[str, Any]  # as it comes over a pipe
+Answer = JsonObject  # as it comes over a pipe
 
 
 def process_context(added: Mapping[str, str], start: str = "forkserver") -> Any:

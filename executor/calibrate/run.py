@@ -35,7 +35,7 @@ from executor.measure.measurement import (
     measurement_parser,
 )
 from simulator.runtimes.library import runtime_spec
-from topology.codec import read_json, to_builtins
+from topology.codec import JsonObject, read_json, to_builtins
 from topology.profile.samples import Provenance
 
 POLL_S = 0.1
@@ -45,7 +45,7 @@ RESTLESS_S = 45.0  # from the beginning, after which hosts are measured though s
 MOST_STARTS = 3  # of a pool on the same GPUs
 KEPT_S = 1.0  # of the budget, for ending
 
-Job = dict[str, Any]  # of the request's JSON
+Job = JsonObject  # of the request's JSON
 Place = tuple[str, tuple[int, ...]]  # what a pool is for, and on which GPUs
 
 
@@ -280,7 +280,8 @@ class PoolScheduler:
         if cause:
             self.recorder.missing(f"{job.name}: {cause}")
         outcome = f"failed: {cause}" if cause else f"{time.monotonic() - pool.began:.1f} s"
-        print(f"{time.monotonic() - self.began:6.1f} s  {self.done}/{self.total}  {job.name}: {outcome}", file=sys.stderr, flush=True)  # fmt: skip
+        passed_s = time.monotonic() - self.began
+        print(f"{passed_s:6.1f} s  {self.done}/{self.total}  {job.name}: {outcome}", file=sys.stderr, flush=True)
 
     def _cannot_fork(self, pool: RankPool) -> bool:
         """Return whether a pool failed because its processes were forked: CUDA does not work in some of those."""

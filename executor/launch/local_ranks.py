@@ -25,10 +25,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 
+from topology.codec import JsonObject
 from topology.processes import alive, kill
 from topology.units import MIB
 
@@ -365,7 +365,7 @@ def _ended_by_signal(rank: int, code: int) -> Failure:
     return Failure(rank=rank, exit_code=None, signal=name, message=f"the process was ended by {name}")
 
 
-def _error(path: Path) -> dict[str, Any]:
+def _error(path: Path) -> JsonObject:
     try:
         document = json.loads(path.read_text(errors="replace")[:MIB])
     except (OSError, ValueError):

@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from topology.codec import parse_lines, to_builtins
+from topology.codec import JsonObject, parse_lines, to_builtins
 from topology.errors import ProbeError
 
 # Exit codes by which the report tells a full memory or wrong numbers from a crash.
@@ -64,14 +64,14 @@ class Recorder:
                 self._file.close()
 
 
-def nonfinite_as_none(fields: Mapping[str, Any]) -> dict[str, Any]:
+def nonfinite_as_none(fields: Mapping[str, Any]) -> JsonObject:
     """Return `fields` with NaN and infinite numbers, which JSON cannot hold, as None."""
     return {
         key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in fields.items()
     }
 
 
-def read_records(path: str | Path) -> Iterator[dict[str, Any]]:
+def read_records(path: str | Path) -> Iterator[JsonObject]:
     """Yield the records of a file up to the first incomplete line, which a killed worker can leave."""
     try:
         text = Path(path).read_text(encoding="utf-8", errors="replace")

@@ -23,6 +23,7 @@ from typing import Any
 
 from executor.launch.records import Deadline, Recorder, median_and_spread
 from executor.measure.measurement import load_torch, piece_parser
+from topology.profile.profile import CollectiveSample
 from topology.units import GIB, MIB
 
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv")
@@ -234,14 +235,9 @@ def _time_size(
     for position, ranks in enumerate(group_set):
         recorder.write(
             "group",
-            sample={
-                "op": op,
-                "ranks": len(ranks),
-                "nodes": 1,
-                "nbytes": nbytes,
-                "time_s": table[2 * position],
-                "launch": launch,
-            },
+            sample=CollectiveSample(
+                op=op, ranks=len(ranks), nodes=1, nbytes=nbytes, time_s=table[2 * position], launch=launch
+            ),
             gpus=[indices[rank] for rank in ranks],
             iterations=ITERATIONS,
             spread=table[2 * position + 1],

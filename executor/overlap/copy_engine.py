@@ -6,12 +6,12 @@ The local shard is computed while the next ones arrive. Without CUDA this is the
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from executor.gpu.device import processors
 from executor.overlap import push
 from executor.overlap.mode import Pair, products, shard_rows
 from executor.overlap.nccl import Nccl
@@ -82,12 +82,6 @@ class CopyEngine(Nccl):
 
     def start_gather(self, x: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
         return push.gather(x, group) if x.is_cuda else super().start_gather(x, group)
-
-
-@cache
-def processors(device: torch.device) -> int:
-    """Return the number of multiprocessors of a GPU."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def rows_of_a_round(columns: int, processors: int) -> int:

@@ -172,7 +172,7 @@ class _Ring:
         self.next = dist.get_global_rank(group, (self.rank + 1) % self.world)
         self.before = dist.get_global_rank(group, (self.rank - 1) % self.world)
 
-    def start(self, sent: Tensor) -> tuple[Tensor, list[Any]]:
+    def start(self, sent: Tensor) -> tuple[Tensor, list[dist.Work]]:
         """Start to send a tensor to the next rank; return the buffer for that of the rank before, and the work
         handles.
         """
@@ -209,7 +209,7 @@ class _Ring:
         return (whole, slice(0, half)) if source < self.rank else (slice(half, None), whole)
 
 
-def _wait(works: list[Any]) -> None:
+def _wait(works: list[dist.Work]) -> None:
     for work in works:
         work.wait()
 
@@ -245,7 +245,7 @@ class _RingAttention(torch.autograd.Function):
         # With gathered keys there is a row of gradients per rank; in a ring the gradients travel with the keys.
         rows = ring.world if ring.gathers else 1
         d_keys = torch.zeros((rows, *keys.shape), dtype=wide, device=keys.device)
-        pending: list[Any] = []
+        pending: list[dist.Work] = []
         for source, block_keys in ring.key_blocks(keys):
             queries, seen = ring.visible_slices(source, half)
             parts = part_backward(

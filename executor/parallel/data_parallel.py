@@ -8,7 +8,6 @@ summed, never averaged: the loss is already divided by the tokens of the whole b
 # No `from __future__ import annotations`: DDP inspects the annotations of its hook and needs classes.
 
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -77,7 +76,7 @@ class Replica(DistributedDataParallel):
         self.pending.clear()
 
 
-def _sum(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+def _sum(state: tuple[dist.ProcessGroup, list[dist.Work]], bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """All-reduce a bucket by sum (DDP's default averages). `state`: the group, and the list of pending reductions."""
     group, pending = state
     work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)

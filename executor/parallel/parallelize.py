@@ -7,12 +7,12 @@ left; recomputation is inside compilation, and compilation inside FSDP's hooks, 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.pipelining.schedules import _PipelineSchedule
 
 from executor.launch import legal
 from executor.model.decoder import Decoder
@@ -51,7 +51,7 @@ class ParallelModel:
 
     parts: tuple[Decoder, ...]
     modules: tuple[nn.Module, ...]
-    schedule: Any
+    schedule: _PipelineSchedule | None
     loss: VocabularyLoss
     has_first: bool
     has_last: bool

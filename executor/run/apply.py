@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from executor.gpu.faults import GpuFault
 from executor.gpu.monitor import GpuMonitor, GpuSummary, Sample, summarise
@@ -44,6 +43,7 @@ from simulator.program.chrome_trace import from_kineto
 from simulator.program.trace import Trace
 from simulator.runtimes.environment import assumed_environment
 from topology import codec
+from topology.codec import JsonObject
 from topology.errors import BadInput, BadPlan, PlannerError
 from topology.units import MIB
 
@@ -94,9 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(document["exit_code"])
 
 
-def run(
-    request: Request, request_path: str, out: Path, budget_s: float, watch: GpuMonitor | None = None
-) -> dict[str, Any]:
+def run(request: Request, request_path: str, out: Path, budget_s: float, watch: GpuMonitor | None = None) -> JsonObject:
     """Launch the ranks, write `run.json` into `out` and return it. `watch` reads the GPUs meanwhile; default: where
     there are.
     """
@@ -125,7 +123,7 @@ def run(
     return document
 
 
-def write_report(document: dict[str, Any], path: Path) -> None:
+def write_report(document: JsonObject, path: Path) -> None:
     """Write the report. Raises PlannerError with a summary of the run when it cannot be written."""
     try:
         codec.write_text(path, codec.to_json(document) + "\n")
@@ -170,7 +168,7 @@ def run_node(request: Request, request_path: str, out: Path, budget_s: float, me
     return 0 if done.ok else 1
 
 
-def collect(request: Request, request_path: str, out: Path, nodes: int, patience_s: float = LATE_S) -> dict[str, Any]:
+def collect(request: Request, request_path: str, out: Path, nodes: int, patience_s: float = LATE_S) -> JsonObject:
     """Write `run.json` from what the ranks of all nodes recorded, and return it."""
     done = combine_agent_results(out, nodes, patience_s)
     document = report(request, done, out / "records", worker_arguments(request_path, out / "records", 0.0))
@@ -221,7 +219,7 @@ def report(
     arguments: Sequence[str],
     samples: Sequence[Sample] = (),
     faults: Sequence[GpuFault] = (),
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return the report of a run from its ranks' records in `folder`; `arguments` are those of the ranks.
 
     `samples` are states of the GPUs during the run, `faults` what their driver reported.
@@ -338,7 +336,7 @@ def _is_ours(request: Request, fault: GpuFault) -> bool:
 
 def _status(
     request: Request, done: LaunchResult, by_rank: Sequence[RankRecords], folder: Path
-) -> tuple[str, dict[str, Any] | None]:
+) -> tuple[str, JsonObject | None]:
     """Return the status of the run and, if it failed, the first failure."""
     ranks = request.plan.gpus
     kinds = [records.kinds for records in by_rank]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from executor.launch.records import read_records
+from topology.codec import JsonObject
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,7 @@ class StepRecord:
 class RankRecords:
     """The records of one rank, in order."""
 
-    entries: tuple[dict[str, Any], ...] = field(default=())
+    entries: tuple[JsonObject, ...] = field(default=())
 
     @classmethod
     def read(cls, path: Path) -> RankRecords:
@@ -36,7 +36,7 @@ class RankRecords:
     def kinds(self) -> set[str]:
         return {entry["kind"] for entry in self.entries}
 
-    def of(self, *kinds: str) -> list[dict[str, Any]]:
+    def of(self, *kinds: str) -> list[JsonObject]:
         """Return the records of these kinds, without their kind."""
         chosen = (entry for entry in self.entries if entry["kind"] in kinds)
         return [{key: value for key, value in entry.items() if key != "kind"} for entry in chosen]
@@ -66,6 +66,6 @@ class RankRecords:
         return peaks
 
 
-def first_record(ranks: Iterable[RankRecords], kind: str) -> dict[str, Any] | None:
+def first_record(ranks: Iterable[RankRecords], kind: str) -> JsonObject | None:
     """Return the first record of a kind, of the first rank that has one."""
     return next((entry for rank in ranks for entry in rank.of(kind)), None)

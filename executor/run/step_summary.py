@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from statistics import mean, median
-from typing import Any
 
 from executor.launch.records import median_and_spread
 from executor.launch.request import Request
 from executor.run.rank_records import RankRecords, StepRecord
+from topology.codec import JsonObject
 
 CLOCK_CHANGE = 0.1  # of the clocks of a run's steps: more than the power cap changes from step to step
 
 
-def summarise_steps(request: Request, by_rank: Sequence[RankRecords]) -> dict[str, Any]:
+def summarise_steps(request: Request, by_rank: Sequence[RankRecords]) -> JsonObject:
     """Return step time, throughput and memory from the ranks' records; only steps that all ranks ran count.
 
     The time of a step is that of its slowest rank. The spread is (90th - 10th percentile) / median.
@@ -23,7 +23,7 @@ def summarise_steps(request: Request, by_rank: Sequence[RankRecords]) -> dict[st
     seconds = [max(taken[i].seconds for taken in steps) for i in range(count)]
     first = steps[0] if steps else []
     on_device = [max(taken[i].device_s or 0.0 for taken in steps) for i in range(count)]
-    answer: dict[str, Any] = {
+    answer: JsonObject = {
         "steps": count,
         "steps_asked": request.steps,
         "step_s": None,

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from executor.gpu import symmetric_memory as symmetric
+from executor.gpu.device import device_name, synchronize
 from executor.gpu.sm_clock import SmClock
 from executor.launch.garbage_collection import PausedGarbageCollection
 from executor.launch.heartbeat import Heartbeat
@@ -104,7 +105,7 @@ def _run_in_group(
     began = time.perf_counter()
     dist.barrier()  # the first collective: a missing rank is found here, under the short timeout
     require_same_software(device)
-    recorder.write("versions", torch=torch.__version__, backend=dist.get_backend(), device=_device_name(device))
+    recorder.write("versions", torch=torch.__version__, backend=dist.get_backend(), device=device_name(device))
     if not _all_have_time(deadline, 0.0, device):
         recorder.write("out_of_time", steps=0)
         recorder.write("timed")
@@ -199,7 +200,7 @@ def _take_steps(
         if index == warm_up and device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
             torch.cuda.reset_accumulated_memory_stats(device)  # counts allocation retries
-        _synchronize(device)
+        synchronize(device)
         dist.barrier()
         events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else []
         clock.stamp()
@@ -209,7 +210,7 @@ def _take_steps(
         result = trainer.step(index)
         for event in events[1:]:
             event.record()
-        _synchronize(device)
+        synchronize(device)
         seconds = time.perf_counter() - begin
         clock.stamp()
         symmetric.check_delivered()  # a kernel whose wait timed out has continued with incomplete data
@@ -286,15 +287,6 @@ def _device(request: Request) -> torch.device:
         )
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _all_have_time(deadline: Deadline, step_s: float, device: torch.device) -> bool:

@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from executor.gpu.device import synchronize
 from executor.launch.garbage_collection import PausedGarbageCollection
 from executor.launch.records import Deadline
 from executor.serving.cache import PAGE
 from executor.serving.engine import CacheSlot, Engine
 from executor.serving.shared_broadcast import SharedBroadcast
-from executor.serving.steps import wait
 from simulator.serving.batch import Answer, Batch, Step
 from simulator.serving.engine import engine_of
 from simulator.serving.traffic import Request, Traffic
@@ -136,7 +136,7 @@ class Server:
         with PausedGarbageCollection():  # which collects first, for a fifth of a second
             if self.engine.model.spread.group is not None:
                 dist.barrier(group=self.engine.model.spread.group)
-            wait(device)
+            synchronize(device)
             begin = time.perf_counter()
             for request in requests[: self.traffic.concurrency] if closed else ():
                 self._add(request, 0.0, going)
@@ -206,7 +206,7 @@ class Server:
         else:
             self.engine.go_on(held)
             self.between.issued(len(held))
-        wait(self.engine.model.device)
+        synchronize(self.engine.model.device)
         self.between.since = time.perf_counter()
         if step.readers:
             reading = self.reading

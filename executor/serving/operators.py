@@ -9,13 +9,13 @@ Shapes in comments: T tokens, B sequences, h hidden, a query heads and k key/val
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from executor.gpu.device import processors
 from executor.kernels import on_demand as kernels
 from executor.kernels.prepared_kernel import PreparedKernel
 
@@ -104,7 +104,7 @@ def attend_pages(qkv: Tensor, pages: Pages, tables: Tensor, lengths: Tensor, hea
     if not qkv.is_cuda:
         return _attend_gathered(qkv, pages, tables, lengths, heads)
     batch, group = qkv.shape[0], heads.queries // heads.kv
-    splits = splits_for(batch * heads.kv, _processors(qkv.device))
+    splits = splits_for(batch * heads.kv, processors(qkv.device))
     parts = qkv.new_empty((batch, heads.queries, splits, heads.width), dtype=torch.float32)
     maxima, sums = qkv.new_empty((2, batch, heads.queries, splits), dtype=torch.float32)
     out = qkv.new_empty((batch, heads.queries * heads.width))
@@ -115,11 +115,6 @@ def attend_pages(qkv: Tensor, pages: Pages, tables: Tensor, lengths: Tensor, hea
     _launch(kernels.attend_pages, (batch, heads.kv, splits), tensors, constants, num_warps=4, num_stages=3)
     _launch(kernels.merge_shares, (batch * heads.queries,), (parts, maxima, sums, out), (heads.width, splits))
     return out
-
-
-@cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def splits_for(programs: int, processors: int) -> int:

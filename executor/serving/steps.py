@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from executor.gpu.device import synchronize
 from executor.serving.cache import PAGE, pages_of
 from executor.serving.engine import CacheSlot, Engine
 from executor.serving.request import StepShape
@@ -111,26 +112,20 @@ def _timed(engine: Engine, run: Callable[[], Any], repeats: int) -> tuple[float,
     device = engine.model.device
     for _ in range(WARM_UP):
         run()
-    wait(device)
+    synchronize(device)
     begin = time.perf_counter()
     for _ in range(repeats):
         run()
-    wait(device)
+    synchronize(device)
     queued = (time.perf_counter() - begin) / repeats
     waited, issued = [], []
     for _ in range(repeats):
         begin = time.perf_counter()
         run()
         issued.append(time.perf_counter() - begin)
-        wait(device)
+        synchronize(device)
         waited.append(time.perf_counter() - begin)
     found = torch.tensor([queued, median(waited), median(issued)], dtype=torch.float64, device=device)
     if engine.model.spread.group is not None:
         dist.all_reduce(found, dist.ReduceOp.MAX, group=engine.model.spread.group)
     return float(found[0]), float(found[1]), float(found[2])
-
-
-def wait(device: torch.device) -> None:
-    """Let the host wait for the device."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from executor.gpu import symmetric_memory as symmetric
+from executor.gpu.device import device_name
 from executor.launch.records import WRONG_NUMBERS, Deadline, Recorder
 from executor.serving.cache import PagedCache, page_bytes, pages_of
 from executor.serving.check import check
@@ -69,7 +70,7 @@ def run(request: ServeRequest, device: torch.device, deadline: Deadline, recorde
     spread = Spread() if alone else Spread(request.tp, dist.get_rank(), dist.group.WORLD)
     control = None if alone else dist.new_group(backend="gloo")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    recorder.write("versions", torch=torch.__version__, device=_name(device))
+    recorder.write("versions", torch=torch.__version__, device=device_name(device))
     ways = []
     for way in _ways(request, device):
         try:
@@ -176,10 +177,6 @@ def _device(request: ServeRequest) -> torch.device:
     device = torch.device("cuda", request.gpus[local] if request.gpus else local)
     torch.cuda.set_device(device)
     return device
-
-
-def _name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
 def _memory(device: torch.device) -> dict[str, int]:

@@ -45,7 +45,9 @@ class State:
     at: dict[str, torch.Tensor]
     tapes: dict[str, _Tape] = field(default_factory=dict)
     events: dict[str, torch.cuda.Event] = field(default_factory=dict)
-    sent: list[tuple[Any, torch.Tensor]] = field(default_factory=list)  # messages on their way, and what they carry
+    sent: list[tuple[dist.Work, torch.Tensor]] = field(
+        default_factory=list
+    )  # messages on their way, and what they carry
 
 
 @dataclass(slots=True)
@@ -57,7 +59,9 @@ class RankProgram:
     device: torch.device
     place: Place = field(init=False)
     groups: dict[tuple[str, ...], Group] = field(init=False)
-    back: Any = field(init=False)  # the group of messages to earlier stages; those to later ones have the default group
+    back: dist.ProcessGroup | None = field(
+        init=False
+    )  # the group of messages to earlier stages; those to later ones have the default group
     stage: int = field(init=False)
     used: frozenset[str] = field(init=False)  # buffers that this rank's stage reads or writes
     _code: tuple[Any, ...] = field(init=False)
@@ -211,14 +215,15 @@ class RankProgram:
             value = state.at[instruction.reads[0]].contiguous()
             if not (self._streams and torch.cuda.is_current_stream_capturing()):
                 state.sent = [one for one in state.sent if not one[0].is_completed()]
-            state.sent.append((dist.isend(value, peer, group=self._group_to(self.stage, instruction.peer)), value))
+            work = _started(dist.isend(value, peer, group=self._group_to(self.stage, instruction.peer)))
+            state.sent.append((work, value))
             return
         (name,) = instruction.writes
         buffer = self.program.buffers[name]
         state.at[name] = torch.empty(self.place.shape(buffer), dtype=DTYPES[buffer.dtype], device=self.device)
         _started(dist.irecv(state.at[name], peer, group=self._group_to(instruction.peer, self.stage))).wait()
 
-    def _group_to(self, source: int, target: int) -> Any:
+    def _group_to(self, source: int, target: int) -> dist.ProcessGroup | None:
         """Return the group of messages from one stage to another."""
         return self.back if target < source else None
 

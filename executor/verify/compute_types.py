@@ -114,8 +114,8 @@ def differences(plan: Plan, model: Model, small: Model, runtime: Runtime) -> lis
             )
         narrow = [mode for mode in modes_in(plan.tp_overlap) if mode_named(executor_name(mode)).half_precision_only]
         differences += [
-            f"in float64 {mode} exchanges as copy_engine and multiplies by the library: its kernels take half precision,"
-            f" in which each is compared on its own where GPUs run it"
+            f"in float64 {mode} exchanges as copy_engine and multiplies by the library:"
+            " its kernels take half precision, in which each is compared on its own where GPUs run it"
             for mode in narrow
         ]
     return differences

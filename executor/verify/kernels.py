@@ -54,7 +54,7 @@ def check_ring(
     found = RingAttention(group, method, width=64, dtype=dtype, device=device)(*parts)
     found.backward(whole[3][:, :, own_positions])
     pairs = [(found, expected), *zip((p.grad for p in parts), map(_gradient, (q, k, v)), strict=True)]
-    worst = torch.stack([_difference(mine, theirs[:, :, own_positions], theirs) for mine, theirs in pairs]).max()
+    worst = torch.stack([difference(mine, theirs[:, :, own_positions], theirs) for mine, theirs in pairs]).max()
     dist.all_reduce(worst, dist.ReduceOp.MAX, group=group)
     return _verdict("ring attention", dtype, worst)
 
@@ -83,7 +83,7 @@ def check_experts(*, device: torch.device, dtype: torch.dtype, autocast: bool = 
     expected.backward(grad.double())
     pairs = [(found, expected), (sent.grad, _gradient(exact))]
     pairs += [(a.grad, _gradient(b)) for a, b in zip(narrow.parameters(), wide.parameters(), strict=True)]
-    worst = torch.stack([_difference(mine, theirs, theirs) for mine, theirs in pairs]).max()
+    worst = torch.stack([difference(mine, theirs, theirs) for mine, theirs in pairs]).max()
     return _verdict("experts", dtype, worst)
 
 
@@ -93,7 +93,8 @@ def _gradient(reference: Tensor) -> Tensor:
     return reference.grad
 
 
-def _difference(mine: Tensor | None, theirs: Tensor, whole: Tensor) -> Tensor:
+def difference(mine: Tensor | None, theirs: Tensor, whole: Tensor) -> Tensor:
+    """Return the largest difference over the largest number of `whole`; infinite for NaN and for other shapes."""
     if mine is None or mine.shape != theirs.shape:
         return torch.tensor(torch.inf, dtype=torch.float64, device=theirs.device)
     gap = (mine.detach().double() - theirs.detach()).abs().max() / whole.detach().abs().max()

@@ -21,6 +21,7 @@ from torch import Tensor
 from executor import overlap
 from executor.gpu.symmetric_memory import workspaces
 from executor.overlap import all_reduce as own_all_reduce
+from executor.verify.kernels import difference
 from simulator.config.model import Model
 from simulator.config.overlap_sites import NONE, SITES, executor_name, modes_by_site
 from simulator.config.plan import Plan
@@ -81,7 +82,7 @@ def check(
         if delays:
             torch.cuda._sleep(int(torch.randint(DELAY_CYCLES, (), generator=sleeper)))  # noqa: SLF001
         for found, expected in case:
-            worst = torch.maximum(worst, _difference(found, expected))
+            worst = torch.maximum(worst, difference(found, expected, expected))
     dist.all_reduce(worst, dist.ReduceOp.MAX, group=group)
     return OverlapVerdict(
         operation=operation,
@@ -241,10 +242,3 @@ def _draw(shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype
     """Numbers that fill the type: in float64 they have digits that float32 has not."""
     wide = torch.promote_types(dtype, torch.float32)
     return torch.randn(shape, generator=generator, device=generator.device, dtype=wide).to(dtype)
-
-
-def _difference(found: Tensor | None, expected: Tensor) -> Tensor:
-    if found is None or found.shape != expected.shape:
-        return torch.tensor(torch.inf, dtype=torch.float64, device=expected.device)
-    gap = (found.detach().double() - expected.detach()).abs().max() / expected.detach().abs().max()
-    return gap.nan_to_num(torch.inf, torch.inf, torch.inf)

@@ -25,6 +25,7 @@ from simulator.config.plan import PLAN_FIELDS
 from topology import codec
 from topology.codec import JsonObject
 from topology.errors import UserError
+from topology.time_limit import limited
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,10 +71,11 @@ def suggest(asked: Suggest, progress: Callable[[str], None] | None = None) -> Su
     if learned is not None:
         measured = LearnedCalibrations(measured, learned)
     search = (flags, framework, _search_options(asked))
-    if goal:
-        run = answer_run(*search, goal, measured=measured, progress=progress)
-        return Suggested(result=run.result, run=run)
-    return Suggested(result=answer(*search, measured=measured, progress=progress))
+    with limited(asked.time_limit):
+        if goal:
+            run = answer_run(*search, goal, measured=measured, progress=progress)
+            return Suggested(result=run.result, run=run)
+        return Suggested(result=answer(*search, measured=measured, progress=progress))
 
 
 def _flags(asked: Suggest, learned: LearnedRuntime | None) -> tuple[Flags, str]:

@@ -32,6 +32,7 @@ from simulator.config.estimate import Estimate
 from simulator.config.runtime import DEFAULT_RUNTIME
 from topology import codec
 from topology.errors import UserError
+from topology.time_limit import limited
 
 
 def explain(asked: Explain) -> None:
@@ -55,12 +56,14 @@ def explain(asked: Explain) -> None:
             if asked.memory:
                 _memory_only(case, observed, asked.svg, json=asked.json)
                 return
-            result, chosen = _search(case, asked.top, left_s(deadline)), case.plan
+            with limited(asked.time_limit):
+                result, chosen = _search(case, asked.top, left_s(deadline)), case.plan
         else:
             wanted = SearchOptions(top=asked.top + 1, time_limit_s=left_s(deadline))
-            result = answer(
-                flags, asked.framework or DEFAULT_RUNTIME, wanted, measured=measured, progress=output.progress
-            )
+            with limited(asked.time_limit):
+                result = answer(
+                    flags, asked.framework or DEFAULT_RUNTIME, wanted, measured=measured, progress=output.progress
+                )
             chosen = result.plans[0].plan
         found = reasons.explain(
             chosen,

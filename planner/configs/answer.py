@@ -5,6 +5,7 @@ diffs.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from planner.configs.asked import Open, Stated, ask
@@ -25,7 +26,8 @@ from simulator.fitting.calibrations import UNMEASURED, Calibrations
 from simulator.legality.rule import Problem
 from simulator.legality.rules import is_legal
 from topology.codec import JsonObject
-from topology.errors import Infeasible
+from topology.errors import Infeasible, Unproved
+from topology.time_limit import limited
 
 SHOWN = 5  # changes that are listed
 PREDICTED = 8  # changes, best first by the analytical model, that are predicted as the plan itself is
@@ -128,10 +130,10 @@ def check_text(
     if stated_rate is not None:
         base = replace(base, against=against(found, asked.configuration, stated_rate))
     written = asked.writer(where, flags)
-    single = _changes(found, written, deadline) if changes else ()
-    return replace(
-        base, changes=single, **(_best(found, written, single, deadline, progress) if search and changes else {})
-    )
+    with limited(time_limit_s):
+        single = _changes(found, written, deadline) if changes else ()
+        best = _best(found, written, single, deadline, progress) if search and changes else {}
+    return replace(base, changes=single, **best)
 
 
 # Other plans.
@@ -151,7 +153,10 @@ def _changes(found: PlanAnswer, written: Writer, deadline: float | None) -> tupl
         group = [one for one in candidates if one.runtime == runtime and is_legal(asked.problems(one.plan))]
         if not group:
             continue
-        table = asked.estimate([one.plan for one in group])
+        try:
+            table = asked.estimate([one.plan for one in group])
+        except Unproved:
+            break
         for row, one in enumerate(group):
             estimate = table.estimate(row)
             judged.append((estimate.memory.fits, estimate.step_s.value, one.what, one.plan, runtime))
@@ -161,7 +166,10 @@ def _changes(found: PlanAnswer, written: Writer, deadline: float | None) -> tupl
         diff = written.diff(other, runtime)
         if not diff or over(deadline):
             continue
-        there = predict(replace(question, runtime=runtime), other).estimate
+        try:
+            there = predict(replace(question, runtime=runtime), other).estimate
+        except Unproved:
+            break
         if now is None or _gains(there, now):
             better = Better(plan=other, runtime=runtime, estimate=there, diff=diff)
             changes.append(Change(what=what, better=better))
@@ -204,7 +212,7 @@ def _best(
             bounds=Bounds(stated=stated), top=CANDIDATES, all_variants=True, time_limit_s=left_s(deadline)
         )
         listed = suggest(question, options, progress=progress).plans
-    except Infeasible as error:
+    except (Infeasible, Unproved) as error:
         return {"no_better": str(error)}
     rivals: list[Better] = []
     for one in listed:
@@ -223,8 +231,9 @@ def _best(
             and is_legal(asked.problems(rival.plan))
             and (diff := written.diff(rival.plan, recompiled))
         ):
-            estimate = predict(asked, rival.plan).estimate
-            rivals.append(Better(plan=rival.plan, runtime=recompiled, estimate=estimate, diff=diff))
+            with suppress(Unproved):
+                estimate = predict(asked, rival.plan).estimate
+                rivals.append(Better(plan=rival.plan, runtime=recompiled, estimate=estimate, diff=diff))
     rivals += singles
     rivals.sort(key=lambda one: (one.estimate.memory.fit_probability < SURE, one.estimate.step_s.value))
     now = found.estimate

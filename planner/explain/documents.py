@@ -20,7 +20,7 @@ def search_document(result: SearchResult) -> JsonObject:
         "question": question_document(result.question, result.plans[0].plan.gpus),
         "assumed": list(result.assumed),
         "search": codec.to_builtins(result.search),
-        "plans": [{**codec.to_builtins(one), "traffic": _traffic(result.question, one)} for one in result.plans],
+        "plans": [{**codec.to_builtins(one), "traffic": _traffic(result, one)} for one in result.plans],
         "rejected": result.rejected,
         "may_fit": codec.to_builtins(result.may_fit),
         "likely": codec.to_builtins(result.likely),
@@ -28,8 +28,11 @@ def search_document(result: SearchResult) -> JsonObject:
     }
 
 
-def _traffic(question: Question, listed: RankedPlan) -> Any:
-    """Return the bytes of a listed plan by axis and by link."""
+def _traffic(result: SearchResult, listed: RankedPlan) -> Any:
+    """Return the bytes of a listed plan by axis and by link; None where the time limit ended before."""
+    if result.cut_short:
+        return None
+    question = result.question
     return codec.to_builtins(traffic_of(replace(question, gpus=listed.plan.gpus), listed.plan, listed.estimate))
 
 

@@ -27,6 +27,7 @@ from planner.question.plan_file import PlanFile, load_plan, require_fresh
 from planner.question.question import Question, question_of
 from planner.question.recipes import default_batch
 from simulator.calibration.calibration import overlap_assumed
+from simulator.calibration.distance import distance_text
 from simulator.config.hf_config import load_model, model_from_config
 from simulator.config.model import Model
 from simulator.config.overlap_sites import USERBUFFERS
@@ -280,6 +281,7 @@ def all_assumed(
         *assumed,
         *cluster_caveats(question.cluster),
         *measured.doubts(question.cluster),
+        *distance_text(question.cluster, question.runtime, max((plan.gpus for plan in plans), default=1)),
         *overlap_assumed([plan.tp_overlap for plan in plans], question.calibration),
         *offload_assumed(plans, question.cluster),
     )

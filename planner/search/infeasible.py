@@ -32,7 +32,7 @@ from simulator.config.workload import Workload
 from simulator.legality.frameworks import ANY, Framework
 from simulator.pipeline.schedules.registry import where
 from topology.cluster import Cluster
-from topology.errors import Infeasible, UserError
+from topology.errors import Infeasible, Unproved, UserError
 from topology.rates.reach import reach
 from topology.units import MIB, in_gib, two_digits
 
@@ -411,7 +411,7 @@ def minimal_gpus(
     least = min_gpus_for_state(constrained.screening)
     found = _first_fit(constrained, grow, least=least, limit=MAX_GPUS, deadline=deadline)
     if found is None and over(deadline):
-        raise Infeasible(
+        raise Unproved(
             f"the time limit ended before a number of GPUs was found on which {question.model.name} fits",
             why=f"the state alone needs {least} of them, and larger numbers were tried one after the other",
             remedy="a longer --time-limit, or --gpus with a number",

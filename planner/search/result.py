@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from planner.question.prediction import Method
 from planner.question.question import Question
+from planner.search.deadline import NOT_EXPLAINED, NOT_SIMULATED
 from planner.search.fixes import Fix
 from planner.search.flips import FlipPoint
 from simulator.config.estimate import Estimate
@@ -109,6 +110,11 @@ class SearchResult:
     def may_fit(self) -> MayFit | None:
         """The fastest plan of all, where it is not sure to fit."""
         return self.likely[0] if self.likely else None
+
+    @property
+    def cut_short(self) -> bool:
+        """Whether a time limit ended before all was said of the plans."""
+        return NOT_SIMULATED in self.assumed or NOT_EXPLAINED in self.assumed
 
 
 TIED = "too close to the plan before it for the model to tell apart: the simplest comes first"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -40,7 +41,8 @@ from simulator.config.estimate import RATHER_SURE, SURE, Fit, sure_bytes
 from simulator.config.plan import MESH_AXES, Plan
 from simulator.legality.frameworks import Framework
 from topology.cluster import Cluster
-from topology.errors import UserError
+from topology.errors import PlannerError, Unproved, UserError
+from topology.time_limit import limited
 
 # Splits of data parallelism into replicas and shards that are costed for each plan listed, and what the simplest of
 # them may be slower, relative, to stand for all.
@@ -99,11 +101,10 @@ def suggest(
         raise contradiction(question, options.bounds, nodes, ways) or no_legal_plan(question, nodes, ways())
     screening = Screening(question)
     found = _explore(screening, question.framework, nodes, options, deadline, progress)
-    if not found.plans and not options.reasons:
-        raise nothing_fits(question, nodes, options.bounds)
     if not found.plans:
-        raise no_fitting_plan(question, nodes, options.bounds, grow=grow, deadline=deadline)
-    table = question.estimate([*found.plans, *found.may_fit])
+        raise _no_plan(question, nodes, options, found, grow=grow, deadline=deadline)
+    with limited(None):
+        table = question.estimate([*found.plans, *found.may_fit])
     finalists = [Finalist(plan=plan, estimate=table.estimate(i)) for i, plan in enumerate(table.plans)]
     fastest = float(table.step_s[: len(found.plans)].min())
     finalists = [one for one in finalists if one.plan in found.plans or one.estimate.step_s.value < fastest]
@@ -124,11 +125,41 @@ def suggest(
     if options.simulate:
         if early is not None and not over(deadline):
             early(result(finalists, reasons=False))
-        simulated = predict_all(question, finalists, progress, deadline=deadline)
-    if simulated is None or over(deadline):
-        left_out = NOT_SIMULATED if simulated is None else NOT_EXPLAINED
+        try:
+            simulated = predict_all(question, finalists, progress, deadline=deadline)
+        except Unproved:
+            simulated = None
+    if simulated is not None and not over(deadline):
+        with suppress(Unproved):
+            return result(simulated, reasons=options.reasons)
+    left_out = NOT_SIMULATED if simulated is None else NOT_EXPLAINED
+    with limited(None):
         return result(simulated or finalists, reasons=False, assumed=(left_out,))
-    return result(simulated, reasons=options.reasons)
+
+
+def _no_plan(
+    question: Question,
+    nodes: Nodes,
+    options: SearchOptions,
+    found: _Found,
+    *,
+    grow: Callable[[int], Cluster] | None,
+    deadline: float | None,
+) -> PlannerError:
+    """Return why there is no plan to list: none fits, or, of pipelines with other stages than the runtime's, not all
+    were tried.
+    """
+    if over(deadline) and len(found.everything.near_pipelines):
+        return Unproved(
+            "the time limit ended before a plan was found that fits",
+            why="no plan fits as it is; pipelines that could with other layers on their stages were not all tried",
+            remedy="a longer --time-limit",
+        )
+    if options.reasons:
+        with suppress(Unproved):
+            return no_fitting_plan(question, nodes, options.bounds, grow=grow, deadline=deadline)
+    with limited(None):
+        return nothing_fits(question, nodes, options.bounds)
 
 
 def explained(result: SearchResult, options: SearchOptions) -> SearchResult:
@@ -185,9 +216,12 @@ def _explore(
         )
         if not stages or (len(explored) and (objective in {"memory", "pareto"} or over(deadline))):
             return explored, AssignedPipelines()
-        assigned = assign_stages(
-            screening, framework, nodes, explored, recomputes, top=keep, deadline=deadline, progress=progress
-        )
+        try:
+            assigned = assign_stages(
+                screening, framework, nodes, explored, recomputes, top=keep, deadline=deadline, progress=progress
+            )
+        except Unproved:
+            assigned = AssignedPipelines()
         return explored, assigned
 
     if objective in {"memory", "pareto"}:
@@ -200,7 +234,12 @@ def _explore(
 
     asked, assigned = ask(at_most(SURE), keep=options.top, stages=True)
     sure = _listed_plans(asked, assigned, options, cluster)
-    everything, more = ask(screening, keep=options.top - len(sure) or 1, stages=len(sure) < options.top)
+    try:
+        everything, more = ask(screening, keep=options.top - len(sure) or 1, stages=len(sure) < options.top)
+    except Unproved:
+        if not sure:
+            raise
+        everything, more = asked, AssignedPipelines()
     others = _listed_plans(everything, more, options, cluster)
     rather_sure: list[Plan] = []
     if sure:

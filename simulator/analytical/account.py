@@ -30,6 +30,7 @@ from simulator.step.held import Parameters
 from simulator.step.traffic import traffic_kinds
 from simulator.step.units import Unit, UnitMaker, folded, wrapping_period
 from simulator.step.walk import StepWalk, message_bytes
+from topology.time_limit import check_time
 
 BUBBLE, HOST = PARTS.index("bubble"), PARTS.index("host")
 # Of several micro batches so many are walked; further ones repeat the second.
@@ -133,6 +134,7 @@ def _grouped(inputs: AccountInputs) -> Account:
     parts = {part: np.zeros(rows) for part in PARTS}
     piped: list[tuple[NDArray[np.intp], PipelinePlans]] = []
     for some in walked_together(inputs.context.table, inputs.context):
+        check_time()
         mine = inputs if len(some) == rows else inputs.take(some, inputs.context.take(some))
         if mine.context.table["pp"][0] > 1:
             piped.append((some, PipelinePlans(mine)))

@@ -21,8 +21,9 @@ from simulator.collectives.buffers import communicator_bytes
 from simulator.collectives.group_times import GroupTimes
 from simulator.columns.plan_table import Floats
 
-# A flush and what it leads to, a step, for each byte of the GPU. Source: nine plans on 2 x H200 that flushed once a
-# step took 0.06 to 0.15 s longer than their like that did not, 0.09 in the middle, of 140 GiB (examples/validation).
+# A flush and what it leads to, a step, for each byte that the allocator would hold if it could: what is given back is
+# part of that, and does not grow with the GPU. Source: nine plans on 2 x H200 that flushed once a step took 0.06 to
+# 0.15 s longer than their like that did not, 0.09 in the middle, and nearly filled 140 GiB (examples/validation).
 FLUSH_S_PER_BYTE = 0.09 / 150e9
 LIKELY = 0.5
 
@@ -37,7 +38,7 @@ def flush_s(groups: GroupTimes, reserved_bytes: Floats, capacity_bytes: float, k
     left = capacity_bytes - communicator_bytes(groups)
     likely = retry_probability(reserved_bytes, left, memory_factors())
     if known_s is None:
-        return capacity_bytes * FLUSH_S_PER_BYTE * likely
+        return reserved_bytes * FLUSH_S_PER_BYTE * likely
     return known_flush_s(likely, known_s, groups.table.micro_batches)
 
 

@@ -26,6 +26,7 @@ from simulator.calibration.calibration import (
     overlap_of,
     roofline_of,
 )
+from simulator.calibration.distance import distance
 from simulator.calibration.intervals import basis_of, interval_table, memory_factors, step_factors
 from simulator.calibration.provenance import Shares, main_source, shares
 from simulator.collectives.group_times import GroupTimes
@@ -63,6 +64,7 @@ class EstimateTable:
     shares: Shares
     runtime: Runtime
     clocks: Floats  # arithmetic's time over that of a GPU that is never idle
+    distance: float = 1.0  # how many times as wide ranges are as where steps were measured
     calibration: Calibration | None = None
 
     def estimate(self, index: int) -> Estimate:
@@ -103,6 +105,7 @@ class EstimateTable:
             host=float(self.breakdown_s["host"][index]) / step,
             calibrated=self.calibration is not None and self.calibration.current,
             factors=interval_table().factors,
+            width=self.distance,
         )
         return _interval(step, factors, Source.DATASHEET if self.calibration is None else main_source(sources))
 
@@ -165,6 +168,7 @@ def estimate_plans(scenario: Scenario, plans: Sequence[Plan], *, each_on: Sequen
         shares=resting.more(Source.ASSUMED, flushing),
         runtime=runtime,
         clocks=account.clocks,
+        distance=distance(cluster, runtime, max((plan.gpus for plan in plans), default=1))[0],
         calibration=context.calibration,
     )
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from simulator.columns.plan_table import Floats
 from simulator.pipeline.schedule_walk import Table
 from simulator.pipeline.waves import Ends, Ints
+from topology.time_limit import check_time
 
 LONG_AGO = -1e6  # seconds: a clock that holds nothing up
 # In which it is found how long kernels take beside messages, to a hundredth of what they lose.
@@ -265,6 +266,7 @@ class TableWalk:
         self.waited = {name: np.zeros(len(self.state)) for name in ("host", "dp", "contention")}
         host_waits, dp_waits, contention = self.waited.values()
         for wave, (first, end) in enumerate(pairwise(self.starts)):
+            check_time()
             here = slice(first, end)
             state = self.state[here]
             compute, host, wire, summed = compute_s[state], host_s[state], wire_s[state], summed_s[state]

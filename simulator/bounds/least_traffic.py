@@ -4,7 +4,7 @@ overlaps.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 
 import numpy as np
@@ -245,6 +245,11 @@ class UnitTraffic:
     added_s: Floats
     reduce_s: Floats
     replicate_s: Floats
+
+    def take(self, rows: NDArray[np.intp]) -> UnitTraffic:
+        """Return the seconds of some of the plans."""
+        every = len(self.gather_s)
+        return UnitTraffic(*(np.broadcast_to(getattr(self, each.name), (every,))[rows] for each in fields(UnitTraffic)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,7 @@ from simulator.step.traffic import has_replicas
 from simulator.step.units import Unit
 from simulator.step.update import NORM_AXES, NORM_BYTES
 from simulator.step.walk import message_bytes
+from topology.time_limit import check_time
 
 RUNS = {
     Kind.FORWARD: Pass.FORWARD,
@@ -54,8 +55,9 @@ def scheduled_at_least_s(inputs: AccountInputs, limit_s: float = np.inf) -> Floa
         return least
     inputs = replace(inputs, clocks=np.full(len(least), fastest(inputs.context)))
     some = inputs.take(piped, inputs.context.take(piped))
+    traffic = _traffic_of(some)
     groups = [
-        (piped[rows], _Group(some.take(rows, some.context.take(rows))))
+        (piped[rows], _Group(some.take(rows, some.context.take(rows)), traffic.take(rows)))
         for rows in walked_together(some.context.table, some.context, traffic=False)
     ]
     left = [group for _, group in groups]
@@ -96,6 +98,36 @@ class _End:
 
 
 @dataclass(frozen=True, slots=True)
+class _Traffic:
+    """Data-parallel traffic of plans: seconds of each unit by its block, what of the last reductions hides behind
+    nothing, shape (plans, kinds of ranks), so many ranks of each kind in a row, and what follows when all have met.
+    """
+
+    units_s: dict[str, UnitTraffic]
+    exposed_s: Floats
+    rank_count: NDArray[np.int64]
+    last_s: Floats
+
+    def take(self, rows: NDArray[np.intp]) -> _Traffic:
+        """Return the traffic of some of the plans."""
+        units = {block: unit.take(rows) for block, unit in self.units_s.items()}
+        return _Traffic(units, self.exposed_s[rows], self.rank_count[rows], self.last_s[rows])
+
+    def of_ranks(self) -> Floats:
+        """Return what hides behind nothing on each rank, of plans that have as many, shape (plans, ranks)."""
+        kinds = np.repeat(np.arange(len(self.rank_count[0])), self.rank_count[0])
+        return np.asarray(self.exposed_s[:, kinds])
+
+
+def _traffic_of(inputs: AccountInputs) -> _Traffic:
+    context = inputs.context
+    layout = stage_layout(inputs.scenario.model, context.table, context.spec.pipeline, merged=True)
+    least = LeastTraffic(context, layout, inputs.parameters, inputs.blocks["embedding"].forward.device_s)
+    last_s = least.last_s.max(axis=1, where=layout.exists, initial=0.0)
+    return _Traffic(least.units_s, least.backward.exposed_s, layout.rank_count, last_s)
+
+
+@dataclass(frozen=True, slots=True)
 class _LeastPass:
     """Seconds of a kind of pass: on the device, until its first reduction, and of its reductions on the stream of
     shards and on that of replicas.
@@ -110,7 +142,8 @@ class _LeastPass:
 class _Group:
     """Plans that go through one table."""
 
-    def __init__(self, inputs: AccountInputs) -> None:
+    def __init__(self, inputs: AccountInputs, traffic: _Traffic) -> None:
+        check_time()
         context = inputs.context
         self.inputs, self.context, plans = inputs, context, context.table
         plan = plan_of(plans)
@@ -121,9 +154,7 @@ class _Group:
         self.table = table_of(
             name, plan.pp, self.most, plan.virtual_stages, lets_go=bool(self.lets_go[0]), paired=paired
         )
-        layout = stage_layout(inputs.scenario.model, plans, context.spec.pipeline)
-        embedding_s = inputs.blocks["embedding"].forward.device_s
-        self.traffic = LeastTraffic(context, layout, inputs.parameters, embedding_s)
+        self.traffic, self._exposed_s = traffic, traffic.of_ranks()
         self.units = stage_units(inputs)
         self.blocks = BlockTimes(context, inputs.blocks, inputs.clocks)
         self._known: dict[object, _LeastPass] = {}
@@ -182,7 +213,7 @@ class _Group:
 
     def ends(self, row: int, clocks: Clocks, passes: WalkedPasses) -> _End:
         """Return how the walk of a plan ends, whose ranks ran `passes`."""
-        computed = clocks.compute[:, 0] + self.traffic.backward.exposed_s[row]
+        computed = clocks.compute[:, 0] + self._exposed_s[row]
         rank, sender = int(computed.argmax()), int(clocks.sent[:, 0].argmax())
         if computed[rank] >= clocks.sent[sender, 0]:
             return _End(int(passes.places[passes.rank == rank][-1]), float(computed[rank]), rank=rank)
@@ -211,7 +242,7 @@ class _Group:
             own, *others = ((did.replicas_s if end.replicas else did.shards_s) for did in (first, *rest))
             done = done + first.first_s + own + np.where(self._replicated, 0.0, sum(others, np.zeros(len(done))))
         else:
-            done = done + self.traffic.backward.exposed_s[:, end.rank]
+            done = done + self._exposed_s[:, end.rank]
         self._done = np.maximum(self._done, done)
         self._done[row] = end.done_s
         self.walked[row] = True
@@ -224,7 +255,7 @@ class _Group:
         further = more * self._round_s(passes) if more.any() else 0.0
         norm = sum((context.groups.time_s("all_reduce", axis, NORM_BYTES) for axis in NORM_AXES), np.zeros(len(done)))
         host_s = step_host_s(context.spec.host, context)
-        return np.asarray(host_s + done + further + self.traffic.last_s.max(axis=1) + norm)
+        return np.asarray(host_s + done + further + self.traffic.last_s + norm)
 
     def _round_s(self, passes: Sequence[_LeastPass]) -> Floats:
         """Return what one more micro batch takes at least, on whichever rank."""

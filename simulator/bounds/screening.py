@@ -39,6 +39,7 @@ from simulator.runtimes.library import ModelOperators, canonical_recompute, wrap
 from simulator.step.context import CostContext
 from simulator.step.held import Parameters, local_parameters
 from simulator.step.walk import message_bytes
+from topology.time_limit import check_time
 
 # A bound may be the step itself, added up in another order: it is lowered by so much.
 ROUNDED = 1.0 - 1e-12
@@ -138,6 +139,7 @@ class ScreenedPlans:
     """Plans of one screening; every figure is one entry a plan."""
 
     def __init__(self, screening: Screening, table: PlanTable, blocks: dict[str, BlockCost]) -> None:
+        check_time()
         self.screening, self.table, self.blocks = screening, table, blocks
         self.operators = screening.operators
 

@@ -145,6 +145,18 @@ def ring_graph(machine: NcclMachine) -> Graph:
     return _duplicate(machine, speed, channels)
 
 
+def network_rates(machine: NcclMachine) -> tuple[float, ...]:
+    """Return the rates of NICs in GB/s, up to the machine's, just below which the search of channels finds others,
+    rising.
+    """
+    if machine.nodes == 1:
+        return ()
+    speeds = _speed_list(_INTER_SPEEDS, machine.compute_capability)
+    counts = range(1, MAX_CHANNELS + 1)
+    found = {count * speed for speed in speeds for count in counts if count * speed <= machine.nic}
+    return tuple(at * (1 - 1e-6) for at in sorted(found))
+
+
 def _duplicate(machine: NcclMachine, speed: float, channels: int) -> Graph:
     """Split fast channels in two, since one CTA cannot drive them."""
     few = machine.compute_capability >= 100 and speed < 50 and channels > 4

@@ -40,6 +40,7 @@ from simulator.program.program import (
     label,
 )
 from topology.errors import PlannerError
+from topology.time_limit import check_time
 
 Steps = Generator[simpy.Event, None, None]
 
@@ -122,8 +123,10 @@ class _Machine:
         processes = [process for rank in self.ranks for process in rank.start()]
         with suppress(EmptySchedule):
             for step in count():
-                if watch is not None and step % WATCHED == 0:
-                    watch(self.env.now)
+                if step % WATCHED == 0:
+                    check_time()
+                    if watch is not None:
+                        watch(self.env.now)
                 self.env.step()
         if any(process.is_alive for process in processes):
             raise self._no_end()

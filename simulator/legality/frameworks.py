@@ -103,6 +103,7 @@ class Framework:
     skews_experts: bool = True  # how unevenly tokens visit experts can be asked for
     latent_cp_methods: tuple[str, ...] = ()  # methods that latent attention can have; empty: all
     window_cp_methods: tuple[str, ...] = ()  # methods that sliding windows can have; empty: all
+    norm_recomputed_unsharded: bool = True  # recomputes operators around norms of query heads under tp without FSDP
     compiled_context_tensor: bool = True  # compiled blocks may have both context and tensor parallelism
 
     @property
@@ -132,6 +133,7 @@ class Framework:
 TORCHTITAN = Framework(
     name="torchtitan",
     title="torchtitan 0.3",
+    norm_recomputed_unsharded=False,
     kv_heads=KvHeads.DIVIDE,
     expert_grid=ExpertGrid.SHARD_CONTEXT_TENSOR,
     overlaps=("async",),  # parallelism.enable_async_tensor_parallel

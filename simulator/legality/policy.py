@@ -73,6 +73,17 @@ POLICY_RULES: list[Rule] = [
         applies=lambda q: not q.framework.any_recompute,
     ),
     policy_rule(
+        "recompute-sharded-norm",
+        "recompute",
+        lambda c, q: (c.tp > 1) & (c.dp_shard * c.cp == 1) & one_of(c.recompute, ("selective-op",)),
+        lambda p, q: (
+            f"recompute {p.recompute} with tp {p.tp} and no FSDP: torch 2.11 stops in {q.framework.title}, as it cannot view "
+            f"the heads of {q.model.name}, whose queries and keys are normalised, along a sharded dimension "
+            "(aten._unsafe_view); recompute none or full, or dp_shard 2"
+        ),
+        applies=lambda q: q.model.qk_norm and not q.framework.norm_recomputed_unsharded and not q.compile,
+    ),
+    policy_rule(
         "ep-overlap-recompute",
         "recompute",
         lambda c, q: (c.ep_overlap != "none") & ~one_of(c.recompute, _recomputes_beside(q)),

@@ -50,7 +50,7 @@ def with_replay(scenario: Scenario, plan: Plan, estimate: Estimate) -> Estimate:
     memory = replace(memory, communicator_bytes=groups, worst_rank=worst * (plan.gpus // plan.pp))
     likely = retry_probability(np.array([reserved]), np.array([left]), factors)
     if known.flush_s is None:
-        expected = float(likely[0]) * max(1, tried.retries_per_step) * counted.capacity_bytes * FLUSH_S_PER_BYTE
+        expected = float(likely[0]) * max(1, tried.retries_per_step) * reserved * FLUSH_S_PER_BYTE
     else:
         expected = float(known_flush_s(likely, known.flush_s, replay.micro_batches)[0])
     return _with_allocator(replace(estimate, memory=memory), expected)

@@ -36,6 +36,7 @@ from simulator.step.held import placeholder_bytes, state_bytes
 from simulator.step.symmetric_memory import symmetric_bytes
 from simulator.step.units import Unit, held_kinds
 from simulator.step.zero import zero_buffers
+from topology.time_limit import check_time
 
 COMPUTE, GATHER, REDUCE, REPLICATE, PEERS = "compute", "gather", "reduce", "replicate", "peers"
 
@@ -246,6 +247,7 @@ class RankReplay:
         forward: bool,
         split: bool = False,
     ) -> None:
+        check_time()
         allocate, free, slots = self.memory.allocate, self.memory.free, instance.slots
         for act, slot, nbytes in events:
             if act is Act.ALLOCATE:

@@ -95,14 +95,13 @@ def table_of(
         follows = stage[order[1:]] == stage[order[:-1]]
         gathered[order] = np.append(Gathered.NONE, np.where(follows, leaves[:-1], Gathered.NONE))
     together = passes.together & paired
-    _, some, which = np.unique(
-        np.stack([stage, kind, first, last, gathered, together]), axis=1, return_index=True, return_inverse=True
-    )
+    key = ((((stage * len(KINDS) + kind) * 2 + first) * 2 + last) * len(Gathered) + gathered) * 2 + together
+    _, some, which = np.unique(key, return_index=True, return_inverse=True)
     kinds = tuple(
         PassKind(int(stage[n]), KINDS[kind[n]], bool(first[n]), bool(last[n]), Gathered(gathered[n]), bool(together[n]))
         for n in some.tolist()
     )
-    return Table(schedule, waves, kinds, which.ravel())
+    return Table(schedule, waves, kinds, which)
 
 
 @lru_cache(maxsize=128)

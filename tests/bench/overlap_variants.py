@@ -14,8 +14,9 @@ from torch import Tensor
 from executor import overlap
 from executor.gpu import stream_ops
 from executor.gpu import symmetric_memory as symmetric
+from executor.gpu.device import processors
 from executor.overlap import all_reduce, fused, push
-from executor.overlap.copy_engine import processors, rows_of_a_round
+from executor.overlap.copy_engine import rows_of_a_round
 from executor.overlap.mode import products
 from executor.overlap.relay import relay_sum
 from executor.verify import overlap as verify_overlap

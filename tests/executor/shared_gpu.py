@@ -25,8 +25,8 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 from executor.gpu import exchange_watch
 from executor.gpu import symmetric_memory as symmetric
+from executor.gpu.device import processors
 from executor.overlap import fused
-from executor.overlap.copy_engine import processors
 
 # Of the overlap modes, those that move data themselves. `nccl` and `chunked` would test gloo, `ring` sends and
 # receives, and torch's own barriers wait without a limit.

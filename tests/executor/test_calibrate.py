@@ -15,7 +15,8 @@ from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
 from topology.codec import convert, to_builtins
 from topology.profile.calibration_records import profile_from_records
-from topology.profile.samples import Conditions
+from topology.profile.profile import CollectiveSample
+from topology.profile.samples import Conditions, HostSample, OperatorSample
 
 needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
 
@@ -202,3 +203,16 @@ def test_a_stand_in_never_claims_a_gpu() -> None:
 
     assert record["gpu"] == "cpu"
     assert profile_from_records([record]).gpu == "cpu"
+
+
+@needs_torch
+def test_every_sample_states_when_it_was_complete(tmp_path) -> None:
+    from executor.calibrate.rank import SampleRecorder
+
+    recorder = SampleRecorder(str(tmp_path / "r"), time.monotonic() - 3.0)
+    recorder.write("host", sample=HostSample(name="eager", seconds=1e-6, spread=0.0, count=1))
+    recorder.write("group", sample=CollectiveSample(op="all_reduce", ranks=2, nodes=1, nbytes=8, time_s=1e-6))
+    recorder.write("operator", sample=OperatorSample(kind="move", name="copy", shape={}, dtype="f", seconds=1e-6))
+    recorder.close()
+
+    assert all(3.0 <= record["sample"]["at_s"] < 60.0 for record in read_records(tmp_path / "r"))

@@ -27,7 +27,7 @@ RUNTIME = resolve_runtime({"name": "torchtitan"})[0]
 @pytest.fixture(scope="module")
 def result():
     return suggest(
-        question_of(LLAMA8B, make_cluster(2, 4), Workload(seq_len=4096, global_batch_size=16)),
+        question_of(replace(LLAMA8B, layers=8), make_cluster(2, 2), Workload(seq_len=4096, global_batch_size=16)),
         SearchOptions(top=4, simulate=False),
     )
 
@@ -44,7 +44,7 @@ def test_runners_up_lost_by_the_sum_of_their_terms(result):
 
 
 def test_another_plan_is_explained_against_the_best(result):
-    plan = Plan(dp_shard=2, tp=4, sequence_parallel=True, recompute="full")
+    plan = Plan(dp_shard=2, tp=2, sequence_parallel=True, recompute="full")
     found = explain(plan, result, with_flips=False)
 
     assert found.plan == plan
@@ -158,7 +158,8 @@ def test_plans_of_an_answer_are_plans_of_a_case(planner, tmp_path):
         "--cp",
         "1",
     )
-    answer = json.loads(planner("suggest", *question, "--micro-batch", "1,2", "--json", "--top", "3").stdout)
+    few = ("--micro-batch", "1,2", "--tp", "1,8", "--top", "3")
+    answer = json.loads(planner("suggest", *question, *few, "--json").stdout)
     for ranked in answer["plans"]:
         case = {
             "id": "again",

@@ -9,7 +9,7 @@ import pytest
 
 from planner.question.prediction import predict
 from planner.question.question import question_of
-from planner.search.finalists import TIE, Finalist, in_order
+from planner.search.finalists import Finalist, in_order
 from planner.search.flips import find_flips, memory_flip
 from planner.search.reasons import lost_because, why_it_lost
 from planner.search.scaling import (
@@ -78,8 +78,7 @@ def test_the_flip_is_past_where_the_two_costs_cross():
     )
     (flip,) = question.flips()
 
-    # The other needs tensor parallelism: it has to be faster by more than a tie, not only by a little.
-    crossing = (10e9 - 2e9 * (1 + TIE)) / (1.1 * (1 + TIE) - 1.0)
+    crossing = 80e9
     assert flip.quantity == "network per GPU"
     assert flip.at == pytest.approx(crossing, rel=0.02)
     assert flip.at < crossing
@@ -88,13 +87,13 @@ def test_the_flip_is_past_where_the_two_costs_cross():
 
 
 def test_a_plan_can_win_above():
-    """Other is better by a tie once NVLink exceeds a rate; on one node the network is not asked about."""
+    """Other is faster once NVLink exceeds a rate; on one node the network is not asked about."""
     question = Priced(
         make_cluster(1, 8),
         lambda machine, plan: 1.0 if plan == BEST else 0.5 + 450e9 / nvlink_bytes_per_s(machine),
     )
     (flip,) = question.flips()
-    crossing = 450e9 / (1 / (1 + TIE) - 0.5)
+    crossing = 900e9
 
     assert (flip.quantity, flip.wins) == ("NVLink per GPU", "above")
     assert flip.at == pytest.approx(crossing, rel=0.02)

@@ -484,3 +484,24 @@ def test_every_legal_pipeline_can_be_laid_out(framework):
 
         assert forwards == pp * m * v
     assert len(laid_out) > 20
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "legal"),
+    [
+        ("qwen3-8b", {}, False),  # observed: torch 2.11 stops at aten._unsafe_view
+        ("qwen3-8b", {"recompute": "full"}, True),  # ran: examples/validation/fresh.md
+        ("qwen3-8b", {"dp_shard": 2}, True),
+        ("qwen3-8b", {"tp": 1, "dp_shard": 2}, True),
+        ("llama3-8b", {}, True),
+    ],
+)
+def test_what_a_release_of_torch_cannot_run_is_not_legal(name, changes, legal):
+    plan = replace(Plan(tp=2, sequence_parallel=True, recompute="selective-op"), **changes)
+    workload = Workload(seq_len=4096, global_batch_size=4)
+    question = question_of(load_model(name), make_cluster(1, plan.gpus), workload, framework="torchtitan")
+    said = [problem.message for problem in question.problems(plan) if problem.rule == "recompute-sharded-norm"]
+
+    assert question.legal(plan) is legal
+    assert bool(said) is not legal
+    assert all("_unsafe_view" in message for message in said)

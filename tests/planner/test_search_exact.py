@@ -141,6 +141,7 @@ def test_what_bounds_the_step_is_never_above_it(seeds, tmp_path):
         for row in np.random.default_rng(seed).integers(len(found), size=3):  # the same alone as among others
             alone = screening.plans(found.take([row]), shared, np.array([row]))
             assert alone.step_s()[0] == pytest.approx(plans.step_s()[row], rel=1e-9)
+            assert alone.at_least_by_schedule_s()[0] >= plans.at_least_by_schedule_s()[row] * (1 - 1e-12)
         assert (plans.at_least_s() <= plans.step_s() * (1 + 1e-12)).all()
         assert (plans.at_least_by_schedule_s() <= plans.step_s() * (1 + 1e-12)).all()
         assert (plans.reserved_bytes(at_least=True) <= exact * (1 + 1e-12)).all()

@@ -24,6 +24,7 @@ from tests.service.running import ROOT, service  # isort: skip
 ESTIMATE = {"model": "llama3-8b", "cluster": "dgx-h100", "gpus": 8, "tp": 2, "global_batch": 64}
 SHORT = {"model": "tiny-llama", "cluster": "h200x4", "gpus": "2", "global_batch": 8}
 ADA = {"Authorization": "Bearer ada has a long token"}
+SECONDS = {"model": "gpt3-175b", "cluster": "dgx-h100", "gpus": "64", "global_batch": 128}  # and of them a few
 LONG = {"model": "deepseek-v3", "cluster": "dgx-h100", "gpus": "65536", "framework": "megatron-lm"}
 
 
@@ -194,7 +195,7 @@ def test_a_job_whose_process_is_killed_is_started_once_more_and_then_fails(tmp_p
 def test_jobs_survive_the_death_of_the_server(database, tmp_path):
     """The server is killed with jobs waiting and running; each ends once, and the workers went with it."""
     with service(tmp_path, database=database) as running, Client(running.url) as client:
-        jobs = [client.submit("suggest", {**SHORT, "global_batch": 8 * n}) for n in range(1, 5)]
+        jobs = [client.submit("suggest", {**SHORT, "global_batch": 8 * n}) for n in range(1, 4)]
         workers = running.workers()
         running.kill()
         assert psutil.wait_procs(workers, timeout=20)[1] == []
@@ -207,7 +208,7 @@ def test_jobs_survive_the_death_of_the_server(database, tmp_path):
 
 def test_a_database_that_goes_away_comes_back(postgres, tmp_path):
     with service(tmp_path, database=postgres.url) as running, Client(running.url) as client:
-        job = client.submit("suggest", LONG)
+        job = client.submit("suggest", SECONDS)
         begun(client, job)
         postgres.stop()
         assert httpx.get(f"{running.url}/healthz", timeout=30).status_code == 503

@@ -30,11 +30,15 @@ def test_a_flush_costs_what_it_costs_where_it_is_sure_and_nothing_where_there_is
     groups, capacity = two_shards(4), 138.3 * GIB
     left = capacity - communicator_bytes(groups)
 
-    seconds = flush_s(groups, np.array([0.5, 0.9, 1.0, 1.3]) * left, capacity)
+    reserved = np.array([0.5, 0.9, 1.0, 1.3]) * left
+    seconds = flush_s(groups, reserved, capacity)
+    whole = reserved * FLUSH_S_PER_BYTE
 
     assert np.all(np.diff(seconds) > 0)
-    assert seconds[0] < 0.01 * capacity * FLUSH_S_PER_BYTE
-    assert 0.9 * capacity * FLUSH_S_PER_BYTE < seconds[-1] < capacity * FLUSH_S_PER_BYTE
+    assert seconds[0] < 0.01 * whole[0]
+    assert 0.9 * whole[-1] < seconds[-1] < whole[-1]
+    larger = [flush_s(groups, reserved, factor * capacity) for factor in (1.0, 1.1, 1.5, 2.0, 8.0)]
+    assert np.all(np.diff(larger, axis=0) <= 0)  # more memory never costs time
 
 
 def test_how_likely_a_flush_is_follows_how_far_memory_lies_from_predictions() -> None:
@@ -43,7 +47,8 @@ def test_how_likely_a_flush_is_follows_how_far_memory_lies_from_predictions() ->
     left = capacity - communicator_bytes(groups)[0]
     low, high = memory_factors()
 
-    likely = flush_s(groups, np.array([left / high, left / low]), capacity) / (capacity * FLUSH_S_PER_BYTE)
+    reserved = np.array([left / high, left / low])
+    likely = flush_s(groups, reserved, capacity) / (reserved * FLUSH_S_PER_BYTE)
 
     assert likely == pytest.approx([0.1, 0.9], abs=0.01)
 

@@ -15,10 +15,10 @@ from planner.search.result import GpuCountRow, MayFit, RankedPlan, SearchResult,
 from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
 from topology import codec
+from topology.codec import JsonObject
 from topology.errors import PlannerError
 from ui.question import uploads
 from ui.question.state import Inputs
-from ui.row_types import Document
 
 if TYPE_CHECKING:
     from planner.remote.client import Client
@@ -29,7 +29,7 @@ class RemoteJob:
     ended.
     """
 
-    def __init__(self, client: Client, command: str, said: Document, read: Callable[[Document], Any]) -> None:
+    def __init__(self, client: Client, command: str, said: JsonObject, read: Callable[[JsonObject], Any]) -> None:
         self.started = time.monotonic()
         self.line = ""
         self.result: Any = None
@@ -63,7 +63,7 @@ class RemoteJob:
             self._client.cancel(self._job)
 
 
-def search_request(question: Inputs, *, top: int, flags: Flags | None = None, price: float | None = None) -> Document:
+def search_request(question: Inputs, *, top: int, flags: Flags | None = None, price: float | None = None) -> JsonObject:
     """Return the flags of `planner suggest` for a question, with uploads as files. `flags` are others than its own."""
     stated = flags or question.flags()
     said = {
@@ -83,7 +83,7 @@ def search_request(question: Inputs, *, top: int, flags: Flags | None = None, pr
     return {key: value for key, value in said.items() if value is not None}
 
 
-def read_search(document: Document, flags: Flags, framework: str) -> SearchResult:
+def read_search(document: JsonObject, flags: Flags, framework: str) -> SearchResult:
     """Return the result that a service answered for `flags`. Raises BadInput, and ServiceError for another
     version's.
     """

@@ -17,11 +17,12 @@ import streamlit as st
 from planner.remote.connect import connect
 from planner.remote.errors import ServiceError
 from planner.remote.settings import SERVER, Settings
+from topology.codec import JsonObject
 
 if TYPE_CHECKING:
     from planner.remote.client import Client
     from planner.service.queue import Queue
-    from ui.row_types import Artifact, Document, JobDocument
+    from ui.row_types import Artifact, JobDocument
 
 NEEDS = ("fastapi", "pydantic", "sqlalchemy", "alembic", "httpx")
 USER = "local"
@@ -31,7 +32,7 @@ PATIENCE_S = 5.0  # for a service that does not answer, while a person waits
 class Jobs(Protocol):
     """Jobs by id. Documents are those of `GET /v1/jobs/{job}`. Methods raise PlannerError."""
 
-    def ask(self, command: str, said: Document) -> str: ...
+    def ask(self, command: str, said: JsonObject) -> str: ...
     def read(self, job: str) -> JobDocument | None: ...
     def newest(self, limit: int) -> list[JobDocument]: ...
     def cancel(self, job: str) -> None: ...
@@ -45,7 +46,7 @@ class LocalQueue:
     def __init__(self, queue: Queue) -> None:
         self.queue = queue
 
-    def ask(self, command: str, said: Document) -> str:
+    def ask(self, command: str, said: JsonObject) -> str:
         return self.queue.ask(USER, command, said)
 
     def read(self, job: str) -> JobDocument | None:
@@ -71,7 +72,7 @@ class RemoteService:
     def __init__(self, client: Client) -> None:
         self.client = client
 
-    def ask(self, command: str, said: Document) -> str:
+    def ask(self, command: str, said: JsonObject) -> str:
         return self.client.submit(command, said)
 
     def read(self, job: str) -> JobDocument | None:

@@ -35,8 +35,8 @@ from simulator.program.chrome_trace import to_chrome
 from simulator.program.critical_path import critical_path, path_parts_s
 from topology import codec
 from topology.cluster import Cluster
+from topology.codec import JsonObject
 from ui.charts.timeline import Timeline, samples, timeline
-from ui.row_types import Document
 
 Progress = Callable[[str], None]
 SERVING_LISTED = 10
@@ -121,9 +121,9 @@ def _busiest_links(run: Run, cluster: Cluster) -> dict[str, Samples]:
     return {names[medium]: kept for medium, (_, kept) in sorted(best.items(), reverse=True)}
 
 
-def check(progress: Progress, text: str, name: str, flags: CheckFlags) -> Document:
+def check(progress: Progress, text: str, name: str, flags: CheckFlags) -> JsonObject:
     """Return what `planner check --json` answers."""
-    found: Document = any_document(name, check_any(text, name, flags, progress=progress))
+    found: JsonObject = any_document(name, check_any(text, name, flags, progress=progress))
     return found
 
 

@@ -14,10 +14,10 @@ from planner.configs.any_kind import named_by
 from planner.configs.serving import serving_engine
 from simulator.config.estimate import Estimate
 from topology import codec
+from topology.codec import JsonObject
 from topology.units import GIB, MIB, in_seconds
 from ui import data, panels, rows
 from ui.question import state, uploads
-from ui.row_types import Document
 
 READ = (
     "torchtitan TOML or command, Megatron-LM command line or script, Megatron-Bridge recipe dump, DeepSpeed JSON,"
@@ -42,9 +42,9 @@ def show(question: state.Inputs) -> None:
     if asked is None:
         panels.empty(
             "Drop a file, or paste its text",
-            "The answer says whether it is legal, whether it fits, how fast it is, and what to change in the file itself."
-            f" What it leaves open of model, machine, GPUs, sequence and batch is the question's: {panels.plain(question.model)} on"
-            f" {panels.plain(question.cluster)}.",
+            "The answer says whether it is legal, whether it fits, how fast it is, and what to change in the file"
+            " itself. What it leaves open of model, machine, GPUs, sequence and batch is the question's:"
+            f" {panels.plain(question.model)} on {panels.plain(question.cluster)}.",
             icon=":material/fact_check:",
         )
         return
@@ -90,7 +90,7 @@ def _suffix(text: str) -> str:
     return ".toml" if re.search(r"(?m)^\s*\[[\w.]+\]\s*$", text) else ".yaml"
 
 
-def _answer(found: Document, name: str) -> None:
+def _answer(found: JsonObject, name: str) -> None:
     version = f" {found['version']}" if found["version"] else ""
     about = f"{found['model']} on {found['cluster']}" if found.get("model") else ""
     panels.section(f"{name}: {found['framework']}{version}", panels.plain(about))
@@ -133,7 +133,7 @@ def _answer(found: Document, name: str) -> None:
     panels.assumed(found.get("assumed") or [])
 
 
-def _serving_figures(estimate: Document) -> None:
+def _serving_figures(estimate: JsonObject) -> None:
     """Show what clients would see, from the document alone: a service elsewhere may have made it."""
     first, token, rate = (estimate[name] for name in ("ttft_s", "tpot_s", "output_tokens_per_s_per_gpu"))
     held, room = sum(estimate["memory"]["by_category"].values()) / GIB, estimate["memory"]["capacity_bytes"] / GIB

@@ -40,7 +40,8 @@ def show(question: state.Inputs) -> None:
 def _machine(result: SearchResult) -> None:
     panels.section(
         "Another machine",
-        "The listed plans if links, memory or arithmetic were so many times what they are: by the analytical model, at once.",
+        "The listed plans if links, memory or arithmetic were so many times what they are:"
+        " by the analytical model, at once.",
     )
     multi = result.question.cluster.node_count > 1
     names = [name for name, _ in data.knobs(result)]

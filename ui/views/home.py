@@ -110,7 +110,10 @@ def _detail(question: state.Inputs, ranked: RankedPlan) -> None:
     last_s = last_digit_s(estimate.step_s)
     largest = max(estimate.breakdown_s.items(), key=lambda item: item[1])
     fall = charts.waterfall(waterfall_rows(estimate), last_s=last_s, dark=panels.dark())
-    about = f"The step of {rows.step_figure(estimate)[0]}, term by term; the largest is {words(largest[0])} with {seconds_text(largest[1], last_s)}"
+    about = (
+        f"The step of {rows.step_figure(estimate)[0]}, term by term;"
+        f" the largest is {words(largest[0])} with {seconds_text(largest[1], last_s)}"
+    )
     panels.chart(fall, key="home_step", alt=about)
     drawn = charts.memory(stage_parts(estimate.memory), estimate.memory.capacity_bytes, dark=panels.dark())
     panels.chart(drawn, key="home_memory", alt=f"Memory by category: {', '.join(rows.memory_figure(estimate.memory))}")

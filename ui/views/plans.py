@@ -73,7 +73,8 @@ def show(question: state.Inputs) -> None:
     with left:
         panels.section(
             "Step time",
-            "The bar is where 80 % of steps are expected, the mark the value. Overlapping bars may change places. Click a mark to choose its plan.",
+            "The bar is where 80 % of steps are expected, the mark the value. Overlapping bars may change places."
+            " Click a mark to choose its plan.",
         )
         if shown:
             panels.plan_chart(
@@ -155,7 +156,10 @@ def _about(result: SearchResult) -> str:
 
 def _left_out(result: SearchResult) -> str:
     total = sum(result.rejected.values())
-    return f"{total:,} candidates broke a rule or did not fit; the search took {result.search.seconds:.1f} s, {result.search.status}."
+    return (
+        f"{total:,} candidates broke a rule or did not fit; the search took {result.search.seconds:.1f} s,"
+        f" {result.search.status}."
+    )
 
 
 def _filtered(table: list[PlanRow], result: SearchResult) -> list[PlanRow]:

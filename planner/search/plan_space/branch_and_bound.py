@@ -39,6 +39,7 @@ from simulator.bounds.screening import Screening
 from simulator.columns.plan_columns import PlanColumns, concatenate, distinct
 from simulator.columns.plan_table import Floats, PlanTable
 from simulator.pipeline.schedules.registry import where
+from topology.errors import Unproved
 
 FIRST_PLANS = 64  # plans costed in full at first; the best of them bounds the rest
 PLANS_A_TABLE = 16  # of so many plans costed at once, one schedule table's
@@ -164,7 +165,14 @@ class _BestFirst:
         self.schedule_table = _schedule_tables(self.table)
 
     def run(self) -> None:
-        """Bound all variants, then cost them in full until no other can be listed or the deadline has passed."""
+        """Bound all variants, then cost them in full until no other can be listed or the time is over."""
+        try:
+            self._search()
+        except Unproved:
+            if not np.isfinite(self.step).any():
+                raise
+
+    def _search(self) -> None:
         self.bounds.find(self.expired, self.report)
         self.left = self.within[np.argsort(self.bound[self.within], kind="stable")]
         size = walked = FIRST_PLANS

@@ -30,6 +30,7 @@ from simulator.legality.rules import RULES
 from simulator.pipeline.schedules.registry import SCHEDULES
 from topology.cluster import Cluster
 from topology.rates.orders import node_orders, placement_of_order, undominated_orders
+from topology.time_limit import check_time
 
 POLICIES = ("recompute", "reshard_after_forward", "tp_overlap", "cp_method")  # fields that no grid nor batch decides
 NODE_FIELDS = tuple(name for name in CARRIED if name not in POLICIES)
@@ -260,6 +261,7 @@ def _with_batches(table: PlanColumns, facts: RuleFacts, bounds: Bounds, pruned: 
     schedules: list[str] = []
     overlaps: list[str] = []
     for row in range(len(table)):
+        check_time()
         local = batch // int(table.dp[row])
         # If the batch does not divide, keep micro batch 1, so that the rule counts the rejection.
         sizes = divisors(local) if local and batch % int(table.dp[row]) == 0 else [1]

@@ -26,6 +26,7 @@ from simulator.columns.plan_columns import PlanColumns, concatenate, distinct
 from simulator.config.plan import MESH_AXES, Plan
 from simulator.legality.frameworks import Framework
 from topology.cluster import Cluster
+from topology.errors import Unproved
 from topology.rates.orders import irregular
 from topology.rates.placement import place
 
@@ -66,7 +67,7 @@ def assign_stages(
     """Return the pipelines that are faster with layers or recompute modes assigned to each stage.
 
     A pipeline has to beat the best plan of its own degrees by MIN_GAIN, and the last of the `top` plans. None but the
-    first is started after `deadline`, a reading of `time.monotonic`.
+    first is started after `deadline`, a reading of `time.monotonic`; one that is not ended in time is left out.
     """
     if not (framework.lists_layers or framework.lists_recompute):
         return AssignedPipelines()
@@ -88,7 +89,10 @@ def assign_stages(
             progress(f"pipeline {row + 1} of {len(columns)} at most: layers and recomputation by stage")
         last = float(np.partition(best, top - 1)[top - 1]) if len(best) >= top else np.inf
         limit = min(last, float(best[own_grid]) * (1 - MIN_GAIN))
-        found = solve_stages(screening, framework, costs, range(*starts[row : row + 2]), recomputes, cutoff_s=limit)
+        try:
+            found = solve_stages(screening, framework, costs, range(*starts[row : row + 2]), recomputes, cutoff_s=limit)
+        except Unproved:
+            break
         solved += found.has_room
         gap = max(gap, found.gap)
         if found.plan is None:

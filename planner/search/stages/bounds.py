@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from planner.search.stages.options import Pipeline, RankOptions
 from simulator.columns.plan_table import Floats
+from topology.time_limit import check_time
 
 CLOSE = 1e-4  # relative: how closely the least bound is found
 Rows = NDArray[np.intp]
@@ -84,6 +85,7 @@ class AssignmentBounds:
         tables = [after]
         dense = np.arange(leading + 1)
         for rows in reversed(self.of_rank):
+            check_time()
             before = np.full((layers + 1, leading + 1), -np.inf)
             for row in rows[begins_by[rows] >= 0.0]:
                 count = int(options.layers[row])

@@ -18,7 +18,7 @@ from simulator.serving.deployment import CACHE_BYTES, WEIGHT_BYTES
 from simulator.serving.engine import engine_of
 from simulator.serving.fit_steps import fit_serving
 from simulator.serving.measured import MeasuredServing
-from simulator.serving.traffic import Lengths, Request, Traffic
+from simulator.serving.traffic import Lengths, Request, Traffic, steady_requests
 from topology.catalog.platform import take_gpus
 from topology.cluster import Cluster
 from topology.errors import BadInput, UserError
@@ -193,7 +193,7 @@ def _traffic(flags: ServingFlags, gpus: int, assumed: list[str]) -> Traffic:
         concurrency=concurrency or 0,
         request_rate=flags.request_rate or 0.0,
         shape=arrival_shape(flags.arrivals),
-        requests=max(200, 4 * (concurrency or 0)),  # several rounds of all clients
+        requests=steady_requests(concurrency or 0),
         cached_prompt=cached,
     )
 
