@@ -109,7 +109,7 @@ def check_text(
 ) -> Checked:
     """Judge the configuration `text`; `where` is its file's name, in messages and diffs.
 
-    `flags` is what is known beside the file, `stated_rate` what its source says that it takes. Without `changes` only
+    `flags` is what is known besides the file, `stated_rate` what its source says that it takes. Without `changes` only
     the plan is judged, and without `search` only plans one change away are tried. After `time_limit_s` there is what
     was found until then. Raises what `ask` does.
     """

@@ -31,7 +31,7 @@ from topology.rates.known import require_plannable
 
 MOST_NODES = 2048  # that are assumed where a configuration leaves its number of GPUs open
 # Flags, and the facts of a configuration that they must not contradict.
-BESIDE = {
+SAID_TWICE = {
     "gpus": "gpus",
     "seq_len": "seq_len",
     "global_batch": "global_batch_size",
@@ -240,14 +240,14 @@ def _given(configuration: Configuration, flags: CheckFlags, model: Model | None,
     }
     if model is not None:
         facts |= {"layers": model.layers, "moe": model.moe is not None, "max_positions": model.max_positions}
-    beside = {"batch_beside": flags.global_batch, "micro_beside": flags.micro_batch}
-    facts |= {name: value for name, value in beside.items() if value}
+    said = {"batch_beside": flags.global_batch, "micro_beside": flags.micro_batch}
+    facts |= {name: value for name, value in said.items() if value}
     return ({"seq_len": flags.seq_len} if flags.seq_len else {}) | facts
 
 
 def _agree(facts: Facts, flags: CheckFlags) -> None:
     """Raise UserError where a flag and the configuration say different things: one of the two would be dropped."""
-    for name, fact in BESIDE.items():
+    for name, fact in SAID_TWICE.items():
         asked = getattr(flags, name)
         if asked and asked != facts[fact]:
             raise UserError(
@@ -266,7 +266,7 @@ def _complete(facts: Facts, model: Model | None, assumed: list[str]) -> None:
 
 
 def _open_batch(facts: Facts, assumed: list[str]) -> Facts:
-    """Return the batch of a file that has no key for it, of what was said beside it; nothing is accumulated where
+    """Return the batch of a file that has no key for it, of what was said alongside; nothing is accumulated where
     nobody says so.
     """
     dp, steps = facts["dp_replicate"] * facts["dp_shard"], facts.get("steps")

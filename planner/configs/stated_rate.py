@@ -26,7 +26,7 @@ class Side(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Against:
-    """A stated step beside the predicted one. `error` is predicted over stated, less one; `causes` the likeliest first.
+    """A stated step next to the predicted one. `error` is predicted over stated, less one; `causes` likeliest first.
 
     Inside the interval nothing needs a cause.
     """
@@ -65,7 +65,7 @@ def stated_rate(measured: str | None, tokens_per_s: float | None) -> StatedRate 
 
 
 def against(found: PlanAnswer, configuration: Configuration, stated: StatedRate) -> Against | None:
-    """Return a stated step beside the predicted one; None where there is no prediction."""
+    """Return a stated step next to the predicted one; None where there is no prediction."""
     estimate = found.estimate
     if estimate is None:
         return None

@@ -40,7 +40,7 @@ def to_fsdp_degrees(plan: Plan, title: str) -> tuple[Plan, tuple[str, ...]]:
 
 
 def masters_alone(job: ExportJob, title: str) -> tuple[ExportJob, tuple[str, ...]]:
-    """Return the job with float32 parameters where its runtime keeps float32 copies beside those of 16 bits, and notes.
+    """Return the job with float32 parameters where its runtime keeps float32 copies next to 16-bit ones, and notes.
 
     FSDP2 stores one copy and casts what it gathers, so that its float32 parameters are the master weights.
     """
@@ -48,7 +48,7 @@ def masters_alone(job: ExportJob, title: str) -> tuple[ExportJob, tuple[str, ...
     if runtime.param_dtype not in {"bfloat16", "float16"} or not spec_for(runtime).state.master_weights:
         return job, ()
     note = (
-        f"{runtime.param_dtype} parameters beside float32 master weights: {title} stores the float32 ones alone, sharded, and "
+        f"{runtime.param_dtype} parameters next to float32 master weights: {title} stores the float32 ones alone, sharded, and "
         f"computes in {runtime.compute_dtype}"
     )
     question = replace(job.question, runtime=replace(runtime, param_dtype="float32"))

@@ -71,7 +71,10 @@ class Check(Request):
         "", "--release", help="Release of vLLM or SGLang that runs, such as 0.8.3, where the file does not say."
     )
     measured: str | None = option(
-        None, "--measured", metavar="TIME", help="What a step takes, such as 9.2s: beside what is predicted, and why."
+        None,
+        "--measured",
+        metavar="TIME",
+        help="What a step takes, such as 9.2s: compared with what is predicted, and why.",
     )
     tokens_per_s: float | None = option(
         None, "--tokens-per-s", least=1e-6, help="The same as a rate: tokens a second of all GPUs together."

@@ -379,21 +379,21 @@ def test_a_stated_time_is_below_inside_or_above_what_is_predicted(planner) -> No
     plain = json.loads(planner("check", file, "--no-search", "--json").stdout)
     step, tokens = plain["estimate"]["step_s"], 8192 * 64
 
-    def told(*flags: str) -> dict[str, object]:
+    def stated(*flags: str) -> dict[str, object]:
         return json.loads(planner("check", file, "--no-search", "--json", *flags).stdout)["measured"]
 
     assert plain["measured"] is None
     inside, above, below = (
-        told("--measured", f"{1e3 * step['value']:.3f}ms"),
-        told("--measured", "9.2s"),
-        told("--measured", "0.1"),
+        stated("--measured", f"{1e3 * step['value']:.3f}ms"),
+        stated("--measured", "9.2s"),
+        stated("--measured", "0.1"),
     )
     assert (inside["side"], above["side"], below["side"]) == ("inside", "above", "below")
     assert inside["causes"] == []
     assert above["error"] == pytest.approx(step["value"] / 9.2 - 1)
     assert above["causes"]
     assert any("of the GPU's peak" in cause for cause in below["causes"])  # twenty times as fast as the prediction
-    by_rate = told("--tokens-per-s", f"{tokens / 9.2}")
+    by_rate = stated("--tokens-per-s", f"{tokens / 9.2}")
     assert by_rate["step_s"] == pytest.approx(9.2)
     assert planner("check", file, "--measured", "soon").returncode == 2
     assert planner("check", file, "--measured", "1s", "--tokens-per-s", "5").returncode == 2

@@ -113,7 +113,7 @@ def test_flags_are_added_to_the_program_and_not_to_its_launcher() -> None:
 
 
 def test_the_usual_deepspeed_file_of_transformers_is_judged() -> None:
-    """All auto: Transformers fills it in from arguments, which accumulate nothing unless told otherwise."""
+    """All auto: Transformers fills it in from arguments, which accumulate nothing unless asked to."""
     found = check_text(json.dumps(AUTO), "ds.json", CheckFlags(gpus=16, model="qwen2.5-7b"), changes=False)
 
     assert found.legal is True

@@ -103,8 +103,8 @@ def did_you_mean(configuration: Configuration) -> dict[str, str]:
             continue
         section = key.rpartition(".")[0]
         # A letter more or less counts within the key's own section; elsewhere only the very word.
-        beside = [one for one in known if one.rpartition(".")[0] == section]
-        near = get_close_matches(key.rpartition(".")[2], [one.rpartition(".")[2] for one in beside], 1, _ALIKE)
+        siblings = [one for one in known if one.rpartition(".")[0] == section]
+        near = get_close_matches(key.rpartition(".")[2], [one.rpartition(".")[2] for one in siblings], 1, _ALIKE)
         if near:
             found[key] = f"{section}.{near[0]}" if section else near[0]
     return found

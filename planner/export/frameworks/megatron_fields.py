@@ -216,7 +216,7 @@ def _read_sharding(settings: Settings, facts: Facts) -> Facts:
         if facts.get("one_connection"):
             raise BadInput(
                 "Megatron-LM's FSDP does not start with CUDA_DEVICE_MAX_CONNECTIONS=1",
-                why="its gathers have to run beside products, on connections of their own",
+                why="its gathers have to run alongside products, on connections of their own",
                 remedy="take the variable out of the script, or another kind of sharding",
             )
     elif truth(settings, "--use-torch-fsdp2"):

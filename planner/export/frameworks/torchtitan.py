@@ -20,7 +20,10 @@ def prepared(job: ExportJob, title: str) -> tuple[ExportJob, tuple[str, ...], tu
     fsdp, sharding_notes = to_fsdp_degrees(job.plan, title)
     if fsdp.ep_overlap != "none" and not (title.endswith("0.2.2") and schedule_kind(fsdp.schedule_name).pairs):
         fsdp = fsdp.with_(ep_overlap="none")
-        sharding_notes = (*sharding_notes, f"all-to-all of experts beside compute: {title} does not with this schedule")
+        sharding_notes = (
+            *sharding_notes,
+            f"all-to-all of experts alongside compute: {title} does not with this schedule",
+        )
     job, types_notes = masters_alone(job.with_plan(fsdp), title)
     written = fsdp if not overlap_not_expressed(fsdp) else fsdp.with_(tp_overlap="none")
     notes = require_legal(job.with_plan(written), "torchtitan", title)
