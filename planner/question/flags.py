@@ -28,6 +28,17 @@ class Flags:
     runtime: Mapping[str, Any] = field(default_factory=dict)
     plan: Mapping[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        """Raise UserError for a model or cluster that is said and empty: a shell's unset variable."""
+        refuse_empty(model=self.model, cluster=self.cluster)
+
+
+def refuse_empty(**said: str | None) -> None:
+    """Raise UserError for words that are said and empty."""
+    for name, word in said.items():
+        if word is not None and not word.strip():
+            raise UserError(f"--{name} is empty", remedy=f"--{name} with a name, or without the flag for the default")
+
 
 class StatesQuestion(Protocol):
     """What requests have that state a question."""
