@@ -203,7 +203,8 @@ def print_plans(plans: Sequence[RankedPlan], question: Question, likely: Sequenc
     for column in table.columns:
         column.no_wrap = column.header != "plan"
     marks = places(plans)
-    for mark, row in [*zip(marks, plans, strict=True), *(("?", one) for one in likely)]:
+    shown: list[tuple[str, RankedPlan | MayFit]] = [*zip(marks, plans, strict=True), *(("?", one) for one in likely)]
+    for mark, row in shown:
         plan, estimate = row.plan, row.estimate
         settings = special_text(plan)
         recompute = (

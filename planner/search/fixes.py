@@ -88,11 +88,11 @@ def find_fixes(question: Question, plan: Plan, estimate: Estimate, deadline: flo
             found.append(_Costed(variant=one, sure=sure, step_s=float(table.step_s[row]), reserved_bytes=reserved))
     surely = sorted((one for one in found if one.sure), key=lambda one: one.cost)
     chosen: list[_Variant] = []
-    for one in surely or sorted(found, key=lambda one: one.reserved_bytes)[:1]:
-        kinds = one.variant.kinds
-        simpler = any(other.variant.kinds < kinds and other.as_good_as(one) for other in surely)
+    for costed in surely or sorted(found, key=lambda one: one.reserved_bytes)[:1]:
+        kinds = costed.variant.kinds
+        simpler = any(other.variant.kinds < kinds and other.as_good_as(costed) for other in surely)
         if not simpler and not any(other.kinds <= kinds for other in chosen):
-            chosen.append(one.variant)
+            chosen.append(costed.variant)
     kept = [one for paid, most in enumerate(MOST_FIXES) for one in [v for v in chosen if v.paid == paid][:most]]
     fixes = [(one.paid, _fix(one, plan, estimate)) for one in kept if not over(half)]
     fixes = [(paid, one) for paid, one in fixes if one.reserved_bytes < estimate.memory.reserved_bytes]

@@ -26,7 +26,7 @@ def ways_to_meet(result: ServingResult, *, until_s: float = math.inf) -> list[st
     """
     if result.plans[0].meets:
         return []
-    found = []
+    found: list[str] = []
     for changes in _changes(result.question):
         for flags, asked in changes:
             if time.monotonic() >= until_s:
