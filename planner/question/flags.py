@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from planner.io.inputs import refuse_empty
 from planner.question.learned_runtime import is_learned
 from planner.requests.training import OnePlan, Suggest
 from topology.errors import UserError
@@ -31,13 +32,6 @@ class Flags:
     def __post_init__(self) -> None:
         """Raise UserError for a model or cluster that is said and empty: a shell's unset variable."""
         refuse_empty(model=self.model, cluster=self.cluster)
-
-
-def refuse_empty(**said: str | None) -> None:
-    """Raise UserError for words that are said and empty."""
-    for name, word in said.items():
-        if word is not None and not word.strip():
-            raise UserError(f"--{name} is empty", remedy=f"--{name} with a name, or without the flag for the default")
 
 
 class StatesQuestion(Protocol):

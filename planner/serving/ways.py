@@ -4,30 +4,33 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from planner.search.scaling import with_gpus
 from planner.serving.question.question import ServingQuestion
 from planner.serving.search import ServingResult, search_serving
 from simulator.config.runtime import LOW_PRECISION
 from simulator.serving.server import OutOfTime
 from simulator.serving.traffic import steady_requests
+from topology.cluster import Cluster
 from topology.errors import UserError
 
 HALVINGS = 6  # of the load and of the prompt that are tried
 GROWTHS = (2, 4, 8)  # factors of the number of GPUs that are tried
 
 
-def ways_to_meet(result: ServingResult, *, until_s: float = math.inf) -> list[str]:
+def ways_to_meet(
+    result: ServingResult, grow: Callable[[Cluster, int], Cluster], *, until_s: float = math.inf
+) -> list[str]:
     """Return flags with which a deployment meets the targets: a lower load, more GPUs, other weights, a shorter prompt.
 
+    `grow` returns a cluster with another number of GPUs.
     The nearest change of each is told; those that are not simulated by `until_s` of `time.monotonic` are left out.
     """
     if result.plans[0].meets:
         return []
     found: list[str] = []
-    for changes in _changes(result.question):
+    for changes in _changes(result.question, grow):
         for flags, asked in changes:
             if time.monotonic() >= until_s:
                 return found
@@ -45,10 +48,12 @@ def _meets(question: ServingQuestion, until_s: float) -> bool:
         return False
 
 
-def _changes(question: ServingQuestion) -> Iterator[Iterator[tuple[str, ServingQuestion]]]:
+def _changes(
+    question: ServingQuestion, grow: Callable[[Cluster, int], Cluster]
+) -> Iterator[Iterator[tuple[str, ServingQuestion]]]:
     if not question.traffic.trace:
         yield _lower_loads(question)
-    yield _more_gpus(question)
+    yield _more_gpus(question, grow)
     if question.weights not in LOW_PRECISION:
         yield iter([("--weights float8", replace(question, weights="float8"))])
     if not question.traffic.trace:
@@ -72,11 +77,13 @@ def _lower_loads(question: ServingQuestion) -> Iterator[tuple[str, ServingQuesti
             )
 
 
-def _more_gpus(question: ServingQuestion) -> Iterator[tuple[str, ServingQuestion]]:
+def _more_gpus(
+    question: ServingQuestion, grow: Callable[[Cluster, int], Cluster]
+) -> Iterator[tuple[str, ServingQuestion]]:
     for factor in GROWTHS:
         gpus = question.cluster.gpu_count * factor
         try:
-            yield f"--gpus {gpus}", replace(question, cluster=with_gpus(question.cluster, gpus))
+            yield f"--gpus {gpus}", replace(question, cluster=grow(question.cluster, gpus))
         except (UserError, ValueError):
             continue  # the machine does not come in this size
 

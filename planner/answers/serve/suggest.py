@@ -10,6 +10,7 @@ from typing import Any
 
 from planner.requests.serving import Task, refuse, stated
 from planner.requests.training import Suggest
+from planner.search.scaling import with_gpus
 from planner.serving.crossings import Row, over_clients
 from planner.serving.question.from_flags import flags_of_search, serving_question
 from planner.serving.reports.documents import serving_document
@@ -58,7 +59,7 @@ def suggest(asked: Suggest, progress: Callable[[str], None] = lambda _: None) ->
     until_s = time.monotonic() + (math.inf if limit_s is None else limit_s)
     result = search_serving(question, progress=progress, time_limit_s=limit_s)
     load = over_clients(result, until_s=until_s).rows
-    ways = ways_to_meet(result, until_s=until_s)
+    ways = ways_to_meet(result, with_gpus, until_s=until_s)
     return SuggestedDeployments(result=result, over_clients=load, top=asked.top, ways=ways)
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from planner.io.inputs import measurements, read_cluster
-from planner.question.flags import refuse_empty
+from planner.io.inputs import measurements, read_cluster, refuse_empty
 from planner.requests.flag import values_of
 from planner.requests.training import Suggest
 from planner.serving.question.question import OBJECTIVES, ServingQuestion
