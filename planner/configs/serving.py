@@ -16,6 +16,7 @@ from typing import Any
 
 from planner.configs.formats.command_line import CommandLine, option_kinds
 from planner.configs.formats.configuration import CheckFlags
+from planner.export.mapping import Settings
 from planner.export.schema import schema
 from planner.serving import (
     MOST,
@@ -270,14 +271,14 @@ def _pool(engine: str, settings: Mapping[str, Any], *, experts: bool) -> Pool:
     return pool
 
 
-def _limits(engine: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+def _limits(engine: str, settings: Mapping[str, Any]) -> Settings:
     """Return what a command says of formats and limits, as fields of ServingFlags."""
     names = {
         "vllm": ("max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization"),
         "sglang": ("max_running_requests", "chunked_prefill_size", "mem_fraction_static"),
     }[engine]
     fields = ("max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization")
-    found: dict[str, Any] = {}
+    found: Settings = {}
     for name, field in zip(names, fields, strict=True):
         number = _number(settings.get(name))
         if number > 0:
@@ -343,7 +344,7 @@ def _change(
 ) -> ServingChange:
     wanted = parallel_flags(engine, plan.deployment, deprecated="enable_dp_attention" in settings)
     flag_names = {flag: _name_used(flag, document, engine) for flag in wanted}
-    defaults: dict[str, Any] = {flag: 1 for flag, value in wanted.items() if not isinstance(value, bool)}
+    defaults: Settings = {flag: 1 for flag, value in wanted.items() if not isinstance(value, bool)}
     changes = {
         flag_names[flag]: value
         for flag, value in wanted.items()
@@ -365,7 +366,7 @@ def _name_used(flag: str, document: CommandLine, engine: str) -> str:
     return next((name for name, known in used if known and keys[known]["dest"] == dest), flag)
 
 
-def parallel_flags(engine: str, deployment: Deployment, *, deprecated: bool = False) -> dict[str, Any]:
+def parallel_flags(engine: str, deployment: Deployment, *, deprecated: bool = False) -> Settings:
     """Return the flags that spread one command over GPUs, all of them, defaults too.
 
     `deprecated` writes SGLang's attention groups as it did before 0.5.20: `--dp-size N --enable-dp-attention`.
@@ -378,7 +379,7 @@ def parallel_flags(engine: str, deployment: Deployment, *, deprecated: bool = Fa
             "--data-parallel-size": pool.engines * pool.dp_attention,
             "--enable-expert-parallel": pool.ep > 1,
         }
-    found: dict[str, Any] = {"--tp-size": pool.ranks, "--pp-size": pool.pp, "--ep-size": pool.ep}
+    found: Settings = {"--tp-size": pool.ranks, "--pp-size": pool.pp, "--ep-size": pool.ep}
     if deprecated:
         return found | {
             "--dp-size": max(pool.engines, pool.dp_attention),

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from planner.export.job import ExportJob
-from planner.export.mapping import Table
+from planner.export.mapping import Settings, Table
 from simulator.runtimes.environment import Variable
 
 
@@ -22,8 +21,8 @@ class Draft:
     what every plan assumes.
     """
 
-    body: str | dict[str, Any]
-    settings: dict[str, Any]
+    body: str | Settings
+    settings: Settings
     not_expressed: tuple[str, ...] = ()
     needed: tuple[str, ...] = ()
     run: str = ""
@@ -57,7 +56,7 @@ class Exported:
     version: str
     file_name: str
     plan_hash: str
-    settings: dict[str, Any]
+    settings: Settings
     not_expressed: tuple[str, ...]
     needed: tuple[str, ...]
     notes: tuple[str, ...]

@@ -19,7 +19,7 @@ from topology.errors import BadInput
 
 # Facts hold names of fields of a Plan, Workload and Runtime, and `gpus` and `layers`, which a reader is given.
 Facts = dict[str, Any]
-Settings = dict[str, Any]
+Settings = dict[str, Any]  # values by the keys of a tool
 
 PLAN_FACTS = frozenset(field.name for field in fields(Plan))
 WORKLOAD_FACTS = frozenset({"seq_len", "global_batch_size"})

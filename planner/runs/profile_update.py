@@ -27,17 +27,26 @@ MAX_ROWS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OperatorInStep:
+    """An operator of a run: seconds of a call in the step, those that its time alone lets expect, and calls a step."""
+
+    name: str
+    seconds: float
+    expected_s: float
+    calls: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileUpdate:
     """`in_step_ratio` is the median ratio of operator times in the step to times alone; None where too few are known.
 
-    `rows` are the operators that deviate most from it: name, seconds in the step, expected seconds, calls. `fresh`
-    samples are of shapes that the profile did not have.
+    `rows` are the operators that deviate most from it. `fresh` samples are of shapes that the profile did not have.
     """
 
     samples: int
     fresh: int
     in_step_ratio: float | None
-    rows: tuple[dict[str, Any], ...]
+    rows: tuple[OperatorInStep, ...]
 
 
 def add_run_to_profile(run: RunReport, path: Path) -> ProfileUpdate:
@@ -60,19 +69,19 @@ def _add(run: RunReport, path: Path) -> ProfileUpdate:
         )
     usable_samples = usable(samples)
     run_ratio = in_step_ratio(usable_samples, alone_times)
-    rows: list[dict[str, Any]] = []
+    rows: list[OperatorInStep] = []
     for sample in usable_samples:
         expected = alone_times.seconds(sample)
         if expected is not None and run_ratio is not None:
             rows.append(
-                {
-                    "name": operator_words(sample),
-                    "seconds": sample.seconds,
-                    "expected_s": expected * run_ratio,
-                    "calls": sample.count,
-                }
+                OperatorInStep(
+                    name=operator_words(sample),
+                    seconds=sample.seconds,
+                    expected_s=expected * run_ratio,
+                    calls=sample.count,
+                )
             )
-    rows.sort(key=lambda row: -abs(row["seconds"] - row["expected_s"]) * row["calls"])
+    rows.sort(key=lambda row: -abs(row.seconds - row.expected_s) * row.calls)
     known = {sample.key for sample in before.operators}
     empty = before.with_samples(lambda _: ())
     newer = replace(empty, runs={**before.runs, name: provenance}, operators=tuple(samples))

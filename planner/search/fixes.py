@@ -18,8 +18,6 @@ from planner.question.prediction import predict
 from planner.question.question import Question
 from planner.search.deadline import deadline_of, left_s, over
 from planner.search.finalists import TIE
-from planner.search.infeasible import ConstrainedQuestion
-from planner.search.plan_space.candidates import Bounds
 from simulator.config.estimate import Estimate, Fit, chance, sure_bytes
 from simulator.config.plan import Plan
 from simulator.legality.rule import divisors
@@ -157,7 +155,7 @@ def _by_question(question: Question, plan: Plan, deadline: float | None) -> Iter
             wider = _sharded_over(plan, count // plan.gpus)
             yield more, list(_variants(more, wider, named, kinds, paid=MORE_GPUS, degrees=False))
         else:
-            best = ConstrainedQuestion(question=more, bounds=Bounds()).best_plan(deadline)
+            best = _best_plan(more, deadline)
             also = f" ({plan_in_words(best)})" if best else ""
             named = (f"{count} GPUs{also}",)
             yield more, [_Variant(paid=MORE_GPUS, changes=named, kinds=kinds, question=more, plan=best)] if best else []
@@ -165,6 +163,14 @@ def _by_question(question: Question, plan: Plan, deadline: float | None) -> Iter
         short = replace(question, runtime=replace(question.runtime, param_dtype="bfloat16"))
         named = ("parameters in bfloat16",)
         yield short, list(_variants(short, plan, named, frozenset({"precision"}), paid=PRECISION, degrees=False))
+
+
+def _best_plan(question: Question, deadline: float | None) -> Plan | None:
+    # A search, which a plan that fits needs not.
+    from planner.search.infeasible import ConstrainedQuestion  # noqa: PLC0415
+    from planner.search.plan_space.candidates import Bounds  # noqa: PLC0415
+
+    return ConstrainedQuestion(question=question, bounds=Bounds()).best_plan(deadline)
 
 
 def _more_gpus(question: Question, plan: Plan) -> list[int]:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from simulator.overlap.modes import GATHER, OPERATIONS, OverlapRates, Parts, device_s
-from simulator.overlap.userbuffers import bulk_s
+from simulator.overlap.site_costs import bulk_s
 
 RATES = OverlapRates(signal_s=1e-9, copy_latency_s=1e-9, product_slowdown=0.0)
 seconds = st.floats(1e-5, 1e-2)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from planner.export.degrees import to_zero_stage
 from planner.export.draft import Draft, Target
 from planner.export.frameworks.megatron_fields import SHARDING, TABLE
 from planner.export.frameworks.megatron_model import model_flags
 from planner.export.frameworks.megatron_numbers import number_flags
 from planner.export.job import ExportJob, require_legal
+from planner.export.mapping import Settings
 from planner.export.mapping import write as settings_of
 from planner.export.script import ShellExpression, started_script
 from simulator.config.model import Model
@@ -49,7 +48,7 @@ UNKNOWN_NUMBERS = (
 )
 
 
-def parallel_flags(job: ExportJob) -> dict[str, Any]:
+def parallel_flags(job: ExportJob) -> Settings:
     """Return the flags of degrees, batch, schedule, recompute and types."""
     plan, model = job.plan, job.question.model
     stage = to_zero_stage(plan)
@@ -63,7 +62,7 @@ def parallel_flags(job: ExportJob) -> dict[str, Any]:
     return settings_of(TABLE, job.facts() | given)
 
 
-def flag_words(flags: dict[str, Any]) -> list[str]:
+def flag_words(flags: Settings) -> list[str]:
     words: list[str] = []
     for flag, value in flags.items():
         words += [flag] if value is True else [flag, str(value)]

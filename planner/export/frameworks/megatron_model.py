@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import Any
 
 from planner.export.mapping import Settings, truth, whole
 from planner.export.named_models import model_said, models_of_shape
@@ -21,17 +20,17 @@ DROPOUT = 0.1
 FUSED_MASK = "--no-create-attention-mask-in-dataloader"
 
 
-def set_flags(values: dict[str, Any]) -> dict[str, Any]:
+def set_flags(values: Settings) -> Settings:
     """Return the flags that are set: values other than False and None."""
     return {flag: value for flag, value in values.items() if value is not None and value is not False}
 
 
-def model_flags(model: Model) -> dict[str, Any]:
+def model_flags(model: Model) -> Settings:
     """Return the flags of the model's shape; True stands for a flag without a value."""
     moe, latent = model.moe, model.latent
     grouped = latent is None and model.kv_heads < model.heads
     dropout = DROPOUT if has_dropout(model) else 0.0
-    flags: dict[str, Any] = {
+    flags: Settings = {
         "--num-layers": model.layers,
         "--hidden-size": model.hidden,
         "--ffn-hidden-size": model.ffn or (moe.ffn if moe else None),
@@ -130,6 +129,7 @@ _OTHER_LAYERS = {
     r"--heterogeneous-layers-.*": "layers of different shapes",
     r"--encoder-num-layers|--decoder-num-layers": "an encoder and a decoder",
     r"--(vision|img|patch|num-image|disable-vision)-.*": "a vision tower",
+    r"--(model|dataset)-provider|--language-model-checkpoint": "a language model among other parts",
     r"--spec": "layers of the program's own",
 }
 # Vocabularies of tokenizers whose own file is not at hand: GPT-2's, Llama 2's.
@@ -239,7 +239,7 @@ def _experts(settings: Settings, layers: int, ffn: int) -> MixtureOfExperts:
     )
 
 
-def _dense(frequency: object, layers: int) -> dict[str, Any]:
+def _dense(frequency: object, layers: int) -> Settings:
     """Return which layers are dense: `--moe-layer-freq` is a number N (every N-th is sparse) or a list of 0 and 1,
     which may be a sum of multiplied lists, such as ([0]*3+[1]*58).
     """
