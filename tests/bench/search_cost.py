@@ -1,8 +1,8 @@
 """What questions cost: seconds of the whole command, cold, and its memory.
 
-Run as `python tests/bench/search_cost.py OUT.md [--beside CHECKOUT] [--times 3]`. Each run is a process of its own, of
-which the median counts; CPU seconds are user and system together, which is what a machine that does nothing else takes
-in wall time on one core. `--beside` asks another checkout the same, one run after the other.
+Run as `python tests/bench/search_cost.py OUT.md [--compared-with CHECKOUT] [--times 3]`. Each run is a process of its
+own, of which the median counts; CPU seconds are user and system together, which is what a machine that does nothing
+else takes in wall time on one core. `--compared-with` asks another checkout the same, one run after the other.
 """
 
 from __future__ import annotations
@@ -76,9 +76,9 @@ def measure(words: Sequence[str], checkout: Path = ROOT) -> Cost:
     )
 
 
-def row(name: str, words: Sequence[str], beside: Path | None, times: int) -> str:
+def row(name: str, words: Sequence[str], other: Path | None, times: int) -> str:
     """Return the row of a question, both checkouts measured in turn."""
-    runs = [(measure(words), None if beside is None else measure(words, beside)) for _ in range(times)]
+    runs = [(measure(words), None if other is None else measure(words, other)) for _ in range(times)]
 
     def median(which: int, quantity: str) -> str:
         values = [getattr(run[which], quantity) for run in runs if run[which] is not None]
@@ -87,15 +87,15 @@ def row(name: str, words: Sequence[str], beside: Path | None, times: int) -> str
     one, search = runs[0][0], runs[0][0].search
     counts = " | ".join(f"{search[key]:,}" if search else "" for key in ("legal", "fitting", "costed", "simulated"))
     ended = f"{search['status']}, gap {search['gap']:.1%}" if search else f"exit code {one.code}"
-    before = f" | {median(1, 'cpu_s')} | {median(1, 'wall_s')}" if beside is not None else ""
+    before = f" | {median(1, 'cpu_s')} | {median(1, 'wall_s')}" if other is not None else ""
     return (
         f"| {name} | {counts} | {ended}{before} | {median(0, 'cpu_s')} | {median(0, 'wall_s')} | {median(0, 'mib')} |"
     )
 
 
-def main(out: Path, beside: Path | None, times: int) -> None:
+def main(out: Path, other: Path | None, times: int) -> None:
     """Write the table."""
-    other = ("commit CPU s", "commit wall s") if beside is not None else ()
+    of_other = ("commit CPU s", "commit wall s") if other is not None else ()
     columns = (
         "question",
         "legal plans",
@@ -103,7 +103,7 @@ def main(out: Path, beside: Path | None, times: int) -> None:
         "costed whole",
         "simulated",
         "answer",
-        *other,
+        *of_other,
         "CPU s",
         "wall s",
         "MiB",
@@ -116,15 +116,15 @@ def main(out: Path, beside: Path | None, times: int) -> None:
         f"{os.cpu_count()} cores; median of {times}; cold start, imports and simulation of the finalists included, modules",
         f"compiled. Load at the start {os.getloadavg()[0]:.0f}: where other work ran, wall time is no bound, and CPU time",
         "itself is inflated by shared caches. torchtitan's space, 8 sequences a GPU unless stated.",
-        *([f"Beside: commit {_commit(beside)}, in turn with this one."] if beside is not None else []),
+        *([f"Compared with commit {_commit(other)}, in turn with this one."] if other is not None else []),
         "",
         f"| {' | '.join(columns)} |",
-        f"|---{'|--:' * 4}|---{'|--:' * (3 + len(other))}|",
+        f"|---{'|--:' * 4}|---{'|--:' * (3 + len(of_other))}|",
     ]
-    for checkout in (ROOT, *([beside] if beside is not None else [])):
+    for checkout in (ROOT, *([other] if other is not None else [])):
         measure(QUESTIONS["llama3-8b on 8 H100"].split(), checkout)  # compiles
     for name, words in QUESTIONS.items():
-        lines.append(row(name, words.split(), beside, times))
+        lines.append(row(name, words.split(), other, times))
         print(lines[-1], flush=True)
     with tempfile.TemporaryDirectory() as folder:
         for layers in LAYERS:
@@ -133,7 +133,7 @@ def main(out: Path, beside: Path | None, times: int) -> None:
             path = Path(folder) / f"llama3-8b-{layers}.json"
             path.write_text(json.dumps(config))
             words = ["suggest", "--model", str(path), "--cluster", "dgx-h100", "--gpus", "128"]
-            lines.append(row(f"llama3-8b with {layers} layers on 128 H100", words, beside, times))
+            lines.append(row(f"llama3-8b with {layers} layers on 128 H100", words, other, times))
             print(lines[-1], flush=True)
     out.write_text("\n".join(lines) + "\n")
 
@@ -146,7 +146,7 @@ def _commit(checkout: Path) -> str:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--beside", type=Path)
+    parser.add_argument("--compared-with", type=Path)
     parser.add_argument("--times", type=int, default=3)
     options = parser.parse_args()
-    main(options.out, options.beside, options.times)
+    main(options.out, options.compared_with, options.times)
