@@ -135,15 +135,15 @@ def test_the_answer_is_one_however_it_is_asked_and_told(number, tmp_path):
     case = case_of_plan_file(saved)
     read_back = predict(case.question, case.plan).estimate
     document = json.loads(codec.to_json(search_document(result)))["plans"][0]["estimate"]
-    told = re.search(r"about ([\d.]+) (m?s) \(", answer_sentence(first))
+    reported = re.search(r"about ([\d.]+) (m?s) \(", answer_sentence(first))
 
     assert alone.step_s == first.estimate.step_s
     assert alone.memory.reserved_bytes == first.estimate.memory.reserved_bytes
     assert read_back.step_s.value == pytest.approx(alone.step_s.value, rel=1e-9)
     assert read_back.memory.reserved_bytes == alone.memory.reserved_bytes
     assert document["step_s"]["value"] == alone.step_s.value
-    assert told is not None
-    seconds = float(told[1]) * (1e-3 if told[2] == "ms" else 1.0)
+    assert reported is not None
+    seconds = float(reported[1]) * (1e-3 if reported[2] == "ms" else 1.0)
     assert seconds == pytest.approx(alone.step_s.value, rel=0.1)
 
 
