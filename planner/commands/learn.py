@@ -120,7 +120,7 @@ def _print(learned: LearnedRuntime | None, next_runs: list[JsonObject], out: Pat
             scale, unit = (1e3, " ms") if name.endswith("_s") else (1.0, "")
             print(f"  {name:18s} {one.value * scale:8.3g}{unit}  {one.low * scale:.3g} to {one.high * scale:.3g}")
         for quantity, value in learned.left_out.items():
-            said = "not measured" if value is None else f"{value:.1%} in the mean"
+            said = "not measured" if value is None else f"mean error {value:.1%}"
             print(f"left out group by group, {quantity}: {said}")
     else:
         print(f"nothing is learned from {rows} runs: make these first, in this order")

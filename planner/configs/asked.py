@@ -4,6 +4,7 @@ open.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,7 +22,7 @@ from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
 from simulator.fitting.calibrations import UNMEASURED, Calibrations
-from simulator.legality.frameworks import Framework, framework_named
+from simulator.legality.frameworks import Framework, framework_of_runtime
 from simulator.legality.rule import UNKNOWN_MODEL, Grade, Problem
 from simulator.legality.rules import problems_without_model
 from topology.cluster import Cluster, NodeGroup
@@ -62,7 +63,8 @@ class Stated:
     def problems(self) -> tuple[Problem, ...]:
         """Return what the rules that need no model say."""
         facts = rule_facts(UNKNOWN_MODEL, self.cluster, self.workload, self.framework, self.runtime, self.gpus)
-        return problems_without_model(self.plan, facts)
+        found = problems_without_model(self.plan, facts)
+        return tuple(problem for problem in found if problem.message != self.runtime.not_modelled)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,8 +135,10 @@ def ask(text: str, where: str, flags: CheckFlags, *, measured: Calibrations = UN
         return replace(found, assumed=tuple(assumed), problems=(problem,))
     _agree(facts, flags)
     said = tuple(dict.fromkeys((*assumed, *defaults))) if case is None else case.assumed
+    if reason := stated.runtime.not_modelled:  # a limit of ours, and no fault of the file
+        case, unknown = None, (*unknown, Open(what=reason, remedy="bfloat16 and AdamW in the file have a prediction"))
     rest = None if case is not None else stated
-    return replace(found, assumed=said, given=given, facts=facts, case=case, stated=rest)
+    return replace(found, assumed=said, questions=unknown, given=given, facts=facts, case=case, stated=rest)
 
 
 # What the file is about.
@@ -143,7 +147,11 @@ def ask(text: str, where: str, flags: CheckFlags, *, measured: Calibrations = UN
 def _model(
     configuration: Configuration, flags: CheckFlags, assumed: list[str]
 ) -> tuple[Model | None, tuple[Open, ...]]:
-    """Return the model, or the question which it is."""
+    """Return the model, or the question which it is, or why it has no cost."""
+    if configuration.no_cost:
+        return None, (
+            Open(what=configuration.no_cost, remedy="planner suggest --model of the whole for full training"),
+        )
     model = load_model(flags.model) if flags.model else configuration.model
     if model is not None:
         assumed[:0] = model.assumed
@@ -187,31 +195,41 @@ def _facts(
     Where nobody says how many there are, they are the cluster's, or as few whole nodes as the stated degrees fill.
     """
     given = _given(configuration, flags, model, machine)
-    whose = "the cluster's"
-    try:
-        facts = read(configuration.table, configuration.settings, given)
-    except NotStated:
-        raise
-    except BadInput:
-        whose = "as few whole nodes as the stated degrees fill"
-        if not machine.open_gpus or (wider := _wider(configuration, given, machine)) is None:
-            raise
-        count, facts = wider
-        given = {**given, "gpus": count}
+    if not machine.open_gpus:
+        return given, read(configuration.table, configuration.settings, given), machine
+    count, facts = _filled(configuration, given, machine.gpus)
+    whose = "the cluster's" if count == machine.gpus else "as few as the stated degrees fill"
+    assumed.append(f"{count} GPUs ({whose}; say another number with --gpus)")
+    if count != machine.gpus:
         machine = replace(machine, cluster=read_cluster(machine.name, count, gpu=flags.gpu), gpus=count)
-    if machine.open_gpus:
-        assumed.append(f"{machine.gpus} GPUs ({whose}; say another number with --gpus)")
-    return given, facts, machine
+    return {**given, "gpus": count}, facts, machine
 
 
-def _wider(configuration: Configuration, given: Facts, machine: _Machine) -> tuple[int, Facts] | None:
-    for nodes in range(2, MOST_NODES + 1):
-        count = nodes * machine.gpus
+def _filled(configuration: Configuration, given: Facts, each: int) -> tuple[int, Facts]:
+    """Return as few GPUs as the stated degrees fill, in whole nodes of `each` where they leave something open, and the
+    facts on them. Raises BadInput where the file cannot be read on any number.
+    """
+
+    def facts_on(count: int) -> tuple[int, Facts]:
+        return count, read(configuration.table, configuration.settings, {**given, "gpus": count})
+
+    first: BadInput | None = None
+    for nodes in range(1, MOST_NODES + 1):
         try:
-            return count, read(configuration.table, configuration.settings, {**given, "gpus": count})
-        except BadInput:
+            count, facts = facts_on(nodes * each)
+            product = math.prod(facts.get(axis) or 1 for axis in ("dp_replicate", "dp_shard", "tp", "cp", "pp"))
+            if product != count:  # all degrees are stated
+                count, facts = facts_on(product)
+        except NotStated:
+            raise
+        except BadInput as error:
+            first = first or error
             continue
-    return None
+        if (count // (facts.get("pp") or 1)) % (facts.get("ep") or 1) == 0:
+            return count, facts
+    if first is not None:
+        raise first
+    return facts_on(each)
 
 
 def _given(configuration: Configuration, flags: CheckFlags, model: Model | None, machine: _Machine) -> Facts:
@@ -269,11 +287,11 @@ def _open_batch(facts: Facts, assumed: list[str]) -> Facts:
     return {"micro_batch_size": micro, "global_batch_size": batch}
 
 
-def _runtime(configuration: Configuration, facts: Facts, framework: Framework) -> dict[str, Any]:
+def _runtime(configuration: Configuration, facts: Facts) -> dict[str, Any]:
     """Return a runtime as a case states it."""
     launcher = configuration.framework in LAUNCHERS
     return {
-        "name": framework.runtime_name,
+        "name": configuration.runtime or configuration.rules,
         "version": None if launcher else configuration.behaves_as or configuration.version,
         **{name: facts[name] for name in RUNTIME_FACTS if name in facts},
     }
@@ -286,9 +304,9 @@ def _plan(facts: Facts) -> dict[str, Any]:
 
 def _stated(configuration: Configuration, facts: Facts, cluster: Cluster, where: str) -> tuple[Stated, list[str]]:
     """Return all that a configuration says but its model, and what was assumed. Raises BadPlan for what cannot be."""
-    rules = framework_named(configuration.rules)
+    rules = framework_of_runtime(configuration.rules)
     workload = Workload(seq_len=facts["seq_len"], global_batch_size=facts["global_batch_size"])
-    stated, implied = implied_runtime(_runtime(configuration, facts, rules), _plan(facts), rules)
+    stated, implied = implied_runtime(_runtime(configuration, facts), _plan(facts), rules)
     runtime, from_runtime = resolve_runtime(stated)
     plan, from_plan = complete_plan(_plan(facts), workload, rules, where=where)
     found = Stated(plan=plan, workload=workload, runtime=runtime, framework=rules, cluster=cluster, gpus=facts["gpus"])
@@ -311,7 +329,7 @@ def _case(
         cluster=stated.cluster,
         workload=stated.workload,
         framework=stated.framework,
-        runtime=_runtime(configuration, facts, stated.framework),
+        runtime=_runtime(configuration, facts),
         plan=_plan(facts),
         measured=measured,
         assumed=assumed,

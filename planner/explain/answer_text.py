@@ -97,7 +97,8 @@ def print_estimate(found: PlanAnswer) -> None:
     sentence = f"{_capital(approach_text(plan))}: about {interval_text(estimate.step_s)} a step, {rates}."
     print_lines(console(), [sentence, f"Memory {memory}."], hanging="")
     print()
-    print_lines(console(), [f"case      {case.id}", *asked, *problems, batch_line(plan, question)])
+    setting = [*problems, batch_line(plan, question), order_line(plan, question)]
+    print_lines(console(), [f"case      {case.id}", *asked, *setting])
     print_lines(console(), [parts_line(estimate), memory_line(estimate)])
     print()
     rests_on = [*question_lines(question), *assumed_lines(case.assumed), *basis_lines(estimate, found.method)]
@@ -118,7 +119,15 @@ def answer_sentence(best: RankedPlan) -> str:
         if best.plan.recompute != "none" and not best.plan.recompute_per_stage
         else ""
     )
-    return f"Use {approach_text(best.plan)}{settings}: about {interval_text(best.estimate.step_s)} a step, {needs}."
+    step = f"about {interval_text(best.estimate.step_s)} a step of {tokens_text(best)} tokens"
+    return f"Use {approach_text(best.plan)}{settings}: {step}, {needs}."
+
+
+def tokens_text(listed: RankedPlan) -> str:
+    """Return the tokens of a step to two digits: `4.2M`, `33k`."""
+    tokens = listed.estimate.tokens_per_gpu * listed.plan.gpus
+    size, letter = next(((size, letter) for size, letter in ((1e6, "M"), (1e3, "k")) if tokens >= size), (1.0, ""))
+    return f"{two_digits(tokens / size)}{letter}"
 
 
 def may_fit_sentence(found: MayFit, best: RankedPlan) -> str:
@@ -157,17 +166,20 @@ def batch_line(plan: Plan, question: Question) -> str:
     return f"batch     {workload.global_batch_size:,} = {ranks}{each}{plan.micro_batch_size} at a time"
 
 
+def order_line(plan: Plan, question: Question) -> str:
+    """Return which rank runs on which GPU."""
+    if not plan.placement or plan.placement == tuple(range(plan.gpus)):
+        return "order     ranks in the order of the GPUs"
+    order = f"rank by rank: {', '.join(map(str, plan.placement[:16]))}" + (", ..." if plan.gpus > 16 else "")
+    return f"order     GPUs {order}" + (" (CUDA_VISIBLE_DEVICES)" if question.cluster.node_count == 1 else "")
+
+
 def run_lines(plan: Plan, question: Question, out: str | None) -> list[str]:
     """Return what is needed to start a plan: micro batches, the order of the GPUs, and the commands."""
-    if plan.placement and plan.placement != tuple(range(plan.gpus)):
-        order = f"rank by rank: {', '.join(map(str, plan.placement[:16]))}" + (", ..." if plan.gpus > 16 else "")
-        order = f"GPUs {order} (CUDA_VISIBLE_DEVICES)" if question.cluster.node_count == 1 else f"GPUs {order}"
-    else:
-        order = "rank r on GPU r"
     start = f"planner export {out or 'plan.json'} --to {question.framework.tools.export}"
     saved = f"saved     {out}" if out else None
     save = "" if out else "with --out plan.json: "
-    lines = [batch_line(plan, question), f"order     {order}", saved, f"start     {save}{start}"]
+    lines = [batch_line(plan, question), order_line(plan, question), saved, f"start     {save}{start}"]
     return [line for line in lines if line]
 
 
@@ -191,8 +203,8 @@ def print_plans(plans: Sequence[RankedPlan], question: Question, likely: Sequenc
     for column in table.columns:
         column.no_wrap = column.header != "plan"
     marks = places(plans)
-    rows: list[tuple[str, RankedPlan | MayFit]] = [*zip(marks, plans, strict=True), *(("?", one) for one in likely)]
-    for mark, row in rows:
+    shown: list[tuple[str, RankedPlan | MayFit]] = [*zip(marks, plans, strict=True), *(("?", one) for one in likely)]
+    for mark, row in shown:
         plan, estimate = row.plan, row.estimate
         settings = special_text(plan)
         recompute = (

@@ -5,10 +5,11 @@ Nothing is opened: a path that a file names is no file of ours.
 
 from __future__ import annotations
 
+import re
 from functools import cache
 
 from planner.export.schema import schema
-from simulator.config.hf_config import named_model, shipped_models
+from simulator.config.hf_config import hub_name, named_model, shipped_models
 from simulator.config.hub_models import hub_table
 from simulator.config.model import Model
 from topology.errors import BadModel
@@ -27,6 +28,26 @@ def model_said(name: object) -> tuple[Model | None, str]:
     except BadModel as error:
         return None, f"{error.what}: {error.why}"
     return None, f"the file names {said[:80]!r}, which the table of names does not have"
+
+
+def model_spelt(word: str) -> Model | None:
+    """Return the model whose name on the Hub has the letters and digits of a word, such as `llama3_1_8b`; None where no
+    name or several have them.
+    """
+    return _by_letters().get(_letters(word))
+
+
+def _letters(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.casefold())
+
+
+@cache
+def _by_letters() -> dict[str, Model]:
+    found: dict[str, list[Model]] = {}
+    for models in _by_shape().values():
+        for model in models:
+            found.setdefault(_letters(hub_name(model.name).rpartition("/")[2].removesuffix("-hf")), []).append(model)
+    return {letters: models[0] for letters, models in found.items() if len({one.parameters for one in models}) == 1}
 
 
 @cache

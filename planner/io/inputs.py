@@ -36,6 +36,13 @@ def read_cluster(name: str, gpus: int | None = None, *, gpu: str | None = None) 
     return take_gpus(found, gpus) if captured else load_cluster(name, gpus=gpus)
 
 
+def refuse_empty(**said: str | None) -> None:
+    """Raise UserError for words that are said and empty."""
+    for name, word in said.items():
+        if word is not None and not word.strip():
+            raise UserError(f"--{name} is empty", remedy=f"--{name} with a name, or without the flag for the default")
+
+
 def faulty_gpus(cluster: Cluster) -> tuple[int, ...]:
     """Return the indices of GPUs in the first node that are unhealthy or off its NVLink fabric."""
     if not cluster.gpu_count:

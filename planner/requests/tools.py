@@ -47,7 +47,8 @@ class Check(Request):
 
     file: str = required_argument(
         help="torchtitan TOML or command, Megatron-LM command line or script, Megatron-Bridge recipe dump,"
-        " DeepSpeed JSON, accelerate YAML, TrainingArguments JSON, vllm serve or SGLang command; - reads stdin."
+        " DeepSpeed JSON, accelerate YAML, TrainingArguments, YAML of axolotl, LLaMA-Factory, torchtune, LitGPT,"
+        " nanotron, GPT-NeoX or NeMo AutoModel, vllm serve or SGLang command; - reads stdin."
         " Of a folder: all that train, one row each."
     )
     model: str | None = option(None, "--model", help="Shipped model or config.json, where the file names none.")

@@ -111,7 +111,7 @@ def mechanisms(plan: Plan) -> tuple[str, ...]:
         "a pipeline": plan.pp > 1,
         "several stages a rank": plan.virtual_stages > 1,
         "a schedule that splits the backward pass": plan.pp > 1 and schedule_kind(plan.schedule_name).splits_backward,
-        "stages set one by one": bool(plan.layers_per_stage or plan.recompute_per_stage),
+        "layers or recomputation stated by stage": bool(plan.layers_per_stage or plan.recompute_per_stage),
         "overlapped tensor parallelism": plan.tp_overlap != NONE,
         "overlapped all-to-all of experts": plan.ep_overlap != NONE,
         "state in host memory": plan.offload != "none",

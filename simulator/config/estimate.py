@@ -115,7 +115,8 @@ class MemoryEstimate:
             return "fits"
         if self.fit is Fit.NO:
             return "does not fit"
-        retries = f", allocations retried {self.retries_per_step} times a step" if self.retries_per_step else ""
+        often = "once" if self.retries_per_step == 1 else f"{self.retries_per_step} times"
+        retries = f", allocations retried {often} a step" if self.retries_per_step else ""
         return f"{chance(self.fit_probability)} likely to fit{retries}"
 
 

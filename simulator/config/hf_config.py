@@ -88,15 +88,6 @@ def named_model(name: str) -> Model | None:
     return replace(model, assumed=(*model.assumed, *notes))
 
 
-def shipped_config(model: Model) -> JsonObject:
-    """Return the config.json of a shipped model, with the numbers that cost nothing; nothing for any other model."""
-    if model.name not in shipped_models():
-        return {}
-    config = dict(read_json(SHIPPED / f"{model.name}.json"))
-    same = replace(model_from_config(config, name=model.name), assumed=()) == replace(model, assumed=())
-    return config if same else {}
-
-
 def is_known(name: str) -> bool:
     """Return whether `load_model` knows a name without a file, be it to refuse the model."""
     key = name.strip().casefold()

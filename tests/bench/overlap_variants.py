@@ -19,7 +19,7 @@ from executor.overlap import all_reduce, fused, push
 from executor.overlap.copy_engine import rows_of_a_round
 from executor.overlap.mode import products
 from executor.overlap.relay import relay_sum
-from executor.verify import overlap as verify_overlap
+from executor.verify.kernels import difference
 from tests.bench.overlap_bench import Bench
 
 
@@ -184,7 +184,7 @@ def relays(bench: Bench) -> None:
         for call in wanted.values():
             found = call()
             if found.shape == expected.shape:
-                worst = torch.maximum(worst, verify_overlap._difference(found, expected))
+                worst = torch.maximum(worst, difference(found, expected, expected))
         calls: dict[str, Callable[[], object]] = {}
         for name, call in wanted.items():
             calls[f"ring before {name}"] = cool
@@ -206,7 +206,7 @@ def adding_to_peers(bench: Bench, x: Tensor, weight: Tensor) -> Callable[[], obj
     run, out = prepare(space, x, weight, processors(bench.device))
     run()
     expected = overlap.MODES["nccl"].matmul_scatter(((x, weight.t()),), bench.group)
-    gap = verify_overlap._difference(out, expected.double())
+    gap = difference(out, expected.double(), expected)
     dist.all_reduce(gap, dist.ReduceOp.MAX)
     bench.recorder.write("checked", what="TMA adds to peers, to NCCL then cuBLAS", difference=float(gap))
     return run

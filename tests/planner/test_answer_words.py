@@ -61,3 +61,28 @@ def test_ties_are_marked_where_they_begin_after_the_plan_before_them():
     ]
 
     assert places(ranked) == ["1", "2", "3 =", "4"]
+
+
+@pytest.mark.parametrize("flag", ["--model", "--cluster"])
+@pytest.mark.parametrize("command", [("suggest",), ("suggest", "--task", "serve"), ("estimate",)])
+def test_a_name_that_is_said_and_empty_is_no_default(planner, command, flag):
+    refused = planner(*command, flag, "")
+
+    assert refused.returncode == 2
+    assert f"{flag} is empty" in refused.stderr
+
+
+def test_an_estimate_says_on_which_gpus_its_ranks_run(planner):
+    flags = ("--model", "llama3.2-1b", "--cluster", "dgx-h100", "--gpus", 2, "--global-batch", 2, "--seq-len", 1024)
+
+    assert "order     ranks in the order of the GPUs" in planner("estimate", *flags).stdout
+
+
+def test_retries_are_counted_in_words():
+    memory = question_of(LLAMA8B, make_cluster(1, 2), Workload(seq_len=8192, global_batch_size=8)).estimate(
+        [Plan(dp_shard=2, recompute="full")]
+    )
+    likely = replace(memory.estimate(0).memory, reserved_bytes=76 * 2.0**30, fits=True)
+
+    assert "retried once a step" in replace(likely, retries_per_step=1).verdict
+    assert "retried 3 times a step" in replace(likely, retries_per_step=3).verdict

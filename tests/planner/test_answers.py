@@ -113,7 +113,10 @@ def test_the_answer_fits_a_screen(planner_once):
     cluster = next(number for number, line in enumerate(lines) if line.startswith("cluster "))
 
     assert max(map(len, lines)) <= 80
-    assert re.match(r"Use .+: about [\d.]+ m?s \([\d.]+ to [\d.]+\) a step, \d+ GiB of \d+", " ".join(lines[:2]))
+    assert re.match(
+        r"Use .+: about [\d.]+ m?s \([\d.]+ to [\d.]+\) a step of [\d.]+[Mk] tokens, \d+ GiB of \d+",
+        " ".join(lines[:2]),
+    )
     assert start < 26
     assert start < cluster
     for label in ("batch ", "order ", "start ", "assumed ", "basis ", "memory ", "searched "):

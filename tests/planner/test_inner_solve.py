@@ -151,7 +151,7 @@ FEW_FILLINGS = (1, 3, 6, 7, 9, 15, 18, 22, 24, 35, 52, 71, 77, 93)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "seeds", [FEW_FILLINGS, *(pytest.param(range(n, n + 6), marks=pytest.mark.nightly) for n in range(0, 48, 6))]
+    "seeds", [FEW_FILLINGS, *(pytest.param(range(n, n + 6), marks=pytest.mark.nightly) for n in (0, 6))]
 )
 def test_the_stages_found_are_the_best_there_are(seeds):
     """Pipelines of several schedules, up to 16 GPUs, some of them on bridged pairs.

@@ -55,7 +55,7 @@ COMMANDS = {
 def words_of(done) -> str:
     """Return an exit code and both streams, with `#` for every number, and for the space that depends on its width."""
     text = done.stdout + "".join(f"error stream: {line}\n" for line in done.stderr.splitlines())
-    text = re.sub(r"(?<![\w.])(?<!\w-)\d+(?:[.,]\d+)*(?:e[+-]?\d+)?(?!\w)", "#", text)
+    text = re.sub(r"(?<![\w.])(?<!\w-)\d+(?:[.,]\d+)*(?:e[+-]?\d+)?(?!\w|\.\d)", "#", text)
     return f"exit {done.returncode}\n" + re.sub(r" {2,}", "  ", re.sub(r" +$", "", text, flags=re.MULTILINE))
 
 

@@ -124,7 +124,7 @@ def test_a_tuning_that_is_killed_leaves_no_process_and_loses_no_trial(tmp_path) 
     """Kill -9 in the middle of the second trial; the state then has the first, and a second process goes on."""
     (tmp_path / "trainer.py").write_text(TRAINER)
     state = tmp_path / "state.jsonl"
-    flags = ["--model", "tiny-llama", "--cluster", "dgx-h100", "--gpus", "4", "--framework", "torchtitan@0.2.2"]
+    flags = ["--model", "tiny-llama", "--cluster", "dgx-h100", "--gpus", "2", "--framework", "torchtitan@0.2.2"]
     flags += [
         "--seq-len",
         "512",

@@ -24,7 +24,6 @@ from tests.service.running import ROOT, service  # isort: skip
 ESTIMATE = {"model": "llama3-8b", "cluster": "dgx-h100", "gpus": 8, "tp": 2, "global_batch": 64}
 SHORT = {"model": "tiny-llama", "cluster": "h200x4", "gpus": "2", "global_batch": 8}
 ADA = {"Authorization": "Bearer ada has a long token"}
-SECONDS = {"model": "gpt3-175b", "cluster": "dgx-h100", "gpus": "64", "global_batch": 128}  # and of them a few
 LONG = {"model": "deepseek-v3", "cluster": "dgx-h100", "gpus": "65536", "framework": "megatron-lm"}
 
 
@@ -208,7 +207,7 @@ def test_jobs_survive_the_death_of_the_server(database, tmp_path):
 
 def test_a_database_that_goes_away_comes_back(postgres, tmp_path):
     with service(tmp_path, database=postgres.url) as running, Client(running.url) as client:
-        job = client.submit("suggest", SECONDS)
+        job = client.submit("suggest", LONG)
         begun(client, job)
         postgres.stop()
         assert httpx.get(f"{running.url}/healthz", timeout=30).status_code == 503

@@ -21,7 +21,8 @@ from ui.question import state, uploads
 
 READ = (
     "torchtitan TOML or command, Megatron-LM command line or script, Megatron-Bridge recipe dump, DeepSpeed JSON,"
-    " accelerate YAML, TrainingArguments JSON, vllm serve or SGLang command"
+    " accelerate YAML, TrainingArguments, YAML of axolotl, LLaMA-Factory, torchtune, LitGPT, nanotron, GPT-NeoX or NeMo"
+    " AutoModel, vllm serve or SGLang command"
 )
 
 

@@ -41,18 +41,20 @@ class CheckFlags:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Configuration:
-    """A file that was read. `settings` are what the `table` reads; `rules` is the framework whose legality counts.
+    """A file that was read. `settings` are what the `table` reads; `rules` is the framework whose legality counts, and
+    `runtime` what runs its plans, where that is another.
 
     `model` is the model that the file itself describes or names; None where it has none that is known, and
-    `unknown_model` then says what it says of it. `gpus` is how many the file says it is for, in a comment where
-    `in_a_comment`, as is `cluster` then, and `machines` over how many hosts. `behaves_as` is the version whose
-    step is predicted, where that is not `version`. `given` are facts that it holds in no key. `edit` turns changed
-    settings into a new text.
+    `unknown_model` then says what it says of it; `no_cost` is why its cost is not modelled, whatever the model. `gpus`
+    is how many the file says it is for, in a comment where `in_a_comment`, as is `cluster` then, and `machines` over
+    how many hosts. `behaves_as` is the version whose step is predicted, where that is not `version`. `given` are facts
+    that it holds in no key. `edit` turns changed settings into a new text.
     """
 
     framework: str
     version: str | None
     rules: str
+    runtime: str = ""
     behaves_as: str | None = None
     document: Document
     settings: Settings
@@ -60,6 +62,7 @@ class Configuration:
     edit: Callable[[Settings], str]
     model: Model | None = None
     unknown_model: str = ""
+    no_cost: str = ""
     gpus: int | None = None
     machines: int | None = None
     given: Facts = field(default_factory=dict)
@@ -128,5 +131,6 @@ def unknown_kind(where: str, why: str) -> NotAConfiguration:
         f"{where} is no configuration of a kind that is known",
         why=why,
         remedy="a torchtitan TOML or command, a Megatron-LM command line or script, a Megatron-Bridge recipe dump,"
-        " a DeepSpeed JSON, an accelerate YAML, or TrainingArguments as JSON",
+        " a DeepSpeed JSON, an accelerate YAML, TrainingArguments, or the YAML of axolotl, torchtune, LitGPT, nanotron,"
+        " GPT-NeoX or NeMo AutoModel",
     )

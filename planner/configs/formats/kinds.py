@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from planner.configs.formats import bridge, torchtitan
+from planner.configs.formats import automodel, axolotl, bridge, gpt_neox, litgpt, nanotron, torchtitan, torchtune
 from planner.configs.formats.command_line import CommandLine, option_kinds
 from planner.configs.formats.configuration import CheckFlags, Configuration, not_understood, unknown_kind
 from planner.configs.formats.documents import YamlDocument
 from planner.configs.formats.launch import launch_facts, launch_of, started_by
-from planner.configs.formats.transformers_fields import LENGTHS, MICRO, MODEL_NAMES, PROGRAM, STEPS
+from planner.configs.formats.transformers_fields import ADAPTERS, LENGTHS, MICRO, MODEL_NAMES, PROGRAM, STEPS
 from planner.configs.formats.transformers_fields import TABLE as TRANSFORMERS
 from planner.export.frameworks import accelerate_fields, deepspeed_fields, megatron_fields
 from planner.export.frameworks.megatron_model import MODEL_KEYS, model_of_flags
@@ -24,6 +24,7 @@ from simulator.config.model import Model
 from topology.codec import JsonObject
 from topology.errors import BadInput
 
+YAML_FORMATS = (axolotl.FORMAT, torchtune.FORMAT, litgpt.FORMAT, nanotron.FORMAT, gpt_neox.FORMAT, automodel.FORMAT)
 SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu")
 WHOLE = {"pp": ((1, 1),), "ep": ((1, 1),)}  # limits of files that hold neither pipelines nor experts
 
@@ -70,8 +71,12 @@ def _yaml(text: str, where: str, flags: CheckFlags) -> Configuration:
         return _accelerate(document, flags)
     if MICRO in settings:
         return _transformers(document, settings, flags)
+    for known in YAML_FORMATS:
+        if known.knows(settings):
+            return known.configuration(document)
+    tools = ", ".join(known.framework for known in YAML_FORMATS)
     raise unknown_kind(
-        where, "its keys are neither accelerate's, nor a Megatron-Bridge recipe's, nor TrainingArguments'"
+        where, f"its keys are none of accelerate's, a Megatron-Bridge recipe's, TrainingArguments', nor of {tools}"
     )
 
 
@@ -305,6 +310,7 @@ def _transformers(document: YamlDocument, settings: Settings, flags: CheckFlags)
                 merged[f"{name}.enabled"] = bool(settings.get(name))
 
     model, unknown_model = model_said(next((settings[key] for key in MODEL_NAMES if settings.get(key)), None))
+    adapter = next((key for key in ADAPTERS if settings.get(key) not in {None, False, "full", ""}), None)
 
     def edit(changes: Settings) -> str:
         return document.edited(
@@ -321,6 +327,7 @@ def _transformers(document: YamlDocument, settings: Settings, flags: CheckFlags)
         edit=edit,
         model=model,
         unknown_model=unknown_model,
+        no_cost=f"{adapter}: {settings[adapter]} trains adapters, whose cost is not modelled" if adapter else "",
         gpus=launch.get("gpus"),
         given={name: launch[name] for name in ("seq_len",) if name in launch},
         leaves_open=frozenset({"seq_len"} - launch.keys() if not any(settings.get(key) for key in LENGTHS) else ()),

@@ -129,6 +129,7 @@ _OTHER_LAYERS = {
     r"--heterogeneous-layers-.*": "layers of different shapes",
     r"--encoder-num-layers|--decoder-num-layers": "an encoder and a decoder",
     r"--(vision|img|patch|num-image|disable-vision)-.*": "a vision tower",
+    r"--(model|dataset)-provider|--language-model-checkpoint": "a language model among other parts",
     r"--spec": "layers of the program's own",
 }
 # Vocabularies of tokenizers whose own file is not at hand: GPT-2's, Llama 2's.

@@ -6,10 +6,13 @@ model; a model that is known by its shape alone has none.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from simulator.config.hf_config import shipped_config
+from simulator.config.hf_config import model_from_config, shipped_models
+from simulator.config.hub_models import SHIPPED
 from simulator.config.model import Model
+from topology.codec import read_json
 
 # DeepSeek-V3 trains its selection biases at this speed (arXiv 2412.19437, section 4.2).
 BIAS_RATE = 1e-3
@@ -17,7 +20,7 @@ BIAS_RATE = 1e-3
 
 def number_flags(model: Model) -> dict[str, Any]:
     """Return the flags of what is known; nothing where only the shape is."""
-    config = shipped_config(model)
+    config = _config(model)
     flags: dict[str, Any] = {}
     if "rms_norm_eps" in config:
         flags["--norm-epsilon"] = config["rms_norm_eps"]
@@ -29,6 +32,15 @@ def number_flags(model: Model) -> dict[str, Any]:
     if scaling.get("rope_type") == "llama3":
         flags |= {"--use-rope-scaling": True, "--rope-scaling-factor": scaling["factor"]}
     return flags | (_router_flags(config) if model.moe else {})
+
+
+def _config(model: Model) -> dict[str, Any]:
+    """Return the config.json of a shipped model; nothing for any other, be it alike in all but its positions."""
+    if model.name not in shipped_models():
+        return {}
+    config = dict(read_json(SHIPPED / f"{model.name}.json"))
+    same = replace(model_from_config(config, name=model.name), assumed=()) == replace(model, assumed=())
+    return config if same else {}
 
 
 def _router_flags(config: dict[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from planner.io.inputs import measurements, read_cluster
+from planner.io.inputs import measurements, read_cluster, refuse_empty
 from planner.requests.flag import values_of
 from planner.requests.training import Suggest
 from planner.serving.question.question import OBJECTIVES, ServingQuestion
@@ -73,6 +73,10 @@ class ServingFlags:
     prefill: str | None = None
     profile: Path | None = None
     strict: bool = False
+
+    def __post_init__(self) -> None:
+        """Raise UserError for a model or cluster that is said and empty."""
+        refuse_empty(model=self.model, cluster=self.cluster)
 
 
 def flags_of_search(asked: Suggest) -> ServingFlags:
