@@ -100,29 +100,29 @@ class RankReplay:
         """Ask for what is there before the first step."""
         for unit in self.units:
             for elements in self.wrapped[unit.name].elements:
-                self._take(elements * self.plan.share(unit, "parameters") * self.plan.state["parameters"], COMPUTE)
+                self._taken(elements * self.plan.share(unit, "parameters") * self.plan.state["parameters"], COMPUTE)
         workspace = workspace_bytes(self.context.roofline.gpu.architecture)
         for _ in ("forward", "backward"):
-            self._take(workspace, COMPUTE)
+            self._taken(workspace, COMPUTE)
         whole = float(sum(u.elements[0] for u in self.units))
         if not self.traffic.adds_up:  # gradients are added up in place, in buffers that stay
             for unit in self.units:
                 nbytes = float(unit.elements[0]) * self.plan.share(unit, "gradients") * self.plan.state["gradients"]
-                self._take(nbytes, COMPUTE)
+                self._taken(nbytes, COMPUTE)
         if self.spec.ddp.bucket_copy and not self.traffic.fully_sharded and self.context.table["dp_replicate"][0] > 1:
             bucket = self.spec.ddp.bucket_bytes or whole
             left = whole * state_bytes(self.context)["gradients"]
             while left > 0:
-                self._take(min(left, bucket), COMPUTE)
+                self._taken(min(left, bucket), COMPUTE)
                 left -= bucket
         dense, moe = (np.full((1, 1), count) for count in held_kinds(self.units))
         operators = self.plan.operators
         kinds = [*(operators.dense_layer if dense[0, 0] else ()), *(operators.moe_layer if moe[0, 0] else ())]
         if not self.traffic.fully_sharded:
-            self._take(float(placeholder_bytes(kinds, self.context)[0]), COMPUTE)
-        self._take(float(symmetric_bytes(self.context, dense, moe)[0, 0]), PEERS)
+            self._taken(float(placeholder_bytes(kinds, self.context)[0]), COMPUTE)
+        self._taken(float(symmetric_bytes(self.context, dense, moe)[0, 0]), PEERS)
         self._take_stage_buffers()
-        self._take(self.zero["standing"], COMPUTE)
+        self._taken(self.zero["standing"], COMPUTE)
 
     def step(self) -> None:
         """Run one step."""
@@ -431,16 +431,13 @@ class RankReplay:
         before = sum(stage < self.plan.schedule.stages - 1 for stage in stages)
         if self.spec.pipeline.receive_buffers:
             for _ in range(count * (after + before)):
-                self._take(self._message_bytes(), COMPUTE)
+                self._taken(self._message_bytes(), COMPUTE)
         if self.spec.pipeline.keeps_outputs:
             logits = float(tensor_bytes("t v", self.context.sizes, self.context.dtype_bytes)[0])
             for _ in range(count):
-                self._take(before * self._message_bytes() + (len(stages) - before) * logits, COMPUTE)
+                self._taken(before * self._message_bytes() + (len(stages) - before) * logits, COMPUTE)
 
     # --- blocks -------------------------------------------------------------------------------------------------
-
-    def _take(self, nbytes: float, stream: str) -> None:
-        self._taken(nbytes, stream)
 
     def _taken(self, nbytes: float, stream: str = COMPUTE) -> list[Block]:
         return [self.memory.allocate(round(nbytes), stream)] if nbytes >= 1 else []

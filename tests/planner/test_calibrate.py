@@ -127,7 +127,7 @@ def test_the_report_names_the_fastest_mode_and_what_it_hides() -> None:
     )
     (row,) = overlap_rows(Profile(machine="m", gpu="h200-sxm", overlap=(sample,)))
 
-    assert (row["fastest"], row["hidden"]) == ("fused", pytest.approx(0.75))
+    assert (row.fastest, row.hidden) == ("fused", pytest.approx(0.75))
 
 
 def test_compiled_fusions_are_left_to_layers() -> None:
