@@ -38,10 +38,10 @@ from topology.rates.known import plannable
 from topology.units import GIB
 from ui import panels, saved_plans, sharing
 from ui.background import remote, service, waiting
+from ui.charts.row_types import PlanOnMachine, RatePoint
 from ui.published import nearest, sentence
 from ui.question import state, uploads
 from ui.question.state import LISTED, Inputs, choose_plan, results, source_of
-from ui.row_types import PlanOnMachine, RatePoint
 
 if TYPE_CHECKING:
     from planner.explain.plan_answer import PlanAnswer

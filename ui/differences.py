@@ -10,7 +10,7 @@ from planner.explain.waterfall import difference
 from planner.io.figures import last_digit_s, rate_text, seconds_text
 from planner.io.plan_words import changed_fields
 from ui.charts.look import words
-from ui.row_types import TermRow
+from ui.charts.row_types import TermRow
 from ui.rows import memory_figure, step_figure
 
 if TYPE_CHECKING:

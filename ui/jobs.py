@@ -12,9 +12,9 @@ from topology.codec import JsonObject
 from topology.errors import PlannerError
 from ui import panels
 from ui.background import service
+from ui.charts.row_types import JobDocument
 from ui.question import uploads
 from ui.question.state import Inputs
-from ui.row_types import JobDocument
 
 if TYPE_CHECKING:
     from streamlit.runtime.uploaded_file_manager import UploadedFile

@@ -16,8 +16,8 @@ from ui import rows
 from ui.charts import compare as compare_charts
 from ui.charts.look import PICK
 from ui.charts.look import Figure as Drawing
+from ui.charts.row_types import PlanRow
 from ui.question import share_link, state, uploads
-from ui.row_types import PlanRow
 
 if TYPE_CHECKING:
     from ui.differences import StepDifference

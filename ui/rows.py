@@ -23,7 +23,7 @@ from topology.rates.known import plannable
 from topology.rates.scaling import network_bytes_per_s, nvlink_bytes_per_s
 from topology.units import GIB, in_gb_per_s, in_gib, in_seconds
 from ui.charts.look import rate_range
-from ui.row_types import ComparedRow, PartRow, PlanRow
+from ui.charts.row_types import ComparedRow, PartRow, PlanRow
 
 if TYPE_CHECKING:
     from planner.pictures.node_layout import Cable, NodeView

@@ -22,7 +22,7 @@ from topology.codec import JsonObject
 if TYPE_CHECKING:
     from planner.remote.client import Client
     from planner.service.queue import Queue
-    from ui.row_types import Artifact, JobDocument
+    from ui.charts.row_types import Artifact, JobDocument
 
 NEEDS = ("fastapi", "pydantic", "sqlalchemy", "alembic", "httpx")
 USER = "local"

@@ -20,9 +20,9 @@ from ui import panels
 from ui.background import service
 from ui.canvas.component import timeline, window_of
 from ui.canvas.payload import Shown, payload
+from ui.charts.row_types import Artifact, JobDocument
 from ui.charts.timeline import LANES
 from ui.charts.timeline import timeline as columns
-from ui.row_types import Artifact, JobDocument
 
 KEY = "run_timeline"
 PREDICTED, MEASURED = 0, 1  # which side a lane is of

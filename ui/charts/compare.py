@@ -8,7 +8,7 @@ import altair as alt
 
 from planner.pictures.palette import GOOD, VERMILION
 from ui.charts.look import Figure, finished, paper
-from ui.row_types import TermRow
+from ui.charts.row_types import TermRow
 
 LABEL_PX = 62  # of the words next to a bar
 

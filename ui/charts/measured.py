@@ -8,7 +8,7 @@ import altair as alt
 
 from planner.pictures.palette import GOOD, GREY, VERMILION
 from ui.charts.look import Figure, finished, paper
-from ui.row_types import ComparedRow
+from ui.charts.row_types import ComparedRow
 
 INTERVALS = {"inside the 80 % range": GOOD, "outside": VERMILION, "no range": GREY}
 

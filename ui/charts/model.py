@@ -8,7 +8,7 @@ import altair as alt
 
 from planner.pictures.palette import BLUE
 from ui.charts.look import Figure, finished, paper
-from ui.row_types import PartRow
+from ui.charts.row_types import PartRow
 
 
 def parameters(rows: Sequence[PartRow], *, dark: bool) -> Figure:

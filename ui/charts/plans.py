@@ -8,7 +8,7 @@ import altair as alt
 
 from planner.pictures.palette import BAD, GOOD, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION
 from ui.charts.look import Figure, finished, paper, picked
-from ui.row_types import PlanRow, RatePoint
+from ui.charts.row_types import PlanRow, RatePoint
 
 
 def front(rows: Sequence[PlanRow]) -> list[PlanRow]:

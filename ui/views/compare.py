@@ -12,9 +12,9 @@ from topology.units import GIB
 from ui import data, differences, panels
 from ui.charts import compare as charts
 from ui.charts.look import words
+from ui.charts.row_types import TermRow
 from ui.question import state
 from ui.question_pair import show_questions
-from ui.row_types import TermRow
 
 if TYPE_CHECKING:
     from planner.explain.waterfall import Difference

@@ -17,8 +17,8 @@ from ui import data, differences, panels, rows
 from ui.charts import detail as charts
 from ui.charts import plans as plan_charts
 from ui.charts.look import words
+from ui.charts.row_types import PlanRow
 from ui.question import state
-from ui.row_types import PlanRow
 
 if TYPE_CHECKING:
     from planner.search.result import RankedPlan, SearchResult

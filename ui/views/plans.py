@@ -14,8 +14,8 @@ from simulator.config.plan import MESH_AXES
 from topology.units import GIB
 from ui import data, panels, rows
 from ui.charts import plans as charts
+from ui.charts.row_types import PlanRow
 from ui.question import state
-from ui.row_types import PlanRow
 from ui.rule_words import rejected_words
 
 if TYPE_CHECKING:

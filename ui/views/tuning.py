@@ -19,8 +19,8 @@ from topology.units import MIB
 from ui import data, jobs, panels
 from ui.background import service
 from ui.charts import tuning as charts
+from ui.charts.row_types import JobDocument
 from ui.question import state
-from ui.row_types import JobDocument
 
 MOST_BYTES = 16 * MIB
 COMMANDS = ("tune",)
