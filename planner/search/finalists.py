@@ -16,6 +16,7 @@ from planner.search.deadline import over
 from simulator.config.estimate import SURE, Estimate
 from simulator.config.overlap_sites import NONE
 from simulator.config.plan import Plan
+from simulator.memory.plan_memory import Replays
 from simulator.pipeline.schedules.registry import schedule_kind
 
 # Relative. Of pairs of plans that were measured on one machine under one question, half differ from their predicted
@@ -36,6 +37,7 @@ class Finalist:
 def predict_all(
     question: Question,
     finalists: Sequence[Finalist],
+    replays: Replays,
     progress: Callable[[str], None] | None = None,
     *,
     deadline: float | None = None,
@@ -51,7 +53,7 @@ def predict_all(
             return None
         turn = f"simulating plan {number} of {len(finalists)}"
         tell = None if progress is None else partial(_report, progress, turn)
-        prediction = predict(question, finalist.plan, progress=tell)
+        prediction = predict(question, finalist.plan, held=replays[finalist.plan], progress=tell)
         found.append(replace(finalist, estimate=prediction.estimate, method=prediction.method))
     return found
 

@@ -20,6 +20,7 @@ from planner.search.scaling import with_gpus
 from simulator.config.estimate import Estimate, Fit, chance, sure_bytes
 from simulator.config.plan import Plan
 from simulator.legality.rule import divisors
+from simulator.memory.plan_memory import PlanMemory
 from topology.errors import UserError
 
 MOST_FIXES = 4  # that are returned
@@ -74,15 +75,20 @@ def find_fixes(question: Question, plan: Plan, estimate: Estimate, deadline: flo
         for row, one in enumerate(legal):
             assert table is not None  # noqa: S101 - there is a row
             high = estimate.memory.reserved_high_bytes / estimate.memory.reserved_bytes
-            sure = float(table.reserved_bytes[row]) <= sure_bytes(table.capacity_bytes, high)
-            found.append((not sure, float(table.step_s[row]) * one.plan.gpus, float(table.reserved_bytes[row]), one))
-    surely = sorted((one for one in found if not one[0]), key=lambda one: one[1])
-    chosen: list[_Variant] = []
-    for _, cost, _, one in surely or sorted(found, key=lambda one: one[2])[:1]:
-        simpler = any(other.kinds < one.kinds and least <= cost * (1 + TIE) for _, least, _, other in surely)
-        if not simpler and not any(other.kinds <= one.kinds for other in chosen):
-            chosen.append(one)
-    fixes = [_fix(one, plan, estimate) for one in chosen[:MOST_FIXES] if not over(half)]
+            may = float(table.reserved_bytes[row]) <= sure_bytes(table.capacity_bytes, high)
+            found.append((not may, float(table.step_s[row]) * one.plan.gpus, float(table.reserved_bytes[row]), one))
+    # Cheapest first, each judged by its replay, until there are enough of them that surely fit.
+    chosen: list[tuple[float, _Variant]] = []
+    for _, cost, _, one in sorted((one for one in found if not one[0]), key=lambda one: one[1]):
+        if len(chosen) == MOST_FIXES or over(half):
+            break
+        if any(other.kinds <= one.kinds for _, other in chosen) or not PlanMemory(one.question, one.plan).surely_fits:
+            continue
+        chosen = [(c, other) for c, other in chosen if not (one.kinds < other.kinds and cost <= c * (1 + TIE))]
+        chosen.append((cost, one))
+    if not chosen:
+        chosen = [(cost, one) for _, cost, _, one in sorted(found, key=lambda one: one[2])[:1]]
+    fixes = [_fix(one, plan, estimate) for _, one in chosen if not over(half)]
     fixes = [one for one in fixes if one.reserved_bytes < estimate.memory.reserved_bytes]
     return tuple(sorted(fixes, key=lambda one: one.slower))
 

@@ -24,20 +24,22 @@ from planner.search.fixes import find_fixes
 from planner.search.flips import FlipPoint, find_flips, memory_flip
 from planner.search.gpu_counts import cost_per_million_tokens
 from planner.search.infeasible import no_fitting_plan, no_legal_plan, nothing_fits
-from planner.search.plan_space.branch_and_bound import Explored, explore, pareto_rows
+from planner.search.plan_space.branch_and_bound import BestFirst, Explored, pareto_rows
 from planner.search.plan_space.candidates import Bounds, Nodes, enumerate_nodes
+from planner.search.plan_space.judged import explore, plan_of_row
 from planner.search.plan_space.overlap_choice import with_overlap_by_site
 from planner.search.plan_space.screened import Screened
 from planner.search.reasons import why_it_lost
 from planner.search.result import MayFit, RankedPlan, SearchResult, SearchStats
-from planner.search.stages.assignment import NEAR_FIT, AssignedPipelines, assign_stages, plan_of_row
+from planner.search.stages.assignment import NEAR_FIT, AssignedPipelines, assign_stages
 from planner.search.stated_parts import contradiction
 from simulator.bounds.screening import Screening
-from simulator.calibration.intervals import memory_factors
 from simulator.columns.plan_columns import PlanColumns
-from simulator.config.estimate import SURE, Fit, sure_bytes
+from simulator.config.estimate import SURE, Fit
 from simulator.config.plan import MESH_AXES, Plan
 from simulator.legality.frameworks import Framework
+from simulator.memory.estimate import with_replay
+from simulator.memory.plan_memory import Replays
 from topology.cluster import Cluster
 from topology.errors import UserError
 
@@ -95,14 +97,18 @@ def suggest(
     if not len(nodes):
         raise contradiction(question, options.bounds, nodes) or no_legal_plan(question, nodes)
     screening = Screening(question)
-    found = _explore(screening, question.framework, nodes, options, deadline, progress)
+    replays = Replays(question)
+    found = _explore(screening, question.framework, nodes, options, replays, deadline, progress)
     if not found.plans and not options.reasons:
         raise nothing_fits(question, nodes, options.bounds)
     if not found.plans:
         raise no_fitting_plan(question, nodes, options.bounds, grow=grow, deadline=deadline)
     table = question.estimate([*found.plans, *found.may_fit])
-    finalists = [Finalist(plan=plan, estimate=table.estimate(i)) for i, plan in enumerate(table.plans)]
-    fastest = float(table.step_s[: len(found.plans)].min())
+    finalists = [
+        Finalist(plan=plan, estimate=with_replay(question, plan, table.estimate(i), replays[plan]))
+        for i, plan in enumerate(table.plans)
+    ]
+    fastest = min(one.estimate.step_s.value for one in finalists[: len(found.plans)])
     finalists = [one for one in finalists if one.plan in found.plans or one.estimate.step_s.value < fastest]
     rejected = {**nodes.rejected, "memory": found.everything.legal - found.everything.fitting}
 
@@ -121,7 +127,7 @@ def suggest(
     if options.simulate:
         if early is not None and not over(deadline):
             early(result(finalists, reasons=False))
-        simulated = predict_all(question, finalists, progress, deadline=deadline)
+        simulated = predict_all(question, finalists, replays, progress, deadline=deadline)
     if simulated is None or over(deadline):
         left_out = NOT_SIMULATED if simulated is None else NOT_EXPLAINED
         return result(simulated or finalists, reasons=False, assumed=(left_out,))
@@ -152,6 +158,7 @@ def _explore(
     framework: Framework,
     nodes: Nodes,
     options: SearchOptions,
+    replays: Replays,
     deadline: float | None,
     progress: Callable[[str], None] | None,
 ) -> _Found:
@@ -166,23 +173,41 @@ def _explore(
         screening, nodes, recomputes, nearly=NEAR_FIT if lists else 1.0, deadline=until, progress=progress
     )
 
-    def ask(screening: Screening, *, keep: int, stages: bool) -> tuple[Explored, AssignedPipelines]:
-        explored = explore(
+    def ask(
+        screening: Screening, *, keep: int, stages: bool, sure: Sequence[Plan] = ()
+    ) -> tuple[Explored, AssignedPipelines]:
+        search = BestFirst(
             screening,
-            nodes,
-            recomputes,
+            screened,
             objective=objective if objective in {"memory", "pareto"} else "time",
             keep=keep * (1 if options.all_variants or objective == "memory" else PER_TIE_GROUP),
             one_per_grid=not options.all_variants,
             deadline=deadline,
             progress=progress,
             nearly=NEAR_FIT if stages and lists else 1.0,
-            screened=screened,
         )
+
+        def listed(explored: Explored) -> list[int]:
+            if objective == "pareto":
+                return _rows(explored, options)
+            rows = {plan_of_row(explored.columns, row, cluster): row for row in _rows(explored, options)}
+            plans = _listed_plans(explored, AssignedPipelines(), options, cluster)
+            added = [plan for plan in _one_per_grid([*sure, *plans], options)[: options.top] if plan not in sure]
+            return [rows[plan] for plan in dict.fromkeys([*added, *plans[: 1 if sure else 0]])]
+
+        explored = explore(search, replays, listed)
         if not stages or (len(explored) and (objective in {"memory", "pareto"} or over(deadline))):
             return explored, AssignedPipelines()
         assigned = assign_stages(
-            screening, framework, nodes, explored, recomputes, top=keep, deadline=deadline, progress=progress
+            screening,
+            framework,
+            nodes,
+            explored,
+            recomputes,
+            top=keep,
+            replays=replays,
+            deadline=deadline,
+            progress=progress,
         )
         return explored, assigned
 
@@ -190,10 +215,9 @@ def _explore(
         everything, assigned = ask(screening, keep=options.top, stages=True)
         plans = _listed_plans(everything, assigned, options, cluster)
         return _Found(plans=plans, may_fit=[], everything=everything, asked=everything, assigned=assigned)
-    careful = replace(screening, share=sure_bytes(1.0, memory_factors()[1]))
-    asked, assigned = ask(careful, keep=options.top, stages=True)
+    asked, assigned = ask(replace(screening, sure=True), keep=options.top, stages=True)
     sure = _listed_plans(asked, assigned, options, cluster)
-    everything, more = ask(screening, keep=options.top - len(sure) or 1, stages=len(sure) < options.top)
+    everything, more = ask(screening, keep=options.top - len(sure) or 1, stages=len(sure) < options.top, sure=sure)
     others = _listed_plans(everything, more, options, cluster)
     plans = _one_per_grid([*sure, *others], options)[: options.top]
     may_fit = [plan for plan in others[:1] if plan not in plans]
@@ -265,12 +289,10 @@ def _listed_plans(
     """Return the plans to list, best first by the analytical model."""
     top = options.top
     if options.objective == "pareto":
-        rows = pareto_rows(explored.step_s, explored.reserved_bytes)
-        front = [plan_of_row(explored.columns, row, cluster) for row in rows]
+        front = [plan_of_row(explored.columns, row, cluster) for row in _rows(explored, options)]
         return front or [plan for plan, _ in assigned.plans[:top]]
-    values = explored.reserved_bytes if options.objective == "memory" else explored.step_s
-    rows = rank_rows(explored.columns, values, top=top * PER_TIE_GROUP, all_variants=options.all_variants)
-    found = [(float(values[row]), plan_of_row(explored.columns, row, cluster)) for row in rows]
+    values = _values(explored, options)
+    found = [(float(values[row]), plan_of_row(explored.columns, row, cluster)) for row in _rows(explored, options)]
     if assigned.plans:
         found = sorted([*found, *((step, plan) for plan, step in assigned.plans)], key=lambda pair: pair[0])
     if options.all_variants or options.objective == "memory":
@@ -278,6 +300,18 @@ def _listed_plans(
     kept = _one_of_kin(found)
     others = [plan for plan in _one_per_grid([plan for _, plan in found], options) if plan not in kept]
     return [*kept, *others][:top]
+
+
+def _values(explored: Explored, options: SearchOptions) -> NDArray[np.float64]:
+    return explored.reserved_bytes if options.objective == "memory" else explored.step_s
+
+
+def _rows(explored: Explored, options: SearchOptions) -> list[int]:
+    """Return the rows among which plans to list are, best first by the analytical model."""
+    if options.objective == "pareto":
+        return pareto_rows(explored.step_s, explored.reserved_bytes)
+    values, top = _values(explored, options), options.top * PER_TIE_GROUP
+    return rank_rows(explored.columns, values, top=top, all_variants=options.all_variants)
 
 
 def _one_of_kin(found: Sequence[tuple[float, Plan]]) -> list[Plan]:
