@@ -1,5 +1,6 @@
 """The `planner` command, also as `python -m planner`."""
 
+import gc
 import sys
 
 from planner.io.interrupts import end_at_once
@@ -8,6 +9,7 @@ from planner.io.interrupts import end_at_once
 def main() -> int:
     """Run the command line and return its exit code."""
     end_at_once()
+    gc.set_threshold(50_000)  # importing makes many objects that stay: looking through them as often finds nothing
     from planner.cli import main as run  # noqa: PLC0415 - an interrupt may come while this is imported
 
     return run()

@@ -14,16 +14,15 @@ import traceback
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any
 
-import typer
-from typer.core import TyperGroup
+import click
 
 from planner.io.interrupts import EXIT_CODE as INTERRUPTED
 from planner.io.interrupts import raise_again
 from planner.io.printable import printable
 from planner.io.version import version
 from topology.errors import PlannerError, UserError, shortened
+from topology.time_limit import command
 
 HELP = """Plan multi-GPU training: probe the machine, predict every plan, choose one and say why.
 
@@ -42,13 +41,11 @@ Exit codes:
     2  usage error; unreadable or invalid input
     3  valid question without a legal or fitting answer
     4  ran, but outside the tolerance
+    5  no answer within --time-limit: nothing found, and nothing ruled out
   130  interrupted
 
 Set MESHWRIGHT_DEBUG=1 for tracebacks, NO_COLOR=1 for plain text.
 """
-
-SETTINGS: dict[str, Any] = {"rich_markup_mode": None, "pretty_exceptions_enable": False, "add_completion": False}
-CONTEXT = {"help_option_names": ["-h", "--help"]}
 
 # What `planner --help` says of each command, in this order.
 COMMANDS = {
@@ -62,7 +59,7 @@ COMMANDS = {
     "probe": "Read the GPUs, links and NICs of a machine, or of captures.",
     "doctor": "Compare a machine with its datasheet, and say what is wrong.",
     "tune": "Try the plans that could be best for real, until one is.",
-    "apply": "Run a plan on this machine, beside its prediction.",
+    "apply": "Run a plan on this machine, and compare with its prediction.",
     "report": "Show a run: predicted and measured, term by term.",
     "runs": "List the runs that planner apply made.",
     "export": "Write a plan for the framework that shall run it.",
@@ -75,90 +72,97 @@ COMMANDS = {
 }
 
 
-class _OnDemand(TyperGroup):
+class _OnDemand(click.Group):
     """Imports the module of a command when that command is asked for."""
 
-    def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002 - typer's signature
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
         return list(COMMANDS)
 
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
         if cmd_name not in self.commands or ctx.params.get("server"):
-            function = import_module("planner.commands.dispatch").function_of(cmd_name, ctx.params.get("server"))
-            single = typer.Typer(**SETTINGS, context_settings=CONTEXT)
-            single.command(cmd_name)(function)
-            self.commands[cmd_name] = typer.main.get_command(single)
+            dispatch = import_module("planner.commands.dispatch")
+            self.commands[cmd_name] = dispatch.command_of(cmd_name, ctx.params.get("server"))
         raise_again()
         return self.commands[cmd_name]
 
-    def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002 - as above
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002 - as above
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
 
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
         """Return what `args` begin with. Names near an unknown one are suggested, loaded or not."""
         if args and args[0] not in COMMANDS and (near := get_close_matches(args[0], COMMANDS)):
             ctx.fail(f"No such command {args[0]!r}. Did you mean {', '.join(map(repr, near))}?")
         return super().resolve_command(ctx, args)
 
 
-app = typer.Typer(
-    name="planner", cls=_OnDemand, help=HELP, epilog=EPILOG, no_args_is_help=True, context_settings=CONTEXT, **SETTINGS
-)
-
-
 # What a system says when there is no room for what is written.
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 
 
-def _show_version(value: bool) -> None:
+def _show_version(ctx: click.Context, _option: click.Parameter, value: bool) -> None:
     if value:
-        typer.echo(f"planner (meshwright) {version()}")
-        raise typer.Exit
+        click.echo(f"planner (meshwright) {version()}")
+        ctx.exit()
 
 
-@app.callback()
-def root(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
-    ] = False,
-    server: Annotated[
-        str | None,
-        typer.Option("--server", metavar="URL", help="Let a service answer (planner service)."),
-    ] = None,
-) -> None:
-    """Hold the options of the program itself; the help text is the module's HELP."""
+app = _OnDemand(
+    "planner",
+    help=HELP,
+    epilog=EPILOG,
+    context_settings={"help_option_names": ["-h", "--help"]},  # as of commands
+    params=[
+        click.Option(
+            ["--version"],
+            is_flag=True,
+            expose_value=False,
+            callback=_show_version,
+            is_eager=True,
+            help="Print the version and exit.",
+        ),
+        click.Option(["--server"], metavar="URL", help="Let a service answer (planner service)."),
+    ],
+)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; return its exit code. Never raises. A reader that closes the pipe has had its answer: 0."""
     _open_closed_streams()
+    words = list(sys.argv[1:] if argv is None else argv)
     try:
-        _refuse_undecodable(sys.argv[1:] if argv is None else argv)
-        code = app(args=argv, prog_name="planner", standalone_mode=False)
+        _refuse_undecodable(words)
+        with command():
+            code = _run(words)
         sys.stdout.flush()
     except PlannerError as error:
         _say(f"error: {error}")
         return error.exit_code
-    except (KeyboardInterrupt, typer.Abort):
+    except KeyboardInterrupt:
         code = INTERRUPTED
     except BrokenPipeError:
         _silence_stdout()
         return 0
-    except SystemExit as stop:
-        _silence_stdout()
-        # The argument parser turns a broken pipe into an exit.
-        if isinstance(stop.__context__, BrokenPipeError):
-            return 0
-        return stop.code if isinstance(stop.code, int) else 1
     except OSError as error:
         return _unwritable(error)
     except Exception as error:  # noqa: BLE001 - the last resort: one line for people, the traceback on request
         return _last_resort(error)
     if code == INTERRUPTED:
         _say("interrupted")
-    return code if isinstance(code, int) else 0
+    return code
+
+
+def _run(words: list[str]) -> int:
+    """Run a command; return the exit code it ended with."""
+    try:
+        with app.make_context("planner", words) as context:
+            app.invoke(context)
+    except click.exceptions.Exit as ended:
+        return ended.exit_code
+    return 0
 
 
 def _refuse_undecodable(words: list[str]) -> None:
@@ -181,19 +185,17 @@ def _unwritable(error: OSError) -> int:
         return _last_resort(error)
     _silence_stdout()
     _say(
-        f"error: cannot write {error.filename or 'the answer'}\n  why: {error.strerror}\n  do: free some space, or write elsewhere"
+        f"error: cannot write {error.filename or 'the answer'}\n  why: {error.strerror}\n"
+        "  do: free some space, or write elsewhere"
     )
     return 1
 
 
 def _last_resort(error: Exception) -> int:
-    # Usage errors of the argument parser know how to show themselves; their class is private to typer.
-    show, code = getattr(error, "show", None), getattr(error, "exit_code", None)
-    if callable(show) and isinstance(code, int):
-        if isinstance(message := getattr(error, "message", None), str):
-            error.message = shortened(message)  # type: ignore[attr-defined]  # what it shows, as above
-        show()
-        return code
+    if isinstance(error, click.ClickException):  # what is wrong with the command line
+        error.message = shortened(error.message)  # type: ignore[misc]  # what it shows
+        error.show()
+        return error.exit_code
     if os.environ.get("MESHWRIGHT_DEBUG") == "1":
         traceback.print_exc()
     _say(

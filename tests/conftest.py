@@ -20,12 +20,21 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_addoption(parser) -> None:
+    parser.addoption(
+        "--update-goldens",
+        action="store_true",
+        help="write what commands print to tests/data/texts, for a person to read in the diff",
+    )
+
+
 # What collecting makes stays until the end: the garbage collector need not look for it, now or later.
 gc.disable()
 
 
 def pytest_collection_finish() -> None:
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)  # most of what tests make ends without a cycle: looking less often saves a tenth
     gc.enable()
 
 

@@ -21,9 +21,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-import filelock
 import msgspec
-import psutil
 
 from topology.errors import BadInput, PlannerError
 from topology.units import MIB, in_mib
@@ -32,6 +30,9 @@ MAX_BYTES = 32 * MIB
 LOCK_WAIT_S = 30.0  # for another writer; a file is merged and written in well under a second
 
 T = TypeVar("T")
+
+# A JSON object: read and not yet checked, or about to be written.
+JsonObject = dict[str, Any]
 
 
 def read_text(path: str | Path, *, max_bytes: int = MAX_BYTES) -> str:
@@ -84,7 +85,7 @@ def parse_json(text: str, *, where: str) -> Any:
         raise BadInput(f"{where} is not valid JSON", why=str(error)) from error
 
 
-def parse_lines(text: str) -> Iterator[dict[str, Any]]:
+def parse_lines(text: str) -> Iterator[JsonObject]:
     """Yield the objects of JSON lines up to the first that is not whole, which a killed writer can leave."""
     for line in text.splitlines():
         try:
@@ -148,7 +149,7 @@ def fingerprint(value: Any) -> str:
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Write `text` atomically: to a temporary file beside `path`, flushed to disk, then renamed over it.
+    """Write `text` atomically: to a temporary file next to `path`, flushed to disk, then renamed over it.
 
     The file keeps its permissions, a new one gets those of the umask. What earlier writers of this file left when they
     were killed is removed. A device, or a pipe that is read, is written to. Raises BadInput when the place cannot be
@@ -201,6 +202,8 @@ def _temporary_prefix(path: Path) -> str:
 
 def _remove_abandoned(path: Path) -> None:
     """Remove temporary files of `path` whose writers have ended."""
+    import psutil  # noqa: PLC0415 - for who writes files
+
     pattern = re.compile(re.escape(_temporary_prefix(path)) + r"(\d{1,9})\.[0-9a-f]{8}")
     with os.scandir(path.parent) as entries:
         found = [(entry, pattern.fullmatch(entry.name)) for entry in entries if entry.name.startswith(".")]
@@ -221,6 +224,8 @@ def locked(path: str | Path) -> Iterator[None]:
 
     The operating system frees the lock of a process that is killed. Raises PlannerError when it cannot be had.
     """
+    import filelock  # noqa: PLC0415 - for who writes files that others write, too
+
     path = Path(path)
     lock = filelock.FileLock(path.with_name(f".{path.name}.lock"), timeout=LOCK_WAIT_S)
     try:

@@ -10,7 +10,8 @@
     ├── Infeasible               3   a valid question without a legal or fitting answer
     ├── Stale                    1   made for another cluster, model or profile than the given one
     ├── ProbeError               1   the machine cannot be read or measured
-    └── OutOfTolerance           4   ran, but not as predicted
+    ├── OutOfTolerance           4   ran, but not as predicted
+    └── Unproved                 5   the time limit ended with no plan found, and none ruled out
 
 The tree lives in the lowest package so that every layer can raise it; only the command line turns it into text.
 """
@@ -89,3 +90,7 @@ class ProbeError(PlannerError):
 
 class OutOfTolerance(PlannerError):
     exit_code = 4
+
+
+class Unproved(PlannerError):
+    exit_code = 5

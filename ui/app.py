@@ -19,7 +19,9 @@ from ui.question import state, uploads
 STYLE = """<style>
   .stMainBlockContainer { padding: 2.6rem 2.6rem 4rem; max-width: 1680px; }
   [data-testid="stSidebarUserContent"] { padding-top: 0; padding-bottom: 2rem; }
-  [data-testid="stMetricLabel"] *, [data-testid="stMetricValue"] * { white-space: normal !important; overflow: visible; }
+  [data-testid="stMetricLabel"] *, [data-testid="stMetricValue"] * {
+    white-space: normal !important; overflow: visible;
+  }
   [data-testid="stCode"] code span { color: inherit !important; }
   [data-testid="stStatusWidget"] button { display: none; }
   [class*="st-key-figures_"] { display: grid; grid-template-columns: repeat(auto-fit, minmax(128px, 1fr)); }
@@ -28,7 +30,9 @@ STYLE = """<style>
   /* Charts side by side need room: on a narrow page they stand below each other. */
   .stMainBlockContainer { container-type: inline-size; }
   @container (max-width: 860px) {
-    [data-testid="stHorizontalBlock"]:has([data-testid="stVegaLiteChart"]) > [data-testid="stColumn"] { min-width: 100%; }
+    [data-testid="stHorizontalBlock"]:has([data-testid="stVegaLiteChart"]) > [data-testid="stColumn"] {
+      min-width: 100%;
+    }
   }
   @media (max-width: 640px) {
     .stMainBlockContainer { padding: 2.6rem 1.2rem 3rem; }

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import streamlit as st
 
 from planner.configs.formats.configuration import CheckFlags
@@ -23,15 +24,16 @@ from planner.io.plan_words import plan_chips, plan_name, plan_settings
 from planner.question.cases import case_from_flags
 from planner.question.plan_file import plan_file
 from planner.runs import runs_store
-from planner.search import scaling
 from planner.search.answer import search_question
 from planner.search.flips import KNOBS
 from planner.search.search import SearchOptions
 from simulator.config.hf_config import load_model
 from simulator.legality.frameworks import framework_named
 from topology import codec
+from topology.codec import JsonObject
 from topology.errors import UserError
 from topology.health.diagnose import diagnose
+from topology.rates import scaling
 from topology.rates.known import plannable
 from topology.units import GIB
 from ui import panels, saved_plans, sharing
@@ -39,11 +41,13 @@ from ui.background import remote, service, waiting
 from ui.published import nearest, sentence
 from ui.question import state, uploads
 from ui.question.state import LISTED, Inputs, choose_plan, results, source_of
+from ui.row_types import PlanOnMachine, RatePoint
 
 if TYPE_CHECKING:
     from planner.explain.plan_answer import PlanAnswer
     from planner.export.draft import Exported, Target
     from planner.question.flags import Flags
+    from planner.runs.runs_store import DamagedRun, RunSummary
     from planner.search.result import RankedPlan, SearchResult
     from simulator.config.estimate import Estimate
     from simulator.config.model import Model
@@ -83,28 +87,34 @@ def what_if(inputs: Inputs, plan: Mapping[str, Any], *, gpus: int) -> PlanAnswer
     return answer_plan(case, with_fixes=False)
 
 
-def rate_curves(result: SearchResult, plans: tuple[Plan, ...], quantity: str) -> list[dict[str, Any]]:
+def rate_curves(result: SearchResult, plans: tuple[Plan, ...], quantity: str) -> list[RatePoint]:
     """Return the steps (s) of `plans` with the network or NVLink scaled by factors from 1/4 to 4.
 
-    The clusters are scaled as for flip points (`planner.search.flips`).
+    The clusters are scaled, and the steps in the proportion that the listed plans have, as for flip points
+    (`planner.search.flips`), so that curves cross where those are. No step is longer than on slower links: where NCCL
+    chooses worse on faster ones, the curve is a bound.
     """
     knob = next(knob for knob in KNOBS if knob.quantity == quantity)
     now = knob.now(result.question.cluster)
     factors = [2.0 ** (exponent / 4) for exponent in range(-8, 9)]
     machines = [knob.scale(result.question.cluster, factor) for factor in factors]
-    asked = [(factor, machine, plan) for factor, machine in zip(factors, machines, strict=True) for plan in plans]
-    table = result.question.estimate([plan for _, _, plan in asked], each_on=[machine for _, machine, _ in asked])
+    each_on = [machine for machine in machines for _ in plans]
+    steps = result.question.estimate([*plans] * len(factors), each_on=each_on).step_s.reshape(len(factors), len(plans))
+    listed = {one.plan: one.estimate.step_s.value for one in result.plans}
+    here = steps[factors.index(1.0)]
+    scale = [listed.get(plan, step) / step for plan, step in zip(plans, here, strict=True)]
+    curves = np.minimum.accumulate(steps * scale, axis=0)
     return [
-        {"rate": now * factor, "plan": plan_chips(plan), "step_s": float(table.step_s[row])}
-        for row, (factor, _, plan) in enumerate(asked)
+        {"rate": now * factor, "plan": plan_chips(plan), "step_s": float(curves[row, column])}
+        for row, factor in enumerate(factors)
+        for column, plan in enumerate(plans)
     ]
 
 
-def changed_machine(result: SearchResult, factors: Mapping[str, float]) -> list[dict[str, Any]]:
+def changed_machine(result: SearchResult, factors: Mapping[str, float]) -> list[PlanOnMachine]:
     """Return the listed plans on a machine whose rates and memory are `factors` times what they are.
 
-    By the analytical model, in the proportion of its two steps; keys are those of `MACHINE`. Rows have rank, plan,
-    before_s, after_s, fits, reserved_gib. Raises PlannerError.
+    By the analytical model, in the proportion of its two steps. Raises PlannerError.
     """
     scale = {
         "network": scaling.scale_network,
@@ -142,8 +152,7 @@ def knobs(result: SearchResult) -> list[tuple[str, float]]:
     ]
 
 
-# --- long work
-# ---------------------------------------------------------------------------------------------------------
+# --- long work --------------------------------------------------------------------------------------------------------
 
 
 def search(question: Inputs) -> SearchResult | None:
@@ -206,9 +215,7 @@ def _elsewhere(
     )
 
 
-def checked(
-    question: Inputs, text: str, name: str, launch: str, *, of_the_file: frozenset[str]
-) -> dict[str, Any] | None:
+def checked(question: Inputs, text: str, name: str, launch: str, *, of_the_file: frozenset[str]) -> JsonObject | None:
     """Return what `planner check --json` answers about a configuration, or None after showing progress.
 
     What it is asked for is the question's, but for what is left to the file. Raises PlannerError.
@@ -218,16 +225,16 @@ def checked(
     chosen = {"model": question.model, "cluster": question.cluster, "gpu": question.gpu, "gpus": question.gpus}
     chosen |= {"seq_len": question.seq_len, "global_batch": question.global_batch}
     left_out = of_the_file | ({"gpu"} if "cluster" in of_the_file else set())
-    said: dict[str, Any] = {key: None if key in left_out else value for key, value in chosen.items()}
+    said: JsonObject = {key: None if key in left_out else value for key, value in chosen.items()}
     sources = {key: said[key] and source_of(said[key]) for key in ("model", "cluster")}
     flags = CheckFlags(**{**said, **sources}, launch=launch)
     key = codec.fingerprint([text, name, launch, question.key, sorted(of_the_file)])
     title, start = "Checking the configuration", _checked_elsewhere(said, text, name, launch)
-    found: dict[str, Any] | None = waiting.ask("check", key, text, name, flags, title=title, start=start)
+    found: JsonObject | None = waiting.ask("check", key, text, name, flags, title=title, start=start)
     return found
 
 
-def _checked_elsewhere(said: dict[str, Any], text: str, name: str, launch: str) -> Callable[[], PendingAnswer] | None:
+def _checked_elsewhere(said: JsonObject, text: str, name: str, launch: str) -> Callable[[], PendingAnswer] | None:
     if service.server() is None:
         return None
     sent = {key: said[key] and uploads.sent(said[key]) for key in ("model", "cluster")}
@@ -258,18 +265,18 @@ def second(result: SearchResult, first: RankedPlan) -> RankedPlan | None:
 # --- saved runs ------------------------------------------------------------------------------------------------------
 
 
-def runs() -> tuple[Any, ...]:
+def runs() -> tuple[RunSummary, ...]:
     """Return the runs that `planner apply` saved on this machine, newest first. Raises PlannerError."""
     return runs_store.list_runs(limit=500)
 
 
-def damaged_runs() -> tuple[Any, ...]:
+def damaged_runs() -> tuple[DamagedRun, ...]:
     """Return the kept runs that cannot be read. Raises PlannerError."""
     return runs_store.damaged_runs()
 
 
 @st.cache_resource(max_entries=4, show_spinner=False)
-def validation_rows(path: str, changed: float) -> tuple[dict[str, Any], ...]:
+def validation_rows(path: str, changed: float) -> tuple[JsonObject, ...]:
     """Return the compared rows of a file that `planner validate --json` wrote. `changed` is its modification time."""
     del changed
     document = codec.read_json(Path(path))
@@ -277,8 +284,8 @@ def validation_rows(path: str, changed: float) -> tuple[dict[str, Any], ...]:
     return tuple(row for row in found if row.get("predicted") and not row.get("skipped"))
 
 
-def published() -> tuple[dict[str, Any], ...]:
-    """Return the published runs beside their predictions; nothing where only the package is installed. Raises
+def published() -> tuple[JsonObject, ...]:
+    """Return the published runs with their predictions; nothing where only the package is installed. Raises
     PlannerError.
     """
     path = state.example("validation/cases.json")
@@ -336,13 +343,15 @@ def frame(asked: Inputs, *, choose: bool) -> bool:
     result = search(asked)
     if result is None and (result := waiting.early("search", asked.key)) is not None:
         st.caption(
-            ":material/hourglass_top: Preliminary, by the analytical model: the plans are being simulated, and may change places."
+            ":material/hourglass_top: Preliminary, by the analytical model:"
+            " the plans are being simulated, and may change places."
         )
-    if result is None and last is None:
+    if result is not None:
+        shown, found = asked, saved_plans.with_saved(asked, result)
+    elif last is not None:
+        shown, found = last.question, last.result
+    else:
         st.stop()
-    shown, found = (
-        (asked, saved_plans.with_saved(asked, result)) if result is not None else (last.question, last.result)
-    )
     results()["answer"] = Answer(
         question=shown,
         result=found,

@@ -1,15 +1,16 @@
-"""Two plans beside each other: their figures, the fields in which they differ, and their steps term by term."""
+"""Two plans compared: their figures, the fields in which they differ, and their steps term by term."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from planner.explain.tables import share_text
 from planner.explain.waterfall import difference
 from planner.io.figures import last_digit_s, rate_text, seconds_text
 from planner.io.plan_words import changed_fields
 from ui.charts.look import words
+from ui.row_types import TermRow
 from ui.rows import memory_figure, step_figure
 
 if TYPE_CHECKING:
@@ -43,9 +44,9 @@ def figure_rows(first: RankedPlan, second: RankedPlan) -> list[dict[str, str]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepDifference:
-    """Two steps term by term: `bars` have name, delta in `unit`, and text; `net` is the whole difference in words."""
+    """Two steps term by term, deltas in `unit`; `net` is the whole difference in words."""
 
-    bars: list[dict[str, Any]]
+    bars: list[TermRow]
     unit: str
     net: str
 
@@ -55,7 +56,7 @@ def step_difference(first: Estimate, second: Estimate) -> StepDifference:
     last_s = min(last_digit_s(one.step_s) for one in (first, second)) / 10
     unit = seconds_text(last_s, last_s).split()[1]
     terms = [term for term in difference(first, second) if term.unit == "s" and abs(term.delta) >= last_s / 2]
-    bars = [
+    bars: list[TermRow] = [
         {
             "name": words(term.name),
             "delta": term.delta * PER_SECOND[unit],

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import datetime
-from typing import Any
+from typing import TYPE_CHECKING
 
 import streamlit as st
 
+from topology.codec import JsonObject
 from topology.errors import PlannerError
 from ui import panels
 from ui.background import service
 from ui.question import uploads
 from ui.question.state import Inputs
+from ui.row_types import JobDocument
+
+if TYPE_CHECKING:
+    from streamlit.runtime.uploaded_file_manager import UploadedFile
 
 WAITS = frozenset({"queued", "running"})
 SHOWN = 20
@@ -44,7 +49,7 @@ def where() -> str:
     return f"on the service {there}" if there else "on this machine"
 
 
-def begin(command: str, said: dict[str, Any]) -> None:
+def begin(command: str, said: JsonObject) -> None:
     """Start a job and show it."""
     try:
         st.query_params["job"] = service.jobs().ask(command, said)
@@ -52,7 +57,7 @@ def begin(command: str, said: dict[str, Any]) -> None:
         panels.failure(error)
 
 
-def chosen(commands: Sequence[str]) -> dict[str, Any] | None:
+def chosen(commands: Sequence[str]) -> JobDocument | None:
     """Return the job that the link names, if it is one of these commands; say where there is none."""
     job = st.query_params.get("job")
     if not job:
@@ -69,10 +74,10 @@ def chosen(commands: Sequence[str]) -> dict[str, Any] | None:
 
 
 def tune_request(
-    asked: Inputs, framework: str, device: str, minutes: int, trials: int, recorded: Any | None
-) -> dict[str, Any]:
+    asked: Inputs, framework: str, device: str, minutes: int, trials: int, recorded: UploadedFile | None
+) -> JsonObject:
     """Return the flags of `planner tune` for a question; with recorded runs, theirs is the question."""
-    said: dict[str, Any] = {"trials": trials, "budget": f"{minutes}m"}
+    said: JsonObject = {"trials": trials, "budget": f"{minutes}m"}
     if recorded is not None:
         text = recorded.getvalue().decode("utf-8", errors="replace")
         return {**said, "recorded": {"name": "recorded.json", "content": text}}
@@ -93,7 +98,6 @@ def follow(job: str, draw: Callable[[str], None] | None = None) -> None:
         return
     if found is None or found["state"] not in WAITS:
         st.rerun()
-        return
     with st.container(border=True):
         left, right = st.columns([5, 1], vertical_alignment="center")
         said = panels.plain(found["progress"] or "...")
@@ -105,7 +109,7 @@ def follow(job: str, draw: Callable[[str], None] | None = None) -> None:
         draw(job)
 
 
-def ending(found: dict[str, Any]) -> dict[str, Any] | None:
+def ending(found: JobDocument) -> JsonObject | None:
     """Return the answer of a job that has ended; say how it ended where that is without one."""
     if found["state"] == "cancelled":
         panels.empty("Stopped", "The run was stopped before it ended.", icon=":material/stop_circle:")
@@ -153,7 +157,7 @@ def _clock(text: str) -> str:
     return datetime.fromisoformat(text).astimezone().strftime("%Y-%m-%d %H:%M:%S")
 
 
-def _took(row: dict[str, Any]) -> str | None:
+def _took(row: JobDocument) -> str | None:
     if not row["finished_at"] or not row["started_at"]:
         return None
     took = datetime.fromisoformat(row["finished_at"]) - datetime.fromisoformat(row["started_at"])

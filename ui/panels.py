@@ -11,10 +11,13 @@ import streamlit as st
 from planner.io.figures import rate_text
 from simulator.config.estimate import Estimate
 from topology.errors import Infeasible, PlannerError
+from topology.units import MIB
 from ui import rows
 from ui.charts import compare as compare_charts
 from ui.charts.look import PICK
+from ui.charts.look import Figure as Drawing
 from ui.question import share_link, state, uploads
+from ui.row_types import PlanRow
 
 if TYPE_CHECKING:
     from ui.differences import StepDifference
@@ -42,9 +45,14 @@ def code(text: str) -> str:
     return f"`{text.replace('`', '')}`"
 
 
-def in_percent(rows: Sequence[dict[str, Any]], *names: str) -> list[dict[str, Any]]:
+Row = dict[str, str | float | None]
+
+
+def in_percent(rows: Sequence[Row], *names: str) -> list[Row]:
     """Return the rows of a table with the fractions in columns `names` as percentages."""
-    return [{**row, **{name: 100 * row[name] for name in names if row.get(name) is not None}} for row in rows]
+    return [
+        {**row, **{name: 100 * value for name in names if isinstance(value := row.get(name), float)}} for row in rows
+    ]
 
 
 def section(title: str, about: str = "") -> None:
@@ -83,12 +91,12 @@ def estimate_figures(estimate: Estimate, step_label: str = "Step") -> list[Figur
     ]
 
 
-def chart(drawn: Any, *, key: str, alt: str) -> None:
+def chart(drawn: Drawing, *, key: str, alt: str) -> None:
     """Show a chart in its own colours; `alt` describes it in words."""
     st.altair_chart(drawn, theme=None, key=key, alt=alt, width="stretch")
 
 
-def plan_chart(drawn: Any, *, key: str, alt: str, chosen: Sequence[str], on_pick: Callable[[str], None]) -> None:
+def plan_chart(drawn: Drawing, *, key: str, alt: str, chosen: Sequence[str], on_pick: Callable[[str], None]) -> None:
     """Show a chart whose points are plans, with rings around those `chosen`; `on_pick` gets the name of one that is
     clicked.
     """
@@ -115,23 +123,23 @@ def step_difference(found: StepDifference, about: str, *, key: str) -> None:
 
 
 def side_by_side(rows: Sequence[Mapping[str, str]], first: str, second: str, *, alt: str) -> None:
-    """Show two things beside each other, under their headings: rows of what, first, second. Words wrap on a narrow
+    """Show two things side by side, under their headings: rows of what, first, second. Words wrap on a narrow
     screen.
     """
     second = second if second != first else f"{second} (other)"
-    told = [
+    table = [
         {" ": plain(row["what"]), plain(first): plain(row["first"]), plain(second): plain(row["second"])}
         for row in rows
     ]
-    st.table(told, hide_index=True, alt=alt)
+    st.table(table, hide_index=True, alt=alt)
 
 
 def plan_table(
-    rows: Sequence[dict[str, Any]],
+    rows: Sequence[PlanRow],
     columns: Mapping[str, Any],
     *,
     key: str,
-    on_pick: Callable[[list[dict[str, Any]]], None],
+    on_pick: Callable[[list[PlanRow]], None],
     mode: Literal["single-row", "multi-row"],
     ticked: Sequence[str],
 ) -> None:
@@ -253,32 +261,47 @@ def bring_files() -> None:
             height=160,
         )
         st.button("Use the text", key="use_pasted", on_click=_use_pasted)
-        st.file_uploader("The same as a file", key="brought", on_change=_use_brought, max_upload_size=4)
-        error = state.results().get("bring_error")
-        if error is not None:
-            failure(error)
+        file_field("The same as a file", "brought")
+
+
+def file_field(
+    label: str,
+    key: str,
+    kind: uploads.Kind | None = None,
+    types: Sequence[str] | None = None,
+    *,
+    most_bytes: int = uploads.MAX_BYTES,
+) -> None:
+    """Let a person upload a machine or a model, and make it the question's; say why where it cannot be used."""
+    st.file_uploader(
+        label, type=types, key=key, on_change=_use_file, args=(key, kind), max_upload_size=most_bytes // MIB
+    )
+    error = state.results().get(f"{key}_error")
+    if error is not None:
+        failure(error)
 
 
 def _use_pasted() -> None:
     text = str(st.session_state.get("pasted") or "")
     if text.strip():
-        _use("pasted", text.encode())
+        _use("pasted", text.encode(), "brought")
 
 
-def _use_brought() -> None:
-    file = st.session_state.get("brought")
+def _use_file(key: str, kind: uploads.Kind | None) -> None:
+    file = st.session_state.get(key)
+    state.results().pop(f"{key}_error", None)
     if file is not None:
-        _use(file.name, file.getvalue())
+        _use(file.name, file.getvalue(), key, kind)
 
 
-def _use(name: str, content: bytes) -> None:
+def _use(name: str, content: bytes, key: str, kind: uploads.Kind | None = None) -> None:
     """Keep a file and make it the model or the cluster of the question, whichever it is."""
-    kind: uploads.Kind = "model" if uploads.is_model(content) else "cluster"
-    state.results().pop("bring_error", None)
+    kind = kind or ("model" if uploads.is_model(content) else "cluster")
+    state.results().pop(f"{key}_error", None)
     try:
         st.session_state[kind] = uploads.store(kind, name, content).choice
     except PlannerError as error:
-        state.results()["bring_error"] = error
+        state.results()[f"{key}_error"] = error
         return
     if kind == "cluster":
         st.session_state["gpus"] = None  # all of them: the count asked for another machine may not exist here
@@ -322,7 +345,8 @@ def not_here(unknown: Sequence[state.Unresolved]) -> None:
             st.markdown(f"**{plain(word.word)}**")
             if file:
                 st.markdown(
-                    "Uploaded files stay on the computer they were uploaded to. With the same file, the link works here:"
+                    "Uploaded files stay on the computer they were uploaded to."
+                    " With the same file, the link works here:"
                 )
                 kind: uploads.Kind = "cluster" if word.key == "cluster" else "model"
                 brought = st.file_uploader("The file", key=f"missing_{kind}", label_visibility="collapsed")

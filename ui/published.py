@@ -20,12 +20,13 @@ def nearest(
 
     def distance(row: Mapping[str, Any]) -> float:
         about = row["about"]
-        return (
+        far: float = (
             abs(log2(about["gpus"] / gpus))
             + abs(log2(about["parameters"] / parameters))
             + OTHER_FRAMEWORK * (about["framework"] != framework)
             + OTHER_GPU * (about["gpu"] != gpu)
         )
+        return far
 
     usable = [row for row in compared if row.get("about") and row["error"]["step"] is not None]
     return min(usable, key=distance, default=None)

@@ -15,13 +15,15 @@ from planner.explain.tables import flip_text, share_text
 from planner.io.figures import gib_text, last_digit_s, rate_text, seconds_text
 from planner.io.plan_words import plan_chips, plan_name, plan_settings
 from planner.pictures.node_layout import LINK_WORDS
-from planner.search.scaling import network_bytes_per_s, nvlink_bytes_per_s
+from planner.search.result import places
 from simulator.config.estimate import Fit
 from simulator.config.plan import PLAN_FIELDS, SIZES
 from topology.cluster import LinkKind, Severity
 from topology.rates.known import plannable
+from topology.rates.scaling import network_bytes_per_s, nvlink_bytes_per_s
 from topology.units import GIB, in_gb_per_s, in_gib, in_seconds
 from ui.charts.look import rate_range
+from ui.row_types import ComparedRow, PartRow, PlanRow
 
 if TYPE_CHECKING:
     from planner.pictures.node_layout import Cable, NodeView
@@ -36,17 +38,16 @@ if TYPE_CHECKING:
 # --- plans ------------------------------------------------------------------------------------------------------------
 
 
-def plan_rows(result: SearchResult) -> list[dict[str, Any]]:
+def plan_rows(result: SearchResult) -> list[PlanRow]:
     """Return the listed plans as table rows, with the figures of `planner suggest`, to as many digits as are known.
 
     Values ending in `_s` and `_gib` are whole, for charts; the others are what a person reads.
     """
     last_s = known_to_s(result)
-    tied = Counter(ranked.tie for ranked in result.plans)
     return [
         {
             "rank": ranked.rank,
-            "place": f"{ranked.rank}" + (" =" if tied[ranked.tie] > 1 else ""),
+            "place": place,
             "plan": plan_name(ranked.plan),
             "chips": plan_chips(ranked.plan),
             "label": f"{ranked.rank}  {plan_chips(ranked.plan)}",
@@ -68,18 +69,20 @@ def plan_rows(result: SearchResult) -> list[dict[str, Any]]:
             "bubble": share_text(ranked.estimate.breakdown_s.get("bubble", 0.0), ranked.estimate.step_s.value),
             "why": _why(ranked),
         }
-        for ranked in result.plans
+        for ranked, place in zip(result.plans, places(result.plans), strict=True)
     ]
 
 
-def ranges_finding(table: Sequence[Mapping[str, Any]]) -> str:
+def ranges_finding(table: Sequence[PlanRow]) -> str:
     """Return what the ranges of the listed plans tell, for who cannot see them."""
     if not table:
         return "No plan"
     first = table[0]
     overlap = sum(row["low_s"] <= first["high_s"] for row in table[1:])
-    beside = f"; the ranges of {overlap} of the other {len(table) - 1} overlap it" if len(table) > 1 else ""
-    return f"Step times with ranges: the first takes {first['step']}, 80 % of steps within {first['range']}{beside}"
+    overlapping = f"; the ranges of {overlap} of the other {len(table) - 1} overlap it" if len(table) > 1 else ""
+    return (
+        f"Step times with ranges: the first takes {first['step']}, 80 % of steps within {first['range']}{overlapping}"
+    )
 
 
 def known_to_s(result: SearchResult) -> float:
@@ -112,14 +115,14 @@ def _why(ranked: RankedPlan) -> str:
 
 
 def memory_costs_time(slowest: Estimate, fastest: Estimate) -> str | None:
-    """Return what the plan of least memory costs in time, beside the fastest one; None where that is little."""
+    """Return what the plan of least memory costs in time, compared with the fastest one; None where that is little."""
     times = slowest.step_s.value / fastest.step_s.value if fastest.step_s.value else 1.0
     if times < 1.2:
         return None
     (step, _), (best, _) = step_figure(slowest), step_figure(fastest)
     return (
-        f"Least memory costs time: this plan takes {step} a step, {times:.1f} times the {best} of the fastest plan, which"
-        f" needs {memory_figure(fastest.memory)[0]}."
+        f"Least memory costs time: this plan takes {step} a step, {times:.1f} times the {best} of the fastest plan,"
+        f" which needs {memory_figure(fastest.memory)[0]}."
     )
 
 
@@ -132,7 +135,7 @@ def degrees_of(plan: Plan) -> dict[str, int]:
     return {name: int(getattr(plan, name)) for name in SIZES if name not in follows}
 
 
-def changed_flags(plan: Plan, degrees: Mapping[str, int], recompute: str) -> dict[str, Any]:
+def changed_flags(plan: Plan, degrees: Mapping[str, int], recompute: str) -> dict[str, object]:
     """Return a plan with changed `degrees` as flags of `planner estimate`; unchanged ones give the same plan.
 
     Fields that depend on a changed degree (schedule, placement) are left to the framework's defaults.
@@ -144,7 +147,7 @@ def changed_flags(plan: Plan, degrees: Mapping[str, int], recompute: str) -> dic
         for known in PLAN_FIELDS.values()
         if not known.is_degree
         and not changed & set(known.follows)
-        and not (known.beside and 1 in {stated[known.beside], getattr(plan, known.beside)})
+        and not (known.needs and 1 in {stated[known.needs], getattr(plan, known.needs)})
         and getattr(plan, known.name) is not None
     }
     return {**kept, **stated}
@@ -240,14 +243,14 @@ def _health(cluster: Cluster, health: Health) -> tuple[str, str]:
     )
 
 
-def link_rows(view: NodeView) -> list[dict[str, Any]]:
+def link_rows(view: NodeView) -> list[dict[str, str | float | None]]:
     """Return one row per class of equal links: their number, nominal and measured rate, state and source."""
-    classes: dict[tuple[Any, ...], list[Any]] = {}
+    classes: dict[tuple[str, str, int, float | None, str, str], list[Cable]] = {}
     for cable in view.cables:
         classes.setdefault((cable.kind, cable.label, cable.count, cable.nominal, cable.state, cable.source), []).append(
             cable
         )
-    rows = []
+    rows: list[dict[str, str | float | None]] = []
     for (kind, label, count, nominal, link_state, source), cables in classes.items():
         measured = [cable.measured for cable in cables if cable.measured]
         rows.append(
@@ -272,7 +275,7 @@ def _between(cables: list[Cable]) -> str:
     return shown + (f" and {len(cables) - 4} more" if len(cables) > 4 else "")
 
 
-def part_rows(model: Model) -> list[dict[str, object]]:
+def part_rows(model: Model) -> list[PartRow]:
     """Return the parameters of each part of the model; they add up to `model.parameters`."""
     attention = model.layers * model.attention_parameters
     dense = model.dense_layers * (model.dense_layer_parameters - model.attention_parameters)
@@ -290,9 +293,8 @@ def part_rows(model: Model) -> list[dict[str, object]]:
 
 def largest_part(model: Model) -> str:
     """Return the part of a model with the most parameters, and its share."""
-    parts = {str(row["part"]): int(str(row["parameters"])) for row in part_rows(model)}
-    name = max(parts, key=lambda part: parts[part])
-    return f"{name}, {parts[name] / model.parameters:.0%}"
+    most = max(part_rows(model), key=lambda row: row["parameters"])
+    return f"{most['part']}, {most['parameters'] / model.parameters:.0%}"
 
 
 def pairs_finding(pairs: Iterable[Mapping[str, object]]) -> str:
@@ -324,7 +326,7 @@ def workload_rows(model: Model, seq_len: int, batch: int) -> list[dict[str, str]
 # --------------------------------------------------------------------------------------------------------------
 
 
-def run_row(run: RunSummary) -> dict[str, Any]:
+def run_row(run: RunSummary) -> dict[str, str | float | None]:
     """Return a saved run as a row; values that were not measured stay empty."""
 
     def gib(nbytes: float | None) -> str:
@@ -345,9 +347,9 @@ def run_row(run: RunSummary) -> dict[str, Any]:
     }
 
 
-def compared_rows(compared: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def compared_rows(compared: Iterable[Mapping[str, Any]]) -> list[ComparedRow]:
     """Return predicted and measured step times (s) and memory (GiB) of `planner validate --json`, one row each."""
-    found = []
+    found: list[ComparedRow] = []
     for row in compared:
         source = row.get("file", "this file").removesuffix(".json").replace("_", " ")
         predicted, error, within = row["predicted"], row["error"], row["within"]

@@ -53,7 +53,7 @@ def plans(question: Inputs) -> tuple[Plan, ...]:
 def with_saved(question: Inputs, result: SearchResult) -> SearchResult:
     """Return the result with the saved plans below those that were found, predicted like them."""
     listed = {codec.fingerprint(ranked.plan) for ranked in result.plans}
-    own = []
+    own: list[RankedPlan] = []
     for plan in plans(question):
         key = codec.fingerprint(plan)
         if key in listed or not result.question.legal(plan):

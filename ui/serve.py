@@ -40,7 +40,7 @@ PAGES_NEED = (
 )
 
 
-def settings() -> dict[str, Any]:
+def settings() -> dict[str, object]:
     """Return the settings of `config.toml` by their dotted names."""
     return dict(_dotted(tomllib.loads((HERE / "config.toml").read_text(encoding="utf-8"))))
 
@@ -76,10 +76,10 @@ def _is_ours(headers: Headers) -> bool:
 
 
 async def _index(_request: Request) -> HTMLResponse:
-    """Return Streamlit's page, told where its server is: below a page's path it would try that path first, in vain."""
+    """Return Streamlit's page with the address of its server, which it would look for below a page's path first."""
     page = (files("streamlit") / "static" / "index.html").read_text(encoding="utf-8")
-    told = "<head><script>window.__streamlit = {BACKEND_BASE_URL: window.location.origin}</script>"
-    return HTMLResponse(page.replace("<head>", told, 1), headers={"Cache-Control": "no-cache"})
+    head = "<head><script>window.__streamlit = {BACKEND_BASE_URL: window.location.origin}</script>"
+    return HTMLResponse(page.replace("<head>", head, 1), headers={"Cache-Control": "no-cache"})
 
 
 def explorer() -> App:

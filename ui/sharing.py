@@ -6,7 +6,7 @@ import html
 import io
 import zipfile
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from planner.explain.answer_text import answer_sentence
 from planner.explain.tables import basis_lines, cluster_line, model_line, workload_line
@@ -18,6 +18,7 @@ from topology.errors import PlannerError
 from ui import rows
 
 if TYPE_CHECKING:
+    from planner.export.draft import Exported, Target
     from planner.search.result import RankedPlan, SearchResult
 
 DATED = (1980, 1, 1, 0, 0, 0)  # of all files in an archive, so that equal content makes an equal archive
@@ -56,9 +57,12 @@ def report(result: SearchResult, chosen: RankedPlan, *, command: str) -> str:
         f"<h1>{_text(title)}</h1><p><strong>{_text(answer_sentence(result.plans[0]))}</strong></p>",
         _list([*about, question.framework.title]),
         f"<h2>{len(listed)} plans, best first</h2>",
-        _table([name for name, _ in _TABLE], [[row[key] for _, key in _TABLE] for row in listed]),
+        _table([name for name, _ in _TABLE], [[cells[key] for _, key in _TABLE] for cells in map(dict, listed)]),
         f"<h2>#{chosen.rank}: {_text(plan_chips(chosen.plan))}</h2>",
-        f"<p>{_text(plan_settings(chosen.plan))}. Step {_text(step)} (80 % range {_text(within)}, {_text(estimate.step_s.source)})",
+        (
+            f"<p>{_text(plan_settings(chosen.plan))}."
+            f" Step {_text(step)} (80 % range {_text(within)}, {_text(estimate.step_s.source)})"
+        ),
         f"; memory {_text(held)}: {_text(verdict)}.</p>",
         estimate_picture(estimate, title="The step, term by term"),
         memory(estimate.memory, title="Memory by category"),
@@ -69,10 +73,11 @@ def report(result: SearchResult, chosen: RankedPlan, *, command: str) -> str:
         f"<h2>The same in a terminal</h2><pre>{_text(command)}</pre>",
     ]
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{_text(title)}</title>'
-    return f'<!DOCTYPE html><html lang="en"><head>{head}<style>{_STYLE}</style></head><body>{"".join(parts)}</body></html>\n'
+    body = "".join(parts)
+    return f'<!DOCTYPE html><html lang="en"><head>{head}<style>{_STYLE}</style></head><body>{body}</body></html>\n'
 
 
-def archive(plan_file: str, targets: Iterable[Any], export: Callable[[Any], Any]) -> bytes:
+def archive(plan_file: str, targets: Iterable[Target], export: Callable[[Target], Exported]) -> bytes:
     """Return a zip of plan.json and of what every target writes; what a target cannot run is said in LEFT_OUT.txt."""
     held = io.BytesIO()
     left_out = []

@@ -87,9 +87,8 @@ def main() -> None:
         torch.testing.assert_close(y.full_tensor(), expected)
         if dist.get_rank() == 0:
             held = sum(piece.numel() for piece in sharded.parameters())
-            print(
-                f"{way.__name__}: result {y.placements}, {held:,} of {sum(p.numel() for p in model.parameters()):,} held"
-            )
+            whole = sum(p.numel() for p in model.parameters())
+            print(f"{way.__name__}: result {y.placements}, {held:,} of {whole:,} held")
     dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""A pipeline in 1F1B whose stages are tensor parallel, then routed experts in two mesh axes; both held against one
+"""A pipeline in 1F1B whose stages are tensor parallel, then routed experts in two mesh axes; both compared with one
 process.
 
     torchrun --nproc-per-node 4 examples/sharding/stages.py

@@ -17,7 +17,6 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-import typer
 from mkdocs.structure.files import File, Files
 
 import planner
@@ -73,7 +72,7 @@ def _file(path: Path, config: Any) -> File:
 
 
 def _linked(document: Path) -> set[Path]:
-    """Return the files beside documents, such as pictures, that a document links to."""
+    """Return the files next to documents, such as pictures, that a document links to."""
     targets = re.findall(r"\]\(([^)#:\s]+)\)", document.read_text())
     paths = {(document.parent / target).resolve() for target in targets if not target.endswith(".md")}
     return {path for path in paths if path.is_file() and path.is_relative_to(ROOT)}
@@ -81,9 +80,8 @@ def _linked(document: Path) -> set[Path]:
 
 def command_page(name: str, examples: str) -> str:
     """Return the page of a command: its help, its options, and the lines of `examples` that use it."""
-    group = typer.main.get_command(app)
-    root = group.context_class(group, info_name="planner")
-    command = group.get_command(root, name)
+    root = app.context_class(app, info_name="planner")
+    command = app.get_command(root, name)
     context = command.context_class(command, info_name=name, parent=root)
     lines = [line for line in examples.splitlines() if re.match(rf"planner (--server \S+ )?{name}\b", line)]
     parts = [f"# planner {name}", command.help, _code(context.command.get_usage(context)), _code("\n".join(lines))]

@@ -9,51 +9,51 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from executor.calibrate.items import ContentionItem, OperatorItem
 from executor.calibrate.kernels import operator_call
 from executor.gpu.monitor import ClockMonitor, invalid_reason
 from executor.gpu.timing import WARM_S, Timer
 from executor.launch.records import median_and_spread
+from topology.profile.samples import Conditions, ContentionSample
 
 CALLS = 12  # of the shorter of the two; the other runs at least as long
 
 
-def measure_pair(device: Any, item: dict[str, Any], watch: ClockMonitor | None, gpu: int) -> dict[str, Any] | str:
-    """Return the fields of a `topology.profile.samples.ContentionSample`, or why there is none."""
+def measure_pair(
+    device: torch.device, item: ContentionItem, watch: ClockMonitor | None, gpu: int
+) -> ContentionSample | str:
+    """Return the sample, or why there is none."""
     began = time.monotonic()
-    dtype = item.get("dtype", "bfloat16")
-    kind = "matmul" if item["compute"] == "matmul" else "move"
-    direction = item.get("direction", "forward")
-    compute = operator_call(
-        device, kind=kind, name=item["compute"], shape=item["shape"], dtype=dtype, direction=direction
-    )
-    transfer = collective(device, item["op"], int(item["nbytes"]))
+    kind = "matmul" if item.compute == "matmul" else "move"
+    operator = OperatorItem(kind=kind, name=item.compute, shape=item.shape, dtype=item.dtype)
+    compute = operator_call(device, operator)
+    transfer = collective(device, item.op, item.nbytes)
     alone = _time_alone(device, compute), _time_alone(device, transfer)
     alone = _max_over_ranks(alone)
     concurrent = _max_over_ranks(_time_concurrently(device, compute, transfer, alone))
     ended = time.monotonic()
-    conditions = watch.between(began, ended, gpu) if watch is not None else {}
+    conditions = watch.between(began, ended, gpu) if watch is not None else Conditions()
     if not all(concurrent):
-        return f"{item['compute']} {item['shape']} with {item['op']} {item['nbytes']}: no overlap seen"
-    return {
-        "compute": item["compute"],
-        "shape": item["shape"],
-        "dtype": dtype,
-        "op": item["op"],
-        "ranks": dist.get_world_size(),
-        "nbytes": int(item["nbytes"]),
-        "compute_alone_s": alone[0],
-        "collective_alone_s": alone[1],
-        "compute_beside_s": concurrent[0],
-        "collective_beside_s": concurrent[1],
-        "count": CALLS,
-        "conditions": conditions,
-        "invalid": invalid_reason(conditions),
-    }
+        return f"{item.compute} {item.shape} with {item.op} {item.nbytes}: no overlap seen"
+    return ContentionSample(
+        compute=item.compute,
+        shape=item.shape,
+        dtype=item.dtype,
+        op=item.op,
+        ranks=dist.get_world_size(),
+        nbytes=item.nbytes,
+        compute_alone_s=alone[0],
+        collective_alone_s=alone[1],
+        compute_beside_s=concurrent[0],
+        collective_beside_s=concurrent[1],
+        count=CALLS,
+        conditions=conditions,
+        invalid=invalid_reason(conditions),
+    )
 
 
 def _max_over_ranks(mine: tuple[float, float]) -> tuple[float, float]:
@@ -62,7 +62,7 @@ def _max_over_ranks(mine: tuple[float, float]) -> tuple[float, float]:
     return float(box[0]), float(box[1])
 
 
-def collective(device: Any, op: str, nbytes: int) -> Callable[[], object]:
+def collective(device: torch.device, op: str, nbytes: int) -> Callable[[], object]:
     """Return the collective on all ranks; `nbytes` is nccl-tests' size column (the larger buffer)."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     ranks = dist.get_world_size()
@@ -76,14 +76,14 @@ def collective(device: Any, op: str, nbytes: int) -> Callable[[], object]:
     return lambda: dist.all_reduce(whole)
 
 
-def _time_alone(device: Any, call: Callable[[], object]) -> float:
+def _time_alone(device: torch.device, call: Callable[[], object]) -> float:
     Timer(device).heat(WARM_S)
     for _ in range(2):
         call()
     return median_and_spread(_call_times(device, call, CALLS))[0]
 
 
-def _call_times(device: Any, call: Callable[[], object], count: int) -> list[float]:
+def _call_times(device: torch.device, call: Callable[[], object], count: int) -> list[float]:
     if device.type != "cuda":
         seconds = []
         for _ in range(count):
@@ -96,7 +96,7 @@ def _call_times(device: Any, call: Callable[[], object], count: int) -> list[flo
     return [a.elapsed_time(b) / 1e3 for a, b in pairwise(marks)]
 
 
-def _record_events(call: Callable[[], object], count: int) -> list[Any]:
+def _record_events(call: Callable[[], object], count: int) -> list[torch.cuda.Event]:
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
     marks[0].record()
     for mark in marks[1:]:
@@ -106,7 +106,7 @@ def _record_events(call: Callable[[], object], count: int) -> list[Any]:
 
 
 def _time_concurrently(
-    device: Any, compute: Callable[[], object], transfer: Callable[[], object], alone: tuple[float, float]
+    device: torch.device, compute: Callable[[], object], transfer: Callable[[], object], alone: tuple[float, float]
 ) -> tuple[float, float]:
     """Return the median times of the calls that ran entirely during the other's; zero where none did."""
     if device.type != "cuda":
@@ -124,7 +124,7 @@ def _time_concurrently(
     compute_events = _record_events(compute, counts[0])
     torch.cuda.synchronize(device)
 
-    def within(marks: list[Any], others: list[Any]) -> float:
+    def within(marks: list[torch.cuda.Event], others: list[torch.cuda.Event]) -> float:
         seconds = [
             a.elapsed_time(b) / 1e3
             for a, b in pairwise(marks)

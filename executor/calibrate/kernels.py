@@ -7,10 +7,11 @@ those of the runtime descriptions (`simulator/runtimes/*.toml`). Backward calls 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
+from torch import Tensor
 
+from executor.calibrate.items import OperatorItem
 from simulator.config.runtime import TF32
 
 Call = Callable[[], object]
@@ -23,35 +24,36 @@ class Unsupported(ValueError):
     """An operator that is unknown here, or cannot run on the device."""
 
 
-def operator_call(device: Any, *, kind: str, name: str, shape: Shape, dtype: str, direction: str) -> Call:
+def operator_call(device: torch.device, item: OperatorItem) -> Call:
     """Return the call. Raises Unsupported."""
-    torch_dtype = torch.float32 if dtype == TF32 else getattr(torch, dtype, None)
+    shape, direction = item.shape, item.direction
+    torch_dtype = torch.float32 if item.dtype == TF32 else getattr(torch, item.dtype, None)
     if torch_dtype is None:
-        raise Unsupported(f"torch has no type {dtype}")
+        raise Unsupported(f"torch has no type {item.dtype}")
     make = _TensorFactory(device, torch_dtype)
-    if kind == "matmul":
+    if item.kind == "matmul":
         return _matmul(make, shape, direction)
-    if kind == "attention":
+    if item.kind == "attention":
         return _attention(make, shape, direction)
-    build = _MEMORY_OPERATORS.get(name)
+    build = _MEMORY_OPERATORS.get(item.name)
     if build is None:
-        raise Unsupported(f"no operator called {name}")
+        raise Unsupported(f"no operator called {item.name}")
     forward, inputs = build(make, shape)
-    return _in_direction(forward, inputs, "forward" if name in _SAME_BACKWARD else direction)
+    return _in_direction(forward, inputs, "forward" if item.name in _SAME_BACKWARD else direction)
 
 
 class _TensorFactory:
     """Creates random tensors on the device: kernels on zeros draw less power and so run faster than on data."""
 
-    def __init__(self, device: Any, dtype: Any) -> None:
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.device, self.dtype = device, dtype
 
-    def __call__(self, *size: int, dtype: Any = None, grad: bool = False) -> Any:
+    def __call__(self, *size: int, dtype: torch.dtype | None = None, grad: bool = False) -> Tensor:
         made = torch.randn(*size, device=self.device, dtype=dtype or self.dtype)
         return made.requires_grad_() if grad else made
 
 
-def _in_direction(forward: Call, inputs: list[Any], direction: str) -> Call:
+def _in_direction(forward: Call, inputs: list[Tensor], direction: str) -> Call:
     if direction == "forward":
 
         def run() -> object:
@@ -63,7 +65,7 @@ def _in_direction(forward: Call, inputs: list[Any], direction: str) -> Call:
     if not wanted:
         raise Unsupported("nothing here has a gradient")
     result = forward()
-    results = list(result) if isinstance(result, tuple) else [result]
+    results = [one for one in (result if isinstance(result, tuple) else (result,)) if isinstance(one, Tensor)]
     gradients = [torch.randn_like(out) if out.dim() else None for out in results]
     return lambda: torch.autograd.grad(results, wanted, gradients, retain_graph=True)
 
@@ -101,7 +103,7 @@ def _attention(make: _TensorFactory, shape: Shape, direction: str) -> Call:
     backends = torch.nn.attention.SDPBackend
     order = [backends.CUDNN_ATTENTION, backends.FLASH_ATTENTION, backends.EFFICIENT_ATTENTION, backends.MATH]
 
-    def forward() -> Any:
+    def forward() -> Tensor:
         with torch.nn.attention.sdpa_kernel(order, set_priority=True):
             return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=a != kv)
 
@@ -111,12 +113,12 @@ def _attention(make: _TensorFactory, shape: Shape, direction: str) -> Call:
 # --- kernels that move memory ---------------------------------------------------------------------------------------
 
 
-def _rms_norm(make: _TensorFactory, shape: Shape) -> tuple[Call, list[Any]]:
+def _rms_norm(make: _TensorFactory, shape: Shape) -> tuple[Call, list[Tensor]]:
     x, w = make(1, shape["u"], shape["h"], grad=True), make(shape["h"], grad=True)
     return lambda: torch.nn.functional.rms_norm(x, (shape["h"],), w, 1e-5), [x, w]
 
 
-def _rotary_complex(make: _TensorFactory, shape: Shape) -> tuple[Call, list[Any]]:
+def _rotary_complex(make: _TensorFactory, shape: Shape) -> tuple[Call, list[Tensor]]:
     """Rotate pairs as complex numbers in float32 (torchtitan's Llama)."""
     d = shape["d"]
     q, k = (make(1, shape["t"], shape[axis] // d, d, grad=True) for axis in ("q", "kv"))
@@ -125,21 +127,21 @@ def _rotary_complex(make: _TensorFactory, shape: Shape) -> tuple[Call, list[Any]
     )
     turn = torch.polar(torch.ones_like(angles), angles).view(1, shape["t"], 1, d // 2)
 
-    def rotate(x: Any) -> Any:
+    def rotate(x: Tensor) -> Tensor:
         pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
         return torch.view_as_real(pairs * turn).flatten(3).type_as(x)
 
     return lambda: (rotate(q), rotate(k)), [q, k]
 
 
-def _rotary_halves(make: _TensorFactory, shape: Shape) -> tuple[Call, list[Any]]:
+def _rotary_halves(make: _TensorFactory, shape: Shape) -> tuple[Call, list[Tensor]]:
     """Rotate halves with cosine and sine tables in float32 (our own decoder)."""
     d = shape["d"]
     q, k = (make(1, shape["t"], shape[axis] // d, d, grad=True) for axis in ("q", "kv"))
     angles = torch.rand(shape["t"], 1, d, device=make.device)
     cos, sin = angles.cos(), angles.sin()
 
-    def rotate(x: Any) -> Any:
+    def rotate(x: Tensor) -> Tensor:
         wide = x.to(cos.dtype)
         first, second = wide.chunk(2, dim=-1)
         return (wide * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
@@ -147,55 +149,55 @@ def _rotary_halves(make: _TensorFactory, shape: Shape) -> tuple[Call, list[Any]]
     return lambda: (rotate(q), rotate(k)), [q, k]
 
 
-def _silu(make: _TensorFactory, shape: Shape) -> tuple[Call, list[Any]]:
+def _silu(make: _TensorFactory, shape: Shape) -> tuple[Call, list[Tensor]]:
     x = make(1, shape["t"], shape["f"], grad=True)
     return lambda: torch.nn.functional.silu(x), [x]
 
 
-def _gate(make: _TensorFactory, shape: Shape) -> tuple[Call, list[Any]]:
+def _gate(make: _TensorFactory, shape: Shape) -> tuple[Call, list[Tensor]]:
     x, y = make(1, shape["t"], shape["f"], grad=True), make(1, shape["t"], shape["f"], grad=True)
     return lambda: x * y, [x, y]
 
 
-def _residual(make: _TensorFactory, shape: Shape) -> tuple[Call, list[Any]]:
+def _residual(make: _TensorFactory, shape: Shape) -> tuple[Call, list[Tensor]]:
     x, y = make(1, shape["u"], shape["h"]), make(1, shape["u"], shape["h"])
     return lambda: x + y, [x, y]
 
 
-def _embedding(make: _TensorFactory, shape: Shape) -> tuple[Call, list[Any]]:
+def _embedding(make: _TensorFactory, shape: Shape) -> tuple[Call, list[Tensor]]:
     table = make(shape["v"], shape["h"], grad=True)
     ids = torch.randint(shape["v"], (1, shape["t"]), device=make.device)
     return lambda: torch.nn.functional.embedding(ids, table), [table]
 
 
-def _cross_entropy(make: _TensorFactory, shape: Shape) -> tuple[Call, list[Any]]:
+def _cross_entropy(make: _TensorFactory, shape: Shape) -> tuple[Call, list[Tensor]]:
     """Logits to float32, log-softmax and the negative log-likelihood: what turns a head's output into a loss."""
     logits = make(shape["t"], shape["v"], grad=True)
     labels = torch.randint(shape["v"], (shape["t"],), device=make.device)
     return lambda: torch.nn.functional.cross_entropy(logits.float(), labels, reduction="sum"), [logits]
 
 
-def _copy(make: _TensorFactory, shape: Shape) -> tuple[Call, list[Any]]:
+def _copy(make: _TensorFactory, shape: Shape) -> tuple[Call, list[Tensor]]:
     source = torch.zeros(shape["bytes"], dtype=torch.int8, device=make.device)
     sink = torch.empty_like(source)
     return lambda: sink.copy_(source), [source]
 
 
-def _cast(make: _TensorFactory, shape: Shape) -> tuple[Call, list[Any]]:
+def _cast(make: _TensorFactory, shape: Shape) -> tuple[Call, list[Tensor]]:
     """float32 to the compute type, as autocast and sharded parameters do."""
     source = torch.zeros(shape["elements"], dtype=torch.float32, device=make.device)
     sink = torch.empty(shape["elements"], dtype=make.dtype, device=make.device)
     return lambda: sink.copy_(source), [source]
 
 
-def _layer_shards(make: _TensorFactory, shape: Shape, dtype: Any) -> list[Any]:
+def _layer_shards(make: _TensorFactory, shape: Shape, dtype: torch.dtype) -> list[Tensor]:
     """Return the parameters of a decoder layer of width h, q, kv and f, as a list of flat shards."""
     h, q, kv, f = (shape[axis] for axis in ("h", "q", "kv", "f"))
     sizes = (h * q, h * kv, h * kv, q * h, h * f, h * f, f * h, h, h)
     return [torch.zeros(-(-size // shape["ranks"]), dtype=dtype, device=make.device) for size in sizes]
 
 
-def _gather_pack(make: _TensorFactory, shape: Shape) -> tuple[Call, list[Any]]:
+def _gather_pack(make: _TensorFactory, shape: Shape) -> tuple[Call, list[Tensor]]:
     """FSDP's copy-in: float32 shards cast and packed into the all-gather's buffer."""
     shards = _layer_shards(make, shape, torch.float32)
     flat = torch.empty(sum(s.numel() for s in shards), dtype=make.dtype, device=make.device)
@@ -203,7 +205,7 @@ def _gather_pack(make: _TensorFactory, shape: Shape) -> tuple[Call, list[Any]]:
     return lambda: torch._foreach_copy_(views, shards), []
 
 
-def _gather_unpack(make: _TensorFactory, shape: Shape) -> tuple[Call, list[Any]]:
+def _gather_unpack(make: _TensorFactory, shape: Shape) -> tuple[Call, list[Tensor]]:
     """FSDP's copy-out: the gathered buffer split into whole parameters."""
     shards, ranks = _layer_shards(make, shape, make.dtype), shape["ranks"]
     sizes = [s.numel() for s in shards]
@@ -212,7 +214,7 @@ def _gather_unpack(make: _TensorFactory, shape: Shape) -> tuple[Call, list[Any]]
     return lambda: torch.split_with_sizes_copy(gathered, sizes, dim=1, out=outs), []
 
 
-def _reduce_pack(make: _TensorFactory, shape: Shape) -> tuple[Call, list[Any]]:
+def _reduce_pack(make: _TensorFactory, shape: Shape) -> tuple[Call, list[Tensor]]:
     """FSDP's reduce-scatter copy-in: whole gradients chunked by rank and cast to float32."""
     ranks = shape["ranks"]
     grads = [
@@ -224,7 +226,7 @@ def _reduce_pack(make: _TensorFactory, shape: Shape) -> tuple[Call, list[Any]]:
     return lambda: torch._chunk_cat(grads, dim=0, num_chunks=ranks, out=out), []  # noqa: SLF001 - what FSDP2 calls
 
 
-def _adamw(make: _TensorFactory, shape: Shape) -> tuple[Call, list[Any]]:
+def _adamw(make: _TensorFactory, shape: Shape) -> tuple[Call, list[Tensor]]:
     # Random numbers, on which the kernel takes 21 to 36 % longer than on zeros (examples/validation/apply_1xH200.md).
     parameters = [torch.randn_like(p).requires_grad_() for p in _layer_shards(make, shape, make.dtype)]
     for p in parameters:
@@ -234,7 +236,7 @@ def _adamw(make: _TensorFactory, shape: Shape) -> tuple[Call, list[Any]]:
     return optimizer.step, []
 
 
-def _clip(make: _TensorFactory, shape: Shape) -> tuple[Call, list[Any]]:
+def _clip(make: _TensorFactory, shape: Shape) -> tuple[Call, list[Tensor]]:
     parameters = _layer_shards(make, shape, make.dtype)
     for p in parameters:
         p.grad = torch.ones_like(p)
@@ -244,7 +246,7 @@ def _clip(make: _TensorFactory, shape: Shape) -> tuple[Call, list[Any]]:
 # A residual's backward adds two gradients: the kernel of its forward.
 _SAME_BACKWARD = frozenset({"residual"})
 
-_MEMORY_OPERATORS: dict[str, Callable[[_TensorFactory, Shape], tuple[Call, list[Any]]]] = {
+_MEMORY_OPERATORS: dict[str, Callable[[_TensorFactory, Shape], tuple[Call, list[Tensor]]]] = {
     "rms_norm": _rms_norm,
     "rotary_complex": _rotary_complex,
     "rotary_halves": _rotary_halves,

@@ -13,12 +13,13 @@ import gc
 import importlib.metadata
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import fields, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
+from executor.calibrate.items import LayerItem
+from executor.gpu.device import synchronize
 from executor.gpu.monitor import invalid_reason
 from executor.gpu.sm_clock import SmClock
 from executor.gpu.state import read_states
@@ -36,25 +37,17 @@ from simulator.config.workload import Workload
 from simulator.runtimes.library import runtime_spec
 from topology import codec
 from topology.errors import ProbeError
-from topology.profile.samples import LayerSample
+from topology.profile.samples import Conditions, LayerSample
 
-SAMPLED = frozenset(field.name for field in fields(LayerSample))
-LAYERS = (1, 2)
+SAMPLED = frozenset({"host_s", "data_s", "reserved_bytes"})
 WARM_UP = 3
 STEPS = 40
 MIN_STEPS = 5
 MAX_TIMED_S = 1.0  # of the timed steps of one sample together
 
 ROUNDS = 3  # of timed steps at most: another process may disturb a round, such as a pool that starts or compiles
-STEADY = (
-    0.4  # spread of a round that is not timed again, (90th - 10th percentile) / median: twice what hosts scatter by
-)
+STEADY = 0.4  # (90th - 10th percentile) / median of a round that is not timed again: twice what hosts scatter by
 Step = Callable[[], dict[str, float]]  # runs one step; returns measurements other than its time
-
-
-def describe_item(item: dict[str, Any]) -> str:
-    plan = {key: value for key, value in item["plan"].items() if isinstance(value, int) and value > 1}
-    return f"{item['runtime']['name']} {item['model']['name']} seq {item['workload']['seq_len']} {plan}"
 
 
 def titan_versions() -> dict[str, str]:
@@ -77,36 +70,36 @@ def builder_of(runtime: str, text: str) -> Callable[..., Step]:
     return own_step
 
 
-def record_layers(device: Any, item: dict[str, Any], recorder: Recorder, *, gpu: int, text: str = "") -> None:
+def record_layers(device: torch.device, item: LayerItem, recorder: Recorder, *, gpu: int, text: str = "") -> None:
     """Record one sample for each number of layers; a collective call. Raises what building or running a step raises."""
-    build = builder_of(item["runtime"]["name"], text)
+    build = builder_of(item.runtime.name, text)
     for parts in _in_turn(item):
         with _Freed(device), PausedGarbageCollection():
             times, extra, mean_hz = _time_steps(device, build(*parts, device), recorder)
         mid, spread = median_and_spread(times)
-        conditions = _conditions(gpu) if device.type == "cuda" and dist.get_rank() == 0 else {}
-        if mean_hz is not None:
-            conditions["mean_sm_clock_hz"] = mean_hz
-        recorder.write(
-            "layer",
-            sample={
-                "model": codec.to_builtins(parts[0]),
-                "plan": item["plan"],
-                "workload": item["workload"],
-                "runtime": item["runtime"],
-                "step_s": mid,
-                "spread": spread,
-                "count": len(times),
-                **extra,
-                "conditions": conditions,
-                "invalid": invalid_reason(conditions),
-            },
+        conditions = _conditions(gpu) if device.type == "cuda" and dist.get_rank() == 0 else Conditions()
+        conditions = replace(conditions, mean_sm_clock_hz=mean_hz)
+        model, plan, workload, runtime = (codec.to_builtins(part) for part in parts)
+        sample = LayerSample(
+            model=model,
+            plan=plan,
+            workload=workload,
+            runtime=runtime,
+            step_s=mid,
+            spread=spread,
+            count=len(times),
+            host_s=extra.get("host_s"),
+            data_s=extra.get("data_s"),
+            reserved_bytes=extra.get("reserved_bytes"),
+            conditions=conditions,
+            invalid=invalid_reason(conditions),
         )
+        recorder.write("layer", sample=sample)
 
 
-def compile_layers(device: Any, item: dict[str, Any], *, text: str = "") -> None:
+def compile_layers(device: torch.device, item: LayerItem, *, text: str = "") -> None:
     """Run the steps of an item a few times, so that its compiled code is there when it is timed."""
-    build = builder_of(item["runtime"]["name"], text)
+    build = builder_of(item.runtime.name, text)
     for parts in _in_turn(item):
         with _Freed(device):
             step = build(*parts, device)
@@ -115,22 +108,16 @@ def compile_layers(device: Any, item: dict[str, Any], *, text: str = "") -> None
             del step
 
 
-def _in_turn(item: dict[str, Any]) -> Iterator[tuple[Model, Plan, Workload, Runtime]]:
+def _in_turn(item: LayerItem) -> Iterator[tuple[Model, Plan, Workload, Runtime]]:
     """Yield the parts of a run for each number of layers asked for."""
-    model = codec.convert(item["model"], Model, where="request")
-    rest = (
-        codec.convert(item["plan"], Plan, where="request"),
-        codec.convert(item["workload"], Workload, where="request"),
-        codec.convert(item["runtime"], Runtime, where="request"),
-    )
-    for layers in item.get("counts", LAYERS):
-        yield replace(model, layers=layers), *rest
+    for layers in item.counts:
+        yield replace(item.model, layers=layers), item.plan, item.workload, item.runtime
 
 
 class _Freed:
     """Frees what a model held when its steps are over, before the next one is built."""
 
-    def __init__(self, device: Any) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.device = device
 
     def __enter__(self) -> None:
@@ -142,22 +129,29 @@ class _Freed:
             torch.cuda.empty_cache()
 
 
-def _conditions(gpu: int) -> dict[str, Any]:
+def _conditions(gpu: int) -> Conditions:
     """Return the GPU's state after the steps: querying the driver during them would delay launches."""
-    state = read_states().get(gpu, {})
-    found = {name: state.get(name) for name in ("sm_clock_hz", "power_w", "temperature_c")}
-    return {**found, "throttle": state.get("throttle") or []}
+    state = read_states().get(gpu)
+    if state is None:
+        return Conditions()
+    return Conditions(
+        sm_clock_hz=state.sm_clock_hz,
+        power_w=state.power_w,
+        temperature_c=state.temperature_c,
+        throttle=state.throttle or (),
+    )
 
 
-def _time_steps(device: Any, step: Step, recorder: Recorder) -> tuple[list[float], dict[str, float], float | None]:
+def _time_steps(
+    device: torch.device, step: Step, recorder: Recorder
+) -> tuple[list[float], dict[str, float], float | None]:
     """Return step times, the medians of the steps' other measurements, and the mean SM clock in Hz."""
-    cuda, clock = device.type == "cuda", SmClock(device)
+    clock = SmClock(device)
     for _ in range(WARM_UP):
         step()
-    if cuda:
-        torch.cuda.synchronize(device)
+    synchronize(device)
     dist.barrier()
-    rounds = []
+    rounds: list[Round] = []
     while len(rounds) < ROUNDS:
         rounds.append(_round(device, step, clock))
         if rank_zero_decides(_spread(rounds[-1]) <= STEADY):
@@ -169,14 +163,14 @@ def _time_steps(device: Any, step: Step, recorder: Recorder) -> tuple[list[float
     return times, medians(seen), next(iter(clock.hertz()[2 * steadiest :]), None)  # stamps lie around every round
 
 
-Round = tuple[list[float], list[dict[str, float]]]  # step times in seconds, and what steps told
+Round = tuple[list[float], list[dict[str, float]]]  # step times in seconds, and what steps measured of themselves
 
 
 def _spread(timed: Round) -> float:
     return median_and_spread(timed[0])[1]
 
 
-def _round(device: Any, step: Step, clock: SmClock) -> Round:
+def _round(device: torch.device, step: Step, clock: SmClock) -> Round:
     """Time steps until there are enough or `MAX_TIMED_S` is over; all ranks take as many."""
     times: list[float] = []
     seen: list[dict[str, float]] = []
@@ -184,8 +178,7 @@ def _round(device: Any, step: Step, clock: SmClock) -> Round:
     last = time.perf_counter()
     for _ in range(STEPS):
         seen.append(step())
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize(device)
         now = time.perf_counter()
         times.append(now - last)
         last = now
@@ -197,12 +190,12 @@ def _round(device: Any, step: Step, clock: SmClock) -> Round:
 
 
 def medians(seen: list[dict[str, float]]) -> dict[str, float]:
-    """Return the medians of what steps measured of themselves, as far as a `LayerSample` holds it."""
+    """Return the medians of what steps measured of themselves, as far as a `LayerSample` has it."""
     names = [name for name in (seen[0] if seen else {}) if name in SAMPLED]
     return {name: median_and_spread([item[name] for item in seen])[0] for name in names}
 
 
-def own_step(model: Model, plan: Plan, workload: Workload, runtime: Runtime, device: Any) -> Step:
+def own_step(model: Model, plan: Plan, workload: Workload, runtime: Runtime, device: torch.device) -> Step:
     """Return a step of the executor's own decoder under the plan."""
     meshes = meshes_for(plan, device.type)
     setup = Setup(plan=plan, model=model, workload=workload, runtime=runtime, meshes=meshes, device=device)

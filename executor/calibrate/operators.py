@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from executor.calibrate.items import OperatorItem
 from executor.calibrate.kernels import Unsupported, operator_call
+from executor.gpu.device import synchronize
 from executor.gpu.monitor import ClockMonitor, invalid_reason
-from executor.gpu.timing import Timer
+from executor.gpu.timing import Timer, Timing
 from executor.launch.records import Deadline, Recorder, median_and_spread
 from simulator.config.runtime import TF32
+from topology.profile.samples import Conditions, HostSample, OperatorSample
 
 HEAT_S = 1.5  # of large matmuls before the first sample: power and temperature take a second to settle
 AGAIN_S = 0.3  # and before the first of a later job
@@ -43,12 +45,12 @@ def versions(device: str) -> dict[str, str]:
 class OperatorTimes:
     """Times operators on one GPU that is kept busy between them, from the first job on."""
 
-    def __init__(self, device: Any, gpu: int) -> None:
+    def __init__(self, device: torch.device, gpu: int) -> None:
         self.device, self.gpu = device, gpu
         self.timer = Timer(device)
         self._hot = False
 
-    def record(self, wanted: Sequence[dict[str, Any]], recorder: Recorder, deadline: Deadline) -> None:
+    def record(self, wanted: Sequence[OperatorItem], recorder: Recorder, deadline: Deadline) -> None:
         """Record a sample of each operator, in order, while there is time; what cannot be timed is recorded as
         missing.
         """
@@ -57,9 +59,7 @@ class OperatorTimes:
             self._heat(recorder, watch)
             for number, item in enumerate(wanted):
                 if not deadline.allows(4 * SAMPLE_S):
-                    recorder.missing(
-                        f"{len(wanted) - number} operators from {_described(item)} on: out of time", late=True
-                    )
+                    recorder.missing(f"{len(wanted) - number} operators from {item} on: out of time", late=True)
                     return
                 self._record_one(item, recorder, watch)
         finally:
@@ -75,72 +75,57 @@ class OperatorTimes:
         self.timer.synchronize()
         self._hot = True
 
-    def _record_one(self, item: dict[str, Any], recorder: Recorder, watch: ClockMonitor | None) -> None:
-        fields = {key: item[key] for key in ("kind", "name", "shape", "dtype", "direction")}
-        torch.set_float32_matmul_precision("high" if item["dtype"] == TF32 else "highest")
+    def _record_one(self, item: OperatorItem, recorder: Recorder, watch: ClockMonitor | None) -> None:
+        torch.set_float32_matmul_precision("high" if item.dtype == TF32 else "highest")
         try:
-            timing = self.timer.measure(operator_call(self.device, **fields), seconds=SAMPLE_S, rounds=ROUNDS)
+            timing = self.timer.measure(operator_call(self.device, item), seconds=SAMPLE_S, rounds=ROUNDS)
         except Unsupported as error:
-            recorder.missing(f"{_described(item)}: {error}")
+            recorder.missing(f"{item}: {error}")
             return
         except (RuntimeError, ValueError, TypeError) as error:  # a kernel that does not exist, memory that is full
-            recorder.missing(f"{_described(item)}: {str(error).splitlines()[0][:200]}")
+            recorder.missing(f"{item}: {str(error).splitlines()[0][:200]}")
             _empty_cache(self.device)
             return
-        conditions = watch.between(timing.began, timing.ended, self.gpu) if watch is not None else {}
-        recorder.write(
-            "operator",
-            sample={
-                **fields,
-                "runtime": item.get("runtime", ""),
-                "regime": "sustained",
-                "seconds": timing.seconds,
-                "spread": timing.spread,
-                "count": timing.count,
-                "host_s": timing.host_s,
-                "conditions": conditions,
-                "invalid": invalid_reason(conditions),
-            },
-        )
+        conditions = watch.between(timing.began, timing.ended, self.gpu) if watch is not None else Conditions()
+        recorder.write("operator", sample=_sample(item, timing, conditions, "sustained", host_s=timing.host_s))
 
 
-def _described(item: dict[str, Any]) -> str:
-    return f"{item['name']} {item['direction']} {item['shape']} {item['dtype']}"
+def _sample(
+    item: OperatorItem, timing: Timing, conditions: Conditions, regime: str, *, host_s: float | None = None
+) -> OperatorSample:
+    return OperatorSample(
+        kind=item.kind,
+        name=item.name,
+        shape=item.shape,
+        dtype=item.dtype,
+        direction=item.direction,
+        runtime=item.runtime,
+        regime=regime,
+        seconds=timing.seconds,
+        spread=timing.spread,
+        count=timing.count,
+        host_s=host_s,
+        conditions=conditions,
+        invalid=invalid_reason(conditions),
+    )
 
 
-def _burst(device: Any, timer: Timer, recorder: Recorder, watch: ClockMonitor | None, gpu: int) -> None:
+def _burst(device: torch.device, timer: Timer, recorder: Recorder, watch: ClockMonitor | None, gpu: int) -> None:
     """Record one large matmul after a rest, at boost clocks; against the sustained one it shows the power limit."""
     if device.type != "cuda":
         return
     size = BURST_SIZE
-    fields: dict[str, Any] = {
-        "kind": "matmul",
-        "name": "matmul",
-        "shape": {"m": size, "n": size, "k": size},
-        "dtype": "bfloat16",
-        "direction": "forward",
-    }
-    call = operator_call(device, **fields)
+    item = OperatorItem(kind="matmul", name="matmul", shape={"m": size, "n": size, "k": size}, dtype="bfloat16")
+    call = operator_call(device, item)
     call()
     timer.synchronize()
     time.sleep(BURST_REST_S)
     timing = timer.measure(call, seconds=0.0, rounds=3)
-    conditions = watch.between(timing.began, timing.ended, gpu) if watch is not None else {}
-    recorder.write(
-        "operator",
-        sample={
-            **fields,
-            "regime": "burst",
-            "seconds": timing.seconds,
-            "spread": timing.spread,
-            "count": timing.count,
-            "conditions": conditions,
-            "invalid": invalid_reason(conditions),
-        },
-    )
+    conditions = watch.between(timing.began, timing.ended, gpu) if watch is not None else Conditions()
+    recorder.write("operator", sample=_sample(item, timing, conditions, "burst"))
 
 
-def _empty_cache(device: Any) -> None:
+def _empty_cache(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
@@ -148,7 +133,7 @@ def _empty_cache(device: Any) -> None:
 # --- the host -------------------------------------------------------------------------------------------------------
 
 
-def time_host(device: Any, recorder: Recorder, deadline: Deadline) -> None:
+def time_host(device: torch.device, recorder: Recorder, deadline: Deadline) -> None:
     """Record the host time of one call, by launch mode. Tensors are tiny, so that the device keeps up."""
     x = torch.randn(8, 8, device=device)
     y = torch.randn(8, 8, device=device, requires_grad=True)
@@ -165,13 +150,12 @@ def time_host(device: Any, recorder: Recorder, deadline: Deadline) -> None:
         _compiled(device, recorder)
 
 
-def _record_host(device: Any, recorder: Recorder, name: str, call: Callable[[], object]) -> None:
+def _record_host(device: torch.device, recorder: Recorder, name: str, call: Callable[[], object]) -> None:
     for _ in range(20):
         call()
     rounds = []
     for _ in range(7):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize(device)
         began = time.perf_counter()
         for _ in range(LAUNCHES // 8):
             call()
@@ -181,10 +165,10 @@ def _record_host(device: Any, recorder: Recorder, name: str, call: Callable[[], 
 
 
 def _host_sample(recorder: Recorder, name: str, seconds: float, spread: float, count: int) -> None:
-    recorder.write("host", sample={"name": name, "seconds": seconds, "spread": spread, "count": count})
+    recorder.write("host", sample=HostSample(name=name, seconds=seconds, spread=spread, count=count))
 
 
-def _graph(device: Any, recorder: Recorder) -> None:
+def _graph(device: torch.device, recorder: Recorder) -> None:
     """Record the device time between two tiny kernels of a graph, and the host's for launching the graph."""
     if device.type != "cuda":
         return
@@ -204,7 +188,7 @@ def _graph(device: Any, recorder: Recorder) -> None:
     _host_sample(recorder, "eager_kernel", timing.seconds, timing.spread, timing.count)
 
 
-def _dtensor(device: Any, recorder: Recorder) -> None:
+def _dtensor(device: torch.device, recorder: Recorder) -> None:
     """Record an operator on DTensors, on a mesh of this one process, which is its process group."""
     try:
         mesh = init_device_mesh(device.type, (1,))
@@ -214,7 +198,7 @@ def _dtensor(device: Any, recorder: Recorder) -> None:
         recorder.missing(f"host time of DTensor operators: {str(error).splitlines()[0][:200]}")
 
 
-def _compiled(device: Any, recorder: Recorder) -> None:
+def _compiled(device: torch.device, recorder: Recorder) -> None:
     """Record calling a compiled function of one kernel."""
     x = torch.randn(8, 8, device=device)
     try:

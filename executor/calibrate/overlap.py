@@ -9,18 +9,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from executor import overlap
+from executor.calibrate.items import OverlapItem
 from executor.gpu import symmetric_memory as symmetric
+from executor.gpu.device import synchronize
 from executor.gpu.monitor import ClockMonitor, invalid_reason
 from executor.gpu.timing import WARM_S, Timer
 from executor.launch.records import median_and_spread
 from simulator.overlap.modes import GATHER, SLICES
+from topology.profile.samples import Conditions, OverlapSample
 
 ROUNDS = 5
 CALL_S = 8e-3  # of calls in a row for one time
@@ -31,31 +34,41 @@ PARTS = ("product", "shard_product", "slice_product", "first", "collective", "sl
 Call = Callable[[], object]
 
 
-def measure_shape(device: Any, item: dict[str, Any], watch: ClockMonitor | None, gpu: int) -> dict[str, Any]:
-    """Return the fields of a `topology.profile.samples.OverlapSample`, equal on every rank except for conditions."""
+def measure_shape(device: torch.device, item: OverlapItem, watch: ClockMonitor | None, gpu: int) -> OverlapSample:
+    """Return the sample, equal on every rank except for conditions."""
     began = time.monotonic()
     modes, parts = calls_by_mode_and_part(device, item)
     times_by_call = _time_calls(device, modes | parts)
     symmetric.check_delivered()
-    conditions = watch.between(began, time.monotonic(), gpu) if watch is not None else {}
-    return {
-        **item,
-        "seconds": {mode: times_by_call[mode][0] for mode in modes},
-        "spread": {mode: times_by_call[mode][1] for mode in modes},
-        "host_s": {mode: times_by_call[mode][2] for mode in modes},
-        **{f"{part}_s": times_by_call[part][0] for part in parts},
-        "count": ROUNDS,
-        "conditions": conditions,
-        "invalid": invalid_reason(conditions),
-    }
+    conditions = watch.between(began, time.monotonic(), gpu) if watch is not None else Conditions()
+    return OverlapSample(
+        operation=item.operation,
+        ranks=item.ranks,
+        rows=item.rows,
+        columns=item.columns,
+        depth=item.depth,
+        dtype=item.dtype,
+        seconds={mode: times_by_call[mode][0] for mode in modes},
+        spread={mode: times_by_call[mode][1] for mode in modes},
+        host_s={mode: times_by_call[mode][2] for mode in modes},
+        product_s=times_by_call["product"][0],
+        shard_product_s=times_by_call["shard_product"][0],
+        slice_product_s=times_by_call["slice_product"][0],
+        first_s=times_by_call["first"][0],
+        collective_s=times_by_call["collective"][0],
+        slice_collective_s=times_by_call["slice_collective"][0],
+        count=ROUNDS,
+        conditions=conditions,
+        invalid=invalid_reason(conditions),
+    )
 
 
-def calls_by_mode_and_part(device: Any, item: dict[str, Any]) -> tuple[dict[str, Call], dict[str, Call]]:
+def calls_by_mode_and_part(device: torch.device, item: OverlapItem) -> tuple[dict[str, Call], dict[str, Call]]:
     """Return the calls by mode, and the calls by part, on new random operands."""
-    ranks, group = dist.get_world_size(), dist.group.WORLD
-    rows, columns, depth = int(item["rows"]) // ranks * ranks, tuple(map(int, item["columns"])), int(item["depth"])
-    dtype = getattr(torch, item["dtype"])
-    gathers = item["operation"] == GATHER
+    ranks, group = dist.get_world_size(), cast("dist.ProcessGroup", dist.group.WORLD)
+    rows, columns, depth = item.rows // ranks * ranks, item.columns, item.depth
+    dtype = getattr(torch, item.dtype)
+    gathers = item.operation == GATHER
     generator = torch.Generator(device).manual_seed(dist.get_rank())
 
     def draw(*shape: int) -> Tensor:
@@ -88,17 +101,17 @@ def calls_by_mode_and_part(device: Any, item: dict[str, Any]) -> tuple[dict[str,
     return {mode: in_mode(mode) for mode in overlap.MODES}, parts
 
 
-def _collective(draw: Callable[..., Tensor], item: dict[str, Any], rows: int) -> Call:
+def _collective(draw: Callable[..., Tensor], item: OverlapItem, rows: int) -> Call:
     """Return the operation's collective on `rows` rows of all ranks."""
     ranks = dist.get_world_size()
-    width = int(item["depth"]) if item["operation"] == GATHER else int(item["columns"][0])
+    width = item.depth if item.operation == GATHER else item.columns[0]
     everything, part = draw(rows, width), draw(rows // ranks, width)
-    if item["operation"] == GATHER:
+    if item.operation == GATHER:
         return lambda: dist.all_gather_into_tensor(everything, part)
     return lambda: dist.reduce_scatter_tensor(part, everything)
 
 
-def _time_calls(device: Any, calls: dict[str, Call]) -> dict[str, tuple[float, float, float]]:
+def _time_calls(device: torch.device, calls: dict[str, Call]) -> dict[str, tuple[float, float, float]]:
     """Return (seconds, spread, host seconds) of each call, the largest over ranks."""
     Timer(device).heat(WARM_S)
     counts = {}
@@ -116,11 +129,12 @@ def _time_calls(device: Any, calls: dict[str, Call]) -> dict[str, tuple[float, f
     found = {}
     for name in calls:
         (mid, spread), (host_s, _) = median_and_spread(times[name]), median_and_spread(hosts[name])
-        found[name] = tuple(_max_over_ranks([mid, spread, host_s]))
-    return found  # type: ignore[return-value]  # three numbers each
+        mid, spread, host_s = _max_over_ranks([mid, spread, host_s])
+        found[name] = mid, spread, host_s
+    return found
 
 
-def _time_in_a_row(device: Any, call: Call, count: int) -> float:
+def _time_in_a_row(device: torch.device, call: Call, count: int) -> float:
     """Return the seconds of one of `count` calls in a row, after one call that aligns the ranks."""
     _synchronize_ranks(device)
     if device.type != "cuda":
@@ -138,7 +152,7 @@ def _time_in_a_row(device: Any, call: Call, count: int) -> float:
     return float(start.elapsed_time(end)) / 1e3 / count
 
 
-def _host_time(device: Any, call: Call) -> float:
+def _host_time(device: torch.device, call: Call) -> float:
     """Return the host seconds to issue one call while the launch queue has room, so that the host does not block."""
     _synchronize_ranks(device)
     began = time.perf_counter()
@@ -147,10 +161,9 @@ def _host_time(device: Any, call: Call) -> float:
     return max(time.perf_counter() - began, 1e-9) / HOST_CALLS
 
 
-def _synchronize_ranks(device: Any) -> None:
+def _synchronize_ranks(device: torch.device) -> None:
     """Wait for the device, and for the other ranks."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    synchronize(device)
     _max_over_ranks([0.0])
 
 

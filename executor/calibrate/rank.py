@@ -1,7 +1,7 @@
 """One rank of a pool: joins the others, then does what it is given until its pipe is closed.
 
-Whatever goes wrong in a job is told and the rank takes the next one; a pool of which one rank failed alone is ended by
-whoever started it (`executor.calibrate.rank_pool`).
+A failed job is reported and the rank takes the next one; a pool of which one rank failed alone is ended by whoever
+started it (`executor.calibrate.rank_pool`).
 """
 
 from __future__ import annotations
@@ -12,30 +12,36 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from executor.calibrate.contention import measure_pair
+from executor.calibrate.items import CollectiveItem, ContentionItem, LayerItem, OperatorItem, OverlapItem
 from executor.calibrate.kernels import Unsupported
-from executor.calibrate.layers import compile_layers, describe_item, record_layers, titan_versions
+from executor.calibrate.layers import compile_layers, record_layers, titan_versions
 from executor.calibrate.operators import OperatorTimes, time_host, versions
 from executor.calibrate.overlap import measure_shape
+from executor.calibrate.rank_request import RankRequest
+from executor.gpu.device import synchronize
 from executor.gpu.monitor import ClockMonitor
 from executor.launch.records import Deadline, Recorder
 from executor.measure.probe_collectives import record_sizes
-from topology.errors import PlannerError
+from topology import codec
+from topology.codec import JsonObject
+from topology.errors import BadInput, PlannerError
+from topology.profile.profile import CollectiveSample
+from topology.profile.samples import HostSample, Sample
 
-with suppress(
-    Exception
-):  # once, in the process that ranks are forked from, which must not fail for it: it takes seconds
+# Once, in the process that ranks are forked from, which must not fail for it: it takes seconds.
+with suppress(Exception):
     import torchtitan.train  # noqa: F401
 
 PARENT_S = 1.0  # between two looks at whether the parent lives
@@ -43,7 +49,8 @@ GROUP_S = 600.0  # that a collective may wait; jobs have limits of their own, wh
 # Errors that say that something cannot be asked; after any other the state of a process is not known.
 REFUSALS = (PlannerError, Unsupported, ImportError)
 
-Job = dict[str, Any]
+Job = JsonObject  # as it comes over the pipe
+T = TypeVar("T")
 
 
 class SampleRecorder(Recorder):
@@ -55,8 +62,8 @@ class SampleRecorder(Recorder):
 
     def write(self, kind: str, **fields: Any) -> None:
         sample = fields.get("sample")
-        if isinstance(sample, dict):
-            fields["sample"] = {**sample, "at_s": round(time.monotonic() - self.began, 2)}
+        if isinstance(sample, Sample | HostSample | CollectiveSample):
+            fields["sample"] = replace(sample, at_s=round(time.monotonic() - self.began, 2))
         super().write(kind, **fields)
 
 
@@ -76,20 +83,33 @@ class Instruments:
     def do(self, job: Job) -> None:
         """Measure what a job asks; a collective call of the pool's ranks."""
         deadline = Deadline(float(job["limit_s"]))
-        {
-            "host": lambda: time_host(self.device, self.recorder, deadline),
-            "operators": lambda: self.operators.record(job["items"], self.recorder, deadline),
-            "collectives": lambda: record_sizes(self.device, job["items"], self.indices, self.recorder),
-            "contention": lambda: self._each(job["items"], measure_pair, "contention"),
-            "overlap": lambda: self._each(job["items"], measure_shape, "overlap"),
-            "compile": lambda: [compile_layers(self.device, item, text=self.text) for item in job["items"]],
-            "layers": lambda: [
-                record_layers(self.device, item, self.recorder, gpu=self.indices[0], text=self.text)
-                for item in job["items"]
-            ],
-        }[job["kind"]]()
+        match job["kind"]:
+            case "host":
+                time_host(self.device, self.recorder, deadline)
+            case "operators":
+                self.operators.record(_items(job, OperatorItem), self.recorder, deadline)
+            case "collectives":
+                asked = [(item.op, item.sizes) for item in _items(job, CollectiveItem)]
+                record_sizes(self.device, asked, self.indices, self.recorder)
+            case "contention":
+                self._each(_items(job, ContentionItem), measure_pair, "contention")
+            case "overlap":
+                self._each(_items(job, OverlapItem), measure_shape, "overlap")
+            case "compile":
+                for item in _items(job, LayerItem):
+                    compile_layers(self.device, item, text=self.text)
+            case "layers":
+                for item in _items(job, LayerItem):
+                    record_layers(self.device, item, self.recorder, gpu=self.indices[0], text=self.text)
+            case kind:
+                raise ValueError(f"no job is called {kind}")
 
-    def _each(self, items: list[Job], measure: Callable[..., dict[str, Any] | str], kind: str) -> None:
+    def _each(
+        self,
+        items: Sequence[T],
+        measure: Callable[[torch.device, T, ClockMonitor | None, int], Sample | str],
+        kind: str,
+    ) -> None:
         """Record a sample of every item, with the clocks that rank 0 read meanwhile."""
         watch = ClockMonitor() if self.device.type == "cuda" and dist.get_rank() == 0 else None
         with closing(watch) if watch is not None else nullcontext():
@@ -101,18 +121,23 @@ class Instruments:
                     self.recorder.write(kind, sample=sample)
 
 
-def main(request: dict[str, Any], pipe: Connection) -> None:
-    """Be the rank that `request` describes until the pipe is closed; ends the process."""
+def _items(job: Job, kind: type[T]) -> list[T]:
+    return [codec.convert(item, kind, where="job") for item in job["items"]]
+
+
+def main(message: str, pipe: Connection) -> None:
+    """Be the rank that `message` (JSON of a `RankRequest`) describes until the pipe is closed; ends the process."""
     os.setsid()  # so that whoever kills this rank reaches the compiler's processes, too
-    folder = Path(request["folder"])
-    log = os.open(folder / f"rank{request['rank']}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    request = codec.convert(codec.parse_json(message, where="rank"), RankRequest, where="rank")
+    folder = Path(request.folder)
+    log = os.open(folder / f"rank{request.rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
     tempfile.tempdir = str(folder)
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     try:
         station = _join(request)
-    except BaseException as error:  # noqa: BLE001 - whatever it is, it is told
+    except BaseException as error:  # noqa: BLE001 - any error is reported
         _say(pipe, failed=describe_error(error), over=True)
         os._exit(1)
     _say(pipe, over=True)
@@ -121,9 +146,20 @@ def main(request: dict[str, Any], pipe: Connection) -> None:
             station.do(job)
             _say(pipe, over=True)
         except Exception as error:  # noqa: BLE001 - another framework can raise anything
-            what = f"{describe_item(job['items'][0])}: " if job["kind"] in {"layers", "compile"} else ""
-            _say(pipe, failed=what + describe_error(error), refused=isinstance(error, REFUSALS), over=True)
+            _say(
+                pipe,
+                failed=_layers_in_words(job) + describe_error(error),
+                refused=isinstance(error, REFUSALS),
+                over=True,
+            )
     os._exit(0)  # ranks of other pools may stand in a collective: no leaving in order
+
+
+def _layers_in_words(job: Job) -> str:
+    if job["kind"] in {"layers", "compile"}:
+        with suppress(BadInput):  # which is why the job has failed
+            return f"{_items(job, LayerItem)[0]}: "
+    return ""
 
 
 def describe_error(error: BaseException) -> str:
@@ -132,10 +168,10 @@ def describe_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {text.splitlines()[0][:300] if text else 'no message'}"
 
 
-def _join(request: dict[str, Any]) -> Instruments:
+def _join(request: RankRequest) -> Instruments:
     """Join the pool's process group and run one collective on the device, which sets up what later ones use."""
-    rank, gpus = int(request["rank"]), request["gpus"]
-    cuda, world = request["device"] == "cuda", len(gpus)
+    rank, gpus = request.rank, request.gpus
+    cuda, world = request.device == "cuda", len(gpus)
     local = gpus[rank]
     os.environ |= {
         "RANK": str(rank),
@@ -143,7 +179,7 @@ def _join(request: dict[str, Any]) -> Instruments:
         "WORLD_SIZE": str(world),
         "LOCAL_WORLD_SIZE": str(world),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(request["port"]),
+        "MASTER_PORT": str(request.port),
     }
     device = torch.device("cuda", local) if cuda else torch.device("cpu")
     if cuda:
@@ -154,12 +190,11 @@ def _join(request: dict[str, Any]) -> Instruments:
     dist.init_process_group(backend, rank=rank, world_size=world, timeout=timedelta(seconds=GROUP_S))
     dist.all_reduce(torch.ones(8, device=device))
     dist.barrier()
-    if cuda:
-        torch.cuda.synchronize(device)
-    recorder = SampleRecorder(request["records"] if rank == 0 else None, float(request["began"]))
-    recorder.write("header", versions=versions(request["device"]) | titan_versions())
-    indices = [int(request["indices"][position]) for position in gpus]
-    return Instruments(device=device, recorder=recorder, indices=indices, text=request["text"])
+    synchronize(device)
+    recorder = SampleRecorder(request.records if rank == 0 else None, request.began)
+    recorder.write("header", versions=versions(request.device) | titan_versions())
+    indices = [request.indices[position] for position in gpus]
+    return Instruments(device=device, recorder=recorder, indices=indices, text=request.text)
 
 
 def _next_job(pipe: Connection) -> Job | None:

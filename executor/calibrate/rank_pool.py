@@ -20,13 +20,15 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from executor.calibrate.rank_request import PoolRequest, RankRequest
 from executor.launch.local_ranks import FORCED_VARIABLES, REMOVED_VARIABLES, ROOT
+from topology.codec import JsonObject, to_builtins, to_json
 
 PRELOAD = ("executor.calibrate.rank",)
 FAILED_S = 6.0  # after one rank failed, for the others to say so themselves
 START_S = 90.0  # for a pool to join its process group, importing torch from a cold disk included
 
-Answer = dict[str, Any]
+Answer = JsonObject  # as it comes over a pipe
 
 
 def process_context(added: Mapping[str, str], start: str = "forkserver") -> Any:
@@ -49,7 +51,7 @@ class RankPool:
     It is `starting` until all ranks have joined, then `idle`, `working` on a job, or `dead` with a `cause`.
     """
 
-    def __init__(self, context: Any, gpus: Sequence[int], folder: Path, options: Mapping[str, Any]) -> None:
+    def __init__(self, context: Any, gpus: Sequence[int], folder: Path, options: PoolRequest) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.gpus, self.folder = tuple(gpus), folder
         self.state, self.cause = "starting", ""
@@ -62,8 +64,8 @@ class RankPool:
         port = _free_port()
         for rank in range(len(self.gpus)):
             here, there = context.Pipe()
-            request = {**options, "rank": rank, "gpus": list(self.gpus), "port": port, "folder": str(folder)}
-            process = context.Process(target=_run_rank, args=(json.dumps(request), there))
+            request = RankRequest(**to_builtins(options), rank=rank, gpus=self.gpus, port=port, folder=str(folder))
+            process = context.Process(target=_run_rank, args=(to_json(request), there))
             self._pipes.append(here)
             try:
                 process.start()
@@ -153,7 +155,7 @@ def _run_rank(request: str, pipe: Connection) -> None:
     """Be one rank: the only place where the module that imports torch is loaded."""
     from executor.calibrate.rank import main  # noqa: PLC0415 - imports torch, which whoever starts ranks needs not
 
-    main(json.loads(request), pipe)
+    main(request, pipe)
 
 
 def _free_port() -> int:

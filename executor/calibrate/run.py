@@ -2,7 +2,7 @@
 
 Started by `planner calibrate` in its own process, with a request that lists jobs, the most valuable first. Jobs for
 fewer GPUs than there are run at the same time on different ones, where both are of a kind that the other does not
-disturb: what shows the host is measured without anything reading clocks. Code is compiled beside measurements. Every
+disturb: what shows the host is measured without anything reading clocks. Code is compiled during measurements. Every
 sample is written to `--records` at once, so a run that is stopped, killed or out of time leaves a valid profile with
 fewer samples; a job that fails or does not end is recorded with its cause, and its pool is started anew. Never imports
 torch.
@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from executor.calibrate.rank_pool import RankPool, process_context, wait_for_answers
+from executor.calibrate.rank_request import PoolRequest
 from executor.launch.process_exit import exit_code_of
 from executor.launch.records import Deadline, Recorder
 from executor.measure.measurement import (
@@ -34,7 +35,8 @@ from executor.measure.measurement import (
     measurement_parser,
 )
 from simulator.runtimes.library import runtime_spec
-from topology.codec import read_json
+from topology.codec import JsonObject, read_json, to_builtins
+from topology.profile.samples import Provenance
 
 POLL_S = 0.1
 LIMIT_FACTOR, LIMIT_S = 3.0, 10.0  # a job is given up after so many times its expected seconds, and so many more
@@ -43,7 +45,7 @@ RESTLESS_S = 45.0  # from the beginning, after which hosts are measured though s
 MOST_STARTS = 3  # of a pool on the same GPUs
 KEPT_S = 1.0  # of the budget, for ending
 
-Job = dict[str, Any]
+Job = JsonObject  # of the request's JSON
 Place = tuple[str, tuple[int, ...]]  # what a pool is for, and on which GPUs
 
 
@@ -63,9 +65,9 @@ def main(argv: list[str] | None = None) -> int:
 def run(options: argparse.Namespace) -> int:
     """Do the jobs. Raises ProbeError when there is no device, or other processes use the GPUs."""
     deadline = Deadline(options.budget)
-    indices = [device["index"] for device in devices_to_measure(options)]
+    indices = [device.index for device in devices_to_measure(options)]
     recorder = Recorder(options.records)
-    recorder.write("header", **header(options, len(indices)))
+    recorder.write("header", **to_builtins(header(options, len(indices))))
     jobs = [Work(job) for job in read_json(options.request).get("jobs", []) if job["ranks"] <= len(indices)]
     with tempfile.TemporaryDirectory(prefix="meshwright-", ignore_cleanup_errors=True) as folder:
         scheduler = PoolScheduler(options, indices, Path(folder), recorder, deadline)
@@ -83,7 +85,7 @@ def run(options: argparse.Namespace) -> int:
 
 @dataclass(slots=True)
 class Work:
-    """A job and how far it is. What runs compiled code waits until that was compiled, beside other jobs."""
+    """A job and how far it is. Compiled code is compiled while other jobs run."""
 
     job: Job
     compiling: bool = field(init=False)
@@ -119,7 +121,7 @@ class Work:
         return any(item["runtime"].get("compile") for item in self.layers)
 
     def limited(self, left_s: float, *, kind: str | None = None) -> Job:
-        """Return what its ranks are told, with the seconds after which it is given up."""
+        """Return the job as its ranks receive it, with the seconds after which it is given up."""
         most = COMPILE_LIMIT_S if kind == "compile" else LIMIT_FACTOR * float(self.job["seconds"]) + LIMIT_S
         return {**self.job, "kind": kind or self.job["kind"], "limit_s": max(0.1, min(most, left_s))}
 
@@ -189,13 +191,13 @@ class PoolScheduler:
             self.context,
             place[1],
             folder,
-            {
-                "device": self.options.device,
-                "records": self.options.records,
-                "began": self.began,
-                "indices": self.indices,
-                "text": self.options.text,
-            },
+            PoolRequest(
+                device=self.options.device,
+                records=self.options.records,
+                began=self.began,
+                indices=tuple(self.indices),
+                text=self.options.text,
+            ),
         )
         return self.pools[place]
 
@@ -228,16 +230,16 @@ class PoolScheduler:
                 waiting.remove(job)
                 self.recorder.missing(f"{job.name}: {self.pools[here[0]].cause}")
                 continue
-            place = next((place for place in alive if self._ready(place) and not busy & set(place[1])), None)
-            if place is None and all(self.pools[place].state == "starting" for place in alive):
+            free = next((place for place in alive if self._ready(place) and not busy & set(place[1])), None)
+            if free is None and all(self.pools[place].state == "starting" for place in alive):
                 continue
-            if place is None:
+            if free is None:
                 break
             waiting.remove(job)
             limited = job.limited(self.deadline.left_s)
-            self.pools[place].give(limited, limited["limit_s"])
-            self.running[place] = job
-            busy |= set(place[1])
+            self.pools[free].give(limited, limited["limit_s"])
+            self.running[free] = job
+            busy |= set(free[1])
             quiet |= {job.quiet}
 
     def _in_time(self, job: Work) -> bool:
@@ -278,26 +280,27 @@ class PoolScheduler:
         if cause:
             self.recorder.missing(f"{job.name}: {cause}")
         outcome = f"failed: {cause}" if cause else f"{time.monotonic() - pool.began:.1f} s"
-        print(f"{time.monotonic() - self.began:6.1f} s  {self.done}/{self.total}  {job.name}: {outcome}", file=sys.stderr, flush=True)  # fmt: skip
+        passed_s = time.monotonic() - self.began
+        print(f"{passed_s:6.1f} s  {self.done}/{self.total}  {job.name}: {outcome}", file=sys.stderr, flush=True)
 
     def _cannot_fork(self, pool: RankPool) -> bool:
         """Return whether a pool failed because its processes were forked: CUDA does not work in some of those."""
         return self.options.device == "cuda" and "fork" in pool.cause.lower()
 
 
-def header(options: argparse.Namespace, gpus: int) -> dict[str, Any]:
-    """Return the fields of a `topology.profile.samples.Provenance`; the workers add the versions of their libraries."""
+def header(options: argparse.Namespace, gpus: int) -> Provenance:
+    """Return where and when the samples were taken; the workers add the versions of their libraries."""
     cuda = options.device == "cuda"
-    return {
-        "machine": options.machine,
-        "gpu": options.gpu_name if cuda else "cpu",
-        "device": options.device,
-        "gpus": gpus,
-        "driver": driver_version() if cuda else "",
-        "versions": {"python": sys.version.split()[0]},
-        "taken_at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": options.command,
-    }
+    return Provenance(
+        machine=options.machine,
+        gpu=options.gpu_name if cuda else "cpu",
+        device=options.device,
+        gpus=gpus,
+        driver=driver_version() if cuda else "",
+        versions={"python": sys.version.split()[0]},
+        taken_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        command=options.command,
+    )
 
 
 def environment(device: str) -> dict[str, str]:

@@ -92,9 +92,9 @@ class Watch:
             if due is not None and due[0] >= self._stall_s:
                 seconds, number, what = due
                 self._give_up(
-                    f"{what} (call {number} of {counter.name}) has not ended, and none after it, for {seconds:.0f} s: a peer "
-                    "did not deliver its part.\n  do: look for the first failure in the other ranks' logs; the ranks must "
-                    "make the same calls in one order"
+                    f"{what} (call {number} of {counter.name}) has not ended, and none after it, for {seconds:.0f} s:"
+                    " a peer did not deliver its part.\n  do: look for the first failure in the other ranks' logs;"
+                    " the ranks must make the same calls in one order"
                 )
                 return True
         return False

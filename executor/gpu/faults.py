@@ -38,7 +38,7 @@ TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuFault:
-    """What went wrong with a GPU, by nvidia-smi's index (None: not told which), and when (seconds since the epoch)."""
+    """What went wrong with a GPU, by nvidia-smi's index (None: unknown which), and when (seconds since the epoch)."""
 
     gpu: int | None
     what: str
@@ -50,7 +50,7 @@ class GpuFault:
 
 
 class NvmlFaults:
-    """Asks an initialised library for what has happened since it was made; each fault is told once."""
+    """Asks an initialised library for what has happened since it was made; each fault is reported once."""
 
     def __init__(self, nvml: Any, handles: Sequence[Any]) -> None:
         self._nvml, self._handles = nvml, handles
@@ -65,7 +65,7 @@ class NvmlFaults:
             self._events = None
 
     def poll(self) -> list[tuple[int, str]]:
-        """Return (GPU, what happened) of every fault that was not told before."""
+        """Return (GPU, what happened) of every fault that was not reported before."""
         found = self._xids()
         for gpu, handle in enumerate(self._handles):
             if self._is_lost(handle):

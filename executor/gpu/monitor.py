@@ -6,19 +6,19 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from statistics import median
-from typing import Any
 
 from executor.gpu.faults import GpuFault, NvmlFaults, SmiFaults
-from executor.gpu.state import Nvml, read_states
+from executor.gpu.state import Nvml, read_states, throttle_reasons
 from executor.launch.records import median_and_spread
-from topology.profile.samples import FAULTS
-from topology.readers.nvml import THROTTLE_BITS
+from topology.profile.measurement import GpuState
+from topology.profile.samples import FAULTS, Conditions
 
 PERIOD_S = 2.0  # with nvidia-smi, which takes tenths of a second to start
 NVML_PERIOD_S = 0.5  # short enough for samples of a short run; queries of an open library are cheap
-Read = Callable[[], dict[int, dict[str, Any]]]
-Sample = tuple[float, dict[int, dict[str, Any]]]  # seconds since the epoch, state by nvidia-smi's index
+Read = Callable[[], dict[int, GpuState]]
+Sample = tuple[float, dict[int, GpuState]]  # seconds since the epoch, state by nvidia-smi's index
 
 
 class GpuMonitor:
@@ -63,23 +63,33 @@ class GpuMonitor:
                 self.faults += [GpuFault(gpu=gpu, what=what, at=time.time()) for gpu, what in faults.poll()]
 
 
-def summarise(samples: Sequence[Sample], gpus: Sequence[int], begin: float, end: float) -> list[dict[str, Any]]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuSummary:
+    """A GPU during a run: the lowest and the median clock, the highest power, all throttle reasons seen."""
+
+    gpu: int
+    samples: int
+    sm_clock_hz: dict[str, float] | None
+    power_w: float | None
+    throttle: tuple[str, ...]
+
+
+def summarise(samples: Sequence[Sample], gpus: Sequence[int], begin: float, end: float) -> list[GpuSummary]:
     """Return clocks, power and throttle reasons of each GPU between two times (seconds since the epoch)."""
     during = [states for at, states in samples if begin <= at <= end]
     answer = []
     for gpu in gpus:
         mine = [states[gpu] for states in during if gpu in states]
-        clocks = [state["sm_clock_hz"] for state in mine if state["sm_clock_hz"] is not None]
-        power = [state["power_w"] for state in mine if state["power_w"] is not None]
-        reasons = sorted({reason for state in mine for reason in state["throttle"] or ()})
+        clocks = [state.sm_clock_hz for state in mine if state.sm_clock_hz is not None]
+        power = [state.power_w for state in mine if state.power_w is not None]
         answer.append(
-            {
-                "gpu": gpu,
-                "samples": len(mine),
-                "sm_clock_hz": {"lowest": min(clocks), "median": median(clocks)} if clocks else None,
-                "power_w": max(power) if power else None,
-                "throttle": reasons,
-            }
+            GpuSummary(
+                gpu=gpu,
+                samples=len(mine),
+                sm_clock_hz={"lowest": min(clocks), "median": median(clocks)} if clocks else None,
+                power_w=max(power) if power else None,
+                throttle=tuple(sorted({reason for state in mine for reason in state.throttle or ()})),
+            )
         )
     return answer
 
@@ -111,8 +121,8 @@ class ClockMonitor:
         for line in self._process.stdout:
             self._lines.append((time.monotonic(), line))
 
-    def between(self, began: float, ended: float, gpu: int) -> dict[str, Any]:
-        """Return the fields of `topology.profile.samples.Conditions` between two `time.monotonic()` values.
+    def between(self, began: float, ended: float, gpu: int) -> Conditions:
+        """Return the conditions between two `time.monotonic()` values.
 
         Clocks, power and temperature are medians; `throttle` has every reason seen. A sample shorter than the reading
         interval gets the next reading after it.
@@ -122,17 +132,15 @@ class ClockMonitor:
             cells for at, line in tuple(self._lines) if began <= at <= ended + 0.1 and (cells := _cells(line, gpu))
         ]
         rows = inside or rows[:1]
-        if not rows:
-            return {}
         bits = 0
         for row in rows:
             bits |= _bits(row[4])
-        return {
-            "sm_clock_hz": _median(rows, 1, 1e6),
-            "power_w": _median(rows, 2, 1.0),
-            "temperature_c": _median(rows, 3, 1.0),
-            "throttle": [text for bit, text in THROTTLE_BITS.items() if bits & bit],
-        }
+        return Conditions(
+            sm_clock_hz=_median(rows, 1, 1e6),
+            power_w=_median(rows, 2, 1.0),
+            temperature_c=_median(rows, 3, 1.0),
+            throttle=throttle_reasons(bits),
+        )
 
     def close(self) -> None:
         if self._process is not None:
@@ -166,7 +174,7 @@ def _median(rows: Sequence[Sequence[str]], column: int, scale: float) -> float |
     return median_and_spread(values)[0] if values else None
 
 
-def invalid_reason(conditions: dict[str, Any]) -> str:
+def invalid_reason(conditions: Conditions) -> str:
     """Return why a sample under these conditions is invalid, or an empty string."""
-    faults = [reason for reason in conditions.get("throttle", []) if reason in FAULTS]
+    faults = [reason for reason in conditions.throttle if reason in FAULTS]
     return f"the GPU was slowed down: {', '.join(faults)}" if faults else ""

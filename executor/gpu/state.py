@@ -14,6 +14,7 @@ from typing import Any
 
 from executor.gpu.faults import NvmlFaults
 from topology.processes import process_owner
+from topology.profile.measurement import GpuState
 from topology.readers.nvml import THROTTLE_BITS
 from topology.units import MIB
 
@@ -42,10 +43,8 @@ class GpuProcess:
     memory_bytes: int | None
 
 
-def read_states(run: RunCommand = run_text) -> dict[int, dict[str, Any]]:
-    """Return, by nvidia-smi's index, the fields of a `topology.profile.measurement.GpuState`. Empty without
-    nvidia-smi.
-    """
+def read_states(run: RunCommand = run_text) -> dict[int, GpuState]:
+    """Return the states of GPUs by nvidia-smi's index; empty without nvidia-smi."""
     # The field was renamed in driver 535; old drivers know only the old name, new ones may drop it.
     for name in ("clocks_event_reasons.active", "clocks_throttle_reasons.active"):
         text = run(
@@ -61,7 +60,7 @@ def read_states(run: RunCommand = run_text) -> dict[int, dict[str, Any]]:
     return {}
 
 
-def _state(line: str) -> tuple[int, dict[str, Any]] | None:
+def _state(line: str) -> tuple[int, GpuState] | None:
     cells = [cell.strip() for cell in line.split(",")]
     if len(cells) != 5 or not cells[0].isdigit():
         return None
@@ -71,19 +70,24 @@ def _state(line: str) -> tuple[int, dict[str, Any]] | None:
     except ValueError:
         bits = None
     gpu = int(cells[0])
-    return gpu, _fields(gpu, clock, power, temperature, bits)
+    return gpu, _gpu_state(gpu, clock, power, temperature, bits)
 
 
-def _fields(
+def _gpu_state(
     gpu: int, clock_mhz: float | None, power_w: float | None, temperature_c: float | None, bits: int | None
-) -> dict[str, Any]:
-    return {
-        "gpu": gpu,
-        "sm_clock_hz": clock_mhz * 1e6 if clock_mhz is not None else None,
-        "power_w": power_w,
-        "temperature_c": temperature_c,
-        "throttle": None if bits is None else [text for bit, text in THROTTLE_BITS.items() if bits & bit],
-    }
+) -> GpuState:
+    return GpuState(
+        gpu=gpu,
+        sm_clock_hz=clock_mhz * 1e6 if clock_mhz is not None else None,
+        power_w=power_w,
+        temperature_c=temperature_c,
+        throttle=None if bits is None else throttle_reasons(bits),
+    )
+
+
+def throttle_reasons(bits: int) -> tuple[str, ...]:
+    """Return the reasons that a driver's bits stand for."""
+    return tuple(text for bit, text in THROTTLE_BITS.items() if bits & bit)
 
 
 class Nvml:
@@ -98,15 +102,15 @@ class Nvml:
         self._handles = [self._nvml.nvmlDeviceGetHandleByIndex(i) for i in range(self._nvml.nvmlDeviceGetCount())]
         self.faults = NvmlFaults(self._nvml, self._handles)
 
-    def read(self) -> dict[int, dict[str, Any]]:
+    def read(self) -> dict[int, GpuState]:
         """Return the states of all GPUs; a field that a driver does not give is None."""
-        nvml, states = self._nvml, {}
+        nvml, states = self._nvml, dict[int, GpuState]()
         for gpu, handle in enumerate(self._handles):
             power_mw = self._field("nvmlDeviceGetPowerUsage", handle)
             bits = self._field("nvmlDeviceGetCurrentClocksEventReasons", handle)
             if bits is None:  # the name before driver 535
                 bits = self._field("nvmlDeviceGetCurrentClocksThrottleReasons", handle)
-            states[gpu] = _fields(
+            states[gpu] = _gpu_state(
                 gpu,
                 self._field("nvmlDeviceGetClockInfo", handle, nvml.NVML_CLOCK_SM),
                 None if power_mw is None else power_mw / 1e3,

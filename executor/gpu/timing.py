@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -71,13 +72,13 @@ class Timer:
         """Queue large matmuls that keep the device busy for about `seconds`."""
         if not self.cuda or seconds <= 0:
             return
-        if self._operand is None:
-            size = (HEAT_SIZE, HEAT_SIZE)
-            self._operand = torch.randn(size, device=self.device, dtype=torch.bfloat16)
-            torch.mm(self._operand, self._operand)
-            self._product_s = self._group(lambda: torch.mm(self._operand, self._operand), 5, 0.0)[0]
+        operand = self._operand
+        if operand is None:
+            operand = self._operand = torch.randn((HEAT_SIZE, HEAT_SIZE), device=self.device, dtype=torch.bfloat16)
+            torch.mm(operand, operand)
+            self._product_s = self._group(partial(torch.mm, operand, operand), 5, 0.0)[0]
         for _ in range(max(1, round(seconds / self._product_s))):
-            torch.mm(self._operand, self._operand)
+            torch.mm(operand, operand)
 
     def _group(self, call: Callable[[], object], calls: int, ahead_s: float) -> tuple[float, float]:
         """Return (device seconds, host seconds) per call of `calls` calls issued after `ahead_s` of matmuls."""

@@ -38,12 +38,12 @@ def rotate_and_store(
     b = tl.load(qkv + begin + HALF, mask=inside, other=0.0)
     angle = tl.load(positions + token) * HALF + lane
     c, s = tl.load(cos + angle)[None, :], tl.load(sin + angle)[None, :]
-    turned = (head < HEADS + KV)[:, None]
+    rotated = (head < HEADS + KV)[:, None]
     wide_a, wide_b = a.to(tl.float32), b.to(tl.float32)
-    a = tl.where(turned, wide_a * c - wide_b * s, wide_a).to(qkv.dtype.element_ty)
-    b = tl.where(turned, wide_b * c + wide_a * s, wide_b).to(qkv.dtype.element_ty)
-    tl.store(qkv + begin, a, mask=inside & turned)
-    tl.store(qkv + begin + HALF, b, mask=inside & turned)
+    a = tl.where(rotated, wide_a * c - wide_b * s, wide_a).to(qkv.dtype.element_ty)
+    b = tl.where(rotated, wide_b * c + wide_a * s, wide_b).to(qkv.dtype.element_ty)
+    tl.store(qkv + begin, a, mask=inside & rotated)
+    tl.store(qkv + begin + HALF, b, mask=inside & rotated)
 
     slot = tl.load(slots + token)
     is_key = (head >= HEADS) & (head < HEADS + KV)

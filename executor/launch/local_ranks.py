@@ -25,10 +25,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 
+from topology.codec import JsonObject
 from topology.processes import alive, kill
 from topology.units import MIB
 
@@ -245,7 +245,7 @@ def _launch(
             survivors = _stop(process, run_id, grace_s)
     if outcome == "finished" and process.returncode != 0:
         outcome = "failed"
-    out_tail, err_tail = tail(out_path), tail(err_path)
+    out_tail, err_tail = _end_of(out_path), _end_of(err_path)
     failure = None
     if outcome == "failed":
         failure = _first_failure(folder, process.returncode, err_tail, elastic=elastic)
@@ -313,7 +313,7 @@ def tagged_processes(run_id: str) -> list[psutil.Process]:
 # Reporting
 
 
-def tail(path: Path) -> str:
+def _end_of(path: Path) -> str:
     """Return the end of a file as text."""
     try:
         with path.open("rb") as file:
@@ -365,7 +365,7 @@ def _ended_by_signal(rank: int, code: int) -> Failure:
     return Failure(rank=rank, exit_code=None, signal=name, message=f"the process was ended by {name}")
 
 
-def _error(path: Path) -> dict[str, Any]:
+def _error(path: Path) -> JsonObject:
     try:
         document = json.loads(path.read_text(errors="replace")[:MIB])
     except (OSError, ValueError):

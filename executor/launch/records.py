@@ -1,7 +1,7 @@
 """Records of a measuring worker (JSON lines on disk), and its deadline.
 
-Each record is flushed when it is written, so a worker that is killed loses at most its last one. Only the standard
-library.
+Each record is flushed when it is written, so a worker that is killed loses at most its last one. Never imports
+torch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from topology.codec import parse_lines
+from topology.codec import JsonObject, parse_lines, to_builtins
 from topology.errors import ProbeError
 
 # Exit codes by which the report tells a full memory or wrong numbers from a crash.
@@ -27,8 +27,8 @@ WRONG_NUMBERS = 65
 class Recorder:
     """Appends records to a file; without a path (ranks other than 0) it drops them.
 
-    A NaN or infinite number raises ValueError; pass values that may be infinite through `nonfinite_as_none`. Raises
-    ProbeError where the file cannot be written.
+    Fields are JSON's types or dataclasses. A NaN or infinite number raises ValueError; pass values that may be infinite
+    through `nonfinite_as_none`. Raises ProbeError where the file cannot be written.
     """
 
     def __init__(self, path: str | Path | None) -> None:
@@ -39,7 +39,7 @@ class Recorder:
     def write(self, kind: str, **fields: Any) -> None:
         if self._file is None:
             return
-        line = json.dumps({"kind": kind, **fields}, allow_nan=False) + "\n"
+        line = json.dumps({"kind": kind, **fields}, allow_nan=False, default=to_builtins) + "\n"
         with self._write_errors():
             self._file.write(line)
             self._file.flush()
@@ -60,18 +60,18 @@ class Recorder:
 
     def close(self) -> None:
         if self._file is not None:
-            with suppress(OSError):  # what could not be flushed has been told when it was written
+            with suppress(OSError):  # what could not be flushed was reported when it was written
                 self._file.close()
 
 
-def nonfinite_as_none(fields: Mapping[str, Any]) -> dict[str, Any]:
+def nonfinite_as_none(fields: Mapping[str, Any]) -> JsonObject:
     """Return `fields` with NaN and infinite numbers, which JSON cannot hold, as None."""
     return {
         key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in fields.items()
     }
 
 
-def read_records(path: str | Path) -> Iterator[dict[str, Any]]:
+def read_records(path: str | Path) -> Iterator[JsonObject]:
     """Yield the records of a file up to the first incomplete line, which a killed worker can leave."""
     try:
         text = Path(path).read_text(encoding="utf-8", errors="replace")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from simulator.config.model import Model
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
+from topology.codec import JsonObject
 
 SCHEMA_VERSION = 1
 
@@ -40,7 +40,7 @@ class Request:
     peak_flops_source: str = ""
     start_timeout_s: float = 60.0
     collective_timeout_s: float = 60.0
-    predicted: dict[str, Any] | None = None
+    predicted: JsonObject | None = None
     fingerprints: dict[str, str] | None = None
-    cluster: dict[str, Any] | None = None
+    cluster: JsonObject | None = None
     notes: tuple[str, ...] = ()

@@ -16,12 +16,12 @@ import tempfile
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from executor.launch.local_ranks import LaunchResult, launch
 from executor.launch.process_exit import exit_code_of
 from executor.launch.records import Deadline, Recorder, read_records
 from executor.measure.measurement import (
+    Device,
     devices_to_measure,
     driver_version,
     loopback_environment,
@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
     deadline = Deadline(options.budget)
     pieces = [piece for piece in options.pieces.split(",") if piece in PIECES]
     devices = devices_to_measure(options)
-    indices = [device["index"] for device in devices]
+    indices = [device.index for device in devices]
     interrupted = False
     with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
         records = Path(folder) / "records.jsonl"
@@ -99,7 +99,7 @@ def _piece(
         arguments += [f"--nbytes={CPU_BYTES}"] if cpu else []
     if piece == "collectives":
         arguments += [f"--largest={CPU_LARGEST}"] if cpu else []
-    # CUDA counts by speed unless told otherwise; nvidia-smi counts by bus. One host needs no network to find itself.
+    # By itself CUDA counts by speed, and nvidia-smi by bus. One host needs no network to find itself.
     environment = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", **loopback_environment()}
     together = piece == "collectives"
     return launch(
@@ -114,7 +114,7 @@ def _piece(
     )
 
 
-def _header(options: argparse.Namespace, devices: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _header(options: argparse.Namespace, devices: Sequence[Device]) -> dict[str, object]:
     versions = {"python": sys.version.split()[0]}
     for package in ("torch", "triton"):
         try:
@@ -128,8 +128,8 @@ def _header(options: argparse.Namespace, devices: Sequence[dict[str, Any]]) -> d
         "command": shlex.join([Path(sys.executable).name, "-m", "executor.measure.doctor_worker", *_shown(options)]),
         "driver": driver_version() if options.device == "cuda" else "",
         "versions": versions,
-        "gpus": [device["name"] for device in devices],
-        "uuids": [device["uuid"] for device in devices],
+        "gpus": [device.name for device in devices],
+        "uuids": [device.uuid for device in devices],
     }
 
 

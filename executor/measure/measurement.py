@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,18 +46,27 @@ def piece_parser(program: str) -> argparse.ArgumentParser:
     return parser
 
 
-def devices_to_measure(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return index, uuid and name of the devices to measure. Raises ProbeError if there are none or they are in use."""
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A device to measure: nvidia-smi's index, uuid and name."""
+
+    index: int
+    uuid: str
+    name: str
+
+
+def devices_to_measure(options: argparse.Namespace) -> list[Device]:
+    """Return the devices to measure. Raises ProbeError if there are none or they are in use."""
     devices = _find_devices(options)
     if options.device == "cuda":
         _refuse_gpus_in_use(devices, allow=options.allow_busy)
     return devices
 
 
-def _find_devices(options: argparse.Namespace) -> list[dict[str, Any]]:
+def _find_devices(options: argparse.Namespace) -> list[Device]:
     wanted = [int(index) for index in options.indices.split(",") if index.strip().isdigit()]
     if options.device == "cpu":
-        return [{"index": index, "uuid": "", "name": "CPU"} for index in (wanted or [0, 1])]
+        return [Device(index, "", "CPU") for index in (wanted or [0, 1])]
     text = run_text(("nvidia-smi", "--query-gpu=index,uuid,name", "--format=csv,noheader"))
     rows = [[cell.strip() for cell in line.split(",", 2)] for line in text.splitlines()]
     known = {int(row[0]): row for row in rows if len(row) == 3 and row[0].isdigit()}
@@ -73,18 +83,15 @@ def _find_devices(options: argparse.Namespace) -> list[dict[str, Any]]:
             why="the measurements run under torchrun with NCCL",
             remedy='pip install "meshwright[exec]"',
         )
-    return [
-        {"index": index, "uuid": known[index][1] if index in known else "", "name": known.get(index, ["", "", ""])[2]}
-        for index in order
-    ]
+    return [Device(index, *known.get(index, ["", "", ""])[1:]) for index in order]
 
 
-def _refuse_gpus_in_use(devices: Sequence[dict[str, Any]], *, allow: bool) -> None:
-    ours = {device["uuid"] for device in devices}
+def _refuse_gpus_in_use(devices: Sequence[Device], *, allow: bool) -> None:
+    ours = {device.uuid for device in devices}
     busy = [occupant for occupant in gpu_processes() if occupant.gpu_uuid in ours]
     if not busy or allow:
         return
-    index_of = {device["uuid"]: device["index"] for device in devices}
+    index_of = {device.uuid: device.index for device in devices}
     listed = "; ".join(
         f"GPU {index_of[who.gpu_uuid]}: pid {who.pid} of {who.owner or 'an unknown user'}"
         + (f", {in_gib(who.memory_bytes)}" if who.memory_bytes is not None else "")

@@ -23,6 +23,7 @@ from typing import Any
 
 from executor.launch.records import Deadline, Recorder, median_and_spread
 from executor.measure.measurement import load_torch, piece_parser
+from topology.profile.profile import CollectiveSample
 from topology.units import GIB, MIB
 
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv")
@@ -58,7 +59,7 @@ class Rank:
 def group_sets(world: int) -> list[tuple[tuple[int, ...], ...]]:
     """Return sets of groups that run concurrently: one group of 2, 4, ... and of all ranks, then two pairs at once."""
     sizes = [size for power in range(1, world.bit_length()) if (size := 2**power) < world]
-    sets = [(tuple(range(size)),) for size in (world, *sizes) if size > 1]
+    sets: list[tuple[tuple[int, ...], ...]] = [(tuple(range(size)),) for size in (world, *sizes) if size > 1]
     if world >= 4:
         sets.append(((0, 1), (2, 3)))
     return sets
@@ -234,14 +235,9 @@ def _time_size(
     for position, ranks in enumerate(group_set):
         recorder.write(
             "group",
-            sample={
-                "op": op,
-                "ranks": len(ranks),
-                "nodes": 1,
-                "nbytes": nbytes,
-                "time_s": table[2 * position],
-                "launch": launch,
-            },
+            sample=CollectiveSample(
+                op=op, ranks=len(ranks), nodes=1, nbytes=nbytes, time_s=table[2 * position], launch=launch
+            ),
             gpus=[indices[rank] for rank in ranks],
             iterations=ITERATIONS,
             spread=table[2 * position + 1],
@@ -250,8 +246,10 @@ def _time_size(
     return max(table[::2])
 
 
-def record_sizes(device: Any, items: Sequence[dict[str, Any]], indices: Sequence[int], recorder: Recorder) -> None:
-    """Record each item's `op` at its `sizes` in bytes, on all ranks of the process group that has been joined.
+def record_sizes(
+    device: Any, items: Sequence[tuple[str, Sequence[int]]], indices: Sequence[int], recorder: Recorder
+) -> None:
+    """Record collectives, each at sizes in bytes, on all ranks of the process group that has been joined.
 
     Raises RuntimeError where an all-reduce of ones does not count the ranks.
     """
@@ -260,16 +258,16 @@ def record_sizes(device: Any, items: Sequence[dict[str, Any]], indices: Sequence
     cuda, world = device.type == "cuda", dist.get_world_size()
     everyone = tuple(range(world))
     dtype = torch.bfloat16 if cuda else torch.float32
-    count = max((int(size) for item in items for size in item["sizes"]), default=SMALLEST) // dtype.itemsize
+    count = max((size for _, sizes in items for size in sizes), default=SMALLEST) // dtype.itemsize
     source, sink = (torch.zeros(max(count, 256), dtype=dtype, device=device) for _ in range(2))
     me = Rank(torch, dist, dist.get_rank(), world, cuda, source, sink, groups={everyone: dist.group.WORLD})
     if not check_sum(me, everyone):
         raise RuntimeError("an all-reduce of ones does not count the ranks")
-    for item in items:
-        for size in item["sizes"]:
+    for op, sizes in items:
+        for size in sizes:
             for launch in ("eager", "graph") if size <= EAGER_LIMIT and cuda else ("queued",):
-                if launch != "graph" or item["op"] not in me.no_graph:
-                    _time_size(me, item["op"], (everyone,), int(size), launch, indices, recorder)
+                if launch != "graph" or op not in me.no_graph:
+                    _time_size(me, op, (everyone,), size, launch, indices, recorder)
 
 
 def first_line(error: BaseException) -> str:

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 from executor.gpu.state import read_states
 from executor.launch.records import Deadline, Recorder, median_and_spread
 from executor.measure.measurement import load_torch, piece_parser
+from topology.codec import to_builtins
+from topology.profile.measurement import ComputeSample, GpuState
 from topology.units import GIB
 
 MATMUL = 8192
@@ -30,9 +34,7 @@ def measure_cuda(indices: Sequence[int], recorder: Recorder, deadline: Deadline,
     """Record one sample per GPU. Raises whatever torch raises when a GPU cannot be used at all."""
     torch = load_torch()
     before = read_states()
-    samples: dict[int, dict[str, Any]] = {
-        index: {"gpu": index, "size": MATMUL, "before": before.get(index)} for index in indices
-    }
+    samples: dict[int, ComputeSample] = {}
     operands = []
     for ordinal, index in enumerate(indices):
         with torch.cuda.device(ordinal):
@@ -40,21 +42,27 @@ def measure_cuda(indices: Sequence[int], recorder: Recorder, deadline: Deadline,
             b = torch.randn(MATMUL, MATMUL, device=f"cuda:{ordinal}", dtype=torch.bfloat16)
             out = torch.empty_like(a)
             operands.append((a, b, out))
-            samples[index]["memory_bytes_per_s"] = _memory(torch, ordinal)
-            times = _timed(torch, lambda a=a, b=b, out=out: torch.mm(a, b, out=out), BURST)
-            samples[index]["burst_flops"] = 2 * MATMUL**3 / median_and_spread(times)[0]
+            memory = _memory(torch, ordinal)
+            times = _timed(torch, partial(torch.mm, a, b, out=out), BURST)
+            samples[index] = ComputeSample(
+                gpu=index,
+                size=MATMUL,
+                before=before.get(index),
+                memory_bytes_per_s=memory,
+                burst_flops=2 * MATMUL**3 / median_and_spread(times)[0],
+            )
     if not deadline.allows(sustain_s + 2):
         recorder.missing("sustained matmul: out of time", late=True)
     else:
         for index in indices:  # what a kill during the long part must not take with it; later records replace these
-            recorder.write("compute", **samples[index])
-        slowest = max(2 * MATMUL**3 / samples[index]["burst_flops"] for index in indices)
+            recorder.write("compute", **to_builtins(samples[index]))
+        slowest = max(2 * MATMUL**3 / (samples[index].burst_flops or 1.0) for index in indices)
         rates, during = _sustained(torch, operands, sustain_s, slowest)
         for ordinal, index in enumerate(indices):
-            samples[index] |= {"sustained_flops": rates[ordinal], "during": during.get(index)}
+            samples[index] = replace(samples[index], sustained_flops=rates[ordinal], during=during.get(index))
     after = read_states()
     for index in indices:
-        recorder.write("compute", **samples[index], after=after.get(index))
+        recorder.write("compute", **to_builtins(replace(samples[index], after=after.get(index))))
 
 
 def _memory(torch: Any, ordinal: int) -> float:
@@ -64,7 +72,7 @@ def _memory(torch: Any, ordinal: int) -> float:
     src = torch.empty(nbytes // 4, dtype=torch.int32, device=f"cuda:{ordinal}").zero_()
     dst = torch.empty_like(src)
     seconds, _ = median_and_spread(_timed(torch, lambda: dst.copy_(src), ROUNDS))
-    return 2 * src.numel() * 4 / seconds
+    return float(2 * src.numel() * 4 / seconds)
 
 
 def _timed(torch: Any, call: Any, count: int) -> list[float]:
@@ -82,14 +90,14 @@ def _timed(torch: Any, call: Any, count: int) -> list[float]:
 
 def _sustained(
     torch: Any, operands: list[Any], seconds: float, product_s: float
-) -> tuple[list[float], dict[int, dict[str, Any]]]:
+) -> tuple[list[float], dict[int, GpuState]]:
     """Keep all GPUs multiplying for `seconds`; return the rate of the last part, and clocks read meanwhile.
 
     `product_s` is how long one product takes the slowest of them.
     """
     deadline, started = Deadline(seconds), time.monotonic()
     last: list[float] = [0.0] * len(operands)
-    during: dict[int, dict[str, Any]] = {}
+    during: dict[int, GpuState] = {}
     while deadline.left_s > 0:
         marks = []
         for ordinal, (a, b, out) in enumerate(operands):
@@ -109,7 +117,7 @@ def _sustained(
     return last, during
 
 
-def _states_under_load(torch: Any, operands: list[Any], product_s: float) -> dict[int, dict[str, Any]]:
+def _states_under_load(torch: Any, operands: list[Any], product_s: float) -> dict[int, GpuState]:
     """Read clocks while work is queued: nvidia-smi takes a while, so the queue must outlast it."""
     for ordinal, (a, b, out) in enumerate(operands):
         with torch.cuda.device(ordinal):

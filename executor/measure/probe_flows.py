@@ -16,6 +16,7 @@ from typing import Any
 
 from executor.launch.records import Deadline, Recorder, median_and_spread
 from executor.measure.measurement import load_torch, piece_parser
+from topology.profile.measurement import Flow
 from topology.units import MIB
 
 FLOW_BYTES = 128 * MIB  # copies reach their rate from about 64 MiB on
@@ -69,7 +70,7 @@ def two_disjoint(count: int) -> list[tuple[Ends, Ends]]:
     """
     if count <= 4:
         return [(f, g) for f, g in combinations(permutations(range(count), 2), 2) if not {*f} & {*g}]
-    found = []
+    found: list[tuple[Ends, Ends]] = []
     for a, c in combinations(range(count), 2):
         for step in (1, count // 2):
             b = next(x % count for x in range(a + step, a + step + count) if x % count not in {a, c})
@@ -111,17 +112,17 @@ def _measure_set(device: Any, pattern: str, flows: Sequence[Ends], names: Sequen
     )
 
 
-def _flow(device: Any, ends: Ends, seconds: list[float], names: Sequence[str]) -> dict[str, Any]:
+def _flow(device: Any, ends: Ends, seconds: list[float], names: Sequence[str]) -> Flow:
     each, _ = median_and_spread(seconds)
     between = "host" not in ends
-    return {
-        "src": _name(ends[0], names),
-        "dst": _name(ends[1], names),
-        "bytes_per_s": device.nbytes / each,
-        "spread": (max(seconds) - min(seconds)) / each,
-        "correct": device.correct(ends) if between else None,
-        "peer": device.peer(ends) if between else None,
-    }
+    return Flow(
+        src=_name(ends[0], names),
+        dst=_name(ends[1], names),
+        bytes_per_s=device.nbytes / each,
+        spread=(max(seconds) - min(seconds)) / each,
+        correct=device.correct(ends) if between else None,
+        peer=device.peer(ends) if between else None,
+    )
 
 
 def _name(end: End, names: Sequence[str]) -> str:

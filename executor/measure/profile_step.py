@@ -11,13 +11,15 @@ import json
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from executor.gpu.device import synchronize
 from executor.measure.traced_operators import traced_operators
 from topology import codec
+from topology.codec import JsonObject
+from topology.profile.samples import OperatorSample
 
 ON_GPU = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 ON_HOST = frozenset({"cpu_op", "cuda_runtime", "cuda_driver"})
@@ -25,7 +27,7 @@ ON_HOST = frozenset({"cpu_op", "cuda_runtime", "cuda_driver"})
 
 def profile_step(
     step: Callable[[], object], device: torch.device, path: Path, *, rank: int
-) -> tuple[str, list[dict[str, Any]]]:
+) -> tuple[str, list[OperatorSample]]:
     """Run `step` under the profiler and write its trace to `path`.
 
     Returns (error message or "", samples of the step's operators by shape). The step runs whether or not the profiler
@@ -41,8 +43,7 @@ def profile_step(
         step()
         return str(error), []
     step()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    synchronize(device)
     try:
         profiler.stop()
         with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
@@ -55,7 +56,7 @@ def profile_step(
         return str(error), []
 
 
-def trimmed(document: dict[str, Any], *, rank: int) -> dict[str, Any]:
+def trimmed(document: JsonObject, *, rank: int) -> JsonObject:
     """Return the kept events, without arguments that are not used."""
     spans = [e for e in document["traceEvents"] if e.get("ph") == "X"]
     kept = [_short(e) for e in spans if e.get("cat") in ON_GPU]
@@ -71,8 +72,8 @@ def trimmed(document: dict[str, Any], *, rank: int) -> dict[str, Any]:
     return {"traceEvents": kept, "distributedInfo": {"rank": rank}, "displayTimeUnit": "ms"}
 
 
-def _short(event: dict[str, Any]) -> dict[str, Any]:
-    short = {key: event[key] for key in ("ph", "cat", "name", "pid", "tid", "ts", "dur") if key in event}
+def _short(event: JsonObject) -> JsonObject:
+    short: JsonObject = {key: event[key] for key in ("ph", "cat", "name", "pid", "tid", "ts", "dur") if key in event}
     arguments = event.get("args")
     if isinstance(arguments, dict) and "stream" in arguments:
         short["args"] = {"stream": arguments["stream"]}

@@ -12,7 +12,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 def run_as_rank(run: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
     """Return `run(options)`; an exception is reported with its traceback to torchrun's agent."""
-    return int(record(run)(options))
+    return int(record(run)(options) or 0)
 
 
 def rank_zero_decides(value: bool) -> bool:

@@ -90,12 +90,12 @@ class _RandomTokens:
         size = (config.training.local_batch_size, config.training.seq_len + 1)
         self.tokens = torch.randint(vocab, size)
 
-    def __iter__(self) -> Iterator[tuple[dict[str, Any], Any]]:
+    def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
         while True:
             yield {"input": self.tokens[:, :-1]}, self.tokens[:, 1:]
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, object]) -> None:
         del state

@@ -65,7 +65,7 @@ def titan_step(
 
 @cache
 def _private_folder() -> tempfile.TemporaryDirectory[str]:
-    """Return a folder for what torchtitan writes beside its training, removed when this process ends."""
+    """Return a folder for what torchtitan writes during training, removed when this process ends."""
     return tempfile.TemporaryDirectory(prefix="meshwright-")
 
 

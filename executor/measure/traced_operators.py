@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from executor.launch.records import median_and_spread
+from topology.profile.samples import OperatorSample
 
 DTYPES = {"c10::BFloat16": "bfloat16", "c10::Half": "float16", "float": "float32", "double": "float64"}
 ATTENTION = (
@@ -29,8 +30,8 @@ MOST_CALLS = 200_000  # events; a document with more does not describe one step
 Key = tuple[str, tuple[tuple[str, int], ...], str, str]  # kind, shape, dtype, direction
 
 
-def traced_operators(document: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return samples of the operators of one profiled step, as plain data of `topology.profile.samples.OperatorSample`.
+def traced_operators(document: Mapping[str, Any]) -> list[OperatorSample]:
+    """Return samples of the operators of one profiled step.
 
     Empty where the profiler recorded no shapes, and on a CPU, where no kernels are launched.
     """
@@ -138,17 +139,17 @@ def _transposed(sizes: Sequence[int], strides: Sequence[int]) -> bool:
     return len(strides) == 2 and strides[0] == 1 and sizes[0] > 1 and strides[1] >= sizes[0]
 
 
-def _sample(key: Key, times: list[float]) -> dict[str, Any]:
+def _sample(key: Key, times: list[float]) -> OperatorSample:
     kind, shape, dtype, direction = key
     seconds, spread = median_and_spread(times)
-    return {
-        "kind": kind,
-        "name": kind,
-        "shape": dict(shape),
-        "dtype": dtype,
-        "direction": direction,
-        "seconds": seconds,
-        "spread": spread,
-        "count": len(times),
-        "regime": "step",
-    }
+    return OperatorSample(
+        kind=kind,
+        name=kind,
+        shape=dict(shape),
+        dtype=dtype,
+        direction=direction,
+        seconds=seconds,
+        spread=spread,
+        count=len(times),
+        regime="step",
+    )

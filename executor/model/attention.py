@@ -71,7 +71,7 @@ def _windowed_flash(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
     whole.
     """
     tokens = q.shape[2]
-    out = torch.ops.aten._flash_attention_forward(  # noqa: SLF001 - as above
+    out: Tensor = torch.ops.aten._flash_attention_forward(  # noqa: SLF001 - as above
         *(t.transpose(1, 2) for t in (q, k, v)),
         None,
         None,
@@ -93,6 +93,11 @@ class Attention(nn.Module):
     through views. `project_in` and `project_out` are replaced by tensor parallelism, `core` by context parallelism.
     """
 
+    # (S, 1, d) each, or (S, 1, 1, d) with tokens first. Buffers, not arguments: mixed precision casts the arguments of
+    # a block, and bfloat16 angles would be too coarse.
+    cos: Tensor
+    sin: Tensor
+
     def __init__(self, model: Model, window: int) -> None:
         super().__init__()
         self.head_dim = self.rope_dim = model.head_dim
@@ -107,8 +112,6 @@ class Attention(nn.Module):
         self.project_in: InputProjection = project_each
         self.project_out: OutputProjection = apply_linear
         self.tokens_first = False
-        # (S, 1, d) each, or (S, 1, 1, d) with tokens first. Buffers, not arguments: mixed precision casts the arguments
-        # of a block, and bfloat16 angles would be too coarse.
         self.register_buffer("cos", torch.empty(0), persistent=False)
         self.register_buffer("sin", torch.empty(0), persistent=False)
 

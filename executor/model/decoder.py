@@ -10,7 +10,8 @@ Shapes in comments: B sequences, S tokens of each held here, h hidden, V vocabul
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -33,16 +34,17 @@ class Block(nn.Module):
         super().__init__()
         sparse, window = model.layer_kinds[index]
         self.attention_norm = nn.RMSNorm(model.hidden, eps=NORM_EPS)
-        kind = Attention if model.latent is None else LatentAttention
-        self.attention = kind(model, window)
+        self.attention = Attention(model, window) if model.latent is None else LatentAttention(model, window)
         self.ffn_norm = nn.RMSNorm(model.hidden, eps=NORM_EPS)
         self.feed_forward = None if sparse else FeedForward(model.hidden, model.ffn)
         self.moe = MixtureOfExperts(model.hidden, model.moe) if sparse and model.moe else None
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x))
-        feed: Callable[[Tensor], Tensor] = self.feed_forward if self.moe is None else self.moe
-        return x + feed(self.ffn_norm(x))
+        feed = self.feed_forward if self.moe is None else self.moe
+        assert feed is not None  # noqa: S101 - one of the two is there
+        out: Tensor = feed(self.ffn_norm(x))
+        return x + out
 
 
 class Decoder(nn.Module):
@@ -54,15 +56,18 @@ class Decoder(nn.Module):
         super().__init__()
         refuse_unsupported(model)
         self.tied = model.tied_embeddings
-        self.parameter_shards: dict[
-            str, ParameterShard
-        ] = {}  # by name, of parameters that tensor or expert parallelism has cut
+        # By name, of parameters that tensor or expert parallelism has sharded.
+        self.parameter_shards: dict[str, ParameterShard] = {}
         self.tok_embeddings = nn.Embedding(model.vocab, model.hidden) if first else None
         indices = range(model.layers) if layers is None else layers
         self.layers = nn.ModuleDict({str(index): Block(model, index) for index in indices})
         self.norm = nn.RMSNorm(model.hidden, eps=NORM_EPS) if last else None
         self.output = nn.Linear(model.hidden, model.vocab, bias=False) if last else None
         self.tie()
+
+    def blocks(self) -> dict[str, Block]:
+        """Return the layers held here by their index in the whole model."""
+        return cast("dict[str, Block]", dict(self.layers.items()))
 
     def tie(self) -> None:
         """Make the head use the embedding's parameter; to be repeated when parameters have been replaced."""
@@ -72,7 +77,7 @@ class Decoder(nn.Module):
     def set_positions(self, positions: Tensor, dtype: torch.dtype) -> None:
         """Say which positions of the sequence this rank's tokens have; `positions` is (S,) of integers."""
         tables: dict[int, tuple[Tensor, Tensor]] = {}  # one for all layers
-        for block in self.layers.values():
+        for block in self.blocks().values():
             width, rest = block.attention.rope_dim, (1, 1) if block.attention.tokens_first else (1,)
             if width not in tables:
                 half = torch.arange(0, width, 2, dtype=torch.float64, device=positions.device)

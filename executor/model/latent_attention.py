@@ -27,6 +27,9 @@ from simulator.config.model import Model
 class LatentAttention(nn.Module):
     """Replaces `executor.model.attention.Attention`; the number of heads on this rank follows from the projections."""
 
+    cos: Tensor
+    sin: Tensor
+
     def __init__(self, model: Model, window: int) -> None:
         super().__init__()
         widths = model.latent

@@ -20,12 +20,14 @@ def inverse_of(order: Tensor) -> Tensor:
 
 def take(x: Tensor, order: Tensor, inverse: Tensor, *, copies: int = 1) -> Tensor:
     """Return rows of x (N / copies, h) in `order` (N,) of their copies; copy j of row i is number i * copies + j."""
-    return _Take.apply(x, order, inverse, copies)
+    rows: Tensor = _Take.apply(x, order, inverse, copies)
+    return rows
 
 
 def weighted_sum(weights: Tensor, copies: Tensor) -> Tensor:
     """Return for each row (T, h) the sum of its copies (T, k, h) times weights (T, k)."""
-    return _WeightedSum.apply(weights, copies)
+    total: Tensor = _WeightedSum.apply(weights, copies)
+    return total
 
 
 class _Take(torch.autograd.Function):
@@ -36,7 +38,7 @@ class _Take(torch.autograd.Function):
         return x[order if copies == 1 else order // copies]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         (inverse,) = ctx.saved_tensors
         back = grad[inverse]
         if ctx.copies > 1:
@@ -57,6 +59,6 @@ class _WeightedSum(torch.autograd.Function):
         return torch.bmm(weights[:, None], copies).squeeze(1)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         weights, copies = ctx.saved_tensors
         return torch.bmm(copies, grad[..., None]).squeeze(-1), weights[..., None] * grad[:, None]

@@ -27,7 +27,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     With x (S, B, a, d) they are (S, 1, 1, d). Computed in the type of the angles, returned in that of x.
     """
     if x.is_cuda and x.dtype in IN_ONE_PASS and not torch.compiler.is_compiling():
-        return _FusedRotation.apply(x, cos, sin)
+        fused: Tensor = _FusedRotation.apply(x, cos, sin)
+        return fused
     wide = x.to(cos.dtype)
     first, second = wide.chunk(2, dim=-1)
     rotated = torch.cat((-second, first), dim=-1)
@@ -41,7 +42,7 @@ class _FusedRotation(torch.autograd.Function):
         return rotate_fused(x, cos, sin, back=False)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return rotate_fused(grad, *ctx.saved_tensors, back=True), None, None
 
 

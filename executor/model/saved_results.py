@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-Results = Tensor | tuple[Any, ...]
+Results = TypeVar("Results", bound=Tensor | tuple[Any, ...])  # of an operator: a tensor, or several among others
 
 # Attention kernels: too expensive to recompute.
 ATTENTION = (
@@ -33,7 +33,7 @@ class SavedResults:
     """Saved results of one pass through one block. `first_run` and `second_run` are the contexts of its two runs."""
 
     def __init__(self) -> None:
-        self.results: list[Results] = []
+        self.results: list[Tensor | tuple[Any, ...]] = []
         self.replays = False
         self._begin()
 
@@ -52,10 +52,10 @@ class SavedResults:
         if self.replays:
             found = self.results[self.next_result]
             self.next_result += 1
-            return _detached(found)
-        found = compute()
-        self.results.append(_detached(found))
-        return found
+            return cast("Results", _detached(found))  # of the same operator in the first run
+        computed = compute()
+        self.results.append(_detached(computed))
+        return computed
 
     def saves_next_product(self) -> bool:
         """Count a linear layer, and return whether its result is saved: every second one, beginning with the first."""
@@ -63,7 +63,7 @@ class SavedResults:
         return self.products % 2 == 1
 
 
-def _detached(found: Results) -> Results:
+def _detached(found: Tensor | tuple[Any, ...]) -> Tensor | tuple[Any, ...]:
     """Return detached tensors: those returned to autograd become part of its graph."""
     if isinstance(found, Tensor):
         return found.detach()
@@ -103,7 +103,8 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x @ weight^T + bias; x (..., in), weight (out, in). Selective recomputation saves every second result."""
     if _active is None or not _active.saves_next_product():
         return functional.linear(x, weight, bias)
-    return _Product.apply(as_autocast(x), as_autocast(weight), None if bias is None else as_autocast(bias))
+    saved: Tensor = _Product.apply(as_autocast(x), as_autocast(weight), None if bias is None else as_autocast(bias))
+    return saved
 
 
 def as_autocast(x: Tensor) -> Tensor:
@@ -116,10 +117,10 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return save_or_replay(lambda: functional.linear(x, weight, bias))  # type: ignore[return-value]
+        return save_or_replay(lambda: functional.linear(x, weight, bias))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
         rows = grad.flatten(0, -2)

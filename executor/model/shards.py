@@ -7,11 +7,12 @@ tensors cost the host a fraction of DTensor's dispatch. FSDP then shards these, 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,8 @@ def local_shard(whole: Tensor, like: Tensor, shard: ParameterShard | None = None
             continue
         if placement.is_partial():
             raise ValueError(f"a sum that is still spread over ranks has no shard: {like.placements}")
-        pieces = part.chunk(mesh.size(axis), dim=placement.dim)
+        dim = cast("Shard", placement).dim  # strided or not
+        pieces = part.chunk(mesh.size(axis), dim=dim)
         here = mesh.get_local_rank(axis)
-        part = pieces[here] if here < len(pieces) else part.narrow(placement.dim, 0, 0)
+        part = pieces[here] if here < len(pieces) else part.narrow(dim, 0, 0)
     return part

@@ -43,9 +43,12 @@ class VocabularyLoss(nn.Module):
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         flat, wanted = logits.flatten(0, 1), (targets.t() if self.tokens_first else targets).flatten()
+        loss: Tensor
         if not self.compiled:
-            return _EagerLoss.apply(flat, wanted, self.first_column, self.group)
-        return _ShardedLoss.apply(flat, wanted, self) if self.sharded else self.full_loss(flat, wanted)
+            loss = _EagerLoss.apply(flat, wanted, self.first_column, self.group)
+        else:
+            loss = _ShardedLoss.apply(flat, wanted, self) if self.sharded else self.full_loss(flat, wanted)
+        return loss
 
 
 # --- eager ------------------------------------------------------------------------------------------------------------
@@ -74,7 +77,7 @@ class _EagerLoss(torch.autograd.Function):
         return -here.sum()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         logits, column, mine, here, share = ctx.saved_tensors
         scale, grad_logits = share * grad, torch.empty_like(logits)
         for rows in _pieces(logits):
@@ -155,8 +158,9 @@ class _ShardedLoss(torch.autograd.Function):
         dist.all_reduce(sums, group=loss.group)
         ctx.save_for_backward(logits, row_max, sums[0], column, mine)
         ctx.logits_grad = loss.logits_grad
-        return (sums[0].log() - sums[1]).sum()
+        total: Tensor = (sums[0].log() - sums[1]).sum()
+        return total
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return ctx.logits_grad(*ctx.saved_tensors, grad), None, None

@@ -62,7 +62,7 @@ def all_gather_matmul(
     rows, rest = _to_rows(x, dim)
     run = mode_named(mode)
     if torch.is_grad_enabled():
-        outs = AllGatherMatmul.apply(run, group, rows, *weights)
+        outs: tuple[Tensor, ...] = AllGatherMatmul.apply(run, group, rows, *weights)
     else:  # autograd's own cost is that of two launches
         outs = run.gather_matmul(rows, tuple(weight.t() for weight in weights), group)[0]
     return tuple(_from_rows(out, rest, dim) for out in outs)
@@ -78,7 +78,7 @@ def matmul_reduce_scatter(x: Tensor, weight: Tensor, group: dist.ProcessGroup, *
         raise ValueError(f"{x.shape[dim]} rows cannot be shared out evenly among {dist.get_world_size(group)} ranks")
     run = mode_named(mode)
     if torch.is_grad_enabled():
-        out = MatmulReduceScatter.apply(run, group, rows, weight)
+        out: Tensor = MatmulReduceScatter.apply(run, group, rows, weight)
     else:
         out = run.matmul_scatter(((rows, weight.t()),), group)
     return _from_rows(out, rest, dim)
@@ -88,10 +88,11 @@ def matmul_all_reduce(x: Tensor, weight: Tensor, group: dist.ProcessGroup, *, mo
     """Return the sum over ranks of x @ w^T, `x` (..., K), weight (N, K)."""
     run, rows = mode_named(mode), x.flatten(0, -2)
     if torch.is_grad_enabled():
-        out = MatmulAllReduce.apply(run, group, rows, weight)
+        out: Tensor = MatmulAllReduce.apply(run, group, rows, weight)
     else:
         out = run.matmul_reduce(rows, weight.t(), group)
-    return out.unflatten(0, x.shape[:-1])
+    total: Tensor = out.unflatten(0, x.shape[:-1])
+    return total
 
 
 def as_cuda_graphs(call: Callable[..., Any], *samples: Tensor) -> Callable[..., Any]:

@@ -48,10 +48,12 @@ class Chunked(Nccl):
         out = pairs[0][0].new_empty(rows, pairs[0][1].shape[1])
         moving = []
         for first, last in bounds(rows, SLICES):
-            partial = None
-            for x, operand in pairs:
-                piece, wide = x.unflatten(0, (world, rows))[:, first:last], operand.expand(world, -1, -1)
-                partial = torch.bmm(piece, wide) if partial is None else partial.baddbmm_(piece, wide)
+            products = (
+                (x.unflatten(0, (world, rows))[:, first:last], operand.expand(world, -1, -1)) for x, operand in pairs
+            )
+            partial = torch.bmm(*next(products))
+            for piece, wide in products:
+                partial.baddbmm_(piece, wide)
             work = dist.reduce_scatter_tensor(out[first:last], partial.flatten(0, 1), group=group, async_op=True)
             moving.append((work, partial))
         for work, _ in moving:

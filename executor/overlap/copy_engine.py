@@ -6,12 +6,12 @@ The local shard is computed while the next ones arrive. Without CUDA this is the
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from executor.gpu.device import processors
 from executor.overlap import push
 from executor.overlap.mode import Pair, products, shard_rows
 from executor.overlap.nccl import Nccl
@@ -36,7 +36,7 @@ class CopyEngine(Nccl):
             return super().gather_matmul(x, operands, group, keep=keep)
         rank, world, rows = dist.get_rank(group), dist.get_world_size(group), x.shape[0]
         outs = [x.new_empty(world * rows, operand.shape[1]) for operand in operands]
-        # Two ranks exchange one shard only; in halves, the second moves beside the product of the first.
+        # Two ranks exchange one shard only; in halves, the second is copied during the product of the first.
         large = world == 2 and x.numel() * x.element_size() >= LARGE_BYTES
         exchange = push.CopyGather(x, group, pieces=2 if large else 1, keep=keep)
         for out, operand in zip(outs, operands, strict=True):
@@ -75,19 +75,13 @@ class CopyEngine(Nccl):
         return push.scatter_sum(make, shape, x.dtype, group, x.device)
 
     def matmul_reduce(self, x: Tensor, operand: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """Reduce-scatter beside the product, then all-gather; the second half is exposed."""
+        """Reduce-scatter during the product, then all-gather; the second half is exposed."""
         if not x.is_cuda or x.shape[0] % dist.get_world_size(group):
             return super().matmul_reduce(x, operand, group)
         return self.start_gather(self.matmul_scatter(((x, operand),), group), group)().clone()
 
     def start_gather(self, x: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
         return push.gather(x, group) if x.is_cuda else super().start_gather(x, group)
-
-
-@cache
-def processors(device: torch.device) -> int:
-    """Return the number of multiprocessors of a GPU."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def rows_of_a_round(columns: int, processors: int) -> int:

@@ -14,10 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from executor.gpu import symmetric_memory as symmetric
+from executor.gpu.device import processors
 from executor.kernels import on_demand as kernels
 from executor.kernels.prepared_kernel import PreparedKernel
 from executor.overlap import all_reduce, push
-from executor.overlap.copy_engine import CopyEngine, processors
+from executor.overlap.copy_engine import CopyEngine
 from executor.overlap.mode import Pair, shard_rows
 from simulator.overlap.modes import LARGE_BYTES, TILE_COLUMNS, TILE_ROWS, takes_large_tiles
 

@@ -64,6 +64,8 @@ def products(
             total.addmm_(part, operand)
         else:
             total = torch.mm(part, operand, out=out) if out is not None else part @ operand
+    if total is None:
+        raise ValueError("no product to add up")
     return total
 
 

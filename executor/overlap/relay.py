@@ -131,6 +131,7 @@ def relay_sum(
     finally:
         exchange.use_stream(streams[0])
     for stream in streams[1:]:
-        exchange.space.order(first=stream.cuda_stream, then=exchange.current)
+        if stream is not None:
+            exchange.space.order(first=stream.cuda_stream, then=exchange.current)
     exchange.finish()
     return out

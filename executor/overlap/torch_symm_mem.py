@@ -33,7 +33,8 @@ class TorchSymmMem(Nccl):
         if not pairs[0][0].is_cuda or len(pairs) > 1:  # it knows one product
             return super().matmul_scatter(pairs, group)
         x, operand = pairs[0]
-        return torch.ops.symm_mem.fused_matmul_reduce_scatter(x, operand, "sum", 0, group.group_name)
+        rows: Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(x, operand, "sum", 0, group.group_name)
+        return rows
 
     def matmul_reduce(self, x: Tensor, operand: Tensor, group: dist.ProcessGroup) -> Tensor:
         nbytes = x.shape[0] * operand.shape[1] * x.element_size()
@@ -54,7 +55,8 @@ def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     space.reserve(x.numel() * x.element_size(), 1)
     chunk = space.slots.local[: x.numel() * x.element_size()].view(x.dtype).view(x.shape)
     if x.numel() * x.element_size() <= ONE_SHOT_BYTES:
-        return torch.ops.symm_mem.one_shot_all_reduce_copy(chunk, x, "sum", group.group_name)
+        total: Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(chunk, x, "sum", group.group_name)
+        return total
     chunk.copy_(x)
     torch.ops.symm_mem.two_shot_all_reduce_(chunk, "sum", group.group_name)
     return chunk.clone()

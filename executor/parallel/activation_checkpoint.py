@@ -61,7 +61,7 @@ def apply_activation_checkpoint(model: Decoder, mode: str, *, early_stop: bool, 
     if mode == "selective-op":
         contexts = partial(_save_expensive, _expensive_operators()) if compiled else saved_results.checkpoint_contexts
     described = runtime_spec(MESHWRIGHT.name).recompute[mode]
-    for index, block in model.layers.items():
+    for index, block in model.blocks().items():
         if wraps(int(index), described):
             _recompute(block, contexts, early_stop=early_stop)
 
@@ -72,6 +72,9 @@ def _recompute(block: Block, contexts: Any, *, early_stop: bool) -> None:
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         # A block uses no random numbers, so the generator's state need not be saved.
-        return checkpoint(plain, x, use_reentrant=False, preserve_rng_state=False, early_stop=early_stop, **extra)
+        out: torch.Tensor = checkpoint(
+            plain, x, use_reentrant=False, preserve_rng_state=False, early_stop=early_stop, **extra
+        )
+        return out
 
     block.forward = forward  # type: ignore[method-assign] # on this instance only

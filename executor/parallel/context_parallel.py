@@ -1,11 +1,11 @@
 """Context parallelism: each rank holds a part of every sequence and attends to the keys and values of all ranks.
 
 Attention over all keys is combined from attention over parts, each with its log-sum-exp (arXiv 1805.02867; ring:
-arXiv 2310.01889). A sequence is split into 2 W chunks and rank r holds chunks r and 2W - 1 - r ("head and tail"), so
-that under a causal mask every rank has the same work in every round (ring-flash-attention's zigzag):
+arXiv 2310.01889). A sequence is split into 2 W chunks and rank r holds chunks r and 2W - 1 - r ("zigzag"), so
+that under a causal mask every rank has the same work in every round, as in ring-flash-attention:
     own keys                   causal over both chunks
-    keys of an earlier rank    all queries attend to its head chunk, none to its tail
-    keys of a later rank       the tail queries attend to both its chunks, the head queries to none
+    keys of an earlier rank    all queries attend to its early chunk, none to its late one
+    keys of a later rank       the late queries attend to both its chunks, the early queries to none
 
 The plan's `cp_method` says how keys and values are communicated:
     ring         forward, W - 1 hops to the next rank, overlapped with the current part; backward the same, and their
@@ -31,13 +31,14 @@ from torch import Tensor, nn
 from executor.model.saved_results import save_or_replay
 
 HALF_PRECISION = frozenset({torch.bfloat16, torch.float16})
+Gradients = tuple[Tensor, Tensor, Tensor]  # of queries, keys and values
 MIN_CUDNN_TOKENS = 128  # shorter parts are not given to cuDNN, which is no faster there
 
 # --- who holds what ---------------------------------------------------------------------------------------------------
 
 
 def positions(seq_len: int, rank: int, world: int, device: torch.device) -> Tensor:
-    """Return the positions (S,) of the tokens that `rank` holds: its head chunk, then its tail chunk."""
+    """Return the positions (S,) of the tokens that `rank` holds: its early chunk, then its late chunk."""
     if world == 1:
         return torch.arange(seq_len, device=device)
     chunks = torch.arange(seq_len, device=device).chunk(2 * world)
@@ -64,16 +65,17 @@ def part_forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tens
 
 def part_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Gradients:
     """Return this part's gradients of q, k and v; `out` and `lse` are those of attention over all keys."""
     if _is_half_precision(q):
         if _cudnn_takes(q, k):
             return _cudnn_backward(grad, q, k, v, out, lse, causal)
         # Placeholder for dropout's random state; dropout is 0.
         none = torch.zeros(2, dtype=torch.uint64, device=q.device)
-        return torch.ops.aten._scaled_dot_product_flash_attention_backward(  # noqa: SLF001 - as above
+        flash: Gradients = torch.ops.aten._scaled_dot_product_flash_attention_backward(  # noqa: SLF001 - as above
             grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, none, none
         )
+        return flash
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
     scores = _scores(q, k, causal=causal)
@@ -102,13 +104,12 @@ def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tenso
     return out, lse.reshape(q.shape[:-1])  # cuDNN leaves a last dimension of one
 
 
-def _cudnn_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def _cudnn_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool) -> Gradients:
     none = torch.zeros((), dtype=torch.int64, device=q.device)  # placeholder for dropout's random state and the bias
-    return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(  # noqa: SLF001 - as above
+    gradients: Gradients = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(  # noqa: SLF001 - as above
         grad, q, k, v, out, lse.unsqueeze(-1), none, none, None, None, None, q.shape[2], k.shape[2], 0.0, causal
     )
+    return gradients
 
 
 @cache
@@ -134,7 +135,7 @@ def _cudnn_works(device: int, width: int, dtype: torch.dtype) -> bool:
 
 def _scores(q: Tensor, k: Tensor, *, causal: bool) -> Tensor:
     wide = torch.promote_types(q.dtype, torch.float32)
-    scores = q.to(wide) @ k.to(wide).transpose(-2, -1) * q.shape[-1] ** -0.5
+    scores: Tensor = q.to(wide) @ k.to(wide).transpose(-2, -1) * q.shape[-1] ** -0.5
     if causal:
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
         scores = scores.masked_fill(hidden, -torch.inf)
@@ -171,7 +172,7 @@ class _Ring:
         self.next = dist.get_global_rank(group, (self.rank + 1) % self.world)
         self.before = dist.get_global_rank(group, (self.rank - 1) % self.world)
 
-    def start(self, sent: Tensor) -> tuple[Tensor, list[Any]]:
+    def start(self, sent: Tensor) -> tuple[Tensor, list[dist.Work]]:
         """Start to send a tensor to the next rank; return the buffer for that of the rank before, and the work
         handles.
         """
@@ -208,7 +209,7 @@ class _Ring:
         return (whole, slice(0, half)) if source < self.rank else (slice(half, None), whole)
 
 
-def _wait(works: list[Any]) -> None:
+def _wait(works: list[dist.Work]) -> None:
     for work in works:
         work.wait()
 
@@ -235,7 +236,7 @@ class _RingAttention(torch.autograd.Function):
         return out.to(q.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         q, k, v, out, lse = ctx.saved_tensors
         ring: _Ring = ctx.ring
         half, wide = q.shape[2] // 2, lse.dtype
@@ -244,7 +245,7 @@ class _RingAttention(torch.autograd.Function):
         # With gathered keys there is a row of gradients per rank; in a ring the gradients travel with the keys.
         rows = ring.world if ring.gathers else 1
         d_keys = torch.zeros((rows, *keys.shape), dtype=wide, device=keys.device)
-        pending: list[Any] = []
+        pending: list[dist.Work] = []
         for source, block_keys in ring.key_blocks(keys):
             queries, seen = ring.visible_slices(source, half)
             parts = part_backward(
@@ -272,7 +273,7 @@ class _RingAttention(torch.autograd.Function):
 
 
 class RingAttention(nn.Module):
-    """Replaces `CausalAttention` where sequences are sharded over `group`, head and tail chunks.
+    """Replaces `CausalAttention` where sequences are sharded over `group` in zigzag.
 
     `method` is `ring` or `all_gather`; `width` the head size, and `dtype` the type of queries on `device`.
     """
@@ -289,4 +290,5 @@ class RingAttention(nn.Module):
     # There is nothing to fuse here, and the compiler must not reorder its communication.
     @torch.compiler.disable
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return _RingAttention.apply(q, k, v, self.ring)
+        out: Tensor = _RingAttention.apply(q, k, v, self.ring)
+        return out

@@ -7,11 +7,12 @@ summed, never averaged: the loss is already divided by the tokens of the whole b
 
 # No `from __future__ import annotations`: DDP inspects the annotations of its hook and needs classes.
 
-from typing import Any
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import GradBucket
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -32,18 +33,18 @@ def apply_fsdp(
     `mesh` has one axis (shards) or two (replicas, shards). With expert parallelism the experts are a separate unit on
     `expert_mesh`. Tied embeddings stay in the root's unit, since a parameter can belong to one unit only.
     """
-    settings: dict[str, Any] = {"mp_policy": precision}
-    for block in model.layers.values():
+    shard = partial(fully_shard, mp_policy=precision)
+    for block in model.blocks().values():
         if block.moe is not None and expert_mesh is not None:
-            fully_shard(block.moe.experts, mesh=expert_mesh, reshard_after_forward=reshard_after_forward, **settings)
-        fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward, **settings)
+            shard(block.moe.experts, mesh=expert_mesh, reshard_after_forward=reshard_after_forward)
+        shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward)
     if not model.tied:
         if model.tok_embeddings is not None:
-            fully_shard(model.tok_embeddings, mesh=mesh, reshard_after_forward=reshard_after_forward, **settings)
+            shard(model.tok_embeddings, mesh=mesh, reshard_after_forward=reshard_after_forward)
         if model.norm is not None and model.output is not None:
             # Backward starts with these, so resharding them after forward would only cost another all-gather.
-            fully_shard([model.norm, model.output], mesh=mesh, reshard_after_forward=False, **settings)
-    fully_shard(model, mesh=mesh, **settings)
+            shard([model.norm, model.output], mesh=mesh, reshard_after_forward=False)
+    shard(model, mesh=mesh)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -75,9 +76,10 @@ class Replica(DistributedDataParallel):
         self.pending.clear()
 
 
-def _sum(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def _sum(state: tuple[dist.ProcessGroup, list[dist.Work]], bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """All-reduce a bucket by sum (DDP's default averages). `state`: the group, and the list of pending reductions."""
     group, pending = state
     work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
     pending.append(work)
-    return work.get_future().then(lambda done: done.value()[0])
+    summed: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda done: done.value()[0])
+    return summed

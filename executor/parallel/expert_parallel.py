@@ -25,7 +25,7 @@ class _AllToAll(torch.autograd.Function):
         return _exchange(x, sent, received, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return _exchange(grad, ctx.received, ctx.sent, ctx.group), None, None, None
 
 
@@ -58,12 +58,13 @@ class AllToAllExchange(nn.Module):
         order = expert.argsort(stable=True)
         back = inverse_of(order)
         done = experts(take(arrived, order, back), theirs.view(self.world, -1).sum(0))
-        return _AllToAll.apply(take(done, back, order), received, sent, self.group)
+        returned: Tensor = _AllToAll.apply(take(done, back, order), received, sent, self.group)
+        return returned
 
 
 def apply_expert_parallel(model: Decoder, group: dist.ProcessGroup) -> None:
     """Shard the experts of every sparse layer over the ranks of `group`, along the expert dimension."""
-    for index, block in model.layers.items():
+    for index, block in model.blocks().items():
         if block.moe is None:
             continue
         for name, _ in list(block.moe.experts.named_parameters(recurse=False)):

@@ -49,7 +49,7 @@ def global_norm(
         if parameter.grad is None:
             continue
         shard, grad = parameter_shards.get(name), parameter.grad
-        groups = () if shard is None or shard.dim is None else (shard.group,)
+        groups: tuple[dist.ProcessGroup, ...] = () if shard is None or shard.dim is None else (shard.group,)
         if isinstance(grad, DTensor):
             cuts_of_fsdp = [axis for axis, placement in enumerate(grad.placements) if not placement.is_replicate()]
             groups += tuple(grad.device_mesh.get_group(axis) for axis in cuts_of_fsdp)

@@ -10,12 +10,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Protocol, cast
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from executor.parallel.facts import MeshFacts
 from simulator.config.plan import MESH_AXES, Plan, rank_grid
 from topology.errors import BadPlan
+
+
+class _Counting(Protocol):
+    """A process group's method that torch's stubs leave out."""
+
+    def _get_sequence_number_for_group(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,11 +71,11 @@ def meshes_for(plan: Plan, device_type: str) -> Meshes:
     return _CACHE[key]
 
 
-def describe_mesh(meshes: Meshes, plan: Plan) -> dict[str, object]:
+def describe_mesh(meshes: Meshes, plan: Plan) -> MeshFacts:
     """Return the mesh as torch reports it, and whether it is the one that the plan requests."""
     shape = dict(zip(meshes.grid.mesh_dim_names or (), meshes.grid.mesh.shape, strict=True))
     ranks = meshes.grid.mesh.tolist()
-    return {"axes": shape, "ranks": ranks, "as_requested": ranks == rank_grid(plan).tolist()}
+    return MeshFacts(axes=shape, ranks=ranks, as_requested=ranks == rank_grid(plan).tolist())
 
 
 def collectives_entered() -> dict[str, int]:
@@ -79,7 +87,7 @@ def collectives_entered() -> dict[str, int]:
     for group in list(dist.distributed_c10d._world.pg_map):  # noqa: SLF001 - the only list of all groups
         members = ",".join(map(str, dist.get_process_group_ranks(group)))
         number = sum(key.startswith(f"{members}#") for key in counts)
-        counts[f"{members}#{number}"] = group._get_sequence_number_for_group()  # noqa: SLF001 - kept for just this use
+        counts[f"{members}#{number}"] = cast("_Counting", group)._get_sequence_number_for_group()  # noqa: SLF001 - kept for just this use
     return counts
 
 

@@ -7,12 +7,12 @@ left; recomputation is inside compilation, and compilation inside FSDP's hooks, 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.pipelining.schedules import _PipelineSchedule
 
 from executor.launch import legal
 from executor.model.decoder import Decoder
@@ -51,7 +51,7 @@ class ParallelModel:
 
     parts: tuple[Decoder, ...]
     modules: tuple[nn.Module, ...]
-    schedule: Any
+    schedule: _PipelineSchedule | None
     loss: VocabularyLoss
     has_first: bool
     has_last: bool
@@ -111,7 +111,8 @@ def parallelize(setup: Setup) -> ParallelModel:
     if plan.pp > 1:
 
         def loss_per_token(logits: Tensor, targets: Tensor) -> Tensor:
-            return loss(logits, targets) / workload.tokens_per_step
+            total: Tensor = loss(logits, targets)
+            return total / workload.tokens_per_step
 
         schedule = pipeline.build_schedule(
             stages,
@@ -149,7 +150,7 @@ def _shard_over_ranks(setup: Setup, part: Decoder) -> None:
     if plan.cp > 1:
         method, group = legal.cp_method(plan, setup.runtime), meshes.group("cp")
         _, compute, _ = setup.dtypes
-        for block in part.layers.values():
+        for block in part.blocks().values():
             block.attention.core = (
                 UlyssesAttention(group, block.attention.core)
                 if method == "all_to_all"
@@ -165,7 +166,7 @@ def _recompute_and_compile(setup: Setup, part: Decoder, stage: int) -> None:
     recompute = plan.recompute_per_stage[stage] if plan.recompute_per_stage else plan.recompute
     apply_activation_checkpoint(part, recompute, early_stop=recompute_stops_early(runtime), compiled=runtime.compile)
     if runtime.compile:
-        for block in part.layers.values():
+        for block in part.blocks().values():
             block.compile()
 
 

@@ -20,6 +20,7 @@ from torch.autograd.graph import Node
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleSingle,
+    _PipelineSchedule,
     _PipelineScheduleRuntime,
     get_schedule_class,
 )
@@ -65,7 +66,7 @@ def build_schedule(
     dtype: torch.dtype,
     loss: Callable[[Tensor, Tensor], Tensor],
     own_table: bool,
-) -> Any:
+) -> _PipelineSchedule:
     """Return torch's schedule object for this rank's stages. `shapes`: of tokens, hidden and logits of a micro batch.
 
     `own_table` runs our table even where torch has the schedule; a schedule that torch lacks always uses our table.
@@ -82,13 +83,12 @@ def build_schedule(
         )
         for part, module in zip(parts, modules, strict=True)
     ]
-    settings: dict[str, Any] = {"loss_fn": loss, "scale_grads": False}
     if not own_table and SCHEDULES[table.name].in_torch:
         kind = get_schedule_class(table.name)
-        if issubclass(kind, PipelineScheduleSingle):
-            return kind(stages[0], table.micro_batches, **settings)
-        return kind(stages, table.micro_batches, **settings)
-    runtime = _PipelineScheduleRuntime(stages, table.micro_batches, **settings)
+        own = stages[0] if issubclass(kind, PipelineScheduleSingle) else stages
+        schedule: _PipelineSchedule = kind(own, table.micro_batches, loss_fn=loss, scale_grads=False)
+        return schedule
+    runtime = _PipelineScheduleRuntime(stages, table.micro_batches, loss_fn=loss, scale_grads=False)
     with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
         path = Path(folder) / "schedule.csv"
         path.write_text(table.csv(), encoding="utf-8")
@@ -105,11 +105,12 @@ def _states(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
 
 
-def run(schedule: Any, tokens: Tensor | None, targets: Tensor | None) -> list[Tensor]:
+def run(schedule: _PipelineSchedule, tokens: Tensor | None, targets: Tensor | None) -> list[Tensor]:
     """Run one step's micro batches; return their losses, empty where the last stage is not here."""
     losses: list[Tensor] = []
     # The concatenated logits of all micro batches are not needed and would be the largest tensor of the run.
-    extra = {"return_outputs": False} if "return_outputs" in inspect.signature(schedule.step).parameters else {}
+    step: Callable[..., object] = schedule.step
+    extra = {"return_outputs": False} if "return_outputs" in inspect.signature(step).parameters else {}
     arguments = () if tokens is None else (tokens,)
-    schedule.step(*arguments, target=targets, losses=losses, **extra)
+    step(*arguments, target=targets, losses=losses, **extra)
     return losses

@@ -38,7 +38,8 @@ class OverlappedProducts:
     def project_out(self, x: Tensor, linear: nn.Linear) -> Tensor:
         """Take all tokens of this rank's width (S, B, width / tp); return this rank's tokens of the sum."""
         out = matmul_reduce_scatter(x.flatten(0, 1), linear.weight, self.group, mode=self.mode)
-        return out.unflatten(0, (-1, x.shape[1]))
+        rows: Tensor = out.unflatten(0, (-1, x.shape[1]))
+        return rows
 
 
 def overlap_block(block: Block, tp_overlap: str, group: dist.ProcessGroup) -> None:

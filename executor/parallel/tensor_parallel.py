@@ -86,30 +86,24 @@ def apply_tensor_parallel(
     layout = TokenLayout(group, sequence_parallel=sequence_parallel)
     if model.tok_embeddings is not None:
         vocab, hidden = model.tok_embeddings.weight.shape
-        model.tok_embeddings = _take_parameter(
-            ShardedEmbedding(vocab, hidden, device="meta"), model.tok_embeddings, layout
-        )
-        model.tok_embeddings.first = -(-vocab // dist.get_world_size(group)) * dist.get_rank(group)
-        model.parameter_shards["tok_embeddings.weight"] = shard_parameter(model.tok_embeddings, "weight", 0, group)
+        embedding = ShardedEmbedding(vocab, hidden, device="meta")
+        embedding.layout, embedding.weight = layout, model.tok_embeddings.weight
+        embedding.first = -(-vocab // dist.get_world_size(group)) * dist.get_rank(group)
+        model.tok_embeddings = embedding
+        model.parameter_shards["tok_embeddings.weight"] = shard_parameter(embedding, "weight", 0, group)
     if model.output is not None:
         vocab, hidden = model.output.weight.shape
-        model.output = _take_parameter(ShardedHead(hidden, vocab, bias=False, device="meta"), model.output, layout)
-        model.parameter_shards["output.weight"] = shard_parameter(model.output, "weight", 0, group)
+        head = ShardedHead(hidden, vocab, bias=False, device="meta")
+        head.layout, head.weight = layout, model.output.weight
+        model.output = head
+        model.parameter_shards["output.weight"] = shard_parameter(head, "weight", 0, group)
     if model.norm is not None and sequence_parallel:
         model.parameter_shards["norm.weight"] = shard_parameter(model.norm, "weight", None, group)
     model.tie()
-    for index, block in model.layers.items():
+    for index, block in model.blocks().items():
         for name, made in _shard_block(block, layout, expert_parallel=expert_parallel).items():
             model.parameter_shards[f"layers.{index}.{name}"] = made
         overlap_block(block, overlap, group)
-
-
-def _take_parameter(
-    module: ShardedEmbedding | ShardedHead, plain: nn.Module, layout: TokenLayout
-) -> ShardedEmbedding | ShardedHead:
-    """Return `module` with the parameter of `plain`, which it replaces."""
-    module.layout, module.weight = layout, plain.weight
-    return module
 
 
 def _shard_block(block: Block, layout: TokenLayout, *, expert_parallel: bool) -> dict[str, ParameterShard]:

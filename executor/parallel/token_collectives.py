@@ -23,34 +23,41 @@ _FUNCTIONAL = torch.ops._c10d_functional  # noqa: SLF001 - the public functions 
 
 def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return (W R, ..) of every rank's (R, ..)."""
-    return _AllGather.apply(x, dist.get_world_size(group), group.group_name)
+    whole: Tensor = _AllGather.apply(x, dist.get_world_size(group), group.group_name)
+    return whole
 
 
 def reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return this rank's rows (R, ..) of the sum of every rank's (W R, ..); saved under selective recomputation."""
-    return _ReduceScatter.apply(x, dist.get_world_size(group), group.group_name)
+    share: Tensor = _ReduceScatter.apply(x, dist.get_world_size(group), group.group_name)
+    return share
 
 
 def copy_to_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    return _CopyToRanks.apply(x, group.group_name)
+    same: Tensor = _CopyToRanks.apply(x, group.group_name)
+    return same
 
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    return _AllReduce.apply(x, group.group_name)
+    total: Tensor = _AllReduce.apply(x, group.group_name)
+    return total
 
 
 def _gathered(x: Tensor, ranks: int, name: str) -> Tensor:
     moving = _FUNCTIONAL.all_gather_into_tensor.default(x.contiguous(), ranks, name)
-    return _FUNCTIONAL.wait_tensor.default(moving)
+    whole: Tensor = _FUNCTIONAL.wait_tensor.default(moving)
+    return whole
 
 
 def _scattered(x: Tensor, ranks: int, name: str) -> Tensor:
     moving = _FUNCTIONAL.reduce_scatter_tensor.default(x.contiguous(), "sum", ranks, name)
-    return _FUNCTIONAL.wait_tensor.default(moving)
+    share: Tensor = _FUNCTIONAL.wait_tensor.default(moving)
+    return share
 
 
 def _summed(x: Tensor, name: str) -> Tensor:
-    return _FUNCTIONAL.wait_tensor.default(_FUNCTIONAL.all_reduce.default(x.contiguous(), "sum", name))
+    total: Tensor = _FUNCTIONAL.wait_tensor.default(_FUNCTIONAL.all_reduce.default(x.contiguous(), "sum", name))
+    return total
 
 
 class _AllGather(torch.autograd.Function):
@@ -60,7 +67,7 @@ class _AllGather(torch.autograd.Function):
         return _gathered(x, ranks, name)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return _scattered(grad, ctx.ranks, ctx.name), None, None
 
 
@@ -75,7 +82,7 @@ class _ReduceScatter(torch.autograd.Function):
         )
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return _gathered(grad, ctx.ranks, ctx.name), None, None
 
 
@@ -86,7 +93,7 @@ class _CopyToRanks(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return _summed(grad, ctx.name), None
 
 
@@ -96,5 +103,5 @@ class _AllReduce(torch.autograd.Function):
         return _summed(x, name)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]  # noqa: ARG004 - as above
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # noqa: ARG004 - as above
         return grad, None

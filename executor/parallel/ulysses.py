@@ -26,7 +26,7 @@ class _AllToAll(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return _AllToAll.apply(grad, ctx.group), None
 
 
@@ -44,14 +44,16 @@ class UlyssesAttention(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Take q (B, a, S, d) and k, v (B, a_kv, S, d) of this rank's tokens; return (B, a, S, d)."""
         tokens = q.shape[2]
-        # Ranks hold head and tail chunks of sequences; attention needs the tokens in order.
+        # Ranks hold an early and a late chunk of each sequence; attention needs the tokens in order.
         rank_order = torch.cat([positions(self.world * tokens, r, self.world, q.device) for r in range(self.world)])
         order = rank_order.argsort()
         out = self.core(*(self._all_tokens(t)[:, :, order] for t in (q, k, v)))
         parts = out[:, :, rank_order].unflatten(2, (self.world, tokens)).movedim(2, 0)
-        return _AllToAll.apply(parts, self.group).transpose(0, 1).flatten(1, 2)
+        mine: Tensor = _AllToAll.apply(parts, self.group)
+        return mine.transpose(0, 1).flatten(1, 2)
 
     def _all_tokens(self, x: Tensor) -> Tensor:
         """Return (B, heads / W, W S, d) of (B, heads, S, d): all tokens, by rank, of this rank's heads."""
         parts = x.unflatten(1, (self.world, -1)).transpose(0, 1)
-        return _AllToAll.apply(parts, self.group).movedim(0, 2).flatten(2, 3)
+        everyone: Tensor = _AllToAll.apply(parts, self.group)
+        return everyone.movedim(0, 2).flatten(2, 3)

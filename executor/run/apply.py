@@ -16,10 +16,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from executor.gpu.faults import GpuFault
-from executor.gpu.monitor import GpuMonitor, Sample, summarise
+from executor.gpu.monitor import GpuMonitor, GpuSummary, Sample, summarise
 from executor.launch.heartbeat import find_suspects, read_heartbeats
 from executor.launch.legal import check
 from executor.launch.local_ranks import LaunchResult, Rendezvous, command, launch
@@ -32,10 +31,11 @@ from executor.launch.nodes import (
     write_agent_start,
 )
 from executor.launch.process_exit import interrupt_on_sigterm
-from executor.launch.records import read_records
 from executor.launch.request import Request
 from executor.launch.versions import versions
+from executor.parallel.facts import MeshFacts, ModelFacts
 from executor.run.effects import operator_table, read_back
+from executor.run.rank_records import RankRecords, first_record
 from executor.run.slow_ranks import slow_ranks
 from executor.run.step_summary import summarise_steps
 from simulator.config.plan import rank_grid
@@ -43,6 +43,7 @@ from simulator.program.chrome_trace import from_kineto
 from simulator.program.trace import Trace
 from simulator.runtimes.environment import assumed_environment
 from topology import codec
+from topology.codec import JsonObject
 from topology.errors import BadInput, BadPlan, PlannerError
 from topology.units import MIB
 
@@ -93,9 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(document["exit_code"])
 
 
-def run(
-    request: Request, request_path: str, out: Path, budget_s: float, watch: GpuMonitor | None = None
-) -> dict[str, Any]:
+def run(request: Request, request_path: str, out: Path, budget_s: float, watch: GpuMonitor | None = None) -> JsonObject:
     """Launch the ranks, write `run.json` into `out` and return it. `watch` reads the GPUs meanwhile; default: where
     there are.
     """
@@ -124,7 +123,7 @@ def run(
     return document
 
 
-def write_report(document: dict[str, Any], path: Path) -> None:
+def write_report(document: JsonObject, path: Path) -> None:
     """Write the report. Raises PlannerError with a summary of the run when it cannot be written."""
     try:
         codec.write_text(path, codec.to_json(document) + "\n")
@@ -169,7 +168,7 @@ def run_node(request: Request, request_path: str, out: Path, budget_s: float, me
     return 0 if done.ok else 1
 
 
-def collect(request: Request, request_path: str, out: Path, nodes: int, patience_s: float = LATE_S) -> dict[str, Any]:
+def collect(request: Request, request_path: str, out: Path, nodes: int, patience_s: float = LATE_S) -> JsonObject:
     """Write `run.json` from what the ranks of all nodes recorded, and return it."""
     done = combine_agent_results(out, nodes, patience_s)
     document = report(request, done, out / "records", worker_arguments(request_path, out / "records", 0.0))
@@ -220,17 +219,23 @@ def report(
     arguments: Sequence[str],
     samples: Sequence[Sample] = (),
     faults: Sequence[GpuFault] = (),
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return the report of a run from its ranks' records in `folder`; `arguments` are those of the ranks.
 
     `samples` are states of the GPUs during the run, `faults` what their driver reported.
     """
     ranks = request.plan.gpus
-    by_rank = [list(read_records(folder / f"rank{rank}.jsonl")) for rank in range(ranks)]
+    by_rank = [RankRecords.read(folder / f"rank{rank}.jsonl") for rank in range(ranks)]
     status, failure = _status(request, done, by_rank, folder)
     measured = summarise_steps(request, by_rank)
-    mesh, trace = _first_record(by_rank, "mesh"), _read_trace(folder / "rank0.trace.json")
-    effects = read_back(request, _first_record(by_rank, "effects"), mesh, trace)
+    mesh, trace = first_record(by_rank, "mesh"), _read_trace(folder / "rank0.trace.json")
+    facts = first_record(by_rank, "effects")
+    effects = read_back(
+        request,
+        None if facts is None else codec.convert(facts, ModelFacts, where="effects"),
+        None if mesh is None else codec.convert(mesh, MeshFacts, where="mesh"),
+        trace,
+    )
     ignored = [e for e in effects if e.certain and not e.ok]
     if status == "finished" and ignored:
         status = "not_as_requested"
@@ -269,27 +274,26 @@ def report(
         "predicted": request.predicted,
         "cluster": request.cluster,
         "notes": list(request.notes),
-        "verified": _first_record(by_rank, "verified"),
-        "verified_types": _first_record(by_rank, "verified_types"),
-        "kernels": [entry for entry in by_rank[0] if entry["kind"] == "kernel"],
+        "verified": first_record(by_rank, "verified"),
+        "verified_types": first_record(by_rank, "verified_types"),
+        "kernels": [{"kind": "kernel", **entry} for entry in by_rank[0].of("kernel")],
         "flight_records": sorted(path.name for path in folder.glob("flight*")),
         "measured": measured,
         "mesh": {"requested": rank_grid(request.plan).tolist(), "effective": mesh},
         "effects": codec.to_builtins(effects),
         "operators": operator_table(trace) if trace else [],
         "slow_ranks": slow_ranks(request.plan, _read_traces(folder, ranks)) if request.device == "cuda" else [],
-        "operator_samples": [entry["sample"] for entry in by_rank[0] if entry["kind"] == "operator"],
-        "gpus": _gpu_states(request, by_rank[0], samples),
+        "operator_samples": [entry["sample"] for entry in by_rank[0].of("operator")],
+        "gpus": codec.to_builtins(_gpu_states(request, by_rank[0], samples)),
         "missing": _missing(by_rank),
-        "versions": {**versions(), **(_first_record(by_rank, "versions") or {})},
+        "versions": {**versions(), **(first_record(by_rank, "versions") or {})},
     }
 
 
-def _missing(by_rank: Sequence[Sequence[dict[str, Any]]]) -> list[str]:
+def _missing(by_rank: Sequence[RankRecords]) -> list[str]:
     """Return the results other than step times that the run should have recorded but did not."""
-    missing = [entry["what"] for records in by_rank for entry in records if entry["kind"] == "missing"]
-    kinds = [{entry["kind"] for entry in records} for records in by_rank]
-    if all("timed" in kind for kind in kinds) and not all("done" in kind for kind in kinds):
+    missing: list[str] = [entry["what"] for records in by_rank for entry in records.of("missing")]
+    if all("timed" in records.kinds for records in by_rank) and not all("done" in records.kinds for records in by_rank):
         missing.append("profile: a rank ended while a step was profiled")
     return missing
 
@@ -314,15 +318,15 @@ def _read_traces(folder: Path, ranks: int) -> dict[int, Trace]:
     return {rank: trace for rank, trace in found.items() if trace is not None}
 
 
-def _gpu_states(request: Request, records: Sequence[dict[str, Any]], samples: Sequence[Sample]) -> list[dict[str, Any]]:
+def _gpu_states(request: Request, records: RankRecords, samples: Sequence[Sample]) -> list[GpuSummary]:
     """Return the states of the plan's GPUs while steps were timed; of all GPUs when CUDA_VISIBLE_DEVICES is set."""
-    steps = [entry for entry in records if entry["kind"] == "step" and "ended_at" in entry]
-    if not steps or not samples:
+    ends = [(step.ended_at, step.seconds) for step in records.steps if step.ended_at is not None]
+    if not ends or not samples:
         return []
-    begin = steps[0]["ended_at"] - steps[0]["seconds"]
+    begin = ends[0][0] - ends[0][1]
     seen = {gpu for _, states in samples for gpu in states}
     ours = set(request.gpus) & seen if "CUDA_VISIBLE_DEVICES" not in os.environ else set()
-    return summarise(samples, sorted(ours or seen), begin, steps[-1]["ended_at"])
+    return summarise(samples, sorted(ours or seen), begin, ends[-1][0])
 
 
 def _is_ours(request: Request, fault: GpuFault) -> bool:
@@ -330,23 +334,15 @@ def _is_ours(request: Request, fault: GpuFault) -> bool:
     return fault.gpu is None or "CUDA_VISIBLE_DEVICES" in os.environ or not request.gpus or fault.gpu in request.gpus
 
 
-def _first_record(by_rank: Sequence[Sequence[dict[str, Any]]], kind: str) -> dict[str, Any] | None:
-    for records in by_rank:
-        for entry in records:
-            if entry["kind"] == kind:
-                return {key: value for key, value in entry.items() if key != "kind"}
-    return None
-
-
 def _status(
-    request: Request, done: LaunchResult, by_rank: Sequence[Sequence[dict[str, Any]]], folder: Path
-) -> tuple[str, dict[str, Any] | None]:
+    request: Request, done: LaunchResult, by_rank: Sequence[RankRecords], folder: Path
+) -> tuple[str, JsonObject | None]:
     """Return the status of the run and, if it failed, the first failure."""
     ranks = request.plan.gpus
-    kinds = [{entry["kind"] for entry in records} for records in by_rank]
+    kinds = [records.kinds for records in by_rank]
     full = [rank for rank, kind in enumerate(kinds) if "out_of_memory" in kind]
     if full:
-        memory = {rank: _last_record(by_rank[rank], "out_of_memory") for rank in full}
+        memory = {rank: {"kind": "out_of_memory", **by_rank[rank].of("out_of_memory")[-1]} for rank in full}
         return "out_of_memory", {"rank": full[0], "message": "memory is full", "memory": memory}
     wrong = _wrong_numbers(by_rank)
     if wrong:
@@ -371,13 +367,12 @@ def _status(
     return "failed", {"rank": None, "message": "ranks ended without an error, but before they were done"}
 
 
-def _wrong_numbers(by_rank: Sequence[Sequence[dict[str, Any]]]) -> str:
+def _wrong_numbers(by_rank: Sequence[RankRecords]) -> str:
     """Return which results were wrong, or an empty string."""
-    every = [entry for records in by_rank for entry in records]
-    kernels = {entry["name"] for entry in every if entry["kind"] == "kernel" and not entry["ok"]}
+    kernels = {entry["name"] for records in by_rank for entry in records.of("kernel") if not entry["ok"]}
     if kernels:
         return f"wrong results of {', '.join(sorted(kernels))}: not timed"
-    for entry in every:
+    for entry in (entry for records in by_rank for entry in records.entries):
         if entry["kind"] in {"verified", "verified_types"} and not entry["ok"]:
             number = "" if entry["gradient"] is not None and entry["loss"] is not None else ", which is no number"
             return (
@@ -387,10 +382,6 @@ def _wrong_numbers(by_rank: Sequence[Sequence[dict[str, Any]]]) -> str:
         if entry["kind"] == "not_finite":
             return f"the loss or the gradient of step {entry['index']} is no number: the run ended there"
     return ""
-
-
-def _last_record(records: Sequence[dict[str, Any]], kind: str) -> dict[str, Any]:
-    return [entry for entry in records if entry["kind"] == kind][-1]
 
 
 if __name__ == "__main__":

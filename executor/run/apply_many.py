@@ -13,17 +13,17 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from executor.gpu.monitor import GpuMonitor
 from executor.launch.legal import check
 from executor.launch.local_ranks import LaunchResult, launch
 from executor.launch.process_exit import interrupt_on_sigterm
-from executor.launch.records import read_records
 from executor.launch.request import Request
 from executor.run.apply import ENDING_S, GRACE_S, MODULE, environment, report, write_report
+from executor.run.rank_records import RankRecords
 from simulator.config.plan import MESH_AXES
 from topology import codec
+from topology.codec import JsonObject
 from topology.errors import PlannerError
 
 MIN_LAUNCH_S = 20.0  # below which no processes are started
@@ -69,8 +69,8 @@ def read_run(path: Path, out: Path) -> Run:
 
 
 def run_many(
-    runs: Sequence[Run], budget_s: float, on_report: Callable[[Run, dict[str, Any]], None] | None = None
-) -> list[dict[str, Any]]:
+    runs: Sequence[Run], budget_s: float, on_report: Callable[[Run, JsonObject], None] | None = None
+) -> list[JsonObject]:
     """Run all within `budget_s` seconds, write each `run.json`, and return the reports in order of execution.
 
     `on_report` is called with each report when it is written, which is when the processes of its batch have ended.
@@ -104,7 +104,7 @@ def batches(runs: Sequence[Run]) -> list[list[Run]]:
     return list(found.values())
 
 
-def _launch_batch(runs: list[Run], budget_s: float) -> tuple[bool, list[Run], list[tuple[Run, dict[str, Any]]]]:
+def _launch_batch(runs: list[Run], budget_s: float) -> tuple[bool, list[Run], list[tuple[Run, JsonObject]]]:
     """Start processes for `runs`; return (whether to stop, the runs that need new processes, the reports made)."""
     first, ending = runs[0], min(ENDING_S, 0.3 * budget_s)
     for run in runs:
@@ -147,7 +147,7 @@ def _seconds(run: Run) -> float | None:
     """Return the seconds of a run on its slowest rank, or None when a rank did not finish."""
     took = 0.0
     for rank in range(run.request.plan.gpus):
-        ends = [entry for entry in read_records(run.records / f"rank{rank}.jsonl") if entry["kind"] == "done"]
+        ends = RankRecords.read(run.records / f"rank{rank}.jsonl").of("done")
         if not ends:
             return None
         took = max(took, ends[-1]["seconds"])

@@ -9,10 +9,10 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
 
 from executor.launch.legal import cp_method
 from executor.launch.request import Request
+from executor.parallel.facts import MeshFacts, ModelFacts
 from simulator.config.overlap_sites import mode_at, tp_overlap_label
 from simulator.program import trace as tr
 from simulator.program.trace import Trace
@@ -39,16 +39,14 @@ class Effect:
     certain: bool = True
 
 
-def read_back(
-    request: Request, facts: Mapping[str, Any] | None, mesh: Mapping[str, Any] | None, trace: Trace | None
-) -> list[Effect]:
+def read_back(request: Request, facts: ModelFacts | None, mesh: MeshFacts | None, trace: Trace | None) -> list[Effect]:
     """Return every setting that can be read back; settings that were not recorded are left out."""
     found = []
     if mesh is not None:
-        axes = {axis: size for axis, size in mesh["axes"].items() if size > 1} or {"one rank": 1}
-        wanted = {axis: getattr(request.plan, axis) for axis in mesh["axes"]}
+        axes = {axis: size for axis, size in mesh.axes.items() if size > 1} or {"one rank": 1}
+        wanted = {axis: getattr(request.plan, axis) for axis in mesh.axes}
         requested = {axis: size for axis, size in wanted.items() if size > 1} or {"one rank": 1}
-        found.append(_effect("mesh", _words(requested), _words(axes), ok=bool(mesh["as_requested"])))
+        found.append(_effect("mesh", _words(requested), _words(axes), ok=mesh.as_requested))
     if facts is not None:
         found += _model_effects(request, facts)
     if trace is not None and any(trace.of(category=tr.COMPUTE)):
@@ -56,42 +54,40 @@ def read_back(
     return found
 
 
-def _model_effects(request: Request, facts: Mapping[str, Any]) -> list[Effect]:
+def _model_effects(request: Request, facts: ModelFacts) -> list[Effect]:
     plan, runtime = request.plan, request.runtime
     shards = plan.dp_shard * plan.cp * plan.tp
-    graphs, breaks = int(facts["compiled_graphs"]), int(facts["graph_breaks"])
+    graphs, breaks = facts.compiled_graphs, facts.graph_breaks
     compiled = f"{graphs} graphs, {breaks} graph breaks" if graphs else "eager"
     found = [
         _effect(
             "largest weights cut into",
             str(shards),
-            str(facts["most_shards"]),
-            ok=facts["most_shards"] == shards,
+            str(facts.most_shards),
+            ok=facts.most_shards == shards,
         ),
         _effect("compile", "yes" if runtime.compile else "no", compiled, ok=(graphs > 0) == runtime.compile),
-        _effect(
-            "parameters stored in", runtime.param_dtype, str(facts["stored"]), ok=facts["stored"] == runtime.param_dtype
-        ),
+        _effect("parameters stored in", runtime.param_dtype, facts.stored, ok=facts.stored == runtime.param_dtype),
     ]
     modes = set(plan.recompute_per_stage or (plan.recompute,)) - {"none"}
     found.append(
         _effect(
             "recompute",
             ", ".join(sorted(modes)) or "none",
-            f"{facts['recomputed_blocks']} of {facts['blocks']} blocks on this rank",
-            ok=bool(modes) or not facts["recomputed_blocks"],
+            f"{facts.recomputed_blocks} of {facts.blocks} blocks on this rank",
+            ok=bool(modes) or not facts.recomputed_blocks,
         )
     )
     if plan.pp > 1:
         rounds = plan.micro_batches(request.workload.global_batch_size)
         requested = f"{plan.schedule or 'the default'}, {rounds} micro batches"
-        ran = f"{facts['schedule']}, {facts['micro_batches']} micro batches"
-        found.append(_effect("pipeline", requested, ran, ok=facts["micro_batches"] == rounds))
+        ran = f"{facts.schedule}, {facts.micro_batches} micro batches"
+        found.append(_effect("pipeline", requested, ran, ok=facts.micro_batches == rounds))
     if plan.tp > 1:
-        found.append(_overlap(plan.tp_overlap, facts["tp_overlap"]))
+        found.append(_overlap(plan.tp_overlap, facts.tp_overlap))
     if plan.cp > 1:
         requested = cp_method(plan, runtime)
-        found.append(_effect("cp_method", requested, str(facts["cp_method"]), ok=requested == facts["cp_method"]))
+        found.append(_effect("cp_method", requested, facts.cp_method, ok=requested == facts.cp_method))
     return found
 
 
@@ -152,7 +148,7 @@ def _words(axes: Mapping[str, int]) -> str:
     return " x ".join(f"{axis} {size}" for axis, size in axes.items())
 
 
-def operator_table(trace: Trace) -> list[dict[str, Any]]:
+def operator_table(trace: Trace) -> list[dict[str, str | int | float]]:
     """Return the kernels with the largest total time: name, calls, total and median seconds."""
     by_name: dict[str, list[float]] = {}
     for span in trace.spans:

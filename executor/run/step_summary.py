@@ -4,32 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from statistics import mean, median
-from typing import Any
 
 from executor.launch.records import median_and_spread
 from executor.launch.request import Request
+from executor.run.rank_records import RankRecords, StepRecord
+from topology.codec import JsonObject
 
 CLOCK_CHANGE = 0.1  # of the clocks of a run's steps: more than the power cap changes from step to step
 
 
-def summarise_steps(request: Request, by_rank: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any]:
+def summarise_steps(request: Request, by_rank: Sequence[RankRecords]) -> JsonObject:
     """Return step time, throughput and memory from the ranks' records; only steps that all ranks ran count.
 
     The time of a step is that of its slowest rank. The spread is (90th - 10th percentile) / median.
     """
-    steps = [[entry for entry in records if entry["kind"] == "step"] for records in by_rank]
+    steps = [records.steps for records in by_rank]
     count = min((len(taken) for taken in steps), default=0)
-    seconds = [max(taken[i]["seconds"] for taken in steps) for i in range(count)]
+    seconds = [max(taken[i].seconds for taken in steps) for i in range(count)]
     first = steps[0] if steps else []
-    on_device = [max(taken[i].get("device_seconds") or 0.0 for taken in steps) for i in range(count)]
-    memory = [_peak_memory(records) for records in by_rank]
-    answer: dict[str, Any] = {
+    on_device = [max(taken[i].device_s or 0.0 for taken in steps) for i in range(count)]
+    answer: JsonObject = {
         "steps": count,
         "steps_asked": request.steps,
         "step_s": None,
-        "losses": [entry["loss"] for entry in first[:count]],
-        "gradient_norms": [entry["gradient_norm"] for entry in first[:count]],
-        "memory_by_rank": memory,
+        "losses": [step.loss for step in first[:count]],
+        "gradient_norms": [step.gradient_norm for step in first[:count]],
+        "memory_by_rank": [records.peak_memory for records in by_rank],
         "source": "measured",
     }
     if not seconds:
@@ -54,9 +54,9 @@ def summarise_steps(request: Request, by_rank: Sequence[Sequence[dict[str, Any]]
     return answer
 
 
-def _slowest_clocks(steps: Sequence[Sequence[dict[str, Any]]], count: int) -> list[float]:
+def _slowest_clocks(steps: Sequence[Sequence[StepRecord]], count: int) -> list[float]:
     """Return the lowest clock of all ranks in each step, in Hz, where all ranks know theirs."""
-    clocks = [[taken[i].get("sm_clock_hz") for taken in steps] for i in range(count)]
+    clocks = [[taken[i].sm_clock_hz for taken in steps] for i in range(count)]
     return [min(hz for hz in step if hz) for step in clocks if all(step)]
 
 
@@ -74,14 +74,3 @@ def _clock_change(clocks: Sequence[float]) -> dict[str, float] | None:
     return (
         {"step": float(at), "before_hz": before, "after_hz": after} if abs(after / before - 1) > CLOCK_CHANGE else None
     )
-
-
-def _peak_memory(records: Sequence[dict[str, Any]]) -> dict[str, int]:
-    """Return the largest value of each peak that a rank recorded during timed steps, or at all if it ran none."""
-    timed = [entry for entry in records if entry["kind"] == "step"] or list(records)
-    peaks: dict[str, int] = {}
-    for entry in timed:
-        for key, value in entry.items():
-            if key.startswith("peak_") or key == "retries":
-                peaks[key] = max(peaks.get(key, 0), value)
-    return peaks

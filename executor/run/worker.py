@@ -17,13 +17,13 @@ import time
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from executor.gpu import symmetric_memory as symmetric
+from executor.gpu.device import device_name, synchronize
 from executor.gpu.sm_clock import SmClock
 from executor.launch.garbage_collection import PausedGarbageCollection
 from executor.launch.heartbeat import Heartbeat
@@ -105,7 +105,7 @@ def _run_in_group(
     began = time.perf_counter()
     dist.barrier()  # the first collective: a missing rank is found here, under the short timeout
     require_same_software(device)
-    recorder.write("versions", torch=torch.__version__, backend=dist.get_backend(), device=_device_name(device))
+    recorder.write("versions", torch=torch.__version__, backend=dist.get_backend(), device=device_name(device))
     if not _all_have_time(deadline, 0.0, device):
         recorder.write("out_of_time", steps=0)
         recorder.write("timed")
@@ -137,7 +137,7 @@ def _run_in_group(
         for sample in operators:
             recorder.write("operator", sample=sample)
     if isinstance(trainer, Trainer):
-        recorder.write("effects", **read_model_facts(trainer))
+        recorder.write("effects", **codec.to_builtins(read_model_facts(trainer)))
     dist.barrier()
     recorder.write("done", seconds=time.perf_counter() - began)
     beat.set_phase("done")
@@ -150,8 +150,8 @@ def _own_trainer(request: Request, device: torch.device, recorder: Recorder, bea
     beat.set_phase("building meshes")
     meshes = meshes_for(plan, device.type)
     mesh = describe_mesh(meshes, plan)
-    recorder.write("mesh", **mesh)
-    if not mesh["as_requested"]:
+    recorder.write("mesh", **codec.to_builtins(mesh))
+    if not mesh.as_requested:
         raise RuntimeError(f"torch's mesh is not the plan's: {mesh}")
     set_timeout(meshes, request.collective_timeout_s)
     beat.entered, beat.stack_tells_waiting = collectives_entered, device.type == "cpu"
@@ -200,7 +200,7 @@ def _take_steps(
         if index == warm_up and device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
             torch.cuda.reset_accumulated_memory_stats(device)  # counts allocation retries
-        _synchronize(device)
+        synchronize(device)
         dist.barrier()
         events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else []
         clock.stamp()
@@ -210,7 +210,7 @@ def _take_steps(
         result = trainer.step(index)
         for event in events[1:]:
             event.record()
-        _synchronize(device)
+        synchronize(device)
         seconds = time.perf_counter() - begin
         clock.stamp()
         symmetric.check_delivered()  # a kernel whose wait timed out has continued with incomplete data
@@ -242,7 +242,7 @@ def _take_steps(
     return longest
 
 
-def _peaks(trainer: Trainer | TitanTrainer, device_type: str) -> dict[str, Any]:
+def _peaks(trainer: Trainer | TitanTrainer, device_type: str) -> dict[str, int]:
     """Return peak memory; torchtitan's step resets torch's counter of reserved bytes, so its trainer keeps the peak."""
     found = _memory(device_type)
     if isinstance(trainer, TitanTrainer) and device_type == "cuda":
@@ -289,15 +289,6 @@ def _device(request: Request) -> torch.device:
     return torch.device("cuda", index)
 
 
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def _all_have_time(deadline: Deadline, step_s: float, device: torch.device) -> bool:
     """Return whether every rank has time for another step: ranks that decide differently would wait forever."""
     left = torch.tensor(float(deadline.allows(step_s)), device=device)
@@ -305,7 +296,7 @@ def _all_have_time(deadline: Deadline, step_s: float, device: torch.device) -> b
     return bool(left.item())
 
 
-def _memory(device_type: str) -> dict[str, Any]:
+def _memory(device_type: str) -> dict[str, int]:
     """Return peaks in bytes: of torch's allocator and symmetric memory on a GPU, of the process on a CPU."""
     if device_type == "cuda":
         stats, symmetric_bytes = torch.cuda.memory_stats(), symmetric.workspace_bytes()

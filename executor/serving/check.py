@@ -1,6 +1,6 @@
-"""Are the served numbers right? Two layers of the model, held against the training decoder on one process.
+"""Are the served numbers right? Two layers of the model, compared with the training decoder on one process.
 
-Prompts of several lengths are read, together and in parts beside answers, and go on, step by step and from captured
+Prompts of several lengths are read, together and in parts with answers, and go on, step by step and from captured
 graphs; after every step the scores of all ranks are compared with those of `executor.model.decoder.Decoder` over the
 whole sequence, in float32 from the same weights.
 """

@@ -124,7 +124,8 @@ class Engine:
     def _upload(self, *rows: Tensor | list[int]) -> Sequence[Tensor]:
         """Copy rows of whole numbers to the device at once; one int64 tensor (n,) each."""
         host = [torch.as_tensor(row, dtype=torch.int64, device="cpu") for row in rows]
-        return torch.cat(host).to(self.model.device).split([row.numel() for row in host])
+        sent: Sequence[Tensor] = torch.cat(host).to(self.model.device).split([row.numel() for row in host])
+        return sent
 
     def go_on(self, held: Sequence[CacheSlot]) -> Tensor:
         """Write one more token of every sequence; return the scores (sequences, V here) that chose it."""

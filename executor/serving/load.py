@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from executor.gpu.device import synchronize
 from executor.launch.garbage_collection import PausedGarbageCollection
 from executor.launch.records import Deadline
 from executor.serving.cache import PAGE
 from executor.serving.engine import CacheSlot, Engine
 from executor.serving.shared_broadcast import SharedBroadcast
-from executor.serving.steps import wait
 from simulator.serving.batch import Answer, Batch, Step
 from simulator.serving.engine import engine_of
 from simulator.serving.traffic import Request, Traffic
@@ -71,6 +70,34 @@ class PrefillSteps:
     seconds: float = 0.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerTimes:
+    """An answer as its client saw it, in seconds since the start: arrival, first and last token."""
+
+    arrival_s: float
+    first_s: float
+    done_s: float
+    prompt: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadResult:
+    """What clients saw, answers in order of completion, and what the host cost.
+
+    `itl_s`: at most about a thousand quantiles of the time between tokens. `host`: the totals of a `HostGaps`.
+    """
+
+    complete: bool
+    asked: int
+    seconds: float
+    steps: int
+    answers: tuple[AnswerTimes, ...]
+    itl_s: tuple[float, ...]
+    host: dict[str, float]
+    reading: PrefillSteps
+
+
 @dataclass(slots=True)
 class Server:
     """Answers the requests of `traffic` with an engine; `broadcast` is where rank 0 tells the others, None for one
@@ -97,7 +124,7 @@ class Server:
             max_tokens=self.max_batched_tokens,
         )
 
-    def run(self) -> dict[str, Any]:
+    def run(self) -> LoadResult:
         """Answer all requests, or those for which there is time; return what clients saw."""
         requests = self.traffic.draw()
         closed = self.traffic.concurrency and not self.traffic.trace
@@ -109,7 +136,7 @@ class Server:
         with PausedGarbageCollection():  # which collects first, for a fifth of a second
             if self.engine.model.spread.group is not None:
                 dist.barrier(group=self.engine.model.spread.group)
-            wait(device)
+            synchronize(device)
             begin = time.perf_counter()
             for request in requests[: self.traffic.concurrency] if closed else ():
                 self._add(request, 0.0, going)
@@ -127,10 +154,18 @@ class Server:
                     done.append(one)
                     if closed and todo:
                         self._add(todo.popleft(), time.perf_counter() - begin, going)
-        seen = _seen(done, time.perf_counter() - begin, self.steps, complete=complete, asked=len(requests))
-        between = self.between
-        host = {"steps": between.steps, "answers": between.answers, "seconds": between.seconds}
-        return seen | {"host": host, "reading": asdict(self.reading)}
+        seconds, between = time.perf_counter() - begin, self.between
+        gaps = [after - before for one in done for before, after in zip(one.at_s, one.at_s[1:], strict=False)]
+        return LoadResult(
+            complete=complete,
+            asked=len(requests),
+            seconds=seconds,
+            steps=self.steps,
+            answers=tuple(map(_times, done)),
+            itl_s=tuple(sorted(gaps)[:: max(1, len(gaps) // 1000)]),
+            host={"steps": between.steps, "answers": between.answers, "seconds": between.seconds},
+            reading=self.reading,
+        )
 
     def _add(self, request: Request, now_s: float, going: dict[int, ServedRequest]) -> None:
         answer = Answer(arrival_s=now_s, prompt=request.prompt, output=request.output)
@@ -171,7 +206,7 @@ class Server:
         else:
             self.engine.go_on(held)
             self.between.issued(len(held))
-        wait(self.engine.model.device)
+        synchronize(self.engine.model.device)
         self.between.since = time.perf_counter()
         if step.readers:
             reading = self.reading
@@ -209,23 +244,11 @@ class Server:
         return torch.randint(self.engine.model.model.vocab, (answer.prompt,), generator=generator)
 
 
-def _seen(done: list[ServedRequest], seconds: float, steps: int, *, complete: bool, asked: int) -> dict[str, Any]:
-    """Return what clients saw, in order of completion; times in seconds since the start."""
-    gaps = [after - before for one in done for before, after in zip(one.at_s, one.at_s[1:], strict=False)]
-    return {
-        "complete": complete,
-        "asked": asked,
-        "seconds": seconds,
-        "steps": steps,
-        "answers": [
-            {
-                "arrival_s": one.answer.arrival_s,
-                "first_s": one.at_s[0],
-                "done_s": one.at_s[-1],
-                "prompt": one.answer.prompt,
-                "tokens": len(one.at_s),
-            }
-            for one in done
-        ],
-        "itl_s": sorted(gaps)[:: max(1, len(gaps) // 1000)],
-    }
+def _times(one: ServedRequest) -> AnswerTimes:
+    return AnswerTimes(
+        arrival_s=one.answer.arrival_s,
+        first_s=one.at_s[0],
+        done_s=one.at_s[-1],
+        prompt=one.answer.prompt,
+        tokens=len(one.at_s),
+    )

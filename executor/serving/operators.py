@@ -1,7 +1,7 @@
-"""The operators of a decoder that serves beside its products: Triton kernels on a GPU, torch's own elsewhere.
+"""The operators of a decoder that serves, other than matmuls: Triton kernels on a GPU, torch's own elsewhere.
 
-A step that reads prompts launches them one by one, six a layer, with the host beside the device: they go through
-`PreparedKernel`, since Triton's own launch takes the host longer than many of them run.
+A step that reads prompts launches them one by one, six a layer, and its host is no faster than the device: they go
+through `PreparedKernel`, since Triton's own launch takes the host longer than many of them run.
 
 Shapes in comments: T tokens, B sequences, h hidden, a query heads and k key/value heads of this rank, d head width.
 """
@@ -9,13 +9,13 @@ Shapes in comments: T tokens, B sequences, h hidden, a query heads and k key/val
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from executor.gpu.device import processors
 from executor.kernels import on_demand as kernels
 from executor.kernels.prepared_kernel import PreparedKernel
 
@@ -87,10 +87,10 @@ def rotate_and_store(
         _launch(kernels.rotate_and_store, (qkv.shape[0], blocks), tensors, constants)
         return
     split = qkv.view(qkv.shape[0], -1, heads.width)
-    turned = split[:, : heads.queries + heads.kv]
-    a, b = turned.float().chunk(2, dim=-1)
+    rotated = split[:, : heads.queries + heads.kv]
+    a, b = rotated.float().chunk(2, dim=-1)
     c, s = cos[positions][:, None], sin[positions][:, None]
-    turned.copy_(torch.cat((a * c - b * s, b * c + a * s), dim=-1))
+    rotated.copy_(torch.cat((a * c - b * s, b * c + a * s), dim=-1))
     page, place = slots // pages.tokens, slots % pages.tokens
     pages.keys[page, :, place] = split[:, heads.queries : heads.queries + heads.kv]
     pages.values[page, :, place] = split[:, heads.queries + heads.kv :]
@@ -104,7 +104,7 @@ def attend_pages(qkv: Tensor, pages: Pages, tables: Tensor, lengths: Tensor, hea
     if not qkv.is_cuda:
         return _attend_gathered(qkv, pages, tables, lengths, heads)
     batch, group = qkv.shape[0], heads.queries // heads.kv
-    splits = splits_for(batch * heads.kv, _processors(qkv.device))
+    splits = splits_for(batch * heads.kv, processors(qkv.device))
     parts = qkv.new_empty((batch, heads.queries, splits, heads.width), dtype=torch.float32)
     maxima, sums = qkv.new_empty((2, batch, heads.queries, splits), dtype=torch.float32)
     out = qkv.new_empty((batch, heads.queries * heads.width))
@@ -115,11 +115,6 @@ def attend_pages(qkv: Tensor, pages: Pages, tables: Tensor, lengths: Tensor, hea
     _launch(kernels.attend_pages, (batch, heads.kv, splits), tensors, constants, num_warps=4, num_stages=3)
     _launch(kernels.merge_shares, (batch * heads.queries,), (parts, maxima, sums, out), (heads.width, splits))
     return out
-
-
-@cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def splits_for(programs: int, processors: int) -> int:
@@ -173,7 +168,7 @@ def attend_prompts(qkv: Tensor, chunks: Chunks, pages: Pages, heads: Heads) -> T
         # Not scaled_dot_product_attention: where that prefers cuDNN, each new length builds an execution graph for tens
         # of milliseconds. Here all prompts are one launch of one kernel; queries are the last of their keys, as
         # FlashAttention counts.
-        out = torch.ops.aten._flash_attention_forward(  # noqa: SLF001 - an operator of torch, whose name begins so
+        out: Tensor = torch.ops.aten._flash_attention_forward(  # noqa: SLF001 - an operator of torch, whose name begins so
             q, k, v, chunks.query_ends, chunks.key_ends, max(chunks.lengths), max(chunks.keys), 0.0, True, False
         )[0]  # fmt: skip
         return out.reshape(qkv.shape[0], -1)
@@ -187,8 +182,9 @@ def attend_prompts(qkv: Tensor, chunks: Chunks, pages: Pages, heads: Heads) -> T
 def _attend_prompt(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Return attention (tokens, a, d) of q (tokens, a, d), the last of the tokens whose keys k (keys, k, d) are."""
     seen = torch.ones(q.shape[0], k.shape[0], dtype=torch.bool, device=q.device).tril(k.shape[0] - q.shape[0])
-    rows = (part.transpose(0, 1)[None] for part in (q, k, v))
-    return functional.scaled_dot_product_attention(*rows, attn_mask=seen, enable_gqa=True)[0].transpose(0, 1)
+    queries, keys, values = (part.transpose(0, 1)[None] for part in (q, k, v))
+    out = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=seen, enable_gqa=True)
+    return out[0].transpose(0, 1)
 
 
 def add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from simulator.config.model import Model
 from simulator.serving.traffic import Traffic
+from topology.codec import JsonObject
 from topology.errors import BadModel, BadPlan
 
 SCHEMA_VERSION = 1
@@ -54,7 +54,7 @@ class ServeRequest:
     loads: tuple[Load, ...] = ()
     seed: int = 0
     start_timeout_s: float = 60.0
-    predicted: dict[str, Any] | None = None
+    predicted: JsonObject | None = None
 
 
 def require_served(request: ServeRequest) -> None:

@@ -12,13 +12,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from executor.launch.local_ranks import launch
 from executor.launch.process_exit import interrupt_on_sigterm
 from executor.launch.records import read_records
 from executor.serving.request import ServeRequest, require_served
 from topology import codec
+from topology.codec import JsonObject
 from topology.errors import PlannerError
 
 MODULE = "executor.serving.worker"
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if document["status"] == "finished" else 1
 
 
-def run(request: ServeRequest, path: str, out: Path, budget_s: float) -> dict[str, Any]:
+def run(request: ServeRequest, path: str, out: Path, budget_s: float) -> JsonObject:
     """Launch the ranks, write `serve.json` into `out` and return it."""
     records = out / "records"
     records.mkdir(parents=True, exist_ok=True)
@@ -61,7 +61,7 @@ def run(request: ServeRequest, path: str, out: Path, budget_s: float) -> dict[st
         grace_s=0.4 * ending,
         directory=out / "logs",
     )
-    found: dict[str, Any] = {name: [] for name in KINDS.values()}
+    found: JsonObject = {name: [] for name in KINDS.values()}
     complete = False
     for line in read_records(records / "rank0.jsonl"):
         kind = line.pop("kind")

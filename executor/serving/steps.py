@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from executor.gpu.device import synchronize
 from executor.serving.cache import PAGE, pages_of
 from executor.serving.engine import CacheSlot, Engine
 from executor.serving.request import StepShape
@@ -35,8 +36,8 @@ class StepTime:
     issued_s: float
 
 
-def time_step(engine: Engine, shape: StepShape) -> dict[str, Any] | str:
-    """Time a step; return its record, or in words why it has no room. A collective call."""
+def time_step(engine: Engine, shape: StepShape) -> StepTime | str:
+    """Time a step; return its time, or in words why it has no room. A collective call."""
     room = shape.context + MEASURED
     if shape.batch > engine.max_sequences or room > engine.max_tokens:
         return f"{shape} is beyond the limits of the engine"
@@ -51,15 +52,13 @@ def time_step(engine: Engine, shape: StepShape) -> dict[str, Any] | str:
         for one in held:
             engine.release(one)
     queued, seconds, issued = took
-    return asdict(
-        StepTime(
-            phase=shape.phase,
-            batch=shape.batch,
-            context=shape.context,
-            queued_s=queued,
-            seconds=seconds,
-            issued_s=issued,
-        )
+    return StepTime(
+        phase=shape.phase,
+        batch=shape.batch,
+        context=shape.context,
+        queued_s=queued,
+        seconds=seconds,
+        issued_s=issued,
     )
 
 
@@ -113,26 +112,20 @@ def _timed(engine: Engine, run: Callable[[], Any], repeats: int) -> tuple[float,
     device = engine.model.device
     for _ in range(WARM_UP):
         run()
-    wait(device)
+    synchronize(device)
     begin = time.perf_counter()
     for _ in range(repeats):
         run()
-    wait(device)
+    synchronize(device)
     queued = (time.perf_counter() - begin) / repeats
     waited, issued = [], []
     for _ in range(repeats):
         begin = time.perf_counter()
         run()
         issued.append(time.perf_counter() - begin)
-        wait(device)
+        synchronize(device)
         waited.append(time.perf_counter() - begin)
     found = torch.tensor([queued, median(waited), median(issued)], dtype=torch.float64, device=device)
     if engine.model.spread.group is not None:
         dist.all_reduce(found, dist.ReduceOp.MAX, group=engine.model.spread.group)
     return float(found[0]), float(found[1]), float(found[2])
-
-
-def wait(device: torch.device) -> None:
-    """Let the host wait for the device."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from executor.gpu import symmetric_memory as symmetric
+from executor.gpu.device import device_name
 from executor.launch.records import WRONG_NUMBERS, Deadline, Recorder
 from executor.serving.cache import PagedCache, page_bytes, pages_of
 from executor.serving.check import check
@@ -27,7 +27,7 @@ from executor.serving.engine import Engine
 from executor.serving.load import Server
 from executor.serving.request import ServeRequest, require_served
 from executor.serving.shared_broadcast import SharedBroadcast
-from executor.serving.steps import time_all_reduce, time_step
+from executor.serving.steps import StepTime, time_all_reduce, time_step
 from simulator.serving.traffic import Request, Traffic
 from topology import codec
 
@@ -70,7 +70,7 @@ def run(request: ServeRequest, device: torch.device, deadline: Deadline, recorde
     spread = Spread() if alone else Spread(request.tp, dist.get_rank(), dist.group.WORLD)
     control = None if alone else dist.new_group(backend="gloo")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    recorder.write("versions", torch=torch.__version__, device=_name(device))
+    recorder.write("versions", torch=torch.__version__, device=device_name(device))
     ways = []
     for way in _ways(request, device):
         try:
@@ -94,14 +94,14 @@ def run(request: ServeRequest, device: torch.device, deadline: Deadline, recorde
                 recorder.missing(f"{shape}, {way}", late=True)
                 continue
             try:
-                found = time_step(engine, shape)
+                found: StepTime | str = time_step(engine, shape)
             except torch.OutOfMemoryError:
                 found = f"{shape} needs more memory than there is"
                 torch.cuda.empty_cache()
             if isinstance(found, str):
                 recorder.missing(found)
             else:
-                recorder.write("step", tp=request.tp, all_reduce=way, **found)
+                recorder.write("step", tp=request.tp, all_reduce=way, **asdict(found))
         if not alone:
             _time_sums(engine, way, deadline, control, recorder)
         if device.type == "cuda" and not alone:
@@ -113,7 +113,7 @@ def run(request: ServeRequest, device: torch.device, deadline: Deadline, recorde
             continue
         Server(engine, _warm_up(load.traffic), request.max_num_batched_tokens, broadcast, deadline).run()
         server = Server(engine, load.traffic, request.max_num_batched_tokens, broadcast, deadline)
-        recorder.write("load", tp=request.tp, name=load.name, all_reduce=ways[0], **server.run())
+        recorder.write("load", tp=request.tp, name=load.name, all_reduce=ways[0], **asdict(server.run()))
         if not server.batch.idle:  # there was no time for the rest, whose pages are not free
             break
     recorder.write("done", after_s=time.perf_counter() - began)
@@ -179,11 +179,7 @@ def _device(request: ServeRequest) -> torch.device:
     return device
 
 
-def _name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-
-
-def _memory(device: torch.device) -> dict[str, Any]:
+def _memory(device: torch.device) -> dict[str, int]:
     return {"reserved_bytes": torch.cuda.memory_reserved(device)} if device.type == "cuda" else {}
 
 

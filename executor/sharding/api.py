@@ -28,7 +28,7 @@ import torch
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 from torch.utils import _pytree as pytree
 
 from executor.launch.local_ranks import child_environment
@@ -38,6 +38,7 @@ from executor.sharding.places import placements_of, tokens_of
 from executor.sharding.run_program import RankProgram, State
 from simulator.sharded.graph import BUFFER, CONSTANT, INPUT, PARAMETER
 from simulator.sharded.program import RunnableProgram, read_program
+from topology.codec import JsonObject
 from topology.errors import BadInput, PlannerError, UserError
 
 PLANNER_BUDGET_S = 600.0
@@ -60,7 +61,7 @@ def request(
     gradients: Sequence[str] = (),
     chunks: Mapping[str, int | str] | None = None,
     stages: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return the document that `planner shard` reads: the graph, and what is said of its sharding."""
     return {
         "graph": msgspec.to_builtins(captured.graph),
@@ -248,7 +249,7 @@ class ShardedModule(nn.Module):
             elif one.kind in {BUFFER, CONSTANT}:
                 self.fixed[buffer] = piece
 
-    def placements(self, tensor: str) -> tuple[Any, ...]:
+    def placements(self, tensor: str) -> tuple[Placement, ...]:
         """Return the DTensor placements of a tensor of the graph: an input's, or an output's."""
         inputs, outputs = self.program.inputs, self.captured.graph.outputs
         buffer = inputs.get(tensor) or inputs.get(f"{tensor}[0]")
@@ -331,10 +332,10 @@ class ShardedModule(nn.Module):
     def _results(self, outputs: Sequence[torch.Tensor]) -> Any:
         """Return pieces of all results as DTensors, those of micro batches as one."""
         names = self.captured.graph.outputs
-        found = []
+        found: list[torch.Tensor] = []
         for at, name in enumerate(names):
             places, shape = self.placements(name), self.program.buffers[self.program.outputs[at]].shape
-            parts = [self._dtensor(v, places, shape) for v in outputs[at :: len(names)]]
+            parts: list[torch.Tensor] = [self._dtensor(v, places, shape) for v in outputs[at :: len(names)]]
             found.append(torch.cat(parts) if len(parts) > 1 else parts[0])
         tree = self.captured.result_tree
         if tree is None:
@@ -342,7 +343,7 @@ class ShardedModule(nn.Module):
         leaves = [found[one.number] if isinstance(one, Output) else one for one in self.captured.results]
         return pytree.tree_unflatten(leaves, tree)
 
-    def _dtensor(self, piece: torch.Tensor, placements: tuple[Any, ...], shape: tuple[int, ...]) -> DTensor:
+    def _dtensor(self, piece: torch.Tensor, placements: tuple[Placement, ...], shape: tuple[int, ...]) -> DTensor:
         """Return this rank's piece as part of a DTensor of `shape`, whose pieces may be of different sizes."""
         strides = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
         return DTensor.from_local(
@@ -357,7 +358,8 @@ class ShardedModule(nn.Module):
                     remedy="redistribute it, or shard the module with these placements",
                 )
             return value.to_local()
-        return Piece.apply(value.to(self.ranks.device), self.ranks.place, self.program.buffers[buffer])
+        piece: torch.Tensor = Piece.apply(value.to(self.ranks.device), self.ranks.place, self.program.buffers[buffer])
+        return piece
 
 
 class _Run(torch.autograd.Function):

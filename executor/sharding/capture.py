@@ -72,7 +72,7 @@ def capture(module: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, An
     reader = _Reader(tied=_tied(module), autocast=autocast is not None)
     values = {**dict(exported.named_parameters()), **dict(exported.named_buffers()), **exported.constants}
     specs = {spec.arg.name: spec for spec in exported.graph_signature.input_specs}
-    environment: dict[str, Any] = {}
+    environment: Environment = {}
     for node in exported.graph.nodes:
         if node.op == "placeholder":
             environment[node.name] = reader.input(node, specs[node.name], values)
@@ -110,6 +110,9 @@ class _Tensor:
     fake: torch.Tensor
 
 
+Environment = dict[str, Any]  # by name of a node, its value as in torch.fx: a tensor of the graph, or any constant
+
+
 @dataclass(slots=True)
 class _Reader:
     tied: Mapping[str, str] = field(default_factory=dict)
@@ -145,7 +148,7 @@ class _Reader:
         self._given[target] = _Tensor(name, value)
         return self._given[target]
 
-    def walk(self, module: torch.fx.GraphModule, environment: dict[str, Any]) -> list[Any]:
+    def walk(self, module: torch.fx.GraphModule, environment: Environment) -> list[Any]:
         """Read the nodes of a graph; return its results."""
         for node in module.graph.nodes:
             if node.op == "get_attr":
@@ -156,7 +159,7 @@ class _Reader:
                 return list(_mapped(node.args[0], environment))
         return []
 
-    def _call(self, node: torch.fx.Node, environment: dict[str, Any]) -> Any:
+    def _call(self, node: torch.fx.Node, environment: Environment) -> Any:
         args, kwargs = _mapped(node.args, environment), _mapped(node.kwargs, environment)
         op = str(node.target)
         if op == "wrap_with_set_grad_enabled":

@@ -2,7 +2,7 @@
 
 A piece is seen as [blocks, rest] along the dim that is gathered or scattered, the whole as [blocks, pieces, rest].
 Pieces of different sizes (a dim that the mesh axes do not divide) are padded to the largest one for a gather or a
-scatter, and sent as they are by an all-to-all, which is told every rank's count.
+scatter, and sent as they are by an all-to-all, which takes every rank's count.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import cast
 
 import torch
 from torch import distributed as dist
@@ -59,8 +60,9 @@ def make_groups(program: RunnableProgram, rank: int) -> dict[tuple[str, ...], Gr
         mine = next(group for group in groups if rank in group)
         if frozenset(axes) not in made:
             whole = len(mine) == dist.get_world_size()
-            own = dist.group.WORLD if whole else dist.new_subgroups_by_enumeration([list(g) for g in groups])[0]
-            made[frozenset(axes)] = own
+            lists = [list(group) for group in groups]
+            own = dist.group.WORLD if whole else dist.new_subgroups_by_enumeration(lists)[0]
+            made[frozenset(axes)] = cast("dist.ProcessGroup", own)
         places = {Place.of(program, member).position(axes)[0]: position for position, member in enumerate(mine)}
         order = tuple(places[index] for index in range(len(mine)))
         found[axes] = Group(made[frozenset(axes)], len(mine), order)

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -85,7 +85,7 @@ def _no_number_changed(module: nn.Module) -> Iterator[None]:
             )
         original(one, key, value)
 
-    nn.Module.__setattr__ = set_attribute  # type: ignore[method-assign]
+    nn.Module.__setattr__ = set_attribute  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
@@ -118,12 +118,12 @@ def _no_backward_of_its_own() -> Iterator[None]:
             )
         return applied.__get__(None, cls)(*args, **kwargs)
 
-    torch.autograd.Function.apply = classmethod(apply)
-    torch.Tensor.register_hook = register_hook  # type: ignore[method-assign, assignment]
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
+    torch.Tensor.register_hook = register_hook  # type: ignore[method-assign]
     try:
         yield
     finally:
-        torch.autograd.Function.apply = applied
+        torch.autograd.Function.apply = applied  # type: ignore[method-assign]
         torch.Tensor.register_hook = register  # type: ignore[method-assign]
 
 
@@ -137,7 +137,8 @@ def _detach_regions(module: torch.fx.GraphModule, *, graded: bool) -> None:
         op = str(node.target)
         if op in _REGIONS:
             switch, at = (node.args[0], 1) if op == "wrap_with_set_grad_enabled" else (graded, 4)
-            _detach_regions(attribute_of(module, node.args[at].target), graded=bool(switch))
+            region = cast("torch.fx.Node", node.args[at])
+            _detach_regions(attribute_of(module, str(region.target)), graded=bool(switch))
         elif not graded and node.op == "call_function":
             _detach_uses(module.graph, node)
     module.recompile()
@@ -151,7 +152,7 @@ def _detach_uses(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
             why="gradients would pass what is overwritten",
             remedy="the same on a detached copy",
         )
-    made = node.args[0] if getattr(node.target, "__name__", "") == "getitem" else node
+    made = cast("torch.fx.Node", node.args[0]) if getattr(node.target, "__name__", "") == "getitem" else node
     leaves = [user for user in node.users if user.op == "output" or str(user.target) in _REGIONS]
     value = node.meta.get("val")
     if (

@@ -1,7 +1,7 @@
 """What an operator of a program computes on a rank's own pieces.
 
 Kernels are looked up by name in the table at the end, or are ATen operators that compute values of tensors from values
-of tensors and do nothing else. Shapes that an operator is told are those of its piece: a kernel knows the buffer it
+of tensors and do nothing else. Shapes that an operator gets are those of its piece: a kernel knows the buffer it
 writes.
 """
 
@@ -178,17 +178,24 @@ def _reduce(how: str) -> Callable[..., torch.Tensor]:
 def _norm(how: str) -> Callable[..., torch.Tensor]:
     def norm(tensors: list[torch.Tensor], over: int, eps: float | None) -> torch.Tensor:
         x, *affine = tensors
-        shape = tuple(x.shape[x.ndim - over :])
-        if how == "layernorm":
-            return F.layer_norm(x, shape, *affine, **({} if eps is None else {"eps": eps}))
-        return F.rms_norm(x, shape, *affine, eps=eps)
+        shape = list(x.shape[x.ndim - over :])
+        weight, bias = _weight_and_bias(affine)
+        if how != "layernorm":
+            return F.rms_norm(x, shape, weight, eps=eps)
+        return F.layer_norm(x, shape, weight, bias) if eps is None else F.layer_norm(x, shape, weight, bias, eps)
 
     return norm
 
 
 def _group_norm(tensors: list[torch.Tensor], width: int, eps: float) -> torch.Tensor:
     x, *affine = tensors
-    return F.group_norm(x, x.shape[1] // width, *affine, eps=eps)
+    weight, bias = _weight_and_bias(affine)
+    return F.group_norm(x, x.shape[1] // width, weight, bias, eps=eps)
+
+
+def _weight_and_bias(affine: list[torch.Tensor]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    padded = [*affine, None, None]
+    return padded[0], padded[1]
 
 
 def _attention(context: Context, tensors: list[torch.Tensor], causal: bool, scale: float | None) -> torch.Tensor:

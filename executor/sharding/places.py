@@ -6,18 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
-from typing import Any
 
 import torch
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
 from simulator.sharded.program import Buffer, RunnableProgram, coordinates
-
-try:
-    from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
-except ImportError:  # where torch makes it public
-    from torch.distributed.tensor.placement_types import StridedShard
-
 from topology.errors import BadInput
 
 DTYPES = {
@@ -121,12 +115,12 @@ class Context:
         return DTYPES[self.out.dtype]
 
 
-def tokens_of(placements: Sequence[Any]) -> list[str]:
+def tokens_of(placements: Sequence[Placement]) -> list[str]:
     """Return DTensor placements as tokens: `R`, `S(0)`, `SS(0,2)`, `P(sum)`. Raises BadInput for any other kind."""
     return [_token(one) for one in placements]
 
 
-def _token(one: Any) -> str:
+def _token(one: Placement) -> str:
     if isinstance(one, Replicate):
         return "R"
     if isinstance(one, Partial):
@@ -137,10 +131,10 @@ def _token(one: Any) -> str:
     raise BadInput(f"{one} is no placement that is known", remedy="Replicate, Shard, _StridedShard or Partial")
 
 
-def placements_of(buffer: Buffer, program: RunnableProgram) -> tuple[Any, ...]:
+def placements_of(buffer: Buffer, program: RunnableProgram) -> tuple[Placement, ...]:
     """Return the layout of a buffer as DTensor placements, one a mesh axis."""
     sizes = dict(zip(program.mesh_names, program.mesh_shape, strict=True))
-    found: dict[str, Any] = {name: Replicate() for name in program.mesh_names}
+    found: dict[str, Placement] = {name: Replicate() for name in program.mesh_names}
     found |= {axis: Partial("sum" if reducer == "mask" else reducer) for axis, reducer in buffer.pending.items()}
     for dim, spec in enumerate(buffer.dims):
         for position, axis in enumerate(spec):

@@ -45,7 +45,9 @@ class State:
     at: dict[str, torch.Tensor]
     tapes: dict[str, _Tape] = field(default_factory=dict)
     events: dict[str, torch.cuda.Event] = field(default_factory=dict)
-    sent: list[tuple[Any, torch.Tensor]] = field(default_factory=list)  # messages on their way, and what they carry
+    sent: list[tuple[dist.Work, torch.Tensor]] = field(
+        default_factory=list
+    )  # messages on their way, and what they carry
 
 
 @dataclass(slots=True)
@@ -57,13 +59,15 @@ class RankProgram:
     device: torch.device
     place: Place = field(init=False)
     groups: dict[tuple[str, ...], Group] = field(init=False)
-    back: Any = field(init=False)  # the group of messages to earlier stages; those to later ones have the default group
+    back: dist.ProcessGroup | None = field(
+        init=False
+    )  # the group of messages to earlier stages; those to later ones have the default group
     stage: int = field(init=False)
     used: frozenset[str] = field(init=False)  # buffers that this rank's stage reads or writes
     _code: tuple[Any, ...] = field(init=False)
     _backward_start: int = field(init=False)
-    _beside: dict[str, Any] = field(init=False)  # streams besides the caller's, on which kernels run
-    _streams: dict[str, Any] = field(init=False)
+    _own_streams: dict[str, torch.cuda.Stream] = field(init=False)  # besides the caller's
+    _streams: dict[str, torch.cuda.Stream] = field(init=False)
     _last_use: dict[int, list[str]] = field(init=False)
     _differentiated: dict[str, dict[str, str]] = field(init=False)  # by result of a kernel: what is made again of it
     _wanted: dict[str, frozenset[str]] = field(init=False)  # by result of a kernel: operands whose gradients are taken
@@ -81,7 +85,7 @@ class RankProgram:
         self.used = frozenset(name for one in moving for name in (*one.reads, *one.writes))
         names = {one.stream for one in moving}
         on_gpu = self.device.type == "cuda"
-        self._beside = {
+        self._own_streams = {
             name: torch.cuda.Stream(self.device) for name in (names | {COMPUTE} if on_gpu else ()) if name != COMPUTE
         }
         self._streams = {}
@@ -102,9 +106,9 @@ class RankProgram:
         for source, target in sorted(pairs):
             group, greeting = self._group_to(source, target), torch.zeros(1, device=self.device)
             if self.stage == source:
-                dist.isend(greeting, self._rank_at_stage(target), group=group).wait()
+                _started(dist.isend(greeting, self._rank_at_stage(target), group=group)).wait()
             elif self.stage == target:
-                dist.irecv(greeting, self._rank_at_stage(source), group=group).wait()
+                _started(dist.irecv(greeting, self._rank_at_stage(source), group=group)).wait()
 
     def _rank_at_stage(self, stage: int) -> int:
         return rank_at(self.program, self.rank, self.program.stage_axis, stage)
@@ -178,8 +182,8 @@ class RankProgram:
     def _issue(self, start: int, stop: int, state: State) -> None:
         events: dict[str, torch.cuda.Event] = state.events
         if self.device.type == "cuda":
-            self._streams = {COMPUTE: torch.cuda.current_stream(self.device), **self._beside}
-        for stream in self._beside.values():  # what callers did before comes first
+            self._streams = {COMPUTE: torch.cuda.current_stream(self.device), **self._own_streams}
+        for stream in self._own_streams.values():  # what callers did before comes first
             stream.wait_stream(self._streams[COMPUTE])
         for number in range(start, stop):
             instruction = self._code[number]
@@ -201,7 +205,7 @@ class RankProgram:
         for work, _ in state.sent:
             work.wait()
         state.sent.clear()
-        for stream in self._beside.values():
+        for stream in self._own_streams.values():
             self._streams[COMPUTE].wait_stream(stream)
 
     def _message(self, instruction: Send | Recv, state: State) -> None:
@@ -211,19 +215,20 @@ class RankProgram:
             value = state.at[instruction.reads[0]].contiguous()
             if not (self._streams and torch.cuda.is_current_stream_capturing()):
                 state.sent = [one for one in state.sent if not one[0].is_completed()]
-            state.sent.append((dist.isend(value, peer, group=self._group_to(self.stage, instruction.peer)), value))
+            work = _started(dist.isend(value, peer, group=self._group_to(self.stage, instruction.peer)))
+            state.sent.append((work, value))
             return
         (name,) = instruction.writes
         buffer = self.program.buffers[name]
         state.at[name] = torch.empty(self.place.shape(buffer), dtype=DTYPES[buffer.dtype], device=self.device)
-        dist.irecv(state.at[name], peer, group=self._group_to(instruction.peer, self.stage)).wait()
+        _started(dist.irecv(state.at[name], peer, group=self._group_to(instruction.peer, self.stage))).wait()
 
-    def _group_to(self, source: int, target: int) -> Any:
+    def _group_to(self, source: int, target: int) -> dist.ProcessGroup | None:
         """Return the group of messages from one stage to another."""
         return self.back if target < source else None
 
     def _drop(self, name: str, state: State) -> None:
-        """Let go of a buffer. The allocator may reuse its memory when every stream of the program is past this
+        """Free a buffer. The allocator may reuse its memory when every stream of the program is past this
         point.
         """
         value = state.at.pop(name, None)
@@ -294,6 +299,12 @@ class RankProgram:
 
     def _zeros(self, buffer: Buffer, like: torch.Tensor) -> torch.Tensor:
         return like.new_zeros(self.place.shape(buffer), dtype=DTYPES[buffer.dtype])
+
+
+def _started(work: dist.Work | None) -> dist.Work:
+    if work is None:
+        raise RuntimeError("this rank is not in the group of a message")
+    return work
 
 
 def _last_uses(code: tuple[Any, ...], program: RunnableProgram) -> dict[int, list[str]]:

@@ -1,6 +1,6 @@
 """What autograd saves of one kernel, and how a buffer that is dropped and made again takes its place.
 
-Saved tensors that lie in a dropped buffer are let go of, and looked up in the new one when the backward pass needs
+Saved tensors that lie in a dropped buffer are freed, and looked up in the new one when the backward pass needs
 them. A new buffer has the strides of the old one, as the same instruction makes it.
 """
 
@@ -58,14 +58,14 @@ class SavedTensors:
         return buffer.as_strided(sizes, strides, buffer.storage_offset() + offset)
 
     def release(self, name: str, result: torch.Tensor) -> None:
-        """Let go of what lies in buffers that are dropped; `result` is the kernel's, of the buffer called `name`."""
+        """Free what lies in buffers that are dropped; `result` is the kernel's, of the buffer called `name`."""
         buffers = {key: result if value is None and key == name else value for key, value in self.dropped.items()}
         for saved in self._saved:
             value = saved.value
             for key, buffer in buffers.items():
                 if value is None or buffer is None or _storage(value) != _storage(buffer):
                     continue
-                offset = value.storage_offset() - buffer.storage_offset()
+                offset = int(value.storage_offset() - buffer.storage_offset())
                 saved.value, saved.buffer = None, key
                 saved.where = (tuple(value.shape), tuple(value.stride()), offset)
                 break

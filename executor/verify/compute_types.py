@@ -16,6 +16,7 @@ compared, and `executor.verify.kernels` checks the experts.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -62,9 +63,8 @@ def verify_types(setup: Setup, *, fault: float = 0.0) -> TypesVerdict:
     model, workload, runtime = setup.model, setup.workload, setup.runtime
     store, compute, _ = setup.dtypes
     trainer = Trainer(setup)
-    one = {"device": setup.device, "seed": setup.seed, "drawn": store, "steps": 1}
-    exact = run_one_process(model, workload, store=torch.float64, compute=torch.float64, **one)
-    rounded = run_one_process(model, workload, store=store, compute=compute, **one)
+    run = partial(run_one_process, model, workload, device=setup.device, seed=setup.seed, drawn=store, steps=1)
+    exact, rounded = run(store=torch.float64, compute=torch.float64), run(store=store, compute=compute)
     unit = torch.finfo(compute).eps
 
     true = exact.losses[0]
@@ -114,8 +114,8 @@ def differences(plan: Plan, model: Model, small: Model, runtime: Runtime) -> lis
             )
         narrow = [mode for mode in modes_in(plan.tp_overlap) if mode_named(executor_name(mode)).half_precision_only]
         differences += [
-            f"in float64 {mode} exchanges as copy_engine and multiplies by the library: its kernels take half precision,"
-            f" in which each is compared on its own where GPUs run it"
+            f"in float64 {mode} exchanges as copy_engine and multiplies by the library:"
+            " its kernels take half precision, in which each is compared on its own where GPUs run it"
             for mode in narrow
         ]
     return differences

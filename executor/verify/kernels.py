@@ -53,8 +53,8 @@ def check_ring(
     parts = [t[:, :, own_positions].detach().requires_grad_() for t in whole[:3]]
     found = RingAttention(group, method, width=64, dtype=dtype, device=device)(*parts)
     found.backward(whole[3][:, :, own_positions])
-    pairs = [(found, expected), *zip((p.grad for p in parts), (q.grad, k.grad, v.grad), strict=True)]
-    worst = torch.stack([_difference(mine, theirs[:, :, own_positions], theirs) for mine, theirs in pairs]).max()
+    pairs = [(found, expected), *zip((p.grad for p in parts), map(_gradient, (q, k, v)), strict=True)]
+    worst = torch.stack([difference(mine, theirs[:, :, own_positions], theirs) for mine, theirs in pairs]).max()
     dist.all_reduce(worst, dist.ReduceOp.MAX, group=group)
     return _verdict("ring attention", dtype, worst)
 
@@ -81,13 +81,20 @@ def check_experts(*, device: torch.device, dtype: torch.dtype, autocast: bool = 
     grad = torch.randn((64, 64), generator=generator).to(device=device, dtype=dtype)
     found.backward(grad)
     expected.backward(grad.double())
-    pairs = [(found, expected), (sent.grad, exact.grad)]
-    pairs += [(a.grad, b.grad) for a, b in zip(narrow.parameters(), wide.parameters(), strict=True)]
-    worst = torch.stack([_difference(mine, theirs, theirs) for mine, theirs in pairs]).max()
+    pairs = [(found, expected), (sent.grad, _gradient(exact))]
+    pairs += [(a.grad, _gradient(b)) for a, b in zip(narrow.parameters(), wide.parameters(), strict=True)]
+    worst = torch.stack([difference(mine, theirs, theirs) for mine, theirs in pairs]).max()
     return _verdict("experts", dtype, worst)
 
 
-def _difference(mine: Tensor | None, theirs: Tensor, whole: Tensor) -> Tensor:
+def _gradient(reference: Tensor) -> Tensor:
+    if reference.grad is None:
+        raise ValueError("the reference has no gradient")
+    return reference.grad
+
+
+def difference(mine: Tensor | None, theirs: Tensor, whole: Tensor) -> Tensor:
+    """Return the largest difference over the largest number of `whole`; infinite for NaN and for other shapes."""
     if mine is None or mine.shape != theirs.shape:
         return torch.tensor(torch.inf, dtype=torch.float64, device=theirs.device)
     gap = (mine.detach().double() - theirs.detach()).abs().max() / whole.detach().abs().max()

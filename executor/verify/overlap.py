@@ -21,6 +21,7 @@ from torch import Tensor
 from executor import overlap
 from executor.gpu.symmetric_memory import workspaces
 from executor.overlap import all_reduce as own_all_reduce
+from executor.verify.kernels import difference
 from simulator.config.model import Model
 from simulator.config.overlap_sites import NONE, SITES, executor_name, modes_by_site
 from simulator.config.plan import Plan
@@ -81,7 +82,7 @@ def check(
         if delays:
             torch.cuda._sleep(int(torch.randint(DELAY_CYCLES, (), generator=sleeper)))  # noqa: SLF001
         for found, expected in case:
-            worst = torch.maximum(worst, _difference(found, expected))
+            worst = torch.maximum(worst, difference(found, expected, expected))
     dist.all_reduce(worst, dist.ReduceOp.MAX, group=group)
     return OverlapVerdict(
         operation=operation,
@@ -132,7 +133,7 @@ def _width(site: str, model: Model) -> int:
     return model.heads * model.latent.v_head_dim if site == "attention_out" else 0
 
 
-Comparisons = Iterator[tuple[Tensor, Tensor]]
+Comparisons = Iterator[tuple[Tensor | None, Tensor]]  # what a mode returned (None: no gradient), and the reference
 
 
 def _all_gather_matmul(
@@ -146,11 +147,16 @@ def _all_gather_matmul(
     mine = tuple(weight[rank].clone().requires_grad_() for weight in weights)
     outs = overlap.all_gather_matmul(x, mine, group, mode=mode)
     torch.autograd.backward(outs, [grad[rank] for grad in grads])
-    dx = sum(grad[r].double() @ w[r].double() for grad, w in zip(grads, weights, strict=True) for r in range(world))
+    pairs = zip(grads, weights, strict=True)
+    dx = sum((grad[r].double() @ w[r].double() for grad, w in pairs for r in range(world)), start=_zero(x))
     yield x.grad, dx.chunk(world)[rank]
     for out, weight, grad in zip(outs, mine, grads, strict=True):
         yield out, whole.double() @ weight.double().t()
         yield weight.grad, grad[rank].double().t() @ whole.double()
+
+
+def _zero(like: Tensor) -> Tensor:
+    return torch.zeros((), dtype=torch.float64, device=like.device)
 
 
 def _matmul_reduce_scatter(
@@ -176,7 +182,7 @@ def _row_parallel(
     run = overlap.matmul_reduce_scatter if scatter else overlap.matmul_all_reduce
     out = run(x, weight, group, mode=mode)
     out.backward(grad.chunk(world)[rank] if scatter else grad)
-    total = sum(xs[r].double() @ weights[r].double().t() for r in range(world))
+    total = sum((xs[r].double() @ weights[r].double().t() for r in range(world)), start=_zero(x))
     yield out, total.chunk(world)[rank] if scatter else total
     yield x.grad, grad.double() @ weight.double()
     yield weight.grad, grad.double().t() @ x.double()
@@ -236,10 +242,3 @@ def _draw(shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype
     """Numbers that fill the type: in float64 they have digits that float32 has not."""
     wide = torch.promote_types(dtype, torch.float32)
     return torch.randn(shape, generator=generator, device=generator.device, dtype=wide).to(dtype)
-
-
-def _difference(found: Tensor | None, expected: Tensor) -> Tensor:
-    if found is None or found.shape != expected.shape:
-        return torch.tensor(torch.inf, dtype=torch.float64, device=expected.device)
-    gap = (found.detach().double() - expected.detach()).abs().max() / expected.detach().abs().max()
-    return gap.nan_to_num(torch.inf, torch.inf, torch.inf)

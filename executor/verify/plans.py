@@ -74,8 +74,9 @@ def verify(setup: Setup, *, fault: float = 0.0) -> Verdict:
     """
     trainer = Trainer(setup)
     _, dtype, _ = setup.dtypes
-    types = {"drawn": dtype, "store": dtype, "compute": dtype}
-    wanted = run_one_process(setup.model, setup.workload, device=setup.device, seed=setup.seed, **types)
+    wanted = run_one_process(
+        setup.model, setup.workload, device=setup.device, seed=setup.seed, drawn=dtype, store=dtype, compute=dtype
+    )
     loss = norm = worst_gradient = worst_parameter = 0.0
     worst, compared = "", 0
     for step in range(STEPS):
@@ -83,7 +84,8 @@ def verify(setup: Setup, *, fault: float = 0.0) -> Verdict:
         if step == 0:
             if fault and dist.get_rank() == 0:
                 for parameter in trainer.parameters():
-                    local_tensor(parameter.grad).mul_(1 + fault)
+                    if parameter.grad is not None:
+                        local_tensor(parameter.grad).mul_(1 + fault)
             for name, parameter in trainer.named_parameters():
                 if not parameter.requires_grad:
                     continue

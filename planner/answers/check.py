@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from planner.configs.answer import Checked, check_text
 from planner.configs.any_kind import any_document
+from planner.configs.folder import CheckedFolder, check_folder
 from planner.configs.formats.configuration import CheckFlags
 from planner.configs.serving import CheckedServing, check_serving, serving_engine
+from planner.configs.stated_rate import stated_rate
 from planner.io.inputs import measurements
 from planner.requests.flag import values_of
 from planner.requests.serving import Task, refuse, stated
 from planner.requests.tools import Check
 from planner.serving.question.from_flags import ServingFlags
 from topology import codec
+from topology.codec import JsonObject
 from topology.errors import UserError
 
 
@@ -27,7 +31,8 @@ class CheckedFile:
     checked: Checked | CheckedServing
 
     @property
-    def legal(self) -> bool:
+    def legal(self) -> bool | None:
+        """Whether it runs; None where it leaves open what a verdict needs."""
         return self.checked.legal
 
     @property
@@ -35,14 +40,24 @@ class CheckedFile:
         """Single changes that make it better, the best first, each with a diff of the file."""
         return self.checked.changes
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Return the JSON document of the command."""
         return any_document(self.file, self.checked)
 
 
-def check(asked: Check, progress: Callable[[str], None] = lambda _: None) -> CheckedFile:
-    """Return the answer. Raises BadInput for a file that cannot be read, UserError for what means nothing for it."""
-    text, where = codec.read_path_or_stdin(asked.file)
+def _variables(said: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    pairs = [one.partition("=") for one in said]
+    for name, equals, _ in pairs:
+        if not equals or not name:
+            raise UserError(f"--set {name[:60]} has no value", remedy=f"--set {name[:60] or 'NAME'}=VALUE")
+    return tuple((name, value) for name, _, value in pairs)
+
+
+def check(asked: Check, progress: Callable[[str], None] = lambda _: None) -> CheckedFile | CheckedFolder:
+    """Return the answer, of a folder's configurations where `file` is one.
+
+    Raises BadInput for a file that cannot be read, UserError for what means nothing for it.
+    """
     flags = CheckFlags(
         model=asked.model,
         cluster=asked.cluster,
@@ -52,13 +67,31 @@ def check(asked: Check, progress: Callable[[str], None] = lambda _: None) -> Che
         global_batch=asked.global_batch,
         micro_batch=asked.micro_batch,
         launch=asked.launch,
+        variables=_variables(asked.variable or ()),
         release=asked.release,
     )
+    rate = stated_rate(asked.measured, asked.tokens_per_s)
+    if asked.file != "-" and Path(asked.file).is_dir():
+        refuse(stated({**values_of(asked.load), "release": asked.release or None}), Task.TRAIN)
+        if rate is not None:
+            raise UserError("--measured and --tokens-per-s are of one file", remedy="pass the file")
+        return check_folder(
+            Path(asked.file),
+            flags,
+            measured=measurements(asked.profile, strict=asked.strict),
+            time_limit_s=asked.time_limit,
+            progress=progress,
+        )
+    if asked.sarif:
+        raise UserError("--sarif is for a folder", remedy="pass the folder of the file")
+    text, where = codec.read_path_or_stdin(asked.file)
     if serving_engine(text):
         others = {
             **{name: getattr(asked, name) for name in ("seq_len", "global_batch", "micro_batch", "profile", "strict")},
             "launch": asked.launch or None,
             "time_limit": asked.time_limit,
+            "measured": asked.measured,
+            "tokens_per_s": asked.tokens_per_s,
         }
         refuse(stated(others), Task.SERVE)
         load = ServingFlags(**values_of(asked.load))
@@ -72,6 +105,7 @@ def check(asked: Check, progress: Callable[[str], None] = lambda _: None) -> Che
         where,
         flags,
         measured=measurements(asked.profile, strict=asked.strict),
+        stated_rate=rate,
         search=asked.search,
         time_limit_s=asked.time_limit,
         progress=progress,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from planner.explain.plan_answer import PlanAnswer, answer_plan, plan_document, unreadable_document
 from planner.io import output
@@ -21,6 +20,7 @@ from planner.requests.training import Estimate
 from simulator.config.estimate import Estimate as Figures
 from simulator.config.plan import Plan
 from simulator.fitting.calibrations import Calibrations
+from topology.codec import JsonObject
 from topology.errors import Infeasible, UserError
 
 
@@ -63,7 +63,7 @@ class Estimated:
             raise Infeasible("the plan is not legal", why="; ".join(self.problems))
         save_plan(plan_file(case.question, case.plan, self.found.estimate), path, force=force)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Return the JSON document of the command."""
         return plan_document(self.found)
 
@@ -76,7 +76,7 @@ class Unreadable:
     error: str
     legal: bool = False
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Return its JSON document in the answer to the list."""
         return unreadable_document(self.id, self.error)
 
@@ -110,7 +110,7 @@ def estimate(asked: Estimate) -> Estimated | Iterator[Estimated | Unreadable]:
     return Estimated(found=answer_plan(loaded))
 
 
-def _answered(raw: list[dict[str, Any]], flags: Flags, measured: Calibrations) -> Iterator[Estimated | Unreadable]:
+def _answered(raw: list[JsonObject], flags: Flags, measured: Calibrations) -> Iterator[Estimated | Unreadable]:
     for data in raw:
         try:
             found: Estimated | Unreadable = Estimated(

@@ -26,6 +26,7 @@ from planner.sharding import (
 )
 from simulator.config.hf_config import load_model
 from topology import codec
+from topology.codec import JsonObject
 from topology.errors import UserError
 from topology.rates.known import require_plannable
 from topology.rates.reach import cluster_caveats
@@ -38,14 +39,14 @@ class Sharded:
     none.
     """
 
-    rows: tuple[dict[str, Any], ...]
+    rows: tuple[JsonObject, ...]
 
     @property
     def answered(self) -> bool:
         """Whether some case has an answer."""
         return any(row["rejected"] is None for row in self.rows)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Return the JSON document of the command."""
         return {"schema_version": output.SCHEMA_VERSION, "cases": list(self.rows)}
 
@@ -105,7 +106,7 @@ def _refuse_unused(asked: Shard) -> None:
         raise UserError("--model is placed by time", remedy="name a machine with --cluster")
 
 
-def _model_case(model: str, asked: Shard) -> dict[str, Any]:
+def _model_case(model: str, asked: Shard) -> JsonObject:
     """Return the case of a model's layers. Raises UserError and BadInput."""
     sizes: dict[str, int] = {}
     for part in (asked.mesh or "").split(","):

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from planner.explain.documents import search_document
-from planner.explain.run_text import run_document
 from planner.io.inputs import measurements
 from planner.question.flags import Flags, flags_of_search
 from planner.question.goal import goal_of
@@ -24,7 +22,10 @@ from planner.search.result import RankedPlan, SearchResult
 from planner.search.search import SearchOptions
 from planner.search.whole_run import RunAnswer, answer_run
 from simulator.config.plan import PLAN_FIELDS
+from topology import codec
+from topology.codec import JsonObject
 from topology.errors import UserError
+from topology.time_limit import limited
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,9 +51,10 @@ class Suggested:
         chosen = self.plans[pick - 1]
         save_plan(plan_file(self.result.question, chosen.plan, chosen.estimate), path, force=force)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Return the JSON document of the command."""
-        return search_document(self.result) | (run_document(self.run) if self.run else {})
+        run = ("goal", "run", "curve") if self.run else ()
+        return search_document(self.result) | {name: codec.to_builtins(getattr(self.run, name)) for name in run}
 
 
 def suggest(asked: Suggest, progress: Callable[[str], None] | None = None) -> Suggested:
@@ -69,10 +71,11 @@ def suggest(asked: Suggest, progress: Callable[[str], None] | None = None) -> Su
     if learned is not None:
         measured = LearnedCalibrations(measured, learned)
     search = (flags, framework, _search_options(asked))
-    if goal:
-        run = answer_run(*search, goal, measured=measured, progress=progress)
-        return Suggested(result=run.result, run=run)
-    return Suggested(result=answer(*search, measured=measured, progress=progress))
+    with limited(asked.time_limit):
+        if goal:
+            run = answer_run(*search, goal, measured=measured, progress=progress)
+            return Suggested(result=run.result, run=run)
+        return Suggested(result=answer(*search, measured=measured, progress=progress))
 
 
 def _flags(asked: Suggest, learned: LearnedRuntime | None) -> tuple[Flags, str]:

@@ -42,7 +42,7 @@ from topology.profile.profile import Profile
 
 STARTING_S = 16.0  # of a budget, for processes to start: torch imported from a cold disk, groups joined
 MEASURED_BELOW = 0.8  # of a term's spread: one that is left with more was hardly measured
-LEAST_CHANGE = 0.01  # of a step: what an assumption must be able to change to be told
+LEAST_CHANGE = 0.01  # of a step: what an assumption must be able to change to be listed
 
 
 LAUNCHES: dict[str, object] = {
@@ -97,8 +97,8 @@ class Agenda:
         return STARTING_S + expected_seconds(self.chosen, self.gpus)
 
     def jobs(self) -> list[dict[str, object]]:
-        """Return what the executor is told, in order; last, where there is time, what launches cost, which is only
-        told.
+        """Return what the executor is asked for, in order; last, where there is time, what launches cost, which is only
+        reported.
         """
         last = [LAUNCHES] if self.wanted.everything else []
         return [*(job_of(one.measurement) for one in self.chosen), *last]

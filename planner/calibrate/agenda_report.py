@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from planner.calibrate.agenda import STARTING_S, Agenda, made_of
 from planner.calibrate.measurements import layers_in_words, own_effects
@@ -12,6 +11,7 @@ from simulator.fitting.calibration_fit import calibrated
 from topology import codec
 from topology.catalog.platform import grow
 from topology.cluster import Cluster
+from topology.codec import JsonObject
 from topology.profile.profile import Profile
 
 MOST_ASSUMED = 8
@@ -56,7 +56,7 @@ def what_is_left(agenda: Agenda, whole: Profile, links: Cluster | None) -> list[
     return lines
 
 
-def agenda_document(agenda: Agenda, whole: Profile, links: Cluster | None) -> dict[str, Any]:
+def agenda_document(agenda: Agenda, whole: Profile, links: Cluster | None) -> JsonObject:
     """Return the same as a part of the answer of `planner calibrate --json`; widths are 80 % ranges, relative."""
     made = made_of(agenda, whole)
     return {

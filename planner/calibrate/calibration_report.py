@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from planner.io.output import SCHEMA_VERSION
 from simulator.fitting.calibration_fit import fit_errors, rate_errors
@@ -11,7 +12,7 @@ from topology.cluster import Cluster
 from topology.profile.profile import Profile
 
 
-def document(found: Profile, merged: Profile, links: Cluster | None = None) -> dict[str, Any]:
+def document(found: Profile, merged: Profile, links: Cluster | None = None) -> codec.JsonObject:
     """Return the answer of `planner calibrate --json`.
 
     `found` is what was measured now, `whole` the resulting profile.
@@ -24,7 +25,7 @@ def document(found: Profile, merged: Profile, links: Cluster | None = None) -> d
         "measured": counts(found),
         "in_profile": counts(merged),
         "left_out_errors": codec.to_builtins(fit_errors(merged)),
-        "overlap": overlap_rows(found),
+        "overlap": codec.to_builtins(overlap_rows(found)),
         "overlap_errors": {mode: error for mode, (error, _) in _rate_errors(merged, links).items()},
         "missing": list(found.missing),
     }
@@ -37,10 +38,24 @@ def counts(profile: Profile) -> dict[str, int]:
     return {**valid, "throttled": sum(map(len, lists.values())) - sum(valid.values())}
 
 
-def overlap_rows(profile: Profile) -> list[dict[str, Any]]:
-    """Return for every measured product and collective the fastest mode, and the hidden share of the shorter of the
-    two.
-    """
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverlapRow:
+    """A measured product with its collective: the fastest mode, and the share of the shorter of the two it hides."""
+
+    operation: str
+    ranks: int
+    rows: int
+    columns: tuple[int, ...]
+    depth: int
+    product_s: float
+    collective_s: float
+    seconds: Mapping[str, float]
+    fastest: str
+    hidden: float
+
+
+def overlap_rows(profile: Profile) -> list[OverlapRow]:
+    """Return what was measured of overlap, a row for each product with its collective."""
     rows = []
     for sample in profile.overlap:
         if sample.invalid or not sample.seconds:
@@ -48,18 +63,18 @@ def overlap_rows(profile: Profile) -> list[dict[str, Any]]:
         mode = min(sample.seconds, key=lambda name: sample.seconds[name])
         saved = sample.product_s + sample.collective_s - sample.seconds[mode]
         rows.append(
-            {
-                "operation": sample.operation,
-                "ranks": sample.ranks,
-                "rows": sample.rows,
-                "columns": list(sample.columns),
-                "depth": sample.depth,
-                "product_s": sample.product_s,
-                "collective_s": sample.collective_s,
-                "seconds": sample.seconds,
-                "fastest": mode,
-                "hidden": max(0.0, min(1.0, saved / min(sample.product_s, sample.collective_s))),
-            }
+            OverlapRow(
+                operation=sample.operation,
+                ranks=sample.ranks,
+                rows=sample.rows,
+                columns=tuple(sample.columns),
+                depth=sample.depth,
+                product_s=sample.product_s,
+                collective_s=sample.collective_s,
+                seconds=sample.seconds,
+                fastest=mode,
+                hidden=max(0.0, min(1.0, saved / min(sample.product_s, sample.collective_s))),
+            )
         )
     return rows
 
@@ -74,13 +89,13 @@ def _overlap_lines(found: Profile, merged: Profile, links: Cluster | None) -> li
         rows
     )
     for row in rows:
-        kind = "gather" if row["operation"] == "all_gather_matmul" else "scatter"
-        columns = "+".join(f"{width:,}" for width in row["columns"])
-        shape = f"{kind} {row['rows']:,} x {columns} x {row['depth']:,} on {row['ranks']}"
-        after = row["product_s"] + row["collective_s"]
+        kind = "gather" if row.operation == "all_gather_matmul" else "scatter"
+        columns = "+".join(f"{width:,}" for width in row.columns)
+        shape = f"{kind} {row.rows:,} x {columns} x {row.depth:,} on {row.ranks}"
+        after = row.product_s + row.collective_s
         out.append(
-            f"  {shape:<46} {row['fastest']:<15} {1e6 * row['seconds'][row['fastest']]:7,.0f} us"
-            f"  {1e6 * after:7,.0f} us  {row['hidden']:4.0%}"
+            f"  {shape:<46} {row.fastest:<15} {1e6 * row.seconds[row.fastest]:7,.0f} us"
+            f"  {1e6 * after:7,.0f} us  {row.hidden:4.0%}"
         )
     errors = _rate_errors(merged, links)
     if errors:

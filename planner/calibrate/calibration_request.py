@@ -4,17 +4,19 @@ list.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
-from planner.calibrate.overlap_request import site_key
+from planner.calibrate.items import CollectiveItem, LayerItem, PairItem, SiteItem
 from planner.calibrate.planned_step import PlannedStep
-from simulator.calibration.kernel_samples import operators_of
+from simulator.calibration.kernel_samples import OperatorItem, operators_of
 from simulator.config.model import Model
 from topology import codec
 from topology.profile.profile import Profile
 from topology.units import GIB, MIB
+
+T = TypeVar("T")
 
 # Layers whose shapes are measured when no plan is named: (hidden, heads, key/value heads, head width, feed-forward
 # width).
@@ -30,8 +32,8 @@ COPIES = tuple(2**power for power in (16, 18, 20, 22, 24, 26, 28, 30))
 MAX_TENSOR_BYTES = 24 * GIB  # of the largest operand: logits of very large batches are left out
 
 # Compute and a collective at the same time. Sizes are those of layers that FSDP gathers: 100 MB to 1 GB.
-CONTENTION: tuple[dict[str, Any], ...] = tuple(
-    {"compute": compute, "shape": shape, "dtype": dtype, "op": op, "nbytes": nbytes}
+CONTENTION = tuple(
+    PairItem(compute=compute, shape=shape, dtype=dtype, op=op, nbytes=nbytes)
     for op, nbytes in (("all_gather", 436 * 10**6), ("reduce_scatter", 872 * 10**6), ("all_reduce", 100 * MIB))
     for compute, shape, dtype in (
         ("matmul", {"m": 8192, "n": 14336, "k": 4096}, "bfloat16"),
@@ -45,27 +47,27 @@ CONTENTION: tuple[dict[str, Any], ...] = tuple(
 class Request:
     """What the executor is to measure, the most valuable first in each list.
 
-    `layers` are runs of one and two layers (`planner.calibrate.layer_runs`), `collectives` have an `op`, `ranks` and
-    `sizes`.
+    `layers` are runs of one and two layers (`planner.calibrate.layer_runs`).
     """
 
-    operators: tuple[dict[str, Any], ...] = ()
-    contention: tuple[dict[str, Any], ...] = ()
-    layers: tuple[dict[str, Any], ...] = ()
-    overlap: tuple[dict[str, Any], ...] = ()
-    collectives: tuple[dict[str, Any], ...] = ()
+    operators: tuple[OperatorItem, ...] = ()
+    contention: tuple[PairItem, ...] = ()
+    layers: tuple[LayerItem, ...] = ()
+    overlap: tuple[SiteItem, ...] = ()
+    collectives: tuple[CollectiveItem, ...] = ()
 
     @property
     def empty(self) -> bool:
         return self == Request()
 
 
-def collective_item(op: str, ranks: int, sizes: Iterable[int]) -> dict[str, Any]:
+def collective_item(op: str, ranks: int, sizes: Iterable[int]) -> CollectiveItem:
     """Return a collective to measure at `sizes` in bytes, each rounded down so that all ranks have as many whole
     numbers.
     """
     whole = ranks * 256
-    return {"op": op, "ranks": ranks, "sizes": sorted({max(whole, size // whole * whole) for size in sizes})}
+    rounded = {max(whole, size // whole * whole) for size in sizes}
+    return CollectiveItem(op=op, ranks=ranks, sizes=tuple(sorted(rounded)))
 
 
 def copies() -> Request:
@@ -98,31 +100,31 @@ def missing_from(request: Request, profile: Profile | None) -> Request:
     sites = {sample.key for sample in profile.overlap if not sample.invalid}
     ran = {(_layer_key(s.model, s.plan, s.workload, s.runtime), s.layers) for s in profile.layers if not s.invalid}
 
-    def have_layer(one: dict[str, Any]) -> bool:
-        key = _layer_key(one["model"], one["plan"], one["workload"], one["runtime"])
-        return all((key, count) in ran for count in one.get("counts", (1, 2)))
+    def have_layer(one: LayerItem) -> bool:
+        key = _layer_key(*map(codec.to_builtins, (one.model, one.plan, one.workload, one.runtime)))
+        return all((key, count) in ran for count in one.counts)
 
     return replace(
         request,
         operators=tuple(one for one in request.operators if _operator_key(one) not in known),
         contention=tuple(one for one in request.contention if not any(_same_pair(one, key) for key in pairs)),
         layers=tuple(one for one in request.layers if not have_layer(one)),
-        overlap=tuple(one for one in request.overlap if site_key(one) not in sites),
+        overlap=tuple(one for one in request.overlap if one.key not in sites),
         collectives=tuple(
-            {**one, "sizes": sizes} for one in request.collectives if (sizes := _sizes_missing(one, profile))
+            replace(one, sizes=sizes) for one in request.collectives if (sizes := _sizes_missing(one, profile))
         ),
     )
 
 
-def _sizes_missing(one: dict[str, Any], profile: Profile) -> list[int]:
+def _sizes_missing(one: CollectiveItem, profile: Profile) -> tuple[int, ...]:
     """Return the sizes of a collective that were not measured. A size that is an even share of ranks is timed as it
     is.
     """
-    known = {s.nbytes for s in profile.collectives if (s.op, s.ranks, s.nodes) == (one["op"], one["ranks"], 1)}
-    return [size for size in one["sizes"] if size not in known]
+    known = {s.nbytes for s in profile.collectives if (s.op, s.ranks, s.nodes) == (one.op, one.ranks, 1)}
+    return tuple(size for size in one.sizes if size not in known)
 
 
-def plan_operators(question: PlannedStep) -> list[dict[str, Any]]:
+def plan_operators(question: PlannedStep) -> list[OperatorItem]:
     """Return the compute operators that one rank of the plan runs in a step, by the description of its runtime."""
     return operators_of(question.model, question.plan, question.workload, question.runtime)
 
@@ -130,70 +132,63 @@ def plan_operators(question: PlannedStep) -> list[dict[str, Any]]:
 # --- typical layers -------------------------------------------------------------------------------------------------
 
 
-def _copies() -> Iterator[dict[str, Any]]:
+def _copies() -> Iterator[OperatorItem]:
     for nbytes in reversed(COPIES):
-        yield {
-            "kind": "move",
-            "name": "copy",
-            "shape": {"bytes": nbytes},
-            "dtype": "bfloat16",
-            "direction": "forward",
-            "runtime": "",
-        }
+        yield OperatorItem(kind="move", name="copy", shape={"bytes": nbytes}, dtype="bfloat16")
 
 
-def unique(found: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+def unique(found: Iterable[T]) -> list[T]:
+    """Return items, none twice."""
     return list({codec.fingerprint(one): one for one in found}.values())
 
 
-def _operator_key(one: dict[str, Any]) -> tuple[Any, ...]:
-    shape = tuple(sorted(one["shape"].items()))
-    return one["kind"], one["name"], shape, one["dtype"], one["direction"], one.get("runtime", ""), "sustained"
+def _operator_key(one: OperatorItem) -> tuple[Any, ...]:
+    return one.kind, one.name, tuple(sorted(one.shape.items())), one.dtype, one.direction, one.runtime, "sustained"
 
 
-def _layer_key(model: dict[str, Any], *rest: dict[str, Any]) -> str:
+def _layer_key(model: codec.JsonObject, *rest: codec.JsonObject) -> str:
     """Return the same for runs that differ in their number of layers alone, whether decoded or read."""
     return codec.fingerprint(({name: value for name, value in model.items() if name != "layers"}, *rest))
 
 
-def _same_pair(one: dict[str, Any], key: tuple[Any, ...]) -> bool:
+def _same_pair(one: PairItem, key: tuple[Any, ...]) -> bool:
     compute, shape, dtype, op, _, nbytes = key
-    wanted = one["compute"], tuple(sorted(one["shape"].items())), one["dtype"], one["op"], one["nbytes"]
+    wanted = one.compute, tuple(sorted(one.shape.items())), one.dtype, one.op, one.nbytes
     return wanted == (compute, shape, dtype, op, nbytes)
 
 
 def shrink(request: Request) -> Request:
     """Return a few tiny measurements of each kind, to exercise the code path without a GPU."""
 
-    def shrunk(one: dict[str, Any]) -> dict[str, Any]:
-        shape = {axis: max(2, min(size, 64)) for axis, size in one["shape"].items()}
-        if "q" in shape:
-            shape |= {
-                "q": 64,
-                "kv": 32,
-                **({"d": 16} if "d" in shape else {}),
-                **({"ranks": 2} if "ranks" in shape else {}),
-            }
-        if one.get("kind") == "attention":
-            shape = {"b": 1, "a": 4, "kv": 2, "s": 16, "S": 16, "d": 16}
-        return {**one, "shape": shape}
+    def shrunk(shape: Mapping[str, int], kind: str = "") -> dict[str, int]:
+        if kind == "attention":
+            return {"b": 1, "a": 4, "kv": 2, "s": 16, "S": 16, "d": 16}
+        small = {axis: max(2, min(size, 64)) for axis, size in shape.items()}
+        if "q" in small:
+            small |= {"q": 64, "kv": 32} | {axis: size for axis, size in (("d", 16), ("ranks", 2)) if axis in small}
+        return small
 
-    def shrunk_layers(one: dict[str, Any]) -> dict[str, Any]:
+    def shrunk_layers(one: LayerItem) -> LayerItem:
         """A layer of a few numbers, under the same parallelism."""
-        model = {**one["model"], "hidden": 64, "heads": 4, "kv_heads": 4, "head_dim": 16, "ffn": 64, "vocab": 64}
-        if model.get("moe"):
-            model["moe"] = {**model["moe"], "experts": 4, "experts_per_token": 2, "ffn": 32}
-        return {**one, "model": model, "workload": {**one["workload"], "seq_len": 16 * one["plan"]["cp"]}}
+        moe = one.model.moe and replace(one.model.moe, experts=4, experts_per_token=2, ffn=32)
+        model = replace(one.model, hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=64, vocab=64, moe=moe)
+        return replace(one, model=model, workload=replace(one.workload, seq_len=16 * one.plan.cp))
 
-    first = {(one["kind"], one["name"], one["direction"]): shrunk(one) for one in reversed(request.operators)}
-    pairs = tuple({**shrunk(one), "dtype": "float32", "nbytes": 4096} for one in request.contention[:1])
-    tiny = {"ranks": 2, "rows": 16, "depth": 8, "dtype": "float32"}
-    sites = {one["operation"]: {**one, **tiny, "columns": [8] * len(one["columns"])} for one in request.overlap[:2]}
+    first = {
+        (one.kind, one.name, one.direction): replace(one, shape=shrunk(one.shape, one.kind))
+        for one in reversed(request.operators)
+    }
+    sites = {
+        one.operation: replace(one, ranks=2, rows=16, depth=8, dtype="float32", columns=(8,) * len(one.columns))
+        for one in request.overlap[:2]
+    }
     return replace(
         request,
         operators=tuple(first.values()),
-        contention=pairs,
+        contention=tuple(
+            replace(one, shape=shrunk(one.shape), dtype="float32", nbytes=4096) for one in request.contention[:1]
+        ),
         layers=tuple(shrunk_layers(one) for one in request.layers[:1]),
         overlap=tuple(sites.values()),
-        collectives=tuple(collective_item(one["op"], 2, (2**10, 2**14)) for one in request.collectives[:2]),
+        collectives=tuple(collective_item(one.op, 2, (2**10, 2**14)) for one in request.collectives[:2]),
     )

@@ -23,7 +23,7 @@ Floats = NDArray[np.float64]
 
 LEAST_GAIN = 0.003  # of the variance that is left: a measurement that lowers it by less is not worth its seconds
 LEAST_SPREAD = 0.002  # nor one that makes targets surer by less than this, as a spread
-OWN_WEIGHT = 0.1  # of the first plan's step beside what tells it from others
+OWN_WEIGHT = 0.1  # of the first plan's step besides what tells it from others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,16 +11,16 @@ from dataclasses import replace
 from typing import Any
 
 from planner.calibrate.calibration_request import MAX_TENSOR_BYTES, TYPICAL_LAYERS, VOCABULARY, one_layer
+from planner.calibrate.items import LayerItem
 from planner.calibrate.planned_step import PlannedStep
 from simulator.config.model import MixtureOfExperts, Model
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
 from simulator.runtimes.library import runtime_spec
-from topology import codec
 
 MAX_RANKS = 4
-# At 256 tokens the kernels of such a layer take no longer on the device than their launch on the host.
+# At 256 tokens the kernels of such a layer take at most as long on the device as their launch on the host.
 NARROW: dict[str, Any] = {"hidden": 512, "heads": 8, "kv_heads": 8, "head_dim": 64, "ffn": 1024, "vocab": 1024}
 # What a layer of Llama or Qwen 3 does not have.
 PLAIN: dict[str, Any] = {
@@ -103,7 +103,7 @@ def timed_runtime(runtime: Runtime) -> Runtime:
     return runtime if runs_here(runtime) else Runtime(name="meshwright")
 
 
-def narrow_requests(step: PlannedStep, gpus: int) -> list[dict[str, Any]]:
+def narrow_requests(step: PlannedStep, gpus: int) -> list[LayerItem]:
     """Return the narrow runs whose hosts do what the plan's do: of its layer and, under a pipeline, of two stages.
 
     For a runtime that is not run here, a plain layer of the executor's on one GPU: hosts are quicker or slower as a
@@ -120,7 +120,7 @@ def narrow_requests(step: PlannedStep, gpus: int) -> list[dict[str, Any]]:
     return found
 
 
-def _narrow(step: PlannedStep, plan: Plan, counts: tuple[int, ...]) -> dict[str, Any]:
+def _narrow(step: PlannedStep, plan: Plan, counts: tuple[int, ...]) -> LayerItem:
     plan = replace(plan, micro_batch_size=1, tp_overlap="none", reshard_after_forward=None)
     moe = None if step.model.moe is None else NARROW_EXPERTS
     model = replace(
@@ -132,22 +132,17 @@ def _narrow(step: PlannedStep, plan: Plan, counts: tuple[int, ...]) -> dict[str,
         seq_len=NARROW_TOKENS * plan.cp,
         global_batch_size=plan.data_parallel * plan.micro_batch_size * rounds,
     )
-    return _request(model, plan, workload, _types(step.runtime, plan)) | {"counts": list(counts)}
+    return replace(_request(model, plan, workload, _types(step.runtime, plan)), counts=counts)
 
 
-def _request(model: Model, plan: Plan, workload: Workload, runtime: Runtime) -> dict[str, Any]:
-    """Return a run as a document. Tied embeddings change no layer, and not every runtime that trains a layer ties
+def _request(model: Model, plan: Plan, workload: Workload, runtime: Runtime) -> LayerItem:
+    """Return a run. Tied embeddings change no layer, and not every runtime that trains a layer ties
     them.
     """
     if runtime_spec(runtime.name).tools.layers == "torchtitan":
         model = torchtitan_network(model)
-    return {
-        "ranks": plan.gpus,
-        "model": codec.to_builtins(replace(model, layers=1, tied_embeddings=False)),
-        "plan": codec.to_builtins(plan),
-        "workload": codec.to_builtins(workload),
-        "runtime": codec.to_builtins(runtime),
-    }
+    model = replace(model, layers=1, tied_embeddings=False)
+    return LayerItem(ranks=plan.gpus, model=model, plan=plan, workload=workload, runtime=runtime)
 
 
 def torchtitan_network(model: Model) -> Model:
@@ -163,7 +158,7 @@ def torchtitan_network(model: Model) -> Model:
     return replace(plain, tied_embeddings=False)
 
 
-def layer_request(question: PlannedStep, gpus: int) -> dict[str, Any] | None:
+def layer_request(question: PlannedStep, gpus: int) -> LayerItem | None:
     """Return the run of one and two layers that is closest to the plan on `gpus` GPUs; None if there is none, or the
     executor cannot run the runtime.
 

@@ -11,7 +11,6 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +25,7 @@ from planner.calibrate.calibration_request import (
     unique,
 )
 from planner.calibrate.choose import Floats, Measurement
+from planner.calibrate.items import CollectiveItem, LayerItem, PairItem, SiteItem
 from planner.calibrate.layer_runs import layer_request, narrow_requests, runs_here
 from planner.calibrate.overlap_request import plan_sites
 from planner.calibrate.planned_step import PlannedStep
@@ -33,10 +33,9 @@ from planner.calibrate.terms import Term, collective_term, effects
 from planner.io.plan_words import plan_in_words
 from simulator.analytical.scenario import Scenario
 from simulator.calibration.calibration import Calibration
-from simulator.calibration.kernel_samples import PACKING, UPDATES
+from simulator.calibration.kernel_samples import PACKING, UPDATES, OperatorItem
 from simulator.config.model import Model
 from simulator.config.plan import Plan
-from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
 from simulator.fitting.runtime_fit import DEVICE_BOUND, HOST_BOUND
 from simulator.lowering.training import lower_training
@@ -90,25 +89,23 @@ class PossibleMeasurements:
 
     # --- layers -----------------------------------------------------------------------------------------------------
 
-    def layers(self, items: Sequence[dict[str, Any]], *, narrow: bool) -> Iterator[Measurement]:
+    def layers(self, items: Sequence[LayerItem], *, narrow: bool) -> Iterator[Measurement]:
         """Yield runs of one and two layers, without such as cannot be predicted, or take long."""
-        alike: dict[str, list[dict[str, Any]]] = {}
+        alike: dict[str, list[LayerItem]] = {}
         for item in items:
-            parts = (item["model"], item["workload"], item["runtime"], item.get("counts"))
+            parts = (item.model, item.workload, item.runtime, item.counts)
             alike.setdefault(codec.fingerprint(parts), []).append(item)
         for some in alike.values():
             yield from self._layers_alike(some, narrow=narrow)
 
-    def _layers_alike(self, items: Sequence[dict[str, Any]], *, narrow: bool) -> Iterator[Measurement]:
+    def _layers_alike(self, items: Sequence[LayerItem], *, narrow: bool) -> Iterator[Measurement]:
         """Yield runs of one model under several plans."""
-        model = codec.convert(items[0]["model"], Model, where="layer")
-        runtime = codec.convert(items[0]["runtime"], Runtime, where="layer")
-        plans = [codec.convert(item["plan"], Plan, where="layer") for item in items]
-        counts = items[0].get("counts", (1, 2))
+        model, runtime, counts = items[0].model, items[0].runtime, items[0].counts
+        plans = [item.plan for item in items]
         scenario = Scenario(
             model=replace(model, layers=max(counts)),
             cluster=grow(self.cluster, max(2, *(plan.gpus for plan in plans))),
-            workload=codec.convert(items[0]["workload"], Workload, where="layer"),
+            workload=items[0].workload,
             runtime=runtime,
             calibration=self.calibration,
         )
@@ -163,7 +160,7 @@ class PossibleMeasurements:
                 shape = f", width {step.model.hidden}, {_tokens(step.plan, step.workload)}"
                 yield self.operators(what + shape, some)
 
-    def operators(self, name: str, items: Sequence[dict[str, Any]]) -> Measurement:
+    def operators(self, name: str, items: Sequence[OperatorItem]) -> Measurement:
         """Return operators on one GPU as one job."""
         return self._direct(
             name,
@@ -174,7 +171,7 @@ class PossibleMeasurements:
             seconds=JOB_S + OPERATOR_S * len(items),
         )
 
-    def _messages(self, steps: Sequence[PlannedStep]) -> list[dict[str, Any]]:
+    def _messages(self, steps: Sequence[PlannedStep]) -> list[CollectiveItem]:
         """Return the collectives of steps, as far as they are among no more GPUs than there are."""
         sizes: dict[tuple[str, int], set[int]] = {}
         for step in steps:
@@ -183,35 +180,37 @@ class PossibleMeasurements:
                     sizes.setdefault((op, ranks), set()).add(nbytes)
         return [collective_item(op, ranks, _spread_out(sorted(found))) for (op, ranks), found in sizes.items()]
 
-    def collective(self, item: dict[str, Any]) -> Measurement:
+    def collective(self, item: CollectiveItem) -> Measurement:
         return self._direct(
-            f"{collective_term(item['op'])} of {item['ranks']} GPUs, {len(item['sizes'])} sizes",
+            f"{collective_term(item.op)} of {item.ranks} GPUs, {len(item.sizes)} sizes",
             Request(collectives=(item,)),
-            {collective_term(item["op"]): len(item["sizes"])},
+            {collective_term(item.op): len(item.sizes)},
             COLLECTIVE_NOISE,
-            ranks=item["ranks"],
-            seconds=JOB_S + SIZE_S * len(item["sizes"]),
+            ranks=item.ranks,
+            seconds=JOB_S + SIZE_S * len(item.sizes),
         )
 
-    def pair(self, item: dict[str, Any]) -> Measurement:
-        """Return a kernel beside a collective of all GPUs."""
+    def pair(self, item: PairItem) -> Measurement:
+        """Return a kernel alongside a collective of all GPUs."""
         return self._direct(
-            f"{item['compute']} of {_size(item['shape'])} beside {collective_term(item['op'])[:-1]} of {item['nbytes'] / 1e6:.0f} MB",
+            f"{item.compute} of {_size(item.shape)} alongside {collective_term(item.op)[:-1]} of"
+            f" {item.nbytes / 1e6:.0f} MB",
             Request(contention=(item,)),
-            {"kernels beside collectives": 1},
+            {"kernels alongside collectives": 1},
             PAIR_NOISE,
             ranks=self.gpus,
             seconds=JOB_S + PAIR_S,
         )
 
-    def site(self, item: dict[str, Any]) -> Measurement:
+    def site(self, item: SiteItem) -> Measurement:
         """Return a tensor-parallel product with its collective in every overlap mode."""
         return self._direct(
-            f"{item['operation'].replace('_', ' ')} of {item['ranks']} GPUs, {item['rows']} x {sum(item['columns'])} x {item['depth']}, in every mode",
+            f"{item.operation.replace('_', ' ')} of {item.ranks} GPUs, {item.rows} x {sum(item.columns)} x"
+            f" {item.depth}, in every mode",
             Request(overlap=(item,)),
             {"overlap of tensor parallelism": 1},
             PAIR_NOISE,
-            ranks=item["ranks"],
+            ranks=item.ranks,
             seconds=JOB_S + SITE_S,
         )
 
@@ -229,11 +228,11 @@ class PossibleMeasurements:
         return Measurement(name=name, request=request, ranks=ranks, seconds=seconds, seen=seen, noise=np.array(scatter))
 
 
-def _term_of(operator: dict[str, Any]) -> str:
+def _term_of(operator: OperatorItem) -> str:
     """Return the term that a measured operator is part of."""
-    if operator["name"] in UPDATES:
+    if operator.name in UPDATES:
         return "clipping and updating"
-    return "packing of FSDP" if operator["name"] in PACKING else KERNEL_TERMS[operator["kind"]]
+    return "packing of FSDP" if operator.name in PACKING else KERNEL_TERMS[operator.kind]
 
 
 def messages(step: PlannedStep, cluster: Cluster) -> set[tuple[str, int, int]]:
@@ -285,10 +284,10 @@ def without_known(
     return lacking, known
 
 
-def job_of(one: Measurement, seconds: float | None = None) -> dict[str, Any]:
+def job_of(one: Measurement, seconds: float | None = None) -> codec.JsonObject:
     """Return a measurement as the executor takes it (`executor.calibrate.run`)."""
     (kind, items), *more = (
-        (name, list(getattr(one.request, name)))
+        (name, codec.to_builtins(getattr(one.request, name)))
         for name in ("operators", "layers", "collectives", "contention", "overlap")
         if getattr(one.request, name)
     )

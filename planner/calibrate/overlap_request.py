@@ -7,28 +7,19 @@ reduce-scatter after each block. Backward times are modelled from forward ones.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
+from planner.calibrate.items import SiteItem
 from planner.calibrate.planned_step import PlannedStep
 
 GATHER, SCATTER = "all_gather_matmul", "matmul_reduce_scatter"
 
 
-def plan_sites(questions: Sequence[PlannedStep], gpus: int) -> tuple[dict[str, Any], ...]:
+def plan_sites(questions: Sequence[PlannedStep], gpus: int) -> tuple[SiteItem, ...]:
     """Return the distinct sites of the plans of `questions` whose tensor parallelism fits on `gpus`."""
-    found: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for question in questions:
-        for one in _plan_sites(question, gpus):
-            found.setdefault(site_key(one), one)
-    return tuple(found.values())
+    return tuple(dict.fromkeys(one for question in questions for one in _plan_sites(question, gpus)))
 
 
-def site_key(one: dict[str, Any]) -> tuple[Any, ...]:
-    """Return the key of the sample (`topology.profile.samples.OverlapSample`) of a requested site."""
-    return one["operation"], one["ranks"], one["rows"], tuple(one["columns"]), one["depth"], one["dtype"]
-
-
-def _plan_sites(question: PlannedStep, gpus: int) -> Iterator[dict[str, Any]]:
+def _plan_sites(question: PlannedStep, gpus: int) -> Iterator[SiteItem]:
     plan, model = question.plan, question.model
     rows = plan.micro_batch_size * question.workload.seq_len // plan.cp
     divided = not (model.heads % plan.tp or model.kv_heads % plan.tp or model.ffn % plan.tp or rows % plan.tp)
@@ -37,13 +28,13 @@ def _plan_sites(question: PlannedStep, gpus: int) -> Iterator[dict[str, Any]]:
     widths = (model.heads * model.head_dim, model.kv_heads * model.head_dim, model.kv_heads * model.head_dim)
     dtype, dense = question.runtime.compute_dtype, model.dense_layers > 0
     for one in _sites(rows, model.hidden, widths, model.ffn, gated=model.gated_mlp, ranks=plan.tp, dtype=dtype):
-        if dense or model.ffn // plan.tp not in (*one["columns"], one["depth"]):
+        if dense or model.ffn // plan.tp not in (*one.columns, one.depth):
             yield one
 
 
 def _sites(
     rows: int, hidden: int, widths: Sequence[int], ffn: int, *, gated: bool, ranks: int, dtype: str = "bfloat16"
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[SiteItem]:
     projected = [width // ranks for width in widths]
     inner = [ffn // ranks] * (2 if gated else 1)
     for operation, columns, depth in (
@@ -52,11 +43,4 @@ def _sites(
         (GATHER, projected, hidden),
         (SCATTER, [hidden], projected[0]),
     ):
-        yield {
-            "operation": operation,
-            "ranks": ranks,
-            "rows": rows,
-            "columns": columns,
-            "depth": depth,
-            "dtype": dtype,
-        }
+        yield SiteItem(operation=operation, ranks=ranks, rows=rows, columns=tuple(columns), depth=depth, dtype=dtype)

@@ -140,7 +140,7 @@ def terms_of(plans: Sequence[Plan], runtimes: Sequence[Runtime], ops: Sequence[s
             occurs=lambda plan: plan.dp_shard * plan.cp > 1,
         ),
         Term(name="clipping and updating", spread=UPDATE_SPREAD, share="optimizer"),
-        Term(name="kernels beside collectives", spread=CONTENTION_SPREAD, share="contention"),
+        Term(name="kernels alongside collectives", spread=CONTENTION_SPREAD, share="contention"),
     ]
     found += [
         Term(name=collective_term(op), spread=COLLECTIVE_SPREAD, change=_raise_collective(op), occurs=_among_gpus)

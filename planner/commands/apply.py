@@ -1,4 +1,4 @@
-"""`planner apply`: run a plan for real, check its numbers, and lay what was measured beside what was predicted."""
+"""`planner apply`: run a plan for real, check its numbers, and compare what was measured with what was predicted."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import os
 import shlex
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 import psutil
-import typer
+from click.exceptions import Exit
 
 from planner.commands.apply_job import patience_s, write
 from planner.commands.doctor import budget_s
@@ -24,6 +23,7 @@ from planner.runs.comparison import compare
 from planner.runs.planned_run import PlannedRun, cpu_run, cuda_run, default_run
 from simulator.config.plan import MESH_AXES, rank_grid
 from topology import codec
+from topology.codec import JsonObject
 from topology.errors import BadInput, PlannerError, UserError
 from topology.health.diagnose import diagnose
 from topology.probe.from_machine import probe_machine
@@ -44,7 +44,7 @@ def apply(asked: Apply) -> None:
     else:
         code = _here(asked, seconds)
     if code:
-        raise typer.Exit(code)
+        raise Exit(code)
 
 
 def limits_s(asked: Apply) -> tuple[float, float]:
@@ -89,7 +89,7 @@ def _here(asked: Apply, seconds: float) -> int:
 
 
 def _run(
-    run: PlannedRun, request: dict[str, Any], folder: Path, seconds: float, tolerance: float | None, *, json: bool
+    run: PlannedRun, request: JsonObject, folder: Path, seconds: float, tolerance: float | None, *, json: bool
 ) -> int:
     """Run the plan, keep and report what came of it, and return the exit code."""
     apply_process.require_torch()
@@ -106,7 +106,7 @@ def _run(
     return _concluded(document, folder, tolerance, json=json)
 
 
-def _concluded(document: dict[str, Any], folder: Path, tolerance: float | None, *, json: bool) -> int:
+def _concluded(document: JsonObject, folder: Path, tolerance: float | None, *, json: bool) -> int:
     """Keep and report a run that has been made, and return the exit code."""
     document["comparison"] = comparison = compare(document, tolerance)
     _keep(document, folder)
@@ -117,7 +117,7 @@ def _concluded(document: dict[str, Any], folder: Path, tolerance: float | None, 
     return code
 
 
-def _keep(document: dict[str, Any], folder: Path) -> None:
+def _keep(document: JsonObject, folder: Path) -> None:
     """Write the report, and copy it to the store of runs; neither may cost a run that has been made."""
     document["id"] = runs_store.run_id(document)
     try:
@@ -152,7 +152,7 @@ def folder_of(out: Path | None, *, force: bool) -> Path:
     return out.resolve()
 
 
-def _show(run: PlannedRun, request: dict[str, Any], folder: Path, seconds: float, *, json: bool) -> None:
+def _show(run: PlannedRun, request: JsonObject, folder: Path, seconds: float, *, json: bool) -> None:
     plan, path = run.plan, folder / "request.json"
     started = apply_process.command(path, folder, seconds)
     ranks = apply_process.ranks_command(plan.gpus, path, folder)
@@ -192,7 +192,7 @@ def _show(run: PlannedRun, request: dict[str, Any], folder: Path, seconds: float
         print(f"rank {place['rank']:<4} {place['device']:<8} {at}")
 
 
-def _report(document: dict[str, Any], folder: Path, *, json: bool) -> None:
+def _report(document: JsonObject, folder: Path, *, json: bool) -> None:
     if json:
         output.emit_json({**document, "directory": str(folder)})
         return

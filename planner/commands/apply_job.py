@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 from planner.io import output
 from planner.io.printable import printable
@@ -14,12 +13,13 @@ from planner.runs import launchers, scheduled
 from planner.runs.launchers import JobFile, LauncherJob
 from planner.runs.planned_run import job_run
 from topology import codec
+from topology.codec import JsonObject
 from topology.errors import BadInput, UserError
 
 MOST_HOURS = 24 * 14
 
 
-def write(asked: Apply, *, folder: Path, budget_s: float, wait_s: float, steps: int) -> dict[str, Any] | None:
+def write(asked: Apply, *, folder: Path, budget_s: float, wait_s: float, steps: int) -> JsonObject | None:
     """Write the request and the job's file into `folder`; with `dry_run` show them instead.
 
     With `submit` and `wait_s`, return the run's report once it has ended.
@@ -86,14 +86,12 @@ def patience_s(text: str) -> float:
     return seconds
 
 
-def _write(job: LauncherJob, written: JobFile, request: dict[str, Any]) -> None:
+def _write(job: LauncherJob, written: JobFile, request: JsonObject) -> None:
     codec.write_text(job.directory / "request.json", codec.to_json(request) + "\n")
     codec.write_text(written.path, written.text)
 
 
-def _followed(
-    job: LauncherJob, written: JobFile, launcher: str, request: dict[str, Any], wait_s: float
-) -> dict[str, Any]:
+def _followed(job: LauncherJob, written: JobFile, launcher: str, request: JsonObject, wait_s: float) -> JsonObject:
     """Submit the job, unless it was before, and return the report of its run once there is one. Raises PlannerError."""
     submission = scheduled.recorded(job.directory)
     if submission is None:

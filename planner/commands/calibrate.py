@@ -8,7 +8,7 @@ import uuid
 from pathlib import Path
 from typing import NamedTuple
 
-import typer
+from click.exceptions import Exit
 
 from planner.calibrate.agenda import Agenda, Wanted, agenda_for
 from planner.calibrate.agenda_report import agenda_document, announced, what_is_left
@@ -114,7 +114,7 @@ def calibrate(asked: Calibrate) -> None:
     saved = _save(whole, found, asked.out, records, store=asked.store)
     _answer(found, whole, agenda, asked.out if saved else None, links, json=asked.json)
     if not saved:
-        raise typer.Exit(1)
+        raise Exit(1)
 
 
 def _say(agenda: Agenda, seconds: float, known: Profile, links: Cluster | None, *, json: bool) -> None:

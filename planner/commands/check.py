@@ -4,37 +4,50 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import typer
+from click.exceptions import Exit
 
 from planner.answers import check as answers
 from planner.configs.answer import Checked
+from planner.configs.folder import CheckedFolder
+from planner.configs.formats.configuration import did_you_mean
 from planner.configs.serving import VERSIONS, CheckedServing
+from planner.configs.stated_rate import Against, Side
 from planner.explain.answer_text import print_estimate
 from planner.io import output
-from planner.io.output import console
+from planner.io.grids import console, grid
+from planner.io.plan_words import plan_in_words
 from planner.io.printable import printable
 from planner.requests.tools import Check
 from planner.serving.reports.plan_text import print_answer
 from planner.serving.reports.text import deployment_text
 from simulator.config.estimate import SURE, chance
+from simulator.legality.rule import Grade, Problem
 from topology.units import two_digits
 
 
 def check(asked: Check) -> None:
-    """Print what `planner check` answers; raise Exit(3) where the configuration is not legal."""
+    """Print what `planner check` answers; raise Exit(3) where the configuration is not legal, Exit(2) where it leaves
+    open what a verdict needs.
+    """
     try:
         found = answers.check(asked, output.progress)
     finally:
         output.end_progress()
-    name = Path(found.file).name
-    if asked.json:
+    if isinstance(found, CheckedFolder):
+        if asked.json or asked.sarif:
+            output.emit_json(found.to_sarif() if asked.sarif else found.to_dict())
+        else:
+            _print_folder(found)
+    elif asked.json:
         output.emit_json(found.to_dict())
     elif isinstance(found.checked, CheckedServing):
-        _print_serving(found.checked, name)
+        _print_serving(found.checked, Path(found.file).name)
     else:
-        _print(found.checked, name)
+        _print(found.checked, Path(found.file).name)
+    if found.legal is None:
+        raise Exit(2)
     if not found.legal:
-        raise typer.Exit(3)
+        raise Exit(3)
 
 
 def _print(checked: Checked, name: str) -> None:
@@ -44,17 +57,18 @@ def _print(checked: Checked, name: str) -> None:
     if checked.found is not None:
         print_estimate(checked.found)
     else:
-        for line in checked.assumed:
-            print(printable(f"assumed   {line}"))
-        for problem in checked.problems:
-            print(printable(f"{problem.grade!s:9} {problem.message}"))
-        print("verdict   not legal: nothing to estimate")
+        _print_without_cost(checked)
+    if checked.against is not None:
+        _print_against(checked.against)
     if configuration.unknown:
-        print(printable(f"unknown   {', '.join(configuration.unknown)}"))
+        near = did_you_mean(configuration)
+        named = (f"{key} (did you mean {near[key]}?)" if key in near else key for key in configuration.unknown)
+        print(printable(f"unknown   {', '.join(named)}"))
     for number, change in enumerate(checked.changes):
         print(
             printable(
-                f"{'change' if number == 0 else 'or':9} {change.what}: {change.step_s:.3g} s, {_fit(change.fit_probability)}"
+                f"{'change' if number == 0 else 'or':9} {change.what}:"
+                f" {change.step_s:.3g} s, {_fit(change.fit_probability)}"
             )
         )
     if checked.changes:
@@ -62,10 +76,77 @@ def _print(checked: Checked, name: str) -> None:
     if checked.best is not None:
         estimate = checked.best.estimate
         fit = _fit(estimate.memory.fit_probability)
-        print(printable(f"best      {estimate.step_s.value:.3g} s, {fit}"))
+        because = f": {checked.best_because}" if checked.best_because else ""
+        print(printable(f"best      {estimate.step_s.value:.3g} s, {fit}{because}"))
         print(printable(checked.best.diff))
     elif checked.no_better:
         print(printable(f"best      {checked.no_better}"))
+
+
+def _print_folder(found: CheckedFolder) -> None:
+    table = grid(
+        ("file", "kind", "model", "verdict", "fits", "step s", "change"), text=("file", "kind", "model", "change")
+    )
+    for row in found.rows:
+        cells = ["-"] * 5
+        kind = "-"
+        if row.checked is not None:
+            kind, cells = row.checked.configuration.framework, _cells(row.checked)
+        table.add_row(printable(row.file), kind, *(printable(cell) for cell in cells))
+    console().print(table)
+    for row in found.rows:
+        problems = [row.problem] if row.checked is None else [one.message for one in _illegal(row.checked)]
+        for message in problems:
+            print(printable(f"{row.file}: {message}"))
+        for question in row.checked.questions if row.checked is not None else ():
+            print(printable(f"{row.file}: {question.what}: {question.remedy}"))
+    print(f"{len(found.rows)} configurations in {found.looked_at} files{f'; {found.stopped}' if found.stopped else ''}")
+
+
+def _illegal(checked: Checked) -> list[Problem]:
+    return [problem for problem in checked.problems if problem.grade is Grade.ILLEGAL]
+
+
+def _cells(checked: Checked) -> list[str]:
+    """Return the model, verdict, fit, step and best change of a row."""
+    verdict = {True: "legal", False: "not legal", None: "open"}[checked.legal]
+    estimate = checked.found.estimate if checked.found is not None else None
+    model = checked.found.case.question.model.name if checked.found is not None else "not known"
+    if estimate is None:
+        return [model, verdict, "-", "-", "-"]
+    change = checked.changes[0] if checked.changes else None
+    return [
+        model,
+        verdict,
+        _fit(estimate.memory.fit_probability),
+        two_digits(estimate.step_s.value),
+        f"{change.what}: {two_digits(change.step_s)} s" if change else "none that gains",
+    ]
+
+
+def _print_against(stated: Against) -> None:
+    where = "inside the predicted interval" if stated.side is Side.INSIDE else f"{stated.side} the predicted interval"
+    print(printable(f"measured  {stated.step_s:.3g} s, {where}: predicted {stated.error:+.0%}"))
+    for cause in stated.causes:
+        print(printable(f"cause     {cause}"))
+
+
+def _print_without_cost(checked: Checked) -> None:
+    """Print the verdict on a configuration that contradicts itself, or whose model is not known."""
+    if checked.stated is not None:
+        print(printable(f"plan      {plan_in_words(checked.stated.plan)}"))
+    for line in checked.assumed:
+        print(printable(f"assumed   {line}"))
+    for problem in checked.problems:
+        print(printable(f"{problem.grade!s:9} {problem.message}"))
+    for question in checked.questions:
+        print(printable(f"question  {question.what}: {question.remedy}"))
+    verdicts = {
+        None: "open: it cannot be judged before the question is answered",
+        False: "not legal: nothing to estimate",
+        True: "legal by all rules that need no model; without one there is no step, memory or change",
+    }
+    print(f"verdict   {verdicts[checked.legal]}")
 
 
 def _fit(probability: float) -> str:
@@ -84,8 +165,9 @@ def _print_serving(checked: CheckedServing, name: str) -> None:
     for one in checked.changes:
         estimate = one.plan.estimate
         figures = (
-            f"first token {two_digits(1e3 * estimate.ttft_s.value)} ms, a token {two_digits(1e3 * estimate.tpot_s.value)} ms, "
-            f"{two_digits(estimate.output_tokens_per_s_per_gpu.value)} tokens/s a GPU"
+            f"first token {two_digits(1e3 * estimate.ttft_s.value)} ms,"
+            f" a token {two_digits(1e3 * estimate.tpot_s.value)} ms,"
+            f" {two_digits(estimate.output_tokens_per_s_per_gpu.value)} tokens/s a GPU"
         )
         screen.print(printable(f"\nbetter    {deployment_text(one.plan.deployment)}: {figures}"))
         screen.print(printable(f"change    {one.what}"))

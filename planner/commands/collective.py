@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Any
 
 from planner.io import output
-from planner.io.grids import grid
+from planner.io.grids import console, grid
 from planner.io.inputs import measurements, read_cluster
-from planner.io.output import console
 from planner.io.printable import printable
 from planner.requests.machines import Collective
 from planner.validate.collective_rows import predicted_rows, table_rows
+from topology.codec import JsonObject
 from topology.errors import UserError
 from topology.rates.reach import cluster_caveats
 
@@ -62,7 +61,7 @@ def _sizes(text: str) -> list[int]:
     return sizes
 
 
-def _print(rows: Sequence[dict[str, Any]]) -> None:
+def _print(rows: Sequence[JsonObject]) -> None:
     screen = console()
     for (machine, op, gpus), group in groupby(rows, key=lambda row: (row["machine"], row["op"], row["gpus"])):
         headings = ("bytes", "us (80% range)", "busbw GB/s", "measured us", "error", "algorithm")
@@ -81,7 +80,7 @@ def _print(rows: Sequence[dict[str, Any]]) -> None:
         screen.print(table)
 
 
-def _print_scores(summary: dict[str, Any]) -> None:
+def _print_scores(summary: JsonObject) -> None:
     for skipped in summary["skipped"]:
         print(printable(f"skipped table {skipped['id']} ({skipped['machine']}): {skipped['reason']}"))
     overall = summary["overall"]

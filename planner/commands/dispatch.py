@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 
+import click
+
 from planner.io.hub_file import with_fetched_model
+from planner.requests.click_command import click_command
 from planner.requests.flag import Request
 from planner.requests.known import request_of
 from planner.requests.serving import is_about_serving
-from planner.requests.typer_function import typer_function
 
 
-def function_of(command: str, server: str | None) -> Callable[..., None]:
-    """Return a command as typer takes it, answered here or by the service at `server`. Raises UserError where none
-    is.
-    """
-    if server:
-        asks = import_module("planner.remote.command").asks(server, command)
-        return typer_function(request_of(command), asks, with_fetched_model)
-    return typer_function(request_of(command), partial(answer, command), with_fetched_model)
+def command_of(name: str, server: str | None) -> click.Command:
+    """Return a command, answered here or by the service at `server`. Raises UserError where none is."""
+    answers = import_module("planner.remote.command").asks(server, name) if server else partial(answer, name)
+    return click_command(name, request_of(name), answers, with_fetched_model)
 
 
 def answer(command: str, asked: Request) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
-import typer
+from click.exceptions import Exit
 
 from planner.calibrate.measure_process import measure as run
 from planner.commands.probe import probe_cluster
@@ -61,7 +61,7 @@ def doctor(asked: Doctor) -> None:
     if unsaved is not None:
         raise unsaved
     if not health.healthy:
-        raise typer.Exit(1)
+        raise Exit(1)
 
 
 def budget_s(text: str) -> float:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import typer
+from click.exceptions import Exit
 
 from planner.answers import estimate as answers
 from planner.answers.estimate import Estimated, Unreadable
-from planner.explain.answer_text import print_estimate
+from planner.explain.plan_answer import PlanAnswer
 from planner.io import output
 from planner.io.printable import printable
 from planner.requests.training import Estimate
@@ -26,13 +26,13 @@ def estimate(asked: Estimate) -> None:
     if asked.json:
         output.emit_json(found.to_dict())
     else:
-        print_estimate(found.found)
+        _print(found.found)
     if unsaved is not None:
         raise unsaved
     if not found.legal:
         if out is not None:
             output.warn(f"{out} is not written: the plan is not legal")
-        raise typer.Exit(3)
+        raise Exit(3)
     if out is not None and not asked.json:
         print(printable(f"saved {out}"))
 
@@ -44,9 +44,16 @@ def _print_list(found: Iterable[Estimated | Unreadable], *, json: bool) -> None:
         if not json and isinstance(one, Estimated):
             if answered:
                 print()
-            print_estimate(one.found)
+            _print(one.found)
         answered.append(one)
     if json:
         output.emit_json([one.to_dict() for one in answered])
     if answered and not any(one.legal for one in answered):
-        raise typer.Exit(3)
+        raise Exit(3)
+
+
+def _print(found: PlanAnswer) -> None:
+    # JSON needs neither sentences nor a terminal.
+    from planner.explain.answer_text import print_estimate  # noqa: PLC0415
+
+    print_estimate(found)

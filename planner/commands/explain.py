@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from planner.explain import explain as reasons
-from planner.explain.documents import explanation_document
+from planner.explain.documents import question_document
 from planner.explain.explain_text import print_explanation, print_memory
 from planner.io import output
 from planner.io.inputs import measurements, parse_bytes, read_cluster, warn_of_doubts
@@ -32,6 +32,7 @@ from simulator.config.estimate import Estimate
 from simulator.config.runtime import DEFAULT_RUNTIME
 from topology import codec
 from topology.errors import UserError
+from topology.time_limit import limited
 
 
 def explain(asked: Explain) -> None:
@@ -55,12 +56,14 @@ def explain(asked: Explain) -> None:
             if asked.memory:
                 _memory_only(case, observed, asked.svg, json=asked.json)
                 return
-            result, chosen = _search(case, asked.top, left_s(deadline)), case.plan
+            with limited(asked.time_limit):
+                result, chosen = _search(case, asked.top, left_s(deadline)), case.plan
         else:
             wanted = SearchOptions(top=asked.top + 1, time_limit_s=left_s(deadline))
-            result = answer(
-                flags, asked.framework or DEFAULT_RUNTIME, wanted, measured=measured, progress=output.progress
-            )
+            with limited(asked.time_limit):
+                result = answer(
+                    flags, asked.framework or DEFAULT_RUNTIME, wanted, measured=measured, progress=output.progress
+                )
             chosen = result.plans[0].plan
         found = reasons.explain(
             chosen,
@@ -86,9 +89,11 @@ def _print(
     found: reasons.Explanation, result: SearchResult, changed: tuple[str, ...], *, memory: bool, json: bool
 ) -> None:
     if json:
-        output.emit_json(explanation_document(found, result.question, changed))
+        asked = question_document(result.question, found.plan.gpus)
+        document = {"question": asked, "changed": list(changed), **codec.to_builtins(found)}
+        output.emit_json({"schema_version": output.SCHEMA_VERSION, **document})
     elif memory:
-        print_memory(found.memory, memory_text(found.estimate, found.fixes))
+        print_memory(found.memory, memory_text(found.estimate, found.fixes, found.plan.gpus))
     else:
         print_explanation(found, result, changed)
 
@@ -119,6 +124,6 @@ def _memory_only(case: Case, observed: float | None, svg: Path | None, *, json: 
     else:
         for line in case.changed:
             print(f"changed: {line}")
-        print_memory(account, memory_text(estimate, fixes))
+        print_memory(account, memory_text(estimate, fixes, case.plan.gpus))
     if svg is not None:
         _draw(f"{case.question.model.name}, {degrees_text(case.plan)}", estimate, svg, memory=True)

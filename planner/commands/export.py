@@ -29,8 +29,8 @@ def export(asked: Export) -> None:
     done = written(job, find_target(str(asked.to), job.question.runtime.version))
     if asked.out is not None:
         codec.write_text(asked.out, done.text)
-        for beside, text in done.files.items():
-            codec.write_text(asked.out.parent / beside, text)
+        for name, text in done.files.items():
+            codec.write_text(asked.out.parent / name, text)
     if asked.json:
         document = {"schema_version": output.SCHEMA_VERSION, **codec.to_builtins(done)}
         output.emit_json(document | {"saved": str(asked.out) if asked.out else None})
@@ -38,12 +38,12 @@ def export(asked: Export) -> None:
     if asked.out is None:
         print(done.text, end="")
         if done.files:
-            output.warn(f"the file reads {', '.join(done.files)} beside it: --out FILE writes both")
+            output.warn(f"the file reads {', '.join(done.files)} next to it: --out FILE writes both")
         return
     for label, lines in (("not expressed", done.not_expressed), ("needed", done.needed), ("note", done.notes)):
         for line in lines:
             print(printable(f"{label}: {line}"))
-    print(printable(f"saved {', '.join([str(asked.out), *(str(asked.out.parent / beside) for beside in done.files)])}"))
+    print(printable(f"saved {', '.join([str(asked.out), *(str(asked.out.parent / name) for name in done.files)])}"))
 
 
 def require_one_kind(asked: Export) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from planner.io import output
 from planner.io.inputs import measurements
@@ -19,6 +18,7 @@ from simulator.fitting.calibrations import Calibrations
 from simulator.legality.rules import is_legal
 from simulator.runtimes.library import runtime_names, runtime_spec
 from topology import codec
+from topology.codec import JsonObject
 from topology.errors import Infeasible, UserError
 
 
@@ -52,7 +52,7 @@ def learn(asked: Learn) -> None:
         _print(learned, next_runs, asked.out, rows=len(same))
 
 
-def _base(runtime: str, like: str | None, rows: list[dict[str, Any]]) -> str:
+def _base(runtime: str, like: str | None, rows: list[JsonObject]) -> str:
     """Return the description to start from. Raises BadPlan for one that does not exist."""
     known = runtime_names()
     of_cases = [section.get("name") for data in rows if isinstance(section := data.get("runtime"), dict)]
@@ -60,7 +60,7 @@ def _base(runtime: str, like: str | None, rows: list[dict[str, Any]]) -> str:
     return runtime_spec(named).names[0]
 
 
-def _runs(rows: list[dict[str, Any]], base: str, measured: Calibrations) -> tuple[list[Measured], list[Case]]:
+def _runs(rows: list[JsonObject], base: str, measured: Calibrations) -> tuple[list[Measured], list[Case]]:
     """Return the runs, and the cases that were not run. Warns of those that `base` does not run."""
     runs: list[Measured] = []
     unmeasured: list[Case] = []
@@ -97,9 +97,7 @@ def _of_one_kind(runs: list[Measured], unmeasured: list[Case]) -> tuple[list[Mea
     return same, [case for case in unmeasured if case.question.runtime.compile == compiled], compiled
 
 
-def _emit(
-    learned: LearnedRuntime | None, next_runs: list[dict[str, Any]], out: Path, *, of: tuple[str, str, int]
-) -> None:
+def _emit(learned: LearnedRuntime | None, next_runs: list[JsonObject], out: Path, *, of: tuple[str, str, int]) -> None:
     runtime, base, rows = of
     output.emit_json(
         {
@@ -115,14 +113,14 @@ def _emit(
     )
 
 
-def _print(learned: LearnedRuntime | None, next_runs: list[dict[str, Any]], out: Path, *, rows: int) -> None:
+def _print(learned: LearnedRuntime | None, next_runs: list[JsonObject], out: Path, *, rows: int) -> None:
     if learned:
         print(f"{learned.name}, like {learned.like}, from {rows} runs (fitted; ranges hold four of five fits)")
         for name, one in learned.fitted.items():
             scale, unit = (1e3, " ms") if name.endswith("_s") else (1.0, "")
             print(f"  {name:18s} {one.value * scale:8.3g}{unit}  {one.low * scale:.3g} to {one.high * scale:.3g}")
         for quantity, value in learned.left_out.items():
-            said = "not measured" if value is None else f"{value:.1%} in the mean"
+            said = "not measured" if value is None else f"mean error {value:.1%}"
             print(f"left out group by group, {quantity}: {said}")
     else:
         print(f"nothing is learned from {rows} runs: make these first, in this order")

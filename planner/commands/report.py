@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import typer
+from click.exceptions import Exit
 
 from planner.io import output
-from planner.io.grids import grid
+from planner.io.grids import console, grid
 from planner.io.inputs import measurements
 from planner.io.plan_words import plan_in_words
 from planner.io.printable import printable
@@ -21,6 +20,7 @@ from planner.runs.report_html import to_html
 from planner.runs.run_report import RunReport, load_run
 from planner.runs.timelines import side_by_side
 from topology import codec
+from topology.codec import JsonObject
 from topology.errors import PlannerError
 from topology.redact import redact as redact_text
 
@@ -49,17 +49,17 @@ def report(asked: Report) -> None:
     )
     if asked.tolerance is not None and answer["within"] is None:
         raise PlannerError(
-            "nothing could be held against the tolerance",
+            "nothing could be compared with the tolerance",
             why=f"the run is {answer['status']}"
             if found.document.get("predicted")
             else "the run was not predicted: only saved plans on the planned GPUs are",
         )
     if answer["within"] is False:
-        raise typer.Exit(4)
+        raise Exit(4)
 
 
-def _print(answer: dict[str, Any]) -> None:
-    screen = output.console()
+def _print(answer: JsonObject) -> None:
+    screen = console()
     screen.print(printable(f"{answer['model']}, {plan_in_words(answer['plan'])}"))
     partial = "" if answer["complete"] else ", not complete"
     screen.print(printable(f"run {answer['id']} of {answer['taken_at']}: {answer['status']}{partial}"))
@@ -85,7 +85,7 @@ def _print(answer: dict[str, Any]) -> None:
         screen.print(printable(f"note: {note}"))
 
 
-def _learn(found: RunReport, profile: Path) -> dict[str, Any]:
+def _learn(found: RunReport, profile: Path) -> JsonObject:
     lesson = profile_update.add_run_to_profile(found, profile)
     output.warn(f"{profile}: {lesson.samples} operators of the run, {lesson.fresh} of them new")
     return dict(codec.to_builtins(lesson))
@@ -93,7 +93,7 @@ def _learn(found: RunReport, profile: Path) -> dict[str, Any]:
 
 def _write(
     found: RunReport,
-    answer: dict[str, Any],
+    answer: JsonObject,
     *,
     html: Path | None,
     picture: Path | None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from planner.io import output
-from planner.io.grids import grid
+from planner.io.grids import console, grid
 from planner.io.printable import printable
 from planner.requests.runs import Runs
 from planner.runs import runs_store
@@ -52,7 +52,7 @@ def _list(limit: int, *, json: bool) -> None:
             _error(row.memory_error),
         )
         table.add_row(*(printable(word) for word in (*words, *numbers)))
-    output.console().print(table)
+    console().print(table)
 
 
 def _error(value: float | None) -> str:

@@ -6,11 +6,11 @@ from collections.abc import Container, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-import typer
+from click.exceptions import Exit
 
 from planner.answers import shard as answers
 from planner.io import output
-from planner.io.output import console
+from planner.io.grids import console
 from planner.io.printable import printable
 from planner.requests.tools import Shard
 
@@ -26,7 +26,7 @@ def shard(asked: Shard) -> None:
     else:
         _print(found.rows)
     if not found.answered:
-        raise typer.Exit(3)
+        raise Exit(3)
 
 
 def _print_explanations(explanations: Sequence[Mapping[str, Any]]) -> None:
@@ -54,7 +54,7 @@ def _print_schedules(schedules: Sequence[Mapping[str, Any]]) -> None:
         other = f"{other} chunks" if isinstance(other, int) else other
         more = "" if other is None else f"; next best {other}: {1e6 * one['more_s']:+,.1f} us"
         screen.print(
-            printable(f"{one['product']} beside its exchange: {way}, {1e6 * one['program_s']:,.1f} us in all{more}")
+            printable(f"{one['product']} alongside its exchange: {way}, {1e6 * one['program_s']:,.1f} us in all{more}")
         )
 
 
@@ -73,7 +73,8 @@ def _print(rows: Sequence[Mapping[str, Any]]) -> None:
             screen.print(row["not_simulated"])
         if time := row.get("time_s"):
             parts = (
-                f": {1e6 * time['compute']:,.1f} compute, {1e6 * time['exposed_communication']:,.1f} communication not hidden"
+                f": {1e6 * time['compute']:,.1f} compute, {1e6 * time['exposed_communication']:,.1f} communication not"
+                " hidden"
                 if "compute" in time
                 else ", forward and backward as the program has them"
             )

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from planner.answers import suggest as answers
-from planner.explain.answer_text import print_search
-from planner.explain.run_text import print_run
 from planner.io import output
 from planner.requests.training import Suggest
 from topology.errors import UserError
@@ -23,8 +21,16 @@ def suggest(asked: Suggest) -> None:
     if asked.json:
         output.emit_json(found.to_dict())
     else:
-        print_search(found.result, out=str(out) if out and unsaved is None else None)
-        if found.run:
-            print_run(found.run)
+        _print(found, None if unsaved is not None or out is None else str(out))
     if unsaved is not None:
         raise unsaved
+
+
+def _print(found: answers.Suggested, out: str | None) -> None:
+    # JSON needs neither sentences nor a terminal.
+    from planner.explain.answer_text import print_search  # noqa: PLC0415
+    from planner.explain.run_text import print_run  # noqa: PLC0415
+
+    print_search(found.result, out=out)
+    if found.run:
+        print_run(found.run)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import typer
+from click.exceptions import Exit
 
 from planner.explain.traced import write_trace
 from planner.io import output
@@ -36,7 +36,7 @@ def trace(asked: Trace) -> None:
     if not is_legal(problems):
         for problem in problems:
             output.warn(problem.message)
-        raise typer.Exit(3)
+        raise Exit(3)
     written = write_trace(loaded, asked.out, Detail(asked.detail) if asked.detail else Detail.LAYER)
     if asked.json:
         output.emit_json(written)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
-import typer
+from click.exceptions import Exit
 from rich.console import Console
 from rich.live import Live
 
@@ -157,7 +157,7 @@ def _answer(
     force: bool,
     json: bool,
 ) -> None:
-    """Write what was asked for beside the answer, and show it. Exit code 1 where no plan was measured."""
+    """Write what was asked for besides the answer, and show it. Exit code 1 where no plan was measured."""
     if learn is not None:
         for line in add_trials(view.trials, learn):
             output.warn(line)
@@ -181,7 +181,7 @@ def _answer(
     if unsaved is not None:
         raise unsaved
     if view.best is None:
-        raise typer.Exit(1)
+        raise Exit(1)
 
 
 def _refuse(asked: Tune) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 
-import typer
+from click.exceptions import Exit
 
 from planner.io.explorer_server import require_free, require_installed, start, stop_server
 from planner.remote.connect import connect
@@ -24,7 +24,7 @@ def ui(asked: Ui) -> None:
     explorer = start(asked.port, None if asked.server is None else {SERVER: asked.server})
     asks = "" if asked.server is None else f"\nservice   {asked.server}"
     print(f"explorer  http://127.0.0.1:{asked.port}{asks}\nCtrl-C ends it", flush=True)
-    raise typer.Exit(_wait(explorer))
+    raise Exit(_wait(explorer))
 
 
 def _require_service(server: str) -> None:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from planner.io import output
-from planner.io.grids import grid
+from planner.io.grids import console, grid
 from planner.io.inputs import measurements, warn_of_doubts
-from planner.io.output import console
 from planner.io.printable import printable
 from planner.question.cases import read_cases
 from planner.question.learned_runtime import LearnedCalibrations, in_place, read_learned
 from planner.requests.runs import Validate
-from planner.validate.validation import summarise, validate_case
+from planner.validate.validation import ErrorSummary, Summary, ValidationRow, summarise, validate_case
 from topology.errors import Infeasible, OutOfTolerance, UserError
 
 
@@ -24,22 +22,26 @@ def validate(asked: Validate) -> None:
     learned = None if asked.runtime is None else read_learned(asked.runtime)
     if learned is not None:
         measured = LearnedCalibrations(measured, learned)
-    rows: list[dict[str, Any]] = []
+    of_files: list[tuple[str, ValidationRow]] = []
     try:
         for name in asked.files:
             for index, data in enumerate(read_cases(name)[0]):
-                rows.append({**validate_case(in_place(data, learned), measured=measured), "file": Path(name).name})
+                row = validate_case(in_place(data, learned), measured=measured)
+                of_files.append((Path(name).name, row))
                 if index % 20 == 0:
                     output.progress(f"{name}: row {index + 1}")
     finally:
         output.end_progress()
-    names = list(dict.fromkeys(row["file"] for row in rows))
-    by_file = {name: summarise([row for row in rows if row["file"] == name]) for name in names}
-    summary = {**summarise(rows), "by_file": by_file}
+    rows = [row for _, row in of_files]
+    summary = summarise(rows)
+    names = dict.fromkeys(name for name, _ in of_files)
+    parts = {name: summarise(row for of, row in of_files if of == name) for name in names}
     if asked.json:
-        output.emit_json({"schema_version": output.SCHEMA_VERSION, "rows": rows, "summary": summary})
+        listed = [{**row, "file": name} for name, row in of_files]
+        whole = {**summary, "by_file": parts}
+        output.emit_json({"schema_version": output.SCHEMA_VERSION, "rows": listed, "summary": whole})
     else:
-        _print(rows, summary)
+        _print(rows, {**parts, "all": summary})
     if summary["skipped"] == summary["rows"]:
         raise Infeasible(
             "nothing was compared",
@@ -51,10 +53,10 @@ def validate(asked: Validate) -> None:
         _hold(summary, asked.tolerance)
 
 
-def _hold(summary: Mapping[str, Any], tolerance: float) -> None:
+def _hold(summary: Summary, tolerance: float) -> None:
     if not summary["step"] and not summary["memory"]:
         raise UserError(
-            f"nothing could be held against a tolerance of {tolerance:g}%",
+            f"nothing could be compared with a tolerance of {tolerance:g}%",
             why=f"{summary['skipped']} of {summary['rows']} rows were skipped, and no other has a measurement",
             remedy="give cases with measured steps or memory, that can be predicted",
         )
@@ -70,13 +72,13 @@ def _hold(summary: Mapping[str, Any], tolerance: float) -> None:
         )
 
 
-def _print(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> None:
+def _print(rows: Sequence[ValidationRow], summaries: Mapping[str, Summary]) -> None:
     screen = console()
     table = grid(("case", "step s", "measured", "error", "GiB error", "in range"), gap=2)
     for row in rows:
-        if row["skipped"]:
-            continue
         error, predicted = row["error"], row["predicted"]
+        if row["skipped"] or predicted is None:
+            continue
         step = predicted["step_s"]
         measured = "-" if error["step"] is None else f"{step / (1 + error['step']):.4g}"
         held = {True: "yes", False: "no", None: "-"}[row["within_interval"]]
@@ -87,7 +89,7 @@ def _print(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> Non
         if row["skipped"]:
             screen.print(printable(f"skipped {row['id']}: {row['skipped']}"))
     totals = grid(("file", "rows", "skip", "step", "bias", "held", "mem", "bias", "held", "fit"))
-    for name, part in [*summary["by_file"].items(), ("all", summary)]:
+    for name, part in summaries.items():
         outcome = part["outcomes"]
         right = f"{outcome['right']}/{outcome['right'] + outcome['wrong']}"
         cells = [str(part["rows"]), str(part["skipped"]), *_cells(part["step"]), *_cells(part["memory"]), right]
@@ -98,7 +100,7 @@ def _print(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> Non
     screen.print("fit: predicted fit or out-of-memory as it happened. Errors are predicted/measured - 1.")
 
 
-def _cells(part: Mapping[str, Any] | None) -> list[str]:
+def _cells(part: ErrorSummary | None) -> list[str]:
     if part is None:
         return ["-", "-", "-"]
     return [f"{part['mean_abs']:.1%}", f"{part['bias']:+.1%}", f"{part['coverage']:.0%}"]

@@ -5,47 +5,33 @@ diffs.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import Any
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
+from planner.configs.asked import Open, Stated, ask
 from planner.configs.formats.configuration import CheckFlags, Configuration, Limits
-from planner.configs.formats.kinds import read_configuration
+from planner.configs.stated_rate import Against, StatedRate, against
 from planner.configs.variants import variants_of
 from planner.configs.written_back import Writer
 from planner.explain.plan_answer import PlanAnswer, answer_plan
-from planner.export.mapping import PLAN_FACTS, RUNTIME_FACTS, Facts, read
-from planner.io.inputs import read_cluster
-from planner.question.cases import DEFAULT_CLUSTER, DEFAULT_MODEL, SEQ_LEN, Case, build_case
 from planner.question.prediction import predict
 from planner.search.deadline import deadline_of, left_s, over
 from planner.search.plan_space.candidates import Bounds
 from planner.search.plan_space.stated import Values, exactly, within
 from planner.search.search import SearchOptions, suggest
-from simulator.config.estimate import SURE, Estimate
-from simulator.config.hf_config import load_model
-from simulator.config.model import Model
+from simulator.config.estimate import SURE, Estimate, chance
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
-from simulator.config.workload import Workload
 from simulator.fitting.calibrations import UNMEASURED, Calibrations
-from simulator.legality.frameworks import framework_named
-from simulator.legality.rule import Grade, Problem
+from simulator.legality.rule import Problem
 from simulator.legality.rules import is_legal
-from topology.cluster import Cluster
-from topology.errors import BadInput, Infeasible, PlannerError, UserError
-from topology.rates.known import require_plannable
+from topology.codec import JsonObject
+from topology.errors import Infeasible, Unproved
+from topology.time_limit import limited
 
-SEQUENCES_PER_GPU = 8  # of a step whose configuration states no batch: enough to accumulate, quick to run
 SHOWN = 5  # changes that are listed
 PREDICTED = 8  # changes, best first by the analytical model, that are predicted as the plan itself is
 CANDIDATES = 24  # best plans of which the first that the file can say is the answer
-# Flags, and the facts of a configuration that they must not contradict.
-BESIDE = {
-    "gpus": "gpus",
-    "seq_len": "seq_len",
-    "global_batch": "global_batch_size",
-    "micro_batch": "micro_batch_size",
-}
 GAIN = 0.995  # of the step: what gains less than half a percent is within any prediction's noise
 
 
@@ -84,48 +70,29 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """The question that a configuration asks: `facts` are how it says its plan, `given` what its reader was given.
-
-    `case` is None where it contradicts itself: see `problems`.
-    """
-
-    configuration: Configuration
-    assumed: tuple[str, ...]
-    given: Facts = field(default_factory=dict)
-    facts: Facts = field(default_factory=dict)
-    case: Case | None = None
-    problems: tuple[Problem, ...] = ()
-
-    def writer(self, where: str, flags: CheckFlags) -> Writer:
-        """Return what writes other plans into the configuration, which has a case."""
-        if self.case is None:
-            raise ValueError("a configuration that contradicts itself has no plan to write over")
-        return Writer(
-            configuration=self.configuration,
-            asked=self.case,
-            facts=self.facts,
-            given=self.given,
-            where=where,
-            flags=flags,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
-    """What there is to say about a configuration. `found` is None where it contradicts itself: see `problems`."""
+    """What there is to say about a configuration. `found` is None where it contradicts itself (`problems`) or leaves
+    something open (`questions`); where that is the model alone, `stated` is the rest, judged by rules that need none.
+    """
 
     configuration: Configuration
     problems: tuple[Problem, ...]
     assumed: tuple[str, ...]
+    questions: tuple[Open, ...] = ()
     found: PlanAnswer | None = None
+    stated: Stated | None = None
     changes: tuple[Change, ...] = ()
     best: Better | None = None
+    best_because: str = ""
+    against: Against | None = None
     no_better: str = ""
 
     @property
-    def legal(self) -> bool:
-        return self.found is not None and self.found.estimate is not None
+    def legal(self) -> bool | None:
+        """Whether its framework accepts it, as far as what it says can be judged; None where that is nothing."""
+        if self.found is None and self.stated is None and not self.problems:
+            return None
+        return is_legal(self.problems)
 
 
 def check_text(
@@ -134,6 +101,7 @@ def check_text(
     flags: CheckFlags | None = None,
     *,
     measured: Calibrations = UNMEASURED,
+    stated_rate: StatedRate | None = None,
     changes: bool = True,
     search: bool = True,
     time_limit_s: float | None = None,
@@ -141,157 +109,31 @@ def check_text(
 ) -> Checked:
     """Judge the configuration `text`; `where` is its file's name, in messages and diffs.
 
-    `flags` is what is known beside the file. Without `changes` only the plan is judged, and without `search` only plans
-    one change away are tried. After `time_limit_s` there is what was found until then. Raises BadInput (exit 2) for a
-    text that cannot be read or whose model or cluster is not known, and Stale (exit 1) for a profile in doubt where it
-    is refused.
+    `flags` is what is known besides the file, `stated_rate` what its source says that it takes. Without `changes` only
+    the plan is judged, and without `search` only plans one change away are tried. After `time_limit_s` there is what
+    was found until then. Raises what `ask` does.
     """
     flags, deadline = flags or CheckFlags(), deadline_of(time_limit_s)
     asked = ask(text, where, flags, measured=measured)
-    configuration, case = asked.configuration, asked.case
+    case, stated = asked.case, asked.stated
+    base = Checked(
+        configuration=asked.configuration,
+        problems=asked.problems if stated is None else stated.problems(),
+        assumed=asked.assumed,
+        questions=asked.questions,
+        stated=stated,
+    )
     if case is None:
-        return Checked(configuration=configuration, problems=asked.problems, assumed=asked.assumed)
+        return base
     found = answer_plan(case, deadline=deadline)
-    base = Checked(configuration=configuration, problems=found.problems, assumed=case.assumed, found=found)
+    base = replace(base, problems=found.problems, found=found)
+    if stated_rate is not None:
+        base = replace(base, against=against(found, asked.configuration, stated_rate))
     written = asked.writer(where, flags)
-    single = _changes(found, written, deadline) if changes else ()
-    return replace(
-        base, changes=single, **(_best(found, written, single, deadline, progress) if search and changes else {})
-    )
-
-
-def ask(text: str, where: str, flags: CheckFlags, *, measured: Calibrations = UNMEASURED) -> Asked:
-    """Return the question that a configuration asks, without its answer. Raises BadInput as `check_text` does."""
-    configuration = read_configuration(text, where, flags)
-    model, cluster, gpus, assumed = _inputs(configuration, flags)
-    measured.check(cluster)
-    try:
-        given = _given(configuration, flags, model, cluster, gpus)
-        facts = read(configuration.table, configuration.settings, given)
-        case = _case(configuration, facts, model, cluster, measured, where, assumed)
-    except PlannerError as error:
-        problem = Problem(rule="configuration", grade=Grade.ILLEGAL, message=str(error).replace("\n ", ";"))
-        return Asked(configuration=configuration, assumed=tuple(assumed), problems=(problem,))
-    _agree(facts, flags)
-    return Asked(configuration=configuration, assumed=case.assumed, given=given, facts=facts, case=case)
-
-
-# What the file is about.
-
-
-def _inputs(configuration: Configuration, flags: CheckFlags) -> tuple[Model, Cluster, int, list[str]]:
-    """Return the model, the cluster and the number of GPUs; what nobody stated is assumed, and listed."""
-    assumed = list(configuration.assumed)
-    model = load_model(flags.model) if flags.model else configuration.model
-    if isinstance(model, str):
-        model = load_model(model)
-    if model is None:
-        model = load_model(DEFAULT_MODEL)
-        assumed.append(f"model {DEFAULT_MODEL} (the file names none that is known: say it with --model)")
-    name = flags.cluster or configuration.cluster or DEFAULT_CLUSTER
-    if not flags.cluster:
-        assumed.append(f"cluster {name}" + (" (the file's own comment)" if configuration.cluster else ""))
-    whole = read_cluster(name, gpu=flags.gpu)
-    require_plannable(whole)  # of the machine, before what is said of the plan
-    gpus = flags.gpus or configuration.gpus
-    if gpus and not flags.gpus and configuration.in_a_comment:
-        assumed.append(f"{gpus} GPUs (the file's own comment)")
-    if not gpus:
-        gpus = whole.gpu_count
-        assumed.append(f"{gpus} GPUs (the cluster's; say another number with --gpus)")
-    return model, read_cluster(name, gpus, gpu=flags.gpu), gpus, [*model.assumed, *assumed]
-
-
-def _given(configuration: Configuration, flags: CheckFlags, model: Model, cluster: Cluster, gpus: int) -> Facts:
-    facts: Facts = {
-        **configuration.given,
-        "gpus": gpus,
-        "gpus_per_node": cluster.gpus_per_node,
-        "layers": model.layers,
-        "moe": model.moe is not None,
-        "max_positions": model.max_positions,
-    }
-    beside = {"batch_beside": flags.global_batch, "micro_beside": flags.micro_batch}
-    facts |= {name: value for name, value in beside.items() if value}
-    return ({"seq_len": flags.seq_len} if flags.seq_len else {}) | facts
-
-
-def _agree(facts: Facts, flags: CheckFlags) -> None:
-    """Raise UserError where a flag and the configuration say different things: one of the two would be dropped."""
-    for name, fact in BESIDE.items():
-        asked = getattr(flags, name)
-        if asked and asked != facts[fact]:
-            raise UserError(
-                f"--{name.replace('_', '-')} {asked}, but the configuration says {facts[fact]}",
-                remedy="leave the flag out, or write its value into the configuration",
-            )
-
-
-def _case(
-    configuration: Configuration,
-    facts: Facts,
-    model: Model,
-    cluster: Cluster,
-    measured: Calibrations,
-    where: str,
-    assumed: list[str],
-) -> Case:
-    """Return the question that a configuration asks."""
-    rules = framework_named(configuration.rules)
-    if facts.get("seq_len") is None:
-        facts["seq_len"] = min(SEQ_LEN, model.max_positions or SEQ_LEN)
-        assumed.append(f"sequence length {facts['seq_len']} tokens (the file does not say it)")
-    if facts.get("global_batch_size") is None:
-        facts |= _open_batch(facts, assumed)
-    workload = Workload(seq_len=facts["seq_len"], global_batch_size=facts["global_batch_size"])
-    of_launcher = configuration.framework in {
-        "accelerate",
-        "transformers",
-        "megatron-bridge",
-    }  # whose version it states
-    version = None if of_launcher else configuration.behaves_as or configuration.version
-    return build_case(
-        where,
-        model=model,
-        cluster=cluster,
-        workload=workload,
-        framework=rules,
-        runtime={
-            "name": rules.runtime_name,
-            "version": version,
-            **{name: facts[name] for name in RUNTIME_FACTS if name in facts},
-        },
-        plan=_stated(facts),
-        measured=measured,
-        assumed=assumed,
-        where=where,
-        gpus=facts["gpus"],
-    )
-
-
-def _open_batch(facts: Facts, assumed: list[str]) -> Facts:
-    """Return the batch of a file that has no key for it, of what was said beside it."""
-    dp, steps = facts["dp_replicate"] * facts["dp_shard"], facts.get("steps")
-    batch, micro = facts.get("batch_beside"), facts.get("micro_beside")
-    if not micro:
-        micro = batch // (dp * steps) or 1 if batch and steps else 1
-        assumed.append(f"micro batches of {micro} (the file does not say it)")
-    if not batch and steps:
-        batch = micro * steps * dp
-    if not batch:
-        batch = max(1, SEQUENCES_PER_GPU * facts["gpus"] // (dp * micro)) * dp * micro
-        assumed.append(f"global batch {batch} (the file does not say it)")
-    if steps and batch != micro * steps * dp:
-        raise BadInput(
-            f"global batch {batch} != {micro} a GPU x {steps} accumulated x {dp} data-parallel ranks",
-            remedy="leave one of the three open",
-        )
-    return {"micro_batch_size": micro, "global_batch_size": batch}
-
-
-def _stated(facts: Facts) -> dict[str, Any]:
-    """Return a plan's facts as a case states them: several numbers as a list."""
-    return {name: list(v) if isinstance(v := facts[name], tuple) else v for name in PLAN_FACTS if name in facts}
+    with limited(time_limit_s):
+        single = _changes(found, written, deadline) if changes else ()
+        best = _best(found, written, single, deadline, progress) if search and changes else {}
+    return replace(base, changes=single, **best)
 
 
 # Other plans.
@@ -311,7 +153,10 @@ def _changes(found: PlanAnswer, written: Writer, deadline: float | None) -> tupl
         group = [one for one in candidates if one.runtime == runtime and is_legal(asked.problems(one.plan))]
         if not group:
             continue
-        table = asked.estimate([one.plan for one in group])
+        try:
+            table = asked.estimate([one.plan for one in group])
+        except Unproved:
+            break
         for row, one in enumerate(group):
             estimate = table.estimate(row)
             judged.append((estimate.memory.fits, estimate.step_s.value, one.what, one.plan, runtime))
@@ -321,7 +166,10 @@ def _changes(found: PlanAnswer, written: Writer, deadline: float | None) -> tupl
         diff = written.diff(other, runtime)
         if not diff or over(deadline):
             continue
-        there = predict(replace(question, runtime=runtime), other).estimate
+        try:
+            there = predict(replace(question, runtime=runtime), other).estimate
+        except Unproved:
+            break
         if now is None or _gains(there, now):
             better = Better(plan=other, runtime=runtime, estimate=there, diff=diff)
             changes.append(Change(what=what, better=better))
@@ -348,7 +196,7 @@ def _best(
     changes: tuple[Change, ...],
     deadline: float | None,
     progress: Callable[[str], None] | None,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return the best plan that the file can say, or why there is none. It is at least as good as every single
     change.
     """
@@ -364,7 +212,7 @@ def _best(
             bounds=Bounds(stated=stated), top=CANDIDATES, all_variants=True, time_limit_s=left_s(deadline)
         )
         listed = suggest(question, options, progress=progress).plans
-    except Infeasible as error:
+    except (Infeasible, Unproved) as error:
         return {"no_better": str(error)}
     rivals: list[Better] = []
     for one in listed:
@@ -374,17 +222,35 @@ def _best(
         if diff := written.diff(other):
             rivals.append(Better(plan=other, runtime=question.runtime, estimate=one.estimate, diff=diff))
             break
-    for rival in (*rivals, *(change.better for change in changes[:1])):
-        turned = replace(rival.runtime, compile=not rival.runtime.compile)
-        asked = replace(question, runtime=turned)
-        if not over(deadline) and is_legal(asked.problems(rival.plan)) and (diff := written.diff(rival.plan, turned)):
-            estimate = predict(asked, rival.plan).estimate
-            rivals.append(Better(plan=rival.plan, runtime=turned, estimate=estimate, diff=diff))
-        rivals.append(rival)
+    singles = [change.better for change in changes]
+    for rival in (*rivals, *singles[:1]):
+        recompiled = replace(rival.runtime, compile=not rival.runtime.compile)
+        asked = replace(question, runtime=recompiled)
+        if (
+            not over(deadline)
+            and is_legal(asked.problems(rival.plan))
+            and (diff := written.diff(rival.plan, recompiled))
+        ):
+            with suppress(Unproved):
+                estimate = predict(asked, rival.plan).estimate
+                rivals.append(Better(plan=rival.plan, runtime=recompiled, estimate=estimate, diff=diff))
+    rivals += singles
     rivals.sort(key=lambda one: (one.estimate.memory.fit_probability < SURE, one.estimate.step_s.value))
     now = found.estimate
     for rival in rivals[:1]:
         if now is None or _gains(rival.estimate, now):
-            return {"best": rival}
+            return {"best": rival, "best_because": _because(rival, singles)}
         return {"no_better": "nothing that the search found is faster by more than half a percent"}
     return {"no_better": "the best plans cannot be said in this kind of file"}
+
+
+def _because(best: Better, singles: list[Better]) -> str:
+    """Say why the best plan is slower than a single change, where it is."""
+    quicker = [one for one in singles if one.estimate.step_s.value < best.estimate.step_s.value]
+    if not quicker:
+        return ""
+    fastest = min(quicker, key=lambda one: one.estimate.step_s.value)
+    odds = chance(fastest.estimate.memory.fit_probability)
+    return (
+        f"it surely fits; the change above takes {fastest.estimate.step_s.value:.3g} s and fits with a chance of {odds}"
+    )

@@ -13,6 +13,7 @@ from planner.configs.formats.kinds import read_configuration
 from planner.configs.serving import CheckedServing, check_serving, serving_engine
 from planner.configs.serving_document import checked_serving_document
 from planner.serving.question.from_flags import ServingFlags
+from topology.codec import JsonObject
 from topology.errors import PlannerError, UserError
 
 
@@ -50,7 +51,7 @@ def _refuse(said: Mapping[str, Any], kind: str) -> None:
         raise UserError(f"{', '.join(said)}: not about a configuration of {kind}", remedy="leave it out")
 
 
-def any_document(where: str, checked: Checked | CheckedServing) -> dict[str, Any]:
+def any_document(where: str, checked: Checked | CheckedServing) -> JsonObject:
     """Return the JSON document of `planner check`."""
     if isinstance(checked, CheckedServing):
         return checked_serving_document(where, checked)

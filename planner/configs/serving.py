@@ -16,6 +16,7 @@ from typing import Any
 
 from planner.configs.formats.command_line import CommandLine, option_kinds
 from planner.configs.formats.configuration import CheckFlags
+from planner.export.mapping import Settings
 from planner.export.schema import schema
 from planner.serving import (
     MOST,
@@ -62,15 +63,16 @@ _LONGER = {"vllm": "VLLM_ALLOW_LONG_MAX_MODEL_LEN", "sglang": "SGLANG_ALLOW_OVER
 _SHARES = {"gpu_memory_utilization", "mem_fraction_static"}
 # Settings that are costed or judged, and those that say where and as what a server answers.
 _READ = {
-    "model", "model_path", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "enable_expert_parallel",
-    "tp_size", "pp_size", "dp_size", "attn_dp_size", "ep_size", "enable_dp_attention", "max_num_seqs", "max_num_batched_tokens",
-    "gpu_memory_utilization", "max_running_requests", "chunked_prefill_size", "mem_fraction_static", "quantization",
-    "kv_cache_dtype", "max_model_len", "context_length", "enforce_eager", "disable_cuda_graph", "disable_custom_all_reduce",
+    "model", "model_path", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size",
+    "enable_expert_parallel", "tp_size", "pp_size", "dp_size", "attn_dp_size", "ep_size", "enable_dp_attention",
+    "max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization", "max_running_requests",
+    "chunked_prefill_size", "mem_fraction_static", "quantization", "kv_cache_dtype", "max_model_len",
+    "context_length", "enforce_eager", "disable_cuda_graph", "disable_custom_all_reduce",
 }  # fmt: skip
 _OF_THE_SERVER = {
-    "host", "port", "api_key", "served_model_name", "trust_remote_code", "tokenizer", "tokenizer_path", "download_dir", "seed",
-    "random_seed", "revision", "chat_template", "uvicorn_log_level", "log_level", "disable_log_requests", "tool_call_parser",
-    "enable_auto_tool_choice", "reasoning_parser",
+    "host", "port", "api_key", "served_model_name", "trust_remote_code", "tokenizer", "tokenizer_path",
+    "download_dir", "seed", "random_seed", "revision", "chat_template", "uvicorn_log_level", "log_level",
+    "disable_log_requests", "tool_call_parser", "enable_auto_tool_choice", "reasoning_parser",
 }  # fmt: skip
 MOST_TOKENS = 1 << 31
 LISTED = 3
@@ -269,14 +271,14 @@ def _pool(engine: str, settings: Mapping[str, Any], *, experts: bool) -> Pool:
     return pool
 
 
-def _limits(engine: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+def _limits(engine: str, settings: Mapping[str, Any]) -> Settings:
     """Return what a command says of formats and limits, as fields of ServingFlags."""
     names = {
         "vllm": ("max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization"),
         "sglang": ("max_running_requests", "chunked_prefill_size", "mem_fraction_static"),
     }[engine]
     fields = ("max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization")
-    found: dict[str, Any] = {}
+    found: Settings = {}
     for name, field in zip(names, fields, strict=True):
         number = _number(settings.get(name))
         if number > 0:
@@ -342,7 +344,7 @@ def _change(
 ) -> ServingChange:
     wanted = parallel_flags(engine, plan.deployment, deprecated="enable_dp_attention" in settings)
     flag_names = {flag: _name_used(flag, document, engine) for flag in wanted}
-    defaults: dict[str, Any] = {flag: 1 for flag, value in wanted.items() if not isinstance(value, bool)}
+    defaults: Settings = {flag: 1 for flag, value in wanted.items() if not isinstance(value, bool)}
     changes = {
         flag_names[flag]: value
         for flag, value in wanted.items()
@@ -364,7 +366,7 @@ def _name_used(flag: str, document: CommandLine, engine: str) -> str:
     return next((name for name, known in used if known and keys[known]["dest"] == dest), flag)
 
 
-def parallel_flags(engine: str, deployment: Deployment, *, deprecated: bool = False) -> dict[str, Any]:
+def parallel_flags(engine: str, deployment: Deployment, *, deprecated: bool = False) -> Settings:
     """Return the flags that spread one command over GPUs, all of them, defaults too.
 
     `deprecated` writes SGLang's attention groups as it did before 0.5.20: `--dp-size N --enable-dp-attention`.
@@ -377,7 +379,7 @@ def parallel_flags(engine: str, deployment: Deployment, *, deprecated: bool = Fa
             "--data-parallel-size": pool.engines * pool.dp_attention,
             "--enable-expert-parallel": pool.ep > 1,
         }
-    found: dict[str, Any] = {"--tp-size": pool.ranks, "--pp-size": pool.pp, "--ep-size": pool.ep}
+    found: Settings = {"--tp-size": pool.ranks, "--pp-size": pool.pp, "--ep-size": pool.ep}
     if deprecated:
         return found | {
             "--dp-size": max(pool.engines, pool.dp_attention),

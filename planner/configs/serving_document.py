@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from planner.configs.serving import VERSIONS, CheckedServing
 from planner.io.output import SCHEMA_VERSION
 from planner.serving.reports.documents import estimate_document, listed_document
+from topology.codec import JsonObject
 
 
-def checked_serving_document(where: str, checked: CheckedServing) -> dict[str, Any]:
+def checked_serving_document(where: str, checked: CheckedServing) -> JsonObject:
     """Return the JSON document of `planner check` on a command that starts an engine."""
     answer = None if checked.answer is None else estimate_document(where, checked.answer)
     changes = [

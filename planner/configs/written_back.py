@@ -56,6 +56,9 @@ class Writer:
         before, after = self._settings(self.asked.plan, self.asked.question.runtime), self._settings(plan, runtime)
         changes = {key: after.get(key) for key in {**before, **after} if before.get(key) != after.get(key)}
         said = self.configuration.settings
+        for entry in self.configuration.table:
+            if changes.keys() & {*entry.keys}:
+                changes |= {key: None for key in entry.exclusive if key in said and key not in after}
         # A degree left at "what the others leave" mostly says the new plan as well.
         fewer = {key: value for key, value in changes.items() if said.get(key) != FILLS}
         # A batch left out follows from degrees, so that it has to be said where it shall stay.

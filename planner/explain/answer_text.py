@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from itertools import groupby
 
 from planner.explain.plan_answer import PlanAnswer
 from planner.explain.tables import (
@@ -29,14 +28,21 @@ from planner.io.figures import (
     rate_text,
     seconds_text,
 )
-from planner.io.grids import grid
-from planner.io.output import console
-from planner.io.plan_words import approach_text, degrees_text, policy_text, short_degrees, special_text
+from planner.io.grids import console, grid
+from planner.io.plan_words import (
+    approach_text,
+    degrees_text,
+    differences_text,
+    plan_settings,
+    policy_text,
+    short_degrees,
+    special_text,
+)
 from planner.io.printable import printable
 from planner.question.question import Question
 from planner.search.fixes import memory_text
-from planner.search.result import GpuCountRow, MayFit, RankedPlan, SearchResult
-from simulator.config.estimate import Estimate, Fit, chance
+from planner.search.result import TIED, GpuCountRow, MayFit, RankedPlan, SearchResult, places
+from simulator.config.estimate import SURE, Estimate, Fit, chance
 from simulator.config.plan import Plan
 from topology.units import two_digits
 
@@ -48,13 +54,14 @@ def print_search(result: SearchResult, *, out: str | None) -> None:
     """Print the answer of `planner suggest`."""
     best, question = result.plans[0], result.question
     sentences = [answer_sentence(best), question_line(question, best.plan)]
-    if result.may_fit is not None and result.may_fit.faster >= LEAST_GAIN:
+    likely = [one for one in result.likely if one.faster >= LEAST_GAIN]
+    if result.may_fit is not None and likely:
         sentences.append(may_fit_sentence(result.may_fit, best))
     if best.fixes:
-        sentences.append(f"No plan surely fits. Of #1: {memory_text(best.estimate, best.fixes)}.")
+        sentences.append(f"No plan surely fits. Of #1: {memory_text(best.estimate, best.fixes, best.plan.gpus)}.")
     print_lines(console(), sentences, hanging="")
     print()
-    print_plans(result.plans, question)
+    print_plans(result.plans, question, likely)
     print_gpu_counts(result.by_gpus)
     why = [f"#{ranked.rank:<8} {ranked.lost_because}" for ranked in result.plans[1:]]
     flips: dict[str, list[str]] = {}
@@ -85,12 +92,13 @@ def print_estimate(found: PlanAnswer) -> None:
         print_lines(console(), ["Not legal: nothing to estimate.", *problems, f"case      {case.id}", *asked])
         print_lines(console(), [*question_lines(question), *assumed_lines(case.assumed)])
         return
-    memory = memory_text(estimate, found.fixes)
+    memory = memory_text(estimate, found.fixes, plan.gpus)
     rates = f"{rate_text(estimate)} tokens/s/GPU, MFU {estimate.mfu:.0%}"
     sentence = f"{_capital(approach_text(plan))}: about {interval_text(estimate.step_s)} a step, {rates}."
     print_lines(console(), [sentence, f"Memory {memory}."], hanging="")
     print()
-    print_lines(console(), [f"case      {case.id}", *asked, *problems, batch_line(plan, question)])
+    setting = [*problems, batch_line(plan, question), order_line(plan, question)]
+    print_lines(console(), [f"case      {case.id}", *asked, *setting])
     print_lines(console(), [parts_line(estimate), memory_line(estimate)])
     print()
     rests_on = [*question_lines(question), *assumed_lines(case.assumed), *basis_lines(estimate, found.method)]
@@ -111,19 +119,27 @@ def answer_sentence(best: RankedPlan) -> str:
         if best.plan.recompute != "none" and not best.plan.recompute_per_stage
         else ""
     )
-    return f"Use {approach_text(best.plan)}{settings}: about {interval_text(best.estimate.step_s)} a step, {needs}."
+    return f"Use {approach_text(best.plan)}{settings}: about {interval_text(best.estimate.step_s)} a step of {tokens_text(best)} tokens, {needs}."
+
+
+def tokens_text(listed: RankedPlan) -> str:
+    """Return the tokens of a step to two digits: `4.2M`, `33k`."""
+    tokens = listed.estimate.tokens_per_gpu * listed.plan.gpus
+    size, letter = next(((size, letter) for size, letter in ((1e6, "M"), (1e3, "k")) if tokens >= size), (1.0, ""))
+    return f"{two_digits(tokens / size)}{letter}"
 
 
 def may_fit_sentence(found: MayFit, best: RankedPlan) -> str:
-    """Return what the fastest plan that may fit would gain over the first, which surely does."""
+    """Return what the fastest plan that may fit would gain over the first, which surely does, and how they differ."""
     plan, memory = found.plan, found.estimate.memory
-    same = approach_text(plan) == approach_text(best.plan)
-    settings = f"recompute {plan.recompute}"
-    if plan.micro_batch_size != best.plan.micro_batch_size or not same:
-        settings += f", micro batch {plan.micro_batch_size}"
-    what = settings if same else f"{approach_text(plan)} ({settings})"
+    if approach_text(plan) == approach_text(best.plan):
+        what = f"The same with {differences_text(best.plan, plan)}"
+    else:
+        what = f"{_capital(approach_text(plan))} ({plan_settings(plan)})"
     needs = f"{gib_text(memory.reserved_bytes)} GiB of {gib_text(memory.capacity_bytes)}"
-    return f"{_capital(what)} would take {found.faster:.0%} less time and is {chance(found.fit_probability)} likely to fit: {needs}."
+    return (
+        f"{what} would take {found.faster:.0%} less time and is {chance(found.fit_probability)} likely to fit: {needs}."
+    )
 
 
 def _capital(text: str) -> str:
@@ -134,8 +150,8 @@ def question_line(question: Question, plan: Plan) -> str:
     """Return the question in a line: model, batch, machine, software."""
     workload, cluster = question.workload, question.cluster
     return (
-        f"{question.model.name}, {workload.global_batch_size:,} sequences of {workload.seq_len:,} tokens a step, on {plan.gpus:,} x "
-        f"{cluster.slowest_kind.title} ({cluster.name}) in {question.framework.title}."
+        f"{question.model.name}, {workload.global_batch_size:,} sequences of {workload.seq_len:,} tokens a step,"
+        f" on {plan.gpus:,} x {cluster.slowest_kind.title} ({cluster.name}) in {question.framework.title}."
     )
 
 
@@ -149,25 +165,28 @@ def batch_line(plan: Plan, question: Question) -> str:
     return f"batch     {workload.global_batch_size:,} = {ranks}{each}{plan.micro_batch_size} at a time"
 
 
+def order_line(plan: Plan, question: Question) -> str:
+    """Return which rank runs on which GPU."""
+    if not plan.placement or plan.placement == tuple(range(plan.gpus)):
+        return "order     ranks in the order of the GPUs"
+    order = f"rank by rank: {', '.join(map(str, plan.placement[:16]))}" + (", ..." if plan.gpus > 16 else "")
+    return f"order     GPUs {order}" + (" (CUDA_VISIBLE_DEVICES)" if question.cluster.node_count == 1 else "")
+
+
 def run_lines(plan: Plan, question: Question, out: str | None) -> list[str]:
     """Return what is needed to start a plan: micro batches, the order of the GPUs, and the commands."""
-    if plan.placement and plan.placement != tuple(range(plan.gpus)):
-        order = f"rank by rank: {', '.join(map(str, plan.placement[:16]))}" + (", ..." if plan.gpus > 16 else "")
-        order = f"GPUs {order} (CUDA_VISIBLE_DEVICES)" if question.cluster.node_count == 1 else f"GPUs {order}"
-    else:
-        order = "rank r on GPU r"
     start = f"planner export {out or 'plan.json'} --to {question.framework.tools.export}"
     saved = f"saved     {out}" if out else None
     save = "" if out else "with --out plan.json: "
-    lines = [batch_line(plan, question), f"order     {order}", saved, f"start     {save}{start}"]
+    lines = [batch_line(plan, question), order_line(plan, question), saved, f"start     {save}{start}"]
     return [line for line in lines if line]
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
-def print_plans(plans: Sequence[RankedPlan], question: Question) -> None:
-    """Print the ranked plans in at most 80 columns; tied plans have the same number, marked."""
+def print_plans(plans: Sequence[RankedPlan], question: Question, likely: Sequence[MayFit] = ()) -> None:
+    """Print the ranked plans in at most 80 columns, tied ones marked, and below them the `likely` faster ones."""
     # A narrow screen has room for what decides, and for the plans themselves.
     width = console().width
     left_out = {"tok/s/GPU", "MFU"} if width < NARROW else set()
@@ -182,15 +201,16 @@ def print_plans(plans: Sequence[RankedPlan], question: Question) -> None:
     table = grid(headings, text=("#", "plan", "micro", "recompute"))
     for column in table.columns:
         column.no_wrap = column.header != "plan"
-    ties = {tie: len(list(same)) for tie, same in groupby(plans, key=lambda ranked: ranked.tie)}
-    for ranked in plans:
-        plan, estimate = ranked.plan, ranked.estimate
+    marks = places(plans)
+    shown: list[tuple[str, RankedPlan | MayFit]] = [*zip(marks, plans, strict=True), *(("?", one) for one in likely)]
+    for mark, row in shown:
+        plan, estimate = row.plan, row.estimate
         settings = special_text(plan)
         recompute = (
             f"{len(set(plan.recompute_per_stage))} kinds by stage" if plan.recompute_per_stage else plan.recompute
         )
         cells = {
-            "#": f"{ranked.rank}{' =' if ties[ranked.tie] > 1 else ''}",
+            "#": mark,
             "plan": short_degrees(plan) + (f"; {settings}" if settings else ""),
             "micro": f"{plan.micro_batches(question.workload.global_batch_size)} x {plan.micro_batch_size}",
             "recompute": recompute,
@@ -202,14 +222,20 @@ def print_plans(plans: Sequence[RankedPlan], question: Question) -> None:
         }
         table.add_row(*(cells[heading] for heading in headings))
     console().print(table)
-    if any(count > 1 for count in ties.values()):
-        print_lines(console(), ["= too close for the model to tell apart: the simplest comes first"])
+    legend = [f"= {TIED}"] if any("=" in mark for mark in marks) else []
+    legend += ["? faster than #1, but not sure to fit"] if likely else []
+    print_lines(console(), legend)
 
 
 def fits_text(estimate: Estimate) -> str:
     """Return whether a plan fits, in a word or as a probability."""
     memory = estimate.memory
     return {Fit.YES: "yes", Fit.NO: "no"}.get(memory.fit) or chance(memory.fit_probability)
+
+
+def _chance_text(probability: float | None) -> str:
+    """Return in a word how sure it is that the best plan on a number of GPUs fits."""
+    return "-" if probability is None else "yes" if probability >= SURE else chance(probability)
 
 
 def print_gpu_counts(rows: Sequence[GpuCountRow]) -> None:
@@ -219,10 +245,10 @@ def print_gpu_counts(rows: Sequence[GpuCountRow]) -> None:
     print()
     has_cost = any(row.cost_per_million_tokens is not None for row in rows)
     cost = ["cost / M tokens"] if has_cost else []
-    table = grid(("GPUs", "step s", "tok/s/GPU", "GiB", *cost, "plan"), text=("plan",))
+    table = grid(("GPUs", "step s", "tok/s/GPU", "GiB", "fits", *cost, "plan"), text=("plan",))
     for row in rows:
         if row.plan is None or row.step_s is None:
-            table.add_row(str(row.gpus), *["-"] * (3 + has_cost), printable(row.problem))
+            table.add_row(str(row.gpus), *["-"] * (4 + has_cost), printable(row.problem))
             continue
         cost = [f"{row.cost_per_million_tokens:.3g}"] if row.cost_per_million_tokens is not None else []
         table.add_row(
@@ -230,6 +256,7 @@ def print_gpu_counts(rows: Sequence[GpuCountRow]) -> None:
             f"{row.step_s:.2g}" if row.step_s < 10 else f"{row.step_s:.0f}",
             two_digits(row.tokens_per_s_per_gpu or 0.0),
             gib_text(row.reserved_bytes or 0.0),
+            _chance_text(row.fit_probability),
             *cost,
             short_degrees(row.plan),
         )

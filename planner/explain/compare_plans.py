@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from planner.explain.traffic import Traffic, traffic_of
 from planner.explain.waterfall import Difference, difference
 from planner.io.output import SCHEMA_VERSION
+from planner.io.plan_words import changed_fields
 from planner.question.cases import Case
 from planner.question.plan_file import differences
 from planner.question.prediction import predict
 from simulator.config.estimate import Estimate
 from topology import codec
+from topology.codec import JsonObject
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +37,7 @@ def compare_plans(first: Case, second: Case) -> Comparison:
         cases=(first, second),
         estimates=(one, other),
         terms=tuple(difference(one, other)),
-        settings=tuple(differences(first.plan, second.plan)),
+        settings=tuple(f"{what} {old} -> {new}" for what, old, new in changed_fields(first.plan, second.plan)),
         question=tuple(
             f"{name}: {line}"
             for name in ("model", "cluster", "workload", "runtime")
@@ -46,7 +47,7 @@ def compare_plans(first: Case, second: Case) -> Comparison:
     )
 
 
-def comparison_document(found: Comparison, files: Sequence[str]) -> dict[str, Any]:
+def comparison_document(found: Comparison, files: Sequence[str]) -> JsonObject:
     """Return the JSON document of a comparison of two `files`."""
     one, other = found.estimates
     sides = [

@@ -25,13 +25,13 @@ from planner.search.plan_space.screened import Screened
 from planner.search.plan_space.stated import exactly
 from planner.search.reasons import lost_because
 from planner.search.result import SearchResult
-from planner.search.scaling import scale_memory, with_gpus
 from simulator.bounds.screening import Screening
 from simulator.config.estimate import Estimate
 from simulator.config.plan import MESH_AXES, Plan
 from simulator.memory.plan_memory import Replays
 from topology.cluster import Cluster
 from topology.errors import PlannerError, UserError
+from topology.rates.scaling import scale_memory, with_gpus
 
 # What an estimate of model state counts (NVIDIA/Megatron-LM#525); it leaves out everything else.
 STATE = frozenset({"parameters", "gradients", "optimizer"})
@@ -92,7 +92,7 @@ class Explanation:
     rejected: dict[str, int]
     pruned: dict[str, int]
     overlap: tuple[SiteOverlap, ...] = ()  # what the mode of each tensor-parallel communication hides
-    traffic: Traffic | None = None  # None where the plan is not legal
+    traffic: Traffic | None = None  # None where the plan is not legal, or the time limit ended before
     fixes: tuple[Fix, ...] = ()  # where it may not fit: what makes it, cheapest first
 
 
@@ -157,8 +157,8 @@ def explain(
         flips=tuple(answer_flips(own_question, grow, progress)) if with_flips else (),
         rejected=result.rejected,
         pruned=result.search.pruned,
-        overlap=overlap_by_site(plan, question.estimate),
-        traffic=traffic_of(replace(question, gpus=plan.gpus), plan, estimate),
+        overlap=() if result.cut_short else overlap_by_site(plan, question.estimate),
+        traffic=None if result.cut_short else traffic_of(replace(question, gpus=plan.gpus), plan, estimate),
         fixes=first.fixes if chosen is first else find_fixes(replace(question, gpus=plan.gpus), plan, estimate),
     )
 

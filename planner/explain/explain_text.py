@@ -20,8 +20,7 @@ from planner.explain.tables import (
 from planner.explain.traffic_text import print_traffic, traffic_rows
 from planner.explain.waterfall import Waterfall
 from planner.io.figures import change_text, gib_text, last_digit_s, rate_text, seconds_text
-from planner.io.grids import grid
-from planner.io.output import console
+from planner.io.grids import console, grid
 from planner.io.plan_words import degrees_text, policy_text
 from planner.io.printable import printable
 from planner.search.fixes import memory_text
@@ -54,7 +53,7 @@ def print_explanation(found: Explanation, result: SearchResult, changed: Sequenc
     )
     print_waterfall(found.waterfall, last_s)
     screen.print()
-    print_memory(found.memory, memory_text(found.estimate, found.fixes))
+    print_memory(found.memory, memory_text(found.estimate, found.fixes, found.plan.gpus))
     if found.traffic is not None:
         screen.print()
         print_traffic(found.traffic)
@@ -79,7 +78,10 @@ def overlap_text(found: SiteOverlap, last_s: float) -> str:
     if found.mode == NONE:
         return f"{found.site}: none"
     gains = "shortens" if found.saves_s >= 0 else "lengthens"
-    return f"{found.site}: {found.mode} hides {seconds_text(found.hides_s, last_s)} and {gains} the step by {seconds_text(abs(found.saves_s), last_s)}"
+    return (
+        f"{found.site}: {found.mode} hides {seconds_text(found.hides_s, last_s)} and {gains} the step by"
+        f" {seconds_text(abs(found.saves_s), last_s)}"
+    )
 
 
 def print_waterfall(found: Waterfall, last_s: float) -> None:

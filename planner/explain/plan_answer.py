@@ -7,7 +7,6 @@ in memory.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 from planner.explain.traffic import traffic_of
 from planner.io.output import SCHEMA_VERSION
@@ -19,6 +18,7 @@ from simulator.legality.rule import Problem
 from simulator.legality.rules import is_legal
 from simulator.runtimes.environment import assumed_environment
 from topology import codec
+from topology.codec import JsonObject
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ def answer_plan(case: Case, *, with_fixes: bool = True, deadline: float | None =
     return PlanAnswer(case=case, problems=problems, estimate=found.estimate, method=found.method, fixes=fixes)
 
 
-def plan_document(found: PlanAnswer) -> dict[str, Any]:
+def plan_document(found: PlanAnswer) -> JsonObject:
     """Return the JSON document of one case: legality, assumptions, the estimate, and what makes it fit."""
     case = found.case
     return {
@@ -71,7 +71,7 @@ def plan_document(found: PlanAnswer) -> dict[str, Any]:
     }
 
 
-def unreadable_document(name: str, message: str) -> dict[str, Any]:
+def unreadable_document(name: str, message: str) -> JsonObject:
     """Return the JSON document of a case that cannot be read."""
     problem = {"rule": "input", "grade": "illegal", "message": message, "nearest": [], "nearest_of": ""}
     return {

@@ -1,24 +1,15 @@
-"""A whole training run as text and JSON: what it takes, and a table over the numbers of GPUs that were tried."""
+"""A whole training run as text: what it takes, and a table over the numbers of GPUs that were tried."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from planner.explain.tables import print_lines
-from planner.io.grids import grid
-from planner.io.output import console
+from planner.io.grids import console, grid
 from planner.io.plan_words import degrees_text
 from planner.io.printable import printable
 from planner.question.goal import Goal
 from planner.search.whole_run import DAY_S, RunAnswer, WholeRun
-from topology import codec
 
 MWH_J = 3.6e9
-
-
-def run_document(found: RunAnswer) -> dict[str, Any]:
-    """Return the keys that a whole run adds to a search's JSON document."""
-    return {name: codec.to_builtins(getattr(found, name)) for name in ("goal", "run", "curve")}
 
 
 def print_run(found: RunAnswer) -> None:

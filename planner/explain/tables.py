@@ -13,13 +13,13 @@ from planner.io.printable import printable
 from planner.question.prediction import Method
 from planner.search.flips import FlipPoint
 from planner.search.result import SearchResult
-from planner.search.scaling import network_bytes_per_s, nvlink_bytes_per_s
 from simulator.config.estimate import SURE, Estimate
 from simulator.config.model import Model
 from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
 from topology.cluster import Cluster, LinkKind
 from topology.rates.reach import mixed_gpus
+from topology.rates.scaling import network_bytes_per_s, nvlink_bytes_per_s
 from topology.units import GIB, in_gib
 
 LABEL = 10  # width of the label at the left of a line
@@ -54,8 +54,14 @@ def basis_lines(estimate: Estimate, method: Method) -> list[str]:
     )
     return [
         f"basis     {basis}; {how}; 80% of steps are expected between {low:+.0%} and {high:+.0%} of the value",
-        f"MFU       counts model FLOPs (no recompute) against the dense peak of {estimate.peak_flops / 1e12:.0f} TFLOP/s",
-        f"fits      the chance that {in_gib(memory.capacity_bytes - memory.communicator_bytes)} are enough for the worst rank: yes from {SURE:.0%} on",
+        (
+            f"MFU       counts model FLOPs (no recompute) against the dense peak of {estimate.peak_flops / 1e12:.0f}"
+            " TFLOP/s"
+        ),
+        (
+            f"fits      the chance that {in_gib(memory.capacity_bytes - memory.communicator_bytes)} are enough for the"
+            f" worst rank: yes from {SURE:.0%} on"
+        ),
     ]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from planner.io.figures import last_digit_s, seconds_text
 from planner.io.output import SCHEMA_VERSION
@@ -12,14 +11,14 @@ from simulator.lowering.block_code import Detail
 from simulator.lowering.simulation import breakdown_s, drawn_micro_batches, program_length
 from simulator.memory.over_time import with_memory
 from simulator.program.chrome_trace import to_chrome
-from topology.codec import to_json, write_text
+from topology.codec import JsonObject, to_json, write_text
 from topology.errors import UserError
 
 # Measured: half as many take 19 s of one core, 0.6 GiB, and a file of 58 MB.
 MAX_INSTRUCTIONS = 1_000_000
 
 
-def write_trace(case: Case, out: Path, detail: Detail = Detail.LAYER) -> dict[str, Any]:
+def write_trace(case: Case, out: Path, detail: Detail = Detail.LAYER) -> JsonObject:
     """Simulate a step of the plan, write what every rank and stream does, and return what was written.
 
     Raises BadPlan as the simulation does, and UserError for a timeline that is too long.
@@ -54,6 +53,7 @@ def _require_short(case: Case, micro_batches: int) -> None:
     if length > MAX_INSTRUCTIONS:
         raise UserError(
             f"the timeline of this step has about {length:.2g} instructions",
-            why=f"at most {MAX_INSTRUCTIONS:,} are written, and {micro_batches} micro batches are the fewest that show it",
+            why=f"at most {MAX_INSTRUCTIONS:,} are written, and {micro_batches} micro batches are the fewest that show"
+            " it",
             remedy="a smaller --pp: a pipeline takes as many micro batches to show as it has stages, and more",
         )

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from planner.question.question import Question
-from planner.search.scaling import network_bytes_per_s, nvlink_bytes_per_s
 from simulator.collectives.traffic import REDUCES_INSIDE, TRAFFIC
 from simulator.config.estimate import Estimate
 from simulator.config.plan import Plan
@@ -25,6 +24,7 @@ from simulator.pipeline.schedules.registry import SCHEDULES, schedule_kind
 from simulator.program.program import Collective, Copy, RankCode, Send
 from topology.cluster import Cluster
 from topology.rates.groups import GroupShape, group_rates
+from topology.rates.scaling import network_bytes_per_s, nvlink_bytes_per_s
 
 HOST = "host"
 NVLINK, PCIE, NETWORK = "nvlink", "pcie", "network"

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from planner.explain.tables import print_lines
 from planner.explain.traffic import LINKS, NETWORK, LinkTraffic, Traffic
-from planner.io.grids import grid
-from planner.io.output import console
+from planner.io.grids import console, grid
 
 TITLES = {"nvlink": "NVLink", "pcie": "PCIe", "network": "network"}
 SHOWN = 1e-4  # of all bytes; an axis with fewer has only sums of single numbers to send

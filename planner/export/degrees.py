@@ -7,7 +7,11 @@ steps.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from planner.export.job import ExportJob
 from simulator.config.plan import Plan
+from simulator.runtimes.library import spec_for
 from topology.errors import Infeasible
 
 
@@ -33,6 +37,22 @@ def to_fsdp_degrees(plan: Plan, title: str) -> tuple[Plan, tuple[str, ...]]:
         )
         return plan.with_(zero_stage=None, dp_replicate=1, dp_shard=ranks, reshard_after_forward=False), (note,)
     return plan.with_(zero_stage=None, dp_replicate=1, dp_shard=ranks, reshard_after_forward=True), ()
+
+
+def masters_alone(job: ExportJob, title: str) -> tuple[ExportJob, tuple[str, ...]]:
+    """Return the job with float32 parameters where its runtime keeps float32 copies of 16-bit ones, and notes.
+
+    FSDP2 stores one copy and casts what it gathers, so that its float32 parameters are the master weights.
+    """
+    runtime = job.question.runtime
+    if runtime.param_dtype not in {"bfloat16", "float16"} or not spec_for(runtime).state.master_weights:
+        return job, ()
+    note = (
+        f"{runtime.param_dtype} parameters besides float32 master weights:"
+        f" {title} stores the float32 ones alone, sharded, and computes in {runtime.compute_dtype}"
+    )
+    question = replace(job.question, runtime=replace(runtime, param_dtype="float32"))
+    return replace(job, question=question), (note,)
 
 
 def to_zero_stage(plan: Plan) -> int:

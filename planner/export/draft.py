@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from planner.export.job import ExportJob
+from planner.export.mapping import Settings, Table
 from simulator.runtimes.environment import Variable
 
 
@@ -17,12 +17,12 @@ class Draft:
     `body` is text, or a document for a format without comments. `settings` are the values that the target's own parser
     must read back, by its keys. `not_expressed` says what of the plan the target cannot express, `needed` what the user
     has to provide in addition, and `run` is the command that starts the file. `files` lie in the working directory when
-    it starts: they are written beside the file, or by it where it is a script. `environment` is what is set beside what
-    every plan assumes.
+    it starts: they are written next to the file, or by it where it is a script. `environment` is what is set besides
+    what every plan assumes.
     """
 
-    body: str | dict[str, Any]
-    settings: dict[str, Any]
+    body: str | Settings
+    settings: Settings
     not_expressed: tuple[str, ...] = ()
     needed: tuple[str, ...] = ()
     run: str = ""
@@ -42,11 +42,12 @@ class Target:
     write: Callable[[ExportJob], Draft]
     first_line: str = ""
     run: str = ""  # the command that starts the file, where it is the same for every plan
+    table: Table = ()  # by which the file is read back
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """An exported file, and `files` that belong beside it. The header of `text` contains the other fields.
+    """An exported file, and `files` that belong next to it. The header of `text` contains the other fields.
 
     `environment` is that of every rank, and `run` the one command that starts the file from its folder.
     """
@@ -55,7 +56,7 @@ class Exported:
     version: str
     file_name: str
     plan_hash: str
-    settings: dict[str, Any]
+    settings: Settings
     not_expressed: tuple[str, ...]
     needed: tuple[str, ...]
     notes: tuple[str, ...]

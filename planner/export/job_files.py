@@ -10,12 +10,14 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from topology.codec import JsonObject
+
 BASH = "#!/bin/bash"
 # Expanded by the shell of the job: the first node of the allocation is the rendezvous.
 FIRST_NODE = 'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)\n'
 
 
-def slurm_options(name: str, *, nodes: int, gpus_per_node: int) -> dict[str, Any]:
+def slurm_options(name: str, *, nodes: int, gpus_per_node: int) -> JsonObject:
     """Return the sbatch options for one task on each of `nodes`."""
     return {"job-name": name, "nodes": nodes, "ntasks-per-node": 1, "gpus-per-node": gpus_per_node}
 
@@ -38,9 +40,9 @@ def train_job(
     image: str | None = None,
     annotations: Mapping[str, str] | None = None,
     environment: Mapping[str, str] | None = None,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return a TrainJob of the runtime torch-distributed, which sets the rendezvous of torchrun's agents."""
-    trainer: dict[str, Any] = {
+    trainer: JsonObject = {
         **({"image": image} if image else {}),
         "numNodes": nodes,
         "numProcPerNode": ranks_per_node,

@@ -7,6 +7,7 @@ with it, so the two cannot disagree.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -16,13 +17,17 @@ from simulator.config.runtime import TF32, Runtime
 from simulator.config.workload import Workload
 from topology.errors import BadInput
 
-# Facts hold names of fields of a Plan, Workload and Runtime, and `gpus` and `layers`, which a reader is told.
+# Facts hold names of fields of a Plan, Workload and Runtime, and `gpus` and `layers`, which a reader is given.
 Facts = dict[str, Any]
-Settings = dict[str, Any]
+Settings = dict[str, Any]  # values by the keys of a tool
 
 PLAN_FACTS = frozenset(field.name for field in fields(Plan))
 WORKLOAD_FACTS = frozenset({"seq_len", "global_batch_size"})
 RUNTIME_FACTS = frozenset({"compile", "param_dtype", "compute_dtype", "reduce_dtype", "optimizer"})
+
+
+class NotStated(BadInput):
+    """A setting is left open: a question to whoever has the file, and no fault of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,10 +35,12 @@ class Entry:
     """Facts and the keys that hold them.
 
     `write` takes all facts of a plan and returns settings, among `keys`. `read` takes the settings of a file, absent
-    ones at the framework's defaults, and the facts that entries before this one read; it returns facts.
+    ones at the framework's defaults, and the facts that entries before this one read; it returns facts. Of `exclusive`
+    keys a file has those that were written: they say the same in other ways, and the framework refuses two.
     """
 
     keys: tuple[str, ...]
+    exclusive: tuple[str, ...] = ()
     write: Callable[[Facts], Settings]
     read: Callable[[Settings, Facts], Facts]
 
@@ -41,9 +48,32 @@ class Entry:
 Table = tuple[Entry, ...]
 
 
+# What stands for a value that is elsewhere: a shell's variable, a template's field, a missing value of OmegaConf's.
+_ELSEWHERE = re.compile(r"\$[\w{(]|\{\{|^\?\?\?$|^<.*>$|`")
+
+
+def require_said(key: str, value: Any) -> Any:
+    """Return a value. Raises NotStated where it stands for one that is elsewhere."""
+    if not isinstance(value, str) or not _ELSEWHERE.search(value):
+        return value
+    name = re.search(r"\$\{?(\w+)", value)
+    raise NotStated(
+        f"{key} is {value[:60]!r}, which the file does not resolve",
+        remedy=f"--set {name[1]}=VALUE" if name else "write the value into the file",
+    )
+
+
+def layers_of(facts: Facts, key: str) -> int:
+    """Return the model's number of layers. Raises NotStated where it is not known, and `key` depends on it."""
+    layers = facts.get("layers")
+    if layers is None:
+        raise NotStated(f"{key} depends on the model's number of layers", remedy="--model")
+    return int(layers)
+
+
 def whole(settings: Mapping[str, Any], key: str, default: int = 1, *, least: int = 1) -> int:
-    """Return an integer setting. Raises BadInput when it is none, or below `least`."""
-    value = settings.get(key)
+    """Return an integer setting. Raises BadInput when it is none, or below `least`, NotStated where it is left open."""
+    value = require_said(key, settings.get(key))
     if value is None:
         return default
     if isinstance(value, str) and value.strip().lstrip("-").isdecimal() and len(value) < 12:
@@ -54,8 +84,8 @@ def whole(settings: Mapping[str, Any], key: str, default: int = 1, *, least: int
 
 
 def truth(settings: Mapping[str, Any], key: str, *, default: bool = False) -> bool:
-    """Return a boolean setting. Raises BadInput when it is none."""
-    value = settings.get(key, default)
+    """Return a boolean setting. Raises BadInput when it is none, NotStated where it is left open."""
+    value = require_said(key, settings.get(key, default))
     if isinstance(value, str) and value.lower() in {"true", "false"}:
         return value.lower() == "true"
     if not isinstance(value, bool):
@@ -64,8 +94,10 @@ def truth(settings: Mapping[str, Any], key: str, *, default: bool = False) -> bo
 
 
 def one_of(settings: Mapping[str, Any], key: str, known: Mapping[Any, str], default: str) -> Any:
-    """Return what of `known` (ours: theirs) a setting says. Raises BadInput for a word that is not among them."""
-    value = settings.get(key, default)
+    """Return what of `known` (ours: theirs) a setting says. Raises BadInput for a word that is not among them,
+    NotStated where it is left open.
+    """
+    value = require_said(key, settings.get(key, default))
     for ours, theirs in known.items():
         if value == theirs:
             return ours

@@ -8,22 +8,22 @@ from __future__ import annotations
 
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 from simulator.config.model import Model
 from topology import codec
+from topology.codec import JsonObject
 from topology.errors import Infeasible
 
 FOLDER = Path(__file__).parent / "schema"
 
 
 @lru_cache
-def schema(name: str, version: str) -> dict[str, Any]:
+def schema(name: str, version: str) -> JsonObject:
     """Return a target's schema: `package`, `version`, `keys` (key -> type, choices), and `models` if it has some."""
     return dict(codec.read_json(FOLDER / f"{name}_{version}.json"))
 
 
-def shipped_model(name: str, version: str, model: Model) -> dict[str, Any]:
+def shipped_model(name: str, version: str, model: Model) -> JsonObject:
     """Return the target's own configuration of `model`, with the same shapes and number of parameters.
 
     Raises Infeasible if it has none: a target that builds models by name would train another one.

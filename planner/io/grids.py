@@ -1,9 +1,12 @@
-"""Tables of answers on a terminal: no lines, text to the left and folded, numbers to the right and whole."""
+"""The terminal, and tables of answers on it: no lines, text to the left and folded, numbers to the right and whole."""
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Collection, Iterable, Sequence
 
+from rich.console import Console
 from rich.table import Table
 
 from planner.io.printable import printable
@@ -25,3 +28,18 @@ def grid(
     for row in rows:
         table.add_row(*map(printable, row))
     return table
+
+
+def console() -> Console:
+    """Return a console for standard output that does not interpret markup; without colours off a terminal or with
+    NO_COLOR.
+    """
+    plain = not sys.stdout.isatty() or bool(os.environ.get("NO_COLOR"))
+    return Console(
+        file=sys.stdout,
+        markup=False,
+        highlight=False,
+        emoji=False,
+        no_color=plain,
+        color_system=None if plain else "auto",
+    )

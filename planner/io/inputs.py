@@ -12,7 +12,6 @@ from topology.catalog.cluster_file import load_cluster
 from topology.catalog.platform import take_gpus
 from topology.cluster import Cluster
 from topology.errors import UserError
-from topology.profile.profile import read_profile
 from topology.rates.node_rates import node_rates
 from topology.rates.orders import irregular
 
@@ -35,6 +34,13 @@ def read_cluster(name: str, gpus: int | None = None, *, gpu: str | None = None) 
     if gpus is None or (gpus <= found.gpus_per_node and irregular(found)):
         return found
     return take_gpus(found, gpus) if captured else load_cluster(name, gpus=gpus)
+
+
+def refuse_empty(**said: str | None) -> None:
+    """Raise UserError for words that are said and empty."""
+    for name, word in said.items():
+        if word is not None and not word.strip():
+            raise UserError(f"--{name} is empty", remedy=f"--{name} with a name, or without the flag for the default")
 
 
 def faulty_gpus(cluster: Cluster) -> tuple[int, ...]:
@@ -62,7 +68,11 @@ def measurements(path: Path | None, *, strict: bool = False) -> Calibrations:
     With `strict` a profile of other GPUs, of another driver or of long ago is an error. Raises BadInput when the file
     is malformed or its values are impossible.
     """
-    return Calibrations(None if path is None else read_profile(path), strict=strict)
+    if path is None:
+        return Calibrations(None, strict=strict)
+    from topology.profile.profile import read_profile  # noqa: PLC0415 - most questions have no profile
+
+    return Calibrations(read_profile(path), strict=strict)
 
 
 def warn_of_doubts(measured: Calibrations) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -11,9 +10,6 @@ from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
-
-from rich.console import Console
-from rich.console import Console as RichConsole
 
 from planner.io.printable import printable
 from topology import codec
@@ -105,18 +101,3 @@ def end_progress() -> None:
     """Clear the progress line."""
     if sys.stderr.isatty():
         print("\r\033[K", end="", file=sys.stderr, flush=True)
-
-
-def console() -> Console:
-    """Return a console for standard output that does not interpret markup; without colours off a terminal or with
-    NO_COLOR.
-    """
-    plain = not sys.stdout.isatty() or bool(os.environ.get("NO_COLOR"))
-    return RichConsole(
-        file=sys.stdout,
-        markup=False,
-        highlight=False,
-        emoji=False,
-        no_color=plain,
-        color_system=None if plain else "auto",
-    )

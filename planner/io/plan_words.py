@@ -1,4 +1,4 @@
-"""A plan in words: its degrees, what it sets beside them, its name in links, and what changes from one plan to
+"""A plan in words: its degrees, what it sets besides them, its name in links, and what changes from one plan to
 another.
 """
 
@@ -83,7 +83,7 @@ def _degrees_in_words(plan: Plan) -> str:
     return first + (f" with {' and '.join(others)}" if others else "") + f" on {plan.gpus:,} GPUs"
 
 
-# --- what it sets beside its degrees
+# --- what it sets besides its degrees
 # --------------------------------------------------------------------------------------
 
 
@@ -93,7 +93,7 @@ def policy_text(plan: Plan) -> str:
 
 
 def special_text(plan: Plan) -> str:
-    """Return what a plan sets beside its degrees, its micro batch and its recomputation, where that is not the plain
+    """Return what a plan sets besides its degrees, its micro batch and its recomputation, where that is not the plain
     choice.
     """
     plain = {"micro_batch_size", "recompute", "recompute_per_stage", "sequence_parallel"}
@@ -119,6 +119,12 @@ def plan_in_words(plan: Plan | Mapping[str, Any], *, without: Collection[str] = 
 
 def _settings(plan: Plan, *, without: Collection[str] = (), spelt_out: bool = False) -> list[str]:
     """Return what is set, field by field, in the order in which it is named; `without` some fields."""
+    found = _setting_texts(plan, spelt_out=spelt_out)
+    return [text for name, text in found.items() if text and name not in without]
+
+
+def _setting_texts(plan: Plan, *, spelt_out: bool) -> dict[str, str]:
+    """Return the words for what is set by field; empty for what a plan has not, or need not name."""
     stages = f" x{plan.virtual_stages}" if plan.virtual_stages > 1 else ""
     context = (plan.cp_method or "").replace("_", "-") if plan.cp > 1 else ""
     sharded = plan.reshard_after_forward is not None and plan.dp_shard * plan.cp > 1
@@ -142,7 +148,7 @@ def _settings(plan: Plan, *, without: Collection[str] = (), spelt_out: bool = Fa
             found["schedule"] = f"{plan.schedule_name} schedule{stages}"
         if sharded:
             found["reshard_after_forward"] += " after forward"
-    return [text for name, text in found.items() if text and name not in without]
+    return found
 
 
 def _chosen(plan: Plan) -> dict[str, str]:
@@ -194,6 +200,26 @@ def changed_fields(before: Plan, after: Plan) -> list[tuple[str, str, str]]:
         for name, known in PLAN_FIELDS.items()
         if (old := getattr(before, name)) != (new := getattr(after, name))
     ]
+
+
+def differences_text(before: Plan, after: Plan) -> str:
+    """Return all in which the second of two plans differs, in its own words: `micro batch 2, no reshard after
+    forward`; empty where only fields that one follows from another differ.
+    """
+    mine, theirs = (_setting_texts(plan, spelt_out=True) for plan in (before, after))
+    changed = [name for name in PLAN_FIELDS if getattr(before, name) != getattr(after, name)]
+    parts = [approach_text(after)] if approach_text(before) != approach_text(after) else []
+    parts += [text for name, text in theirs.items() if text and text != mine.get(name)]
+    parts += [
+        f"the framework's {PLAN_FIELDS[name].words}"
+        if getattr(after, name) in {None, ()}
+        else f"{PLAN_FIELDS[name].words} {value_words(getattr(after, name))}"
+        for name in changed
+        if mine.get(name) and not theirs.get(name) and name not in DEGREES and name != "offload"
+    ]
+    if changed == ["placement"]:
+        parts.append("another order of GPUs" if after.placement else "ranks in the order of GPUs")
+    return ", ".join(parts)
 
 
 def value_words(value: object) -> str:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError
-from importlib.metadata import version as installed_version
-
 
 def version() -> str:
     """Return the installed version, or `0+unknown` when run from a source tree that was never installed."""
+    # Loads much, and few answers name the version.
+    from importlib.metadata import PackageNotFoundError, version  # noqa: PLC0415
+
     try:
-        return installed_version("meshwright")
+        return version("meshwright")
     except PackageNotFoundError:
         return "0+unknown"

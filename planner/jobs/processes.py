@@ -2,7 +2,7 @@
 
 A job waits for its turn, then has a process of its own until it is done. Stopping it kills that process with all that
 it started, and so does its time limit, and nobody asking for it any longer. A job that takes long steps aside: it gets
-a lower priority, and others may start beside it, so that a short question never waits for a long one to end.
+a lower priority, and others may start alongside it, so that a short question never waits for a long one to end.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SLOTS = max(2, os.cpu_count() or 2)  # jobs at a time, without those that take l
 LONG_S = 3.0
 TICK_S = 0.1
 # Linux gives a process of this priority a quarter of a core that it shares with one of normal priority: a short
-# question beside it takes a third longer at most, and the long one still ends.
+# question alongside it takes a third longer at most, and the long one still ends.
 NICE = 5
 # Numerical libraries start a thread per core otherwise, in every process.
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}

@@ -82,7 +82,7 @@ def _answer(
     except MemoryError:
         limit = f"a question may use {in_gib(memory_bytes or 0, 0)} of this machine's memory"
         return "error", PlannerError("out of memory", why=limit, remedy="ask in a terminal, which has no limit")
-    except Exception as error:  # noqa: BLE001 - told to who asked: a process has nobody else to tell
+    except Exception as error:  # noqa: BLE001 - reported to who asked: a process has nobody else to report to
         return "error", PlannerError(
             f"internal error: {type(error).__name__}: {error}",
             why="this is a bug of the program, not of the question",

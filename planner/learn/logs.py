@@ -15,9 +15,9 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from topology import codec
+from topology.codec import JsonObject
 from topology.errors import BadInput
 
 MOST_LINE = 4096  # characters of a line that are looked at
@@ -85,7 +85,7 @@ KINDS: dict[str, Line] = {"torchtitan": _titan, "megatron-lm": _megatron, "deeps
 RESERVED, ALLOCATED = "torch max reserved", "torch max allocated"
 
 
-def measured_in(text: str, *, where: str, global_batch: float | None) -> dict[str, Any]:
+def measured_in(text: str, *, where: str, global_batch: float | None) -> JsonObject:
     """Return the `measured` of a case: what the log of its run says.
 
     `global_batch` is the case's, which turns DeepSpeed's samples a second into steps. Raises BadInput for a text
@@ -109,13 +109,13 @@ def measured_in(text: str, *, where: str, global_batch: float | None) -> dict[st
     return _measured(kinds[0], reads, where, global_batch)
 
 
-def _measured(kind: str, reads: dict[str, _Read], where: str, global_batch: float | None) -> dict[str, Any]:
+def _measured(kind: str, reads: dict[str, _Read], where: str, global_batch: float | None) -> JsonObject:
     read = reads[kind]
     steady = read.steady()
     if not 0 < steady < math.inf:
         raise BadInput(f"{where} has steps that took {'no time' if steady == 0 else 'for ever'}")
     if kind == "torchtitan":
-        found: dict[str, Any] = {"tokens_per_s_per_gpu": steady}
+        found: JsonObject = {"tokens_per_s_per_gpu": steady}
     elif kind == "megatron-lm":
         found = {"step_s": steady / 1000}
     elif global_batch:
@@ -136,7 +136,7 @@ def _measured(kind: str, reads: dict[str, _Read], where: str, global_batch: floa
     return found
 
 
-def with_log(case: dict[str, Any], folder: Path, where: str) -> dict[str, Any]:
+def with_log(case: JsonObject, folder: Path, where: str) -> JsonObject:
     """Return a case whose `measured.log` names a file with what that file measured; others as they are.
 
     The file lies in `folder` or below it. Raises BadInput for others, and where the case says itself what was measured.
@@ -146,7 +146,7 @@ def with_log(case: dict[str, Any], folder: Path, where: str) -> dict[str, Any]:
         return case
     name = measured["log"]
     if not isinstance(name, str) or not name or Path(name).is_absolute() or ".." in Path(name).parts:
-        raise BadInput(f"{where}: measured.log is {name!r}", why="it names a file beside the table or below it")
+        raise BadInput(f"{where}: measured.log is {name!r}", why="it names a file next to the table or below it")
     said = sorted(key for key, value in measured.items() if key != "log" and value is not None)
     if said:
         raise BadInput(f"{where}: measured has a log and {', '.join(said)}", remedy="leave one of them out")

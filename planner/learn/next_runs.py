@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -20,6 +19,7 @@ from planner.learn.fit import Fit, Floats, Measured, PredictedCases, priors, usu
 from planner.question.cases import Case
 from simulator.legality.rules import is_legal
 from topology import codec
+from topology.codec import JsonObject
 from topology.errors import PlannerError
 
 ENOUGH = 20  # runs, which learning does with
@@ -31,7 +31,7 @@ FARTHEST = 100.0  # of a candidate while nothing was run: beyond all distances
 
 def ask_next(
     runs: Sequence[Measured], unmeasured: Sequence[Case], found: Fit, like: str, *, compiled: bool
-) -> list[dict[str, Any]]:
+) -> list[JsonObject]:
     """Return the plans whose runs would narrow the fit most, best first, each with how unsure its step is.
 
     As many as are missing to `ENOUGH`. Candidates are cases without a measurement where there are any, else neighbours
@@ -67,7 +67,7 @@ def _few(cases: list[Case]) -> list[Case]:
     return sorted(cases, key=lambda case: codec.fingerprint(case.id))[:MOST_CANDIDATES]
 
 
-def _described(case: Case, unsure: float) -> dict[str, Any]:
+def _described(case: Case, unsure: float) -> JsonObject:
     question = case.question
     return {
         "id": case.id,

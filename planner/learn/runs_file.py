@@ -15,12 +15,13 @@ from typing import Any
 from planner.learn.logs import with_log
 from planner.question.cases import read_cases
 from topology import codec
+from topology.codec import JsonObject
 from topology.errors import BadInput
 
 MOST_ROWS = 100_000
 
 
-def read_runs(path: str | Path) -> list[dict[str, Any]]:
+def read_runs(path: str | Path) -> list[JsonObject]:
     """Return the cases of a file. Raises BadInput, naming the line, where one is no case.
 
     A column of a table is called as the field it fills, `plan.tp` or `measured.log`; an empty cell was not stated.
@@ -29,7 +30,7 @@ def read_runs(path: str | Path) -> list[dict[str, Any]]:
     return [with_log(case, folder, f"{path}: {case.get('id', f'case {n}')}") for n, case in enumerate(found, start=1)]
 
 
-def _read(name: str) -> list[dict[str, Any]]:
+def _read(name: str) -> list[JsonObject]:
     if name.endswith(".csv"):
         rows = islice(codec.parse_csv(codec.read_text(name), where=name), MOST_ROWS)
         return [_case_of_row(row, f"{name}:{line}") for line, row in rows]
@@ -45,8 +46,8 @@ def _read(name: str) -> list[dict[str, Any]]:
     return list(read_cases(name)[0])
 
 
-def _case_of_row(row: dict[str, str | None], where: str) -> dict[str, Any]:
-    case: dict[str, Any] = {"id": where}
+def _case_of_row(row: dict[str, str | None], where: str) -> JsonObject:
+    case: JsonObject = {"id": where}
     for column, cell in row.items():
         if cell is None or not cell.strip():
             continue

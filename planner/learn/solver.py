@@ -40,7 +40,7 @@ def solve(missed: Callable[[Floats], Floats], start: Floats, spreads: Floats, *,
     A residual counts as its square near 0, and far beyond 1 linearly with soft L1, 2 (sqrt(1 + r^2) - 1), or next to
     nothing with `cauchy`, log(1 + r^2). Only the first has no minima where it ignores what it should meet: begin with
     it. Between rounds derivatives follow from what a step did (Broyden, Math. Comp. 19, 1965); they are found again
-    where that no longer gains much.
+    where that gains little.
     """
     held = np.diag(spreads**-2.0)
     at, here = start, missed(start)

@@ -43,9 +43,9 @@ def memory_picture(estimate: MemoryEstimate, title: str) -> Picture:
         stages = sorted(largest, key=lambda item: item[0])
     capacity = estimate.capacity_bytes
     about = (
-        f"peak {in_gib(estimate.peak_bytes.value)} ({estimate.peak_bytes.low / GIB:.1f} to "
-        f"{estimate.peak_bytes.high / GIB:.1f}) of {in_gib(capacity)} on rank {estimate.worst_rank}; {estimate.verdict}; "
-        f"{estimate.peak_bytes.source} numbers"
+        f"peak {in_gib(estimate.peak_bytes.value)} ({estimate.peak_bytes.low / GIB:.1f} to"
+        f" {estimate.peak_bytes.high / GIB:.1f}) of {in_gib(capacity)} on rank {estimate.worst_rank};"
+        f" {estimate.verdict}; {estimate.peak_bytes.source} numbers"
     )
     picture = Picture(WIDTH, TOP + ROW * len(stages) + 3 * MARGIN, title, about)
     picture.write(MARGIN, MARGIN + 30, about, kind="quiet")

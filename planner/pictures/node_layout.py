@@ -179,7 +179,7 @@ def _places(kinds: dict[str, str], neighbours: dict[str, set[str]], facts: objec
             placed = [xs[n] for n in neighbours[v] if n in xs]
             wanted[v] = sum(placed) / len(placed) if placed else middle
             if tier == "nic" and any(kinds.get(n) == "cpu" for n in neighbours[v]):
-                wanted[v] += 0.6  # beside the CPU, whose own lines come from straight above
+                wanted[v] += 0.6  # next to the CPU, whose own lines come from straight above
         gap = 0.8 if tier == "nic" else 1.0
         xs |= _spread(wanted, min(gap, max(len(gpus), 1) / max(len(members), 1)))
     return xs, ys

@@ -27,7 +27,7 @@ from topology.errors import Infeasible
 ROW = 26.0
 WIDTH = 980.0
 MAX_STEPS = 400
-_LANES = 12  # columns beside the operators in which lines run from results to where they are used
+_LANES = 12  # columns alongside the operators in which lines run from results to where they are used
 _LANE = 9.0
 _COLOURS = {
     ALL_GATHER: SKY,
@@ -156,7 +156,7 @@ def _size(nbytes: int) -> str:
 
 
 def _lines(picture: Picture, rows: list[_Row], top: float) -> None:
-    """Draw a line from each result to the rows that read it, in lanes beside the operators, the longest outermost."""
+    """Draw a line from each result to the rows that read it, in lanes next to the operators, the longest outermost."""
     made: Mapping[str, int] = {row.makes: number for number, row in enumerate(rows) if row.makes}
     spans = [
         (made[name], number)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import NotRequired, TypedDict
 
 from planner.explain.waterfall import waterfall as fall_of
 from planner.pictures.memory import memory_picture
@@ -19,15 +19,23 @@ VALUE = 130.0
 Term = tuple[str, float, str]  # name, seconds, colour
 
 
-def waterfall_rows(estimate: Estimate) -> list[dict[str, Any]]:
-    """Return the waterfall of an estimate as chart rows: name, seconds, share, meaning, colour.
+class WaterfallRow(TypedDict):
+    """A bar of a chart: a part of a step, or the step itself, which has `total` and no colour."""
 
-    The last row has `total` and is the step itself.
-    """
+    name: str
+    seconds: float
+    share: float
+    meaning: str
+    colour: NotRequired[str]
+    total: NotRequired[bool]
+
+
+def waterfall_rows(estimate: Estimate) -> list[WaterfallRow]:
+    """Return the waterfall of an estimate as chart rows, the step itself last."""
     fall = fall_of(estimate)
     terms = [("compute", "model FLOPs at peak", fall.peak_s, "what the datasheet would allow")]
     terms += [(term.part, term.name, term.seconds, term.meaning) for term in fall.terms]
-    rows: list[dict[str, Any]] = [
+    rows: list[WaterfallRow] = [
         {
             "name": name,
             "seconds": seconds,
@@ -37,8 +45,10 @@ def waterfall_rows(estimate: Estimate) -> list[dict[str, Any]]:
         }
         for part, name, seconds, meaning in terms
     ]
-    step = {"name": "step", "seconds": fall.step_s, "share": 1.0, "meaning": "predicted step time", "total": True}
-    return [*rows, step]
+    return [
+        *rows,
+        {"name": "step", "seconds": fall.step_s, "share": 1.0, "meaning": "predicted step time", "total": True},
+    ]
 
 
 def estimate_picture(estimate: Estimate, *, title: str) -> str:

@@ -1,4 +1,4 @@
-"""What is asked: cases and flags turned into what the simulator takes, with a list of all that was left unsaid.
+"""What is asked: cases and flags as what the simulator takes, with a list of all that was left unsaid.
 
 May import `io`, and every package of `simulator`.
 """

@@ -10,6 +10,7 @@ from simulator.config.overlap_sites import canonical
 from simulator.config.plan_schema import MAX_COUNT, Kind, PlanField
 from simulator.pipeline.schedules.registry import SCHEDULES
 from simulator.runtimes.library import RECOMPUTE_SYNONYMS
+from topology.codec import JsonObject
 from topology.errors import BadPlan
 
 _SCHEDULES = {word.lower(): kind.name for kind in SCHEDULES.values() for word in (kind.name, *kind.also_called)}
@@ -24,7 +25,7 @@ def stated_value(section: Mapping[str, Any], key: str) -> Any:
     return None if unsaid(value) else value
 
 
-def section_of(data: Mapping[str, Any], key: str, name: str) -> dict[str, Any]:
+def section_of(data: Mapping[str, Any], key: str, name: str) -> JsonObject:
     value = data.get(key)
     if value is None:
         return {}
@@ -38,7 +39,8 @@ def refuse_unknown(data: Mapping[str, Any], known: tuple[str, ...], where: str) 
     if unknown:
         near = get_close_matches(str(unknown[0]), known, n=1)
         raise BadPlan(
-            f"{where} has {'an unknown key' if len(unknown) == 1 else 'unknown keys'}: {', '.join(map(show, unknown[:8]))}",
+            f"{where} has {'an unknown key' if len(unknown) == 1 else 'unknown keys'}:"
+            f" {', '.join(map(show, unknown[:8]))}",
             why="nothing reads it, and it would be ignored",
             remedy=f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}",
         )

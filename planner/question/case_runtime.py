@@ -9,6 +9,7 @@ from planner.question.case_fields import flag, refuse_unknown, section_of, unsai
 from simulator.config.runtime import DEFAULT_RUNTIME, LOW_PRECISION, Runtime
 from simulator.legality.frameworks import Framework
 from simulator.runtimes.stated import resolve
+from topology.codec import JsonObject
 
 _RUNTIME_KEYS = (
     "name",
@@ -38,7 +39,7 @@ def resolve_runtime(stated: Mapping[str, Any]) -> tuple[Runtime, list[str]]:
     return runtime, list(assumed)
 
 
-def runtime_section(data: Mapping[str, Any], name: str, assumed: list[str]) -> dict[str, Any]:
+def runtime_section(data: Mapping[str, Any], name: str, assumed: list[str]) -> JsonObject:
     """Return what a case says of its runtime, checked; what it leaves out goes to `assumed`. Raises UserError."""
     stated = section_of(data, "runtime", name)
     refuse_unknown(stated, _RUNTIME_KEYS, f"case {name}: runtime")
@@ -57,16 +58,14 @@ def runtime_section(data: Mapping[str, Any], name: str, assumed: list[str]) -> d
             stated["compute_dtype"] = _RECIPES[recipe]
             assumed.append(f"compute in {_RECIPES[recipe]} (low_precision_recipe {recipe})")
         elif stated.get("compute_dtype") not in LOW_PRECISION:
-            assumed.append(f"low_precision_recipe {recipe} changes nothing: no low precision was stated beside it")
+            assumed.append(f"low_precision_recipe {recipe} changes nothing: no low precision was stated with it")
     if unsaid(stated.get("name")):
         stated["name"] = DEFAULT_RUNTIME
         assumed.append(f"runtime {DEFAULT_RUNTIME} (not stated)")
     return stated
 
 
-def implied_runtime(
-    runtime: dict[str, Any], plan: Mapping[str, Any], framework: Framework
-) -> tuple[dict[str, Any], list[str]]:
+def implied_runtime(runtime: JsonObject, plan: Mapping[str, Any], framework: Framework) -> tuple[JsonObject, list[str]]:
     """Fill in what a stated plan implies: asynchronous tensor parallelism exists in compiled models only."""
     overlap = plan.get("tp_overlap")
     overlaps = not unsaid(overlap) and overlap != "none"

@@ -1,4 +1,4 @@
-"""A case as a source tells it, turned into what the simulator takes, with a list of everything it left unsaid.
+"""A case as a source tells it, read as what the simulator takes, with a list of everything it left unsaid.
 
 A field that is absent, `null` or `"unknown"` was not stated: it becomes the runtime's default and a line in `assumed`.
 Nothing is guessed in silence, and a key nobody knows is an error, because it would otherwise be a setting ignored.
@@ -27,6 +27,7 @@ from planner.question.plan_file import PlanFile, load_plan, require_fresh
 from planner.question.question import Question, question_of
 from planner.question.recipes import default_batch
 from simulator.calibration.calibration import overlap_assumed
+from simulator.calibration.distance import distance_text
 from simulator.config.hf_config import load_model, model_from_config
 from simulator.config.model import Model
 from simulator.config.overlap_sites import USERBUFFERS
@@ -41,6 +42,7 @@ from topology import codec
 from topology.catalog.cluster_file import load_cluster, parse_cluster
 from topology.catalog.clusters import CASE_KEYS, cluster_from_case
 from topology.cluster import ASSUMED, Cluster
+from topology.codec import JsonObject
 from topology.errors import BadCluster, BadInput, BadModel, UserError
 from topology.rates.reach import cluster_caveats
 
@@ -64,13 +66,13 @@ class Case:
     question: Question
     plan: Plan
     assumed: tuple[str, ...] = ()
-    measured: dict[str, Any] = field(default_factory=dict)
+    measured: JsonObject = field(default_factory=dict)
     outcome: str | None = None
     saved: PlanFile | None = None
     changed: tuple[str, ...] = ()
 
 
-def read_cases(path: str | Path) -> tuple[list[dict[str, Any]], bool]:
+def read_cases(path: str | Path) -> tuple[list[JsonObject], bool]:
     """Return the raw cases of a file, and whether the file held a list of them rather than one.
 
     `-` reads standard input. Raises BadInput when the file is not a case or a list of cases.
@@ -153,7 +155,7 @@ def build_case(
     return Case(id=name, question=question, plan=chosen, assumed=said, measured=dict(seen or {}), outcome=outcome)
 
 
-def _measured(data: Mapping[str, Any], name: str, assumed: list[str]) -> dict[str, Any]:
+def _measured(data: Mapping[str, Any], name: str, assumed: list[str]) -> JsonObject:
     """Return what was measured; FLOP/s count what ran (`flops_are`) where only the note says so."""
     seen = data.get("measured") or {}
     if not isinstance(seen, dict):
@@ -223,10 +225,9 @@ def case_from_flags(flags: Flags, measured: Calibrations = UNMEASURED) -> Case:
         assumed.append(f"{count} GPUs (the product of the degrees)")
     workload, whose = stated_workload(flags, network, count)
     assumed += whose
-    if whose and "micro_batch_size" not in stated_plan:
+    if flags.global_batch is None and "micro_batch_size" not in stated_plan:
         stated_plan["micro_batch_size"] = 1
         assumed.append("micro batch 1")
-    assumed += [] if flags.seq_len else [f"sequence length {workload.seq_len} tokens"]
     by_stage = bool(framework.zero_stages) and "zero_stage" in stated_plan
     filled = "dp_replicate" if by_stage else framework.fills
     degree = _filling(stated_plan, count)
@@ -254,10 +255,11 @@ def case_from_flags(flags: Flags, measured: Calibrations = UNMEASURED) -> Case:
 
 def stated_workload(flags: Flags, model: Model, gpus: int) -> tuple[Workload, list[str]]:
     """Return the workload of flags, and whose batch it is where they leave it open."""
-    seq_len = flags.seq_len or SEQ_LEN
+    seq_len = flags.seq_len or min(SEQ_LEN, model.max_positions or SEQ_LEN)
     recommended, whose = default_batch(model, seq_len, gpus)
     workload = Workload(seq_len=seq_len, global_batch_size=flags.global_batch or recommended)
-    return workload, [whose] if flags.global_batch is None else []
+    assumed = [whose] if flags.global_batch is None else []
+    return workload, [*assumed, *([] if flags.seq_len else [f"sequence length {seq_len} tokens"])]
 
 
 def require_pipeline(flags: Flags, plan: Plan) -> None:
@@ -279,6 +281,7 @@ def all_assumed(
         *assumed,
         *cluster_caveats(question.cluster),
         *measured.doubts(question.cluster),
+        *distance_text(question.cluster, question.runtime, max((plan.gpus for plan in plans), default=1)),
         *overlap_assumed([plan.tp_overlap for plan in plans], question.calibration),
         *offload_assumed(plans, question.cluster),
     )

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from planner.io.inputs import refuse_empty
 from planner.question.learned_runtime import is_learned
 from planner.requests.training import OnePlan, Suggest
 from topology.errors import UserError
@@ -27,6 +28,10 @@ class Flags:
     global_batch: int | None = None
     runtime: Mapping[str, Any] = field(default_factory=dict)
     plan: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Raise UserError for a model or cluster that is said and empty: a shell's unset variable."""
+        refuse_empty(model=self.model, cluster=self.cluster)
 
 
 class StatesQuestion(Protocol):

@@ -19,6 +19,7 @@ from simulator.runtimes.library import runtime_spec
 from simulator.runtimes.parts import HostSpec
 from topology import codec
 from topology.cluster import Cluster
+from topology.codec import JsonObject
 from topology.errors import BadInput
 
 SCHEMA_VERSION = 1
@@ -126,7 +127,7 @@ class LearnedCalibrations(Calibrations):
         return replace(found, runtimes={**found.runtimes, key: self.learned.costs()})
 
 
-def in_place(data: Mapping[str, Any], learned: LearnedRuntime | None) -> dict[str, Any]:
+def in_place(data: Mapping[str, Any], learned: LearnedRuntime | None) -> JsonObject:
     """Return a case with the learned runtime in the place of its own; what else it says of its runtime stays."""
     if learned is None:
         return dict(data)

@@ -1,4 +1,4 @@
-"""Flags beside a saved plan or a case: what they say goes before what the file says, and every change is listed.
+"""Flags given with a saved plan or a case: what they say goes before what the file says, and every change is listed.
 
 Degrees keep filling the same GPUs: where another degree or another number of GPUs is said and data parallelism is not,
 the data-parallel degree follows. What only fits the plan as it was (layers by stage, placement) is left out, and
@@ -25,6 +25,7 @@ from simulator.fitting.calibrations import UNMEASURED, Calibrations
 from topology import codec
 from topology.catalog.platform import take_gpus
 from topology.cluster import Cluster
+from topology.codec import JsonObject
 from topology.errors import BadCluster, UserError
 from topology.rates.orders import irregular
 
@@ -123,11 +124,11 @@ def _runtime(now: Runtime, flags: Flags) -> Runtime:
     return resolve_runtime({**codec.to_builtins(now), **said})[0] if said else now
 
 
-def _plan(now: Plan, said: dict[str, Any], gpus: int, workload: Workload, question: Question) -> Plan:
+def _plan(now: Plan, said: JsonObject, gpus: int, workload: Workload, question: Question) -> Plan:
     """Return `now` with the stated fields, and with those that must follow from them."""
     if not said and gpus == now.gpus:
         return now
-    stated: dict[str, Any] = {**codec.to_builtins(now), **said}
+    stated: JsonObject = {**codec.to_builtins(now), **said}
     loose = [*_dependents(now, stated), "placement"]
     stated |= {key: None for key in loose if key not in said}
     if not {"dp_replicate", "dp_shard"} & set(said):
@@ -141,11 +142,11 @@ def _plan(now: Plan, said: dict[str, Any], gpus: int, workload: Workload, questi
     return replace(plan, placement=now.placement) if same else plan
 
 
-def _dependents(now: Plan, stated: dict[str, Any]) -> Sequence[str]:
-    """Return the settings that only made sense beside degrees and modes that are different now."""
+def _dependents(now: Plan, stated: JsonObject) -> Sequence[str]:
+    """Return the settings that only made sense with degrees and modes that are different now."""
     changed = {name for name, value in stated.items() if value != getattr(now, name)}
     alone = {name for name in changed if stated[name] == 1}
-    loose = [one.name for one in PLAN_FIELDS.values() if changed & set(one.follows) or one.beside in alone]
+    loose = [one.name for one in PLAN_FIELDS.values() if changed & set(one.follows) or one.needs in alone]
     if "tp" in changed and now.tp == 1:
         loose.append("sequence_parallel")  # which was off for want of ranks
     return loose
@@ -156,7 +157,7 @@ def _between(then: Plan | Workload | Runtime, now: Plan | Workload | Runtime) ->
     return _differences({n: getattr(then, n) for n in names}, {n: getattr(now, n) for n in names})
 
 
-def _differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
+def _differences(then: JsonObject, now: JsonObject) -> list[str]:
     """Return `tp 4 -> 2` for every setting that differs."""
     return [f"{name} {_shown(then[name])} -> {_shown(now[name])}" for name in then if then[name] != now[name]]
 

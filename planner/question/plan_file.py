@@ -1,7 +1,7 @@
 """Saved plans: what was asked, what was chosen, and fingerprints of what it was chosen for.
 
 A plan file holds its model, cluster, workload and runtime whole, so that it can be explained and re-costed anywhere,
-and their fingerprints, so that it can be refused where the machine is no longer the one it was made for. The same
+and their fingerprints, so that it can be refused where the machine is another than the one it was made for. The same
 question writes the same bytes.
 """
 
@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from planner.io.version import version
 from planner.question.question import Question, question_of
@@ -33,8 +33,11 @@ from simulator.config.workload import Workload
 from topology import codec
 from topology.catalog.verify import require_possible
 from topology.cluster import Cluster
+from topology.codec import JsonObject
 from topology.errors import BadInput, BadPlan, Stale
-from topology.profile.profile import Profile
+
+if TYPE_CHECKING:
+    from topology.profile.profile import Profile
 
 SCHEMA_VERSION = 1
 FINGERPRINTED = ("model", "cluster", "workload", "framework", "runtime", "plan", "estimate")
@@ -167,7 +170,7 @@ def load_plan(path: str | Path) -> PlanFile:
     return replace(content, fingerprints=known, plan=content.plan.with_(tp_overlap=canonical(content.plan.tp_overlap)))
 
 
-def _part(data: dict[str, Any], name: str) -> Any:
+def _part(data: JsonObject, name: str) -> Any:
     """Return a part of a file; findings about a machine are left out."""
     part = data.get(name)
     return {**part, "findings": []} if name == "cluster" and isinstance(part, dict) else part

@@ -3,7 +3,7 @@ model.
 
 Both read one description of a pass (`simulator.passes`). Memory is the caching allocator's, replayed. Which of the two
 follows from the plan and its question alone. So a plan has one step and one memory wherever it is shown: in a list, by
-itself, beside another, or explained.
+itself, compared with another, or explained.
 """
 
 from __future__ import annotations

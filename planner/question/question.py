@@ -49,20 +49,7 @@ class Question(Scenario):
 
     def facts(self) -> RuleFacts:
         """Return what the rules need to know."""
-        nodes = [group.node for group in self.cluster.groups]
-        joined = reach(self.cluster)
-        return RuleFacts(
-            model=self.model,
-            workload=self.workload,
-            framework=self.framework,
-            runtime=self.runtime,
-            gpus=self.count,
-            gpus_per_node=self.cluster.gpus_per_node,
-            nvlink=all(any(link.kind in {LinkKind.NVLINK, LinkKind.NVSWITCH} for link in n.links) for n in nodes),
-            reach=joined.gpus,
-            reach_reason=joined.why,
-            no_low_precision=why_not(self.runtime, self.cluster.slowest_kind),
-        )
+        return rule_facts(self.model, self.cluster, self.workload, self.framework, self.runtime, self.count)
 
     def problems(self, plan: Plan) -> tuple[Problem, ...]:
         """Return what every rule of the framework has to say about `plan`, worst first; empty when all is well."""
@@ -107,6 +94,26 @@ class Question(Scenario):
     def _require_modelled(self) -> None:
         if reason := self.runtime.not_modelled:
             raise Infeasible(reason, remedy="ask in bfloat16, and with adamw")
+
+
+def rule_facts(
+    model: Model, cluster: Cluster, workload: Workload, framework: Framework, runtime: Runtime, gpus: int
+) -> RuleFacts:
+    """Return what the rules need to know of a question's parts."""
+    nodes = [group.node for group in cluster.groups]
+    joined = reach(cluster)
+    return RuleFacts(
+        model=model,
+        workload=workload,
+        framework=framework,
+        runtime=runtime,
+        gpus=gpus,
+        gpus_per_node=cluster.gpus_per_node,
+        nvlink=all(any(link.kind in {LinkKind.NVLINK, LinkKind.NVSWITCH} for link in n.links) for n in nodes),
+        reach=joined.gpus,
+        reach_reason=joined.why,
+        no_low_precision=why_not(runtime, cluster.slowest_kind),
+    )
 
 
 def question_of(

@@ -45,8 +45,6 @@ def default_batch(model: Model, seq_len: int, gpus: int) -> tuple[int, str]:
     recipe = min(RECIPES, key=lambda one: abs(log(one.parameters / model.parameters)))
     sequences = recipe.tokens / seq_len
     batch = max(1, round(sequences / gpus)) * gpus if sequences >= gpus else 1 << max(0, round(log2(max(sequences, 1))))
-    tokens = batch * seq_len
-    return (
-        batch,
-        f"global batch {batch:,} sequences ({tokens / 1e6:.2g}M tokens a step, as {recipe.name}: {recipe.source})",
-    )
+    tokens, theirs = (f"{count / 1e6:.2g}M" for count in (batch * seq_len, recipe.tokens))
+    like = f"as {recipe.name}" if tokens == theirs else f"near the {theirs} of {recipe.name}"
+    return batch, f"global batch {batch:,} sequences ({tokens} tokens a step, {like}: {recipe.source})"

@@ -1,1 +1,1 @@
-"""A service (`planner service`) from outside: what it is told at its start, what it is asked, and its client."""
+"""A service (`planner service`) from outside: the settings it starts with, what it is asked, and its client."""

@@ -19,6 +19,7 @@ import httpx
 
 from planner.remote.errors import ENDED, ServiceError, error_of
 from topology import codec
+from topology.codec import JsonObject
 from topology.errors import UserError
 
 TOKEN = "MESHWRIGHT_TOKEN"  # noqa: S105 - the name of the variable that holds it
@@ -53,17 +54,17 @@ class Client:
     ) -> None:
         self._http.close()
 
-    def submit(self, command: str, flags: dict[str, Any], *, key: str | None = None) -> str:
+    def submit(self, command: str, flags: JsonObject, *, key: str | None = None) -> str:
         """Ask for a job and return its id. `flags` are those of the command, with underscores and without dashes."""
         headers = {"Idempotency-Key": key or uuid.uuid4().hex}
         return str(self._ask("POST", f"/v1/{command}", json=flags, headers=headers).json()["job"])
 
-    def job(self, job: str, *, wait_s: float = 0.0) -> dict[str, Any]:
+    def job(self, job: str, *, wait_s: float = 0.0) -> JsonObject:
         """Return a job's document, after waiting at most `wait_s` (30 at most) for it to end."""
-        document: dict[str, Any] = self._ask("GET", f"/v1/jobs/{job}", params={"wait": wait_s}).json()
+        document: JsonObject = self._ask("GET", f"/v1/jobs/{job}", params={"wait": wait_s}).json()
         return document
 
-    def wait(self, job: str) -> dict[str, Any]:
+    def wait(self, job: str) -> JsonObject:
         """Return a job's document once it has ended."""
         while (document := self.job(job, wait_s=WAIT_S))["state"] not in ENDED:
             pass
@@ -76,7 +77,7 @@ class Client:
             raise error_of(document)
         return document["result"]
 
-    def events(self, job: str) -> Iterator[dict[str, Any]]:
+    def events(self, job: str) -> Iterator[JsonObject]:
         """Yield a job's document at each change, until it has ended."""
         with self._http.stream("GET", f"/v1/jobs/{job}/events") as answer:
             if answer.is_error:
@@ -86,17 +87,17 @@ class Client:
                 if line.startswith("data: "):
                     yield codec.parse_json(line.removeprefix("data: "), where="events")
 
-    def cancel(self, job: str) -> dict[str, Any]:
+    def cancel(self, job: str) -> JsonObject:
         """Cancel a job, and return its document."""
-        document: dict[str, Any] = self._ask("DELETE", f"/v1/jobs/{job}").json()
+        document: JsonObject = self._ask("DELETE", f"/v1/jobs/{job}").json()
         return document
 
-    def jobs(self, *, limit: int = 100) -> list[dict[str, Any]]:
+    def jobs(self, *, limit: int = 100) -> list[JsonObject]:
         """Return the newest jobs, without their results."""
-        found: list[dict[str, Any]] = self._ask("GET", "/v1/jobs", params={"limit": limit}).json()["jobs"]
+        found: list[JsonObject] = self._ask("GET", "/v1/jobs", params={"limit": limit}).json()["jobs"]
         return found
 
-    def content(self, artifact: dict[str, Any]) -> bytes:
+    def content(self, artifact: JsonObject) -> bytes:
         """Return a file that a job wrote (an entry of `artifacts`)."""
         return self._ask("GET", artifact["url"]).content
 
@@ -104,7 +105,7 @@ class Client:
         """Return what a job that runs has written of its state; nothing where it has none."""
         return self._ask("GET", f"/v1/jobs/{job}/state").content
 
-    def download(self, artifact: dict[str, Any], path: Path) -> None:
+    def download(self, artifact: JsonObject, path: Path) -> None:
         """Write a file that a job wrote to `path`."""
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(self.content(artifact))

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import typer
+from click.exceptions import Exit
 
 from planner.io import output
 from planner.io.printable import printable
@@ -18,6 +18,7 @@ from planner.remote.errors import error_of
 from planner.requests.flag import Flag, Request, flags_of, value_of
 from planner.requests.served import ALWAYS_WRITTEN, CONTINUED, RUNS, SERVED
 from topology import codec
+from topology.codec import JsonObject
 from topology.errors import BadInput, UserError
 
 MODEL_FILE = "config.json"  # of a model that is given as its directory
@@ -38,7 +39,7 @@ def asks(server: str, name: str) -> Callable[[Request], None]:
 def _answer(server: str, name: str, asked: Request) -> None:
     """Ask the service, print its answer, and fetch what the job wrote; raise Exit with its code."""
     if code := _run(server, name, flags_of(type(asked)), asked):
-        raise typer.Exit(code)
+        raise Exit(code)
 
 
 def _run(server: str, name: str, flags: Mapping[str, Flag], asked: Request) -> int:
@@ -77,15 +78,15 @@ def _run(server: str, name: str, flags: Mapping[str, Flag], asked: Request) -> i
     return int(document["exit_code"])
 
 
-def _follow(service: Any, job: str) -> dict[str, Any]:
+def _follow(service: Any, job: str) -> JsonObject:
     """Return a job's document once it has ended, showing its progress meanwhile."""
-    document: dict[str, Any]
+    document: JsonObject
     while (document := service.job(job, wait_s=0.5))["state"] in {"queued", "running"}:
         output.progress(document["progress"] or document["state"])
     return document
 
 
-def _wanted(name: str, flags: Mapping[str, Flag], values: dict[str, Any]) -> dict[str, Path]:
+def _wanted(name: str, flags: Mapping[str, Flag], values: JsonObject) -> dict[str, Path]:
     """Return the paths that the command is to write here, by flag."""
     wanted = {key: Path(values[key]) for key, flag in flags.items() if flag.writes and values.get(key) is not None}
     if name in RUNS and CONTINUED not in values:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from topology.codec import JsonObject
 from topology.errors import Infeasible, PlannerError, UserError
 
 ENDED = frozenset({"done", "failed", "cancelled"})
@@ -15,7 +14,7 @@ class ServiceError(PlannerError):
     status = 0
 
 
-def error_of(document: dict[str, Any]) -> PlannerError:
+def error_of(document: JsonObject) -> PlannerError:
     """Return how a job ended that is not done, as the error that its command would have raised."""
     error = document["error"] or {"message": f"the job was {document['state']}"}
     kinds: dict[int | None, type[PlannerError]] = {2: UserError, 3: Infeasible}

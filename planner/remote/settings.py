@@ -1,4 +1,4 @@
-"""What `planner service` was told, handed to the server process in its environment."""
+"""The settings of `planner service`, handed to the server process in its environment."""
 
 from __future__ import annotations
 

@@ -31,8 +31,15 @@ def gpu() -> Any:
     return option(None, "--gpu", help="GPU model where a captured text does not name it (h200-sxm).")
 
 
-def seq_len(default: int) -> Any:
-    return option(default, "--seq-len", "--seq", least=1, most=1 << 31, help="Tokens in a sequence.")
+def seq_len() -> Any:
+    return option(
+        None,
+        "--seq-len",
+        "--seq",
+        least=1,
+        most=1 << 31,
+        help="Tokens in a sequence; default 8192, or as many as the model has positions.",
+    )
 
 
 def global_batch() -> Any:

@@ -1,4 +1,4 @@
-"""Flags of a command as data, told by the fields of its request.
+"""Flags of a command as data, made from the fields of its request.
 
 A flag's name in JSON is its long form without dashes at the front and with underscores inside: `--seq-len` is
 `seq_len`.
@@ -61,11 +61,16 @@ class Flag:
     most: float | None = None
     help: str | None = None
     metavar: str | None = None
-    panel: str | None = None
     environment: str | None = None  # the variable that says it
     percent: bool = False
     hidden: bool = False
     show_default: bool = True
+
+    @property
+    def item(self) -> Any:
+        """The type of one value."""
+        only = next(member for member in _members(self.type) if member is not NoneType)
+        return get_args(only)[0] if self.many else only
 
     @property
     def option(self) -> str:
@@ -279,14 +284,13 @@ def from_keywords(request: type[R], keywords: Mapping[str, Any], *, command: str
 
 def _value(flag: Flag, value: Any) -> Any:
     """Return a value of Python as a flag has it. Raises UserError."""
-    only = next(member for member in _members(flag.type) if member is not NoneType)
+    only = flag.item
     if isinstance(only, EnumType):
         if str(value) not in flag.choices:
             raise UserError(f"{flag.name} is {value!r}", remedy=f"one of {', '.join(flag.choices)}")
         return only(str(value))
     if flag.many:
-        item = get_args(only)[0]
-        return [item(one) for one in ([value] if isinstance(value, (str, Path)) else value)]
+        return [only(one) for one in ([value] if isinstance(value, (str, Path)) else value)]
     if only is Path:
         return Path(value)
     if only is str:

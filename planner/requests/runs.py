@@ -13,7 +13,7 @@ from planner.requests.flag import Request, argument, option, required, required_
 class Apply(Request):
     """Run a plan on this machine and report measured against predicted.
 
-    A serving plan is served by the executor: its requests arrive, and what clients saw stands beside the prediction.
+    A serving plan is served by the executor: its requests arrive, and what clients saw stands next to the prediction.
 
     Machine and plan are compared before anything starts. Numbers are checked against one process before anything is
     timed. Every run is kept: planner runs lists them, planner report explains one. Exit code 1 when the plan is stale
@@ -59,7 +59,7 @@ class Tune(Request):
     model: str | None = option(None, "--model", "--config", help="Shipped model, config.json or its directory.")
     cluster: str = option("local", "--cluster", help="local, or what this machine is: a name or file.")
     gpus: int | None = option(None, "--gpus", least=1, most=1 << 20, help="How many GPUs of it.")
-    seq_len: int = common.seq_len(8192)
+    seq_len: int | None = common.seq_len()
     global_batch: int | None = common.global_batch()
     framework: str = option(
         "meshwright", "--framework", help="Whose plans: meshwright (our executor), torchtitan, megatron-lm."
@@ -151,7 +151,7 @@ class Validate(Request):
     absolute errors.
     """
 
-    files: list[str] = required_argument(metavar="FILE...", help="Case files with measurements.")
+    files: list[str] = required_argument(help="Case files with measurements.")
     profile: Path | None = common.profile()
     runtime: Path | None = common.learned_runtime()
     strict: bool = common.strict()
@@ -169,7 +169,7 @@ class Learn(Request):
     of its case names.
     """
 
-    file: str = required_argument(metavar="FILE", help="Cases: .json, .jsonl or .csv; measured.log names a log.")
+    file: str = required_argument(help="Cases: .json, .jsonl or .csv; measured.log names a log.")
     runtime: str = required("--runtime", help="What the runtime is called, known here or not.")
     out: Path = required("--out", help="Write the learned runtime to this file.")
     like: str | None = option(

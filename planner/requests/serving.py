@@ -14,7 +14,6 @@ from planner.requests.flag import Request, option
 from topology import codec
 from topology.errors import PlannerError, UserError
 
-PANEL = "Serving"  # of --help
 MOST_CLIENTS, MOST_TOKENS = 1 << 16, 1 << 24
 
 
@@ -78,73 +77,69 @@ def refuse(names: Iterable[str], task: Task, flag_names: Mapping[str, str] | Non
         )
 
 
-def _option(default: Any, *spellings: str, **known: Any) -> Any:
-    return option(default, *spellings, panel=PANEL, **known)
-
-
 def separate() -> Any:
     """Return the field of `--separate`."""
-    return _option(False, "--separate", help="Read prompts and write answers on GPUs of their own, too.")
+    return option(False, "--separate", help="Read prompts and write answers on GPUs of their own, too.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
     """What a server is asked, and what its clients want; None is what nobody stated."""
 
-    isl: int | None = _option(None, "--isl", least=1, most=1 << 24, help="Tokens of a prompt.")
-    osl: int | None = _option(None, "--osl", least=1, most=1 << 24, help="Tokens of an answer.")
-    vary: float | None = _option(None, "--vary", least=0, most=1, help="Share by which lengths vary; default 0.2.")
-    concurrency: int | None = _option(
+    isl: int | None = option(None, "--isl", least=1, most=1 << 24, help="Tokens of a prompt.")
+    osl: int | None = option(None, "--osl", least=1, most=1 << 24, help="Tokens of an answer.")
+    vary: float | None = option(None, "--vary", least=0, most=1, help="Share by which lengths vary; default 0.2.")
+    concurrency: int | None = option(
         None, "--concurrency", least=1, most=1 << 16, help="Clients that ask again at once."
     )
-    request_rate: float | None = _option(
+    request_rate: float | None = option(
         None, "--request-rate", least=1e-06, most=1000000.0, help="Requests a second, Poisson."
     )
-    arrivals: str | None = _option(
+    arrivals: str | None = option(
         None, "--arrivals", help="At --request-rate: constant, poisson, or gamma:CV for bursts."
     )
-    requests: str | None = _option(
+    requests: str | None = option(
         None, "--requests", help="File of requests, JSON lines or CSV: arrival_s, prompt, output."
     )
-    cached_prompt: float | None = _option(
+    cached_prompt: float | None = option(
         None, "--cached-prompt", least=0, most=1, help="Share of prompts that the prefix cache holds."
     )
-    ttft: float | None = _option(None, "--ttft", least=0, help="Target: seconds to the first token.")
-    tpot: float | None = _option(None, "--tpot", least=0, help="Target: seconds a token after it.")
+    ttft: float | None = option(None, "--ttft", least=0, help="Target: seconds to the first token.")
+    tpot: float | None = option(None, "--tpot", least=0, help="Target: seconds a token after it.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
     """The engine that serves, and its settings."""
 
-    engine: str | None = _option(
+    engine: str | None = option(
         None,
         "--engine",
         help="vllm, sglang, trtllm, or meshwright, which planner apply runs; vllm==0.8.3 for a release.",
     )
-    weights: str | None = _option(None, "--weights", help="bfloat16, float8, float4, int4, or mxfp4 (experts).")
-    kv_cache: str | None = _option(None, "--kv-cache", help="bfloat16 or float8.")
-    max_num_seqs: int | None = _option(
+    weights: str | None = option(None, "--weights", help="bfloat16, float8, float4, int4, or mxfp4 (experts).")
+    kv_cache: str | None = option(None, "--kv-cache", help="bfloat16 or float8.")
+    max_num_seqs: int | None = option(
         None, "--max-num-seqs", least=1, most=1 << 16, help="Answers that go on at once; default: the engine's."
     )
-    max_num_batched_tokens: int | None = _option(
+    max_num_batched_tokens: int | None = option(
         None, "--max-num-batched-tokens", least=16, most=1 << 20, help="Tokens of a step."
     )
-    gpu_memory_utilization: float | None = _option(
+    gpu_memory_utilization: float | None = option(
         None, "--gpu-memory-utilization", least=0.01, most=1, help="Share of a GPU's memory to use."
     )
-    eager: bool | None = _option(None, "--eager", help="The engine captures no CUDA graph and compiles nothing.")
-    no_custom_all_reduce: bool | None = _option(None, "--no-custom-all-reduce", help="Sums over GPUs are NCCL's.")
+    eager: bool | None = option(None, "--eager", help="The engine captures no CUDA graph and compiles nothing.")
+    no_custom_all_reduce: bool | None = option(None, "--no-custom-all-reduce", help="Sums over GPUs are NCCL's.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deployment:
     """Parts of one deployment, which a search chooses."""
 
-    replicas: int | None = _option(None, "--replicas", least=1, help="Engines; default: as many as the GPUs hold.")
-    dp_attention: int | None = _option(
+    replicas: int | None = option(None, "--replicas", least=1, help="Engines; default: as many as the GPUs hold.")
+    dp_attention: int | None = option(
         None, "--dp-attention", least=1, help="Ranks whose attention has requests of its own."
     )
-    prefill: str | None = _option(
+    prefill: str | None = option(
         None, "--prefill", help="Engines that only read prompts, such as 2xtp4; the others write."
     )

@@ -14,7 +14,7 @@ from planner.requests.serving import Load
 class Export(Request):
     """Write a plan for the tool that shall run it.
 
-    The file says in its header which plan it is, what of it the tool cannot express, and what has to be put beside it.
+    The file says in its header which plan it is, what of it the tool cannot express, and what has to be put next to it.
     Exit code 3 when the tool cannot run such a plan at all.
     """
 
@@ -22,7 +22,9 @@ class Export(Request):
     to: str | None = option(
         None,
         "--to",
-        help="torchrun, torchtitan, megatron, deepspeed, accelerate, slurm, trainjob, skypilot; @VERSION where several are known, such as torchtitan@0.2.2. Of a serving plan: script, compose, kubernetes, or its engine's name.",
+        help="torchrun, torchtitan, megatron, deepspeed, accelerate, slurm, trainjob, skypilot;"
+        " @VERSION where several are known, such as torchtitan@0.2.2."
+        " Of a serving plan: script, compose, kubernetes, or its engine's name.",
     )
     every: bool = option(False, "--all", help="Write the folder --out: a file for every tool, and how to start each.")
     out: Path | None = option(None, "--out", help="File to write; default: standard output.")
@@ -39,11 +41,15 @@ class Check(Request):
     """Check a configuration of another tool: legal, does it fit, how fast, and what to change.
 
     Changes and the best plan are diffs of the file itself, comments and order kept. Exit code 3 when the configuration
-    is not legal; one that does not fit is an answer, and ends with 0.
+    is not legal, or one of a folder's; one that does not fit is an answer, and ends with 0. Where the file leaves open
+    what a verdict needs, that is asked, with exit code 2.
     """
 
     file: str = required_argument(
-        help="torchtitan TOML or command, Megatron-LM command line or script, Megatron-Bridge recipe dump, DeepSpeed JSON, accelerate YAML, TrainingArguments JSON, vllm serve or SGLang command; - reads stdin."
+        help="torchtitan TOML or command, Megatron-LM command line or script, Megatron-Bridge recipe dump,"
+        " DeepSpeed JSON, accelerate YAML, TrainingArguments, YAML of axolotl, LLaMA-Factory, torchtune, LitGPT,"
+        " nanotron, GPT-NeoX or NeMo AutoModel, vllm serve or SGLang command; - reads stdin."
+        " Of a folder: all that train, one row each."
     )
     model: str | None = option(None, "--model", help="Shipped model or config.json, where the file names none.")
     cluster: str | None = option(
@@ -62,14 +68,27 @@ class Check(Request):
     micro_batch: int | None = option(
         None, "--micro-batch", least=1, most=1 << 31, help="Sequences in a pass, where the file does not say."
     )
+    variable: list[str] | None = option(
+        None, "--set", metavar="NAME=VALUE", help="A variable of a script that it does not set; repeat it."
+    )
     launch: str = option("", "--launch", help="The line that starts it: its GPUs and the program's arguments.")
     release: str = option(
         "", "--release", help="Release of vLLM or SGLang that runs, such as 0.8.3, where the file does not say."
+    )
+    measured: str | None = option(
+        None,
+        "--measured",
+        metavar="TIME",
+        help="What a step takes, such as 9.2s: compared with the prediction, and why.",
+    )
+    tokens_per_s: float | None = option(
+        None, "--tokens-per-s", least=1e-6, help="The same as a rate: tokens a second of all GPUs together."
     )
     search: bool = option(True, "--search/--no-search", help="Look for the best plan too.")
     time_limit: float | None = common.time_limit()
     profile: Path | None = common.profile()
     strict: bool = common.strict()
+    sarif: bool = option(False, "--sarif", help="Of a folder: print SARIF, for the annotations of a pull request.")
     json: bool = common.json_flag()
     load: Load = group(Load)
 
@@ -83,7 +102,7 @@ class Shard(Request):
     A case that has no answer says why. Exit code 3 when that is so of every case.
     """
 
-    file: str | None = argument(None, metavar="FILE", help="Cases: mesh, operators, placements; - for stdin.")
+    file: str | None = argument(None, help="Cases: mesh, operators, placements; - for stdin.")
     model: str | None = option(
         None, "--model", help="Instead of FILE: layers of a shipped model or config.json, none placed."
     )
@@ -147,7 +166,7 @@ class Service(Request):
     """Answer questions and make runs for others: http://127.0.0.1:8600, described at /openapi.json.
 
     Every accepted job ends with a result or a stated failure, also when processes are killed. Listens on this machine
-    only unless told otherwise. Ctrl-C ends it.
+    only by default. Ctrl-C ends it.
     """
 
     port: int = option(8600, "--port", least=1, most=65535, help="Port to listen on.")

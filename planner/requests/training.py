@@ -44,9 +44,7 @@ class OnePlan:
     )
     gpu: str | None = common.gpu()
     gpus: int | None = option(None, "--gpus", least=1, most=1 << 20, help="How many GPUs of it.")
-    seq_len: int | None = option(
-        None, "--seq-len", "--seq", least=1, most=1 << 31, help="Tokens in a sequence; default 8192."
-    )
+    seq_len: int | None = common.seq_len()
     global_batch: int | None = common.global_batch()
     plan: Mapping[str, Any] = plan_flags()
     runtime: str | None = option(
@@ -74,7 +72,7 @@ class Suggest(Request):
         None, "--gpus", help="Number of GPUs, several (8,16,32) to compare, or min for the fewest."
     )
     task: Task = option(Task.TRAIN, "--task", help="train: a step; serve: answers to requests.")
-    seq_len: int = common.seq_len(8192)
+    seq_len: int | None = common.seq_len()
     global_batch: int | None = common.global_batch()
     framework: str = option(
         "torchtitan",
@@ -84,7 +82,8 @@ class Suggest(Request):
     objective: Objective = option(
         Objective.TIME,
         "--objective",
-        help="time, memory, or pareto of both; throughput (a GPU) and cost (a token) differ where --gpus compares. Serving: latency, throughput, cost.",
+        help="time, memory, or pareto of both; throughput (a GPU) and cost (a token) differ where --gpus compares."
+        " Serving: latency, throughput, cost.",
     )
     gpu_price: float | None = option(
         None, "--gpu-price", least=0.0, most=1000000000.0, help="Price of a GPU for an hour, to cost tokens."
@@ -123,9 +122,9 @@ class Suggest(Request):
 class Estimate(Request):
     """Predict step time and memory of one plan, or what clients of a deployment see; and say whether it is legal.
 
-    The data-parallel degree left unsaid fills the GPUs. Flags beside --plan or --case change what the file says, and
-    the answer lists what they changed. Exit code 3 when no plan given is legal; a plan that is legal but does not fit
-    is an answer, and ends with 0.
+    The data-parallel degree left unsaid fills the GPUs. Flags given with --plan or --case change what the file says,
+    and the answer lists what they changed. Exit code 3 when no plan given is legal; a plan that is legal but does not
+    fit is an answer, and ends with 0.
     """
 
     task: Task = option(Task.TRAIN, "--task", help="train: a step; serve: answers to requests.")
@@ -146,8 +145,8 @@ class Estimate(Request):
 class Explain(Request):
     """Explain a plan: from the peak of the GPU to the achieved step, memory by stage, runners-up, flip points.
 
-    Without a file, the best plan of the question that the flags ask, as planner suggest would answer it. Beside a file,
-    flags change what it says, and the answer lists what they changed.
+    Without a file, the best plan of the question that the flags ask, as planner suggest would answer it. Next to a
+    file, flags change what it says, and the answer lists what they changed.
     """
 
     file: str | None = argument(
@@ -164,9 +163,7 @@ class Explain(Request):
     )
     gpu: str | None = common.gpu()
     gpus: str | None = option(None, "--gpus", help="Number of GPUs to use.")
-    seq_len: int | None = option(
-        None, "--seq-len", "--seq", least=1, most=1 << 31, help="Tokens in a sequence; default 8192."
-    )
+    seq_len: int | None = common.seq_len()
     global_batch: int | None = common.global_batch()
     framework: str | None = option(None, "--framework", help="Whose rules and kernels; default torchtitan.")
     top: int = option(4, "--top", least=1, most=20, help="How many runners-up.")

@@ -7,10 +7,10 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from planner.io import child
 from topology import codec
+from topology.codec import JsonObject
 from topology.errors import BadPlan, PlannerError, UserError
 from topology.units import MIB
 
@@ -52,7 +52,7 @@ def require_torch() -> None:
         )
 
 
-def run(request: dict[str, Any], out: Path, budget_s: float, progress: Callable[[str], None]) -> dict[str, Any]:
+def run(request: JsonObject, out: Path, budget_s: float, progress: Callable[[str], None]) -> JsonObject:
     """Run the request into the directory `out` and return its report, `run.json`.
 
     Raises BadPlan when the executor cannot run the plan, PlannerError when there is no report, and KeyboardInterrupt

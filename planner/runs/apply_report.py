@@ -64,7 +64,8 @@ def lines(document: Mapping[str, Any], comparison: Mapping[str, Any] | None) -> 
     if change:
         text_lines.append(
             f"clocks    changed from {change['before_hz'] / 1e9:.2f} to {change['after_hz'] / 1e9:.2f} GHz at step"
-            f" {change['step']:.0f}: a limit was set or lifted, or the GPU drew more or less power; the median mixes both"
+            f" {change['step']:.0f}: a limit was set or lifted, or the GPU drew more or less power;"
+            " the median mixes both"
         )
     slow = {reason for gpu in document.get("gpus") or () for reason in gpu["throttle"]}
     if slow:

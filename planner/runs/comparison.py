@@ -14,6 +14,7 @@ from typing import Any
 
 from simulator.program import trace as tr
 from simulator.program.trace import Span, Trace
+from topology.codec import JsonObject
 
 # Parts of kernel names, in lower case. Optimizer: the fused AdamW kernel and the norms of gradient clipping. Copies:
 # those of FSDP into and out of its buffers, and its casts.
@@ -108,7 +109,7 @@ def _largest(ranks: Iterable[Mapping[str, Any]], key: str) -> float | None:
     return max((float(rank[key]) for rank in ranks if rank.get(key)), default=None)
 
 
-def compare(document: Mapping[str, Any], tolerance_percent: float | None) -> dict[str, Any] | None:
+def compare(document: Mapping[str, Any], tolerance_percent: float | None) -> JsonObject | None:
     """Return the errors of a run's prediction, or None where there is nothing to compare.
 
     `within` says whether the measured median of the step is in the predicted interval or, if a tolerance is given,

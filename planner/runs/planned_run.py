@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from planner.question.plan_file import PlanFile, fingerprint
 from simulator.config.hf_config import load_model
@@ -18,6 +17,7 @@ from simulator.config.runtime import TF32, Runtime
 from simulator.config.workload import Workload
 from topology import codec
 from topology.cluster import Cluster
+from topology.codec import JsonObject
 from topology.errors import BadPlan, Infeasible, PlannerError, Stale
 from topology.health.diagnose import Health
 from topology.units import in_gib
@@ -41,12 +41,12 @@ class PlannedRun:
     gpus: tuple[int, ...] = ()
     peak_flops: float | None = None
     peak_flops_source: str = ""
-    predicted: dict[str, Any] | None = None
+    predicted: JsonObject | None = None
     fingerprints: dict[str, str] | None = None
     cluster: Cluster | None = None  # what the prediction is for
     notes: tuple[str, ...] = ()
 
-    def request(self, *, steps: int, budget_s: float, own_table: bool) -> dict[str, Any]:
+    def request(self, *, steps: int, budget_s: float, own_table: bool) -> JsonObject:
         """Return the executor's request as plain data. Timeouts are a quarter of the budget, between 5 and 60 s."""
         timeout_s = min(60.0, max(5.0, 0.25 * budget_s))
         return {
@@ -150,8 +150,8 @@ def other_driver(planned: Cluster, here: Cluster) -> tuple[str, ...]:
         return ()
     return (
         (
-            f"the plan was made under {', '.join(then)}, this machine has {', '.join(now)}: kernels and collectives may take"
-            " other times than predicted; planner calibrate, then plan again"
+            f"the plan was made under {', '.join(then)}, this machine has {', '.join(now)}:"
+            " kernels and collectives may take other times than predicted; planner calibrate, then plan again"
         ),
     )
 

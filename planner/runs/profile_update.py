@@ -14,7 +14,7 @@ from typing import Any
 from planner.runs.run_report import RunReport
 from simulator.config.plan import Plan
 from simulator.fitting.calibration_fit import standalone_times
-from simulator.fitting.step_samples import pace, usable
+from simulator.fitting.step_samples import in_step_ratio, usable
 from topology import codec
 from topology.catalog.gpus import gpu_kind, match_driver_name
 from topology.cluster import Cluster
@@ -27,17 +27,26 @@ MAX_ROWS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProfileUpdate:
-    """`pace` is the median ratio of operator times in the step to times alone; None where too few are known.
+class OperatorInStep:
+    """An operator of a run: seconds of a call in the step, those that its time alone lets expect, and calls a step."""
 
-    `rows` are the operators that deviate most from it: name, seconds in the step, expected seconds, calls. `fresh`
-    samples are of shapes that the profile did not have.
+    name: str
+    seconds: float
+    expected_s: float
+    calls: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileUpdate:
+    """`in_step_ratio` is the median ratio of operator times in the step to times alone; None where too few are known.
+
+    `rows` are the operators that deviate most from it. `fresh` samples are of shapes that the profile did not have.
     """
 
     samples: int
     fresh: int
-    pace: float | None
-    rows: tuple[dict[str, Any], ...]
+    in_step_ratio: float | None
+    rows: tuple[OperatorInStep, ...]
 
 
 def add_run_to_profile(run: RunReport, path: Path) -> ProfileUpdate:
@@ -59,27 +68,27 @@ def _add(run: RunReport, path: Path) -> ProfileUpdate:
             remedy="planner calibrate first",
         )
     usable_samples = usable(samples)
-    run_pace = pace(usable_samples, alone_times)
-    rows: list[dict[str, Any]] = []
+    run_ratio = in_step_ratio(usable_samples, alone_times)
+    rows: list[OperatorInStep] = []
     for sample in usable_samples:
         expected = alone_times.seconds(sample)
-        if expected is not None and run_pace is not None:
+        if expected is not None and run_ratio is not None:
             rows.append(
-                {
-                    "name": operator_words(sample),
-                    "seconds": sample.seconds,
-                    "expected_s": expected * run_pace,
-                    "calls": sample.count,
-                }
+                OperatorInStep(
+                    name=operator_words(sample),
+                    seconds=sample.seconds,
+                    expected_s=expected * run_ratio,
+                    calls=sample.count,
+                )
             )
-    rows.sort(key=lambda row: -abs(row["seconds"] - row["expected_s"]) * row["calls"])
+    rows.sort(key=lambda row: -abs(row.seconds - row.expected_s) * row.calls)
     known = {sample.key for sample in before.operators}
     empty = before.with_samples(lambda _: ())
     newer = replace(empty, runs={**before.runs, name: provenance}, operators=tuple(samples))
     merged = merge(before, newer)
     codec.write_text(path, codec.to_json(merged) + "\n")
     fresh = sum(sample.key not in known for sample in samples)
-    return ProfileUpdate(samples=len(samples), fresh=fresh, pace=run_pace, rows=tuple(rows[:MAX_ROWS]))
+    return ProfileUpdate(samples=len(samples), fresh=fresh, in_step_ratio=run_ratio, rows=tuple(rows[:MAX_ROWS]))
 
 
 def operator_words(sample: OperatorSample) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from topology.codec import JsonObject
 from topology.units import GIB
 
 Row = tuple[str, ...]
@@ -76,7 +77,7 @@ def effect_rows(answer: Mapping[str, Any]) -> list[Row]:
     ]
 
 
-def learned_rows(answer: dict[str, Any]) -> list[tuple[str, ...]]:
+def learned_rows(answer: JsonObject) -> list[tuple[str, ...]]:
     """Return (operator, calls, seconds, expected seconds, error) of the operators that deviate most."""
     return [
         (

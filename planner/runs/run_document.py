@@ -18,6 +18,7 @@ from simulator.config.workload import Workload
 from topology import codec
 from topology.catalog.verify import require_possible
 from topology.cluster import Cluster
+from topology.codec import JsonObject
 from topology.errors import BadInput, NewerSchema, PlannerError
 from topology.profile.samples import OperatorSample
 from topology.ranges import Range, out_of_range
@@ -109,23 +110,23 @@ class _Failure:
     message: str | None = None
     suspects: tuple[str, ...] | None = None
     gpus: tuple[str, ...] | None = None
-    memory: dict[str, dict[str, Any]] | None = None
+    memory: dict[str, JsonObject] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Report:
     status: str
     taken_at: str
-    plan: dict[str, Any]
-    model: dict[str, Any]
-    workload: dict[str, Any]
-    runtime: dict[str, Any]
+    plan: JsonObject
+    model: JsonObject
+    workload: JsonObject
+    runtime: JsonObject
     measured: _Measured
     id: str | None = None
     complete: bool | None = None
     exit_code: int | None = None
     device: str | None = None
-    cluster: dict[str, Any] | None = None
+    cluster: JsonObject | None = None
     predicted: _Predicted | None = None
     failure: _Failure | None = None
     versions: dict[str, str] | None = None
@@ -137,7 +138,7 @@ class _Report:
     operator_samples: tuple[OperatorSample, ...] | None = None
 
 
-def verify_run(document: Any, *, where: str) -> dict[str, Any]:
+def verify_run(document: Any, *, where: str) -> JsonObject:
     """Return `document` if it can be the report of a run. Raises UserError with the field that is wrong."""
     if not isinstance(document, dict) or not {"status", "plan", "model", "measured", "taken_at"} <= set(document):
         raise BadInput(f"{where} is not the report of a run", remedy="planner apply makes one; planner runs lists them")
@@ -156,7 +157,7 @@ def verify_run(document: Any, *, where: str) -> dict[str, Any]:
     return document
 
 
-def read_report(folder: str | Path) -> dict[str, Any] | None:
+def read_report(folder: str | Path) -> JsonObject | None:
     """Return the report of a run's directory; None where there is none that can be read."""
     path = Path(folder) / "run.json"
     if not path.is_file():

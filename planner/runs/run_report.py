@@ -25,6 +25,7 @@ from simulator.program.chrome_trace import from_kineto
 from simulator.program.trace import Trace
 from topology import codec
 from topology.cluster import Cluster
+from topology.codec import JsonObject
 from topology.errors import PlannerError
 from topology.units import MIB
 
@@ -35,7 +36,7 @@ MAX_TRACE_BYTES = 256 * MIB
 class RunReport:
     """A run and its timelines. `notes`: what is missing, and why."""
 
-    document: dict[str, Any]
+    document: JsonObject
     directory: Path | None
     simulated: Trace | None
     measured: tuple[Trace, ...]  # one per rank, in order
@@ -52,7 +53,7 @@ class RunReport:
             return ()
         return comparison.compare_terms(self.simulated, slowest)
 
-    def answer(self, tolerance_percent: float | None) -> dict[str, Any]:
+    def answer(self, tolerance_percent: float | None) -> JsonObject:
         """Return the report as data for JSON; `within` is None where nothing can be compared."""
         document, terms = self.document, self.terms()
         rows = comparison.quantities(document)
@@ -133,7 +134,7 @@ def load_run(name: str, *, simulate: bool = True, measured: Calibrations | None 
     )
 
 
-def _document(name: str) -> tuple[dict[str, Any], Path | None]:
+def _document(name: str) -> tuple[JsonObject, Path | None]:
     path = Path(name)
     file = path / "run.json" if path.is_dir() else path
     directory: Path | None = file.parent.resolve()

@@ -23,6 +23,7 @@ import platformdirs
 from planner.io.plan_words import plan_in_words
 from planner.runs.run_document import verify_run
 from topology import codec
+from topology.codec import JsonObject
 from topology.errors import BadInput, PlannerError, UserError
 
 SCHEMA_VERSION = 1
@@ -53,8 +54,8 @@ CREATE TABLE runs (
 )
 """
 _COLUMNS = (
-    "id, taken_at, status, complete, model, framework, plan, gpus, device, seq_len, global_batch_size, predicted_step_s,"
-    " measured_step_s, predicted_peak_bytes, measured_peak_bytes, measured_tokens_per_s, directory"
+    "id, taken_at, status, complete, model, framework, plan, gpus, device, seq_len, global_batch_size,"
+    " predicted_step_s, measured_step_s, predicted_peak_bytes, measured_peak_bytes, measured_tokens_per_s, directory"
 )
 
 
@@ -150,7 +151,7 @@ def _rows(path: str | Path | None) -> Iterator[RunSummary | DamagedRun]:
             yield run if run.id == name else DamagedRun(id=name, why=f"its id is {run.id!r:.40}")
 
 
-def read_run(run_id: str, path: str | Path | None = None) -> dict[str, Any]:
+def read_run(run_id: str, path: str | Path | None = None) -> JsonObject:
     """Return the report of a stored run, as in its `run.json`. `run_id` may be a unique prefix of an id.
 
     Raises BadInput when there is no such run, or several.

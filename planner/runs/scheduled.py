@@ -1,6 +1,6 @@
 """A run that a scheduler has: submitted once, followed, cancelled, and what it left collected.
 
-A record of the submission stands beside the job's file from before the scheduler is asked. So whoever follows the run
+A record of the submission stands next to the job's file from before the scheduler is asked. So whoever follows the run
 after a crash submits nothing twice, and says so where it cannot be known whether the scheduler took the job.
 
 Sources: squeue(1) and its job state codes, sacct(1), scancel(1); kubectl get; conditions of a TrainJob (Kubeflow
@@ -16,13 +16,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from planner.io import child
 from planner.runs import launchers
 from planner.runs.launchers import JobFile, LauncherJob
 from planner.runs.run_document import read_report
 from topology import codec
+from topology.codec import JsonObject
 from topology.errors import PlannerError
 
 RECORD = "submission.json"
@@ -82,7 +82,7 @@ def recorded(folder: Path) -> Submission | None:
 
 
 def submit(file: JobFile, launcher: str) -> Submission:
-    """Hand a job's file to its scheduler, and record it beside the file. Raises PlannerError where it is refused."""
+    """Hand a job's file to its scheduler, and record it next to the file. Raises PlannerError where it is refused."""
     folder = file.path.parent
     asked = Submission(launcher=launcher, file=file.path.name)
     _record(folder, asked)
@@ -169,7 +169,7 @@ def cancel_below(folder: Path) -> None:
             cancel(record.parent)
 
 
-def collected(job: LauncherJob, launcher: str, *, over: bool = False) -> dict[str, Any] | None:
+def collected(job: LauncherJob, launcher: str, *, over: bool = False) -> JsonObject | None:
     """Return the report of a run; where its nodes left records only, make it of them, all nodes' or those of a job that
     is over.
     """
@@ -191,7 +191,7 @@ def follow(
     tell: Callable[[str], None],
     poll_s: float = POLL_S,
     late_s: float = LATE_S,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Wait until a run has left its report, and return it. What is left in the queue at the end is cancelled.
 
     Raises PlannerError where it ended without one, or did not end within `patience_s`.

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from heapq import heapify, heappop, heappush
-from typing import Any
 
 from simulator.program.chrome_trace import to_chrome
 from simulator.program.trace import Span, Trace
+from topology.codec import JsonObject
 
 
-def side_by_side(predicted: Trace | None, measured: Sequence[Trace]) -> dict[str, Any]:
+def side_by_side(predicted: Trace | None, measured: Sequence[Trace]) -> JsonObject:
     """Return a Chrome trace with a process per rank and side: `predicted rank 0`, `measured rank 0`, ...
 
     Both begin at 0. Kernels of one stream whose measured times overlap (programmatic dependent launch starts a kernel
@@ -18,7 +18,7 @@ def side_by_side(predicted: Trace | None, measured: Sequence[Trace]) -> dict[str
     """
     sides = [("predicted", predicted)] if predicted else []
     sides += [("measured", without_crossing_spans(trace)) for trace in measured]
-    events: list[dict[str, Any]] = []
+    events: list[JsonObject] = []
     for number, (word, trace) in enumerate(sides):
         for event in to_chrome(trace)["traceEvents"]:
             rank = event["pid"]

@@ -5,20 +5,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from planner.io.figures import gpus_text
 from planner.io.inputs import faulty_gpus, read_cluster
 from planner.question.case_runtime import resolve_runtime
 from planner.question.cases import DEFAULT_CLUSTER, DEFAULT_MODEL, all_assumed, stated_workload
 from planner.question.flags import Flags
 from planner.question.question import Question, question_of
-from planner.search.deadline import deadline_of, left_s
-from planner.search.gpu_counts import best_gpu_count
-from planner.search.infeasible import minimal_gpus
+from planner.search.deadline import deadline_of, left_s, over
+from planner.search.gpu_counts import best_gpu_count, fewest_gpus
+from planner.search.infeasible import MAX_GPUS, MAX_NODES_TRIED, gpu_counts, minimal_gpus
 from planner.search.off_fabric import with_or_without_off_fabric
 from planner.search.result import SearchResult
-from planner.search.search import SearchOptions, suggest
+from planner.search.search import SearchOptions, explained, suggest
+from simulator.config.estimate import SURE, chance
 from simulator.config.hf_config import load_model
 from simulator.fitting.calibrations import UNMEASURED, Calibrations
 from simulator.legality.frameworks import framework_named
@@ -48,9 +50,8 @@ def answer(
         return read_cluster(flags.cluster or DEFAULT_CLUSTER, n, gpu=flags.gpu)
 
     if counts == ():
-        fewest, machine, proof = minimal_gpus(question, bounds=options.bounds, grow=grow, deadline=deadline)
-        counts = (fewest,)
-        assumed.append(f"{fewest} GPUs is the fewest that fit" + (f": {proof}" if proof else ""))
+        found = _fewest(question, options, grow, progress, deadline)
+        return _with_assumed(found, assumed, measured)
 
     unsound = faulty_gpus(machine) if counts is None and machine.node_count == 1 else ()
     single = not unsound and (counts is None or len(counts) == 1)
@@ -71,8 +72,44 @@ def answer(
         found = with_or_without_off_fabric(run, gpus=machine.gpu_count, off_fabric=unsound, objective=options.objective)
     else:
         found = run(counts[0] if counts else machine.gpu_count)
+    return _with_assumed(found, assumed, measured)
+
+
+def _with_assumed(found: SearchResult, assumed: Sequence[str], measured: Calibrations) -> SearchResult:
     plans = [one.plan for one in found.plans]
     return replace(found, assumed=all_assumed([*found.assumed, *assumed], plans, found.question, measured))
+
+
+def _fewest(
+    question: Question,
+    options: SearchOptions,
+    grow: Callable[[int], Cluster],
+    progress: Callable[[str], None] | None,
+    deadline: float | None,
+) -> SearchResult:
+    """Return the plans on the fewest GPUs on which one surely fits, with what is known of fewer."""
+    least, machine, proof = minimal_gpus(question, bounds=options.bounds, grow=grow, deadline=deadline)
+
+    def run(number: int) -> SearchResult:
+        here = replace(question, cluster=machine if number == least else grow(number), gpus=number)
+        brief = replace(options, time_limit_s=left_s(deadline), reasons=False)
+        return suggest(here, brief, grow=grow, progress=progress)
+
+    price = options.gpu_price_per_hour
+    possible = gpu_counts(machine, least, MAX_GPUS, MAX_NODES_TRIED)
+    found = fewest_gpus(run, possible, gpu_price_per_hour=price, deadline=deadline)
+    if options.reasons and not over(deadline):
+        found = explained(found, options)
+    first = found.plans[0]
+    surely = "surely fit" if first.fit_probability >= SURE else "may fit"
+    tried = [(row.gpus, row.fit_probability) for row in found.by_gpus if row.gpus < first.plan.gpus]
+    less = [f"{gpus_text(gpus)} may do, {chance(likely)} likely" for gpus, likely in tried if likely is not None]
+    said = [f"{gpus_text(first.plan.gpus)} are the fewest that {surely}", *less, proof]
+    return replace(
+        found,
+        by_gpus=found.by_gpus if len(found.by_gpus) > 1 else (),
+        assumed=(*found.assumed, "; ".join(part for part in said if part)),
+    )
 
 
 def search_question(flags: Flags, framework: str, measured: Calibrations = UNMEASURED) -> tuple[Question, list[str]]:

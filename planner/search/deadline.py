@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
-NOT_SIMULATED = "the time limit ended before plans were simulated and flip points sought"
-NOT_EXPLAINED = "the time limit ended before flip points were sought"
+NOT_SIMULATED = "the time limit ended before plans were simulated, flip points sought and traffic counted"
+NOT_EXPLAINED = "the time limit ended before flip points were sought and traffic counted"
 NOT_TRIED = "the time limit ended before it was tried"
 
 

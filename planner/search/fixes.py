@@ -1,8 +1,9 @@
-"""What would make a plan fit its memory, cheapest first: all that can be changed, in the order of throughput lost.
+"""What would make a plan fit its memory, cheapest first, as a person pays: time on the same GPUs, then GPUs, then
+precision.
 
 Changed are recomputation, the micro batch, resharding, sharding over replicas, tensor and context parallelism, what is
-kept in host memory, compilation and the number of GPUs, one by one and together. A change is shown where nothing that
-is part of it does as well, to within a tie.
+kept in host memory, compilation, the number of GPUs and the type of parameters, one by one and together. A change is
+shown where nothing that is part of it does as well, to within a tie.
 """
 
 from __future__ import annotations
@@ -12,33 +13,38 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from planner.io.figures import change_text, gib_text
+from planner.io.plan_words import plan_in_words
 from planner.question.prediction import predict
 from planner.question.question import Question
 from planner.search.deadline import deadline_of, left_s, over
 from planner.search.finalists import TIE
-from planner.search.scaling import with_gpus
 from simulator.config.estimate import Estimate, Fit, chance, sure_bytes
 from simulator.config.plan import Plan
 from simulator.legality.rule import divisors
 from simulator.memory.plan_memory import PlanMemory
 from topology.errors import UserError
+from topology.rates.scaling import with_gpus
 
-MOST_FIXES = 4  # that are returned
+MOST_FIXES = (3, 1, 1)  # that are returned: on the same GPUs, on more, in another precision
 MOST_LAYERS = 2048  # of a model; each of hundreds of variants is counted layer by layer
 WIDER = (2, 4)  # factors of tensor and context parallelism, and of the number of GPUs, that are tried
+SAME_GPUS, MORE_GPUS, PRECISION = range(3)  # what a change is paid with
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fix:
     """A variant of a plan that needs less memory; `change` says in words what differs.
 
-    `slower` is what it costs in throughput: GPU seconds a token above those of the plan, relative.
+    `longer` is what it costs in time: the step compared with that of the plan, relative. `slower` is what it costs in
+    throughput: GPU seconds a token above those of the plan, relative.
     """
 
     change: str
     plan: Plan
     compiled: bool
+    param_dtype: str
     step_s: float
+    longer: float
     slower: float
     reserved_bytes: float
     headroom_bytes: float
@@ -48,6 +54,7 @@ class Fix:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Variant:
+    paid: int
     changes: tuple[str, ...]
     kinds: frozenset[str]
     question: Question
@@ -64,10 +71,10 @@ def find_fixes(question: Question, plan: Plan, estimate: Estimate, deadline: flo
     """
     if estimate.memory.fit is Fit.YES or question.model.layers > MOST_LAYERS:
         return ()
-    found: list[tuple[bool, float, float, _Variant]] = []
+    found: list[_Costed] = []
     left = left_s(deadline)
     half = None if left is None else deadline_of(left / 2)
-    for asked, variants in _by_question(question, plan):
+    for asked, variants in _by_question(question, plan, half):
         if over(half):
             break
         legal = [one for one in variants if asked.legal(one.plan)]
@@ -75,22 +82,45 @@ def find_fixes(question: Question, plan: Plan, estimate: Estimate, deadline: flo
         for row, one in enumerate(legal):
             assert table is not None  # noqa: S101 - there is a row
             high = estimate.memory.reserved_high_bytes / estimate.memory.reserved_bytes
-            may = float(table.reserved_bytes[row]) <= sure_bytes(table.capacity_bytes, high)
-            found.append((not may, float(table.step_s[row]) * one.plan.gpus, float(table.reserved_bytes[row]), one))
-    # Cheapest first, each judged by its replay, until there are enough of them that surely fit.
-    chosen: list[tuple[float, _Variant]] = []
-    for _, cost, _, one in sorted((one for one in found if not one[0]), key=lambda one: one[1]):
-        if len(chosen) == MOST_FIXES or over(half):
-            break
-        if any(other.kinds <= one.kinds for _, other in chosen) or not PlanMemory(one.question, one.plan).surely_fits:
+            reserved = float(table.reserved_bytes[row])
+            may = reserved <= sure_bytes(table.capacity_bytes, high)
+            found.append(_Costed(variant=one, may=may, step_s=float(table.step_s[row]), reserved_bytes=reserved))
+    # Cheapest first, each judged by its replay, until there are enough that surely fit.
+    chosen: list[_Costed] = []
+    for costed in sorted((one for one in found if one.may), key=lambda one: one.cost):
+        variant = costed.variant
+        enough = sum(one.variant.paid == variant.paid for one in chosen) == MOST_FIXES[variant.paid]
+        if enough or over(half) or any(other.variant.kinds <= variant.kinds for other in chosen):
             continue
-        chosen = [(c, other) for c, other in chosen if not (one.kinds < other.kinds and cost <= c * (1 + TIE))]
-        chosen.append((cost, one))
-    if not chosen:
-        chosen = [(cost, one) for _, cost, _, one in sorted(found, key=lambda one: one[2])[:1]]
-    fixes = [_fix(one, plan, estimate) for _, one in chosen if not over(half)]
-    fixes = [one for one in fixes if one.reserved_bytes < estimate.memory.reserved_bytes]
-    return tuple(sorted(fixes, key=lambda one: one.slower))
+        if PlanMemory(variant.question, variant.plan).surely_fits:
+            chosen = [one for one in chosen if not (variant.kinds < one.variant.kinds and costed.as_good_as(one))] + [
+                costed
+            ]
+    kept = [one.variant for one in chosen or sorted(found, key=lambda one: one.reserved_bytes)[:1]]
+    fixes = [(one.paid, _fix(one, plan, estimate)) for one in kept if not over(half)]
+    fixes = [(paid, one) for paid, one in fixes if one.reserved_bytes < estimate.memory.reserved_bytes]
+    fixes = [(paid, one) for paid, one in fixes if one.fit is Fit.YES] or fixes[:1]
+    return tuple(one for _, one in sorted(fixes, key=lambda pair: (pair[0], pair[1].plan.gpus, pair[1].step_s)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Costed:
+    variant: _Variant
+    may: bool  # surely fit, by the lower bound of its memory
+    step_s: float
+    reserved_bytes: float
+
+    @property
+    def cost(self) -> tuple[int, int, float]:
+        """What a person pays, least first: time on the same GPUs, then GPUs, then precision."""
+        return (self.variant.paid, self.variant.plan.gpus, self.step_s)
+
+    def as_good_as(self, other: _Costed) -> bool:
+        """Return whether this costs no more than another one, to within a tie."""
+        mine, theirs = self.variant, other.variant
+        return (mine.paid, mine.plan.gpus) <= (theirs.paid, theirs.plan.gpus) and self.step_s <= other.step_s * (
+            1 + TIE
+        )
 
 
 def _fix(variant: _Variant, plan: Plan, estimate: Estimate) -> Fix:
@@ -99,7 +129,9 @@ def _fix(variant: _Variant, plan: Plan, estimate: Estimate) -> Fix:
         change=" with ".join(variant.changes),
         plan=variant.plan,
         compiled=variant.question.runtime.compile,
+        param_dtype=variant.question.runtime.param_dtype,
         step_s=found.step_s.value,
+        longer=found.step_s.value / estimate.step_s.value - 1,
         slower=found.step_s.value * variant.plan.gpus / (estimate.step_s.value * plan.gpus) - 1,
         reserved_bytes=found.memory.reserved_bytes,
         headroom_bytes=found.memory.headroom_bytes,
@@ -108,22 +140,49 @@ def _fix(variant: _Variant, plan: Plan, estimate: Estimate) -> Fix:
     )
 
 
-def _by_question(question: Question, plan: Plan) -> Iterator[tuple[Question, list[_Variant]]]:
-    """Yield the variants of a plan by the question that they answer: this one, compiled, or on more GPUs."""
-    yield question, [one for one in _variants(question, plan, (), frozenset()) if one.changes]
+def _by_question(question: Question, plan: Plan, deadline: float | None) -> Iterator[tuple[Question, list[_Variant]]]:
+    """Yield the variants of a plan by the question that they answer: this one, compiled, on more GPUs, or with
+    parameters of fewer bytes.
+    """
+    yield question, [one for one in _variants(question, plan) if one.changes]
     if not question.runtime.compile:
         compiled = replace(question, runtime=replace(question.runtime, compile=True))
         yield compiled, list(_variants(compiled, plan, ("compiled",), frozenset({"compile"})))
-    for factor in WIDER:
-        count = plan.gpus * factor
+    for count in _more_gpus(question, plan):
         try:
             cluster = question.cluster
             larger = cluster if count <= cluster.gpu_count else with_gpus(cluster, count)
         except (UserError, ValueError, ZeroDivisionError):
             continue  # the cluster does not come in this size
         more = replace(question, cluster=larger, gpus=count)
-        wider = _sharded_over(plan, factor)
-        yield more, list(_variants(more, wider, (f"{count} GPUs",), frozenset({"GPUs"}), degrees=False))
+        named, kinds = (f"{count} GPUs",), frozenset({"GPUs"})
+        if count % plan.gpus == 0:
+            wider = _sharded_over(plan, count // plan.gpus)
+            yield more, list(_variants(more, wider, named, kinds, paid=MORE_GPUS, degrees=False))
+        else:
+            best = _best_plan(more, deadline)
+            also = f" ({plan_in_words(best)})" if best else ""
+            named = (f"{count} GPUs{also}",)
+            yield more, [_Variant(paid=MORE_GPUS, changes=named, kinds=kinds, question=more, plan=best)] if best else []
+    if question.runtime.param_dtype == "float32":
+        short = replace(question, runtime=replace(question.runtime, param_dtype="bfloat16"))
+        named = ("parameters in bfloat16",)
+        yield short, list(_variants(short, plan, named, frozenset({"precision"}), paid=PRECISION, degrees=False))
+
+
+def _best_plan(question: Question, deadline: float | None) -> Plan | None:
+    # A search, which a plan that fits needs not.
+    from planner.search.infeasible import ConstrainedQuestion  # noqa: PLC0415
+    from planner.search.plan_space.candidates import Bounds  # noqa: PLC0415
+
+    return ConstrainedQuestion(question=question, bounds=Bounds()).best_plan(deadline)
+
+
+def _more_gpus(question: Question, plan: Plan) -> list[int]:
+    """Return the numbers of GPUs to try: another node, twice as many, and four times as many."""
+    node = question.cluster.gpus_per_node
+    another = [plan.gpus + node] if plan.gpus >= node else []
+    return sorted({*another, *(plan.gpus * factor for factor in WIDER)})
 
 
 def _sharded_over(plan: Plan, factor: int) -> Plan:
@@ -134,7 +193,13 @@ def _sharded_over(plan: Plan, factor: int) -> Plan:
 
 
 def _variants(
-    question: Question, plan: Plan, changes: tuple[str, ...], kinds: frozenset[str], *, degrees: bool = True
+    question: Question,
+    plan: Plan,
+    changes: tuple[str, ...] = (),
+    kinds: frozenset[str] = frozenset(),
+    *,
+    paid: int = SAME_GPUS,
+    degrees: bool = True,
 ) -> Iterator[_Variant]:
     """Yield what the settings of a plan can be changed to, itself first: every combination that needs less memory."""
     sharings = [("", "", plan), *([*_sharings(question, plan), *_offloads(question, plan)] if degrees else ())]
@@ -152,6 +217,7 @@ def _variants(
             changed = replace(changed, reshard_after_forward=True)
             named["reshard"] = "resharding after forward"
         yield _Variant(
+            paid=paid,
             changes=(*changes, *named.values()),
             kinds=kinds | named.keys(),
             question=question,
@@ -200,8 +266,8 @@ def _offloads(question: Question, plan: Plan) -> Iterator[tuple[str, str, Plan]]
         yield "offload", f"offload {word}", replace(plan, offload=word)
 
 
-def memory_text(estimate: Estimate, fixes: Sequence[Fix]) -> str:
-    """Return a sentence: how much memory is needed, whether that fits, and which changes make it, cheapest first."""
+def memory_text(estimate: Estimate, fixes: Sequence[Fix], gpus: int) -> str:
+    """Return a sentence: how much memory a plan on `gpus` needs, whether that fits, and which changes make it."""
     memory = estimate.memory
     low, high = (gib_text(end) for end in (memory.reserved_low_bytes, memory.reserved_high_bytes))
     needs = f"{gib_text(memory.reserved_bytes)} GiB ({low} to {high}) of {gib_text(memory.capacity_bytes)}"
@@ -211,13 +277,14 @@ def memory_text(estimate: Estimate, fixes: Sequence[Fix]) -> str:
     if not fixes:
         return f"{state}: {needs}; nothing tried needs less"
     if all(one.fit is not Fit.YES for one in fixes):
-        return f"{state}: {needs}; nothing tried surely fits, and least is needed by {fix_text(fixes[0])}"
-    return f"{state}: {needs}; to make it fit, cheapest first: " + "; ".join(fix_text(one) for one in fixes)
+        return f"{state}: {needs}; nothing tried surely fits, and least is needed by {fix_text(fixes[0], gpus)}"
+    return f"{state}: {needs}; to make it fit, cheapest first: " + "; ".join(fix_text(one, gpus) for one in fixes)
 
 
-def fix_text(fix: Fix) -> str:
-    """Return a change, what it needs, and what it costs: `recompute selective (47 GiB, 8% less throughput)`."""
-    lost = 1 - 1 / (1 + fix.slower)
-    cost = "no throughput lost" if abs(lost) < 0.005 else f"{change_text(-lost)} throughput"
+def fix_text(fix: Fix, gpus: int) -> str:
+    """Return a change of a plan on `gpus`, what it needs and costs: `recompute selective (47 GiB, +8% time)`."""
+    cost = f"{change_text(fix.longer)} time" if abs(fix.longer) >= 0.005 else "as fast"
+    if fix.plan.gpus != gpus:
+        cost += f", {change_text(1 / (1 + fix.slower) - 1)} throughput a GPU"
     sure = "" if fix.fit is Fit.YES else f", {chance(fix.fit_probability)} likely"
     return f"{fix.change} ({gib_text(fix.reserved_bytes)} GiB{sure}, {cost})"

@@ -13,18 +13,18 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 
-from planner.question.prediction import Method, predict, simulated_length
+from planner.question.prediction import Method, simulated_length
 from planner.question.question import Question
-from planner.search.finalists import TIE, Finalist, certainty, mechanisms
-from planner.search.scaling import (
+from planner.search.finalists import Finalist, certainty
+from simulator.config.estimate import Fit, sure_bytes
+from simulator.config.plan import Plan
+from topology.cluster import Cluster
+from topology.rates.scaling import (
     network_bytes_per_s,
     nvlink_bytes_per_s,
     scale_network,
     scale_nvlink,
 )
-from simulator.config.estimate import Fit, sure_bytes
-from simulator.config.plan import Plan
-from topology.cluster import Cluster
 
 OCTAVES = 2  # factors 2 and 4 in each direction
 PRECISION = 1 / 512  # of the exponent of two: 0.14% of the rate
@@ -61,7 +61,7 @@ KNOBS = (
 
 
 def find_flips(question: Question, best: Finalist, others: Sequence[Finalist]) -> list[tuple[FlipPoint, ...]]:
-    """Return, for each of `others`, the nearest link rates at which it would be listed before `best` and be faster."""
+    """Return, for each of `others`, the nearest link rates at which its step gets shorter than that of `best`."""
     cluster = question.cluster
     changes = [
         (knob, sign)
@@ -110,22 +110,26 @@ def _holding(
         if exponent > OCTAVES:
             return None, tried - 1
         changed = replace(question, cluster=knob.scale(question.cluster, 2.0 ** (sign * exponent)))
-        steps = [
-            predict(changed, one.plan).estimate.step_s.value
-            if one.method is Method.SIMULATION
-            else changed.estimate([one.plan]).estimate(0).step_s.value
-            for one in (best, other)
-        ]
-        behind = steps[1] / (steps[0] * _lead(best, other)) - 1
+        steps = _steps_s(changed, (best, other))
+        behind = steps[1] / steps[0] - 1
         if behind < 0:
             return exponent, tried
         exponent *= 1 + 2 * behind  # further where more is missing
     return None, tries
 
 
-def _lead(best: Finalist, other: Finalist) -> float:
-    """Return the part of the first plan's step that the other must stay below to be listed before it."""
-    return 1 / (1 + TIE) if len(mechanisms(other.plan)) > len(mechanisms(best.plan)) else 1.0
+def _steps_s(question: Question, finalists: Sequence[Finalist]) -> list[float]:
+    """Return the steps of plans by the methods that they were predicted by, on links of other rates: what they allocate
+    is the same, and so is what a full allocator costs.
+    """
+    counted = [one.plan for one in finalists if one.method is Method.ANALYTICAL]
+    steps_s = iter(question.estimate(counted).step_s if counted else ())
+    return [
+        float(next(steps_s))
+        if one.method is Method.ANALYTICAL
+        else question.simulate(one.plan, spans=False).run.step_s + one.estimate.breakdown_s["allocator"]
+        for one in finalists
+    ]
 
 
 def memory_flip(cluster: Cluster, best: Finalist, other: Finalist) -> tuple[FlipPoint, ...]:
@@ -159,10 +163,7 @@ class _Rows:
         now = self._costs([(question.cluster, plan) for plan in self.plans])
         first = best.estimate.step_s.value / now[0]
         # What the analytical model says of a plan times this is its gap to the best, as the list has it.
-        self.scale = [
-            other.estimate.step_s.value / cost / first / _lead(best, other)
-            for other, cost in zip(others, now[1:], strict=True)
-        ]
+        self.scale = [other.estimate.step_s.value / cost / first for other, cost in zip(others, now[1:], strict=True)]
 
     def _costs(self, pairs: Sequence[tuple[Cluster, Plan]]) -> list[float]:
         clusters, plans = zip(*pairs, strict=True)

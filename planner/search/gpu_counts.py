@@ -1,4 +1,4 @@
-"""Compare several GPU counts: the best plan on each, and the best count by the objective.
+"""Compare several GPU counts: the best plan on each, the best count by the objective, and the fewest that fit.
 
 On one GPU count, step time, throughput and cost per token order plans alike. Between counts they do not: more GPUs are
 faster, fewer are cheaper per token.
@@ -6,13 +6,16 @@ faster, fewer are cheaper per token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import islice
 
 from planner.search.deadline import NOT_TRIED, over
 from planner.search.result import GpuCountRow, SearchResult
-from simulator.config.estimate import Estimate
-from topology.errors import Infeasible
+from simulator.config.estimate import SURE, Estimate
+from topology.errors import Infeasible, Unproved
+
+MOST_COUNTS = 12  # from the first on which a plan may fit, that are searched for one that surely does
 
 
 def cost_per_million_tokens(estimate: Estimate, gpu_price_per_hour: float | None) -> float | None:
@@ -57,20 +60,76 @@ def best_gpu_count(
             failure = failure or error
             rows.append(GpuCountRow(gpus=gpus, problem=error.what))
             continue
+        except Unproved:
+            if best is None:
+                raise
+            rows.append(GpuCountRow(gpus=gpus, problem=NOT_TRIED))
+            continue
         first = found.plans[0].estimate
-        rows.append(
-            GpuCountRow(
-                gpus=gpus,
-                plan=found.plans[0].plan,
-                step_s=first.step_s.value,
-                tokens_per_s_per_gpu=first.tokens_per_s_per_gpu,
-                reserved_bytes=first.memory.reserved_bytes,
-                cost_per_million_tokens=cost_per_million_tokens(first, gpu_price_per_hour),
-            )
-        )
+        rows.append(_row(gpus, found, gpu_price_per_hour))
         if best is None or objective_value(first, objective) < objective_value(best.plans[0].estimate, objective):
             best = found
     if best is None:
         assert failure is not None  # noqa: S101 - some count was tried
         raise failure
     return replace(best, by_gpus=tuple(rows))
+
+
+def fewest_gpus(
+    search: Callable[[int], SearchResult],
+    counts: Iterable[int],
+    *,
+    gpu_price_per_hour: float | None = None,
+    deadline: float | None = None,
+) -> SearchResult:
+    """Return the result of the first of `counts` with a plan that surely fits, with a row for each that was tried.
+
+    Where none of the first MOST_COUNTS has one, or none that was tried by the deadline, the first with a plan that may
+    fit is returned. Raises Infeasible if there is none either, Unproved if the time was over before.
+    """
+    may_fit: SearchResult | None = None
+    failure: Infeasible | None = None
+    rows: list[GpuCountRow] = []
+    for gpus in islice(counts, MOST_COUNTS):
+        try:
+            if rows:
+                _require_time(deadline, gpus)
+            found = search(gpus)
+        except Infeasible as error:
+            failure = failure or error
+            rows.append(GpuCountRow(gpus=gpus, problem=error.what))
+            continue
+        except Unproved:
+            if may_fit is None:
+                raise
+            break
+        rows.append(_row(gpus, found, gpu_price_per_hour))
+        if found.plans[0].fit_probability >= SURE:
+            return replace(found, by_gpus=tuple(rows))
+        may_fit = may_fit or found
+    if may_fit is None:
+        raise failure or Infeasible("no number of GPUs was tried", remedy="--gpus with a number")
+    return replace(may_fit, by_gpus=tuple(rows))
+
+
+def _require_time(deadline: float | None, gpus: int) -> None:
+    """Raise Unproved where a deadline has passed before a plan was found on fewer than `gpus`."""
+    if over(deadline):
+        raise Unproved(
+            "the time limit ended before a number of GPUs was found on which a plan fits",
+            why=f"on fewer than {gpus} none does, and {gpus} and more were not tried",
+            remedy="a longer --time-limit, or --gpus with a number",
+        )
+
+
+def _row(gpus: int, found: SearchResult, gpu_price_per_hour: float | None) -> GpuCountRow:
+    first = found.plans[0].estimate
+    return GpuCountRow(
+        gpus=gpus,
+        plan=found.plans[0].plan,
+        step_s=first.step_s.value,
+        tokens_per_s_per_gpu=first.tokens_per_s_per_gpu,
+        reserved_bytes=first.memory.reserved_bytes,
+        cost_per_million_tokens=cost_per_million_tokens(first, gpu_price_per_hour),
+        fit_probability=first.memory.fit_probability,
+    )

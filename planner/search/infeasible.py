@@ -7,7 +7,7 @@ found with it. Memory decides, so questions are screened for memory only, over a
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +20,6 @@ from planner.search.deadline import over
 from planner.search.plan_space.candidates import Bounds, Nodes, enumerate_nodes
 from planner.search.plan_space.judged import fastest_fitting
 from planner.search.plan_space.screened import NODES_AT_ONCE, PLANS_AT_ONCE, Screened
-from planner.search.scaling import scale_memory, with_gpus
 from simulator.bounds.screening import Screening
 from simulator.config.plan import PLAN_FIELDS, Plan
 from simulator.config.runtime import MOMENTS
@@ -29,8 +28,9 @@ from simulator.legality.frameworks import ANY, Framework
 from simulator.memory.estimate import with_replay
 from simulator.memory.plan_memory import PlanMemory, Replays
 from topology.cluster import Cluster
-from topology.errors import Infeasible, UserError
+from topology.errors import Infeasible, Unproved, UserError
 from topology.rates.reach import reach
+from topology.rates.scaling import scale_memory, with_gpus
 from topology.units import MIB, in_gib, two_digits
 
 MAX_GPUS = 1 << 16
@@ -73,15 +73,18 @@ class ConstrainedQuestion:
             least = min(least, held.most_missing_bytes)
         return least
 
-    def best_rate(self, deadline: float | None = None) -> float:
-        """Return tokens a second and GPU of the fastest plan that surely fits, else of the fastest that may, of those
-        looked at by the deadline; 0 where none does.
-        """
-        question, replays = self.question, Replays(self.question)
-        nodes = enumerate_nodes(question, bounds=self.bounds)
+    def best_plan(self, deadline: float | None = None, replays: Replays | None = None) -> Plan | None:
+        """Return the fastest plan that surely fits, else the fastest that may, of those looked at by the deadline."""
+        nodes = enumerate_nodes(self.question, bounds=self.bounds)
         if not len(nodes):
-            return 0.0
-        best = fastest_fitting(Screened(self.screening, nodes, self.recomputes, deadline=deadline), replays, deadline)
+            return None
+        screened = Screened(self.screening, nodes, self.recomputes, deadline=deadline)
+        return fastest_fitting(screened, replays or Replays(self.question), deadline)
+
+    def best_rate(self, deadline: float | None = None) -> float:
+        """Return tokens a second and GPU of `best_plan`; 0 where there is none."""
+        question, replays = self.question, Replays(self.question)
+        best = self.best_plan(deadline, replays)
         if best is None:
             return 0.0
         step_s = float(question.estimate([best]).step_s[0]) + replays[best].flush_s
@@ -130,8 +133,10 @@ def leanest_plans(screening: Screening, nodes: Nodes, recomputes: tuple[str, ...
     return sorted(leanest, key=lambda one: one[0])[:MOST_REPLAYED]
 
 
-def no_legal_plan(question: Question, found: Nodes) -> Infeasible:
-    """Return the error for a question without a legal plan: the rules that were broken, and one example."""
+def no_legal_plan(question: Question, found: Nodes, ways: Sequence[str]) -> Infeasible:
+    """Return the error for a question without a legal plan: the rules that were broken, one example, and the `ways` in
+    which there is a plan.
+    """
     count, framework = question.count, question.framework
     if reason := question.runtime.not_modelled:
         return Infeasible(reason, remedy="ask in bfloat16, and with adamw")
@@ -151,7 +156,10 @@ def no_legal_plan(question: Question, found: Nodes) -> Infeasible:
         f"no legal plan for {question.model.name} on {gpus_text(count)} in {framework.title}",
         why=f"combinations of degrees rejected, by rule: {counts}"
         + (f". Data parallel alone: {example.message}" if example else ""),
-        remedy=f"change --global-batch (now {question.workload.global_batch_size}), --gpus, or --framework",
+        remedy="; or ".join(ways)
+        if ways
+        else "another model, cluster or framework: no change of the batch, the sequence, the precision or the number"
+        " of GPUs by itself that was tried gives a plan",
     )
 
 
@@ -178,9 +186,11 @@ def no_fitting_plan(
     relaxations_found = relaxations(constrained, grow, until)
     late = over(until)
     return Infeasible(
-        f"{question.model.name} does not fit on {gpus_text(question.count)}: the leanest of {int(nodes.leaf_counts.sum())} legal plans needs "
-        f"{in_gib(needed_bytes)} on its worst rank of {in_gib(capacity_bytes)}",
-        why=f"{in_gib(needed_bytes - capacity_bytes)} missing, a factor of {needed_bytes / capacity_bytes:.2f}, with {plan_in_words(plan)}; largest: "
+        f"{question.model.name} does not fit on {gpus_text(question.count)}:"
+        f" the leanest of {int(nodes.leaf_counts.sum())} legal plans needs {in_gib(needed_bytes)} on its worst rank of"
+        f" {in_gib(capacity_bytes)}",
+        why=f"{in_gib(needed_bytes - capacity_bytes)} missing, a factor of {needed_bytes / capacity_bytes:.2f},"
+        f" with {plan_in_words(plan)}; largest: "
         + ", ".join(f"{name.replace('_', ' ')} {in_gib(size)}" for name, size in largest)
         + f". In conflict: {conflicting}",
         remedy=("relax one of: " + "; ".join(relaxations_found) if relaxations_found else "more GPUs or memory")
@@ -398,7 +408,7 @@ def minimal_gpus(
     least = min_gpus_for_state(constrained.screening)
     found = _first_fit(constrained, grow, least=least, limit=MAX_GPUS, deadline=deadline)
     if found is None and over(deadline):
-        raise Infeasible(
+        raise Unproved(
             f"the time limit ended before a number of GPUs was found on which {question.model.name} fits",
             why=f"the state alone needs {least} of them, and larger numbers were tried one after the other",
             remedy="a longer --time-limit, or --gpus with a number",

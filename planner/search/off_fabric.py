@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from planner.search.gpu_counts import objective_value
 from planner.search.result import SearchResult
-from topology.errors import Infeasible
+from topology.errors import Infeasible, Unproved
 
 
 def with_or_without_off_fabric(
@@ -32,6 +32,10 @@ def with_or_without_off_fabric(
             fewer = search(count)
         except Infeasible:
             continue
+        except Unproved:
+            if found is None:
+                raise
+            break
         if found is None or _best_value(fewer, objective) < _best_value(found, objective):
             found = _with_note(fewer, found, off_fabric)
         break

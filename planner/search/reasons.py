@@ -33,7 +33,7 @@ def _tie_text(best: Finalist, other: Finalist) -> str:
     room = best.estimate.memory.reserved_bytes - other.estimate.memory.reserved_bytes
     parts = [f"a tie ({change_text(change)} time)"]
     parts += [f"needs {' and '.join(more)}" + (f" instead of {' and '.join(less)}" if less else "")] if more else []
-    parts += [f"{gib_text(abs(room))} GiB {'more' if room > 0 else 'less'} room"] if abs(room) >= GIB else []
+    parts += [f"{gib_text(abs(room))} GiB {'more' if room > 0 else 'less'} left free"] if abs(room) >= GIB else []
     return "; ".join(parts)
 
 

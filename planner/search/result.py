@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from planner.question.prediction import Method
 from planner.question.question import Question
+from planner.search.deadline import NOT_EXPLAINED, NOT_SIMULATED
 from planner.search.fixes import Fix
 from planner.search.flips import FlipPoint
 from simulator.config.estimate import Estimate
@@ -26,6 +28,7 @@ class GpuCountRow:
     tokens_per_s_per_gpu: float | None = None
     reserved_bytes: float | None = None
     cost_per_million_tokens: float | None = None
+    fit_probability: float | None = None
     problem: str = ""
 
 
@@ -51,7 +54,7 @@ class RankedPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MayFit:
-    """The fastest plan of all, where it is not sure to fit; `faster` is the part of the first plan's step it saves."""
+    """A plan that is faster than the first and not sure to fit; `faster` is the part of the first's step it saves."""
 
     plan: Plan
     estimate: Estimate
@@ -89,7 +92,11 @@ class SearchStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
-    """The listed plans, best first, and an account of all others."""
+    """The listed plans, best first, and an account of all others.
+
+    Where the first surely fits, `likely` has the plans that are faster and may fit, the fastest first: each more
+    likely to fit than those before it.
+    """
 
     question: Question
     search: SearchStats
@@ -97,4 +104,23 @@ class SearchResult:
     rejected: dict[str, int]
     assumed: tuple[str, ...] = field(default=())
     by_gpus: tuple[GpuCountRow, ...] = ()  # where several GPU counts were compared
-    may_fit: MayFit | None = None
+    likely: tuple[MayFit, ...] = ()
+
+    @property
+    def may_fit(self) -> MayFit | None:
+        """The fastest plan of all, where it is not sure to fit."""
+        return self.likely[0] if self.likely else None
+
+    @property
+    def cut_short(self) -> bool:
+        """Whether a time limit ended before all was said of the plans."""
+        return NOT_SIMULATED in self.assumed or NOT_EXPLAINED in self.assumed
+
+
+TIED = "too close to the plan before it for the model to tell apart: the simplest comes first"
+
+
+def places(plans: Sequence[RankedPlan]) -> list[str]:
+    """Return the rank of every plan, with `=` where it ties with the one before it (`TIED`)."""
+    before = [None, *(one.tie for one in plans[:-1])]
+    return [f"{one.rank}{' =' if one.tie == tie else ''}" for one, tie in zip(plans, before, strict=True)]

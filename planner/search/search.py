@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -24,6 +25,7 @@ from planner.search.fixes import find_fixes
 from planner.search.flips import FlipPoint, find_flips, memory_flip
 from planner.search.gpu_counts import cost_per_million_tokens
 from planner.search.infeasible import no_fitting_plan, no_legal_plan, nothing_fits
+from planner.search.legal_ways import legal_ways
 from planner.search.plan_space.branch_and_bound import BestFirst, Explored, pareto_rows
 from planner.search.plan_space.candidates import Bounds, Nodes, enumerate_nodes
 from planner.search.plan_space.judged import explore, plan_of_row
@@ -35,13 +37,14 @@ from planner.search.stages.assignment import NEAR_FIT, AssignedPipelines, assign
 from planner.search.stated_parts import contradiction
 from simulator.bounds.screening import Screening
 from simulator.columns.plan_columns import PlanColumns
-from simulator.config.estimate import SURE, Fit
+from simulator.config.estimate import RATHER_SURE, SURE, Fit
 from simulator.config.plan import MESH_AXES, Plan
 from simulator.legality.frameworks import Framework
 from simulator.memory.estimate import with_replay
 from simulator.memory.plan_memory import Replays
 from topology.cluster import Cluster
-from topology.errors import UserError
+from topology.errors import PlannerError, Unproved, UserError
+from topology.time_limit import limited
 
 # Splits of data parallelism into replicas and shards that are costed for each plan listed, and what the simplest of
 # them may be slower, relative, to stand for all.
@@ -70,9 +73,7 @@ class SearchOptions:
     reasons: bool = True
 
 
-SCREENING = (
-    0.6  # of a time limit, after which memory is no longer screened: what fits has to be bounded and costed, too
-)
+SCREENING = 0.6  # of a time limit: memory is screened until then, as what fits has to be bounded and costed, too
 
 
 def suggest(
@@ -95,19 +96,22 @@ def suggest(
         raise UserError(f"unknown objective {options.objective!r}", remedy=f"one of {', '.join(OBJECTIVES)}")
     nodes = enumerate_nodes(question, bounds=options.bounds)
     if not len(nodes):
-        raise contradiction(question, options.bounds, nodes) or no_legal_plan(question, nodes)
+
+        def ways() -> list[str]:
+            return legal_ways(question, options.bounds, grow, deadline) if options.reasons else []
+
+        raise contradiction(question, options.bounds, nodes, ways) or no_legal_plan(question, nodes, ways())
     screening = Screening(question)
     replays = Replays(question)
     found = _explore(screening, question.framework, nodes, options, replays, deadline, progress)
-    if not found.plans and not options.reasons:
-        raise nothing_fits(question, nodes, options.bounds)
     if not found.plans:
-        raise no_fitting_plan(question, nodes, options.bounds, grow=grow, deadline=deadline)
-    table = question.estimate([*found.plans, *found.may_fit])
-    finalists = [
-        Finalist(plan=plan, estimate=with_replay(question, plan, table.estimate(i), replays[plan]))
-        for i, plan in enumerate(table.plans)
-    ]
+        raise _no_plan(question, nodes, options, found, grow=grow, deadline=deadline)
+    with limited(None):
+        table = question.estimate([*found.plans, *found.may_fit])
+        finalists = [
+            Finalist(plan=plan, estimate=with_replay(question, plan, table.estimate(i), replays[plan]))
+            for i, plan in enumerate(table.plans)
+        ]
     fastest = min(one.estimate.step_s.value for one in finalists[: len(found.plans)])
     finalists = [one for one in finalists if one.plan in found.plans or one.estimate.step_s.value < fastest]
     rejected = {**nodes.rejected, "memory": found.everything.legal - found.everything.fitting}
@@ -120,18 +124,48 @@ def suggest(
             plans=_rank(question, listed, options, reasons=reasons),
             rejected=dict(sorted(rejected.items(), key=lambda item: (-item[1], item[0]))),
             assumed=assumed,
-            may_fit=_may_fit(listed, finalists) if options.objective not in {"memory", "pareto"} else None,
+            likely=_likely(listed, finalists) if options.objective not in {"memory", "pareto"} else (),
         )
 
     simulated: list[Finalist] | None = finalists
     if options.simulate:
         if early is not None and not over(deadline):
             early(result(finalists, reasons=False))
-        simulated = predict_all(question, finalists, replays, progress, deadline=deadline)
-    if simulated is None or over(deadline):
-        left_out = NOT_SIMULATED if simulated is None else NOT_EXPLAINED
+        try:
+            simulated = predict_all(question, finalists, replays, progress, deadline=deadline)
+        except Unproved:
+            simulated = None
+    if simulated is not None and not over(deadline):
+        with suppress(Unproved):
+            return result(simulated, reasons=options.reasons)
+    left_out = NOT_SIMULATED if simulated is None else NOT_EXPLAINED
+    with limited(None):
         return result(simulated or finalists, reasons=False, assumed=(left_out,))
-    return result(simulated, reasons=options.reasons)
+
+
+def _no_plan(
+    question: Question,
+    nodes: Nodes,
+    options: SearchOptions,
+    found: _Found,
+    *,
+    grow: Callable[[int], Cluster] | None,
+    deadline: float | None,
+) -> PlannerError:
+    """Return why there is no plan to list: none fits, or, of pipelines with other stages than the runtime's, not all
+    were tried.
+    """
+    if over(deadline) and len(found.everything.near_pipelines):
+        return Unproved(
+            "the time limit ended before a plan was found that fits",
+            why="no plan fits as it is; pipelines that could with other layers on their stages were not all tried",
+            remedy="a longer --time-limit",
+        )
+    if options.reasons:
+        with suppress(Unproved):
+            return no_fitting_plan(question, nodes, options.bounds, grow=grow, deadline=deadline)
+    with limited(None):
+        return nothing_fits(question, nodes, options.bounds)
 
 
 def explained(result: SearchResult, options: SearchOptions) -> SearchResult:
@@ -142,7 +176,8 @@ def explained(result: SearchResult, options: SearchOptions) -> SearchResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Found:
-    """`plans` to list, and the fastest plan of all in `may_fit` where it is none of them. `everything` was asked for
+    """`plans` to list, and in `may_fit` the fastest plan of all and the fastest that is rather sure to fit where they
+    are none of them. `everything` was asked for
     all plans that may fit, `asked` for those that are listed, as were the stages of `assigned`.
     """
 
@@ -198,29 +233,45 @@ def _explore(
         explored = explore(search, replays, listed)
         if not stages or (len(explored) and (objective in {"memory", "pareto"} or over(deadline))):
             return explored, AssignedPipelines()
-        assigned = assign_stages(
-            screening,
-            framework,
-            nodes,
-            explored,
-            recomputes,
-            top=keep,
-            replays=replays,
-            deadline=deadline,
-            progress=progress,
-        )
+        try:
+            assigned = assign_stages(
+                screening,
+                framework,
+                nodes,
+                explored,
+                recomputes,
+                top=keep,
+                replays=replays,
+                deadline=deadline,
+                progress=progress,
+            )
+        except Unproved:
+            assigned = AssignedPipelines()
         return explored, assigned
 
     if objective in {"memory", "pareto"}:
         everything, assigned = ask(screening, keep=options.top, stages=True)
         plans = _listed_plans(everything, assigned, options, cluster)
         return _Found(plans=plans, may_fit=[], everything=everything, asked=everything, assigned=assigned)
-    asked, assigned = ask(replace(screening, sure=True), keep=options.top, stages=True)
+
+    def at_most(probability: float) -> Screening:
+        return replace(screening, sure=probability)
+
+    asked, assigned = ask(at_most(SURE), keep=options.top, stages=True)
     sure = _listed_plans(asked, assigned, options, cluster)
-    everything, more = ask(screening, keep=options.top - len(sure) or 1, stages=len(sure) < options.top, sure=sure)
+    try:
+        everything, more = ask(screening, keep=options.top - len(sure) or 1, stages=len(sure) < options.top, sure=sure)
+    except Unproved:
+        if not sure:
+            raise
+        everything, more = asked, AssignedPipelines()
     others = _listed_plans(everything, more, options, cluster)
+    rather_sure: list[Plan] = []
+    if sure:
+        likely, _ = ask(at_most(RATHER_SURE), keep=1, stages=False, sure=sure)
+        rather_sure = _listed_plans(likely, AssignedPipelines(), options, cluster)
     plans = _one_per_grid([*sure, *others], options)[: options.top]
-    may_fit = [plan for plan in others[:1] if plan not in plans]
+    may_fit = [plan for plan in dict.fromkeys([*others[:1], *rather_sure[:1]]) if plan not in plans]
     if not sure:
         asked, assigned = everything, more
     return _Found(plans=plans, may_fit=may_fit, everything=everything, asked=asked, assigned=assigned)
@@ -236,22 +287,22 @@ def _one_per_grid(plans: Sequence[Plan], options: SearchOptions) -> list[Plan]:
     return list(first.values())
 
 
-def _may_fit(listed: Sequence[Finalist], finalists: Sequence[Finalist]) -> MayFit | None:
-    """Return the fastest of the plans that may fit, if it is faster than the first, which surely does."""
+def _likely(listed: Sequence[Finalist], finalists: Sequence[Finalist]) -> tuple[MayFit, ...]:
+    """Return the plans that may fit and are faster than the first, which surely does: the fastest, and those that are
+    slower and more likely to fit.
+    """
     first = listed[0].estimate
     if first.memory.fit_probability < SURE:
-        return None
+        return ()
     unsure = [one for one in finalists if one.estimate.memory.fit is Fit.LIKELY]
-    fastest = min(unsure, key=lambda one: one.estimate.step_s.value, default=None)
-    if fastest is None or fastest.estimate.step_s.value >= first.step_s.value:
-        return None
-    return MayFit(
-        plan=fastest.plan,
-        estimate=fastest.estimate,
-        method=fastest.method,
-        fit_probability=fastest.estimate.memory.fit_probability,
-        faster=1 - fastest.estimate.step_s.value / first.step_s.value,
-    )
+    found: list[MayFit] = []
+    for one in sorted(unsure, key=lambda one: one.estimate.step_s.value):
+        likely, faster = one.estimate.memory.fit_probability, 1 - one.estimate.step_s.value / first.step_s.value
+        if faster > 0 and (not found or likely > found[-1].fit_probability):
+            found.append(
+                MayFit(plan=one.plan, estimate=one.estimate, method=one.method, fit_probability=likely, faster=faster)
+            )
+    return tuple(found)
 
 
 def _rank(

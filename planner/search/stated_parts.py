@@ -4,7 +4,7 @@ legal.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice, product
 from typing import Any
@@ -25,8 +25,13 @@ COMBINATIONS = 256  # of stated values that are tried as an example
 SHOWN = 10  # legal values named
 
 
-def contradiction(question: Question, bounds: Bounds, found: Nodes) -> Infeasible | None:
-    """Return the error for stated parts that no legal plan has; None where no part was stated."""
+def contradiction(
+    question: Question, bounds: Bounds, found: Nodes, others: Callable[[], Sequence[str]]
+) -> Infeasible | None:
+    """Return the error for stated parts that no legal plan has; None where no part was stated.
+
+    Where no other value of one part helps, `others` gives changes of the question with which there is a plan.
+    """
     stated = bounds.stated
     if not stated:
         return None
@@ -39,13 +44,13 @@ def contradiction(question: Question, bounds: Bounds, found: Nodes) -> Infeasibl
     ways = [
         f"{PLAN_FIELDS[name].flag} {values}" for name in stated if (values := _legal_values(question, bounds, name))
     ]
+    remedy = f"with the rest as said: {', or '.join(ways)}" if ways else "; or ".join(others())
     said = " ".join(f"{PLAN_FIELDS[name].flag} {values_text(value)}" for name, value in stated.items())
     return Infeasible(
-        f"no legal plan for {question.model.name} on {gpus_text(question.count)} in {question.framework.title} has {said}",
+        f"no legal plan for {question.model.name} on {gpus_text(question.count)} in {question.framework.title} has"
+        f" {said}",
         why=why,
-        remedy=f"with the rest as said: {', or '.join(ways)}"
-        if ways
-        else "leave more than one of these free: no other value of a single one is legal",
+        remedy=remedy or "leave more than one of these free: no other value of a single one is legal",
     )
 
 

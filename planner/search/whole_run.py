@@ -194,7 +194,7 @@ def seek_count(counts: Counts) -> RunAnswer:
 
 
 def _double(counts: Counts) -> int | None:
-    """Try twice as many GPUs until a deadline is met, or a budget is no longer: return the number before the last.
+    """Try twice as many GPUs while a deadline is missed, or a budget is kept: return the number before the last.
 
     None where that does not happen before more GPUs stop to help.
     """

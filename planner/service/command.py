@@ -1,7 +1,7 @@
 """One command of `planner`, run in a worker process of the service (`planner.service.worker`).
 
-A command answers here as it does in a terminal, but its output is kept, its progress is told, and it works in the job's
-own folder.
+A command answers here as it does in a terminal, but its output is kept, its progress is passed on, and it works in the
+job's own folder.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_SAID = 64 << 10
 def run_command(progress: Progress, arguments: list[str], folder: str, data_folder: str | None) -> tuple[int, str, str]:
     """Run `planner` with these arguments in a folder. `data_folder` is where runs are kept; None is the user's own.
 
-    Returns the exit code, what was printed as the answer, and what was said beside it.
+    Returns the exit code, what was printed as the answer, and what was said besides.
     """
     answer, said = StringIO(), StringIO()
     with _placed(Path(folder), data_folder), redirect_stdout(answer), redirect_stderr(said), progress_to(progress):

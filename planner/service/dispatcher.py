@@ -46,8 +46,8 @@ class _Running:
     alone: bool  # whether it has the machine to itself
     job: Job | None = None
     ending: JobEnd | None = None
-    told: str = ""
-    told_at: float = field(default_factory=time.monotonic)
+    shown: str = ""
+    shown_at: float = field(default_factory=time.monotonic)
 
 
 class Dispatcher:
@@ -210,8 +210,8 @@ class Dispatcher:
         job, claim = running.job, running.claim
         if running.ending is None and job is not None:
             if not job.done.is_set():
-                if job.line != running.told and time.monotonic() - running.told_at > TELL_S:
-                    running.told, running.told_at = job.line, time.monotonic()
+                if job.line != running.shown and time.monotonic() - running.shown_at > TELL_S:
+                    running.shown, running.shown_at = job.line, time.monotonic()
                     self._jobs.tell(claim, job.line)
                     self._news(claim.job)
                 return

@@ -10,6 +10,7 @@ from pydantic import BaseModel
 
 from planner.io.output import SCHEMA_VERSION
 from topology import codec
+from topology.codec import JsonObject
 
 State = Literal["queued", "running", "done", "failed", "cancelled"]
 
@@ -92,7 +93,7 @@ def document(row: Mapping[str, Any]) -> JobDocument:
     )
 
 
-def _summary(row: Mapping[str, Any]) -> dict[str, Any]:
+def _summary(row: Mapping[str, Any]) -> JsonObject:
     return {
         "job": row["id"],
         **{name: row[name] for name in ("command", "state", "progress")},

@@ -21,6 +21,7 @@ from planner.service.requests import is_scheduled, job_request, request_type, se
 from planner.service.store.database import connect
 from planner.service.store.files import Files
 from planner.service.store.jobs import Jobs
+from topology.codec import JsonObject
 from topology.errors import UserError
 
 LEAST_FREE_BYTES = 64 << 20
@@ -71,7 +72,7 @@ class Queue:
         self.dispatcher.wake()
         return job
 
-    def ask(self, user: str, command: str, said: dict[str, Any]) -> str:
+    def ask(self, user: str, command: str, said: JsonObject) -> str:
         """Accept what was said, by flag, as a job and return its id. Raises as `submit` does."""
         try:
             request = request_type(command, self.flags[command]).model_validate(said)

@@ -18,13 +18,14 @@ from planner.requests.flag import Flag, command_line, flags_of
 from planner.requests.known import request_of
 from planner.requests.served import ALWAYS_WRITTEN, CONTINUED, SERVED
 from topology import codec
+from topology.codec import JsonObject
 from topology.errors import BadInput
 
 PLAIN_NAME = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}"
 INPUTS = "inputs"  # the folder of a job's inputs, in the folder that it works in
 MAX_STRING = 4096
 FIELD = "_flag"  # behind a flag's name in Python, where some names are taken
-FOLLOWED = "168h"  # a job of a scheduler, unless told otherwise
+FOLLOWED = "168h"  # a job of a scheduler, by default
 
 
 class File(BaseModel):
@@ -32,7 +33,7 @@ class File(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
     name: str = Field(pattern=f"^{PLAIN_NAME}$")
-    content: str | dict[str, Any] | list[Any]
+    content: str | JsonObject | list[Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +41,7 @@ class JobRequest:
     """What a request says: values by flag, and the texts of files by flag."""
 
     command: str
-    values: dict[str, Any]
+    values: JsonObject
     files: dict[str, tuple[str, str]]  # flag -> (name, text)
 
 
@@ -51,7 +52,7 @@ def served() -> dict[str, Mapping[str, Flag]]:
 
 def request_type(command: str, flags: Mapping[str, Flag]) -> type[BaseModel]:
     """Return the type of a command's request: one field a flag, none of them with a default but `null`."""
-    fields: dict[str, Any] = {f"{name}{FIELD}": _field(name, flag) for name, flag in flags.items()}
+    fields: JsonObject = {f"{name}{FIELD}": _field(name, flag) for name, flag in flags.items()}
     about = (request_of(command).__doc__ or "").split("\n", 1)[0]
     config = ConfigDict(extra="forbid", title=f"{command.title()}Request")
     return create_model(f"{command.title()}Request", __config__=config, __doc__=about, **fields)
@@ -59,7 +60,7 @@ def request_type(command: str, flags: Mapping[str, Flag]) -> type[BaseModel]:
 
 def job_request(command: str, flags: Mapping[str, Flag], request: BaseModel, *, may_read: bool) -> JobRequest:
     """Return what a request says. `may_read` lets it name files of this machine by absolute paths. Raises BadInput."""
-    values: dict[str, Any] = {}
+    values: JsonObject = {}
     files: dict[str, tuple[str, str]] = {}
     for name, flag in flags.items():  # in this order, so that equal requests are equal texts in every process
         value = getattr(request, f"{name}{FIELD}") if f"{name}{FIELD}" in request.model_fields_set else None
@@ -127,11 +128,11 @@ def _type(flag: Flag) -> Any:
         return bool | None
     text = Annotated[str, Field(max_length=MAX_STRING)]
     if flag.reads:
-        return text | File | dict[str, Any] | list[Any] | None
+        return text | File | JsonObject | list[Any] | None
     return text | int | float | None  # a number is text on a command line
 
 
-def _file(flag: str, value: File | dict[str, Any] | list[Any]) -> tuple[str, str]:
+def _file(flag: str, value: File | JsonObject | list[Any]) -> tuple[str, str]:
     """Return the name and the text of a file that was sent. Raises BadInput."""
     if isinstance(value, dict) and set(value) == set(File.model_fields):
         raise BadInput(

@@ -14,7 +14,7 @@ from planner.serving.search import TIE, ServingPlan, ServingResult, value_of
 from simulator.serving.deployment import Deployment
 from simulator.serving.estimate import ServingEstimate
 from simulator.serving.server import OutOfTime
-from simulator.serving.traffic import Lengths
+from simulator.serving.traffic import Lengths, steady_requests
 from topology.cluster import Cluster
 from topology.errors import Infeasible
 
@@ -62,11 +62,12 @@ def over_clients(result: ServingResult, *, cross: bool = False, until_s: float =
     """
     question = result.question
     asked = question.traffic.concurrency
-    values = [float(4**power) for power in range(6) if asked and 4**power <= min(MOST_CLIENTS, 16 * asked)]
+    powers = [4**power for power in range(6) if asked and 4**power <= min(MOST_CLIENTS, 16 * asked)]
+    values = [float(clients) for clients in sorted({*powers, *([asked] if asked else [])})]
 
     def at(clients: float) -> ServingQuestion:
         count = round(clients)
-        return replace(question, traffic=replace(question.traffic, concurrency=count, requests=max(100, 3 * count)))
+        return replace(question, traffic=replace(question.traffic, concurrency=count, requests=steady_requests(count)))
 
     values = [] if question.traffic.trace else values
     return _sweep(result, "clients", "clients", float(asked), values, at, cross=cross, until_s=until_s)
@@ -116,7 +117,8 @@ def _sweep(
     crossings: list[Crossing] = []
     for value in values:
         try:
-            row = _best_at(ask(value), followed, value, rows[-1].deployment if rows else None, until_s)
+            before = result.plans[0].deployment if value == now else rows[-1].deployment if rows else None
+            row = _best_at(ask(value), followed, value, before, until_s)
         except OutOfTime:
             break
         if row is None:

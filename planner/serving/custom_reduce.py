@@ -26,7 +26,7 @@ def nccl_because(question: ServingQuestion, pool: Pool) -> str:
     node = question.cluster.gpus_per_node
     shape = GroupShape(ranks=pool.tp, ranks_per_node=min(pool.tp, node))
     if not question.custom_all_reduce:
-        reason = "the engine is told so"
+        reason = "the engine is set so"
     elif pool.tp > node:
         reason = f"{pool.tp} ranks are on several nodes"
     elif pool.tp not in WORLD_SIZES:
@@ -37,4 +37,7 @@ def nccl_because(question: ServingQuestion, pool: Pool) -> str:
         return ""
     costs = ForwardPass(question.model, question.cluster, question.deployment(pool), pool)
     seconds = costs.reduced_s(1) / costs.reductions()
-    return f"custom all-reduce is off, as {reason}: NCCL's takes {1e6 * seconds:.0f} us for one token, {costs.reductions()} times a step"
+    return (
+        f"custom all-reduce is off, as {reason}: NCCL's takes {1e6 * seconds:.0f} us for one token,"
+        f" {costs.reductions()} times a step"
+    )

@@ -18,7 +18,7 @@ Links = Mapping[str, tuple[float, Callable[[Cluster, float], Cluster]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingExplanation:
-    """`break_even` is of tensor parallelism against half as much; `sweeps` follow the best deployments beside it."""
+    """`break_even` is of tensor parallelism against half as much; `sweeps` follow the best deployments alongside it."""
 
     answer: ServingAnswer
     result: ServingResult

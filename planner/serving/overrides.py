@@ -1,4 +1,4 @@
-"""Flags beside a saved serving plan: what they say goes before what the file says, and every change is listed."""
+"""Flags given with a saved serving plan: what they say goes before what the file says, and every change is listed."""
 
 from __future__ import annotations
 

@@ -72,7 +72,8 @@ def search_serving(
         plans.append(ServingPlan(deployment=deployment, estimate=estimate, meets=meets(question, estimate)))
     if not plans:
         raise Infeasible(
-            f"{question.model.name} cannot be served on {question.cluster.gpu_count} x {question.cluster.slowest_kind.title}",
+            f"{question.model.name} cannot be served on {question.cluster.gpu_count} x"
+            f" {question.cluster.slowest_kind.title}",
             why="; ".join(f"{reason} ({count})" for reason, count in rejected.most_common(5)),
             remedy="use more GPUs, or --weights float8 or int4",
         )

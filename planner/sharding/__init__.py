@@ -16,7 +16,7 @@ Reading order, which is also the order of the work:
     ops/                  what operators are: one entry each, a file a family (`table.py` lists them)
     operators/            how one operator may be sharded
       formula.py          its formula, parsed
-      roles.py            the annotation held against what the formula does, or derived from it
+      roles.py            the annotation checked against what the formula does, or derived from it
       operator.py         annotation and formula bound to tensors
       options.py          all ways to shard an operator: the layouts of operands and result, and exchanges inside it
       repeated.py         lines that are alike but for the names of tensors, parsed once

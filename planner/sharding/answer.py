@@ -28,6 +28,7 @@ from planner.sharding.problem.problem import Machine, ShardingProblem
 from simulator.calibration.calibration import Calibration
 from simulator.sharded.program import Exchange
 from topology.cluster import Cluster
+from topology.codec import JsonObject
 from topology.errors import BadInput, Infeasible, UserError
 
 _MAX_CUTS = 32  # programs with other stages that are simulated
@@ -55,7 +56,7 @@ def shard_case(
     calibration: Calibration | None = None,
     *,
     limits: Limits | None = None,
-) -> tuple[dict[str, Any], Answer | Planned | None]:
+) -> tuple[JsonObject, Answer | Planned | None]:
     """Return the row of a case, text or a captured graph, and its answer; or a row that says why there is none."""
     answered = captured_row if is_request(data) else planned_case
     return answered(data, number, cluster, calibration, limits=limits)
@@ -194,9 +195,7 @@ def _differentiated(problem: ShardingProblem, asked: Collection[str]) -> frozens
     return frozenset(found)
 
 
-def answer_row(
-    answer: Answer, cluster: Cluster | None = None, calibration: Calibration | None = None
-) -> dict[str, Any]:
+def answer_row(answer: Answer, cluster: Cluster | None = None, calibration: Calibration | None = None) -> JsonObject:
     """Return the row of the report; with `cluster` the time of the program simulated there."""
     row = plan_row(answer.request.id, answer.captured.problem, answer.plan)
     program = answer.written.program
@@ -213,8 +212,8 @@ def answer_row(
     return row
 
 
-def _schedules(written: Written) -> list[dict[str, Any]]:
-    """Return, of every product that can run beside its exchange, the way it runs, and what the program takes with
+def _schedules(written: Written) -> list[JsonObject]:
+    """Return, of every product that can run alongside its exchange, the way it runs, and what the program takes with
     others.
     """
     found = []
@@ -236,7 +235,7 @@ def captured_row(
     calibration: Calibration | None = None,
     *,
     limits: Limits | None = None,
-) -> tuple[dict[str, Any], Answer | None]:
+) -> tuple[JsonObject, Answer | None]:
     """Return the row of one captured case and its answer, or a row that says why there is none."""
     name = data.get("id")
     name = name[:200] if isinstance(name, str) else f"case {number}"

@@ -44,7 +44,7 @@ NEGLIGIBLE = 0.005  # probability of a pair of scales that is left out
 SCALE_SPREAD = math.log(2)  # prior of the logarithm of both scales
 NOISE = 0.01  # of the logarithm of a measured step: one start of processes against another (examples/validation)
 ALIKE_OCTAVES = 2.0  # doublings of degrees over which plans lose their likeness by a factor of e
-# What two plans may differ in beside sizes: words, and what may be left to the runtime.
+# What two plans may differ in besides sizes: words, and what may be left to the runtime.
 CHOICES = tuple(
     name for name, known in PLAN_FIELDS.items() if not known.kind.listed and (known.optional or known.kind is Kind.WORD)
 )

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from planner.io.output import SCHEMA_VERSION
 from planner.tune.loop import View
 from planner.tune.trials import Trial
 from topology import codec
+from topology.codec import JsonObject
 
 FINALISTS = 8
 
 
-def tune_document(view: View, *, within: float, state: str | None, learned: str | None) -> dict[str, Any]:
+def tune_document(view: View, *, within: float, state: str | None, learned: str | None) -> JsonObject:
     """Return the trials in order, the best measured plan, why it ended and what could be better, what was learned.
 
     `profile` has the path of the profile that trials were added to (None where none was asked for), and by what each
@@ -55,7 +54,7 @@ def finalists(view: View, count: int = FINALISTS) -> list[int]:
     return sorted(rows, key=lambda row: float(step.mean[row]))[:count]
 
 
-def finalist(view: View, row: int) -> dict[str, Any]:
+def finalist(view: View, row: int) -> JsonObject:
     """Return what is believed of a plan."""
     value, low, high = view.beliefs.step.interval(row)
     return {
@@ -65,7 +64,7 @@ def finalist(view: View, row: int) -> dict[str, Any]:
     }
 
 
-def _trial(view: View, trial: Trial) -> dict[str, Any]:
+def _trial(view: View, trial: Trial) -> JsonObject:
     row = view.candidates.row(trial.key)
     one = view.candidates.plans[row] if row is not None else None
     value, low, high = trial.predicted_s
@@ -84,5 +83,5 @@ def _trial(view: View, trial: Trial) -> dict[str, Any]:
     }
 
 
-def _estimated(view: View, row: int) -> dict[str, Any]:
+def _estimated(view: View, row: int) -> JsonObject:
     return dict(codec.to_builtins(view.candidates.plans[row].estimate.step_s))

@@ -30,13 +30,14 @@ def to_html(view: View, found: History, *, within: float) -> str:
         one = view.candidates.plans[best.row]
         predicted = one.estimate.step_s.value
         parts.append(
-            f"<p>Best: <b>{escape(candidate_words(one))}</b>, {best.step_s:.4g} s a step, measured; predicted {predicted:.4g} s"
-            f" ({predicted / best.step_s - 1:+.1%}) before any trial.</p>"
+            f"<p>Best: <b>{escape(candidate_words(one))}</b>, {best.step_s:.4g} s a step, measured;"
+            f" predicted {predicted:.4g} s ({predicted / best.step_s - 1:+.1%}) before any trial.</p>"
         )
     parts.append(f"<p>Stopped: {escape(view.reason or 'not yet')}, after {len(view.trials)} trials.</p>")
     if view.outlook.candidate is not None and best is not None:
         parts.append(
-            f"<p>{escape(chance_text(view.outlook.probability))} that an untried plan is better by more than {within:.1%};"
+            f"<p>{escape(chance_text(view.outlook.probability))} that an untried plan is better by more than"
+            f" {within:.1%};"
             f" the likeliest is {escape(candidate_words(view.candidates.plans[view.outlook.candidate]))}.</p>"
         )
     heads = (

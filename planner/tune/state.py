@@ -32,6 +32,7 @@ from simulator.legality.frameworks import framework_named
 from topology import codec
 from topology.catalog.verify import require_possible
 from topology.cluster import Cluster
+from topology.codec import JsonObject
 from topology.errors import BadInput, NewerSchema, PlannerError
 
 SCHEMA_VERSION = 1
@@ -108,7 +109,7 @@ class State:
 def write_new(path: Path, request: TuningRequest, candidates: Candidates, *, force: bool = False) -> None:
     """Begin a state file. Raises BadInput where there is one already and `force` is not given."""
     refuse_overwrite(path, force=force)
-    head: dict[str, Any] = {
+    head: JsonObject = {
         "kind": "tuning",
         "schema_version": SCHEMA_VERSION,
         "tool_version": version(),
@@ -183,7 +184,7 @@ def _request(head: Any, where: str) -> TuningRequest:
     return request
 
 
-def _candidate(line: dict[str, Any], where: str) -> Candidate:
+def _candidate(line: JsonObject, where: str) -> Candidate:
     one = codec.convert(line, Candidate, where=where)
     verify_plan(one.plan, where=where)
     verify_runtime(one.runtime, where=where)
@@ -206,7 +207,7 @@ class Journal:
     def ended(self, trial: Trial) -> None:
         self._append({"kind": "trial", **codec.to_builtins(trial)})
 
-    def _append(self, line: dict[str, Any]) -> None:
+    def _append(self, line: JsonObject) -> None:
         encoded = (codec.to_json(line, indent=None) + "\n").encode()
         try:
             with self.path.open("ab") as file:

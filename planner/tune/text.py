@@ -66,7 +66,10 @@ def lines(view: View, *, within: float) -> list[str]:
         off = predicted / best.step_s - 1
         found += [
             f"best      {words(view, best.row)}",
-            f"          {best.step_s:.4g} s a step, measured; predicted {predicted:.4g} s ({off:+.1%}) before any trial",
+            (
+                f"          {best.step_s:.4g} s a step, measured; predicted {predicted:.4g} s ({off:+.1%}) before any"
+                " trial"
+            ),
         ]
     found.append(f"stopped   {view.reason}, after {len(view.trials)} trials")
     if view.outlook.candidate is not None and best is not None:

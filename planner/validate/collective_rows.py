@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from simulator.collectives.cost import ALGORITHMS, OPS
 from simulator.collectives.launch_mode import LaunchMode
@@ -12,6 +11,7 @@ from simulator.collectives.nccl_tables import evaluate, read_tables
 from simulator.fitting.calibrations import same_gpu
 from topology import codec
 from topology.cluster import Cluster
+from topology.codec import JsonObject
 from topology.errors import Infeasible, UserError
 from topology.profile.profile import CollectiveSample, Profile
 from topology.rates.reach import reach
@@ -27,7 +27,7 @@ def predicted_rows(
     profile: Profile | None = None,
     launch: str | None = None,
     algorithm: str | None = None,
-) -> list[dict[str, Any]]:
+) -> list[JsonObject]:
     """Return one row per size for `gpus` ranks in rank order (default: the whole cluster).
 
     Raises UserError for an unknown `op` or `algorithm` or more ranks than GPUs, Infeasible where the cost model does
@@ -70,7 +70,7 @@ def predicted_rows(
 
 def table_rows(
     path: Path, *, cost_model: str, profile: Profile | None = None, known_every: int | None = None
-) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+) -> tuple[list[JsonObject], JsonObject]:
     """Return a row for every row of measured tables, and the scores with what was skipped. Raises BadInput.
 
     On tables of the GPU that a profile was taken on, its samples are used first. With `known_every` k, the model may

@@ -1,4 +1,4 @@
-"""Published serving measurements, one a row, beside what the serving simulation says of them.
+"""Published serving measurements, one a row, with what the serving simulation says of them.
 
 A row names hardware, model, engine, precision, degrees, lengths, and how clients asked (`metric_kind`); what it leaves
 open is assumed and listed. A row that describes something the simulation does not cover is skipped with the reason.
@@ -21,6 +21,7 @@ from simulator.serving.estimate import ServingEstimate, estimate_serving
 from simulator.serving.kv_cache import cache_capacity
 from simulator.serving.traffic import Lengths, Traffic
 from topology.cluster import Cluster
+from topology.codec import JsonObject
 from topology.errors import Infeasible, UserError
 
 QUANTITIES = {"ttft": "ttft_s", "tpot": "tpot_s", "throughput": "output_tokens_per_s_per_gpu"}
@@ -48,12 +49,12 @@ class Point:
     assumed: tuple[str, ...] = ()
 
 
-def validate_point(data: Mapping[str, Any]) -> dict[str, Any]:
+def validate_point(data: Mapping[str, Any]) -> JsonObject:
     """Return the row of a report: predicted, measured, signed errors, or why it was skipped."""
     nothing = dict.fromkeys(QUANTITIES)
-    result: dict[str, Any] = {
-        "id": str(data.get("id", "")), "group": "", "measured": None, "predicted": None, "error": nothing, "held": nothing,
-        "within_interval": None, "skipped": None, "assumed": [],
+    result: JsonObject = {
+        "id": str(data.get("id", "")), "group": "", "measured": None, "predicted": None, "error": nothing,
+        "held": nothing, "within_interval": None, "skipped": None, "assumed": [],
     }  # fmt: skip
     try:
         row = read_row(data)
@@ -73,7 +74,7 @@ def _group(row: ServingRow) -> str:
     return f"{row.source_group} | {row.hardware} | {model} | {engine}"
 
 
-def _compared(estimate: ServingEstimate, found: Mapping[str, float | None]) -> dict[str, Any]:
+def _compared(estimate: ServingEstimate, found: Mapping[str, float | None]) -> JsonObject:
     intervals = (estimate.ttft_s, estimate.tpot_s, estimate.output_tokens_per_s_per_gpu)
     errors: dict[str, float | None] = {}
     held: dict[str, bool | None] = {}

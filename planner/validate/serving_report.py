@@ -10,14 +10,14 @@ from statistics import fmean, median
 from typing import Any
 
 from planner.validate.serving_points import QUANTITIES
-from topology.codec import MAX_BYTES, parse_json, read_text
+from topology.codec import MAX_BYTES, JsonObject, parse_json, read_text
 from topology.errors import BadInput
 from topology.units import in_mib
 
 MAX_ROWS = 100_000
 
 
-def read_points(path: str | Path) -> list[dict[str, Any]]:
+def read_points(path: str | Path) -> list[JsonObject]:
     """Return the rows of a file. Raises BadInput, naming the line, for what is not an object a line."""
     rows = []
     for number, line in enumerate(_text(path).splitlines(), 1):
@@ -48,9 +48,9 @@ def _text(path: str | Path) -> str:
         raise BadInput(f"{path} is not UTF-8 text", why=str(error)) from error
 
 
-def summarise_points(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def summarise_points(rows: Sequence[Mapping[str, Any]]) -> JsonObject:
     """Return counts and, for each quantity, mean and median absolute error, bias and share inside the range."""
-    summary: dict[str, Any] = {"rows": len(rows), "skipped": sum(bool(row["skipped"]) for row in rows)}
+    summary: JsonObject = {"rows": len(rows), "skipped": sum(bool(row["skipped"]) for row in rows)}
     for name in QUANTITIES:
         errors = [row["error"][name] for row in rows if row["error"][name] is not None]
         held = [row["held"][name] for row in rows if row["error"][name] is not None]
@@ -66,7 +66,7 @@ def summarise_points(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return summary
 
 
-def by_group(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
+def by_group(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, JsonObject]]:
     """Yield (group, summary) of rows that have a prediction: a source on one GPU, model and engine."""
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from topology.codec import convert
+from topology.codec import JsonObject, convert
 
 Degree = Annotated[int, Meta(ge=1, le=1024)]
 Tokens = Annotated[float, Meta(ge=1, le=1 << 20)]
@@ -37,7 +37,7 @@ class ServingRow:
     moe_tp: Degree | None = None
     dp_attention: bool | Degree | None = None
     replicas: Degree | None = None
-    disagg: bool | dict[str, Any] | None = None
+    disagg: bool | JsonObject | None = None
     spec_decode: str | None = None
     isl: Tokens | None = None
     osl: Tokens | None = None
@@ -79,8 +79,12 @@ def side_of(row: ServingRow, name: str) -> Side:
     """Return the `prefill` or `decode` engines of a row that keeps them apart, in either of the sources' spellings."""
     if isinstance(row.disagg, dict):
         keys = {
-            "workers": "num_workers", "tp": "tp_size", "pp": "pp_size", "ep": "moe_ep_size", "dp_attention": "attention_dp_size",
-        }  # fmt: skip
+            "workers": "num_workers",
+            "tp": "tp_size",
+            "pp": "pp_size",
+            "ep": "moe_ep_size",
+            "dp_attention": "attention_dp_size",
+        }
         stated = {key: row.disagg.get(f"{name}_{theirs}") for key, theirs in keys.items()}
     else:
         stated = {key: getattr(row, f"{name}_{key}") for key in ("workers", "tp", "ep")}

@@ -7,7 +7,7 @@ the step time is computed from it, and the row names the convention.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 from planner.question.cases import Case, case_id, load_case
 from simulator.config.estimate import Estimate, MemoryEstimate
@@ -18,12 +18,89 @@ from topology.errors import PlannerError
 from topology.units import GIB
 
 
-def validate_case(data: Mapping[str, Any], *, measured: Calibrations = UNMEASURED) -> dict[str, Any]:
+class Predicted(TypedDict):
+    """What was predicted; `peak_memory_bytes` as the source counts it."""
+
+    step_s: float
+    step_low_s: float
+    step_high_s: float
+    tokens_per_s_per_gpu: float
+    tflops_per_gpu: float
+    mfu: float
+    peak_memory_bytes: float
+    allocated_bytes: float
+    reserved_bytes: float
+    fits: bool
+
+
+class Errors(TypedDict):
+    """Signed relative errors; None where the source states nothing to compare."""
+
+    step: float | None
+    memory: float | None
+
+
+class Within(TypedDict):
+    """Whether measurements are in the predicted range."""
+
+    step: bool | None
+    memory: bool | None
+
+
+class About(TypedDict):
+    """What a row is about, so that the rows nearest to a question can be found."""
+
+    model: str
+    parameters: int
+    gpu: str | None
+    gpus: int
+    framework: str
+
+
+class ValidationRow(TypedDict):
+    """A case: predicted, measured and how far apart, or why it was `skipped`."""
+
+    id: str
+    predicted: Predicted | None
+    measured: Any
+    error: Errors
+    within_interval: bool | None
+    within: Within
+    outcome: Any
+    outcome_right: bool | None
+    convention: str | None
+    memory_is: str | None
+    assumed: list[str]
+    about: About | None
+    skipped: str | None
+
+
+class ErrorSummary(TypedDict):
+    """Errors over rows: the mean of their amounts, their mean, the worst, and the share within the range."""
+
+    rows: int
+    mean_abs: float
+    bias: float
+    worst: float
+    worst_id: str
+    coverage: float
+
+
+class Summary(TypedDict):
+    rows: int
+    compared: int
+    skipped: int
+    step: ErrorSummary | None
+    memory: ErrorSummary | None
+    outcomes: dict[str, int]
+
+
+def validate_case(data: Mapping[str, Any], *, measured: Calibrations = UNMEASURED) -> ValidationRow:
     """Return one row of the report.
 
     A PlannerError about the case becomes the row's `skipped`; other exceptions are raised.
     """
-    row: dict[str, Any] = {
+    row: ValidationRow = {
         "id": case_id(data),
         "predicted": None,
         "measured": data.get("measured"),
@@ -54,8 +131,7 @@ def validate_case(data: Mapping[str, Any], *, measured: Calibrations = UNMEASURE
     return row
 
 
-def about(case: Case) -> dict[str, Any]:
-    """Return what a row is about, so that the rows nearest to a question can be found."""
+def about(case: Case) -> About:
     kind = case.question.cluster.slowest_kind
     return {
         "model": case.question.model.name,
@@ -66,7 +142,7 @@ def about(case: Case) -> dict[str, Any]:
     }
 
 
-def _compare(row: dict[str, Any], case: Case, estimate: Estimate) -> None:
+def _compare(row: ValidationRow, case: Case, estimate: Estimate) -> None:
     memory = estimate.memory
     compared, row["memory_is"] = compared_bytes(case, memory)
     row["predicted"] = {
@@ -143,8 +219,8 @@ def compared_bytes(case: Case, memory: MemoryEstimate) -> tuple[float, str]:
     stated = case.measured.get("memory_is")
     description = stated.lower() if isinstance(stated, str) else ""
     if "nvidia-smi" in description:
-        beside = case.question.cluster.gpu_memory_bytes - memory.capacity_bytes + memory.communicator_bytes
-        return _reserved_on(case, memory) + beside, str(stated)
+        others = case.question.cluster.gpu_memory_bytes - memory.capacity_bytes + memory.communicator_bytes
+        return _reserved_on(case, memory) + others, str(stated)
     if description:
         return (_reserved_on(case, memory) if "reserved" in description else memory.peak_bytes.value), str(stated)
     if case.question.framework.tools.logs_reserved:
@@ -157,7 +233,7 @@ def _number(value: Any) -> float | None:
     return float(value) if good else None
 
 
-def summarise(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def summarise(rows: Iterable[ValidationRow]) -> Summary:
     """Return counts, and for step and memory: mean absolute error, bias, worst row, and interval coverage."""
     rows = list(rows)
     compared = [row for row in rows if row["skipped"] is None]
@@ -172,8 +248,8 @@ def summarise(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _errors(rows: list[Mapping[str, Any]], quantity: str) -> dict[str, Any] | None:
-    pairs = [(row["error"][quantity], row) for row in rows if row["error"][quantity] is not None]
+def _errors(rows: list[ValidationRow], quantity: Literal["step", "memory"]) -> ErrorSummary | None:
+    pairs = [(error, row) for row in rows if (error := row["error"][quantity]) is not None]
     if not pairs:
         return None
     worst, row = max(pairs, key=lambda pair: (abs(pair[0]), str(pair[1]["id"])))

@@ -14,22 +14,14 @@ from numpy.typing import NDArray
 from simulator.analytical.block_times import BlockTimes, TrafficTimes
 from simulator.analytical.clocks import Shares, fastest, kernel_shares, working_clocks
 from simulator.analytical.layer_cost import BlockCost
-from simulator.analytical.pipeline_account import (
-    Clocks,
-    Counter,
-    End,
-    Hops,
-    RankCounts,
-    finish,
-    issued,
-    walk_table,
-)
+from simulator.analytical.pipeline_account import Counter, PassCounts, finish, issued, passes_of_ranks
 from simulator.analytical.rank_timeline import PARTS, RankTimeline
 from simulator.analytical.scenario import Scenario
+from simulator.analytical.table_walk import Clocks, Course, Hops, walk_tables
 from simulator.columns.plan_columns import distinct, words
 from simulator.columns.plan_table import Floats, PlanTable
 from simulator.config.plan import Plan
-from simulator.pipeline.schedule_walk import Table, rounds_of, table_of, walked
+from simulator.pipeline.schedule_walk import rounds_of, table_of, walked
 from simulator.pipeline.schedules.table import Action, Kind
 from simulator.pipeline.stages import stage_layers
 from simulator.runtimes.library import ModelOperators
@@ -38,6 +30,7 @@ from simulator.step.held import Parameters
 from simulator.step.traffic import traffic_kinds
 from simulator.step.units import Unit, UnitMaker, folded, wrapping_period
 from simulator.step.walk import StepWalk, message_bytes
+from topology.time_limit import check_time
 
 BUBBLE, HOST = PARTS.index("bubble"), PARTS.index("host")
 # Of several micro batches so many are walked; further ones repeat the second.
@@ -110,7 +103,7 @@ def account_assignments(inputs: AccountInputs, plans: Sequence[Plan]) -> Account
     """
     rows = np.zeros(len(plans), dtype=np.intp)
     inputs = inputs.take(rows, inputs.context.take(rows))
-    return _at_working_clocks(inputs, lambda some: account_pipeline(some, plans))
+    return _at_working_clocks(inputs, lambda some: account_pipelines([PipelinePlans(some, plans)])[0])
 
 
 def _at_working_clocks(inputs: AccountInputs, count: Callable[[AccountInputs], Account]) -> Account:
@@ -139,9 +132,18 @@ def _grouped(inputs: AccountInputs) -> Account:
     """Return the account of all plans, those together that differ in amounts only."""
     rows = len(inputs.context.table)
     parts = {part: np.zeros(rows) for part in PARTS}
+    piped: list[tuple[NDArray[np.intp], PipelinePlans]] = []
     for some in walked_together(inputs.context.table, inputs.context):
+        check_time()
         mine = inputs if len(some) == rows else inputs.take(some, inputs.context.take(some))
-        account = account_pipeline(mine) if mine.context.table["pp"][0] > 1 else account_unpipelined(mine)
+        if mine.context.table["pp"][0] > 1:
+            piped.append((some, PipelinePlans(mine)))
+            continue
+        account = account_unpipelined(mine)
+        for part in PARTS:
+            parts[part][some] = account.parts_s[part]
+    accounts = account_pipelines([plans for _, plans in piped])
+    for (some, _), account in zip(piped, accounts, strict=True):
         for part in PARTS:
             parts[part][some] = account.parts_s[part]
     return Account(parts_s=parts, clocks=inputs.clocks)
@@ -157,7 +159,7 @@ def plan_of(table: PlanTable) -> Plan:
 
 def walked_together(table: PlanTable, context: CostContext, *, traffic: bool = True) -> list[NDArray[np.intp]]:
     """Return the plans of a table in groups that differ in amounts only; without `traffic`, in that of data parallelism
-    too, but for whether parameters are let go of after each pass.
+    too, but for whether parameters are freed after each pass.
     """
     m = table.micro_batches
     period = np.zeros(len(table))
@@ -195,7 +197,7 @@ def account_unpipelined(inputs: AccountInputs) -> Account:
     data = walk.begin(rank)
     rank.start()
     # Of two micro batches the middle one of three is taken back.
-    # Beside each other the first two passes are a beginning of their own.
+    # Run at the same time, the first two passes are a beginning of their own.
     walked_out = WALKED + int(context.table.paired[0])
     count = 1 if m[0] <= 1 else walked_out
     for number in range(count):
@@ -218,30 +220,70 @@ def account_unpipelined(inputs: AccountInputs) -> Account:
     return Account(parts_s=parts, clocks=inputs.clocks)
 
 
-def account_pipeline(inputs: AccountInputs, assigned: Sequence[Plan] = ()) -> Account:
-    """Return the account of plans through a pipeline that differ in amounts only, or in micro batches that repeat;
-    where plans are `assigned` their stages, in those too.
+class PipelinePlans:
+    """Plans through a pipeline that differ in amounts only, or in micro batches that repeat; where plans are `assigned`
+    their stages, in those too. They go through one table, or, where micro batches repeat, through two.
     """
-    columns, plan = inputs.context.table, plan_of(inputs.context.table)
-    name, m = plan.schedule_name, columns.micro_batches
-    lets_go = bool(columns.fully_sharded[0] & ~columns.keeps_gathered[0])
-    most = walked(name, plan.pp, int(m[0]))
-    period, _ = rounds_of(name, plan.pp, int(m[0]))
-    counts = (most, most - period) if (m > most).any() else (most,)
-    paired = bool(columns.paired[0])
-    tables = [table_of(name, plan.pp, count, plan.virtual_stages, lets_go=lets_go, paired=paired) for count in counts]
-    stages = _assigned_units(inputs, assigned) if assigned else [stage_units(inputs)]
-    walk = StepWalk(inputs.context, stages[0])
-    blocks, traffic = _times(inputs)
-    counter = Counter(
-        [walk.with_stages(units) for units in stages],
-        tables,
-        lambda several: RankTimeline(blocks, traffic, several=several),
-    )
-    hops = hops_of(inputs.context, message_bytes(inputs.context, inputs.scenario.model.hidden), traffic.sms)
-    walks = [_through(inputs, walk, counter, table, hops, longer=len(tables) > 1) for table in tables]
-    end = walks[0] if len(walks) == 1 else walks[0].longer_by((m - most) / period, walks[1])
-    return Account(parts_s=end.parts_s(), clocks=inputs.clocks)
+
+    def __init__(self, inputs: AccountInputs, assigned: Sequence[Plan] = ()) -> None:
+        columns, plan = inputs.context.table, plan_of(inputs.context.table)
+        name, m = plan.schedule_name, columns.micro_batches
+        self.inputs = inputs
+        lets_go, paired = bool(columns.fully_sharded[0] & ~columns.keeps_gathered[0]), bool(columns.paired[0])
+        most, (period, _) = walked(name, plan.pp, int(m[0])), rounds_of(name, plan.pp, int(m[0]))
+        self._rounds = (m - most) / period
+        counts = (most, most - period) if (m > most).any() else (most,)
+        tables = [
+            table_of(name, plan.pp, count, plan.virtual_stages, lets_go=lets_go, paired=paired) for count in counts
+        ]
+        stages = _assigned_units(inputs, assigned) if assigned else [stage_units(inputs)]
+        walk = StepWalk(inputs.context, stages[0])
+        blocks, traffic = _times(inputs)
+        counter = Counter(
+            [walk.with_stages(units) for units in stages],
+            tables,
+            lambda several: RankTimeline(blocks, traffic, several=several),
+        )
+        self._ranks = counter.ranks(tables[0].schedule)
+        self._passes = [counter.passes(table) for table in tables]
+        hops = hops_of(inputs.context, message_bytes(inputs.context, inputs.scenario.model.hidden), traffic.sms)
+        self.courses = [
+            Course(
+                table=table,
+                passes=passes,
+                hops=hops,
+                begins_s=self._ranks[0].host_s,
+                synchronizes=walk.synchronizes,
+            )
+            for table, passes in zip(tables, self._passes, strict=True)
+        ]
+
+    def account(self, clocks: Sequence[Clocks]) -> Account:
+        """Return the account of the plans, whose courses end at some clocks."""
+        ends = [self._end(*each) for each in zip(self.courses, self._passes, clocks, strict=True)]
+        end = ends[0] if len(ends) == 1 else ends[0].longer_by(self._rounds, ends[1])
+        return Account(parts_s=end.parts_s(), clocks=self.inputs.clocks)
+
+    def _end(self, course: Course, passes: Sequence[PassCounts], clocks: Clocks) -> PipelineEnd:
+        """Return the end of a step that is as long as a table."""
+        ends = finish(self._ranks, clocks)
+        done = ends.done.max(axis=0)
+        waiting = done - ends.compute
+        idle_s = clocks.filling + ends.parts[:, BUBBLE] + waiting
+        times, different = passes_of_ranks(course.table, passes)
+        parts = ends.parts + np.tensordot(times, np.stack([did.parts for did in different]), axes=1)
+        for number, part in enumerate(PARTS):
+            parts[:, number] += clocks.waits.get(part, 0.0)
+        parts[:, BUBBLE] += waiting
+        longer = len(self.courses) > 1
+        host_s = issued(course.table, passes, self._ranks, course.hops) if longer else np.zeros(idle_s.shape)
+        return PipelineEnd(parts=parts, idle_s=idle_s, host_s=host_s)
+
+
+def account_pipelines(several: Sequence[PipelinePlans]) -> list[Account]:
+    """Return the accounts of plans through pipelines, all walked at once."""
+    clocks = iter(walk_tables([course for plans in several for course in plans.courses]))
+    return [plans.account([next(clocks) for _ in plans.courses]) for plans in several]
 
 
 def stage_units(inputs: AccountInputs) -> list[list[Unit]]:
@@ -291,7 +333,8 @@ class PipelineEnd:
     def longer_by(self, rounds: Floats, before: PipelineEnd) -> PipelineEnd:
         """Return the end of a step of so many `rounds` more; `before` is that of one round less.
 
-        A rank with more to do than others waits less with every round, until it sets the pace; so does a host.
+        A rank with more to do than others waits less with every round, until every round is as long as its own work;
+        so does a host.
         """
 
         def further(quantity: str) -> Floats:
@@ -312,43 +355,12 @@ class PipelineEnd:
         return {part: self.parts[slowest, number, every] for number, part in enumerate(PARTS)}
 
 
-def _through(
-    inputs: AccountInputs, walk: StepWalk, counter: Counter, table: Table, hops: Hops, *, longer: bool
-) -> PipelineEnd:
-    """Return the end of a step that is as long as a table; `longer`: of one from which longer ones follow."""
-    rows, schedule = len(inputs.context.table), table.schedule
-    ranks = [counter.rank(schedule.stages_of(rank)) for rank in range(schedule.ranks)]
-    _, lags = walk_table(table, ranks, hops, {}, synchronizes=walk.synchronizes)
-    clocks, _ = walk_table(table, ranks, hops, lags, synchronizes=walk.synchronizes)
-    ends = finish(ranks, clocks)
-    done = np.max([end.done for end in ends], axis=0)
-    return PipelineEnd(
-        parts=np.stack([_parts(table, r, ranks[r], clocks[r], ends[r], done) for r in range(len(ranks))]),
-        idle_s=np.stack([at.filling + e.parts[BUBBLE] + done - e.compute for at, e in zip(clocks, ends, strict=True)]),
-        host_s=issued(table, ranks, hops) if longer else np.zeros((len(ranks), rows)),
-    )
-
-
 def hops_of(context: CostContext, nbytes: Floats, sms: float) -> Hops:
     """Return what messages of `nbytes` take between neighbouring ranks of a pipeline, on one node or two."""
     groups, ranks = context.groups, int(context.table["pp"][0])
-    per_rank, per_node = context.table["gpus"] / ranks, float(groups.cluster.gpus_per_node)
     near_s, far_s = (groups.time_s("send_recv", axis, nbytes) for axis in ("pp", "pp_across"))
     near, far = (groups.load("send_recv", axis, nbytes)[0] / sms for axis in ("pp", "pp_across"))
-    seconds, held = {}, {}
-    for one in range(ranks):
-        for other in ((one + 1) % ranks, (one - 1) % ranks):
-            apart = (one * per_rank) // per_node != (other * per_rank) // per_node
-            seconds[one, other], held[one, other] = np.where(apart, far_s, near_s), np.where(apart, far, near)
-    return Hops(seconds, held, np.full(len(context.table), context.spec.host.collective_s))
-
-
-def _parts(table: Table, rank: int, counts: RankCounts, clocks: Clocks, end: End, done: Floats) -> Floats:
-    """Return the parts of a step as a rank has them, one row a part; they add up to when all is `done`."""
-    kinds, times = np.unique(table.rows[rank], return_counts=True)
-    passes = [count * counts.of(table.kinds[kind]).parts for kind, count in zip(kinds, times, strict=True)]
-    parts = np.asarray(sum(passes, end.parts))
-    for number, part in enumerate(PARTS):
-        parts[number] += clocks.waits.get(part, 0.0)
-    parts[BUBBLE] += done - end.compute
-    return parts
+    nodes = np.arange(ranks)[:, None] * (context.table["gpus"] / ranks) // float(groups.cluster.gpus_per_node)
+    apart = np.stack([nodes != np.roll(nodes, -way, axis=0) for way in (1, -1)])
+    host_s = np.full(len(context.table), context.spec.host.collective_s)
+    return Hops(np.where(apart, far_s, near_s), np.where(apart, far, near), host_s)

@@ -1,4 +1,4 @@
-"""How long passes of units and transfers beside them take, for all plans of a table: what a `RankTimeline` looks up."""
+"""How long passes of units and concurrent transfers take, for all plans of a table: what a `RankTimeline` looks up."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class PassTimes:
         object.__setattr__(self, "waits", bool(np.isfinite(self.advance.waits_s).any()))
 
     def hiding(self, axis: str, seconds: Floats, lost: Floats) -> PassTimes:
-        """Return the pass with so much of its communication beside kernels, which take what is `lost` longer."""
+        """Return the pass with so much of its communication alongside kernels, which take what is `lost` longer."""
         advance = self.advance
         parts = {axis: self.parts[axis] - seconds, "contention": self.parts["contention"] + lost}
         device_s = advance.device_s - seconds + lost
@@ -76,7 +76,7 @@ class BlockTimes:
         self._known: dict[tuple[object, ...], PassTimes] = {}
 
     def of(self, unit: Unit, which: Pass, *, paired: bool = False) -> PassTimes:
-        """Return the times of a pass of a unit; `paired`: with layers like it of another micro batch beside it."""
+        """Return the times of a pass of a unit; `paired`: with layers like it of another micro batch alongside it."""
         paired = paired and unit.block == "moe" and which in {Pass.FORWARD, Pass.BACKWARD}
         key = (unit.block, which, unit.wrapped, id(unit.words) if unit.wrapped else 0, paired)
         if key not in self._known:
@@ -84,7 +84,7 @@ class BlockTimes:
         return self._known[key]
 
     def _paired(self, unit: Unit, which: Pass) -> PassTimes:
-        """Return a pass of a layer with experts whose exchanges of tokens run beside another micro batch's layer."""
+        """Return a pass of a layer with experts whose exchanges of tokens run alongside another micro batch's layer."""
         block = self.blocks[unit.block]
         forward, backward = self.of(unit, Pass.FORWARD), self.of(unit, Pass.BACKWARD)
         parts = self._parts(forward, block.forward), self._parts(backward, block.backward)
@@ -135,12 +135,12 @@ class BlockTimes:
         if not unit.wrapped:
             return plain
         spec, again_s = self.context.spec, again_host_s(self.context.spec.host, self.context.table)
-        turned = self._timed(cost, host_s + again_s)
+        backward = self._timed(cost, host_s + again_s)
         result = plain
         for word in words(unit.words):
             if word in block.recompute:
                 again = self._timed(block.recompute[word], np.zeros(self.rows), share=spec.recompute[word].layers)
-                result = _chosen(unit.words == word, _one_after_other(again, turned), result)
+                result = _chosen(unit.words == word, _one_after_other(again, backward), result)
         return result
 
     def _timed(self, cost: PassCost, host_s: Floats, *, share: float = 1.0) -> PassTimes:
@@ -206,7 +206,7 @@ def _chosen(here: object, one: PassTimes, other: PassTimes) -> PassTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Background:
-    """A collective beside compute: its seconds alone, SMs it holds, and bytes of memory it moves a second.
+    """A collective alongside compute: its seconds alone, SMs it holds, and bytes of memory it moves a second.
 
     It asks for a part `asks` of a GPU's way out: of its port, or of its NIC where it goes `across` nodes.
     """
@@ -219,7 +219,7 @@ class Background:
     asks: Floats
     runs: bool  # in any row
     everywhere: bool  # in every row
-    slowed: float = 1.0  # beside kernels it takes so many times as long
+    slowed: float = 1.0  # alongside kernels it takes so many times as long
 
     def over(self, before: Background) -> Background:
         """Return this collective where there is one, and the one before it elsewhere."""
@@ -250,7 +250,7 @@ class Background:
     def stretch(
         self, kernels_s: Floats, exposed_s: Floats, bytes_per_s: Floats, traffic: TrafficTimes, *, copies: bool
     ) -> tuple[Floats, Floats]:
-        """Return (how many times as long compute takes beside this collective, at what speed the collective runs)."""
+        """Return (how many times as long compute takes with this collective, at what speed the collective runs)."""
         sms = 1.0 if copies else 1.0 - self.sms / traffic.sms
         memory = (traffic.memory_bytes_per_s - self.bytes_per_s) / np.maximum(bytes_per_s, 1.0)
         speed = np.maximum(np.minimum(np.minimum(sms, memory), 1.0), 0.05)

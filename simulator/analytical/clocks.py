@@ -56,8 +56,8 @@ def working_clocks(breakdown: Mapping[str, Floats], shares: Shares, context: Cos
     take where products are all that a GPU does.
 
     What the others do not draw of it, products may: their rate goes with the `power_exponent`-th power of what they
-    draw, up to that of a GPU that has rested (efficiency.toml). That is for one GPU: products beside collectives share
-    both power and SMs with them, and take about as long as `sustained` says. A calibration's factors are of whole
+    draw, up to that of a GPU that has rested (efficiency.toml). That is for one GPU: products alongside collectives
+    share both power and SMs with them, and take about as long as `sustained` says. A calibration's factors are of whole
     kernels in steps like these, so there only idle moments count.
     """
     calibration, known = context.calibration, efficiency(context.roofline.gpu.architecture)

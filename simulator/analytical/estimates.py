@@ -6,15 +6,14 @@ they become estimates.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from simulator.analytical.account import AXES, Account, account_inputs, account_plans
-from simulator.analytical.kernel_sources import kernel_shares
-from simulator.analytical.layer_cost import BlockCost, block_cost
+from simulator.analytical.layer_cost import BlockCost, PassCost, block_cost
 from simulator.analytical.memory import CONTEXT_BYTES, MemoryColumns, memory_columns
 from simulator.analytical.scenario import Scenario
 from simulator.calibration.calibration import (
@@ -25,6 +24,7 @@ from simulator.calibration.calibration import (
     overlap_of,
     roofline_of,
 )
+from simulator.calibration.distance import distance
 from simulator.calibration.intervals import basis_of, interval_table, memory_factors, step_factors
 from simulator.calibration.provenance import Shares, main_source, shares
 from simulator.collectives.group_times import GroupTimes
@@ -33,7 +33,7 @@ from simulator.config.estimate import Estimate, Interval, MemoryEstimate
 from simulator.config.plan import Plan
 from simulator.config.runtime import DTYPE_BYTES, Runtime
 from simulator.overlap.site_costs import SiteRates
-from simulator.pipeline.stages import stage_layout
+from simulator.pipeline.stages import StageLayout, stage_layout
 from simulator.runtimes.library import ModelOperators, canonical_recompute, operators_for, wraps_one
 from simulator.step.context import CostContext
 from simulator.step.held import local_parameters
@@ -62,6 +62,7 @@ class EstimateTable:
     shares: Shares
     runtime: Runtime
     clocks: Floats  # arithmetic's time over that of a GPU that is never idle
+    distance: float = 1.0  # how many times as wide ranges are as where steps were measured
     calibration: Calibration | None = None
 
     def estimate(self, index: int) -> Estimate:
@@ -102,6 +103,7 @@ class EstimateTable:
             host=float(self.breakdown_s["host"][index]) / step,
             calibrated=self.calibration is not None and self.calibration.current,
             factors=interval_table().factors,
+            width=self.distance,
         )
         return _interval(step, factors, Source.DATASHEET if self.calibration is None else main_source(sources))
 
@@ -161,6 +163,7 @@ def estimate_plans(scenario: Scenario, plans: Sequence[Plan], *, each_on: Sequen
         shares=resting,
         runtime=runtime,
         clocks=account.clocks,
+        distance=distance(cluster, runtime, max((plan.gpus for plan in plans), default=1))[0],
         calibration=context.calibration,
     )
 
@@ -282,3 +285,40 @@ def with_canonical_recompute(plan: Plan, runtime: Runtime) -> Plan:
 
 def _interval(value: float, factors: tuple[float, float], source: Source) -> Interval:
     return Interval(value=value, low=value * factors[0], high=value * factors[1], source=source)
+
+
+# How much of a step's kernel time was measured, or comes from curves through measurements.
+
+
+def kernel_shares(layout: StageLayout, blocks: Mapping[str, BlockCost]) -> tuple[Floats, Floats]:
+    """Return which (measured, fitted) shares the kernels have of the pipeline rank that computes longest; one value a
+    plan.
+    """
+    computing, measured, fitted = (_of_ranks(layout, blocks, name) for name in ("compute_s", "measured_s", "fitted_s"))
+    slowest = np.argmax(computing, axis=1)[:, None]
+    total = np.maximum(np.take_along_axis(computing, slowest, axis=1), 1e-30)
+    measured, fitted = ((np.take_along_axis(each, slowest, axis=1) / total)[:, 0] for each in (measured, fitted))
+    return measured, fitted
+
+
+def _of_ranks(layout: StageLayout, blocks: Mapping[str, BlockCost], quantity: str) -> Floats:
+    """Return a quantity of all passes of one micro batch on each pipeline rank, shape (plans, ranks)."""
+
+    def of(cost: PassCost) -> Floats:
+        return np.asarray(getattr(cost, quantity)).reshape(-1, 1)
+
+    dense, moe = layout.layers
+    held = {"embedding": 1.0 * layout.first, "head": 1.0 * layout.last, "dense": 1.0 * dense, "moe": 1.0 * moe}
+    total = sum(
+        (
+            count * (of(blocks[name].forward) + of(blocks[name].backward))
+            for name, count in held.items()
+            if name in blocks
+        ),
+        np.zeros(layout.exists.shape),
+    )
+    for mode, layers in layout.by_mode.items():
+        for name, count in zip(("dense", "moe"), layers, strict=True):
+            if name in blocks and mode in blocks[name].recompute:
+                total = total + count * of(blocks[name].recompute[mode])
+    return np.asarray(total)

@@ -18,22 +18,27 @@ from simulator.passes.steps import Kernel, Pair, Ring, Rows, Step, Transfer, Wai
 from simulator.step.context import CostContext
 from simulator.step.held import saved_bytes, tensors_bytes
 
+# Of the time of products of experts in one kernel, what goes with the clocks as products of one size do: on a GPU that
+# has rested they take 0.86 of what they take for a second on end (0.73 to 0.97, five networks on one H100, least where
+# experts have few rows; examples/validation/experts.md), where those take 0.69 (`rested` in efficiency.toml).
+GROUPED_PRODUCTS = 0.45
+
 
 @dataclass(slots=True)
 class PassCost:
     """One pass over a block: kernel seconds, exposed communication by axis, host seconds. Columns.
 
-    `lost_s` is what kernels lose to communication beside them, `moved_bytes` what they read and write.
+    `lost_s` is what kernels lose to communication alongside them, `moved_bytes` what they read and write.
     `behind_s` is when the device ends, counted from the host's start, where it waits for the host alone: minus infinity
     where it does nothing. `launches` is how many kernels. `waits`: where the host waits for the device on its way.
 
     Of a layer with experts on several ranks: seconds of kernels between its two exchanges of tokens, and of other
     communication there, of kernels the gradients of weights, and the first exchange; the SMs that exchanges hold, of
-    plans that run others beside.
+    plans that run others alongside.
     """
 
     compute_s: Floats
-    weight_s: Floats  # weight gradients, which split backwards put off
+    weight_s: Floats  # weight gradients, which split backwards delay
     host_s: Floats
     lost_s: Floats
     behind_s: Floats
@@ -42,7 +47,7 @@ class PassCost:
     launches: Floats
     measured_s: Floats | float = 0.0  # of compute_s, what rests on the very operator measured
     fitted_s: Floats | float = 0.0  # and what on a curve through others
-    products_s: Floats | float = 0.0  # of compute_s, matrix products
+    products_s: Floats | float = 0.0  # of compute_s, matrix products whose time goes with the clocks
     attention_s: Floats | float = 0.0  # and attention
     communication_s: dict[str, Floats] = field(default_factory=dict)
     waits: Waits | None = None
@@ -233,7 +238,7 @@ class _Fold:
         cost.measured_s = cost.measured_s + np.where(step.source == MEASURED, seconds, 0.0)
         cost.fitted_s = cost.fitted_s + np.where(step.source == FITTED, seconds, 0.0)
         if work.kind is WorkKind.MATMUL:
-            cost.products_s = cost.products_s + seconds
+            cost.products_s = cost.products_s + seconds * np.where(work.grouped_rows, GROUPED_PRODUCTS, 1.0)
         elif work.kind is WorkKind.ATTENTION:
             cost.attention_s = cost.attention_s + seconds
         cost.moved_bytes = cost.moved_bytes + np.where(step.rows, work.bytes, 0.0)

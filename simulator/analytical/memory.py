@@ -32,9 +32,9 @@ from simulator.step.offload import host_bytes, offloaded
 from simulator.step.traffic import has_replicas
 from topology.units import GIB
 
-# Bytes beside the allocator's and NCCL's: CUDA's context and loaded kernels. Source: a run that filled both of its two
-# H200 and retried allocations (2026-11-23.1/14 of examples/validation/fresh.jsonl) held 137.8 of 139.8 GiB, beside 1.1
-# of communicators.
+# Bytes besides the allocator's and NCCL's: CUDA's context and loaded kernels. Source: a run that filled both of its two
+# H200 and retried allocations (2026-11-23.1/14 of examples/validation/fresh.jsonl) held 137.8 of 139.8 GiB, alongside
+# 1.1 of communicators.
 CONTEXT_BYTES = 0.9 * GIB
 # A bound may be what is allocated itself, but for gradients of a few vectors and how sizes are rounded.
 ROUNDED = 1.0 - 1e-5

@@ -1,8 +1,8 @@
 """A pipeline rank that counts: when its streams are done, and what for.
 
 The analytical model's `simulator.step.rank.Rank`, for all plans of a table at once. Streams and the host are clocks
-that only move on; waiting moves a clock to another's time. What runs beside each other slows each other down as a
-whole: a kernel gives SMs and memory bandwidth to collectives beside it for as long as they last.
+that only move on; waiting moves a clock to another's time. What runs at the same time slows each other down as a
+whole: a kernel gives SMs and memory bandwidth to collectives alongside it for as long as they last.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PARTS = ("compute", "recompute", "copies", "contention", "tp", "cp", "ep", "pp",
 
 
 # Streams whose collectives may run at once: of shards, and of replicas of them.
-BESIDE = {STREAM: REPLICAS, REPLICAS: STREAM}
+CONCURRENT = {STREAM: REPLICAS, REPLICAS: STREAM}
 
 
 Ran = dict[int, tuple[PassTimes, Value]]
@@ -58,7 +58,7 @@ class RankTimeline:
             self.mark(),
             False,
         )  # where a unit began that stands for several, and whether it sends anything
-        self.paired = False  # passes run beside those of another micro batch
+        self.paired = False  # passes run alongside those of another micro batch
         self.runs_ahead = False  # the host never waits for the device, whatever the runtime says
         self.at_pass: dict[str, Floats] = self.parts
         self.meeting: Floats | None = None  # when the other ranks of the pipeline are ready to meet
@@ -139,7 +139,7 @@ class RankTimeline:
             self._fill_queue()
 
     def _repeat_beside(self, since: Mark, times: float) -> None:
-        """Repeat what sends nothing itself: what runs beside it ends, and holds it up no longer than that."""
+        """Repeat what sends nothing itself: what runs alongside it ends, and delays it by that at most."""
         lost = self.parts["contention"] - since[2]["contention"]
         left = np.max([self._clock(stream) for stream in WIRES], axis=0) - self.compute
         lasting = np.clip(left / np.maximum(self.compute - since[1][COMPUTE], TINY), 0.0, times)
@@ -237,8 +237,8 @@ class RankTimeline:
         self._hold_up(start, end, cost)
         if stream in self.sent_s:
             self.sent_s[stream] = self.sent_s[stream] + seconds
-        if stream in BESIDE and (other := self._beside.get(BESIDE[stream])) is not None:
-            end = end + self._crowded(start, seconds, cost, BESIDE[stream], other)
+        if stream in CONCURRENT and (other := self._beside.get(CONCURRENT[stream])) is not None:
+            end = end + self._crowded(start, seconds, cost, CONCURRENT[stream], other)
         self.clocks[stream] = end if cost.everywhere else np.where(cost.seconds > 0, end, now)
         since, until = self._busy.get(stream, (start, start))
         before, pauses = self._beside.get(stream), start > until
@@ -287,7 +287,7 @@ class RankTimeline:
         self.clocks[stream] = later
 
     def _hold_up(self, start: Floats, end: Floats, cost: Background) -> None:
-        """Let the last pass, which is told already, take longer beside a collective that begins before it ends."""
+        """Let the last pass, which is counted already, take longer during a collective that begins before it ends."""
         if self._last is None or not (start < self.compute).any():
             return
         begun, times = self._last
@@ -298,7 +298,7 @@ class RankTimeline:
         self.clocks[COMPUTE] = self.compute + lost
 
     def _crowded(self, start: Floats, seconds: Value, cost: Background, stream: str, other: Background) -> Floats:
-        """Return how much longer a collective takes beside the one under way on `stream`, which it delays as well."""
+        """Return how much longer a collective takes with the one under way on `stream`, which it delays as well."""
         left = np.maximum(self._clock(stream) - start, 0.0)
         mine, theirs = cost.speeds_beside(other)
         together = np.minimum(seconds / mine, left / theirs)
@@ -325,15 +325,15 @@ class RankTimeline:
         *,
         copies: bool = False,
     ) -> Floats | None:
-        """Return how much longer compute takes beside the traffic under way at `start`, which it delays as well; None
-        where there is none. In between the device is idle for `idle_s`, when traffic has the GPU to itself.
+        """Return how much longer compute takes alongside the traffic under way at `start`, which it delays as well;
+        None where there is none. In between the device is idle for `idle_s`, when traffic has the GPU to itself.
         """
         longer = None
         total = kernels_s + exposed_s
-        for stream, beside, since, until in self._under_way(start):
+        for stream, alongside, since, until in self._under_way(start):
             # It may have to wait for another stream itself.
             alone = self._zero if since is None else np.maximum(since - start, 0.0)
-            stretch, progress = beside.stretch(kernels_s, exposed_s, bytes_per_s, self.traffic, copies=copies)
+            stretch, progress = alongside.stretch(kernels_s, exposed_s, bytes_per_s, self.traffic, copies=copies)
             left, rest = np.maximum(until - start - alone, 0.0), np.maximum(total - alone, 0.0)
             busy = stretch * rest
             share = busy / np.maximum(busy + idle_s, TINY)

@@ -4,7 +4,7 @@ overlaps.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 
 import numpy as np
@@ -117,7 +117,7 @@ class LeastTraffic:
             stages = np.maximum(table["virtual_stages"], 1.0)[:, None]
             return np.asarray(self._last * getattr(head, quantity)[:, None] + (stages - self._last) * layer)
 
-        # Weight gradients put off leave all of a stage as it was, and the next pass may find it so.
+        # Delayed weight gradients leave all of a stage as it was, and the next pass may find it so.
         stay = np.where(off & ~keeps, m - 1.0, 0.0)[:, None]
         out, gathered = total("out_s"), total("gather_s")
         copied_out = np.maximum(forward[:, None] * out - stay * widest("out_s"), 0.0)
@@ -128,7 +128,7 @@ class LeastTraffic:
         lead = embedding.gather_s + np.maximum(second, 0.0)
         lead = np.where(self._piped, 1.0, forward) * lead
         once = reductions[:, None]
-        tail = self._end(embedding.tail_s, np.min([unit.tail_s for unit in layers], axis=0))
+        drain = self._end(embedding.drain_s, np.min([unit.drain_s for unit in layers], axis=0))
         reduced = np.maximum(gathered_again + once * total("scatter_s"), once * total("replicate_s"))
         full = table.fully_sharded[:, None]
         # The first unit of a stage is gathered ahead of a pass, and the second while that waits for it.
@@ -141,7 +141,7 @@ class LeastTraffic:
         self.unit_gather_s = np.where(table.fully_sharded, np.min([unit.gather_s for unit in layers], axis=0), 0.0)
         return (
             PassTraffic(copied_out, forward[:, None] * gathered, np.broadcast_to(lead[:, None], out.shape)),
-            PassTraffic(out_again + once * total("in_s") + self._added(), reduced, once * tail),
+            PassTraffic(out_again + once * total("in_s") + self._added(), reduced, once * drain),
         )
 
     def _added(self) -> Floats:
@@ -169,7 +169,7 @@ class LeastTraffic:
         held = [self._first, *(held for held, _, _ in self._layers), self._last]
         each = (count * one[:, None] for count, one in zip(held, [embedding, *layers, head], strict=True))
         reduced = sum(each, np.zeros(copies.shape))
-        tail = self._end(embedding, np.min(layers, axis=0))
+        drain = self._end(embedding, np.min(layers, axis=0))
         one_by_one = (behind | scattered)[:, None]
         late = np.where(
             sharded[:, None],
@@ -183,7 +183,7 @@ class LeastTraffic:
         return PassTraffic(
             copies,
             np.where(one_by_one, times * reduced, 0.0),
-            np.where(one_by_one, np.where(behind[:, None], times, 1.0) * tail, late),
+            np.where(one_by_one, np.where(behind[:, None], times, 1.0) * drain, late),
         )
 
     def _end(self, embedding_s: Floats, layer_s: Floats) -> Floats:
@@ -246,6 +246,11 @@ class UnitTraffic:
     reduce_s: Floats
     replicate_s: Floats
 
+    def take(self, rows: NDArray[np.intp]) -> UnitTraffic:
+        """Return the seconds of some of the plans."""
+        every = len(self.gather_s)
+        return UnitTraffic(*(np.broadcast_to(getattr(self, each.name), (every,))[rows] for each in fields(UnitTraffic)))
+
 
 @dataclass(frozen=True, slots=True)
 class PassTraffic:
@@ -287,6 +292,6 @@ class _Sharded:
             self.replicate_s = groups.time_s("all_reduce", "replicate", shard * reduce)
 
     @property
-    def tail_s(self) -> Floats:
+    def drain_s(self) -> Floats:
         """A reduction and what follows it."""
         return self.scatter_s + self.replicate_s

@@ -34,8 +34,8 @@ LAYER_PASSES = ("forward", "backward")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPasses:
-    """Seconds of one micro batch on each rank, shape (plans, ranks); of `backward`, `weight` is what schedules put
-    off.
+    """Seconds of one micro batch on each rank, shape (plans, ranks); of `backward`, `weight` is what schedules
+    delay.
     """
 
     forward: Floats
@@ -52,12 +52,12 @@ class RankBounds:
     """What each pipeline rank alone says of the step at least, in seconds, shape (plans, ranks).
 
     A rank that begins `since` after the first of the pipeline is done no earlier than `own_s` later, and what it has
-    computed then ends its last backward pass: `max(since - deferred_s, tail_s)` more. `passing_s` is by how much the
+    computed then ends its last backward pass: `max(since - deferred_s, drain_s)` more. `passing_s` is by how much the
     next rank begins later than it. However early it begins, it takes `alone_s`.
     """
 
     own_s: Floats
-    tail_s: Floats
+    drain_s: Floats
     deferred_s: Floats
     passing_s: Floats
     alone_s: Floats
@@ -74,7 +74,7 @@ class LowerBound:
         parameters: Parameters,
         message_bytes: Floats,
     ) -> None:
-        if context.table.paired.any():  # all of an exchange may run beside compute
+        if context.table.paired.any():  # all of an exchange may run alongside compute
             blocks = {name: _without_exchanges(block, context.table.paired) for name, block in blocks.items()}
         self.context, self.layout, self.blocks, self.parameters = context, layout, blocks, parameters
         self.table, self.spec = context.table, context.spec
@@ -114,7 +114,7 @@ class LowerBound:
         )
         return RankBounds(
             own_s=own,
-            tail_s=np.broadcast_to(traffic.backward.exposed_s, own.shape),
+            drain_s=np.broadcast_to(traffic.backward.exposed_s, own.shape),
             deferred_s=deferred + np.where(inner, hop, 0.0),
             passing_s=passing + 2.0 * hop,
             alone_s=np.maximum(self._wire_s(device, traffic), self._issuing_s()) + traffic.last_s,
@@ -137,10 +137,10 @@ class LowerBound:
         forward, backward = traffic.forward, traffic.backward
         forward_s = m * forward_s + forward.copies_s + forward.exposed_s
         backward_s = m * backward_s + backward.copies_s
-        own, tail = forward_s + backward_s, backward.exposed_s
+        own, drain = forward_s + backward_s, backward.exposed_s
         waits_for_traffic, piped = traffic.waits_for_traffic[:, None], (table["pp"] > 1)[:, None]
-        in_turn = np.maximum(forward_s, forward.stream_s) + np.maximum(backward_s + tail, backward.stream_s)
-        alone = np.where(waits_for_traffic, in_turn, np.maximum(own + tail, forward.stream_s + backward.stream_s))
+        in_turn = np.maximum(forward_s, forward.stream_s) + np.maximum(backward_s + drain, backward.stream_s)
+        alone = np.where(waits_for_traffic, in_turn, np.maximum(own + drain, forward.stream_s + backward.stream_s))
         if not piped.any():
             return np.asarray(alone)
         own = self._own_s(device, hop, traffic)
@@ -161,7 +161,7 @@ class LowerBound:
         return first, device.backward - np.where(off, device.weight, traffic.last_copies_s * -1.0)
 
     def _wire_s(self, device: RankPasses, traffic: LeastTraffic) -> Floats:
-        """Return when the collectives of parameters that are let go after each pass have ended, one after the other.
+        """Return when the collectives of parameters that are freed after each pass have ended, one after the other.
 
         Each is issued no later than when the unit before the one that needs it begins.
         """
@@ -273,7 +273,7 @@ class LowerBound:
         """Return how many messages a rank receives for one micro batch: into each of its stages, forward and back."""
         layout = self.layout
         between = 2.0 * self._stages[:, None] - layout.first - layout.last
-        # The rank at the turn of a V has both stages beside it.
+        # The rank at the turn of a V has both stages alongside it.
         turn = where(self.table.schedule, lambda kind: kind.v_shaped)[:, None] & (
             layout.rank + layout.rank_count == self.table["pp"][:, None]
         )
@@ -281,9 +281,9 @@ class LowerBound:
 
     def _through(self, device: RankPasses, hop: Floats, m: Floats, own: Floats, traffic: LeastTraffic) -> Floats:
         """Return when each rank has done its `own` work behind what the first micro batch takes on its way there, and
-        before its `tail` or what the last one takes on its way back; or when one micro batch has passed all of them.
+        before its `drain` or what the last one takes on its way back; or when one micro batch has passed all of them.
         """
-        layout, tail = self.layout, traffic.backward.exposed_s
+        layout, drain = self.layout, traffic.backward.exposed_s
         off = where(self.table.schedule, lambda kind: kind.splits_backward)[:, None]
         looped = self._stages[:, None] > 1
         layer_forward, layer_back = (each[:, None] for each in self._layer_passes_s(off[:, 0]))
@@ -297,11 +297,13 @@ class LowerBound:
             for layer, once in ((layer_forward, first), (layer_back, last))
         )
         there = np.maximum(there - hop, 0.0)
-        # Weight gradients put off may be what a rank does while the last micro batch ends its backward pass.
+        # Delayed weight gradients may be what a rank does while the last micro batch ends its backward pass.
         deferred = np.where(off, np.minimum(m, self._late_passes()) * device.weight, 0.0)
         passing = device.both - np.where(off, device.weight, 0.0)
-        once = (alike * passing).sum(axis=1)[:, None]
-        return np.asarray(np.maximum(there + own + np.maximum(home - deferred, tail), once))
+        # One micro batch passes all ranks, behind all others on the stage that takes longest.
+        longest = np.maximum(device.forward, passing - device.forward) / self._stages[:, None]
+        once = (alike * passing).sum(axis=1)[:, None] + (m - 1.0) * (longest * layout.exists).max(axis=1)[:, None]
+        return np.asarray(np.maximum(there + own + np.maximum(home - deferred, drain), once))
 
     def _late_passes(self) -> Floats:
         """Return how many micro batches' weight gradients a rank may owe at most when its last input gradient

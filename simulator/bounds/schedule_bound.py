@@ -1,14 +1,14 @@
 """What no step through a pipeline can beat, counted from its schedule's table: passes, messages and waits for them.
 
 A pass takes no less than its kernels, the copies of parameters that are not there, and the gathers that each unit waits
-for. Hosts, traffic of other streams beside compute, and gathers ahead of a pass are left out, so the account of a step
-(`simulator.analytical.account`), which has all of them, is never below. A table is walked once for all plans that share
-it.
+for. Hosts, traffic of other streams alongside compute, and gathers ahead of a pass are left out, so the account of a
+step (`simulator.analytical.account`), which has all of them, is never below. A table is walked once for all plans that
+share it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,10 +17,12 @@ from numpy.typing import NDArray
 from simulator.analytical.account import AccountInputs, hops_of, plan_of, stage_units, walked_together
 from simulator.analytical.block_times import BlockTimes
 from simulator.analytical.clocks import fastest
+from simulator.analytical.table_walk import LONG_AGO, Clocks, Course, PassClocks, TableWalk, WalkedPasses
+from simulator.bounds.critical_path import Path, longest_paths
 from simulator.bounds.least_traffic import LeastTraffic, UnitTraffic
 from simulator.columns.plan_table import Floats
 from simulator.pipeline.schedule_program import TURNS
-from simulator.pipeline.schedule_walk import Gathered, Message, PassKind, Table, table_of, walked
+from simulator.pipeline.schedule_walk import Gathered, PassKind, table_of, walked
 from simulator.pipeline.schedules.table import Kind
 from simulator.pipeline.stages import stage_layout
 from simulator.step.host import step_host_s
@@ -29,6 +31,7 @@ from simulator.step.traffic import has_replicas
 from simulator.step.units import Unit
 from simulator.step.update import NORM_AXES, NORM_BYTES
 from simulator.step.walk import message_bytes
+from topology.time_limit import check_time
 
 RUNS = {
     Kind.FORWARD: Pass.FORWARD,
@@ -38,18 +41,90 @@ RUNS = {
 }
 
 
-def scheduled_at_least_s(inputs: AccountInputs) -> Floats:
-    """Return seconds that the step of every plan takes at least; 0 of plans without a pipeline."""
+WALKED = 3  # plans of each table, one after the other: the path that takes longest for each bounds all of them
+
+
+def scheduled_at_least_s(inputs: AccountInputs, limit_s: float = np.inf) -> Floats:
+    """Return seconds that the step of every plan takes at least; 0 of plans without a pipeline.
+
+    Bounds above a limit need not be any closer.
+    """
     least = np.zeros(len(inputs.context.table))
     piped = np.nonzero(inputs.context.table["pp"] > 1)[0]
     if not len(piped):
         return least
     inputs = replace(inputs, clocks=np.full(len(least), fastest(inputs.context)))
     some = inputs.take(piped, inputs.context.take(piped))
-    for rows in walked_together(some.context.table, some.context, traffic=False):
-        mine = some.take(rows, some.context.take(rows))
-        least[piped[rows]] = _Group(mine).step_s()
+    traffic = _traffic_of(some)
+    groups = [
+        (piped[rows], _Group(some.take(rows, some.context.take(rows)), traffic.take(rows)))
+        for rows in walked_together(some.context.table, some.context, traffic=False)
+    ]
+    left = [group for _, group in groups]
+    for _ in range(WALKED):
+        left = [group for group in left if group.may_be_below(limit_s)]
+        if left:
+            _walk_one_of_each(left)
+    for rows, group in groups:
+        least[rows] = group.step_s()
     return least
+
+
+def _walk_one_of_each(groups: Sequence[_Group]) -> None:
+    """Walk the plan of each group that may be the fastest, and bound all others by the path that took it longest."""
+    chosen = [group.fastest() for group in groups]
+    walk = TableWalk([group.course(row) for group, row in zip(groups, chosen, strict=True)])
+    walk.run(None)
+    ends = [
+        group.ends(row, clocks, walk.passes_of(number))
+        for number, (group, row, clocks) in enumerate(zip(groups, chosen, walk.clocks(), strict=True))
+    ]
+    paths = longest_paths(walk, [end.place for end in ends])
+    for group, row, end, path in zip(groups, chosen, ends, paths, strict=True):
+        group.bound_by(row, end, path)
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    """How a walk ends: at which pass, and after what: `done_s` is when. `rank` computes last, or `sent` are the passes,
+    that one first, whose reductions end last, on the stream of replicas or on the other.
+    """
+
+    place: int
+    done_s: float
+    rank: int = -1
+    sent: tuple[int, ...] = ()
+    replicas: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Traffic:
+    """Data-parallel traffic of plans: seconds of each unit by its block, what of the last reductions hides behind
+    nothing, shape (plans, kinds of ranks), so many ranks of each kind in a row, and what follows when all have met.
+    """
+
+    units_s: dict[str, UnitTraffic]
+    exposed_s: Floats
+    rank_count: NDArray[np.int64]
+    last_s: Floats
+
+    def take(self, rows: NDArray[np.intp]) -> _Traffic:
+        """Return the traffic of some of the plans."""
+        units = {block: unit.take(rows) for block, unit in self.units_s.items()}
+        return _Traffic(units, self.exposed_s[rows], self.rank_count[rows], self.last_s[rows])
+
+    def of_ranks(self) -> Floats:
+        """Return what hides behind nothing on each rank, of plans that have as many, shape (plans, ranks)."""
+        kinds = np.repeat(np.arange(len(self.rank_count[0])), self.rank_count[0])
+        return np.asarray(self.exposed_s[:, kinds])
+
+
+def _traffic_of(inputs: AccountInputs) -> _Traffic:
+    context = inputs.context
+    layout = stage_layout(inputs.scenario.model, context.table, context.spec.pipeline, merged=True)
+    least = LeastTraffic(context, layout, inputs.parameters, inputs.blocks["embedding"].forward.device_s)
+    last_s = least.last_s.max(axis=1, where=layout.exists, initial=0.0)
+    return _Traffic(least.units_s, least.backward.exposed_s, layout.rank_count, last_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +142,8 @@ class _LeastPass:
 class _Group:
     """Plans that go through one table."""
 
-    def __init__(self, inputs: AccountInputs) -> None:
+    def __init__(self, inputs: AccountInputs, traffic: _Traffic) -> None:
+        check_time()
         context = inputs.context
         self.inputs, self.context, plans = inputs, context, context.table
         plan = plan_of(plans)
@@ -78,27 +154,108 @@ class _Group:
         self.table = table_of(
             name, plan.pp, self.most, plan.virtual_stages, lets_go=bool(self.lets_go[0]), paired=paired
         )
-        layout = stage_layout(inputs.scenario.model, plans, context.spec.pipeline)
-        embedding_s = inputs.blocks["embedding"].forward.device_s
-        self.traffic = LeastTraffic(context, layout, inputs.parameters, embedding_s)
+        self.traffic, self._exposed_s = traffic, traffic.of_ranks()
         self.units = stage_units(inputs)
         self.blocks = BlockTimes(context, inputs.blocks, inputs.clocks)
         self._known: dict[object, _LeastPass] = {}
+        shapes = [tuple((u.block, u.wrapped, u.repeats, id(u.words)) for u in units) for units in self.units]
+        self.passes = [self._pass(kind, shapes[kind.stage]) for kind in self.table.kinds]
+        different = {id(did): (did, kind) for did, kind in zip(self.passes, self.table.kinds, strict=True)}
+        numbers = {known: number for number, known in enumerate(different)}
+        self._number = [numbers[id(did)] for did in self.passes]
+        self._different = [*different.values()]
+        self._device = np.stack([did.device_s for did, _ in self._different])
+        self._reduces = np.array([kind.last and kind.action in TURNS for kind in self.table.kinds])
+        self._replicated = has_replicas(plans)
+        self._hops = hops_of(context, message_bytes(context, inputs.scenario.model.hidden), 1.0)
+        self._done = np.zeros(len(plans))
+        self.walked = np.zeros(len(plans), dtype=np.bool_)
+
+    def may_be_below(self, limit_s: float) -> bool:
+        """Return whether a plan that was not walked yet may take no more than a limit."""
+        return bool((self.step_s()[~self.walked] <= limit_s).any())
+
+    def fastest(self) -> int:
+        """Return the plan with the least bound of those not walked yet; at first that whose passes take least."""
+        return int(
+            np.argmin(np.where(self.walked, np.inf, self._done if self.walked.any() else self._device.sum(axis=0)))
+        )
+
+    def course(self, row: int) -> Course:
+        """Return the passes of a plan as they are walked: hosts do nothing.
+
+        Of plans with replicas, the account has what one pass sends off wait for that of others only at its end.
+        """
+        nothing, long_ago = np.zeros(1), np.full(1, LONG_AGO)
+        known = []
+        for did, kind in self._different:
+            reduces = kind.last and kind.action in TURNS
+            device, first, shards, replicas = (
+                each[row : row + 1] for each in (did.device_s, did.first_s, did.shards_s, did.replicas_s)
+            )
+            known.append(
+                PassClocks(
+                    device_s=device,
+                    kernels_s=nothing,
+                    host_s=nothing,
+                    waits_s=long_ago,
+                    slack_s=nothing,
+                    lead_s=long_ago,
+                    drain_s=first + shards - device if reduces else long_ago,
+                    sent_s=nothing if self._replicated[row] else shards,
+                    summed_drain_s=first + replicas - device if reduces else long_ago,
+                    summed_s=nothing,
+                    waits_for_traffic=False,
+                )
+            )
+        hops = replace(self._hops.take(slice(row, row + 1)), host_s=nothing)
+        return Course(table=self.table, passes=[known[n] for n in self._number], hops=hops, begins_s=nothing)
+
+    def ends(self, row: int, clocks: Clocks, passes: WalkedPasses) -> _End:
+        """Return how the walk of a plan ends, whose ranks ran `passes`."""
+        computed = clocks.compute[:, 0] + self._exposed_s[row]
+        rank, sender = int(computed.argmax()), int(clocks.sent[:, 0].argmax())
+        if computed[rank] >= clocks.sent[sender, 0]:
+            return _End(int(passes.places[passes.rank == rank][-1]), float(computed[rank]), rank=rank)
+        replicas = bool(clocks.summed[sender, 0] > clocks.wire[sender, 0])
+        mine = (passes.rank == sender) & self._reduces[passes.kind]
+        places, kinds, ends = passes.places[mine], passes.kind[mine].tolist(), []
+        for number, kind in enumerate(kinds):
+            following = (kind,) if replicas or self._replicated[row] else tuple(kinds[number:])
+            sent_s = sum(
+                float((self.passes[k].replicas_s if replicas else self.passes[k].shards_s)[row]) for k in following
+            )
+            ends.append(
+                (passes.began[mine][number] + float(self.passes[kind].first_s[row]) + sent_s, number, following)
+            )
+        _, number, following = max(ends)
+        return _End(int(places[number]), float(clocks.sent[sender, 0]), sent=following, replicas=replicas)
+
+    def bound_by(self, row: int, end: _End, path: Path) -> None:
+        """Bound all plans by what is on the path to the end of the walk of one of them."""
+        times = np.bincount(self._number, path.passes, len(self._device))
+        if end.sent:
+            times[self._number[end.sent[0]]] -= 1.0
+        done = times @ self._device + np.tensordot(path.hops, self._hops.seconds, axes=2)
+        if end.sent:
+            first, *rest = (self.passes[kind] for kind in end.sent)
+            own, *others = ((did.replicas_s if end.replicas else did.shards_s) for did in (first, *rest))
+            done = done + first.first_s + own + np.where(self._replicated, 0.0, sum(others, np.zeros(len(done))))
+        else:
+            done = done + self._exposed_s[:, end.rank]
+        self._done = np.maximum(self._done, done)
+        self._done[row] = end.done_s
+        self.walked[row] = True
 
     def step_s(self) -> Floats:
-        context, table, plans = self.context, self.table, self.context.table
-        passes = [self._pass(kind) for kind in table.kinds]
-        done = _walk(table, passes, self._messages(), self.traffic.backward.exposed_s, has_replicas(plans))
+        """Return what the step takes at least."""
+        context, plans, passes, done = self.context, self.context.table, self.passes, self._done
         # A V's last micro batches turn round in another order: one more may take less than it takes a rank.
-        more = np.maximum(plans.micro_batches - self.most, 0.0) * (not table.schedule.v_shaped)
+        more = np.maximum(plans.micro_batches - self.most, 0.0) * (not self.table.schedule.v_shaped)
         further = more * self._round_s(passes) if more.any() else 0.0
         norm = sum((context.groups.time_s("all_reduce", axis, NORM_BYTES) for axis in NORM_AXES), np.zeros(len(done)))
         host_s = step_host_s(context.spec.host, context)
-        return np.asarray(host_s + done + further + self.traffic.last_s.max(axis=1) + norm)
-
-    def _messages(self) -> Mapping[tuple[int, int], Floats]:
-        sent = message_bytes(self.context, self.inputs.scenario.model.hidden)
-        return hops_of(self.context, sent, 1.0).seconds
+        return np.asarray(host_s + done + further + self.traffic.last_s + norm)
 
     def _round_s(self, passes: Sequence[_LeastPass]) -> Floats:
         """Return what one more micro batch takes at least, on whichever rank."""
@@ -113,8 +270,8 @@ class _Group:
             of_rank[schedule.rank_of(stage)] = of_rank[schedule.rank_of(stage)] + seconds
         return np.asarray(np.minimum.reduce(of_rank))
 
-    def _pass(self, kind: PassKind) -> _LeastPass:
-        shape = tuple((unit.block, unit.wrapped, unit.repeats, id(unit.words)) for unit in self.units[kind.stage])
+    def _pass(self, kind: PassKind, shape: object) -> _LeastPass:
+        """Return a pass of a stage whose units have a `shape`."""
         key = shape, kind.action, kind.first, kind.last, kind.gathered, kind.paired
         if key not in self._known:
             self._known[key] = self._new_pass(kind)
@@ -157,38 +314,3 @@ class _Group:
         if kind.gathered is Gathered.LAST:  # which a forward pass runs last, and a backward pass first
             some[-1 if forward else 0] = False
         return [self.context.table.fully_sharded & each for each in some]
-
-
-def _walk(
-    table: Table,
-    passes: Sequence[_LeastPass],
-    hop_s: Mapping[tuple[int, int], Floats],
-    tail_s: Floats,
-    replicated: NDArray[np.bool_],
-) -> Floats:
-    """Return when all ranks have done their passes, and what they send after them.
-
-    Of plans that are `replicated`, the account has what one pass sends off wait for that of others only at its end.
-    """
-    ranks = table.schedule.ranks
-    nothing = np.zeros(len(tail_s))
-    compute, shards, replicas = ([nothing] * ranks for _ in range(3))
-    sent: dict[Message, tuple[Floats, int]] = {}
-    reduces = [kind.last and kind.action in TURNS for kind in table.kinds]
-    for turn in table.turns:
-        rank, did = turn.rank, passes[turn.kind]
-        begun = compute[rank]
-        for message in turn.needs:
-            ready, source = sent.pop(message)
-            begun = np.maximum(begun, ready) + hop_s[source, rank]
-        end = begun + did.device_s
-        compute[rank] = end
-        if reduces[turn.kind]:
-            first = begun + did.first_s
-            behind = np.maximum(first, np.where(replicated, 0.0, shards[rank])) + did.shards_s
-            shards[rank] = np.maximum(shards[rank], behind)
-            replicas[rank] = np.maximum(replicas[rank], first + did.replicas_s)
-        for message, _ in turn.sends:
-            sent[message] = end, rank
-    done = [end + tail_s[:, rank] for rank, end in enumerate(compute)]
-    return np.asarray(np.max([*done, *shards, *replicas], axis=0))

@@ -41,8 +41,9 @@ from simulator.runtimes.parts import RecomputeSpec
 from simulator.step.context import CostContext
 from simulator.step.held import Parameters, local_parameters
 from simulator.step.walk import message_bytes
+from topology.time_limit import check_time
 
-# A bound may be the step itself, added up in another order: it is told so much lower.
+# A bound may be the step itself, added up in another order: it is lowered by so much.
 ROUNDED = 1.0 - 1e-12
 
 
@@ -74,12 +75,12 @@ class SharedBlocks:
 
 @dataclass(frozen=True)  # no slots: what every round of a search needs is found once
 class Screening:
-    """One scenario, asked for many plans. With `sure` they are to fit for all that predictions of memory are off;
-    without, they may need `share` of what there is.
+    """One scenario, asked for many plans. With `sure` they are to fit with so high a probability, for all that
+    predictions of memory are off; at 0, they may need `share` of what there is.
     """
 
     scenario: Scenario
-    sure: bool = False
+    sure: float = 0.0
     share: float = 1.0
 
     @property
@@ -91,7 +92,7 @@ class Screening:
     def limit_bytes(self) -> float:
         """What a plan may be predicted to need."""
         if self.sure:
-            return sure_bytes(self.capacity_bytes, replayed_memory_factors()[1])
+            return sure_bytes(self.capacity_bytes, replayed_memory_factors()[1], self.sure)
         return self.capacity_bytes * self.share
 
     def least_bytes(self, memory: MemoryColumns) -> Floats:
@@ -154,6 +155,7 @@ class ScreenedPlans:
     """Plans of one screening; every figure is one entry a plan."""
 
     def __init__(self, screening: Screening, table: PlanTable, blocks: dict[str, BlockCost]) -> None:
+        check_time()
         self.screening, self.table, self.blocks = screening, table, blocks
         self.operators = screening.operators
 
@@ -199,12 +201,12 @@ class ScreenedPlans:
         sent = message_bytes(self.context, self.screening.scenario.model.hidden)
         return LowerBound(self.context, layout, self.blocks, self.parameters, sent)
 
-    def at_least_by_schedule_s(self) -> Floats:
+    def at_least_by_schedule_s(self, limit_s: float = np.inf) -> Floats:
         """Return a lower bound of the step that its schedule's table is walked for; dearer, and 0 without a
-        pipeline.
+        pipeline. Above a limit it need not be close.
         """
         with np.errstate(invalid="ignore"):
-            return np.nan_to_num(scheduled_at_least_s(self.inputs) * ROUNDED, nan=np.inf)
+            return np.nan_to_num(scheduled_at_least_s(self.inputs, limit_s) * ROUNDED, nan=np.inf)
 
     @property
     def inputs(self) -> AccountInputs:

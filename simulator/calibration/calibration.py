@@ -190,9 +190,9 @@ class Calibration:
         )
 
     def held_sms(self, op: str) -> float | None:
-        """Return the SMs that a collective takes from kernels beside it, None where that was not measured."""
-        beside = self.contention_of(op)
-        return None if beside is None else beside.lost * self.gpu.sm_count
+        """Return the SMs that a collective takes from kernels alongside it, None where that was not measured."""
+        pair = self.contention_of(op)
+        return None if pair is None else pair.lost * self.gpu.sm_count
 
 
 def collectives_on(cluster: Cluster, calibration: Calibration | None) -> CollectiveModel:

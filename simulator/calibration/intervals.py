@@ -64,23 +64,30 @@ def basis_of(*, low: bool, several_nodes: bool) -> str:
 
 
 def step_factors(
-    basis: str, shares: dict[str, float], *, host: float, calibrated: bool, factors: dict[str, Factors]
+    basis: str,
+    shares: dict[str, float],
+    *,
+    host: float,
+    calibrated: bool,
+    factors: dict[str, Factors],
+    width: float = 1.0,
 ) -> tuple[float, float]:
     """Return (low, high) over the predicted step.
 
     What was measured, and curves through it, is as sure as calibrated steps were; all else as steps from datasheets.
     Waiting for the host is as sure as waits were in runs on hosts that nobody had seen. Each is off by itself, so what
     they add to the range adds up as variances do. `shares` are the step's by source, `host` the share of waiting for
-    the host.
+    the host. The range from datasheets is `width` times as wide (`simulator.calibration.distance`).
     """
     measured = sum(shares.get(source.value, 0.0) for source in (Source.MEASURED, Source.FITTED)) if calibrated else 0.0
+    known, far, waits = factors["calibrated"], factors[basis], factors["host"]
     parts = (
-        ((1 - host) * measured, factors["calibrated"]),
-        ((1 - host) * (1 - measured), factors[basis]),
-        (host, factors["host"]),
+        ((1 - host) * measured, known.low, known.high),
+        ((1 - host) * (1 - measured), far.low**width, far.high**width),
+        (host, waits.low, waits.high),
     )
-    below = math.sqrt(sum((share * (1 - one.low)) ** 2 for share, one in parts))
-    above = math.sqrt(sum((share * (one.high - 1)) ** 2 for share, one in parts))
+    below = math.sqrt(sum((share * (1 - low)) ** 2 for share, low, _ in parts))
+    above = math.sqrt(sum((share * (high - 1)) ** 2 for share, _, high in parts))
     return 1 - below, 1 + above
 
 

@@ -36,6 +36,18 @@ class Movement:
     runtime: str = ""  # of whose kernels it is; empty: every framework calls the same
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperatorItem:
+    """A kernel to be measured alone: what its sample (`topology.profile.samples.OperatorSample`) says of it."""
+
+    kind: str
+    name: str
+    shape: Mapping[str, int]
+    dtype: str
+    direction: str = "forward"
+    runtime: str = ""
+
+
 MOVEMENTS = (
     Movement(name="rms_norm", operators=("attention_norm", "ffn_norm", "norm", "norm_1", "norm_2"), axes=("u", "h")),
     Movement(name="rotary_complex", operators=("rotary",), axes=("t", "q", "kv", "d"), runtime="torchtitan"),
@@ -76,8 +88,8 @@ def attention_shape(sizes: Mapping[str, Floats]) -> dict[str, Floats]:
     return {"b": sizes["b"], "a": sizes["a"], "kv": sizes["k"], "s": sizes["s"], "S": sizes["S"], "d": sizes["d"]}
 
 
-def operators_of(model: Model, plan: Plan, workload: Workload, runtime: Runtime) -> list[dict[str, Any]]:
-    """Return the compute operators of one rank as requests to measure: kind, name, shape, dtype, direction, runtime.
+def operators_of(model: Model, plan: Plan, workload: Workload, runtime: Runtime) -> list[OperatorItem]:
+    """Return the compute operators of one rank, as they are to be measured.
 
     What cannot be measured as a kernel of its own (compiled fusions) is left out: layers tell of it.
     """
@@ -85,7 +97,7 @@ def operators_of(model: Model, plan: Plan, workload: Workload, runtime: Runtime)
     table = plan_table([plan], workload, cp_method=operators.spec.context_parallel)
     sizes = axis_sizes(model, workload, table)
     first = runtime_spec(runtime.name).measured_as
-    found: list[dict[str, Any]] = []
+    found: list[OperatorItem] = []
     lists = (operators.dense_layer, operators.moe_layer if model.moe else (), operators.embedding, operators.head)
     for specs in lists:
         for spec in specs:
@@ -95,17 +107,17 @@ def operators_of(model: Model, plan: Plan, workload: Workload, runtime: Runtime)
     if ranks > 1 and model.moe is None:
         shape = {axis: _whole(sizes[axis]) for axis in PARAMETER_AXES}
         for name in PACKING:
-            found.append(_request("move", name, {**shape, "ranks": ranks}, runtime.activation_dtype))
+            found.append(_move(name, {**shape, "ranks": ranks}, runtime.activation_dtype))
     if model.moe is None:
         shape = {axis: _whole(sizes[axis]) for axis in PARAMETER_AXES}
         for name in UPDATES:
-            found.append(_request("move", name, {**shape, "ranks": ranks}, runtime.param_dtype))
+            found.append(_move(name, {**shape, "ranks": ranks}, runtime.param_dtype))
     return found
 
 
 def _requests(
     spec: OperatorSpec, sizes: Mapping[str, Floats], runtime: Runtime, runtime_name: str
-) -> list[dict[str, Any]]:
+) -> list[OperatorItem]:
     def width(_: str) -> float:
         return 2.0
 
@@ -117,24 +129,25 @@ def _requests(
             shape = {"m": _whole(work.m), "n": _whole(work.n), "k": _whole(work.k)}
             if _whole(work.batch) > 1:
                 shape["batch"] = _whole(work.batch)
-            found.append(_request("matmul", "matmul", shape, runtime.compute_dtype, direction))
+            dtype = runtime.compute_dtype
+            found.append(OperatorItem(kind="matmul", name="matmul", shape=shape, dtype=dtype, direction=direction))
         elif work.kind is WorkKind.ATTENTION:
             shape = {axis: _whole(size) for axis, size in attention_shape(sizes).items()}
-            found.append(_request("attention", "attention", shape, runtime.activation_dtype, direction))
+            dtype = runtime.activation_dtype
+            found.append(
+                OperatorItem(kind="attention", name="attention", shape=shape, dtype=dtype, direction=direction)
+            )
         elif work.kind is WorkKind.MOVE and not runtime.compile:
             movement = movement_of(work.name, runtime_name)
             if movement is not None:
                 shape = {axis: _whole(sizes[axis]) for axis in movement.axes}
-                found.append(
-                    _request("move", movement.name, shape, runtime.activation_dtype, direction, movement.runtime)
-                )
+                dtype = runtime.activation_dtype
+                found.append(_move(movement.name, shape, dtype, direction=direction, runtime=movement.runtime))
     return found
 
 
-def _request(
-    kind: str, name: str, shape: dict[str, int], dtype: str, direction: str = "forward", runtime: str = ""
-) -> dict[str, Any]:
-    return {"kind": kind, "name": name, "shape": shape, "dtype": dtype, "direction": direction, "runtime": runtime}
+def _move(name: str, shape: Mapping[str, int], dtype: str, **more: str) -> OperatorItem:
+    return OperatorItem(kind="move", name=name, shape=shape, dtype=dtype, **more)
 
 
 def _is_met(condition: str, conditions: Mapping[str, Any]) -> bool:

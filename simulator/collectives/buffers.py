@@ -60,9 +60,9 @@ def _bytes(groups: GroupTimes, shape: GroupShape, *, rings: int = 0, peers: bool
     if shape.ranks <= 1:
         return 0.0
     if peers:
-        beside = min(shape.ranks, shape.ranks_per_node) - 1
+        near = min(shape.ranks, shape.ranks_per_node) - 1
         away = NET_PEER_CHANNELS if shape.nodes > 1 else 0  # of one node's network buffers, which all peers share
-        return float(CONNECTION_BYTES * (beside * P2P_CHANNELS + away))
+        return float(CONNECTION_BYTES * (near * P2P_CHANNELS + away))
     machine = groups.collectives.communicator(shape).nccl
     channels = min(nccl_model.MAX_CHANNELS, 2 * nccl_model.ring_graph(machine).channels)
     return float(CONNECTION_BYTES * channels * rings)

@@ -154,6 +154,26 @@ def _nccl_pcie(node: Node, kind: GpuKind) -> float:
     return min(rates) if rates else 0.76 * kind.pcie_bytes_per_s or 12e9  # 0.76: width x speed / 80 against nominal
 
 
+def on_other_links(comm: Communicator, *, network: float = 1.0, inside: float = 1.0) -> Communicator:
+    """Return a communicator whose links between nodes, and inside them, have so many times their rates."""
+    return replace(
+        comm,
+        link_bytes_per_s=comm.link_bytes_per_s * inside,
+        inter_bytes_per_s=comm.inter_bytes_per_s * network,
+        inter_peer_bytes_per_s=comm.inter_peer_bytes_per_s * network,
+        nccl=replace(comm.nccl, nic=comm.nccl.nic * network, nvlink=comm.nccl.nvlink * inside),
+    )
+
+
+def on_fitted_links(comm: Communicator) -> Communicator | None:
+    """Return a communicator with NVLink as fast as that on which its curves were fitted; None where it is that fast."""
+    generation = comm.generation
+    if generation is None or math.isclose(comm.link_bytes_per_s, generation.link_bytes_per_s):
+        return None
+    fitted = on_other_links(comm, inside=generation.link_bytes_per_s / comm.link_bytes_per_s)
+    return replace(fitted, generation=generation.fitted or generation)
+
+
 def _scaled(generation: Generation, link_bytes_per_s: float) -> Generation:
     """Speed a generation's kernels up for links faster than any it was fitted on. Slower links meet their ceiling."""
     if link_bytes_per_s <= 1.2 * generation.link_bytes_per_s:
@@ -163,6 +183,7 @@ def _scaled(generation: Generation, link_bytes_per_s: float) -> Generation:
         generation,
         name=f"{generation.name} x {1 / ratio:.1f}",
         fitted_ranks=0,
+        fitted=generation,
         curves={name: _faster(curve, ratio) for name, curve in generation.curves.items()},
         peer=_faster_peer(generation.peer, ratio),
     )

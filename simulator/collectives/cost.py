@@ -13,17 +13,19 @@ all-gather; the input of a reduce-scatter.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from simulator.collectives import nccl_model
-from simulator.collectives.communicator import Communicator, Fabric, communicator
+from simulator.collectives.communicator import Communicator, Fabric, communicator, on_fitted_links, on_other_links
 from simulator.collectives.curves import P2P_CHANNELS, Floats, peer_channels
 from simulator.collectives.launch_mode import EAGER_ISSUE_S, LaunchMode, launched
 from simulator.collectives.measured import SPREAD as SPREAD_MEASURED
 from simulator.collectives.measured import MeasuredCollectives, Ratios
+from simulator.collectives.nccl_model import NcclMachine
 from simulator.collectives.times import custom_s, multi_node_s, peer_to_peer_s, single_node_s
 from simulator.config.estimate import Interval
 from topology.cluster import Cluster, Source
@@ -52,12 +54,12 @@ _NVLS_CHANNELS = {2: 16, 3: 24}  # by tuner generation: Hopper 16, Blackwell 24 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveCost:
-    """One collective, costed. `channels` is NCCL's count; `sms` what it occupies (0 for copy engines)."""
+    """One collective, costed. `channels` is NCCL's count; `sms` what it takes from other kernels (`held_sms`)."""
 
     algorithm: str
     protocol: str
     channels: int
-    sms: int
+    sms: float
     time_s: Interval
 
 
@@ -184,19 +186,16 @@ class CollectiveModel:
             interval = Interval(
                 value=float(value), low=float(value / (1 + width)), high=float(value * (1 + width)), source=origin
             )
-            sms = _sms(comm, op, name, protocol, float(size))
-            costs.append(CollectiveCost(algorithm=name, protocol=protocol, channels=channels, sms=sms, time_s=interval))
-        return tuple(costs)
+            costs.append(CollectiveCost(algorithm=name, protocol=protocol, channels=channels, sms=0.0, time_s=interval))
+        held = held_sms(comm, op, sizes, options, int8=int8, algorithm=algorithm)
+        return tuple(replace(cost, sms=float(sms)) for cost, sms in zip(costs, held, strict=True))
 
-    def algorithms(self, op: str, nbytes: ArrayLike, shape: GroupShape) -> list[tuple[str, int]]:
+    def algorithms(self, op: str, nbytes: ArrayLike, shape: GroupShape) -> list[tuple[str, float]]:
         """Return (algorithm, SMs that it holds) for every size, as `choose_many` does."""
         sizes = np.atleast_1d(np.asarray(nbytes, dtype=np.float64)).ravel()
         options, comm = self._options(op, sizes, shape, int8=False, algorithm=None), self.communicator(shape)
-        chosen = [options.names[pick] for pick in options.pick]
-        return [
-            (name, _sms(comm, op, name, protocol, float(size)))
-            for size, (name, protocol) in zip(sizes, chosen, strict=True)
-        ]
+        held = held_sms(comm, op, sizes, options)
+        return [(options.names[pick][0], float(sms)) for pick, sms in zip(options.pick, held, strict=True)]
 
     def _launched(self, op: str, device_s: Floats, launch: LaunchMode) -> Floats:
         issue_s = self.measured.issue_s(op) if self.measured is not None else EAGER_ISSUE_S
@@ -218,8 +217,61 @@ class CollectiveModel:
         return _evaluate(self.communicator(shape), op, sizes, int8=int8, algorithm=algorithm)
 
 
-def _sms(comm: Communicator, op: str, algorithm: str, protocol: str, nbytes: float) -> int:
-    return 0 if algorithm == "copy_engine" else channel_count(comm, op, algorithm, protocol, nbytes)
+def held_sms(
+    comm: Communicator,
+    op: str,
+    sizes: Floats,
+    options: _Options,
+    *,
+    int8: bool = False,
+    algorithm: str | None = None,
+) -> Floats:
+    """Return the SMs that a collective takes from other kernels while it lasts: one for each channel, and no more
+    SM seconds than over slower links.
+
+    NCCL doubles its channels where links pass a rate (`nccl_model._duplicate`), and then holds twice the SMs for hardly
+    less time. Who wants the SMs can say `NCCL_MAX_CTAS`, so faster links cost kernels no more than slower ones.
+    """
+    held = _channels(comm, op, sizes, options)
+    if op in {"all_to_all", "send_recv"}:
+        return held
+
+    def there(other: Communicator) -> Floats:
+        """Return what takes as many SM seconds as on other links."""
+        found = _evaluate(other, op, sizes, int8=int8, algorithm=algorithm)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            return np.asarray(_channels(other, op, sizes, found) * found.time_s / options.time_s)
+
+    for nccl in _machines_with_fewer_channels(comm.nccl):
+        held = np.fmin(held, there(on_other_links(comm, network=nccl.nic / comm.nccl.nic)))
+    if (fitted := on_fitted_links(comm)) is not None:
+        faster = fitted.link_bytes_per_s < comm.link_bytes_per_s
+        held = (np.fmin if faster else np.fmax)(held, there(fitted))
+    return held
+
+
+def _channels(comm: Communicator, op: str, sizes: Floats, options: _Options) -> Floats:
+    """Return the SMs of each size: one a channel, none for copy engines."""
+    names = [options.names[pick] for pick in options.pick]
+    counts = [
+        0 if name == "copy_engine" else channel_count(comm, op, name, protocol, float(size))
+        for size, (name, protocol) in zip(sizes, names, strict=True)
+    ]
+    return np.array(counts, dtype=np.float64)
+
+
+@lru_cache(maxsize=256)
+def _machines_with_fewer_channels(nccl: NcclMachine) -> tuple[NcclMachine, ...]:
+    """Return the machine with the fastest network with which NCCL finds each smaller number of ring channels; one of
+    less than half the rate is another machine.
+    """
+    here = nccl_model.ring_graph(nccl).channels
+    fastest: dict[int, NcclMachine] = {}
+    for rate in nccl_model.network_rates(nccl):
+        slower = replace(nccl, nic=rate)
+        if rate >= nccl.nic / 2 and (channels := nccl_model.ring_graph(slower).channels) < here:
+            fastest[channels] = slower  # rates rise
+    return tuple(fastest.values())
 
 
 def interval_width(comm: Communicator, *, custom: bool = False) -> tuple[float, Source]:
@@ -248,7 +300,12 @@ def _evaluate(comm: Communicator, op: str, sizes: Floats, *, int8: bool, algorit
         if algorithm is None and op == "all_reduce" and ("ring", "Simple") in candidates and len(candidates) > 1:
             return _tree_or_ring(comm, sizes)
     elif comm.fabric is Fabric.NVLINK and algorithm is None:
-        return _as_nccl_chooses(comm, op, sizes, int8=int8)
+        chosen = _as_nccl_chooses(comm, op, sizes, int8=int8)
+        if (fitted := on_fitted_links(comm)) is None:
+            return chosen
+        # What NCCL chooses on other links than these may be slower on faster ones.
+        known = _as_nccl_chooses(fitted, op, sizes, int8=int8)
+        return _better(chosen, known, faster=fitted.link_bytes_per_s < comm.link_bytes_per_s)
     else:
         pairs = [("ring", p) for p in nccl_model.PROTOCOLS] + [("tree", "LL"), ("nvls", "Simple")]
         candidates = {(a, p): single_node_s(comm, op, a, p, sizes, int8=int8) for a, p in pairs}
@@ -261,6 +318,13 @@ def _evaluate(comm: Communicator, op: str, sizes: Floats, *, int8: bool, algorit
 def _fastest(candidates: dict[tuple[str, str], Floats]) -> _Options:
     table = np.stack(list(candidates.values()))
     return _Options(tuple(candidates), np.asarray(table.min(axis=0)), np.argmin(table, axis=0))
+
+
+def _better(options: _Options, others: _Options, *, faster: bool) -> _Options:
+    """Return the faster of two choices at every size, or the slower."""
+    first = (options.time_s <= others.time_s) == faster
+    pick = np.where(first, options.pick, others.pick + len(options.names))
+    return _Options((*options.names, *others.names), np.where(first, options.time_s, others.time_s), pick)
 
 
 def _as_nccl_chooses(comm: Communicator, op: str, sizes: Floats, *, int8: bool) -> _Options:

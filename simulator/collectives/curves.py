@@ -129,6 +129,7 @@ class Generation:
     link_bytes_per_s: float  # one GPU's links, of the machines fitted
     fitted_ranks: int  # largest group in the tables
     assumed: tuple[str, ...] = ()
+    fitted: Generation | None = None  # of which this one is an extrapolation to faster links
 
 
 def peer_channels(ranks: int, message: Floats) -> Floats:

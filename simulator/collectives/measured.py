@@ -14,13 +14,16 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from simulator.collectives.launch_mode import EAGER_ISSUE_S, LaunchMode, device_time_s
-from topology.profile.profile import CollectiveSample
 from topology.rates.groups import GroupShape
+
+if TYPE_CHECKING:
+    from topology.profile.profile import CollectiveSample
 
 Floats = NDArray[np.float64]
 Model = Callable[[str, Floats, GroupShape], Floats]

@@ -70,7 +70,7 @@ _NVLS_EFFICIENCY = (0.0, 0.0, 0.85, 0.74)
 _TREE_CORRECTION = (
     (1, 1, 1, 1, 0.9, 0.8, 0.7, 0.7, 0.7, 0.7, 0.6, 0.5, 0.4, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1, 1, 1, 1),
     (1, 1, 1, 1, 1, 0.9, 0.8, 0.8, 0.8, 0.7, 0.6, 0.6, 0.6, 0.6, 0.6, 0.6, 0.8, 0.9, 0.9, 0.9, 0.9, 1, 1, 1),
-    (0.9, 0.9, 0.9, 0.9, 0.9, 0.9, 0.9, 0.8, 0.7, 0.6, 0.6, 0.5, 0.5, 0.5, 0.5, 0.6, 0.7, 0.8, 0.7, 0.7, 0.8, 0.9, 0.9, 1),
+    (*(0.9,) * 7, 0.8, 0.7, 0.6, 0.6, 0.5, 0.5, 0.5, 0.5, 0.6, 0.7, 0.8, 0.7, 0.7, 0.8, 0.9, 0.9, 1),
 )  # fmt: skip
 
 
@@ -143,6 +143,18 @@ def ring_graph(machine: NcclMachine) -> Graph:
     if not channels:
         return Graph(channels=1, bw_intra=0.1, bw_inter=0.1)
     return _duplicate(machine, speed, channels)
+
+
+def network_rates(machine: NcclMachine) -> tuple[float, ...]:
+    """Return the rates of NICs in GB/s, up to the machine's, just below which the search of channels finds others,
+    rising.
+    """
+    if machine.nodes == 1:
+        return ()
+    speeds = _speed_list(_INTER_SPEEDS, machine.compute_capability)
+    counts = range(1, MAX_CHANNELS + 1)
+    found = {count * speed for speed in speeds for count in counts if count * speed <= machine.nic}
+    return tuple(at * (1 - 1e-6) for at in sorted(found))
 
 
 def _duplicate(machine: NcclMachine, speed: float, channels: int) -> Graph:

@@ -24,7 +24,7 @@ from simulator.collectives.measured import MeasuredCollectives
 from simulator.collectives.times import steps_and_share
 from topology.catalog.gpus import gpu_described
 from topology.cluster import Cluster
-from topology.codec import read_json
+from topology.codec import JsonObject, read_json
 from topology.errors import BadInput, PlannerError
 from topology.profile.profile import CollectiveSample
 from topology.rates.groups import GroupShape
@@ -108,7 +108,7 @@ class TableEvaluation:
     known_every: int | None = None
 
 
-def read_tables(path: str | Path) -> list[dict[str, Any]]:
+def read_tables(path: str | Path) -> list[JsonObject]:
     """Return the tables of a file as plain data. Raises BadInput when it is not shaped like one."""
     document = read_json(path)
     tables = document.get("tables") if isinstance(document, dict) else document
@@ -131,7 +131,7 @@ def cluster_for_machine(text: str, gpus: int, nodes: int, interconnect: str) -> 
     gpu = next((kind.name for kind in named if kind is not None), None) or gpu_described(text.lower())
     if gpu is None:
         return None
-    spec: dict[str, Any] = {"gpu": gpu}
+    spec: JsonObject = {"gpu": gpu}
     if one_domain(words):
         spec["nodes"] = 1
     elif nodes > 1:

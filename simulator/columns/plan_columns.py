@@ -28,7 +28,7 @@ class PlanColumns:
     is on or off (then 0 or 1), 0 for a number, "" for a word.
 
     `listed` marks plans that spell out their layers per stage. The lists themselves, recomputation per stage and
-    placement are not carried: who needs them keeps the plans beside the columns. `placing` is which of
+    placement are not carried: who needs them keeps the plans alongside the columns. `placing` is which of
     `topology.rates.orders.node_orders` the GPUs of every node have, -1 for none in particular.
     """
 

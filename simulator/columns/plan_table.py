@@ -6,16 +6,17 @@ well beyond any cluster.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from statistics import NormalDist
 from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.columns.expert_load import busiest_load
 from simulator.columns.plan_columns import PlanColumns, plan_columns, words
-from simulator.config.model import Model
+from simulator.config.model import LatentAttention, MixtureOfExperts, Model
 from simulator.config.overlap_sites import mode_at, modes_in
 from simulator.config.plan import INTERLEAVED_SCHEDULE, PLAIN_SCHEDULE, SIZES, Plan
 from simulator.config.workload import Workload
@@ -57,7 +58,7 @@ class PlanTable(PlanColumns):
 
     @property
     def paired(self) -> NDArray[np.bool_]:
-        """Which plans run forward and backward passes of two micro batches beside each other."""
+        """Which plans run forward and backward passes of two micro batches at the same time."""
         return np.asarray(self.ep_overlap != "none")
 
     def __getitem__(self, name: str) -> Floats:
@@ -179,12 +180,12 @@ def axis_sizes(
     results of attention beyond the first, one from each other context-parallel rank's keys; t tokens inside a
     tensor-parallel region and u outside it (fewer with sequence parallelism); h hidden, and hr that of the residual
     stream in numbers of the products' type, in which autocast does not add; d head width; a query and k key/value
-    heads; q, kv and qkv their widths; f feed-forward width and gf with the gate beside it; v vocabulary. MoE: E experts
-    in all, e on this rank, x rows of each, r routed rows of the rank, fe and gfe expert widths, fs and gfs
+    heads; q, kv and qkv their widths; f feed-forward width and gf with the gate alongside it; v vocabulary. MoE: E
+    experts in all, e on this rank, x rows of each, r routed rows of the rank, fe and gfe expert widths, fs and gfs
     shared-expert widths. Latent attention: ql, cl compressed ranks (cr with the rotary part), qk and vv total head
     widths, kx expanded keys/values.
     """
-    tp, cp, ep = table["tp"], table["cp"], table["ep"]
+    tp, cp = table["tp"], table["cp"]
     ones = np.ones(len(table))
     gate = 2.0 if model.gated_mlp else 1.0
     b = table["micro_batch_size"]
@@ -194,17 +195,17 @@ def axis_sizes(
     a = model.heads / tp
     # Fewer key/value heads than ranks: Megatron replicates them, so a rank never holds less than one.
     k = np.maximum(model.kv_heads / tp, 1.0)
-    sizes = {
+    sizes: dict[str, Floats | float] = {
         "b": b,
         "s": s,
-        "S": workload.seq_len * ones,
-        "j": sum(model.keys_by_layers(workload.seq_len)) * ones,
+        "S": workload.seq_len,
+        "j": sum(model.keys_by_layers(workload.seq_len)),
         "w": cp - 1.0,
         "t": t,
         "u": u,
-        "h": model.hidden * ones,
+        "h": model.hidden,
         "hr": model.hidden * np.where(table.conditions["autocast"], autocast_width, 1.0),
-        "d": model.head_dim * ones,
+        "d": model.head_dim,
         "a": a,
         "k": k,
         "q": a * model.head_dim,
@@ -216,39 +217,48 @@ def axis_sizes(
         "one": ones,
     }
     if model.latent:
-        m = model.latent
-        sizes |= {
-            "ql": m.q_lora_rank * ones,
-            "cl": m.kv_lora_rank * ones,
-            "cr": (m.kv_lora_rank + m.qk_rope_head_dim) * ones,
-            "rd": m.qk_rope_head_dim * ones,
-            "qk": a * model.qk_dim,
-            "vv": a * model.v_dim,
-            "kx": a * (m.qk_nope_head_dim + m.v_head_dim),
-        }
+        sizes |= _latent_sizes(model, model.latent, a)
     if model.moe:
-        moe = model.moe
-        # With sequence parallelism every rank dispatches its own tokens to whole experts; without it the
-        # tensor-parallel ranks hold the same tokens and split each expert instead.
-        expert_tp = np.where(table.sequence_parallel, 1.0, tp)
-        # The busiest expert rank decides: its share of the rows, or what its capacity lets through.
-        capacity = table.capacity_factor
-        stated = workload.expert_imbalance
-        uneven = busiest_load(ep, expert_spread) if stated == 1.0 else np.where(ep > 1, stated, 1.0)
-        load = np.where(capacity > 0, capacity, uneven)
-        routed = u * moe.experts_per_token * load
-        local = moe.experts / ep
-        sizes |= {
-            "E": moe.experts * ones,
-            "e": local,
-            "r": routed,
-            "x": routed / local,
-            "fe": moe.ffn / expert_tp,
-            "gfe": gate * moe.ffn / expert_tp,
-            "fs": moe.shared_ffn / tp,
-            "gfs": gate * moe.shared_ffn / tp,
-        }
-    return sizes
+        sizes |= _expert_sizes(workload, table, model.moe, u, gate, expert_spread)
+    return {name: value * ones for name, value in sizes.items()}
+
+
+def _latent_sizes(model: Model, latent: LatentAttention, heads: Floats) -> dict[str, Floats | float]:
+    """Return the axes of latent attention, with so many query heads on a rank."""
+    return {
+        "ql": latent.q_lora_rank,
+        "cl": latent.kv_lora_rank,
+        "cr": latent.kv_lora_rank + latent.qk_rope_head_dim,
+        "rd": latent.qk_rope_head_dim,
+        "qk": heads * model.qk_dim,
+        "vv": heads * model.v_dim,
+        "kx": heads * (latent.qk_nope_head_dim + latent.v_head_dim),
+    }
+
+
+def _expert_sizes(
+    workload: Workload, table: PlanTable, moe: MixtureOfExperts, tokens: Floats, gate: float, spread: float
+) -> dict[str, Floats | float]:
+    """Return the axes of experts, of which a rank sends `tokens`."""
+    tp, ep = table["tp"], table["ep"]
+    # With sequence parallelism every rank dispatches its own tokens to whole experts; without it the tensor-parallel
+    # ranks hold the same tokens and split each expert instead.
+    expert_tp = np.where(table.sequence_parallel, 1.0, tp)
+    # The busiest expert rank decides: its share of the rows, or what its capacity lets through.
+    stated = workload.expert_imbalance
+    uneven = busiest_load(ep, spread) if stated == 1.0 else np.where(ep > 1, stated, 1.0)
+    routed = tokens * moe.experts_per_token * np.where(table.capacity_factor > 0, table.capacity_factor, uneven)
+    local = moe.experts / ep
+    return {
+        "E": moe.experts,
+        "e": local,
+        "r": routed,
+        "x": routed / local,
+        "fe": moe.ffn / expert_tp,
+        "gfe": gate * moe.ffn / expert_tp,
+        "fs": moe.shared_ffn / tp,
+        "gfs": gate * moe.shared_ffn / tp,
+    }
 
 
 def windowed_share(model: Model, seq_len: int) -> float:
@@ -257,3 +267,23 @@ def windowed_share(model: Model, seq_len: int) -> float:
         return 0.0
     sliding, whole = model.keys_by_layers(seq_len)
     return sliding / (sliding + whole)
+
+
+# How many more tokens than its share the busiest rank of expert parallelism has.
+
+
+def busiest_load(ranks: Floats, spread: float) -> Floats:
+    """Return the tokens of the busiest of `ranks` ranks that share experts, over the mean; from 1 to `ranks`.
+
+    `spread` is the standard deviation of the load of one of two ranks, over the mean. That of one of more is larger by
+    sqrt(ranks - 1), as if few experts had all the tokens, wherever they are; loads add up to all tokens, and are else
+    taken to be normal. Source of the largest of normal values: Blom (1958).
+    """
+    counts, back = np.unique(ranks, return_inverse=True)
+    loads = np.array([_load(count, spread) if count > 1 else 1.0 for count in counts.tolist()])
+    return loads[back]
+
+
+def _load(ranks: float, spread: float) -> float:
+    largest = NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
+    return min(1.0 + spread * math.sqrt(ranks) * largest, ranks)

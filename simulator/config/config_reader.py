@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from simulator.config.model_families import IRRELEVANT, SHAPE_CHANGING, Family
+from topology.codec import JsonObject
 from topology.errors import BadModel
 
 MAX_WIDTH = 2**31 - 1  # no tensor library indexes a wider dimension
@@ -30,7 +31,7 @@ def show(value: object) -> str:
 class ConfigReader:
     """Typed access to one config. Remembers which keys were read and which defaults were used."""
 
-    def __init__(self, config: dict[str, Any], name: str, model_type: str, family: Family) -> None:
+    def __init__(self, config: JsonObject, name: str, model_type: str, family: Family) -> None:
         self.config = config
         self.name = name
         self.model_type = model_type

@@ -9,9 +9,11 @@ from math import erf, exp, inf, log, sqrt
 from topology.cluster import Source
 
 SURE = 0.95  # probability from which a plan is said to fit
-# Standard deviations from the middle of a normal distribution to the ends of its 80 % range, and to its 95th
-# percentile.
-NORMAL_80, _NORMAL_95TH = 1.2816, 1.6449
+RATHER_SURE = 0.7  # from which a plan that is faster than those that surely fit is worth a row next to them
+# Standard deviations from the middle of a normal distribution to the ends of its 80 % range, and to where the
+# probability below is SURE and RATHER_SURE.
+NORMAL_80 = 1.2816
+_NORMAL_AT = {SURE: 1.6449, RATHER_SURE: 0.5244}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,12 +53,12 @@ def fit_probability(needed: float, low: float, high: float, capacity: float) -> 
     return 0.5 * (1 + erf(log(capacity / needed) / (spread / NORMAL_80) / sqrt(2)))
 
 
-def sure_bytes(capacity: float, high_factor: float) -> float:
-    """Return the bytes that may be predicted for a plan to fit `capacity` with probability SURE.
+def sure_bytes(capacity: float, high_factor: float, probability: float = SURE) -> float:
+    """Return the bytes that may be predicted for a plan to fit `capacity` with a probability, SURE or RATHER_SURE.
 
     `high_factor` times a prediction is the upper end of its 80% range.
     """
-    return capacity * exp(-log(high_factor) * _NORMAL_95TH / NORMAL_80)
+    return capacity * exp(-log(high_factor) * _NORMAL_AT[probability] / NORMAL_80)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,9 +68,9 @@ class MemoryEstimate:
     `fits` compares values; `fit` takes into account the range that reserved memory is expected in (80% of cases), which
     is as wide, relative, as that of the allocated peak. `communicator_bytes` of the capacity are NCCL's once its groups
     talk, so what the allocator wants beyond that makes it give memory back and ask again, `retries_per_step` times:
-    such a plan may run, but never surely fits. `headroom_bytes` are left beside both, negative where bytes are missing.
-    `fragmentation` is the share of reserved memory that was not allocated at the peak. `host_bytes` is the host memory
-    that offloaded state of a rank takes, at most.
+    such a plan may run, but never surely fits. `headroom_bytes` are left alongside both, negative where bytes are
+    missing. `fragmentation` is the share of reserved memory that was not allocated at the peak. `host_bytes` is the
+    host memory that offloaded state of a rank takes, at most.
     """
 
     peak_bytes: Interval
@@ -113,7 +115,8 @@ class MemoryEstimate:
             return "fits"
         if self.fit is Fit.NO:
             return "does not fit"
-        retries = f", allocations retried {self.retries_per_step} times a step" if self.retries_per_step else ""
+        often = "once" if self.retries_per_step == 1 else f"{self.retries_per_step} times"
+        retries = f", allocations retried {often} a step" if self.retries_per_step else ""
         return f"{chance(self.fit_probability)} likely to fit{retries}"
 
 

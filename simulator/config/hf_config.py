@@ -11,14 +11,13 @@ import difflib
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from simulator.config.config_reader import MAX_LAYERS, ConfigReader, show
 from simulator.config.hub_models import ON_THE_HUB, SHIPPED, hub_model, hub_names_near, name_of_file
 from simulator.config.model import LatentAttention, MixtureOfExperts, Model, evenly
 from simulator.config.model_families import FAMILIES, LATENT_DEFAULTS
 from simulator.config.verify import verify_model
-from topology.codec import read_json
+from topology.codec import JsonObject, read_json
 from topology.errors import BadModel
 
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -26,7 +25,7 @@ _STEP_KEYS = ("interleave_moe_layer_step",)  # Llama4TextConfig's word for decod
 _NEXT_TOKEN_KEYS = ("num_nextn_predict_layers", "num_mtp_layers")
 
 
-def model_from_config(config: dict[str, Any], *, name: str) -> Model:
+def model_from_config(config: JsonObject, *, name: str) -> Model:
     """Return the `Model` that a decoded config.json describes.
 
     `Model.assumed` lists defaults that stood in for absent keys (with the class they come from), and keys that were
@@ -56,8 +55,6 @@ def load_model(name_or_path: str) -> Model:
     key = name_or_path.strip().casefold()
     if not key:
         raise BadModel("the name of the model is empty", remedy="name a model, for example llama3-8b, or leave it out")
-    if key in shipped_models():
-        return model_from_config(read_json(SHIPPED / f"{key}.json"), name=key)
     path = Path(name_or_path)
     try:
         if path.is_dir():
@@ -65,17 +62,30 @@ def load_model(name_or_path: str) -> Model:
         is_file = path.is_file()
     except (OSError, ValueError):  # a name no file system accepts: too long, or with a NUL
         is_file = False
-    if is_file:
+    if is_file and key not in shipped_models():
         config = read_json(path)
         return model_from_config(config, name=name_of_file(path, config))
-    if "/" in key and (alias := _hub_names().get(key)):
-        return load_model(alias)
-    if published := hub_model(name_or_path):
-        name, row = published
-        model = model_from_config(row.shape(), name=name)
-        notes = (f"not modelled: {row.left_out}",) if row.left_out else ()
-        return replace(model, assumed=(*model.assumed, *notes))
+    if (found := named_model(name_or_path)) is not None:
+        return found
     raise _unknown(name_or_path, is_path=name_or_path.endswith(".json") or path.name == "config.json")
+
+
+def named_model(name: str) -> Model | None:
+    """Return the model of a name here or on the Hub, without a look at files; None for a name that is not known.
+
+    Raises BadModel for a model with a part that is not modelled.
+    """
+    key = name.strip().casefold()
+    key = _hub_names().get(key, key) if "/" in key else key
+    if key in shipped_models():
+        return model_from_config(read_json(SHIPPED / f"{key}.json"), name=key)
+    published = hub_model(name)
+    if published is None:
+        return None
+    called, row = published
+    model = model_from_config(row.shape(), name=called)
+    notes = (f"not modelled: {row.left_out}",) if row.left_out else ()
+    return replace(model, assumed=(*model.assumed, *notes))
 
 
 def is_known(name: str) -> bool:
@@ -129,7 +139,7 @@ def hub_name(name: str) -> str:
     return str(sources.get(name, {}).get("hub") or name)
 
 
-def _refuse_family(config: dict[str, Any], model_type: object, name: str) -> None:
+def _refuse_family(config: JsonObject, model_type: object, name: str) -> None:
     known = ", ".join(sorted(FAMILIES))
     if isinstance(config.get("text_config"), dict):
         raise BadModel(

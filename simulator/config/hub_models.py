@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from topology.codec import convert, read_json
+from topology.codec import JsonObject, convert, read_json
 from topology.errors import BadModel
 
 SHIPPED = Path(__file__).parents[1] / "models"
@@ -36,12 +36,12 @@ class HubModel:
     parameters: str
     source: str
     like: str = ""
-    config: dict[str, Any] = field(default_factory=dict)
+    config: JsonObject = field(default_factory=dict)
     left_out: str = ""
     counted: str = ""
     weights: str = ""
 
-    def shape(self) -> dict[str, Any]:
+    def shape(self) -> JsonObject:
         """Return the config.json that says the shape."""
         return {**(read_json(SHIPPED / f"{self.like}.json") if self.like else {}), **self.config}
 

@@ -1,7 +1,7 @@
 """What each family of models is, as data: the shapes its modules have and the defaults its config class gives.
 
 `config_class` is the class of Hugging Face transformers 5.23 (src/transformers/models/<family>/configuration_*.py)
-whose defaults stand here; which projections and norms exist, and which carry biases, is from modeling_*.py beside it.
+whose defaults stand here; which projections and norms exist, and which carry biases, is from modeling_*.py next to it.
 One family has no such class: `gpt` is Megatron-LM's GPTModel with the defaults of its command line
 (megatron/training/arguments.py: biases, LayerNorm, learned positions, output tied to the embedding).
 
@@ -349,8 +349,8 @@ SHAPE_CHANGING = frozenset({
     "text_config", "vision_config", "audio_config", "encoder", "is_encoder_decoder", "add_cross_attention",
     "cross_attention_layers", "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
     "n_shared_experts", "num_shared_experts", "shared_expert_intermediate_size", "num_experts", "num_local_experts",
-    "n_routed_experts", "num_experts_per_tok", "experts_per_token", "moe_intermediate_size", "decoder_sparse_step", "mlp_only_layers",
-    "mlp_layer_types",
+    "n_routed_experts", "num_experts_per_tok", "experts_per_token", "moe_intermediate_size", "decoder_sparse_step",
+    "mlp_only_layers", "mlp_layer_types",
     "first_k_dense_replace", "moe_layer_freq", "layer_types", "hybrid_override_pattern", "full_attention_interval",
     "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
     "ssm_state_size", "mamba_num_heads", "attn_layer_period", "num_kv_shared_layers", "embedding_size",

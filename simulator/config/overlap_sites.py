@@ -28,7 +28,7 @@ from topology.errors import BadPlan
 MODES = ("none", "chunked", "ring", "copy_engine", "fused", "async")
 # What `executor.overlap` calls those that have no implementation of ours: NCCL and then the product, and torch's own.
 EXECUTOR_NAMES = {"none": "nccl", "async": "torch_symm_mem"}
-# Modes that plans may name and our executor does not have: Transformer Engine's (`simulator.overlap.userbuffers`).
+# Modes that plans may name and our executor does not have: Transformer Engine's (`simulator.overlap.site_costs`).
 USERBUFFERS = "userbuffers"
 WORDS = (*MODES, USERBUFFERS)
 SITES = ("attention_in", "attention_out", "mlp_in", "mlp_out")

@@ -12,8 +12,8 @@ from simulator.config.plan_schema import MAX_LAYERS, Kind, PlanField, degree, en
 
 # What is kept in host memory: nothing, the optimizer's state, or parameters and gradients as well.
 OFFLOADS = ("none", "optimizer", "parameters")
-# How experts' all-to-all runs beside compute: not, beside passes of another micro batch, and with gradients of weights
-# put off as well (`simulator.overlap.combined`).
+# How experts' all-to-all runs alongside compute: not, alongside passes of another micro batch, and with gradients of
+# weights delayed as well (`simulator.overlap.combined`).
 EP_OVERLAPS = ("none", "combined", "delay_wgrad")
 
 # Mesh axes, slowest first: neighbours in rank share tensor-parallel groups, stages are furthest apart. This is the
@@ -45,7 +45,7 @@ class Plan:
     `cp_method` is how ranks see each other's keys and values: `ring`, `all_gather` or `all_to_all` (Ulysses).
     `recompute_per_stage` names a mode for each of the pp * virtual_stages stages and then goes before `recompute`.
     `offload` is what is kept in host memory (`OFFLOADS`), where the CPU updates it: see `simulator.step.offload`.
-    `ep_overlap` is how the all-to-all of experts runs beside compute (`EP_OVERLAPS`).
+    `ep_overlap` is how the all-to-all of experts runs alongside compute (`EP_OVERLAPS`).
     `tp_overlap` is one overlap mode, or one for each site of a block: see `simulator.config.overlap_sites`. With
     `capacity_factor` every expert computes that multiple of its mean load, padded or dropped; None is dropless.
     """
@@ -75,7 +75,7 @@ class Plan:
         search_help="Only plans with this tensor-parallel degree: 8, 1,2,4 or 2-8, as all such options.",
     )
     sequence_parallel: bool = entry(
-        False, flag="--sequence-parallel/--no-sequence-parallel", help="Default: the framework's.", beside="tp"
+        False, flag="--sequence-parallel/--no-sequence-parallel", help="Default: the framework's.", needs="tp"
     )
     cp: int = degree(
         "context parallel (CP)",
@@ -103,14 +103,14 @@ class Plan:
         flag="--virtual-stages",
         help="Stages a rank holds; default 1.",
         search_help="Only plans with this number of stages on a pipeline rank.",
-        beside="pp",
+        needs="pp",
     )
     schedule: str | None = entry(
         None,
         flag="--schedule",
         help="Pipeline schedule, such as 1F1B.",
         search_help="Only plans with this pipeline schedule (words, with commas).",
-        beside="pp",
+        needs="pp",
         follows=("pp", "virtual_stages"),
     )
     micro_batch_size: int = entry(
@@ -132,7 +132,7 @@ class Plan:
         flag="--tp-overlap",
         help="none, ring, fused, async, ...; or by site: attention_in=fused,mlp_out=ring.",
         longest=128,
-        beside="tp",
+        needs="tp",
     )
     reshard_after_forward: bool | None = entry(None)  # None: the runtime's default
     # Empty: as even as the runtime makes it.
@@ -140,7 +140,7 @@ class Plan:
     placement: tuple[int, ...] = entry(
         (), follows=("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "virtual_stages")
     )
-    cp_method: str | None = entry(None, "context parallelism by", beside="cp")  # None: the runtime's own
+    cp_method: str | None = entry(None, "context parallelism by", needs="cp")  # None: the runtime's own
     recompute_per_stage: tuple[str, ...] = entry((), follows=("pp", "virtual_stages", "recompute"))
     capacity_factor: float | None = entry(None)
     offload: str = entry(
@@ -157,9 +157,9 @@ class Plan:
         choices=EP_OVERLAPS,
         yes="combined",
         flag="--ep-overlap",
-        help="All-to-all of experts beside compute: none, combined with another micro batch's passes, delay_wgrad.",
-        search_help="All-to-all of experts beside compute: none, combined, delay_wgrad (words, with commas).",
-        beside="ep",
+        help="All-to-all of experts alongside compute: none, combined with another micro batch's passes, delay_wgrad.",
+        search_help="All-to-all of experts alongside compute: none, combined, delay_wgrad (words, with commas).",
+        needs="ep",
     )
 
     @property

@@ -1,4 +1,4 @@
-"""What is known of a field of a plan beside its type and default: how it is named, stated, bounded and chosen.
+"""What is known of a field of a plan besides its type and default: how it is named, stated, bounded and chosen.
 
 Every field of `simulator.config.plan.Plan` is one entry of this kind. Flags, keys of cases, columns, limits of searches
 and words of answers follow from it, so that a new field is an entry there and the physics that reads it.
@@ -53,7 +53,7 @@ class PlanField:
     the option of `suggest` that lets a search choose among stated values only; "" where a search takes none.
     `least` and `most` are the range of whole numbers; `choices` the words there are, none of them where a framework may
     have words of its own; `longest` the characters of a word. `yes` is the word for a source that says just true.
-    `beside` is the degree without which (at 1) the field says nothing; `follows` are the fields with which it is chosen
+    `needs` is the degree without which (at 1) the field says nothing; `follows` are the fields with which it is chosen
     anew, unless it is stated with them.
     """
 
@@ -71,7 +71,7 @@ class PlanField:
     choices: tuple[str, ...] = ()
     longest: int = MAX_WORD
     yes: str = ""
-    beside: str = ""
+    needs: str = ""
     follows: tuple[str, ...] = ()
 
     @property

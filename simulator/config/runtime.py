@@ -17,7 +17,7 @@ DTYPE_BYTES = {
     for name, short in {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "float8": "f8"}.items()
 }
 # Moments that an optimizer keeps of every parameter; others are not modelled. SGD is that without momentum, as torch's
-# is unless told otherwise; Lion keeps one moment (Chen et al., arXiv 2302.06675).
+# is by default; Lion keeps one moment (Chen et al., arXiv 2302.06675).
 MOMENTS = {"adamw": 2, "adam": 2, "lion": 1, "sgd": 0}
 # Types that products may compute in while all else stays in 16 bits; nothing is stored or reduced in them by itself.
 LOW_PRECISION = ("float8", "float4")

@@ -131,7 +131,8 @@ def verify_lists(plan: Plan, *, where: str, layers: int, gpus: int) -> None:
         )
     if placed and (len(placed) != plan.gpus or len(set(placed)) != len(placed) or max(placed) >= gpus):
         raise BadPlan(
-            f"{where}: plan.placement lists {len(placed)} GPUs, {len(set(placed))} of them distinct, up to {max(placed)}",
+            f"{where}: plan.placement lists {len(placed)} GPUs, {len(set(placed))} of them distinct,"
+            f" up to {max(placed)}",
             why=f"the plan has {plan.gpus} ranks, each on its own GPU from 0 to {gpus - 1}",
         )
 

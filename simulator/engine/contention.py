@@ -3,23 +3,21 @@
 The model, in three sentences. Communication kernels are resident: they hold their SMs from arrival (while they wait
 for partners, too) to end, and compute kernels of that GPU share the SMs that are left, max-min fair. Every activity
 asks for bytes per second of HBM on each of its ranks and of the links it crosses; where the sum exceeds a capacity,
-rates are max-min fair (`simulator.engine.fair_share`), and an activity advances at the speed of its tightest resource.
+rates are max-min fair (`simulator.engine.contention`), and an activity advances at the speed of its tightest resource.
 Speeds are constant between two events; whenever something starts or ends, the work left of those affected is re-timed.
 
 Not modelled: wave quantisation of a kernel on fewer SMs, L2 interference, and clocks that fall when both are busy; for
-a product and the tensor-parallel shards beside it, `async_overlap.PRODUCT_SLOWDOWN` and the rates of `overlap_modes`
+a product and the tensor-parallel shards alongside it, `async_overlap.PRODUCT_SLOWDOWN` and the rates of `overlap_modes`
 stand for them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 import simpy
-
-from simulator.engine.fair_share import Flow, max_min_speeds, water_fill
 
 # A resource counts as full only beyond rounding, so that flows which exactly fill a link keep their full speed.
 _ROUNDING = 1 + 1e-9
@@ -76,7 +74,7 @@ class Contention:
         self._sms: dict[int, _Sms] = {}
 
     def add_resource(self, key: Hashable, capacity: float, watch: Callable[[float], None] | None = None) -> None:
-        """Add a resource; `watch(used_per_s)` is told whenever its use changes."""
+        """Add a resource; `watch(used_per_s)` is called whenever its use changes."""
         self._resources[key] = _Resource(capacity, watch)
 
     def add_gpu(self, gpu: int, sms: float) -> None:
@@ -194,3 +192,65 @@ class Contention:
             resource = self._resources[key]
             if resource.watch is not None:
                 resource.watch(sum(user.speed * amount for user, amount in resource.users.items()))
+
+
+# Max-min fair shares: who gets how much when several flows want more than a resource has.
+#
+# An allocation is max-min fair when nobody's rate can grow without taking from someone who has no more (Bertsekas and
+# Gallager, Data Networks, 2nd ed. 1992, section 6.5.2). It is what per-flow fair queueing and, roughly, congestion
+# control converge to, and it is unique, so the answer does not depend on the order of the flows.
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """Something that would run at `rate` alone, and then use `amount` of each resource in `uses`.
+
+    Fairness is counted in `rate`. `cap` is the fraction of `rate` it can reach for reasons outside the resources.
+    """
+
+    rate: float
+    uses: tuple[tuple[Hashable, float], ...]
+    cap: float = 1.0
+
+
+def max_min_speeds(flows: Sequence[Flow], capacity: Mapping[Hashable, float]) -> list[float]:
+    """Return the fraction of its `rate` that each flow runs at, between 0 and its cap.
+
+    Progressive filling: all rates rise together; a flow stops at its cap or when a resource it uses is full. Takes
+    O(rounds * uses) time with at most one round per flow. Flows with `rate` 0 compete for nothing and get their cap.
+    """
+    speeds = [flow.cap for flow in flows]
+    rising = {i: flow for i, flow in enumerate(flows) if flow.rate > 0.0 and flow.cap > 0.0}
+    left = {r: capacity[r] for flow in rising.values() for r, _ in flow.uses}
+    while rising:
+        # What a resource loses per unit that the common level rises.
+        slope = dict.fromkeys(left, 0.0)
+        for flow in rising.values():
+            for r, amount in flow.uses:
+                slope[r] += amount / flow.rate
+        full_at = {r: left[r] / slope[r] for r in left if slope[r] > 0.0}
+        level = min([flow.rate * flow.cap for flow in rising.values()] + list(full_at.values()))
+        # Flows on any resource that fills at this level stop, and so do flows that reach their cap. The tolerance
+        # makes ties stop together instead of in a second round with a rounding error for a remainder.
+        edge = level * (1 + 1e-12)
+        stopped = [
+            i
+            for i, flow in rising.items()
+            if flow.rate * flow.cap <= edge or any(full_at.get(r, edge + 1) <= edge for r, _ in flow.uses)
+        ]
+        for i in stopped:
+            flow = rising.pop(i)
+            speeds[i] = level / flow.rate
+            for r, amount in flow.uses:
+                left[r] = max(0.0, left[r] - amount * speeds[i])
+    return speeds
+
+
+def water_fill(wants: Sequence[float], supply: float) -> list[float]:
+    """Return max-min fair parts of one `supply`: everyone gets what they want or the common level, whatever is less."""
+    parts = [0.0] * len(wants)
+    waiting = sorted(range(len(wants)), key=lambda i: (wants[i], i))
+    for position, i in enumerate(waiting):
+        parts[i] = min(wants[i], supply / (len(waiting) - position))
+        supply -= parts[i]
+    return parts

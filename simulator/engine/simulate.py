@@ -40,6 +40,7 @@ from simulator.program.program import (
     label,
 )
 from topology.errors import PlannerError
+from topology.time_limit import check_time
 
 Steps = Generator[simpy.Event, None, None]
 
@@ -66,7 +67,7 @@ def simulate(
     describes.
 
     `folded=False` simulates every rank by itself: same times, for checking and for looking at all of them.
-    `spans=False` leaves the trace empty, for when only times and peaks matter. `watch` is told the simulated time some
+    `spans=False` leaves the trace empty, for when only times and peaks matter. `watch` gets the simulated time some
     dozens of times a second; what it raises ends the run. Raises PlannerError when the program does not come to an end.
     """
     return _Machine(program, costs, folded=folded, spans=spans).run(watch)
@@ -115,15 +116,17 @@ class _Machine:
         self.spans: list[tr.Span] = []
         self.flows: list[tr.Flow] = []
         self.link_use: dict[int, list[tuple[float, float]]] = {}
-        self.end_s = 0.0  # when the last process ended; the clock may run on to timers that no longer matter
+        self.end_s = 0.0  # when the last process ended; the clock may run on to timers that nothing waits for
         self.ranks = [_Rank(self, rank_class) for rank_class in self.folding.classes]
 
     def run(self, watch: Callable[[float], None] | None) -> Run:
         processes = [process for rank in self.ranks for process in rank.start()]
         with suppress(EmptySchedule):
             for step in count():
-                if watch is not None and step % WATCHED == 0:
-                    watch(self.env.now)
+                if step % WATCHED == 0:
+                    check_time()
+                    if watch is not None:
+                        watch(self.env.now)
                 self.env.step()
         if any(process.is_alive for process in processes):
             raise self._no_end()
@@ -137,7 +140,8 @@ class _Machine:
         if starved:
             return PlannerError(
                 "the program does not come to an end on this machine",
-                why=f"transfers that wait for each other hold every SM of rank {starved[0]}, its kernels have none left",
+                why=f"transfers that wait for each other hold every SM of rank {starved[0]},"
+                " its kernels have none left",
                 remedy="let transfers use fewer SMs, or post fewer of them ahead",
             )
         return PlannerError(

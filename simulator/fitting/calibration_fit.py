@@ -144,6 +144,8 @@ def fit_errors(profile: Profile) -> list[FitError]:
     pairs = current_samples(profile).contention
     together = left_out_errors(pairs)
     if together is not None:
-        for what, mean in zip(("kernels beside collectives", "collectives beside kernels"), together, strict=True):
+        for what, mean in zip(
+            ("kernels alongside collectives", "collectives alongside kernels"), together, strict=True
+        ):
             errors.append(FitError(what=what, samples=len(pairs), mean_abs=mean))
     return errors

@@ -7,13 +7,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from simulator.calibration.calibration import Calibration
 from topology.catalog.gpus import gpu_kind
 from topology.cluster import Cluster, GpuKind
 from topology.errors import BadCluster, Stale
-from topology.profile.profile import Profile, check_profile
+
+if TYPE_CHECKING:
+    from topology.profile.profile import Profile
 
 MAX_AGE_DAYS = 180  # of a profile: drivers, libraries and machines change more often
 
@@ -50,6 +52,8 @@ class Calibrations:
                 f"the profile is not of {cluster.name} as it is", why="; ".join(doubts), remedy="planner calibrate"
             )
         if self.profile is not None and same_gpu(self.profile, cluster.slowest_kind):
+            from topology.profile.profile import check_profile  # noqa: PLC0415 - loaded with the profile
+
             check_profile(self.profile, cluster=cluster)
         return doubts
 

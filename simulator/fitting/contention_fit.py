@@ -1,11 +1,11 @@
-"""What a collective and a kernel beside it cost each other, from pairs measured alone and together.
+"""What a collective and a kernel alongside it cost each other, from pairs measured alone and together.
 
 A kernel loses SMs and memory bandwidth: so much of its time, which differs between large products, small ones and
 copies, and little between collectives. A collective loses bandwidth, and is kept waiting: NCCL's kernel gets SMs only
 when blocks of the product in flight have ended, which is a share of that product's time whatever the message. So
 
-    kernel beside     = slowdown(kernel) * kernel alone
-    collective beside = share * collective alone + wait * kernel alone
+    kernel alongside     = slowdown(kernel) * kernel alone
+    collective alongside = share * collective alone + wait * kernel alone
 
 with `share` for products and for copies and one `wait` for products; copies end too soon to wait for.
 """
@@ -49,7 +49,7 @@ def valid(samples: Sequence[ContentionSample]) -> list[ContentionSample]:
 
 
 def left_out_errors(samples: Sequence[ContentionSample]) -> tuple[float, float] | None:
-    """Return the mean errors of (kernel, collective) times beside each other, each pair from all the others.
+    """Return the mean errors of (kernel, collective) times at the same time, each pair from all the others.
 
     None with too few pairs to leave one out.
     """
@@ -70,7 +70,7 @@ def left_out_errors(samples: Sequence[ContentionSample]) -> tuple[float, float] 
 
 
 def fit_collective(samples: Sequence[ContentionSample], compute: str) -> tuple[float, float] | None:
-    """Return (share, wait) for collectives beside one kind of compute, least squares of relative errors."""
+    """Return (share, wait) for collectives alongside one kind of compute, least squares of relative errors."""
     mine = [s for s in samples if s.compute == compute]
     if not mine:
         return None

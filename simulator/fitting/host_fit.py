@@ -57,9 +57,8 @@ HOST_SPREAD = 0.5
 LAUNCH_SPREAD = 0.15
 COST_SPREAD = 0.4
 LEAST_S = 0.1e-3  # of a cost that is described as nothing, so that it has a logarithm
-UNSURE_S = (
-    0.35e-3  # what any cost may be off by, beside its spread: so one described as next to nothing says little (assumed)
-)
+# What any cost may be off by, in addition to its spread: one described as next to nothing says little (assumed).
+UNSURE_S = 0.35e-3
 LEVEL = 3.0  # multiples of the described costs at which runs are taken apart: there every narrow run waits for its host
 
 

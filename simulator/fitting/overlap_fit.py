@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from simulator.overlap.modes import OverlapRates, Parts, mode_s
 
-SPAN = 4.0  # factor by which a rate may leave its start; beyond that it would no longer be what its name says
+SPAN = 4.0  # factor by which a rate may leave its start; beyond that it would be something else than its name says
 HELD = 0.01  # relative error that a rate's move by e counts as: a rate that no time speaks of stays where it starts
 OUTLIER = 0.02  # relative error from which a time is odd rather than evidence
 RATES = tuple(field.name for field in fields(OverlapRates) if field.name != "issue")
@@ -23,7 +23,7 @@ RATES = tuple(field.name for field in fields(OverlapRates) if field.name != "iss
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedMode:
-    """One measured time of a mode, beside what its parts take alone (numbers)."""
+    """One measured time of a mode, alongside what its parts take alone (numbers)."""
 
     operation: str
     mode: str

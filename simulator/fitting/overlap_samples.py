@@ -27,20 +27,22 @@ COLLECTIVE = {GATHER: "all_gather", SCATTER: "reduce_scatter"}
 HOST_BOUND = 1.1  # a time within this of what the host needs says nothing of the device
 # Names of rates in profiles of early builds.
 OLDER_NAMES = {
-    "beside": "product_slowdown",
-    "torch_beside": "torch_product_slowdown",
-    "fused_beside": "fused_product_slowdown",
-    "collective_beside": "late_product_slowdown",
-    "behind_beside": "early_product_slowdown",
-    "collective_slowed": "collective_slowdown",
-}
+    f"{kind}_beside".lstrip("_"): name
+    for kind, name in {
+        "": "product_slowdown",
+        "torch": "torch_product_slowdown",
+        "fused": "fused_product_slowdown",
+        "collective": "late_product_slowdown",
+        "behind": "early_product_slowdown",
+    }.items()
+} | {"collective_slowed": "collective_slowdown"}
 ISSUE = "issue "  # before the names of `OverlapRates.issue` in a profile
 
 
 def timed_modes(
     samples: Sequence[OverlapSample], roofline: Roofline, collectives: CollectiveModel
 ) -> list[tuple[OverlapSample, TimedMode]]:
-    """Return every (sample, mode) that the executor runs and that was valid, beside its parts."""
+    """Return every (sample, mode) that the executor runs and that was valid, alongside its parts."""
     valid = [sample for sample in samples if not sample.invalid]
     alone = {(s.rows, s.columns, s.depth, s.dtype): s.product_s for s in valid}
     found = []

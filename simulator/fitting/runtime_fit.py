@@ -1,6 +1,6 @@
 """A runtime's own costs from runs of one and two layers of real models: host time, data, and kernels inside a step.
 
-Two things are told apart by what decides a run. Narrow layers, of which the device makes nothing, show the host
+What decides a run separates two things. Narrow layers, of which the device makes nothing, show the host
 (`simulator.fitting.host_fit`). Wide layers show the device: kernel times inside a step over kernel times alone. What
 both have in common beyond layers is the step's own work. A run's data loading is what the runtime itself said of it.
 
@@ -26,7 +26,7 @@ from simulator.config.verify import verify_lists, verify_model, verify_plan, ver
 from simulator.config.workload import Workload
 from simulator.fitting.host_fit import LEAST_S, SINGLE, HostFit, HostRuns, as_host_fields, costs_in, fit_hosts
 from simulator.kernels.roofline import efficiency
-from simulator.runtimes.library import runtime_names, runtime_spec
+from simulator.runtimes.library import is_described, runtime_spec
 from simulator.step.host import BATCH_TOKENS, slowest
 from topology import codec
 from topology.catalog.platform import MAX_GPUS_PER_NODE, grow
@@ -151,7 +151,7 @@ def run_of(sample: LayerSample) -> Run | None:
 def _decoded_run(sample: LayerSample) -> Run | None:
     try:
         runtime = codec.convert(sample.runtime, Runtime, where="layers.runtime")
-        if runtime.name not in runtime_names():
+        if not is_described(runtime.name):
             return None
         plan = codec.convert(sample.plan, Plan, where="layers.plan")
         if plan.recompute not in runtime_spec(runtime.name).recompute:
@@ -261,7 +261,7 @@ class _Fit:
         """Return the runs that wait for their host, as `fit_hosts` takes them."""
         described = runtime_spec(self.key[0]).host
         return HostRuns(
-            # What a step begins with and what it ends with are told apart by wide layers alone.
+            # Only wide layers separate what a step begins with from what it ends with.
             described=replace(described, rest_s=described.rest_s + described.step_s),
             seconds=np.array([run.seconds for run in self.host_bound]),
             spreads=np.array([run.sample.spread for run in self.host_bound]),

@@ -1,9 +1,9 @@
-"""Operators seen inside training steps, held against the same operators alone: what a run teaches.
+"""Operators seen inside training steps, compared with the same operators alone: what a run teaches.
 
-A kernel in a step runs at other clocks than one that a calibration repeats until the GPU is hot, and beside
-collectives. What that does is nearly the same for all products of a step, so it is one number, the *pace*: the median
+A kernel in a step runs at other clocks than one that a calibration repeats until the GPU is hot, and alongside
+collectives. What that does is nearly the same for all products of a step, so it is one number, the median
 of the time in the step over the time alone, over the shapes that both have. Shapes that only the step has are then
-known as well as those, after division by the pace.
+known as well as those, after division by that number.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def usable(samples: Iterable[OperatorSample]) -> list[OperatorSample]:
     ]
 
 
-def pace(samples: Iterable[OperatorSample], alone: StandaloneTimes) -> float | None:
+def in_step_ratio(samples: Iterable[OperatorSample], alone: StandaloneTimes) -> float | None:
     """Return the time in the step over the time alone; None where too few shapes are known both ways."""
     ratios = [s.seconds / known for s in samples if (known := alone.exact.get(exact_key(s))) is not None]
     return median(ratios) if len(ratios) >= FEWEST else None
@@ -86,7 +86,7 @@ def pace(samples: Iterable[OperatorSample], alone: StandaloneTimes) -> float | N
 def standalone_from_steps(samples: Iterable[OperatorSample], alone: StandaloneTimes) -> dict[tuple[Any, ...], float]:
     """Return what operators take alone, for those that were only seen inside steps."""
     seen = usable(samples)
-    by = pace(seen, alone)
+    by = in_step_ratio(seen, alone)
     if by is None:
         return {}
     return {exact_key(s): s.seconds / by for s in seen if exact_key(s) not in alone.exact}

@@ -84,5 +84,8 @@ def why_not(runtime: Runtime, gpu: GpuKind) -> str:
     if not low_peak_flops(gpu, recipe.dtype):
         return f"{gpu.name} has no tensor cores for {recipe.dtype}"
     if recipe.only_on and gpu.architecture.lower() not in recipe.only_on:
-        return f"{runtime.low_precision_recipe} needs tensor cores that scale blocks ({', '.join(recipe.only_on)}), not {gpu.name}"
+        return (
+            f"{runtime.low_precision_recipe} needs tensor cores that scale blocks ({', '.join(recipe.only_on)}),"
+            f" not {gpu.name}"
+        )
     return ""

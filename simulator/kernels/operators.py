@@ -48,7 +48,7 @@ class OperatorSpec:
     (`unit_s` of efficiency.toml), in the forward pass and in backward. `scattered` operators move rows to where an
     index says. A matmul's backward is its two products; other operators give `backward_reads` and `backward_writes`,
     and a collective `backward_tensors` where what it moves backward is not its `tensor`. `hidden_by` names the
-    operator, earlier in the block, whose kernels a collective runs beside; `site` is what a plan calls a
+    operator, earlier in the block, whose kernels a collective runs alongside; `site` is what a plan calls a
     tensor-parallel collective (`simulator.config.overlap_sites`). An operator that `waits` has the host wait, in
     forward passes, for all that it has launched. `launches` are kernels (and host dispatches) forward,
     `backward_launches` backward; an operator without reads and writes does nothing forward. `allocates` are the tensors

@@ -252,7 +252,7 @@ class Roofline:
 
     @property
     def simt(self) -> bool:
-        """Whether products run without tensor cores: float32, which torch does not round to TF32 unless told to, or on
+        """Whether products run without tensor cores: float32, which torch does not round to TF32 by default, or on
         GPUs that do not have it.
         """
         return self.dtype == "float32" and not (self.tf32 and self.gpu.peak_flops.get("tfloat32"))

@@ -108,7 +108,8 @@ EXPERT_RULES: list[Rule] = [
         "capacity",
         lambda c, q: c.capacity_factor > 0,
         lambda p, q: (
-            f"capacity_factor {p.capacity_factor or 0:g}: {q.framework.title} drops no token and pads none; leave it out"
+            f"capacity_factor {p.capacity_factor or 0:g}: {q.framework.title} drops no token and pads none;"
+            " leave it out"
         ),
         applies=lambda q: not q.framework.drops_tokens,
     ),
@@ -125,7 +126,8 @@ EXPERT_RULES: list[Rule] = [
         "expert-tensor",
         lambda c, q: (c.ep > 1) & (c.tp > 1) & ((_expert_ranks(c, q) // c.tp) % c.ep != 0),
         lambda p, q: (
-            f"world % (etp x ep x pp) is 0 only with --expert-tensor-parallel-size 1, not with the default etp = tp {p.tp}"
+            "world % (etp x ep x pp) is 0 only with --expert-tensor-parallel-size 1, not with the default etp = tp"
+            f" {p.tp}"
         ),
         grade=Grade.LEGAL,
         applies=lambda q: q.framework.expert_grid is ExpertGrid.WORLD,
@@ -138,7 +140,8 @@ DATA_RULES: list[Rule] = [
         "zero-stage",
         lambda c, q: ~np.isin(c.zero_stage, (-1, *q.framework.zero_stages)),
         lambda p, q: (
-            f"{q.framework.title} has no ZeRO stage {p.zero_stage}; it has {', '.join(map(str, q.framework.zero_stages))}"
+            f"{q.framework.title} has no ZeRO stage {p.zero_stage};"
+            f" it has {', '.join(map(str, q.framework.zero_stages))}"
         ),
         applies=lambda q: bool(q.framework.zero_stages),
     ),
@@ -177,8 +180,9 @@ DATA_RULES: list[Rule] = [
         "offload-optimizer",
         lambda c, q: (c.offload == "optimizer") & ~np.isin(_sharding(c), q.framework.optimizer_offload_stages),
         lambda p, q: (
-            f"offload optimizer needs a sharded optimizer: ZeRO stage {' or '.join(map(str, q.framework.optimizer_offload_stages))} "
-            f"in {q.framework.title}, and the plan has {'FSDP' if p.zero_stage is None else f'stage {p.zero_stage}'}"
+            "offload optimizer needs a sharded optimizer:"
+            f" ZeRO stage {' or '.join(map(str, q.framework.optimizer_offload_stages))} in {q.framework.title},"
+            f" and the plan has {'FSDP' if p.zero_stage is None else f'stage {p.zero_stage}'}"
         ),
         applies=lambda q: "optimizer" in q.framework.offloads,
     ),
@@ -199,7 +203,7 @@ DATA_RULES: list[Rule] = [
         lambda c, q: (c.ep_overlap != "none") & ~one_of(c.ep_overlap, _ep_overlaps(q)),
         lambda p, q: (
             f"ep_overlap {p.ep_overlap}: {q.framework.title}{f' {q.version}' if q.version else ''} has "
-            f"{', '.join(_ep_overlaps(q)) or 'nothing that runs the all-to-all of experts beside compute'}"
+            f"{', '.join(_ep_overlaps(q)) or 'nothing that runs the all-to-all of experts alongside compute'}"
         ),
         level=Level.BATCH,
     ),
@@ -213,8 +217,8 @@ DATA_RULES: list[Rule] = [
         "ep-overlap-stages",
         lambda c, q: (c.ep_overlap != "none") & (c.pp > 1) & (c.virtual_stages == 1),
         lambda p, q: (
-            f"ep_overlap {p.ep_overlap} with pp {p.pp} needs virtual stages: without them {q.framework.title} has no forward "
-            "and backward of two micro batches side by side"
+            f"ep_overlap {p.ep_overlap} with pp {p.pp} needs virtual stages:"
+            f" without them {q.framework.title} has no forward and backward of two micro batches side by side"
         ),
         level=Level.BATCH,
         applies=lambda q: not q.framework.torch_pipelining,
@@ -223,7 +227,8 @@ DATA_RULES: list[Rule] = [
         "ep-overlap-stages",
         lambda c, q: (c.ep_overlap != "none") & ((c.pp == 1) | ~where(c.schedule, lambda kind: kind.pairs)),
         lambda p, q: (
-            f"ep_overlap {p.ep_overlap} in {q.framework.title} needs a pipeline with schedule {' or '.join(schedules_that(lambda kind: kind.pairs))}"
+            f"ep_overlap {p.ep_overlap} in {q.framework.title} needs a pipeline with schedule"
+            f" {' or '.join(schedules_that(lambda kind: kind.pairs))}"
         ),
         level=Level.BATCH,
         applies=lambda q: q.framework.torch_pipelining,
@@ -232,8 +237,8 @@ DATA_RULES: list[Rule] = [
         "ep-overlap-sharding",
         lambda c, q: (c.ep_overlap != "none") & (c.zero_stage > 1),
         lambda p, q: (
-            f"ep_overlap {p.ep_overlap} with ZeRO stage {p.zero_stage}: two passes at once that gather and let go of the same "
-            "layers are not modelled; stage 0 and 1 are"
+            f"ep_overlap {p.ep_overlap} with ZeRO stage {p.zero_stage}: two passes at once that gather and free the"
+            " same layers are not modelled; stage 0 and 1 are"
         ),
         level=Level.BATCH,
     ),
@@ -250,8 +255,9 @@ DATA_RULES: list[Rule] = [
             ((c.tp > 1) & ((c.cp > 1) | (c.ep > 1))) | ((c.cp > 1) & (c.ep > 1)) | ((c.pp > 1) & (c.cp * c.ep > 1))
         ),
         lambda p, q: (
-            f"{q.framework.title} combines neither automatic tensor parallelism (tp={p.tp}) nor Ulysses (cp={p.cp}) nor automatic "
-            f"expert parallelism (ep={p.ep}) with another of them, and pipelines (pp={p.pp}) with tensor parallelism alone"
+            f"{q.framework.title} combines neither automatic tensor parallelism (tp={p.tp}) nor Ulysses (cp={p.cp})"
+            f" nor automatic expert parallelism (ep={p.ep}) with another of them, and pipelines (pp={p.pp}) with"
+            " tensor parallelism alone"
         ),
         applies=lambda q: q.framework.one_axis,
     ),
@@ -285,8 +291,9 @@ DATA_RULES: list[Rule] = [
             divisors(max(1, q.workload.global_batch_size // p.data_parallel))
             if q.workload.global_batch_size % p.data_parallel == 0
             else [],
-            f"global batch {q.workload.global_batch_size} % (data parallel {p.data_parallel} x micro batch "
-            f"{p.micro_batch_size}) = {q.workload.global_batch_size % (p.data_parallel * p.micro_batch_size)}, must be 0",
+            f"global batch {q.workload.global_batch_size} % (data parallel {p.data_parallel} x micro batch"
+            f" {p.micro_batch_size}) = {q.workload.global_batch_size % (p.data_parallel * p.micro_batch_size)},"
+            " must be 0",
         ),
         level=Level.BATCH,
     ),

@@ -20,7 +20,7 @@ from simulator.columns.plan_table import CP_METHODS
 from simulator.config.overlap_sites import MODES, NONE, USERBUFFERS
 from simulator.legality.networks import FEATURES
 from simulator.pipeline.schedules.registry import SCHEDULES, schedules_that
-from simulator.runtimes.library import runtime_names, runtime_spec
+from simulator.runtimes.library import is_described, runtime_spec
 from simulator.runtimes.parts import ToolsSpec
 from topology.errors import UserError
 
@@ -62,9 +62,9 @@ class Framework:
     shard_degree: bool = True  # dp_shard may exceed one without a ZeRO stage
     fills: str = "dp_shard"  # the data-parallel degree that takes the GPUs nobody claimed
     schedules: tuple[str, ...] = TORCH_SCHEDULES
-    overlaps: tuple[str, ...] = ()  # modes of overlap of tensor-parallel collectives beside "none"
+    overlaps: tuple[str, ...] = ()  # modes of overlap of tensor-parallel collectives besides "none"
     overlap_by_site: bool = False  # each communication of a layer may have its own
-    ep_overlaps: tuple[str, ...] = ()  # of experts' all-to-all beside "none", the one that hides most last
+    ep_overlaps: tuple[str, ...] = ()  # of experts' all-to-all besides "none", the one that hides most last
     ep_overlap_versions: tuple[str, ...] = ()  # that have it; empty: any
     cp_methods: tuple[str, ...] = ()  # ways of context parallelism; empty: the runtime's own
     torch_pipelining: bool = False  # runs torch.distributed.pipelining, with its checks
@@ -78,7 +78,7 @@ class Framework:
     sequence_parallel_default: bool = True  # on with tensor parallelism unless switched off
     lists_layers: bool = False  # layers can be spelled out stage by stage
     lists_recompute: bool = False  # and so can recomputation
-    uneven_stages: bool = True  # may put different numbers of layers on stages without being told
+    uneven_stages: bool = True  # may put different numbers of layers on stages by itself
     pads_vocabulary: bool = False
     ulysses: bool = False  # context parallelism splits heads
     zero_pipeline: bool = True  # ZeRO-2 and 3 work together with pipeline parallelism
@@ -103,6 +103,7 @@ class Framework:
     skews_experts: bool = True  # how unevenly tokens visit experts can be asked for
     latent_cp_methods: tuple[str, ...] = ()  # methods that latent attention can have; empty: all
     window_cp_methods: tuple[str, ...] = ()  # methods that sliding windows can have; empty: all
+    norm_recomputed_unsharded: bool = True  # recomputes operators around norms of query heads under tp without FSDP
     compiled_context_tensor: bool = True  # compiled blocks may have both context and tensor parallelism
 
     @property
@@ -132,6 +133,7 @@ class Framework:
 TORCHTITAN = Framework(
     name="torchtitan",
     title="torchtitan 0.3",
+    norm_recomputed_unsharded=False,
     kv_heads=KvHeads.DIVIDE,
     expert_grid=ExpertGrid.SHARD_CONTEXT_TENSOR,
     overlaps=("async",),  # parallelism.enable_async_tensor_parallel
@@ -326,7 +328,7 @@ def framework_of_runtime(name: str) -> Framework:
 @cache
 def _of_description(name: str) -> Framework | None:
     """Return the framework that a described runtime is by itself: it accepts what the one does that it is like."""
-    if name not in runtime_names():
+    if not is_described(name):
         return None
     spec = runtime_spec(name)
     rules = FRAMEWORKS.get(spec.rules or spec.like)

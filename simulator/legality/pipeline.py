@@ -13,7 +13,7 @@ from simulator.config.plan import Plan, default_schedule
 from simulator.legality.rule import Grade, Level, Mask, Rule, RuleFacts, divisors, one_of, rule, with_nearest
 from simulator.pipeline.schedules.kind import ScheduleKind
 from simulator.pipeline.schedules.registry import SCHEDULES, schedules_that
-from simulator.runtimes.library import runtime_names, runtime_spec
+from simulator.runtimes.library import is_described, runtime_spec
 
 # Ranks x ranks x stages of a rank, up to which a schedule's table is followed: about as many passes as it has. 128
 # ranks of eight stages are followed within half a minute of one core.
@@ -42,7 +42,7 @@ def _name(p: Plan) -> str:
 def _ends(q: RuleFacts) -> tuple[int, int]:
     """Return how many layers the embedding and the head count as where the runtime splits layers by itself."""
     name = q.runtime.name if q.runtime else q.framework.name
-    if name not in runtime_names():
+    if not is_described(name):
         return 0, 0
     spec = runtime_spec(name).pipeline
     return int(spec.embedding_weight), int(spec.head_weight)
@@ -157,8 +157,8 @@ PIPELINE_RULES: list[Rule] = [
         lambda p, q: with_nearest(
             "pp",
             [1],
-            f"{q.model.name} ties its embedding and its head, which pp {p.pp} puts on different stages: {q.framework.title} "
-            "does not add their gradients across the pipeline",
+            f"{q.model.name} ties its embedding and its head, which pp {p.pp} puts on different stages:"
+            f" {q.framework.title} does not add their gradients across the pipeline",
         ),
         applies=lambda q: q.model.tied_embeddings and not q.framework.tied_pipeline,
     ),
@@ -204,7 +204,7 @@ PIPELINE_RULES: list[Rule] = [
             "pp",
             [d for d in range(1, q.model.layers + 1) if q.model.layers % (d * p.virtual_stages) == 0],
             f"{q.model.layers} layers % ({_stage_text(p)}) = {q.model.layers % p.stages}: the longest "
-            "stage sets the pace",
+            "stage is what others wait for",
         ),
         grade=Grade.SLOW,
         level=Level.BATCH,

@@ -68,17 +68,29 @@ POLICY_RULES: list[Rule] = [
         "recompute",
         lambda c, q: ~one_of(c.recompute, q.framework.recomputes),
         lambda p, q: (
-            f"recompute {p.recompute!r} is not known for {q.framework.title}; known: {', '.join(q.framework.recomputes)}"
+            f"recompute {p.recompute!r} is not known for {q.framework.title}; known:"
+            f" {', '.join(q.framework.recomputes)}"
         ),
         applies=lambda q: not q.framework.any_recompute,
+    ),
+    policy_rule(
+        "recompute-sharded-norm",
+        "recompute",
+        lambda c, q: (c.tp > 1) & (c.dp_shard * c.cp == 1) & one_of(c.recompute, ("selective-op",)),
+        lambda p, q: (
+            f"recompute {p.recompute} with tp {p.tp} and no FSDP: torch 2.11 stops in {q.framework.title},"
+            f" as it cannot view the heads of {q.model.name}, whose queries and keys are normalised,"
+            " along a sharded dimension (aten._unsafe_view); recompute none or full, or dp_shard 2"
+        ),
+        applies=lambda q: q.model.qk_norm and not q.framework.norm_recomputed_unsharded and not q.compile,
     ),
     policy_rule(
         "ep-overlap-recompute",
         "recompute",
         lambda c, q: (c.ep_overlap != "none") & ~one_of(c.recompute, _recomputes_beside(q)),
         lambda p, q: (
-            f"ep_overlap {p.ep_overlap} with recompute {p.recompute!r}: {q.framework.title} cannot run passes of two micro "
-            f"batches beside each other with it; {' or '.join(_recomputes_beside(q))} can"
+            f"ep_overlap {p.ep_overlap} with recompute {p.recompute!r}: {q.framework.title} cannot run passes of two"
+            f" micro batches at the same time with it; {' or '.join(_recomputes_beside(q))} can"
         ),
     ),
     policy_rule(
@@ -86,8 +98,8 @@ POLICY_RULES: list[Rule] = [
         "reshard_after_forward",
         lambda c, q: (c.ep_overlap != "none") & (c.reshard_after_forward == 1),
         lambda p, q: (
-            f"ep_overlap {p.ep_overlap} with parameters that are let go after each pass: two passes at once that gather the same "
-            "layers are not modelled; --no-reshard-after-forward"
+            f"ep_overlap {p.ep_overlap} with parameters that are freed after each pass:"
+            " two passes at once that gather the same layers are not modelled; --no-reshard-after-forward"
         ),
     ),
     policy_rule(
@@ -105,8 +117,8 @@ POLICY_RULES: list[Rule] = [
         "cp_method",
         lambda c, q: (c.cp > 1) & ~one_of(_method(c, q), q.framework.latent_cp_methods),
         lambda p, q: (
-            f"context parallelism by {p.cp_method or q.cp_method} with latent attention, whose values are narrower than its "
-            f"keys: cp_method {' or '.join(q.framework.latent_cp_methods)} can"
+            f"context parallelism by {p.cp_method or q.cp_method} with latent attention, whose values are narrower"
+            f" than its keys: cp_method {' or '.join(q.framework.latent_cp_methods)} can"
         ),
         applies=lambda q: q.model.latent is not None and bool(q.framework.latent_cp_methods),
     ),
@@ -115,8 +127,8 @@ POLICY_RULES: list[Rule] = [
         "cp_method",
         lambda c, q: (c.cp > 1) & ~one_of(_method(c, q), q.framework.window_cp_methods),
         lambda p, q: (
-            f"context parallelism by {p.cp_method or q.cp_method} with sliding windows, which reach over parts of ranks: "
-            f"cp_method {' or '.join(q.framework.window_cp_methods)} can"
+            f"context parallelism by {p.cp_method or q.cp_method} with sliding windows, which reach over parts of"
+            f" ranks: cp_method {' or '.join(q.framework.window_cp_methods)} can"
         ),
         applies=lambda q: (
             q.model.windowed_layers > 0
@@ -128,8 +140,8 @@ POLICY_RULES: list[Rule] = [
         "context-compile",
         lambda c, q: (c.cp > 1) & (c.tp > 1),
         lambda p, q: (
-            f"compiled blocks with cp {p.cp} and tp {p.tp}: torch's partitioner fails on some (seen with 2.13); --no-compile, "
-            "or one of the two alone"
+            f"compiled blocks with cp {p.cp} and tp {p.tp}: torch's partitioner fails on some (seen with 2.13);"
+            " --no-compile, or one of the two alone"
         ),
         applies=lambda q: q.compile and not q.framework.compiled_context_tensor,
     ),
@@ -142,8 +154,8 @@ POLICY_RULES: list[Rule] = [
             & ((q.model.heads % (c.tp * c.cp) != 0) | (q.model.kv_heads % (c.tp * c.cp) != 0))
         ),
         lambda p, q: (
-            f"context parallelism by all-to-all splits {q.model.heads} heads and {q.model.kv_heads} key/value heads over "
-            f"tp {p.tp} x cp {p.cp} = {p.tp * p.cp} ranks: the remainders must be 0"
+            f"context parallelism by all-to-all splits {q.model.heads} heads and {q.model.kv_heads} key/value heads"
+            f" over tp {p.tp} x cp {p.cp} = {p.tp * p.cp} ranks: the remainders must be 0"
         ),
     ),
     policy_rule(
@@ -180,8 +192,8 @@ POLICY_RULES: list[Rule] = [
         "tp_overlap",
         lambda c, q: (c.tp > q.gpus_per_node) & (c.tp_overlap == USERBUFFERS),
         lambda p, q: (
-            f"tp_overlap {p.tp_overlap} with tp {p.tp} on nodes of {q.gpus_per_node}: its copies go between GPUs of one "
-            "NVLink domain"
+            f"tp_overlap {p.tp_overlap} with tp {p.tp} on nodes of {q.gpus_per_node}:"
+            " its copies go between GPUs of one NVLink domain"
         ),
         applies=lambda q: q.gpus_per_node > 0,
     ),
@@ -200,8 +212,8 @@ POLICY_RULES: list[Rule] = [
         "tp_overlap",
         lambda c, q: (q.model.ffn % c.tp != 0) & _where_overlap(c, _needs_equal_widths),
         lambda p, q: (
-            f"tp_overlap {p.tp_overlap} with feed-forward width {q.model.ffn} % tp {p.tp} = {q.model.ffn % p.tp}: ranks with "
-            f"parts of unequal width would move them in different ways; {', '.join(ANY_WIDTH)} can"
+            f"tp_overlap {p.tp_overlap} with feed-forward width {q.model.ffn} % tp {p.tp} = {q.model.ffn % p.tp}:"
+            f" ranks with parts of unequal width would move them in different ways; {', '.join(ANY_WIDTH)} can"
         ),
         applies=lambda q: q.framework.uneven_widths and q.model.dense_layers > 0,
     ),

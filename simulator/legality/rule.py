@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,11 +38,26 @@ class Problem:
     nearest_of: str = ""  # the field of the plan that `nearest` is about
 
 
+class ModelNotKnown(Exception):
+    """A rule asked for a size of a model that is not known."""
+
+
+class _NotKnown:
+    """A model of which nothing is known."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise ModelNotKnown(name)
+
+
+UNKNOWN_MODEL = cast(Model, _NotKnown())
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuleFacts:
-    """All that a rule may look at beside the plan. What is not known of the machine, no rule complains of.
+    """All that a rule may look at besides the plan. What is not known of the machine, no rule complains of.
 
-    Without a runtime nothing is said of types, optimizer and compilation.
+    Without a runtime nothing is said of types, optimizer and compilation. With `UNKNOWN_MODEL` only
+    `problems_without_model` may judge.
     """
 
     model: Model

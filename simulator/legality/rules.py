@@ -8,13 +8,14 @@ before it is multiplied by micro batches and policies.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 
 from simulator.columns.plan_columns import plan_columns
 from simulator.config.plan import SIZES, Plan
 from simulator.legality.data_and_experts import DATA_RULES, EXPERT_RULES
 from simulator.legality.pipeline import PIPELINE_RULES
 from simulator.legality.policy import POLICY_RULES
-from simulator.legality.rule import Grade, Problem, Rule, RuleFacts
+from simulator.legality.rule import Grade, ModelNotKnown, Problem, Rule, RuleFacts
 from simulator.legality.shapes import SHAPE_RULES
 from simulator.pipeline.stages import rank_of_stage
 
@@ -27,11 +28,33 @@ def problems(plan: Plan, facts: RuleFacts) -> tuple[Problem, ...]:
     Nothing is raised: a plan without meaning (a degree of zero) gets an illegal Problem.
     """
     found = list(plan_problems(plan, facts))
-    if not any(problem.rule in {"positive", "range"} for problem in found):
+    if not _meaningless(found):
         table = plan_columns([plan])
         found += [
             rule.problem(plan, facts) for rule in RULES if rule.applies(facts) and bool(rule.broken(table, facts)[0])
         ]
+    return _worst_first(found)
+
+
+def problems_without_model(plan: Plan, facts: RuleFacts) -> tuple[Problem, ...]:
+    """Return what the rules that need no model have to say about `plan`, worst first; `facts` has `UNKNOWN_MODEL`."""
+    found: list[Problem] = []
+    with suppress(ModelNotKnown):
+        found += plan_problems(plan.with_(layers_per_stage=()), facts)
+    if not _meaningless(found):
+        table = plan_columns([plan])
+        for rule in RULES:
+            with suppress(ModelNotKnown):
+                if rule.applies(facts) and bool(rule.broken(table, facts)[0]):
+                    found.append(rule.problem(plan, facts))
+    return _worst_first(found)
+
+
+def _meaningless(found: Sequence[Problem]) -> bool:
+    return any(problem.rule in {"positive", "range"} for problem in found)
+
+
+def _worst_first(found: Sequence[Problem]) -> tuple[Problem, ...]:
     order = {Grade.ILLEGAL: 0, Grade.SLOW: 1, Grade.LEGAL: 2}
     return tuple(sorted(found, key=lambda problem: order[problem.grade]))
 
@@ -72,7 +95,8 @@ def plan_problems(plan: Plan, facts: RuleFacts) -> Iterator[Problem]:
         yield Problem(
             rule="placement",
             grade=Grade.ILLEGAL,
-            message=f"placement lists {len(placed)} GPUs, {len(set(placed))} of them distinct; the plan has {plan.gpus} ranks",
+            message=f"placement lists {len(placed)} GPUs, {len(set(placed))} of them distinct;"
+            f" the plan has {plan.gpus} ranks",
         )
 
 
@@ -87,7 +111,7 @@ def _recompute_problems(modes: tuple[str, ...], stages: int, facts: RuleFacts) -
     framework = facts.framework
     unknown = sorted({mode for mode in modes if mode not in framework.recomputes})
     if not framework.lists_recompute:
-        message = f"{framework.title} cannot be told to recompute stage by stage: say one mode for all in recompute"
+        message = f"{framework.title} cannot recompute stage by stage: say one mode for all in recompute"
     elif len(modes) != stages:
         message = f"recompute_per_stage names {len(modes)} modes for {stages} stages"
     elif unknown and not framework.any_recompute:

@@ -67,7 +67,9 @@ def _width_rules(name: str, words: str, of: Callable[[Model], int], among: Calla
         rule(
             name,
             lambda c, q: among(c) & (of(q.model) % c.tp != 0) & ~_undivided(of(q.model), c, q),
-            lambda p, q: f"{words} {of(q.model)} % tp {p.tp} = {of(q.model) % p.tp}: the widest rank sets the pace",
+            lambda p, q: (
+                f"{words} {of(q.model)} % tp {p.tp} = {of(q.model) % p.tp}: the others wait for the widest rank"
+            ),
             grade=Grade.SLOW,
             applies=lambda q: q.framework.uneven_widths and of(q.model) > 0,
         ),
@@ -110,8 +112,9 @@ SHAPE_RULES: list[Rule] = [
         "types",
         lambda c, q: (c.cp > 1) & np.full(len(c), q.activation_dtype not in {"", *q.framework.cp_dtypes}),
         lambda p, q: (
-            f"context parallelism of {q.framework.title} shards fused attention in {' and '.join(q.framework.cp_dtypes)} "
-            f"only, and {q.activation_dtype} has another kernel: cp 1, or mixed precision"
+            f"context parallelism of {q.framework.title} shards fused attention in"
+            f" {' and '.join(q.framework.cp_dtypes)} only, and {q.activation_dtype} has another kernel:"
+            " cp 1, or mixed precision"
         ),
         applies=lambda q: bool(q.framework.cp_dtypes),
     ),
@@ -149,8 +152,8 @@ SHAPE_RULES: list[Rule] = [
         "positions",
         lambda c, q: np.full(len(c), q.workload.seq_len > q.model.max_positions),
         lambda p, q: (
-            f"sequence {q.workload.seq_len} is beyond the {q.model.max_positions} positions that {q.model.name} states: "
-            "its position encoding has to be extended"
+            f"sequence {q.workload.seq_len} is beyond the {q.model.max_positions} positions that {q.model.name}"
+            " states: its position encoding has to be extended"
         ),
         grade=Grade.LEGAL,
         applies=lambda q: not q.model.learned_positions and 0 < q.model.max_positions < q.workload.seq_len,
@@ -272,8 +275,8 @@ SHAPE_RULES: list[Rule] = [
         "loss-pieces",
         lambda c, q: q.workload.seq_len % (c.cp * q.loss_pieces) != 0,
         lambda p, q: (
-            f"sequence {q.workload.seq_len} over cp {p.cp} is not a multiple of the {q.loss_pieces} equal pieces in which "
-            f"this version of {q.framework.title} computes the loss"
+            f"sequence {q.workload.seq_len} over cp {p.cp} is not a multiple of the {q.loss_pieces} equal pieces in"
+            f" which this version of {q.framework.title} computes the loss"
         ),
         applies=lambda q: q.loss_pieces > 1,
     ),
@@ -288,7 +291,7 @@ SHAPE_RULES: list[Rule] = [
     rule(
         "sequence-parallel-supported",
         lambda c, q: c.sequence_parallel & (c.tp > 1),
-        lambda p, q: f"{q.framework.title} has no sequence parallelism beside tensor parallelism",
+        lambda p, q: f"{q.framework.title} has no sequence parallelism with tensor parallelism",
         applies=lambda q: not q.framework.sequence_parallel,
     ),
 ]

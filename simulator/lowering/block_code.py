@@ -149,7 +149,7 @@ def _step(step: PassStep, context: CostContext) -> Step:
 def _beside_ring(ring: Ring, context: CostContext) -> KernelStep:
     if ring.kernel is not None:
         return _kernel(ring.kernel, context)
-    return KernelStep(key=(ring.beside, (), ""), cost=Cost(seconds=0.0, launches=0.0), host_s=0.0)
+    return KernelStep(key=(ring.hidden_by, (), ""), cost=Cost(seconds=0.0, launches=0.0), host_s=0.0)
 
 
 def _transfer(step: Transfer) -> TransferStep:

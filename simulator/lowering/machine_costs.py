@@ -79,7 +79,8 @@ class MachineCosts:
         # By itself a transfer gets what its time says, whatever the time was measured or modelled from.
         medium, share = bottleneck_of(nodes=shape.nodes, ranks_per_node=shape.ranks_per_node)
         rate = min(sent / seconds, self._link_rates[medium] / share) if seconds else 0.0
-        return Cost(seconds=seconds, sms=sms, hbm_bytes_per_s=2 * rate, link_bytes_per_s=rate)
+        hbm = 2 * sent / seconds if seconds else 0.0
+        return Cost(seconds=seconds, sms=sms, hbm_bytes_per_s=hbm, link_bytes_per_s=rate)
 
     def host_s(self, instruction: Instruction) -> float:
         if isinstance(instruction, Launch):

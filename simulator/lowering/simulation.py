@@ -24,7 +24,7 @@ from simulator.program import trace as tr
 
 # Telling which ranks behave alike takes as long for one of them as simulating so many instructions.
 INSTRUCTIONS_PER_RANK = 2
-# Instructions of a layer and pass, and of a stage and pass beside them: rough counts, for choosing only.
+# Instructions of a layer and pass, and of a stage and pass alongside them: rough counts, for choosing only.
 PER_LAYER, PER_STAGE = 24, 14
 
 
@@ -76,7 +76,7 @@ def simulate_plan(
 ) -> Simulated:
     """Return the simulated step. Without `spans` the trace stays empty and the breakdown is the analytical model's,
     scaled to the simulated step; with `micro_batches` the run, and only the run, is of a step with so many, and marks
-    the ends of passes (`lower_training`). `progress` is told how far it is; what it raises ends the work.
+    the ends of passes (`lower_training`). `progress` gets how far it is; what it raises ends the work.
 
     Raises BadPlan as `estimate_plans` and `lower_training` do, ValueError where the global batch does not divide.
     """

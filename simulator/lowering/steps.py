@@ -1,4 +1,4 @@
-"""What a block's code is made of under one plan: kernels, collectives, and pairs of the two that run beside each
+"""What a block's code is made of under one plan: kernels, collectives, and pairs of the two that run alongside each
 other.
 """
 
@@ -37,8 +37,8 @@ class TransferStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AsyncStep:
-    """A product and its collective as torch's graph pass joins them: one `piece` for each rank, shards moved beside by
-    copy engines.
+    """A product and its collective as torch's graph pass joins them: one `piece` for each rank, shards moved alongside
+    by copy engines.
 
     The host issues the copies of a piece in `copies_host_s`; a copy takes `hop_s`.
     """
@@ -53,8 +53,8 @@ class AsyncStep:
 class SiteStep:
     """Products and their collective in one of the executor's modes: one launch that takes as long as both together.
 
-    The host is `kernel.host_s` in the first call and `more_host_s` in the others; shards are seen as copies beside, of
-    `hop_s`.
+    The host is `kernel.host_s` in the first call and `more_host_s` in the others; shards are seen as copies alongside,
+    of `hop_s`.
     """
 
     mode: str

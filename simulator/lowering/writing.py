@@ -1,4 +1,4 @@
-"""Steps of a block as instructions: kernels in order on the compute stream, transfers between or beside them."""
+"""Steps of a block as instructions: kernels in order on the compute stream, transfers between or alongside them."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class StepWriter:
                 code.after(COMPUTE, stream)
 
     def _site(self, code: CodeWriter, step: SiteStep) -> None:
-        """One launch as long as the pair; the shards beside it show what moves, and nobody waits for them again."""
+        """One launch as long as the pair; the shards alongside it show what moves, and nobody waits for them again."""
         transfer, stream = step.transfer, f"{step.transfer.group} copies"
         shard = round(transfer.nbytes / transfer.ranks)
         self.peer_copies[shard] = step.hop_s

@@ -3,7 +3,7 @@ anew.
 
 torch's allocator keeps what is freed. When the driver has no more to give, it waits for the device, returns every
 block that is not in use (`cudaFree`), and tries again; only if that fails too is memory out. What was returned is asked
-for again in the same step, so a plan whose pools together do not fit beside what is not the allocator's runs, but
+for again in the same step, so a plan whose pools together do not fit alongside what is not the allocator's runs, but
 pays for it in every step (c10/cuda/CUDACachingAllocator.cpp: `release_cached_blocks`, `num_alloc_retries`).
 
 Whether that happens is not certain where what is reserved comes near: the cost is weighed by how likely it is.
@@ -18,8 +18,9 @@ import numpy as np
 
 from simulator.columns.plan_table import Floats
 
-# A flush and what it leads to, a step, for each byte of the GPU. Source: nine plans on 2 x H200 that flushed once a
-# step took 0.06 to 0.15 s longer than their like that did not, 0.09 in the middle, of 140 GiB (examples/validation).
+# A flush and what it leads to, a step, for each byte that the allocator would hold if it could: what is given back is
+# part of that, and does not grow with the GPU. Source: nine plans on 2 x H200 that flushed once a step took 0.06 to
+# 0.15 s longer than their like that did not, 0.09 in the middle, and nearly filled 140 GiB (examples/validation).
 FLUSH_S_PER_BYTE = 0.09 / 150e9
 LIKELY = 0.5
 

@@ -98,11 +98,18 @@ class PlanMemory:
         return self._limited(self.worst).retries_per_step
 
     @property
-    def surely_fits(self) -> bool:
-        """Whether memory is enough given how far predictions of it are off."""
+    def fit_probability(self) -> float:
+        """How likely memory is enough, given how far predictions of it are off; 0 where it is not by what they say."""
+        if not self.fits:
+            return 0.0
         low, high = replayed_memory_factors()
         needed = float(self.reserved_bytes)
-        return self.fits and fit_probability(needed, low * needed, high * needed, self.left_bytes) >= SURE
+        return fit_probability(needed, low * needed, high * needed, self.left_bytes)
+
+    @property
+    def surely_fits(self) -> bool:
+        """Whether memory is enough for all that."""
+        return self.fit_probability >= SURE
 
     @cached_property
     def flush_s(self) -> float:
@@ -110,7 +117,7 @@ class PlanMemory:
         reserved = np.array([float(self.reserved_bytes)])
         likely = retry_probability(reserved, np.array([self.left_bytes]), replayed_memory_factors())
         if self._known.flush_s is None:
-            return float(likely[0]) * max(1, self.retries_per_step) * self.capacity_bytes * FLUSH_S_PER_BYTE
+            return float(likely[0]) * max(1, self.retries_per_step) * self.reserved_bytes * FLUSH_S_PER_BYTE
         return float(known_flush_s(likely, self._known.flush_s, self._replay.micro_batches)[0])
 
     def _limited(self, rank: int) -> ReservedMemory:

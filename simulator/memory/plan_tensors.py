@@ -32,7 +32,7 @@ class PlanTensors:
         self.context, self.operators, self.stages, self.schedule = context, operators, stages, schedule
         self.traffic: DataTraffic = data_traffic(context)
         self.last_turned = last_backwards(schedule)
-        self.paired = bool(context.table.paired[0])  # passes of two micro batches run beside each other
+        self.paired = bool(context.table.paired[0])  # passes of two micro batches run at the same time
         self.state = {kind: float(held_bytes(context, kind)[0]) for kind in state_bytes(context)}
         self._tensors, self._inside = BlockTensors(context), BlockTensors(context.in_layers)
         self._passes: dict[tuple[str, str], Passes] = {}

@@ -4,11 +4,11 @@ The host runs ahead of the device, so a tensor is there from when its operator i
 as FSDP2 does it (torch/distributed/fsdp/_fully_shard: `_fsdp_param_group.py`, `_fsdp_collectives.py`): a gather fills a
 flat buffer on a stream of its own, which is copied to a tensor for each parameter on the compute stream; in forward the
 buffer is kept until the next one has been copied. Gradients are copied to a flat buffer on the compute stream, which
-the next reduction lets go; its result, of which gradients are views, lies on the stream of reductions. Without full
+the next reduction frees; its result, of which gradients are views, lies on the stream of reductions. Without full
 sharding gradients come with backward and go with the next step's `zero_grad`.
 
 FSDP1 (torch/distributed/fsdp/_flat_param.py, _runtime_utils.py) gathers a unit to one flat tensor of which its
-parameters are views, so nothing is copied; what it lets go is there until the device has used it, and `prefetch` units
+parameters are views, so nothing is copied; what it frees is there until the device has used it, and `prefetch` units
 may wait for that (`limit_all_gathers`). Gradients of views are put together to a flat one on the compute stream.
 
 DeepSpeed's ZeRO gathers likewise. Its gradients go through buckets (`simulator.step.zero`): contiguous ones that
@@ -36,6 +36,7 @@ from simulator.step.held import placeholder_bytes, state_bytes
 from simulator.step.symmetric_memory import symmetric_bytes
 from simulator.step.units import Unit, held_kinds
 from simulator.step.zero import zero_buffers
+from topology.time_limit import check_time
 
 COMPUTE, GATHER, REDUCE, REPLICATE, PEERS = "compute", "gather", "reduce", "replicate", "peers"
 
@@ -224,7 +225,7 @@ class RankReplay:
             self._free_last_buffers()
 
     def _weights_turn(self, stage: int, micro_batch: int, *, last: bool) -> Iterator[None]:
-        """The second half of a split backward: gradients of weights, whose inputs it lets go."""
+        """The second half of a split backward: gradients of weights, whose inputs it frees."""
         for unit in reversed(self.plan.stages[stage]):
             instance = self.running[unit.name, micro_batch]
             for act, slot in instance.later:
@@ -246,6 +247,7 @@ class RankReplay:
         forward: bool,
         split: bool = False,
     ) -> None:
+        check_time()
         allocate, free, slots = self.memory.allocate, self.memory.free, instance.slots
         for act, slot, nbytes in events:
             if act is Act.ALLOCATE:
@@ -259,7 +261,7 @@ class RankReplay:
                 self._weight_gradient(unit, slot)
 
     def _turned(self, unit: Unit, micro_batch: int, *, last: bool) -> None:
-        """All gradients of a unit are there: let go of its tensors, and reduce."""
+        """All gradients of a unit are there: free its tensors, and reduce."""
         instance = self.running.pop((unit.name, micro_batch))
         self._give([*instance.casts, *instance.slots.values()])
         if self.spec.state.gradient_dtype != "reduce":

@@ -2,7 +2,7 @@
 
 A runtime's description says what every operator reads, writes and saves, by shape. So a tensor is known by its bytes:
 what an operator saves is a tensor of that size that is there, else a new one; what it reads is not needed afterwards
-unless it is saved or is the residual stream. Autograd lets go of what an operator saved when its backward pass has run.
+unless it is saved or is the residual stream. Autograd frees what an operator saved when its backward pass has run.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class BlockTensors:
         tape.free_rest({logits})
         forward = tape.take_events()
         alive = [tape.live[slot] for slot in saved]
-        # Logits that the loss saves are its own; others are let go by whoever called it.
+        # Logits that the loss saves are its own; others are freed by whoever called it.
         given = NOTHING if logits in saved and not kept else logits
         tape.live.pop(given, None)
         for nbytes in alive:
@@ -246,7 +246,7 @@ class BlockTensors:
         return last
 
     def _again(self, tape: _Tape, active: Sequence[OperatorSpec], again: Sequence[bool], inward: int) -> None:
-        """Run operators again so that all that backward needs is held, beside what was kept."""
+        """Run operators again so that all that backward needs is held, alongside what was kept."""
         kept = [slot for slot in tape.held if slot != inward]
         # A kept tensor is what an operator saves, if it has the size; it goes when that operator's backward has run.
         tape.held -= {inward, *kept}

@@ -1,5 +1,5 @@
-"""Experts' all-to-all beside compute: the layers of a forward pass and those of another micro batch's backward pass in
-turns.
+"""Experts' all-to-all alongside compute: the layers of a forward pass and those of another micro batch's backward pass
+in turns.
 
 A layer of each runs at a time. Tokens of the one are on their way while the other computes (streams run in this order):
 
@@ -7,7 +7,7 @@ A layer of each runs at a time. Tokens of the one are on their way while the oth
     compute         attention     |  experts back (their weights) experts |  attention back (its weights)
 
 A pass waits for its own traffic only. What a layer has around its experts (attention, router, permutation, shared
-experts) counts as attention; with weights put off, their gradients come behind what others wait for.
+experts) counts as attention; with delayed weight gradients, these come behind what others wait for.
 
 Source: Megatron-LM, core/models/common/model_chunk_schedule_plan.py (TransformerLayerSchedulePlan.run) and
 core/pipeline_parallel/combined_1f1b.py. DualPipe (DeepSeek-V3, arXiv 2412.19437, section 3.2.1) and torchtitan 0.2.2
@@ -31,7 +31,7 @@ TINY = 1e-12  # seconds
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerParts:
     """Seconds of one pass of a layer: what it computes around its experts and in them, of both the gradients of weights
-    that may be put off, and its two collectives in the order in which it has them.
+    that may be delayed, and its two collectives in the order in which it has them.
     """
 
     around_s: Floats
@@ -71,10 +71,10 @@ def pair_s(forward: LayerParts, backward: LayerParts, *, weights_later: bool) ->
     for _ in range(LAYERS):
         wire = combined = np.maximum(wire, gradients) + backward.first_s
         compute = attended = np.maximum(compute, tokens) + forward.around_s
-        compute = turned = np.maximum(compute, combined) + backward.experts_s - experts_weight
+        compute = experts_end = np.maximum(compute, combined) + backward.experts_s - experts_weight
         wire = dispatched = np.maximum(wire, attended) + forward.first_s
         compute = compute + experts_weight
-        wire = returned = np.maximum(wire, turned) + backward.second_s
+        wire = returned = np.maximum(wire, experts_end) + backward.second_s
         compute = np.maximum(compute, dispatched) + forward.experts_s
         wire = tokens = np.maximum(wire, compute) + forward.second_s
         compute = gradients = np.maximum(compute, returned) + backward.around_s - around_weight
@@ -86,12 +86,12 @@ def pair_s(forward: LayerParts, backward: LayerParts, *, weights_later: bool) ->
 def hidden_and_lost_s(
     forward: LayerParts, backward: LayerParts, held: Floats | float, *, weights_later: bool
 ) -> tuple[Floats, Floats]:
-    """Return the seconds of both layers' exchanges that run beside kernels, and by how much the kernels take longer
+    """Return the seconds of both layers' exchanges that run alongside kernels, and by how much the kernels take longer
     while exchanges hold a share `held` of the GPU's SMs.
     """
     computed, moved = forward.computed_s + backward.computed_s, forward.moved_s + backward.moved_s
-    beside = np.clip(computed + moved - pair_s(forward, backward, weights_later=weights_later), 0.0, moved)
-    lost = held * np.minimum(beside, computed / (1.0 - held))
+    hidden = np.clip(computed + moved - pair_s(forward, backward, weights_later=weights_later), 0.0, moved)
+    lost = held * np.minimum(hidden, computed / (1.0 - held))
     slower = 1.0 + lost / np.maximum(computed, TINY)
     together = pair_s(forward.slowed(slower), backward.slowed(slower), weights_later=weights_later)
     return np.clip(computed + lost + moved - together, 0.0, moved), np.asarray(lost)

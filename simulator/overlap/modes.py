@@ -2,8 +2,8 @@
 alone.
 
     nccl            collective and product, one after the other
-    chunked         `SLICES` slices of every shard by NCCL, each beside one batched product of another slice
-    ring            W - 1 hops to the neighbour, each beside the product of the shard at hand
+    chunked         `SLICES` slices of every shard by NCCL, each alongside one batched product of another slice
+    ring            W - 1 hops to the neighbour, each alongside the product of the shard at hand
     copy_engine     pushes of whole shards, the library's product per shard; a reduce-scatter adds up in a pass at the
       end,
                     or, for large shards, as its products are made: partial sums go round in halves
@@ -14,7 +14,7 @@ alone.
 
 All are pipelines of two stages, moving and multiplying, of equal steps; of such a pipeline the first or the last step
 decides, so each formula is the largest of two or three sums. Parts are numbers or columns of a plan table: the
-analytical model and the simulation share every line here. What the device does and what the host issues are told apart:
+analytical model and the simulation share every line here. What the device does and what the host issues are separate:
 a host that is ahead costs nothing, one that is behind decides (small shapes).
 
 `OverlapRates` are few and physical, and the same for all shapes; `simulator.fitting.overlap_fit` finds them from
@@ -133,7 +133,8 @@ class OverlapRates:
     step_gap_s: float = 1.3e-5
     """The same for each of many steps: collectives and products wait for each other's end, kernel by kernel."""
     product_slowdown: float = 0.07
-    """Seconds that the library's products lose for each second of copies beside them: memory and power are shared."""
+    """Seconds that the library's products lose for each second of copies alongside them: memory and power are shared.
+    """
     torch_product_slowdown: float = 0.38
     """The same in torch's operator, which also has its products on two streams by turns."""
     fused_product_slowdown: float = 0.02
@@ -143,7 +144,7 @@ class OverlapRates:
     early_product_slowdown: float = 0.42
     """The same where the product is there first: the collective gets what its tiles leave."""
     collective_slowdown: float = 0.49
-    """Seconds that such a collective loses for each second of a product beside it."""
+    """Seconds that such a collective loses for each second of a product alongside it."""
     fused_ratio: float = 0.96
     """The fused kernel's product alone over the library's, both of whole rounds of tiles."""
     fused_rounds: float = 0.98

@@ -30,7 +30,6 @@ from simulator.overlap.modes import (
     issue_s,
     rounds_of,
 )
-from simulator.overlap.userbuffers import STREAMS, bulk_s
 from topology.units import GIB
 
 OWN_MODES = tuple(mode for mode in MODES if mode not in EXECUTOR_NAMES)  # modes of the executor's own
@@ -60,7 +59,7 @@ class Products:
     `streamed_s` is what one of several shards takes that are multiplied on `STREAMS` streams at the same time.
 
     `first_s` is the first one's at once, `first_columns` its width; `elements` are those of the weights; a `count` of 0
-    is none. `weight_s` are the weight gradients beside them, which are no part of the pair but in `userbuffers`.
+    is none. `weight_s` are the weight gradients alongside them, which are no part of the pair but in `userbuffers`.
     """
 
     seconds: Value = 0.0
@@ -182,3 +181,35 @@ def pair_s(mode: str, op: str, parts: Parts, products: Products, *, regathers: b
 def pair_issue_s(mode: str, op: str, ranks: Value, *, regathers: bool, site: SiteRates) -> Value:
     """Return the host's seconds for a pair, in place of its collective's and its products' launches."""
     return issue_s(mode, OPERATION[op], ranks, site.rates, regathers=regathers)
+
+
+# Transformer Engine's userbuffers: tensor-parallel traffic alongside products, as Megatron-Core runs it
+# (--tp-comm-overlap).
+#
+# Forward, and for the gradients that come into a row-parallel layer, shards go round a ring and products are cut into
+# one piece for each of them: the pipeline of `copy_engine` (`simulator.overlap.modes`). Into a column-parallel layer
+# backward goes in bulk: tokens are gathered again, for the weight gradient, while the gradient of the input is
+# computed, and that gradient is scattered while the weight's is computed. Nothing is cut there.
+#
+# Source: transformer_engine/pytorch/module/base.py (initialize_ub: methods `ring_exchange` and `bulk` by name of
+# product), and NVIDIA's own settings (megatron.bridge.training.comm_overlap: RingExchangeOverlapCfg for qkv_fprop,
+# fc1_fprop, proj_dgrad, fc2_dgrad; BulkOverlapCfg for qkv_dgrad, qkv_wgrad, fc1_dgrad, fc1_wgrad). On Hopper proj_fprop
+# and fc2_fprop are set to four slices on a few SMs instead of a ring; both hide all but the last piece, and are one
+# formula here.
+
+
+# Pieces are multiplied on so many streams in turn, so that a few small ones fill the GPU together
+# (transformer_engine/common/include/transformer_engine/comm_gemm_overlap.h: NVTE_COMM_OVERLAP_MAX_STREAMS).
+STREAMS = 3
+
+
+def bulk_s(parts: Parts, weight_s: Value, rates: OverlapRates) -> Value:
+    """Return the seconds of a backward pair, its weight gradients (`weight_s`) left out: gathering alongside the
+    gradient of the input, and scattering that alongside the weight's.
+
+    The few SMs that move bytes, and the memory traffic, slow a product down as copies do.
+    """
+    moving = parts.collective_s + rates.signal_s
+    exposed = np.maximum(moving - parts.product_s, 0.0) + np.maximum(moving - weight_s, 0.0)
+    hidden = np.minimum(moving, parts.product_s) + np.minimum(moving, weight_s)
+    return parts.product_s + exposed + rates.product_slowdown * hidden

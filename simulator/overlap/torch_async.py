@@ -1,4 +1,4 @@
-"""torch's asynchronous tensor parallelism: how long a product and the collective beside it take together.
+"""torch's asynchronous tensor parallelism: how long a product and the collective alongside it take together.
 
 A pass over the compiled graph finds the pairs: a gather with the products that read it, weight gradients aside, and a
 reduce-scatter that reads one product. Where several products add up first (backward of queries, keys and values)
@@ -6,7 +6,7 @@ nothing is hidden. Each product is cut into as many pieces as there are ranks; c
 memory, the first piece is the rank's own and waits for none. Partial results of a reduce-scatter are summed in a pass
 of its own.
 
-Whoever moves the shards, they go through the memory and the power budget of the product beside them: each second of
+Whoever moves the shards, they go through the memory and the power budget of the product alongside them: each second of
 moving costs the product `PRODUCT_SLOWDOWN` of a second.
 
 Modes that our own executor runs are in `simulator.overlap.modes`.
@@ -48,7 +48,7 @@ def extra_calls(ranks: Value) -> Value:
 
 
 def launch_s(*, hop_s: Value, pieces_s: Value, ranks: Value) -> Value:
-    """Return seconds of one piece of the product beside what moves."""
+    """Return seconds of one piece of the product alongside what moves."""
     piece = pieces_s / ranks
     return piece + PRODUCT_SLOWDOWN * _shorter(piece, hop_s) * (ranks - 1) / ranks
 

@@ -76,7 +76,7 @@ def block_passes(
     )
 
 
-# Of the SMs, what messages leave to a kernel beside them.
+# Of the SMs, what messages leave to a kernel alongside them.
 MOST_HELD = 0.95
 
 
@@ -134,7 +134,7 @@ class _Maker:
                 held=np.minimum(2 * held, MOST_HELD),
                 call_s=self.host.collective_s,
                 ranks=ranks,
-                beside=f"{operator.hidden_by}.backward" if work.backward else operator.hidden_by,
+                hidden_by=f"{operator.hidden_by}.backward" if work.backward else operator.hidden_by,
                 backward=work.backward,
             )
         between = f"{work.over}_pair" if work.collective == "send_recv" else work.over

@@ -1,10 +1,10 @@
-"""Which kernels and collectives of a pass run beside each other, and what they take together.
+"""Which kernels and collectives of a pass run at the same time, and what they take together.
 
 Rings pass keys and values on while attention works on those before. In a mode of the executor a gather runs with the
 products that read what it gathers, a scatter with those whose results add up to what it scatters, weight gradients
 aside, as in executor/overlap/autograd.py; they are moved next to each other. torch's graph pass takes what is next to a
-collective only (`simulator.overlap.torch_async`). A kernel runs beside one collective, and a further collective between
-tensor-parallel ranks ends what those before it may have.
+collective only (`simulator.overlap.torch_async`). A kernel runs alongside one collective, and a further collective
+between tensor-parallel ranks ends what those before it may have.
 
 Plans differ in what they run and pair: a kernel, or a collective, is in the `rows` of a pair or in its own place.
 """
@@ -26,7 +26,7 @@ from simulator.step.context import CostContext
 
 
 def paired(steps: Sequence[Step], context: CostContext) -> list[Step]:
-    """Return a pass with its kernels and collectives joined where they run beside each other."""
+    """Return a pass with its kernels and collectives joined where they run at the same time."""
     steps = _rings(steps)
     if not any(isinstance(step, Transfer) and step.modes is not None for step in steps):
         return steps
@@ -34,7 +34,7 @@ def paired(steps: Sequence[Step], context: CostContext) -> list[Step]:
 
 
 def _rings(steps: Sequence[Step]) -> list[Step]:
-    """Join every ring of keys and values with the attention kernel beside it, before it (forward) or after."""
+    """Join every ring of keys and values with the attention kernel alongside it, before it (forward) or after."""
     found = list(steps)
     for at, ring in enumerate(found):
         if not isinstance(ring, Ring):
@@ -42,7 +42,7 @@ def _rings(steps: Sequence[Step]) -> list[Step]:
         places = range(at + 1, len(found)) if ring.backward else reversed(range(at))
         for place in places:
             kernel = found[place]
-            if isinstance(kernel, Kernel) and kernel.work.name == ring.beside:
+            if isinstance(kernel, Kernel) and kernel.work.name == ring.hidden_by:
                 found[at] = replace(ring, kernel=kernel.only(ring.rows))
                 found[place] = kernel.only(~ring.rows)
                 break
@@ -54,7 +54,7 @@ Taken = tuple[int, Rows]  # the place of a kernel, and in which plans it is take
 
 @dataclass(slots=True)
 class _Partners:
-    """The kernels beside a collective, and in which plans there are enough of them for a pair."""
+    """The kernels alongside a collective, and in which plans there are enough of them for a pair."""
 
     taken: list[Taken]
     rows: Rows
@@ -93,7 +93,7 @@ class _Pairing:
         partners: Callable[[int, Transfer, Rows], _Partners],
         priced: Callable[[int, Transfer, tuple[Kernel, ...], Rows], list[Step]],
     ) -> list[Step]:
-        """Take a collective and the kernels beside it out of their places; return the pair of them, and what it
+        """Take a collective and the kernels alongside it out of their places; return the pair of them, and what it
         adds.
         """
         if not rows.any():
@@ -156,7 +156,7 @@ class _Pairing:
         """Return a pair in the modes that its site has under each plan."""
         context, op, size = self.context, transfer.op, transfer.nbytes
         scatters = op == "reduce_scatter"
-        # Gradients of weights are no part of a scatter, but beside it in `userbuffers`.
+        # Gradients of weights are no part of a scatter, but alongside it in `userbuffers`.
         weight_s = np.zeros(len(rows))
         for _, kernel, here in self._since(at, rows) if scatters else ():
             if kernel.weight:

@@ -62,7 +62,7 @@ class Transfer:
     """One collective, or message to a neighbour, that the next kernel waits for.
 
     `nbytes` as of nccl-tests, `alone_s` its seconds, `call_s` the host's. `modes` are the words by which plans have it
-    run beside products; None where no plan has one. `tensor` as in `Kernel.reads`.
+    run alongside products; None where no plan has one. `tensor` as in `Kernel.reads`.
     """
 
     rows: Rows
@@ -99,7 +99,7 @@ class Ring:
     held: Floats
     call_s: float
     ranks: Floats
-    beside: str  # the kernel's name
+    hidden_by: str  # the kernel's name
     backward: bool  # and whether it comes behind the ring, not before it
     kernel: Kernel | None = None
 
@@ -117,7 +117,7 @@ class Ring:
 
     @property
     def lost_s(self) -> Floats:
-        """Seconds that pieces lose beside hops."""
+        """Seconds that pieces lose alongside hops."""
         return np.where(self.rows, (self.ranks - 1) * (self.beside_s - self.piece_s), 0.0)
 
     @property
@@ -134,7 +134,7 @@ class Ring:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """A tensor-parallel collective and the kernels that run beside it: both together take `together_s`, and the host
+    """A tensor-parallel collective and the kernels that run alongside it: both together take `together_s`, and the host
     `issue_s`.
 
     `copy_s` is a shard by a copy engine, `piece_s` one launch of as many as ranks where torch's graph pass cuts

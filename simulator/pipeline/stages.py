@@ -102,7 +102,7 @@ def stage_layout(model: Model, table: PlanTable, spec: PipelineSpec, *, merged: 
     """Return how many dense and MoE layers pipeline ranks hold under every plan.
 
     `merged`: a column for each kind of rank instead of each rank. Schedules of which every rank holds another number of
-    micro batches are told apart by `rank` all the same: merged, they stand by the first.
+    micro batches are found by `rank` all the same: merged, they stand by the first.
     """
     folded = where(table.schedule, lambda kind: kind.v_shaped)
     own = np.arange(len(table)) if any(p.layers_per_stage for p in table.plans) else np.zeros(len(table))

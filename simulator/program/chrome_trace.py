@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from simulator.program import trace as tr
+from topology.codec import JsonObject
 from topology.errors import BadInput
 
 # What the profiler calls things, and what they are to us. Annotations on GPU streams repeat host spans: left out.
@@ -14,7 +15,7 @@ _ON_HOST = frozenset({"cpu_op", "cuda_runtime", "cuda_driver", "user_annotation"
 _COMMUNICATES = ("nccl", "nvshmem", "symm_mem", "one_shot_all_reduce", "two_shot_all_reduce", "multimem")
 
 
-def to_chrome(trace: tr.Trace) -> dict[str, Any]:
+def to_chrome(trace: tr.Trace) -> JsonObject:
     """Return `trace` as a Chrome trace: a process per rank, a thread per stream, microseconds with three decimals.
 
     Messages are flow arrows, memory and link use are counters. Raises ValueError when two spans of a stream cross,
@@ -29,7 +30,7 @@ def to_chrome(trace: tr.Trace) -> dict[str, Any]:
     threads: dict[tuple[int, str], int] = {}
     for rank, stream in sorted({(s.rank, s.stream) for s in trace.spans}, key=lambda k: (k[0], k[1] != tr.HOST, k[1])):
         threads[rank, stream] = len(threads) + 1
-    events: list[dict[str, Any]] = []
+    events: list[JsonObject] = []
     # Counters of links belong to no rank: they get a process of their own, after the ranks.
     elsewhere = max(trace.ranks, default=-1) + 1
     names = {rank: f"rank {rank}" for rank in trace.ranks}
@@ -110,7 +111,7 @@ def from_kineto(data: Any, *, rank: int | None = None) -> tr.Trace:
     return tr.Trace(spans=tuple(moved), counters=counters, source="measured")
 
 
-def _span(event: dict[str, Any], position: int, rank: int) -> tr.Span:
+def _span(event: JsonObject, position: int, rank: int) -> tr.Span:
     """Return the span of one event, its times still in nanoseconds of the file's clock."""
     name, thread = str(event.get("name", "")), event.get("tid")
     start, duration = _number(event, "ts", position), _number(event, "dur", position)
@@ -126,7 +127,7 @@ def _span(event: dict[str, Any], position: int, rank: int) -> tr.Span:
     return tr.Span(rank, stream, name, round(start * 1e3), round((start + duration) * 1e3), kind)
 
 
-def _allocated(event: dict[str, Any], position: int) -> list[tuple[float, float]]:
+def _allocated(event: JsonObject, position: int) -> list[tuple[float, float]]:
     """Return the sample of one allocator event, if it is of a GPU."""
     args = event.get("args")
     if not isinstance(args, dict) or args.get("Device Type") != 1 or "Total Allocated" not in args:
@@ -134,7 +135,7 @@ def _allocated(event: dict[str, Any], position: int) -> list[tuple[float, float]
     return [(round(_number(event, "ts", position) * 1e3), _number(args, "Total Allocated", position))]
 
 
-def _number(fields: dict[str, Any], key: str, position: int) -> float:
+def _number(fields: JsonObject, key: str, position: int) -> float:
     value = fields.get(key)
     # Beyond 1e18 microseconds (30,000 years) there is no time, only a broken file; this also refuses nan and inf.
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1e18:

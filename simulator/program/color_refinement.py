@@ -46,7 +46,7 @@ def number_bags(owner: Ints, token: Ints, owners: int) -> Ints:
 
 
 class SharedLinks:
-    """Who crosses which links: the third side of the refinement, beside ranks and transfers. Free if nobody does."""
+    """Who crosses which links: the third side of the refinement, alongside ranks and transfers. Free if nobody does."""
 
     def __init__(self) -> None:
         self.names: list[Hashable] = []

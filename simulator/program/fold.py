@@ -304,7 +304,7 @@ def _family(name: str, groups: tuple[Ranks, ...], ranks: int) -> _Family:
     inside = np.arange(table.shape[1]) < sizes[:, None]
     table[inside] = np.fromiter((rank for group in groups for rank in group), dtype=np.int64, count=int(sizes.sum()))
     members = table[inside]
-    if len(np.unique(members)) != len(members) or (len(members) and not 0 <= members.min() <= members.max() < ranks):
+    if len(members) and (members.min() < 0 or members.max() >= ranks or np.bincount(members).max() > 1):
         raise ValueError(f"groups of family {name!r} overlap or hold ranks outside 0..{ranks - 1}")
     group_of = np.full(ranks, -1, dtype=np.int64)
     position = np.full(ranks, -1, dtype=np.int64)

@@ -1,7 +1,7 @@
 """The one intermediate form: what every rank does, as instructions on named streams, without any cost.
 
 A rank's code is one ordered list: the order in which its host thread issues the instructions. `stream` says who carries
-an instruction out; streams run in issue order and beside each other, events order them. `host` is the host thread
+an instruction out; streams run in issue order and at the same time, events order them. `host` is the host thread
 itself. Ranks that run the same code share one `RankCode`: a program for 16,384 GPUs is as long as one for its 16
 pipeline stages.
 
@@ -287,13 +287,13 @@ class CodeWriter:
         """Send `step` places further round the group's ring and receive from as far back, both at once.
 
         What NCCL does with the two in one group call: one after the other on one stream, every rank of the ring would
-        wait for the next one's receive for ever. The receive runs on a stream beside `stream`, which waits for it.
+        wait for the next one's receive for ever. The receive runs on a stream alongside `stream`, which waits for it.
         """
-        beside = f"{stream} in"
-        self.after(beside, stream)
+        receiving = f"{stream} in"
+        self.after(receiving, stream)
         self.send(group, step, nbytes, tag=tag, relative=True, stream=stream, reads=reads)
-        self.recv(group, -step, nbytes, tag=tag, relative=True, stream=beside, writes=writes)
-        self.after(stream, beside)
+        self.recv(group, -step, nbytes, tag=tag, relative=True, stream=receiving, writes=writes)
+        self.after(stream, receiving)
 
     def copy(
         self,

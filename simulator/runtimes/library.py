@@ -1,7 +1,7 @@
 """Runtime descriptions: which kernels a framework runs for a layer, what it saves, what the host costs.
 
 A description is a TOML file under `simulator/runtimes`; adding a runtime is adding a file. It is read once, checked
-against the types here, and turned into the operators of one model (`operators_for`), with every `when` decided.
+against the types here, and made the operators of one model (`operators_for`), with every `when` decided.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import resources
 from itertools import groupby
-from typing import Any
 
 from simulator.config.model import Model
 from simulator.config.model_families import FAMILIES
@@ -34,7 +33,7 @@ from simulator.runtimes.parts import (
     ZeroSpec,
 )
 from simulator.runtimes.quantized import LowPrecisionSpec, quantized
-from topology.codec import convert
+from topology.codec import JsonObject, convert
 from topology.errors import BadPlan
 
 
@@ -104,6 +103,12 @@ def runtime_spec(name: str) -> RuntimeSpec:
     raise BadPlan(f"runtime {name!r} is unknown", why=f"known: {', '.join(runtime_names())}")
 
 
+@cache
+def is_described(name: str) -> bool:
+    """Return whether a description claims `name`."""
+    return name in _files() or name in runtime_names()
+
+
 def runtime_names() -> tuple[str, ...]:
     return tuple(name for file in _files() for name in _read(file).names)
 
@@ -137,17 +142,17 @@ def _read(file: str, generation: str = "") -> RuntimeSpec:
     return convert(document, RuntimeSpec, where=f"runtimes/{file}.toml")
 
 
-def _load_toml(file: str) -> dict[str, Any]:
+def _load_toml(file: str) -> JsonObject:
     return tomllib.loads((resources.files("simulator") / "runtimes" / f"{file}.toml").read_text("utf-8"))
 
 
-def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+def _merge(below: JsonObject, above: JsonObject) -> JsonObject:
     """Return `below` with what `above` says in its place, table by table."""
     both = {key: _merge(below[key], value) for key, value in above.items() if isinstance(value, dict) and key in below}
     return {**below, **above, **both}
 
 
-def _replaced(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+def _replaced(below: JsonObject, above: JsonObject) -> JsonObject:
     """Return `below` with what `above` says in its place; operators under `layer.overrides` take those of their
     names.
     """
@@ -158,11 +163,9 @@ def _replaced(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     return both
 
 
-def _replace_operators(
-    operators: list[dict[str, Any]], others: dict[str, list[dict[str, Any]]]
-) -> list[dict[str, Any]]:
+def _replace_operators(operators: list[JsonObject], others: dict[str, list[JsonObject]]) -> list[JsonObject]:
     """Return a part's operators with `others` in the places of those of their names; all of one name stand together."""
-    found: list[dict[str, Any]] = []
+    found: list[JsonObject] = []
     for name, run in groupby(operators, key=lambda operator: str(operator["name"])):
         found += others.get(name, list(run))
     return found
@@ -269,7 +272,7 @@ class ModelOperators:
     features: frozenset[str] = field(default_factory=frozenset)
 
 
-CASTS = frozenset({"cast", "turned"})  # in an operator's `units`
+CASTS = frozenset({"cast", "rotated"})  # in an operator's `units`
 _PLAN_SIDE = ("sp", "autocast", "cp_ring", "cp_all_gather", "cp_all_to_all", "cp", "ep")
 PLAN_CONDITIONS = frozenset(_PLAN_SIDE) | {f"!{name}" for name in _PLAN_SIDE}
 
@@ -344,6 +347,7 @@ def _features(model: Model, runtime: Runtime, spec: RuntimeSpec) -> frozenset[st
         "rotary": model.rotary,
         "dropout": spec.dropout and family is not None and family.dropout,
         "shared_expert": bool(model.moe and model.moe.shared_ffn),
+        "copies_by_eight": bool(model.moe and model.moe.experts_per_token % 8 == 0),
         "compiled": runtime.compile,
         "wide": DTYPE_BYTES[runtime.activation_dtype] > 2,
         "scores_after": model.family in spec.scores_after,

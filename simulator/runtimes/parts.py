@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import fnmatch
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from simulator.kernels.operators import OperatorSpec
+from topology.codec import JsonObject
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +21,7 @@ class RuntimeDefaults:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateSpec:
-    """`master_weights`: a float32 copy beside 16-bit parameters. Gradient dtypes are `param`, `compute`, `reduce`.
+    """`master_weights`: a float32 copy alongside 16-bit parameters. Gradient dtypes are `param`, `compute`, `reduce`.
 
     `placeholder_gradients`: where products add weight gradients up themselves, autograd is handed a tensor that nobody
     fills, one for every distinct shape of weight, kept for good. `gradient_passes_bytes` are moved once a step for
@@ -237,7 +238,7 @@ class EarlierSpec:
 
     before: str = ""
     before_date: str = ""
-    overrides: dict[str, Any] = field(default_factory=dict)
+    overrides: JsonObject = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,4 +250,4 @@ class LaterSpec:
 
     since: str
     loss_pieces: int = 1
-    overrides: dict[str, Any] = field(default_factory=dict)
+    overrides: JsonObject = field(default_factory=dict)

@@ -17,13 +17,13 @@ from simulator.kernels.operators import OperatorSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LowPrecisionSpec:
-    """How a runtime multiplies in a low type: the `recipe` that it has unless told otherwise, and which products stay
+    """How a runtime multiplies in a low type: the `recipe` that it has by default, and which products stay
     `wide` (patterns of operator names; the head and the embedding always do).
 
     `after_norm` are products whose input a norm may write in the low type itself. `gathers_tokens`: tensor-parallel
     ranks gather what has been quantised. `gathers_weights`: parameters are stored, and gathered over data-parallel
     ranks, in the low type; otherwise 16-bit ones are quantised once a step. `keeps` are inputs of products, by name,
-    that are kept in the low type beside the 16-bit tensor that an operator before keeps.
+    that are kept in the low type alongside the 16-bit tensor that an operator before keeps.
     """
 
     recipe: str

@@ -8,14 +8,15 @@ from typing import Any
 from simulator.config.runtime import COMPUTE_ONLY, DTYPE_BYTES, LOW_PRECISION, Runtime
 from simulator.kernels.low_precision import USUAL, recipes
 from simulator.runtimes.library import DATED, RuntimeSpec, runtime_spec
+from topology.codec import JsonObject
 from topology.errors import BadPlan
 
 
-def resolve(stated: dict[str, Any]) -> tuple[Runtime, tuple[str, ...]]:
+def resolve(stated: JsonObject) -> tuple[Runtime, tuple[str, ...]]:
     """Return the runtime a case states, what it left open filled with that runtime's defaults, and what was assumed."""
     name = str(stated.get("name") or "pytorch")
     spec = runtime_spec(name)
-    chosen: dict[str, Any] = {}
+    chosen: JsonObject = {}
     assumed = []
     for key in ("param_dtype", "compute_dtype", "reduce_dtype", "optimizer", "compile"):
         value = stated.get(key)

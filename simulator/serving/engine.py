@@ -13,7 +13,7 @@ from topology.errors import BadInput
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
-    """How one engine schedules and what its steps cost beside the model's own kernels; meanings in engines.toml."""
+    """How one engine schedules and what its steps cost besides the model's own kernels; meanings in engines.toml."""
 
     name: str
     title: str

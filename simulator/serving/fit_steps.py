@@ -30,7 +30,7 @@ BOUNDS = (0.05, 20.0)  # of a ratio: beyond it a sample is of something else
 
 @dataclass(frozen=True, slots=True)
 class _Priced:
-    """A sample beside what is priced for it, in seconds: what grows with tokens, what attention takes."""
+    """A sample with what is priced for it, in seconds: what grows with tokens, what attention takes."""
 
     tokens: float
     measured: float
@@ -76,7 +76,7 @@ def _host_bound(sample: ServingSample) -> bool:
 
 
 def _priced(sample: ServingSample, costs: dict[str, ForwardPass], found: MeasuredSteps) -> _Priced:
-    """Return a step's device time beside its price, all-reduces left out of both where they were timed themselves."""
+    """Return a step's device time and its price, all-reduces left out of both where they were timed themselves."""
     cost = costs[str(sample.model.get("name"))]
     batch, context = int(sample.batch), sample.context
     reads = sample.phase == "prefill"

@@ -1,4 +1,4 @@
-"""How many tokens an engine can remember: what its share of a GPU's memory leaves beside weights and activations."""
+"""How many tokens an engine can remember: what its share of a GPU's memory leaves besides weights and activations."""
 
 from __future__ import annotations
 

@@ -20,6 +20,11 @@ class Request(NamedTuple):
     output: int
 
 
+def steady_requests(concurrency: int) -> int:
+    """Return how many requests are followed for figures of so many clients: several rounds of all of them."""
+    return max(200, 4 * concurrency)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lengths:
     """Tokens of prompts or answers: `mean`, or uniform between `low` and `high` times it, both ends included."""

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from simulator.config.runtime import ELEMENT_BYTES
+from topology.codec import JsonObject
 from topology.errors import BadInput
 
 FORMAT = "meshwright captured graph"
@@ -53,7 +54,7 @@ class GraphNode(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     args: tuple[Any, ...]
     shape: tuple[int, ...]
     dtype: str
-    kwargs: dict[str, Any] = {}
+    kwargs: JsonObject = {}
     index: int | None = None
     module: str = ""
 

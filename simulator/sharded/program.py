@@ -30,13 +30,14 @@ from simulator.program.program import (
     Send,
     WaitEvent,
 )
+from topology.codec import JsonObject
 from topology.errors import BadInput
 
 FORMAT = "meshwright runnable program"
 MAX_INSTRUCTIONS = 200_000
 MAX_RANKS = 1 << 20
 OVERLAPPED = "overlap."  # begins the names of kernels that exchange pieces while they multiply (`executor.overlap`)
-_INSTRUCTIONS: dict[str, Any] = {
+_INSTRUCTIONS: JsonObject = {
     "launch": Launch,
     "collective": Collective,
     "send": Send,
@@ -69,7 +70,7 @@ class Kernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="kerne
 
     op: str
     args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = {}
+    kwargs: JsonObject = {}
     index: int | None = None
 
 
@@ -103,8 +104,8 @@ def is_of_patches(kernel: Kernel, x: Sequence[int], weight: Sequence[int]) -> bo
     window = list(weight[2:])
     if not all(isinstance(one, list | tuple) for one in (stride, padding, dilation)):
         return False
-    beside = list(stride) == window != ones and not any(padding) and set(dilation) <= {1} and groups == 1
-    return beside and all(size % width == 0 for size, width in zip(x[2:], window, strict=True))
+    tiles = list(stride) == window != ones and not any(padding) and set(dilation) <= {1} and groups == 1
+    return tiles and all(size % width == 0 for size, width in zip(x[2:], window, strict=True))
 
 
 class RunnableProgram(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -120,7 +121,7 @@ class RunnableProgram(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     mesh_names: tuple[str, ...]
     mesh_shape: tuple[int, ...]
     buffers: dict[str, Buffer]
-    instructions: tuple[dict[str, Any], ...]
+    instructions: tuple[JsonObject, ...]
     work: dict[str, Kernel | Exchange]
     inputs: dict[str, str]
     outputs: tuple[str, ...]
@@ -222,7 +223,7 @@ def rank_at(program: RunnableProgram, rank: int, axis: str, coordinate: int) -> 
     return number
 
 
-def written(instruction: Instruction) -> dict[str, Any]:
+def written(instruction: Instruction) -> JsonObject:
     """Return an instruction as JSON data."""
     kind = next(name for name, one in _INSTRUCTIONS.items() if isinstance(instruction, one))
     fields = msgspec.to_builtins(instruction)

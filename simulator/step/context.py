@@ -49,7 +49,7 @@ class CostContext:
         )
 
     def held_sms(self, op: str) -> float | None:
-        """Return the SMs that data-parallel traffic takes from kernels beside it, None where that was not measured."""
+        """Return the SMs that data-parallel traffic takes from kernels, None where that was not measured."""
         return self.calibration.held_sms(op) if self.calibration is not None else None
 
     def dtype_bytes(self, name: str) -> float:

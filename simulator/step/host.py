@@ -70,7 +70,7 @@ def compiled(host: HostSpec) -> HostSpec:
 
 
 def layer_host_s(spec: RuntimeSpec, table: PlanTable, *, sparse: bool = False) -> tuple[Floats, Floats]:
-    """Return the host seconds of one layer's forward and backward pass beside its launches, one value a plan: means
+    """Return the host seconds of one layer's forward and backward pass besides its launches, one value a plan: means
     over micro batches, of which DDP may leave all but the last alone.
 
     `sparse`: of a layer with experts.
@@ -99,7 +99,7 @@ def _sharding(table: PlanTable) -> Floats:
 
 
 def pass_host_s(host: HostSpec, table: PlanTable) -> Floats:
-    """Return the host seconds of a pass of a pipeline's stage beside those of its layers, one value a plan."""
+    """Return the host seconds of a pass of a pipeline's stage besides those of its layers, one value a plan."""
     return np.where(table["pp"] > 1, host.pp_pass_s, 0.0)
 
 
@@ -127,7 +127,7 @@ def slowest(ranks: Floats, spread: float) -> Floats:
 
 
 def rest_host_s(host: HostSpec, table: PlanTable) -> Floats:
-    """Return the host seconds of a step outside its layers, beside what a step begins with, one value a plan."""
+    """Return the host seconds of a step outside its layers, besides what a step begins with, one value a plan."""
     return np.asarray(
         host.rest_s
         + _sharding(table) * host.fsdp_rest_s
@@ -145,7 +145,7 @@ def host_synchronizes(host: HostSpec, table: PlanTable) -> NDArray[np.bool_]:
 
 
 def again_host_s(host: HostSpec, table: PlanTable) -> Floats:
-    """Return the host seconds of one layer recomputed, beside the launches: its modules, its wrapping, its DTensors,
+    """Return the host seconds of one layer recomputed, besides the launches: its modules, its wrapping, its DTensors,
     its parts of sequences.
     """
     tensors = (table["tp"] > 1) & (not host.plain_tensors)

@@ -65,8 +65,8 @@ def offload_assumed(plans: Iterable[Plan], cluster: Cluster) -> tuple[str, ...]:
     rates = host_rates(cluster, gpus)
     memory = rates.source.removeprefix("assumed: ")
     text = (
-        f"the CPU updates at {HOST_SHARE:.0%} of the host's memory bandwidth ({memory}); the host has the memory; copies to and "
-        f"from it at {rates.copy_bytes_per_s / 1e9:.0f} GB/s a GPU"
+        f"the CPU updates at {HOST_SHARE:.0%} of the host's memory bandwidth ({memory}); the host has the memory;"
+        f" copies to and from it at {rates.copy_bytes_per_s / 1e9:.0f} GB/s a GPU"
     )
     return (text,)
 

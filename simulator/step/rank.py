@@ -1,4 +1,4 @@
-"""What listens to the walk through a step: one pipeline rank, told in the order in which its host issues things.
+"""What listens to the walk through a step: one pipeline rank, called in the order in which its host issues things.
 
 Amounts are columns, one entry for each plan that is walked at once. `simulator.lowering` writes them down as
 instructions for one plan, `simulator.analytical.rank_timeline` counts clocks and bytes of many.
@@ -25,7 +25,7 @@ class Pass(StrEnum):
 
 
 class Rank(Protocol):
-    """Work runs on the compute stream unless another is named; streams run in the order they are told."""
+    """Work runs on the compute stream unless another is named; streams run what they get in order."""
 
     def begin(self, unit: Unit) -> None:
         """Begin with all that there is to tell of a pass of a unit."""
@@ -34,7 +34,7 @@ class Rank(Protocol):
         """End with it: units that are like it do the same."""
 
     def begin_pair(self) -> None:
-        """Begin with a backward and a forward pass that run beside each other, layer by layer."""
+        """Begin with a backward and a forward pass that run at the same time, layer by layer."""
 
     def next_of_pair(self) -> None:
         """End the backward pass of the two; what follows is the forward pass."""
@@ -67,7 +67,7 @@ class Rank(Protocol):
         """Have a stream carry out a collective between what computes before it and what computes after."""
 
     def after(self, stream: str, other: str) -> None:
-        """Let a stream wait for all that has been told to another so far."""
+        """Let a stream wait for all that another has got so far."""
 
     def record(self, stream: str) -> str:
         """Mark a point of a stream; return the event's name."""

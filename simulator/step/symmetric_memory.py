@@ -1,4 +1,5 @@
-"""What the overlap modes hold on to: symmetric memory, which lies beside the caching allocator's for as long as a run.
+"""What the overlap modes hold on to: symmetric memory, which lies alongside the caching allocator's for as long as a
+run.
 
 Modes that push (`PUSHED_MODES`) keep, for each tensor-parallel group, one buffer for all-gathers and one for
 reduce-scatters, which every layer shares. Each holds two sets in turn of what one collective moves in all, the tokens

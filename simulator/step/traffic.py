@@ -211,7 +211,7 @@ class DataWriter:
         self._in_buckets = False
 
     def after(self, unit: Unit, *, last_use: bool) -> None:
-        """Let go of a unit's gathered parameters unless the plan keeps them for later."""
+        """Free a unit's gathered parameters unless the plan keeps them for later."""
         if self.traffic.fully_sharded and unit.name in self._resident and (last_use or not self.traffic.keeps_gathered):
             self._resident.discard(unit.name)
 
@@ -343,7 +343,7 @@ class DataWriter:
         self._gathered[unit.name] = self.rank.record(STREAM)
 
     def _fetch(self, unit: Unit, following: Unit | None) -> None:
-        """Gather what a sharded optimizer has updated of a unit before it computes, and of the next one beside it."""
+        """Gather what a sharded optimizer has updated of a unit before it computes, and of the next one."""
         self._fetch_unit(unit)
         if self._fetched[unit.name]:
             self.rank.wait(COMPUTE, self._fetched[unit.name])

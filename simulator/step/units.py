@@ -26,7 +26,7 @@ class Unit:
     recomputes. Elements that products use: `kept_cast` of modules that run once, whose narrow copies backward keeps
     under autocast, `recast` of those that run again.
 
-    `repeats` units in a row are like this one, where it is enough to be told of one.
+    `repeats` units in a row are like this one, where it is enough to describe one.
     """
 
     name: str

@@ -38,7 +38,8 @@ def update_bytes(runtime: Runtime, owned: Floats | float, held: Floats | float) 
 
 def weight_cast_bytes(runtime: Runtime) -> float:
     """Return bytes moved once a step to have a weight in the low type of products, in both directions: other micro
-    batches find it there. What is gathered in that type is there in one direction already, and turned round.
+    batches find it there. What is gathered in that type is there in one direction already; the other is a
+    transposition.
     """
     recipe, low = recipe_of(runtime), spec_for(runtime).low_precision
     if recipe is None or low is None:

@@ -72,7 +72,7 @@ class StepWalk:
             rank.synchronize()
 
     def pair(self, rank: Rank, data: DataWriter, backward: Action, forward: Action, *, last: bool) -> None:
-        """Run a backward and a forward beside each other; `last`: the backward is of the step's last micro batch."""
+        """Run a backward and a forward at the same time; `last`: the backward is of the step's last micro batch."""
         rank.begin_pair()
         self.action(rank, data, backward.stage, backward.kind, backward.micro_batch, last=last)
         rank.next_of_pair()

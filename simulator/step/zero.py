@@ -1,4 +1,4 @@
-"""What DeepSpeed's ZeRO holds beside parameters, gradients and optimizer: the buckets that gradients go through.
+"""What DeepSpeed's ZeRO holds besides parameters, gradients and optimizer: the buckets that gradients go through.
 
 A gradient is copied to a contiguous bucket as it is made. A full bucket is flattened and cast to the type it travels
 in, on a stream of its own, whose blocks the compute stream does not get back; what a rank owns of it is kept there. The
@@ -62,7 +62,7 @@ def zero_buffers(context: CostContext, elements: Floats, owned: Floats) -> ZeroB
     sharded = column(~table.fully_sharded & (table.state_shard["optimizer"] > 1))
     cast = reduce if reduce != param else 0.0
     bucket = np.minimum(zero.bucket_elements, elements)
-    # What a rank owns is copied out of the bucket, beside what earlier micro batches left.
+    # What a rank owns is copied out of the bucket, alongside what earlier micro batches left.
     kept = np.where(scattered & (column(table.micro_batches) <= 1), 0.0, owned * context.dtype_bytes("param"))
     out = reduce / column(np.maximum(table["sharded_over"], 1.0))
     copies = np.where(full, bucket * (cast + reduce + out), np.where(sharded, bucket * (param + cast) + kept, 0.0))

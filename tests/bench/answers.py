@@ -160,7 +160,7 @@ def screen(flags: str) -> list[str]:
     return ["```", f"$ planner {flags}", *shown, "```", "", f"Exit code {run.returncode}.", ""]
 
 
-def beside(one: Published, cluster: Path) -> list[str]:
+def alongside(one: Published, cluster: Path) -> list[str]:
     """Return a published question, the answer, and the authors' plan as predicted and as measured."""
     question = one.question.format(h800=cluster)
     answer = json.loads(planner(f"suggest {question} --json").stdout)["plans"][0]
@@ -213,7 +213,7 @@ def main(out: Path) -> None:
     lines += ["## Compared with published runs", ""]
     for one in PUBLISHED:
         question = one.question.format(h800=cluster)
-        lines += [f"### {one.title}", "", *screen(f"suggest {question} --top 3"), *beside(one, cluster)]
+        lines += [f"### {one.title}", "", *screen(f"suggest {question} --top 3"), *alongside(one, cluster)]
     out.write_text("\n".join(lines).rstrip() + "\n")
 
 

@@ -1,4 +1,4 @@
-"""Plans predicted, then run: every plan of a set by our executor, predicted beside measured in one table.
+"""Plans predicted, then run: every plan of a set by our executor, predicted and measured in one table.
 
     python3 tests/bench/apply_plans.py predict OUT --set h200x2 --profile P      anywhere, before anything runs
     python3 tests/bench/apply_plans.py run OUT --budget 400 --pack FILE          on a machine with the GPUs
@@ -154,7 +154,7 @@ def requests(folder: Path, only: str, steps: int, budget_s: float, device: str) 
 
 
 def checked(content: PlanFile, here: Cluster) -> PlannedRun:
-    """Return the run that `planner apply --allow-busy` would make; what its checks say against it is only told here."""
+    """Return the run that `planner apply --allow-busy` would make; what speaks against it is only printed here."""
     try:
         return cuda_run(content, here, diagnose(here), allow_busy=True)
     except PlannerError as error:
@@ -182,7 +182,7 @@ def run(folder: Path, options: argparse.Namespace) -> None:
     runs = requests(folder, options.only, options.steps, options.budget, options.device)
     ended: list[dict[str, Any]] = []
 
-    def told(made: Run, document: dict[str, Any]) -> None:
+    def reported(made: Run, document: dict[str, Any]) -> None:
         step = document["measured"]["step_s"] or {}
         value = ((document["predicted"] or {}).get("step_s") or {}).get("value")
         peaks = [rank.get("peak_reserved_bytes", 0) for rank in document["measured"]["memory_by_rank"]]
@@ -210,7 +210,7 @@ def run(folder: Path, options: argparse.Namespace) -> None:
         if options.pack:
             pack(folder, Path(options.pack))
 
-    run_many(runs, options.budget, told)
+    run_many(runs, options.budget, reported)
 
 
 ARCHIVED = (".json", ".jsonl", ".txt")

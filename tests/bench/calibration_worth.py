@@ -32,12 +32,14 @@ sys.path.insert(0, str(ROOT))
 
 from planner.calibrate.agenda import STARTING_S  # noqa: E402 - the path comes first
 from planner.calibrate.choose import Knowledge, Measurement, in_order, targets_of_steps  # noqa: E402
+from planner.calibrate.items import CollectiveItem, LayerItem, PairItem  # noqa: E402
 from planner.calibrate.layer_runs import NARROW  # noqa: E402
 from planner.calibrate.measurements import OPERATORS_AT_ONCE, PossibleMeasurements, layers_in_words, ops_of, own_effects  # noqa: E402
 from planner.calibrate.planned_step import PlannedStep  # noqa: E402
 from planner.calibrate.terms import terms_of  # noqa: E402
 from planner.question.cases import load_case, read_cases  # noqa: E402
 from planner.validate.validation import measured_step_s  # noqa: E402
+from simulator.calibration.kernel_samples import OperatorItem  # noqa: E402
 from simulator.config.model import Model  # noqa: E402
 from simulator.config.plan import Plan  # noqa: E402
 from simulator.config.runtime import Runtime  # noqa: E402
@@ -106,25 +108,30 @@ def recorded(profile: Profile, possible: PossibleMeasurements) -> Iterator[Recor
     for samples in pairs.values():
         first = samples[0]
         plan = codec.convert(first.plan, Plan, where="profile")
-        item = {
-            **{name: getattr(first, name) for name in ("model", "plan", "workload", "runtime")},
-            "ranks": plan.gpus,
-            "counts": sorted({sample.layers for sample in samples}),
-        }
-        for one in possible.layers([item], narrow=first.model["hidden"] <= NARROW["hidden"]):
+        parts = {name: getattr(first, name) for name in ("model", "plan", "workload", "runtime")}
+        item = codec.convert(
+            {**parts, "ranks": plan.gpus, "counts": sorted({sample.layers for sample in samples})},
+            LayerItem,
+            where="profile",
+        )
+        for one in possible.layers([item], narrow=item.model.hidden <= NARROW["hidden"]):
             yield Recorded(measurement=one, samples={"layers": tuple(samples)})
     alone = [sample for sample in profile.operators if sample.regime == "sustained"]
     for start in range(0, len(alone), OPERATORS_AT_ONCE):
         some = tuple(alone[start : start + OPERATORS_AT_ONCE])
-        items = [{name: getattr(s, name) for name in ("kind", "name", "shape", "dtype", "direction")} for s in some]
+        items = [
+            OperatorItem(kind=s.kind, name=s.name, shape=s.shape, dtype=s.dtype, direction=s.direction) for s in some
+        ]
         burst = tuple(s for s in profile.operators if s.regime == "burst") if not start else ()
         yield Recorded(measurement=possible.operators(f"operators {start}", items), samples={"operators": some + burst})
     for op, ranks in dict.fromkeys((s.op, s.ranks) for s in profile.collectives):
         mine = tuple(s for s in profile.collectives if (s.op, s.ranks) == (op, ranks))
-        item = {"op": op, "ranks": ranks, "sizes": sorted({s.nbytes for s in mine})}
+        item = CollectiveItem(op=op, ranks=ranks, sizes=tuple(sorted({s.nbytes for s in mine})))
         yield Recorded(measurement=possible.collective(item), samples={"collectives": mine})
     for sample in profile.contention:
-        item = {"compute": sample.compute, "op": sample.op}
+        item = PairItem(
+            compute=sample.compute, shape=sample.shape, dtype=sample.dtype, op=sample.op, nbytes=sample.nbytes
+        )
         yield Recorded(measurement=possible.pair(item), samples={"contention": (sample,)})
 
 

@@ -1,4 +1,4 @@
-"""Predicted beside measured for case files: the table that later work must lower.
+"""Predicted and measured for case files: the table that later work must lower.
 
 Run as `python tests/bench/case_table.py OUT.md FILE...`; writes OUT.md and, with every row, OUT.json.
 """
@@ -89,7 +89,7 @@ def peer_lines(files: list[str], rows: list[dict]) -> list[str]:
                 if theirs is not None and ours.get(case["id"]) is not None:
                     errors.setdefault((Path(name).name, peer), []).append((abs(theirs) / 100, abs(ours[case["id"]])))
     lines = [
-        "## Beside other predictors, same rows",
+        "## Alongside other predictors, same rows",
         "",
         "| file | predictor | rows | theirs | ours |",
         "|---|---|--:|--:|--:|",

@@ -3,7 +3,7 @@
     python -m tests.bench.collective_table TABLES [--out examples/validation]
 
 TABLES is shaped like nccl-tests exports (`{"tables": [...]}`). Every figure is recomputed; nothing is read from an
-earlier run. Tables of the generations that the constants were fitted on are told apart from all others, and the fit is
+earlier run. Tables of the generations that the constants were fitted on are kept apart from all others, and the fit is
 repeated without 8-GPU groups and without every other size to show what it predicts there.
 """
 

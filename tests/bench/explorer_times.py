@@ -1,4 +1,4 @@
-"""How long a person waits for the explorer, in a headless Chromium, alone and beside a search on 16,384 GPUs.
+"""How long a person waits for the explorer, in a headless Chromium, alone and alongside a search on 16,384 GPUs.
 
     python tests/bench/explorer_times.py --repeat 3 > examples/ui/times.md
 
@@ -137,7 +137,7 @@ def main() -> None:
             explorer.first_page()
             load = os.getloadavg()[0]
             alone = measured(explorer, repeat)
-            beside: dict[str, list[float]] = {name: [] for name in ROWS}
+            alongside: dict[str, list[float]] = {name: [] for name in ROWS}
             for turn in range(repeat):
                 for number, (names, does) in enumerate(explorer.rows()):
                     page = explorer.fresh()  # a long search of its own for each, which must not end before
@@ -145,13 +145,13 @@ def main() -> None:
                     page.get_by_text("Searching all legal plans").wait_for()
                     for name, took in zip(names, does(), strict=True):
                         running_still = page.get_by_text("Searching all legal plans").count() > 0
-                        beside[name] += [took] if running_still else []
+                        alongside[name] += [took] if running_still else []
                     page.context.close()
         browser.close()
-    print(report(alone, beside, load))
+    print(report(alone, alongside, load))
 
 
-def report(alone: dict[str, list[float]], beside: dict[str, list[float]], load: float) -> str:
+def report(alone: dict[str, list[float]], alongside: dict[str, list[float]], load: float) -> str:
     """Return the table in Markdown."""
     machine = f"{psutil.cpu_count()} cores ({platform.machine()}), headless Chromium on the same machine"
     meanwhile = f"other work on it meanwhile: a load of {load:.1f} at the start"
@@ -162,11 +162,11 @@ def report(alone: dict[str, list[float]], beside: dict[str, list[float]], load: 
         about,
         "`python tests/bench/explorer_times.py`",
         "",
-        "| | alone | beside a search on 16,384 GPUs | times as long |",
+        "| | alone | alongside a search on 16,384 GPUs | times as long |",
         "| --- | --- | --- | --- |",
     ]
     for name in ROWS:
-        one, two = alone[name], beside[name]
+        one, two = alone[name], alongside[name]
         ratio = f"{statistics.median(two) / statistics.median(one):.1f}" if two else "-"
         lines.append(f"| {name} | {_words(one)} | {_words(two)} | {ratio} |")
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Exports run as they stand: torchtitan and DeepSpeed, four plans each, beside the prediction.
+"""Exports run as they stand: torchtitan and DeepSpeed, four plans each, compared with the prediction.
 
     python3 tests/bench/exports_on_gpus.py prepare OUT                 anywhere: saves, exports and predicts
     python3 tests/bench/exports_on_gpus.py run OUT --budget 220        on a machine with such GPUs
@@ -8,7 +8,7 @@
 
 Every plan is asked for, saved and exported with the commands a user types; what then runs is the command that the
 export names, in its folder, with the options appended that it says no plan decides: tokenizer, data and steps.
-DeepSpeed needs a program: `deepspeed_program.py` beside this file. OUT/rows.jsonl has a line for each plan as soon as
+DeepSpeed needs a program: `deepspeed_program.py` next to this file. OUT/rows.jsonl has a line for each plan as soon as
 it ended, OUT/ID.log what the tool printed. `prepare` needs no GPU; OUT may be copied to the machine that runs.
 """
 

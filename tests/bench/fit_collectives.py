@@ -103,7 +103,7 @@ def fit(kind: str, rows: Floats) -> tuple[Floats, Callable[[Floats, Floats], Flo
         else:
             start[3] = 0.0
             high[3] = 1e-9
-        if nvls:  # one group size only: its latency and work cannot be told apart by n
+        if nvls:  # one group size only: its latency and work cannot be separated by n
             high[1] = high[2] = 1e-9
             high[8] = high[9] = high[10] = 0.0501
         if kind.endswith("LL128"):

@@ -1,7 +1,7 @@
 """Runs drawn at random from what a machine can run: models, lengths, batches, plans and runtimes that nobody chose.
 
 Every choice below is a range and a weight, the same for every date. What is drawn is kept if the rules say that the
-runtime can run it, if it is predicted from datasheets to fit, and if its step is predicted to take no longer than
+runtime can run it, if it is predicted from datasheets to fit, and if its step is predicted to take at most
 LONGEST_STEP_S, so that several fit into a few seconds. Nothing measured decides what is drawn.
 """
 
@@ -222,7 +222,7 @@ def _plan(random: Random, gpus: int, model: Model, runtime: str) -> Plan:
 
 
 def _runtime(random: Random, plan: Plan, name: str) -> Runtime | None:
-    """Return the runtime in drawn types; None for what torchtitan cannot be told.
+    """Return the runtime in drawn types; None for what no option of torchtitan says.
 
     Its mixed precision is FSDP's, or autocast where nothing is sharded and nothing cut: under tensor or pipeline
     parallelism alone it computes in the type that parameters are stored in.

@@ -168,7 +168,7 @@ def by_kind(rows: list[Row]) -> list[str]:
 
 
 def by_part(rows: list[Row]) -> list[str]:
-    """Return what each part of a step was on rank 0's GPU beside its prediction, where no pipeline makes ranks
+    """Return what each part of a step was on rank 0's GPU alongside its prediction, where no pipeline makes ranks
     differ.
     """
     rows = [row for row in rows if row["measured"].get("profiled") and row["plan"]["pp"] == 1]
@@ -180,8 +180,10 @@ def by_part(rows: list[Row]) -> list[str]:
         "|---|--:|--:|--:|--:|",
     ]
     whole = sum(row["measured"]["step_s"] for row in rows)
-    for label, seen, told in PARTS:
-        pairs = [(seen(row), told(row["predicted"][source]["breakdown_s"]), row["measured"]["step_s"]) for row in rows]
+    for label, seen, reported in PARTS:
+        pairs = [
+            (seen(row), reported(row["predicted"][source]["breakdown_s"]), row["measured"]["step_s"]) for row in rows
+        ]
         of_step = [(there - here) / step for here, there, step in pairs]
         lines.append(
             f"| {label} | {sum(here for here, _, _ in pairs) / whole:.0%} | {sum(there for _, there, _ in pairs) / whole:.0%} "
@@ -212,7 +214,7 @@ PARTS: tuple[tuple[str, Callable[[Row], float], Callable[[dict[str, float]], flo
 
 
 def each(rows: list[Row]) -> list[str]:
-    """Return a line for each run: predicted beside measured, and where the GPU of rank 0 spent a step."""
+    """Return a line for each run: predicted and measured, and where the GPU of rank 0 spent a step."""
     source = best(rows)
     lines = [
         "| run | runtime | what | datasheets | calibrated | inside | measured s | spread | memory predicted GiB | measured | error | computing / exposed collectives / idle, measured (predicted) |",
@@ -257,7 +259,7 @@ def _parts(predicted: Row, profiled: Row | None) -> str:
         (profiled["exposed_collectives_s"], parts.get("exposed_communication", 0.0)),
         (profiled["idle_s"], idle),
     )
-    return " / ".join(f"{seen * 1e3:.0f} ({told * 1e3:.0f})" for seen, told in pairs)
+    return " / ".join(f"{seen * 1e3:.0f} ({reported * 1e3:.0f})" for seen, reported in pairs)
 
 
 def _plain(text: str) -> str:

@@ -133,7 +133,7 @@ def _measure(request: dict[str, Any], report: Report, device: torch.device) -> N
 
 
 def _warm_up(step: Any, device: torch.device) -> None:
-    """Take steps until memory no longer grows: asking the driver for more is not a cost of training."""
+    """Take steps until memory stops growing: asking the driver for more is not a cost of training."""
     held = 0
     for index in range(WARM_UP + MORE_WARM_UP):
         step()
@@ -214,7 +214,7 @@ def covered(spans: list[tuple[float, float, str]]) -> float:
 
 
 def _largest(mine: float) -> float:
-    """Return the largest of all ranks' values, told over gloo."""
+    """Return the largest of all ranks' values, exchanged over gloo."""
     box = torch.tensor(mine, dtype=torch.float64)
     dist.all_reduce(box, op=dist.ReduceOp.MAX)
     return float(box)

@@ -83,13 +83,13 @@ def run(words: list[str], folder: Path) -> tuple[int | str, float, float, float,
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     began = time.monotonic()
     try:
-        told = subprocess.run(
+        reported = subprocess.run(
             [sys.executable, "-c", code, sys.executable, "-c", COMMAND, *words],
             capture_output=True, text=True, check=True, cwd=folder, env=environment, timeout=PATIENCE_S,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         return "no end", PATIENCE_S, float("nan"), float("nan"), ""
-    found, cpu_s, kib, said = json.loads(told.stdout)
+    found, cpu_s, kib, said = json.loads(reported.stdout)
     return found, time.monotonic() - began, cpu_s, kib / 2**20, said
 
 

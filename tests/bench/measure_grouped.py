@@ -1,4 +1,4 @@
-"""Products of experts in one kernel (torch's grouped_mm) beside a batched matmul of the same sizes, on one GPU.
+"""Products of experts in one kernel (torch's grouped_mm) compared with a batched matmul of the same sizes, on one GPU.
 
     python tests/bench/measure_grouped.py --out grouped.json
 

@@ -174,13 +174,13 @@ def _compute(samples: list[dict[str, Any]]) -> list[str]:
 
 
 def _collectives(groups: list[dict[str, Any]]) -> list[str]:
-    lines = ["", "op              GPUs       beside        bytes   graph us   eager/queued us   busbw GB/s   spread"]
+    lines = ["", "op              GPUs       alongside        bytes   graph us   eager/queued us   busbw GB/s   spread"]
     rows: dict[tuple[str, tuple[int, ...], int, int], dict[str, dict[str, Any]]] = {}
     for group in groups:
         sample = group["sample"]
         key = (sample["op"], tuple(group["gpus"]), group["alongside"], sample["nbytes"])
         rows.setdefault(key, {})[sample["launch"]] = group
-    for (op, gpus, beside, nbytes), ways in sorted(rows.items()):
+    for (op, gpus, alongside, nbytes), ways in sorted(rows.items()):
         graph = ways.get("graph")
         loop = ways.get("queued") or ways.get("eager")
         best = min(way["sample"]["time_s"] for way in ways.values())
@@ -188,7 +188,7 @@ def _collectives(groups: list[dict[str, Any]]) -> list[str]:
         loop_text = f"{loop['sample']['time_s'] * 1e6:>17.1f}" if loop else f"{'-':>17}"
         graph_text = f"{graph['sample']['time_s'] * 1e6:>10.1f}" if graph else f"{'-':>10}"
         lines.append(
-            f"{op:<15} {','.join(map(str, gpus)):<10} {beside:>6} {nbytes:>12} {graph_text} {loop_text}"
+            f"{op:<15} {','.join(map(str, gpus)):<10} {alongside:>6} {nbytes:>12} {graph_text} {loop_text}"
             f" {share * nbytes / best / 1e9:>12.1f} {(graph or loop)['spread']:>8.0%}"
         )
     return lines

@@ -1,4 +1,4 @@
-"""Reserved memory of measured runs beside sums and the allocator's replay, by draw and by kind of plan.
+"""Reserved memory of measured runs compared with sums and the allocator's replay, by draw and by kind of plan.
 
     python tests/bench/memory_table.py [CASES.json …] > examples/validation/memory.md
 

@@ -1,4 +1,4 @@
-"""Every overlap mode beside cuBLAS alone, NCCL then cuBLAS, and PyTorch's fused operators, on the GPUs at hand.
+"""Every overlap mode compared with cuBLAS alone, NCCL then cuBLAS, and PyTorch's fused operators, on the GPUs at hand.
 
 Run as `python3 tests/bench/overlap_table.py OUT_DIR [--ranks 2] [--stages check,parts,table,sums,norms] [--budget
 300]`. Each stage is a launch of its own with its share of the time, so one that fails costs only itself. Numbers are

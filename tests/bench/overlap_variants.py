@@ -14,11 +14,12 @@ from torch import Tensor
 from executor import overlap
 from executor.gpu import stream_ops
 from executor.gpu import symmetric_memory as symmetric
+from executor.gpu.device import processors
 from executor.overlap import all_reduce, fused, push
-from executor.overlap.copy_engine import processors, rows_of_a_round
+from executor.overlap.copy_engine import rows_of_a_round
 from executor.overlap.mode import products
 from executor.overlap.relay import relay_sum
-from executor.verify import overlap as verify_overlap
+from executor.verify.kernels import difference
 from tests.bench.overlap_bench import Bench
 
 
@@ -61,7 +62,7 @@ TILES = {
 
 
 def tiles(bench: Bench) -> None:
-    """Tiles of the fused kernels on the shapes with a goal, beside the library's product."""
+    """Tiles of the fused kernels on the shapes with a goal, compared with the library's product."""
     tiles_of_gather(bench)
     tiles_of_scatter(bench)
 
@@ -103,7 +104,7 @@ def tiles_of_scatter(bench: Bench) -> None:
 
 
 def mechanisms(bench: Bench) -> None:
-    """Ways of a reduce-scatter beside its product, on the shapes with a goal and where transfers outweigh
+    """Ways of a reduce-scatter alongside its product, on the shapes with a goal and where transfers outweigh
     arithmetic.
     """
     for rows, columns, depth in ((8192, 8192, 4096), (8192, 8192, 2048), (8192, 4096, 1024), (4096, 8192, 2048)):
@@ -183,7 +184,7 @@ def relays(bench: Bench) -> None:
         for call in wanted.values():
             found = call()
             if found.shape == expected.shape:
-                worst = torch.maximum(worst, verify_overlap._difference(found, expected))
+                worst = torch.maximum(worst, difference(found, expected, expected))
         calls: dict[str, Callable[[], object]] = {}
         for name, call in wanted.items():
             calls[f"ring before {name}"] = cool
@@ -205,7 +206,7 @@ def adding_to_peers(bench: Bench, x: Tensor, weight: Tensor) -> Callable[[], obj
     run, out = prepare(space, x, weight, processors(bench.device))
     run()
     expected = overlap.MODES["nccl"].matmul_scatter(((x, weight.t()),), bench.group)
-    gap = verify_overlap._difference(out, expected.double())
+    gap = difference(out, expected.double(), expected)
     dist.all_reduce(gap, dist.ReduceOp.MAX)
     bench.recorder.write("checked", what="TMA adds to peers, to NCCL then cuBLAS", difference=float(gap))
     return run
@@ -273,11 +274,11 @@ def _prepare_alone(x: Tensor, weight: Tensor, out: Tensor, tile: fused.Tile) -> 
     from executor.kernels.prepared_kernel import PreparedKernel
 
     flags, ticket, error = (symmetric.workspace(dist.group.WORLD, name, x.device).words for name in ("f", "t", "e"))
-    (left, right, turned), (gathered, _, _) = (fused._descriptors(x, weight.t(), tile) for _ in range(2))
+    (left, right, transposed), (gathered, _, _) = (fused._descriptors(x, weight.t(), tile) for _ in range(2))
     width = tile.block_n // 2 if tile.halves else tile.block_n
     args = (
         left, gathered, right, TensorDescriptor.from_tensor(out, [1, tile.block_m, width]), flags, ticket, error,
-        x.shape[0], weight.shape[0], x.shape[1], x.shape[0], 1, 0, 1, turned, tile.block_m, tile.block_n, tile.block_k,
+        x.shape[0], weight.shape[0], x.shape[1], x.shape[0], 1, 0, 1, transposed, tile.block_m, tile.block_n, tile.block_k,
         tile.group_m, tile.halves, 1, True,
     )  # fmt: skip
     return PreparedKernel(

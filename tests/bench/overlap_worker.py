@@ -1,4 +1,5 @@
-"""Measures on every rank, for `overlap_table.py`: checks first, then kernels alone, then every mode beside the others.
+"""Measures on every rank, for `overlap_table.py`: checks first, then kernels alone, then every mode alongside the
+others.
 
 Times are of `inner` calls in a row between two CUDA events, the largest over ranks; the modes of a shape take turns for
 `ROUNDS` rounds and the median counts, so that all see the same clocks. Before the first, products run until the card is

@@ -1,4 +1,4 @@
-"""Collectives measured on a machine of ours beside the model, which was not fitted to them.
+"""Collectives measured on a machine of ours compared with the model, which was not fitted to them.
 
 Run as `python -m tests.bench.profile_table OUT.md CLUSTER PROFILE`. Two columns: from catalogue numbers alone, and with
 every fourth size of the profile known and the others predicted.

@@ -60,16 +60,16 @@ def request(*, steps: int = 8, micro_batch: int = 4, collective_s: float = 12.0)
 
 
 def run(
-    folder: Path, asked: Request, worker: str, beside: Callable[[Path], None] | None = None, **variables: str
+    folder: Path, asked: Request, worker: str, alongside: Callable[[Path], None] | None = None, **variables: str
 ) -> dict[str, Any]:
-    """Run a worker on two ranks; `beside` is called in a thread with the folder of records."""
+    """Run a worker on two ranks; `alongside` is called in a thread with the folder of records."""
     records = folder / "records"
     records.mkdir(parents=True)
     codec.write_text(folder / "request.json", codec.to_json(asked))
     watch = GpuMonitor()
     watch.start()
-    if beside is not None:
-        threading.Thread(target=beside, args=(records,), daemon=True).start()
+    if alongside is not None:
+        threading.Thread(target=alongside, args=(records,), daemon=True).start()
     done = launch(
         worker,
         [str(folder / "request.json"), str(records)]
@@ -90,7 +90,7 @@ def run(
 
 
 def stop_rank_1(records: Path) -> None:
-    """Stop rank 1 in its fifth step, and let it go on when the agent has told it to end, so that it does."""
+    """Stop rank 1 in its fifth step, and let it go on when the agent has asked it to end, so that it does."""
     end, beat = time.monotonic() + BUDGET_S, records / "rank1.beat"
     while time.monotonic() < end:
         try:

@@ -4,7 +4,7 @@ Run as `python tests/bench/regret.py OUT.md FILE...` with case files. A group sh
 differ in plan, and where the source varied it in the runtime too. Where runs of the very same plan and runtime differ,
 the source varied something that only its notes say (float8), and the group is listed apart. Regret is how much longer
 the run that is predicted to be fastest took than the fastest, both as measured; Kendall's tau compares the two orders.
-Ranked twice: by the closed form, and with those within its known error of its first ordered by the simulation, as
+Ranked twice: by the analytical model, and with those within its known error of its first ordered by the simulation, as
 `planner suggest` does.
 """
 
@@ -145,7 +145,7 @@ def main(out: Path, files: list[str]) -> None:
         "predicted to be fastest; tau is Kendall's, over all runs of the group. *Simulated* orders those within",
         f"{TIE:.0%} of the analytical model's first by the simulation.",
         "",
-        "| groups | number | mean regret, closed form | worst | mean regret, simulated | worst | mean tau |",
+        "| groups | number | mean regret, analytical model | worst | mean regret, simulated | worst | mean tau |",
         "|---|--:|--:|--:|--:|--:|--:|",
     ]
     for title, some in (
@@ -163,7 +163,7 @@ def main(out: Path, files: list[str]) -> None:
             )
     lines += [
         "",
-        "| file | first run of the group | runs | regret, closed form | regret, simulated | tau, closed form | tau, simulated |",
+        "| file | first run of the group | runs | regret, analytical model | regret, simulated | tau, analytical model | tau, simulated |",
         "|---|---|--:|--:|--:|--:|--:|",
     ]
     lines += [

@@ -217,7 +217,7 @@ def _load_lines(document: dict) -> list[str]:
             issued, took = (f"{reading[name] / reading['steps'] * 1e3:.4g} ms" for name in ("issued_s", "seconds"))
             lines += [
                 "",
-                "{} steps read, {:.0f} tokens beside {:.1f} answers in the mean".format(reading["steps"], *shares),
+                "{} steps read, {:.0f} tokens alongside {:.1f} answers in the mean".format(reading["steps"], *shares),
             ]
             lines[-1] += f": issued after {issued}, done after {took}."
     return [*lines, ""]

@@ -111,13 +111,13 @@ def disturb(what: str, times: int, running: Process, database: Server | None, un
 
 def main() -> None:
     """Run the bench and print a table."""
-    told = argparse.ArgumentParser(description=__doc__)
-    told.add_argument("--clients", type=int, default=200)
-    told.add_argument("--seconds", type=float, default=600)
-    told.add_argument("--kill", choices=["worker", "server", "database"])
-    told.add_argument("--times", type=int, default=50)
-    told.add_argument("--postgres", action="store_true")
-    said = told.parse_args()
+    reported = argparse.ArgumentParser(description=__doc__)
+    reported.add_argument("--clients", type=int, default=200)
+    reported.add_argument("--seconds", type=float, default=600)
+    reported.add_argument("--kill", choices=["worker", "server", "database"])
+    reported.add_argument("--times", type=int, default=50)
+    reported.add_argument("--postgres", action="store_true")
+    said = reported.parse_args()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mw-load-")))
         folder.chmod(0o755)

@@ -2,8 +2,8 @@
 the best?
 
 For `serving_table.py`. A load is clients (or sequences of a static batch) a GPU with prompts and answers of one length,
-so that engines of one GPU stand beside engines of eight: more engines, or larger ones. Where a source states latencies
-alone, throughput is that of a closed loop, clients over the time of an answer.
+so that engines of one GPU stand alongside engines of eight: more engines, or larger ones. Where a source states
+latencies alone, throughput is that of a closed loop, clients over the time of an answer.
 """
 
 from __future__ import annotations

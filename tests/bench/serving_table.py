@@ -1,5 +1,5 @@
-"""Write examples/validation/serving.md: predictions beside published serving points, by source, and the ranges of
-engines.
+"""Write examples/validation/serving.md: predictions compared with published serving points, by source, and the ranges
+of engines.
 
     python tests/bench/serving_table.py POINTS.jsonl.gz --out examples/validation/serving.md
 
@@ -21,7 +21,7 @@ from planner.validate.serving_report import by_group, read_points, summarise_poi
 from tests.bench.serving_ranking import ranking_lines
 
 HELD = 0.8
-TEXT = """# Serving: predictions beside published points
+TEXT = """# Serving: predictions compared with published points
 
 Points of public sources, each predicted from datasheets by simulating its requests: aiconfigurator's accuracy sample
 (ai-dynamo/aiconfigurator), InferenceX's DeepSeek-R1 runs (SemiAnalysisAI/InferenceX), TensorRT-LLM's performance tables,

@@ -3,8 +3,8 @@ gloo.
 
     python -m tests.bench.shard_modules --out examples/sharding/modules.md
 
-Outputs and all gradients are held against one process in float64. transformers and diffusers are no dependencies:
-install them beside torch, or name their folder with --packages.
+Outputs and all gradients are compared with one process in float64. transformers and diffusers are no dependencies:
+install them next to torch, or name their folder with --packages.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 Rows go to OUT/rows.jsonl as they are made, and to OUT/gpus.md at the end. Every row is a program of `planner shard`:
 its time is predicted first, then it is run, compared with one GPU, and timed launched one by one and as a CUDA graph.
 
-    layers      a Llama 3 8B layer beside the executor's hand-written tensor parallelism and FSDP2
+    layers      a Llama 3 8B layer alongside the executor's hand-written tensor parallelism and FSDP2
     modules     modules of transformers and diffusers at published shapes, where those are installed (or under
       --packages)
     ways        a feed-forward network whose tokens are gathered and scattered in each of the ways of the compiler

@@ -53,13 +53,13 @@ def planned(document: Row, memory_bytes: float | None = None) -> tuple[Any, Row]
             limits = Limits(memory_bytes=memory_bytes)
             answer = answer_request(document, where="the bench", cluster=read_cluster(CLUSTER), limits=limits)
             said = [(msgspec.json.encode(answer.written.program), _told(answer))]
-        except Exception as error:  # noqa: BLE001 - told to all ranks, which wait
+        except Exception as error:  # noqa: BLE001 - reported to all ranks, which wait
             said = [(b"", {"refused": f"{type(error).__name__}: {error}"[:800]})]
     dist.broadcast_object_list(said, 0)
-    program, told = said[0]
-    if "refused" in told:
-        raise UserError("no program", why=told["refused"])
-    return api.read_program(msgspec.json.decode(program), where="the bench"), told
+    program, reported = said[0]
+    if "refused" in reported:
+        raise UserError("no program", why=reported["refused"])
+    return api.read_program(msgspec.json.decode(program), where="the bench"), reported
 
 
 def _told(answer: Answer) -> Row:
@@ -98,8 +98,8 @@ def run_row(
 ) -> None:
     """Fill a row: plan, predict, run, compare, time."""
     captured = capture(module, args, kwargs)
-    program, told = planned(document_of(captured), memory_bytes)
-    row |= told
+    program, reported = planned(document_of(captured), memory_bytes)
+    row |= reported
     sharded = ShardedModule(module, captured, program)
     names = [one.name for one in captured.graph.inputs if one.kind == "input"]
     leaves = [leaf for leaf in pytree.tree_leaves((list(args), kwargs)) if isinstance(leaf, torch.Tensor)]
@@ -182,7 +182,7 @@ def _decoder(bench: Bench) -> tuple[Any, torch.nn.Module, int]:
 
 
 def layer(row: Row, bench: Bench, axis: str, constraints: Row, memory_bytes: float | None = None) -> None:
-    """The executor's own decoder layer, captured, beside its hand-written parallelism."""
+    """The executor's own decoder layer, captured, alongside its hand-written parallelism."""
     model, own, tokens = _decoder(bench)
     batch = dist.get_world_size() if axis == "data" else 1
     torch.manual_seed(3)
@@ -298,8 +298,8 @@ def stages(row: Row, bench: Bench, schedule: str) -> None:
     halves = {"*.up.weight": ["R", "S(0)"], "*.down.weight": ["R", "S(1)"]} if inside > 1 else {}
     of = {"axis": "pp", "of": {"2": 1}, "micro_batches": MICRO_BATCHES, "schedule": schedule}
     captured = capture(module, (x[:1],))
-    program, told = planned(api.request(captured, mesh, stages=of, placements=halves))
-    row |= told | {"batch": MICRO_BATCHES, "tokens": tokens}
+    program, reported = planned(api.request(captured, mesh, stages=of, placements=halves))
+    row |= reported | {"batch": MICRO_BATCHES, "tokens": tokens}
     sharded = ShardedModule(module, captured, program)
     values = {**{b: sharded.pieces[n].detach() for b, n in sharded._keys.items()}, **sharded.fixed}
     name = next(one.name for one in captured.graph.inputs if one.kind == "input")

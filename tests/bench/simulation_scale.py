@@ -80,7 +80,7 @@ def main() -> None:
         "# What a simulated step costs",
         "",
         "`python -m tests.bench.simulation_scale`: llama3-405b on dgx-h100, tp 8, cp 2, 1F1B, sequences of 8192 tokens;",
-        f"CPU seconds of one process on a shared host with {os.cpu_count()} CPUs, closed form, lowering, folding and engine together.",
+        f"CPU seconds of one process on a shared host with {os.cpu_count()} CPUs, analytical model, lowering, folding and engine together.",
         "",
         "| " + " | ".join(names) + " |",
         "|" + "---|" * len(names),

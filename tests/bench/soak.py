@@ -1,7 +1,7 @@
 """Commands and servers in turns, some of them killed at random, and what is left of them: `soak.py MINUTES OUT.md`.
 
 Without GPUs: runs are on gloo, calibrations on a stand-in. After every turn all processes, listening ports, shared
-memory and temporary files that this program's children made must be gone; stores must still be readable. Beside the
+memory and temporary files that this program's children made must be gone; stores must still be readable. Next to the
 turns one explorer is visited all the time (`visitor.py`), and its memory recorded.
 """
 
@@ -88,7 +88,7 @@ def ours(tag: str) -> list[psutil.Process]:
 def shared() -> set[str]:
     """Return the files of shared memory that no living process has open or mapped, without those of other users.
 
-    A PostgreSQL server that is killed leaves two until its next start, beside which this may run.
+    A PostgreSQL server that is killed leaves two until its next start, alongside which this may run.
     """
     used = set()
     for process in psutil.process_iter():
@@ -141,7 +141,7 @@ def turn_of(name: str, command: list[str], tag: str, scratch: Path, dice: random
 
 @contextmanager
 def visited(minutes: float, scratch: Path) -> Iterator[Path]:
-    """Have an explorer visited beside what follows; yield the file that the visits are counted in."""
+    """Have an explorer visited during what follows; yield the file that the visits are counted in."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_DATA_HOME": str(scratch / "visited")}
     counts = scratch / "visits.json"
     explorer = subprocess.Popen(
@@ -180,7 +180,7 @@ def memory_line(counts: Path) -> str:
     tenth = max(1, len(memory) // 10)
     parts = [max(memory[start : start + tenth]) for start in range(0, len(memory) - tenth + 1, tenth)]
     return (
-        f"Beside it one explorer was asked {found['asked']} questions, each in a session of its own; {found['finished']} pages "
+        f"Alongside it one explorer was asked {found['asked']} questions, each in a session of its own; {found['finished']} pages "
         f"ended within a minute. Server and workers held at most, in MiB, tenth by tenth: {', '.join(map(str, parts))}."
     )
 

@@ -95,7 +95,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     dims_module.device_type = "cpu"
-    print("| plan | forward us a layer | backward us a layer | both | beside layers |")
+    print("| plan | forward us a layer | backward us a layer | both | outside layers |")
     print("|---|--:|--:|--:|--:|")
     for name in options.only.split(",") if options.only else list(CASES):
         degrees, recompute = CASES[name]
@@ -114,8 +114,8 @@ def main() -> None:
         with torch.autograd.set_multithreading_enabled(False):
             ends = [passes(build(layers, degrees, recompute), options.rounds, around) for layers in (SHALLOW, DEEP)]
         some = [(deep - shallow) / (DEEP - SHALLOW) * 1e6 for shallow, deep in zip(*ends, strict=True)]
-        beside = sum(ends[0]) * 1e6 - SHALLOW * sum(some)
-        print(f"| {name} | {some[0]:.0f} | {some[1]:.0f} | {sum(some):.0f} | {beside:.0f} |", flush=True)
+        alongside = sum(ends[0]) * 1e6 - SHALLOW * sum(some)
+        print(f"| {name} | {some[0]:.0f} | {some[1]:.0f} | {sum(some):.0f} | {alongside:.0f} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -138,7 +138,7 @@ def whole(options: argparse.Namespace) -> None:
 
 
 def predicted(asked: dict[str, Asked], gpus: int, *, wide: bool) -> dict[str, Candidates]:
-    """Return the candidates of every question, found in processes beside each other: they take seconds each."""
+    """Return the candidates of every question, found in processes at the same time: they take seconds each."""
     with ProcessPoolExecutor(max_workers=min(len(asked), os.cpu_count() or 1)) as workers:
         waiting = {name: workers.submit(_predicted, one, gpus, wide=wide) for name, one in asked.items()}
         return {name: one.result(timeout=120) for name, one in waiting.items()}
@@ -297,7 +297,7 @@ def _trial(row: dict[str, Any]) -> Trial:
 
 
 def table(options: argparse.Namespace) -> None:
-    """Print what tune found beside the truth, and the rivals replayed from it."""
+    """Print what tune found and the truth, and the rivals replayed from it."""
     from tests.bench.tune_rivals import COUNTS, METHODS, curves
 
     answers = read_answers(options.out)

@@ -1,4 +1,4 @@
-"""How soon `tune` finds the best of recorded runs, beside other ways of choosing trials.
+"""How soon `tune` finds the best of recorded runs, compared with other ways of choosing trials.
 
     python3 tests/bench/tune_regret.py OUT.md CASES.json...        needs Optuna (the dev extra), no GPU
 

@@ -1,4 +1,4 @@
-"""What other ways of choosing trials find in recorded runs, beside `tune`: regret after so many trials.
+"""What other ways of choosing trials find in recorded runs, compared with `tune`: regret after so many trials.
 
 Regret is how much longer the best plan measured so far takes than the best recorded. Before any trial a plan is chosen
 by prediction, or at random where a method has none. Trials that fail count as trials. While nothing was measured, the

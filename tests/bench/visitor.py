@@ -39,9 +39,9 @@ async def visit(address: str, question: str) -> bool:
         asked.rerun_script.query_string = question
         await page.send(asked.SerializeToString())
         async for message in page:
-            told = ForwardMsg()
-            told.ParseFromString(message if isinstance(message, bytes) else message.encode())
-            if told.WhichOneof("type") == "script_finished":
+            reported = ForwardMsg()
+            reported.ParseFromString(message if isinstance(message, bytes) else message.encode())
+            if reported.WhichOneof("type") == "script_finished":
                 return True
     return False
 

@@ -1,4 +1,4 @@
-"""Stand-ins for the driver's library (NVML) whose GPUs fail when they are told to."""
+"""Stand-ins for the driver's library (NVML) whose GPUs fail when they are asked to."""
 
 from types import SimpleNamespace
 

@@ -2,7 +2,7 @@
 
 NCCL refuses two ranks on one GPU, so the group is gloo's: it takes CUDA tensors for collectives, by way of host memory,
 but not for sends and receives (torch 2.11, ProcessGroupGloo.cpp and ProcessGroupGlooCuda.cpp). Symmetric memory needs
-only the group's store, and allows one device for all ranks when it is told so (CUDASymmetricMemory.cu). The driver lets
+only the group's store, and allows one device for all ranks when it is set so (CUDASymmetricMemory.cu). The driver lets
 the processes take turns on the GPU, a few milliseconds each: whoever spins is interrupted, so waits end, but each costs
 turns of all others. Results mean what they mean on several GPUs; times mean nothing, and neither NVLink nor the order
 in which its traffic becomes visible is tested.
@@ -25,8 +25,8 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 from executor.gpu import exchange_watch
 from executor.gpu import symmetric_memory as symmetric
+from executor.gpu.device import processors
 from executor.overlap import fused
-from executor.overlap.copy_engine import processors
 
 # Of the overlap modes, those that move data themselves. `nccl` and `chunked` would test gloo, `ring` sends and
 # receives, and torch's own barriers wait without a limit.

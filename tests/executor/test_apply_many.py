@@ -40,7 +40,7 @@ def run_of(tmp_path, name: str, plan: Plan, **changes) -> Run:
 
 
 def test_runs_of_equal_meshes_share_processes(tmp_path) -> None:
-    """Other groups would keep their communicators' memory beside those of the next."""
+    """Other groups would keep their communicators' memory alongside those of the next."""
     plans = {
         "a": Plan(dp_shard=2),
         "b": Plan(),
@@ -54,19 +54,28 @@ def test_runs_of_equal_meshes_share_processes(tmp_path) -> None:
 
 
 def test_a_run_that_fails_takes_none_of_the_others_with_it(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(apply_many, "MODULE", "tests.executor.workers.one_fails_worker")
+    """What all ranks found wrong together is no reason to end them: it costs its check and no start of processes."""
+    monkeypatch.setattr(apply_many, "MODULE", "tests.executor.workers.wrong_and_failing_worker")
+    launched = []
+    launch = apply_many.launch
+    monkeypatch.setattr(apply_many, "launch", lambda *a, **more: launched.append(a) or launch(*a, **more))
     plans = {
         "first": Plan(dp_shard=2),
+        "wrong": Plan(dp_shard=2),
         "again": Plan(dp_shard=2, recompute="full"),
         "bad": Plan(dp_shard=2),
         "last": Plan(tp=2, micro_batch_size=2),
     }
     runs = [run_of(tmp_path, name, plan) for name, plan in plans.items()]
-    told = []
+    reported = []
 
-    documents = run_many(runs, 120, lambda run, document: told.append((run.out.name, document["status"])))
+    documents = run_many(runs, 160, lambda run, document: reported.append((run.out.name, document["status"])))
 
-    assert told == [("first", "finished"), ("again", "finished"), ("bad", "failed"), ("last", "finished")]
+    ends = ("finished", "wrong_numbers", "finished", "failed", "finished")
+    assert reported == list(zip(plans, ends, strict=True))
+    assert len(launched) == 2
+    wrong = documents.pop(1)
+    assert (wrong["exit_code"], wrong["measured"]["steps"], wrong["missing"]) == (1, 0, [])
     assert "this one ends its processes" in documents[2]["failure"]["message"]
     kept = json.loads((tmp_path / "last" / "run.json").read_text())
     assert kept["measured"]["steps"] == 2
@@ -74,23 +83,6 @@ def test_a_run_that_fails_takes_none_of_the_others_with_it(tmp_path, monkeypatch
     # The same weights and batches: what shares a process computes what it would alone.
     losses = [document["measured"]["losses"] for document in documents]
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
-
-
-def test_wrong_numbers_cost_their_check_and_no_start_of_processes(tmp_path, monkeypatch) -> None:
-    """What all ranks found wrong together is no reason to end them."""
-    monkeypatch.setattr(apply_many, "MODULE", "tests.executor.workers.one_wrong_worker")
-    launched = []
-    launch = apply_many.launch
-    monkeypatch.setattr(apply_many, "launch", lambda *a, **more: launched.append(a) or launch(*a, **more))
-    runs = [run_of(tmp_path, name, Plan(dp_shard=2)) for name in ("first", "wrong", "last")]
-
-    documents = run_many(runs, 120)
-
-    assert [document["status"] for document in documents] == ["finished", "wrong_numbers", "finished"]
-    assert documents[1]["exit_code"] == 1
-    assert documents[1]["measured"]["steps"] == 0
-    assert documents[1]["missing"] == []
-    assert len(launched) == 1
 
 
 def test_what_there_is_no_time_for_has_no_report(tmp_path) -> None:

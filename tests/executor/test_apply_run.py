@@ -1,4 +1,4 @@
-"""What the records of ranks are turned into."""
+"""What is made of the records of ranks."""
 
 import json
 from dataclasses import replace
@@ -10,6 +10,7 @@ from executor.launch.local_ranks import Failure, LaunchResult
 from executor.launch.records import Recorder
 from executor.launch.request import Request
 from executor.run.apply import report, write_report
+from executor.run.rank_records import RankRecords
 from executor.run.step_summary import summarise_steps
 from simulator.config.hf_config import load_model
 from simulator.config.plan import Plan
@@ -42,10 +43,12 @@ def step(index: int, seconds: float, peak: int = 0) -> dict:
     }
 
 
+def summary(*ranks: list[dict]) -> dict:
+    return summarise_steps(REQUEST, [RankRecords(tuple(records)) for records in ranks])
+
+
 def test_a_step_takes_as_long_as_its_slowest_rank() -> None:
-    found = summarise_steps(
-        REQUEST, [[step(0, 1.0), step(1, 2.0), step(2, 4.0)], [step(0, 3.0), step(1, 1.0), step(2, 1.0)]]
-    )
+    found = summary([step(0, 1.0), step(1, 2.0), step(2, 4.0)], [step(0, 3.0), step(1, 1.0), step(2, 1.0)])
 
     assert found["step_s"]["all"] == [3.0, 2.0, 4.0]
     assert found["step_s"]["median"] == 3.0
@@ -56,13 +59,13 @@ def test_a_step_takes_as_long_as_its_slowest_rank() -> None:
 def test_the_time_by_device_events_is_told_beside_the_clocks() -> None:
     ranks = [[{**step(0, 1.0), "device_seconds": 0.9}], [{**step(0, 1.1), "device_seconds": 0.8}]]
 
-    assert summarise_steps(REQUEST, ranks)["device_step_s"] == 0.9
-    assert summarise_steps(REQUEST, [[step(0, 1.0)], [step(0, 1.0)]])["device_step_s"] is None
+    assert summary(*ranks)["device_step_s"] == 0.9
+    assert summary([step(0, 1.0)], [step(0, 1.0)])["device_step_s"] is None
 
 
 def test_mfu_counts_six_flops_a_weight_and_the_whole_square_of_attention() -> None:
     """Llama-3-8B: 7.5e9 matrix weights that a token meets, and 12 L h s of attention (arXiv 2204.02311, app. B)."""
-    found = summarise_steps(REQUEST, [[step(0, 2.0)], [step(0, 2.0)]])
+    found = summary([step(0, 2.0)], [step(0, 2.0)])
 
     weights = 8_030_261_248 - 128_256 * 4096 - 65 * 4096  # all but the embedding and the norms
     flops = (6 * weights + 12 * 32 * 4096 * 8192) * 2 * 8192
@@ -71,14 +74,14 @@ def test_mfu_counts_six_flops_a_weight_and_the_whole_square_of_attention() -> No
 
 
 def test_only_steps_that_all_ranks_took_count() -> None:
-    found = summarise_steps(REQUEST, [[step(0, 1.0), step(1, 9.0)], [step(0, 1.5)]])
+    found = summary([step(0, 1.0), step(1, 9.0)], [step(0, 1.5)])
 
     assert found["steps"] == 1
     assert found["step_s"]["all"] == [1.5]
 
 
 def test_no_steps_give_no_time() -> None:
-    found = summarise_steps(REQUEST, [[], []])
+    found = summary([], [])
 
     assert found["step_s"] is None
     assert "mfu" not in found

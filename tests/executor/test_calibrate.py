@@ -5,10 +5,18 @@ import time
 
 import pytest
 
+from executor.calibrate.items import LayerItem, OperatorItem
 from executor.calibrate.run import header
 from executor.gpu.monitor import ClockMonitor, invalid_reason
 from executor.launch.records import read_records
+from simulator.config.model import Model
+from simulator.config.plan import Plan
+from simulator.config.runtime import Runtime
+from simulator.config.workload import Workload
+from topology.codec import convert, to_builtins
 from topology.profile.calibration_records import profile_from_records
+from topology.profile.profile import CollectiveSample
+from topology.profile.samples import Conditions, HostSample, OperatorSample
 
 needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
 
@@ -41,7 +49,7 @@ def call(**fields):
 
     from executor.calibrate.kernels import operator_call
 
-    return operator_call(torch.device("cpu"), **fields)
+    return operator_call(torch.device("cpu"), OperatorItem(**fields))
 
 
 @needs_torch
@@ -124,8 +132,8 @@ def test_what_cannot_be_measured_is_missing_and_the_rest_is_there(tmp_path) -> N
     from executor.launch.records import Deadline, Recorder
 
     wanted = [
-        {"kind": "move", "name": "gossip", "shape": {"t": 1}, "dtype": "float32", "direction": "forward"},
-        {"kind": "move", "name": "silu", "shape": {"t": 8, "f": 16}, "dtype": "float32", "direction": "forward"},
+        OperatorItem(kind="move", name="gossip", shape={"t": 1}, dtype="float32"),
+        OperatorItem(kind="move", name="silu", shape={"t": 8, "f": 16}, dtype="float32"),
     ]
 
     OperatorTimes(torch.device("cpu"), 0).record(wanted, Recorder(tmp_path / "r"), Deadline(60))
@@ -144,12 +152,12 @@ def test_a_step_may_say_more_than_a_sample_holds(tmp_path, monkeypatch) -> None:
     from executor.launch.records import Recorder
 
     said = {"data_s": 1e-3, "loss": 2.0, "gradient_norm": 1.0}
-    item = {
-        "model": MODEL,
-        "plan": {},
-        "workload": {"seq_len": 8, "global_batch_size": 1},
-        "runtime": {"name": "torchtitan"},
-    }
+    item = LayerItem(
+        model=convert(MODEL, Model, where="test"),
+        plan=Plan(),
+        workload=Workload(seq_len=8, global_batch_size=1),
+        runtime=Runtime(name="torchtitan"),
+    )
     monkeypatch.setattr(layers, "builder_of", lambda *_: lambda *_: lambda: time.sleep(2e-3) or dict(said))
     monkeypatch.setattr(layers, "rank_zero_decides", lambda value: value)
     monkeypatch.setattr(layers.dist, "barrier", lambda: None)
@@ -162,9 +170,9 @@ def test_a_step_may_say_more_than_a_sample_holds(tmp_path, monkeypatch) -> None:
 
 
 def test_a_throttled_sample_is_invalid_and_a_power_cap_is_not() -> None:
-    assert "thermal" in invalid_reason({"throttle": ["hardware thermal slowdown", "software power cap"]})
-    assert invalid_reason({"throttle": ["software power cap"]}) == ""
-    assert invalid_reason({}) == ""
+    assert "thermal" in invalid_reason(Conditions(throttle=("hardware thermal slowdown", "software power cap")))
+    assert invalid_reason(Conditions(throttle=("software power cap",))) == ""
+    assert invalid_reason(Conditions()) == ""
 
 
 def test_clocks_are_those_of_the_sample() -> None:
@@ -180,18 +188,31 @@ def test_clocks_are_those_of_the_sample() -> None:
 
     found = watch.between(1.9, 2.2, 0)
 
-    assert found["sm_clock_hz"] == pytest.approx(1455e6)
-    assert found["power_w"] == 695.5
-    assert found["throttle"] == ["software power cap", "software thermal slowdown"]
-    assert watch.between(3.0, 3.01, 0)["sm_clock_hz"] == 345e6, "a short sample gets the next reading"
-    assert watch.between(10.0, 11.0, 0) == {}
+    assert found.sm_clock_hz == pytest.approx(1455e6)
+    assert found.power_w == 695.5
+    assert found.throttle == ("software power cap", "software thermal slowdown")
+    assert watch.between(3.0, 3.01, 0).sm_clock_hz == 345e6, "a short sample gets the next reading"
+    assert watch.between(10.0, 11.0, 0) == Conditions()
 
 
 def test_a_stand_in_never_claims_a_gpu() -> None:
     from types import SimpleNamespace
 
     options = SimpleNamespace(device="cpu", gpu_name="h200-sxm", machine="m", command="c")
-    record = {"kind": "header", **header(options, 2)}
+    record = {"kind": "header", **to_builtins(header(options, 2))}
 
     assert record["gpu"] == "cpu"
     assert profile_from_records([record]).gpu == "cpu"
+
+
+@needs_torch
+def test_every_sample_states_when_it_was_complete(tmp_path) -> None:
+    from executor.calibrate.rank import SampleRecorder
+
+    recorder = SampleRecorder(str(tmp_path / "r"), time.monotonic() - 3.0)
+    recorder.write("host", sample=HostSample(name="eager", seconds=1e-6, spread=0.0, count=1))
+    recorder.write("group", sample=CollectiveSample(op="all_reduce", ranks=2, nodes=1, nbytes=8, time_s=1e-6))
+    recorder.write("operator", sample=OperatorSample(kind="move", name="copy", shape={}, dtype="f", seconds=1e-6))
+    recorder.close()
+
+    assert all(3.0 <= record["sample"]["at_s"] < 60.0 for record in read_records(tmp_path / "r"))

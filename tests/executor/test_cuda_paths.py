@@ -10,7 +10,7 @@ from executor.measure.probe_collectives import ITERATIONS, PER_GRAPH, Rank, time
 from executor.measure.probe_compute import MATMUL, measure_cuda
 from executor.measure.probe_flows import CudaCopies, flow_sets, measure
 from tests.executor.fake_cuda import WORK_MS, Fake
-from topology.profile.measurement import measurement_from_records
+from topology.profile.measurement import GpuState, measurement_from_records
 
 HEADER = {"kind": "header", "machine": "m", "device": "cuda", "taken_at": "2026-01-01T00:00:00+00:00"}
 
@@ -57,7 +57,7 @@ def test_a_copy_that_moves_nothing_is_found_out(torch) -> None:
 
 def test_compute_has_every_rate_of_every_gpu(torch, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(
-        "executor.measure.probe_compute.read_states", lambda: {6: {"gpu": 6, "throttle": ["software power cap"]}}
+        "executor.measure.probe_compute.read_states", lambda: {6: GpuState(gpu=6, throttle=("software power cap",))}
     )
     recorder = Recorder(tmp_path / "r")
 
@@ -74,7 +74,7 @@ def test_compute_has_every_rate_of_every_gpu(torch, tmp_path, monkeypatch) -> No
 
 
 class Vote(Rank):
-    """A rank whose peers vote as told: what `reduce_over_ranks` returns is what it is given, or failure where they
+    """A rank whose peers vote as given: what `reduce_over_ranks` returns is what it is given, or failure where they
     failed.
     """
 
@@ -100,7 +100,7 @@ class Element:
 
 
 def test_a_graph_is_timed_without_the_host_and_given_back(torch, monkeypatch, tmp_path) -> None:
-    torch.issue_ms = WORK_MS  # an eager call could not be told from its launch
+    torch.issue_ms = WORK_MS  # an eager call could not be distinguished from its launch
 
     _, took, (record,) = graph_point(
         torch, monkeypatch, tmp_path, lambda: torch.work([torch.current_stream(0)]), peers_failed=False

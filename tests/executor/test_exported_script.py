@@ -92,7 +92,7 @@ def test_one_host_checks_its_numbers_and_takes_its_steps(tmp_path: Path) -> None
         assert any(line["kind"] == "step" for line in seen)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # test_two_nodes.py runs two agents; test_launchers.py holds the rank of each host
 def test_two_hosts_get_the_node_ranks_they_are_told(tmp_path: Path) -> None:
     text = script(2, 1)
     with ThreadPoolExecutor() as hosts:

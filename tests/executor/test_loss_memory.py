@@ -59,7 +59,7 @@ def per_logit(tensors) -> float:
 
 @pytest.mark.parametrize("name", ["torchtitan", "pytorch"])
 def test_an_eager_loss_holds_what_its_description_says(name):
-    """Cross entropy in float32 of 16-bit logits that the trainer lets go of before backward."""
+    """Cross entropy in float32 of 16-bit logits that the trainer frees before backward."""
     weight = torch.zeros(VOCABULARY, WIDTH, dtype=torch.bfloat16, requires_grad=True)
     tokens = torch.zeros(TOKENS, WIDTH, dtype=torch.bfloat16, requires_grad=True)
     labels = torch.zeros(TOKENS, dtype=torch.int64)

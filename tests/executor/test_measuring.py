@@ -4,46 +4,47 @@ kept.
 
 import json
 import time
+from dataclasses import replace
 
 import pytest
 
-from executor.gpu.monitor import GpuMonitor, summarise
+from executor.gpu.monitor import GpuMonitor, GpuSummary, summarise
 from executor.gpu.state import Nvml, read_states
+from executor.parallel.facts import MeshFacts, ModelFacts
 from executor.run.apply import report
 from executor.run.effects import operator_table, read_back
 from executor.run.slow_ranks import slow_ranks
-from executor.run.step_summary import summarise_steps
 from planner.runs.apply_report import lines
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
 from simulator.program import trace as tr
 from simulator.program.chrome_trace import from_kineto
 from simulator.program.trace import Span, Trace
-from tests.executor.test_apply_run import DONE, REQUEST, step, write
+from tests.executor.test_apply_run import DONE, REQUEST, step, summary, write
+from topology.codec import to_builtins
+from topology.profile.measurement import GpuState
 
-BUILT = {
-    "most_shards": 2,
-    "stored": "float32",
-    "blocks": 32,
-    "recomputed_blocks": 0,
-    "compiled_graphs": 0,
-    "graph_breaks": 0,
-    "schedule": None,
-    "micro_batches": 1,
-    "tp_overlap": {"attention_in": "none", "attention_out": "none", "mlp_in": "none", "mlp_out": "none"},
-    "cp_method": "none",
-}
-MESH = {"axes": {"pp": 1, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 1}, "as_requested": True}
+BUILT = ModelFacts(
+    most_shards=2,
+    stored="float32",
+    blocks=32,
+    recomputed_blocks=0,
+    compiled_graphs=0,
+    graph_breaks=0,
+    schedule=None,
+    micro_batches=1,
+    tp_overlap={"attention_in": "none", "attention_out": "none", "mlp_in": "none", "mlp_out": "none"},
+    cp_method="none",
+)
+MESH = MeshFacts(axes={"pp": 1, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 1}, ranks=[], as_requested=True)
 
 
 def request(**changes):
-    from dataclasses import replace
-
     return replace(REQUEST, **changes)
 
 
 def wrong(asked, **found) -> list[str]:
-    return [e.what for e in read_back(asked, {**BUILT, **found}, None, None) if not e.ok]
+    return [e.what for e in read_back(asked, replace(BUILT, **found), None, None) if not e.ok]
 
 
 def test_what_took_effect_as_requested_is_ok() -> None:
@@ -81,7 +82,7 @@ def test_a_run_that_was_not_as_requested_has_failed(tmp_path) -> None:
             tmp_path,
             rank,
             step(0, 1.0),
-            {"kind": "effects", **BUILT, "most_shards": 1},
+            {"kind": "effects", **to_builtins(replace(BUILT, most_shards=1))},
             {"kind": "timed"},
             {"kind": "done"},
         )
@@ -144,8 +145,8 @@ def test_a_slow_rank_is_named_by_who_waits_for_it(slow_s: float, cause: str) -> 
 # --- clocks -----------------------------------------------------------------------------------------------------------
 
 
-def state(gpu: int, clock: float, *throttle: str) -> dict:
-    return {"gpu": gpu, "sm_clock_hz": clock, "power_w": 600.0, "temperature_c": 60.0, "throttle": list(throttle)}
+def state(gpu: int, clock: float, *throttle: str) -> GpuState:
+    return GpuState(gpu=gpu, sm_clock_hz=clock, power_w=600.0, temperature_c=60.0, throttle=throttle)
 
 
 def test_only_clocks_while_steps_were_timed_count() -> None:
@@ -158,15 +159,11 @@ def test_only_clocks_while_steps_were_timed_count() -> None:
 
     zero, one = summarise(samples, [0, 1], 15.0, 25.0)
 
-    assert zero == {
-        "gpu": 0,
-        "samples": 2,
-        "sm_clock_hz": {"lowest": 1900e6, "median": 1940e6},
-        "power_w": 600.0,
-        "throttle": [],
-    }
-    assert one["throttle"] == ["software power cap"]
-    assert summarise([], [0], 0, 1)[0]["sm_clock_hz"] is None
+    assert zero == GpuSummary(
+        gpu=0, samples=2, sm_clock_hz={"lowest": 1900e6, "median": 1940e6}, power_w=600.0, throttle=()
+    )
+    assert one.throttle == ("software power cap",)
+    assert summarise([], [0], 0, 1)[0].sm_clock_hz is None
 
 
 def timed(*clocks_hz: float) -> list[dict]:
@@ -177,16 +174,16 @@ def test_clocks_that_changed_in_a_run_are_told_with_the_step(tmp_path) -> None:
     """As by `nvidia-smi -lgc` of another user, between two steps; the power cap's own swing is no change."""
     steady, changed = timed(*[1.98e9] * 8), timed(*[1.95e9] * 5, *[1.2e9] * 3)
 
-    found = summarise_steps(REQUEST, [steady, changed])
+    found = summary(steady, changed)
 
     assert found["sm_clock_change"] == {"step": 5.0, "before_hz": 1.95e9, "after_hz": 1.2e9}
     for rank, records in enumerate((steady, changed)):
         write(tmp_path, rank, *records, {"kind": "timed"}, {"kind": "done"})
-    told = "\n".join(lines(report(REQUEST, DONE, tmp_path, []), None))
-    assert "changed from 1.95 to 1.20 GHz at step 5" in told
+    reported = "\n".join(lines(report(REQUEST, DONE, tmp_path, []), None))
+    assert "changed from 1.95 to 1.20 GHz at step 5" in reported
     swing = timed(1.98e9, 1.9e9, 1.95e9, 1.88e9, 1.92e9, 1.87e9)
-    assert summarise_steps(REQUEST, [swing, swing])["sm_clock_change"] is None
-    assert summarise_steps(REQUEST, [[step(0, 1.0)] * 5] * 2)["sm_clock_change"] is None
+    assert summary(swing, swing)["sm_clock_change"] is None
+    assert summary(*[[step(0, 1.0)] * 5] * 2)["sm_clock_change"] is None
 
 
 def test_the_watch_asks_until_it_is_stopped(monkeypatch) -> None:
@@ -212,8 +209,7 @@ def test_the_library_says_what_nvidia_smi_says() -> None:
     lines = "0, 1755, 698.512, 61, 0x4\n1, 345, 71.2, 30, 0x1\n"
     assert said == read_states(lambda _: lines)
     library.broken = True
-    unknown = {"sm_clock_hz": None, "power_w": None, "temperature_c": None, "throttle": None}
-    assert Nvml(library).read() == {gpu: {"gpu": gpu, **unknown} for gpu in (0, 1)}
+    assert Nvml(library).read() == {gpu: GpuState(gpu=gpu) for gpu in (0, 1)}
 
 
 def first_clock(watch: GpuMonitor) -> float:
@@ -221,7 +217,7 @@ def first_clock(watch: GpuMonitor) -> float:
     end = time.monotonic() + 20
     while not watch._samples and time.monotonic() < end:
         time.sleep(0.01)
-    return watch.stop()[0][1][0]["sm_clock_hz"]
+    return watch.stop()[0][1][0].sm_clock_hz
 
 
 def no_driver() -> Nvml:

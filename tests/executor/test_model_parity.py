@@ -48,7 +48,7 @@ def norm(x, weight):
     return x / ((x**2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight
 
 
-def turned(x, position: int):
+def rotated(x, position: int):
     """Rotate the pairs (i, i + d/2) of one head's vector by position x base^(-2i/d)."""
     half = len(x) // 2
     out = x.clone()
@@ -73,7 +73,7 @@ def attend(queries, keys, values, window: int):
 
 def attention(w, x, model: Model, window: int):
     def turn(rows):
-        return torch.stack([turned(row, t) for t, row in enumerate(rows)])
+        return torch.stack([rotated(row, t) for t, row in enumerate(rows)])
 
     heads = []
     if model.latent is None:

@@ -141,12 +141,12 @@ def shared(request, tmp_path_factory) -> tuple[Path, dict[str, LaunchResult]]:
 def verify_all(
     cases: list[dict], out: Path, run: Callable[[list[dict], float], LaunchResult], budget_s: float
 ) -> dict[str, LaunchResult]:
-    """Run cases until all have been told about; a plan that ends its processes is left out of the next launch."""
+    """Run cases until all have been reported; a plan that ends its processes is left out of the next launch."""
     ended: dict[str, LaunchResult] = {}
     while cases:
         launched = run(cases, budget_s)
         budget_s -= launched.seconds
-        cases = [case for case in cases if not told(out, case["id"])]
+        cases = [case for case in cases if not reported(out, case["id"])]
         ended |= {case["id"]: launched for case in cases}
         if launched.outcome != "failed" or budget_s < LEAST_S:
             break
@@ -154,7 +154,7 @@ def verify_all(
     return ended
 
 
-def told(out: Path, name: str) -> bool:
+def reported(out: Path, name: str) -> bool:
     return (out / f"{name}.json").is_file() or any(out.glob(f"{name}.rank*.txt"))
 
 

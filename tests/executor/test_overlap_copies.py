@@ -79,7 +79,7 @@ def write_word(address: int, value: int, _stream: int) -> None:
 
 @pytest.fixture
 def inline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Streams that do at once what they are told."""
+    """Streams that do at once what they are asked."""
     SharedMemory.made, SharedMemory.lock = {}, threading.Lock()
     monkeypatch.setattr(symmetric, "Allocation", SharedMemory)
     monkeypatch.setattr(symmetric, "Order", lambda _: lambda **_: None)

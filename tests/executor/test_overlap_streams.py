@@ -1,9 +1,9 @@
 """The order that streams give to exchanges: ranks issue everything at once, and a scheduler runs any stream that can.
 
 Hosts run ahead of their GPUs, so what keeps a call's flags and buffers apart from the next one's is only what the
-streams were told. Here every stream is a queue of what a host has issued, a random one of those whose head can run goes
-on, and what is asserted is that all queues empty and the right rows were there whenever a product looked. Kernels that
-wait are played: the fused product, which lowers its flags at its end, and those of captured graphs.
+streams were given. Here every stream is a queue of what a host has issued, a random one of those whose head can run
+goes on, and what is asserted is that all queues empty and the right rows were there whenever a product looked. Kernels
+that wait are played: the fused product, which lowers its flags at its end, and those of captured graphs.
 """
 
 import ctypes

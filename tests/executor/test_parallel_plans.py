@@ -143,6 +143,8 @@ COMPILED = {
     f"compiled-{name}": ({**TWO[name][0], "compile": True}, TWO[name][1])
     for name in ("ddp", "fsdp-tied", "tp", "tp-sp-selective-op", "latent-tp", "cp", "cp-heads", "ep", "pp-1f1b")
 }
+# The compiler takes seconds a plan: one of each kind of graph is compiled every time, all of them nightly.
+SELDOM = COMPILED.keys() - {"compiled-tp-sp-selective-op", "compiled-cp", "compiled-ep"}
 TWO |= COMPILED
 FOUR = {
     "hsdp": ({}, {"dp_replicate": 2, "dp_shard": 2, "micro_batch_size": 1}),
@@ -290,8 +292,8 @@ def _verdict(folder: Path, name: str) -> dict:
 
 @pytest.mark.parametrize(
     ("ranks", "name"),
-    [(2, name) for name in TWO | TYPES]
-    + [pytest.param(4, name, marks=[pytest.mark.long] * name.startswith("compiled")) for name in FOUR]
+    [pytest.param(2, name, marks=[pytest.mark.nightly] * (name in SELDOM)) for name in TWO | TYPES]
+    + [pytest.param(4, name, marks=[pytest.mark.nightly] * name.startswith("compiled")) for name in FOUR]
     + [(8, name) for name in EIGHT],
 )
 def test_a_plan_computes_what_one_process_computes(results, ranks: int, name: str) -> None:

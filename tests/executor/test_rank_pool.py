@@ -18,6 +18,7 @@ import pytest
 from executor.calibrate import rank_pool as pools
 from executor.calibrate import run as shop
 from executor.calibrate.rank_pool import RankPool
+from executor.calibrate.rank_request import PoolRequest
 from executor.calibrate.run import PoolScheduler, Work
 from executor.launch.records import Deadline, Recorder, read_records
 from tests.waiting import wait_until
@@ -41,7 +42,7 @@ def scripted_rank(request: str, pipe: Any) -> None:
             time.sleep(60)
         if what == "ends":
             os._exit(3)
-        with (Path(me["records"]) if "records" in me else Path(me["folder"]) / "times").open("a") as file:
+        with (Path(me["records"]) if me["records"] else Path(me["folder"]) / "times").open("a") as file:
             line = {
                 "kind": "missing",
                 "what": json.dumps([job["name"], job["kind"], me["gpus"], began, time.monotonic()]),
@@ -65,7 +66,7 @@ class Scripted:
 def pair(tmp_path, monkeypatch):
     monkeypatch.setattr(pools, "FAILED_S", 0.3)
     monkeypatch.setattr(pools.os, "killpg", os.kill)  # scripted ranks lead no group
-    found = RankPool(Scripted(), (0, 1), tmp_path / "pool", {})
+    found = RankPool(Scripted(), (0, 1), tmp_path / "pool", PoolRequest())
     wait_until(lambda: found.poll() is not None and found.state == "idle")
     yield found
     found.end()

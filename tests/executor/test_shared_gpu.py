@@ -14,7 +14,7 @@ import torch.distributed as dist
 from executor.launch.local_ranks import Failure, LaunchResult
 from executor.overlap import fused
 from tests.executor.shared_gpu import gather_plainly
-from tests.executor.test_on_gpus import ON_TWO, needs_more, told, verify_all
+from tests.executor.test_on_gpus import ON_TWO, needs_more, reported, verify_all
 from tests.executor.workers.overlap_checks_worker import parser, read
 
 
@@ -99,5 +99,5 @@ def test_a_plan_that_ends_its_processes_costs_its_own_verdict(
     ended = verify_all([{"id": name} for name in "abcdef"], tmp_path, run, 75.0)
 
     assert launches == begun
-    assert {name for name in ended if not told(tmp_path, name)} == left
+    assert {name for name in ended if not reported(tmp_path, name)} == left
     assert all(ended[name].outcome == outcome for name in left)

@@ -1,6 +1,7 @@
 """Operators of a profiled step, by shape, from what the profiler writes."""
 
 from executor.measure.traced_operators import traced_operators
+from topology.profile.samples import OperatorSample
 
 
 def op(name: str, begin: float, end: float, sizes: list, strides: list, kind: str = "c10::BFloat16") -> dict:
@@ -17,8 +18,8 @@ def launch(number: int, at: float, took: float) -> list[dict]:
     ]
 
 
-def rows(found: list[dict]) -> list[tuple]:
-    return [(s["kind"], s["direction"], s["shape"], round(s["seconds"] * 1e6), s["count"]) for s in found]
+def rows(found: list[OperatorSample]) -> list[tuple]:
+    return [(s.kind, s.direction, s.shape, round(s.seconds * 1e6), s.count) for s in found]
 
 
 def test_memory_layouts_tell_the_three_products_of_a_layer_apart() -> None:
@@ -48,7 +49,7 @@ def test_calls_of_one_shape_give_their_median_and_several_kernels_of_a_call_add_
 
     (found,) = traced_operators({"traceEvents": events})
 
-    assert (found["count"], round(found["seconds"] * 1e6)) == (3, 200)
+    assert (found.count, round(found.seconds * 1e6)) == (3, 200)
 
 
 def test_the_product_of_whole_tensors_is_left_for_that_of_the_shards_inside_it() -> None:
@@ -72,8 +73,8 @@ def test_attention_has_its_axes_and_its_direction() -> None:
 
     found = traced_operators({"traceEvents": events})
 
-    assert {(s["direction"], round(s["seconds"] * 1e6)) for s in found} == {("forward", 10), ("backward", 30)}
-    assert all(s["shape"] == {"b": 2, "a": 8, "kv": 2, "s": 64, "S": 64, "d": 16} for s in found)
+    assert {(s.direction, round(s.seconds * 1e6)) for s in found} == {("forward", 10), ("backward", 30)}
+    assert all(s.shape == {"b": 2, "a": 8, "kv": 2, "s": 64, "S": 64, "d": 16} for s in found)
 
 
 def test_tokens_of_experts_are_counted_as_shared_out_evenly() -> None:
@@ -84,7 +85,7 @@ def test_tokens_of_experts_are_counted_as_shared_out_evenly() -> None:
 
     (found,) = traced_operators({"traceEvents": events})
 
-    assert (found["shape"], found["direction"]) == ({"m": 8, "n": 6, "k": 4, "batch": 5}, "forward")
+    assert (found.shape, found.direction) == ({"m": 8, "n": 6, "k": 4, "batch": 5}, "forward")
 
 
 def test_without_kernels_or_shapes_there_is_nothing() -> None:

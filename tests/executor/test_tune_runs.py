@@ -86,7 +86,7 @@ def left(folder) -> list[int]:
     return found
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_ranks_that_are_killed_stopped_or_out_of_memory_end_a_trial_and_no_tuning(asked, tmp_path) -> None:
     question, plans = asked
     runner = ExecutorTrials(

@@ -52,6 +52,7 @@ def collected(folder: Path) -> dict:
     return json.loads((folder / "run.json").read_text())
 
 
+@pytest.mark.nightly  # a node that is lost, and a rank that is killed on one node, are in the gate
 def test_a_node_whose_rank_is_killed_is_named_by_the_run(tmp_path) -> None:
     codec.write_text(tmp_path / "request.json", codec.to_json(request()))
     endpoint = f"127.0.0.1:{free_port()}"

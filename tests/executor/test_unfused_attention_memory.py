@@ -65,14 +65,14 @@ def test_eager_softmax_of_attention_allocates_its_result_and_a_mask() -> None:
 
     softmax = described("torchtitan", "attention", "math_softmax", "!compiled")
 
-    assert found["aten::bmm"] == pytest.approx(scores, rel=0.2)  # the scores, and the context beside them
+    assert found["aten::bmm"] == pytest.approx(scores, rel=0.2)  # the scores, and the context alongside them
     assert in_scores(softmax.allocates or ()) == pytest.approx(
         (found["aten::_softmax"] + found["aten::isneginf"]) / scores, rel=0.01
     )
     assert not found.get("aten::add_")
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_compiled_softmax_of_attention_allocates_its_result_and_backward_works_in_place() -> None:
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 from hypothesis import strategies as st
 
-from planner.configs.answer import ask
+from planner.configs.asked import ask
 from planner.configs.formats.configuration import CheckFlags
 from planner.configs.serving import check_serving, serving_engine
 from planner.configs.serving_document import checked_serving_document
@@ -19,6 +19,7 @@ from planner.serving.question.from_flags import ServingFlags
 from simulator.legality.rules import is_legal
 from tests.fuzz.format import Format, text_inputs
 from tests.fuzz.mutations import damaged_json, damaged_text
+from tests.planner.test_check_formats import TEXTS
 from topology import codec
 from topology.errors import BadInput
 
@@ -128,6 +129,9 @@ CONFIGURATIONS = {
     ),
     "TrainingArguments JSON": Format(
         inputs=partial(_damaged_documents, "arguments*"), read=partial(_judge, name="a.json")
+    ),
+    "further tools' YAML": Format(
+        inputs=text_inputs(lambda: list(TEXTS.values())), read=partial(_judge, name="a.yaml")
     ),
     "serving command": Format(inputs=text_inputs(lambda: LINES), read=_judge_serving),
 }

@@ -1,4 +1,4 @@
-"""What serving and learning are told in files: requests, saved deployments, published points, logs and tables of
+"""What serving and learning read from files: requests, saved deployments, published points, logs and tables of
 runs.
 """
 

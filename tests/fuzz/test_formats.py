@@ -2,7 +2,8 @@
 
 Reading them starts no process, reaches no network and writes nowhere else.
 
-`MESHWRIGHT_FUZZ_INPUTS=10000 pytest tests/fuzz` tries more than the gate does, and other inputs each time.
+The gate tries few inputs of each format, the same every time. The nightly tests try more, and other inputs each time;
+`MESHWRIGHT_FUZZ_INPUTS` says how many.
 """
 
 import os
@@ -16,17 +17,27 @@ from tests.fuzz.formats import FORMATS, wrong_numbers
 from tests.fuzz.watch import watching
 from topology.errors import PlannerError
 
-ASKED = os.environ.get("MESHWRIGHT_FUZZ_INPUTS")
-INPUTS = int(ASKED) if ASKED else 200
+INPUTS = 40
+MANY_INPUTS = int(os.environ.get("MESHWRIGHT_FUZZ_INPUTS", "1000"))
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_no_input_breaks_a_reader(name: str, tmp_path: Path) -> None:
+    try_inputs(name, tmp_path, INPUTS, derandomize=True)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", FORMATS)
+def test_none_of_many_inputs_breaks_a_reader(name: str, tmp_path: Path) -> None:
+    try_inputs(name, tmp_path, MANY_INPUTS, derandomize=False)
+
+
+def try_inputs(name: str, tmp_path: Path, inputs: int, *, derandomize: bool) -> None:
     one = FORMATS[name]
 
     @settings(
-        max_examples=INPUTS,
-        derandomize=not ASKED,
+        max_examples=inputs,
+        derandomize=derandomize,
         database=None,
         suppress_health_check=list(HealthCheck),
     )

@@ -1,4 +1,4 @@
-"""The parts of the command beside plans: each starts what a person would start, within a time, and reads what it
+"""The parts of the command besides plans: each starts what a person would start, within a time, and reads what it
 left.
 """
 
@@ -142,7 +142,7 @@ def calibrate(place: Place, tell: Tell) -> None:
 
 
 def serving(place: Place, tell: Tell) -> None:
-    """The executor serving, on one GPU and two: steps and loads beside their prediction."""
+    """The executor serving, on one GPU and two: steps and loads alongside their prediction."""
     from topology import codec
     from topology.probe.from_machine import probe_machine
 

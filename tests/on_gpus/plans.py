@@ -178,11 +178,11 @@ def _run(
             continue
         names[folder] = name
 
-    def told(run: Run, document: dict[str, Any]) -> None:
+    def reported(run: Run, document: dict[str, Any]) -> None:
         name = names.pop(run.out)
         tell(row_of(part, name, document, cases[name].ends))
 
-    run_many(runs, budget_s, told)
+    run_many(runs, budget_s, reported)
     for name in names.values():
         tell(Row(part=part, what=name, result=NO_TIME))
 

@@ -19,9 +19,9 @@ from simulator.config.plan import Plan
 QUESTION = ("--model", "llama3-8b", "--cluster", "dgx-h100", "--gpus", "2", "--seq-len", "4096", "--global-batch", "64")
 
 
-def plan_of(told):
+def plan_of(reported):
     names = set(Plan.__dataclass_fields__)
-    return Plan(**{k: tuple(v) if isinstance(v, list) else v for k, v in told.items() if k in names})
+    return Plan(**{k: tuple(v) if isinstance(v, list) else v for k, v in reported.items() if k in names})
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def planner_once(tmp_path_factory):
 
 
 def test_a_plan_has_one_step_and_one_memory_wherever_it_is_shown(planner_once):
-    """Listed, by itself, explained, and beside itself."""
+    """Listed, by itself, explained, and compared with itself."""
     run, saved = planner_once["run"], planner_once["saved"]
     listed = planner_once["document"]["plans"][0]["estimate"]
     alone = json.loads(run("estimate", "--plan", saved, "--json"))["estimate"]
@@ -113,7 +113,10 @@ def test_the_answer_fits_a_screen(planner_once):
     cluster = next(number for number, line in enumerate(lines) if line.startswith("cluster "))
 
     assert max(map(len, lines)) <= 80
-    assert re.match(r"Use .+: about [\d.]+ m?s \([\d.]+ to [\d.]+\) a step, \d+ GiB of \d+", " ".join(lines[:2]))
+    assert re.match(
+        r"Use .+: about [\d.]+ m?s \([\d.]+ to [\d.]+\) a step of [\d.]+[Mk] tokens, \d+ GiB of \d+",
+        " ".join(lines[:2]),
+    )
     assert start < 26
     assert start < cluster
     for label in ("batch ", "order ", "start ", "assumed ", "basis ", "memory ", "searched "):
@@ -137,8 +140,8 @@ def test_no_figure_has_more_digits_than_are_known(planner_once):
 
 
 def test_what_does_not_fit_is_told_every_fix_cheapest_first(planner):
-    told = ("--dp-shard", "8", "--micro-batch", "4", "--recompute", "none")
-    asked = (*QUESTION[:4], "--gpus", "8", *QUESTION[6:8], "--global-batch", "64", *told)
+    reported = ("--dp-shard", "8", "--micro-batch", "4", "--recompute", "none")
+    asked = (*QUESTION[:4], "--gpus", "8", *QUESTION[6:8], "--global-batch", "64", *reported)
     document = json.loads(planner("estimate", *asked, "--json").stdout)
     text = " ".join(planner("estimate", *asked).stdout.split())
     costs = [fix["slower"] for fix in document["fixes"]]

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -27,11 +28,11 @@ pytestmark = [
 ]
 
 
-def start(*arguments: object) -> subprocess.Popen:
+def start(*arguments: object, **environment: str) -> subprocess.Popen:
     return subprocess.Popen(
         [sys.executable, "-m", "planner", "apply", *map(str, arguments)],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -53,10 +54,14 @@ def small_plan_file(content, tmp_path):
 
 
 def test_a_saved_plan_runs_on_a_cpu(small_plan_file, tmp_path) -> None:
-    process = start(
-        small_plan_file, "--device", "cpu", "--steps", "2", "--budget", "200s", "--out", tmp_path / "run", "--json"
-    )
-    out, err = process.communicate(timeout=220)
+    """Ranks meet at a port that is free, whatever the environment suggests."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}
+        words = ("--device", "cpu", "--steps", "2", "--budget", "200s", "--out", tmp_path / "run", "--json")
+        process = start(small_plan_file, *words, **port)
+        out, err = process.communicate(timeout=220)
 
     assert process.returncode == 0, err
     said = json.loads(out)
@@ -64,6 +69,7 @@ def test_a_saved_plan_runs_on_a_cpu(small_plan_file, tmp_path) -> None:
     assert said["measured"]["steps"] == 2
     assert said["measured"]["tokens_per_s"] > 0
     assert said["measured"]["mfu"] is None
+    assert said["mesh"]["effective"]["as_requested"]
     assert said["mesh"]["effective"]["axes"]["pp"] == 2
     assert said["comparison"] is None
     assert said["plan"]["schedule"] == "1F1B"

@@ -60,9 +60,7 @@ def exact_request(steps: list[PlannedStep], *, gpus: int) -> Request:
 
 def shapes(request: Request, name: str, direction: str) -> set[tuple[tuple[str, int], ...]]:
     return {
-        tuple(sorted(one["shape"].items()))
-        for one in request.operators
-        if one["name"] == name and one["direction"] == direction
+        tuple(sorted(one.shape.items())) for one in request.operators if one.name == name and one.direction == direction
     }
 
 
@@ -90,13 +88,13 @@ def test_the_sites_of_a_plan_are_measured_as_its_ranks_run_them() -> None:
     plan = Plan(tp=2, dp_shard=2, sequence_parallel=True, tp_overlap="mlp_in=fused")
     request = exact_request([question(plan)] * 2, gpus=2)
 
-    assert [(one["operation"], one["rows"], one["columns"], one["depth"]) for one in request.overlap] == [
-        ("all_gather_matmul", 8192, [7168, 7168], 4096),
-        ("matmul_reduce_scatter", 8192, [4096], 7168),
-        ("all_gather_matmul", 8192, [2048, 512, 512], 4096),
-        ("matmul_reduce_scatter", 8192, [4096], 2048),
+    assert [(one.operation, one.rows, one.columns, one.depth) for one in request.overlap] == [
+        ("all_gather_matmul", 8192, (7168, 7168), 4096),
+        ("matmul_reduce_scatter", 8192, (4096,), 7168),
+        ("all_gather_matmul", 8192, (2048, 512, 512), 4096),
+        ("matmul_reduce_scatter", 8192, (4096,), 2048),
     ]
-    assert {one["ranks"] for one in request.overlap} == {2}
+    assert {one.ranks for one in request.overlap} == {2}
     for other in (Plan(tp=2), Plan(dp_shard=2), Plan(tp=8, sequence_parallel=True)):
         assert not exact_request([question(other)], gpus=4).overlap
 
@@ -104,14 +102,12 @@ def test_the_sites_of_a_plan_are_measured_as_its_ranks_run_them() -> None:
 def test_a_shape_in_every_mode_is_asked_for_once() -> None:
     request = exact_request([question(Plan(tp=4, sequence_parallel=True), seq_len=n) for n in (2048, 8192)], gpus=4)
     known = tuple(
-        OverlapSample(
-            **{**one, "columns": tuple(one["columns"])}, seconds={"nccl": 1e-3}, product_s=1e-3, collective_s=1e-4
-        )
+        OverlapSample(**dataclasses.asdict(one), seconds={"nccl": 1e-3}, product_s=1e-3, collective_s=1e-4)
         for one in request.overlap[:3]
     )
     throttled = dataclasses.replace(known[0], invalid="hot")
 
-    assert {one["ranks"] for one in request.overlap} == {4}
+    assert {one.ranks for one in request.overlap} == {4}
     assert missing_from(request, Profile(machine="m", gpu="x", overlap=known)).overlap == request.overlap[3:] != ()
     assert missing_from(request, Profile(machine="m", gpu="x", overlap=(throttled,))).overlap == request.overlap
 
@@ -156,9 +152,9 @@ def test_a_layer_without_fsdp_computes_in_what_it_is_stored_in() -> None:
     request = layer_request(question(Plan(tp=2, dp_shard=2, sequence_parallel=True)), 2)
 
     assert request is not None
-    assert request["ranks"] == 2
-    assert request["model"]["layers"] == 1
-    assert request["runtime"]["param_dtype"] == request["runtime"]["compute_dtype"] == "bfloat16"
+    assert request.ranks == 2
+    assert request.model.layers == 1
+    assert request.runtime.param_dtype == request.runtime.compute_dtype == "bfloat16"
 
 
 @pytest.mark.parametrize("name", ["llama3.2-1b", "qwen2.5-7b", "qwen3-8b", "mixtral-8x7b", "gemma2-9b", "deepseek-v3"])
@@ -179,8 +175,8 @@ def test_typical_layers_fit_the_machine(gpus: int) -> None:
     requests = [one for step in typical_steps("torchtitan", gpus) for one in narrow_requests(step, gpus)]
 
     assert requests
-    assert {one["ranks"] for one in requests} <= {1, 2, min(gpus, 4)}
-    assert all(one["model"]["layers"] == 1 for one in requests)
+    assert {one.ranks for one in requests} <= {1, 2, min(gpus, 4)}
+    assert all(one.model.layers == 1 for one in requests)
 
 
 def test_every_kind_of_parallelism_has_a_narrow_layer() -> None:
@@ -188,20 +184,22 @@ def test_every_kind_of_parallelism_has_a_narrow_layer() -> None:
     compiled.
     """
     requests = [one for step in typical_steps("torchtitan", 4) for one in narrow_requests(step, 4)]
-    kinds = {tuple(one["plan"][axis] for axis in ("dp_shard", "tp", "cp", "ep", "pp")) for one in requests}
+    kinds = {tuple(getattr(one.plan, axis) for axis in ("dp_shard", "tp", "cp", "ep", "pp")) for one in requests}
 
     assert {(1, 1, 1, 1, 1), (4, 1, 1, 1, 1), (1, 4, 1, 1, 1), (2, 2, 1, 1, 1), (1, 1, 4, 1, 1)} <= kinds
     assert {(4, 1, 1, 4, 1), (2, 1, 1, 1, 2)} <= kinds
-    assert {one["plan"]["recompute"] for one in requests} == {"none", "full", "selective-op"}
-    assert {one["runtime"]["compile"] for one in requests} == {False, True}
-    staged = [one for one in requests if one["plan"]["pp"] == 2]
-    assert {tuple(one["counts"]) for one in staged} == {(2,)}, "a layer for each stage"
+    assert {one.plan.recompute for one in requests} == {"none", "full", "selective-op"}
+    assert {one.runtime.compile for one in requests} == {False, True}
+    staged = [one for one in requests if one.plan.pp == 2]
+    assert {one.counts for one in staged} == {(2,)}, "a layer for each stage"
 
 
 def test_what_the_profile_has_is_not_asked_for_again() -> None:
     request = exact_request([question(Plan(dp_shard=2))], gpus=2)
-    known = tuple(OperatorSample(**one, seconds=1e-5) for one in request.operators[:10])
-    bad = tuple(OperatorSample(**one, seconds=1e-5, invalid="hot") for one in request.operators[10:20])
+    known = tuple(OperatorSample(**dataclasses.asdict(one), seconds=1e-5) for one in request.operators[:10])
+    bad = tuple(
+        OperatorSample(**dataclasses.asdict(one), seconds=1e-5, invalid="hot") for one in request.operators[10:20]
+    )
     profile = Profile(machine="m", gpu="h200-sxm", operators=known + bad)
 
     assert missing_from(request, profile).operators == request.operators[10:], "a throttled sample is no sample"
@@ -215,11 +213,11 @@ def test_layers_that_a_profile_file_has_are_not_asked_for_again(tmp_path) -> Non
     request = Request(layers=(item,))
     samples = [
         {
-            **{name: item[name] for name in ("plan", "workload", "runtime")},
-            "model": {**item["model"], "layers": n},
+            **{name: getattr(item, name) for name in ("plan", "workload", "runtime")},
+            "model": dataclasses.replace(item.model, layers=n),
             "step_s": 1e-2,
         }
-        for n in item["counts"]
+        for n in item.counts
     ]
     path = tmp_path / "p.json"
 
@@ -237,12 +235,12 @@ def test_sizes_of_a_collective_that_were_measured_are_left_out() -> None:
     )
     first = request.collectives[0]
     samples = tuple(
-        CollectiveSample(op=first["op"], ranks=2, nodes=1, nbytes=nbytes, time_s=1e-3) for nbytes in first["sizes"][1:]
+        CollectiveSample(op=first.op, ranks=2, nodes=1, nbytes=nbytes, time_s=1e-3) for nbytes in first.sizes[1:]
     )
 
     left = missing_from(request, Profile(machine="m", gpu="x", collectives=samples)).collectives
 
-    assert left[0] == {**first, "sizes": first["sizes"][:1]}
+    assert left[0] == dataclasses.replace(first, sizes=first.sizes[:1])
     assert left[1:] == request.collectives[1:]
 
 

@@ -20,7 +20,7 @@ from tests.planner.conftest import LLAMA8B, MIXTRAL, TINY, make_cluster
 from tests.planner.every_plan import UNBOUNDED, enumerate_candidates, grids
 from tests.planner.test_legality import reference
 
-# Beside the method of the runtime that runs the framework's plans.
+# Alongside the method of the runtime that runs the framework's plans.
 OTHER_METHODS = {"torchtitan": ("ring",), "megatron-lm": ("all_gather", "all_to_all"), "deepspeed": ()}
 RUNTIMES = {name: resolve({"name": name})[0] for name in ("torchtitan", "megatron-lm", "pytorch")}
 

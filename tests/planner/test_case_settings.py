@@ -89,7 +89,7 @@ def test_every_optimizer_has_its_own_states_and_update():
     states = [found[word].memory.by_stage[0].get("optimizer", 0.0) for word in found]
 
     assert states == pytest.approx([parameters * width / 8 for width in (8, 4, 0)], rel=0.01)
-    # Clipping moves 12 bytes a parameter beside the 28, 20 and 12 of the updates.
+    # Clipping moves 12 bytes a parameter alongside the 28, 20 and 12 of the updates.
     updates = [found[word].breakdown_s["optimizer"] for word in found]
     assert [one / updates[0] for one in updates] == pytest.approx([1, 32 / 40, 24 / 40], rel=0.01)
 
@@ -137,10 +137,10 @@ def test_overlapped_exchanges_of_experts_are_shorter():
         case |= {"model": EXPERTS["model"], "plan": EXPERTS["plan"] | {"ep_overlap": word}}
         return answer_plan(load_case(case)).estimate
 
-    plain, beside = answered(False), answered(True)
+    plain, alongside = answered(False), answered(True)
 
-    assert 0.6 < beside.step_s.value / plain.step_s.value < 0.95
-    assert beside.memory.reserved_bytes > plain.memory.reserved_bytes
+    assert 0.6 < alongside.step_s.value / plain.step_s.value < 0.95
+    assert alongside.memory.reserved_bytes > plain.memory.reserved_bytes
 
 
 def test_cuda_graphs_take_the_host_out_of_the_way():

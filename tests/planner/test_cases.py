@@ -174,7 +174,7 @@ def test_flags_describe_the_same_case():
         ("torchtitan", None, {"tp": 8, "pp": 4}, (32, 1, 1)),  # more than one node has
         ("torchtitan", 16, {"dp_replicate": 2}, (16, 2, 8)),
         ("torchtitan", 8, {"tp": 3}, (8, 1, 1)),  # does not divide: left to the world-size rule
-        ("megatron-lm", 16, {"tp": 2}, (16, 8, 1)),  # Megatron replicates unless told otherwise
+        ("megatron-lm", 16, {"tp": 2}, (16, 8, 1)),  # Megatron replicates by default
         ("megatron-lm", 16, {"dp_replicate": 16, "zero_stage": 1}, (16, 16, 1)),
         ("megatron-lm", 16, {"dp_shard": 4, "tp": 4}, (16, 1, 4)),
         ("deepspeed", 16, {"zero_stage": 1, "tp": 2}, (16, 8, 1)),
@@ -252,7 +252,7 @@ def test_a_cluster_in_a_case_may_say_what_a_cluster_file_may():
 
 
 def test_what_is_said_about_a_case_is_no_setting():
-    """Where a case is from, and what runs of it became, may be told in words."""
+    """Where a case is from, and what runs of it became, may be said in words."""
     load_case(
         {**changed(), "source": "a paper", "notes": "two nodes were slow", "url": "https://example.org", "peers": {}}
     )

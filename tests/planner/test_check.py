@@ -16,12 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import planner as package
-from planner.configs.answer import Checked, ask, check_text
+from planner.configs.answer import Checked, check_text
+from planner.configs.asked import ask
 from planner.configs.formats.command_line import CommandLine, option_kinds
-from planner.configs.formats.configuration import CheckFlags, NotAConfiguration
+from planner.configs.formats.configuration import CheckFlags, NotAConfiguration, did_you_mean
 from planner.configs.formats.documents import TomlDocument, YamlDocument
 from planner.configs.formats.kinds import read_configuration
 from planner.export.schema import schema
+from simulator.config.estimate import SURE
 from topology.errors import BadInput, PlannerError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,8 +41,8 @@ ANSWERS = {
     "megatron_llama3_8b_fp8.sh": (CheckFlags(), True, None, "low_precision_recipe = delayed"),
     "bridge_llama32_1b.yaml": (CheckFlags(gpus=8), True, True, ""),
     "deepspeed_zero3_auto.json": (CheckFlags(model="qwen2.5-7b", seq_len=2048, launch=LAUNCH), True, True, ""),
-    "deepspeed_zero2_autotp.json": (CheckFlags(launch=LAUNCH), True, True, ""),
-    "accelerate_fsdp1.yaml": (CheckFlags(model="llama3-8b", seq_len=2048), True, True, "global batch 64"),
+    "deepspeed_zero2_autotp.json": (CheckFlags(model="llama3-8b", launch=LAUNCH), True, True, ""),
+    "accelerate_fsdp1.yaml": (CheckFlags(model="llama3-8b", seq_len=2048), True, True, "global batch 8 ("),
     "accelerate_zero3.yaml": (CheckFlags(model="llama3-8b", seq_len=2048), True, True, ""),
     "accelerate_tp_hsdp.yaml": (CheckFlags(model="llama3-8b", seq_len=4096), True, True, ""),
     "accelerate_cp.yaml": (CheckFlags(model="llama3-8b", seq_len=65536), True, False, ""),
@@ -102,7 +104,7 @@ def test_arguments_that_name_a_deepspeed_file_ask_for_that_file() -> None:
 
 def test_the_command_prints_the_document_of_the_contract(planner) -> None:
     file = KEPT / "torchtitan_llama3_8b.toml"
-    done = planner("check", file, "--gpus", "8", "--json")
+    done = planner("check", file, "--gpus", "4", "--json")
     found = json.loads(done.stdout)
 
     assert done.returncode == 0
@@ -150,7 +152,8 @@ def test_what_a_file_leaves_open_is_said_beside_it() -> None:
     """By flags and by the launch line, whose options that nothing reads are listed."""
 
     def plan_of(name: str, text: str = "", **flags: object) -> tuple[int, int, int, tuple[str, ...]]:
-        found = check_text(text or (KEPT / name).read_text(), name, CheckFlags(**flags), changes=False)
+        known = CheckFlags(model="llama3-8b", **flags)
+        found = check_text(text or (KEPT / name).read_text(), name, known, changes=False)
         workload = found.found.case.question.workload
         batch = (found.found.case.plan.micro_batch_size, workload.global_batch_size)
         return (*batch, workload.seq_len, found.configuration.unknown)
@@ -164,6 +167,8 @@ def test_what_a_file_leaves_open_is_said_beside_it() -> None:
         '{"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": "auto", "bf16": {"enabled": true}}'
     )
     assert plan_of("a.json", open_batch, gpus=8, micro_batch=2, global_batch=64)[:2] == (2, 64)
+    # Nothing is accumulated where nobody says so: Transformers' and accelerate's default.
+    assert plan_of("a.json", open_batch, gpus=8)[:2] == plan_of(file)[:2] == (1, 8)
     titan = check_text(
         (KEPT / "torchtitan_llama3_8b.toml").read_text(), "a.toml", CheckFlags(launch=LAUNCH), changes=False
     )
@@ -343,3 +348,52 @@ def test_any_text_is_read_or_refused(text: str, name: str) -> None:
         read_configuration(text, name, CheckFlags())
     except PlannerError:
         return
+
+
+def test_a_misspelt_field_is_named_with_the_one_it_meant() -> None:
+    text = """{"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": true},
+      "activation_checkpointing": {"partition_activations": true, "cpu_checkpointing": false},
+      "zero_optimization": {"stage": 2, "overlap_com": true, "nothing_like_it": 1}}"""
+    configuration = read_configuration(text, "a.json", CheckFlags())
+
+    assert set(configuration.unknown) == {"zero_optimization.overlap_com", "zero_optimization.nothing_like_it"}
+    assert did_you_mean(configuration) == {"zero_optimization.overlap_com": "zero_optimization.overlap_comm"}
+
+
+def test_a_slower_plan_is_the_best_only_where_it_surely_fits() -> None:
+    """Replicas of a Mistral, which need 156 GiB each: some changes may fit, and are faster than what surely does."""
+    name = "arguments_zephyr_7b.yaml"
+    found = check_text((KEPT / name).read_text(), name, ANSWERS[name][0])
+
+    assert found.best is not None
+    assert found.best.estimate.memory.fit_probability >= SURE
+    slower = any(change.step_s < found.best.estimate.step_s.value for change in found.changes)
+    assert slower is ("surely fits" in found.best_because)
+    assert all(
+        change.fit_probability < SURE for change in found.changes if change.step_s < found.best.estimate.step_s.value
+    )
+
+
+def test_a_stated_time_is_below_inside_or_above_what_is_predicted(planner) -> None:
+    file = KEPT / "torchtitan_llama3_8b.toml"
+    plain = json.loads(planner("check", file, "--no-search", "--json").stdout)
+    step, tokens = plain["estimate"]["step_s"], 8192 * 64
+
+    def stated(*flags: str) -> dict[str, object]:
+        return json.loads(planner("check", file, "--no-search", "--json", *flags).stdout)["measured"]
+
+    assert plain["measured"] is None
+    inside, above, below = (
+        stated("--measured", f"{1e3 * step['value']:.3f}ms"),
+        stated("--measured", "9.2s"),
+        stated("--measured", "0.1"),
+    )
+    assert (inside["side"], above["side"], below["side"]) == ("inside", "above", "below")
+    assert inside["causes"] == []
+    assert above["error"] == pytest.approx(step["value"] / 9.2 - 1)
+    assert above["causes"]
+    assert any("of the GPU's peak" in cause for cause in below["causes"])  # twenty times as fast as the prediction
+    by_rate = stated("--tokens-per-s", f"{tokens / 9.2}")
+    assert by_rate["step_s"] == pytest.approx(9.2)
+    assert planner("check", file, "--measured", "soon").returncode == 2
+    assert planner("check", file, "--measured", "1s", "--tokens-per-s", "5").returncode == 2

@@ -30,9 +30,9 @@ LOAD = ServingFlags(isl=256, osl=32, concurrency=8)
 
 
 def checked(
-    text: str, told: CheckFlags | None = None, *, search: bool = False, load: ServingFlags = LOAD
+    text: str, reported: CheckFlags | None = None, *, search: bool = False, load: ServingFlags = LOAD
 ) -> CheckedServing:
-    return check_serving(text, "serve.sh", told or CheckFlags(), load, search=search)
+    return check_serving(text, "serve.sh", reported or CheckFlags(), load, search=search)
 
 
 DEGREE = st.sampled_from([1, 2, 4, 8])
@@ -169,11 +169,11 @@ def test_python_asks_the_same(tmp_path: Path) -> None:
 
     found = package.check(file, isl=256, osl=32, concurrency=8, search=False)
 
-    told = checked(file.read_text())
+    reported = checked(file.read_text())
     assert isinstance(found.checked, CheckedServing)
     assert found.checked.answer is not None
-    assert told.answer is not None
-    assert found.checked.answer.estimate == told.answer.estimate
+    assert reported.answer is not None
+    assert found.checked.answer.estimate == reported.answer.estimate
     with pytest.raises(UserError, match="--seq-len"):
         package.check(file, seq_len=512)
     with pytest.raises(UserError, match="tp"):

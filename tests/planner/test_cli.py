@@ -35,7 +35,7 @@ def modules_after(*arguments):
 
 @pytest.mark.parametrize("arguments", [("--help",), ("--version",)])
 def test_help_loads_nothing_heavy(arguments):
-    """`--help` is fast because it loads only typer: no command, and none of the libraries that answer questions."""
+    """`--help` is fast because it loads only click: no command, and none of the libraries that answer questions."""
     loaded, text = modules_after(*arguments)
 
     assert text.strip()
@@ -266,24 +266,17 @@ def test_validate_holds_a_tolerance(planner):
         (("plan",), 2, "No such command"),
         (("suggest", "--top", "0"), 2, "--top"),
         (("suggest", "--nonsense"), 2, "--nonsense"),
-        (("suggest", "--model", "llama3-9b"), 2, "llama3-8b"),
-        (("suggest", "--cluster", "dgx-h10"), 2, "dgx-h100"),
-        (("suggest", "--gpus", "lots"), 2, "neither a number"),
         (("suggest", "--gpu-price", "9" * 400), 2, "--gpu-price"),
         (("suggest", "--time-limit", "nan"), 2, "--time-limit"),
-        (("suggest", "--time-limit", "1e999"), 2, "--time-limit is inf"),
-        (("suggest", "--framework", "torchtitn"), 2, "torchtitan"),
-        (("suggest", "--profile", "/nonexistent"), 2, "cannot read"),
-        (("estimate", "--case", "/nonexistent"), 2, "cannot read"),
         (("validate",), 2, "FILE"),
-        (("collective", "--bytes", "1k"), 2, "whole numbers"),
         (("suggest", "--model", "llama3-405b"), 3, "GiB missing"),
-        (("suggest", "--param-dtype", "float8"), 3, "not modelled"),
-        (("suggest", "--gpus", "7", "--global-batch", "3", "--framework", "llm-foundry"), 3, "no legal plan"),
     ],
 )
 def test_exit_codes(planner, arguments, code, words):
-    """Every refusal has its code and says what is wrong on standard error, with nothing on standard output."""
+    """Every refusal has its code and says what is wrong on standard error, with nothing on standard output.
+
+    Those in words of our own are in test_texts.py.
+    """
     done = planner(*arguments)
 
     assert done.returncode == code, done.stderr
@@ -388,7 +381,7 @@ def test_the_fewest_gpus(planner):
     answer = json.loads(done.stdout)
 
     assert answer["question"]["gpus"] >= 2
-    assert any("fewest that fit" in line for line in answer["assumed"])
+    assert any("fewest that surely fit" in line for line in answer["assumed"])
 
 
 @pytest.mark.parametrize("flag", ["--cluster", "--out"])

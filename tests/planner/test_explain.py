@@ -11,7 +11,6 @@ import pytest
 from planner.explain.explain import STATE, answer_flips, best_plan, degrees, explain, memory_account
 from planner.question.case_runtime import resolve_runtime
 from planner.question.question import question_of
-from planner.search.scaling import network_bytes_per_s, scale_network
 from planner.search.search import SearchOptions, suggest
 from simulator.analytical.estimates import estimate_plans
 from simulator.analytical.scenario import Scenario
@@ -20,6 +19,7 @@ from simulator.config.workload import Workload
 from simulator.legality.frameworks import TORCHTITAN
 from tests.planner.conftest import LLAMA8B, TINY, make_cluster
 from tests.planner.every_plan import enumerate_candidates
+from topology.rates.scaling import network_bytes_per_s, scale_network
 
 RUNTIME = resolve_runtime({"name": "torchtitan"})[0]
 
@@ -27,7 +27,7 @@ RUNTIME = resolve_runtime({"name": "torchtitan"})[0]
 @pytest.fixture(scope="module")
 def result():
     return suggest(
-        question_of(LLAMA8B, make_cluster(2, 4), Workload(seq_len=4096, global_batch_size=16)),
+        question_of(replace(LLAMA8B, layers=8), make_cluster(2, 2), Workload(seq_len=4096, global_batch_size=16)),
         SearchOptions(top=4, simulate=False),
     )
 
@@ -44,7 +44,7 @@ def test_runners_up_lost_by_the_sum_of_their_terms(result):
 
 
 def test_another_plan_is_explained_against_the_best(result):
-    plan = Plan(dp_shard=2, tp=4, sequence_parallel=True, recompute="full")
+    plan = Plan(dp_shard=2, tp=2, sequence_parallel=True, recompute="full")
     found = explain(plan, result, with_flips=False)
 
     assert found.plan == plan
@@ -120,10 +120,10 @@ def test_explain_and_compare_as_commands(planner, tmp_path):
     assert planner("suggest", *question, "--out", plans[0], "--no-simulate").returncode == 0
     assert planner("suggest", *question, "--objective", "memory", "--out", plans[1]).returncode == 0
 
-    told = planner("explain", plans[1], "--no-flips")
-    assert told.returncode == 0
-    assert "from peak to achieved" in told.stdout
-    assert "against the best plan" in told.stdout
+    reported = planner("explain", plans[1], "--no-flips")
+    assert reported.returncode == 0
+    assert "from peak to achieved" in reported.stdout
+    assert "against the best plan" in reported.stdout
     document = json.loads(planner("explain", plans[0], "--no-flips", "--json").stdout)
     assert document["schema_version"] == 1
     fall = document["waterfall"]
@@ -158,7 +158,8 @@ def test_plans_of_an_answer_are_plans_of_a_case(planner, tmp_path):
         "--cp",
         "1",
     )
-    answer = json.loads(planner("suggest", *question, "--micro-batch", "1,2", "--json", "--top", "3").stdout)
+    few = ("--micro-batch", "1,2", "--tp", "1,8", "--top", "3")
+    answer = json.loads(planner("suggest", *question, *few, "--json").stdout)
     for ranked in answer["plans"]:
         case = {
             "id": "again",

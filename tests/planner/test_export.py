@@ -114,7 +114,7 @@ def test_most_plans_reach_most_targets() -> None:
     assert targets("fsdp") == set()
     assert targets("hybrid") == set()
     assert targets("zero2") <= {"accelerate"}
-    assert targets("pp") == {"deepspeed", "accelerate"}  # DeepSpeed has no ZeRO-3 beside pipelines
+    assert targets("pp") == {"deepspeed", "accelerate"}  # DeepSpeed has no ZeRO-3 alongside pipelines
     assert targets("zero") == {"torchtitan", "torchrun", "accelerate"}
     assert targets("tp") == set()
 
@@ -450,3 +450,43 @@ def test_tf32_is_a_switch_of_torch_that_the_program_sets_itself() -> None:
         assert "tf32" not in json.dumps(done.settings)
     own = export(job(FSDP, framework="meshwright", **wide), find_target("torchrun"))
     assert not any("TF32" in line for line in own.not_expressed)
+
+
+@pytest.mark.parametrize("framework", ["megatron-lm", "deepspeed"])
+def test_master_weights_stay_where_a_plan_is_written_for_fsdp2(framework: str) -> None:
+    """Both keep a float32 copy of 16-bit parameters; FSDP2 stores float32 parameters and casts what it gathers."""
+    plan = Plan(dp_replicate=8, zero_stage=3, recompute="full")
+    masters = job(plan, framework=framework, param_dtype="bfloat16", compute_dtype="bfloat16")
+
+    for target in ("torchtitan@0.2.2", "torchtitan@0.3.0"):
+        done = export(masters, find_target(target))
+        assert done.settings["training.dtype"] == "float32"
+        assert done.settings["training.mixed_precision_param"] == "bfloat16"
+        assert any("master weights" in line for line in done.not_expressed)
+    assert export(masters, find_target("accelerate")).settings["mixed_precision"] == "bf16"
+    alone = job(plan.with_(zero_stage=None, dp_replicate=1, dp_shard=8), param_dtype="bfloat16")
+    assert export(alone, find_target("torchtitan@0.2.2")).settings["training.dtype"] == "bfloat16"
+
+
+def test_megatron_gets_the_numbers_of_a_known_model() -> None:
+    """As the models' config.json have them; DeepSeek-V3's router as its paper and its inference code say."""
+
+    def flags(model: str) -> dict[str, object]:
+        plan = Plan(dp_replicate=8, zero_stage=1, recompute="full")
+        return dict(export(job(plan, model=model, framework="megatron-lm"), find_target("megatron")).settings)
+
+    llama = flags("llama3-8b")
+    assert (llama["--rotary-base"], llama["--norm-epsilon"], llama["--rope-scaling-factor"]) == (500000, 1e-5, 8.0)
+    mixtral = flags("mixtral-8x7b")
+    assert (mixtral["--rotary-base"], mixtral["--moe-aux-loss-coeff"]) == (1000000, 0.02)
+    deepseek = flags("deepseek-v3")
+    assert (deepseek["--moe-router-num-groups"], deepseek["--moe-router-group-topk"]) == (8, 4)
+    assert (deepseek["--moe-router-topk-scaling-factor"], deepseek["--moe-aux-loss-coeff"]) == (2.5, 1e-4)
+    assert "--rotary-base" not in flags("Qwen/Qwen2.5-14B-Instruct-1M")  # like another model, but for its positions
+
+
+@pytest.mark.parametrize(("model", "start"), [("llama3.2-3b", "llama3_8b"), ("llama3-70b", "llama3_70b")])
+def test_a_recipe_starts_from_the_one_nearest_in_size(model: str, start: str) -> None:
+    done = export(job(FSDP, model=model), find_target("torchtitan@0.3.0"))
+
+    assert f"config = {start}()" in done.text

@@ -68,8 +68,8 @@ def every_relative(plan):
     ],
 )
 def test_fixes_are_in_the_order_of_what_they_cost_and_none_is_cheaper(llama8b, plan, fit):
-    """Every relative by recomputation, micro batch and resharding that surely fits costs at least as much as the
-    first.
+    """A person pays time on the same GPUs first, then GPUs, then precision. Every relative by recomputation, micro
+    batch and resharding that surely fits takes at least as long as the first.
     """
     question = question_of(llama8b, make_cluster(1, 8), WORKLOAD, framework=TORCHTITAN, runtime=RUNTIME)
     estimate = predict(question, plan).estimate
@@ -84,17 +84,37 @@ def test_fixes_are_in_the_order_of_what_they_cost_and_none_is_cheaper(llama8b, p
     if fit is Fit.YES:
         assert fixes == ()
         return
-    assert [one.slower for one in fixes] == sorted(one.slower for one in fixes)
-    assert len(fixes) >= 3
+    paid = [(one.param_dtype != RUNTIME.param_dtype, one.plan.gpus, one.step_s) for one in fixes]
+    assert paid == sorted(paid)
+    assert paid[0][:2] == (False, plan.gpus)
+    assert {(True, plan.gpus), (False, 16)} <= {one[:2] for one in paid}
     assert all(one.fit_probability > 0.9 for one in fixes)
     assert fixes[0].step_s <= min(found.step_s.value for found in sure) * 1.02
     for one in fixes:
-        asked = replace(question, runtime=replace(question.runtime, compile=one.compiled), gpus=one.plan.gpus)
+        runtime = replace(question.runtime, compile=one.compiled, param_dtype=one.param_dtype)
+        asked = replace(question, runtime=runtime, gpus=one.plan.gpus)
         asked = replace(asked, cluster=make_cluster(max(1, one.plan.gpus // 8), 8))
         again = predict(asked, one.plan).estimate
         assert again.step_s.value == pytest.approx(one.step_s)
+        assert one.longer == pytest.approx(one.step_s / estimate.step_s.value - 1)
+        assert one.slower == pytest.approx((1 + one.longer) * one.plan.gpus / plan.gpus - 1)
         assert again.memory.headroom_bytes == one.headroom_bytes > estimate.memory.headroom_bytes
-        assert one.change in memory_text(estimate, fixes)
+        assert one.change in memory_text(estimate, fixes, plan.gpus)
+
+
+def test_another_node_is_offered_where_the_plan_has_to_change_for_it(llama8b):
+    """From two nodes to three the degrees cannot grow by a whole factor: the plan there is the search's own."""
+    question = question_of(llama8b, make_cluster(2, 8, memory_gib=24), Workload(seq_len=8192, global_batch_size=48))
+    plan = Plan(dp_shard=16, recompute="none")
+    estimate = predict(question, plan).estimate
+    fixes = find_fixes(question, plan, estimate)
+    more = next(one for one in fixes if one.plan.gpus > 16)
+
+    assert estimate.memory.fit is Fit.NO
+    assert more.plan.gpus == 24
+    assert more.change.startswith("24 GPUs (")
+    assert "throughput a GPU" in memory_text(estimate, fixes, 16)
+    assert more.fit is Fit.YES
 
 
 def test_a_plan_that_nothing_helps_is_told_so(llama8b):
@@ -106,7 +126,7 @@ def test_a_plan_that_nothing_helps_is_told_so(llama8b):
 
     assert estimate.memory.fit is Fit.NO
     assert not any(one.fit is Fit.YES for one in fixes)
-    assert "nothing tried" in memory_text(estimate, fixes)
+    assert "nothing tried" in memory_text(estimate, fixes, plan.gpus)
 
 
 def test_the_first_plan_surely_fits_and_what_a_faster_one_would_gain_is_said(llama8b):

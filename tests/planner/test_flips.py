@@ -9,10 +9,15 @@ import pytest
 
 from planner.question.prediction import predict
 from planner.question.question import question_of
-from planner.search.finalists import TIE, Finalist, in_order
+from planner.search.finalists import Finalist, in_order
 from planner.search.flips import find_flips, memory_flip
 from planner.search.reasons import lost_because, why_it_lost
-from planner.search.scaling import (
+from simulator.config.estimate import Estimate, Interval, MemoryEstimate
+from simulator.config.plan import Plan
+from simulator.config.workload import Workload
+from tests.planner.conftest import make_cluster
+from topology.cluster import Cluster, Source
+from topology.rates.scaling import (
     network_bytes_per_s,
     nvlink_bytes_per_s,
     scale_memory,
@@ -20,11 +25,6 @@ from planner.search.scaling import (
     scale_nvlink,
     with_gpus,
 )
-from simulator.config.estimate import Estimate, Interval, MemoryEstimate
-from simulator.config.plan import Plan
-from simulator.config.workload import Workload
-from tests.planner.conftest import make_cluster
-from topology.cluster import Cluster, Source
 
 BEST, OTHER = Plan(dp_shard=16), Plan(dp_shard=8, tp=2)
 
@@ -78,8 +78,7 @@ def test_the_flip_is_past_where_the_two_costs_cross():
     )
     (flip,) = question.flips()
 
-    # The other needs tensor parallelism: it has to be faster by more than a tie, not only by a little.
-    crossing = (10e9 - 2e9 * (1 + TIE)) / (1.1 * (1 + TIE) - 1.0)
+    crossing = 80e9
     assert flip.quantity == "network per GPU"
     assert flip.at == pytest.approx(crossing, rel=0.02)
     assert flip.at < crossing
@@ -88,13 +87,13 @@ def test_the_flip_is_past_where_the_two_costs_cross():
 
 
 def test_a_plan_can_win_above():
-    """Other is better by a tie once NVLink exceeds a rate; on one node the network is not asked about."""
+    """Other is faster once NVLink exceeds a rate; on one node the network is not asked about."""
     question = Priced(
         make_cluster(1, 8),
         lambda machine, plan: 1.0 if plan == BEST else 0.5 + 450e9 / nvlink_bytes_per_s(machine),
     )
     (flip,) = question.flips()
-    crossing = 450e9 / (1 / (1 + TIE) - 0.5)
+    crossing = 900e9
 
     assert (flip.quantity, flip.wins) == ("NVLink per GPU", "above")
     assert flip.at == pytest.approx(crossing, rel=0.02)
@@ -166,7 +165,7 @@ def test_of_a_tie_the_reason_is_what_a_person_would_choose_by():
 
     assert [one.plan for one in (first, second, third)] == [BEST, OTHER, slower.plan]
     assert [one.tie for one in (first, second, third)] == [1, 1, 2]
-    assert why_it_lost(first, second, "time") == "a tie (-1% time); needs tensor parallelism; 4.0 GiB less room"
+    assert why_it_lost(first, second, "time") == "a tie (-1% time); needs tensor parallelism; 4.0 GiB less left free"
 
 
 def test_scaling_changes_one_thing_only():

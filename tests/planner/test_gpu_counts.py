@@ -9,8 +9,10 @@ from functools import cache
 import pytest
 
 from planner.question.case_runtime import resolve_runtime
+from planner.question.flags import Flags
 from planner.question.question import question_of
 from planner.search import infeasible
+from planner.search.answer import answer
 from planner.search.deadline import NOT_SIMULATED, NOT_TRIED
 from planner.search.gpu_counts import best_gpu_count, cost_per_million_tokens
 from planner.search.infeasible import (
@@ -24,6 +26,7 @@ from planner.search.plan_space.candidates import Bounds
 from planner.search.search import SearchOptions, suggest
 from simulator.analytical.scenario import Scenario
 from simulator.bounds.screening import Screening
+from simulator.config.estimate import SURE, chance
 from simulator.config.hf_config import load_model
 from simulator.config.workload import Workload
 from simulator.legality.frameworks import MEGATRON, TORCHTITAN
@@ -114,6 +117,30 @@ def test_the_fewest_are_the_fewest_of_all_counts(gib):
     assert proof
 
 
+def test_the_fewest_surely_fit_and_fewer_are_said_with_their_chance():
+    """On every smaller number of GPUs the search itself finds no plan, or none that surely fits."""
+    bounds = Bounds(max_virtual_stages=1).fixing(pp=((1, 1),), cp=((1, 1),))
+    options = SearchOptions(top=1, bounds=bounds, simulate=False)
+    flags = Flags(model="llama3-8b", cluster="dgx-h100", gpus=(), seq_len=8192, global_batch=8)
+    found = answer(flags, "torchtitan", options)
+    fewest = found.plans[0].plan.gpus
+    rows = {row.gpus: row for row in found.by_gpus}
+
+    assert found.plans[0].fit_probability >= SURE
+    assert rows.pop(fewest).fit_probability == found.plans[0].fit_probability
+    assert any(row.fit_probability for row in rows.values())
+    for fewer in range(1, fewest):
+        try:
+            alone = answer(replace(flags, gpus=(fewer,)), "torchtitan", replace(options, reasons=False)).plans[0]
+        except Infeasible:
+            assert fewer not in rows or rows[fewer].problem
+        else:
+            assert alone.fit_probability < SURE
+            assert rows[fewer].fit_probability == alone.fit_probability
+            said = f"{fewer} GPUs may do, {chance(alone.fit_probability)} likely"
+            assert any(said in line for line in found.assumed)
+
+
 def test_state_alone_needs_as_many_gpus_as_its_bytes_say():
     """405B at 12 bytes a parameter (float32 and two moments) over 78.5 GiB a GPU: 58.2, so 59 (hand calculation)."""
     model = load_model("llama3-405b")
@@ -183,12 +210,14 @@ def test_sharding_is_offered_where_the_framework_has_more_of_it():
 
 def test_the_command_compares_counts(planner):
     question = ("suggest", "--seq-len", "4096", "--model", "llama3-8b", "--pp", "1", "--no-simulate", "--top", "1")
-    answer = json.loads(
+    document = json.loads(
         planner(*question, "--gpus", "4,8", "--gpu-price", "2.5", "--objective", "cost", "--json").stdout
     )
 
-    assert [row["gpus"] for row in answer["by_gpus"]] == [4, 8]
-    assert answer["plans"][0]["cost_per_million_tokens"] == min(r["cost_per_million_tokens"] for r in answer["by_gpus"])
+    assert [row["gpus"] for row in document["by_gpus"]] == [4, 8]
+    assert document["plans"][0]["cost_per_million_tokens"] == min(
+        r["cost_per_million_tokens"] for r in document["by_gpus"]
+    )
     text = planner(*question, "--gpus", "4,8", "--gpu-price", "2.5").stdout
     assert "cost / M tokens" in text
     assert planner(*question, "--gpus", "4,").returncode == 2
@@ -197,8 +226,8 @@ def test_the_command_compares_counts(planner):
 
 def test_flags_that_pin_a_policy_hold(planner):
     policies = ("--micro-batch", "2", "--recompute", "full")
-    answer = json.loads(planner("suggest", *policies, "--gpus", "8", "--pp", "1", "--no-simulate", "--json").stdout)
+    document = json.loads(planner("suggest", *policies, "--gpus", "8", "--pp", "1", "--no-simulate", "--json").stdout)
 
-    assert {(p["plan"]["micro_batch_size"], p["plan"]["recompute"]) for p in answer["plans"]} == {(2, "full")}
+    assert {(p["plan"]["micro_batch_size"], p["plan"]["recompute"]) for p in document["plans"]} == {(2, "full")}
     wrong = planner("suggest", "--recompute", "everything", "--gpus", "8")
     assert wrong.returncode in {2, 3}

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from planner.search.plan_space.candidates import plan_of
-from planner.search.stages.bounds import AssignmentBounds
 from planner.search.stages.options import build_pipeline, cost_blocks, stage_freedom
-from planner.search.stages.solver import solve_stages
+from planner.search.stages.solver import AssignmentBounds, solve_stages
 from simulator.analytical.account import account_assignments
 from simulator.analytical.estimates import estimate_plans
 from simulator.analytical.scenario import Scenario
@@ -146,16 +145,22 @@ def draw(seed):
     return Screening(Scenario(model=model, cluster=cluster, workload=workload, runtime=rng.choice(RUNTIMES))), plan
 
 
+# A pipeline of every schedule, dense and MoE, on bridged pairs, switches and PCIe, with up to 54 fillings.
+FEW_FILLINGS = (1, 3, 6, 7, 9, 15, 18, 22, 24, 35, 52, 71, 77, 93)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("block", range(2))
-def test_the_stages_found_are_the_best_there_are(block):
-    """A dozen pipelines of several schedules, up to 16 GPUs, a quarter of them on bridged pairs.
+@pytest.mark.parametrize(
+    "seeds", [FEW_FILLINGS, *(pytest.param(range(n, n + 6), marks=pytest.mark.nightly) for n in (0, 6))]
+)
+def test_the_stages_found_are_the_best_there_are(seeds):
+    """Pipelines of several schedules, up to 16 GPUs, some of them on bridged pairs.
 
     Layers, recomputation, overlap modes and the order of the GPUs together. Where nothing fits, the solver says so;
     nothing is below the bound.
     """
     answered = 0
-    for seed in range(block * 6, block * 6 + 6):
+    for seed in seeds:
         screening, plan = draw(seed)
         recomputes = ("none", "full")
         columns = settings_of(screening, plan)

@@ -90,7 +90,7 @@ def test_a_run_that_stood_still_does_not_decide(twins, learned) -> None:
     assert found == pytest.approx(whole, rel=0.1)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_hosts_that_pay_for_every_tensor_parallel_rank_of_a_pipeline_and_crossings_of_nodes_are_found() -> None:
     """Runs on two nodes, made by costs that no description has: both come out, and steps with them."""
     truth = {"tp_rank_layer_s": 3e-3, "crossing_s": 4e-4}

@@ -28,7 +28,7 @@ EVERY = sorted({written(dict(zip(SITES, modes, strict=True))) for modes in itert
     ("name", "gpus", "length", "memory_gib"),
     [
         ("llama3-8b", 4, 4096, 44.0),
-        pytest.param("mixtral-8x7b", 8, 8192, 141.0, marks=pytest.mark.long),
+        pytest.param("mixtral-8x7b", 8, 8192, 141.0, marks=pytest.mark.nightly),
     ],
 )
 def test_no_other_choice_of_modes_is_better(name, gpus, length, memory_gib):
@@ -51,7 +51,7 @@ def test_no_other_choice_of_modes_is_better(name, gpus, length, memory_gib):
 
 
 def test_what_modes_hide_adds_up_to_the_plan():
-    """Sites apart and together: the same seconds hidden, since no product is beside two of them."""
+    """Sites apart and together: the same seconds hidden, since no product is alongside two of them."""
     model, machine, workload = load_model("llama3-8b"), make_cluster(1, 4), Workload(seq_len=4096, global_batch_size=8)
     runtime = resolve({"name": "meshwright"})[0]
 

@@ -1,4 +1,4 @@
-"""Flags beside a saved plan or a case change it, and the answer says what they changed; or they are refused."""
+"""Flags given with a saved plan or a case change it, and the answer says what they changed; or they are refused."""
 
 from __future__ import annotations
 

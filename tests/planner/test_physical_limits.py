@@ -16,7 +16,6 @@ from planner.question.prediction import predict
 from planner.question.question import question_of
 from planner.search.infeasible import ConstrainedQuestion, least_memory_plan
 from planner.search.plan_space.candidates import Bounds
-from planner.search.scaling import scale_memory, scale_network, scale_nvlink
 from simulator.bounds.screening import Screening
 from simulator.calibration.calibration import Calibration, Effects
 from simulator.collectives.cost import CollectiveModel
@@ -29,6 +28,7 @@ from topology import codec
 from topology.catalog.clusters import PROBED, catalog_names, cluster
 from topology.rates.groups import GroupShape
 from topology.rates.reach import reach
+from topology.rates.scaling import scale_memory, scale_network, scale_nvlink
 
 # Sends and receives, of which all-to-alls are made, have a measured staircase: NCCL gives a message more channels in
 # steps.
@@ -105,7 +105,7 @@ def test_more_bandwidth_never_slows_a_step(name, scale, first, second) -> None:
     assert not np.all(slower, axis=0).any(), slower
 
 
-def told(asked, plan) -> list[Estimate]:
+def reported(asked, plan) -> list[Estimate]:
     """Return a plan's step by the account, and as it is shown: simulated, its memory replayed."""
     return [asked.estimate([plan]).estimate(0), predict(asked, plan).estimate]
 
@@ -122,7 +122,7 @@ def test_more_network_or_memory_is_never_worse_nor_a_larger_batch_quicker(name, 
 
     def ask(on, batch: int = 32) -> list[Estimate]:
         workload = Workload(seq_len=2048, global_batch_size=batch)
-        return told(question_of(model, on, workload, gpus=16), plan)
+        return reported(question_of(model, on, workload, gpus=16), plan)
 
     usual = ask(machine)
     slow, fast = (ask(scale_network(machine, factor)) for factor in (first, first * more))

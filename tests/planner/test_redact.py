@@ -74,11 +74,11 @@ def test_runs_and_reports_are_shown_without_names(planner, monkeypatch, tmp_path
     write_text(folder / "run.json", json.dumps(found))
 
     listed = planner("runs", "--redact", "--json").stdout
-    told = planner("report", key, "--redact", "--json").stdout
+    reported = planner("report", key, "--redact", "--json").stdout
     page = tmp_path / "page.html"
     planner("report", key, "--redact", "--html", page)
 
-    for text in (listed, told, page.read_text()):
+    for text in (listed, reported, page.read_text()):
         assert [secret for secret in SECRETS if secret in text] == []
     assert key in listed
 

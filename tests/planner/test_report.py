@@ -268,7 +268,7 @@ def test_a_tolerance_without_anything_to_hold_fails(planner, content, tmp_path) 
     assert planner("report", tmp_path / "run").returncode == 0
     done = planner("report", tmp_path / "run", "--tolerance", "5")
     assert done.returncode == 1
-    assert "nothing could be held" in done.stderr
+    assert "nothing could be compared" in done.stderr
 
 
 def test_a_run_teaches_a_profile_its_operators(planner, content, tmp_path) -> None:
@@ -291,7 +291,7 @@ def test_a_run_teaches_a_profile_its_operators(planner, content, tmp_path) -> No
     assert done.returncode == 0, done.stderr
     lesson = json.loads(done.stdout)["learned"]
     assert (lesson["samples"], lesson["fresh"]) == (6, 6)
-    assert lesson["pace"] == pytest.approx(0.9)
+    assert lesson["in_step_ratio"] == pytest.approx(0.9)
     after = read_profile(path)
     assert len(after.operators) == len(before.operators) + 6
     calibration = calibrated(after, load_cluster("h200x4"))

@@ -7,10 +7,10 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from hypothesis import event, given, settings
+from hypothesis import assume, event, given, settings
 from hypothesis import strategies as st
 
-from planner.configs.answer import ask
+from planner.configs.asked import ask
 from planner.configs.formats.configuration import CheckFlags
 from planner.export.job import ExportJob
 from planner.export.targets.registry import export, find_target
@@ -36,7 +36,8 @@ FRAMEWORKS = {
     "deepspeed": "deepspeed",
     "accelerate": "pytorch",
 }
-OWN_MODEL = ("torchtitan@0.2.2", "torchtitan@0.3.0", "megatron")  # files that say which model they are for
+# Of every family, with tied embeddings and without, dense, sparse and with latent attention.
+MODELS = ("llama3-8b", "llama3.2-1b", "qwen3-30b-a3b", "mixtral-8x7b", "deepseek-v2-lite", "gpt3-175b", "gemma2-9b")
 # What a kind of file has no key for, and why; examples/check/README.md has the same table.
 UNSAID = {
     "torchtitan@0.2.2": {"placement": "the start script's CUDA_VISIBLE_DEVICES"},
@@ -48,9 +49,6 @@ UNSAID = {
     "megatron": {"placement": "the start script's CUDA_VISIBLE_DEVICES"},
     "deepspeed": {
         "placement": "the launcher's host and GPU lists",
-        "pp": "stages are an argument of `PipelineModule` in the program; without it the batch sizes contradict each other",
-        "recompute": "a call in the model's code",
-        "seq_len": "the program's data",
     },
     "accelerate": {
         "placement": "the launcher's host and GPU lists",
@@ -58,9 +56,6 @@ UNSAID = {
         "reduce_dtype": "an argument of the program's FSDP plugin",
         "sequence_parallel": "the model's own tensor-parallel plan",
         "tp_overlap": "there is none",
-        "micro_batch_size": "the program's data loader",
-        "global_batch_size": "the program's data loader",
-        "seq_len": "the program's data",
     },
 }
 
@@ -84,8 +79,9 @@ def space(framework: str, model: str, gpus: int) -> tuple[Question, PlanColumns]
 @st.composite
 def jobs(draw, target: str) -> ExportJob:
     """A legal plan of the target's framework, in a runtime that may be configured otherwise."""
-    model = draw(st.sampled_from(("llama3-8b", *(("qwen3-30b-a3b",) if target != "accelerate" else ()))))
+    model = draw(st.sampled_from(MODELS))
     question, columns = space(FRAMEWORKS[target], model, draw(st.sampled_from((4, 8, 16))))
+    assume(len(columns) > 0)
     plan = columns.plan(draw(st.integers(0, len(columns) - 1)))
     compiled = draw(st.booleans()) if target not in {"megatron", "deepspeed"} else False
     runtime = replace(question.runtime, compile=compiled or plan.tp_overlap == "async")
@@ -130,27 +126,17 @@ def test_an_export_read_back_is_the_same_plan(target: str, data) -> None:
         event(f"refused: {refused.what}")
         return
     event("written")
-    flags = CheckFlags(
-        model=None if target in OWN_MODEL else question.model.name,
-        cluster="dgx-h100",
-        gpus=job.plan.gpus,
-        launch=done.run if target == "deepspeed" else "",
-    )
-    found = ask(done.text, find_target(target).file_name, flags)
+    found = ask(done.text, find_target(target).file_name, CheckFlags(cluster="dgx-h100"))
 
     assert found.configuration.unknown == ()
-    if found.case is None:
-        assert "pp" in UNSAID[target]
-        assert job.plan.pp > 1
-        return
+    assert found.case is not None, (found.problems, found.questions)
     back = found.case.question
     before = said(job.plan, question.workload, question.runtime)
     after = said(found.case.plan, back.workload, back.runtime)
     assert {name: value for name, value in after.items() if name not in UNSAID[target]} == {
         name: value for name, value in before.items() if name not in UNSAID[target]
     }
-    if target in OWN_MODEL:
-        assert back.model.parameters == question.model.parameters
+    assert replace(back.model, assumed=()) == replace(question.model, assumed=())
 
 
 def test_what_a_file_cannot_say_is_documented() -> None:

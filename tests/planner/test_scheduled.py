@@ -51,25 +51,25 @@ def submitted(content, scheduler, tmp_path):
 
 
 def follow(job, submission, turns=(), patience_s=60.0):
-    """Follow a run; at each poll the next of `turns` happens. Returns the report and what was told."""
-    left, told = list(turns), []
+    """Follow a run; at each poll the next of `turns` happens. Returns the report and what it said."""
+    left, lines = list(turns), []
 
     def tell(line):
-        told.append(line)
+        lines.append(line)
         if left:
             left.pop(0)()
 
-    return scheduled.follow(job, submission, patience_s, tell=tell, poll_s=0.0, late_s=0.0), told
+    return scheduled.follow(job, submission, patience_s, tell=tell, poll_s=0.0, late_s=0.0), lines
 
 
 def test_a_run_is_followed_through_the_queue_until_its_report_is_there(submitted, scheduler):
     job, submission = submitted()
     turns = (lambda: scheduler.says(SLOT, "RUNNING"), lambda: scheduler.does("away"), scheduler.runs)
 
-    report, told = follow(job, submission, turns=turns)
+    report, lines = follow(job, submission, turns=turns)
 
     assert report["status"] == "finished"
-    words = [line.removeprefix("Submitted batch job 4711: ") for line in told]
+    words = [line.removeprefix("Submitted batch job 4711: ") for line in lines]
     assert words[:2] == ["pending", "running"]
     assert "Unable to contact slurm controller" in words[2]  # a controller that is away ends nothing
     assert scheduler.cancelled == []

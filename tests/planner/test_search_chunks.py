@@ -62,8 +62,8 @@ def answer(question, **options):
     return codec.to_json(replace(result, search=replace(result.search, seconds=0.0))), filled
 
 
-@pytest.mark.slow
-@settings(max_examples=6, deadline=None)
+@pytest.mark.nightly  # one question is in test_search.py
+@settings(max_examples=40, deadline=None)
 @given(
     question=questions(),
     objective=st.sampled_from(("time", "time", "time", "memory", "pareto")),

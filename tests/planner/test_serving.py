@@ -89,7 +89,7 @@ def test_the_answer_is_a_sentence_a_table_and_memory_in_80_columns(planner: Call
     lines = done.stdout.splitlines()
     assert lines[0].startswith("Serve llama3-8b as ")
     assert max(map(len, lines)) <= 80
-    assert "GPU KV cache size:" in done.stdout, "vLLM's own words, to lay beside its log"
+    assert "GPU KV cache size:" in done.stdout, "vLLM's own words, to compare with its log"
 
 
 @pytest.mark.parametrize(
@@ -220,8 +220,8 @@ def test_separated_engines_start_on_their_own_gpus_behind_a_router_that_knows_th
     assert sorted(devices) == list("01234567")
     engines = [shlex.split(line)[1:-1] for line in script.splitlines() if "CUDA" in line]
     router = shlex.split(next(line for line in script.splitlines() if "launch_router" in line))
-    told = [word.rsplit(":", 1)[1] for word in router if word.startswith("http://")]
-    assert told == [words[words.index("--port") + 1] for words in engines]
+    reported = [word.rsplit(":", 1)[1] for word in router if word.startswith("http://")]
+    assert reported == [words[words.index("--port") + 1] for words in engines]
     modes = [words[words.index("--disaggregation-mode") + 1] for words in engines]
     assert modes == ["prefill", "decode", "decode"]
     assert router[router.index("--prefill") + 2] == engines[0][-1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -297,3 +298,31 @@ def test_longer_prompts_want_more_engines_that_read() -> None:
         return prefill.engines * prefill.gpus / 8
 
     assert reading_share(256, 512) < reading_share(4096, 64)
+
+
+ASKED = ("suggest", "--task", "serve", "--model", "llama3-8b", "--cluster", "dgx-h100", "--gpus", 2)
+LOAD = {"--isl": 1024, "--osl": 64, "--concurrency": 64}
+
+
+def test_one_question_has_one_answer_in_both_tables(planner: Callable[..., Finished]) -> None:
+    document = json.loads(planner(*ASKED, *chain(*LOAD.items()), "--json").stdout)
+    first = document["plans"][0]["estimate"]
+    row = next(one for one in document["by_clients"] if one["clients"] == 64)
+
+    assert row["ttft_s"]["value"] == first["ttft_s"]["value"]
+    assert row["output_tokens_per_s_per_gpu"]["value"] == first["output_tokens_per_s_per_gpu"]["value"]
+
+
+def test_targets_that_do_not_hold_come_with_changes_that_meet_them(planner: Callable[..., Finished]) -> None:
+    targets = {"--ttft": 0.1, "--tpot": 0.006}
+    refused = planner(*ASKED, *chain(*(LOAD | targets).items()), "--json")
+    ways = [way.split() for way in json.loads(refused.stdout)["ways"]]
+
+    assert {"--concurrency", "--gpus"} <= {flag for flag, _ in ways}
+    for flag, value in ways:
+        asked = dict(zip(ASKED[3::2], ASKED[4::2], strict=True)) | LOAD | targets | {flag: value}
+        answered = json.loads(planner(*ASKED[:3], *chain(*asked.items()), "--json").stdout)
+        assert answered["ways"] == []
+        first = answered["plans"][0]["estimate"]
+        assert first["ttft_s"]["value"] <= 0.1
+        assert first["tpot_s"]["value"] <= 0.006

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from planner.cli import app
 from planner.serving.answer import answer_deployment
@@ -118,7 +118,7 @@ def test_options_of_training_are_refused_not_dropped(tmp_path, option) -> None:
 
 
 def test_only_what_the_executor_serves_is_suggested_for_it() -> None:
-    """Tensor parallelism by divisors of the key/value heads, four here; the reasons of the others are told."""
+    """Tensor parallelism by divisors of the key/value heads, four here; the reasons against the others are given."""
     found, rejected = deployments(question(gpus=8, cluster="dgx-h100"))
     assert {(one.pool.tp, one.pool.pp) for one in found} == {(1, 1), (2, 1), (4, 1)}
     assert any("does not divide key/value heads of 4" in reason for reason in rejected)

@@ -27,10 +27,10 @@ PLANS = {
 
 
 def router_addresses(words: list[str]) -> list[tuple[str, str]]:
-    """Return (host, port) of all engines that a router is told, by the parser of each."""
+    """Return (host, port) of all engines that a router is given, by the parser of each."""
     if "toy_proxy_server.py" not in words[1]:
-        told = [(before, word) for before, word in pairwise(words) if before in {"--prefill", "--decode"}]
-        return [tuple(url.removeprefix("http://").split(":")) for _, url in told]
+        reported = [(before, word) for before, word in pairwise(words) if before in {"--prefill", "--decode"}]
+        return [tuple(url.removeprefix("http://").split(":")) for _, url in reported]
     parser = argparse.ArgumentParser()  # as toy_proxy_server.py of vLLM has it
     parser.add_argument("--port", type=int)
     parser.add_argument("--host")
@@ -89,8 +89,8 @@ def test_kubernetes_names_every_pod_that_the_router_is_told(engine: str) -> None
     pods = [
         f"{name}-{number}.{spec['serviceName']}" for name, spec in sets.items() for number in range(spec["replicas"])
     ]
-    told = router_addresses(router["template"]["spec"]["containers"][0]["command"])
-    assert [host for host, _ in told] == pods
+    reported = router_addresses(router["template"]["spec"]["containers"][0]["command"])
+    assert [host for host, _ in reported] == pods
     gpus = 0
     for name, spec in sets.items():
         assert services[name]["clusterIP"] == "None"

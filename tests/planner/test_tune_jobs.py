@@ -24,7 +24,7 @@ from topology.errors import UserError
 
 RECORDED = ROOT / "tests" / "data" / "tune" / "vtrain_two_questions.json"
 
-# Leaves the report that the plan's nodes would, unless told otherwise.
+# Leaves the report that the plan's nodes would, by default.
 SBATCH = """#!{python}
 import json, os, sys
 from pathlib import Path
@@ -60,7 +60,7 @@ def two_nodes():
 
 @pytest.fixture
 def scheduler(tmp_path, monkeypatch):
-    """Return a function that makes trials whose jobs do what they are told."""
+    """Return a function that makes trials whose jobs do what they are asked."""
     folder = tmp_path / "bin"
     folder.mkdir()
     for name, text in (("sbatch", SBATCH.format(python=sys.executable)), ("scancel", SCANCEL)):

@@ -25,7 +25,7 @@ from simulator.config.workload import Workload
 from tests.planner.conftest import ROOT, make_cluster
 from topology.errors import UserError
 
-# A trainer that does as it is told by the name of the trial that runs it, and has a child as torchrun has workers.
+# A trainer that does what it is asked by the name of the trial that runs it, and has a child as torchrun has workers.
 TRAINER = """
 import os, subprocess, sys, time
 from pathlib import Path
@@ -61,7 +61,7 @@ def small():
 
 @pytest.fixture
 def runner(small, tmp_path):
-    """Return a function that makes trials of which each does what it is told."""
+    """Return a function that makes trials of which each does what it is asked."""
     (tmp_path / "trainer.py").write_text(TRAINER)
     question, _ = small
 
@@ -124,7 +124,7 @@ def test_a_tuning_that_is_killed_leaves_no_process_and_loses_no_trial(tmp_path) 
     """Kill -9 in the middle of the second trial; the state then has the first, and a second process goes on."""
     (tmp_path / "trainer.py").write_text(TRAINER)
     state = tmp_path / "state.jsonl"
-    flags = ["--model", "tiny-llama", "--cluster", "dgx-h100", "--gpus", "4", "--framework", "torchtitan@0.2.2"]
+    flags = ["--model", "tiny-llama", "--cluster", "dgx-h100", "--gpus", "2", "--framework", "torchtitan@0.2.2"]
     flags += [
         "--seq-len",
         "512",

@@ -156,4 +156,4 @@ def test_a_tolerance_holds_nothing_where_nothing_was_compared(tmp_path, capsys) 
     path.write_text(json.dumps([{**case, "measured": {}}]))
 
     assert main(["validate", str(path), "--tolerance", "5"]) == 2
-    assert "nothing could be held" in capsys.readouterr().err
+    assert "nothing could be compared" in capsys.readouterr().err

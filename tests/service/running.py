@@ -70,8 +70,8 @@ def service(folder: Path, **settings: Any) -> Iterator[Process]:
     """Run a service with short leases, and yield its process."""
     from planner.remote.settings import Settings
 
-    told = {"folder": str(folder), "port": free_port(), "workers": 2, "lease_s": 1.0, **settings}
-    running = Process(settings=Settings(**told))
+    reported = {"folder": str(folder), "port": free_port(), "workers": 2, "lease_s": 1.0, **settings}
+    running = Process(settings=Settings(**reported))
     running.start()
     try:
         yield running

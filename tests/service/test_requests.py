@@ -18,7 +18,6 @@ from planner.cli import app  # isort: skip
 # Isort: skip
 from planner.service.requests import PLAIN_NAME, arguments, job_request, request_type, served, write_inputs
 
-import typer  # isort: skip
 from pydantic import ValidationError  # isort: skip
 
 FLAGS = served()
@@ -31,8 +30,7 @@ def asked(command, said, *, may_read=False):
 
 def parsed(words):
     """Return what the real command line reads from these words, by parameter."""
-    group = typer.main.get_command(app)
-    command = group.get_command(group.make_context("planner", [words[0]]), words[0])
+    command = app.get_command(app.make_context("planner", [words[0]]), words[0])
     return command.make_context(words[0], list(words[1:])).params
 
 

@@ -35,7 +35,7 @@ def asked():
 
 
 def test_a_run_of_a_scheduler_outlives_the_service_and_is_collected(tmp_path, scheduler, asked):
-    """Killed servers neither submit twice nor lose the run; a second job is submitted beside it, and cancelled."""
+    """Killed servers neither submit twice nor lose the run; a second job is submitted alongside it, and cancelled."""
     with service(tmp_path / "service") as running, Client(running.url) as client:
         job = client.submit("apply", asked)
         wait_until(lambda: client.job(job)["progress"].endswith("4711: pending"))

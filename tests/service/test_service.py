@@ -194,7 +194,7 @@ def test_a_job_whose_process_is_killed_is_started_once_more_and_then_fails(tmp_p
 def test_jobs_survive_the_death_of_the_server(database, tmp_path):
     """The server is killed with jobs waiting and running; each ends once, and the workers went with it."""
     with service(tmp_path, database=database) as running, Client(running.url) as client:
-        jobs = [client.submit("suggest", {**SHORT, "global_batch": 8 * n}) for n in range(1, 5)]
+        jobs = [client.submit("suggest", {**SHORT, "global_batch": 8 * n}) for n in range(1, 4)]
         workers = running.workers()
         running.kill()
         assert psutil.wait_procs(workers, timeout=20)[1] == []

@@ -1,4 +1,6 @@
-"""Random plans of every kind, told twice: the step's parts and bytes by the analytical model and by the simulation."""
+"""Random plans of every kind, predicted twice: the step's parts and bytes by the analytical model and by the
+simulation.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +43,8 @@ class Drawn:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
-    """One plan told twice: (analytical model, simulation) of the step, and of each part of it."""
+class Predicted:
+    """One plan predicted twice: (analytical model, simulation) of the step, and of each part of it."""
 
     step_s: tuple[float, float]
     parts_s: dict[str, tuple[float, float]]
@@ -164,7 +166,7 @@ def _kind(plan: Plan, scenario: Scenario, micro_batches: int) -> str:
     return " ".join(words)
 
 
-def tell(drawn: Drawn, *, spans: bool = True) -> Told:
+def tell(drawn: Drawn, *, spans: bool = True) -> Predicted:
     """Return a plan's step by the analytical model and by the simulation; without `spans`, no parts of it."""
     table = estimate_plans(drawn.scenario, [drawn.plan])
     lowered = lower_training(drawn.scenario, drawn.plan, detail=Detail.LAYER, clocks=float(table.clocks[0]))
@@ -172,7 +174,7 @@ def tell(drawn: Drawn, *, spans: bool = True) -> Told:
     formula = {name: float(column[0]) for name, column in table.breakdown_s.items()}
     simulated = breakdown_s(run) if spans else {}
     names = list(dict.fromkeys([*formula, *simulated])) if spans else []
-    return Told(
+    return Predicted(
         # What a full allocator costs is not simulated.
         step_s=(float(table.step_s[0]) - formula["allocator"], run.step_s),
         parts_s={name: (formula.get(name, 0.0), simulated.get(name, 0.0)) for name in names},

@@ -1,4 +1,4 @@
-"""Bubbles of pipeline schedules as their papers give them: the truth that timings are held against."""
+"""Bubbles of pipeline schedules as their papers give them: the truth that timings are compared with."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def bubble_fraction(
     input_grad_s: float = 1.0,
     weight_grad_s: float = 1.0,
 ) -> float:
-    """Return the published closed form: idle over total time of the rank that takes longest, messages being free.
+    """Return the published formula: idle over total time of the rank that takes longest, messages being free.
 
     Times are of one stage, all stages alike; the time of a rank counts from its first action to its last. Formulas:
     (p-1)/(m+p-1) for GPipe and 1F1B, (p-1)/(vm+p-1) interleaved (arXiv 2104.04473 section 2.2) and breadth-first;
@@ -34,5 +34,5 @@ def bubble_fraction(
     elif name == "DualPipeV" and f == i == w and m >= 2 * p:
         idle = (p - 1) * (f + 2 * (i + w) - 3 * w)
     else:
-        raise ValueError(f"no closed form for {name} with p={p}, m={m}, v={v}, F={f}, I={i}, W={w}")
+        raise ValueError(f"no formula for {name} with p={p}, m={m}, v={v}, F={f}, I={i}, W={w}")
     return idle / (work + idle)

@@ -25,7 +25,7 @@ UNLIKELY = 1e-4  # of so many plans beyond FAR, if SHARE_FAR of all are
 
 
 @pytest.fixture(scope="module")
-def told():
+def reported():
     return [(drawn.kind, tell(drawn, spans=False)) for drawn in draw_plans(EACH, seed=1, most_gpus=16)]
 
 
@@ -38,10 +38,10 @@ def require_close(errors: list[tuple[float, str]], furthest: float) -> None:
     assert np.mean([error for error, _ in errors]) < FAR / 3
 
 
-def test_steps_take_as_long(told) -> None:
-    errors = np.array([abs(both.time_error) for _, both in told])
+def test_steps_take_as_long(reported) -> None:
+    errors = np.array([abs(both.time_error) for _, both in reported])
 
-    assert np.mean(errors) < 0.005, sorted((abs(both.time_error), kind) for kind, both in told)[-3:]
+    assert np.mean(errors) < 0.005, sorted((abs(both.time_error), kind) for kind, both in reported)[-3:]
     assert errors.max() < 0.05
 
 
@@ -78,7 +78,7 @@ def test_shards_and_replicas_share_the_way_out_of_a_node(network) -> None:
 
 @pytest.mark.parametrize("mode", ["ring", "async"])
 def test_products_that_run_again_hide_as_much_as_those_before(mode) -> None:
-    """Recomputation of every other layer, its products beside tensor-parallel collectives."""
+    """Recomputation of every other layer, its products alongside tensor-parallel collectives."""
     model, machine = replace(load_model("llama3-8b"), layers=4), make_cluster(1, 4)
     workload, runtime = Workload(seq_len=2048, global_batch_size=1), Runtime(name="torchtitan")
     asked = Scenario(model=model, cluster=machine, workload=workload, runtime=runtime)

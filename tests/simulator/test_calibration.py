@@ -12,7 +12,7 @@ from simulator.analytical.scenario import Scenario
 from simulator.calibration.calibration import Calibration, Effects, RuntimeCosts, without
 from simulator.calibration.gaussian import conditioned
 from simulator.calibration.intervals import interval_table
-from simulator.calibration.kernel_samples import operators_of
+from simulator.calibration.kernel_samples import OperatorItem, operators_of
 from simulator.config.model import Model
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
@@ -72,16 +72,16 @@ def operators(slower: float = 1.0) -> tuple[OperatorSample, ...]:
     return tuple(found.values())
 
 
-def sample(one: dict, slower: float) -> OperatorSample:
-    shape = one["shape"]
-    if one["kind"] == "matmul":
+def sample(one: OperatorItem, slower: float) -> OperatorSample:
+    shape = one.shape
+    if one.kind == "matmul":
         seconds = 2.0 * shape["m"] * shape["n"] * shape["k"] / 690e12 + 3e-6
-    elif one["kind"] == "attention":
+    elif one.kind == "attention":
         flops = 2.0 * shape["a"] * shape["s"] * shape["S"] * shape["d"]
-        seconds = flops * (2.5 / 450e12 if one["direction"] == "backward" else 1 / 550e12) + 5e-6
+        seconds = flops * (2.5 / 450e12 if one.direction == "backward" else 1 / 550e12) + 5e-6
     else:
-        seconds = 8 * elements(one["name"], shape) / 4e12 + 3e-6
-    return OperatorSample(**{**one, "seconds": slower * seconds})
+        seconds = 8 * elements(one.name, shape) / 4e12 + 3e-6
+    return OperatorSample(**dataclasses.asdict(one), seconds=slower * seconds)
 
 
 def elements(name: str, shape: dict) -> float:
@@ -417,8 +417,8 @@ def test_a_runtime_that_is_like_another_borrows_what_was_measured_of_it() -> Non
 
 def test_layers_of_a_runtime_like_another_say_the_same_as_of_that_other() -> None:
     """The very runs, as if the executor had made them: it has fewer launches, and a layer takes its host as long."""
-    measured = read_profile(EXAMPLES / "profiles" / "h200x4.json")
-    titan = [sample for sample in measured.layers if sample.runtime["name"] == "torchtitan"]
+    measured = eager_titan()
+    titan = list(measured.layers)
     own = [dataclasses.replace(sample, runtime={**sample.runtime, "name": "meshwright"}) for sample in titan]
 
     def second_layer(layers: list[LayerSample], name: str) -> float:

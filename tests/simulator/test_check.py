@@ -1,4 +1,4 @@
-"""Broken programs of every kind are told, sound ones are not accused."""
+"""Broken programs of every kind are reported, sound ones are not accused."""
 
 from dataclasses import replace
 
@@ -293,9 +293,9 @@ def test_a_dropped_wait_is_told_exactly_when_it_was_needed(code, data):
     dropped = data.draw(st.sampled_from(waits))
     less = replace(full, instructions=full.instructions[:dropped] + full.instructions[dropped + 1 :])
 
-    told = {problem.kind for problem in check(Program(codes=(less,), groups={"world": ((0,),)}))}
+    reported = {problem.kind for problem in check(Program(codes=(less,), groups={"world": ((0,),)}))}
 
-    assert told == ({ck.UNORDERED} if _racy(less.instructions) else set())
+    assert reported == ({ck.UNORDERED} if _racy(less.instructions) else set())
 
 
 @st.composite

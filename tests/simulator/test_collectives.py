@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +24,7 @@ from topology.codec import read_json
 from topology.errors import BadInput, Infeasible
 from topology.profile.profile import CollectiveSample
 from topology.rates.groups import GroupShape
+from topology.rates.scaling import scale_network, scale_nvlink
 
 EIGHT = GroupShape(ranks=8, ranks_per_node=8)
 MIB = 2**20
@@ -242,6 +243,39 @@ def test_choice_names_algorithm_channels_and_sms():
     assert large.time_s.low < large.time_s.value < large.time_s.high
     assert large.time_s.source is Source.FITTED
     assert m.choose("all_gather", 2.0**30, EIGHT).channels == 24
+
+
+RATES = np.geomspace(0.25, 8.0, 16)
+
+
+@pytest.mark.parametrize("name", ["dgx-h100", "dgx-a100", "dgx-b200"])
+def test_faster_links_inside_a_node_take_no_time_and_no_kernel_from_it(name):
+    """NCCL changes algorithm and doubles channels as links grow: the answer is a bound by the links that there are."""
+    sizes, machine = 2.0 ** np.arange(12, 33), catalog.cluster(name)
+    real = CollectiveModel(machine)
+    for factor in RATES:
+        other = CollectiveModel(scale_nvlink(machine, float(factor)))
+        slower, faster = (real, other) if factor > 1 else (other, real)
+        for op, shape in product(MONOTONE, (GroupShape(ranks=2, ranks_per_node=2), EIGHT)):
+            before, after = (one.choose_many(op, sizes, shape) for one in (slower, faster))
+            for slow, fast in zip(before, after, strict=True):
+                assert fast.time_s.value <= slow.time_s.value * (1 + 1e-9)
+                assert fast.sms * fast.time_s.value <= slow.sms * slow.time_s.value * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("name", ["dgx-h100", "dgx-a100"])
+def test_a_faster_network_takes_no_more_sm_seconds_from_kernels(name):
+    """Up to four times the rate, where a collective has bytes to send. 240 Gbit/s doubles the channels of 200."""
+    machine, shape = catalog.cluster(name, 32), GroupShape(ranks=32, ranks_per_node=8)
+    sizes = 2.0 ** np.arange(24, 33)
+    least = np.full((len(MONOTONE), len(sizes)), np.inf)
+    for factor in np.geomspace(0.25, 1.0, 30):
+        model = CollectiveModel(scale_network(machine, float(factor)))
+        for row, op in enumerate(MONOTONE):
+            found = model.choose_many(op, sizes, shape)
+            taken = np.array([one.sms * one.time_s.value for one in found])
+            assert np.all(taken <= least[row] * 1.05)  # two windows of slower links may end at other rates
+            least[row] = np.minimum(least[row], taken)
 
 
 def test_one_byte_integers_cannot_use_nvls():

@@ -1,4 +1,4 @@
-"""Experts' all-to-all beside the passes of another micro batch, as Megatron-LM's combined 1F1B has it."""
+"""Experts' all-to-all alongside the passes of another micro batch, as Megatron-LM's combined 1F1B has it."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ def longest_path_s(forward: LayerParts, backward: LayerParts, layers: int, *, we
     for layer in range(layers):
         combined = run(f"combine back {layer}", "wire", backward.first_s, gradients)
         attended = run(f"attention {layer}", "compute", forward.around_s, tokens)
-        turned = run(f"experts back {layer}", "compute", backward.experts_s - experts_weights, combined)
+        experts_end = run(f"experts back {layer}", "compute", backward.experts_s - experts_weights, combined)
         dispatched = run(f"dispatch {layer}", "wire", forward.first_s, attended)
         run(f"experts' weights {layer}", "compute", experts_weights)
-        returned = run(f"dispatch back {layer}", "wire", backward.second_s, turned)
+        returned = run(f"dispatch back {layer}", "wire", backward.second_s, experts_end)
         computed = run(f"experts {layer}", "compute", forward.experts_s, dispatched)
         tokens = run(f"combine {layer}", "wire", forward.second_s, computed)
         gradients = run(f"attention back {layer}", "compute", backward.around_s - around_weights, returned)

@@ -1,4 +1,4 @@
-"""What NCCL's communicators take: buffers as its own log shows them, by what a group is used for, beside a full GPU
+"""What NCCL's communicators take: buffers as its own log shows them, by what a group is used for, on a full GPU
 that ran.
 """
 

@@ -1,4 +1,4 @@
-"""Every number of the shipped TOML files says what it is and where it is from: beside it, above it, or at the head of
+"""Every number of the shipped TOML files says what it is and where it is from: next to it, above it, or at the head of
 its file.
 """
 

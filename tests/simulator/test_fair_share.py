@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ortools.linear_solver import pywraplp
 
-from simulator.engine.fair_share import Flow, max_min_speeds, water_fill
+from simulator.engine.contention import Flow, max_min_speeds, water_fill
 
 
 def _largest(flows, capacity, floors, goal):

@@ -1,4 +1,4 @@
-"""What single layers say of hosts: every sample of a profile is told back, and costs that made runs are found in
+"""What single layers say of hosts: every sample of a profile is predicted back, and costs that made runs are found in
 them.
 """
 
@@ -166,7 +166,7 @@ def slowest_load_s(parts: tuple[Model, Plan, Workload, Runtime], usual_s: float)
 
 
 def test_loading_that_runs_tell_of_is_no_cost_of_their_hosts() -> None:
-    """Layers as described, whose loading took twenty times as long as described, and was told: the host is as
+    """Layers as described, whose loading took twenty times as long as described, and was reported: the host is as
     described. Ranks wait for the slowest of them, of which the one that tells is not one.
     """
     gpu, steps = Calibration(gpu=MACHINE.slowest_kind), narrow_steps()[:4]

@@ -1,5 +1,5 @@
-"""One step told three times: kernel by kernel, layer by layer, and by the account. How finely is no property of the
-plan.
+"""One step predicted three times: kernel by kernel, layer by layer, and by the account. How finely is no property of
+the plan.
 """
 
 from __future__ import annotations

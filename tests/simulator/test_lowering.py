@@ -51,7 +51,7 @@ def free_network(machine, factor: float = 1e6):
 
 
 class Undisturbed:
-    """Costs of another model, except that transfers take nothing from the kernels beside them."""
+    """Costs of another model, except that transfers take nothing from the kernels alongside them."""
 
     def __init__(self, costs) -> None:
         self._costs = costs
@@ -210,7 +210,7 @@ def test_ring_attention_is_balanced_and_exchanges_all_shards() -> None:
 def test_async_takes_what_its_formula_says() -> None:
     """One pair of 4 ms product and 2 ms collective on 4 ranks, which does not beat the longer of the two.
 
-    A piece of 1.1 ms beside a shard of 0.6 ms is slowed by 0.35 of that, but for the first of the four.
+    A piece of 1.1 ms alongside a shard of 0.6 ms is slowed by 0.35 of that, but for the first of the four.
     """
     piece = 1.1 + 0.35 * 0.6 * 3 / 4
 
@@ -276,7 +276,7 @@ def test_a_share_of_layers_is_wrapped_layer_by_layer() -> None:
 
 
 def test_recomputation_by_stage() -> None:
-    """Only the stage that is told to recompute does, in both forms; a wrong count is refused."""
+    """Only the stage that is set to recompute does, in both forms; a wrong count is refused."""
     model = shortened("llama3-8b", 8)
     plan = Plan(pp=2, schedule="1F1B", recompute_per_stage=("full", "none"))
     question = (model, H100, Workload(seq_len=2048, global_batch_size=4), plan, Runtime())
@@ -463,4 +463,4 @@ def test_gradients_are_copied_into_the_buckets_of_ddp_and_back(name: str, reduct
 
     copied = sum(span.duration_s for span in got.trace.of(0, "compute") if span.name.startswith("copy_"))
     alone = reductions * 4 * 4 * model.parameters / context.roofline.memory_bytes_per_s
-    assert alone * (1 - 1e-6) <= copied < 1.3 * alone  # some of it beside reductions
+    assert alone * (1 - 1e-6) <= copied < 1.3 * alone  # some of it alongside reductions

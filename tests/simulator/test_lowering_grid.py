@@ -1,6 +1,6 @@
 """A hundred drawn plans: the analytical model against the simulation, details against each other, folded against not.
 
-The closed form may be optimistic by MARGIN at most: what it leaves out is contention of transfers with each other,
+The analytical model may be optimistic by MARGIN at most: what it leaves out is contention of transfers with each other,
 uneven stages that stall an interleaved pipeline, and hosts that fall behind within a pass. The worst of this draw is
 12.1% optimistic and 11.0% pessimistic, half are within 1.0%; with twice the layers 10.6% and 11.0%.
 """
@@ -39,7 +39,7 @@ def test_no_drawn_program_has_a_fault(runs) -> None:
     assert [fault for fault in faults if fault[1]] == []
 
 
-@pytest.mark.long  # the worst of this draw; test_agreement.py holds the share of a draw by strata to a confidence bound
+@pytest.mark.nightly  # the worst of this draw; test_agreement.py holds the share of a draw by strata to a confidence bound
 def test_closed_form_is_never_optimistic_beyond_the_margin(runs) -> None:
     errors = np.array(
         [formula_s(q[0], q[1], q[2], q[3], q[4]) / got.step_s - 1 for q, (_, got) in zip(QUESTIONS, runs, strict=True)]

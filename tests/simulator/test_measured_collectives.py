@@ -90,7 +90,7 @@ def test_repeated_samples_count_as_their_median():
 
 
 def test_a_slow_host_is_told_from_a_slow_network() -> None:
-    """Eager calls of 30 us beside replayed graphs of 10 us: the host takes 30 us a call, the device 10."""
+    """Eager calls of 30 us alongside replayed graphs of 10 us: the host takes 30 us a call, the device 10."""
     sizes = [2**k for k in range(10, 21, 2)]
     samples = [
         CollectiveSample(op="all_gather", ranks=4, nodes=1, nbytes=size, time_s=time, launch=launch)

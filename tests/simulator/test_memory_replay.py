@@ -62,7 +62,7 @@ def test_allocated_memory_is_what_megatron_core_allocated(case) -> None:
 
 
 def test_metrics_after_backward_hold_two_float32_copies_beside_the_logits_that_the_trainer_keeps() -> None:
-    """One layer and a large vocabulary under FSDP1: state and one gathered unit are small beside 2 + 4 + 4 bytes a
+    """One layer and a large vocabulary under FSDP1: state and one gathered unit are small alongside 2 + 4 + 4 bytes a
     logit.
     """
     model = replace(load_model("llama3.2-1b"), layers=1, hidden=256, ffn=512, vocab=128_256, name="")
@@ -252,7 +252,7 @@ def test_what_every_further_micro_batch_adds_is_added_where_all_go_forward_first
 
 
 def test_a_stage_that_is_left_without_layers_holds_little_beside_the_others() -> None:
-    """A runtime cuts stages by their arithmetic: beside the head of a wide vocabulary narrow layers do not fill four
+    """A runtime cuts stages by their arithmetic: alongside the head of a wide vocabulary narrow layers do not fill four
     stages.
     """
     asked = {

@@ -46,8 +46,8 @@ def steps(**machine) -> np.ndarray:
 
 
 def test_a_faster_network_slows_no_plan() -> None:
-    told = np.stack([steps(network=rate) for rate in (3e9, 6e9, 12e9, 25e9, 50e9, 100e9, 400e9)])
+    reported = np.stack([steps(network=rate) for rate in (3e9, 6e9, 12e9, 25e9, 50e9, 100e9, 400e9)])
 
-    slower = np.nonzero((told[1:] > told[:-1] * (1 + 1e-9)).any(axis=0))[0]
+    slower = np.nonzero((reported[1:] > reported[:-1] * (1 + 1e-9)).any(axis=0))[0]
     assert [PLANS[row] for row in slower] == []
-    assert (told[-1] < told[0]).mean() > 0.8
+    assert (reported[-1] < reported[0]).mean() > 0.8

@@ -137,8 +137,8 @@ def test_malformed_product_is_refused(text: str) -> None:
         parse_matmul(text)
 
 
-# Bytes that torch's context parallelism moves beside attention and collectives, in sizes of a rank's queries and of its
-# keys, forward and backward: a dispatch mode's count of torchtitan's attention on the last rank of torch's `fake`
+# Bytes that torch's context parallelism moves besides attention and collectives, in sizes of a rank's queries and of
+# its keys, forward and backward: a dispatch mode's count of torchtitan's attention on the last rank of torch's `fake`
 # process group, less what it counts without context parallelism and what log-sum-exps take (torch 2.11,
 # tests/bench/titan_host_cost.py runs the same modules).
 CONTEXT_PARALLEL_BYTES = {2: ((25, 8), (15, 71)), 4: ((63, 16), (25, 121))}

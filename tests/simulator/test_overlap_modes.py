@@ -179,7 +179,7 @@ def test_one_rank_has_nothing_to_overlap() -> None:
 
 @pytest.mark.parametrize(("ranks", "depth"), [(2, 1070), (4, 1606), (8, 1873)])
 def test_from_which_depth_a_scatter_can_hide(ranks: int, depth: int) -> None:
-    """ParallelKittens' closed form (arXiv 2511.13940, section 3), with (W - 1) / W of the bytes leaving: at
+    """ParallelKittens' formula (arXiv 2511.13940, section 3), with (W - 1) / W of the bytes leaving: at
     790 TFLOP/s and 369 GB/s the copies of a bfloat16 result and its product take the same time at these depths.
     """
 

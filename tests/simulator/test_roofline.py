@@ -177,7 +177,7 @@ def test_versions_are_those_of_a_runtime_itself(name, version, early) -> None:
 
 
 def test_products_of_experts_waste_half_a_tile_each_as_measured() -> None:
-    """Rows that a router drew, torch's grouped_mm beside a batched product on H100: within 10 % in the mean,
+    """Rows that a router drew, torch's grouped_mm alongside a batched product on H100: within 10 % in the mean,
     unbiased.
     """
     table = json.loads((EXAMPLES / "validation/grouped_products.json").read_text())

@@ -2,7 +2,7 @@
 
 import pytest
 
-from simulator.fitting.step_samples import StandaloneTimes, exact_key, pace, standalone_from_steps
+from simulator.fitting.step_samples import StandaloneTimes, exact_key, in_step_ratio, standalone_from_steps
 from topology.profile.samples import OperatorSample
 
 
@@ -18,14 +18,14 @@ def alone(*samples: OperatorSample) -> StandaloneTimes:
 KNOWN = alone(*(product(n, 1.0 * n, regime="sustained") for n in (1, 2, 3)))
 
 
-def test_the_pace_is_the_median_over_shapes_known_both_ways() -> None:
+def test_the_in_step_ratio_is_the_median_over_shapes_known_both_ways() -> None:
     steps = [product(1, 0.9), product(2, 1.6), product(3, 4.5), product(7, 70.0)]
 
-    assert pace(steps, KNOWN) == pytest.approx(0.9)  # of 0.9, 0.8 and 1.5
-    assert pace(steps[:2], KNOWN) is None  # two shapes prove nothing
+    assert in_step_ratio(steps, KNOWN) == pytest.approx(0.9)  # of 0.9, 0.8 and 1.5
+    assert in_step_ratio(steps[:2], KNOWN) is None  # two shapes prove nothing
 
 
-def test_a_shape_that_only_a_step_has_is_known_after_division_by_the_pace() -> None:
+def test_a_shape_that_only_a_step_has_is_known_after_division_by_the_in_step_ratio() -> None:
     steps = [product(1, 0.8), product(2, 1.6), product(3, 2.4), product(7, 4.0)]
 
     found = standalone_from_steps(steps, KNOWN)

@@ -1,4 +1,4 @@
-"""Tensor-parallel traffic beside products in Transformer Engine's way: between no overlap and nothing left to see."""
+"""Tensor-parallel traffic alongside products in Transformer Engine's way: between no overlap and all hidden."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from simulator.overlap.modes import GATHER, OPERATIONS, OverlapRates, Parts, device_s
-from simulator.overlap.userbuffers import bulk_s
+from simulator.overlap.site_costs import bulk_s
 
 RATES = OverlapRates(signal_s=1e-9, copy_latency_s=1e-9, product_slowdown=0.0)
 seconds = st.floats(1e-5, 1e-2)
@@ -45,7 +45,9 @@ def test_a_ring_hides_all_but_a_step(operation, ranks, product_s, copy_s):
 
 @given(seconds, seconds, seconds)
 def test_in_bulk_each_gradient_hides_one_collective(product_s, weight_s, copy_s):
-    """Gathering again goes beside the input's gradient and scattering beside the weight's, neither beside the other."""
+    """Gathering again goes alongside the input's gradient and scattering alongside the weight's, neither alongside the
+    other.
+    """
     both = parts(2, product_s, copy_s)
 
     alone = product_s + max(copy_s - product_s, 0) + max(copy_s - weight_s, 0)

@@ -1,4 +1,6 @@
-"""DeepSpeed as it allocates and sends, beside what ran: its own defaults, its own source, three runs on two H200."""
+"""DeepSpeed as it allocates and sends, compared with what ran: its own defaults, its own source, three runs on two
+H200.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,7 @@ def test_account_and_simulation_agree(stage, batch, recompute):
 
 
 def test_even_a_short_network_goes_through_whole_buckets():
-    """With two layers of it, activations are small beside two buckets of half a billion numbers of 16 bits."""
+    """With two layers of it, activations are small alongside two buckets of half a billion numbers of 16 bits."""
     asked = scenario("llama3.2-1b", batch=2, gpus=2)
     short = Scenario(
         model=replace(asked.model, layers=2, vocab=8192),

@@ -198,7 +198,7 @@ def main() -> None:
         mp.spawn(worker, (port, str(rows_file)), nprocs=4)
         rows = json.loads(rows_file.read_text())
     lines = [
-        "# DTensor's operators beside the compiler's",
+        "# DTensor's operators compared with the compiler's",
         "",
         f"torch {torch.__version__.split('+')[0]}, four processes of gloo, float32; `python tests/tools/dtensor_table.py` writes this.",
         "Both results are compared with one process. Bytes are what a rank sends if collectives are rings. DTensor runs eagerly, and",

@@ -229,7 +229,7 @@ def megatron(file: dict[str, Any]) -> Built:
     torch.cuda.get_device_capability = lambda *_: (9, 0)
     torch.cuda.Stream = mock.Mock()
     os.environ |= dict(re.findall(r"^export (CUDA_DEVICE_MAX_CONNECTIONS)=(\S+)$", file["text"], re.MULTILINE))
-    from export_readers import words_after  # beside this script
+    from export_readers import words_after  # next to this script
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec

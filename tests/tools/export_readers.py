@@ -38,7 +38,7 @@ def at(value: Any, path: str) -> Any:
 
 
 def torchtitan(text: str, keys: Iterable[str]) -> Read:
-    from export_builders import heredocs  # beside this script
+    from export_builders import heredocs  # next to this script
     from torchtitan.config import ConfigManager
 
     if "torchtitan.train" not in text.partition("\nset -eu")[2]:
@@ -179,8 +179,10 @@ def skypilot(text: str, keys: Iterable[str]) -> Read:
 def torchrun(text: str, keys: Iterable[str]) -> Read:
     from torch.distributed.run import get_args_parser
 
-    told = {"NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-    words = [re.sub(r"^\$\{(\w+):.*\}$", lambda found: told[found[1]], word) for word in words_after(text, "torchrun")]
+    reported = {"NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    words = [
+        re.sub(r"^\$\{(\w+):.*\}$", lambda found: reported[found[1]], word) for word in words_after(text, "torchrun")
+    ]
     parsed = get_args_parser().parse_args(words)
     return {key: getattr(parsed, key[2:].replace("-", "_")) for key in keys}
 

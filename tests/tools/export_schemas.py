@@ -137,7 +137,7 @@ def _models_of_registries() -> Any:
         takes = inspect.signature(models.model_registry).parameters if hasattr(models, "model_registry") else {}
         if flavors is None or "attn_backend" not in takes:
             continue
-        named: dict[str, str] = {}
+        named: set[str] = set()
         for name, function in inspect.getmembers(registry, inspect.isfunction):
             # Configurations that are a model of their own: no other numerics, data or loss than pre-training's.
             if function.__module__ != registry.__name__ or not re.fullmatch(
@@ -149,7 +149,7 @@ def _models_of_registries() -> Any:
             except (ValueError, ImportError):  # numerics or kernels that this machine does not have
                 continue
             if type(config) is Trainer.Config:
-                named[config.model_spec.flavor] = name
+                named.add(config.model_spec.flavor)
         for flavor in flavors:
             if "debug" in flavor or not named:
                 continue
@@ -163,7 +163,6 @@ def _models_of_registries() -> Any:
             yield {
                 "module": module,
                 "flavor": flavor,
-                "config": named.get(flavor, next(iter(named.values()))),
                 "layers": len(model.layers),
                 "hidden": model.dim,
                 "heads": attention.n_heads,

@@ -62,7 +62,7 @@ def spelled_out(text: str, named: dict[str, str]) -> str:
     return re.sub(r"\b[A-Z]\w+\b", lambda found: named.get(found[0], found[0]), text)
 
 
-# --- vLLM: add_argument("--flag", **kwargs["field"]) beside configuration classes
+# --- vLLM: add_argument("--flag", **kwargs["field"]) next to configuration classes
 # ---------------------------------------
 
 

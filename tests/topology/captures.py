@@ -1,4 +1,4 @@
-"""Paths of the public captures under tests/data, the answer keys beside them, and what was found in them."""
+"""Paths of the public captures under tests/data, the answer keys alongside them, and what was found in them."""
 
 import json
 from pathlib import Path

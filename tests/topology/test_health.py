@@ -52,11 +52,11 @@ def test_what_programs_need_is_in_codes_and_numbers_not_in_sentences() -> None:
     for content in (nvswitch_matrix(8, lost=2), nvswitch_matrix(8, weak=(3, 9))):
         found = probe(content, gpu="b200-sxm")
         silent = tuple(replace(one, what="", why="", consequence="", remedy="") for one in found.findings)
-        told, untold = (
+        reported, untold = (
             [(one.code, one.severity, one.gpus, one.cost) for one in diagnose(machine).items]
             for machine in (found, replace(found, findings=silent))
         )
-        assert told == untold
+        assert reported == untold
         assert any(one.code != "note" for one in found.findings)
 
 

@@ -169,9 +169,9 @@ def test_a_healthy_pair_of_h200_is_not_flagged(op: str, share: float) -> None:
 
 def test_groups_that_slow_each_other() -> None:
     alone = group("all_gather", 0.4e-3, (0, 1))
-    beside = group("all_gather", 0.8e-3, (0, 1), alongside=1)
+    alongside = group("all_gather", 0.8e-3, (0, 1), alongside=1)
 
-    found = item(diagnose(H200, measured(groups=(alone, beside))), "colliding_groups")
+    found = item(diagnose(H200, measured(groups=(alone, alongside))), "colliding_groups")
     assert "2.00x" in found.consequence
 
 

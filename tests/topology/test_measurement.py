@@ -108,9 +108,9 @@ def test_names_that_are_no_gpu(name: str) -> None:
 def test_a_profile_holds_what_ran_alone() -> None:
     sample = CollectiveSample(op="all_reduce", ranks=2, nodes=1, nbytes=2**20, time_s=1e-3)
     alone = GroupSample(sample=sample, gpus=(0, 1), iterations=20)
-    beside = GroupSample(sample=replace(sample, time_s=2e-3), gpus=(0, 1), iterations=20, alongside=1)
+    alongside = GroupSample(sample=replace(sample, time_s=2e-3), gpus=(0, 1), iterations=20, alongside=1)
 
-    profile = profile_from_measurement(measured(groups=(alone, beside), driver="580.1"), gpu="h200-sxm")
+    profile = profile_from_measurement(measured(groups=(alone, alongside), driver="580.1"), gpu="h200-sxm")
 
     check_profile(profile)
     assert profile.collectives == (sample,)

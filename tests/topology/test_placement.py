@@ -90,7 +90,7 @@ def test_neighbouring_groups_line_up():
     order = place(cluster("dgx-1v"), {"tp": 4, "dp_shard": 2})
     rates = node_rates(cluster("dgx-1v"))
     across = [rates.nvlink(order[i], order[i + 4])[0] for i in range(4)]
-    assert sorted(across) == [25 * GB, 25 * GB, 50 * GB, 50 * GB]  # each GPU beside the one it has a wire to
+    assert sorted(across) == [25 * GB, 25 * GB, 50 * GB, 50 * GB]  # each GPU next to the one it has a wire to
 
 
 def test_sockets_are_not_crossed():

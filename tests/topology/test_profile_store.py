@@ -204,7 +204,7 @@ def test_records_become_a_profile_with_provenance_for_every_sample() -> None:
     assert run.versions == {"python": "3", "torch": "2"}
     assert found.operators[0].run in found.runs
     assert found.collectives == (CollectiveSample(**group, run=found.operators[0].run),), (
-        "what ran beside others is left out"
+        "what ran alongside others is left out"
     )
     assert found.missing == ("tea",)
 

@@ -1,4 +1,4 @@
-"""What the browser is told of a step: columns that say the same as the trace, and loads that say the same as the
+"""What the browser gets of a step: columns that say the same as the trace, and loads that say the same as the
 traffic.
 """
 
@@ -29,7 +29,7 @@ SPANS = (
 LINE = timeline(Trace(spans=SPANS))
 
 
-def told(shown, window=(0.0, 3.0), line=LINE, strips=()):
+def reported(shown, window=(0.0, 3.0), line=LINE, strips=()):
     return payload(line, shown, strips, window=window, about="about", key="k", dark=False)
 
 
@@ -40,7 +40,7 @@ def column(drawn, name):
 
 
 def test_columns_say_what_the_trace_says():
-    drawn = told(Shown(lanes=LANES, ranks=(0, 1)))
+    drawn = reported(Shown(lanes=LANES, ranks=(0, 1)))
     lanes = [drawn["lanes"][i]["label"] for i in column(drawn, "lane")]
     found = zip(
         lanes, [KINDS[i] for i in column(drawn, "kind")], column(drawn, "start"), column(drawn, "seconds"), strict=True
@@ -57,7 +57,7 @@ def test_columns_say_what_the_trace_says():
 
 
 def test_the_critical_path_is_the_first_lane_and_names_ranks():
-    drawn = told(Shown(lanes=("compute",), ranks=(0,), path=(0, 1, 3)))
+    drawn = reported(Shown(lanes=("compute",), ranks=(0,), path=(0, 1, 3)))
     on_path = column(drawn, "lane") == 0
 
     assert [lane["label"] for lane in drawn["lanes"]] == [PATH, "rank 0"]
@@ -75,8 +75,8 @@ def test_a_long_trace_is_merged_for_its_window_and_keeps_its_busy_time(monkeypat
         Span(0, "compute", f"{way}.0", i * 0.01, i * 0.01 + 0.008) for i in range(500) for way in ("forward",)
     )
     line = timeline(Trace(spans=spans))
-    whole = told(Shown(lanes=("compute",), ranks=(0,)), window=(0.0, line.length_s), line=line)
-    near = told(Shown(lanes=("compute",), ranks=(0,)), window=(1.0, 1.1), line=line)
+    whole = reported(Shown(lanes=("compute",), ranks=(0,)), window=(0.0, line.length_s), line=line)
+    near = reported(Shown(lanes=("compute",), ranks=(0,)), window=(1.0, 1.1), line=line)
 
     assert whole["partial"]
     assert whole["key"] != near["key"]
@@ -88,7 +88,7 @@ def test_a_long_trace_is_merged_for_its_window_and_keeps_its_busy_time(monkeypat
 
 def test_quantities_are_sent_whole():
     strip = Strip(label="memory", about="", unit="GiB", samples=[(0.0, 1.0), (2.0, 5.0)], colour="#000000", limit=8.0)
-    (sent,) = told(Shown(lanes=LANES, ranks=(0,)), strips=[strip])["strips"]
+    (sent,) = reported(Shown(lanes=LANES, ranks=(0,)), strips=[strip])["strips"]
 
     assert np.frombuffer(base64.b64decode(sent["value"]), "<f8").tolist() == [1.0, 5.0]
     assert (sent["most"], sent["limit"]) == (5.0, 8.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -11,7 +12,8 @@ from tests.ui.conftest import metrics, said
 
 from planner.question.flags import Flags  # isort: skip
 from planner.search.answer import answer  # isort: skip
-from planner.search.scaling import scale_flops, scale_network, scale_nvlink  # isort: skip
+from topology.rates.scaling import scale_flops, scale_network, scale_nvlink  # isort: skip
+from planner.search.plan_space.candidates import Bounds  # isort: skip
 from planner.search.search import SearchOptions  # isort: skip
 from ui import data  # isort: skip
 from ui.background import work  # isort: skip
@@ -89,3 +91,23 @@ def test_a_whole_run_takes_its_tokens_at_the_rate_of_the_plan(explorer):
     assert float(found["Cost"].replace(",", "")) == pytest.approx(2 * hours, rel=0.06)  # both to two digits
     assert float(found["Days"]) * 24 * 4 == pytest.approx(hours, rel=0.06)
     assert "Memory side by side" in said(test)
+
+
+def test_curves_fall_with_the_rate_and_cross_where_flips_are_said():
+    flags = Flags(model="llama3-70b", cluster="dgx-h100", gpus=(32,), seq_len=4096, global_batch=64)
+    bounds = Bounds(max_virtual_stages=1).fixing(pp=((1, 1),))
+    result = answer(flags, "torchtitan", SearchOptions(top=4, bounds=bounds, simulate=False))
+    first, checked = result.plans[0], 0
+    for quantity, now in data.knobs(result):
+        for other in result.plans[1:]:
+            rows = data.rate_curves(result, (first.plan, other.plan), quantity)
+            mine, theirs = ({row["rate"]: row["step_s"] for row in rows[start::2]} for start in (0, 1))
+            for curve in (mine, theirs):
+                assert all(curve[low] >= curve[high] for low, high in pairwise(sorted(curve)))
+            for flip in [one for one in other.flips if one.quantity == quantity]:
+                checked += 1
+                nearer = [rate for rate in mine if min(now, flip.at) * 1.03 < rate < max(now, flip.at) / 1.03]
+                past = [rate for rate in mine if (rate < flip.at) == (flip.wins == "below") and rate != now]
+                assert all(theirs[rate] >= mine[rate] * 0.99 for rate in nearer)
+                assert all(theirs[rate] <= mine[rate] * 1.01 for rate in sorted(past, key=lambda r: abs(r - now))[:1])
+    assert checked >= 2

@@ -143,7 +143,7 @@ def test_choosing_another_plan_changes_the_detail(explorer):
 
 
 def test_least_memory_says_what_it_costs_in_time(explorer):
-    test = explorer("plans", model="llama3-8b", gpus="8", objective="memory")
+    test = explorer("plans", model="llama3.2-1b", objective="memory")
 
     (warned,) = test.warning
     assert "Least memory costs time" in warned.value
@@ -168,10 +168,10 @@ def test_two_ticked_plans_are_compared(explorer):
     test.query_params["plan"] = listed["plan"][1]
     test.run()
 
-    assert "#2 beside #3" in said(test)
+    assert "#2 compared with #3" in said(test)
     assert list(table(test, " ")) == [" ", r"\#2", r"\#3"]
     test.button(key="no_second").click().run()
-    assert "#2 beside #3" not in said(test)
+    assert "#2 compared with #3" not in said(test)
 
 
 def test_a_pasted_machine_and_a_pasted_model_are_asked_about(explorer):

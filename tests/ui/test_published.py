@@ -1,4 +1,4 @@
-"""Published runs beside their predictions: which is nearest to a question, and what it says."""
+"""Published runs alongside their predictions: which is nearest to a question, and what it says."""
 
 from __future__ import annotations
 

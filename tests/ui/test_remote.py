@@ -61,11 +61,11 @@ def test_a_result_read_from_a_service_is_the_one_that_it_had(flags, framework, o
     there = remote.read_search(document, flags, framework)
 
     assert there.plans == here.plans
-    assert (there.search, there.rejected, there.assumed, there.may_fit) == (
+    assert (there.search, there.rejected, there.assumed, there.likely) == (
         here.search,
         here.rejected,
         here.assumed,
-        here.may_fit,
+        here.likely,
     )
     assert there.by_gpus == here.by_gpus
     assert (there.question.workload, there.question.runtime, there.question.gpus) == (

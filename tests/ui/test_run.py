@@ -46,6 +46,7 @@ def settled(test, words):
         test.run()
 
 
+@pytest.mark.nightly  # a run that is started and stopped, and kept runs next to their predictions, are in the gate
 def test_a_run_is_started_and_its_measurement_shown(explorer, queue):
     pytest.importorskip("torch", reason="torch runs plans")
     test = begin(explorer)

@@ -112,7 +112,7 @@ def test_the_peak_of_a_counter_survives(points):
     assert [time for time, _ in shown] == sorted(time for time, _ in shown)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_32_stages_of_128_micro_batches_become_few_bars():
     """The size that a browser must not be given whole; what it takes is printed, not asserted."""
     from planner.io.inputs import read_cluster

@@ -40,7 +40,7 @@ from topology.catalog.platform import build, take_gpus
 from topology.catalog.spoken import FORMS, is_spoken, spoken_cluster
 from topology.catalog.verify import require_possible
 from topology.cluster import ASSUMED, SCHEMA_VERSION, Cluster, Finding, Severity
-from topology.codec import convert, parse_json, read_json, to_json, write_text
+from topology.codec import JsonObject, convert, parse_json, read_json, to_json, write_text
 from topology.errors import BadCluster, BadInput
 
 
@@ -133,7 +133,7 @@ def _looks_like_path(text: str) -> bool:
         return False
 
 
-def _full(document: dict[str, Any], where: str) -> Cluster:
+def _full(document: JsonObject, where: str) -> Cluster:
     version = document.get("schema_version", SCHEMA_VERSION)
     if isinstance(version, bool) or not isinstance(version, int) or version < 1:
         raise BadInput(f"{where} has schema_version {version!r}", remedy="expected a whole number, 1 or more")
@@ -146,7 +146,7 @@ def _full(document: dict[str, Any], where: str) -> Cluster:
     return convert(document, Cluster, where=where)
 
 
-def _small(document: dict[str, Any], where: str) -> Cluster:
+def _small(document: JsonObject, where: str) -> Cluster:
     small = convert(document, SmallCluster, where=where)
     kind = gpu_kind(small.gpu)
     usual = default_platform(kind)
@@ -170,7 +170,7 @@ def _small(document: dict[str, Any], where: str) -> Cluster:
         platform = replace(platform, bridges=small.bridges)
     if small.nic_gbit_per_gpu is not None:
         platform = one_port_per_gpu(platform, small.nic_gbit_per_gpu)
-    changes: dict[str, Any] = {
+    changes: JsonObject = {
         key: value
         for key in ("oversubscription", "nodes_per_leaf", "fabric", "pcie", "name")
         if (value := getattr(small, key)) is not None

@@ -58,7 +58,8 @@ def cluster(name: str, gpus: int | None = None) -> Cluster:
         raise BadCluster(
             f"unknown cluster {name!r}",
             why="it is neither in the catalogue nor a file" + (f"; nearest: {', '.join(near)}" if near else ""),
-            remedy=f"say GPUs (8xH100, 2x8xA100-40GB), a machine type (p5.48xlarge), or one of: {', '.join(catalog_names())}",
+            remedy="say GPUs (8xH100, 2x8xA100-40GB), a machine type (p5.48xlarge), or one of:"
+            f" {', '.join(catalog_names())}",
         )
     if gpus is None:
         return build(platform)

@@ -93,7 +93,7 @@ def gpu_kind(name: str) -> GpuKind:
 
 
 def gpu_variants(name: str) -> tuple[str, ...]:
-    """Return the other kinds that `name` may mean beside the one that `gpu_kind` takes it for; none for a full name."""
+    """Return other kinds that `name` may mean besides the one that `gpu_kind` takes it for; none for a full name."""
     return gpu_names().variants.get(_key(name), ())[1:]
 
 

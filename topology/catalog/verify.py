@@ -130,7 +130,10 @@ def _check_node(node: Node, kinds: dict[str, GpuKind]) -> Iterator[str]:
     for nic in node.nics:
         rate = nic.bytes_per_s
         if rate is not None and not (rate == 0 or SLOWEST_PER_S <= rate <= MAX_NIC_BYTES_PER_S):
-            yield f"network port {nic.label} runs at {rate:g} bytes/s, expected 0, or {SLOWEST_PER_S:g} to {MAX_NIC_BYTES_PER_S:g}"
+            yield (
+                f"network port {nic.label} runs at {rate:g} bytes/s, expected 0, or {SLOWEST_PER_S:g} to"
+                f" {MAX_NIC_BYTES_PER_S:g}"
+            )
     labels = {name for nic in node.nics for name in (nic.label, nic.name)}
     indices = {str(gpu.index) for gpu in node.gpus}
     for index, near in node.closest_nics.items():

@@ -174,7 +174,8 @@ def _check_links(cluster: Cluster) -> list[HealthItem]:
                     "its siblings have more" if sure and not switched else "the datasheet or its siblings have more",
                     f"it reaches its peers with {have}/{wanted} of the NVLink rate"
                     + (f"; {cost.text}" if cost is not None else ""),
-                    "check `nvidia-smi nvlink -s`; with cards, whether all bridges between a pair are fitted and seated",
+                    "check `nvidia-smi nvlink -s`; with cards, whether all bridges between a pair are fitted and"
+                    " seated",
                     gpus=(gpu.index,),
                 )
             )

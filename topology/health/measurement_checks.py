@@ -107,7 +107,8 @@ def _wrong_bytes(measured: Measurement) -> list[HealthItem]:
             f"copies between GPUs arrive wrong: {', '.join(f'{a} to {b}' for a, b in wrong[:16])}",
             "the bytes at the far end are not those that were sent",
             "results that depend on these copies are silently wrong",
-            "do not train here until peer access is disabled (NCCL_P2P_DISABLE=1) or fixed; check ACS and IOMMU settings",
+            "do not train here until peer access is disabled (NCCL_P2P_DISABLE=1) or fixed;"
+            " check ACS and IOMMU settings",
             tuple(sorted({gpu_index(end) for pair in wrong for end in pair})),
         )
     ]
@@ -256,7 +257,8 @@ def _slow_gpus(cluster: Cluster, measured: Measurement) -> list[HealthItem]:
                     WARNING,
                     f"GPU {gpu} is slow at {what}: {rate / 1e12:.3g} {unit}",
                     f"the others, or the datasheet, have {expected / 1e12:.3g} {unit}",
-                    f"a synchronous step waits for it: {expected / rate:.2f}x as long where this decides (measured rates)",
+                    f"a synchronous step waits for it: {expected / rate:.2f}x as long where this decides (measured"
+                    " rates)",
                     "look at clocks, temperature and power limit with `nvidia-smi -q -d CLOCK,PERFORMANCE,POWER`",
                     (gpu,),
                 )

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from topology.cluster import Cluster
-from topology.codec import to_builtins
+from topology.codec import JsonObject, to_builtins
 from topology.health.cost import links_in_use
 from topology.health.diagnose import Health
 from topology.profile.measurement import HOST, FlowSet, Measurement, gpu_index, median_or_none
@@ -18,7 +17,7 @@ SHOWN_SIZES = (MIB, 2**24, 2**28, GIB)
 
 def health_json(
     cluster: Cluster, health: Health, measured: Measurement | None, versions: Mapping[str, str]
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return the verdict as plain data: bytes, bytes per second, seconds."""
     node = cluster.groups[0].node
     return {
@@ -140,7 +139,10 @@ def _set_line(flows: FlowSet) -> str:
         words += f" (GPU {gpu_index(flows.flows[0].dst)})"
     if flows.pattern == "one_to_all" and flows.flows[0].src != HOST:
         words += f" (GPU {gpu_index(flows.flows[0].src)})"
-    return f"  {len(rates)} copies at once, {words}: {min(rates):.1f} to {max(rates):.1f} GB/s each, {sum(rates):.0f} together"
+    return (
+        f"  {len(rates)} copies at once, {words}: {min(rates):.1f} to {max(rates):.1f} GB/s each,"
+        f" {sum(rates):.0f} together"
+    )
 
 
 def _collective_lines(measured: Measurement) -> list[str]:
@@ -158,7 +160,7 @@ def _collective_lines(measured: Measurement) -> list[str]:
             ways = by_size[size]
             best = ways.get("graph", median_or_none(ways.values()) or 0.0)
             cells.append(f"{_size(size)} {in_seconds(best)}{' (graph)' if 'graph' in ways else ''}")
-        where = "" if not alongside else f" beside {alongside} other group{'s' if alongside > 1 else ''}"
+        where = "" if not alongside else f" alongside {alongside} other group{'s' if alongside > 1 else ''}"
         lines.append(f"  {op} on GPUs {', '.join(map(str, gpus))}{where}: {'; '.join(cells)}")
     return lines
 

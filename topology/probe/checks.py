@@ -360,7 +360,8 @@ def _expected_links(machine: Machine, wirings: list[NvlinkWiring], kinds: dict[i
                 f"no NVLink between GPUs that can have it ({kinds[able[0]].title})",
                 "no source shows a link between any two of them",
                 "collectives run over PCIe and the host",
-                "fit bridges to cards; on boards with NVSwitch, or in a container, check what the driver is allowed to see",
+                "fit bridges to cards; on boards with NVSwitch, or in a container, check what the driver is allowed to"
+                " see",
             )
         )
     for index, gpu in sorted(machine.gpus.items()):

@@ -124,7 +124,8 @@ def hidden_reasons(evidence: Evidence, machine: Machine) -> list[str]:
         ]
         if slow:
             reasons.append(
-                f"bridges above the GPUs claim {(slow[0].link_speed_bytes_per_s or 0) / 1e9:.2f} GB/s, as emulated ones do"
+                f"bridges above the GPUs claim {(slow[0].link_speed_bytes_per_s or 0) / 1e9:.2f} GB/s,"
+                " as emulated ones do"
             )
     labels = [label for label in machine.pairs.values() if not label.startswith("NV")]
     if machine.printed and len(machine.gpus) >= 4 and set(machine.pairs.values()) == {"PHB"}:

@@ -394,7 +394,7 @@ def _from_sysfs(machine: Machine, sysfs: SysfsSnapshot | None, findings: list[Fi
         nic = next((nic_by_name[name] for name in (reading.name, *reading.interfaces) if name in nic_by_name), None)
         if nic is None:
             if machine.nics and (not reading.rdma) and rdma:
-                continue  # a management port beside a training fabric
+                continue  # a management port alongside a training fabric
             nic = NicFacts(label=reading.name, name=reading.name)
             machine.nics.append(nic)
         nic.bytes_per_s, nic.up, nic.place = reading.bytes_per_s or nic.bytes_per_s, reading.up, reading.place

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from topology.cluster import SCHEMA_VERSION, Cluster, Gpu, Link, LinkKind, LinkState, Node, Source, VertexKind
-from topology.codec import to_builtins
+from topology.codec import JsonObject, to_builtins
 from topology.probe.machine import components
 from topology.rates.graph import bisection_bytes_per_s, crossing_kinds, graph, pair_bytes_per_s
 from topology.rates.node_rates import node_rates
@@ -38,7 +36,7 @@ def islands(node: Node) -> list[list[int]]:
     return components(sorted(index_of.values()), joined)
 
 
-def probe_json(cluster: Cluster) -> dict[str, Any]:
+def probe_json(cluster: Cluster) -> JsonObject:
     """Return the first node as plain data: bytes, bytes per second per direction, labels as printed."""
     node = cluster.groups[0].node
     return {
@@ -77,7 +75,7 @@ def probe_json(cluster: Cluster) -> dict[str, Any]:
 _SOURCE_ORDER = (Source.MEASURED, Source.FITTED, Source.DATASHEET, Source.ASSUMED)
 
 
-def _bisection(cluster: Cluster) -> dict[str, Any] | None:
+def _bisection(cluster: Cluster) -> JsonObject | None:
     """Return the bisection bandwidth of a node: the least rate between two halves of its GPUs, over all splits.
 
     In bytes per second per direction, with the least reliable source of the link rates; None for fewer than two GPUs,

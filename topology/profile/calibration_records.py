@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from topology.codec import convert
+from topology.codec import JsonObject, convert
 from topology.errors import BadInput
 from topology.profile.measurement import GroupSample
 from topology.profile.profile import SAMPLE_LISTS, CollectiveSample, Profile, check_profile
@@ -23,13 +23,13 @@ RECORDS: dict[Any, type] = {
 }
 
 
-def profile_from_records(records: Iterable[dict[str, Any]]) -> Profile:
+def profile_from_records(records: Iterable[JsonObject]) -> Profile:
     """Return the profile of one calibration. Each record has a `kind`: `header`, `group`, `missing` or one of
     `RECORDS`.
 
     Raises BadInput for a record that is none of these, a sample that cannot be true, or when no header was written.
     """
-    head: dict[str, Any] = {}
+    head: JsonObject = {}
     found: dict[type, list[Any]] = {kind: [] for kind in SAMPLE_LISTS}
     missing: list[str] = []
     for number, record in enumerate(records):
@@ -52,7 +52,7 @@ def profile_from_records(records: Iterable[dict[str, Any]]) -> Profile:
         raise BadInput("the calibration wrote no header", why="it stopped before it had found a device")
     run = convert(head, Provenance, where="header")
     name = run_name(run)
-    named: dict[str, Any] = {
+    named: JsonObject = {
         SAMPLE_LISTS[kind]: tuple(replace(sample, run=name) for sample in samples) for kind, samples in found.items()
     }
     profile = Profile(

@@ -11,9 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
 
-from topology.codec import convert, read_json
+from topology.codec import JsonObject, convert, read_json
 from topology.errors import BadInput
 from topology.profile.profile import RANGES, CollectiveSample, Profile
 from topology.ranges import out_of_range
@@ -151,12 +150,12 @@ def gpu_index(vertex: str) -> int:
     return int(digits)
 
 
-def measurement_from_records(records: Iterable[dict[str, Any]]) -> Measurement:
+def measurement_from_records(records: Iterable[JsonObject]) -> Measurement:
     """Join the records of a run: each has a `kind` (`header`, `flows`, `compute`, `group`, `missing`) and its fields.
 
     Raises BadInput for a record that is none of these, or when no header was written.
     """
-    header: dict[str, Any] | None = None
+    header: JsonObject | None = None
     flows: list[FlowSet] = []
     compute: dict[int, ComputeSample] = {}
     groups: list[GroupSample] = []

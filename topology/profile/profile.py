@@ -230,7 +230,9 @@ def _check_operator(sample: OperatorSample, where: str, cluster: Cluster | None)
         raise BadInput(f"{where}.shape is {sample.shape}", why="axes have positive sizes")
     needed = (*AXES.get(sample.kind, ()), *AXES.get(sample.name, ()))
     if absent := [axis for axis in needed if axis not in sample.shape]:
-        raise BadInput(f"{where}.shape is without {', '.join(absent)}", why="sizes of the operator cannot be told")
+        raise BadInput(
+            f"{where}.shape is without {', '.join(absent)}", why="the operator's sizes do not follow from the others"
+        )
     if sample.kind != "matmul" or cluster is None:
         return
     shape = sample.shape

@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from topology.codec import JsonObject
+
 # Throttle reasons (`topology.readers.nvml.THROTTLE_BITS`) that make a sample invalid. A software power cap does not:
 # sustained training reaches the power limit, too.
 FAULTS = ("hardware slowdown", "software thermal slowdown", "hardware thermal slowdown", "hardware power brake")
@@ -128,7 +130,7 @@ class HostSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContentionSample(Sample):
-    """A kernel and a collective: seconds of each alone, and of each (`beside`) while the other runs all the time."""
+    """A kernel and a collective: seconds of each alone, and of each (`_beside_s`) while the other runs all the time."""
 
     compute: str  # matmul or copy
     shape: dict[str, int]
@@ -203,10 +205,10 @@ class LayerSample(Sample):
     of the step spent on data loading.
     """
 
-    model: dict[str, Any]
-    plan: dict[str, Any]
-    workload: dict[str, Any]
-    runtime: dict[str, Any]
+    model: JsonObject
+    plan: JsonObject
+    workload: JsonObject
+    runtime: JsonObject
     step_s: float
     spread: float = 0.0
     host_s: float | None = None

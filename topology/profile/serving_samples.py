@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from topology.codec import to_json
+from topology.codec import JsonObject, to_json
 from topology.profile.samples import Sample
 
 PHASES = ("decode", "prefill", "all_reduce", "host")
@@ -25,7 +25,7 @@ class ServingSample(Sample):
 
     engine: str
     phase: str
-    model: dict[str, Any]
+    model: JsonObject
     tp: int = 1
     batch: float = 1.0
     context: int = 0

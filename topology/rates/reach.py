@@ -117,7 +117,8 @@ def _unlisted(rates: NodeRates) -> list[str]:
     caveats = []
     if bare and len(node.gpus) > 1:
         caveats.append(
-            f"the links of GPU {', '.join(map(str, bare[:8]))} to the host are not listed: taken as a slot of the card's own rate"
+            f"the links of GPU {', '.join(map(str, bare[:8]))} to the host are not listed:"
+            " taken as a slot of the card's own rate"
         )
     absent = sum(link.state is LinkState.ABSENT for link in node.links)
     if absent:

@@ -1,7 +1,7 @@
 """Square tables of device pairs, as `nvidia-smi topo -m` and `topo -p2p` print them, read as text people paste.
 
 Both commands print a header of device names, one row a device, one cell a pair, `X` on the diagonal. What reaches us
-has been through terminals and chat windows: ANSI underline codes, tabs turned into spaces, cells that lost their tab
+has been through terminals and chat windows: ANSI underline codes, spaces for tabs, cells that lost their tab
 (`PIXNODE`), wrapped or cut lines, rows in another order, prose around it. The rule here is to place a cell only where
 the row's own `X` confirms the place, and to say of everything else that it was not understood. Nothing is guessed.
 """

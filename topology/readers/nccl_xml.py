@@ -1,7 +1,7 @@
 """NCCL's topology and graph files (`NCCL_TOPO_FILE`, `NCCL_TOPO_DUMP_FILE`, `NCCL_GRAPH_DUMP_FILE`), and RCCL's.
 
 A file is kept as the tree it is, so that reading and writing lose nothing, attributes we do not know included. The
-typed view beside it knows the elements of NCCL 2.30 (src/graph/xml.cc): system/cpu/pci/{gpu/{nvlink,c2c},nic/net},
+typed view next to it knows the elements of NCCL 2.30 (src/graph/xml.cc): system/cpu/pci/{gpu/{nvlink,c2c},nic/net},
 RCCL's `xgmi`, and graphs/graph/channel. Files shipped by clouds have no `gpu` elements; NCCL fills them in by address.
 """
 

@@ -15,6 +15,7 @@ from planner.search.result import GpuCountRow, MayFit, RankedPlan, SearchResult,
 from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
 from topology import codec
+from topology.codec import JsonObject
 from topology.errors import PlannerError
 from ui.question import uploads
 from ui.question.state import Inputs
@@ -28,9 +29,7 @@ class RemoteJob:
     ended.
     """
 
-    def __init__(
-        self, client: Client, command: str, said: dict[str, Any], read: Callable[[dict[str, Any]], Any]
-    ) -> None:
+    def __init__(self, client: Client, command: str, said: JsonObject, read: Callable[[JsonObject], Any]) -> None:
         self.started = time.monotonic()
         self.line = ""
         self.result: Any = None
@@ -64,9 +63,7 @@ class RemoteJob:
             self._client.cancel(self._job)
 
 
-def search_request(
-    question: Inputs, *, top: int, flags: Flags | None = None, price: float | None = None
-) -> dict[str, Any]:
+def search_request(question: Inputs, *, top: int, flags: Flags | None = None, price: float | None = None) -> JsonObject:
     """Return the flags of `planner suggest` for a question, with uploads as files. `flags` are others than its own."""
     stated = flags or question.flags()
     said = {
@@ -86,7 +83,7 @@ def search_request(
     return {key: value for key, value in said.items() if value is not None}
 
 
-def read_search(document: dict[str, Any], flags: Flags, framework: str) -> SearchResult:
+def read_search(document: JsonObject, flags: Flags, framework: str) -> SearchResult:
     """Return the result that a service answered for `flags`. Raises BadInput, and ServiceError for another
     version's.
     """
@@ -106,7 +103,6 @@ def read_search(document: dict[str, Any], flags: Flags, framework: str) -> Searc
         runtime=codec.convert(about["runtime"], Runtime, where="runtime"),
     )
     plans = [{key: value for key, value in one.items() if key != "traffic"} for one in document["plans"]]
-    may_fit = document["may_fit"]
     return SearchResult(
         question=question,
         search=codec.convert(document["search"], SearchStats, where="search"),
@@ -114,5 +110,5 @@ def read_search(document: dict[str, Any], flags: Flags, framework: str) -> Searc
         rejected={str(name): int(count) for name, count in document["rejected"].items()},
         assumed=tuple(map(str, document["assumed"])),
         by_gpus=tuple(codec.convert(one, GpuCountRow, where="by_gpus") for one in document["by_gpus"]),
-        may_fit=None if may_fit is None else codec.convert(may_fit, MayFit, where="may_fit"),
+        likely=tuple(codec.convert(one, MayFit, where="likely") for one in document["likely"]),
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 import platformdirs
 import streamlit as st
@@ -17,26 +17,27 @@ import streamlit as st
 from planner.remote.connect import connect
 from planner.remote.errors import ServiceError
 from planner.remote.settings import SERVER, Settings
+from topology.codec import JsonObject
 
 if TYPE_CHECKING:
     from planner.remote.client import Client
     from planner.service.queue import Queue
+    from ui.row_types import Artifact, JobDocument
 
 NEEDS = ("fastapi", "pydantic", "sqlalchemy", "alembic", "httpx")
 USER = "local"
 PATIENCE_S = 5.0  # for a service that does not answer, while a person waits
-Document = dict[str, Any]
 
 
 class Jobs(Protocol):
     """Jobs by id. Documents are those of `GET /v1/jobs/{job}`. Methods raise PlannerError."""
 
-    def ask(self, command: str, said: Document) -> str: ...
-    def read(self, job: str) -> Document | None: ...
-    def newest(self, limit: int) -> list[Document]: ...
+    def ask(self, command: str, said: JsonObject) -> str: ...
+    def read(self, job: str) -> JobDocument | None: ...
+    def newest(self, limit: int) -> list[JobDocument]: ...
     def cancel(self, job: str) -> None: ...
     def so_far(self, job: str) -> bytes: ...
-    def content(self, artifact: Document) -> bytes: ...
+    def content(self, artifact: Artifact) -> bytes: ...
 
 
 class LocalQueue:
@@ -45,15 +46,15 @@ class LocalQueue:
     def __init__(self, queue: Queue) -> None:
         self.queue = queue
 
-    def ask(self, command: str, said: Document) -> str:
+    def ask(self, command: str, said: JsonObject) -> str:
         return self.queue.ask(USER, command, said)
 
-    def read(self, job: str) -> Document | None:
+    def read(self, job: str) -> JobDocument | None:
         found = self.queue.read(USER, job)
-        return None if found is None else found.model_dump()
+        return None if found is None else cast("JobDocument", found.model_dump())
 
-    def newest(self, limit: int) -> list[Document]:
-        return [one.model_dump() for one in self.queue.newest(USER, limit)]
+    def newest(self, limit: int) -> list[JobDocument]:
+        return [cast("JobDocument", one.model_dump()) for one in self.queue.newest(USER, limit)]
 
     def cancel(self, job: str) -> None:
         self.queue.cancel(USER, job)
@@ -61,7 +62,7 @@ class LocalQueue:
     def so_far(self, job: str) -> bytes:
         return self.queue.state_so_far(USER, job)
 
-    def content(self, artifact: Document) -> bytes:
+    def content(self, artifact: Artifact) -> bytes:
         return self.queue.files.path(artifact["sha256"]).read_bytes()
 
 
@@ -71,19 +72,19 @@ class RemoteService:
     def __init__(self, client: Client) -> None:
         self.client = client
 
-    def ask(self, command: str, said: Document) -> str:
+    def ask(self, command: str, said: JsonObject) -> str:
         return self.client.submit(command, said)
 
-    def read(self, job: str) -> Document | None:
+    def read(self, job: str) -> JobDocument | None:
         try:
-            return self.client.job(job)
+            return cast("JobDocument", self.client.job(job))
         except ServiceError as error:
             if error.status == 404:
                 return None
             raise
 
-    def newest(self, limit: int) -> list[Document]:
-        return self.client.jobs(limit=limit)
+    def newest(self, limit: int) -> list[JobDocument]:
+        return cast("list[JobDocument]", self.client.jobs(limit=limit))
 
     def cancel(self, job: str) -> None:
         self.client.cancel(job)
@@ -91,8 +92,8 @@ class RemoteService:
     def so_far(self, job: str) -> bytes:
         return self.client.so_far(job)
 
-    def content(self, artifact: Document) -> bytes:
-        return self.client.content(artifact)
+    def content(self, artifact: Artifact) -> bytes:
+        return self.client.content(dict(artifact))
 
 
 def server() -> str | None:

@@ -35,6 +35,7 @@ from simulator.program.chrome_trace import to_chrome
 from simulator.program.critical_path import critical_path, path_parts_s
 from topology import codec
 from topology.cluster import Cluster
+from topology.codec import JsonObject
 from ui.charts.timeline import Timeline, samples, timeline
 
 Progress = Callable[[str], None]
@@ -120,9 +121,9 @@ def _busiest_links(run: Run, cluster: Cluster) -> dict[str, Samples]:
     return {names[medium]: kept for medium, (_, kept) in sorted(best.items(), reverse=True)}
 
 
-def check(progress: Progress, text: str, name: str, flags: CheckFlags) -> dict[str, Any]:
+def check(progress: Progress, text: str, name: str, flags: CheckFlags) -> JsonObject:
     """Return what `planner check --json` answers."""
-    found: dict[str, Any] = any_document(name, check_any(text, name, flags, progress=progress))
+    found: JsonObject = any_document(name, check_any(text, name, flags, progress=progress))
     return found
 
 

@@ -1,1 +1,1 @@
-"""Timelines on a canvas: what the browser is told, and the component that draws it."""
+"""Timelines on a canvas: what the browser gets, and the component that draws it."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import streamlit as st
+
+from topology.codec import JsonObject
 
 _HERE = Path(__file__).parent
 _MOUNT = st.components.v2.component(
@@ -27,6 +28,6 @@ def window_of(key: str, length_s: float) -> tuple[float, float]:
     return 0.0, length_s
 
 
-def timeline(drawn: dict[str, Any], *, key: str) -> None:
+def timeline(drawn: JsonObject, *, key: str) -> None:
     """Draw a timeline."""
     _MOUNT(key=key, data=drawn, on_window_change=lambda: None)

@@ -1,9 +1,10 @@
-"""A run beside its prediction: figures, terms, and both timelines laid over each other."""
+"""A run compared with its prediction: figures, terms, and both timelines on one time axis."""
 
 from __future__ import annotations
 
 import re
 import tempfile
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from ui.canvas.component import timeline, window_of
 from ui.canvas.payload import Shown, payload
 from ui.charts.timeline import LANES
 from ui.charts.timeline import timeline as columns
+from ui.row_types import Artifact, JobDocument
 
 KEY = "run_timeline"
 PREDICTED, MEASURED = 0, 1  # which side a lane is of
@@ -28,7 +30,7 @@ _KEPT = re.compile(r"^run/(run\.json|records/rank\d+\.trace\.json)$")  # of what
 
 
 @st.cache_resource(max_entries=8, show_spinner="Reading the run")
-def of_job(job: str, _artifacts: list[dict[str, Any]]) -> RunReport | None:
+def of_job(job: str, _artifacts: list[Artifact]) -> RunReport | None:
     """Return the report of a run that a job made, with the timelines that it wrote; None where it wrote no report."""
     del job
     with tempfile.TemporaryDirectory() as folder:
@@ -43,12 +45,12 @@ def of_job(job: str, _artifacts: list[dict[str, Any]]) -> RunReport | None:
 
 
 def show_run(found: RunReport, key: str) -> None:
-    """Show a run beside its prediction. `key` names it."""
+    """Show a run and its prediction. `key` names it."""
     document = found.document
     rows = [row for row in comparison.quantities(document) if (row.predicted, row.measured) != (None, None)]
     quantities = [_quantity(row) for row in rows]
     panels.section(
-        f"The run: {panels.plain(document.get('status', ''))}", f"Predicted beside measured, on {document['device']}."
+        f"The run: {panels.plain(document.get('status', ''))}", f"Predicted and measured, on {document['device']}."
     )
     checked = document.get("verified")
     if isinstance(checked, dict):
@@ -61,13 +63,13 @@ def show_run(found: RunReport, key: str) -> None:
         st.markdown(f":orange[:material/warning:] {panels.plain(failed.get('message', ''))}")
     if quantities:
         st.dataframe(quantities, hide_index=True, width="stretch", placeholder="-")
-    _clocks(document)
+    _clocks(document.get("measured") or {})
     _overlaid(found, key)
     for note in found.notes:
         st.caption(panels.plain(note))
 
 
-def _quantity(row: Any) -> dict[str, Any]:
+def _quantity(row: comparison.Quantity) -> dict[str, str | None]:
     return {
         "quantity": row.name,
         "predicted": _figure(row.predicted, row.unit),
@@ -87,8 +89,8 @@ def _figure(value: float | None, unit: str) -> str | None:
     return in_gib(value) if unit == "bytes" else f"{value:,.3g} {unit}"
 
 
-def _clocks(document: dict[str, Any]) -> None:
-    clock = (document.get("measured") or {}).get("sm_clock_hz")
+def _clocks(measured: Mapping[str, Any]) -> None:
+    clock = measured.get("sm_clock_hz")
     if clock:
         st.caption(f"GPU clocks while it ran: {clock / 1e6:,.0f} MHz.")
 
@@ -132,7 +134,7 @@ def both(sides: dict[int, Trace]) -> Trace:
     return Trace(spans=tuple(sorted(spans, key=lambda span: span.start_s)))
 
 
-def show_job(found: dict[str, Any]) -> None:
+def show_job(found: JobDocument) -> None:
     """Show the run that a job made."""
     try:
         report = of_job(found["job"], found["artifacts"])

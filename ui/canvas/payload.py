@@ -1,4 +1,4 @@
-"""What the browser is told of a step: lanes of spans as columns of numbers, and quantities over the same time axis."""
+"""What the browser gets of a step: lanes of spans as columns of numbers, and quantities over the same time axis."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from planner.pictures.palette import BAD, BROWN, GREY, SPANS, TIME
+from topology.codec import JsonObject
 from ui.charts.look import FONT, ink_on, paper
 from ui.charts.timeline import KINDS, LANES, Timeline, bars
 
@@ -75,7 +76,7 @@ def payload(
     about: str,
     key: str,
     dark: bool,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return what `timeline.js` draws. `key` names the step: with another, the window starts again at the whole
     step.
     """
@@ -170,7 +171,7 @@ def _with_path(line: Timeline, shown: Shown, spans: Columns) -> tuple[Columns, l
     return {name: np.concatenate([own[name], spans[name]]) for name in spans}, list(names)
 
 
-def _strip(strip: Strip) -> dict[str, Any]:
+def _strip(strip: Strip) -> JsonObject:
     return {
         "label": strip.label,
         "about": strip.about,

@@ -43,7 +43,8 @@ def show_step(question: state.Inputs, result: SearchResult, ranked: RankedPlan) 
     panels.section(
         "One simulated step",
         f"{len(line):,} spans on {panels.counted(len(line.ranks), 'distinct rank')}, layer by layer:"
-        f" {seconds_text(found.step_s, last_digit_s(ranked.estimate.step_s))}{_with_some(found)}. Lighter compute is the forward pass.",
+        f" {seconds_text(found.step_s, last_digit_s(ranked.estimate.step_s))}{_with_some(found)}."
+        " Lighter compute is the forward pass.",
     )
     st.markdown(f"**{panels.plain(waits_for(found))}**")
     _lanes(f"{question.key} {plan_words.plan_name(ranked.plan)}", found, ranked)
@@ -53,7 +54,8 @@ def show_step(question: state.Inputs, result: SearchResult, ranked: RankedPlan) 
         file_name=f"{plan_words.plan_name(ranked.plan).replace(' ', '-')}.trace.json",
         mime="application/json",
         icon=":material/download:",
-        help="Every span, with messages and memory. Open it at ui.perfetto.dev, which reads it in the browser and does not upload it.",
+        help="Every span, with messages and memory. Open it at ui.perfetto.dev, which reads it in the browser and does"
+        " not upload it.",
         on_click="ignore",
     )
     _links(result, ranked, found)
@@ -158,7 +160,8 @@ def _links(result: SearchResult, ranked: RankedPlan, found: SimulatedStep) -> No
         panels.chart(
             topology_charts.node(view, dark=panels.dark(), shares=shares),
             key="loads",
-            alt=f"Links of the first node by their mean load; the busiest carries {load_charts.percent(top)} of what it can",
+            alt=f"Links of the first node by their mean load; the busiest carries {load_charts.percent(top)} of what"
+            " it can",
         )
     if right is not None:
         with right:

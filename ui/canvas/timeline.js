@@ -403,7 +403,7 @@ class Timeline {
     this.select(order[Math.min(order.length - 1, Math.max(0, at + way))]);
   }
 
-  beside(way) {
+  otherRow(way) {
     const row = Math.max(0, this.selected < 0 ? 0 : this.rowOf(this.selected));
     const when = this.selected < 0 ? this.window[0] : this.start[this.selected];
     for (let other = row + way; other >= 0 && other < this.rows.length; other += way) {
@@ -439,8 +439,8 @@ class Timeline {
       0: () => this.to(0, this.data.length_s),
       ArrowLeft: () => (event.shiftKey ? this.next(-1) : this.move(-0.25)),
       ArrowRight: () => (event.shiftKey ? this.next(1) : this.move(0.25)),
-      ArrowUp: () => this.beside(-1),
-      ArrowDown: () => this.beside(1),
+      ArrowUp: () => this.otherRow(-1),
+      ArrowDown: () => this.otherRow(1),
       Escape: () => this.select(-1),
     }[event.key];
     if (!does) return;

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import altair as alt
 
 from planner.pictures.palette import GOOD, VERMILION
-from ui.charts.look import finished, paper
+from ui.charts.look import Figure, finished, paper
+from ui.row_types import TermRow
 
-LABEL_PX = 62  # of the words beside a bar
+LABEL_PX = 62  # of the words next to a bar
 
 
-def differences(rows: Sequence[dict[str, Any]], *, unit: str, dark: bool) -> alt.LayerChart:
+def differences(rows: Sequence[TermRow], *, unit: str, dark: bool) -> Figure:
     """Draw terms to the right of zero where the second plan has more, to the left where it has less.
 
     Rows: name, delta, text.
     """
     p = paper(dark)
-    # On a phone, too, there is room for the words beside the longest bar.
+    # On a phone, too, there is room for the words next to the longest bar.
     most = max((abs(row["delta"]) for row in rows), default=1.0)
     reach = f"{most} * max(width, 130) / max(width - {2 * LABEL_PX}, 50)"
     base = alt.Chart(alt.Data(values=list(rows))).encode(

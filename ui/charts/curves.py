@@ -8,10 +8,10 @@ from typing import Any
 import altair as alt
 
 from planner.pictures.palette import BAD, GOOD, GREY
-from ui.charts.look import finished, paper
+from ui.charts.look import Figure, finished, paper
 
 
-def before_and_after(rows: Sequence[Mapping[str, Any]], *, dark: bool) -> alt.LayerChart:
+def before_and_after(rows: Sequence[Mapping[str, Any]], *, dark: bool) -> Figure:
     """Draw each plan's step on the machine as it is (hollow) and as changed (filled, red where it does not fit).
 
     Rows are those of `ui.data.changed_machine`, with `label`, `before` and `after` in words.
@@ -40,7 +40,7 @@ def before_and_after(rows: Sequence[Mapping[str, Any]], *, dark: bool) -> alt.La
     return finished(alt.layer(line, now, then).properties(height=30 * len(rows) + 70), dark)
 
 
-def over_gpus(rows: Sequence[Mapping[str, Any]], value: str, title: str, *, dark: bool) -> alt.LayerChart:
+def over_gpus(rows: Sequence[Mapping[str, Any]], value: str, title: str, *, dark: bool) -> Figure:
     """Draw a quantity of the best plan over the number of GPUs. Rows have gpus, the quantity, and its words as
     `text`.
     """

@@ -10,12 +10,12 @@ import altair as alt
 from planner.io.figures import gib_text, seconds_text
 from planner.pictures.palette import BAD, MEMORY
 from topology.units import GIB
-from ui.charts.look import finished, ink_on, paper, scale, words
+from ui.charts.look import Figure, finished, ink_on, paper, scale, words
+
+LEAST_SHOWN_BYTES = 0.005 * GIB
 
 
-def memory(
-    stages: Sequence[Mapping[str, float]], capacity: float, *, dark: bool, names: Sequence[str] = ()
-) -> alt.LayerChart:
+def memory(stages: Sequence[Mapping[str, float]], capacity: float, *, dark: bool, names: Sequence[str] = ()) -> Figure:
     """Draw bytes by category, one bar per pipeline stage up to what the allocator reserves, and the capacity.
 
     `stages` has one entry per stage (`planner.pictures.memory.stage_parts`); `capacity` is that of one GPU, in bytes.
@@ -34,10 +34,11 @@ def memory(
         }
         for stage, parts in enumerate(stages)
         for order, (name, nbytes) in enumerate(parts.items())
-        if nbytes > 0.005 * GIB
+        if nbytes > LEAST_SHOWN_BYTES
     ]
     parts_shown = _in_order(values, "category", [words(n) for n in MEMORY])
-    widest = max([capacity / GIB, *(sum(v["gib"] for v in values if v["number"] == s) for s in range(len(stages)))])
+    held = (sum(nbytes for nbytes in parts.values() if nbytes > LEAST_SHOWN_BYTES) for parts in stages)
+    widest = max([capacity, *held]) / GIB
     x = alt.X("gib:Q", title="GiB on one GPU", scale=alt.Scale(domain=[0, widest * 1.04], nice=False), stack="zero")
     y = alt.Y(
         "stage:N",
@@ -71,7 +72,7 @@ def memory(
     return finished(alt.layer(bars, rule, label).properties(height=row * len(stages) + 150), dark)
 
 
-def waterfall(rows: Sequence[Mapping[str, Any]], *, last_s: float, dark: bool) -> alt.LayerChart:
+def waterfall(rows: Sequence[Mapping[str, Any]], *, last_s: float, dark: bool) -> Figure:
     """Draw how a step's time builds up from the model's FLOPs at peak. Rows, in order: name, seconds, share, meaning,
     colour; the last has `total` and starts at zero again. `last_s` is the place of the last digit that is known.
     """
@@ -121,5 +122,5 @@ def _term_text(value_s: float, share: float, last_s: float) -> str:
 
 
 def _in_order(values: Sequence[Mapping[str, Any]], key: str, order: Sequence[str]) -> list[str]:
-    seen = dict.fromkeys(value[key] for value in values)
+    seen = dict.fromkeys(str(value[key]) for value in values)
     return [*(n for n in order if n in seen), *(n for n in seen if n not in order)]

@@ -12,7 +12,7 @@ from planner.explain.traffic import NETWORK, NVLINK, PCIE, Traffic
 from planner.pictures.node_layout import Cable, NodeView
 from planner.pictures.palette import BLUE, GREY, ORANGE, SKY, VERMILION
 from simulator.config.plan import Plan
-from ui.charts.look import finished, paper
+from ui.charts.look import Figure, finished, paper
 
 # Mean load over the step: what a colour stands for begins here.
 LEVELS = (
@@ -125,7 +125,7 @@ def node_loads(found: Loads) -> list[NodeLoad]:
     return [replace(group[0], last=group[-1].last) for group in alike]
 
 
-def fabric(nodes: Sequence[NodeLoad], *, dark: bool) -> alt.LayerChart:
+def fabric(nodes: Sequence[NodeLoad], *, dark: bool) -> Figure:
     """Draw nodes in rows, each with its GPUs, joined to the network at the right."""
     p = paper(dark)
     shown = nodes[:MOST_NODES]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import cast
 
 import altair as alt
 
@@ -12,6 +13,7 @@ import pandas as pd  # noqa: F401
 from planner.pictures.palette import DARK, LIGHT, Paper, colour
 from topology.units import in_gb_per_s
 
+Figure = alt.Chart | alt.LayerChart | alt.FacetChart | alt.VConcatChart
 PICK = "pick"  # the selection of charts whose marks are plans
 ABBREVIATIONS = frozenset({"dp", "cp", "tp", "pp", "ep"})
 FONT = "Source Sans, Source Sans Pro, sans-serif"
@@ -60,10 +62,10 @@ def picked() -> alt.Parameter:
     return alt.selection_point(name=PICK, fields=["plan"], on="click", toggle=False)
 
 
-def finished(chart: alt.Chart | alt.LayerChart | alt.VConcatChart, dark: bool) -> alt.Chart | alt.LayerChart:
+def finished(chart: Figure, dark: bool) -> Figure:
     """Return the chart with axes and text in the colours of the theme, and no frame."""
     p = paper(dark)
-    return (
+    configured = (
         chart.configure(background="transparent", font=FONT)
         .configure_view(strokeWidth=0)
         .configure_axis(
@@ -90,3 +92,4 @@ def finished(chart: alt.Chart | alt.LayerChart | alt.VConcatChart, dark: bool) -
             columnPadding=16,
         )
     )
+    return cast("Figure", configured)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import altair as alt
 
 from planner.pictures.palette import GOOD, GREY, VERMILION
-from ui.charts.look import finished, paper
+from ui.charts.look import Figure, finished, paper
+from ui.row_types import ComparedRow
 
 INTERVALS = {"inside the 80 % range": GOOD, "outside": VERMILION, "no range": GREY}
 
 
-def against(rows: Sequence[Mapping[str, Any]], *, unit: str, dark: bool) -> alt.LayerChart:
+def against(rows: Sequence[ComparedRow], *, unit: str, dark: bool) -> Figure:
     """Draw predicted over measured on equal logarithmic axes.
 
     Rows: id, source, predicted, measured, error, interval.
@@ -49,7 +49,7 @@ def against(rows: Sequence[Mapping[str, Any]], *, unit: str, dark: bool) -> alt.
     return finished(alt.layer(equal, points).properties(height=400), dark)
 
 
-def errors(rows: Sequence[Mapping[str, Any]], *, dark: bool) -> alt.LayerChart:
+def errors(rows: Sequence[ComparedRow], *, dark: bool) -> Figure:
     """Draw signed errors, one row of ticks per source, with the median. Rows: source, error, id, interval."""
     p = paper(dark)
     values = [

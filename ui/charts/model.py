@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import altair as alt
 
 from planner.pictures.palette import BLUE
-from ui.charts.look import finished, paper
+from ui.charts.look import Figure, finished, paper
+from ui.row_types import PartRow
 
 
-def parameters(rows: Sequence[dict[str, Any]], *, dark: bool) -> alt.LayerChart:
+def parameters(rows: Sequence[PartRow], *, dark: bool) -> Figure:
     """Draw parameters by part, each bar labelled with its count and share."""
     p = paper(dark)
     total = sum(row["parameters"] for row in rows) or 1
@@ -23,7 +23,7 @@ def parameters(rows: Sequence[dict[str, Any]], *, dark: bool) -> alt.LayerChart:
         }
         for row in rows
     ]
-    top = max((v["b"] for v in values), default=1.0)
+    top = max((row["parameters"] / 1e9 for row in rows), default=1.0)
     base = alt.Chart(alt.Data(values=values)).encode(
         y=alt.Y("part:N", sort=None, title=None, axis=alt.Axis(domain=False, ticks=False, labelLimit=200)),
         x=alt.X("b:Q", title="billion parameters", scale=alt.Scale(domain=[0, top * 1.2], nice=False)),

@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import altair as alt
 
 from planner.pictures.palette import BAD, GOOD, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION
-from ui.charts.look import finished, paper, picked
+from ui.charts.look import Figure, finished, paper, picked
+from ui.row_types import PlanRow, RatePoint
 
 
-def front(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def front(rows: Sequence[PlanRow]) -> list[PlanRow]:
     """Return the rows that no other beats in both step time and memory, by time."""
-    best: list[Mapping[str, Any]] = []
+    best: list[PlanRow] = []
     for row in sorted(rows, key=lambda row: (row["step_s"], row["peak_gib"])):
         if not best or row["peak_gib"] < best[-1]["peak_gib"]:
             best.append(row)
     return best
 
 
-def scatter(rows: Sequence[Mapping[str, Any]], *, limit_gib: float, chosen: str | None, dark: bool) -> alt.LayerChart:
-    """Draw step time against memory, with the Pareto front, the capacity of the GPU, and a ring around the chosen plan.
-
-    Rows are those of `ui.rows.plan_rows`.
-    """
+def scatter(rows: Sequence[PlanRow], *, limit_gib: float, chosen: str | None, dark: bool) -> Figure:
+    """Draw step time against memory, with the Pareto front, the GPU's capacity and a ring around the chosen plan."""
     p = paper(dark)
     on_front = {row["plan"] for row in front(rows)}
     values = [
@@ -88,12 +85,8 @@ def scatter(rows: Sequence[Mapping[str, Any]], *, limit_gib: float, chosen: str 
     return finished(alt.layer(line, limit, label, points, numbers, ring).properties(height=380), dark)
 
 
-def ranges(rows: Sequence[Mapping[str, Any]], *, chosen: Sequence[str], dark: bool) -> alt.LayerChart:
-    """Draw each plan's step as a mark on the bar of its range; plans that may not fit are hollow, the chosen have
-    rings.
-
-    Rows are those of `ui.rows.plan_rows`.
-    """
+def ranges(rows: Sequence[PlanRow], *, chosen: Sequence[str], dark: bool) -> Figure:
+    """Draw each plan's step as a mark on the bar of its range; plans that may not fit are hollow, the chosen ringed."""
     p = paper(dark)
     values = [{**row, "sure to fit": "surely fits" if row["sure"] else "may not fit"} for row in rows]
     low, high = min(row["low_s"] for row in rows), max(row["high_s"] for row in rows)
@@ -132,11 +125,11 @@ def ranges(rows: Sequence[Mapping[str, Any]], *, chosen: Sequence[str], dark: bo
     return finished(alt.layer(bars, ring, marks.add_params(picked())).properties(height=alt.Step(30)), dark)
 
 
-def counts(rows: Mapping[str, int], *, dark: bool) -> alt.LayerChart:
+def counts(rows: Mapping[str, int], *, dark: bool) -> Figure:
     """Draw how many candidates each rule rejected, the most first, on a logarithmic axis."""
     p = paper(dark)
     values = [{"rule": rule, "count": count, "text": f"{count:,}"} for rule, count in rows.items() if count]
-    top = max((value["count"] for value in values), default=1)
+    top = max((*rows.values(), 1))
     ticks = [10**power for power in range(len(str(top)) + 1) if 10**power <= top * 2]
     base = alt.Chart(alt.Data(values=values)).encode(
         y=alt.Y("rule:N", sort=None, title=None, axis=None),
@@ -148,7 +141,7 @@ def counts(rows: Mapping[str, int], *, dark: bool) -> alt.LayerChart:
         title="candidates (logarithmic)",
         axis=alt.Axis(values=ticks, format=","),
     )
-    # Reasons stand above their bars: beside them, they would leave a phone no room for bars.
+    # Reasons stand above their bars: next to them, they would leave a phone no room for bars.
     why = base.mark_text(align="left", baseline="bottom", dy=-2, color=p.ink, fontSize=12).encode(
         x=alt.value(0), text="rule:N"
     )
@@ -160,13 +153,8 @@ def counts(rows: Mapping[str, int], *, dark: bool) -> alt.LayerChart:
 COLOURS = (GOOD, VERMILION, GREEN, PURPLE)
 
 
-def sensitivity(
-    rows: Sequence[Mapping[str, Any]], *, quantity: str, now: float, flip: float | None, dark: bool
-) -> alt.LayerChart:
-    """Draw step time over a link rate, one line per plan, with the present rate and the flip point.
-
-    Rows have rate (bytes/s), plan, step_s.
-    """
+def sensitivity(rows: Sequence[RatePoint], *, quantity: str, now: float, flip: float | None, dark: bool) -> Figure:
+    """Draw step time over a link rate, one line per plan, with the present rate and the flip point."""
     p = paper(dark)
     names = list(dict.fromkeys(row["plan"] for row in rows))
     values = [{**row, "gb": row["rate"] / 1e9} for row in rows]

@@ -9,12 +9,12 @@ import altair as alt
 from planner.pictures.palette import BLUE
 from planner.serving.reports.plan_text import words
 from topology.units import two_digits
-from ui.charts.look import finished, paper
+from ui.charts.look import Figure, finished, paper
 
-LABEL_PX = 90  # of the words beside a bar
+LABEL_PX = 90  # of the words next to a bar
 
 
-def parts(seconds: Mapping[str, float], *, dark: bool) -> alt.LayerChart:
+def parts(seconds: Mapping[str, float], *, dark: bool) -> Figure:
     """Draw parts of a time as bars, the longest first, each with its milliseconds and share."""
     p = paper(dark)
     whole = sum(seconds.values()) or 1.0
@@ -23,7 +23,7 @@ def parts(seconds: Mapping[str, float], *, dark: bool) -> alt.LayerChart:
         for name, value in sorted(seconds.items(), key=lambda item: -item[1])
         if value >= 0.005 * whole
     ]
-    top = max((float(row["ms"]) for row in values), default=1.0)
+    top = 1e3 * max(seconds.values()) if values else 1.0
     base = alt.Chart(alt.Data(values=values)).encode(
         y=alt.Y("part:N", sort=None, title=None, axis=alt.Axis(domain=False, ticks=False, labelLimit=260)),
         x=alt.X(

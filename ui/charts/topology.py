@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from typing import Any, Literal, TypedDict
 
 import altair as alt
 
@@ -10,7 +11,7 @@ from planner.pictures.node_layout import LINK_WORDS, NodeView, degraded
 from planner.pictures.palette import BAD, LINKS, colour
 from topology.units import in_gb_per_s
 from ui.charts.loads import LEVELS, UNKNOWN, level, percent
-from ui.charts.look import finished, ink_on, paper
+from ui.charts.look import Figure, finished, ink_on, paper
 from ui.charts.placement_layout import AXIS_NAMES
 
 ROW = 92  # pixels between rows of the picture
@@ -24,7 +25,7 @@ def node(
     dark: bool,
     ranks: dict[int, tuple[str, int]] | None = None,
     shares: dict[int, float] | None = None,
-) -> alt.LayerChart:
+) -> Figure:
     """Draw a node. `ranks` has, by GPU index, its label and the number of the group that decides its colour.
 
     With `shares`, links are coloured by their mean load, by the cable's id, and not by their kind.
@@ -87,7 +88,7 @@ def node(
     return finished(chart, dark)
 
 
-def _loaded(share: float | None) -> dict[str, Any]:
+def _loaded(share: float | None) -> dict[str, str | float]:
     """Return what a line shows of a link's mean load; None where it is not counted."""
     if share is None:
         return {"load": UNKNOWN, "level": UNKNOWN, "wide": 1.0}
@@ -99,8 +100,14 @@ def _width(bytes_per_s: float) -> float:
     return min(6.0, max(1.0, (bytes_per_s / 1e9) ** 0.27)) if bytes_per_s else 1.0
 
 
-# Position of a part's name: beside parts in the middle, so that no line crosses it.
-_SIDES: dict[str, dict[str, Any]] = {
+# Position of a part's name: next to parts in the middle, so that no line crosses it.
+class _Side(TypedDict, total=False):
+    dx: float
+    dy: float
+    align: Literal["left"]
+
+
+_SIDES: dict[str, _Side] = {
     "above": {"dy": -17},
     "below": {"dy": 19},
     "right": {"dx": 11, "dy": -9, "align": "left"},
@@ -171,7 +178,7 @@ FAMILIES = {"PIX": "pcie", "PXB": "pcie", "PHB": "pcie", "NODE": "pcie", "SYS": 
 FAMILY_WORDS = {"nvswitch": "NVLink, switched", "nvlink": "NVLink", "pcie": "PCIe", "smp": "between sockets"}
 
 
-def pairs(rows: list[dict[str, object]], *, switched: bool, dark: bool) -> alt.LayerChart:
+def pairs(rows: list[dict[str, object]], *, switched: bool, dark: bool) -> Figure:
     """Draw what joins each pair of GPUs: coloured by kind, stronger where faster, labelled with the class where it
     fits.
 
@@ -202,12 +209,12 @@ def pairs(rows: list[dict[str, object]], *, switched: bool, dark: bool) -> alt.L
         for name in (*FAMILY_WORDS, "unknown")
         if any(v["kind"] == FAMILY_WORDS.get(name, "not read") for v in values)
     ]
-    axis = {"labelAngle": 0, "grid": False, "domain": False, "ticks": False}
+    axis = partial(alt.Axis, labelAngle=0, grid=False, domain=False, ticks=False)
     if count > 16:
-        axis["values"] = list(range(0, count, 8))
+        axis = partial(axis, values=list(range(0, count, 8)))
     base = alt.Chart(alt.Data(values=values)).encode(
-        x=alt.X("to:O", title="to GPU", axis=alt.Axis(orient="top", **axis)),
-        y=alt.Y("from:O", title="from GPU", axis=alt.Axis(**axis)),
+        x=alt.X("to:O", title="to GPU", axis=axis(orient="top")),
+        y=alt.Y("from:O", title="from GPU", axis=axis()),
         tooltip=["from:O", "to:O", "class:N", "kind:N", alt.Tooltip("text:N", title="one transfer, one direction")],
     )
     boxes = base.mark_rect(cornerRadius=3 if few else 0, stroke=p.page, strokeWidth=2 if few else 0).encode(
@@ -229,7 +236,7 @@ def pairs(rows: list[dict[str, object]], *, switched: bool, dark: bool) -> alt.L
     return finished(alt.layer(*layers).properties(height=max(220, min(520, 44 * count + 60))), dark)
 
 
-def placement(rows: list[dict[str, int]], axis: str, *, dark: bool) -> alt.LayerChart:
+def placement(rows: list[dict[str, int]], axis: str, *, dark: bool) -> Figure:
     """Draw ranks on nodes: a row per node, a column per GPU, coloured by the coordinate along one mesh axis."""
     p = paper(dark)
     nodes = len({row["node"] for row in rows})

@@ -5,16 +5,15 @@ left.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import altair as alt
 
 from planner.pictures.palette import BLUE, GREEN
 from planner.tune.history import Believed, History
-from ui.charts.look import finished, paper
+from ui.charts.look import Figure, finished, paper
 
 
-def posterior(found: History, *, dark: bool) -> dict[str, alt.LayerChart]:
+def posterior(found: History, *, dark: bool) -> dict[str, Figure]:
     """Draw a chart a plan, by its number and name: the middle and the 80 % range of its step over the number of trials,
     a point once measured. All have the same scales.
     """
@@ -27,8 +26,8 @@ def posterior(found: History, *, dark: bool) -> dict[str, alt.LayerChart]:
     }
 
 
-def _believed(steps: Sequence[Believed], scale: alt.Scale, *, dark: bool) -> alt.LayerChart:
-    values: list[dict[str, Any]] = [
+def _believed(steps: Sequence[Believed], scale: alt.Scale, *, dark: bool) -> Figure:
+    values = [
         {"trials": one.trials, "value": one.value, "low": one.low, "high": one.high, "measured": one.measured_s}
         for one in steps
     ]
@@ -55,7 +54,7 @@ def _believed(steps: Sequence[Believed], scale: alt.Scale, *, dark: bool) -> alt
     return finished(alt.layer(band, middle, measured).properties(height=170), dark)
 
 
-def better_left(chances: Sequence[float], *, dark: bool) -> alt.LayerChart:
+def better_left(chances: Sequence[float], *, dark: bool) -> Figure:
     """Draw the probability that a better plan is left over the number of trials, and where a tuning stops."""
     values = [{"trials": trials, "chance": 100 * chance} for trials, chance in enumerate(chances)]
     line = (

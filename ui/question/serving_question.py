@@ -101,7 +101,9 @@ def ask(about: state.Inputs) -> ServingInputs:
             "Best by", list(state.SERVING_OBJECTIVES), "aim", "Output tokens a GPU, whole answers, or their price."
         )
     with second[4]:
-        price = state.number("GPU price, an hour", "price", state.MAX_PRICE, "not told", "Of one GPU, in any currency.")
+        price = state.number(
+            "GPU price, an hour", "price", state.MAX_PRICE, "not given", "Of one GPU, in any currency."
+        )
     with second[5]:
         ttft = state.number("First token, ms", "ttft", state.MAX_TARGET_MS, "no target", "At most, in the mean.")
     with second[6]:

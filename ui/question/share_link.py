@@ -42,7 +42,7 @@ def packed(choices: Sequence[str]) -> str:
         raise BadInput(
             "the uploaded files are too long for a link",
             why=f"{len(word):,} characters, and {MOST_CHARACTERS:,} are sent at most",
-            remedy="send the files beside the link: it asks for them",
+            remedy="send the files with the link: it asks for them",
         )
     return word
 

@@ -5,8 +5,8 @@ it.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import streamlit as st
 
@@ -14,13 +14,15 @@ from planner.configs.any_kind import named_by
 from planner.configs.serving import serving_engine
 from simulator.config.estimate import Estimate
 from topology import codec
+from topology.codec import JsonObject
 from topology.units import GIB, MIB, in_seconds
 from ui import data, panels, rows
 from ui.question import state, uploads
 
 READ = (
     "torchtitan TOML or command, Megatron-LM command line or script, Megatron-Bridge recipe dump, DeepSpeed JSON,"
-    " accelerate YAML, TrainingArguments JSON, vllm serve or SGLang command"
+    " accelerate YAML, TrainingArguments, YAML of axolotl, LLaMA-Factory, torchtune, LitGPT, nanotron, GPT-NeoX or NeMo"
+    " AutoModel, vllm serve or SGLang command"
 )
 
 
@@ -40,9 +42,9 @@ def show(question: state.Inputs) -> None:
     if asked is None:
         panels.empty(
             "Drop a file, or paste its text",
-            "The answer says whether it is legal, whether it fits, how fast it is, and what to change in the file itself."
-            f" What it leaves open of model, machine, GPUs, sequence and batch is the question's: {panels.plain(question.model)} on"
-            f" {panels.plain(question.cluster)}.",
+            "The answer says whether it is legal, whether it fits, how fast it is, and what to change in the file"
+            " itself. What it leaves open of model, machine, GPUs, sequence and batch is the question's:"
+            f" {panels.plain(question.model)} on {panels.plain(question.cluster)}.",
             icon=":material/fact_check:",
         )
         return
@@ -80,7 +82,7 @@ def _chosen_instead(question: state.Inputs, named: frozenset[str]) -> frozenset[
 
 
 def _suffix(text: str) -> str:
-    """Return the ending that a file with this text would have, by which configurations are told apart."""
+    """Return the ending that a file with this text would have, by which configurations are distinguished."""
     if text.lstrip().startswith("{"):
         return ".json"
     if serving_engine(text) or re.search(r"(?m)^\s*--|^#!", text):
@@ -88,17 +90,22 @@ def _suffix(text: str) -> str:
     return ".toml" if re.search(r"(?m)^\s*\[[\w.]+\]\s*$", text) else ".yaml"
 
 
-def _answer(found: dict[str, Any], name: str) -> None:
+def _answer(found: JsonObject, name: str) -> None:
     version = f" {found['version']}" if found["version"] else ""
     about = f"{found['model']} on {found['cluster']}" if found.get("model") else ""
     panels.section(f"{name}: {found['framework']}{version}", panels.plain(about))
     serving = found.get("task") == "serve"
-    if found["estimate"] is None:
+    for question in found.get("questions") or []:
+        panels.finding("info", question["what"], [("say it with", question["remedy"])])
+    if found["estimate"] is None and found["legal"] is False:
         st.markdown(":red[:material/error:] **Not legal:** it would not run.")
+    elif found["estimate"] is None:
+        st.markdown("**No estimate** before that is known.")
     elif serving:
         _serving_figures(found["estimate"])
     else:
-        _figures(found["estimate"])
+        estimate = codec.convert(found["estimate"], Estimate, where="estimate", others=True)
+        panels.figures(panels.estimate_figures(estimate, "Step as it is"))
     for problem in found["problems"]:
         grade = {"illegal": "error", "legal-but-slow": "warning"}.get(str(problem["grade"]), "info")
         panels.finding(grade, problem["message"], [("nearest", ", ".join(map(str, problem.get("nearest", []))))])
@@ -126,15 +133,10 @@ def _answer(found: dict[str, Any], name: str) -> None:
     panels.assumed(found.get("assumed") or [])
 
 
-def _figures(told: dict[str, Any]) -> None:
-    estimate = codec.convert(told, Estimate, where="estimate", others=True)
-    panels.figures(panels.estimate_figures(estimate, "Step as it is"))
-
-
-def _serving_figures(told: dict[str, Any]) -> None:
-    """Show what clients would see: told by the document alone, as a service elsewhere may have made it."""
-    first, token, rate = (told[name] for name in ("ttft_s", "tpot_s", "output_tokens_per_s_per_gpu"))
-    held, room = sum(told["memory"]["by_category"].values()) / GIB, told["memory"]["capacity_bytes"] / GIB
+def _serving_figures(estimate: JsonObject) -> None:
+    """Show what clients would see, from the document alone: a service elsewhere may have made it."""
+    first, token, rate = (estimate[name] for name in ("ttft_s", "tpot_s", "output_tokens_per_s_per_gpu"))
+    held, room = sum(estimate["memory"]["by_category"].values()) / GIB, estimate["memory"]["capacity_bytes"] / GIB
     panels.figures(
         [
             ("First token", in_seconds(first["value"]), "In the mean.", _range(first)),
@@ -145,8 +147,8 @@ def _serving_figures(told: dict[str, Any]) -> None:
     )
 
 
-def _range(told: dict[str, Any]) -> str:
-    return f"{in_seconds(told['low'])} to {in_seconds(told['high'])}"
+def _range(interval: Mapping[str, float]) -> str:
+    return f"{in_seconds(interval['low'])} to {in_seconds(interval['high'])}"
 
 
 def _diff(text: str, name: str, key: str) -> None:

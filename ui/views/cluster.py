@@ -11,26 +11,12 @@ from planner.pictures.node_layout import node_view, pair_rows
 from topology import codec
 from topology.errors import PlannerError
 from topology.rates.known import plannable
-from topology.units import MIB
 from ui import data, panels, rows
 from ui.charts import topology as charts
-from ui.question import state, uploads
+from ui.question import state
 
 if TYPE_CHECKING:
     from topology.cluster import Cluster
-
-
-def upload() -> None:
-    """Store an uploaded file and make it the cluster of the question."""
-    file = st.session_state.get("cluster_file")
-    state.results().pop("cluster_error", None)
-    if file is None:
-        return
-    try:
-        st.session_state["cluster"] = uploads.store("cluster", file.name, file.getvalue()).choice
-        st.session_state["gpus"] = None  # all of them: the count asked for another machine may not exist here
-    except PlannerError as error:
-        state.results()["cluster_error"] = error
 
 
 def show(question: state.Inputs) -> None:
@@ -109,16 +95,8 @@ def _findings(cluster: Cluster) -> None:
 
 def _add() -> None:
     panels.section("Add a machine", "The file stays on this computer, and nothing in it is run.")
-    st.file_uploader(
-        "The output of nvidia-smi topo -m, an NCCL topology file, or a cluster file",
-        type=["txt", "xml", "json", "log"],
-        key="cluster_file",
-        on_change=upload,
-        max_upload_size=uploads.MAX_BYTES // MIB,
-    )
-    error = state.results().get("cluster_error")
-    if error is not None:
-        panels.failure(error)
+    label = "The output of nvidia-smi topo -m, an NCCL topology file, or a cluster file"
+    panels.file_field(label, "cluster_file", "cluster", ["txt", "xml", "json", "log"])
 
 
 show(data.question())

@@ -14,6 +14,7 @@ from ui.charts import compare as charts
 from ui.charts.look import words
 from ui.question import state
 from ui.question_pair import show_questions
+from ui.row_types import TermRow
 
 if TYPE_CHECKING:
     from planner.explain.waterfall import Difference
@@ -78,7 +79,9 @@ def _memory(terms: list[Difference], about: str) -> None:
     if not terms:
         panels.empty("No difference in memory", "No term differs by enough to show.", icon=":material/drag_handle:")
         return
-    bars = [{"name": words(t.name), "delta": t.delta / GIB, "text": f"{t.delta / GIB:+.1f} GiB"} for t in terms]
+    bars: list[TermRow] = [
+        {"name": words(t.name), "delta": t.delta / GIB, "text": f"{t.delta / GIB:+.1f} GiB"} for t in terms
+    ]
     drawn = charts.differences(bars, unit="GiB", dark=panels.dark())
     panels.chart(drawn, key="difference_memory", alt=f"{about} of memory, term by term")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import streamlit as st
 
@@ -40,7 +40,8 @@ def show(question: state.Inputs) -> None:
 def _machine(result: SearchResult) -> None:
     panels.section(
         "Another machine",
-        "The listed plans if links, memory or arithmetic were so many times what they are: by the analytical model, at once.",
+        "The listed plans if links, memory or arithmetic were so many times what they are:"
+        " by the analytical model, at once.",
     )
     multi = result.question.cluster.node_count > 1
     names = [name for name, _ in data.knobs(result)]
@@ -72,12 +73,13 @@ def _machine(result: SearchResult) -> None:
         }
         for row in found
     ]
-    fitting = [row for row in drawn if row["fits"]]
+    fitting = [row for row in found if row["fits"]]
     if all(factor == 1 for factor in factors.values()):
         words = "The machine as it is; move a slider to change it"
     elif fitting:
         first = min(fitting, key=lambda row: row["after_s"])
-        words = f"Fastest then: #{first['rank']} {first['plan']}, {first['after']} a step ({first['before']} as it is)"
+        after, before = (seconds_text(step_s, last_s) for step_s in (first["after_s"], first["before_s"]))
+        words = f"Fastest then: #{first['rank']} {first['plan']}, {after} a step ({before} as it is)"
     else:
         words = "None of the listed plans fits then"
     st.markdown(f"**{panels.plain(words)}.**")
@@ -152,7 +154,7 @@ def _numbers(question: state.Inputs, result: SearchResult) -> None:
             st.caption(f"{row.gpus} GPUs: {panels.plain(row.problem)}")
 
 
-def _count_row(row: GpuCountRow, last_s: float, best_rate: float) -> dict[str, Any]:
+def _count_row(row: GpuCountRow, last_s: float, best_rate: float) -> dict[str, str | float | None]:
     step_s, rate = row.step_s or 0.0, row.tokens_per_s_per_gpu or 0.0
     cost = row.cost_per_million_tokens
     return {

@@ -4,7 +4,7 @@ result.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import streamlit as st
 
@@ -41,7 +41,8 @@ TABS = ("Memory", "Step", "Placement", "Timeline", "Sensitivity", "Edit")
 def show(question: state.Inputs) -> None:
     result, ranked = data.answer()
     st.markdown(
-        f"#{ranked.rank} · **{panels.plain(plan_words.plan_chips(ranked.plan))}** · {panels.plain(plan_words.plan_settings(ranked.plan))}"
+        f"#{ranked.rank} · **{panels.plain(plan_words.plan_chips(ranked.plan))}** ·"
+        f" {panels.plain(plan_words.plan_settings(ranked.plan))}"
     )
     panels.figures(panels.estimate_figures(ranked.estimate), data.near_words(question))
     if ranked.lost_because == saved_plans.OWN:
@@ -62,13 +63,13 @@ def _memory(question: state.Inputs, result: SearchResult, ranked: RankedPlan) ->
     peak = memory.peak_bytes
     panels.section(
         memory.verdict.capitalize(),
-        f"Allocated {gib_text(peak.value)} GiB (80 % range {gib_text(peak.low)} to {gib_text(peak.high)}, {peak.source}) at the"
-        f" peak of rank {memory.worst_rank}; the allocator reserves {gib_text(memory.reserved_bytes)} of"
-        f" {gib_text(memory.capacity_bytes)} GiB.",
+        f"Allocated {gib_text(peak.value)} GiB (80 % range {gib_text(peak.low)} to {gib_text(peak.high)},"
+        f" {peak.source}) at the peak of rank {memory.worst_rank};"
+        f" the allocator reserves {gib_text(memory.reserved_bytes)} of {gib_text(memory.capacity_bytes)} GiB.",
     )
     drawn = charts.memory(stage_parts(memory), memory.capacity_bytes, dark=panels.dark())
     panels.chart(drawn, key="memory", alt=_memory_finding(memory))
-    shown = [
+    shown: list[panels.Row] = [
         {"category": words(name), "GiB": nbytes / GIB, "share": nbytes / max(peak.value, 1.0)}
         for name, nbytes in sorted(memory.by_category.items(), key=lambda item: -item[1])
         if nbytes >= 0.005 * GIB
@@ -89,12 +90,15 @@ def _step(question: state.Inputs, result: SearchResult, ranked: RankedPlan) -> N
     last_s = last_digit_s(ranked.estimate.step_s)
     panels.section(
         "From the GPU's peak to this step",
-        f"The model's FLOPs at {fall.peak_flops / 1e12:.0f} TFLOP/s would take {seconds_text(fall.peak_s, last_s)}; the rest"
-        " is overhead.",
+        f"The model's FLOPs at {fall.peak_flops / 1e12:.0f} TFLOP/s would take {seconds_text(fall.peak_s, last_s)};"
+        " the rest is overhead.",
     )
     drawn = charts.waterfall(waterfall_rows(ranked.estimate), last_s=last_s, dark=panels.dark())
     top = fall.top_loss
-    about = f"The step from the GPU's peak, term by term; most is lost to {words(top.name)}: {seconds_text(top.seconds, last_s)}"
+    about = (
+        f"The step from the GPU's peak, term by term; most is lost to {words(top.name)}:"
+        f" {seconds_text(top.seconds, last_s)}"
+    )
     panels.chart(drawn, key="waterfall", alt=about)
 
 
@@ -144,7 +148,10 @@ def _placement(question: state.Inputs, result: SearchResult, ranked: RankedPlan)
 
 def _memory_finding(memory: MemoryEstimate) -> str:
     largest = max(memory.by_category.items(), key=lambda item: item[1], default=("nothing", 0.0))
-    return f"Memory by category and pipeline stage; the largest on the worst rank: {words(largest[0])}, {gib_text(largest[1])} GiB"
+    return (
+        "Memory by category and pipeline stage; the largest on the worst rank:"
+        f" {words(largest[0])}, {gib_text(largest[1])} GiB"
+    )
 
 
 def _spread(ranks: Sequence[Mapping[str, Any]], axis: str) -> str:
@@ -215,7 +222,7 @@ def _change(question: state.Inputs, result: SearchResult, ranked: RankedPlan) ->
     modes = list(dict.fromkeys([plan.recompute, *framework.recomputes]))
     recompute = places[len(now)].selectbox("Recompute", modes, key=f"x_recompute_{name}")
     if degrees == now and recompute == plan.recompute:
-        st.caption("Change a value to see what it costs beside this plan.")
+        st.caption("Change a value to see what it costs compared with this plan.")
         return
     flags = rows.changed_flags(plan, degrees, str(recompute))
     try:
@@ -233,7 +240,8 @@ def _change(question: state.Inputs, result: SearchResult, ranked: RankedPlan) ->
         st.caption("Not legal: nothing to estimate.")
         return
     st.markdown(
-        f"**{panels.plain(plan_words.plan_chips(found.case.plan))}** · {panels.plain(plan_words.plan_settings(found.case.plan))}"
+        f"**{panels.plain(plan_words.plan_chips(found.case.plan))}** ·"
+        f" {panels.plain(plan_words.plan_settings(found.case.plan))}"
     )
     _difference(ranked.estimate, found.estimate)
     st.button(
@@ -264,7 +272,7 @@ def _difference(before: Estimate, after: Estimate) -> None:
     """Show the changed plan's figures; a difference smaller than the error of the model has no colour."""
     slower = after.step_s.value / before.step_s.value - 1
     more = after.memory.reserved_bytes - before.memory.reserved_bytes
-    hue = "off" if abs(slower) < TIE else "red" if slower > 0 else "green"
+    hue: Literal["off", "red", "green"] = "off" if abs(slower) < TIE else "red" if slower > 0 else "green"
     held, verdict = rows.memory_figure(after.memory)
     with st.container(horizontal=True, gap="small"):
         step = "about the same" if abs(slower) < TIE else f"{slower:+.0%}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import streamlit as st
 
@@ -13,6 +13,7 @@ from ui import data, panels
 from ui.question import state
 
 if TYPE_CHECKING:
+    from planner.export.draft import Target
     from planner.search.result import RankedPlan, SearchResult
 
 
@@ -34,8 +35,9 @@ def show(question: state.Inputs) -> None:
 def _own(result: SearchResult, ranked: RankedPlan) -> None:
     left, right = st.columns([3, 1], vertical_alignment="center")
     left.markdown(
-        "**plan.json** contains the plan, its estimate, and the complete model, cluster and workload. `planner apply` runs"
-        " it, `planner estimate` and `planner trace` read it, and it is refused on a machine it was not made for."
+        "**plan.json** contains the plan, its estimate, and the complete model, cluster and workload."
+        " `planner apply` runs it, `planner estimate` and `planner trace` read it, and it is refused on a machine it"
+        " was not made for."
     )
     right.download_button(
         "Download plan.json",
@@ -49,7 +51,7 @@ def _own(result: SearchResult, ranked: RankedPlan) -> None:
     )
 
 
-def _target(result: SearchResult, ranked: RankedPlan, target: Any) -> None:
+def _target(result: SearchResult, ranked: RankedPlan, target: Target) -> None:
     try:
         done = data.exported(result, ranked, target)
     except PlannerError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import streamlit as st
 
@@ -12,18 +12,20 @@ from planner.io import plan_words
 from planner.io.figures import last_digit_s, seconds_text
 from planner.pictures.memory import stage_parts
 from planner.pictures.waterfall import waterfall_rows
+from planner.search.result import TIED
 from ui import data, differences, panels, rows
 from ui.charts import detail as charts
 from ui.charts import plans as plan_charts
 from ui.charts.look import words
 from ui.question import state
+from ui.row_types import PlanRow
 
 if TYPE_CHECKING:
     from planner.search.result import RankedPlan, SearchResult
 
 # The first four fit a phone; the last takes what room is left.
 _COLUMNS = {
-    "place": st.column_config.TextColumn("#", width=35, help="= : too close for the model to tell apart."),
+    "place": st.column_config.TextColumn("#", width=35, help=f"= : {TIED}."),
     "chips": st.column_config.TextColumn("plan"),
     "step": st.column_config.TextColumn("step", width=56),
     "fits": st.column_config.TextColumn("fits", width=48, help="Whether it fits into memory, or how likely that is."),
@@ -60,7 +62,7 @@ def _table(result: SearchResult, chosen: RankedPlan, second: RankedPlan | None) 
         table, _COLUMNS, key="home_plans", on_pick=tick, mode="multi-row", ticked=shown if by_hand else ()
     )
     if any(row["place"] != str(row["rank"]) for row in table):
-        st.caption("= too close for the model to tell apart: the simplest comes first.")
+        st.caption(f"= {TIED}.")
     st.caption("Bars are where 80 % of steps are expected, marks the values. Click one to see its plan.")
     panels.plan_chart(
         plan_charts.ranges(table, chosen=shown, dark=panels.dark()),
@@ -71,7 +73,7 @@ def _table(result: SearchResult, chosen: RankedPlan, second: RankedPlan | None) 
     )
 
 
-def tick(ticked: Sequence[dict[str, Any]]) -> None:
+def tick(ticked: Sequence[PlanRow]) -> None:
     """Choose the first ticked plan, the best where none is, and compare it with the second, if there is one.
 
     A third one takes the place of the second.
@@ -86,7 +88,7 @@ def tick(ticked: Sequence[dict[str, Any]]) -> None:
     st.session_state["second"] = ticked[1]["plan"] if len(ticked) > 1 else None
 
 
-def _compare_no_longer() -> None:
+def _stop_comparing() -> None:
     st.session_state["second"] = None
 
 
@@ -108,7 +110,10 @@ def _detail(question: state.Inputs, ranked: RankedPlan) -> None:
     last_s = last_digit_s(estimate.step_s)
     largest = max(estimate.breakdown_s.items(), key=lambda item: item[1])
     fall = charts.waterfall(waterfall_rows(estimate), last_s=last_s, dark=panels.dark())
-    about = f"The step of {rows.step_figure(estimate)[0]}, term by term; the largest is {words(largest[0])} with {seconds_text(largest[1], last_s)}"
+    about = (
+        f"The step of {rows.step_figure(estimate)[0]}, term by term;"
+        f" the largest is {words(largest[0])} with {seconds_text(largest[1], last_s)}"
+    )
     panels.chart(fall, key="home_step", alt=about)
     drawn = charts.memory(stage_parts(estimate.memory), estimate.memory.capacity_bytes, dark=panels.dark())
     panels.chart(drawn, key="home_memory", alt=f"Memory by category: {', '.join(rows.memory_figure(estimate.memory))}")
@@ -121,16 +126,16 @@ def _detail(question: state.Inputs, ranked: RankedPlan) -> None:
 
 
 def _comparison(first: RankedPlan, second: RankedPlan) -> None:
-    panels.section(f"#{first.rank} beside #{second.rank}", "Only what differs.")
+    panels.section(f"#{first.rank} compared with #{second.rank}", "Only what differs.")
     figures = differences.figure_rows(first, second) + differences.differing_rows(first.plan, second.plan)
     names = f"#{first.rank}", f"#{second.rank}"
-    panels.side_by_side(figures, *names, alt=f"{names[0]} beside {names[1]}")
+    panels.side_by_side(figures, *names, alt=f"{names[0]} compared with {names[1]}")
     panels.step_difference(
         differences.step_difference(first.estimate, second.estimate),
-        f"#{second.rank} beside #{first.rank}",
+        f"#{second.rank} minus #{first.rank}",
         key="home_difference",
     )
-    st.button("Compare no longer", key="no_second", on_click=_compare_no_longer)
+    st.button("Stop comparing", key="no_second", on_click=_stop_comparing)
 
 
 def _next(question: state.Inputs, result: SearchResult, chosen: RankedPlan) -> None:

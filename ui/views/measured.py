@@ -33,8 +33,9 @@ def _own() -> None:
     if not runs:
         panels.empty(
             "No runs yet",
-            "`planner apply plan.json` runs a plan on this machine's GPUs, checks its numbers against one process, and saves"
-            f" the measurements in {panels.code(_home(default_path()))}. They are then shown here with their prediction.",
+            "`planner apply plan.json` runs a plan on this machine's GPUs, checks its numbers against one process,"
+            f" and saves the measurements in {panels.code(_home(default_path()))}."
+            " They are then shown here with their prediction.",
             icon=":material/play_circle:",
         )
         return

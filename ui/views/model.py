@@ -8,25 +8,13 @@ import streamlit as st
 
 from planner.explain.tables import model_line
 from planner.question.recipes import default_batch
-from topology.errors import PlannerError
+from topology.units import MIB
 from ui import data, panels, rows
 from ui.charts import model as charts
-from ui.question import state, uploads
+from ui.question import state
 
 if TYPE_CHECKING:
     from simulator.config.model import Model
-
-
-def upload() -> None:
-    """Store an uploaded config.json and make it the model of the question."""
-    file = st.session_state.get("model_file")
-    state.results().pop("model_error", None)
-    if file is None:
-        return
-    try:
-        st.session_state["model"] = uploads.store("model", file.name, file.getvalue()).choice
-    except PlannerError as error:
-        state.results()["model_error"] = error
 
 
 def show(question: state.Inputs) -> None:
@@ -57,10 +45,7 @@ def show(question: state.Inputs) -> None:
         st.dataframe(rows.workload_rows(model, question.seq_len, batch), hide_index=True, width="stretch")
     panels.assumed(model.assumed)
     panels.section("Add a model", "A Hugging Face config.json, read as plain data. Code it names is never imported.")
-    st.file_uploader("config.json", type=["json"], key="model_file", on_change=upload, max_upload_size=1)
-    error = state.results().get("model_error")
-    if error is not None:
-        panels.failure(error)
+    panels.file_field("config.json", "model_file", "model", ["json"], most_bytes=MIB)
 
 
 def _line(model: Model) -> str:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import streamlit as st
 
 from planner.explain.answer_text import LEAST_GAIN, answer_sentence, may_fit_sentence
 from planner.explain.tables import basis_lines, cluster_line, model_line, workload_line
 from planner.io import plan_words
+from planner.search.result import TIED
 from simulator.config.plan import MESH_AXES
 from topology.units import GIB
 from ui import data, panels, rows
 from ui.charts import plans as charts
 from ui.question import state
+from ui.row_types import PlanRow
 from ui.rule_words import rejected_words
 
 if TYPE_CHECKING:
@@ -42,7 +44,7 @@ _COLUMNS = {
     "memory": st.column_config.TextColumn("memory", width=75),
     "tokens": st.column_config.TextColumn("tokens/s/GPU", width=95),
     "mfu": st.column_config.TextColumn("MFU", width=55),
-    "why": st.column_config.TextColumn("beside the first, and when it would win", width=420),
+    "why": st.column_config.TextColumn("compared with the first, and when it would win", width=420),
     "exposed": st.column_config.TextColumn("exposed comm.", width=105, help="Share of the step."),
     "bubble": st.column_config.TextColumn("bubble", width=65, help="Share of the step."),
     "policy": st.column_config.TextColumn("settings", width=320),
@@ -71,7 +73,8 @@ def show(question: state.Inputs) -> None:
     with left:
         panels.section(
             "Step time",
-            "The bar is where 80 % of steps are expected, the mark the value. Overlapping bars may change places. Click a mark to choose its plan.",
+            "The bar is where 80 % of steps are expected, the mark the value. Overlapping bars may change places."
+            " Click a mark to choose its plan.",
         )
         if shown:
             panels.plan_chart(
@@ -153,10 +156,13 @@ def _about(result: SearchResult) -> str:
 
 def _left_out(result: SearchResult) -> str:
     total = sum(result.rejected.values())
-    return f"{total:,} candidates broke a rule or did not fit; the search took {result.search.seconds:.1f} s, {result.search.status}."
+    return (
+        f"{total:,} candidates broke a rule or did not fit; the search took {result.search.seconds:.1f} s,"
+        f" {result.search.status}."
+    )
 
 
-def _filtered(table: list[dict[str, Any]], result: SearchResult) -> list[dict[str, Any]]:
+def _filtered(table: list[PlanRow], result: SearchResult) -> list[PlanRow]:
     """Return the rows that pass the filters."""
     left, middle, right = st.columns([4, 3, 3], vertical_alignment="bottom", gap="medium")
     used = [a for a in (*MESH_AXES, "ep") if any(int(getattr(r.plan, a)) > 1 for r in result.plans)]
@@ -185,20 +191,20 @@ def _filtered(table: list[dict[str, Any]], result: SearchResult) -> list[dict[st
     return kept
 
 
-def _table(shown: list[dict[str, Any]], table: list[dict[str, Any]], chosen: str) -> None:
+def _table(shown: list[PlanRow], table: list[PlanRow], chosen: str) -> None:
     many = len(shown) != len(table)
     panels.section(
         f"{len(shown)} of {len(table)} plans" if many else f"{len(table)} plans",
         "The best of each set of degrees. Select a row to choose that plan.",
     )
 
-    def pick(picked: list[dict[str, Any]]) -> None:
+    def pick(picked: list[PlanRow]) -> None:
         if picked:
             state.choose_plan(picked[0]["plan"], best=picked[0]["rank"] == 1)
 
     panels.plan_table(shown, _COLUMNS, key="plans_table", on_pick=pick, mode="single-row", ticked=(chosen,))
     if any(row["place"] != str(row["rank"]) for row in shown):
-        st.caption("= too close for the model to tell apart: the simplest comes first.")
+        st.caption(f"= {TIED}.")
     st.page_link(
         state.view("detail"),
         label=f"Details of **{panels.plain(plan_words.plan_chips(data.answer()[1].plan))}**",

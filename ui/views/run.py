@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import streamlit as st
 
 from planner.io import plan_words
+from topology.codec import JsonObject
 from ui import data, jobs, panels
 from ui.canvas import measured_run
 from ui.question import state
@@ -34,7 +35,7 @@ def show() -> None:
         measured_run.show_job(found)
         st.page_link(
             state.view("measured"),
-            label="All runs beside their predictions",
+            label="All runs with their predictions",
             icon=":material/straighten:",
             query_params=state.link(),
         )
@@ -44,8 +45,8 @@ def show() -> None:
 def _form(result: SearchResult, ranked: RankedPlan) -> None:
     panels.section(
         f"Run #{ranked.rank}  {plan_words.plan_chips(ranked.plan)}",
-        f"{panels.plain(plan_words.plan_settings(ranked.plan))}. It runs {panels.plain(jobs.where())}; numbers are checked against one"
-        " process before anything is timed.",
+        f"{panels.plain(plan_words.plan_settings(ranked.plan))}."
+        f" It runs {panels.plain(jobs.where())}; numbers are checked against one process before anything is timed.",
     )
     with st.form("run"):
         first, second, third, fourth = st.columns(4, vertical_alignment="bottom")
@@ -65,14 +66,15 @@ def _form(result: SearchResult, ranked: RankedPlan) -> None:
         )
         submit = st.checkbox(
             "Submit the job, follow it, and collect its run",
-            help="With sbatch or kubectl of the machine on which the service runs. Without it, the job's file is only written.",
+            help="With sbatch or kubectl of the machine on which the service runs."
+            " Without it, the job's file is only written.",
         )
         if st.form_submit_button("Run", icon=":material/play_arrow:"):
             wrong = _contradiction(str(device), str(by), str(image or ""), submit=submit)
             if wrong:
                 st.warning(wrong)
                 return
-            said: dict[str, Any] = {"budget": f"{minutes}m", "steps": int(steps)}
+            said: JsonObject = {"budget": f"{minutes}m", "steps": int(steps)}
             said |= {"device": device} if by == "local" else {"launcher": by, "submit": submit}
             said |= {"image": image} if by == "trainjob" else {}
             said["plan"] = {"name": "plan.json", "content": data.plan_file_text(result, ranked)}
@@ -90,7 +92,7 @@ def _contradiction(device: str, by: str, image: str, *, submit: bool) -> str:
     return ""
 
 
-def _job_file(answer: dict[str, Any]) -> None:
+def _job_file(answer: JsonObject) -> None:
     """Show a job's file that was written for a scheduler, and how it is started."""
     panels.section("The job", panels.plain("; ".join(answer["advice"])))
     name = Path(answer["file"]).name

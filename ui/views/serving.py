@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import streamlit as st
 
@@ -63,7 +63,7 @@ def _table(found: ServingAnswers) -> int:
         f"{panels.counted(len(found.result.plans), 'deployment')} simulated, all that are legal",
         "Tick one to see where its time goes.",
     )
-    rows: list[dict[str, Any]] = [
+    rows = [
         {
             "place": f"{rank}{' =' if plan.tied else ''}",
             "deployment": deployment_text(plan.deployment),
@@ -115,11 +115,7 @@ def _detail(found: ServingAnswers, place: int) -> None:
     token, token_range = _milliseconds(estimate.tpot_s)
     source = estimate.tpot_s.source
     price = price_per_million(found.result.question, estimate)
-    cost = (
-        []
-        if price is None
-        else [("A million output tokens", two_digits(price), "At the price of a GPU that was told.")]
-    )
+    cost = [] if price is None else [("A million output tokens", two_digits(price), "At the given price of a GPU.")]
     panels.figures(
         [
             ("First token", first, "Mean; below it is where 80 % of such figures were.", first_range, source),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
 
 import streamlit as st
 
@@ -21,6 +20,7 @@ from ui import data, jobs, panels
 from ui.background import service
 from ui.charts import tuning as charts
 from ui.question import state
+from ui.row_types import JobDocument
 
 MOST_BYTES = 16 * MIB
 COMMANDS = ("tune",)
@@ -86,7 +86,7 @@ def _so_far(job: str) -> None:
         st.caption(panels.plain(error.what))
 
 
-def _ended(found: dict[str, Any]) -> None:
+def _ended(found: JobDocument) -> None:
     wrote = next((one for one in found["artifacts"] if Path(one["name"]).name == STATE), None)
     if wrote is None:
         return

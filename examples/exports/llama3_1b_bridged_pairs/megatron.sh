@@ -6,8 +6,8 @@
 # needed: pretrain_gpt.py of a Megatron-LM checkout
 # needed: data, tokenizer, learning rate, iterations and checkpoints, which no plan decides: append their flags
 # needed: nothing more to try the plan: without arguments the script runs on made-up data
-# needed: numbers of the model that cost nothing, such as --rotary-base, --norm-epsilon and the router's losses
 # needed: to run: sh megatron.sh
+# planned: {"model": "llama3.2-1b", "gpus": 4}
 #
 set -eu
 # memory is predicted for torch's growing segments, which are hardly fragmented
@@ -23,7 +23,8 @@ exec torchrun --standalone --nproc-per-node=4 --max-restarts=0 pretrain_gpt.py -
   --hidden-size 2048 --ffn-hidden-size 8192 --num-attention-heads 32 --group-query-attention \
   --num-query-groups 8 --kv-channels 64 --vocab-size 128256 --normalization RMSNorm \
   --position-embedding-type rope --swiglu --disable-bias-linear --attention-dropout 0.0 \
-  --hidden-dropout 0.0 --no-create-attention-mask-in-dataloader --tensor-model-parallel-size 2 \
+  --hidden-dropout 0.0 --no-create-attention-mask-in-dataloader --norm-epsilon 1e-05 --rotary-base \
+  500000 --use-rope-scaling --rope-scaling-factor 32.0 --tensor-model-parallel-size 2 \
   --sequence-parallel --pipeline-model-parallel-size 1 --context-parallel-size 1 \
   --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --micro-batch-size 2 \
   --global-batch-size 32 --seq-length 4096 --max-position-embeddings 131072 --recompute-granularity \

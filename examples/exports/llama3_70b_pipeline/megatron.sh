@@ -6,8 +6,8 @@
 # needed: pretrain_gpt.py of a Megatron-LM checkout
 # needed: data, tokenizer, learning rate, iterations and checkpoints, which no plan decides: append their flags
 # needed: nothing more to try the plan: without arguments the script runs on made-up data
-# needed: numbers of the model that cost nothing, such as --rotary-base, --norm-epsilon and the router's losses
 # needed: to run: sh megatron.sh
+# planned: {"model": "llama3-70b", "gpus": 32}
 #
 set -eu
 # memory is predicted for torch's growing segments, which are hardly fragmented
@@ -22,7 +22,8 @@ exec torchrun --nnodes=4 --nproc-per-node=8 --max-restarts=0 --node-rank \
   --group-query-attention --num-query-groups 8 --kv-channels 128 --vocab-size 128256 --normalization \
   RMSNorm --position-embedding-type rope --swiglu --disable-bias-linear \
   --untie-embeddings-and-output-weights --attention-dropout 0.0 --hidden-dropout 0.0 \
-  --no-create-attention-mask-in-dataloader --tensor-model-parallel-size 8 --sequence-parallel \
+  --no-create-attention-mask-in-dataloader --norm-epsilon 1e-05 --rotary-base 500000 --use-rope-scaling \
+  --rope-scaling-factor 8.0 --tensor-model-parallel-size 8 --sequence-parallel \
   --pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2 --context-parallel-size 1 \
   --micro-batch-size 1 --global-batch-size 64 --seq-length 8192 --max-position-embeddings 131072 \
   --recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --bf16 "$@"

@@ -9,9 +9,9 @@
 # needed: pretrain_gpt.py of a Megatron-LM checkout
 # needed: data, tokenizer, learning rate, iterations and checkpoints, which no plan decides: append their flags
 # needed: nothing more to try the plan: without arguments the script runs on made-up data
-# needed: numbers of the model that cost nothing, such as --rotary-base, --norm-epsilon and the router's losses
 # needed: to run: sh megatron.sh
 # note: needs --use-megatron-fsdp (or --use-torch-fsdp2): the distributed optimizer alone is ZeRO-1
+# planned: {"model": "llama3-8b", "gpus": 16}
 #
 set -eu
 # memory is predicted for torch's growing segments, which are hardly fragmented
@@ -24,7 +24,8 @@ exec torchrun --nnodes=2 --nproc-per-node=8 --max-restarts=0 --node-rank \
   --group-query-attention --num-query-groups 8 --kv-channels 128 --vocab-size 128256 --normalization \
   RMSNorm --position-embedding-type rope --swiglu --disable-bias-linear \
   --untie-embeddings-and-output-weights --attention-dropout 0.0 --hidden-dropout 0.0 \
-  --no-create-attention-mask-in-dataloader --tensor-model-parallel-size 2 --sequence-parallel \
+  --no-create-attention-mask-in-dataloader --norm-epsilon 1e-05 --rotary-base 500000 --use-rope-scaling \
+  --rope-scaling-factor 8.0 --tensor-model-parallel-size 2 --sequence-parallel \
   --pipeline-model-parallel-size 1 --context-parallel-size 1 --use-distributed-optimizer \
   --overlap-grad-reduce --overlap-param-gather --use-megatron-fsdp --data-parallel-sharding-strategy \
   optim_grads_params --num-distributed-optimizer-instances 2 --ckpt-format fsdp_dtensor \

@@ -7,6 +7,7 @@
 # needed: torch and meshwright on every host: pip install "meshwright[exec]"
 # needed: to run: sh torchrun.sh
 # note: each host keeps the records of its own ranks; several hosts were tried on CPU processes only
+# planned: {"model": "llama3-8b"}
 #
 set -eu
 # memory is predicted for torch's growing segments, which are hardly fragmented

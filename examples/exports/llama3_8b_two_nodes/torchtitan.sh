@@ -7,6 +7,7 @@
 # needed: --hf_assets_path: the folder of the tokenizer
 # needed: data set, steps, optimizer and learning rate, which no plan decides: append their options
 # needed: to run: sh torchtitan.sh
+# planned: {"model": "llama3-8b", "gpus": 16}
 #
 set -eu
 # memory is predicted for torch's growing segments, which are hardly fragmented

@@ -5,6 +5,7 @@
 # ranks: pp x dp_replicate x dp_shard x cp x tp = 1 x 1 x 8 x 1 x 1, the last fastest
 # needed: torch and meshwright on every host: pip install "meshwright[exec]"
 # needed: to run: sh torchrun.sh
+# planned: {"model": "qwen3-30b-a3b"}
 #
 set -eu
 # memory is predicted for torch's growing segments, which are hardly fragmented

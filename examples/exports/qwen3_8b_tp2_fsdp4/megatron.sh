@@ -9,9 +9,9 @@
 # needed: pretrain_gpt.py of a Megatron-LM checkout
 # needed: data, tokenizer, learning rate, iterations and checkpoints, which no plan decides: append their flags
 # needed: nothing more to try the plan: without arguments the script runs on made-up data
-# needed: numbers of the model that cost nothing, such as --rotary-base, --norm-epsilon and the router's losses
 # needed: to run: sh megatron.sh
 # note: needs --use-megatron-fsdp (or --use-torch-fsdp2): the distributed optimizer alone is ZeRO-1
+# planned: {"model": "qwen3-8b", "gpus": 8}
 #
 set -eu
 # memory is predicted for torch's growing segments, which are hardly fragmented
@@ -22,9 +22,9 @@ exec torchrun --standalone --nproc-per-node=8 --max-restarts=0 pretrain_gpt.py -
   --num-query-groups 8 --kv-channels 128 --vocab-size 151936 --normalization RMSNorm \
   --position-embedding-type rope --swiglu --disable-bias-linear --qk-layernorm \
   --untie-embeddings-and-output-weights --attention-dropout 0.0 --hidden-dropout 0.0 \
-  --no-create-attention-mask-in-dataloader --tensor-model-parallel-size 2 --sequence-parallel \
-  --pipeline-model-parallel-size 1 --context-parallel-size 1 --use-distributed-optimizer \
-  --overlap-grad-reduce --overlap-param-gather --use-megatron-fsdp --data-parallel-sharding-strategy \
-  optim_grads_params --ckpt-format fsdp_dtensor --no-gradient-accumulation-fusion --micro-batch-size 2 \
-  --global-batch-size 64 --seq-length 4096 --max-position-embeddings 40960 --recompute-granularity \
-  selective --bf16 "$@"
+  --no-create-attention-mask-in-dataloader --norm-epsilon 1e-06 --rotary-base 1000000 \
+  --tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 1 \
+  --context-parallel-size 1 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather \
+  --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --ckpt-format fsdp_dtensor \
+  --no-gradient-accumulation-fusion --micro-batch-size 2 --global-batch-size 64 --seq-length 4096 \
+  --max-position-embeddings 40960 --recompute-granularity selective --bf16 "$@"

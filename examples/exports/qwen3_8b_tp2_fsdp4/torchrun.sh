@@ -6,6 +6,7 @@
 # not expressed: recompute 'selective-op': meshwright's executor recomputes whole blocks or nothing; written as full
 # needed: torch and meshwright on every host: pip install "meshwright[exec]"
 # needed: to run: sh torchrun.sh
+# planned: {"model": "qwen3-8b"}
 #
 set -eu
 # memory is predicted for torch's growing segments, which are hardly fragmented

@@ -19,6 +19,7 @@ from planner.serving.plan_file import load_serving
 from planner.serving.question.from_flags import ServingFlags, serving_question
 from planner.serving.reports.documents import estimate_document
 from planner.serving.stated import stated_deployment
+from topology.codec import JsonObject
 
 DEGREES = frozenset({"tp", "pp", "ep"})  # what a deployment shares with a training plan
 SPELLED = {"zero_stage": "--zero", "micro_batch_size": "--micro-batch", "name": "--runtime", "version": "--runtime"}
@@ -70,7 +71,7 @@ class EstimatedDeployment:
     def legal(self) -> bool:
         return not self.found.problems
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Return the JSON document of the command."""
         return estimate_document(self.name, self.found)
 

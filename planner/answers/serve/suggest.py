@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from planner.requests.serving import Task, refuse, stated
 from planner.requests.training import Suggest
@@ -14,7 +13,9 @@ from planner.serving.crossings import Row, over_clients
 from planner.serving.question.from_flags import flags_of_search, serving_question
 from planner.serving.reports.documents import serving_document
 from planner.serving.search import ServingPlan, ServingResult, search_serving
+from planner.serving.ways import ways_to_meet
 from simulator.config.plan import PLAN_FIELDS
+from topology.codec import JsonObject
 from topology.errors import UserError
 
 # Options of `suggest` that mean nothing when serving; of those with a default it counts whether they were stated.
@@ -35,15 +36,16 @@ class SuggestedDeployments:
     result: ServingResult
     over_clients: Sequence[Row]
     top: int
+    ways: Sequence[str] = ()  # flags with which targets that do not hold would
 
     @property
     def plans(self) -> Sequence[ServingPlan]:
         """Deployments with their estimates, best first."""
         return self.result.plans[: self.top]
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Return the JSON document of the command."""
-        return serving_document(self.result, self.over_clients, top=self.top)
+        return serving_document(self.result, self.over_clients, top=self.top) | {"ways": list(self.ways)}
 
 
 def suggest(asked: Suggest, progress: Callable[[str], None] = lambda _: None) -> SuggestedDeployments:
@@ -55,7 +57,9 @@ def suggest(asked: Suggest, progress: Callable[[str], None] = lambda _: None) ->
     limit_s = asked.time_limit
     until_s = time.monotonic() + (math.inf if limit_s is None else limit_s)
     result = search_serving(question, progress=progress, time_limit_s=limit_s)
-    return SuggestedDeployments(result=result, over_clients=over_clients(result, until_s=until_s).rows, top=asked.top)
+    load = over_clients(result, until_s=until_s).rows
+    ways = ways_to_meet(result, until_s=until_s)
+    return SuggestedDeployments(result=result, over_clients=load, top=asked.top, ways=ways)
 
 
 def _of_training(asked: Suggest) -> list[str]:

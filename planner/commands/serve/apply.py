@@ -1,11 +1,10 @@
-"""`planner apply` of a serving plan: the deployment run by the executor, beside what was predicted of it."""
+"""`planner apply` of a serving plan: the deployment run by the executor, and compared with what was predicted."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-import typer
+from click.exceptions import Exit
 
 from planner.commands.apply import LEAST_FREE_BYTES, folder_of, limits_s
 from planner.io import child, output
@@ -26,6 +25,7 @@ from planner.serving import (
 )
 from simulator.serving.engine import engine_of
 from topology import codec
+from topology.codec import JsonObject
 from topology.errors import PlannerError, UserError
 
 MODULE = "executor.serving.run"
@@ -50,7 +50,7 @@ def apply(asked: Apply) -> None:
         apply_process.require_torch()
         output.require_room(folder, LEAST_FREE_BYTES, "records and timelines of a run")
     if code := _run(asked, folder, seconds):
-        raise typer.Exit(code)
+        raise Exit(code)
 
 
 def _run(asked: Apply, folder: Path, budget_s: float) -> int:
@@ -101,7 +101,7 @@ def _run(asked: Apply, folder: Path, budget_s: float) -> int:
     return 0 if device == "cpu" or within(run, document) else 4
 
 
-def run_request(request: dict[str, Any], folder: Path, budget_s: float) -> dict[str, Any]:
+def run_request(request: JsonObject, folder: Path, budget_s: float) -> JsonObject:
     """Have the executor serve a request in `folder`; return its report. Raises PlannerError where there is none."""
     codec.make_folder(folder)
     codec.write_text(folder / "request.json", codec.to_json(request) + "\n")
@@ -119,7 +119,7 @@ def run_request(request: dict[str, Any], folder: Path, budget_s: float) -> dict[
     return document
 
 
-def comparison(document: dict[str, Any]) -> dict[str, Any]:
+def comparison(document: JsonObject) -> JsonObject:
     """Return predicted and measured figures with their relative error."""
     return {
         "steps": [codec.to_builtins(row) | {"error": row.error} for row in step_rows(document)],
@@ -130,7 +130,7 @@ def comparison(document: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def within(run: AskedRun, document: dict[str, Any]) -> bool:
+def within(run: AskedRun, document: JsonObject) -> bool:
     """Return whether the mean time a token of every load is inside the engine's range."""
     spread = engine_of(run.deployment.engine).spread_tpot
     means = [row for rows in load_rows(document).values() for row in rows if row.what == "a token mean"]

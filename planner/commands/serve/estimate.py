@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import typer
+from click.exceptions import Exit
 
 from planner.answers.serve import estimate as answers
 from planner.io import output
@@ -21,6 +21,6 @@ def estimate(asked: Estimate) -> None:
     else:
         print_answer(found)
     if found.problems:
-        raise typer.Exit(3)
+        raise Exit(3)
     if out is not None:
         codec.write_text(out, codec.to_json(serving_file(found.question, found.deployment)) + "\n")

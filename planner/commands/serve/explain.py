@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import typer
+from click.exceptions import Exit
 
 from planner.answers.serve.estimate import serving_flags
 from planner.io import output
@@ -49,7 +49,7 @@ def explain(asked: Explain) -> None:
     else:
         print_explained(found)
     if found.answer.problems:
-        raise typer.Exit(3)
+        raise Exit(3)
 
 
 def _links(cluster: Cluster) -> Links:

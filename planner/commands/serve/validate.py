@@ -1,4 +1,4 @@
-"""`planner validate` on files of serving points: predictions of the serving simulation beside published
+"""`planner validate` on files of serving points: predictions of the serving simulation compared with published
 measurements.
 """
 
@@ -9,18 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from planner.io import output
-from planner.io.grids import grid
-from planner.io.output import console
+from planner.io.grids import console, grid
 from planner.io.printable import printable
 from planner.requests.runs import Validate
 from planner.requests.serving import is_points_file
 from planner.validate.serving_points import QUANTITIES, validate_point
 from planner.validate.serving_report import by_group, read_points, summarise_points
+from topology.codec import JsonObject
 from topology.errors import Infeasible, OutOfTolerance, UserError
 
 
 def validate(asked: Validate) -> None:
-    """Print predictions beside measurements of all points. `tolerance` is for mean absolute errors, in percent.
+    """Print predictions alongside measurements of all points. `tolerance` is for mean absolute errors, in percent.
 
     Raises UserError for files of another kind among them, Infeasible when no row could be predicted, OutOfTolerance.
     """
@@ -32,7 +32,7 @@ def validate(asked: Validate) -> None:
             why="cases of training and serving points are summed up differently",
             remedy="validate them in a call of their own",
         )
-    rows: list[dict[str, Any]] = []
+    rows: list[JsonObject] = []
     try:
         for name in files:
             for index, row in enumerate(read_points(name)):

@@ -6,9 +6,8 @@ underscores; what is called otherwise, or means the opposite, is below.
 
 from __future__ import annotations
 
-from typing import Any
-
 from planner.export.mapping import Settings
+from topology.codec import JsonObject
 
 # Where a field that the file does not have yet belongs.
 SECTIONS = {
@@ -87,9 +86,9 @@ def _precision(word: str, flags: Settings) -> None:
         flags["--fp8-format"] = "hybrid"
 
 
-def fields_of(changes: dict[str, Any], paths: dict[str, str]) -> dict[str, Any]:
+def fields_of(changes: JsonObject, paths: dict[str, str]) -> JsonObject:
     """Return changes of flags as changes of a dump's paths; what only command lines need is left out."""
-    found: dict[str, Any] = {}
+    found: JsonObject = {}
     for flag, value in changes.items():
         name = RENAMED.get(flag, OPPOSITE.get(flag, flag.removeprefix("--").replace("-", "_")))
         path = paths.get(flag)

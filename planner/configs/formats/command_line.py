@@ -2,6 +2,8 @@
 
 A value may be a variable that the text assigns a literal (`TP=8`, `--tensor-model-parallel-size $TP`); then an edit
 changes the assignment. Flags inside a quoted assignment (`GPT_ARGS="--num-layers 32 ..."`) and in arrays count as well.
+What the shell would look up elsewhere stays as it is written: variables that the text does not set, or sets differently
+in the branches of a condition, and outputs of commands.
 """
 
 from __future__ import annotations
@@ -11,20 +13,30 @@ import operator
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
+from types import MappingProxyType
 from typing import Any
 
-from planner.configs.formats.documents import Document, bounded
+from planner.configs.formats.documents import Document, Settings, bounded
 from topology.errors import BadInput
 
+_BRACED = r"\$\{(?:[^{}]|\$\{[^{}]*\})*\}"
+_INNER = r"(?:[^()]|\((?:[^()]|\([^()]*\))*\))*"  # parentheses two deep
 WORD = re.compile(
-    r"""(?:'[^']*'|"(?:\\.|[^"\\])*"|\$\(\([^)]*\)\)|\$\{[^}]*\}|\\.|[^\s'"\\#;&|()<>]|(?<=\S)\#)+""", re.DOTALL
+    rf"""(?:'[^']*'|"(?:\\.|[^"\\])*"|`[^`]*`|\$\({_INNER}\)|{_BRACED}|\\.|[^\s'"\\#;&|()<>`]|(?<=\S)\#)+""", re.DOTALL
 )
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
-REFERENCE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::-([^}]*))?\})")
-ARITHMETIC = re.compile(r"\$\(\(([^()]{1,200})\)\)")
+REFERENCE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?[-=]((?:[^{}]|\$\{[^{}]*\})*))?\})")
+SET_BY_DEFAULT = re.compile(r"\$\{(\w+):?=([^{}]*)\}")  # : ${TP:=8}
+ARITHMETIC = re.compile(rf"\$\(\(({_INNER})\)\)")
+MOST_OF_A_SUM = 200  # characters
+HELD = re.compile(r"""(\w+)\+?=(\((?:[^()"']|"[^"]*"|'[^']*')*\)|"(?:\\.|[^"\\])*"|'[^']*')""")
+PROGRAM = re.compile(r"[\w./${}-]*\.py['\"]?$")
+ALONE = frozenset({"--standalone", "--no-python", "--no_python", "-u", "-O", "--module"})  # before a program
 DIRECTIVE = re.compile(r"^#SBATCH\s+--([a-z-]+)[= ](\S+)", re.MULTILINE)
 CONTINUED = re.compile(r"\\\r?\n")
 MAX_WORDS = 20_000
+DEPTH = 8  # of variables in variables
 OPERATORS: dict[type, Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -56,18 +68,32 @@ class Flag:
 
 
 class CommandLine(Document):
-    """`takes_value` says of a flag whether a word follows it: True, False, or None where it is not known."""
+    """`takes_value` says of a flag whether a word follows it: True, False, or None where it is not known. `variables`
+    are those that are set outside of the text, which count before what it sets.
 
-    def __init__(self, text: str, where: str, takes_value: Callable[[str], bool | None]) -> None:
+    `launcher` names the flags of what starts the program: torchrun, srun, a profiler, numactl.
+    """
+
+    def __init__(
+        self,
+        text: str,
+        where: str,
+        takes_value: Callable[[str], bool | None],
+        variables: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         self.text = bounded(text, where)
         # Continued lines become blanks of the same length, so that places stay.
         plain = CONTINUED.sub(lambda found: " " * len(found[0]), text)
         plain = re.sub(r"(?m)(^|(?<=\s))#.*$", lambda found: " " * len(found[0]), plain)
+        self._plain, self._known = plain, takes_value
+        self._outside = dict(variables)
         self.variables: dict[str, Word] = {}
+        self._branching, self._branched = 0, set[str]()  # open conditions; variables set inside of one and elsewhere
         self.words = list(self._scan(plain, 0, where))
         self.flags: dict[str, Flag] = {}
         self.settings = {}
         self._read_flags(takes_value)
+        self.launcher = self._launchers()
         self.directives = dict(DIRECTIVE.findall(text))
 
     def _scan(self, text: str, offset: int, where: str) -> Iterator[Word]:
@@ -75,6 +101,10 @@ class CommandLine(Document):
             if count > MAX_WORDS:
                 raise BadInput(f"{where} has more than {MAX_WORDS} words")
             word, start = found[0], offset + found.start()
+            self._branching += (word in {"if", "case"}) - (word in {"fi", "esac"})
+            for default in SET_BY_DEFAULT.finditer(word):
+                at = start + default.start(2)
+                self.variables.setdefault(default[1], Word(default[2], at, at + len(default[2])))
             assigned = ASSIGNMENT.fullmatch(word)
             if assigned:
                 inner, at = assigned[2], start + assigned.start(2)
@@ -82,11 +112,41 @@ class CommandLine(Document):
                 if "--" in bare and not offset and (inner[:1] in "\"'" or bare.startswith("--")):
                     yield from self._scan(bare, at + shift, where)
                     continue
-                self.variables[assigned[1]] = Word(bare, at + shift, at + shift + len(bare))
+                self._assign(assigned[1], Word(bare, at + shift, at + shift + len(bare)))
             elif _unquoted(word)[0].startswith("--") and word[0] in "\"'":  # "--fp8-format hybrid" as one element
                 yield from self._scan(_unquoted(word)[0], start + 1, where)
                 continue
             yield Word(word, start, start + len(word))
+
+    def _assign(self, name: str, value: Word) -> None:
+        before = self.variables.get(name)
+        if before is not None and before.text != value.text and self._branching > 0:
+            self._branched.add(name)
+        self.variables[name] = value
+
+    def _launchers(self) -> frozenset[str]:
+        """Return the flags before the program on its line, and in the variables that are named there."""
+        program = self._program()
+        if program is None:
+            return frozenset()
+        start = self._plain.rfind("\n", 0, program.start) + 1
+        before = self._plain[start : program.start]
+        named = {found[1] or found[2] for found in re.finditer(r"\$(?:(\w+)|\{(\w+)[^}]*\})", before)}
+        spans = [(start, program.start)]
+        spans += [found.span() for found in HELD.finditer(self._plain) if found[1] in named]
+        return frozenset(
+            flag.name for flag in self.flags.values() if any(low <= flag.start < high for low, high in spans)
+        )
+
+    def _program(self) -> Word | None:
+        """Return the last word that names a Python program, and not the value of an option."""
+        found = None
+        for before, word in pairwise((Word("", 0, 0), *self.words)):
+            module = before.text == "-m" and not word.text.startswith("torch.distributed")
+            option = before.text.startswith("--") and "=" not in before.text and before.text not in ALONE
+            if module or (PROGRAM.match(word.text) and not option and not ASSIGNMENT.match(word.text)):
+                found = word
+        return found
 
     def _read_flags(self, takes_value: Callable[[str], bool | None]) -> None:
         index = 0
@@ -108,37 +168,51 @@ class CommandLine(Document):
                 self._keep(Flag(name, word.start, word.end, word.start, word.end), None)
                 continue
             index += 1
-            self._keep(Flag(name, word.start, following.end, following.start, following.end), following.text)
+            last, values = following, [following.text]
+            while takes and index < len(self.words) and self._beside(last, self.words[index]):
+                last = self.words[index]
+                values.append(last.text)
+                index += 1
+            self._keep(Flag(name, word.start, last.end, following.start, last.end), " ".join(values))
+
+    def _beside(self, before: Word, word: Word) -> bool:
+        """Return whether a word is one more value: a number on the same line, as of --rampup-batch-size."""
+        blank = self._plain[before.end : word.start]
+        return blank != "" and not blank.strip(" \t") and re.fullmatch(r"[\d.]+", word.text) is not None
 
     def _keep(self, flag: Flag, value: str | None) -> None:
         self.flags[flag.name] = flag  # the last of several is the one that counts, as argparse has it
         self.settings[flag.name] = True if value is None else typed(self.expanded(value))
 
-    def expanded(self, word: str, depth: int = 0) -> str:
-        """Return a word without quotes and with the variables that the text assigns; others stay as they are."""
-        if depth > 8:
-            return word
+    def expanded(self, word: str, inside: frozenset[str] = frozenset()) -> str:
+        """Return a word without quotes and with the variables whose values are known; others stay as they are.
+
+        `inside` are the variables whose values are being looked up: one that refers to itself is the environment's.
+        """
         bare = _unquoted(word)[0]
 
         def known(found: re.Match[str]) -> str:
             name = found[1] or found[2]
-            if name in self.variables:
-                return self.expanded(self.variables[name].text, depth + 1)
-            return found[3].strip("\"'") if found[3] is not None else found[0]
+            if name in self._outside:
+                return self._outside[name]
+            if name in self.variables and name not in inside and name not in self._branched and len(inside) < DEPTH:
+                return self.expanded(self.variables[name].text, inside | {name})
+            if found[3] is None or name in self._branched:
+                return found[0]
+            return self.expanded(found[3], inside | {name}).strip("\"'") if len(inside) < DEPTH else found[0]
 
         out = REFERENCE.sub(known, bare)[:4096]
-        return ARITHMETIC.sub(lambda found: _computed(found[1], self, depth), out)
+        return ARITHMETIC.sub(lambda found: _computed(found[1], self, inside), out)
 
     def variable(self, *names: str) -> int | None:
         """Return the first of some variables that is a number."""
         for name in names:
-            if name in self.variables:
-                value = self.expanded(self.variables[name].text)
-                if value.isdecimal() and len(value) < 9:
-                    return int(value)
+            value = self.expanded(f"${name}")
+            if value.isdecimal() and len(value) < 9:
+                return int(value)
         return None
 
-    def edited(self, changes: dict[str, Any]) -> str:
+    def edited(self, changes: Settings) -> str:
         edits: list[tuple[int, int, str]] = []
         added = []
         for key, value in changes.items():
@@ -160,7 +234,10 @@ class CommandLine(Document):
             return flag.start, flag.start, ""
         said = self.text[flag.value_start : flag.value_end]
         reference = REFERENCE.fullmatch(_unquoted(said)[0])
-        if reference and (reference[1] or reference[2]) in self.variables:
+        if (
+            reference
+            and (reference[1] or reference[2]) in self.variables.keys() - self._branched - self._outside.keys()
+        ):
             assigned = self.variables[reference[1] or reference[2]]
             if not REFERENCE.search(assigned.text):
                 return assigned.start, assigned.end, _word(value)
@@ -187,10 +264,12 @@ class CommandLine(Document):
 
     def _insertion(self, added: list[str], near: set[str]) -> tuple[int, int, str]:
         """Return the edit that adds flags after a related one: on lines of their own where that one has its own."""
-        if not self.flags:
+        own = [flag for flag in self.flags.values() if flag.name not in self.launcher]
+        known = [flag for flag in own if self._known(flag.name) is not None or "." in flag.name] or own
+        if not known:
             raise BadInput("the text has no flag that others could be added to")
-        related = [flag for name, flag in self.flags.items() if name in near and "parallel" in name]
-        anchor = max(related or self.flags.values(), key=lambda flag: flag.end)
+        related = [flag for flag in known if flag.name in near and "parallel" in flag.name]
+        anchor = max(related or known, key=lambda flag: flag.end)
         line_start = self.text.rfind("\n", 0, anchor.start) + 1
         line_end = self.text.find("\n", anchor.end)
         line_end = len(self.text) if line_end < 0 else line_end
@@ -221,10 +300,12 @@ def typed(text: str) -> Any:
     return int(text) if re.fullmatch(r"-?\d{1,12}", text) else text
 
 
-def _computed(expression: str, line: CommandLine, depth: int) -> str:
+def _computed(expression: str, line: CommandLine, inside: frozenset[str]) -> str:
     """Return an expression of whole numbers and variables as its value, or as it was where it is anything else."""
-    names = re.sub(r"\$?\{?([A-Za-z_]\w*)\}?", lambda found: line.expanded(f"${found[1]}", depth + 1), expression)
+    names = re.sub(r"\$?\{?([A-Za-z_]\w*)\}?", lambda found: line.expanded(f"${found[1]}", inside), expression)
     try:
+        if len(names) > MOST_OF_A_SUM:
+            return f"$(({expression}))"
         return str(_value(ast.parse(names.strip(), mode="eval").body, 0))
     except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
         return f"$(({expression}))"

@@ -6,14 +6,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Any
 
 from planner.configs.formats.documents import Document
-from planner.export.mapping import Facts, Settings, Table
+from planner.export.mapping import Facts, Settings, Table, keys_of
+from planner.export.schema import schema
 from planner.search.plan_space.stated import Values
 from simulator.config.model import Model
-from topology.errors import UserError
+from topology.errors import PlannerError, UserError
 
 # The only values of a plan's fields that a kind of file can say; None: it has no key for the field, which stays as it
 # is.
@@ -22,7 +25,7 @@ Limits = Mapping[str, Values | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckFlags:
-    """What the command line says beside the file."""
+    """What the command line says besides the file."""
 
     model: str | None = None
     cluster: str | None = None
@@ -32,29 +35,36 @@ class CheckFlags:
     global_batch: int | None = None
     micro_batch: int | None = None
     launch: str = ""
+    variables: tuple[tuple[str, str], ...] = ()  # of a script, where it does not set them
     release: str = ""  # of a serving engine, where the command does not say it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Configuration:
-    """A file that was read. `settings` are what the `table` reads; `rules` is the framework whose legality counts.
+    """A file that was read. `settings` are what the `table` reads; `rules` is the framework whose legality counts, and
+    `runtime` what runs its plans, where that is another.
 
-    `model` is the model that the file itself describes, by name or whole; None where it has none. `gpus` is how many
-    the file says it is for, in a comment where `in_a_comment`, as is `cluster` then. `behaves_as` is the version whose
-    step is predicted, where that is not `version`. `given` are facts that it holds in no key. `edit` turns changed
-    settings into a new text.
+    `model` is the model that the file itself describes or names; None where it has none that is known, and
+    `unknown_model` then says what it says of it; `no_cost` is why its cost is not modelled, whatever the model. `gpus`
+    is how many the file says it is for, in a comment where `in_a_comment`, as is `cluster` then, and `machines` over
+    how many hosts. `behaves_as` is the version whose step is predicted, where that is not `version`. `given` are facts
+    that it holds in no key. `edit` turns changed settings into a new text.
     """
 
     framework: str
     version: str | None
     rules: str
+    runtime: str = ""
     behaves_as: str | None = None
     document: Document
     settings: Settings
     table: Table
     edit: Callable[[Settings], str]
-    model: Model | str | None = None
+    model: Model | None = None
+    unknown_model: str = ""
+    no_cost: str = ""
     gpus: int | None = None
+    machines: int | None = None
     given: Facts = field(default_factory=dict)
     unknown: tuple[str, ...] = ()
     assumed: tuple[str, ...] = ()
@@ -70,6 +80,34 @@ def not_understood(settings: Mapping[str, Any], understood: frozenset[str], harm
     return tuple(
         key for key, value in settings.items() if value != "" and key not in understood and not quiet.fullmatch(key)
     )
+
+
+# Where the names of a framework's keys are, which a misspelt one may have meant.
+_SCHEMAS = {
+    "deepspeed": ("deepspeed", "0.19.8"),
+    "megatron-lm": ("megatron", "0.19.2"),
+    "accelerate": ("accelerate", "1.15.0"),
+}
+_ALIKE = 0.8  # of difflib's ratio: one letter of five
+
+
+def did_you_mean(configuration: Configuration) -> dict[str, str]:
+    """Return the known key that is spelt most like each that is not understood, where one is."""
+    name, version = _SCHEMAS.get(configuration.framework, (configuration.framework, configuration.version or ""))
+    known = set(keys_of(configuration.table))
+    with suppress(PlannerError):
+        known |= schema(name, version)["keys"].keys()
+    found = {}
+    for key in configuration.unknown:
+        if key in known:
+            continue
+        section = key.rpartition(".")[0]
+        # A letter more or less counts within the key's own section; elsewhere only the very word.
+        siblings = [one for one in known if one.rpartition(".")[0] == section]
+        near = get_close_matches(key.rpartition(".")[2], [one.rpartition(".")[2] for one in siblings], 1, _ALIKE)
+        if near:
+            found[key] = f"{section}.{near[0]}" if section else near[0]
+    return found
 
 
 def preset(text: str) -> tuple[int | None, str | None]:
@@ -92,6 +130,7 @@ def unknown_kind(where: str, why: str) -> NotAConfiguration:
     return NotAConfiguration(
         f"{where} is no configuration of a kind that is known",
         why=why,
-        remedy="a torchtitan TOML or command, a Megatron-LM command line or script, a Megatron-Bridge recipe dump, a DeepSpeed "
-        "JSON, an accelerate YAML, or TrainingArguments as JSON",
+        remedy="a torchtitan TOML or command, a Megatron-LM command line or script, a Megatron-Bridge recipe dump,"
+        " a DeepSpeed JSON, an accelerate YAML, TrainingArguments, or the YAML of axolotl, torchtune, LitGPT, nanotron,"
+        " GPT-NeoX or NeMo AutoModel",
     )

@@ -1,8 +1,8 @@
 """Texts of configurations as settings by key, and edits that leave every other character as it was.
 
 TOML, YAML and JSON give their scalars by dotted path. An edit replaces the characters of one value, removes its line,
-or adds a line beside its neighbours; comments, order and layout stay. Nothing is executed: YAML is composed into nodes,
-never constructed, and aliases are refused.
+or adds a line next to its neighbours; comments, order and layout stay. Nothing is executed: YAML is composed into
+nodes, never constructed, and aliases are refused.
 """
 
 from __future__ import annotations
@@ -27,15 +27,17 @@ MAX_KEYS = 20_000
 MAX_PARTS = 5 * MAX_KEYS
 MERGE = "tag:yaml.org,2002:merge"
 
+Settings = dict[str, Any]  # values by key, as a format has them
+
 
 class Document(ABC):
     """A text with settings. `edited` returns a new text; the document itself stays."""
 
     text: str
-    settings: dict[str, Any]
+    settings: Settings
 
     @abstractmethod
-    def edited(self, changes: dict[str, Any]) -> str:
+    def edited(self, changes: Settings) -> str:
         """Return the text with other values; None removes a key. Raises BadInput where the text cannot hold one."""
 
 
@@ -72,7 +74,7 @@ class TomlDocument(Document):
             raise BadInput(f"{where} is not TOML", why=str(error)[:200]) from error
         self.settings = dict(_leaves(found, "", 0))
 
-    def edited(self, changes: dict[str, Any]) -> str:
+    def edited(self, changes: Settings) -> str:
         document = tomlkit.parse(self.text)
         for key, value in changes.items():
             section, _, name = key.rpartition(".")
@@ -134,7 +136,7 @@ class YamlDocument(Document):
             else:
                 self.settings[name] = _plain(value, where, 0)
 
-    def edited(self, changes: dict[str, Any]) -> str:
+    def edited(self, changes: Settings) -> str:
         edits = [edit for key, value in changes.items() for edit in self._edit(key, value)]
         edits += self._added(
             {key: value for key, value in changes.items() if key not in self.nodes and value is not None}
@@ -172,8 +174,8 @@ class YamlDocument(Document):
         line_end = self.text.find("\n", end)
         return start, len(self.text) if line_end < 0 else line_end + 1, ""
 
-    def _added(self, new: dict[str, Any]) -> list[tuple[int, int, str]]:
-        by_section: dict[str, dict[str, Any]] = {}
+    def _added(self, new: Settings) -> list[tuple[int, int, str]]:
+        by_section: dict[str, Settings] = {}
         for key, value in new.items():
             section, _, name = key.rpartition(".")
             by_section.setdefault(section, {})[name] = value
@@ -187,7 +189,7 @@ class YamlDocument(Document):
                 raise BadInput(f"there is no {section} to add {', '.join(values)} to")
         return edits
 
-    def _insertion(self, within: yaml.MappingNode, values: dict[str, Any]) -> tuple[int, int, str]:
+    def _insertion(self, within: yaml.MappingNode, values: Settings) -> tuple[int, int, str]:
         """Return the edit that adds keys after the last of a mapping, laid out as that one is."""
         if not within.value:  # {}
             inner = ", ".join(f"{self._formatted(name)}: {self._formatted(value)}" for name, value in values.items())

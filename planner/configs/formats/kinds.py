@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from planner.configs.formats import bridge, torchtitan
+from planner.configs.formats import automodel, axolotl, bridge, gpt_neox, litgpt, nanotron, torchtitan, torchtune
 from planner.configs.formats.command_line import CommandLine, option_kinds
 from planner.configs.formats.configuration import CheckFlags, Configuration, not_understood, unknown_kind
 from planner.configs.formats.documents import YamlDocument
 from planner.configs.formats.launch import launch_facts, launch_of, started_by
-from planner.configs.formats.transformers_fields import LENGTHS, MICRO, PROGRAM, STEPS
+from planner.configs.formats.transformers_fields import ADAPTERS, LENGTHS, MICRO, MODEL_NAMES, PROGRAM, STEPS
 from planner.configs.formats.transformers_fields import TABLE as TRANSFORMERS
 from planner.export.frameworks import accelerate_fields, deepspeed_fields, megatron_fields
 from planner.export.frameworks.megatron_model import MODEL_KEYS, model_of_flags
-from planner.export.mapping import Facts, Settings, keys_of
+from planner.export.mapping import Facts, NotStated, Settings, keys_of
+from planner.export.named_models import model_said
+from planner.export.planned import planned_in
 from planner.export.schema import schema
 from simulator.config.model import Model
+from topology.codec import JsonObject
 from topology.errors import BadInput
 
+YAML_FORMATS = (axolotl.FORMAT, torchtune.FORMAT, litgpt.FORMAT, nanotron.FORMAT, gpt_neox.FORMAT, automodel.FORMAT)
 SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu")
 WHOLE = {"pp": ((1, 1),), "ep": ((1, 1),)}  # limits of files that hold neither pipelines nor experts
 
@@ -39,8 +43,23 @@ def read_configuration(text: str, where: str, flags: CheckFlags) -> Configuratio
     elif name.endswith(".json") or text.lstrip().startswith("{"):
         found = _json(text, where, flags)
     else:
-        found = _script(text, where)
+        found = _script(text, where, flags)
+    found = _as_planned(found, text)
     return started_by(found, flags) if flags.launch else found
+
+
+def _as_planned(found: Configuration, text: str) -> Configuration:
+    """Return a configuration with what the header of an export says, where the file itself says nothing else."""
+    planned = planned_in(text)
+    model = planned.model_of(found.model)
+    facts = {name: value for name, value in planned.facts.items() if name != "gpus"}
+    return replace(
+        found,
+        model=model,
+        unknown_model="" if model else found.unknown_model,
+        gpus=found.gpus or planned.facts.get("gpus"),
+        given={**facts, **found.given},
+    )
 
 
 def _yaml(text: str, where: str, flags: CheckFlags) -> Configuration:
@@ -52,15 +71,20 @@ def _yaml(text: str, where: str, flags: CheckFlags) -> Configuration:
         return _accelerate(document, flags)
     if MICRO in settings:
         return _transformers(document, settings, flags)
+    for known in YAML_FORMATS:
+        if known.knows(settings):
+            return known.configuration(document)
+    tools = ", ".join(known.framework for known in YAML_FORMATS)
     raise unknown_kind(
-        where, "its keys are neither accelerate's, nor a Megatron-Bridge recipe's, nor TrainingArguments'"
+        where, f"its keys are none of accelerate's, a Megatron-Bridge recipe's, TrainingArguments', nor of {tools}"
     )
 
 
 def _accelerate(document: YamlDocument, flags: CheckFlags) -> Configuration:
     launch = launch_facts(flags.launch)
     settings = dict(document.settings)
-    # What `accelerate launch` is told counts before its file, and TrainingArguments tell accelerate their precision.
+    machines = settings.get("num_machines")
+    # Flags of `accelerate launch` count before its file, and TrainingArguments tell accelerate their precision.
     settings |= {"num_processes": launch["gpus"]} if "gpus" in launch else {}
     for name in ("bf16", "fp16"):
         settings |= {"mixed_precision": name} if launch.get(name) else {}
@@ -88,6 +112,7 @@ def _accelerate(document: YamlDocument, flags: CheckFlags) -> Configuration:
         table=accelerate_fields.TABLE,
         edit=document.edited,
         gpus=count if isinstance(count, int) and count > 0 else None,
+        machines=machines if isinstance(machines, int) and machines > 0 else None,
         given={name: value for name, value in said.items() if value is not None},
         unknown=tuple(key for key in not_understood(settings, known, harmless) if key not in offload),
         leaves_open=frozenset({"global_batch"} | ({"seq_len"} - launch.keys())),
@@ -101,7 +126,7 @@ def _accelerate(document: YamlDocument, flags: CheckFlags) -> Configuration:
 
 def _bridge(document: YamlDocument, where: str) -> Configuration:
     flags, paths = bridge.flags_of(document.settings)
-    model, assumed = _flag_model(flags, where)
+    model, unknown_model, assumed = _flag_model(flags, where)
     understood = keys_of(megatron_fields.TABLE) | MODEL_KEYS
     # A dump has hundreds of fields, most at defaults that cost nothing; these are what a step or its memory depends on.
     costly = re.compile(
@@ -130,7 +155,8 @@ def _bridge(document: YamlDocument, where: str) -> Configuration:
         table=megatron_fields.TABLE,
         edit=edit,
         model=model,
-        given=_megatron_given(model),
+        unknown_model=unknown_model,
+        given=_megatron_given(model, flags),
         unknown=unknown,
         assumed=(*assumed, *_taken_for_granted(flags)),
     )
@@ -139,7 +165,9 @@ def _bridge(document: YamlDocument, where: str) -> Configuration:
 def _taken_for_granted(flags: Settings) -> Iterator[str]:
     """Yield what Megatron-LM's step is predicted with although no flag asks for it."""
     if not flags.get("--overlap-grad-reduce"):
-        yield "gradients are reduced while backward runs (--overlap-grad-reduce is not set; without it a step is longer)"
+        yield (
+            "gradients are reduced while backward runs (--overlap-grad-reduce is not set; without it a step is longer)"
+        )
     sharded = flags.get("--use-distributed-optimizer") or flags.get("--use-megatron-fsdp")
     if sharded and not flags.get("--overlap-param-gather"):
         yield "parameters are gathered while forward runs (--overlap-param-gather is not set)"
@@ -147,15 +175,21 @@ def _taken_for_granted(flags: Settings) -> Iterator[str]:
         yield "parameters are gathered in float8 (--fp8-param-gather is not set)"
 
 
-def _flag_model(flags: Settings, where: str) -> tuple[Model | None, tuple[str, ...]]:
+def _flag_model(flags: Settings, where: str) -> tuple[Model | None, str, tuple[str, ...]]:
+    """Return the model that flags describe or None, why it is not known, and what was assumed."""
     try:
-        return model_of_flags(flags, Path(where).stem[:60])
-    except BadInput:
-        return None, ()
+        model, assumed = model_of_flags(flags, Path(where).stem[:60])
+    except BadInput as error:
+        by_hand = f" (or {error.remedy})" if isinstance(error, NotStated) else ""
+        return None, f"{error.what}{by_hand}", ()
+    return model, "", assumed
 
 
-def _megatron_given(model: Model | None) -> Facts:
-    return {} if model is None else {"moe": model.moe is not None, "max_positions": model.max_positions}
+def _megatron_given(model: Model | None, flags: Settings) -> Facts:
+    if model is not None:
+        return {"moe": model.moe is not None, "max_positions": model.max_positions}
+    layers = flags.get("--num-layers")
+    return {"layers": layers} if type(layers) is int and layers > 0 else {}
 
 
 def _json(text: str, where: str, flags: CheckFlags) -> Configuration:
@@ -179,10 +213,17 @@ def _deepspeed(document: YamlDocument, settings: Settings, flags: CheckFlags) ->
         r"|stage3_.*|round_robin_gradients|memory_efficient_linear|load_from_fp32_weights)|zero_allow_untested_optimizer"
         r"|prescale_gradients|tensorboard\..*|wandb\..*|csv_monitor\..*|flops_profiler\..*|dump_state|amp\.enabled"
         r"|comms_logger\..*|zero_force_ds_cpu_optimizer|checkpoint\..*|expert_parallel\.preset_model|data_types\..*"
-        r"|aio\..*|elasticity\..*|seed|gradient_predivide_factor|disable_allgather|comms_config\..*|monitor_config\..*|_\w+"
+        r"|activation_checkpointing\.(partition_activations|contiguous_memory_optimization|number_checkpoints|profile"
+        r"|synchronize_checkpoint_boundary)|aio\..*|elasticity\..*|seed|gradient_predivide_factor|disable_allgather|comms_config\..*|monitor_config\..*|_\w+"
     )
     known = keys_of(deepspeed_fields.TABLE)
-    unknown = not_understood(settings, known, harmless)
+    unknown = [
+        key
+        for key in not_understood(settings, known, harmless)
+        if not (key in _OFF and settings[key] in {False, "none"})
+    ]
+    filled = {**settings, **_filled(settings, launch, flags)}
+    assumed = _types_assumed(filled)
     said = settings.get("sequence_parallel_size")
     context = said if isinstance(said, int) and said > 0 and "data_parallel_size" in settings else 1
     return Configuration(
@@ -190,7 +231,7 @@ def _deepspeed(document: YamlDocument, settings: Settings, flags: CheckFlags) ->
         version="0.19.8",
         rules="deepspeed",
         document=document,
-        settings={**settings, **_filled(settings, launch, flags)},
+        settings=filled,
         table=deepspeed_fields.TABLE,
         edit=document.edited,
         gpus=launch.get("gpus"),
@@ -200,11 +241,13 @@ def _deepspeed(document: YamlDocument, settings: Settings, flags: CheckFlags) ->
             {"global_batch"} if "micro_batch" not in launch and all(_open(settings, key) for key in SIZES) else ()
         ),
         unknown=tuple(unknown),
+        assumed=assumed,
         # Context parallelism needs the program's attention as well.
         limits={"pp": ((1, 1),), "cp": ((context, context),), "recompute": None},
     )
 
 
+_OFF = frozenset({"activation_checkpointing.cpu_checkpointing"})  # costs something where it is on
 # DeepSpeed's keys that Transformers fills in where they are "auto" or absent (integrations/deepspeed.py).
 _FROM_LAUNCH = {
     "train_micro_batch_size_per_gpu": "micro_batch",
@@ -215,13 +258,23 @@ _FROM_LAUNCH = {
 
 
 def _filled(settings: Settings, launch: Facts, flags: CheckFlags) -> Settings:
-    """Return the sizes and types that a DeepSpeed file leaves open, from what was said beside it."""
-    beside = {
+    """Return the sizes and types that a DeepSpeed file leaves open, from the flags."""
+    stated = {
         "train_batch_size": flags.global_batch,
         "train_micro_batch_size_per_gpu": flags.micro_batch,
         **{key: launch[name] for key, name in _FROM_LAUNCH.items() if name in launch},
     }
-    return {key: value for key, value in beside.items() if value is not None and _open(settings, key)}
+    return {key: value for key, value in stated.items() if value is not None and _open(settings, key)}
+
+
+def _types_assumed(settings: Settings) -> tuple[str, ...]:
+    """Say bfloat16 where the type is left to the program's arguments, and say so."""
+    if any(settings.get(f"{name}.enabled") != "auto" for name in ("bf16", "fp16") if f"{name}.enabled" in settings):
+        return ()
+    if settings.get("bf16.enabled") != "auto" and settings.get("fp16.enabled") != "auto":
+        return ()
+    settings["bf16.enabled"] = True
+    return ("bfloat16 (the types are auto: the program's arguments decide, with --launch)",)
 
 
 def _open(settings: Settings, key: str) -> bool:
@@ -256,6 +309,9 @@ def _transformers(document: YamlDocument, settings: Settings, flags: CheckFlags)
             if _open(merged, f"{name}.enabled"):
                 merged[f"{name}.enabled"] = bool(settings.get(name))
 
+    model, unknown_model = model_said(next((settings[key] for key in MODEL_NAMES if settings.get(key)), None))
+    adapter = next((key for key in ADAPTERS if settings.get(key) not in {None, False, "full", ""}), None)
+
     def edit(changes: Settings) -> str:
         return document.edited(
             {f"deepspeed.{key}" if inner and key not in settings else key: v for key, v in changes.items()}
@@ -269,6 +325,9 @@ def _transformers(document: YamlDocument, settings: Settings, flags: CheckFlags)
         settings=merged,
         table=table,
         edit=edit,
+        model=model,
+        unknown_model=unknown_model,
+        no_cost=f"{adapter}: {settings[adapter]} trains adapters, whose cost is not modelled" if adapter else "",
         gpus=launch.get("gpus"),
         given={name: launch[name] for name in ("seq_len",) if name in launch},
         leaves_open=frozenset({"seq_len"} - launch.keys() if not any(settings.get(key) for key in LENGTHS) else ()),
@@ -281,24 +340,24 @@ def _transformers(document: YamlDocument, settings: Settings, flags: CheckFlags)
     )
 
 
-def _script(text: str, where: str) -> Configuration:
-    flags = schema("megatron", "0.19.2")["keys"]
-    document = CommandLine(text, where, option_kinds(flags))
+def _script(text: str, where: str, flags: CheckFlags) -> Configuration:
+    known = schema("megatron", "0.19.2")["keys"]
+    document = CommandLine(text, where, option_kinds(known), dict(flags.variables))
     if "--module" in document.settings or "torchtitan.train" in text:
-        return torchtitan.read_command(text, where)
+        return torchtitan.read_command(text, where, flags)
     if "--tensor-model-parallel-size" in document.settings or "--num-layers" in document.settings:
-        return _megatron(document, where, flags)
+        return _megatron(document, where, known)
     raise unknown_kind(where, "it has neither Megatron-LM's flags nor torchtitan's")
 
 
-def _megatron(document: CommandLine, where: str, flags: dict[str, Any]) -> Configuration:
+def _megatron(document: CommandLine, where: str, flags: JsonObject) -> Configuration:
     settings = document.settings
-    model, assumed = _flag_model(settings, where)
+    model, unknown_model, assumed = _flag_model(settings, where)
     understood = keys_of(megatron_fields.TABLE) | MODEL_KEYS
     harmless = (
         r"--(lr.*|min-lr|train-(iters|samples)|weight-decay.*|adam-.*|clip-grad|init-method-std|seed|split|data-.*|mock-data"
         r"|tokenizer.*|vocab-file|merge-file|save.*|load|log-.*|eval-.*|tensorboard.*|wandb.*|timing-.*|distributed-.*"
-        r"|norm-epsilon|layernorm-epsilon|rotary-.*|use-rot.*|rope-.*|no-(load|save|position|masked|bias|rope|async).*"
+        r"|norm-epsilon|layernorm-epsilon|rotary-.*|use-rot.*|use-rope.*|rope-.*|no-(load|save|position|masked|bias|rope|async).*"
         r"|use-mcore-models|transformer-impl|use-flash-attn|attention-(softmax|backend).*|num-workers|nproc.per.node|nnodes"
         r"|node.rank|master.*|rdzv.*|standalone|max-restarts|num_gpus|num_nodes|hostfile|moe-(aux|z-loss|router|permute"
         r"|token-drop).*|initial-loss-scale|override-opt.*|exit-.*|manual-gc.*|make-vocab.*|encoder-seq-length"
@@ -307,7 +366,8 @@ def _megatron(document: CommandLine, where: str, flags: dict[str, Any]) -> Confi
         r"|kv-channels|no-mmap.*|disable-.*|bf16|fp16|sequence-parallel|recompute-activations|accumulate-allreduce.*"
         r"|container.*|nodes|gpus.*|ntasks.*|time|job.*|export|mpi|output|error|help|enable-one-logger|vocab-size)"
     )
-    unknown = not_understood(settings, understood, harmless)
+    own = {flag: value for flag, value in settings.items() if flag not in document.launcher}
+    unknown = not_understood(own, understood, harmless)
     later = [f"{flag} is not a flag of Megatron-LM 0.19" for flag in unknown if flag not in flags]
     launch = launch_of(document)
     return Configuration(
@@ -319,8 +379,12 @@ def _megatron(document: CommandLine, where: str, flags: dict[str, Any]) -> Confi
         table=megatron_fields.TABLE,
         edit=document.edited,
         model=model,
+        unknown_model=unknown_model,
         gpus=launch.get("gpus"),
-        given=_megatron_given(model),
+        given={
+            **_megatron_given(model, settings),
+            "one_connection": document.expanded("$CUDA_DEVICE_MAX_CONNECTIONS") == "1",
+        },
         unknown=unknown,
         assumed=(*assumed, *later, *_taken_for_granted(settings)),
     )

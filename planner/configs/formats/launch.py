@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import Any
 
 from planner.configs.formats.command_line import CommandLine, typed
 from planner.configs.formats.configuration import CheckFlags, Configuration
-from planner.configs.formats.transformers_fields import LENGTHS, MICRO, STEPS
+from planner.configs.formats.transformers_fields import LENGTHS, MICRO, MODEL_NAMES, STEPS
+from planner.export.named_models import model_said
+from topology.codec import JsonObject
 from topology.errors import BadInput, UserError
 
 # Options of launchers and programs that a step or its memory depends on, where nothing here reads them.
@@ -20,7 +21,7 @@ COSTLY = re.compile(
 TWICE = {"micro_batch": ("train_micro_batch_size_per_gpu", MICRO), "steps": ("gradient_accumulation_steps", STEPS)}
 
 
-def launch_facts(line: str) -> dict[str, Any]:
+def launch_facts(line: str) -> JsonObject:
     """Return what a launch line says: GPUs, and the program's arguments in the words of Transformers."""
     if not line:
         return {}
@@ -54,14 +55,18 @@ def started_by(found: Configuration, flags: CheckFlags) -> Configuration:
                     remedy="write the same into both, or auto into the file",
                 )
     unknown = tuple(name for name in said.settings if COSTLY.fullmatch(name))
-    known = {"gpus": gpus, "in_a_comment": False} if gpus else {}
+    known: JsonObject = {"gpus": gpus, "in_a_comment": False} if gpus else {}
+    if gpus and "nodes" in launch:
+        known["machines"] = launch["nodes"]
+    if found.model is None and "model" in launch:
+        known["model"], known["unknown_model"] = model_said(launch["model"])
     return replace(found, unknown=(*found.unknown, *unknown), **known)
 
 
-def launch_of(said: CommandLine) -> dict[str, Any]:
+def launch_of(said: CommandLine) -> JsonObject:
     """Return what a command line says of its GPUs and, in the words of Transformers, of its batch."""
     values = said.settings
-    found: dict[str, Any] = {}
+    found: JsonObject = {}
 
     def count(*names: str) -> int | None:
         return next((values[name] for name in names if type(values.get(name)) is int), None)
@@ -74,6 +79,10 @@ def launch_of(said: CommandLine) -> dict[str, Any]:
     total = count("--num_processes") or said.variable("WORLD_SIZE")
     if total or each:
         found["gpus"] = total or (each or 1) * (nodes or 1)
+    if nodes:
+        found["nodes"] = nodes
+    if name := next((values[f"--{key}"] for key in MODEL_NAMES if isinstance(values.get(f"--{key}"), str)), None):
+        found["model"] = name
     for name, key in (("micro_batch", MICRO), ("steps", STEPS)):
         if (value := count(f"--{key}")) is not None:
             found[name] = value

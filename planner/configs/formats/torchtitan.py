@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 from planner.configs.formats.command_line import CommandLine
-from planner.configs.formats.configuration import Configuration, not_understood, preset, unknown_kind
+from planner.configs.formats.configuration import CheckFlags, Configuration, not_understood, preset, unknown_kind
 from planner.configs.formats.documents import TomlDocument
 from planner.configs.formats.launch import launch_of
-from planner.configs.formats.named_models import model_of_flavor
 from planner.export.frameworks import torchtitan_fields
 from planner.export.mapping import Settings, keys_of
+from planner.export.named_models import model_of_flavor
 from planner.export.schema import schema
 from simulator.config.model import Model
-from topology.errors import BadInput, PlannerError
+from topology.codec import JsonObject
+from topology.errors import BadInput
 
 # Names until 0.1, and those of today.
 OLD_KEYS = {
@@ -64,9 +64,7 @@ def read_toml(text: str, where: str) -> Configuration:
 
     optimizer = settings.get("optimizer.name", "AdamW")
     degrees = _product(settings, None)
-    model: Model | str | None = None
-    if "model.name" in settings and "model.flavor" in settings:
-        model = _flavor("0.2.2", str(settings["model.name"]), str(settings["model.flavor"]))
+    model, unknown_model = _flavor("0.2.2", settings.get("model.name"), settings.get("model.flavor"))
     # One is no expert tensor parallelism; more is in no plan.
     alone = settings.get("parallelism.expert_tensor_parallel_degree", 1) == 1
     known |= {"parallelism.expert_tensor_parallel_degree"} if alone else set()
@@ -79,6 +77,7 @@ def read_toml(text: str, where: str) -> Configuration:
         table=torchtitan_fields.TOML,
         edit=edit,
         model=model,
+        unknown_model=unknown_model,
         gpus=degrees or gpus,
         given={"optimizer_said": optimizer},
         unknown=not_understood(settings, known, harmless),
@@ -88,11 +87,12 @@ def read_toml(text: str, where: str) -> Configuration:
     )
 
 
-def _flavor(version: str, module: str, flavor: str) -> str | None:
-    try:
-        return model_of_flavor(version, module, flavor)
-    except PlannerError:
-        return None
+def _flavor(version: str, module: object, flavor: object) -> tuple[Model | None, str]:
+    """Return the model of a flavor, or None and why it is not known."""
+    if module is None or flavor is None:
+        return None, ""
+    model = model_of_flavor(version, str(module), str(flavor))
+    return model, "" if model else f"torchtitan's {str(module)[:40]} {str(flavor)[:40]} is none whose shapes are known"
 
 
 def _product(settings: Settings, stated: int | None) -> int | None:
@@ -107,8 +107,8 @@ def _product(settings: Settings, stated: int | None) -> int | None:
     return product
 
 
-def read_command(text: str, where: str) -> Configuration:
-    document = CommandLine(text, where, lambda _: None)
+def read_command(text: str, where: str, flags: CheckFlags) -> Configuration:
+    document = CommandLine(text, where, lambda _: None, dict(flags.variables))
     said = document.settings
     module, function = (str(said.get(flag, document.expanded(f"${name}"))) for flag, name in CHOICE)
     configs = schema("torchtitan", "0.3.0")["configs"]
@@ -134,7 +134,9 @@ def read_command(text: str, where: str) -> Configuration:
         r"|lr_scheduler|validator|dataloader|hf_assets_path)\..*|compile\.(components|backend)|parallelism\.(spmd_backend"
         r"|context_parallel_.*|disable_.*)|activation_checkpoint\..*)"
     )
-    model = _flavor("0.3.0", module, str(base["flavor"])) if base else None
+    model, unknown_model = _flavor("0.3.0", module, base["flavor"] if base else None)
+    if base is None:
+        unknown_model = f"{module[:40]}.{function[:40]} is none of torchtitan's own configurations"
     launch = launch_of(document)
 
     def edit(changes: Settings) -> str:
@@ -161,6 +163,7 @@ def read_command(text: str, where: str) -> Configuration:
         table=torchtitan_fields.COMMAND_LINE,
         edit=edit,
         model=model,
+        unknown_model=unknown_model,
         gpus=_product(settings, launch.get("gpus") or document.variable("NGPU")),
         unknown=not_understood(
             {key.replace(".no_", "."): 0 for key in plain}, keys_of(torchtitan_fields.COMMAND_LINE), harmless
@@ -169,7 +172,7 @@ def read_command(text: str, where: str) -> Configuration:
     )
 
 
-def _own_module(text: str) -> dict[str, Any] | None:
+def _own_module(text: str) -> JsonObject | None:
     """Return what the configuration module inside an exported script says of its model, where there is one."""
     module = re.search(r"^from torchtitan\.models import (\w+) as models$", text, re.MULTILINE)
     flavor = re.search(r"models\.model_registry\(\"([^\"]+)\"\)", text)

@@ -4,9 +4,7 @@ config.
 
 from __future__ import annotations
 
-from typing import Any
-
-from planner.export.degrees import to_fsdp_degrees
+from planner.export.degrees import masters_alone, to_fsdp_degrees
 from planner.export.draft import Draft, Target
 from planner.export.frameworks.accelerate_fields import TABLE, kind
 from planner.export.job import ExportJob, require_legal
@@ -15,6 +13,7 @@ from planner.export.script import common_device_list, host_order_notes, run_line
 from planner.export.yaml_text import yaml_text
 from simulator.config.overlap_sites import tp_overlap_label
 from simulator.config.plan import Plan
+from topology.codec import JsonObject
 from topology.errors import Infeasible
 
 VERSION = "1.15.0"
@@ -27,6 +26,7 @@ def write(job: ExportJob) -> Draft:
     plan = job.plan
     _refuse(plan)
     plan, sharding_notes = to_fsdp_degrees(plan, TITLE)
+    job, types_notes = masters_alone(job, TITLE)
     if plan.dp_shard == 1 and plan.dp_replicate > 1 and plan.tp * plan.cp > 1:
         raise Infeasible(
             f"{TITLE} combines tensor or context parallelism with sharding only", remedy="plan with dp_shard > 1"
@@ -36,7 +36,7 @@ def write(job: ExportJob) -> Draft:
     notes = require_legal(job.with_plan(written), "pytorch", TITLE)
     hosts = job.hosts()
     facts = job.with_plan(written).facts()
-    settings: dict[str, Any] = {
+    settings: JsonObject = {
         "compute_environment": "LOCAL_MACHINE",
         "num_machines": hosts.count,
         "machine_rank": 0,
@@ -50,7 +50,7 @@ def write(job: ExportJob) -> Draft:
             "fsdp_config.fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
             "fsdp_config.fsdp_state_dict_type": "SHARDED_STATE_DICT",
         }
-    document: dict[str, Any] = {}
+    document: JsonObject = {}
     for key, value in settings.items():
         section, _, name = key.rpartition(".")
         (document.setdefault(section, {}) if section else document)[name] = value
@@ -62,7 +62,7 @@ def write(job: ExportJob) -> Draft:
     return Draft(
         body=yaml_text(document),
         settings=settings,
-        not_expressed=(*sharding_notes, *_not_expressed(job, plan, recompute)),
+        not_expressed=(*sharding_notes, *types_notes, *_not_expressed(job, plan, recompute)),
         needed=(*machines, *_program_needs(job, kind(facts))),
         run=run_line(job, ["accelerate", "launch", "--config_file", FILE, "YOUR_PROGRAM.py"]),
         notes=(*notes, *host_order_notes(hosts)),
@@ -97,7 +97,7 @@ def _not_expressed(job: ExportJob, plan: Plan, recompute: str) -> list[str]:
     if plan.tp_overlap != "none":
         not_expressed.append(f"tensor-parallel overlap {tp_overlap_label(plan.tp_overlap)}")
     if plan.ep_overlap != "none":
-        not_expressed.append("all-to-all of experts beside compute")
+        not_expressed.append("all-to-all of experts alongside compute")
     if job.question.runtime.compute_dtype == "float8":
         not_expressed.append("the recipe of float8: set fp8_config")
     return not_expressed
@@ -108,8 +108,8 @@ def _program_needs(job: ExportJob, distributed: str) -> list[str]:
     runtime, needs = job.question.runtime, []
     if runtime.param_dtype != "float32":
         needs.append(
-            f"the model loaded in {runtime.param_dtype}; mixed_precision stays no, as accelerate stores parameters in float32 "
-            "with any other"
+            f"the model loaded in {runtime.param_dtype}; mixed_precision stays no, as accelerate stores parameters in"
+            " float32 with any other"
         )
     if distributed == "FSDP" and runtime.reduce_dtype != runtime.compute_dtype:
         # utils/dataclasses.py, set_mixed_precision: without a policy it reduces in the type of mixed precision.
@@ -122,4 +122,4 @@ def _program_needs(job: ExportJob, distributed: str) -> list[str]:
     return needs
 
 
-TARGET = Target(name="accelerate", version=VERSION, title="accelerate", file_name=FILE, write=write)
+TARGET = Target(name="accelerate", version=VERSION, title="accelerate", file_name=FILE, write=write, table=TABLE)

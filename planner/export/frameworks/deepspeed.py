@@ -1,12 +1,10 @@
 """DeepSpeed: the JSON file that `deepspeed.initialize` takes.
 
 JSON has no comments, so the header is a section of its own, which DeepSpeed ignores. Its `train_batch_size` is left out
-beside AutoTP: see `deepspeed_fields`.
+alongside AutoTP: see `deepspeed_fields`.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 from planner.export.degrees import to_zero_stage
 from planner.export.draft import Draft, Target
@@ -16,6 +14,7 @@ from planner.export.mapping import write as settings_of
 from planner.export.script import common_device_list, host_order_notes, run_line, torchrun_words
 from simulator.config.model import Model
 from simulator.config.overlap_sites import tp_overlap_label
+from topology.codec import JsonObject
 from topology.errors import Infeasible
 
 VERSION = "0.19.8"
@@ -51,7 +50,7 @@ def write(job: ExportJob) -> Draft:
     settings = settings_of(TABLE, facts)
     if plan.ep > 1:
         settings["expert_parallel.preset_model"] = _preset(job.question.model)
-    document: dict[str, Any] = {}
+    document: JsonObject = {}
     for key, value in settings.items():
         *sections, name = key.split(".")
         inner = document
@@ -90,24 +89,25 @@ def _program_needs(job: ExportJob, stage: int) -> list[str]:
     if plan.pp > 1:
         layers = f", of layers that are tensor-parallel over {plan.tp} ranks by themselves" if plan.tp > 1 else ""
         needs.append(
-            f"the model as deepspeed.pipe.PipelineModule with topology=PipeModelDataParallelTopology(num_pp={plan.pp}, "
-            f"num_mp={plan.tp}, num_dp={plan.data_parallel}){layers}; engine.train_batch() runs the {job.micro_batches} micro "
-            "batches of a step"
+            f"the model as deepspeed.pipe.PipelineModule with topology=PipeModelDataParallelTopology(num_pp={plan.pp},"
+            f" num_mp={plan.tp}, num_dp={plan.data_parallel}){layers};"
+            f" engine.train_batch() runs the {job.micro_batches} micro batches of a step"
         )
     elif plan.tp > 1:
         needs.append(
-            f"the same sequences on all {plan.tp} ranks of a tensor-parallel group. train_batch_size is left out: DeepSpeed "
-            f"would check it against all ranks; {job.question.workload.global_batch_size} sequences make a step"
+            f"the same sequences on all {plan.tp} ranks of a tensor-parallel group."
+            " train_batch_size is left out: DeepSpeed would check it against all ranks;"
+            f" {job.question.workload.global_batch_size} sequences make a step"
         )
     if plan.cp > 1:
         needs.append(
-            "attention by DeepSpeed's Ulysses (deepspeed.sequence.layer.DistributedAttention) and sequences that are cut "
-            f"over {plan.cp} ranks"
+            "attention by DeepSpeed's Ulysses (deepspeed.sequence.layer.DistributedAttention) and sequences that are"
+            f" cut over {plan.cp} ranks"
         )
     if plan.ep > 1 and stage in {1, 2}:
         needs.append(
-            "parameter groups by deepspeed.moe.utils.split_params_into_different_moe_groups_for_optimizer: ZeRO-1 and 2 "
-            "want experts in groups of their own"
+            "parameter groups by deepspeed.moe.utils.split_params_into_different_moe_groups_for_optimizer:"
+            " ZeRO-1 and 2 want experts in groups of their own"
         )
     return needs
 
@@ -119,8 +119,8 @@ def _not_expressed(job: ExportJob, *, hybrid: bool) -> tuple[str, ...]:
         not_expressed.append("FSDP2 is written as ZeRO, which is another implementation")
     if hybrid:
         not_expressed.append(
-            f"{plan.dp_replicate} replicas of shards: gradients and optimizer are sharded over all ranks, and parameters "
-            f"gathered among {plan.dp_shard} (ZeRO++ hpZ)"
+            f"{plan.dp_replicate} replicas of shards: gradients and optimizer are sharded over all ranks,"
+            f" and parameters gathered among {plan.dp_shard} (ZeRO++ hpZ)"
         )
     if plan.sequence_parallel and plan.tp > 1:
         not_expressed.append("sequence parallelism with tensor parallelism: DeepSpeed's AutoTP has none")
@@ -130,10 +130,11 @@ def _not_expressed(job: ExportJob, *, hybrid: bool) -> tuple[str, ...]:
         not_expressed.append(f"context parallelism by {plan.cp_method}: DeepSpeed's is Ulysses, all-to-all over heads")
     if plan.tp_overlap != "none":
         not_expressed.append(
-            f"tensor-parallel overlap {tp_overlap_label(plan.tp_overlap)}: written as tp_overlap_comm, which decides by itself where"
+            f"tensor-parallel overlap {tp_overlap_label(plan.tp_overlap)}: written as tp_overlap_comm,"
+            " which decides by itself where"
         )
     if plan.ep_overlap != "none":
-        not_expressed.append("all-to-all of experts beside compute")
+        not_expressed.append("all-to-all of experts alongside compute")
     if runtime.compute_dtype == "float8":
         not_expressed.append("float8 products")
     if runtime.compile:
@@ -141,4 +142,4 @@ def _not_expressed(job: ExportJob, *, hybrid: bool) -> tuple[str, ...]:
     return tuple(not_expressed)
 
 
-TARGET = Target(name="deepspeed", version=VERSION, title="DeepSpeed", file_name=FILE, write=write)
+TARGET = Target(name="deepspeed", version=VERSION, title="DeepSpeed", file_name=FILE, write=write, table=TABLE)

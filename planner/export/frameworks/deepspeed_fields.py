@@ -19,7 +19,7 @@ _OFFLOADS = ("zero_optimization.offload_optimizer", "zero_optimization.offload_p
 _ON_HOST = {"device": "cpu", "pin_memory": True}
 
 
-def _write_batch(facts: Facts) -> Settings:
+def write_batch(facts: Facts) -> Settings:
     dp = facts["dp_replicate"] * facts["dp_shard"]
     steps = facts["global_batch_size"] // (dp * facts["micro_batch_size"])
     settings = {"train_micro_batch_size_per_gpu": facts["micro_batch_size"], "gradient_accumulation_steps": steps}
@@ -32,17 +32,13 @@ def _write_batch(facts: Facts) -> Settings:
     )
 
 
-def _read_batch(settings: Settings, facts: Facts) -> Facts:
+def read_batch(settings: Settings, facts: Facts) -> Facts:
     """As DeepSpeedConfig completes the three sizes (`_set_batch_related_parameters`): "auto" counts as absent."""
     stated = {key: None if settings.get(key) == "auto" else settings.get(key) for key in _BATCH}
     dp = facts["dp_replicate"] * facts["dp_shard"]
     total, micro, steps = (whole(stated, key, 0) if stated[key] is not None else 0 for key in _BATCH)
-    if not total and not micro:
-        raise BadInput(
-            "the batch is not stated",
-            why="train_batch_size and train_micro_batch_size_per_gpu are absent or auto",
-            remedy="say them with --global-batch and --micro-batch",
-        )
+    if not total and not micro:  # Transformers fills them in from the program's arguments
+        return {"steps": steps} if steps else {}
     if total and not micro:
         micro = total // dp // (steps or 1)
     if not total:
@@ -179,7 +175,7 @@ TABLE: Table = (
         write=_write_offload,
         read=_read_offload,
     ),
-    Entry(keys=_BATCH, write=_write_batch, read=_read_batch),
+    Entry(keys=_BATCH, write=write_batch, read=read_batch),
     Entry(
         keys=(
             "bf16.enabled",

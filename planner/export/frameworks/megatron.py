@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from planner.export.degrees import to_zero_stage
 from planner.export.draft import Draft, Target
 from planner.export.frameworks.megatron_fields import SHARDING, TABLE
 from planner.export.frameworks.megatron_model import model_flags
+from planner.export.frameworks.megatron_numbers import number_flags
 from planner.export.job import ExportJob, require_legal
+from planner.export.mapping import Settings
 from planner.export.mapping import write as settings_of
 from planner.export.script import ShellExpression, started_script
 from simulator.config.model import Model
@@ -43,7 +43,12 @@ TRIAL_LINES = (
 )
 
 
-def parallel_flags(job: ExportJob) -> dict[str, Any]:
+UNKNOWN_NUMBERS = (
+    "numbers of the model that cost nothing, such as --rotary-base, --norm-epsilon and the router's losses"
+)
+
+
+def parallel_flags(job: ExportJob) -> Settings:
     """Return the flags of degrees, batch, schedule, recompute and types."""
     plan, model = job.plan, job.question.model
     stage = to_zero_stage(plan)
@@ -57,7 +62,7 @@ def parallel_flags(job: ExportJob) -> dict[str, Any]:
     return settings_of(TABLE, job.facts() | given)
 
 
-def flag_words(flags: dict[str, Any]) -> list[str]:
+def flag_words(flags: Settings) -> list[str]:
     words: list[str] = []
     for flag, value in flags.items():
         words += [flag] if value is True else [flag, str(value)]
@@ -75,7 +80,8 @@ def program(job: ExportJob) -> tuple[list[str], Draft]:
     overlap = NONE if job.plan.tp_overlap == NONE else USERBUFFERS
     notes = require_legal(job.with_plan(job.plan.with_(tp_overlap=overlap)), "megatron-lm", TITLE)
     plan, model, runtime = job.plan, job.question.model, job.question.runtime
-    flags = model_flags(model) | parallel_flags(job)
+    numbers = number_flags(model)
+    flags = model_flags(model) | numbers | parallel_flags(job)
     if plan.zero_stage is None and plan.dp_shard > 1:
         not_expressed.append("FSDP2 is written as Megatron-FSDP, which is another implementation")
     if plan.recompute_per_stage:
@@ -84,7 +90,8 @@ def program(job: ExportJob) -> tuple[list[str], Draft]:
         )
     if plan.tp_overlap not in {NONE, USERBUFFERS}:
         not_expressed.append(
-            f"tensor-parallel overlap {tp_overlap_label(plan.tp_overlap)}: written as --tp-comm-overlap, which has its own"
+            f"tensor-parallel overlap {tp_overlap_label(plan.tp_overlap)}: written as --tp-comm-overlap,"
+            " which has its own"
         )
     if (
         runtime.param_dtype == "bfloat16" and not spec_for(runtime).state.master_weights
@@ -107,7 +114,7 @@ def program(job: ExportJob) -> tuple[list[str], Draft]:
             f"{PROGRAM} of a Megatron-LM checkout",
             "data, tokenizer, learning rate, iterations and checkpoints, which no plan decides: append their flags",
             "nothing more to try the plan: without arguments the script runs on made-up data",
-            "numbers of the model that cost nothing, such as --rotary-base, --norm-epsilon and the router's losses",
+            *(() if numbers else (UNKNOWN_NUMBERS,)),
         ),
         notes=notes,
         environment=(CONNECTIONS,) if needs_one_connection(job) else (),
@@ -154,6 +161,7 @@ TARGET = Target(
     title="Megatron-LM",
     file_name="megatron.sh",
     write=write,
+    table=TABLE,
     first_line="#!/bin/sh",
     run="sh megatron.sh",
 )

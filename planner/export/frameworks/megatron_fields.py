@@ -8,7 +8,7 @@ Its default rank order tp-cp-ep-dp-pp names the fastest axis first (`megatron/co
 from __future__ import annotations
 
 from planner.export.frameworks.megatron_model import set_flags
-from planner.export.mapping import Entry, Facts, Settings, Table, one_of, truth, whole
+from planner.export.mapping import Entry, Facts, Settings, Table, layers_of, one_of, require_said, truth, whole
 from simulator.config.overlap_sites import NONE, USERBUFFERS
 from simulator.config.plan import Plan, default_schedule
 from simulator.pipeline.stages import counted_ends, stage_layers
@@ -25,6 +25,8 @@ _LAYOUT = "--pipeline-model-parallel-layout"
 _STAGES, _PER_STAGE = "--num-virtual-stages-per-pipeline-rank", "--num-layers-per-virtual-pipeline-stage"
 _ENDS = ("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers")
 _COUNTED = ("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split")
+_SPLITS = (_STAGES, _LAYOUT, _PER_STAGE, *_ENDS, *_COUNTED)
+_RAMP = "--rampup-batch-size"
 _CAPACITY = ("--moe-expert-capacity-factor", "--moe-pad-expert-input-to-capacity")
 _SHARD = (
     "--use-distributed-optimizer",
@@ -111,16 +113,17 @@ def _read_pipeline(settings: Settings, facts: Facts) -> Facts:
         virtual = len(listed) // pp
     elif _PER_STAGE in settings:
         per_stage = whole(settings, _PER_STAGE)
-        if facts["layers"] % (pp * per_stage):
-            raise BadInput(f"{facts['layers']} layers are not a multiple of {pp} ranks x {_PER_STAGE} {per_stage}")
-        virtual = facts["layers"] // pp // per_stage
+        layers = layers_of(facts, _PER_STAGE)
+        if layers % (pp * per_stage):
+            raise BadInput(f"{layers} layers are not a multiple of {pp} ranks x {_PER_STAGE} {per_stage}")
+        virtual = layers // pp // per_stage
     elif any(flag in settings for flag in _ENDS):
-        listed = _with_ends(settings, facts["layers"], pp, virtual)
+        listed = _with_ends(settings, layers_of(facts, _ENDS[0]), pp, virtual)
     elif any(flag in settings for flag in _COUNTED):
-        listed = _with_counted_ends(settings, facts["layers"], pp * virtual)
+        listed = _with_counted_ends(settings, layers_of(facts, _COUNTED[0]), pp * virtual)
     schedule = default_schedule(virtual)
     even = stage_layers(
-        facts["layers"],
+        facts.get("layers", sum(listed)),
         Plan(pp=pp, virtual_stages=virtual, schedule=schedule),
         runtime_spec("megatron-lm").pipeline,
     )
@@ -210,6 +213,12 @@ def _read_sharding(settings: Settings, facts: Facts) -> Facts:
         if word not in known:
             raise BadInput(f"--data-parallel-sharding-strategy is {word[:40]!r}", why=f"known: {', '.join(known)}")
         stage = known[word]
+        if facts.get("one_connection"):
+            raise BadInput(
+                "Megatron-LM's FSDP does not start with CUDA_DEVICE_MAX_CONNECTIONS=1",
+                why="its gathers have to run during products, on connections of their own",
+                remedy="take the variable out of the script, or another kind of sharding",
+            )
     elif truth(settings, "--use-torch-fsdp2"):
         stage = 3
     instances = whole(settings, _SHARD[5], 1)
@@ -258,6 +267,27 @@ def _read_batch(settings: Settings, facts: Facts) -> Facts:
     }
 
 
+def _read_ramp(settings: Settings, facts: Facts) -> Facts:
+    """Read nothing: a step is one of the full batch. Raises BadInput for a ramp that Megatron-LM stops at."""
+    if _RAMP not in settings:
+        return {}
+    said = str(require_said(_RAMP, settings[_RAMP])).split()
+    if len(said) != 3 or not all(word.isdecimal() and len(word) < 16 for word in said):
+        raise BadInput(f"{_RAMP} is {' '.join(said)[:60]!r}", why="it takes a first batch, an increment and samples")
+    first, increment = int(said[0]), int(said[1])
+    together = facts["micro_batch_size"] * facts["dp_replicate"] * facts["dp_shard"]
+    rest = facts["global_batch_size"] - first
+    # RampupBatchsizeNumMicroBatchesCalculator of megatron-core 0.12: each batch on the way is divided, too.
+    if increment < 1 or rest < 0 or rest % increment or first % together or increment % together:
+        raise BadInput(
+            f"{_RAMP} {first} {increment} up to {facts['global_batch_size']} sequences does not divide by {together} a"
+            " step",
+            why="every batch on the way is a multiple of micro batch x data parallel, and the last is the global batch",
+            remedy="a first batch and an increment that are multiples, or a smaller micro batch",
+        )
+    return {}
+
+
 def _write_recompute(facts: Facts) -> Settings:
     mode = facts["recompute"]
     if mode == "full":
@@ -272,8 +302,9 @@ def _read_recompute(settings: Settings, facts: Facts) -> Facts:
         return {"recompute": "none"}
     mode = one_of(settings, _RECOMPUTE[0], {"full": "full", "selective": "selective"}, "selective")
     count = whole(settings, _RECOMPUTE[2], 1, least=0)
-    held = facts["layers"] // (facts["pp"] * facts["virtual_stages"])
-    if mode == "full" and settings.get(_RECOMPUTE[1]) == "block" and count < held:
+    blocks = mode == "full" and settings.get(_RECOMPUTE[1]) == "block"
+    held = layers_of(facts, _RECOMPUTE[1]) // (facts["pp"] * facts["virtual_stages"]) if blocks else 0
+    if blocks and count < held:
         raise BadInput(
             f"full recomputation of {count} of the {held} layers of a stage is not described",
             why="--recompute-method block recomputes the first layers only",
@@ -301,7 +332,7 @@ def _read_types(settings: Settings, _: Facts) -> Facts:
         raise BadInput("--bf16 and --fp16 exclude each other")
     stored = "bfloat16" if bf16 else "float16" if fp16 else "float32"
     low = "--fp8-format" in settings or "--fp8-hybrid" in settings
-    # arguments.py: gradients are accumulated and reduced in float32 with bf16 unless told otherwise.
+    # arguments.py: gradients are accumulated and reduced in float32 with bf16 by default.
     reduce = "bfloat16" if truth(settings, "--grad-reduce-in-bf16") else "float16" if fp16 else "float32"
     if truth(settings, "--accumulate-allreduce-grads-in-fp32"):
         reduce = "float32"
@@ -331,7 +362,12 @@ TABLE: Table = (
         write=lambda facts: {"--sequence-parallel": True} if facts["sequence_parallel"] and facts["tp"] > 1 else {},
         read=lambda settings, facts: {"sequence_parallel": facts["tp"] > 1 and truth(settings, "--sequence-parallel")},
     ),
-    Entry(keys=(_PP, _STAGES, _LAYOUT, _PER_STAGE, *_ENDS, *_COUNTED), write=_write_pipeline, read=_read_pipeline),
+    Entry(
+        keys=(_PP, *_SPLITS),
+        exclusive=_SPLITS,
+        write=_write_pipeline,
+        read=_read_pipeline,
+    ),
     _degree(_CP, "cp"),
     Entry(
         keys=("--cp-comm-type",),
@@ -348,7 +384,8 @@ TABLE: Table = (
         write=_write_batch,
         read=_read_batch,
     ),
-    Entry(keys=_RECOMPUTE, write=_write_recompute, read=_read_recompute),
+    Entry(keys=(_RAMP,), write=lambda _: {}, read=_read_ramp),
+    Entry(keys=_RECOMPUTE, exclusive=_RECOMPUTE, write=_write_recompute, read=_read_recompute),
     Entry(
         keys=("--tp-comm-overlap",),
         write=lambda facts: {"--tp-comm-overlap": True} if facts["tp_overlap"] != NONE else {},

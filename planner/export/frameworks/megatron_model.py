@@ -5,11 +5,11 @@ Flags and defaults: `megatron/training/arguments.py` and the dataclasses it read
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any
+import re
+from dataclasses import replace
 
 from planner.export.mapping import Settings, truth, whole
-from simulator.config.hf_config import load_model, shipped_models
+from planner.export.named_models import model_said, models_of_shape
 from simulator.config.model import LatentAttention, MixtureOfExperts, Model
 from simulator.runtimes.library import runtime_spec
 from topology.errors import BadInput
@@ -20,17 +20,17 @@ DROPOUT = 0.1
 FUSED_MASK = "--no-create-attention-mask-in-dataloader"
 
 
-def set_flags(values: dict[str, Any]) -> dict[str, Any]:
+def set_flags(values: Settings) -> Settings:
     """Return the flags that are set: values other than False and None."""
     return {flag: value for flag, value in values.items() if value is not None and value is not False}
 
 
-def model_flags(model: Model) -> dict[str, Any]:
+def model_flags(model: Model) -> Settings:
     """Return the flags of the model's shape; True stands for a flag without a value."""
     moe, latent = model.moe, model.latent
     grouped = latent is None and model.kv_heads < model.heads
     dropout = DROPOUT if has_dropout(model) else 0.0
-    flags: dict[str, Any] = {
+    flags: Settings = {
         "--num-layers": model.layers,
         "--hidden-size": model.hidden,
         "--ffn-hidden-size": model.ffn or (moe.ffn if moe else None),
@@ -122,6 +122,16 @@ MODEL_KEYS = frozenset(
         "--max-position-embeddings",
     }
 )
+# Flags of networks whose layers are of other kinds, and what those are.
+_OTHER_LAYERS = {
+    r"--(is-)?hybrid-.*|--mamba-.*": "a hybrid of state-space and attention layers",
+    r"--linear-.*|--experimental-attention-variant": "linear attention",
+    r"--heterogeneous-layers-.*": "layers of different shapes",
+    r"--encoder-num-layers|--decoder-num-layers": "an encoder and a decoder",
+    r"--(vision|img|patch|num-image|disable-vision)-.*": "a vision tower",
+    r"--(model|dataset)-provider|--language-model-checkpoint": "a language model among other parts",
+    r"--spec": "layers of the program's own",
+}
 # Vocabularies of tokenizers whose own file is not at hand: GPT-2's, Llama 2's.
 _VOCABULARIES = {"gpt2bpetokenizer": 50257, "llama2tokenizer": 32000}
 
@@ -130,6 +140,10 @@ def model_of_flags(settings: Settings, name: str) -> tuple[Model, tuple[str, ...
     """Return the model that flags describe, and what was assumed of it. Raises BadInput for shapes that are not
     stated.
     """
+    for flag in settings:
+        for pattern, kind in _OTHER_LAYERS.items():
+            if re.fullmatch(pattern, flag) and settings[flag] is not False:
+                raise BadInput(f"{flag} asks for {kind}, which is not modelled")
     for flag in ("--num-layers", "--hidden-size", "--num-attention-heads"):
         if flag not in settings:
             raise BadInput(f"{flag} is not stated", why="the model's shapes are its flags", remedy="--model NAME")
@@ -147,11 +161,11 @@ def model_of_flags(settings: Settings, name: str) -> tuple[Model, tuple[str, ...
     moe = _experts(settings, layers, ffn) if "--num-experts" in settings else None
     assumed: list[str] = []
     shape = (layers, hidden, heads, kv_heads)
-    vocab, called = _vocabulary(settings, name, shape, assumed)
+    vocab = _vocabulary(settings, (*shape, ffn), assumed)
     length = whole(settings, "--max-position-embeddings", 0, least=0)
     rotary = position != "learned_absolute"
     model = Model(
-        name=called,
+        name=name,
         family=_family(
             moe, latent, gated=gated, plain=not rotary or str(settings.get("--hidden-dropout", DROPOUT)) != "0.0"
         ),
@@ -176,7 +190,16 @@ def model_of_flags(settings: Settings, name: str) -> tuple[Model, tuple[str, ...
         max_positions=length,
         rotary=rotary,
     )
-    return model, tuple(assumed)
+    same = (one for one in models_of_shape(layers, hidden, heads) if _same_sizes(one, model))
+    known = next(same, None)
+    return (model if known is None else replace(model, name=known.name)), tuple(assumed)
+
+
+def _same_sizes(one: Model, other: Model) -> bool:
+    experts = [model.moe and (model.moe.experts, model.moe.experts_per_token, model.moe.ffn) for model in (one, other)]
+    return experts[0] == experts[1] and all(
+        getattr(one, size) == getattr(other, size) for size in ("kv_heads", "head_dim", "ffn", "vocab", "parameters")
+    )
 
 
 def _family(moe: MixtureOfExperts | None, latent: LatentAttention | None, *, gated: bool, plain: bool) -> str:
@@ -216,7 +239,7 @@ def _experts(settings: Settings, layers: int, ffn: int) -> MixtureOfExperts:
     )
 
 
-def _dense(frequency: object, layers: int) -> dict[str, Any]:
+def _dense(frequency: object, layers: int) -> Settings:
     """Return which layers are dense: `--moe-layer-freq` is a number N (every N-th is sparse) or a list of 0 and 1,
     which may be a sum of multiplied lists, such as ([0]*3+[1]*58).
     """
@@ -244,24 +267,23 @@ def _pattern(text: str, layers: int) -> list[int]:
     return pattern
 
 
-@cache
-def _shipped_by_shape() -> dict[tuple[int, ...], Model]:
-    """Return the shipped models by layers, hidden size, heads and key/value heads, the first by name of each shape."""
-    models = map(load_model, reversed(shipped_models()))
-    return {(one.layers, one.hidden, one.heads, one.kv_heads): one for one in models}
-
-
-def _vocabulary(settings: Settings, name: str, shape: tuple[int, ...], assumed: list[str]) -> tuple[int, str]:
-    """Return the vocabulary and what the model is called; what is not stated is that of a known model of this shape."""
-    alike = _shipped_by_shape().get(shape)
-    called = alike.name if alike else name
+def _vocabulary(settings: Settings, shape: tuple[int, ...], assumed: list[str]) -> int:
+    """Return the vocabulary; what is not stated is that of the named tokenizer, or of a known model of this shape:
+    layers, width, heads, key/value heads, feed-forward width.
+    """
     for flag in ("--vocab-size", "--padded-vocab-size"):
         if flag in settings:
-            return whole(settings, flag), called
-    if alike:
-        assumed.append(f"vocabulary of {alike.vocab} (that of {called}; the tokenizer was not read)")
-        return alike.vocab, called
+            return whole(settings, flag)
+    for flag in ("--tokenizer-model", "--tokenizer-name-or-path"):
+        named, _ = model_said(settings.get(flag))
+        if named is not None:
+            assumed.append(f"vocabulary of {named.vocab} (that of {named.name}, which {flag} names)")
+            return named.vocab
+    for one in models_of_shape(*shape[:3]):
+        if (one.kv_heads, one.ffn or (one.moe.ffn if one.moe else 0)) == shape[3:]:
+            assumed.append(f"vocabulary of {one.vocab} (that of {one.name}; the tokenizer was not read)")
+            return one.vocab
     kind = str(settings.get("--tokenizer-type", "")).lower()
     vocab = _VOCABULARIES.get(kind, 50257)
     assumed.append(f"vocabulary of {vocab} ({kind or 'no tokenizer'} is stated, and no vocabulary)")
-    return vocab, called
+    return vocab

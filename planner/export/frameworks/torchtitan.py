@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planner.export.degrees import to_fsdp_degrees
+from planner.export.degrees import masters_alone, to_fsdp_degrees
 from planner.export.job import ExportJob, require_legal
 from simulator.config.overlap_sites import tp_overlap_label
 from simulator.config.plan import Plan
@@ -20,14 +20,14 @@ def prepared(job: ExportJob, title: str) -> tuple[ExportJob, tuple[str, ...], tu
     fsdp, sharding_notes = to_fsdp_degrees(job.plan, title)
     if fsdp.ep_overlap != "none" and not (title.endswith("0.2.2") and schedule_kind(fsdp.schedule_name).pairs):
         fsdp = fsdp.with_(ep_overlap="none")
-        sharding_notes = (*sharding_notes, f"all-to-all of experts beside compute: {title} does not with this schedule")
-    job = job.with_plan(fsdp)
+        sharding_notes = (*sharding_notes, f"all-to-all of experts during compute: {title} does not with this schedule")
+    job, types_notes = masters_alone(job.with_plan(fsdp), title)
     written = fsdp if not overlap_not_expressed(fsdp) else fsdp.with_(tp_overlap="none")
     notes = require_legal(job.with_plan(written), "torchtitan", title)
     runtime = job.question.runtime
     if runtime.param_dtype not in {"float32", "bfloat16"}:
         raise Infeasible(f"{TITLE} stores parameters in float32 or bfloat16, the plan in {runtime.param_dtype}")
-    return job, (*sharding_notes, *_not_expressed(job), *overlap_not_expressed(fsdp)), notes
+    return job, (*sharding_notes, *types_notes, *_not_expressed(job), *overlap_not_expressed(fsdp)), notes
 
 
 def _not_expressed(job: ExportJob) -> list[str]:
@@ -52,5 +52,8 @@ def overlap_not_expressed(plan: Plan) -> tuple[str, ...]:
     if plan.tp_overlap in {"none", "async"}:
         return ()
     return (
-        f"tensor-parallel overlap {tp_overlap_label(plan.tp_overlap)}: {TITLE} has asynchronous tensor parallelism only",
+        (
+            f"tensor-parallel overlap {tp_overlap_label(plan.tp_overlap)}: {TITLE} has asynchronous tensor parallelism"
+            " only"
+        ),
     )

@@ -2,7 +2,7 @@
 
 0.3.0 reads no TOML (`config/manager.py`): `--module` and `--config` choose a function, `--section.key` overrides the
 configuration that it returns, and activation checkpointing is a subcommand, which must be last. The function is a
-module of its own, written beside the command: the functions that torchtitan ships cover few models. Its loss is in one
+module of its own, written next to the command: the functions that torchtitan ships cover few models. Its loss is in one
 piece, or in 8 as in theirs where the plan was predicted for 0.3.0.
 """
 
@@ -33,8 +33,8 @@ def program(job: ExportJob) -> tuple[list[str], Draft]:
     if stage_modules(facts, plan, "lm_head"):
         raise Infeasible(
             f"{title} splits this pipeline differently",
-            why="uneven stages, or more than two per rank, need parallelism.module_fqns_per_model_part, which its command "
-            "line cannot hold",
+            why="uneven stages, or more than two per rank, need parallelism.module_fqns_per_model_part,"
+            " which its command line cannot hold",
             remedy="--to torchtitan@0.2.2, or a configuration function of your own",
         )
     if plan.cp > 1 and (plan.cp_method or "all_gather") != "all_gather":
@@ -87,6 +87,7 @@ TARGET = Target(
     title=TITLE,
     file_name="torchtitan.sh",
     write=write,
+    table=COMMAND_LINE,
     first_line="#!/bin/sh",
     run="sh torchtitan.sh",
 )

@@ -13,6 +13,7 @@ from planner.export.mapping import (
     Settings,
     Table,
     data_parallel_rest,
+    layers_of,
     number,
     one_of,
     truth,
@@ -49,6 +50,7 @@ _MICRO_BATCH = "parallelism.pipeline_parallel_microbatch_size"
 _PER_STAGE = "parallelism.pipeline_parallel_layers_per_stage"
 _MODULES = "parallelism.module_fqns_per_model_part"
 _LESS = tuple(f"parallelism.pipeline_parallel_{end}_stage_less_layers" for end in ("first", "last"))
+_SPLITS = (_MODULES, _PER_STAGE, *_LESS)
 
 
 def _read_shard(settings: Settings, facts: Facts) -> Facts:
@@ -153,7 +155,12 @@ def pipeline(head: str) -> Entry:
         modules = stage_modules(facts, _plan(facts), head)
         return settings | ({_MODULES: modules} if modules else {})
 
-    return Entry(keys=(_SCHEDULE, _MICRO_BATCH, _MODULES, _PER_STAGE, *_LESS), write=write, read=_read_pipeline)
+    return Entry(
+        keys=(_SCHEDULE, _MICRO_BATCH, *_SPLITS),
+        exclusive=_SPLITS,
+        write=write,
+        read=_read_pipeline,
+    )
 
 
 def _read_pipeline(settings: Settings, facts: Facts) -> Facts:
@@ -175,14 +182,15 @@ def _read_pipeline(settings: Settings, facts: Facts) -> Facts:
     if settings.get(_PER_STAGE) is not None:
         # pipeline_parallel.py, pipeline_llm: the embedding and the head count as layers.
         per_stage = whole(settings, _PER_STAGE)
-        stages = -(-(facts["layers"] + sum(less)) // per_stage)
+        stages = -(-(layers_of(facts, _PER_STAGE) + sum(less)) // per_stage)
         if stages % facts["pp"]:
             raise BadInput(
                 f"{_PER_STAGE} {per_stage} makes {stages} stages, not a multiple of {facts['pp']} pipeline ranks"
             )
         found["virtual_stages"] = stages // facts["pp"]
     if less != [1, 1]:
-        return _listed(found, _uneven(facts["layers"], facts["pp"] * found["virtual_stages"], less), facts)
+        counts = _uneven(layers_of(facts, _LESS[0]), facts["pp"] * found["virtual_stages"], less)
+        return _listed(found, counts, facts)
     return found
 
 
@@ -196,7 +204,7 @@ def _listed(found: Facts, counts: list[int], facts: Facts) -> Facts:
     """Return the stages as a list, or without it where it is what torchtitan would do by itself."""
     stages = len(counts) // facts["pp"]
     even = Plan(pp=facts["pp"], virtual_stages=stages, schedule=found["schedule"])
-    same = stage_layers(facts["layers"], even, runtime_spec("torchtitan").pipeline) == tuple(counts)
+    same = stage_layers(facts.get("layers", sum(counts)), even, runtime_spec("torchtitan").pipeline) == tuple(counts)
     return found | {"virtual_stages": stages, "layers_per_stage": () if same else tuple(counts)}
 
 
@@ -266,7 +274,7 @@ _BESIDE = "parallelism.pipeline_parallel_expert_parallel_overlap"
 
 
 def _pairs(facts: Facts) -> bool:
-    """Return whether 0.2.2 would overlap the all-to-all of experts unless told otherwise
+    """Return whether 0.2.2 would overlap the all-to-all of experts by default
     (distributed/dual_pipe_v.py).
     """
     return bool(facts["pp"] > 1 and facts["ep"] > 1 and facts["schedule"] in schedules_that(lambda kind: kind.pairs))

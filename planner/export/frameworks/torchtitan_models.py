@@ -1,4 +1,4 @@
-"""The model of a plan for torchtitan: one that it ships, or a flavor of a shipped class, written beside the
+"""The model of a plan for torchtitan: one that it ships, or a flavor of a shipped class, written alongside the
 configuration.
 
 torchtitan builds models by name. 0.2.2 imports the module that `experimental.custom_import` names before it looks one
@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from planner.export.schema import shipped_model
+from planner.export.schema import schema, shipped_model
 from planner.export.slug import slug
 from simulator.config.model import Model
 from simulator.config.workload import Workload
@@ -62,9 +62,10 @@ def registry_model(model: Model, workload: Workload, version: str, *, loss_in_pi
             lacking = "its Llama has no experts, no norms on queries and keys, and heads of width hidden / heads"
         if lacking:
             raise Infeasible(error.what, why=f"{lacking}; {error.why}", remedy=error.remedy) from None
-        module, start, flavor, shapes = "llama3", "llama3_8b", slug(model.name), _registry_shapes(model)
+        module, flavor, shapes = "llama3", slug(model.name), _registry_shapes(model)
     else:
-        module, start, flavor, shapes = known["module"], known["config"], known["flavor"], ""
+        module, flavor, shapes = known["module"], known["flavor"], ""
+    start = _starting_config(version, module, flavor, model.parameters)
     imports = _REGISTRY_IMPORTS if shapes else "from torchtitan.models.common.config_utils import decoder_vocab_size\n"
     models = f"from torchtitan.models import {module} as models\n"
     loss, pieces = "CrossEntropyLoss.Config(global_vocab_size=decoder_vocab_size(config.model_spec))", "one piece"
@@ -73,7 +74,8 @@ def registry_model(model: Model, workload: Workload, version: str, *, loss_in_pi
         loss, pieces = f"ChunkedLossWrapper.Config(num_chunks=8, loss_fn={loss})", "8 pieces"
         names = f"ChunkedLossWrapper, {names}"
     body = (
-        f'"""The configuration that the plan starts from: {module} {flavor}, its loss in {pieces} as it was predicted."""\n\n'
+        f'"""The configuration that the plan starts from: {module} {flavor}, its loss in {pieces} as it was'
+        ' predicted."""\n\n'
         f"from torchtitan.components.loss import {names}\n{models}{imports}"
         f"from torchtitan.models.{module}.config_registry import {start}\n\n{shapes}\n"
         f"def {CONFIG_FUNCTION}():\n"
@@ -83,6 +85,23 @@ def registry_model(model: Model, workload: Workload, version: str, *, loss_in_pi
         "    return config\n"
     )
     return NamedModel(module=module, flavor=flavor, files={f"{CONFIG_MODULE}.py": body})
+
+
+def _starting_config(version: str, module: str, flavor: str, parameters: int) -> str:
+    """Return the configuration function of a module that is for this flavor, or for the one nearest in size."""
+    known = schema("torchtitan", version)
+    sizes: dict[str, int] = {one["flavor"]: one["parameters"] for one in known["models"] if one["module"] == module}
+    for_flavor: dict[str, str] = {
+        name.partition(".")[2]: one["flavor"]
+        for name, one in known["configs"].items()
+        if name.startswith(f"{module}.{module}") and one["flavor"] in sizes
+    }
+
+    def distance(name: str) -> tuple[bool, float, int]:
+        ratio = sizes[for_flavor[name]] / parameters
+        return for_flavor[name] != flavor, max(ratio, 1 / ratio), len(name)
+
+    return min(for_flavor, key=distance)
 
 
 def _not_a_llama(model: Model, workload: Workload) -> str:
@@ -98,7 +117,7 @@ def _not_a_llama(model: Model, workload: Workload) -> str:
         "learned positions": bool(model.learned_positions) or not model.rotary,
         "parallel residuals": model.parallel_residual,
         "a sliding window": model.windowed_layers > 0 and workload.seq_len > model.sliding_window,
-        "shared or biased experts, or dense layers beside sparse ones": bool(
+        "shared or biased experts, or dense layers alongside sparse ones": bool(
             moe and (moe.shared_ffn or moe.dense_layers or moe.router_bias or moe.expert_bias)
         ),
     }
@@ -182,7 +201,8 @@ def _registry_shapes(model: Model) -> str:
         "        layers=models._build_llama3_layers(\n"
         f"            n_layers={model.layers},\n            dim=dim,\n            n_heads={model.heads},\n"
         f"            n_kv_heads={model.kv_heads},\n            hidden_dim={model.ffn},\n"
-        f'            rope=ComplexRoPE.Config(dim={model.head_dim}, max_seq_len={model.max_positions or 131072}, theta=500000, scaling="llama"),\n'
+        f"            rope=ComplexRoPE.Config(dim={model.head_dim}, max_seq_len={model.max_positions or 131072},"
+        ' theta=500000, scaling="llama"),\n'
         "            attn_backend=attn_backend,\n            tp_gemm_backend=tp_gemm_backend,\n        ),\n    )\n\n\n"
         f"models.llama3_configs[{json.dumps(slug(model.name))}] = shapes\n\n"
     )

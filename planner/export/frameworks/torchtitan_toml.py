@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import tomli_w
 
 from planner.export.draft import Draft, Target
@@ -14,6 +12,7 @@ from planner.export.job import ExportJob
 from planner.export.mapping import write as settings_of
 from planner.export.script import common_device_list, host_order_notes, run_line, torchrun_words
 from simulator.config.plan import Plan
+from topology.codec import JsonObject
 
 VERSION = "0.2.2"
 FILE = "torchtitan.toml"
@@ -24,7 +23,7 @@ def write(job: ExportJob) -> Draft:
     title = f"{TITLE} {VERSION}"
     job, not_expressed, notes = prepared(job, title)
     known = toml_model(job.question.model, job.question.workload, VERSION)
-    document: dict[str, Any] = {
+    document: JsonObject = {
         "job": {"description": job.name},
         "model": {"name": known.module, "flavor": known.flavor},
     }
@@ -92,4 +91,5 @@ TARGET = Target(
     title=TITLE,
     file_name=FILE,
     write=write,
+    table=TOML,
 )

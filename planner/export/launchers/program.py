@@ -39,7 +39,10 @@ def framework_program(job: ExportJob) -> tuple[list[str], Draft]:
         words = [OWN, "--deepspeed", "--deepspeed_config", deepspeed.FILE, APPENDED]
         return words, _with_file(draft, deepspeed.FILE, codec.to_json(draft.body))
     missing = (
-        f"degrees, batch and recompute: {OWN} is yours, and {job.question.framework.name} has no configuration file that holds them",
+        (
+            f"degrees, batch and recompute: {OWN} is yours, and {job.question.framework.name} has no configuration file"
+            " that holds them"
+        ),
     )
     return [OWN, APPENDED], Draft(
         body="", settings={}, not_expressed=missing, needed=(f"{OWN}, which builds the meshes of the plan",)
@@ -51,7 +54,7 @@ def _with_file(draft: Draft, name: str, text: str) -> Draft:
 
 
 def node_environment(job: ExportJob, hosts: Hosts, draft: Draft) -> tuple[Variable, ...]:
-    """Return what is set on every node beside the environment that every plan assumes.
+    """Return what is set on every node besides the environment that every plan assumes.
 
     NCCL finds its ports itself, but cannot know that a port that is present is down. If there is one, the ports that
     are up are named exactly (the leading =).

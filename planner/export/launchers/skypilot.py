@@ -7,8 +7,6 @@ goes to the program.
 
 from __future__ import annotations
 
-from typing import Any
-
 from planner.export.draft import Draft, Target
 from planner.export.job import ExportJob
 from planner.export.launchers.program import framework_program, node_environment
@@ -23,6 +21,7 @@ from planner.export.script import (
 from planner.export.slug import slug
 from planner.export.yaml_text import yaml_text
 from topology.catalog.gpus import gpu_names
+from topology.codec import JsonObject
 from topology.errors import Infeasible
 
 VERSION = "0.14.1"
@@ -45,10 +44,10 @@ def write(job: ExportJob) -> Draft:
     extra = node_environment(job, hosts, draft)
     variables = (*job.environment(), *extra)
     started = torchrun_words(hosts, node_rank=NODE, address=ADDRESS)
-    resources: dict[str, Any] = {"accelerators": {accelerator: hosts.gpus_to_request}}
+    resources: JsonObject = {"accelerators": {accelerator: hosts.gpus_to_request}}
     if hosts.count > 1:
         resources["network_tier"] = "best"
-    document: dict[str, Any] = {
+    document: JsonObject = {
         "name": slug(job.name),
         "num_nodes": hosts.count,
         "workdir": ".",

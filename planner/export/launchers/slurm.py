@@ -6,8 +6,6 @@ the program's arguments.
 
 from __future__ import annotations
 
-from typing import Any
-
 from planner.export.draft import Draft, Target
 from planner.export.hosts import Hosts
 from planner.export.job import ExportJob
@@ -23,6 +21,7 @@ from planner.export.script import (
     torchrun_words,
 )
 from planner.export.slug import slug
+from topology.codec import JsonObject
 
 VERSION = "22.05"
 NODE = ShellExpression('"$SLURM_NODEID"')
@@ -69,11 +68,11 @@ def write(job: ExportJob) -> Draft:
         ShellExpression('"$@"'),
     ]
     head = f"{FIRST_NODE}export head\n" if hosts.count > 1 else ""
-    cores = "cores=${SLURM_CPUS_ON_NODE:-1}\n"  # srun gives a task one core unless told
+    cores = "cores=${SLURM_CPUS_ON_NODE:-1}\n"  # srun gives a task one core by default
     return Draft(
         body=(
-            f"{directives(options)}\nset -eu\n{export_lines((*job.environment(), *extra))}{file_lines(draft.files)}{head}{cores}"
-            f"{command(node)}\n"
+            f"{directives(options)}\nset -eu\n{export_lines((*job.environment(), *extra))}{file_lines(draft.files)}"
+            f"{head}{cores}{command(node)}\n"
         ),
         settings={name: value for name, value in options.items() if value is not None},
         not_expressed=not_expressed,
@@ -91,7 +90,7 @@ def write(job: ExportJob) -> Draft:
     )
 
 
-def _resources(hosts: Hosts) -> dict[str, Any]:
+def _resources(hosts: Hosts) -> JsonObject:
     """Return what a job takes of its nodes: all of them, or a part that goes with its GPUs."""
     # With GPUs of its own choice too: SLURM may give the job some of them, renumbered.
     if hosts.gpus_to_request == hosts.installed:

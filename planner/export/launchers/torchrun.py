@@ -6,14 +6,13 @@ are started with torchrun only.
 
 from __future__ import annotations
 
-from typing import Any
-
 from planner.export.degrees import to_fsdp_degrees
 from planner.export.draft import Draft, Target
 from planner.export.job import ExportJob, require_legal
 from planner.export.script import command, started_script
 from simulator.runtimes.environment import Variable
 from topology import codec
+from topology.codec import JsonObject
 
 VERSION = "2.13"
 TITLE = "torchrun"
@@ -24,7 +23,7 @@ ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
 DELIMITER = "REQUEST"  # one line of JSON cannot contain this line
 
 
-def request(job: ExportJob) -> dict[str, Any]:
+def request(job: ExportJob) -> JsonObject:
     """Return the executor's request, as of `planner apply`; the environment determines the GPUs."""
     return {
         "schema_version": REQUEST_VERSION,
@@ -62,7 +61,7 @@ def write(job: ExportJob) -> Draft:
         if hosts.count > 1
         else ()
     )
-    settings: dict[str, Any] = {"--nproc-per-node": str(hosts.ranks_per_host), "--max-restarts": 0}
+    settings: JsonObject = {"--nproc-per-node": str(hosts.ranks_per_host), "--max-restarts": 0}
     if hosts.count > 1:
         settings["--nnodes"] = str(hosts.count)
     draft = Draft(

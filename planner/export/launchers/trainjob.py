@@ -24,6 +24,7 @@ from planner.export.script import (
 from planner.export.slug import slug
 from planner.export.yaml_text import yaml_text
 from simulator.runtimes.environment import Variable
+from topology.codec import JsonObject
 
 VERSION = "2.3.0"
 TITLE = f"Kubeflow Trainer {VERSION}"
@@ -72,10 +73,10 @@ def write(job: ExportJob) -> Draft:
     )
 
 
-def _flat(value: Any, path: str) -> dict[str, Any]:
+def _flat(value: Any, path: str) -> JsonObject:
     """Return the leaves of a document by path, such as `spec.trainer.numNodes`; lists and free-form maps are leaves."""
     if isinstance(value, dict) and not path.endswith(("annotations", "limits")):
-        flat: dict[str, Any] = {}
+        flat: JsonObject = {}
         for key, inner in value.items():
             flat |= _flat(inner, f"{path}.{key}" if path else key)
         return flat

@@ -15,7 +15,7 @@ PORT = 8000
 def command(deployment: Deployment, pool: Pool, model: str, *, longest: int, port: int = PORT) -> list[str]:
     """Return the words of the command for one engine of `pool`; `model` is its name on the hub, `longest` in tokens.
 
-    Raises Infeasible for what an engine cannot be told.
+    Raises Infeasible for what no flag of an engine says.
     """
     writers = {"vllm": _vllm, "sglang": _sglang, "trtllm": _trtllm}
     program = engine_of(deployment.engine).program
@@ -70,7 +70,7 @@ def _trtllm(deployment: Deployment, pool: Pool, model: str, longest: int, port: 
     engine = engine_of("trtllm")
     if deployment.eager or not deployment.custom_all_reduce:
         raise Infeasible(
-            "trtllm-serve is told of graphs and of its all-reduce in a YAML file only",
+            "trtllm-serve takes graphs and its all-reduce from a YAML file only",
             why="the command line has no flags for them",
             remedy="leave out --eager and --no-custom-all-reduce, or write them into its --extra_llm_api_options",
         )

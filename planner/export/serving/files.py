@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import shlex
-from typing import Any
 
 from planner.export.serving.commands import PORT, command
 from planner.export.serving.separated import require_separable, separated_files
 from planner.export.yaml_text import yaml_text
 from simulator.serving.deployment import Deployment, Pool
 from simulator.serving.engine import engine_of
+from topology.codec import JsonObject
 from topology.errors import Infeasible
 
 IMAGES = {
@@ -58,7 +58,7 @@ def _script(deployment: Deployment, model: str, longest: int, gpus_per_node: int
     return "\n".join([*lines, "wait -n", ""])
 
 
-def _compose(deployment: Deployment, words: list[str], gpus_per_node: int) -> dict[str, Any]:
+def _compose(deployment: Deployment, words: list[str], gpus_per_node: int) -> JsonObject:
     pool = deployment.pool
     here = min(pool.engines, gpus_per_node // pool.gpus)
     services = {}
@@ -76,7 +76,7 @@ def _compose(deployment: Deployment, words: list[str], gpus_per_node: int) -> di
     return {"services": services}
 
 
-def _kubernetes(deployment: Deployment, pool: Pool, words: list[str]) -> dict[str, Any]:
+def _kubernetes(deployment: Deployment, pool: Pool, words: list[str]) -> JsonObject:
     labels = {"app": "model-server"}
     container = {
         "name": "engine",

@@ -10,12 +10,12 @@ from __future__ import annotations
 import json
 import shlex
 from dataclasses import dataclass
-from typing import Any
 
 from planner.export.serving.commands import PORT, command
 from planner.export.yaml_text import yaml_text
 from simulator.serving.deployment import Deployment, Pool
 from simulator.serving.engine import engine_of
+from topology.codec import JsonObject
 from topology.errors import Infeasible
 
 BOOTSTRAP_PORT = 8998  # where an engine of SGLang that reads tells the others how to fetch its cache; its default
@@ -139,7 +139,7 @@ def _script(deployment: Deployment, engines: list[Engine], model: str, longest: 
     """Return a script of one node that starts all engines, each on its own GPUs, and the router before them."""
     lines = ["#!/usr/bin/env bash"]
     if _is_vllm(deployment):
-        lines.append(f"# {PROXY}: of vLLM's repository, tests/v1/kv_connector/nixl_integration, beside this file.")
+        lines.append(f"# {PROXY}: of vLLM's repository, tests/v1/kv_connector/nixl_integration, next to this file.")
     lines += ["set -euo pipefail", "trap 'kill $(jobs -p) 2> /dev/null' EXIT"]
     addresses = {
         engine: Address("127.0.0.1", PORT + place, _fetched_at(deployment, place))
@@ -155,10 +155,10 @@ def _script(deployment: Deployment, engines: list[Engine], model: str, longest: 
     return "\n".join([*lines, f"{shlex.join(router_words(deployment, addresses))} &", "wait -n", ""])
 
 
-def _compose(deployment: Deployment, engines: list[Engine], model: str, longest: int, image: str) -> dict[str, Any]:
+def _compose(deployment: Deployment, engines: list[Engine], model: str, longest: int, image: str) -> JsonObject:
     """Return one service an engine, found by its name, and the router, whose port is the only one that is published."""
     addresses = {engine: Address(engine.name, PORT, _fetched_at(deployment, 0)) for engine in engines}
-    services: dict[str, Any] = {}
+    services: JsonObject = {}
     first = 0
     for engine, address in addresses.items():
         words = engine_words(deployment, engine, model, longest, address)
@@ -187,12 +187,12 @@ def _compose(deployment: Deployment, engines: list[Engine], model: str, longest:
 
 def _kubernetes(
     deployment: Deployment, engines: list[Engine], model: str, longest: int, image: str
-) -> list[dict[str, Any]]:
+) -> list[JsonObject]:
     """Return a StatefulSet of each kind of engine with the service that names its pods, and the router with its own."""
     addresses = {
         engine: Address(f"{engine.name}.{engine.mode}", PORT, _fetched_at(deployment, 0)) for engine in engines
     }
-    documents: list[dict[str, Any]] = []
+    documents: list[JsonObject] = []
     for mode in ("prefill", "decode"):
         of_mode = [engine for engine in engines if engine.mode == mode]
         labels = {"app": "model-server", "role": mode}
@@ -231,15 +231,15 @@ def _kubernetes(
     return [*documents, _service("router", labels, headless=False), router]
 
 
-def _pod_environment(deployment: Deployment, address: Address) -> list[dict[str, Any]]:
+def _pod_environment(deployment: Deployment, address: Address) -> list[JsonObject]:
     """Return the environment of a pod, which is fetched from at its own address."""
     found = engine_environment(deployment, address)
     own = {"valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
     return [{"name": name, **(own if name.endswith("_HOST") else {"value": value})} for name, value in found.items()]
 
 
-def _service(name: str, labels: dict[str, str], *, headless: bool) -> dict[str, Any]:
-    spec: dict[str, Any] = {"selector": labels, "ports": [{"port": PORT}]}
+def _service(name: str, labels: dict[str, str], *, headless: bool) -> JsonObject:
+    spec: JsonObject = {"selector": labels, "ports": [{"port": PORT}]}
     if headless:
         spec |= {"clusterIP": "None", "publishNotReadyAddresses": True}
     return {"apiVersion": "v1", "kind": "Service", "metadata": {"name": name, "labels": labels}, "spec": spec}
@@ -249,12 +249,12 @@ def _workload(
     kind: str,
     name: str,
     labels: dict[str, str],
-    container: dict[str, Any],
-    volumes: list[dict[str, Any]],
+    container: JsonObject,
+    volumes: list[JsonObject],
     replicas: int,
-) -> dict[str, Any]:
+) -> JsonObject:
     pod = {"metadata": {"labels": labels}, "spec": {"containers": [container], "volumes": volumes}}
-    spec: dict[str, Any] = {"replicas": replicas, "selector": {"matchLabels": labels}, "template": pod}
+    spec: JsonObject = {"replicas": replicas, "selector": {"matchLabels": labels}, "template": pod}
     if kind == "StatefulSet":
         spec |= {"serviceName": name, "podManagementPolicy": "Parallel"}
     return {"apiVersion": "apps/v1", "kind": kind, "metadata": {"name": name, "labels": labels}, "spec": spec}

@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from difflib import get_close_matches
-from typing import Any
 
 from planner.export.draft import Draft, Exported, Target
 from planner.export.frameworks import accelerate, deepspeed, megatron, torchtitan_cli, torchtitan_toml
 from planner.export.job import ExportJob
 from planner.export.launchers import skypilot, slurm, torchrun, trainjob
+from planner.export.planned import LABEL, SECTION, planned_document, planned_line
 from planner.export.script import comment
 from planner.io.plan_words import degrees_text, policy_text
 from planner.io.version import version
 from simulator.config.plan import MESH_AXES
 from simulator.config.runtime import TF32
+from topology.codec import JsonObject
 from topology.errors import UserError
 
 # Newest version of a target first.
@@ -75,8 +76,9 @@ def export(job: ExportJob, target: Target) -> Exported:
         draft = replace(draft, not_expressed=(*draft.not_expressed, TF32_NOTE))
     run = draft.run or target.run
     facts = header(job, target, replace(draft, needed=(*draft.needed, f"to run: {run}")))
+    facts[LABEL] = planned_document(job, target.table, draft.settings)
     if isinstance(draft.body, dict):
-        text = json.dumps({"meshwright": facts, **draft.body}, indent=2) + "\n"
+        text = json.dumps({SECTION: facts, **draft.body}, indent=2) + "\n"
     else:
         first = f"{target.first_line}\n" if target.first_line else ""
         text = f"{first}{comment(header_lines(facts))}{draft.body}"
@@ -96,9 +98,10 @@ def export(job: ExportJob, target: Target) -> Exported:
     )
 
 
-def header(job: ExportJob, target: Target, draft: Draft) -> dict[str, Any]:
+def header(job: ExportJob, target: Target, draft: Draft) -> JsonObject:
     """Return the header that every exported file has."""
     plan = replace(job.plan, placement=())
+    sizes = " x ".join(str(getattr(plan, axis)) for axis in MESH_AXES)
     return {
         "written_by": f"meshwright {version()}",
         "plan": job.plan_hash,
@@ -107,14 +110,14 @@ def header(job: ExportJob, target: Target, draft: Draft) -> dict[str, Any]:
         "cluster": job.question.cluster.name,
         "gpus": degrees_text(plan),
         "policy": policy_text(plan),
-        "rank_order": f"{' x '.join(MESH_AXES)} = {' x '.join(str(getattr(plan, a)) for a in MESH_AXES)}, the last fastest",
+        "rank_order": f"{' x '.join(MESH_AXES)} = {sizes}, the last fastest",
         "not_expressed": list(draft.not_expressed),
         "needed": list(draft.needed),
         "notes": list(draft.notes),
     }
 
 
-def header_lines(facts: dict[str, Any]) -> list[str]:
+def header_lines(facts: JsonObject) -> list[str]:
     """Return the header as lines; names are written as JSON strings, so that they stay on one line."""
     lines = [
         f"{facts['written_by']}, plan {facts['plan']}, for {facts['for']}",
@@ -124,4 +127,4 @@ def header_lines(facts: dict[str, Any]) -> list[str]:
     ]
     for label, key in (("not expressed", "not_expressed"), ("needed", "needed"), ("note", "notes")):
         lines += [f"{label}: {line}" for line in facts[key]]
-    return [*lines, ""]
+    return [*lines, planned_line(facts[LABEL]), ""]

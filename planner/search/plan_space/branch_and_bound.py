@@ -40,10 +40,10 @@ from planner.search.plan_space.screened import (
 from simulator.bounds.screening import Screening
 from simulator.columns.plan_columns import PlanColumns, concatenate, distinct
 from simulator.columns.plan_table import Floats, PlanTable
+from topology.errors import Unproved
 
 FIRST_PLANS = 64  # plans costed in full at first; the best of them bounds the rest
 PLANS_A_TABLE = 16  # of so many plans costed at once, one schedule table's
-SCHEDULES_AT_ONCE = 64  # plans whose schedule table is counted at once
 # How much slower than the last plan to list a pipeline may be, split evenly, for its stages to be assigned: better
 # stages took off 7 % at most in the searches of tests/bench/search_cost.py, mostly less than 2.
 NEAR_LIST = 0.05
@@ -130,27 +130,36 @@ class BestFirst:
         return rows[np.argsort(self.bound[rows], kind="stable")]
 
     def run(self) -> Explored:
-        """Bound all variants, then cost them in full until no other can be listed or the deadline has passed."""
+        """Bound all variants, then cost them in full until no other can be listed or the time is over."""
+        try:
+            self._search()
+        except Unproved:
+            if not np.isfinite(self.step).any():
+                raise
+        return self._found()
+
+    def _search(self) -> None:
         if not self._begun:
             self.bounds.find(self.expired, self.report)
             self.left, self._begun = self._in_order(self.left), True
-        size = FIRST_PLANS
+        size = walked = FIRST_PLANS
         while len(self.left):
-            rows = self._promising(size)
+            rows = self._promising(walked)
             if not len(rows):
                 break
-            limited = self.objective == "time" and np.isfinite(self.threshold.of(self.grid[rows])).all()
-            if limited and not self.bounds.walked[rows].all():
-                self.bounds.walk(rows)
+            limits = self.threshold.of(self.grid[rows])
+            if self.objective == "time" and np.isfinite(limits).all() and not self.bounds.walked[rows].all():
+                self.bounds.walk(rows, float(limits.max()))
+                walked = min(2 * walked, PLANS_AT_ONCE // 8)
                 self.left = self._in_order(self.left)
             else:
+                rows = self._promising(size)
                 self._cost_by_table(rows[:size])
                 self.left = self.left[~self.costed[self.left]]
                 size = min(2 * size, PLANS_AT_ONCE // 8)
             self.report(f"costed {self.costed.sum():,} of {len(self.within):,} plans that fit")
             if self.expired() and np.isfinite(self.step).any():
                 break
-        return self._found()
 
     def _promising(self, size: int) -> Rows:
         """Return the plans to look at next, lowest bound first: those of the schedule tables of the first ones that may
@@ -243,7 +252,7 @@ class BestFirst:
         limit_s = self.threshold.value * (1 + NEAR_LIST) if self.objective == "time" else np.inf
         fitting = self.within[(self.variants.pp[self.within] > 1) & (self.step_bound[self.within] <= limit_s)]
         if np.isfinite(limit_s) and not self.expired():
-            self.bounds.walk(fitting)
+            self.bounds.walk(fitting, limit_s)
             fitting = fitting[self.step_bound[fitting] <= limit_s]
         columns, bound_s = near_misses
         missing = np.nonzero(bound_s <= limit_s)[0]

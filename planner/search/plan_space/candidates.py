@@ -30,6 +30,7 @@ from simulator.legality.rules import RULES
 from simulator.pipeline.schedules.registry import SCHEDULES
 from topology.cluster import Cluster
 from topology.rates.orders import node_orders, placement_of_order, undominated_orders
+from topology.time_limit import check_time
 
 POLICIES = ("recompute", "reshard_after_forward", "tp_overlap", "cp_method")  # fields that no grid nor batch decides
 NODE_FIELDS = tuple(name for name in CARRIED if name not in POLICIES)
@@ -59,7 +60,7 @@ class Bounds:
     min_tokens_per_context_rank: int = 1024  # with fewer, attention kernels become too small
 
     def fixing(self, **values: Values | None) -> Bounds:
-        """Return the same with other values of some fields; None lets go of a field."""
+        """Return the same with other values of some fields; None frees a field."""
         stated = {name: value for name, value in {**self.stated, **values}.items() if value is not None}
         return replace(self, stated=stated)
 
@@ -260,6 +261,7 @@ def _with_batches(table: PlanColumns, facts: RuleFacts, bounds: Bounds, pruned: 
     schedules: list[str] = []
     overlaps: list[str] = []
     for row in range(len(table)):
+        check_time()
         local = batch // int(table.dp[row])
         # If the batch does not divide, keep micro batch 1, so that the rule counts the rejection.
         sizes = divisors(local) if local and batch % int(table.dp[row]) == 0 else [1]
@@ -273,8 +275,8 @@ def _with_batches(table: PlanColumns, facts: RuleFacts, bounds: Bounds, pruned: 
         if too_large:
             pruned[f"micro batch > {limit}"] += too_large
         for size in (s for s in sizes if s <= limit):
-            beside = _ep_overlaps(int(table.ep[row]), local // size, facts, bounds)
-            for (schedule, virtual), overlap in product(orders, beside):
+            modes = _ep_overlaps(int(table.ep[row]), local // size, facts, bounds)
+            for (schedule, virtual), overlap in product(orders, modes):
                 rows.append(row)
                 overlaps.append(overlap)
                 micro_batches.append(size)

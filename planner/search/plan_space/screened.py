@@ -82,7 +82,7 @@ class StepBounds:
         self.screening, self.variants, self.held = screened.screening, variants, held
         self.judged = np.zeros(len(variants), dtype=np.bool_)
         self.flush_s = np.zeros(len(variants))
-        self._fit = np.ones((len(variants), 2), dtype=np.bool_)  # whether it fits, and surely does
+        self.fit_probability = np.ones(len(variants))  # below 0 where it does not fit
         self.grid = grids_of(screened.nodes.columns)[of_node]
         self.table = self.screening.table(variants)
         self.shared = self.screening.blocks(self.table, screened.recomputes)
@@ -94,12 +94,12 @@ class StepBounds:
 
     def may_fit(self, screening: Screening) -> NDArray[np.bool_]:
         """Return which variants fit by all that is known of them."""
-        return (least_bytes(screening, self.held) <= screening.limit_bytes) & self._fit[:, int(screening.sure)]
+        return (least_bytes(screening, self.held) <= screening.limit_bytes) & (self.fit_probability >= screening.sure)
 
     def judge(self, row: int, memory: PlanMemory) -> None:
         """Take note of what a variant's replay shows."""
         self.judged[row] = True
-        self._fit[row] = memory.fits, memory.fits and memory.surely_fits
+        self.fit_probability[row] = memory.fit_probability if memory.fits else -1.0
         if memory.fits:
             self.held[row] = memory.peak_bytes, memory.reserved_bytes
             self.flush_s[row] = memory.flush_s
@@ -112,13 +112,13 @@ class StepBounds:
             self.step_s[rows] = some.step_s()
             self.accounted[rows] = True
 
-    def walk(self, rows: Rows) -> None:
-        """Raise the bounds of some variants to what their schedules' tables show."""
+    def walk(self, rows: Rows, limit_s: float) -> None:
+        """Raise the bounds of some variants to what their schedules' tables show; above a limit roughly."""
         rows = rows[~self.walked[rows]]
         if not len(rows):
             return
         some = self.screening.plans(self.table.take(rows), self.shared, rows)
-        self.step_bound[rows] = np.maximum(some.at_least_by_schedule_s(), self.step_bound[rows])
+        self.step_bound[rows] = np.maximum(some.at_least_by_schedule_s(limit_s), self.step_bound[rows])
         self.walked[rows] = True
 
     def find(self, expired: Callable[[], bool], report: Progress) -> None:
@@ -189,7 +189,7 @@ def _fitting_variants(
 
 def least_bytes(screening: Screening, held: Floats) -> Floats:
     """Return of the bytes that are allocated and reserved, shape (plans, 2), those that compare with a limit."""
-    return np.asarray(held[:, int(screening.sure)])
+    return np.asarray(held[:, int(screening.sure > 0)])
 
 
 def grids_of(columns: PlanColumns) -> Rows:

@@ -28,6 +28,7 @@ from simulator.columns.plan_columns import PlanColumns, concatenate, distinct
 from simulator.config.plan import Plan
 from simulator.legality.frameworks import Framework
 from simulator.memory.plan_memory import Replays
+from topology.errors import Unproved
 
 PIPELINE_FIELDS = (
     *NODE_FIELDS,
@@ -68,7 +69,7 @@ def assign_stages(
     """Return the pipelines that are faster with layers or recompute modes assigned to each stage.
 
     A pipeline has to beat the best plan of its own degrees by MIN_GAIN, and the last of the `top` plans. None but the
-    first is started after `deadline`, a reading of `time.monotonic`.
+    first is started after `deadline`, a reading of `time.monotonic`; one that is not ended in time is left out.
     """
     if not (framework.lists_layers or framework.lists_recompute):
         return AssignedPipelines()
@@ -97,7 +98,10 @@ def assign_stages(
                 screening, framework, costs, numbers, recomputes, cutoff_s=cutoff_s, limit_bytes=limit_bytes
             )
 
-        found, step_s = _fitting(screening, solve, replays)
+        try:
+            found, step_s = _fitting(screening, solve, replays)
+        except Unproved:
+            break
         solved += found.has_room
         gap = max(gap, found.gap)
         if found.plan is not None and step_s < limit:
@@ -120,7 +124,7 @@ def _fitting(
         if found.plan is None:
             break
         held = replays[found.plan]
-        if held.surely_fits if screening.sure else held.fits:
+        if held.fits and held.fit_probability >= screening.sure:
             return found, found.step_s + held.flush_s
         bound = float(screening.least_bytes(estimate_plans(screening.scenario, [found.plan]).memory).max())
         needed = held.reserved_bytes if screening.sure else held.peak_bytes

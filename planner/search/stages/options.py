@@ -2,7 +2,7 @@
 
 An option of a rank is a number of layers, how many of them are leading dense layers (before those with experts), and a
 recompute mode for each of its stages. Which options together are fastest only the account of the step tells
-(`simulator.analytical.account`); which need not be looked at is told by the lower bound of a step
+(`simulator.analytical.account`); which need not be looked at follows from the lower bound of a step
 (`simulator.bounds.lower_bound`), one option per row.
 
 With several stages per rank, layers are spread over them as evenly as possible, first stages first.
@@ -74,7 +74,7 @@ class RankOptions:
     dense: Ints
     mode_mix: Ints
     own_s: Floats
-    tail_s: Floats
+    drain_s: Floats
     deferred_s: Floats
     passing_s: Floats
     alone_s: Floats
@@ -85,7 +85,7 @@ class RankOptions:
     @property
     def at_least_s(self) -> Floats:
         """What the step takes at least, however little other ranks do."""
-        return np.maximum(self.own_s + self.tail_s, self.alone_s)
+        return np.maximum(self.own_s + self.drain_s, self.alone_s)
 
     def take(self, which: Any) -> RankOptions:
         """Return the options that `which` (a mask or indices) selects."""
@@ -102,7 +102,7 @@ class Pipeline:
 
     plan: Plan  # without layers or recompute modes by stage
     layers: int
-    leading_dense_layers: int  # dense layers before those with experts; 0 where they need not be told apart
+    leading_dense_layers: int  # dense layers before those with experts; 0 where both kinds cost the same
     mode_mixes: tuple[tuple[str, ...], ...]  # recompute modes of a rank's stages, first stage first
     canonical: dict[str, str]  # modes as the runtime's description names them
     options: RankOptions
@@ -361,7 +361,7 @@ def _bounded_options(plans: ScreenedPlans, counts: _LayerCounts, layout: StageLa
         dense=counts.dense.sum(axis=1) if told_apart else none,
         mode_mix=counts.mode_mix,
         own_s=seconds("own_s") * ROUNDED,
-        tail_s=seconds("tail_s") * ROUNDED,
+        drain_s=seconds("drain_s") * ROUNDED,
         deferred_s=seconds("deferred_s"),
         passing_s=seconds("passing_s") * ROUNDED,
         alone_s=seconds("alone_s") * ROUNDED,

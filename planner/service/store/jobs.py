@@ -17,6 +17,7 @@ from sqlalchemy.exc import IntegrityError
 
 from planner.service.store.tables import ARTIFACTS, JOBS
 from topology import codec
+from topology.codec import JsonObject
 from topology.errors import PlannerError
 
 QUEUED, RUNNING, DONE, FAILED, CANCELLED = "queued", "running", "done", "failed", "cancelled"
@@ -100,7 +101,7 @@ class Jobs:
             waiting = select(func.count()).where(JOBS.c.owner == owner, JOBS.c.state == QUEUED)
             if connection.execute(waiting).scalar_one() >= most_waiting:
                 raise TooMany(f"{most_waiting} jobs wait already", remedy="wait for some of them, or cancel them")
-            row: dict[str, Any] = {"id": job, "owner": owner, "command": command, "request": request, "digest": digest}
+            row: JsonObject = {"id": job, "owner": owner, "command": command, "request": request, "digest": digest}
             row |= {"idempotency_key": key, "state": QUEUED, "progress": "", "created_s": self._now}
             row |= {"fence": 0, "starts_left": starts, "said": ""}
             try:
@@ -113,7 +114,7 @@ class Jobs:
                 return _same(known, digest), False
         return job, True
 
-    def read(self, owner: str, job: str) -> dict[str, Any] | None:
+    def read(self, owner: str, job: str) -> JsonObject | None:
         """Return a job's row with its `artifacts`; None where this user has none of this id."""
         with self._reading.connect() as connection:
             row = connection.execute(select(JOBS).where(JOBS.c.id == job, JOBS.c.owner == owner)).mappings().first()
@@ -128,7 +129,7 @@ class Jobs:
         with self._reading.connect() as connection:
             return connection.execute(select(JOBS.c.state).where(JOBS.c.id == job)).scalar() == CANCELLED
 
-    def newest(self, owner: str, limit: int) -> list[dict[str, Any]]:
+    def newest(self, owner: str, limit: int) -> list[JsonObject]:
         """Return the rows of a user's newest jobs, without requests and results."""
         brief = [
             JOBS.c[name] for name in ("id", "command", "state", "progress", "created_s", "started_s", "finished_s")
@@ -138,7 +139,7 @@ class Jobs:
             return [dict(row) for row in connection.execute(asked).mappings()]
 
     def cancel(self, owner: str, job: str) -> None:
-        """Cancel a job that has not ended. Its server finds that it holds it no longer."""
+        """Cancel a job that has not ended. Its server finds that the lease is lost."""
         change = update(JOBS).where(JOBS.c.id == job, JOBS.c.owner == owner, JOBS.c.state.in_([QUEUED, RUNNING]))
         with self._engine.begin() as connection:
             connection.execute(change.values(state=CANCELLED, finished_s=self._now, lease_until_s=None, progress=""))
@@ -175,7 +176,7 @@ class Jobs:
         return Claim(job=row.id, owner=row.owner, command=row.command, request=row.request, fence=fence)
 
     def renew(self, held: Sequence[Claim], lease_s: float) -> set[str]:
-        """Renew the leases of held jobs; return the ids of those that are held no longer."""
+        """Renew the leases of held jobs; return the ids of those whose lease is lost."""
         lost = set()
         with self._engine.begin() as connection:
             for claim in held:
@@ -226,7 +227,7 @@ class Jobs:
             connection.execute(delete(ARTIFACTS).where(ARTIFACTS.c.job.in_(select(JOBS.c.id).where(old))))
             return int(connection.execute(delete(JOBS).where(old)).rowcount)
 
-    def _again(self) -> dict[str, Any]:
+    def _again(self) -> JsonObject:
         """Return what makes a running job wait again, or fail where it has no start left."""
         may = JOBS.c.starts_left > 0
         return {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from planner.serving.question.question import ServingQuestion
 from simulator.serving.deployment import Deployment, Pool
@@ -14,6 +13,7 @@ from simulator.serving.latency import Latency, latency
 from simulator.serving.server import serve
 from simulator.serving.traffic import Traffic
 from topology import codec
+from topology.codec import JsonObject
 from topology.errors import BadPlan
 
 ENGINE = "meshwright"  # of engines.toml: the executor
@@ -43,7 +43,7 @@ class AskedRun:
     seen: dict[str, Latency]
     notes: tuple[str, ...]
 
-    def request(self, *, device: str = "cuda", gpus: tuple[int, ...] = ()) -> dict[str, Any]:
+    def request(self, *, device: str = "cuda", gpus: tuple[int, ...] = ()) -> JsonObject:
         """Return the executor's request."""
         engine = engine_of(ENGINE)
         longest = max((one.longest for one in self._of_each_load()), default=0)

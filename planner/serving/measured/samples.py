@@ -12,6 +12,7 @@ from planner.serving.measured.asked_run import ENGINE
 from simulator.config.model import Model
 from topology import codec
 from topology.catalog.gpus import gpu_kind, match_driver_name
+from topology.codec import JsonObject
 from topology.errors import BadInput
 from topology.profile.profile import CollectiveSample, Profile, check_profile, read_profile
 from topology.profile.samples import Provenance
@@ -62,7 +63,7 @@ def samples_of(document: Mapping[str, Any]) -> tuple[list[ServingSample], list[C
     return found + [ServingSample(**common, **host) for host in _between(document)], collectives
 
 
-def _between(document: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def _between(document: Mapping[str, Any]) -> Iterator[JsonObject]:
     for load in document["loads"]:
         host = load.get("host") or {}
         if host.get("steps", 0) >= LEAST_STEPS and host["seconds"] > 0:

@@ -1,4 +1,4 @@
-"""What was predicted of a serving run beside what the executor measured."""
+"""What was predicted of a serving run, and what the executor measured."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from planner.io.grids import grid
-from planner.io.output import console
+from planner.io.grids import console, grid
 from planner.io.printable import printable
 from planner.serving.measured.asked_run import DECODE
 from simulator.serving.latency import Distribution, distribution

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from planner.io.inputs import measurements, read_cluster
+from planner.io.inputs import measurements, read_cluster, refuse_empty
 from planner.requests.flag import values_of
 from planner.requests.training import Suggest
 from planner.serving.question.question import OBJECTIVES, ServingQuestion
@@ -18,7 +18,7 @@ from simulator.serving.deployment import CACHE_BYTES, WEIGHT_BYTES
 from simulator.serving.engine import engine_of
 from simulator.serving.fit_steps import fit_serving
 from simulator.serving.measured import MeasuredServing
-from simulator.serving.traffic import Lengths, Request, Traffic
+from simulator.serving.traffic import Lengths, Request, Traffic, steady_requests
 from topology.catalog.platform import take_gpus
 from topology.cluster import Cluster
 from topology.errors import BadInput, UserError
@@ -73,6 +73,10 @@ class ServingFlags:
     prefill: str | None = None
     profile: Path | None = None
     strict: bool = False
+
+    def __post_init__(self) -> None:
+        """Raise UserError for a model or cluster that is said and empty."""
+        refuse_empty(model=self.model, cluster=self.cluster)
 
 
 def flags_of_search(asked: Suggest) -> ServingFlags:
@@ -193,7 +197,7 @@ def _traffic(flags: ServingFlags, gpus: int, assumed: list[str]) -> Traffic:
         concurrency=concurrency or 0,
         request_rate=flags.request_rate or 0.0,
         shape=arrival_shape(flags.arrivals),
-        requests=max(200, 4 * (concurrency or 0)),  # several rounds of all clients
+        requests=steady_requests(concurrency or 0),
         cached_prompt=cached,
     )
 

@@ -16,7 +16,7 @@ OBJECTIVES = ("latency", "throughput", "cost")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingQuestion:
-    """One question. Targets in seconds, 0 where there is none; `gpu_price_per_hour` in any currency, 0 if not told.
+    """One question. Targets in seconds, 0 where there is none; `gpu_price_per_hour` in any currency, 0 if not given.
 
     `objective` is one of OBJECTIVES: the mean time to a whole answer, output tokens a second and GPU, or the price of
     a million output tokens. Limits of the scheduler and `memory_fraction` of 0 are the engine's defaults. `measured` is

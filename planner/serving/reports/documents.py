@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from planner.io.output import SCHEMA_VERSION
 from planner.serving.account import Account
@@ -19,9 +18,10 @@ from simulator.serving.deployment import Deployment, Pool
 from simulator.serving.estimate import ServingEstimate
 from simulator.serving.latency import Distribution
 from topology import codec
+from topology.codec import JsonObject
 
 
-def serving_document(result: ServingResult, load: Sequence[Row], *, top: int) -> dict[str, Any]:
+def serving_document(result: ServingResult, load: Sequence[Row], *, top: int) -> JsonObject:
     """Return the document of `suggest --task serve --json`."""
     question = result.question
     return {
@@ -44,7 +44,7 @@ def serving_document(result: ServingResult, load: Sequence[Row], *, top: int) ->
     }
 
 
-def estimate_document(name: str, found: ServingAnswer) -> dict[str, Any]:
+def estimate_document(name: str, found: ServingAnswer) -> JsonObject:
     """Return the document of `estimate --task serve --json`; `name` is the file's or an empty text."""
     estimate = None
     if found.estimate is not None and found.account is not None:
@@ -62,7 +62,7 @@ def estimate_document(name: str, found: ServingAnswer) -> dict[str, Any]:
     }
 
 
-def explanation_document(name: str, found: ServingExplanation) -> dict[str, Any]:
+def explanation_document(name: str, found: ServingExplanation) -> JsonObject:
     """Return the document of `explain --task serve --json`."""
     return estimate_document(name, found.answer) | {
         "break_even": [codec.to_builtins(one) for one in found.break_even],
@@ -72,7 +72,7 @@ def explanation_document(name: str, found: ServingExplanation) -> dict[str, Any]
     }
 
 
-def comparison_document(found: ServingComparison, files: Sequence[str]) -> dict[str, Any]:
+def comparison_document(found: ServingComparison, files: Sequence[str]) -> JsonObject:
     """Return the document of `compare` of two serving plans."""
     first, second = (
         {"file": file, **estimate_document(file, answer)} for file, answer in zip(files, found.answers, strict=True)
@@ -90,7 +90,7 @@ def comparison_document(found: ServingComparison, files: Sequence[str]) -> dict[
     }
 
 
-def listed_document(rank: int, plan: ServingPlan) -> dict[str, Any]:
+def listed_document(rank: int, plan: ServingPlan) -> JsonObject:
     """Return a deployment of a search by the keys of a listed plan."""
     return {
         "rank": rank,
@@ -102,7 +102,7 @@ def listed_document(rank: int, plan: ServingPlan) -> dict[str, Any]:
     }
 
 
-def _estimate(estimate: ServingEstimate) -> dict[str, Any]:
+def _estimate(estimate: ServingEstimate) -> JsonObject:
     seen = estimate.latency
     return {
         "ttft_s": interval(estimate.ttft_s) | _percentiles(seen.ttft_s),
@@ -123,7 +123,7 @@ def _estimate(estimate: ServingEstimate) -> dict[str, Any]:
     }
 
 
-def _account(account: Account) -> dict[str, Any]:
+def _account(account: Account) -> JsonObject:
     return {
         "sequences": account.sequences,
         "context_tokens": account.context,
@@ -133,7 +133,7 @@ def _account(account: Account) -> dict[str, Any]:
     }
 
 
-def _row(row: Row) -> dict[str, Any]:
+def _row(row: Row) -> JsonObject:
     return {
         "plan": plan_document(row.deployment),
         "ttft_s": interval(row.estimate.ttft_s),
@@ -142,7 +142,7 @@ def _row(row: Row) -> dict[str, Any]:
     }
 
 
-def _sweep(sweep: Sweep) -> dict[str, Any]:
+def _sweep(sweep: Sweep) -> JsonObject:
     return {
         "quantity": sweep.quantity,
         "unit": sweep.unit,
@@ -156,13 +156,13 @@ def _sweep(sweep: Sweep) -> dict[str, Any]:
 
 
 def price_per_million(question: ServingQuestion, estimate: ServingEstimate) -> float | None:
-    """Return the price of a million output tokens, or None where no price of a GPU was told."""
+    """Return the price of a million output tokens, or None where no price of a GPU was given."""
     if not question.gpu_price_per_hour:
         return None
     return question.gpu_price_per_hour / 3600 / estimate.output_tokens_per_s_per_gpu.value * 1e6
 
 
-def plan_document(deployment: Deployment) -> dict[str, Any]:
+def plan_document(deployment: Deployment) -> JsonObject:
     """Return a deployment by the names of its parts."""
     pool = deployment.pool
     return {
@@ -184,9 +184,9 @@ def _pool(pool: Pool) -> dict[str, int]:
     return {"engines": pool.engines, **_degrees(pool)}
 
 
-def interval(value: Interval) -> dict[str, Any]:
+def interval(value: Interval) -> JsonObject:
     return {"value": value.value, "low": value.low, "high": value.high, "source": value.source.value}
 
 
-def _percentiles(seen: Distribution) -> dict[str, Any]:
+def _percentiles(seen: Distribution) -> JsonObject:
     return {"p50": seen.p50, "p95": seen.p95, "p99": seen.p99}

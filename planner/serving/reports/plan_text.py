@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from planner.io.grids import grid
-from planner.io.output import console
+from planner.io.grids import console, grid
 from planner.io.printable import printable
 from planner.serving.answer import ServingAnswer
 from planner.serving.compare import ServingComparison
@@ -72,7 +71,10 @@ def print_explained(found: ServingExplanation) -> None:
         for plan in found.runners_up:
             estimate = plan.estimate
             why = plan.lost_because or "as good as any"
-            figures = f"{two_digits(estimate.ttft_s.value * 1e3)} ms, then {two_digits(estimate.tpot_s.value * 1e3)} ms a token"
+            figures = (
+                f"{two_digits(estimate.ttft_s.value * 1e3)} ms, then {two_digits(estimate.tpot_s.value * 1e3)} ms a"
+                " token"
+            )
             screen.print(printable(f"  {deployment_text(plan.deployment)}: {figures}; {why}"))
     for sweep in found.sweeps:
         _print_sweep(sweep)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from planner.io.grids import grid
-from planner.io.output import console
+from planner.io.grids import console, grid
 from planner.io.printable import printable
 from planner.serving.break_even import BreakEven, break_even
 from planner.serving.crossings import Row
@@ -21,12 +20,16 @@ from simulator.serving.traffic import Traffic
 from topology.units import GIB, two_digits
 
 
-def print_serving(result: ServingResult, load: Sequence[Row], *, top: int, start: str) -> None:
-    """Print the answer; times have as many digits as their range leaves. `start` starts one engine."""
+def print_serving(
+    result: ServingResult, load: Sequence[Row], *, top: int, start: str, ways: Sequence[str] = ()
+) -> None:
+    """Print the answer; times have as many digits as their range leaves. `start` starts one engine; `ways` would meet
+    targets that do not hold.
+    """
     screen = console()
     question, best = result.question, result.plans[0]
     sentence = answer_sentence(question, best.deployment, best.estimate, meets=True)
-    short = "" if best.meets else " No deployment meets the targets; this one comes nearest."
+    short = "" if best.meets else f" No deployment meets the targets; this one comes nearest. {ways_text(ways)}"
     screen.print(printable(sentence + short))
     screen.print()
     rows = [
@@ -45,6 +48,13 @@ def print_serving(result: ServingResult, load: Sequence[Row], *, top: int, start
     screen.print(printable(f"Start each engine by: {start}"))
     for line in _notes(result):
         screen.print(printable(line))
+
+
+def ways_text(ways: Sequence[str]) -> str:
+    """Return a sentence with the changes that meet the targets."""
+    if not ways:
+        return "Nor does one with fewer clients, more GPUs, weights in float8 or shorter prompts, as far as was tried."
+    return f"They hold with {', or with '.join(ways)}."
 
 
 def deployment_text(deployment: Deployment) -> str:
@@ -86,7 +96,8 @@ def load_text(traffic: Traffic) -> str:
     """Return what clients send in a few words."""
     if traffic.trace:
         return f"{len(traffic.trace)} requests of a file"
-    return f"{traffic.concurrency} clients" if traffic.concurrency else f"{traffic.request_rate:g} requests/s"
+    clients = "1 client" if traffic.concurrency == 1 else f"{traffic.concurrency} clients"
+    return clients if traffic.concurrency else f"{traffic.request_rate:g} requests/s"
 
 
 def _cells(plan: ServingPlan) -> list[str]:
@@ -100,7 +111,7 @@ def _cells(plan: ServingPlan) -> list[str]:
 
 
 def print_memory(question: ServingQuestion, estimate: ServingEstimate) -> None:
-    """Print what a GPU's memory holds, and the cache in vLLM's own words, to lay beside its log."""
+    """Print what a GPU's memory holds, and the cache in vLLM's own words, to compare with its log."""
     room, traffic = estimate.room, question.traffic
     longest = traffic.prompt.mean + traffic.output.mean
     parts = ", ".join(f"{name.replace('_', ' ')} {nbytes / GIB:.1f}" for name, nbytes in room.by_category.items())
@@ -120,9 +131,10 @@ def _print_break_even(question: ServingQuestion, best: ServingPlan) -> None:
 def break_even_text(found: BreakEven) -> str:
     """Return whether tensor parallelism pays for one answer alone, and up to which all-reduce."""
     return (
-        f"For one answer alone, TP {found.tp} is {'faster' if found.pays else 'no faster'} than TP {found.fewer}: "
-        f"{two_digits(found.token_s * 1e3)} and {two_digits(found.fewer_token_s * 1e3)} ms a token. It is while an all-reduce takes "
-        f"under {two_digits(max(found.limit_s, 0.0) * 1e6)} us; {two_digits(found.all_reduce_s * 1e6)} us are predicted."
+        f"For one answer alone, TP {found.tp} is {'faster' if found.pays else 'no faster'} than TP {found.fewer}:"
+        f" {two_digits(found.token_s * 1e3)} and {two_digits(found.fewer_token_s * 1e3)} ms a token."
+        f" It pays as long as an all-reduce takes less than {two_digits(max(found.limit_s, 0.0) * 1e6)} us;"
+        f" {two_digits(found.all_reduce_s * 1e6)} us are predicted."
     )
 
 

@@ -1,4 +1,5 @@
-"""Products in chunks, beside the exchange before or after them: a chunk is computed while the next one is on its way.
+"""Products in chunks, alongside the exchange before or after them: a chunk is computed while the next one is on its
+way.
 
 A product whose operand is gathered along an axis that its result keeps may take the gathered rows chunk by chunk; one
 whose result is summed over ranks may hand its rows over chunk by chunk. Instead of gathering, ranks may pass their
@@ -71,7 +72,7 @@ class Site:
 def find_sites(
     problem: ShardingProblem, plan: ShardingPlan, products: frozenset[str], linears: Mapping[str, str]
 ) -> dict[str, Site]:
-    """Return by result the products, of those in `products`, that can run beside an exchange.
+    """Return by result the products, of those in `products`, that can run alongside an exchange.
 
     `linears` has by result the rows of those that are linear layers.
     """
@@ -196,7 +197,8 @@ def choose_chunks(
     seconds: Callable[[Chunks], float],
     deadline: Deadline = NO_DEADLINE,
 ) -> tuple[dict[str, int | str], Tried]:
-    """Return which products run beside their exchange and how: what makes the program shorter, one group after another.
+    """Return which products run alongside their exchange and how: what makes the program shorter, one group after
+    another.
 
     `seconds` is the simulated time of the program with such ways, infinite where it cannot be; products of a group go
     the same way, and nothing new is tried after `deadline`. Besides, what was tried.

@@ -19,7 +19,8 @@ from topology.errors import Infeasible
 
 _HEAD = '''"""{title}
 
-Placements chosen by meshwright. `parallelize(module, mesh)` distributes the parameters of the module and redistributes what
+Placements chosen by meshwright. `parallelize(module, mesh)` distributes the parameters of the module and \
+redistributes what
 goes in and out of its parts; run it on every rank:
 
     mesh = init_device_mesh(device, {shape}, mesh_dim_names={names})

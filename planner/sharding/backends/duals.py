@@ -95,7 +95,7 @@ class BackwardWriter:
                     self._unshard(work)
                 else:
                     self._kernel(work)
-            for name in work.reads:  # as early as it is complete, so that its reduction runs beside what follows
+            for name in work.reads:  # as early as it is complete, so that its reduction runs alongside what follows
                 reached = name in self.gradients and name not in self.finished
                 if name in self.wanted and first_use[name] == number and reached:
                     self.finished[name] = self._finish(name, self.wanted[name])

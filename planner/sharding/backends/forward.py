@@ -1,6 +1,6 @@
 """A plan's steps as instructions on two streams: kernels on a rank's own pieces, and exchanges between ranks.
 
-Every instruction waits for the events of what it reads, so a gather runs beside a product that does not need it.
+Every instruction waits for the events of what it reads, so a gather runs alongside a product that does not need it.
 """
 
 from __future__ import annotations

@@ -175,8 +175,8 @@ def _layouts_s(
     if not forward.kwargs and is_of_patches(forward, program.buffers[images].local, program.buffers[weight].local):
         moved, launches = 2.0 * buffer_bytes(program, images), 1.0
         results = int(work.do is forward or images in wanted)
-    turned = KernelWork(kind=WorkKind.MOVE, name="layouts", bytes=moved, launches=launches)
-    return results * float(np.asarray(roofline.seconds(turned)).item())
+    moves = KernelWork(kind=WorkKind.MOVE, name="layouts", bytes=moved, launches=launches)
+    return results * float(np.asarray(roofline.seconds(moves)).item())
 
 
 def _moves(work: Work, program: RunnableProgram | Draft) -> KernelWork | None:
@@ -251,7 +251,7 @@ def _overlapped_s(
     roofline: Roofline,
     times: OverlapTimes,
 ) -> float:
-    """Return the time of a kernel of the executor's that exchanges beside its product, or of its backward pass."""
+    """Return the time of a kernel of the executor's that exchanges alongside its product, or of its backward pass."""
     backward = work.do is not forward
     kind, mode, axes = forward.op.removeprefix(OVERLAPPED), forward.kwargs["mode"], tuple(forward.kwargs["axes"])
     exchanged = forward.args[0]["tensor"] if kind == GATHER else _written_by(work, forward)

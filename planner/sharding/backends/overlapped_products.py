@@ -72,7 +72,7 @@ class _Product:
         return self.site.move.steps[-1 if self.site.exchange == ALL_GATHER else 0]
 
     def in_chunks(self, count: int) -> None:
-        """Gather every chunk before it, or reduce it after it, beside the others' products."""
+        """Gather every chunk before it, or reduce it after it, alongside the others' products."""
         site, name = self.site, self.step.option.result
         gathers = site.exchange == ALL_GATHER
         start = self.start if gathers else self.operands[site.operand]
@@ -132,7 +132,7 @@ class _Product:
             total = made
 
     def by_broadcasts(self) -> None:
-        """Send every rank's piece to all, and multiply it beside the next one's way."""
+        """Send every rank's piece to all, and multiply it alongside the next one's way."""
         site, result = self.site, self.step.option.result
         axes, ranks = self.exchange.collectives[0].axes, self.exchange.collectives[0].group
         source = self.forward.versions[site.operand, self.start]
@@ -150,7 +150,7 @@ class _Product:
         self._join(made, site.result, result, site.result_dim, 1)
 
     def by_reductions(self) -> None:
-        """Multiply the rows of every rank, and add all ranks' parts there beside the next one's product."""
+        """Multiply the rows of every rank, and add all ranks' parts there alongside the next one's product."""
         site, after = self.site, self.exchange.after
         one = self.exchange.collectives[0]
         at = self.operands[site.operand]

@@ -4,7 +4,7 @@ A gathered parameter is gathered again (as FSDP reshards after the forward pass)
 (activation recomputation, Chen et al., arXiv 1604.06174): either is the instruction that made it, written once more
 before the first backward kernel that needs it. Those are dropped first that cost least time for the bytes they free at
 the peak. An exchange is either written just before the kernel that needs it or one kernel earlier (prefetched), so that
-it runs beside that one for the memory of one more buffer; the simulation of both programs says which is faster.
+it runs alongside that one for the memory of one more buffer; the simulation of both programs says which is faster.
 """
 
 from __future__ import annotations

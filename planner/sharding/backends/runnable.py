@@ -53,7 +53,9 @@ class Written:
     chunks: Chunks = field(default_factory=dict)  # by result: products that run in so many chunks
     again: frozenset[str] = frozenset()  # buffers that the backward pass makes again
     peak_bytes: int = 0  # of all buffers of a rank, inputs and gradients included
-    tried: Tried = field(default_factory=dict)  # of products that can run beside their exchange: what every way takes
+    tried: Tried = field(
+        default_factory=dict
+    )  # of products that can run alongside their exchange: what every way takes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

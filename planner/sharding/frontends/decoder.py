@@ -7,15 +7,13 @@ bf16.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from simulator.config.model import Model
+from topology.codec import JsonObject
 from topology.errors import BadInput
 
 
-def decoder_case(
-    model: Model, mesh: Mapping[str, int], *, layers: int | None, batch: int, seq_len: int
-) -> dict[str, Any]:
+def decoder_case(model: Model, mesh: Mapping[str, int], *, layers: int | None, batch: int, seq_len: int) -> JsonObject:
     """Return the case of the first `layers` layers of `model` on `batch` sequences; of None, of all with embedding and
     loss.
 
@@ -49,11 +47,11 @@ class _Writer:
 
     def __init__(self, model: Model, batch: int, seq_len: int) -> None:
         self.model, self.batch, self.seq_len = model, batch, seq_len
-        self.inputs: dict[str, dict[str, Any]] = {}
+        self.inputs: dict[str, JsonObject] = {}
         self.parameters: list[str] = []
         self.ops: list[str] = []
 
-    def case(self, mesh: Mapping[str, int], count: int, *, whole: bool) -> dict[str, Any]:
+    def case(self, mesh: Mapping[str, int], count: int, *, whole: bool) -> JsonObject:
         model, hidden = self.model, "x0"
         if whole:
             self.inputs["ids"] = {"shape": [self.batch, self.seq_len], "dtype": "i64"}

@@ -15,6 +15,7 @@ from planner.sharding.layouts.loop_domain import parse_schedule_of
 from planner.sharding.problem.pipeline_stages import mesh_without_axis, placements_without_stage_axis
 from planner.sharding.problem.problem import POLICIES
 from simulator.sharded.graph import CapturedGraph, read_graph
+from topology.codec import JsonObject
 from topology.errors import BadInput
 
 
@@ -30,7 +31,7 @@ class RequestText(msgspec.Struct, forbid_unknown_fields=True):
     made.
     """
 
-    graph: dict[str, Any]
+    graph: JsonObject
     mesh: _MeshText
     id: str = "captured graph"
     placements: dict[str, list[str]] = {}
@@ -44,7 +45,7 @@ class RequestText(msgspec.Struct, forbid_unknown_fields=True):
     backward: bool = False
     gradients: list[str] = []
     chunks: dict[str, int | str] | None = None
-    stages: dict[str, Any] | None = None
+    stages: JsonObject | None = None
 
 
 class Request(msgspec.Struct, frozen=True):

@@ -78,7 +78,8 @@ class Stages:
                 before = made.setdefault(name, stage) if name in parameters else made.get(name, stage)
                 if before > stage or (name in parameters and before != stage):
                     raise BadInput(
-                        f"{operator.result.name[:60]!r} on stage {stage} uses {name[:60]!r}, which is on stage {before}",
+                        f"{operator.result.name[:60]!r} on stage {stage} uses {name[:60]!r},"
+                        f" which is on stage {before}",
                         why="results go to later stages only, and a parameter is on one stage",
                         remedy="other stages",
                     )

@@ -1,4 +1,4 @@
-"""The annotation of an operator held against what its formula does, or derived from it.
+"""The annotation of an operator checked against what its formula does, or derived from it.
 
 An annotation names axes; what the functions of the formula do along them is known (`planner.sharding.ops`). The two are
 laid side by side, and the function has the last word:
@@ -35,7 +35,7 @@ class AxisRoles:
     leave the result pending a reduction, given by axis. `created` axes are in the result alone, and a rank can make its
     piece of them; along `positional` ones it must know where its piece starts. All others pass through.
 
-    `linear` has sets of operands, by their numbers, of which the result is linear in all at once and in none beside
+    `linear` has sets of operands, by their numbers, of which the result is linear in all at once and in none alongside
     another: where they are pending a sum, so is the result. One that `multiplies` operands may be a matrix product.
     """
 
@@ -270,7 +270,7 @@ def derive_annotation(
 ) -> tuple[Annotation, dict[str, int]]:
     """Return the annotation that a formula implies for `operands`, and the sizes of its axes.
 
-    Axes get the names that tensors declare (`names`), where those are told apart. An operator that is not understood is
+    Axes get the names that tensors declare (`names`), where those differ. An operator that is not understood is
     annotated with axes that are kept whole. Raises BadInput where the shape of its result is not known either.
     """
     flow = AxisFlow(tensors={}, sizes={})

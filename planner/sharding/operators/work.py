@@ -16,8 +16,8 @@ from simulator.kernels.roofline import Roofline
 
 Sizes = Mapping[str, NDArray[np.float64]]
 # Products of [m, k] by [k, n] in the gradients of attention, of which the forward pass has two: scores again, the
-# gradient of the shares, and the three results, in one kernel (Dao, arXiv 2307.08691, algorithm 2): five, told evenly
-# to the three.
+# gradient of the shares, and the three results, in one kernel (Dao, arXiv 2307.08691, algorithm 2): five, counted
+# evenly to the three.
 _BACKWARD_PRODUCTS = ATTENTION_BACKWARD * 2 / 3
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from simulator.sharded.graph import GraphNode, tensors_in
+from topology.codec import JsonObject
 
 Shape = tuple[int, ...]
 LETTERS = "abcdefgijklmnopq"
@@ -27,7 +28,7 @@ class Statement:
     shape: Shape
     dtype: str
     annotation: str = ""
-    kwargs: dict[str, Any] = field(default_factory=dict)
+    kwargs: JsonObject = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
     known: bool = True
     index: int | None = None

@@ -7,7 +7,7 @@ of values and tell the `AxisFlow` what they do to axes on the way:
     unsharded   the function needs all of the axis: a sort, a slice, a running sum, a convolution's window; the reason
                 is kept for the user
     merged      the function is computed from statistics of pieces: softmax and norms over the axis, keys of attention
-    positional  the function depends on where along the axis an element is: a rank that has a piece is told its offset
+    positional  the function depends on where along the axis an element is: a rank that has a piece needs its offset
     created     the axis is in no operand; every rank can make its own piece of it
 
 What is in the last value and in none of these passes through. Nothing is run.
@@ -56,7 +56,7 @@ class AxisFlow:
     created: set[str] = field(default_factory=set)
     reduced: set[str] = field(default_factory=set)
     multiplies: bool = False  # two tensors are multiplied
-    same: dict[str, Dim] = field(default_factory=dict)  # axis made here -> what it turned out to be
+    same: dict[str, Dim] = field(default_factory=dict)  # axis made here -> what it proved to be
     _made: int = 0
 
     def new_axis(self, size: int) -> str:

@@ -167,8 +167,8 @@ def _of_same(arguments: Sequence[str], gradient: str) -> list[tuple[int, str]]:
 
 def _op(names: str, *, aten: str | None = None, **more: object) -> Op:
     """Return functions element by element, which ATen has under the same names."""
-    told = {"axes": _elementwise, "gradient_axes": _elementwise_gradient, "capture": _pointwise, **more}
-    return Op(names=names, aten=names if aten is None else aten, pointwise=True, **told)  # type: ignore[arg-type]
+    known = {"axes": _elementwise, "gradient_axes": _elementwise_gradient, "capture": _pointwise, **more}
+    return Op(names=names, aten=names if aten is None else aten, pointwise=True, **known)  # type: ignore[arg-type]
 
 
 OPS = (
@@ -204,8 +204,8 @@ OPS = (
     ),
     _op("exp sigmoid sqrt rsqrt reciprocal", kernels="exp sigmoid sqrt rsqrt reciprocal", saves=Saves.RESULT),
     _op(
-        "softplus celu hardsigmoid hardtanh logsigmoid log_sigmoid tanhshrink threshold log log2 log10 pow cos acos asin"
-        " atan2 sinh cosh clamp clip clamp_max clamp_min fmod remainder lerp nan_to_num addcmul rsub"
+        "softplus celu hardsigmoid hardtanh logsigmoid log_sigmoid tanhshrink threshold log log2 log10 pow cos acos"
+        " asin atan2 sinh cosh clamp clip clamp_max clamp_min fmod remainder lerp nan_to_num addcmul rsub"
     ),
     _op(
         "sign floor ceil round trunc floor_divide eq ne lt le gt ge isnan isfinite isinf logical_and logical_or"

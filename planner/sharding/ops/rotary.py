@@ -89,8 +89,8 @@ class _Finder:
             last, inner = cast, {cast.name}
         if not _is(last, "add") or last.kwargs or len(last.args) != 2:
             return None
-        for straight, turned in permutations([self._inside(_tensor(last, at)) for at in (0, 1)]):
-            parts = None if straight is None or turned is None else self._parts(straight, turned)
+        for straight, rotated in permutations([self._inside(_tensor(last, at)) for at in (0, 1)]):
+            parts = None if straight is None or rotated is None else self._parts(straight, rotated)
             if parts is None:
                 continue
             x, cos, sin, more = parts
@@ -106,11 +106,11 @@ class _Finder:
                 return msgspec.structs.replace(node, op=ROTARY, args=args, kwargs={}, index=None), inner | more
         return None
 
-    def _parts(self, straight: GraphNode, turned: GraphNode) -> tuple[str, str, str, set[str]] | None:
-        """Return x, cosines, sines and what is inside of x * cos + turned(x) * sin."""
-        if not (_is(straight, "mul") and _is(turned, "mul")):
+    def _parts(self, straight: GraphNode, rotated: GraphNode) -> tuple[str, str, str, set[str]] | None:
+        """Return x, cosines, sines and what is inside of x * cos + rotated(x) * sin."""
+        if not (_is(straight, "mul") and _is(rotated, "mul")):
             return None
-        for joined, sin in permutations((_tensor(turned, 0), _tensor(turned, 1))):
+        for joined, sin in permutations((_tensor(rotated, 0), _tensor(rotated, 1))):
             cat = self._inside(joined)
             halves = None if cat is None else self._halves(cat)
             if cat is None or halves is None:
@@ -118,7 +118,7 @@ class _Finder:
             x, more = halves
             for value, cos in permutations((_tensor(straight, 0), _tensor(straight, 1))):
                 if value == x and cos and sin and cos != x:
-                    return x, cos, sin, {straight.name, turned.name, cat.name} | more
+                    return x, cos, sin, {straight.name, rotated.name, cat.name} | more
         return None
 
     def _halves(self, cat: GraphNode) -> tuple[str, set[str]] | None:

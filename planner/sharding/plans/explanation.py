@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from planner.sharding.layouts.collectives import ALL_GATHER, ALL_TO_ALL_V, PERMUTE, Collective
 from planner.sharding.layouts.layout import Layout, placements_of
@@ -21,6 +20,7 @@ from simulator.lowering.machine_costs import MachineCosts
 from simulator.program.program import Collective as Instruction
 from simulator.sharded.program import rank_groups
 from topology.cluster import Cluster
+from topology.codec import JsonObject
 from topology.errors import PlannerError
 
 MAX_SOLVED = 48  # plans solved again for one explanation; what comes after says its reason only
@@ -110,7 +110,8 @@ def _inside(problem: ShardingProblem, step: OperatorStep, one: Collective, times
         tensor=operator.result.name,
         kind=one.kind,
         over=one.mesh_dim,
-        why=f"{one.note}: {operator.result.name} is computed over an axis that {one.mesh_dim} shards, from statistics of the pieces",
+        why=f"{one.note}: {operator.result.name} is computed over an axis that {one.mesh_dim} shards,"
+        " from statistics of the pieces",
         bytes_in=one.bytes_in,
         ring_bytes=float(one.ring_send_bytes),
         seconds=None if times is None else times.of([one]),
@@ -157,7 +158,10 @@ def _alternative(problem: ShardingProblem, plan: ShardingPlan, move: TensorMove)
     if other.choice.layouts == plan.choice.layouts and other.ring_send_bytes == plan.ring_send_bytes:
         return None
     if tensor in problem.pins and not move.consumer:
-        what = f"{tensor} lies as {_tokens(problem, other.choice.layouts[tensor])}, which {_placed_by(problem, tensor)} rules out"
+        what = (
+            f"{tensor} lies as {_tokens(problem, other.choice.layouts[tensor])}, which {_placed_by(problem, tensor)}"
+            " rules out"
+        )
     return _Alternative(what, other)
 
 
@@ -173,7 +177,7 @@ def _of_move(
     alternative: _Alternative | None,
     times: _Times | None,
 ) -> Explanation:
-    known: dict[str, Any] = {}
+    known: JsonObject = {}
     if alternative is not None:
         more = float(alternative.plan.ring_send_bytes - plan.ring_send_bytes)
         known = {"instead": alternative.what, "more_bytes": more}

@@ -92,7 +92,7 @@ def program_costs(
     calibration: Calibration | None,
     kernels: Mapping[KernelKey, tuple[Cost, float]],
 ) -> MachineCosts:
-    """Return the costs of a program's instructions: collectives take the SMs from kernels beside them that were
+    """Return the costs of a program's instructions: collectives take the SMs from kernels alongside them that were
     measured.
     """
     held = {op: calibration.held_sms(op) for op in DATA_OPS} if calibration is not None else {}

@@ -20,6 +20,7 @@ from planner.sharding.problem.schedule import Schedule
 from planner.sharding.solver.pricing import PICOSECONDS
 from simulator.calibration.calibration import Calibration
 from topology.cluster import Cluster
+from topology.codec import JsonObject
 from topology.errors import BadInput, Infeasible, PlannerError, UserError
 
 
@@ -38,7 +39,7 @@ def planned_case(
     calibration: Calibration | None = None,
     *,
     limits: Limits | None = None,
-) -> tuple[dict[str, Any], Planned | None]:
+) -> tuple[JsonObject, Planned | None]:
     """Return the row of one case and its plan, or a row that says why there is none.
 
     With a cluster, what a plan costs is its time there, unless the case asks for the fewest bytes.
@@ -66,7 +67,7 @@ def planned_case(
     return row, Planned(problem, plan)
 
 
-def _schedules(done: Scheduled) -> list[dict[str, Any]]:
+def _schedules(done: Scheduled) -> list[JsonObject]:
     """Return, of every result whose exchanges may be carried out in several ways, the one taken and what each takes."""
     return [
         {
@@ -99,7 +100,7 @@ def on_machine(
     return replace(problem, machine=Machine(cluster, calibration), memory=memory, deadline=limits.deadline)
 
 
-def plan_row(name: str, problem: ShardingProblem, plan: ShardingPlan) -> dict[str, Any]:
+def plan_row(name: str, problem: ShardingProblem, plan: ShardingPlan) -> JsonObject:
     """Return the row of a plan, without its time."""
     return {
         "id": name,
@@ -116,7 +117,7 @@ def plan_row(name: str, problem: ShardingProblem, plan: ShardingPlan) -> dict[st
     }
 
 
-def _cost(problem: ShardingProblem, plan: ShardingPlan) -> dict[str, Any]:
+def _cost(problem: ShardingProblem, plan: ShardingPlan) -> JsonObject:
     """Return what the solver counted: seconds of work and communication one after another, or ring bytes of a rank."""
     choice = plan.choice
     if problem.machine is not None:
@@ -127,7 +128,7 @@ def _cost(problem: ShardingProblem, plan: ShardingPlan) -> dict[str, Any]:
 
 def _simulated_time(
     problem: ShardingProblem, plan: ShardingPlan, cluster: Cluster, calibration: Calibration | None
-) -> dict[str, Any]:
+) -> JsonObject:
     time = simulate_time(problem, plan, cluster, calibration)
     return {
         "value": time.seconds,
@@ -137,7 +138,7 @@ def _simulated_time(
     }
 
 
-def rejection(name: str, error: PlannerError) -> dict[str, Any]:
+def rejection(name: str, error: PlannerError) -> JsonObject:
     """Return the row of a case that has no answer."""
     return {
         "id": name,
@@ -166,12 +167,12 @@ def _mesh_axes(problem: ShardingProblem) -> list[str]:
     return names
 
 
-def _without_intermediates(plan: Mapping[str, Any]) -> dict[str, Any]:
+def _without_intermediates(plan: Mapping[str, Any]) -> JsonObject:
     """Leave out the tensors between a product and its bias, which the case does not name."""
     return {name: value for name, value in plan.items() if not name.endswith(PRODUCT)}
 
 
-def _named_layout(problem: ShardingProblem, name: str, layout: Layout) -> dict[str, Any]:
+def _named_layout(problem: ShardingProblem, name: str, layout: Layout) -> JsonObject:
     """Return the layout by axis names: {axis: [mesh axes and block counts, major first]}, and what is pending."""
     axes = problem.tensors[name].axes
     specs = {axes[d] if d < len(axes) else str(d): list(spec) for d, spec in enumerate(layout.dims) if spec}
@@ -195,7 +196,7 @@ def _collectives_with_reasons(problem: ShardingProblem, plan: ShardingPlan) -> l
     return rows
 
 
-def _collective_row(collective: Collective, reason: str) -> dict[str, Any]:
+def _collective_row(collective: Collective, reason: str) -> JsonObject:
     return {
         "kind": collective.kind,
         "mesh_dim": collective.mesh_dim,

@@ -38,6 +38,7 @@ from planner.sharding.problem.schedule import Schedule, parse_schedule
 from planner.sharding.problem.token_routing import TokenRouting, parse_routings
 from simulator.calibration.calibration import Calibration
 from topology.cluster import Cluster
+from topology.codec import JsonObject
 from topology.errors import BadInput, Infeasible
 from topology.rates.reach import reach
 
@@ -86,9 +87,9 @@ class CaseText(msgspec.Struct):
     axis_map: dict[str, str | list[str]] = {}
     pins: dict[str, list[str]] = {}
     policy: str | None = None
-    schedule: dict[str, Any] = {}
+    schedule: JsonObject = {}
     stages: Any = None
-    routed: dict[str, Any] = {}
+    routed: JsonObject = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +163,7 @@ class ShardingProblem:
         return self.graph.operators
 
 
-def split_cases(data: Any, *, where: str) -> list[dict[str, Any]]:
+def split_cases(data: Any, *, where: str) -> list[JsonObject]:
     """Return the cases of a file: a list, an object with a list `cases`, or one case. Raises BadInput."""
     cases = data.get("cases", [data]) if isinstance(data, dict) else data
     if not isinstance(cases, list) or not all(isinstance(case, dict) for case in cases):

@@ -32,7 +32,7 @@ EXACT_BITS = 48  # costs beyond 2**48 units are rounded: solvers compute in doub
 
 
 class IntegerProgram:
-    """The program of all candidates; costs in picoseconds on a machine, else in ring bytes with ties told apart."""
+    """The program of all candidates; costs in picoseconds on a machine, else in ring bytes with ties broken."""
 
     def __init__(self, candidates: LayoutCandidates) -> None:
         self.candidates, self.problem = candidates, candidates.problem

@@ -7,7 +7,7 @@ passing for energy minimization, IEEE PAMI 28, 2006) raises a lower bound of it 
 costs after moving them along the messages is what a label or a pair costs above the bound at least: those that cost
 more than the best answer known are no part of a better one, and are left out before anything is solved exactly.
 
-A redistribution that several consumers share is paid once: each is told a share of it, so the sum over those who use it
+A redistribution that several consumers share is paid once: each gets a share of it, so the sum over those who use it
 is never more than what they pay. A limit of memory is a price for held bytes (a Lagrange multiplier), also for those of
 copies that the forward pass makes and the backward pass uses again.
 """
@@ -53,9 +53,9 @@ class _Edge:
     """
 
     ends: tuple[_Ends, _Ends]  # earlier node, later node
-    costs: Numbers  # what the edge is told: of a shared redistribution, its share
+    costs: Numbers  # of a shared redistribution, the edge's share
     key: Pairs
-    turned: bool  # whether the first end is the second in the program's matrices
+    swapped: bool  # whether the first end is the second in the program's matrices
     down: Numbers = field(init=False)
     up: Numbers = field(init=False)
 
@@ -69,10 +69,10 @@ class _Edge:
     @property
     def shares(self) -> Numbers:
         """The costs from layouts of the tensor to those that are needed."""
-        return self.costs.T if self.turned else self.costs
+        return self.costs.T if self.swapped else self.costs
 
     def add(self, change: Numbers) -> None:
-        self.costs = self.costs + (change.T if self.turned else change)
+        self.costs = self.costs + (change.T if self.swapped else change)
 
 
 @dataclass(slots=True)
@@ -96,7 +96,7 @@ class _Shared:
         self.reprice(price)
         for edge, columns in zip(self.edges, self.columns, strict=True):
             shares = np.where(self.costs[:, columns] < NO_PATH, 1.0, NO_PATH)
-            edge.costs = shares.T if edge.turned else shares
+            edge.costs = shares.T if edge.swapped else shares
         self.fit_shares()
 
     def reprice(self, price: float) -> None:
@@ -239,9 +239,9 @@ class MessagePassing:
     def _add_edge(self, first: _Ends, second: _Ends, costs: Numbers, key: Pairs) -> _Edge:
         place = {node: at for at, node in enumerate(self._order)}
         costs = np.minimum(costs, NO_PATH)
-        turned = place[first.node] > place[second.node]
-        ends = (second, first) if turned else (first, second)
-        self.edges.append(_Edge(ends, np.ascontiguousarray(costs.T) if turned else costs, key, turned))
+        swapped = place[first.node] > place[second.node]
+        ends = (second, first) if swapped else (first, second)
+        self.edges.append(_Edge(ends, np.ascontiguousarray(costs.T) if swapped else costs, key, swapped))
         return self.edges[-1]
 
     # --- sweeps
@@ -323,7 +323,7 @@ class MessagePassing:
                 edge.ends[1].least(extra[edge.ends[1].node])[None, :],
             )
             pair = np.maximum(np.maximum(left[number], by_label), 0.0)
-            found[edge.key] = pair.T if edge.turned else pair
+            found[edge.key] = pair.T if edge.swapped else pair
         return found
 
     def _left_of_pairs(self) -> dict[Pairs, Numbers]:
@@ -334,7 +334,7 @@ class MessagePassing:
             share = 1.0 / max(*map(len, self._ways[later.node]), 1)
             pair = edge.costs - edge.up[:, None] - edge.down[None, :]
             pair = np.maximum(pair + later.least(share * self._marginal(later.node))[None, :], 0.0)
-            found[edge.key] = pair.T if edge.turned else pair
+            found[edge.key] = pair.T if edge.swapped else pair
         return found
 
     def decoded(self) -> Labels:

@@ -90,7 +90,7 @@ class SolvableProgram(IntegerProgram):
         """Return, of the solutions of `cost` whose variables are all in `keep`, the one whose `ties` are least; None if
         it is not found.
 
-        By CP-SAT, which is exact where collectives, ring steps and slices are told apart in one number.
+        By CP-SAT, which is exact where collectives, ring steps and slices are digits of one number.
         """
         model = cp_model.CpModel()
         kept = np.flatnonzero(keep)

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from planner.io import child
 from planner.question.plan_file import plan_file
@@ -28,6 +27,7 @@ from planner.tune.trials import Chosen, Status, Trial
 from simulator.config.plan import MESH_AXES
 from topology import codec
 from topology.cluster import Cluster
+from topology.codec import JsonObject
 from topology.errors import PlannerError
 from topology.health.diagnose import Health
 from topology.readers.nvml import read_nvml
@@ -129,7 +129,7 @@ class ExecutorTrials:
             time.sleep(RELEASE_POLL_S)
         return True
 
-    def _request(self, candidate: Candidate, budget_s: float) -> dict[str, Any]:
+    def _request(self, candidate: Candidate, budget_s: float) -> JsonObject:
         """Return the executor's request. Raises PlannerError where the plan cannot run here."""
         question = replace(self.question, runtime=candidate.runtime)
         content = plan_file(question, candidate.plan, candidate.estimate)
@@ -195,7 +195,7 @@ def new_folder(parent: Path) -> Path:
 
 
 def trial_of_report(
-    document: dict[str, Any], key: str, predicted_s: tuple[float, float, float], why: str, folder: str | Path
+    document: JsonObject, key: str, predicted_s: tuple[float, float, float], why: str, folder: str | Path
 ) -> Trial:
     """Return the trial that a run's report tells of."""
     words = {status.value for status in Status}
@@ -226,7 +226,7 @@ def trial_of_report(
     )
 
 
-def _cause(failure: dict[str, Any]) -> str:
+def _cause(failure: JsonObject) -> str:
     who = "" if failure.get("rank") is None else f"rank {failure['rank']}: "
     words = " ".join(str(part) for part in (failure.get("signal"), failure.get("message")) if part)
     text = f"{who}{words}" if words else ""

@@ -1,8 +1,8 @@
 """What a training command prints of its steps: a regular expression, or JSON lines, and what the numbers mean.
 
 A regular expression names its groups after what they hold: `step_s`, `step_ms`, `tokens_per_s`, `tokens_per_s_per_gpu`,
-and `memory_gib` beside one of them; an unnamed group holds seconds. JSON lines have keys of the same names; `jsonl:KEY`
-says which other key holds the seconds of a step.
+and `memory_gib` alongside one of them; an unnamed group holds seconds. JSON lines have keys of the same names;
+`jsonl:KEY` says which other key holds the seconds of a step.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Metric:
     pattern: re.Pattern[str] | None
     tokens_per_step: float
     gpus: int
-    key: str = ""  # of JSON lines: what holds seconds beside the names that are known
+    key: str = ""  # of JSON lines: what holds seconds besides the names that are known
 
     def samples(self, lines: Iterable[str]) -> list[Sample]:
         """Return the steps that the lines report, in order; other lines are skipped."""

@@ -57,7 +57,10 @@ class TuneJob:
         minutes = math.ceil((self.request.budget_s + STARTING_S) / 60)
         options = slurm_options(self.name, nodes=1, gpus_per_node=self.request.gpus)
         heads = directives({**options, "time": minutes, "output": f"{directory}/slurm-%j.txt"})
-        text = f"{BASH}\n{heads}set -uo pipefail\nexec {shlex.join(self._command())} > {shlex.quote(str(directory / 'answer.json'))}\n"
+        text = (
+            f"{BASH}\n{heads}set -uo pipefail\n"
+            f"exec {shlex.join(self._command())} > {shlex.quote(str(directory / 'answer.json'))}\n"
+        )
         path = directory / "tune.sbatch"
         return JobFile(
             path=path, text=text, submit=("sbatch", str(path)), advice=(f"submit: sbatch {path}", self._after())

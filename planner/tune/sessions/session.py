@@ -142,7 +142,8 @@ def require_here(request: TuningRequest, here: Cluster, health: Health, *, allow
     if here.gpu_count < request.gpus or kinds[0] != kinds[1]:
         raise Stale(
             "the tuning is for another machine",
-            why=f"{request.gpus} GPUs of {', '.join(kinds[0])} are asked for, here are {here.gpu_count} of {', '.join(kinds[1])}",
+            why=f"{request.gpus} GPUs of {', '.join(kinds[0])} are asked for, here are {here.gpu_count} of"
+            f" {', '.join(kinds[1])}",
             remedy="resume it on such a machine, or begin anew with --cluster local",
         )
     require_healthy(health, allow_busy=allow_busy)
@@ -193,5 +194,6 @@ def require_device(request: TuningRequest) -> None:
         raise PlannerError(
             "this machine has no GPU to try plans on",
             why=f"the tuning is for {request.cluster.name}",
-            remedy="resume it on such a machine; --device cpu tries plans on processes of the CPU, where times mean little",
+            remedy="resume it on such a machine; --device cpu tries plans on processes of the CPU,"
+            " where times mean little",
         )

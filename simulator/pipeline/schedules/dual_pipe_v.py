@@ -33,7 +33,7 @@ def lay_out(row: Row, place: Place) -> None:
     for _ in range(above):
         row.backward(up)
         row.pair(up, down)
-    # The drain: from its middle on, weight gradients are put off to fill the waits at the end.
+    # The drain: from its middle on, weight gradients are delayed to fill the waits at the end.
     half = rank + 1
     for turn in range(2 * (rank + 1)):
         stage = down if turn % 2 else up
@@ -41,7 +41,7 @@ def lay_out(row: Row, place: Place) -> None:
     for _ in range(above):
         row.weight_grad()
         row.input_grad(down)
-    while row.owed:
+    while row.delayed_weights:
         row.weight_grad()
 
 

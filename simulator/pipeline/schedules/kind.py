@@ -116,39 +116,42 @@ class Row:
     def __init__(self, *, backward_first: bool) -> None:
         self.backward_first = backward_first
         self.actions: list[Action] = []
-        self.next: dict[tuple[int, Kind], int] = {}
-        self.owed: deque[tuple[int, int]] = deque()  # weight gradients put off: (stage, micro batch)
+        self._forwards: dict[int, int] = {}
+        self._backwards: dict[int, int] = {}
+        self.delayed_weights: deque[tuple[int, int]] = deque()  # (stage, micro batch) of delayed weight gradients
 
-    def _turn(self, stage: int, kind: Kind) -> int:
-        turn = self.next.get((stage, kind), 0)
-        self.next[stage, kind] = turn + 1
-        return turn
+    def _forward(self, stage: int) -> Action:
+        turn = self._forwards.get(stage, 0)
+        self._forwards[stage] = turn + 1
+        return Action(stage, Kind.FORWARD, turn)
+
+    def _backward(self, stage: int, kind: Kind = Kind.BACKWARD) -> Action:
+        turn = self._backwards.get(stage, 0)
+        self._backwards[stage] = turn + 1
+        return Action(stage, kind, turn)
 
     def forward(self, stage: int) -> None:
-        self.actions.append(Action(stage, Kind.FORWARD, self._turn(stage, Kind.FORWARD)))
+        self.actions.append(self._forward(stage))
 
     def backward(self, stage: int) -> None:
-        self.actions.append(Action(stage, Kind.BACKWARD, self._turn(stage, Kind.BACKWARD)))
+        self.actions.append(self._backward(stage))
 
     def input_grad(self, stage: int) -> None:
-        """The first half of a backward; the second is owed."""
-        micro_batch = self._turn(stage, Kind.BACKWARD)
-        self.actions.append(Action(stage, Kind.INPUT_GRAD, micro_batch))
-        self.owed.append((stage, micro_batch))
+        """The first half of a backward; the second, the weight gradient, is delayed."""
+        half = self._backward(stage, Kind.INPUT_GRAD)
+        self.actions.append(half)
+        self.delayed_weights.append((stage, half.micro_batch))
 
     def weight_grad(self, stage: int | None = None) -> None:
-        """Pay the oldest weight gradient that is owed (of `stage`, if given); nothing if there is none."""
-        for entry in self.owed:
+        """Run the oldest delayed weight gradient (of `stage`, if given); nothing if there is none."""
+        for entry in self.delayed_weights:
             if stage is None or entry[0] == stage:
-                self.owed.remove(entry)
+                self.delayed_weights.remove(entry)
                 self.actions.append(Action(entry[0], Kind.WEIGHT_GRAD, entry[1]))
                 return
 
     def pair(self, forward: int, backward: int) -> None:
-        parts = (
-            Action(forward, Kind.FORWARD, self._turn(forward, Kind.FORWARD)),
-            Action(backward, Kind.BACKWARD, self._turn(backward, Kind.BACKWARD)),
-        )
+        parts = self._forward(forward), self._backward(backward)
         self.actions.append(Action(-1, Kind.OVERLAP, -1, parts[::-1] if self.backward_first else parts))
 
 
@@ -177,5 +180,5 @@ def interleave(row: Row, place: Place, in_round: int, *, warm_up: int, weights_l
             row.input_grad(stage)
             if turn >= weights_lag:
                 row.weight_grad()
-    while row.owed:
+    while row.delayed_weights:
         row.weight_grad()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 
 class Kind(StrEnum):
@@ -21,8 +22,7 @@ class Kind(StrEnum):
     OVERLAP = "OVERLAP_F_B"
 
 
-@dataclass(frozen=True, slots=True)
-class Action:
+class Action(NamedTuple):
     """One step of a rank. An overlapped pair has `parts` (its F, its B), stage -1 and micro batch -1."""
 
     stage: int

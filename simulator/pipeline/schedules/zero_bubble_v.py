@@ -40,7 +40,7 @@ def lay_out(row: Row, place: Place) -> None:
         row.input_grad(down)
         row.weight_grad(down)
     for stage in (up, down):
-        while any(owed == stage for owed, _ in row.owed):
+        while any(delayed == stage for delayed, _ in row.delayed_weights):
             row.weight_grad(stage)
     row.actions = [action for action in row.actions if action.micro_batch < place.micro_batches]
 

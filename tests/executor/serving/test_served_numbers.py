@@ -14,7 +14,7 @@ from executor.serving.engine import Engine, graph_sizes  # noqa: E402 - as above
 from executor.serving.load import Server  # noqa: E402 - as above
 from executor.serving.operators import splits_for  # noqa: E402 - as above
 from executor.serving.request import Load, ServeRequest, StepShape, require_served  # noqa: E402 - as above
-from executor.serving.steps import time_step  # noqa: E402 - as above
+from executor.serving.steps import StepTime, time_step  # noqa: E402 - as above
 from simulator.config.hf_config import load_model  # noqa: E402 - as above
 from simulator.serving.traffic import Lengths, Request, Traffic  # noqa: E402 - as above
 from topology.errors import BadModel, BadPlan, Infeasible  # noqa: E402 - as above
@@ -93,24 +93,24 @@ def test_every_request_is_answered_with_all_its_tokens(name: str) -> None:
     seen = Server(engine, traffic, 256, None, Deadline(60)).run()
 
     asked = sorted((request.prompt, request.output) for request in traffic.draw())
-    assert seen["complete"]
-    assert sorted((one["prompt"], one["tokens"]) for one in seen["answers"]) == asked
-    assert all(one["arrival_s"] <= one["first_s"] <= one["done_s"] for one in seen["answers"])
+    assert seen.complete
+    assert sorted((one.prompt, one.tokens) for one in seen.answers) == asked
+    assert all(one.arrival_s <= one.first_s <= one.done_s for one in seen.answers)
     assert engine.cache.free_pages == free
 
 
 def test_a_run_without_time_left_ends_and_says_so() -> None:
     seen = Server(small_engine(), TRAFFICS["closed loop"], 256, None, Deadline(-1)).run()
-    assert not seen["complete"]
-    assert seen["asked"] == 6
+    assert not seen.complete
+    assert seen.asked == 6
 
 
 @pytest.mark.parametrize(("phase", "batch", "context"), [("decode", 2, 100), ("prefill", 1, 40)])
 def test_steps_are_timed_or_refused_in_words(phase: str, batch: int, context: int) -> None:
     engine = small_engine()
     found = time_step(engine, StepShape(phase=phase, batch=batch, context=context))
-    assert isinstance(found, dict)
-    assert found["seconds"] > 0
+    assert isinstance(found, StepTime)
+    assert found.seconds > 0
     assert "beyond the limits" in str(time_step(engine, StepShape(phase=phase, batch=4, context=context)))
     assert "are free" in str(time_step(small_engine(pages=3), StepShape(phase=phase, batch=2, context=80)))
 

@@ -271,7 +271,7 @@ def test_the_planner_is_asked_as_a_process() -> None:
     run(TWO[:1], 2, quick=False)
 
 
-@pytest.mark.parametrize(("ranks", "cases"), [(2, TWO), pytest.param(4, FOUR, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("ranks", "cases"), [(2, TWO), pytest.param(4, FOUR, marks=pytest.mark.nightly)])
 def test_ranks_compute_what_one_process_does(ranks, cases) -> None:
     run(cases, ranks)
 

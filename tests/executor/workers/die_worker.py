@@ -1,4 +1,4 @@
-"""Dies as it is told: `exit 7`, `signal 9`, or `raise`; only the given rank does, the others wait for ever."""
+"""Dies as it is asked: `exit 7`, `signal 9`, or `raise`; only the given rank does, the others wait for ever."""
 
 import os
 import signal

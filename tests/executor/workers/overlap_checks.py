@@ -15,6 +15,7 @@ from executor.gpu import symmetric_memory as symmetric
 from executor.launch.records import Deadline, Recorder
 from executor.overlap import all_reduce
 from executor.verify import overlap as verify_overlap
+from executor.verify.kernels import difference
 from executor.verify.overlap import Shape
 
 LONGEST_CASE_S = 45.0
@@ -77,13 +78,13 @@ def captured(ranks: Ranks, iterations: int) -> None:
                 for _ in range(turn % 3):
                     wanted = _both_ways(call, x, weight)
                     for one, other in zip(found, wanted, strict=True):
-                        worst = torch.maximum(worst, verify_overlap._difference(one, other.double()))
+                        worst = torch.maximum(worst, difference(one, other.double(), other))
                 if turn % CHECKED_EVERY == 0:  # seldom: the host is to run ahead of both GPUs
                     symmetric.check_delivered()
                 if turn % 100 == 0:
                     wide = (x.detach().double().requires_grad_(), weight.detach().double().requires_grad_())
                     for one, other in zip(found, _both_ways(partial(call, mode="nccl"), *wide), strict=True):
-                        exact = torch.maximum(exact, verify_overlap._difference(one, other))
+                        exact = torch.maximum(exact, difference(one, other, other))
             for what, value, units in (
                 # The other direction of the fused gather is a reduce-scatter, of another kernel in a graph.
                 ("captured, to eager", worst, 16 if mode == "fused" else 0),
@@ -105,9 +106,8 @@ def captured(ranks: Ranks, iterations: int) -> None:
             x.normal_(generator=ranks.generator)
             found = replay(x).clone()
             for _ in range(turn % 3):
-                worst = torch.maximum(
-                    worst, verify_overlap._difference(found, all_reduce.all_reduce(x, ranks.group).double())
-                )
+                wanted = all_reduce.all_reduce(x, ranks.group)
+                worst = torch.maximum(worst, difference(found, wanted.double(), wanted))
         dist.all_reduce(worst, dist.ReduceOp.MAX)
         _say(ranks, verify_overlap.OverlapVerdict(
             operation="all_reduce captured, to eager", mode="own", dtype="bfloat16",

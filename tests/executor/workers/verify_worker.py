@@ -96,7 +96,7 @@ def main() -> None:
         begin = time.perf_counter()
         try:
             verdict = judge(case, plan, device)
-        except Exception:  # noqa: BLE001 - told by the missing answer; the same on all ranks, or the budget ends it
+        except Exception:  # noqa: BLE001 - seen by the missing answer; the same on all ranks, or the budget ends it
             (out / f"{case['id']}.rank{dist.get_rank()}.txt").write_text(traceback.format_exc())
             continue
         if dist.get_rank() == 0:

@@ -1,4 +1,4 @@
-"""Sharding cases of our own, written short, with what they must cost in closed form."""
+"""Sharding cases of our own, written short, with what they must cost by formula."""
 
 from __future__ import annotations
 

@@ -306,8 +306,8 @@ def rope(x, cos, sin):
 @known("rope_bwd")
 def rope_bwd(d, cos, sin):
     half = d.shape[-1] // 2
-    turned = d * sin
-    return d * cos + np.concatenate([turned[..., half:], -turned[..., :half]], -1)
+    rotated = d * sin
+    return d * cos + np.concatenate([rotated[..., half:], -rotated[..., :half]], -1)
 
 
 def heads_like(x, many):

@@ -197,7 +197,7 @@ def test_the_gradient_of_shared_heads_is_pending_over_the_ranks_that_share_them(
     assert {c.mesh_dim for c in reduced} == {"rep"}
 
 
-@settings(max_examples=int(os.environ.get("MESHWRIGHT_SHARDING_EXAMPLES", "6")), deadline=None)
+@settings(max_examples=int(os.environ.get("MESHWRIGHT_SHARDING_EXAMPLES", "4")), deadline=None)
 @given(st.data())
 def test_random_graphs_with_their_backward_pass_compute_the_same_on_every_mesh(data) -> None:
     problem = data.draw(placed(graphs(backward=True)))
@@ -209,7 +209,7 @@ def test_random_graphs_with_their_backward_pass_compute_the_same_on_every_mesh(d
             assert step.steps or step.source == step.target
 
 
-@settings(max_examples=int(os.environ.get("MESHWRIGHT_SHARDING_EXAMPLES", "20")), deadline=None)
+@settings(max_examples=int(os.environ.get("MESHWRIGHT_SHARDING_EXAMPLES", "10")), deadline=None)
 @given(st.data())
 def test_random_graphs_compute_the_same_on_every_mesh(data) -> None:
     problem = data.draw(placed(graphs(backward=False)))

@@ -35,7 +35,7 @@ EXPERT = {"w": "S(0)", "v": "S(0)", "down": "S(0)"}
 
 
 def kinds_of(mesh, placed, ops=EXPERTS, **inputs):
-    """The collectives of a plan whose last result is whole, every tensor of which is held against one process."""
+    """The collectives of a plan whose last result is whole, every tensor of which is compared with one process."""
     tensors = {
         name: f"{dims}: {placed[name]}" if name in placed else dims for name, dims in {**INPUTS, **inputs}.items()
     }
@@ -85,7 +85,7 @@ def test_rows_stand_by_groups_as_far_as_zeros_are_kept() -> None:
         builder.add_input(name, [SIZES[axis] for axis in axes], "i64" if name == "ends" else "f64", axes=axes)
     for text in (
         *EXPERTS[:3],
-        "turned = inner.T",
+        "transposed = inner.T",
         "halves = inner.chunk(2, -1)[0]",
         "more = exp(inner)",
         "zero = inner * 2.0 - up",

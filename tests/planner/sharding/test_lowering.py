@@ -120,11 +120,11 @@ def test_ways_of_exchanges_are_chosen_as_the_simulation_says() -> None:
 
 
 def test_collectives_take_the_measured_share_of_kernels_beside_them(machine) -> None:
-    """What hides behind products costs them the SMs that were measured; a chain without anything beside it costs the
+    """What hides behind products costs them the SMs that were measured; a chain without anything alongside it costs the
     same.
     """
-    beside = {"all_reduce": Contention(compute=2.0, collective=1.5, samples=1)}
-    plain, slower = (Calibration(gpu=machine.slowest_kind, contention=found) for found in ({}, beside))
+    alongside = {"all_reduce": Contention(compute=2.0, collective=1.5, samples=1)}
+    plain, slower = (Calibration(gpu=machine.slowest_kind, contention=found) for found in ({}, alongside))
 
     def seconds(stated, calibration) -> float:
         problem = cases.problem(stated)

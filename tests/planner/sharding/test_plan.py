@@ -1,4 +1,4 @@
-"""Whole programs: collectives and bytes in closed form, and every tensor right on every virtual rank."""
+"""Whole programs: collectives and bytes by formula, and every tensor right on every virtual rank."""
 
 import pytest
 from hypothesis import given, settings

@@ -1,4 +1,4 @@
-"""Redistributions: bytes in closed form, the cheapest of all sequences, and the right numbers on every rank."""
+"""Redistributions: bytes by formula, the cheapest of all sequences, and the right numbers on every rank."""
 
 from fractions import Fraction
 from itertools import product

@@ -31,7 +31,7 @@ def ask(capsys, tmp_path, content, *flags):
 
 
 def test_the_example_is_answered(capsys) -> None:
-    """Bytes in closed form: Megatron's sequence-parallel layer, Ulysses, a ring, a gradient across replicas."""
+    """Bytes by formula: Megatron's sequence-parallel layer, Ulysses, a ring, a gradient across replicas."""
     assert main(["shard", str(EXAMPLE), "--json"]) == 0
 
     document = json.loads(capsys.readouterr().out)

@@ -106,7 +106,7 @@ def test_what_routes_nothing_is_rejected(routed, why) -> None:
 
 
 def test_pieces_of_very_large_tensors_are_still_compared() -> None:
-    """Beyond 2^53 units of bytes an integer program in doubles would no longer tell costs apart."""
+    """Beyond 2^53 units of bytes an integer program in doubles would take different costs for equal."""
     sizes = {"t": (1 << 20) * 9973, "h": 9 * 4, "f": 12 * 7}
     mesh = {"dp": 1 << 10, "tp": 4}
     of = cases.case(

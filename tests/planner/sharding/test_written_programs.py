@@ -186,7 +186,7 @@ TENSOR_PARALLEL = {"up.weight": ["S(0)"], "up.bias": ["S(0)"], "down.weight": ["
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_products_run_in_chunks_where_the_program_is_shorter_for_it(backward) -> None:
-    """A sum over ranks that nothing hides is sent by parts beside the product: never slower than the whole, with its
+    """A sum over ranks that nothing hides is sent by parts alongside the product: never slower than the whole, with its
     bytes.
     """
     machine = cluster("h200x4")
@@ -288,7 +288,7 @@ def test_how_pieces_move_beside_a_product_is_chosen_by_time_and_told_with_the_ne
     at.write_text(json.dumps(asked))
     assert main(["shard", str(at), "--cluster", "h200x4", "--explain"]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "linear_0_product beside its exchange:" in text
+    assert "linear_0_product alongside its exchange:" in text
     assert "next best" in text
 
 

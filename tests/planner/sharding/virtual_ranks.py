@@ -206,7 +206,7 @@ def _local(operator, option, values, world, rank):
 
 
 def _placed_functions(operator, mine):
-    """Functions that depend on where a piece starts, told so."""
+    """Functions that depend on where a piece starts, which they are given."""
     causal = operator.functions & {"attn", "scaled_dot_product_attention", "attention_rows"} or {
         name for name in operator.functions if name.startswith("attention_bwd")
     }

@@ -130,7 +130,7 @@ def test_twice_the_replicas_serve_twice_the_clients_as_fast() -> None:
 
 
 def test_pools_apart_never_stop_answers_to_read_prompts() -> None:
-    """Reading elsewhere, answers come at the pace of a batch that only writes; the first token waits for the
+    """Reading elsewhere, answers come as fast as from a batch that only writes; the first token waits for the
     reading.
     """
     traffic = Traffic(prompt=Lengths(mean=4096), output=Lengths(mean=64), concurrency=16, requests=64)

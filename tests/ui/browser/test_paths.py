@@ -69,7 +69,7 @@ def test_a_deep_link_opens_a_tab_of_a_plan(page, address):
 
 
 def ticked(page):
-    """Return the places of the rows that have a tick, as a screen reader is told."""
+    """Return the places of the rows that have a tick, as a screen reader gets them."""
     rows = page.locator(".st-key-home_plans table tr[aria-selected='true']")
     return [int(row.get_attribute("aria-rowindex")) - 1 for row in rows.all()]
 
@@ -99,7 +99,7 @@ def test_marks_of_a_chart_and_rows_of_the_table_are_the_same_plans(page, address
     assert ticked(page) == [3]
 
     tick(5)
-    page.get_by_role("heading", name="#3 beside #5").wait_for()
+    page.get_by_role("heading", name="#3 compared with #5").wait_for()
     assert rings.count() == 2
     tick(3)
     page.get_by_role("heading", name="#5 ").wait_for()
@@ -130,16 +130,16 @@ def test_back_undoes_a_change(page, address):
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "reported"),
     [
         ("cluster=rig.txt+(0123abcd)", "This link names a cluster that is not here"),
         ("model=my-model.json+(0123abcd)", "This link names a model that is not here"),
         ("gpus=many", "This link's number of GPUs cannot be used"),
     ],
 )
-def test_a_link_to_what_is_not_here_says_so_and_stays(page, address, words, told):
+def test_a_link_to_what_is_not_here_says_so_and_stays(page, address, words, reported):
     page.goto(f"{address}/plans?{words}&batch=16")
-    page.get_by_text(told).wait_for()
+    page.get_by_text(reported).wait_for()
     settled(page)
 
     assert page.url.endswith(f"plans?{words}&batch=16")

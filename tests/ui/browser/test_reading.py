@@ -102,12 +102,12 @@ def test_charts_and_headings_tell_what_they_show(page, address):
         page.goto(f"{address}/{name}")
         settled(page)
         page.locator("[data-testid='stVegaLiteChart'] svg").first.wait_for()
-        told = page.evaluate(
+        reported = page.evaluate(
             """() => [...document.querySelectorAll("[data-testid='stVegaLiteChart']")].map(node =>
                 [node.getAttribute("aria-label"), node.querySelector("[aria-label]")?.getAttribute("aria-label")].find(Boolean) || "")"""
         )
-        assert told
-        assert all(len(text) > 10 for text in told), (name, told)
+        assert reported
+        assert all(len(text) > 10 for text in reported), (name, reported)
         levels = page.evaluate(
             "() => [...document.querySelectorAll('.stMain h1,.stMain h2,.stMain h3,.stMain h4,.stMain h5')].map(h => +h.tagName[1])"
         )

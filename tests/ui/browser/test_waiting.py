@@ -1,4 +1,4 @@
-"""What a person sees who waits for an answer, alone and beside others."""
+"""What a person sees who waits for an answer, alone and alongside others."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def test_a_short_question_beside_a_long_search(opened, address):
     long.goto(f"{address}/plans?{LONG}")
     long.get_by_text("Searching all legal plans").wait_for()
     time.sleep(4)
-    beside = asked(80)
+    alongside = asked(80)
     print(
-        f"a question on 8 GPUs: {alone:.1f} s alone, {beside:.1f} s beside a search on 16,384: {beside / alone:.1f} times"
+        f"a question on 8 GPUs: {alone:.1f} s alone, {alongside:.1f} s alongside a search on 16,384: {alongside / alone:.1f} times"
     )
 
     began = time.monotonic()

@@ -1,4 +1,4 @@
-"""Cases whose collectives and placements are known in closed form: (case, [(kind, mesh axes, ring bytes)], {tensor:
+"""Cases whose collectives and placements are known by formula: (case, [(kind, mesh axes, ring bytes)], {tensor:
 placements}).
 """
 

@@ -1,0 +1,30 @@
+"""What a rank of a pool is started with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolRequest:
+    """What all pools of a calibration share.
+
+    `indices` are nvidia-smi's of the measured GPUs, `began` is time.monotonic() at the beginning, `text` a file that
+    torchtitan reads as its data, `records` where rank 0 appends its samples.
+    """
+
+    device: str = "cpu"
+    records: str = ""
+    began: float = 0.0
+    indices: tuple[int, ...] = ()
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankRequest(PoolRequest):
+    """The rank's number in its pool, the pool's `gpus` (positions among the measured ones), and where it writes."""
+
+    rank: int
+    gpus: tuple[int, ...]
+    port: int
+    folder: str

@@ -1,0 +1,33 @@
+"""What a rank reads of its mesh and of its model's modules, for `executor.run.effects`. Never imports torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshFacts:
+    """The mesh as torch reports it: sizes by axis, ranks by coordinate, and whether it is the one of the plan."""
+
+    axes: dict[str, int]
+    ranks: list[object]
+    as_requested: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """Counts and names read from the modules themselves, not from the request.
+
+    `most_shards`: into how many parts the largest weights are divided. `tp_overlap`: the mode by site.
+    """
+
+    most_shards: int
+    stored: str
+    blocks: int
+    recomputed_blocks: int
+    compiled_graphs: int
+    graph_breaks: int
+    schedule: str | None
+    micro_batches: int
+    tp_overlap: dict[str, str]
+    cp_method: str

@@ -1,0 +1,338 @@
+"""The question that a configuration asks: its model, machine, plan, workload and runtime, and what of them it leaves
+open.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from planner.configs.formats.configuration import CheckFlags, Configuration
+from planner.configs.formats.kinds import read_configuration
+from planner.configs.written_back import Writer
+from planner.export.mapping import PLAN_FACTS, RUNTIME_FACTS, Facts, NotStated, read
+from planner.io.inputs import read_cluster
+from planner.question.case_runtime import implied_runtime, resolve_runtime
+from planner.question.cases import DEFAULT_CLUSTER, SEQ_LEN, Case, build_case, complete_plan
+from planner.question.question import rule_facts
+from simulator.config.hf_config import load_model
+from simulator.config.model import Model
+from simulator.config.plan import Plan
+from simulator.config.runtime import Runtime
+from simulator.config.workload import Workload
+from simulator.fitting.calibrations import UNMEASURED, Calibrations
+from simulator.legality.frameworks import Framework, framework_of_runtime
+from simulator.legality.rule import UNKNOWN_MODEL, Grade, Problem
+from simulator.legality.rules import problems_without_model
+from topology.cluster import Cluster, NodeGroup
+from topology.errors import BadInput, PlannerError, UserError
+from topology.rates.known import require_plannable
+
+MOST_NODES = 2048  # that are assumed where a configuration leaves its number of GPUs open
+# Flags, and the facts of a configuration that they must not contradict.
+GIVEN = {
+    "gpus": "gpus",
+    "seq_len": "seq_len",
+    "global_batch": "global_batch_size",
+    "micro_batch": "micro_batch_size",
+}
+# Frameworks whose version is that of a launcher, not of what runs.
+LAUNCHERS = frozenset({"accelerate", "transformers", "megatron-bridge"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Open:
+    """What a configuration leaves open and no answer can be had without; `remedy` says how to say it."""
+
+    what: str
+    remedy: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stated:
+    """What a configuration says without its model: enough for the rules that need none, and for no cost."""
+
+    plan: Plan
+    workload: Workload
+    runtime: Runtime
+    framework: Framework
+    cluster: Cluster
+    gpus: int
+
+    def problems(self) -> tuple[Problem, ...]:
+        """Return what the rules that need no model say."""
+        facts = rule_facts(UNKNOWN_MODEL, self.cluster, self.workload, self.framework, self.runtime, self.gpus)
+        found = problems_without_model(self.plan, facts)
+        return tuple(problem for problem in found if problem.message != self.runtime.not_modelled)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """The question that a configuration asks: `facts` are how it says its plan, `given` what its reader was given.
+
+    `case` is None where it contradicts itself (`problems`) or leaves something open (`questions`); where that is the
+    model alone, `stated` is the rest.
+    """
+
+    configuration: Configuration
+    assumed: tuple[str, ...]
+    given: Facts = field(default_factory=dict)
+    facts: Facts = field(default_factory=dict)
+    case: Case | None = None
+    stated: Stated | None = None
+    problems: tuple[Problem, ...] = ()
+    questions: tuple[Open, ...] = ()
+
+    def writer(self, where: str, flags: CheckFlags) -> Writer:
+        """Return what writes other plans into the configuration, which has a case."""
+        if self.case is None:
+            raise ValueError("a configuration without a case has no plan to write over")
+        return Writer(
+            configuration=self.configuration,
+            asked=self.case,
+            facts=self.facts,
+            given=self.given,
+            where=where,
+            flags=flags,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Machine:
+    """Where a configuration runs; `open_gpus` where nobody says on how many of its GPUs."""
+
+    cluster: Cluster
+    name: str
+    gpus: int
+    open_gpus: bool
+
+
+def ask(text: str, where: str, flags: CheckFlags, *, measured: Calibrations = UNMEASURED) -> Asked:
+    """Return the question that a configuration asks, without its answer.
+
+    Raises BadInput (exit 2) for a text that cannot be read and a model or cluster that is said and not known, Stale
+    (exit 1) for a profile in doubt where it is refused.
+    """
+    configuration = read_configuration(text, where, flags)
+    assumed = list(configuration.assumed)
+    model, unknown = _model(configuration, flags, assumed)
+    machine = _machine(configuration, flags, assumed)
+    measured.check(machine.cluster)
+    found = Asked(configuration=configuration, assumed=tuple(assumed), questions=unknown)
+    try:
+        given, facts, machine = _facts(configuration, flags, model, machine, assumed)
+        _complete(facts, model, assumed)
+        stated, defaults = _stated(configuration, facts, machine.cluster, where)
+        case = None
+        if model is not None:
+            case = _case(configuration, stated, facts, model, measured, where, assumed)
+    except NotStated as error:
+        question = Open(what="; ".join(filter(None, (error.what, error.why))), remedy=error.remedy)
+        return replace(found, assumed=tuple(assumed), questions=(*unknown, question))
+    except PlannerError as error:
+        problem = Problem(rule="configuration", grade=Grade.ILLEGAL, message=str(error).replace("\n ", ";"))
+        return replace(found, assumed=tuple(assumed), problems=(problem,))
+    _agree(facts, flags)
+    said = tuple(dict.fromkeys((*assumed, *defaults))) if case is None else case.assumed
+    if reason := stated.runtime.not_modelled:  # a limit of ours, and no fault of the file
+        case, unknown = None, (*unknown, Open(what=reason, remedy="bfloat16 and AdamW in the file have a prediction"))
+    rest = None if case is not None else stated
+    return replace(found, assumed=said, questions=unknown, given=given, facts=facts, case=case, stated=rest)
+
+
+# What the file is about.
+
+
+def _model(
+    configuration: Configuration, flags: CheckFlags, assumed: list[str]
+) -> tuple[Model | None, tuple[Open, ...]]:
+    """Return the model, or the question which it is, or why it has no cost."""
+    if configuration.no_cost:
+        return None, (
+            Open(what=configuration.no_cost, remedy="planner suggest --model of the whole for full training"),
+        )
+    model = load_model(flags.model) if flags.model else configuration.model
+    if model is not None:
+        assumed[:0] = model.assumed
+        return model, ()
+    which = configuration.unknown_model or "the file does not say which model it trains"
+    return None, (Open(what=f"which model? {which}", remedy="--model with its name on the Hub or its config.json"),)
+
+
+def _machine(configuration: Configuration, flags: CheckFlags, assumed: list[str]) -> _Machine:
+    """Return the cluster and the number of GPUs; what nobody stated is assumed, and listed."""
+    name = flags.cluster or configuration.cluster or DEFAULT_CLUSTER
+    if not flags.cluster:
+        assumed.append(f"cluster {name}" + (" (the file's own comment)" if configuration.cluster else ""))
+    whole = read_cluster(name, gpu=flags.gpu)
+    require_plannable(whole)  # of the machine, before what is said of the plan
+    gpus = flags.gpus or configuration.gpus
+    if gpus and not flags.gpus and configuration.in_a_comment:
+        assumed.append(f"{gpus} GPUs (the file's own comment)")
+    count = gpus or whole.gpu_count
+    cluster = read_cluster(name, count, gpu=flags.gpu)
+    if gpus and configuration.machines:
+        cluster = _spread(cluster, name, count, configuration.machines, flags)
+    return _Machine(cluster=cluster, name=name, gpus=count, open_gpus=not gpus)
+
+
+def _spread(cluster: Cluster, name: str, gpus: int, machines: int, flags: CheckFlags) -> Cluster:
+    """Return `gpus` GPUs on as many machines as are stated, where that is more than they need."""
+    each = gpus // machines
+    if gpus % machines or machines <= cluster.node_count or each >= cluster.gpus_per_node:
+        return cluster
+    several = read_cluster(name, machines * read_cluster(name, gpu=flags.gpu).gpus_per_node, gpu=flags.gpu)
+    node = read_cluster(name, each, gpu=flags.gpu).groups[0].node
+    return replace(several, groups=(NodeGroup(node=node, count=machines),))
+
+
+def _facts(
+    configuration: Configuration, flags: CheckFlags, model: Model | None, machine: _Machine, assumed: list[str]
+) -> tuple[Facts, Facts, _Machine]:
+    """Return what the reader of a configuration is given and the facts that it reads, on the machine's GPUs.
+
+    Where nobody says how many there are, they are the cluster's, or as few whole nodes as the stated degrees fill.
+    """
+    given = _given(configuration, flags, model, machine)
+    if not machine.open_gpus:
+        return given, read(configuration.table, configuration.settings, given), machine
+    count, facts = _filled(configuration, given, machine.gpus)
+    whose = "the cluster's" if count == machine.gpus else "as few as the stated degrees fill"
+    assumed.append(f"{count} GPUs ({whose}; say another number with --gpus)")
+    if count != machine.gpus:
+        machine = replace(machine, cluster=read_cluster(machine.name, count, gpu=flags.gpu), gpus=count)
+    return {**given, "gpus": count}, facts, machine
+
+
+def _filled(configuration: Configuration, given: Facts, each: int) -> tuple[int, Facts]:
+    """Return as few GPUs as the stated degrees fill, in whole nodes of `each` where they leave something open, and the
+    facts on them. Raises BadInput where the file cannot be read on any number.
+    """
+
+    def facts_on(count: int) -> tuple[int, Facts]:
+        return count, read(configuration.table, configuration.settings, {**given, "gpus": count})
+
+    first: BadInput | None = None
+    for nodes in range(1, MOST_NODES + 1):
+        try:
+            count, facts = facts_on(nodes * each)
+            product = math.prod(facts.get(axis) or 1 for axis in ("dp_replicate", "dp_shard", "tp", "cp", "pp"))
+            if product != count:  # all degrees are stated
+                count, facts = facts_on(product)
+        except NotStated:
+            raise
+        except BadInput as error:
+            first = first or error
+            continue
+        if (count // (facts.get("pp") or 1)) % (facts.get("ep") or 1) == 0:
+            return count, facts
+    if first is not None:
+        raise first
+    return facts_on(each)
+
+
+def _given(configuration: Configuration, flags: CheckFlags, model: Model | None, machine: _Machine) -> Facts:
+    facts: Facts = {
+        **configuration.given,
+        "gpus": machine.gpus,
+        "gpus_per_node": machine.cluster.gpus_per_node,
+    }
+    if model is not None:
+        facts |= {"layers": model.layers, "moe": model.moe is not None, "max_positions": model.max_positions}
+    given = {"batch_beside": flags.global_batch, "micro_beside": flags.micro_batch}
+    facts |= {name: value for name, value in given.items() if value}
+    return ({"seq_len": flags.seq_len} if flags.seq_len else {}) | facts
+
+
+def _agree(facts: Facts, flags: CheckFlags) -> None:
+    """Raise UserError where a flag and the configuration say different things: one of the two would be dropped."""
+    for name, fact in GIVEN.items():
+        asked = getattr(flags, name)
+        if asked and asked != facts[fact]:
+            raise UserError(
+                f"--{name.replace('_', '-')} {asked}, but the configuration says {facts[fact]}",
+                remedy="leave the flag out, or write its value into the configuration",
+            )
+
+
+def _complete(facts: Facts, model: Model | None, assumed: list[str]) -> None:
+    """Fill in the sequence length and the batch where a configuration leaves them open."""
+    if facts.get("seq_len") is None:
+        facts["seq_len"] = min(SEQ_LEN, (model.max_positions if model else 0) or SEQ_LEN)
+        assumed.append(f"sequence length {facts['seq_len']} tokens (the file does not say it)")
+    if facts.get("global_batch_size") is None:
+        facts |= _open_batch(facts, assumed)
+
+
+def _open_batch(facts: Facts, assumed: list[str]) -> Facts:
+    """Return the batch of a file that has no key for it, of what was given with it; nothing is accumulated where
+    nobody says so.
+    """
+    dp, steps = facts["dp_replicate"] * facts["dp_shard"], facts.get("steps")
+    batch, micro = facts.get("batch_beside"), facts.get("micro_beside")
+    if not micro:
+        micro = batch // (dp * steps) or 1 if batch and steps else 1
+        assumed.append(f"micro batches of {micro} (the file does not say it)")
+    if not batch and steps:
+        batch = micro * steps * dp
+    if not batch:
+        batch = micro * dp
+        assumed.append(f"global batch {batch} (the file does not say it; nothing is accumulated)")
+    if steps and batch != micro * steps * dp:
+        raise BadInput(
+            f"global batch {batch} != {micro} a GPU x {steps} accumulated x {dp} data-parallel ranks",
+            remedy="leave one of the three open",
+        )
+    return {"micro_batch_size": micro, "global_batch_size": batch}
+
+
+def _runtime(configuration: Configuration, facts: Facts) -> dict[str, Any]:
+    """Return a runtime as a case states it."""
+    launcher = configuration.framework in LAUNCHERS
+    return {
+        "name": configuration.runtime or configuration.rules,
+        "version": None if launcher else configuration.behaves_as or configuration.version,
+        **{name: facts[name] for name in RUNTIME_FACTS if name in facts},
+    }
+
+
+def _plan(facts: Facts) -> dict[str, Any]:
+    """Return a plan's facts as a case states them: several numbers as a list."""
+    return {name: list(v) if isinstance(v := facts[name], tuple) else v for name in PLAN_FACTS if name in facts}
+
+
+def _stated(configuration: Configuration, facts: Facts, cluster: Cluster, where: str) -> tuple[Stated, list[str]]:
+    """Return all that a configuration says but its model, and what was assumed. Raises BadPlan for what cannot be."""
+    rules = framework_of_runtime(configuration.rules)
+    workload = Workload(seq_len=facts["seq_len"], global_batch_size=facts["global_batch_size"])
+    stated, implied = implied_runtime(_runtime(configuration, facts), _plan(facts), rules)
+    runtime, from_runtime = resolve_runtime(stated)
+    plan, from_plan = complete_plan(_plan(facts), workload, rules, where=where)
+    found = Stated(plan=plan, workload=workload, runtime=runtime, framework=rules, cluster=cluster, gpus=facts["gpus"])
+    return found, [*implied, *from_runtime, *from_plan]
+
+
+def _case(
+    configuration: Configuration,
+    stated: Stated,
+    facts: Facts,
+    model: Model,
+    measured: Calibrations,
+    where: str,
+    assumed: list[str],
+) -> Case:
+    """Return the question that a configuration asks."""
+    return build_case(
+        where,
+        model=model,
+        cluster=stated.cluster,
+        workload=stated.workload,
+        framework=stated.framework,
+        runtime=_runtime(configuration, facts),
+        plan=_plan(facts),
+        measured=measured,
+        assumed=assumed,
+        where=where,
+        gpus=facts["gpus"],
+    )

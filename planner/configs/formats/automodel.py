@@ -1,0 +1,103 @@
+"""NeMo AutoModel's YAML.
+
+Keys: `nemo_automodel/recipes/llm/train_ft.py` and `examples/` of 2025: FSDP2 over what the other degrees leave.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from planner.configs.formats.yaml_format import (
+    Described,
+    YamlFormat,
+    compiled,
+    degree,
+    in_all,
+    length,
+    named,
+    types,
+)
+from planner.export.mapping import Entry, Facts, Settings, Table, truth
+from simulator.pipeline.schedules.registry import SCHEDULES
+from topology.errors import BadInput
+
+NEAREST = "NeMo AutoModel is predicted as torchtitan, the nearest runtime that is described"
+_D = "distributed."
+_RECOMPUTE = ("parallelizer.activation_checkpointing", f"{_D}activation_checkpointing")
+_SCHEDULES = ("autopipeline.pp_schedule", f"{_D}pipeline.pp_schedule")
+_TYPE = "model.torch_dtype"
+
+
+def _read_shard(settings: Settings, facts: Facts) -> Facts:
+    others = facts["tp"] * facts["cp"] * facts["pp"] * facts["dp_replicate"]
+    if facts["gpus"] % others:
+        raise BadInput(f"{facts['gpus']} GPUs are not a multiple of the other degrees, {others}")
+    parallel = facts["tp"] > 1 and truth(settings, f"{_D}sequence_parallel")
+    return {"dp_shard": facts["gpus"] // others, "zero_stage": None, "sequence_parallel": parallel}
+
+
+def _read_schedule(settings: Settings, facts: Facts) -> Facts:
+    if facts["pp"] == 1:
+        return {"schedule": None, "virtual_stages": 1}
+    known = {name.lower(): kind for name, kind in SCHEDULES.items()}
+    word = str(next((settings[key] for key in _SCHEDULES if settings.get(key)), "1f1b")).lower()
+    if word not in known:
+        raise BadInput(f"{_SCHEDULES[0]} is {word[:40]!r}", why=f"known: {', '.join(SCHEDULES)}")
+    return {"schedule": known[word].name, "virtual_stages": known[word].least_stages}
+
+
+def _read_recompute(settings: Settings, _: Facts) -> Facts:
+    return {"recompute": "full" if any(truth(settings, key) for key in _RECOMPUTE) else "none"}
+
+
+def _read_types(settings: Settings, _: Facts) -> Facts:
+    word = str(settings.get(_TYPE) or "bfloat16").rpartition(".")[2]
+    stored = {"bf16": "bfloat16", "fp32": "float32"}.get(word, word)
+    return types(stored, "bfloat16", "float32")
+
+
+def _read_optimizer(settings: Settings, _: Facts) -> Facts:
+    name = str(settings.get("optimizer._target_", "torch.optim.AdamW")).rpartition(".")[2].lower()
+    return {"optimizer": "adamw" if name in {"adam", "adamw", "fusedadam"} else name}
+
+
+TABLE: Table = (
+    degree(f"{_D}tp_size", "tp"),
+    degree(f"{_D}cp_size", "cp"),
+    degree(f"{_D}pp_size", "pp"),
+    degree(f"{_D}ep_size", "ep"),
+    degree(f"{_D}dp_replicate_size", "dp_replicate"),
+    Entry(keys=(f"{_D}dp_size", f"{_D}sequence_parallel"), write=lambda _: {}, read=_read_shard),
+    Entry(keys=_SCHEDULES, write=lambda _: {}, read=_read_schedule),
+    in_all("step_scheduler.local_batch_size", "step_scheduler.global_batch_size"),
+    length("packed_sequence.packed_sequence_size", "dataset.seq_len", "dataset.seq_length"),
+    Entry(keys=_RECOMPUTE, write=lambda _: {}, read=_read_recompute),
+    Entry(keys=(_TYPE,), write=lambda _: {}, read=_read_types),
+    Entry(keys=("optimizer._target_",), write=lambda _: {}, read=_read_optimizer),
+    compiled("compile.enabled"),
+)
+
+
+def _describe(settings: Settings) -> Described:
+    if any(key.startswith("peft.") for key in settings):
+        return Described(no_cost="peft trains adapters, whose cost is not modelled")
+    found = named(
+        settings, "model.pretrained_model_name_or_path", "model.config.pretrained_model_name_or_path", "model.config"
+    )
+    return replace(found, assumed=(NEAREST,))
+
+
+FORMAT = YamlFormat(
+    framework="nemo-automodel",
+    runtime="torchtitan",
+    rules="any",
+    marks=(frozenset({"step_scheduler.local_batch_size", "step_scheduler.global_batch_size"}),),
+    table=TABLE,
+    describe=_describe,
+    limits={"pp": None, "recompute": None},
+    harmless=(
+        r"(recipe|seed|benchmark|dist_env|checkpoint|loss_fn|dataset|dataloader|validation_\w+|optimizer|lr_scheduler|wandb|model"
+        r"|rng|packed_sequence|autopipeline|parallelizer|step_scheduler|slurm|clip_grad_norm|tokenizer|mlflow|ci|peft|compile)(\..*)?"
+        r"|distributed\.pipeline\..*|distributed\.(_target_|strategy|use_hf_tp_plan|defer_\w+)"
+    ),
+)

@@ -1,0 +1,119 @@
+"""axolotl's YAML.
+
+Keys: `src/axolotl/utils/schemas/` of axolotl 0.12. It runs Transformers' Trainer under accelerate: with `bf16` the
+model is loaded in it, and FSDP holds it in float32 (accelerate's `fsdp2_prepare_model`).
+"""
+
+from __future__ import annotations
+
+from planner.configs.formats.yaml_format import (
+    DATA_PARALLEL,
+    FLAT,
+    Described,
+    YamlFormat,
+    accumulated,
+    compiled,
+    constant,
+    degree,
+    length,
+    named,
+    on,
+    types,
+    whole_blocks,
+)
+from planner.export.mapping import Entry, Facts, NotStated, Settings, Table, truth, whole
+
+_OFFLOAD = ("fsdp_config.offload_params", "fsdp_config.fsdp_offload_params")
+_RESHARD = ("fsdp_config.reshard_after_forward", "fsdp_config.fsdp_reshard_after_forward")
+_STRATEGY = ("fsdp_config.sharding_strategy", "fsdp_config.fsdp_sharding_strategy")
+_VERSION = ("fsdp_version", "fsdp_config.fsdp_version")
+_SIZES = ("dp_shard_size", "dp_replicate_size")
+
+
+def _shards(settings: Settings) -> bool:
+    return bool(settings.get("fsdp")) or any(key.startswith("fsdp_config.") for key in settings)
+
+
+def _read_mesh(settings: Settings, facts: Facts) -> Facts:
+    if isinstance(named_file := settings.get("deepspeed"), str) and named_file:
+        raise NotStated(
+            f"the file names a DeepSpeed file, {named_file[:80]!r}",
+            why="the ZeRO stage is in it",
+            remedy="check that file, with --model, --seq-len and --micro-batch",
+        )
+    rest = facts["gpus"] // (facts["tp"] * facts["cp"])
+    if not _shards(settings):
+        return {"dp_replicate": max(1, rest), "dp_shard": 1, "reshard_after_forward": None}
+    replicas = whole(settings, _SIZES[1], 1)
+    strategy = str(next((settings[key] for key in _STRATEGY if settings.get(key)), "FULL_SHARD")).upper()
+    again = truth(settings, next((key for key in _RESHARD if key in settings), _RESHARD[0]), default=True)
+    return {
+        "dp_replicate": replicas,
+        "dp_shard": whole(settings, _SIZES[0], max(1, rest // replicas)),
+        "reshard_after_forward": again and "GRAD_OP" not in strategy,
+    }
+
+
+def _write_mesh(facts: Facts) -> Settings:
+    return {_SIZES[1]: facts["dp_replicate"]} if facts["dp_replicate"] > 1 and facts["dp_shard"] > 1 else {}
+
+
+def _read_types(settings: Settings, facts: Facts) -> Facts:
+    half = on(settings, "fp16")
+    low = not half and settings.get("bf16") in {"auto", "full", True}
+    compute = "float16" if half else "bfloat16" if low else "float32"
+    stored = "float32" if facts["dp_shard"] > 1 or half else compute
+    return types(stored, compute, compute)
+
+
+def _read_optimizer(settings: Settings, _: Facts) -> Facts:
+    word = str(settings.get("optimizer", "adamw_torch_fused"))
+    return {"optimizer": "adamw" if word.startswith("adamw_torch") or word == "adamw_apex_fused" else word}
+
+
+def _read_offload(settings: Settings, _: Facts) -> Facts:
+    away = any(on(settings, key) for key in _OFFLOAD) and _shards(settings)
+    return {"offload": "parameters" if away else "none"}
+
+
+TABLE: Table = (
+    constant(FLAT),
+    degree("tensor_parallel_size", "tp"),
+    degree("context_parallel_size", "cp"),
+    Entry(keys=("fsdp", "deepspeed", *_SIZES, *_RESHARD, *_STRATEGY, *_VERSION), write=_write_mesh, read=_read_mesh),
+    accumulated("micro_batch_size", "gradient_accumulation_steps"),
+    length("sequence_len"),
+    whole_blocks("gradient_checkpointing"),
+    compiled("torch_compile"),
+    Entry(keys=_OFFLOAD, write=lambda _: {}, read=_read_offload),
+    Entry(keys=("bf16", "fp16"), write=lambda _: {}, read=_read_types),
+    Entry(keys=("optimizer",), write=lambda _: {}, read=_read_optimizer),
+)
+
+
+def _describe(settings: Settings) -> Described:
+    if settings.get("adapter"):
+        kind = str(settings["adapter"])
+        return Described(no_cost=f"adapter: {kind[:40]} trains adapters, whose cost is not modelled")
+    return named(settings, "base_model")
+
+
+FORMAT = YamlFormat(
+    framework="axolotl",
+    runtime="pytorch",
+    marks=(frozenset({"base_model", "micro_batch_size"}), frozenset({"base_model", "sequence_len"})),
+    table=TABLE,
+    describe=_describe,
+    limits={**DATA_PARALLEL, "tp": None, "cp": None},
+    harmless=(
+        r"(adapter|lora_\w+|peft\w*|load_in_\dbit|sample_packing|eval_sample_packing"
+        r"|base_model.*|model_type|tokenizer.*|datasets|test_datasets|pretraining_dataset|dataset_.*|val_set_size|output_dir"
+        r"|chat_template.*|wandb_.*|mlflow_.*|comet_.*|hub_.*|num_epochs|max_steps|lr_scheduler.*|learning_rate|weight_decay"
+        r"|warmup_\w+|\w+_per_epoch|save_\w+|eval_\w+|logging_steps|special_tokens.*|tokens|resume_from_checkpoint"
+        r"|gradient_checkpointing_kwargs.*|flash_attention|sdp_attention|attention|attn_implementation|tf32|strict|seed"
+        r"|pad_to_sequence_len|train_on_inputs|group_by_length|trust_remote_code|max_grad_norm|adam_\w+|debug|local_rank"
+        r"|fsdp_config\.(fsdp_)?(auto_wrap_policy|transformer_layer_cls_to_wrap|state_dict_type|sync_module_states"
+        r"|use_orig_params|cpu_ram_efficient_loading|limit_all_gathers|backward_prefetch|forward_prefetch"
+        r"|final_state_dict_type)|plugins|ddp_\w+|shuffle_\w+|excess_length_strategy|rl|use_wandb|dataloader_\w+)"
+    ),
+)

@@ -1,0 +1,114 @@
+"""What of a plan a file has no key for, as one line of its header that reads back: the model, and facts that are the
+program's or the launcher's to say.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from planner.export.job import ExportJob
+from planner.export.mapping import PLAN_FACTS, RUNTIME_FACTS, WORKLOAD_FACTS, Facts, Settings, Table, read
+from planner.export.named_models import model_said
+from simulator.config.model import Model
+from simulator.config.plan import Plan
+from simulator.config.verify import verify_model
+from topology import codec
+from topology.errors import BadInput, PlannerError
+
+SECTION = "meshwright"  # of a file without comments
+LABEL = "planned"
+MOST_OF_A_HEADER = 20_000  # characters
+_LINE = re.compile(rf"^# {LABEL}: (\{{.*\}})$", re.MULTILINE)
+_FACTS = (PLAN_FACTS | WORKLOAD_FACTS | RUNTIME_FACTS | {"gpus"}) - {"placement"}
+
+
+# Fields of a plan whose default depends on the framework or on other fields.
+_SAID = frozenset({"recompute", "sequence_parallel", "micro_batch_size"})
+_DEFAULTS = {one.name: one.default for one in fields(Plan) if one.name not in _SAID}
+_SIZES = ("layers", "hidden", "heads", "kv_heads", "vocab")  # that every framework's own words for a model give
+
+
+def _experts(model: Model) -> tuple[int, int] | None:
+    return None if model.moe is None else (model.moe.experts, model.moe.ffn)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """What a file's header says of the plan for which it was written."""
+
+    model: Model | None = None
+    facts: Facts = field(default_factory=dict)
+
+    def model_of(self, said: Model | None) -> Model | None:
+        """Return the header's model, or the one that the file itself says where that is another by now."""
+        if said is None or self.model is None:
+            return said or self.model
+        same = all(getattr(said, size) == getattr(self.model, size) for size in _SIZES)
+        return self.model if same and _experts(said) == _experts(self.model) else said
+
+
+def planned_document(job: ExportJob, table: Table, settings: Settings) -> dict[str, Any]:
+    """Return the model, and the facts that a reader of `settings` takes from what it is given."""
+    model = job.question.model
+    known, _ = model_said(model.name)
+    named = known is not None and replace(known, assumed=()) == replace(model, assumed=())
+    document: dict[str, Any] = {"model": model.name if named else codec.to_builtins(replace(model, assumed=()))}
+    if not table:
+        return document
+    facts = job.facts()
+    cluster = job.question.cluster
+    given = {"gpus": job.plan.gpus, "gpus_per_node": cluster.gpus_per_node, "layers": model.layers}
+    back = _read(table, settings, given)
+    lacking = {
+        name: facts[name]
+        for name in sorted(_FACTS)
+        if back.get(name) != facts[name] and (name in back or facts[name] != _DEFAULTS.get(name))
+    }
+    again = _read(table, settings, given | lacking)
+    document |= {name: value for name, value in lacking.items() if again.get(name) == value}
+    return document | {"gpus": job.plan.gpus}
+
+
+def _read(table: Table, settings: Settings, given: Facts) -> Facts:
+    try:
+        return read(table, settings, given)
+    except BadInput:  # a part that it has no key for, such as stages, would make the others fit
+        return {}
+
+
+def planned_in(text: str) -> Planned:
+    """Return what the header of an export says; nothing for any other text. Raises BadInput for a damaged header."""
+    if text.lstrip().startswith("{") and f'"{SECTION}"' in text[:MOST_OF_A_HEADER]:
+        whole = codec.parse_json(text, where="the configuration")
+        section = whole.get(SECTION) if isinstance(whole, dict) else None
+        return planned_of(section.get(LABEL) if isinstance(section, dict) else None)
+    found = _LINE.search(text[:MOST_OF_A_HEADER])
+    if found is not None:
+        return planned_of(codec.parse_json(found[1], where=f"the header's line {LABEL!r}"))
+    return Planned()
+
+
+def planned_of(document: object) -> Planned:
+    """Return what a header says. Raises BadInput for what no header says."""
+    if not isinstance(document, dict):
+        return Planned()
+    said = document.get("model")
+    try:
+        if isinstance(said, dict):
+            model: Model | None = codec.convert(said, Model, where=f"{LABEL}: model")
+            verify_model(codec.convert(said, Model, where="model"), where=LABEL)
+        else:
+            model, _ = model_said(said)
+    except PlannerError as error:
+        raise BadInput(f"the header's line {LABEL!r} is damaged", why=error.what, remedy="take it out") from error
+    facts = {name: value for name, value in document.items() if name in _FACTS}
+    return Planned(
+        model=model, facts={name: tuple(value) if isinstance(value, list) else value for name, value in facts.items()}
+    )
+
+
+def planned_line(document: dict[str, Any]) -> str:
+    return f"{LABEL}: {json.dumps(document)}"

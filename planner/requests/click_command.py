@@ -1,0 +1,107 @@
+"""A request as a command of click: the one place that knows click's options."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from enum import EnumType
+from pathlib import Path
+from typing import Any
+
+import click
+
+from planner.requests.flag import Flag, Request, build, flags_of
+
+CONTEXT = {"help_option_names": ["-h", "--help"]}
+
+
+def click_command(
+    name: str,
+    request: type[Request],
+    answer: Callable[[Request], None],
+    prepared: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict,
+) -> click.Command:
+    """Return a command with a parameter for each flag of its request, which `answer` then gets.
+
+    `prepared` changes the values of flags before the request is made of them.
+    """
+    flags = flags_of(request).values()
+
+    def run(**given: Any) -> None:
+        source = click.get_current_context().get_parameter_source
+        values = prepared({flag.parameter: _plain(flag, given[flag.parameter]) for flag in flags})
+        # Stated on the command line, be it with the value that is the default.
+        stated = [one for one in values if source(one) is click.core.ParameterSource.COMMANDLINE]
+        answer(build(request, values, stated))
+
+    parameters = [_parameter(flag) for flag in flags]
+    return click.Command(name, CONTEXT, run, parameters, help=request.__doc__)
+
+
+def _plain(flag: Flag, value: Any) -> Any:
+    """Return what click read as the request has it: a list of a flag that was given several times."""
+    if flag.many:
+        return list(value) or flag.default
+    return value
+
+
+def _parameter(flag: Flag) -> click.Parameter:
+    shown: dict[str, Any] = {
+        "type": _type(flag),
+        "help": flag.help,
+        "metavar": flag.metavar,
+        "required": flag.required,
+        "envvar": flag.environment,
+    }
+    if not flag.required:
+        shown["default"] = getattr(flag.default, "value", flag.default)  # of an enumeration, its word
+    if not flag.spellings:
+        return click.Argument([flag.parameter], nargs=-1 if flag.many else 1, **shown)
+    return click.Option(
+        [flag.parameter, *flag.spellings],
+        is_flag=flag.kind is bool,
+        multiple=flag.many,
+        hidden=flag.hidden,
+        show_default=flag.show_default,
+        show_envvar=True,
+        **shown,
+    )
+
+
+def _type(flag: Flag) -> click.ParamType[Any] | Callable[[str], Any] | None:
+    """Return what reads a word of a flag; None leaves it to click, as switches are."""
+    bounds: Any = (flag.least, flag.most)
+    if flag.percent:
+        return percent
+    if flag.kind is bool:
+        return None
+    if isinstance(flag.item, EnumType):
+        return _Word(flag.item, flag.choices)
+    if flag.item is Path:
+        return click.Path(path_type=Path)
+    if flag.kind is int:
+        return click.INT if bounds == (None, None) else click.IntRange(*bounds)
+    if flag.kind is float:
+        return click.FLOAT if bounds == (None, None) else click.FloatRange(*bounds)
+    return click.STRING
+
+
+class _Word(click.Choice[str]):
+    """One of the words of an enumeration, read as its member."""
+
+    def __init__(self, words: EnumType, choices: tuple[str, ...]) -> None:
+        super().__init__(choices)
+        self.words = words
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return self.words(super().convert(value, param, ctx))
+
+
+def percent(text: str) -> float:
+    """Return the number of percent that `text` says: 15 and 15% are the same. Raises BadParameter (exit 2)."""
+    try:
+        value = float(text.strip().removesuffix("%"))
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise click.BadParameter(f"{text!r} is not a number of percent")
+    return value

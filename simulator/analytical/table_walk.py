@@ -1,0 +1,396 @@
+"""Plans walked through the tables of their schedules: where every rank's clocks are after its last pass.
+
+All plans of all tables are walked together, wave by wave (`simulator.pipeline.waves`): what a wave costs hardly depends
+on how many passes are in it. Everything is a flat array, of passes, of one end of messages, or of states: a state is
+one rank of one plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simulator.columns.plan_table import Floats
+from simulator.pipeline.schedule_walk import Table
+from simulator.pipeline.waves import Ends, Ints
+from topology.time_limit import check_time
+
+LONG_AGO = -1e6  # seconds: a clock that holds nothing up
+# In which it is found how long kernels take during messages, to a hundredth of what they lose.
+ROUNDS = 4
+MOST_PASSES = 1 << 18  # walked at once: limits memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassClocks:
+    """What a kind of pass does to the clocks of its rank: seconds on the device, of which kernels run so long; until
+    its end from the host's start, where the host is behind; by how much it begins later, or earlier, than the wire is
+    free for the parameters that it gathers; after its end for what it has sent. One value a plan.
+    """
+
+    device_s: Floats
+    kernels_s: Floats
+    host_s: Floats
+    waits_s: Floats  # until the host goes on from the device's start, where it waits for the device
+    slack_s: Floats  # by how much the device ends later where the host is behind
+    lead_s: Floats
+    drain_s: Floats
+    sent_s: Floats  # what the stream of shards carries for it
+    summed_drain_s: Floats
+    summed_s: Floats  # and that of sums over their replicas
+    waits_for_traffic: bool
+
+
+SECONDS = tuple(each.name for each in fields(PassClocks) if each.name != "waits_for_traffic")
+
+
+@dataclass(frozen=True, slots=True)
+class Hops:
+    """What a message takes from each rank to the next one and to the one before, shape (2, ranks, plans); while it
+    waits for its receiver it holds a share of the sender's SMs.
+    """
+
+    seconds: Floats
+    held: Floats
+    host_s: Floats
+
+    def take(self, some: slice) -> Hops:
+        """Return the hops of some of the plans."""
+        return Hops(self.seconds[..., some], self.held[..., some], self.host_s[some])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Course:
+    """Plans that go through one table. `passes` are those of the table's kinds; ranks begin at `begins_s`.
+
+    With `synchronizes` a host waits for its device after each pass.
+    """
+
+    table: Table
+    passes: Sequence[PassClocks]
+    hops: Hops
+    begins_s: Floats
+    synchronizes: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Clocks:
+    """Where the ranks of a course are after their last passes, and what they have waited for, shape (ranks, plans)."""
+
+    host: Floats
+    compute: Floats
+    wire: Floats
+    summed: Floats  # when the stream of sums over replicas is done
+    filling: Floats  # how long a rank has waited before its first pass
+    waits: Mapping[str, Floats]
+
+    @property
+    def sent(self) -> Floats:
+        """When all streams of data-parallel traffic are done."""
+        return np.maximum(self.wire, self.summed)
+
+    def joined(self, other: Clocks) -> Clocks:
+        """Return the clocks of these plans and of others of the same course."""
+        names = [each.name for each in fields(Clocks) if each.name != "waits"]
+        both = {name: np.concatenate([getattr(self, name), getattr(other, name)], axis=1) for name in names}
+        waits = {part: np.concatenate([these, other.waits[part]], axis=1) for part, these in self.waits.items()}
+        return Clocks(**both, waits=waits)
+
+
+def walk_tables(courses: Sequence[Course]) -> list[Clocks]:
+    """Return where all ranks of every course are in the end.
+
+    Messages on their way slow down the kernels of their sender. How long each is on its way is found by a first walk
+    without that.
+    """
+    found: list[Clocks | None] = [None] * len(courses)
+    for batch in _batches(courses):
+        walk = TableWalk([course for _, course in batch])
+        walk.run(walk.run(None))
+        for (number, _), clocks in zip(batch, walk.clocks(), strict=True):
+            before = found[number]
+            found[number] = clocks if before is None else before.joined(clocks)
+    return [clocks for clocks in found if clocks is not None]
+
+
+def _batches(courses: Sequence[Course]) -> Iterator[list[tuple[int, Course]]]:
+    """Yield courses with their numbers, as many as are walked at once; of long ones some of the plans."""
+    batch: list[tuple[int, Course]] = []
+    left = MOST_PASSES
+    for number, course in enumerate(courses):
+        turns, plans, start = len(course.table.waves.wave), len(course.begins_s), 0
+        while start < plans:
+            count = min(plans - start, max(1, left // turns))
+            if batch and count * turns > left:
+                yield batch
+                batch, left = [], MOST_PASSES
+                continue
+            batch.append((number, _some_plans(course, slice(start, start + count)) if count < plans else course))
+            start, left = start + count, left - count * turns
+    if batch:
+        yield batch
+
+
+def _some_plans(course: Course, some: slice) -> Course:
+    known: dict[int, PassClocks] = {}
+    for did in course.passes:
+        if id(did) not in known:
+            values = {name: getattr(did, name)[some] for name in SECONDS}
+            known[id(did)] = PassClocks(**values, waits_for_traffic=did.waits_for_traffic)
+    passes = [known[id(did)] for did in course.passes]
+    return replace(course, passes=passes, hops=course.hops.take(some), begins_s=course.begins_s[some])
+
+
+@dataclass(frozen=True, slots=True)
+class WalkedPasses:
+    """Passes of a plan that was walked: their places among all passes, ranks and kinds, and when they began."""
+
+    places: Ints
+    rank: Ints
+    kind: Ints
+    began: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class _Messages:
+    """One end of messages in the order of the passes there: those of a wave are from its entry of `starts` to the next,
+    each at a place `at` among the passes of that wave.
+    """
+
+    starts: list[int]
+    at: Ints
+    place: Ints  # among all passes
+    state: Ints
+    message: Ints
+    slot: Ints
+    hop: Ints
+    seconds: Floats
+    held: Floats
+    host_s: Floats
+
+
+class TableWalk:
+    """The clocks of some courses; passes are in the order of their waves, those of one table together."""
+
+    def __init__(self, courses: Sequence[Course]) -> None:
+        self.courses = courses
+        self._waves = [course.table.waves for course in courses]
+        self.plans = np.array([len(course.begins_s) for course in courses])
+        ranks = np.array([course.table.schedule.ranks for course in courses])
+        turns = np.array([len(each.wave) for each in self._waves])
+        self._slots = max(1, *(each.slots for each in self._waves))
+        self.states, self.states_of = self._offsets(ranks)
+        self.messages, self._messages_of = self._offsets([each.messages for each in self._waves])
+        _, self.hops_of = self._offsets(2 * ranks)
+        values, which, waits = zip(*map(_pass_values, courses), strict=True)
+        _, values_of = self._offsets([block.shape[1] for block in values])
+
+        wave = np.concatenate([each.wave for each in self._waves])
+        order = np.argsort(wave, kind="stable")  # of the turns of all courses
+        course = np.repeat(np.arange(len(courses)), turns)[order]
+        plans = self.plans[course]
+        self._first_turn = np.concatenate([[0], np.cumsum(turns)[:-1]])
+        self._place = np.empty_like(order)  # of each turn's first pass
+        self._place[order] = np.cumsum(plans) - plans
+        self._wave = np.repeat(wave[order], plans)
+        self.starts = _starts(self._wave, int(self._wave[-1]) + 1)
+        rank = np.concatenate([each.rank for each in self._waves])[order]
+        self.state = _spread(self.states_of[course] + rank * plans, plans)
+        self.kind = np.repeat(np.concatenate([each.table.turn_kinds for each in courses])[order], plans)
+        kinds = _spread(values_of[course] + np.concatenate(which)[order] * plans, plans)
+        self.seconds = np.concatenate([block.reshape(len(SECONDS), -1) for block in values], axis=1)[:, kinds]
+        self.waits = np.repeat(np.concatenate(waits)[order], plans)
+        self.synchronizes = np.repeat(np.array([each.synchronizes for each in courses])[course], plans)
+        self.begins_s = np.concatenate([np.tile(c.begins_s, count) for c, count in zip(courses, ranks, strict=True)])
+        hops = [each.hops for each in courses]
+        self._hop_s, self._held_s = (
+            np.concatenate([getattr(hop, name).ravel() for hop in hops]) for name in ("seconds", "held")
+        )
+        self.needs = [self._ends([each.needs for each in self._waves], number) for number in (0, 1)]
+        self.sends = [self._ends([each.sends for each in self._waves], number) for number in (0, 1)]
+        self.held = np.zeros((self.states, self._slots))
+        for sends in self.sends:
+            self.held[sends.state, sends.slot] = sends.held
+        # What passes and messages have waited.
+        self.waited: dict[str, Floats] = {}
+        self.bubbles = [np.zeros(len(needs.at)) for needs in self.needs]
+        self.began = np.zeros(len(self.state))
+        self.compute = self.host = self.wire = self.summed = self.begins_s
+
+    def _offsets(self, counts: Sequence[int] | Ints) -> tuple[int, Ints]:
+        """Return how many things all courses have for each of their plans, and where those of each begin."""
+        ends = np.cumsum(np.asarray(counts) * self.plans)
+        return int(ends[-1]), np.concatenate([[0], ends[:-1]])
+
+    def _ends(self, ends: Sequence[Ends], number: int) -> _Messages:
+        """Return the messages that are the first, or the second, of their passes."""
+        some = [each.take(each.number == number) for each in ends]
+        course = np.repeat(np.arange(len(some)), [len(each.turn) for each in some])
+        turn, message, slot, source, target = (
+            np.concatenate([getattr(each, name) for each in some])
+            for name in ("turn", "message", "slot", "source", "target")
+        )
+        ranks = np.array([each.table.schedule.ranks for each in self.courses])[course]
+        hop = np.where(target == (source + 1) % ranks, 0, ranks) + source
+        place = self._place[self._first_turn[course] + turn]
+        order = np.argsort(place, kind="stable")
+        course, plans = course[order], self.plans[course[order]]
+        place = _spread(place[order], plans)
+        hop = _spread(self.hops_of[course] + hop[order] * plans, plans)
+        host_s = np.concatenate([each.hops.host_s for each in self.courses])
+        return _Messages(
+            starts=_starts(self._wave[place], len(self.starts) - 1),
+            at=place - np.array(self.starts)[self._wave[place]],
+            place=place,
+            state=self.state[place],
+            message=_spread(self._messages_of[course] + message[order] * plans, plans),
+            slot=np.repeat(slot[order], plans),
+            hop=hop,
+            seconds=self._hop_s[hop],
+            held=self._held_s[hop],
+            host_s=host_s[_spread((np.cumsum(self.plans) - self.plans)[course], plans)],
+        )
+
+    def run(self, lags: Floats | None) -> Floats:
+        """Walk all passes, and return how long every message waited and moved; `lags` are a guess at it."""
+        compute_s, host_s = self.begins_s.copy(), self.begins_s.copy()
+        wire_s, summed_s = np.zeros(self.states), np.zeros(self.states)
+        ready, took = np.zeros(self.messages), np.zeros(self.messages)
+        until = np.full((self.states, self._slots), LONG_AGO)
+        leads = _any(self.seconds[SECONDS.index("lead_s")] > 0.5 * LONG_AGO, self.starts)
+        waits, synchronizes = _any(self.waits, self.starts), _any(self.synchronizes, self.starts)
+        self.waited = {name: np.zeros(len(self.state)) for name in ("host", "dp", "contention")}
+        host_waits, dp_waits, contention = self.waited.values()
+        for wave, (first, end) in enumerate(pairwise(self.starts)):
+            check_time()
+            here = slice(first, end)
+            state = self.state[here]
+            compute, host, wire, summed = compute_s[state], host_s[state], wire_s[state], summed_s[state]
+            device, kernels, hosted, waiting, slack, lead, drain, sent, summed_drain, sums = self.seconds[:, here]
+            for needs, bubbles in zip(self.needs, self.bubbles, strict=True):
+                some = slice(*needs.starts[wave : wave + 2])
+                if some.stop == some.start:
+                    continue
+                at, message = needs.at[some], needs.message[some]
+                now, posted, sent_at = compute[at], host[at] + needs.host_s[some], ready[message]
+                begins = np.maximum(np.maximum(sent_at, posted), now)
+                bubbles[some] = begins - now
+                arrived = begins + needs.seconds[some]
+                compute[at], host[at], took[message] = arrived, posted, arrived - sent_at
+            if leads[wave]:
+                begins = np.maximum(np.maximum(wire, host) + lead, compute)
+                dp_waits[here] = begins - compute
+                compute = begins
+            begins = np.maximum(compute, host + slack)
+            host_waits[here], self.began[here] = begins - compute, begins
+            compute = begins + device
+            if lags is not None:
+                longer = _beside_messages(until[state] - begins[:, None], self.held[state], kernels)
+                contention[here] = longer
+                compute = compute + longer
+            host = np.maximum(host + hosted, begins + waiting)
+            wire = np.maximum(wire + sent, compute + drain)
+            summed = np.maximum(summed + sums, compute + summed_drain)
+            if waits[wave]:
+                begins = np.where(self.waits[here], np.maximum(np.maximum(wire, summed), compute), compute)
+                dp_waits[here] += begins - compute
+                compute = begins
+            if synchronizes[wave]:
+                host = np.where(self.synchronizes[here], np.maximum(host, compute), host)
+            for sends in self.sends:
+                some = slice(*sends.starts[wave : wave + 2])
+                if some.stop == some.start:
+                    continue
+                at, message = sends.at[some], sends.message[some]
+                posted = host[at] + sends.host_s[some]
+                there = np.maximum(compute[at], posted)
+                host[at], ready[message] = posted, there
+                if lags is not None:
+                    until[sends.state[some], sends.slot[some]] = there + lags[message]
+            compute_s[state], host_s[state], wire_s[state], summed_s[state] = compute, host, wire, summed
+        self.compute, self.host, self.wire, self.summed = compute_s, host_s, wire_s, summed_s
+        return took
+
+    def passes_of(self, number: int) -> WalkedPasses:
+        """Return the passes of a course that was walked with one plan, in the order of their waves."""
+        first = self._first_turn[number]
+        places = np.sort(self._place[first : first + len(self._waves[number].wave)])
+        ranks = self.state[places] - self.states_of[number]
+        return WalkedPasses(places, ranks, self.kind[places], self.began[places])
+
+    def clocks(self) -> list[Clocks]:
+        """Return where the ranks of every course are."""
+        bubble, pp, filling = np.zeros(self.states), np.zeros(self.states), self.begins_s.copy()
+        first = np.zeros(len(self.state), dtype=np.bool_)
+        first[np.unique(self.state, return_index=True)[1]] = True
+        for needs, waited in zip(self.needs, self.bubbles, strict=True):
+            bubble += np.bincount(needs.state, waited, self.states)
+            pp += np.bincount(needs.state, needs.seconds, self.states)
+            filling += np.bincount(needs.state, waited * first[needs.place], self.states)
+        waits: dict[str, Floats] = {
+            part: np.asarray(np.bincount(self.state, waited, self.states), dtype=np.float64)
+            for part, waited in self.waited.items()
+        }
+        waits |= {"host": waits["host"] + self.begins_s, "bubble": bubble, "pp": pp}
+        found = []
+        for course, plans, start in zip(self.courses, self.plans.tolist(), self.states_of.tolist(), strict=True):
+            shape = course.table.schedule.ranks, plans
+            mine = slice(start, start + shape[0] * plans)
+            of_rank = {part: seconds[mine].reshape(shape) for part, seconds in waits.items()}
+            clocks = [each[mine].reshape(shape) for each in (self.host, self.compute, self.wire, self.summed, filling)]
+            host, compute, wire, summed, filled = clocks
+            found.append(Clocks(host, compute, wire, summed, filled, waits=of_rank))
+        return found
+
+
+def _pass_values(course: Course) -> tuple[Floats, Ints, NDArray[np.bool_]]:
+    """Return the seconds of the passes of a course that differ, shape (SECONDS, passes, plans), which of them each of
+    its passes is, and whether that waits for traffic.
+    """
+    number_of: dict[int, int] = {}
+    numbers = [number_of.setdefault(id(did), len(number_of)) for did in course.passes]
+    differing = dict(zip(numbers, course.passes, strict=True))
+    values = np.empty((len(SECONDS), len(differing), len(course.begins_s)))
+    for number, did in differing.items():
+        for row, name in enumerate(SECONDS):
+            values[row, number] = getattr(did, name)
+    kinds = course.table.turn_kinds
+    waits = np.array([did.waits_for_traffic for did in course.passes])
+    return values, np.array(numbers, dtype=np.intp)[kinds], waits[kinds]
+
+
+def _spread(first: Ints, plans: Ints) -> Ints:
+    """Return `first` and the numbers that follow it, one for each of so many plans."""
+    ends = np.cumsum(plans)
+    return np.repeat(first - (ends - plans), plans) + np.arange(ends[-1] if len(ends) else 0)
+
+
+def _starts(wave: Ints, waves: int) -> list[int]:
+    """Return where each of so many waves begins in sorted numbers of waves, and where the last one ends."""
+    starts: list[int] = np.searchsorted(wave, np.arange(waves + 1)).tolist()
+    return starts
+
+
+def _any(flags: NDArray[np.bool_], starts: Sequence[int]) -> list[bool]:
+    """Return whether any pass of each wave has a flag."""
+    flagged: list[bool] = np.logical_or.reduceat(flags, starts[:-1]).tolist()
+    return flagged
+
+
+def _beside_messages(left_s: Floats, held: Floats, kernels_s: Floats) -> Floats:
+    """Return how much longer kernels take while messages hold SMs; columns are messages, on their way for so long."""
+    longer = np.zeros(len(kernels_s))
+    rows = np.nonzero((left_s > 0.0).any(axis=1))[0]
+    if not len(rows):
+        return longer
+    # Of the time that they take, each message takes its share for as long as it is on its way.
+    left_s, held, kernels_s = np.maximum(left_s[rows], 0.0), held[rows], kernels_s[rows]
+    lost = np.zeros(len(rows))
+    for _ in range(ROUNDS):
+        lost = (held * np.minimum((kernels_s + lost)[:, None], left_s)).sum(axis=1)
+    longer[rows] = lost
+    return longer

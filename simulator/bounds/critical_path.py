@@ -1,0 +1,68 @@
+"""Which passes and messages the length of a schedule hangs on: the path through a table that took longest.
+
+What is on any path through a table has to happen one after the other, so what it takes is a bound of the step of every
+plan that goes through that table. The path that takes longest for one plan takes nearly as long as any for plans like
+it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from simulator.analytical.table_walk import TableWalk
+from simulator.columns.plan_table import Floats
+from simulator.pipeline.waves import Ints
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """How often a path has each kind of pass of its table, and each hop, shape (2, ranks), as in `Hops`."""
+
+    passes: Floats
+    hops: Floats
+
+
+def longest_paths(walk: TableWalk, last: Sequence[int]) -> list[Path]:
+    """Return what the beginning of each course's `last` pass, a place among all passes, waited for, and that pass.
+
+    Every course has been walked with one plan, whose hosts do nothing.
+    """
+    before, hops = _waited_for(walk)
+    visited, now = [], np.array(last)
+    while (now >= 0).any():
+        visited.append(now)
+        now = np.where(now >= 0, before[now], -1)
+    paths = []
+    for course, first_hop, visits in zip(walk.courses, walk.hops_of.tolist(), np.array(visited).T, strict=True):
+        places = visits[visits >= 0]
+        passes = np.bincount(walk.kind[places], minlength=len(course.table.kinds))
+        shape = course.hops.seconds.shape[:2]
+        mine = np.concatenate([some[places] for some in hops])
+        times = np.bincount(mine[mine >= 0] - first_hop, minlength=shape[0] * shape[1])
+        paths.append(Path(passes.astype(np.float64), times.reshape(shape).astype(np.float64)))
+    return paths
+
+
+def _waited_for(walk: TableWalk) -> tuple[Ints, list[Ints]]:
+    """Return the pass that each pass had to wait for, -1 where it is the first, and the messages' hops in between."""
+    count = len(walk.state)
+    before = np.full(count, -1, dtype=np.intp)
+    order = np.argsort(walk.state, kind="stable")
+    same = walk.state[order[1:]] == walk.state[order[:-1]]
+    before[order[1:][same]] = order[:-1][same]
+    sender = np.full(walk.messages, -1, dtype=np.intp)
+    for sends in walk.sends:
+        sender[sends.message] = sends.place
+    hops: list[Ints] = []
+    for needs, waited in zip(walk.needs, walk.bubbles, strict=True):
+        came = waited > 0.0
+        before[needs.place[came]] = sender[needs.message[came]]
+        for earlier in hops:
+            earlier[needs.place[came]] = -1
+        hop = np.full(count, -1, dtype=np.intp)
+        hop[needs.place] = needs.hop
+        hops.append(hop)
+    return before, hops

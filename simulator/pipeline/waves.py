@@ -1,0 +1,169 @@
+"""The passes of a schedule in waves: those of a wave need nothing of each other, only of waves before it.
+
+So the passes of a wave, one a rank at most, can be walked at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simulator.pipeline.schedules.table import Kind, Schedule
+
+Ints = NDArray[np.intp]
+Flags = NDArray[np.bool_]
+KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD)
+FORWARD, WEIGHT_GRAD = KINDS.index(Kind.FORWARD), KINDS.index(Kind.WEIGHT_GRAD)
+_NUMBER = {kind.value: number for number, kind in enumerate(KINDS)}
+NOT_YET = np.iinfo(np.intp).max
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """One end of every message, where it is needed or where it is sent.
+
+    `turn` is the pass there and `number` which of its messages it is; `source` and `target` are ranks. A rank sends the
+    messages of one stage that go one way one behind the other; `slot` numbers what it sends so.
+    """
+
+    turn: Ints
+    number: Ints
+    message: Ints
+    slot: Ints
+    source: Ints
+    target: Ints
+
+    def take(self, some: Flags) -> Ends:
+        """Return some of the ends."""
+        return Ends(*(getattr(self, each.name)[some] for each in fields(Ends)))
+
+
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """The passes of all ranks in order, rank after rank: what each is (an index into KINDS), of which stage and micro
+    batch, and in which action; those of an action with two are `together`.
+    """
+
+    rank: Ints
+    action: Ints
+    stage: Ints
+    kind: Ints
+    micro_batch: Ints
+    together: Flags
+
+
+@dataclass(frozen=True, slots=True)
+class Waves:
+    """The passes of a schedule, each with its wave, and the ends of all messages. Of two passes that are one action the
+    first needs, and the second sends, what both do.
+    """
+
+    passes: Passes
+    wave: Ints
+    needs: Ends
+    sends: Ends
+    messages: int
+    slots: int  # that a rank has at most
+
+    @property
+    def rank(self) -> Ints:
+        """The rank of every pass."""
+        return self.passes.rank
+
+
+def passes_of(schedule: Schedule) -> Passes:
+    """Return the passes of a schedule."""
+    actions = [action for row in schedule.table for action in row]
+    count = np.array([len(action.parts) or 1 for action in actions], dtype=np.intp)
+    leaves = [leaf for action in actions for leaf in action.parts or (action,)]
+    rank = np.repeat(np.arange(schedule.ranks), [len(row) for row in schedule.table])
+    return Passes(
+        rank=np.repeat(rank, count),
+        action=np.repeat(np.arange(len(actions)), count),
+        stage=np.array([leaf.stage for leaf in leaves], dtype=np.intp),
+        kind=np.array([_NUMBER[leaf.kind.value] for leaf in leaves], dtype=np.intp),
+        micro_batch=np.array([leaf.micro_batch for leaf in leaves], dtype=np.intp),
+        together=np.repeat(count > 1, count),
+    )
+
+
+def waves_of(schedule: Schedule) -> Waves:
+    """Return the passes of all ranks, each in as early a wave as what it needs allows."""
+    passes, stages = passes_of(schedule), schedule.stages
+    home = np.array([schedule.rank_of(stage) for stage in range(stages)])
+    forward, onward = passes.kind == FORWARD, np.where(passes.kind == FORWARD, 1, -1)
+    passed_on = passes.kind != WEIGHT_GRAD
+    source, target = passes.stage - onward, passes.stage + onward
+
+    def elsewhere(stage: Ints) -> Flags:
+        there = (stage >= 0) & (stage < stages)
+        return np.asarray(passed_on & there & (home[np.clip(stage, 0, stages - 1)] != passes.rank))
+
+    def made_by(stage: Ints) -> Ints:
+        return np.asarray((stage * 2 + forward) * schedule.micro_batches + passes.micro_batch)
+
+    needed, sent = np.nonzero(elsewhere(source))[0], np.nonzero(elsewhere(target))[0]
+    message = np.full(2 * stages * schedule.micro_batches, -1, dtype=np.intp)
+    message[made_by(passes.stage)[sent]] = np.arange(len(sent))
+    first = np.searchsorted(passes.action, passes.action, side="left")
+    last = np.searchsorted(passes.action, passes.action, side="right") - 1
+    local = np.array([np.sum(home[:stage] == home[stage]) for stage in range(stages)])
+    slot = 2 * local[passes.stage] + forward
+    coming = message[made_by(source)[needed]]
+    ends = [
+        Ends(
+            first[needed],
+            _number(passes.action[needed]),
+            coming,
+            slot[sent][coming],
+            home[source[needed]],
+            passes.rank[needed],
+        ),
+        Ends(
+            last[sent],
+            _number(passes.action[sent]),
+            np.arange(len(sent)),
+            slot[sent],
+            passes.rank[sent],
+            home[target[sent]],
+        ),
+    ]
+    wave = _waves(schedule, passes, *ends)
+    return Waves(passes, wave, ends[0], ends[1], messages=len(sent), slots=2 * schedule.stages_per_rank)
+
+
+def _number(action: Ints) -> Ints:
+    """Return of sorted numbers of actions which of its own each entry is."""
+    return np.arange(len(action)) - np.searchsorted(action, action, side="left")
+
+
+def _waves(schedule: Schedule, passes: Passes, needs: Ends, sends: Ends) -> Ints:
+    """Return the wave of every pass: each rank runs its next action as soon as all that it needs is there."""
+    starts = np.unique(passes.action, return_index=True)[1]
+    length = np.diff(np.append(starts, len(passes.action)))
+    at = np.searchsorted(passes.rank[starts], np.arange(schedule.ranks), side="left")
+    ends = np.searchsorted(passes.rank[starts], np.arange(schedule.ranks), side="right")
+    # From which wave on a message is there; the last entry stands for none.
+    there = np.full(len(sends.turn) + 1, NOT_YET)
+    there[-1] = 0
+    need, send = (np.full((2, len(starts) + 1), len(sends.turn)) for _ in range(2))
+    for which, messages in ((need, needs), (send, sends)):
+        which[messages.number, passes.action[messages.turn]] = messages.message
+    wave, free, now = np.zeros(len(starts), dtype=np.intp), np.zeros(schedule.ranks, dtype=np.intp), 0
+    while True:
+        ranks = np.nonzero(at < ends)[0]
+        if not len(ranks):
+            break
+        able = np.maximum(there[need[:, at[ranks]]].max(axis=0), free[ranks]) <= now
+        ranks = ranks[able]
+        if not len(ranks) and (free <= now).all():
+            break
+        action = at[ranks]
+        wave[action], free[ranks] = now, now + length[action]
+        there[send[:, action]] = free[ranks]
+        there[-1] = 0
+        at[ranks] += 1
+        now += 1
+    return wave[passes.action] + np.arange(len(passes.action)) - starts[passes.action]

@@ -1,0 +1,226 @@
+"""Configurations of tools that have no export of ours: what they say, judged by sums, and changes as diffs of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from planner.configs.answer import check_text
+from planner.configs.asked import Asked, ask
+from planner.configs.formats.configuration import CheckFlags
+from planner.configs.formats.kinds import YAML_FORMATS
+from tests.planner.test_check_diffs import patched
+
+AXOLOTL = """base_model: NousResearch/Meta-Llama-3.1-8B
+datasets:
+  - path: mlabonne/FineTome-100k
+sequence_len: 4096
+gradient_accumulation_steps: 4
+micro_batch_size: 2
+bf16: auto
+gradient_checkpointing: true  # or it will not fit
+fsdp:
+  - full_shard
+fsdp_config:
+  fsdp_sharding_strategy: FULL_SHARD
+"""
+TORCHTUNE = """# tune run --nproc_per_node 8 full_finetune_distributed --config llama3_1/70B_full
+tokenizer:
+  max_seq_len: 2048
+model:
+  _component_: torchtune.models.llama3_1.llama3_1_70b
+batch_size: 2
+optimizer:
+  _component_: torch.optim.AdamW
+gradient_accumulation_steps: 3
+enable_activation_checkpointing: True
+fsdp_cpu_offload: True
+compile: False
+dtype: bf16
+"""
+LITGPT = """checkpoint_dir: checkpoints/meta-llama/Meta-Llama-3.1-8B
+precision: bf16-true
+devices: 4
+num_nodes: 2
+train:
+  global_batch_size: 64
+  micro_batch_size: 4
+  max_seq_length: 512
+"""
+NANOTRON = """model:
+  dtype: bfloat16
+  model_config:
+    hidden_size: 2048
+    intermediate_size: 8192
+    num_attention_heads: 32
+    num_hidden_layers: 16
+    num_key_value_heads: 8
+    max_position_embeddings: 8192
+    tie_word_embeddings: true
+    vocab_size: 128256
+optimizer:
+  zero_stage: 1
+parallelism:
+  dp: 4
+  pp: 2
+  pp_engine: 1f1b
+  tp: 2
+  tp_mode: REDUCE_SCATTER
+tokens:
+  batch_accumulation_per_replica: 2
+  micro_batch_size: 3
+  sequence_length: 4096
+"""
+GPT_NEOX = """# GPT-2 pretraining setup
+{
+   "pipe-parallel-size": 1,
+   "model-parallel-size": 2,
+   "num-layers": 32,
+   "hidden-size": 4096,
+   "num-attention-heads": 32,
+   "seq-length": 2048,
+   "max-position-embeddings": 2048,
+   "pos-emb": "rotary",
+   "no-weight-tying": true,
+   "gpt_j_residual": true,
+   "zero_optimization": {"stage": 1, "overlap_comm": True},
+   "train_micro_batch_size_per_gpu": 1,
+   "gradient_accumulation_steps": 2,
+   "checkpoint-activations": true,
+   "fp16": {"enabled": true},
+}
+"""
+AUTOMODEL = """step_scheduler:
+  global_batch_size: 256
+  local_batch_size: 4
+distributed:
+  tp_size: 1
+  ep_size: 8
+  sequence_parallel: false
+parallelizer:
+  activation_checkpointing: true
+model:
+  config:
+    pretrained_model_name_or_path: Qwen/Qwen3-30B-A3B
+dataset:
+  seq_len: 4096
+"""
+TEXTS = {
+    "axolotl": AXOLOTL,
+    "torchtune": TORCHTUNE,
+    "litgpt": LITGPT,
+    "nanotron": NANOTRON,
+    "gpt-neox": GPT_NEOX,
+    "nemo-automodel": AUTOMODEL,
+}
+
+
+def asked(framework: str, **flags: object) -> Asked:
+    return ask(TEXTS[framework], "a.yaml", CheckFlags(**flags))
+
+
+@pytest.mark.parametrize(
+    ("framework", "parameters", "axes", "batch"),
+    [  # parameters as published, or by the sum of the shapes; micro batch, sequences of a step, tokens of a sequence
+        ("axolotl", 8.03e9, {"dp_shard": 8, "recompute": "full"}, (2, 64, 4096)),
+        ("torchtune", 70.55e9, {"dp_shard": 8, "offload": "parameters", "recompute": "full"}, (2, 48, 2048)),
+        ("litgpt", 8.03e9, {"dp_shard": 8, "recompute": "full"}, (4, 64, 512)),
+        (
+            "nanotron",
+            1.236e9,
+            {"dp_replicate": 4, "tp": 2, "pp": 2, "zero_stage": 1, "schedule": "1F1B"},
+            (3, 24, 4096),
+        ),
+        # 12 h^2 + 13 h a layer, two matrices of 50,304 x h, and the last norm
+        (
+            "gpt-neox",
+            32 * (12 * 4096**2 + 13 * 4096) + 2 * 50304 * 4096 + 2 * 4096,
+            {"dp_replicate": 4, "tp": 2},
+            (1, 8, 2048),
+        ),
+        ("nemo-automodel", 30.53e9, {"dp_shard": 8, "ep": 8, "recompute": "full"}, (4, 256, 4096)),
+    ],
+)
+def test_a_file_is_read_as_its_tool_reads_it(framework, parameters, axes, batch) -> None:
+    found = asked(framework)
+
+    assert found.configuration.framework == framework
+    assert found.configuration.unknown == ()
+    assert found.case is not None, (found.problems, found.questions)
+    plan, question = found.case.plan, found.case.question
+    assert question.model.parameters == pytest.approx(parameters, rel=2e-3)
+    assert {axis: getattr(plan, axis) for axis in axes} == axes
+    assert (plan.micro_batch_size, question.workload.global_batch_size, question.workload.seq_len) == batch
+    assert question.problems(plan) == () or all(one.grade != "illegal" for one in question.problems(plan))
+
+
+def test_every_tool_has_a_text_here() -> None:
+    assert {one.framework for one in YAML_FORMATS} == TEXTS.keys()
+    for text in TEXTS.values():
+        assert (
+            sum(one.knows(dict(ask(text, "a.yaml", CheckFlags()).configuration.settings)) for one in YAML_FORMATS) <= 1
+        )
+
+
+@pytest.mark.parametrize(
+    ("framework", "change", "key", "value"),
+    [
+        ("axolotl", {"recompute": "none"}, "gradient_checkpointing", False),
+        ("torchtune", {"micro_batch_size": 1}, "batch_size", 1),
+        ("litgpt", {"micro_batch_size": 2}, "train.micro_batch_size", 2),
+        ("nanotron", {"recompute": "full"}, "parallelism.recompute_layer", True),
+        ("gpt-neox", {"tp": 1, "dp_replicate": 8, "micro_batch_size": 1}, "model-parallel-size", None),
+        ("nemo-automodel", {"micro_batch_size": 2}, "step_scheduler.local_batch_size", 2),
+    ],
+)
+def test_a_change_is_a_diff_of_the_file(framework, change, key, value, tmp_path: Path) -> None:
+    found, flags = asked(framework), CheckFlags()
+    diff = found.writer("a.yaml", flags).diff(found.case.plan.with_(**change))
+    text = patched(TEXTS[framework], "a.yaml", diff, tmp_path)
+
+    document = yaml.safe_load(text)
+    for part in key.split("."):
+        document = document.get(part) if document is not None else None
+    assert document == value
+    again = ask(text, "a.yaml", flags).case
+    assert {name: getattr(again.plan, name) for name in change} == change
+    assert again.question.workload == found.case.question.workload
+    if "#" in TEXTS[framework]:
+        assert "#" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (AXOLOTL + "adapter: qlora\n", "adapter: qlora"),
+        (TORCHTUNE.replace("llama3_1_70b", "lora_llama3_1_70b"), "lora_llama3_1_70b"),
+        (LITGPT + "lora_r: 8\n", "lora_r"),
+        (AUTOMODEL + "peft:\n  dim: 8\n", "peft"),
+        (
+            "per_device_train_batch_size: 1\nmodel_name_or_path: Qwen/Qwen2.5-7B\nfinetuning_type: lora\n",
+            "finetuning_type",
+        ),
+    ],
+)
+def test_adapters_get_a_verdict_and_no_number(text: str, why: str) -> None:
+    """The cost of full training is not theirs: a tenth of the memory or less."""
+    found = check_text(text, "a.yaml", CheckFlags(), search=False)
+
+    assert found.legal is True
+    assert found.found is None
+    assert why in found.questions[0].what
+
+
+def test_a_model_that_is_none_of_the_tool_s_own_is_asked_for() -> None:
+    other = GPT_NEOX.replace('"pos-emb": "rotary"', '"pos-emb": "rotary", "mlp_type": "llama", "num_kv_heads": 8')
+
+    assert "mlp_type" in ask(other, "a.yaml", CheckFlags()).questions[0].what
+    assert "own_7b" in ask(TORCHTUNE.replace("llama3_1_70b", "own_7b"), "a.yaml", CheckFlags()).questions[0].what
+
+
+def test_a_misspelt_key_is_not_understood() -> None:
+    found = ask(AXOLOTL + "gradient_acumulation_steps: 2\n", "a.yaml", CheckFlags())
+
+    assert found.configuration.unknown == ("gradient_acumulation_steps",)

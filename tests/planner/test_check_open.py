@@ -1,0 +1,147 @@
+"""What a configuration leaves open is a question, what it contradicts is a fault; values as a shell would read them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from planner.configs.answer import check_text
+from planner.configs.asked import ask
+from planner.configs.formats.command_line import CommandLine
+from planner.configs.formats.configuration import CheckFlags
+
+START = """torchrun --nproc_per_node ${G:-8} --nnodes ${NNODES:-1} pretrain_gpt.py --num-layers 32 --hidden-size 4096 \\
+  --num-attention-heads 32 --seq-length 4096 --max-position-embeddings 4096 --micro-batch-size 1 --bf16 \\
+"""
+AUTO = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "bf16": {"enabled": "auto"},
+    "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"},
+}
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "X=${X:-4}",
+        'X="${X:-"4"}"',
+        ": ${X:=4}",
+        "N=2\nX=$((N * (1 + 1)))",
+        "N=2\nX=$(( $N * ${M:-2} ))",
+        "A=${B:-${C:-4}}\nX=$A",
+        "X=4 # a comment with TP=9",
+        "if [ -n a ]; then\n  Y=3\nfi\nX='4'",
+    ],
+)
+def test_variables_are_what_bash_makes_of_them(lines: str, tmp_path: Path) -> None:
+    shown = subprocess.run(
+        ["bash", "-c", f"{lines}\necho $X"],
+        env={"PATH": os.environ["PATH"]},
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=tmp_path,
+    )
+    line = CommandLine(f"{lines}\n{START}  --tensor-model-parallel-size $X\n", "a.sh", lambda _: None)
+
+    assert line.settings["--tensor-model-parallel-size"] == int(shown.stdout) == 4
+
+
+@pytest.mark.parametrize(
+    ("lines", "name"),
+    [
+        ("", "TP"),
+        ("TP=$(nvidia-smi -L | wc -l)", None),
+        ("if [ $SIZE = 8b ]; then\n  TP=4\nelse\n  TP=8\nfi", "TP"),
+        ("case $1 in\n  a) TP=1 ;;\n  b) TP=2 ;;\nesac", "TP"),
+    ],
+)
+def test_what_a_script_does_not_resolve_is_a_question(planner, tmp_path: Path, lines: str, name: str | None) -> None:
+    script = tmp_path / "a.sh"
+    script.write_text(f"{lines}\n{START}  --tensor-model-parallel-size ${{TP}}\n")
+    done = planner("check", script, "--json")
+    found = json.loads(done.stdout)
+
+    assert done.returncode == 2
+    assert found["legal"] is None
+    assert found["problems"] == []
+    assert "--tensor-model-parallel-size" in found["questions"][0]["what"]
+    if name is None:
+        return
+    assert found["questions"][0]["remedy"] == f"--set {name}=VALUE"
+    again = planner("check", script, "--json", "--no-search", "--set", f"{name}=2")  # the remedy
+    assert (again.returncode, json.loads(again.stdout)["plan"]["tp"]) == (0, 2)
+
+
+def test_a_contradiction_is_a_fault_with_another_exit_code(planner, tmp_path: Path) -> None:
+    script = tmp_path / "a.sh"
+    script.write_text(f"{START}  --tensor-model-parallel-size 16\n")
+    done = planner("check", script, "--json")
+
+    assert done.returncode == 3
+    assert "8 GPUs are not a multiple of tp 16" in json.loads(done.stdout)["problems"][0]["message"]
+
+
+@pytest.mark.parametrize(
+    "prefix",
+    [
+        "nsys profile --sample none --trace cuda,nvtx -o out --force-overwrite true",
+        "numactl --cpunodebind=0 --membind=0",
+        "srun --nodes 1 --ntasks-per-node 1 --export ALL",
+    ],
+)
+def test_what_starts_the_program_is_not_of_it(prefix: str) -> None:
+    plain = ask(START, "a.sh", CheckFlags())
+    found = ask(f"{prefix} {START}", "a.sh", CheckFlags())
+
+    assert found.configuration.unknown == plain.configuration.unknown == ()
+    assert found.case.plan == plain.case.plan
+
+
+def test_flags_are_added_to_the_program_and_not_to_its_launcher() -> None:
+    text = 'OPTIONS="--num-layers 4 --bf16"\ntorchrun --nproc_per_node 8 --nnodes 1 train.py $OPTIONS\n'
+    line = CommandLine(text, "a.sh", {"--num-layers": True, "--bf16": False}.get)
+
+    assert line.launcher == {"--nproc_per_node", "--nnodes"}
+    assert line.edited({"--sequence-parallel": True}) == text.replace("--bf16", "--bf16 --sequence-parallel")
+
+
+def test_the_usual_deepspeed_file_of_transformers_is_judged() -> None:
+    """All auto: Transformers fills it in from arguments, which accumulate nothing by default."""
+    found = check_text(json.dumps(AUTO), "ds.json", CheckFlags(gpus=16, model="qwen2.5-7b"), changes=False)
+
+    assert found.legal is True
+    assert found.found.case.question.workload.global_batch_size == 16
+    assert found.found.case.question.runtime.compute_dtype == "bfloat16"
+    assert any("auto" in line for line in found.assumed)
+    launched = CheckFlags(
+        model="qwen2.5-7b",
+        launch="deepspeed --num_gpus 8 --num_nodes 2 t.py --per_device_train_batch_size 4 --gradient_accumulation_steps 2 --fp16",
+    )
+    case = ask(json.dumps(AUTO), "ds.json", launched).case
+    assert (case.plan.gpus, case.plan.micro_batch_size, case.question.workload.global_batch_size) == (16, 4, 128)
+    assert case.question.runtime.compute_dtype == "float16"
+
+
+def test_machines_that_a_file_counts_are_the_cluster_s() -> None:
+    text = "distributed_type: FSDP\nnum_machines: {}\nnum_processes: 8\nmixed_precision: bf16\n"
+    one, two = (ask(text.format(n), "a.yaml", CheckFlags(model="llama3-8b")).case.question.cluster for n in (1, 2))
+
+    assert (one.node_count, one.gpus_per_node) == (1, 8)
+    assert (two.node_count, two.gpus_per_node, two.gpu_count) == (2, 4, 8)
+    assert two.fabric is not None
+
+
+def test_gpus_that_nobody_counts_are_as_many_as_the_degrees_need() -> None:
+    text = '[model]\nname = "llama3"\nflavor = "8B"\n[parallelism]\ntensor_parallel_degree = 8\npipeline_parallel_degree = 4\n'
+    asked = ask(text, "a.toml", CheckFlags())
+
+    assert asked.case is not None
+    assert asked.case.plan.gpus == 32
+    assert any("32 GPUs" in line for line in asked.assumed)

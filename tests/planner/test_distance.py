@@ -1,0 +1,47 @@
+"""Ranges widen with what was never measured, and say so."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from simulator.calibration.distance import ARCHITECTURES, MOST_GPUS, distance
+from simulator.config.runtime import Runtime
+from topology.catalog.clusters import cluster
+
+MEASURED = Runtime(name="torchtitan")
+
+
+@pytest.mark.parametrize("name", ["dgx-a100", "dgx-h100", "dgx-h200", "dgx-b200"])
+def test_what_was_measured_has_its_own_range(name):
+    assert cluster(name).slowest_kind.architecture in ARCHITECTURES
+    assert distance(cluster(name), MEASURED, 64) == (1.0, ())
+
+
+def test_each_thing_that_was_never_measured_widens_it():
+    far = [
+        distance(cluster("dgx-h100"), MEASURED, 8)[0],
+        distance(cluster("dgx-h100"), Runtime(name="deepspeed"), 8)[0],
+        distance(cluster("l40s-x8"), MEASURED, 8)[0],
+        distance(cluster("l40s-x8"), Runtime(name="deepspeed"), 8)[0],
+        distance(cluster("l40s-x8"), Runtime(name="deepspeed"), 2 * MOST_GPUS)[0],
+    ]
+
+    assert far == sorted(far)
+    assert len(set(far)) == len(far)
+
+
+def test_the_range_of_another_vendor_is_wider_and_holds_the_first_points_that_were_published(planner):
+    """Llama 3 8B on 8 MI300X took 1.33 to 1.58 times as long as predicted (pytorch/ao, torchtitan benchmarks)."""
+    flags = ("--model", "llama3-8b", "--gpus", "8", "--seq-len", "8192", "--global-batch", "8", "--recompute", "full")
+    steps = {}
+    for gpu in ("8xMI300X", "dgx-h100"):
+        document = json.loads(planner("estimate", "--cluster", gpu, *flags, "--json").stdout)
+        step = document["estimate"]["step_s"]
+        steps[gpu] = math.log(step["high"] / step["value"])
+        assert any("GPUs of AMD" in line for line in document["assumed"]) == (gpu == "8xMI300X")
+
+    assert steps["8xMI300X"] > 3 * steps["dgx-h100"]
+    assert math.exp(steps["8xMI300X"]) > 1.58

@@ -1,0 +1,52 @@
+"""The end of the time that an answer may take: long computations look at it now and then, wherever they are.
+
+    with limited(asked.time_limit):   # in a command
+        ...
+    check_time()                      # in a loop
+
+A computation that is over raises `Unproved`; whoever has found something by then ends with that.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+from topology.errors import Unproved
+
+_deadline: ContextVar[float | None] = ContextVar("deadline", default=None)
+_began: ContextVar[float | None] = ContextVar("began", default=None)
+
+
+@contextmanager
+def command() -> Iterator[None]:
+    """Count the time of all limits inside from here on: what a command loads first is part of it."""
+    token = _began.set(time.monotonic())
+    try:
+        yield
+    finally:
+        _began.reset(token)
+
+
+@contextmanager
+def limited(seconds: float | None) -> Iterator[None]:
+    """End what is done inside after so many seconds; None is no limit."""
+    began = _began.get()
+    token = _deadline.set(None if seconds is None else (time.monotonic() if began is None else began) + seconds)
+    try:
+        yield
+    finally:
+        _deadline.reset(token)
+
+
+def check_time() -> None:
+    """Raise Unproved where the time is over."""
+    deadline = _deadline.get()
+    if deadline is not None and time.monotonic() >= deadline:
+        raise Unproved(
+            "the time limit ended before there was an answer",
+            why="no plan was found by then, and it was not shown that there is none",
+            remedy="a longer --time-limit",
+        )

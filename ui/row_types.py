@@ -1,0 +1,106 @@
+"""The rows of tables and charts: what stands in their columns; and the documents of jobs."""
+
+from __future__ import annotations
+
+from typing import TypedDict
+
+
+class PlanRow(TypedDict):
+    """A listed plan with the figures of `planner suggest`: numbers, `_s` and `_gib`, for charts, and text."""
+
+    rank: int
+    place: str
+    plan: str
+    chips: str
+    label: str
+    policy: str
+    step_s: float
+    low_s: float
+    high_s: float
+    step: str
+    range: str
+    tokens: str
+    mfu: str
+    peak_gib: float
+    memory: str
+    fits: str
+    sure: bool
+    exposed: str
+    bubble: str
+    why: str
+
+
+class PlanOnMachine(TypedDict):
+    """A listed plan before and after its machine was changed."""
+
+    rank: int
+    plan: str
+    before_s: float
+    after_s: float
+    reserved_gib: float
+    fits: bool
+
+
+class RatePoint(TypedDict):
+    """The step of a plan at a link rate in bytes/s."""
+
+    rate: float
+    plan: str
+    step_s: float
+
+
+class PartRow(TypedDict):
+    """A part of a model and its parameters."""
+
+    part: str
+    parameters: int
+
+
+class TermRow(TypedDict):
+    """By how much a term of two plans differs."""
+
+    name: str
+    delta: float
+    text: str
+
+
+class ComparedRow(TypedDict):
+    """A quantity of a published run: s for steps, GiB for memory; `error` is predicted / measured - 1."""
+
+    id: str
+    source: str
+    what: str
+    predicted: float
+    measured: float
+    error: float
+    interval: str
+
+
+class Artifact(TypedDict):
+    """A file that a job wrote."""
+
+    name: str
+    bytes: int
+    sha256: str
+    url: str
+
+
+class JobError(TypedDict, total=False):
+    message: str
+    why: str
+    remedy: str
+
+
+class JobDocument(TypedDict):
+    """What `GET /v1/jobs/{job}` answers. In a list of jobs, only the keys up to `finished_at` are there."""
+
+    job: str
+    command: str
+    state: str
+    progress: str
+    created_at: str
+    started_at: str | None
+    finished_at: str | None
+    result: object
+    error: JobError | None
+    artifacts: list[Artifact]
