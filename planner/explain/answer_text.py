@@ -119,7 +119,8 @@ def answer_sentence(best: RankedPlan) -> str:
         if best.plan.recompute != "none" and not best.plan.recompute_per_stage
         else ""
     )
-    return f"Use {approach_text(best.plan)}{settings}: about {interval_text(best.estimate.step_s)} a step of {tokens_text(best)} tokens, {needs}."
+    step = f"about {interval_text(best.estimate.step_s)} a step of {tokens_text(best)} tokens"
+    return f"Use {approach_text(best.plan)}{settings}: {step}, {needs}."
 
 
 def tokens_text(listed: RankedPlan) -> str:

@@ -23,9 +23,10 @@ answer may be from the best.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from planner.search.plan_space.collected import Threshold
 from planner.search.plan_space.screened import (
@@ -75,6 +76,16 @@ class Explored:
 
     def __len__(self) -> int:
         return len(self.step_s)
+
+    def take(self, rows: NDArray[np.bool_]) -> Explored:
+        """Return the account with some of the plans."""
+        return replace(
+            self,
+            columns=self.columns.take(np.nonzero(rows)[0]),
+            rows=self.rows[rows],
+            step_s=self.step_s[rows],
+            reserved_bytes=self.reserved_bytes[rows],
+        )
 
 
 class BestFirst:

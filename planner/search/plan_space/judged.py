@@ -15,6 +15,7 @@ from simulator.memory.plan_memory import Replays
 from topology.cluster import Cluster
 from topology.rates.orders import irregular
 from topology.rates.placement import place
+from topology.time_limit import limited
 
 # Of an explored space the rows that would be listed.
 Listed = Callable[[Explored], Sequence[int]]
@@ -24,16 +25,18 @@ def explore(search: BestFirst, replays: Replays, listed: Listed) -> Explored:
     """Return every plan that could be among those to list, all of which have been judged.
 
     Plans that turn out not to fit, or to cost more than was thought, make room for others, which are judged in turn.
+    When the time is over, those are returned that have been judged by then, if only the first of them.
     """
     bounds, cluster = search.bounds, search.screening.scenario.cluster
     while True:
         found = search.run()
-        rows = [int(found.rows[row]) for row in listed(found)]
-        unknown = [row for row in rows if not bounds.judged[row]]
+        rows, late = [int(found.rows[row]) for row in listed(found)], search.expired()
+        unknown = [row for row in (rows[:1] if late else rows) if not bounds.judged[row]]
         if not unknown:
-            return found
-        for row in unknown:
-            bounds.judge(row, replays[plan_of_row(bounds.variants, row, cluster)])
+            return found.take(bounds.judged[found.rows]) if late else found
+        with limited(None):
+            for row in unknown:
+                bounds.judge(row, replays[plan_of_row(bounds.variants, row, cluster)])
         search.judged()
 
 
