@@ -18,17 +18,17 @@ from planner.question.question import Question
 from planner.search.finalists import Finalist, in_order
 from planner.search.fixes import Fix, find_fixes
 from planner.search.flips import KNOBS, FlipPoint, Knob
-from planner.search.plan_space.branch_and_bound import explore
 from planner.search.plan_space.candidates import Bounds, enumerate_nodes
+from planner.search.plan_space.judged import fastest_fitting
 from planner.search.plan_space.overlap_choice import with_overlap_by_site
+from planner.search.plan_space.screened import Screened
 from planner.search.plan_space.stated import exactly
 from planner.search.reasons import lost_because
 from planner.search.result import SearchResult
-from planner.search.search import rank_rows
 from simulator.bounds.screening import Screening
-from simulator.calibration.intervals import memory_factors
-from simulator.config.estimate import Estimate, sure_bytes
+from simulator.config.estimate import Estimate
 from simulator.config.plan import MESH_AXES, Plan
+from simulator.memory.plan_memory import Replays
 from topology.cluster import Cluster
 from topology.errors import PlannerError, UserError
 from topology.rates.scaling import scale_memory, with_gpus
@@ -177,12 +177,9 @@ def best_plan(question: Question, bounds: Bounds | None = None) -> Plan | None:
     if not len(nodes):
         return None
     recomputes = question.framework.recomputes
-    for share in (sure_bytes(1.0, memory_factors()[1]), 1.0):
-        screening = Screening(question, share=share)
-        found = explore(screening, with_overlap_by_site(screening, nodes, question.framework, recomputes), recomputes)
-        if len(found):
-            return found.columns.plan(rank_rows(found.columns, found.step_s, top=1, all_variants=True)[0])
-    return None
+    screening = Screening(question)
+    nodes = with_overlap_by_site(screening, nodes, question.framework, recomputes)
+    return fastest_fitting(Screened(screening, nodes, recomputes), Replays(question))
 
 
 def flip_is_confirmed(question: Question, now: Plan, becomes: Plan) -> bool:

@@ -23,13 +23,13 @@ from planner.learn.solver import Solution, solve
 from planner.question.cases import Case
 from planner.question.learned_runtime import CROSSING, FACTORS, FLUSH, MEMORY_FACTORS, Fitted, costs_of
 from planner.validate.validation import compared_bytes, measured_step_s
-from simulator.analytical.allocator import FLUSH_S_PER_BYTE
 from simulator.analytical.memory import CONTEXT_BYTES, STATE
 from simulator.calibration.calibration import Calibration, RuntimeCosts
 from simulator.calibration.gaussian import conditioned
 from simulator.config.estimate import NORMAL_80, Estimate
 from simulator.config.model import Model
 from simulator.memory.estimate import with_replay
+from simulator.memory.flushes import FLUSH_S_PER_BYTE
 from simulator.runtimes.library import runtime_spec
 from topology import codec
 from topology.units import GIB

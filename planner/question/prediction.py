@@ -17,6 +17,7 @@ from simulator.config.estimate import Estimate
 from simulator.config.plan import Plan
 from simulator.lowering.simulation import program_length
 from simulator.memory.estimate import with_replay
+from simulator.memory.plan_memory import PlanMemory
 
 # Instructions up to which a step is simulated: a quarter of a second of one core.
 MOST_INSTRUCTIONS = 16_000
@@ -37,13 +38,21 @@ class Prediction:
     method: Method
 
 
-def predict(question: Question, plan: Plan, *, progress: Callable[[str], None] | None = None) -> Prediction:
-    """Return what a legal plan takes. Raises as `Question.estimate` and `Question.simulate` do."""
+def predict(
+    question: Question,
+    plan: Plan,
+    *,
+    held: PlanMemory | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Prediction:
+    """Return what a legal plan takes; `held` is its memory where that has been replayed. Raises as `Question.estimate`
+    and `Question.simulate` do.
+    """
     if simulated_length(question, plan):
         estimate, method = question.simulate(plan, progress=progress).estimate, Method.SIMULATION
     else:
         estimate, method = question.estimate([plan]).estimate(0), Method.ANALYTICAL
-    return Prediction(estimate=with_replay(question, plan, estimate), method=method)
+    return Prediction(estimate=with_replay(question, plan, estimate, held), method=method)
 
 
 def simulated_length(question: Question, plan: Plan) -> float:

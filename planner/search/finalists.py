@@ -16,6 +16,7 @@ from planner.search.deadline import over
 from simulator.config.estimate import SURE, Estimate
 from simulator.config.overlap_sites import NONE
 from simulator.config.plan import Plan
+from simulator.memory.plan_memory import Replays
 from simulator.pipeline.schedules.registry import schedule_kind
 
 # Relative. Of pairs of plans that were measured on one machine under one question, half differ from their predicted
@@ -37,6 +38,7 @@ class Finalist:
 def predict_all(
     question: Question,
     finalists: Sequence[Finalist],
+    replays: Replays,
     progress: Callable[[str], None] | None = None,
     *,
     deadline: float | None = None,
@@ -52,10 +54,10 @@ def predict_all(
             return None
         turn = f"simulating plan {number} of {len(finalists)}"
         tell = None if progress is None else partial(_report, progress, turn)
-        plan, prediction = finalist.plan, predict(question, finalist.plan, progress=tell)
+        plan, prediction = finalist.plan, predict(question, finalist.plan, held=replays[finalist.plan], progress=tell)
         plain = replace(plan, placement=())
         if plan.placement not in {(), tuple(range(plan.gpus))} and all(plain != other.plan for other in finalists):
-            in_order = predict(question, plain, progress=tell)
+            in_order = predict(question, plain, held=replays[plain], progress=tell)
             if in_order.estimate.step_s.value <= prediction.estimate.step_s.value * (1 + ORDER_MARGIN):
                 plan, prediction = plain, in_order
         found.append(replace(finalist, plan=plan, estimate=prediction.estimate, method=prediction.method))

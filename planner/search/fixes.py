@@ -21,6 +21,7 @@ from planner.search.finalists import TIE
 from simulator.config.estimate import Estimate, Fit, chance, sure_bytes
 from simulator.config.plan import Plan
 from simulator.legality.rule import divisors
+from simulator.memory.plan_memory import PlanMemory
 from topology.errors import UserError
 from topology.rates.scaling import with_gpus
 
@@ -82,16 +83,20 @@ def find_fixes(question: Question, plan: Plan, estimate: Estimate, deadline: flo
             assert table is not None  # noqa: S101 - there is a row
             high = estimate.memory.reserved_high_bytes / estimate.memory.reserved_bytes
             reserved = float(table.reserved_bytes[row])
-            sure = reserved <= sure_bytes(table.capacity_bytes, high)
-            found.append(_Costed(variant=one, sure=sure, step_s=float(table.step_s[row]), reserved_bytes=reserved))
-    surely = sorted((one for one in found if one.sure), key=lambda one: one.cost)
-    chosen: list[_Variant] = []
-    for costed in surely or sorted(found, key=lambda one: one.reserved_bytes)[:1]:
-        kinds = costed.variant.kinds
-        simpler = any(other.variant.kinds < kinds and other.as_good_as(costed) for other in surely)
-        if not simpler and not any(other.kinds <= kinds for other in chosen):
-            chosen.append(costed.variant)
-    kept = [one for paid, most in enumerate(MOST_FIXES) for one in [v for v in chosen if v.paid == paid][:most]]
+            may = reserved <= sure_bytes(table.capacity_bytes, high)
+            found.append(_Costed(variant=one, may=may, step_s=float(table.step_s[row]), reserved_bytes=reserved))
+    # Cheapest first, each judged by its replay, until there are enough that surely fit.
+    chosen: list[_Costed] = []
+    for costed in sorted((one for one in found if one.may), key=lambda one: one.cost):
+        variant = costed.variant
+        enough = sum(one.variant.paid == variant.paid for one in chosen) == MOST_FIXES[variant.paid]
+        if enough or over(half) or any(other.variant.kinds <= variant.kinds for other in chosen):
+            continue
+        if PlanMemory(variant.question, variant.plan).surely_fits:
+            chosen = [one for one in chosen if not (variant.kinds < one.variant.kinds and costed.as_good_as(one))] + [
+                costed
+            ]
+    kept = [one.variant for one in chosen or sorted(found, key=lambda one: one.reserved_bytes)[:1]]
     fixes = [(one.paid, _fix(one, plan, estimate)) for one in kept if not over(half)]
     fixes = [(paid, one) for paid, one in fixes if one.reserved_bytes < estimate.memory.reserved_bytes]
     fixes = [(paid, one) for paid, one in fixes if one.fit is Fit.YES] or fixes[:1]
@@ -101,7 +106,7 @@ def find_fixes(question: Question, plan: Plan, estimate: Estimate, deadline: flo
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Costed:
     variant: _Variant
-    sure: bool
+    may: bool  # surely fit, by the lower bound of its memory
     step_s: float
     reserved_bytes: float
 

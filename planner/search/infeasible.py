@@ -12,24 +12,21 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from planner.io.figures import gpus_text
 from planner.io.plan_words import plan_in_words
 from planner.question.question import Question
 from planner.search.deadline import over
-from planner.search.plan_space.branch_and_bound import SCHEDULES_AT_ONCE, explore
-from planner.search.plan_space.candidates import Bounds, Nodes, enumerate_nodes, plan_of
+from planner.search.plan_space.candidates import Bounds, Nodes, enumerate_nodes
+from planner.search.plan_space.judged import fastest_fitting
 from planner.search.plan_space.screened import NODES_AT_ONCE, PLANS_AT_ONCE, Screened
 from simulator.bounds.screening import Screening
-from simulator.calibration.intervals import memory_factors
-from simulator.columns.plan_columns import PlanColumns
-from simulator.config.estimate import sure_bytes
 from simulator.config.plan import PLAN_FIELDS, Plan
 from simulator.config.runtime import MOMENTS
 from simulator.config.workload import Workload
 from simulator.legality.frameworks import ANY, Framework
-from simulator.pipeline.schedules.registry import where
+from simulator.memory.estimate import with_replay
+from simulator.memory.plan_memory import PlanMemory, Replays
 from topology.cluster import Cluster
 from topology.errors import Infeasible, Unproved, UserError
 from topology.rates.reach import reach
@@ -40,6 +37,7 @@ MAX_GPUS = 1 << 16
 # Node counts tried one by one, for `--gpus min` and for advice; beyond, they double.
 MAX_NODES_TRIED, MAX_NODES_ADVISED = 512, 32
 SHORTEST_SEQUENCE = 512
+MOST_REPLAYED = 4  # plans with the lowest bounds of their memory, of which the one that needs least is found
 LEAST_ADVICE_S = 1.0  # for what would help, where the search has used up its time limit
 
 
@@ -55,7 +53,7 @@ class ConstrainedQuestion:
         return Screening(self.question)
 
     def gap(self, deadline: float | None = None) -> float:
-        """Return the bytes that the plan with least memory lacks; negative if it fits, infinite if no plan is legal.
+        """Return the bytes that plans lack at least; not above 0 if one fits, infinite if none is legal.
 
         With a deadline, of the plans that were looked at by then.
         """
@@ -65,30 +63,31 @@ class ConstrainedQuestion:
             return float("inf")  # the cluster does not come in this form
         if not len(nodes):
             return float("inf")
-        screening = self.screening
-        return least_memory_plan(screening, nodes, self.recomputes, deadline)[0] - screening.capacity_bytes
+        screening, least = self.screening, float("inf")
+        for bound, plan in leanest_plans(screening, nodes, self.recomputes):
+            if bound > screening.capacity_bytes or (least < float("inf") and over(deadline)):
+                return min(least, bound - screening.capacity_bytes)
+            held = PlanMemory(self.question, plan)
+            if held.fits:
+                return 0.0
+            least = min(least, held.most_missing_bytes)
+        return least
 
-    def best_plan(self, deadline: float | None = None) -> Plan | None:
+    def best_plan(self, deadline: float | None = None, replays: Replays | None = None) -> Plan | None:
         """Return the fastest plan that surely fits, else the fastest that may, of those looked at by the deadline."""
-        question, screening = self.question, self.screening
-        nodes = enumerate_nodes(question, bounds=self.bounds)
+        nodes = enumerate_nodes(self.question, bounds=self.bounds)
         if not len(nodes):
             return None
-        screened = Screened(screening, nodes, self.recomputes, deadline=deadline)
-        for share in (sure_bytes(1.0, memory_factors()[1]), 1.0):
-            found = explore(
-                replace(screening, share=share), nodes, self.recomputes, screened=screened, deadline=deadline
-            )
-            if len(found):
-                return plan_of(found.columns, int(np.argmin(found.step_s)), question.cluster)
-        return None
+        screened = Screened(self.screening, nodes, self.recomputes, deadline=deadline)
+        return fastest_fitting(screened, replays or Replays(self.question), deadline)
 
     def best_rate(self, deadline: float | None = None) -> float:
         """Return tokens a second and GPU of `best_plan`; 0 where there is none."""
-        question, best = self.question, self.best_plan(deadline)
+        question, replays = self.question, Replays(self.question)
+        best = self.best_plan(deadline, replays)
         if best is None:
             return 0.0
-        step_s = float(question.estimate([best]).step_s[0])
+        step_s = float(question.estimate([best]).step_s[0]) + replays[best].flush_s
         return question.workload.tokens_per_step / question.count / step_s
 
     @property
@@ -107,35 +106,31 @@ class ConstrainedQuestion:
 
 def least_memory_plan(
     screening: Screening, nodes: Nodes, recomputes: tuple[str, ...], deadline: float | None = None
-) -> tuple[float, Plan]:
-    """Return (bytes reserved on the worst rank, plan) of the plan that needs least memory, of those looked at by a
-    deadline.
-    """
+) -> tuple[Plan, PlanMemory]:
+    """Return the plan that needs least memory, of those looked at by a deadline, and what its allocators hold."""
+    leanest = leanest_plans(screening, nodes, recomputes)
+    best = PlanMemory(screening.scenario, leanest[0][1])
+    for bound, plan in leanest[1:]:
+        if bound >= best.peak_bytes or over(deadline):
+            break
+        held = PlanMemory(screening.scenario, plan)
+        if held.reserved_bytes < best.reserved_bytes:
+            best = held
+    return best.plan, best
+
+
+def leanest_plans(screening: Screening, nodes: Nodes, recomputes: tuple[str, ...]) -> list[tuple[float, Plan]]:
+    """Return the plans with the lowest bounds of what they allocate, lowest first."""
     shared = screening.blocks(nodes.columns, recomputes)
-    least, plan = np.inf, None
-    to_count: list[
-        tuple[float, PlanColumns, NDArray[np.intp]]
-    ] = []  # plans whose schedule table has to be counted, with a lower bound
+    leanest: list[tuple[float, Plan]] = []
     for start in range(0, len(nodes), NODES_AT_ONCE):
         leaves, of_node = nodes.leaves(np.arange(start, min(start + NODES_AT_ONCE, len(nodes))))
         for begin in range(0, len(leaves), PLANS_AT_ONCE):
             some, some_nodes = leaves.take(slice(begin, begin + PLANS_AT_ONCE)), of_node[begin : begin + PLANS_AT_ONCE]
-            reserved = screening.plans(some, shared, some_nodes).reserved_bytes(at_least=True)
-            counted = where(some.schedule, lambda kind: kind.splits_backward)
-            row = int(np.argmin(np.where(counted, np.inf, reserved)))
-            if not counted[row] and reserved[row] < least:
-                least, plan = float(reserved[row]), some.plan(row)
-            batches = np.array_split(np.nonzero(counted)[0], -(-len(some_nodes) // SCHEDULES_AT_ONCE))
-            to_count += [(float(reserved[few].min()), some.take(few), some_nodes[few]) for few in batches if len(few)]
-    for bound, some, some_nodes in sorted(to_count, key=lambda part: part[0]):
-        if bound >= least or (plan is not None and over(deadline)):
-            break
-        reserved = screening.plans(some, shared, some_nodes).reserved_bytes()
-        row = int(np.argmin(reserved))
-        if reserved[row] < least:
-            least, plan = float(reserved[row]), some.plan(row)
-    assert plan is not None  # noqa: S101 - callers pass at least one node
-    return least, plan
+            allocated = screening.plans(some, shared, some_nodes).allocated_and_reserved_bytes()[:, 0]
+            rows = np.argsort(allocated, kind="stable")[:MOST_REPLAYED]
+            leanest += [(float(allocated[row]), some.plan(int(row))) for row in rows]
+    return sorted(leanest, key=lambda one: one[0])[:MOST_REPLAYED]
 
 
 def no_legal_plan(question: Question, found: Nodes, ways: Sequence[str]) -> Infeasible:
@@ -182,9 +177,9 @@ def no_fitting_plan(
     and which relaxations lead to a plan: those that were found by the deadline, a reading of `time.monotonic`.
     """
     constrained, screening = ConstrainedQuestion(question=question, bounds=bounds), Screening(question)
-    needed_bytes, plan = least_memory_plan(screening, nodes, constrained.recomputes)
-    estimate = question.estimate([plan]).estimate(0)
-    memory, capacity_bytes = estimate.memory, screening.capacity_bytes
+    plan, held = least_memory_plan(screening, nodes, constrained.recomputes)
+    memory = with_replay(question, plan, question.estimate([plan]).estimate(0), held).memory
+    needed_bytes, capacity_bytes = memory.reserved_bytes, held.left_bytes
     largest = sorted(memory.by_category.items(), key=lambda item: (-item[1], item[0]))[:3]
     until = None if deadline is None else max(deadline, time.monotonic() + LEAST_ADVICE_S)
     conflicting = ", ".join(conflicting_constraints(constrained, until))
@@ -212,8 +207,8 @@ def no_fitting_plan(
 def nothing_fits(question: Question, nodes: Nodes, bounds: Bounds) -> Infeasible:
     """Return the error of `no_fitting_plan` without what is in conflict and what would help: far quicker."""
     screening = Screening(question)
-    needed, _ = least_memory_plan(screening, nodes, ConstrainedQuestion(question=question, bounds=bounds).recomputes)
-    return Infeasible(f"{in_gib(needed - screening.capacity_bytes)} missing on the worst rank")
+    _, held = least_memory_plan(screening, nodes, ConstrainedQuestion(question=question, bounds=bounds).recomputes)
+    return Infeasible(f"{in_gib(held.reserved_bytes - held.left_bytes)} missing on the worst rank")
 
 
 def conflicting_constraints(constrained: ConstrainedQuestion, deadline: float | None = None) -> list[str]:

@@ -26,20 +26,22 @@ from planner.search.flips import FlipPoint, find_flips, memory_flip
 from planner.search.gpu_counts import cost_per_million_tokens
 from planner.search.infeasible import no_fitting_plan, no_legal_plan, nothing_fits
 from planner.search.legal_ways import legal_ways
-from planner.search.plan_space.branch_and_bound import Explored, explore, pareto_rows
+from planner.search.plan_space.branch_and_bound import BestFirst, Explored, pareto_rows
 from planner.search.plan_space.candidates import Bounds, Nodes, enumerate_nodes
+from planner.search.plan_space.judged import explore, plan_of_row
 from planner.search.plan_space.overlap_choice import with_overlap_by_site
 from planner.search.plan_space.screened import Screened
 from planner.search.reasons import why_it_lost
 from planner.search.result import MayFit, RankedPlan, SearchResult, SearchStats
-from planner.search.stages.assignment import NEAR_FIT, AssignedPipelines, assign_stages, plan_of_row
+from planner.search.stages.assignment import NEAR_FIT, AssignedPipelines, assign_stages
 from planner.search.stated_parts import contradiction
 from simulator.bounds.screening import Screening
-from simulator.calibration.intervals import memory_factors
 from simulator.columns.plan_columns import PlanColumns
-from simulator.config.estimate import RATHER_SURE, SURE, Fit, sure_bytes
+from simulator.config.estimate import RATHER_SURE, SURE, Fit
 from simulator.config.plan import MESH_AXES, Plan
 from simulator.legality.frameworks import Framework
+from simulator.memory.estimate import with_replay
+from simulator.memory.plan_memory import Replays
 from topology.cluster import Cluster
 from topology.errors import PlannerError, Unproved, UserError
 from topology.time_limit import limited
@@ -100,13 +102,17 @@ def suggest(
 
         raise contradiction(question, options.bounds, nodes, ways) or no_legal_plan(question, nodes, ways())
     screening = Screening(question)
-    found = _explore(screening, question.framework, nodes, options, deadline, progress)
+    replays = Replays(question)
+    found = _explore(screening, question.framework, nodes, options, replays, deadline, progress)
     if not found.plans:
         raise _no_plan(question, nodes, options, found, grow=grow, deadline=deadline)
     with limited(None):
         table = question.estimate([*found.plans, *found.may_fit])
-    finalists = [Finalist(plan=plan, estimate=table.estimate(i)) for i, plan in enumerate(table.plans)]
-    fastest = float(table.step_s[: len(found.plans)].min())
+        finalists = [
+            Finalist(plan=plan, estimate=with_replay(question, plan, table.estimate(i), replays[plan]))
+            for i, plan in enumerate(table.plans)
+        ]
+    fastest = min(one.estimate.step_s.value for one in finalists[: len(found.plans)])
     finalists = [one for one in finalists if one.plan in found.plans or one.estimate.step_s.value < fastest]
     rejected = {**nodes.rejected, "memory": found.everything.legal - found.everything.fitting}
 
@@ -126,7 +132,7 @@ def suggest(
         if early is not None and not over(deadline):
             early(result(finalists, reasons=False))
         try:
-            simulated = predict_all(question, finalists, progress, deadline=deadline)
+            simulated = predict_all(question, finalists, replays, progress, deadline=deadline)
         except Unproved:
             simulated = None
     if simulated is not None and not over(deadline):
@@ -187,6 +193,7 @@ def _explore(
     framework: Framework,
     nodes: Nodes,
     options: SearchOptions,
+    replays: Replays,
     deadline: float | None,
     progress: Callable[[str], None] | None,
 ) -> _Found:
@@ -201,24 +208,42 @@ def _explore(
         screening, nodes, recomputes, nearly=NEAR_FIT if lists else 1.0, deadline=until, progress=progress
     )
 
-    def ask(screening: Screening, *, keep: int, stages: bool) -> tuple[Explored, AssignedPipelines]:
-        explored = explore(
+    def ask(
+        screening: Screening, *, keep: int, stages: bool, sure: Sequence[Plan] = ()
+    ) -> tuple[Explored, AssignedPipelines]:
+        search = BestFirst(
             screening,
-            nodes,
-            recomputes,
+            screened,
             objective=objective if objective in {"memory", "pareto"} else "time",
             keep=keep * (1 if options.all_variants or objective == "memory" else PER_TIE_GROUP),
             one_per_grid=not options.all_variants,
             deadline=deadline,
             progress=progress,
             nearly=NEAR_FIT if stages and lists else 1.0,
-            screened=screened,
         )
+
+        def listed(explored: Explored) -> list[int]:
+            if objective == "pareto":
+                return _rows(explored, options)
+            rows = {plan_of_row(explored.columns, row, cluster): row for row in _rows(explored, options)}
+            plans = _listed_plans(explored, AssignedPipelines(), options, cluster)
+            added = [plan for plan in _one_per_grid([*sure, *plans], options)[: options.top] if plan not in sure]
+            return [rows[plan] for plan in dict.fromkeys([*added, *plans[: 1 if sure else 0]])]
+
+        explored = explore(search, replays, listed)
         if not stages or (len(explored) and (objective in {"memory", "pareto"} or over(deadline))):
             return explored, AssignedPipelines()
         try:
             assigned = assign_stages(
-                screening, framework, nodes, explored, recomputes, top=keep, deadline=deadline, progress=progress
+                screening,
+                framework,
+                nodes,
+                explored,
+                recomputes,
+                top=keep,
+                replays=replays,
+                deadline=deadline,
+                progress=progress,
             )
         except Unproved:
             assigned = AssignedPipelines()
@@ -230,12 +255,12 @@ def _explore(
         return _Found(plans=plans, may_fit=[], everything=everything, asked=everything, assigned=assigned)
 
     def at_most(probability: float) -> Screening:
-        return replace(screening, share=sure_bytes(1.0, memory_factors()[1], probability))
+        return replace(screening, sure=probability)
 
     asked, assigned = ask(at_most(SURE), keep=options.top, stages=True)
     sure = _listed_plans(asked, assigned, options, cluster)
     try:
-        everything, more = ask(screening, keep=options.top - len(sure) or 1, stages=len(sure) < options.top)
+        everything, more = ask(screening, keep=options.top - len(sure) or 1, stages=len(sure) < options.top, sure=sure)
     except Unproved:
         if not sure:
             raise
@@ -243,7 +268,7 @@ def _explore(
     others = _listed_plans(everything, more, options, cluster)
     rather_sure: list[Plan] = []
     if sure:
-        likely, _ = ask(at_most(RATHER_SURE), keep=1, stages=False)
+        likely, _ = ask(at_most(RATHER_SURE), keep=1, stages=False, sure=sure)
         rather_sure = _listed_plans(likely, AssignedPipelines(), options, cluster)
     plans = _one_per_grid([*sure, *others], options)[: options.top]
     may_fit = [plan for plan in dict.fromkeys([*others[:1], *rather_sure[:1]]) if plan not in plans]
@@ -315,12 +340,10 @@ def _listed_plans(
     """Return the plans to list, best first by the analytical model."""
     top = options.top
     if options.objective == "pareto":
-        rows = pareto_rows(explored.step_s, explored.reserved_bytes)
-        front = [plan_of_row(explored.columns, row, cluster) for row in rows]
+        front = [plan_of_row(explored.columns, row, cluster) for row in _rows(explored, options)]
         return front or [plan for plan, _ in assigned.plans[:top]]
-    values = explored.reserved_bytes if options.objective == "memory" else explored.step_s
-    rows = rank_rows(explored.columns, values, top=top * PER_TIE_GROUP, all_variants=options.all_variants)
-    found = [(float(values[row]), plan_of_row(explored.columns, row, cluster)) for row in rows]
+    values = _values(explored, options)
+    found = [(float(values[row]), plan_of_row(explored.columns, row, cluster)) for row in _rows(explored, options)]
     if assigned.plans:
         found = sorted([*found, *((step, plan) for plan, step in assigned.plans)], key=lambda pair: pair[0])
     if options.all_variants or options.objective == "memory":
@@ -328,6 +351,18 @@ def _listed_plans(
     kept = _one_of_kin(found)
     others = [plan for plan in _one_per_grid([plan for _, plan in found], options) if plan not in kept]
     return [*kept, *others][:top]
+
+
+def _values(explored: Explored, options: SearchOptions) -> NDArray[np.float64]:
+    return explored.reserved_bytes if options.objective == "memory" else explored.step_s
+
+
+def _rows(explored: Explored, options: SearchOptions) -> list[int]:
+    """Return the rows among which plans to list are, best first by the analytical model."""
+    if options.objective == "pareto":
+        return pareto_rows(explored.step_s, explored.reserved_bytes)
+    values, top = _values(explored, options), options.top * PER_TIE_GROUP
+    return rank_rows(explored.columns, values, top=top, all_variants=options.all_variants)
 
 
 def _one_of_kin(found: Sequence[tuple[float, Plan]]) -> list[Plan]:

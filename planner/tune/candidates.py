@@ -9,22 +9,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from planner.question.question import Question
-from planner.search.plan_space.branch_and_bound import Explored, explore
+from planner.search.plan_space.branch_and_bound import BestFirst, Explored
 from planner.search.plan_space.candidates import Bounds, enumerate_nodes, plan_of
-from planner.search.plan_space.screened import grids_of
+from planner.search.plan_space.screened import Screened, grids_of
 from simulator.analytical.estimates import estimate_plans
 from simulator.bounds.screening import Screening
-from simulator.calibration.intervals import memory_factors
+from simulator.calibration.intervals import replayed_memory_factors
 from simulator.columns.plan_columns import concatenate
 from simulator.config.estimate import Estimate
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
+from simulator.memory.estimate import with_replay
 from topology import codec
 from topology.errors import Infeasible
 
@@ -79,9 +80,12 @@ def candidates_of(
         )
     recomputes = (bounds.words("recompute") if bounds else None) or question.framework.recomputes
     # Memory may be over-predicted by as much as its range says.
-    screening = replace(Screening(question), share=1 / memory_factors()[0])
-    best = explore(screening, nodes, recomputes, keep=fastest, one_per_grid=False, progress=progress)
-    apart = explore(screening, nodes, recomputes, keep=GRIDS, one_per_grid=True, progress=progress)
+    screening = Screening(question, share=1 / replayed_memory_factors()[0])
+    screened = Screened(screening, nodes, recomputes, progress=progress)
+    best, apart = (
+        BestFirst(screening, screened, keep=keep, one_per_grid=one_per_grid, progress=progress).run()
+        for keep, one_per_grid in ((fastest, False), (GRIDS, True))
+    )
     if not len(best):
         raise Infeasible(
             f"no plan of {question.model.name} fits {question.count} GPUs of {question.cluster.name}",
@@ -91,7 +95,10 @@ def candidates_of(
     plans = list(dict.fromkeys(plan_of(columns, row, question.cluster) for row in range(len(columns))))
     table = estimate_plans(question, plans)
     return in_order(
-        [Candidate(plan=plan, runtime=question.runtime, estimate=table.estimate(i)) for i, plan in enumerate(plans)],
+        [
+            Candidate(plan=plan, runtime=question.runtime, estimate=with_replay(question, plan, table.estimate(i)))
+            for i, plan in enumerate(plans)
+        ],
         legal=best.legal,
     )
 

@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulator.analytical.account import AXES, Account, account_inputs, account_plans
-from simulator.analytical.allocator import flush_s
 from simulator.analytical.layer_cost import BlockCost, PassCost, block_cost
 from simulator.analytical.memory import CONTEXT_BYTES, MemoryColumns, memory_columns
 from simulator.analytical.scenario import Scenario
@@ -134,8 +133,6 @@ def estimate_plans(scenario: Scenario, plans: Sequence[Plan], *, each_on: Sequen
     known = known_costs(scenario)
     account = account_plans(account_inputs(scenario, context, operators, blocks, parameters))
     memory = memory.scaled(known)
-    # What is allocated at one moment is no more than what the allocator holds.
-    memory = replace(memory, reserved_bytes=np.maximum(memory.reserved_bytes, memory.peak_bytes))
     breakdown_s = _breakdown(account)
     measured, fitted = kernel_shares(layout, blocks)
     resting = shares(
@@ -148,23 +145,22 @@ def estimate_plans(scenario: Scenario, plans: Sequence[Plan], *, each_on: Sequen
     )
     capacity = cluster.gpu_memory_bytes - CONTEXT_BYTES
     reserved = memory.reserved_bytes.max(axis=1)
-    flushing = flush_s(context.groups, reserved, capacity, known.flush_s)
     flops = 3.0 * model.forward_flops_per_token(workload.seq_len) * workload.tokens_per_step
     return EstimateTable(
         plans=tuple(plans),
-        step_s=account.total_s + flushing,
-        breakdown_s={**breakdown_s, "allocator": flushing},
+        step_s=account.total_s,
+        breakdown_s={**breakdown_s, "allocator": np.zeros(len(table))},  # which the replay of allocations tells
         exposed_by_axis_s={axis: account.parts_s[axis] for axis in AXES},
         peak_bytes=memory.peak_bytes.max(axis=1),
         reserved_bytes=reserved,
         capacity_bytes=capacity,
-        fits=reserved <= capacity,
+        fits=memory.peak_bytes.max(axis=1) <= capacity,
         memory=memory,
         tokens_per_step=float(workload.tokens_per_step),
         model_flops=flops,
         peak_flops=context.roofline.products_peak_flops,
         basis=tuple(basis_of(low=runtime.low, several_nodes=plan.gpus > cluster.gpus_per_node) for plan in plans),
-        shares=resting.more(Source.ASSUMED, flushing),
+        shares=resting,
         runtime=runtime,
         clocks=account.clocks,
         distance=distance(cluster, runtime, max((plan.gpus for plan in plans), default=1))[0],

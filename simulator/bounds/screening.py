@@ -3,7 +3,7 @@
     screening = Screening(scenario)
     shared = screening.blocks(columns, modes)            # operators, once for all plans that run the same
     some = screening.plans(columns.take(rows), shared, rows)
-    some.reserved_bytes(at_least=True)                   # memory, all of it true but for schedules counted on tables
+    some.memory                                          # a lower bound of what ranks allocate and reserve
     some.at_least_s()                                    # a lower bound of the step
     some.step_s()                                        # its account, but for flushes of a full allocator: flush_s
 
@@ -13,7 +13,7 @@ instead of one for each rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -21,7 +21,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulator.analytical.account import Account, AccountInputs, account_inputs, account_plans
-from simulator.analytical.allocator import flush_s
 from simulator.analytical.estimates import calibrated_operators, cost_context, known_costs, network_blocks
 from simulator.analytical.layer_cost import BlockCost
 from simulator.analytical.memory import CONTEXT_BYTES, MemoryColumns, memory_columns
@@ -29,13 +28,16 @@ from simulator.analytical.scenario import Scenario
 from simulator.bounds.lower_bound import LowerBound
 from simulator.bounds.schedule_bound import scheduled_at_least_s
 from simulator.calibration.calibration import RuntimeCosts
+from simulator.calibration.intervals import replayed_memory_factors
 from simulator.columns.plan_columns import PlanColumns, distinct, words
 from simulator.columns.plan_table import Floats, PlanTable, table_of_columns
+from simulator.config.estimate import sure_bytes
 from simulator.config.runtime import TF32
 from simulator.kernels.low_precision import recipe_of
 from simulator.kernels.roofline import Roofline
 from simulator.pipeline.stages import StageLayout, stage_layout
 from simulator.runtimes.library import ModelOperators, canonical_recompute, wraps_one
+from simulator.runtimes.parts import RecomputeSpec
 from simulator.step.context import CostContext
 from simulator.step.held import Parameters, local_parameters
 from simulator.step.walk import message_bytes
@@ -52,12 +54,15 @@ class SharedBlocks:
     costs: dict[str, BlockCost]
     which: NDArray[np.intp]
 
-    def keeping_least(self) -> SharedBlocks:
+    def keeping_least(self, modes: Mapping[str, RecomputeSpec]) -> SharedBlocks:
         """Return blocks that keep, without recomputing anything, no more than under any mode: a bound, not a mode."""
+
+        def of_wrapped(cost: BlockCost) -> Iterator[Floats]:  # a mode may wrap a share of the layers
+            for name, saved in cost.saved_bytes.items():
+                yield cost.everything_bytes - (cost.everything_bytes - saved) / modes[name].layers
+
         least = {
-            name: replace(
-                cost, recompute={}, saved_bytes={"none": np.minimum.reduce([*cost.saved_bytes.values()])}, bounds=True
-            )
+            name: replace(cost, recompute={}, saved_bytes={"none": np.minimum.reduce([*of_wrapped(cost)])}, bounds=True)
             for name, cost in self.costs.items()
         }
         return SharedBlocks(costs=least, which=self.which)
@@ -70,9 +75,12 @@ class SharedBlocks:
 
 @dataclass(frozen=True)  # no slots: what every round of a search needs is found once
 class Screening:
-    """One scenario, asked for many plans. `share` is the part of the memory that plans may be predicted to need."""
+    """One scenario, asked for many plans. With `sure` they are to fit with so high a probability, for all that
+    predictions of memory are off; at 0, they may need `share` of what there is.
+    """
 
     scenario: Scenario
+    sure: float = 0.0
     share: float = 1.0
 
     @property
@@ -83,7 +91,15 @@ class Screening:
     @property
     def limit_bytes(self) -> float:
         """What a plan may be predicted to need."""
+        if self.sure:
+            return sure_bytes(self.capacity_bytes, replayed_memory_factors()[1], self.sure)
         return self.capacity_bytes * self.share
+
+    def least_bytes(self, memory: MemoryColumns) -> Floats:
+        """Return what compares with the limit, of every rank: what the allocator holds or, where it may give back what
+        is free and ask again, what is allocated.
+        """
+        return memory.reserved_bytes if self.sure else memory.peak_bytes
 
     @property
     def peak_flops(self) -> float:
@@ -155,30 +171,24 @@ class ScreenedPlans:
     def parameters(self) -> Parameters:
         return local_parameters(self.screening.scenario.model, self.context)
 
-    def reserved_bytes(self, *, at_least: bool = False) -> Floats:
-        """Return what the pools of the allocator hold on the worst rank; `at_least` a lower bound, where counting out
-        is dear.
+    @cached_property
+    def memory(self) -> MemoryColumns:
+        """What pipeline ranks hold at least."""
+        memory = memory_columns(
+            self.screening.scenario.model, self.operators, self.context, self.layout, self.blocks, self.parameters
+        )
+        return memory.scaled(self.known)
+
+    def allocated_and_reserved_bytes(self) -> Floats:
+        """Return what is allocated at least on the fullest rank and what the pools of the allocator hold, shape (plans,
+        2).
         """
-        return np.asarray(self._memory(at_least=at_least).scaled(self.known).reserved_bytes.max(axis=1))
+        return np.stack([self.memory.peak_bytes.max(axis=1), self.memory.reserved_bytes.max(axis=1)], axis=1)
 
     @cached_property
     def known(self) -> RuntimeCosts:
         """What runs showed of the runtime."""
         return known_costs(self.screening.scenario)
-
-    def _memory(self, *, at_least: bool) -> MemoryColumns:
-        layout = self.layout
-        if not at_least:
-            layout = stage_layout(self.screening.scenario.model, self.table, self.operators.spec.pipeline)
-        return memory_columns(
-            self.screening.scenario.model,
-            self.operators,
-            self.context,
-            layout,
-            self.blocks,
-            self.parameters,
-            at_least=at_least,
-        )
 
     def at_least_s(self) -> Floats:
         """Return a lower bound of the step. Infinite where something cannot run."""
@@ -212,9 +222,3 @@ class ScreenedPlans:
     def step_s(self) -> Floats:
         """Return seconds of the whole step but for flushes. Infinite where something cannot run."""
         return np.nan_to_num(self.account.total_s, nan=np.inf)
-
-    def flush_s(self, reserved_bytes: Floats) -> Floats:
-        """Return what `step_s` leaves out: seconds that a nearly full allocator costs
-        (`simulator.analytical.allocator`).
-        """
-        return flush_s(self.context.groups, reserved_bytes, self.screening.capacity_bytes, self.known.flush_s)

@@ -99,9 +99,7 @@ def simulate_plan(
 def _estimate(table: EstimateTable, run: Run, *, spans: bool) -> Estimate:
     """Return the analytical model's estimate with the time of the run in place of its own."""
     formula = table.estimate(0)
-    flushing = formula.breakdown_s["allocator"]
-    step_s = run.step_s + flushing  # what a full allocator costs is not simulated
-    scale = step_s / formula.step_s.value
+    scale = run.step_s / formula.step_s.value
     if spans:
         parts, by_axis = _parts_s(formula, run)
     else:
@@ -109,8 +107,8 @@ def _estimate(table: EstimateTable, run: Run, *, spans: bool) -> Estimate:
         by_axis = {axis: part * scale for axis, part in formula.exposed_by_axis_s.items()}
     return replace(
         formula,
-        step_s=formula.step_s.at(step_s),
-        breakdown_s={**parts, "allocator": flushing} if spans else parts,
+        step_s=formula.step_s.at(run.step_s),
+        breakdown_s={**parts, "allocator": 0.0},
         exposed_by_axis_s=by_axis,
     )
 

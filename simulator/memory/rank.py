@@ -28,10 +28,10 @@ import numpy as np
 from simulator.config.runtime import MOMENTS
 from simulator.kernels.operators import tensor_bytes
 from simulator.memory.allocator import Block, CachingAllocator
-from simulator.memory.cublas import workspace_bytes
 from simulator.memory.plan_tensors import PlanTensors
 from simulator.memory.tensors import Act
 from simulator.pipeline.schedules.table import Action, Kind
+from simulator.step.cublas import workspace_bytes
 from simulator.step.held import placeholder_bytes, state_bytes
 from simulator.step.symmetric_memory import symmetric_bytes
 from simulator.step.units import Unit, held_kinds
@@ -430,12 +430,10 @@ class RankReplay:
         after = sum(stage > 0 for stage in stages)
         before = sum(stage < self.plan.schedule.stages - 1 for stage in stages)
         if self.spec.pipeline.receive_buffers:
-            for _ in range(count * (after + before)):
-                self._taken(self._message_bytes(), COMPUTE)
+            self._taken(count * (after + before) * self._message_bytes(), COMPUTE)
         if self.spec.pipeline.keeps_outputs:
             logits = float(tensor_bytes("t v", self.context.sizes, self.context.dtype_bytes)[0])
-            for _ in range(count):
-                self._taken(before * self._message_bytes() + (len(stages) - before) * logits, COMPUTE)
+            self._taken(count * (before * self._message_bytes() + (len(stages) - before) * logits), COMPUTE)
 
     # --- blocks -------------------------------------------------------------------------------------------------
 

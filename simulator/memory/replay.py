@@ -38,24 +38,24 @@ class ReservedMemory:
         return 1 - self.allocated_bytes / self.reserved_bytes if self.reserved_bytes else 0.0
 
 
-def least_blocks(scenario: Scenario, plan: Plan) -> int:
-    """Return how many blocks a replay asks for at least, before anything of it is made: one a pass, one a message, one
-    a layer.
+# Micro batches of a schedule whose forward passes all go first: up to the second as many as there are, beyond it what
+# each of those between the two adds is added for every further one.
+FORWARDS_FIRST = 8, 16
+
+
+def replayed_micro_batches(plan: Plan, micro_batches: int) -> int:
+    """Return how many micro batches show what a step of so many holds at most.
+
+    Beyond a few rounds of a pipeline its ranks repeat what they do: there are never more micro batches in flight, nor
+    beside gradients (tests/simulator/test_schedules_memory.py).
     """
-    micro_batches = plan.micro_batches(scenario.workload.global_batch_size)
-    stages = plan.stages
-    messages = micro_batches * stages if plan.pp > 1 else 0
-    return 2 * stages * _replayed(plan, micro_batches) + messages + scenario.model.layers
-
-
-def _replayed(plan: Plan, micro_batches: int) -> int:
-    """Return how many micro batches are enough to see the most that is in flight."""
     if plan.pp == 1:
         return min(micro_batches, 2)
-    if schedule_kind(plan.schedule_name).forwards_first:
-        return micro_batches
-    few = ROUNDS * plan.pp
-    return few if few < micro_batches and micro_batches % plan.pp == 0 else micro_batches
+    kind = schedule_kind(plan.schedule_name)
+    if kind.forwards_first:
+        return min(micro_batches, FORWARDS_FIRST[1])
+    each = micro_batches // max(1, micro_batches // plan.pp) if kind.rounds else plan.pp
+    return min(micro_batches, (3 if kind.pairs else ROUNDS) * each)
 
 
 class MemoryReplay:
@@ -68,7 +68,9 @@ class MemoryReplay:
         self.plan = self.context.table.plans[0]
         operators = operators_for(scenario.model, scenario.runtime)
         self.micro_batches = self.plan.micro_batches(scenario.workload.global_batch_size)
-        self.schedule = schedule_of_plan(self.plan, micro_batches or _replayed(self.plan, self.micro_batches))
+        self.schedule = schedule_of_plan(
+            self.plan, micro_batches or replayed_micro_batches(self.plan, self.micro_batches)
+        )
         network = Network(scenario.model, operators, self.context)
         self.tensors = PlanTensors(
             self.context, operators, network.stages, self.schedule, tied=scenario.model.tied_embeddings
@@ -107,18 +109,6 @@ class MemoryReplay:
             replay.step()
         return [*replay.highest, replay.memory.allocated_bytes]
 
-    def ranks(self, *, capacity_bytes: float | None = None) -> tuple[ReservedMemory, ...]:
+    def ranks(self) -> tuple[ReservedMemory, ...]:
         """Return what every pipeline rank holds."""
-        return tuple(self.rank(rank, capacity_bytes=capacity_bytes) for rank in range(self.plan.pp))
-
-    @property
-    def length(self) -> int:
-        """About how many blocks are asked for in all."""
-        passes = sum(len(leaf.leaves) for row in self.schedule.table for leaf in row)
-        stages = self.tensors.stages
-        each = sum(
-            len(self.tensors.passes(unit).forward) + len(self.tensors.passes(unit).backward)
-            for s in stages
-            for unit in s
-        )
-        return round(STEPS * passes * each / max(1, 2 * len(stages)))
+        return tuple(self.rank(rank) for rank in range(self.plan.pp))

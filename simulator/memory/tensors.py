@@ -225,17 +225,18 @@ class BlockTensors:
         """Run a block of which only what `mode` keeps is held."""
         tape.held.add(inward)
         if mode.drops:
-            return self._forward(tape, active, inward, lambda place: not again[place])
+            return self._forward(tape, active, inward, lambda place: active[place].name not in mode.drops)
         wanted = self.sizes(mode.keeps)
         if tape.live[inward] in wanted:
             wanted.remove(tape.live[inward])
-        # What is kept is a result of an operator that does not run again, so it is held from when it is made.
+        # What is kept is a result of an operator that does not run again, so it is held from when it is made. The last
+        # one's is the next block's.
         stream = last = inward
         for place, operator in enumerate(active):
             before = list(tape.live)
             outs = [tape.allocate(nbytes) for nbytes in self._results(operator)]
             for slot in outs:
-                if not again[place] and tape.live[slot] in wanted:
+                if not again[place] and place + 1 < len(active) and tape.live[slot] in wanted:
                     wanted.remove(tape.live[slot])
                     tape.held.add(slot)
             stream, last = self._passed(tape, operator, before, outs, stream, last)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -13,12 +13,10 @@ from simulator.columns.plan_columns import distinct, words
 from simulator.columns.plan_table import Floats, PlanTable
 from simulator.config.model import Model
 from simulator.config.plan import Plan
-from simulator.pipeline.schedule_program import peak_in_flight, peak_on_stage
-from simulator.pipeline.schedules.kind import PipelineRanks
-from simulator.pipeline.schedules.registry import build_schedule, schedule_kind, schedules_that, where
+from simulator.pipeline.schedules.kind import PipelineRanks, ScheduleKind
+from simulator.pipeline.schedules.registry import schedule_kind, schedules_that, where
 from simulator.pipeline.schedules.table import stage_rank
 from simulator.runtimes.parts import PipelineSpec
-from topology.errors import BadPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,13 +202,28 @@ def _count_modes(
         start += count
 
 
-def in_flight(table: PlanTable, rank: NDArray[np.int64] | None = None, *, at_least: bool = False) -> Floats:
-    """Return micro batches whose activations a pipeline rank holds at once, shape (plans, columns of `rank`).
+def in_flight(table: PlanTable, rank: NDArray[np.int64] | None = None) -> Floats:
+    """Return micro batches whose activations a pipeline rank holds at least when one of them goes back, shape (plans,
+    columns of `rank`).
 
     `rank` are pipeline ranks, -1 for none; every rank by default. In units of one micro batch through all of the rank's
-    layers. Schedules that split the backward are counted out on their tables; `at_least` takes a lower bound of those
-    instead, at once. Raises BadPlan for a schedule that is not known.
+    layers. Raises BadPlan for a schedule that is not known.
     """
+    held = _by_schedule(table, rank, np.ones(len(table)), lambda kind: kind.in_flight)
+    return np.maximum(held, 1.0)
+
+
+def beside_gradients(table: PlanTable, rank: NDArray[np.int64] | None = None) -> Floats:
+    """Return the same once gradients of all of the rank's parameters are there; 0 where that is never so."""
+    return _by_schedule(table, rank, (table.micro_batches > 1).astype(np.float64), lambda kind: kind.beside_gradients)
+
+
+def _by_schedule(
+    table: PlanTable,
+    rank: NDArray[np.int64] | None,
+    alone: Floats,
+    held_by: Callable[[ScheduleKind], Callable[[PipelineRanks], Floats]],
+) -> Floats:
     if rank is None:
         rank = np.broadcast_to(np.arange(int(table["pp"].max())), (len(table), int(table["pp"].max())))
     of = PipelineRanks(
@@ -219,56 +232,8 @@ def in_flight(table: PlanTable, rank: NDArray[np.int64] | None = None, *, at_lea
         micro_batches=table.micro_batches[:, None],
         rank=np.maximum(rank, 0).astype(np.float64),
     )
-    held = np.ones(rank.shape)
+    held = np.broadcast_to(alone[:, None], rank.shape)
     for name in words(table.schedule):
         if name:
-            held = np.where((table.schedule == name)[:, None], schedule_kind(name).in_flight(of), held)
-    held = np.maximum(held, 1.0)
-    if at_least:
-        return held
-    for row, of_ranks, _ in _counted_out(table):
-        held[row] = np.array(of_ranks)[np.clip(rank[row], 0, len(of_ranks) - 1)]
+            held = np.where((table.schedule == name)[:, None], held_by(schedule_kind(name))(of), held)
     return held
-
-
-def head_in_flight(table: PlanTable, *, at_least: bool = False) -> Floats:
-    """Return micro batches whose saved logits the rank with the head holds at once, per plan: one, unless weight
-    gradients are delayed, or all forwards go first.
-    """
-    held = np.where(where(table.schedule, lambda kind: kind.forwards_first), table.micro_batches, 1.0)
-    if not at_least:
-        for row, _, last in _counted_out(table):
-            held[row] = last
-    return held
-
-
-def _counted_out(table: PlanTable) -> Iterator[tuple[int, tuple[float, ...], float]]:
-    """Yield (row, in flight on each rank, on the last stage) of plans whose schedules put weight gradients off."""
-    for row in np.nonzero(where(table.schedule, lambda kind: kind.splits_backward))[0]:
-        p, m, v = int(table["pp"][row]), int(table.micro_batches[row]), int(table["virtual_stages"][row])
-        if p > 1 and m >= 1:
-            yield int(row), *_in_flight(str(table.schedule[row]), p, m, v)
-
-
-# Forward passes of a schedule that are laid out to be counted: half a second's worth.
-MAX_COUNTED = 1 << 17
-
-
-@lru_cache(maxsize=1024)
-def _in_flight(name: str, p: int, m: int, v: int) -> tuple[tuple[float, ...], float]:
-    """Return (micro batches in flight on each rank, on the last stage) of a schedule, in whole passes of a rank.
-
-    Beyond a few rounds of the pipeline the steady state repeats, so that a long step is counted on a shorter one. A
-    table of over `MAX_COUNTED` passes is not laid out: no rank of such a schedule holds more than this.
-    """
-    kind, rounds = schedule_kind(name), 2 * p * max(v, 2)
-    if m > 2 * rounds:
-        m = rounds if kind.rounds else rounds + m % rounds
-    if p * m * v > MAX_COUNTED:
-        return (float(min(kind.most_in_flight(p), m)),) * p, float(min(p, m))
-    try:
-        schedule = build_schedule(name, ranks=p, micro_batches=m, stages_per_rank=v)
-    except BadPlan:
-        return (float(min(p, m)),) * p, 1.0
-    held = tuple(peak / v for peak in peak_in_flight(schedule))
-    return held, float(peak_on_stage(schedule, p * v - 1))

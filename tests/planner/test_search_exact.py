@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from planner.question.question import default_runtime, question_of
-from planner.search.plan_space.branch_and_bound import explore
+from planner.search.plan_space.branch_and_bound import BestFirst
 from planner.search.plan_space.candidates import Bounds, enumerate_nodes
+from planner.search.plan_space.screened import Screened
 from simulator.analytical.estimates import estimate_plans
 from simulator.analytical.scenario import Scenario
 from simulator.bounds.screening import Screening
@@ -101,9 +102,8 @@ def test_the_search_finds_what_brute_force_finds(seeds, tmp_path_factory):
         screening = Screening(Scenario(model=model, cluster=cluster, workload=workload, runtime=runtime))
         for objective, values in (("time", step), ("memory", memory)):
             keep = 1 + seed % 3
-            found = explore(
-                screening, nodes, framework.recomputes, objective=objective, keep=keep, one_per_grid=seed % 2 == 0
-            )
+            screened = Screened(screening, nodes, framework.recomputes)
+            found = BestFirst(screening, screened, objective=objective, keep=keep, one_per_grid=seed % 2 == 0).run()
             if not np.isfinite(values).any():
                 assert len(found) == 0
                 continue
@@ -136,7 +136,7 @@ def test_what_bounds_the_step_is_never_above_it(seeds, tmp_path):
         screening = Screening(Scenario(model=model, cluster=cluster, workload=workload, runtime=runtime))
         shared = screening.blocks(found, framework.recomputes)
         plans = screening.plans(found, shared, np.arange(len(found)))
-        exact = plans.reserved_bytes()
+        least = plans.allocated_and_reserved_bytes()
 
         for row in np.random.default_rng(seed).integers(len(found), size=3):  # the same alone as among others
             alone = screening.plans(found.take([row]), shared, np.array([row]))
@@ -144,8 +144,9 @@ def test_what_bounds_the_step_is_never_above_it(seeds, tmp_path):
             assert alone.at_least_by_schedule_s()[0] >= plans.at_least_by_schedule_s()[row] * (1 - 1e-12)
         assert (plans.at_least_s() <= plans.step_s() * (1 + 1e-12)).all()
         assert (plans.at_least_by_schedule_s() <= plans.step_s() * (1 + 1e-12)).all()
-        assert (plans.reserved_bytes(at_least=True) <= exact * (1 + 1e-12)).all()
         lean = screening.plans(
-            replace(found, recompute=np.full(len(found), "none")), shared.keeping_least(), np.arange(len(found))
+            replace(found, recompute=np.full(len(found), "none")),
+            shared.keeping_least(screening.operators.spec.recompute),
+            np.arange(len(found)),
         )
-        assert (lean.reserved_bytes(at_least=True) <= exact * (1 + 1e-12)).all()
+        assert (lean.allocated_and_reserved_bytes() <= least * (1 + 1e-12)).all()

@@ -14,6 +14,7 @@ from planner.search.plan_space.collected import Collected
 from simulator.bounds.screening import Screening, SharedBlocks
 from simulator.columns.plan_columns import PlanColumns, concatenate, distinct
 from simulator.columns.plan_table import Floats
+from simulator.memory.plan_memory import PlanMemory
 
 NODES_AT_ONCE = 4096  # nodes whose leaves are screened at once: limits memory, and lets a deadline take effect
 PLANS_AT_ONCE = 1 << 15  # plans bounded or costed at once
@@ -44,7 +45,7 @@ class Screened:
         self.shared = screening.blocks(nodes.columns, recomputes)
         fitting, near, seen = _screen_memory(screening, nodes, self.shared, nearly, self.expired, self.report)
         self.all_nodes_seen = seen == len(nodes)
-        nothing = nodes.columns.take(slice(0)), np.empty(0, dtype=np.intp), np.empty(0)
+        nothing = nodes.columns.take(slice(0)), np.empty(0, dtype=np.intp), np.empty((0, 2))
         self.leaves = fitting.concatenated() if len(fitting) else nothing
         self.near = near.concatenated() if len(near) else nothing
 
@@ -53,37 +54,55 @@ class Screened:
         """The variants of the leaves that fit."""
         return StepBounds(self, *_fitting_variants(self.screening, self.nodes, self.shared, self.leaves))
 
-    def near_misses(self, limit_bytes: float, nearly: float) -> tuple[PlanColumns, Floats]:
+    def near_misses(self, screening: Screening, nearly: float) -> tuple[PlanColumns, Floats]:
         """Return the pipelines that miss a limit by least, and lower bounds of their steps in seconds."""
-        parts = []
-        for columns, of_node, reserved in (self.leaves, self.near):
-            rows = np.nonzero((columns.pp > 1) & (reserved > limit_bytes) & (reserved <= limit_bytes * nearly))[0]
-            parts.append((columns.take(rows), of_node[rows], reserved[rows]))
+        parts, limit = [], screening.limit_bytes
+        for columns, of_node, held in (self.leaves, self.near):
+            need = least_bytes(screening, held)
+            rows = np.nonzero((columns.pp > 1) & (need > limit) & (need <= limit * nearly))[0]
+            parts.append((columns.take(rows), of_node[rows], need[rows]))
         columns = concatenate([part[0] for part in parts])
-        of_node, reserved = (np.concatenate([part[n] for part in parts]) for n in (1, 2))
+        of_node, needed = (np.concatenate([part[n] for part in parts]) for n in (1, 2))
         if not len(columns):
             return columns, np.empty(0)
-        rows = np.sort(np.argsort(reserved, kind="stable")[:MAX_NEAR_MISSES])
+        rows = np.sort(np.argsort(needed, kind="stable")[:MAX_NEAR_MISSES])
         columns = columns.take(rows)
         return columns, self.screening.plans(columns, self.shared, of_node[rows]).at_least_s()
 
 
 class StepBounds:
-    """Variants, the bytes they reserve, their grids, and lower bounds of their steps as far as there was time.
+    """Variants, their grids, and lower bounds of their memory and their steps as far as there was time.
 
-    Of those that were `accounted`, `step_s` is the step without flushes.
+    `held` are the bytes that are allocated at least and reserved at least, shape (variants, 2). Of those that were
+    `accounted`, `step_s` is the step without what a nearly full allocator costs. Of those that were `judged` by the
+    replay of their allocations, `held` is exact, `flush_s` is that cost, and they may or may not fit.
     """
 
-    def __init__(self, screened: Screened, variants: PlanColumns, reserved: Floats, of_node: Rows) -> None:
-        self.screening, self.variants, self.reserved = screened.screening, variants, reserved
+    def __init__(self, screened: Screened, variants: PlanColumns, held: Floats, of_node: Rows) -> None:
+        self.screening, self.variants, self.held = screened.screening, variants, held
+        self.judged = np.zeros(len(variants), dtype=np.bool_)
+        self.flush_s = np.zeros(len(variants))
+        self.fit_probability = np.ones(len(variants))  # below 0 where it does not fit
         self.grid = grids_of(screened.nodes.columns)[of_node]
         self.table = self.screening.table(variants)
         self.shared = self.screening.blocks(self.table, screened.recomputes)
-        self.step_bound = np.full(len(variants), floor_s(self.screening, variants))
+        self.step_bound = np.full(len(variants), floor_s(self.screening, screened.nodes.columns))
         self._parts, self._any_bounded = list(batches_of(len(variants))), False
         self.accounted = np.zeros(len(variants), dtype=np.bool_)
         self.walked = variants.pp == 1  # whose bound is that of their schedule's table
         self.step_s = np.zeros(len(variants))
+
+    def may_fit(self, screening: Screening) -> NDArray[np.bool_]:
+        """Return which variants fit by all that is known of them."""
+        return (least_bytes(screening, self.held) <= screening.limit_bytes) & (self.fit_probability >= screening.sure)
+
+    def judge(self, row: int, memory: PlanMemory) -> None:
+        """Take note of what a variant's replay shows."""
+        self.judged[row] = True
+        self.fit_probability[row] = memory.fit_probability if memory.fits else -1.0
+        if memory.fits:
+            self.held[row] = memory.peak_bytes, memory.reserved_bytes
+            self.flush_s[row] = memory.flush_s
 
     def account(self, rows: Rows) -> None:
         """Account for those of some variants that have not been."""
@@ -123,7 +142,8 @@ def _screen_memory(
     """Return the leaves that fit, the pipelines that need up to `nearly` times the memory, and the nodes looked at."""
     fitting, near_misses = Collected(), Collected()
     capacity = screening.limit_bytes
-    least_recompute, least_saved = nodes.with_recompute("none"), shared.keeping_least()
+    least_recompute = nodes.with_recompute("none")
+    least_saved = shared.keeping_least(screening.operators.spec.recompute)
     seen = 0
     # A batch takes every so many nodes, so that a search cut short has seen some of everything.
     batches = -(-len(nodes) // NODES_AT_ONCE)
@@ -131,18 +151,19 @@ def _screen_memory(
         rows = np.arange(number, len(nodes), batches)
         # Skip nodes on which nothing fits, even if activations cost what they do under the leanest recomputation.
         trial, of_node = least_recompute.leaves(rows)
-        lowest = screening.plans(trial, least_saved, of_node).reserved_bytes(at_least=True)
+        lowest = least_bytes(screening, screening.plans(trial, least_saved, of_node).allocated_and_reserved_bytes())
         limit = capacity * np.where(nodes.columns.pp[of_node] > 1, nearly, 1.0)
         leaves, of_node = nodes.leaves(np.unique(of_node[lowest <= limit]))
         for part in batches_of(len(leaves)):
             some, some_nodes = leaves.take(part), of_node[part]
-            reserved = screening.plans(some, shared, some_nodes).reserved_bytes(at_least=True)
-            fit = np.nonzero(reserved <= capacity)[0]
+            held = screening.plans(some, shared, some_nodes).allocated_and_reserved_bytes()
+            need = least_bytes(screening, held)
+            fit = np.nonzero(need <= capacity)[0]
             if len(fit):
-                fitting.add(some.take(fit), some_nodes[fit], reserved[fit])
-            miss = np.nonzero((reserved > capacity) & (reserved <= capacity * nearly) & (some.pp > 1))[0]
+                fitting.add(some.take(fit), some_nodes[fit], held[fit])
+            miss = np.nonzero((need > capacity) & (need <= capacity * nearly) & (some.pp > 1))[0]
             if len(miss):
-                near_misses.add(some.take(miss), some_nodes[miss], reserved[miss])
+                near_misses.add(some.take(miss), some_nodes[miss], held[miss])
         seen += len(rows)
         report(f"memory of {seen:,} of {len(nodes):,} nodes")
         if expired() and len(fitting):
@@ -153,17 +174,22 @@ def _screen_memory(
 def _fitting_variants(
     screening: Screening, nodes: Nodes, shared: SharedBlocks, fitting: tuple[PlanColumns, Rows, Floats]
 ) -> tuple[PlanColumns, Floats, Rows]:
-    """Return the variants of all leaves that fit, the bytes they reserve, and the node of each."""
-    leaves, of_node, reserved = fitting
+    """Return the variants of all leaves that fit, the bytes they allocate and reserve, and the node of each."""
+    leaves, of_node, held = fitting
     variants, of_leaf = nodes.variants(leaves, of_node)
-    reserved, of_node = reserved[of_leaf], of_node[of_leaf]
+    held, of_node = held[of_leaf], of_node[of_leaf]
     # Leaves do not overlap communication yet: variants that do need symmetric memory as well.
     overlapping = np.nonzero(variants.tp_overlap != "none")[0]
     for part in batches_of(len(overlapping)):
         rows = overlapping[part]
-        reserved[rows] = screening.plans(variants.take(rows), shared, of_node[rows]).reserved_bytes(at_least=True)
-    fit = np.nonzero(reserved <= screening.limit_bytes)[0]
-    return variants.take(fit), reserved[fit], of_node[fit]
+        held[rows] = screening.plans(variants.take(rows), shared, of_node[rows]).allocated_and_reserved_bytes()
+    fit = np.nonzero(least_bytes(screening, held) <= screening.limit_bytes)[0]
+    return variants.take(fit), held[fit], of_node[fit]
+
+
+def least_bytes(screening: Screening, held: Floats) -> Floats:
+    """Return of the bytes that are allocated and reserved, shape (plans, 2), those that compare with a limit."""
+    return np.asarray(held[:, int(screening.sure > 0)])
 
 
 def grids_of(columns: PlanColumns) -> Rows:

@@ -17,18 +17,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.search.plan_space.branch_and_bound import Explored
-from planner.search.plan_space.candidates import NODE_FIELDS, Nodes, plan_of
+from planner.search.plan_space.candidates import NODE_FIELDS, Nodes
+from planner.search.plan_space.judged import plan_of_row
 from planner.search.plan_space.screened import grids_of
 from planner.search.stages.options import cost_blocks
-from planner.search.stages.solver import solve_stages
+from planner.search.stages.solver import StageSolution, solve_stages
+from simulator.analytical.estimates import estimate_plans
 from simulator.bounds.screening import Screening
 from simulator.columns.plan_columns import PlanColumns, concatenate, distinct
-from simulator.config.plan import MESH_AXES, Plan
+from simulator.config.plan import Plan
 from simulator.legality.frameworks import Framework
-from topology.cluster import Cluster
+from simulator.memory.plan_memory import Replays
 from topology.errors import Unproved
-from topology.rates.orders import irregular
-from topology.rates.placement import place
 
 PIPELINE_FIELDS = (
     *NODE_FIELDS,
@@ -37,7 +37,8 @@ PIPELINE_FIELDS = (
 )  # the fields of a pipeline, without those that its stages may differ in
 MAX_SOLVED = 8  # pipelines whose stages are assigned
 MAX_TRIED = 24  # pipelines examined; those with no assignment that fits do not count as assigned
-MAX_COUNTED = 256  # fastest pipelines whose memory is counted exactly before that
+MAX_ROOM_TRIES = 4  # assignments of a pipeline that are replayed, until one of them fits
+LESS_ROOM = 0.98  # of the memory of the one before, that the next of them may need at most
 MAX_SETTINGS = 4  # overlap modes and placements of a pipeline that are tried with its stages
 SETTING_MARGIN = 0.01  # relative to the best setting; slower ones are not tried
 MIN_GAIN = 0.001  # relative, that an assignment has to save: for less, the runtime's stages are the simpler plan
@@ -61,6 +62,7 @@ def assign_stages(
     recomputes: Sequence[str],
     *,
     top: int,
+    replays: Replays,
     deadline: float | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> AssignedPipelines:
@@ -89,19 +91,45 @@ def assign_stages(
             progress(f"pipeline {row + 1} of {len(columns)} at most: layers and recomputation by stage")
         last = float(np.partition(best, top - 1)[top - 1]) if len(best) >= top else np.inf
         limit = min(last, float(best[own_grid]) * (1 - MIN_GAIN))
+        numbers = range(*starts[row : row + 2])
+
+        def solve(limit_bytes: float, numbers: range = numbers, cutoff_s: float = limit) -> StageSolution:
+            return solve_stages(
+                screening, framework, costs, numbers, recomputes, cutoff_s=cutoff_s, limit_bytes=limit_bytes
+            )
+
         try:
-            found = solve_stages(screening, framework, costs, range(*starts[row : row + 2]), recomputes, cutoff_s=limit)
+            found, step_s = _fitting(screening, solve, replays)
         except Unproved:
             break
         solved += found.has_room
         gap = max(gap, found.gap)
-        if found.plan is None:
-            continue
-        step_s = found.step_s + found.flush_s
-        if step_s < limit:
+        if found.plan is not None and step_s < limit:
             better.append((found.plan, step_s))
             best[own_grid] = step_s
     return AssignedPipelines(plans=tuple(better), solved=solved, gap=gap)
+
+
+def _fitting(
+    screening: Screening, solve: Callable[[float], StageSolution], replays: Replays
+) -> tuple[StageSolution, float]:
+    """Return the best assignment found that fits by its replay, and its step in seconds.
+
+    Options of ranks are told by a bound of their memory. Where the best of them do not fit, the next ones may need as
+    much less as the replay exceeded the bound.
+    """
+    limit_bytes = screening.limit_bytes
+    for _ in range(MAX_ROOM_TRIES):
+        found = solve(limit_bytes)
+        if found.plan is None:
+            break
+        held = replays[found.plan]
+        if held.fits and held.fit_probability >= screening.sure:
+            return found, found.step_s + held.flush_s
+        bound = float(screening.least_bytes(estimate_plans(screening.scenario, [found.plan]).memory).max())
+        needed = held.reserved_bytes if screening.sure else held.peak_bytes
+        limit_bytes = min(bound * min(1.0, screening.limit_bytes / needed), limit_bytes * LESS_ROOM)
+    return replace(found, plan=None), np.inf
 
 
 def _fastest_pipelines(
@@ -113,11 +141,6 @@ def _fastest_pipelines(
     mode, whether that fits or not.
     """
     columns, steps = _fastest_of_each(explored.near_pipelines, explored.near_bound_s, (*PIPELINE_FIELDS, "recompute"))
-    columns, steps = columns.take(slice(MAX_COUNTED)), steps[:MAX_COUNTED]
-    if len(columns):  # so far the memory of some schedules is only bounded
-        counted = screening.plans(columns, screening.blocks(columns, recomputes), np.arange(len(columns)))
-        fits = counted.reserved_bytes() <= NEAR_FIT * screening.limit_bytes
-        columns, steps = columns.take(fits), steps[fits]
     if framework.lists_recompute and len(columns):
         columns, steps = _fastest_of_each(columns, steps, PIPELINE_FIELDS)
         steps = np.minimum(steps, _least_steps_s(screening, columns, recomputes))
@@ -164,13 +187,3 @@ def _best_settings(
         order = start + np.argsort(steps[start:stop], kind="stable")[:MAX_SETTINGS]
         kept.append(order[steps[order] <= steps[order[0]] * (1 + SETTING_MARGIN)])
     return columns.take(np.concatenate(kept)), [0, *np.cumsum([len(rows) for rows in kept]).tolist()]
-
-
-def plan_of_row(columns: PlanColumns, row: int, cluster: Cluster) -> Plan:
-    """Return a row as a plan, with ranks placed on GPUs where that matters."""
-    plan = plan_of(columns, row, cluster)
-    if plan.placement or plan.gpus == 1 or not irregular(cluster):
-        return plan
-
-    axes = {axis: int(getattr(plan, axis)) for axis in MESH_AXES if getattr(plan, axis) > 1}
-    return replace(plan, placement=tuple(place(cluster, axes)))

@@ -158,7 +158,12 @@ def cost_blocks(screening: Screening, plans: Sequence[Plan], columns: PlanColumn
 
 
 def build_pipeline(
-    screening: Screening, costs: CostedPlans, number: int, freedom: StageFreedom, cutoff_s: float
+    screening: Screening,
+    costs: CostedPlans,
+    number: int,
+    freedom: StageFreedom,
+    cutoff_s: float,
+    limit_bytes: float = np.inf,
 ) -> Pipeline | None:
     """Return the options of the ranks of plan `number`, without those with which a step takes `cutoff_s` or more.
 
@@ -180,7 +185,8 @@ def build_pipeline(
     memory = memory_columns(
         model, single.operators, single.context, counts.as_one_row(plan, modes, words), single.blocks, single.parameters
     )
-    fits = np.nonzero(memory.reserved_bytes[0] <= screening.limit_bytes)[0]
+    memory = memory.scaled(single.known)
+    fits = np.nonzero(screening.least_bytes(memory)[0] <= min(limit_bytes, screening.limit_bytes))[0]
     max_layers = np.zeros(plan.pp, dtype=np.int64)
     np.maximum.at(max_layers, counts.rank[fits], counts.sizes[fits].sum(axis=1))
     if (max_layers == 0).any() or max_layers.sum() < model.layers:

@@ -39,15 +39,14 @@ ROUNDS = 4  # of going on to neighbours
 class StageSolution:
     """The best assignment found, and its step in seconds; `plan` is None where none beats the cutoff.
 
-    Steps exclude `flush_s`, what a nearly full allocator is expected to cost (`simulator.analytical.allocator`). No
-    assignment takes less than `bound_s`. `has_room` says whether any fits into memory, and `accounted` how many
-    assignments were accounted for.
+    Steps exclude what a nearly full allocator is expected to cost (`simulator.memory.flushes`). No assignment takes
+    less than `bound_s`. `has_room` says whether any may fit into memory, and `accounted` how many assignments were
+    accounted for.
     """
 
     plan: Plan | None
     step_s: float
     bound_s: float
-    flush_s: float = 0.0
     accounted: int = 0
     has_room: bool = True
 
@@ -65,19 +64,21 @@ def solve_stages(
     recomputes: Sequence[str],
     *,
     cutoff_s: float = float("inf"),
+    limit_bytes: float = float("inf"),
     at_once: int = AT_ONCE,
 ) -> StageSolution:
     """Return the best assignment of layers and recompute modes to the stages of one pipeline, over all its settings.
 
     `numbers` index the plans of `costs` that are the settings of this pipeline. `recomputes` are the modes to choose
-    from where the framework allows one per stage; otherwise the plan's mode is kept. Only steps below `cutoff_s` count.
+    from where the framework allows one per stage; otherwise the plan's mode is kept. Only steps below `cutoff_s` count,
+    and only ranks whose memory is bounded to no more than `limit_bytes`, or what there is.
     """
     freedom = stage_freedom(framework, costs.plans[numbers[0]], screening.scenario.model, recomputes)
     if not freedom.any:
         return StageSolution(plan=None, step_s=cutoff_s, bound_s=0.0)
     bound_s, step_s, best, accounted, has_room = cutoff_s, cutoff_s, None, 0, False
     for number in numbers:
-        pipeline = build_pipeline(screening, costs, number, freedom, cutoff_s)
+        pipeline = build_pipeline(screening, costs, number, freedom, cutoff_s, limit_bytes)
         if pipeline is None:
             continue
         has_room = True
@@ -85,17 +86,12 @@ def solve_stages(
         bound_s, accounted = min(bound_s, search.run()), accounted + search.accounted
         if search.best is not None:
             step_s, best = search.step_s, pipeline.plan_with(pipeline.options.take(search.best))
-    nothing = StageSolution(
-        plan=None, step_s=cutoff_s, bound_s=min(bound_s, step_s), accounted=accounted, has_room=has_room
-    )
     if best is None:
-        return nothing
-    table = estimate_plans(screening.scenario, [best])
-    if not table.fits[0]:  # by what a profile has shown of the runtime's memory
-        return nothing
-    flush_s = float(table.breakdown_s["allocator"][0])
-    step_s = float(table.step_s[0]) - flush_s
-    return StageSolution(plan=best, step_s=step_s, bound_s=min(step_s, bound_s), flush_s=flush_s, accounted=accounted)
+        return StageSolution(
+            plan=None, step_s=cutoff_s, bound_s=min(bound_s, step_s), accounted=accounted, has_room=has_room
+        )
+    step_s = float(estimate_plans(screening.scenario, [best]).step_s[0])
+    return StageSolution(plan=best, step_s=step_s, bound_s=min(step_s, bound_s), accounted=accounted)
 
 
 class _Assignments:

@@ -48,7 +48,8 @@ def lay_out(row: Row, place: Place) -> None:
 DUAL_PIPE_V = ScheduleKind(
     name="DualPipeV",
     lay_out=lay_out,
-    in_flight=lambda of: (np.minimum(of.pp, of.micro_batches) + 1) / 2,
+    in_flight=lambda of: of.pp + 0.5 + 0 * of.rank,
+    beside_gradients=lambda of: np.where(of.rank > 0, of.pp + 0.5, np.minimum(of.pp + 0.5, of.micro_batches / 2)),
     least_stages=2,
     most_stages=2,
     v_shaped=True,

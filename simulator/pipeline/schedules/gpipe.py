@@ -12,4 +12,10 @@ def lay_out(row: Row, place: Place) -> None:
         row.backward(place.stages[0])
 
 
-GPIPE = ScheduleKind(name="GPipe", lay_out=lay_out, in_flight=lambda of: of.micro_batches, forwards_first=True)
+GPIPE = ScheduleKind(
+    name="GPipe",
+    lay_out=lay_out,
+    in_flight=lambda of: of.micro_batches,
+    beside_gradients=lambda of: of.micro_batches - 1,
+    forwards_first=True,
+)

@@ -4,9 +4,18 @@ it.
 
 from __future__ import annotations
 
-import numpy as np
-
-from simulator.pipeline.schedules.kind import Place, Row, ScheduleKind, interleave, per_round
+from simulator.pipeline.schedules.kind import (
+    Floats,
+    PipelineRanks,
+    Place,
+    Row,
+    ScheduleKind,
+    interleave,
+    interleaved_beside,
+    interleaved_in_flight,
+    interleaved_warm_up,
+    per_round,
+)
 
 
 def lay_out(row: Row, place: Place) -> None:
@@ -15,11 +24,15 @@ def lay_out(row: Row, place: Place) -> None:
     interleave(row, place, in_round, warm_up=warm_up, weights_lag=place.rank)
 
 
+def _warm_up(of: PipelineRanks) -> Floats:
+    return interleaved_warm_up(of, of.pp - 1 - of.rank)
+
+
 INTERLEAVED_ZERO_BUBBLE = ScheduleKind(
     name="InterleavedZeroBubble",
     lay_out=lay_out,
-    in_flight=lambda of: np.minimum(of.pp, of.micro_batches),
-    most_in_flight=lambda pp: 2 * pp - 1,
+    in_flight=lambda of: interleaved_in_flight(of, _warm_up(of), of.rank),
+    beside_gradients=lambda of: interleaved_beside(of, _warm_up(of), of.rank),
     least_stages=2,
     most_stages=0,
     splits_backward=True,

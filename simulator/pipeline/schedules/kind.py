@@ -48,15 +48,15 @@ class PipelineRanks:
 class ScheduleKind:
     """A schedule by its name. A rank holds `least_stages` to `most_stages` stages (0: no limit).
 
-    `lay_out` writes the row of a rank. `in_flight` are the micro batches whose activations a rank holds at once, in
-    whole passes of it. For schedules that split the backward it is a lower bound: they are counted on their tables up
-    to a length, beyond which no rank holds more than `most_in_flight(pp)`.
+    `lay_out` writes the row of a rank. `in_flight` are the micro batches whose activations a rank holds at least when
+    one of them goes back, in whole passes of it; `beside_gradients` likewise once every stage of the rank has gradients
+    of its parameters and none has had its last (0 where that never is).
     """
 
     name: str
     lay_out: Callable[[Row, Place], None]
     in_flight: Callable[[PipelineRanks], Floats]
-    most_in_flight: Callable[[int], int] = lambda pp: pp + 1
+    beside_gradients: Callable[[PipelineRanks], Floats]
     least_stages: int = 1
     most_stages: int = 1
     v_shaped: bool = False  # stages go down the ranks and come back up, instead of looping
@@ -85,6 +85,29 @@ def per_round(ranks: int, micro_batches: int) -> int:
             remedy=f"use a multiple of {rounds}",
         )
     return micro_batches // rounds
+
+
+def interleaved_warm_up(of: PipelineRanks, each: Floats) -> Floats:
+    """Return the forwards ahead of a rank's first backward: its stages but the last in rounds, then `each`."""
+    return (of.virtual_stages - 1) * _in_round(of) + each
+
+
+def interleaved_in_flight(of: PipelineRanks, warm_up: Floats, lag: Floats | float = 0.0) -> Floats:
+    """Return the `in_flight` of what `interleave` lays out."""
+    return np.minimum(warm_up + 1 + lag, of.virtual_stages * of.micro_batches) / of.virtual_stages
+
+
+def interleaved_beside(of: PipelineRanks, warm_up: Floats, lag: Floats | float = 0.0) -> Floats:
+    """Return the `beside_gradients` of what `interleave` lays out."""
+    passes, in_round = of.virtual_stages * of.micro_batches, _in_round(of)
+    turned = (of.virtual_stages - 1) * in_round + 1  # backwards until the rank's first stage has gradients
+    held = np.minimum(warm_up + 1 + lag, passes - turned) / of.virtual_stages
+    several_rounds = (of.virtual_stages == 1) | (of.micro_batches > in_round)
+    return np.where((lag + turned < passes) & several_rounds, held, 0.0)
+
+
+def _in_round(of: PipelineRanks) -> Floats:
+    return of.micro_batches / np.maximum(1.0, np.floor(of.micro_batches / of.pp))
 
 
 class Row:

@@ -19,6 +19,7 @@ LOOPED_BFS = ScheduleKind(
     name="LoopedBFS",
     lay_out=lay_out,
     in_flight=lambda of: of.micro_batches,
+    beside_gradients=lambda of: 0 * of.micro_batches,  # stage after stage has its last micro batch go back
     least_stages=2,
     most_stages=0,
     forwards_first=True,

@@ -17,5 +17,6 @@ ONE_F_ONE_B = ScheduleKind(
     name=PLAIN_SCHEDULE,
     lay_out=lay_out,
     in_flight=lambda of: np.minimum(of.pp - of.rank, of.micro_batches),
+    beside_gradients=lambda of: np.minimum(of.pp - of.rank, of.micro_batches - 1),
     every_stage_in_torch=True,
 )

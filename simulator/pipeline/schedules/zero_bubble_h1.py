@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-import numpy as np
-
-from simulator.pipeline.schedules.kind import Place, Row, ScheduleKind, interleave
+from simulator.pipeline.schedules.kind import (
+    Place,
+    Row,
+    ScheduleKind,
+    interleave,
+    interleaved_beside,
+    interleaved_in_flight,
+)
 
 
 def lay_out(row: Row, place: Place) -> None:
@@ -14,7 +19,8 @@ def lay_out(row: Row, place: Place) -> None:
 ZERO_BUBBLE_H1 = ScheduleKind(
     name="ZBH1",
     lay_out=lay_out,
-    in_flight=lambda of: np.minimum(of.pp - of.rank, of.micro_batches),
+    in_flight=lambda of: interleaved_in_flight(of, of.pp - 1 - of.rank, of.rank),
+    beside_gradients=lambda of: interleaved_beside(of, of.pp - 1 - of.rank, of.rank),
     splits_backward=True,
     lags=True,
     in_torch=False,

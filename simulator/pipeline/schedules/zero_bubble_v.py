@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from simulator.pipeline.schedules.kind import Place, Row, ScheduleKind
+from simulator.pipeline.schedules.kind import Floats, PipelineRanks, Place, Row, ScheduleKind
 
 
 def lay_out(row: Row, place: Place) -> None:
@@ -45,10 +45,23 @@ def lay_out(row: Row, place: Place) -> None:
     row.actions = [action for action in row.actions if action.micro_batch < place.micro_batches]
 
 
+def _in_flight(of: PipelineRanks, micro_batches: Floats) -> Floats:
+    """Return what of so many micro batches is in flight as the first goes back, of both stages together."""
+    return np.minimum(2 * of.pp - 1 - of.rank, micro_batches) + np.minimum(of.rank + 1, micro_batches)
+
+
+def _beside_gradients(of: PipelineRanks) -> Floats:
+    """Return what of both stages is in flight when the further one has had its first gradients."""
+    m, before = of.micro_batches, of.pp - of.rank  # backwards of the nearer stage before
+    few = np.minimum(2 * of.pp - 1 - of.rank, m) - 1 + np.minimum(m, of.pp) - np.minimum(m, before)
+    return np.where(m > of.pp, _in_flight(of, m - 1), np.where(m > before, few, 0.0))
+
+
 ZERO_BUBBLE_V = ScheduleKind(
     name="ZBVZeroBubble",
     lay_out=lay_out,
-    in_flight=lambda of: (np.minimum(of.pp, of.micro_batches) + 1) / 2,
+    in_flight=lambda of: _in_flight(of, of.micro_batches) / 2,
+    beside_gradients=lambda of: _beside_gradients(of) / 2,
     least_stages=2,
     most_stages=2,
     v_shaped=True,

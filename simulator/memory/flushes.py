@@ -16,9 +16,6 @@ from statistics import NormalDist
 
 import numpy as np
 
-from simulator.calibration.intervals import memory_factors
-from simulator.collectives.buffers import communicator_bytes
-from simulator.collectives.group_times import GroupTimes
 from simulator.columns.plan_table import Floats
 
 # A flush and what it leads to, a step, for each byte that the allocator would hold if it could: what is given back is
@@ -26,20 +23,6 @@ from simulator.columns.plan_table import Floats
 # 0.15 s longer than their like that did not, 0.09 in the middle, and nearly filled 140 GiB (examples/validation).
 FLUSH_S_PER_BYTE = 0.09 / 150e9
 LIKELY = 0.5
-
-
-def flush_s(groups: GroupTimes, reserved_bytes: Floats, capacity_bytes: float, known_s: float | None = None) -> Floats:
-    """Return the seconds of a step that flushes are expected to cost, one value a plan.
-
-    `reserved_bytes` is what the allocator would hold on the worst rank if it could, `capacity_bytes` what a rank
-    without communicators can use. What is reserved lies as far from that as memory did from predictions. `known_s` is
-    what a micro batch takes more on a full GPU under this runtime, where runs have shown it.
-    """
-    left = capacity_bytes - communicator_bytes(groups)
-    likely = retry_probability(reserved_bytes, left, memory_factors())
-    if known_s is None:
-        return reserved_bytes * FLUSH_S_PER_BYTE * likely
-    return known_flush_s(likely, known_s, groups.table.micro_batches)
 
 
 def known_flush_s(likely: Floats, known_s: float, micro_batches: Floats | float) -> Floats:

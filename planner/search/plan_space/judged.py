@@ -1,0 +1,64 @@
+"""A search whose plans to list are judged by the replay of their allocations, and the fastest plan that fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from planner.search.plan_space.branch_and_bound import BestFirst, Explored
+from planner.search.plan_space.candidates import plan_of
+from planner.search.plan_space.screened import Screened
+from simulator.columns.plan_columns import PlanColumns
+from simulator.config.estimate import SURE
+from simulator.config.plan import MESH_AXES, Plan
+from simulator.memory.plan_memory import Replays
+from topology.cluster import Cluster
+from topology.rates.orders import irregular
+from topology.rates.placement import place
+from topology.time_limit import limited
+
+# Of an explored space the rows that would be listed.
+Listed = Callable[[Explored], Sequence[int]]
+
+
+def explore(search: BestFirst, replays: Replays, listed: Listed) -> Explored:
+    """Return every plan that could be among those to list, all of which have been judged.
+
+    Plans that turn out not to fit, or to cost more than was thought, make room for others, which are judged in turn.
+    When the time is over, those are returned that have been judged by then, if only the first of them.
+    """
+    bounds, cluster = search.bounds, search.screening.scenario.cluster
+    while True:
+        found = search.run()
+        rows, late = [int(found.rows[row]) for row in listed(found)], search.expired()
+        unknown = [row for row in (rows[:1] if late else rows) if not bounds.judged[row]]
+        if not unknown:
+            return found.take(bounds.judged[found.rows]) if late else found
+        with limited(None):
+            for row in unknown:
+                bounds.judge(row, replays[plan_of_row(bounds.variants, row, cluster)])
+        search.judged()
+
+
+def fastest_fitting(screened: Screened, replays: Replays, deadline: float | None = None) -> Plan | None:
+    """Return the fastest plan of a space that surely fits, else the fastest that may, by the analytical model."""
+    for sure in (SURE, 0.0):
+        screening = replace(screened.screening, sure=sure)
+        found = explore(BestFirst(screening, screened, deadline=deadline), replays, _fastest)
+        if len(found):
+            return plan_of_row(found.columns, _fastest(found)[0], screening.scenario.cluster)
+    return None
+
+
+def _fastest(found: Explored) -> list[int]:
+    return [int(found.step_s.argmin())] if len(found) else []
+
+
+def plan_of_row(columns: PlanColumns, row: int, cluster: Cluster) -> Plan:
+    """Return a row as a plan, with ranks placed on GPUs where that matters."""
+    plan = plan_of(columns, row, cluster)
+    if plan.placement or plan.gpus == 1 or not irregular(cluster):
+        return plan
+
+    axes = {axis: int(getattr(plan, axis)) for axis in MESH_AXES if getattr(plan, axis) > 1}
+    return replace(plan, placement=tuple(place(cluster, axes)))

@@ -1,0 +1,277 @@
+"""What there is in the memory of every pipeline rank, kind by kind: the parts of `simulator.analytical.memory`."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simulator.analytical.layer_cost import BlockCost
+from simulator.columns.plan_table import Floats
+from simulator.config.model import Model
+from simulator.pipeline.schedules.registry import where
+from simulator.pipeline.stages import StageLayout, beside_gradients, in_flight
+from simulator.runtimes.library import ModelOperators
+from simulator.step.context import CostContext
+from simulator.step.held import (
+    Parameters,
+    State,
+    between_stages_bytes,
+    head_cached_bytes,
+    head_peak_bytes,
+    placeholder_bytes,
+    state_bytes,
+)
+from simulator.step.offload import held_bytes
+from simulator.step.symmetric_memory import symmetric_bytes
+from simulator.step.zero import zero_buffers
+
+
+class RankMemory:
+    """Bytes of each kind on every pipeline rank of every plan, all of shape (plans, ranks); parameters as numbers of
+    them, before they are sharded.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        operators: ModelOperators,
+        context: CostContext,
+        layout: StageLayout,
+        blocks: dict[str, BlockCost],
+        parameters: Parameters,
+    ) -> None:
+        self.model, self.operators, self.context = model, operators, context
+        self.layout, self.blocks, self.parameters = layout, blocks, parameters
+        self.spec, self.table = operators.spec, context.table
+        self.shared, self.experts = parameters.of_stage(layout)
+        self.whole = self.shared + self.experts
+        self.full = self.table.fully_sharded[:, None]
+        self.piped = (self.table["pp"] > 1)[:, None]
+        self.stages = np.maximum(self.table["virtual_stages"], 1.0)[:, None]
+        dense, moe = layout.layers
+        # Of a rank's layers the kind of the last, whose backward pass comes first. The ends are units of their own.
+        of_moe = (parameters.moe_layer + parameters.experts)[:, None]
+        self.layer = np.where(moe > 0, of_moe, (dense > 0) * parameters.dense_layer[:, None])
+        self.alike = np.where(moe > 0, moe if model.dense_layers_lead else np.minimum(moe, 1), dense)
+        self.embedding, self.head = layout.first * parameters.embedding[:, None], layout.last * parameters.head[:, None]
+        self.zero = zero_buffers(context, self.whole, self.sharded("optimizer"))
+        self.state = {kind: self.sharded(kind) * held_bytes(context, kind)[:, None] for kind in state_bytes(context)}
+        # Autocast keeps a 16-bit copy of every weight that products use from its first use to the end of the forward
+        # pass, and backward keeps those of layers that are not run again; embeddings are looked up as they are.
+        # Compiled blocks cast by themselves, and autocast remembers nothing of theirs.
+        compute = context.dtype_bytes("compute")
+        cast = self.table.conditions["autocast"] & (context.dtype_bytes("param") > compute)
+        self.cast_bytes = np.where(cast, compute, 0.0)[:, None]
+
+    def sharded(self, kind: State) -> Floats:
+        """Return how many parameters have their `kind` of state on the rank."""
+        shared = self.shared / self.table.state_shard[kind][:, None]
+        return shared + self.experts / self.table.expert_shard[kind][:, None]
+
+    # --- gradients ----------------------------------------------------------------------------------------------
+
+    @cached_property
+    def buffers(self) -> Floats:
+        """What reducing gradients holds all the time beside the gradients themselves."""
+        # A data-parallel reduction through buckets may hold them beside the gradients.
+        copied = self.spec.ddp.bucket_copy & (self.table["dp_replicate"] > 1)
+        buckets = np.where(copied[:, None], self.whole * state_bytes(self.context)["gradients"], 0.0)
+        buckets = buckets + _placeholders(self.operators, self.context, *self.layout.layers)
+        return np.where(self.full, 0.0, buckets) + self.zero.standing
+
+    @cached_property
+    def added_gradients(self) -> Floats:
+        """Gradients that micro batches of a pipeline add up until the last one: whole, where shards stay of them."""
+        scattered = (self.table.state_shard["gradients"] > 1)[:, None] * state_bytes(self.context)["gradients"]
+        width = np.where(self.full, self.context.dtype_bytes("reduce"), scattered)
+        return np.where(self.piped & (not self.in_place), self.whole * width, 0.0)
+
+    @property
+    def in_place(self) -> bool:
+        """Whether products add gradients up in buffers that are there from the beginning."""
+        return self.spec.state.gradient_dtype == "reduce"
+
+    @cached_property
+    def sent_bytes(self) -> float:
+        """Of each gradient, what reducing a unit puts together of it beside it."""
+        if self.spec.zero is not None:
+            return 0.0
+        unsharded = self.spec.state.unsharded_gradient_dtype
+        return self.context.dtype_bytes(unsharded if self.spec.fsdp.flat_parameters else "reduce")
+
+    def passing(self, unit: Floats) -> Floats:
+        """Return a fully sharded unit's gradients while they are reduced."""
+        unsharded = 0.0 if self.in_place else self.context.dtype_bytes(self.spec.state.unsharded_gradient_dtype)
+        return np.where(self.full, unit * (unsharded + self.sent_bytes), 0.0)
+
+    # --- parameters for use -------------------------------------------------------------------------------------
+
+    @cached_property
+    def again(self) -> Floats:
+        """Parameters of layers that recomputation runs again."""
+        again = np.zeros_like(self.shared)
+        for mode, layers in self.layout.by_mode.items():
+            if mode != "none":
+                again = again + self.spec.recompute[mode].layers * self._parameters(layers)
+        if self.blocks["dense"].bounds:  # whatever the mode, copies are there together at the end of the forward pass
+            again = again + self._parameters(self.layout.by_mode.get("none"))
+        return again
+
+    @cached_property
+    def kept_casts(self) -> Floats:
+        """Narrow copies of weights that a micro batch in flight keeps."""
+        looked_up = np.where(self.model.tied_embeddings, 0.0, self.embedding)
+        return (self.whole - self.again - looked_up) * self.cast_bytes
+
+    @property
+    def flat_units(self) -> bool:
+        """Whether a unit's parameters are views of what is gathered, not copies."""
+        return self.spec.fsdp.flat_parameters or self.spec.zero is not None
+
+    def gathered(
+        self, unit: Floats, *, waiting: Floats | float = 0.0, buffer: Floats | float = 0.0
+    ) -> tuple[Floats, Floats]:
+        """Return what is gathered while `unit` computes, on the compute stream and on that of gathers: copies, beside
+        the last `buffer` that they were copied out of; or views, beside those that are `waiting` for the device.
+        """
+        kept, nothing = self.table.keeps_gathered[:, None], np.zeros_like(self.whole)
+        width = np.where(self.full, self.context.dtype_bytes("gathered"), 0.0)
+        window = np.where(kept, self.whole, unit + (waiting if self.flat_units else 0.0)) * width
+        if self.flat_units:
+            return nothing, window
+        return window, np.where(self._buffered & ~kept, buffer * width, 0.0)
+
+    @cached_property
+    def _buffered(self) -> NDArray[np.bool_]:
+        """Where units are gathered through a buffer, which is kept until the next one has been copied out of its
+        own.
+        """
+        ranks = (self.context.groups.extent("fsdp")[0] > 1)[:, None]
+        return self.full & ranks & (not self.flat_units)
+
+    @cached_property
+    def gathers(self) -> Floats:
+        """The most that the stream of gathers holds at once."""
+        width, prefetch = self.context.dtype_bytes("gathered"), self.spec.fsdp.prefetch
+        end = np.maximum(self.embedding, self.head)
+        both = np.where(self.alike > 0, np.maximum(end, np.where(self.alike > 1, self.layer, 0.0)) + self.layer, end)
+        if self.flat_units:
+            ahead = np.maximum(
+                np.minimum(self.alike, 1 + prefetch) * self.layer, end + np.minimum(self.alike, prefetch) * self.layer
+            )
+            window = np.where(self.table.keeps_gathered[:, None], self.whole, ahead)
+            return np.where(self.full, window * width, 0.0)
+        return np.where(self._buffered, both * width, 0.0)
+
+    # --- activations --------------------------------------------------------------------------------------------
+
+    @cached_property
+    def symmetric(self) -> Floats:
+        """Buffers of overlapped tensor parallelism."""
+        return symmetric_bytes(self.context, *self.layout.layers)
+
+    @cached_property
+    def in_flight(self) -> Floats:
+        """Micro batches in flight when one of them goes back."""
+        return in_flight(self.table, self.layout.rank)
+
+    @cached_property
+    def beside_gradients(self) -> Floats:
+        """The same once there are gradients of all parameters."""
+        return beside_gradients(self.table, self.layout.rank)
+
+    @cached_property
+    def heads(self) -> Floats:
+        """Of how many micro batches the head's results are there when the first goes back."""
+        all_first = where(self.table.schedule, lambda kind: kind.forwards_first)
+        return np.where(self.layout.last, np.where(all_first, self.table.micro_batches, 1.0)[:, None], 0.0)
+
+    @cached_property
+    def head_saved(self) -> Floats:
+        """What the head's forward pass saves."""
+        return self.layout.last * self.blocks["head"].saved_bytes["none"][:, None]
+
+    @cached_property
+    def turning(self) -> Floats:
+        """What the loss takes when it turns round, beside what its forward pass saved."""
+        head = head_peak_bytes(self.context) - self.blocks["head"].saved_bytes["none"]
+        return np.where(self.layout.last, np.maximum(head, 0.0)[:, None], 0.0)
+
+    @cached_property
+    def _saved(self) -> tuple[Floats, Floats]:
+        """What forward passes of a micro batch save in all, and at most in a layer."""
+        layout, blocks = self.layout, self.blocks
+        saved = layout.first * blocks["embedding"].saved_bytes["none"][:, None]
+        most = np.zeros_like(saved)
+        for mode, counts in layout.by_mode.items():
+            for name, layers in zip(("dense", "moe"), counts, strict=True):
+                if name in blocks:
+                    of_layer = blocks[name].saved_bytes[mode][:, None]
+                    # More passes may be in flight on one of a rank's stages than on another: all count as the smallest.
+                    of_stage = np.where(self.stages > 1, np.floor(layers / self.stages), layers)
+                    saved = saved + self.stages * (of_stage * of_layer - self._wrapped_more(name, mode, of_stage))
+                    most = np.maximum(most, (layers > 0) * of_layer)
+        return saved, most
+
+    def _wrapped_more(self, name: str, mode: str, layers: Floats) -> Floats | float:
+        """Return by how much less so many layers may save than on average, where a mode wraps every so many."""
+        share = self.spec.recompute[mode].layers
+        if share == 1.0:
+            return 0.0
+        less = (self.blocks[name].everything_bytes - self.blocks[name].saved_bytes[mode])[:, None] / share
+        return (np.ceil(layers * share) - layers * share) * less
+
+    @property
+    def saved_by_layer(self) -> Floats:
+        return self._saved[1]
+
+    @cached_property
+    def recomputed(self) -> Floats:
+        """What a layer that runs again takes, beside what it kept."""
+        found = np.zeros_like(self.shared)
+        for mode, (dense, moe) in self.layout.by_mode.items():
+            for name, held in (("dense", dense * (self.layout.moe <= 0)), ("moe", moe)):
+                if mode != "none" and name in self.blocks:
+                    beside = self.blocks[name].everything_bytes - self.blocks[name].saved_bytes[mode]
+                    found = np.maximum(found, (held > 0) * np.maximum(beside, 0.0)[:, None])
+        return found + (found > 0) * self.layer * self.cast_bytes
+
+    def activations(self, held: Floats, heads: Floats) -> Floats:
+        """Return what forward passes saved, and stages received, of `held` micro batches in flight, of which the head's
+        results are there of `heads`.
+        """
+        saved, of_layer = self._saved
+        # Of passes beside each other a layer of the one is there before the other's goes.
+        ahead = np.where(self.table.paired[:, None], of_layer, 0.0)
+        head = self.head_saved + self.layout.last * head_cached_bytes(self.context)[:, None]
+        return (
+            saved * held
+            + ahead
+            + head * heads
+            + between_stages_bytes(self.context, self.layout.first, self.layout.last, held)
+        )
+
+    def _parameters(self, layers: tuple[Floats, Floats] | None) -> Floats | float:
+        """Return the parameters of so many dense layers and layers with experts; both of shape (plans, ranks)."""
+        if layers is None:
+            return 0.0
+        of, (dense, moe) = self.parameters, layers
+        return dense * of.dense_layer[:, None] + moe * (of.moe_layer + of.experts)[:, None]
+
+
+def _placeholders(
+    operators: ModelOperators, context: CostContext, dense: NDArray[np.int64], moe: NDArray[np.int64]
+) -> Floats:
+    """Return those bytes by pipeline rank, as it holds `dense` and `moe` layers; the head's come and go."""
+    total = np.zeros(dense.shape)
+    both = operators.dense_layer + operators.moe_layer
+    for held, kind in (
+        ((dense > 0) & (moe == 0), operators.dense_layer),
+        ((dense == 0) & (moe > 0), operators.moe_layer),
+        ((dense > 0) & (moe > 0), both),
+    ):
+        if held.any():
+            total = np.where(held, placeholder_bytes(kind, context)[:, None], total)
+    return total

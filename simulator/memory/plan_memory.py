@@ -1,0 +1,168 @@
+"""What the allocators of a plan's pipeline ranks hold, replayed as far as it is asked for, each rank once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cached_property
+
+import numpy as np
+
+from simulator.analytical.estimates import estimate_plans, known_costs
+from simulator.analytical.memory import CONTEXT_BYTES
+from simulator.analytical.scenario import Scenario
+from simulator.calibration.intervals import replayed_memory_factors
+from simulator.collectives.buffers import communicator_bytes
+from simulator.config.estimate import SURE, fit_probability
+from simulator.config.plan import Plan
+from simulator.memory.flushes import FLUSH_S_PER_BYTE, known_flush_s, retry_probability
+from simulator.memory.replay import FORWARDS_FIRST, MemoryReplay, ReservedMemory
+from simulator.pipeline.schedules.registry import schedule_kind
+
+
+class PlanMemory:
+    """One plan of a scenario. Bytes are those that runs of its runtime took where its description says others."""
+
+    def __init__(self, scenario: Scenario, plan: Plan) -> None:
+        self._scenario, self.plan, self._known = scenario, plan, known_costs(scenario)
+        self._replay = MemoryReplay(scenario, plan)
+        self._held: dict[int, ReservedMemory] = {}
+        self._tried: dict[int, ReservedMemory] = {}
+        self.communicator_bytes = float(communicator_bytes(self._replay.context.groups)[0])
+        self.capacity_bytes = scenario.cluster.gpu_memory_bytes - CONTEXT_BYTES
+        self.left_bytes = self.capacity_bytes - self.communicator_bytes
+
+    @cached_property
+    def _shorter(self) -> MemoryReplay | None:
+        """Where a step is too long to be replayed as it is, another one: what both hold tells of longer ones."""
+        forwards_first = self.plan.pp > 1 and schedule_kind(self.plan.schedule_name).forwards_first
+        if not forwards_first or self._replay.micro_batches <= FORWARDS_FIRST[1]:
+            return None
+        return MemoryReplay(self._scenario, self.plan, micro_batches=FORWARDS_FIRST[0])
+
+    def rank(self, rank: int) -> ReservedMemory:
+        """Return what a pipeline rank holds with as much memory as it asks for."""
+        if rank not in self._held:
+            described = self._replay.rank(rank)
+            if self._shorter is not None:
+                described = _extrapolated(self._shorter.rank(rank), described, self._replay.micro_batches)
+            self._held[rank] = replace(
+                described,
+                reserved_bytes=round(float(self._known.held_bytes(described.reserved_bytes, self._state[rank]))),
+                allocated_bytes=round(float(self._known.held_bytes(described.allocated_bytes, self._state[rank]))),
+            )
+        return self._held[rank]
+
+    @property
+    def ranks(self) -> tuple[ReservedMemory, ...]:
+        """What every pipeline rank holds."""
+        return tuple(self.rank(rank) for rank in range(self.plan.pp))
+
+    @property
+    def worst(self) -> int:
+        """The pipeline rank that holds most."""
+        ranks = self.ranks
+        return max(range(len(ranks)), key=lambda rank: ranks[rank].reserved_bytes)
+
+    @cached_property
+    def fits(self) -> bool:
+        """Whether no rank runs out of memory, though some may have to give back what they hold and ask again."""
+        # Mostly an end of the pipeline holds most. A rank that allocates more than there is has run out of it.
+        order = dict.fromkeys([0, self.plan.pp - 1, *range(self.plan.pp)])
+        return all(self.rank(rank).allocated_bytes <= self.left_bytes for rank in order) and not any(
+            self._limited(rank).out_of_memory for rank in order
+        )
+
+    @property
+    def peak_bytes(self) -> int:
+        """What is allocated at the fullest moment of any rank."""
+        return max(rank.allocated_bytes for rank in self.ranks)
+
+    @property
+    def reserved_bytes(self) -> int:
+        """What the fullest rank holds."""
+        return self.rank(self.worst).reserved_bytes
+
+    @property
+    def most_missing_bytes(self) -> float:
+        """What the ranks that were replayed lack at most where the plan does not fit: what they allocate beyond what
+        there is, or hold where giving it back does not help.
+        """
+        allocated = max(rank.allocated_bytes for rank in self._held.values()) - self.left_bytes
+        return (
+            allocated if allocated > 0 else max(rank.reserved_bytes for rank in self._held.values()) - self.left_bytes
+        )
+
+    @property
+    def retries_per_step(self) -> int:
+        """How often the fullest rank gives back what it holds and asks again."""
+        return self._limited(self.worst).retries_per_step
+
+    @property
+    def fit_probability(self) -> float:
+        """How likely memory is enough, given how far predictions of it are off; 0 where it is not by what they say."""
+        if not self.fits:
+            return 0.0
+        low, high = replayed_memory_factors()
+        needed = float(self.reserved_bytes)
+        return fit_probability(needed, low * needed, high * needed, self.left_bytes)
+
+    @property
+    def surely_fits(self) -> bool:
+        """Whether memory is enough for all that."""
+        return self.fit_probability >= SURE
+
+    @cached_property
+    def flush_s(self) -> float:
+        """Seconds of a step that retries are expected to cost."""
+        reserved = np.array([float(self.reserved_bytes)])
+        likely = retry_probability(reserved, np.array([self.left_bytes]), replayed_memory_factors())
+        if self._known.flush_s is None:
+            return float(likely[0]) * max(1, self.retries_per_step) * self.reserved_bytes * FLUSH_S_PER_BYTE
+        return float(known_flush_s(likely, self._known.flush_s, self._replay.micro_batches)[0])
+
+    def _limited(self, rank: int) -> ReservedMemory:
+        """Return what a rank holds with the memory that there is."""
+        held = self.rank(rank)
+        if held.reserved_bytes <= self.left_bytes:
+            return held
+        if rank not in self._tried:
+            if self._shorter is not None:
+                self._tried[rank] = replace(
+                    held, retries_per_step=1, out_of_memory=held.allocated_bytes > self.left_bytes
+                )
+            else:
+                limit = self._known.described_bytes(self.left_bytes, self._state[rank])
+                self._tried[rank] = self._replay.rank(rank, capacity_bytes=limit)
+        return self._tried[rank]
+
+    @cached_property
+    def _state(self) -> list[float]:
+        """Bytes of state on every pipeline rank, as they are described; where nothing tells them from others, none."""
+        if self._known.activations == 1.0:
+            return [0.0] * self.plan.pp
+        columns = estimate_plans(self._scenario, [self.plan]).memory
+        return [float(nbytes) / self._known.reserved for nbytes in columns.state_bytes[0, : self.plan.pp]]
+
+
+class Replays:
+    """The memory of plans of one scenario, each replayed once."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self._scenario = scenario
+        self._found: dict[Plan, PlanMemory] = {}
+
+    def __getitem__(self, plan: Plan) -> PlanMemory:
+        if plan not in self._found:
+            self._found[plan] = PlanMemory(self._scenario, plan)
+        return self._found[plan]
+
+
+def _extrapolated(few: ReservedMemory, more: ReservedMemory, micro_batches: float) -> ReservedMemory:
+    """Return what a step of so many micro batches holds, all of whose forward passes go first."""
+    less, most = FORWARDS_FIRST
+    times = (micro_batches - most) / (most - less)
+    return replace(
+        more,
+        reserved_bytes=round(more.reserved_bytes + times * max(0, more.reserved_bytes - few.reserved_bytes)),
+        allocated_bytes=round(more.allocated_bytes + times * max(0, more.allocated_bytes - few.allocated_bytes)),
+    )
