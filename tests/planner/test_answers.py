@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import replace
 
@@ -14,7 +15,7 @@ from planner.search.answer import answer
 from planner.search.finalists import TIE, mechanisms
 from simulator.config.estimate import SURE
 from simulator.config.hf_config import load_model
-from simulator.config.plan import Plan
+from simulator.config.plan import MESH_AXES, Plan
 
 QUESTION = ("--model", "llama3-8b", "--cluster", "dgx-h100", "--gpus", "2", "--seq-len", "4096", "--global-batch", "64")
 
@@ -144,7 +145,11 @@ def test_what_does_not_fit_is_told_every_fix_cheapest_first(planner):
     asked = (*QUESTION[:4], "--gpus", "8", *QUESTION[6:8], "--global-batch", "64", *reported)
     document = json.loads(planner("estimate", *asked, "--json").stdout)
     text = " ".join(planner("estimate", *asked).stdout.split())
-    costs = [fix["slower"] for fix in document["fixes"]]
+    # Time on the same GPUs first, then GPUs, then precision.
+    costs = [
+        (fix["param_dtype"] != "float32", math.prod(fix["plan"][axis] for axis in MESH_AXES), fix["step_s"])
+        for fix in document["fixes"]
+    ]
 
     assert document["estimate"]["memory"]["fits"] is False
     assert len(costs) >= 3
