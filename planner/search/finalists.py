@@ -56,7 +56,8 @@ def predict_all(
         tell = None if progress is None else partial(_report, progress, turn)
         plan, prediction = finalist.plan, predict(question, finalist.plan, held=replays[finalist.plan], progress=tell)
         plain = replace(plan, placement=())
-        if plan.placement not in {(), tuple(range(plan.gpus))} and all(plain != other.plan for other in finalists):
+        same_gpus = tuple(range(plan.gpus)) == tuple(sorted(plan.placement)) != plan.placement
+        if same_gpus and all(plain != other.plan for other in finalists):
             in_order = predict(question, plain, held=replays[plain], progress=tell)
             if in_order.estimate.step_s.value <= prediction.estimate.step_s.value * (1 + ORDER_MARGIN):
                 plan, prediction = plain, in_order

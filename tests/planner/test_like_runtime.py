@@ -45,6 +45,15 @@ def without(text: str, *names: str):
     return {key: value for key, value in document.items() if key not in names}
 
 
+def ranges_aside(document):
+    """Return a document without ranges, and without the line that says how wide they are."""
+    if isinstance(document, dict):
+        return {key: ranges_aside(value) for key, value in document.items() if key not in {"low", "high"}}
+    if isinstance(document, list):
+        return [ranges_aside(value) for value in document if not str(value).startswith("ranges of steps")]
+    return document
+
+
 def test_plans_cost_the_same_with_what_was_measured_of_the_other(planner, tmp_path) -> None:
     """With a few samples of each kind."""
     whole = json.loads((ROOT / "examples" / "profiles" / "h200x4.json").read_text())
@@ -55,7 +64,9 @@ def test_plans_cost_the_same_with_what_was_measured_of_the_other(planner, tmp_pa
     first, second = map(json.loads, both(planner, *words))
 
     assert second["legal"]
-    assert second["estimate"] == first["estimate"]
+    assert ranges_aside(second["estimate"]) == ranges_aside(first["estimate"])
+    narrow, wide = (document["estimate"]["step_s"] for document in (first, second))
+    assert wide["low"] < narrow["low"] < narrow["high"] < wide["high"]  # no step of the fork was ever measured
     unmeasured = json.loads(both(planner, *(w for w in words if w not in profile))[1])
     assert second["estimate"]["step_s"] != unmeasured["estimate"]["step_s"]
 
@@ -64,7 +75,7 @@ def test_a_search_lists_the_same_plans(planner, tmp_path) -> None:
     words = ("suggest", *ASKED, *SEARCHED, "--framework", "NAME", "--json")
     first, second = (without(text, "search") for text in both(planner, *words))
 
-    assert second == first
+    assert ranges_aside(second) == ranges_aside(first)
 
 
 def test_a_calibration_measures_the_same(planner) -> None:

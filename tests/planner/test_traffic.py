@@ -145,7 +145,7 @@ def test_documents_of_suggest_and_estimate_have_the_traffic_that_explain_has(pla
         planner("suggest", *flags, "--tp", 2, "--pp", 1, "--json", "--out", tmp_path / "plan.json").stdout
     )
     estimated = json.loads(planner("estimate", "--plan", tmp_path / "plan.json", "--json").stdout)
-    quick = ("--no-flips", "--time-limit", "1")
+    quick = ("--no-flips",)
     explained = json.loads(planner("explain", tmp_path / "plan.json", *quick, "--json").stdout)
     away = json.loads(planner("estimate", *flags, "--offload", "parameters", "--micro-batch", 1, "--json").stdout)
     links = {link["link"]: link for link in found["plans"][0]["traffic"]["links"]}
