@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from planner.question.prediction import Method
 from planner.question.question import Question
 from planner.search.deadline import NOT_EXPLAINED, NOT_SIMULATED, deadline_of, over
-from planner.search.finalists import TIE, Finalist, in_order, mechanisms, predict_all
+from planner.search.finalists import Finalist, in_order, predict_all
 from planner.search.fixes import find_fixes
 from planner.search.flips import FlipPoint, find_flips, memory_flip
 from planner.search.gpu_counts import cost_per_million_tokens
@@ -35,8 +35,8 @@ from planner.search.reasons import why_it_lost
 from planner.search.result import MayFit, RankedPlan, SearchResult, SearchStats
 from planner.search.stages.assignment import NEAR_FIT, AssignedPipelines, assign_stages
 from planner.search.stated_parts import contradiction
+from planner.search.tie_groups import PER_TIE_GROUP, one_of_tie_group, rank_rows
 from simulator.bounds.screening import Screening
-from simulator.columns.plan_columns import PlanColumns
 from simulator.config.estimate import RATHER_SURE, SURE, Fit
 from simulator.config.plan import MESH_AXES, Plan
 from simulator.legality.frameworks import Framework
@@ -46,9 +46,6 @@ from topology.cluster import Cluster
 from topology.errors import PlannerError, Unproved, UserError
 from topology.time_limit import limited
 
-# Splits of data parallelism into replicas and shards that are costed for each plan listed, and what the simplest of
-# them may be slower, relative, to stand for all.
-PER_TIE_GROUP, TIE_GROUP_MARGIN = 3, 0.02
 OBJECTIVES = ("time", "throughput", "memory", "cost", "pareto")
 
 
@@ -348,7 +345,7 @@ def _listed_plans(
         found = sorted([*found, *((step, plan) for plan, step in assigned.plans)], key=lambda pair: pair[0])
     if options.all_variants or options.objective == "memory":
         return _one_per_grid([plan for _, plan in found], options)[:top]
-    kept = _one_of_kin(found)
+    kept = one_of_tie_group(found)
     others = [plan for plan in _one_per_grid([plan for _, plan in found], options) if plan not in kept]
     return [*kept, *others][:top]
 
@@ -363,31 +360,6 @@ def _rows(explored: Explored, options: SearchOptions) -> list[int]:
         return pareto_rows(explored.step_s, explored.reserved_bytes)
     values, top = _values(explored, options), options.top * PER_TIE_GROUP
     return rank_rows(explored.columns, values, top=top, all_variants=options.all_variants)
-
-
-def _one_of_kin(found: Sequence[tuple[float, Plan]]) -> list[Plan]:
-    """Return the plans of (step, plan), fastest first, without those that a tie with another plan of its tie group
-    makes superfluous.
-
-    Plans of a tie group differ only in how data parallelism is split into replicas and shards, and in settings. Of such
-    a tie the simplest is kept, in the place of the fastest.
-    """
-    kept: list[tuple[float, Plan]] = []
-    for step, plan in found:
-        place = next(
-            (i for i, (best, one) in enumerate(kept) if _kin(one) == _kin(plan) and step <= best * (1 + TIE)), None
-        )
-        if place is None:
-            kept.append((step, plan))
-        elif len(mechanisms(plan)) < len(mechanisms(kept[place][1])) and step <= kept[place][0] * (
-            1 + TIE_GROUP_MARGIN
-        ):
-            kept[place] = (kept[place][0], plan)
-    return [plan for _, plan in kept]
-
-
-def _kin(plan: Plan) -> tuple[int, ...]:
-    return (plan.data_parallel, plan.cp, plan.tp, plan.pp, plan.ep)
 
 
 def _search_stats(
@@ -429,35 +401,3 @@ def _search_stats(
         filled=found.assigned.solved,
         filled_gap=found.assigned.gap,
     )
-
-
-def rank_rows(table: PlanColumns, values: NDArray[np.float64], *, top: int, all_variants: bool) -> list[int]:
-    """Return up to `top` rows, best value first; one per grid unless `all_variants`.
-
-    Equal values go to the plan with fewer pipeline stages, then context, tensor and expert ranks, then shards, then
-    smaller micro batches: the simpler plan. Remaining ties go by enumeration order.
-    """
-    keys = (
-        table.reshard_after_forward,
-        table.sequence_parallel,
-        table.zero_stage,
-        table.virtual_stages,
-        table.micro_batch_size,
-        table.dp_shard,
-        table.ep,
-        table.tp,
-        table.cp,
-        table.pp,
-        values,
-    )
-    rows: list[int] = []
-    seen: set[tuple[int, ...]] = set()
-    for candidate in np.lexsort(keys):
-        row = int(candidate)
-        if len(rows) >= top:
-            break
-        grid = tuple(int(getattr(table, axis)[row]) for axis in (*MESH_AXES, "ep"))
-        if all_variants or grid not in seen:
-            rows.append(row)
-            seen.add(grid)
-    return rows

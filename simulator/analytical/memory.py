@@ -2,11 +2,11 @@
 
 `simulator.memory` replays a plan's allocations one by one, which is what is shown of it. Searches first ask of many
 plans whether they can fit at all. Here is what is surely allocated together at a few moments of a step, when the
-optimizer has its state: a rank's first backward pass begins beside the activations of all micro batches in flight;
-later ones begin beside fewer of them, and gradients; at the end there are gradients and what the update makes.
+optimizer has its state: a rank's first backward pass begins with the activations of all micro batches in flight;
+later ones begin with fewer of them, and with gradients; at the end there are gradients and what the update makes.
 
 The allocator *reserves* a pool for each CUDA stream, and a block freed on one stream is not reused on another. So it
-holds at least what each stream's tensors take at their most, those of gathers and of reductions beside those of the
+holds at least what each stream's tensors take at their most, those of gathers and of reductions besides those of the
 compute stream, even where they never coincide.
 """
 
@@ -119,7 +119,7 @@ def _peaks(ranks: RankMemory) -> tuple[Floats, Floats]:
     standing = state["parameters"] + state["optimizer"] + (state["gradients"] - gradients) + ranks.buffers
     standing = standing + ranks.symmetric + 2 * workspace_bytes(ranks.context.roofline.gpu.architecture)
 
-    # The first backward pass, and a later one beside gradients: whole ones of the compute stream or, of fully sharded
+    # The first backward pass, and a later one with gradients: whole ones of the compute stream or, of fully sharded
     # units, shards of the stream that reduces.
     alone = ranks.stages == 1
     first = ranks.activations(ranks.in_flight, ranks.heads) + ranks.kept_casts * _whole(ranks.in_flight, alone)
@@ -149,7 +149,7 @@ def _peaks(ranks: RankMemory) -> tuple[Floats, Floats]:
 
 
 def _turns(ranks: RankMemory) -> Iterator[tuple[Floats, Floats]]:
-    """Yield what is there for a moment as a micro batch goes back, beside what is in flight: on the compute stream and
+    """Yield what is there for a moment as a micro batch goes back, besides what is in flight: on the compute stream and
     on the stream of gathers.
     """
     last, reduces = ranks.layout.last, ranks.full & ~ranks.piped
@@ -178,11 +178,11 @@ def _whole(held: Floats, alone: NDArray[np.bool_]) -> Floats:
 
 
 def _summed_over_replicas(ranks: RankMemory) -> Floats:
-    """Return what replicas keep of their sums to the end of a stage's backward pass, beside the gradients of micro
+    """Return what replicas keep of their sums to the end of a stage's backward pass, besides the gradients of micro
     batches before.
     """
     table, reduce_bytes = ranks.table, ranks.context.dtype_bytes("reduce")
     again = (table.micro_batches > 1)[:, None] & ~ranks.piped
-    beside = again | (reduce_bytes != state_bytes(ranks.context)["gradients"])
-    summed = ranks.full & has_replicas(table)[:, None] & beside & (ranks.spec.zero is None)
+    apart = again | (reduce_bytes != state_bytes(ranks.context)["gradients"])
+    summed = ranks.full & has_replicas(table)[:, None] & apart & (ranks.spec.zero is None)
     return np.where(summed, ranks.sharded("gradients") / ranks.stages * reduce_bytes, 0.0)

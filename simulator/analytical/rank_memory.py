@@ -74,8 +74,8 @@ class RankMemory:
 
     @cached_property
     def buffers(self) -> Floats:
-        """What reducing gradients holds all the time beside the gradients themselves."""
-        # A data-parallel reduction through buckets may hold them beside the gradients.
+        """What reducing gradients holds all the time besides the gradients themselves."""
+        # A data-parallel reduction through buckets may hold them besides the gradients.
         copied = self.spec.ddp.bucket_copy & (self.table["dp_replicate"] > 1)
         buckets = np.where(copied[:, None], self.whole * state_bytes(self.context)["gradients"], 0.0)
         buckets = buckets + _placeholders(self.operators, self.context, *self.layout.layers)
@@ -95,7 +95,7 @@ class RankMemory:
 
     @cached_property
     def sent_bytes(self) -> float:
-        """Of each gradient, what reducing a unit puts together of it beside it."""
+        """Of each gradient, what reducing a unit puts together of it besides it."""
         if self.spec.zero is not None:
             return 0.0
         unsharded = self.spec.state.unsharded_gradient_dtype
@@ -133,8 +133,8 @@ class RankMemory:
     def gathered(
         self, unit: Floats, *, waiting: Floats | float = 0.0, buffer: Floats | float = 0.0
     ) -> tuple[Floats, Floats]:
-        """Return what is gathered while `unit` computes, on the compute stream and on that of gathers: copies, beside
-        the last `buffer` that they were copied out of; or views, beside those that are `waiting` for the device.
+        """Return what is gathered while `unit` computes, on the compute stream and on that of gathers: copies, besides
+        the last `buffer` that they were copied out of; or views, besides those that are `waiting` for the device.
         """
         kept, nothing = self.table.keeps_gathered[:, None], np.zeros_like(self.whole)
         width = np.where(self.full, self.context.dtype_bytes("gathered"), 0.0)
@@ -195,7 +195,7 @@ class RankMemory:
 
     @cached_property
     def turning(self) -> Floats:
-        """What the loss takes when it turns round, beside what its forward pass saved."""
+        """What the loss takes when it turns round, besides what its forward pass saved."""
         head = head_peak_bytes(self.context) - self.blocks["head"].saved_bytes["none"]
         return np.where(self.layout.last, np.maximum(head, 0.0)[:, None], 0.0)
 
@@ -229,13 +229,13 @@ class RankMemory:
 
     @cached_property
     def recomputed(self) -> Floats:
-        """What a layer that runs again takes, beside what it kept."""
+        """What a layer that runs again takes, besides what it kept."""
         found = np.zeros_like(self.shared)
         for mode, (dense, moe) in self.layout.by_mode.items():
             for name, held in (("dense", dense * (self.layout.moe <= 0)), ("moe", moe)):
                 if mode != "none" and name in self.blocks:
-                    beside = self.blocks[name].everything_bytes - self.blocks[name].saved_bytes[mode]
-                    found = np.maximum(found, (held > 0) * np.maximum(beside, 0.0)[:, None])
+                    more = self.blocks[name].everything_bytes - self.blocks[name].saved_bytes[mode]
+                    found = np.maximum(found, (held > 0) * np.maximum(more, 0.0)[:, None])
         return found + (found > 0) * self.layer * self.cast_bytes
 
     def activations(self, held: Floats, heads: Floats) -> Floats:
@@ -243,7 +243,7 @@ class RankMemory:
         results are there of `heads`.
         """
         saved, of_layer = self._saved
-        # Of passes beside each other a layer of the one is there before the other's goes.
+        # Of passes alongside each other a layer of the one is there before the other's goes.
         ahead = np.where(self.table.paired[:, None], of_layer, 0.0)
         head = self.head_saved + self.layout.last * head_cached_bytes(self.context)[:, None]
         return (

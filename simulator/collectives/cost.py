@@ -262,14 +262,16 @@ def _channels(comm: Communicator, op: str, sizes: Floats, options: _Options) -> 
 
 @lru_cache(maxsize=256)
 def _machines_with_fewer_channels(nccl: NcclMachine) -> tuple[NcclMachine, ...]:
-    """Return the machine with the fastest network with which NCCL finds each smaller number of ring channels; one of
-    less than half the rate is another machine.
+    """Return the machine with the fastest network with which NCCL finds each smaller number of ring channels.
+
+    One of less than half the rate and less than half the channels is another machine.
     """
     here = nccl_model.ring_graph(nccl).channels
     fastest: dict[int, NcclMachine] = {}
     for rate in nccl_model.network_rates(nccl):
         slower = replace(nccl, nic=rate)
-        if rate >= nccl.nic / 2 and (channels := nccl_model.ring_graph(slower).channels) < here:
+        channels = nccl_model.ring_graph(slower).channels
+        if channels < here and (2 * rate >= nccl.nic or 2 * channels >= here):
             fastest[channels] = slower  # rates rise
     return tuple(fastest.values())
 

@@ -47,7 +47,7 @@ def replayed_micro_batches(plan: Plan, micro_batches: int) -> int:
     """Return how many micro batches show what a step of so many holds at most.
 
     Beyond a few rounds of a pipeline its ranks repeat what they do: there are never more micro batches in flight, nor
-    beside gradients (tests/simulator/test_schedules_memory.py).
+    with gradients (tests/simulator/test_schedules_memory.py).
     """
     if plan.pp == 1:
         return min(micro_batches, 2)

@@ -85,11 +85,7 @@ def test_offloading_is_offered_where_memory_lacks_at_what_it_costs(llama8b):
     assert len(offered) == 1
     assert "offload parameters" in offered[0].change
     assert offered[0].slower > 0.1
-    same_gpus = [
-        one
-        for one in fixes
-        if one.plan.gpus == plan.gpus and one.param_dtype == question.runtime.param_dtype
-    ]
+    same_gpus = [one for one in fixes if one.plan.gpus == plan.gpus and one.param_dtype == question.runtime.param_dtype]
     assert list(fixes[: len(same_gpus)]) == sorted(same_gpus, key=lambda one: one.step_s)
 
 

@@ -16,7 +16,8 @@ from planner.question.question import question_of
 from planner.search.finalists import TIE
 from planner.search.infeasible import minimal_gpus
 from planner.search.plan_space.candidates import Bounds
-from planner.search.search import TIE_GROUP_MARGIN, SearchOptions, rank_rows, suggest
+from planner.search.search import SearchOptions, suggest
+from planner.search.tie_groups import TIE_GROUP_MARGIN, rank_rows
 from simulator.analytical.estimates import estimate_plans
 from simulator.analytical.scenario import Scenario
 from simulator.config.estimate import Fit

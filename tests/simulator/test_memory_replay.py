@@ -245,10 +245,10 @@ def test_what_every_further_micro_batch_adds_is_added_where_all_go_forward_first
     plan = Plan(pp=2, dp_shard=2, schedule="GPipe")
     whole = MemoryReplay(question, plan, micro_batches=24)
 
-    for rank, told in enumerate(PlanMemory(question, plan).ranks):
+    for rank, found in enumerate(PlanMemory(question, plan).ranks):
         held = whole.rank(rank)
-        assert told.allocated_bytes == pytest.approx(held.allocated_bytes, rel=1e-3)
-        assert told.reserved_bytes == pytest.approx(held.reserved_bytes, rel=0.01)
+        assert found.allocated_bytes == pytest.approx(held.allocated_bytes, rel=1e-3)
+        assert found.reserved_bytes == pytest.approx(held.reserved_bytes, rel=0.01)
 
 
 def test_a_stage_that_is_left_without_layers_holds_little_beside_the_others() -> None:

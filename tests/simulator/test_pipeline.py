@@ -193,18 +193,18 @@ def held_as_they_go_back(schedule, rank):
     """Return the most (stage, micro batch) pairs that a rank holds as one of them goes back: at all, and while every
     stage of its has gradients and none has had its last, in whole passes of the rank.
     """
-    held, most, beside, turned, done = 0, 0, 0, set(), set()
+    held, most, later, begun, done = 0, 0, 0, set(), set()
     last, mine = last_backwards(schedule), schedule.stages_of(rank)
     for leaf in (leaf for action in schedule.table[rank] for leaf in action.leaves):
         if leaf.kind in {Kind.BACKWARD, Kind.INPUT_GRAD}:
             most = max(most, held)
-            beside = max(beside, held) if len(turned) == len(mine) and not done else beside
+            later = max(later, held) if len(begun) == len(mine) and not done else later
         held += leaf.kind is Kind.FORWARD
         if leaf.kind in TURNS:
             held -= 1
-            turned.add(leaf.stage)
+            begun.add(leaf.stage)
             done |= {leaf.stage} if leaf.micro_batch == last[leaf.stage] else set()
-    return most / len(mine), beside / len(mine)
+    return most / len(mine), later / len(mine)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

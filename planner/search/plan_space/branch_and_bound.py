@@ -10,7 +10,7 @@ are the policies. Lower bounds prune it, the cheapest first:
     best so far  plans are accounted for in the order of those bounds, until they exceed the last plan that will be
     listed
 
-Whether a plan fits is told by the replay of its allocations (`simulator.memory`), which is asked of those alone that
+Whether a plan fits follows from the replay of its allocations (`simulator.memory`), which is asked of those alone that
 would be listed: until then a plan is taken to fit, and to need no more than its bound. `BestFirst.run` is called again
 after what was shown, until all that would be listed have been judged.
 

@@ -115,7 +115,7 @@ def _fitting(
 ) -> tuple[StageSolution, float]:
     """Return the best assignment found that fits by its replay, and its step in seconds.
 
-    Options of ranks are told by a bound of their memory. Where the best of them do not fit, the next ones may need as
+    Options of ranks are judged by a bound of their memory. Where the best of them do not fit, the next ones may need as
     much less as the replay exceeded the bound.
     """
     limit_bytes = screening.limit_bytes

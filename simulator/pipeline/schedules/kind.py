@@ -100,10 +100,10 @@ def interleaved_in_flight(of: PipelineRanks, warm_up: Floats, lag: Floats | floa
 def interleaved_beside(of: PipelineRanks, warm_up: Floats, lag: Floats | float = 0.0) -> Floats:
     """Return the `beside_gradients` of what `interleave` lays out."""
     passes, in_round = of.virtual_stages * of.micro_batches, _in_round(of)
-    turned = (of.virtual_stages - 1) * in_round + 1  # backwards until the rank's first stage has gradients
-    held = np.minimum(warm_up + 1 + lag, passes - turned) / of.virtual_stages
+    first_back = (of.virtual_stages - 1) * in_round + 1  # backwards until the rank's first stage has gradients
+    held = np.minimum(warm_up + 1 + lag, passes - first_back) / of.virtual_stages
     several_rounds = (of.virtual_stages == 1) | (of.micro_batches > in_round)
-    return np.where((lag + turned < passes) & several_rounds, held, 0.0)
+    return np.where((lag + first_back < passes) & several_rounds, held, 0.0)
 
 
 def _in_round(of: PipelineRanks) -> Floats:
