@@ -114,7 +114,8 @@ def rate_curves(result: SearchResult, plans: tuple[Plan, ...], quantity: str) ->
 def changed_machine(result: SearchResult, factors: Mapping[str, float]) -> list[PlanOnMachine]:
     """Return the listed plans on a machine whose rates and memory are `factors` times what they are.
 
-    By the analytical model, in the proportion of its two steps. Raises PlannerError.
+    Steps are in the proportion of the analytical model's two; a plan allocates there what it does here. Raises
+    PlannerError.
     """
     scale = {
         "network": scaling.scale_network,
@@ -135,8 +136,8 @@ def changed_machine(result: SearchResult, factors: Mapping[str, float]) -> list[
             "plan": plan_chips(ranked.plan),
             "before_s": ranked.estimate.step_s.value,
             "after_s": ranked.estimate.step_s.value * float(then.step_s[i] / now.step_s[i]),
-            "reserved_gib": float(then.reserved_bytes[i]) / GIB,
-            "fits": bool(then.fits[i]),
+            "reserved_gib": ranked.estimate.memory.reserved_bytes / GIB,
+            "fits": ranked.estimate.memory.reserved_bytes <= then.capacity_bytes,
         }
         for i, ranked in enumerate(result.plans)
     ]
