@@ -27,6 +27,8 @@ def start(port, tmp_path, **environment):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # `nohup` has everybody ignore it.
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # noqa: PLW1509 - there is one thread
     )
 
 
