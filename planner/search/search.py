@@ -251,10 +251,17 @@ def _explore(
         plans = _listed_plans(everything, assigned, options, cluster)
         return _Found(plans=plans, may_fit=[], everything=everything, asked=everything, assigned=assigned)
 
-    def at_most(probability: float) -> Screening:
-        return replace(screening, sure=probability)
+    return _surely_first(ask, screening, options, cluster)
 
-    asked, assigned = ask(at_most(SURE), keep=options.top, stages=True)
+
+def _surely_first(
+    ask: Callable[..., tuple[Explored, AssignedPipelines]],
+    screening: Screening,
+    options: SearchOptions,
+    cluster: Cluster,
+) -> _Found:
+    """Return the plans to list by time: those that surely fit, filled up with such as may."""
+    asked, assigned = ask(replace(screening, sure=SURE), keep=options.top, stages=True)
     sure = _listed_plans(asked, assigned, options, cluster)
     try:
         everything, more = ask(screening, keep=options.top - len(sure) or 1, stages=len(sure) < options.top, sure=sure)
@@ -265,7 +272,7 @@ def _explore(
     others = _listed_plans(everything, more, options, cluster)
     rather_sure: list[Plan] = []
     if sure:
-        likely, _ = ask(at_most(RATHER_SURE), keep=1, stages=False, sure=sure)
+        likely, _ = ask(replace(screening, sure=RATHER_SURE), keep=1, stages=False, sure=sure)
         rather_sure = _listed_plans(likely, AssignedPipelines(), options, cluster)
     plans = _one_per_grid([*sure, *others], options)[: options.top]
     may_fit = [plan for plan in dict.fromkeys([*others[:1], *rather_sure[:1]]) if plan not in plans]
