@@ -203,7 +203,8 @@ def print_plans(plans: Sequence[RankedPlan], question: Question, likely: Sequenc
     for column in table.columns:
         column.no_wrap = column.header != "plan"
     marks = places(plans)
-    shown: list[tuple[str, RankedPlan | MayFit]] = [*zip(marks, plans, strict=True), *(("?", one) for one in likely)]
+    others = [one for one in likely if all(one.plan != listed.plan for listed in plans)]
+    shown: list[tuple[str, RankedPlan | MayFit]] = [*zip(marks, plans, strict=True), *(("?", one) for one in others)]
     for mark, row in shown:
         plan, estimate = row.plan, row.estimate
         settings = special_text(plan)
@@ -224,7 +225,7 @@ def print_plans(plans: Sequence[RankedPlan], question: Question, likely: Sequenc
         table.add_row(*(cells[heading] for heading in headings))
     console().print(table)
     legend = [f"= {TIED}"] if any("=" in mark for mark in marks) else []
-    legend += ["? faster than #1, but not sure to fit"] if likely else []
+    legend += ["? faster than #1, but not sure to fit"] if others else []
     print_lines(console(), legend)
 
 

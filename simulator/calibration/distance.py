@@ -2,8 +2,8 @@
 
 `intervals.json` was learned from runs of some GPUs and runtimes on up to some number of GPUs. Elsewhere a prediction is
 less sure: each thing that was never measured multiplies the width of the range, as a logarithm. The factor of another
-vendor follows from the first points that were published: three steps of torchtitan on 8 MI300X took 1.3 to 1.6 times as
-long as predicted (pytorch/ao, torchtitan benchmarks), where the upper end of the range was 1.14. The other factors are
+vendor is fitted: three steps of torchtitan on 8 MI300X took 1.3 to 1.6 times as long as predicted (pytorch/ao,
+torchtitan benchmarks), where the upper end of the range was 1.14. No other point has checked it. The other factors are
 assumed.
 """
 
