@@ -93,11 +93,16 @@ def live_after(passes: Passes) -> int:
     return sum(live.values())
 
 
-@pytest.mark.parametrize("recompute", ["none", "full", "selective", "selective-op"])
+HELD = [("torchtitan", mode) for mode in ("none", "full", "selective", "selective-op")]
+
+
+@pytest.mark.parametrize(("framework", "recompute"), [*HELD, ("megatron-lm", "none"), ("megatron-lm", "selective")])
 @pytest.mark.parametrize("tp", [1, 2])
-def test_what_a_layer_holds_for_backward_is_what_its_description_says(recompute, tp) -> None:
+def test_what_a_layer_holds_for_backward_is_what_its_description_says(framework, recompute, tp) -> None:
     """The tensors that are alive between a layer's passes add up to what its operators save."""
-    _, replay = replayed(Plan(dp_shard=2, tp=tp, sequence_parallel=tp > 1, recompute=recompute))
+    sharding = {"dp_shard": 2} if framework == "torchtitan" else {"dp_replicate": 2, "zero_stage": 1}
+    plan = Plan(**sharding, tp=tp, sequence_parallel=tp > 1, recompute=recompute)
+    _, replay = replayed(plan, framework=framework)
 
     operators, context = replay.tensors.operators.dense_layer, replay.context
     for unit in (unit for stage in replay.tensors.stages for unit in stage if unit.block == "dense"):
