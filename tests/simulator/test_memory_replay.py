@@ -34,6 +34,7 @@ from simulator.step.held import saved_bytes, tensors_bytes
 from tests.bench.learn_intervals import fresh_runs
 from topology.catalog.cluster_file import load_cluster
 from topology.catalog.clusters import cluster
+from topology.rates.scaling import scale_memory
 
 CASES = Path(__file__).parents[1] / "data" / "cases"
 MEASURED = json.loads((CASES / "torchtitan_h200x4.json").read_text("utf-8"))
@@ -193,6 +194,17 @@ def test_with_room_nothing_is_retried_and_the_estimate_keeps_its_step() -> None:
     assert sum(found.memory.by_category.values()) == pytest.approx(found.memory.peak_bytes.value, rel=1e-6)
     assert found.memory.reserved_bytes >= found.memory.peak_bytes.value
     assert 0 <= found.memory.fragmentation < 0.2
+
+
+def test_a_step_that_runs_out_of_memory_is_told_as_if_it_had_enough() -> None:
+    question, _ = replayed(Plan(dp_shard=4), layers=16)
+    small = replace(question, cluster=scale_memory(question.cluster, 0.06))
+
+    full, roomy = (predict(asked, Plan(dp_shard=4)).estimate for asked in (small, question))
+
+    assert not full.memory.fits
+    assert roomy.memory.fits
+    assert full.step_s.value == pytest.approx(roomy.step_s.value, rel=1e-9)
 
 
 @pytest.mark.parametrize("run", ["2026-11-23.2/05", "2026-11-22.3/10"])
