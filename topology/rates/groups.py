@@ -212,9 +212,7 @@ def group_score(rates: NodeRates, group: tuple[int, ...]) -> tuple[float, float]
 # The network
 
 
-def network_bytes_per_s(
-    rates: NodeRates, groups: tuple[tuple[int, ...], ...], *, ports_alone: bool = False
-) -> float:
+def network_bytes_per_s(rates: NodeRates, groups: tuple[tuple[int, ...], ...], *, ports_alone: bool = False) -> float:
     """Return the NIC bandwidth the worst group has on this node, in bytes/s and direction.
 
     Each GPU uses the ports nearest to it; a port is divided among the GPUs that use it, and so is every host edge,
