@@ -11,6 +11,7 @@ import os
 import random
 import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -28,6 +29,7 @@ from planner.question.question import Question, question_of
 from planner.search.plan_space.candidates import Bounds, enumerate_nodes, plan_of
 from planner.search.result import SearchResult
 from planner.search.search import SearchOptions, suggest
+from simulator.analytical import table_walk
 from simulator.analytical.estimates import EstimateTable
 from simulator.config.hf_config import load_model
 from simulator.config.plan import Plan
@@ -98,9 +100,12 @@ def smaller(asked: Asked) -> Iterator[tuple[str, float, float]]:
     """Yield (what, step of the less, most that it may take) of questions that ask for less than another."""
     question, plan, workload, now = asked.question, asked.plan, asked.question.workload, asked.estimate()
     step_s = float(now.step_s[0])
-    twice = asked.estimate(workload=replace(workload, global_batch_size=2 * workload.global_batch_size))
+    twice_the_batch = replace(workload, global_batch_size=2 * workload.global_batch_size)
+    twice = asked.estimate(workload=twice_the_batch)
     if twice.fits[0]:  # a step that runs out of memory takes no time
-        yield "twice the batch", without_spinning(twice, plan), 2 * without_spinning(now, plan)
+        with nothing_held_by_messages():
+            step_of_twice_s = asked.step_s(workload=twice_the_batch)
+            yield "twice the batch", step_of_twice_s, 2 * asked.step_s()
     half = replace(workload, seq_len=workload.seq_len // 2)
     if replace(question, workload=half).legal(plan):
         yield "half the sequence", asked.step_s(workload=half), step_s
@@ -114,13 +119,17 @@ def smaller(asked: Asked) -> Iterator[tuple[str, float, float]]:
         yield "H200 for H100", asked.step_s(cluster=newer), step_s
 
 
-def without_spinning(estimate: EstimateTable, plan: Plan) -> float:
-    """Return the step of a plan without what sends to another stage take from kernels.
+@contextmanager
+def nothing_held_by_messages() -> Iterator[None]:
+    """Let kernels lose nothing to messages that wait.
 
-    A send that waits for its receiver holds SMs. The first micro batches of a pipeline meet receivers that wait for
-    them; of twice as many micro batches, more than twice as many do not.
+    A send to another stage that waits for its receiver holds SMs. The first micro batches of a pipeline meet receivers
+    that wait for them, so of twice as many micro batches more than twice as many sends wait: that is physical, and up to
+    1.2 % of a step. Without it the law holds.
     """
-    return float(estimate.step_s[0] - (estimate.breakdown_s["contention"][0] if plan.pp > 1 else 0.0))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(table_walk, "_beside_messages", lambda _left_s, _held, kernels_s: np.zeros(len(kernels_s)))
+        yield
 
 
 @pytest.mark.parametrize("number", range(QUESTIONS))
