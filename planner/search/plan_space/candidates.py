@@ -36,6 +36,7 @@ POLICIES = ("recompute", "reshard_after_forward", "tp_overlap", "cp_method")  # 
 NODE_FIELDS = tuple(name for name in CARRIED if name not in POLICIES)
 # Fields whose values a search tries unless they are stated.
 SEARCHED = (*MESH_AXES, "ep", "virtual_stages", "micro_batch_size", "schedule", "recompute", "offload", "ep_overlap")
+ENDS = (0, 1, 2)  # that count as layers: neither, the loss, the embedding too
 GRID_FIELDS = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "zero_stage", "sequence_parallel", "offload")
 
 
@@ -331,6 +332,10 @@ def _schedules(pp: int, facts: RuleFacts, bounds: Bounds) -> tuple[list[tuple[st
         for name, count in possible
         if stated is not None or bounds.odd_virtual_stages or count & (count - 1) == 0 or layers % (pp * count) == 0
     ]
+    if not facts.framework.uneven_stages and stated is None and not bounds.odd_virtual_stages:
+        # Stages that only a layout makes are for ranks whose layers no number of stages divides.
+        even = [(name, count) for name, count in searched if any((layers + ends) % (pp * count) == 0 for ends in ENDS)]
+        searched = even or searched
     return searched, len(possible) - len(searched)
 
 
