@@ -31,7 +31,7 @@ RENAMED = {
     "--swiglu": "gated_linear_unit",
     "--decoder-first-pipeline-num-layers": "num_layers_in_first_pipeline_stage",
     "--decoder-last-pipeline-num-layers": "num_layers_in_last_pipeline_stage",
-    "--rotary-base": "rotary_base",
+    "--fp8-format": "fp8",
 }
 # Fields that say the opposite of a flag.
 OPPOSITE = {
@@ -60,7 +60,7 @@ def flags_of(settings: Settings) -> tuple[Settings, dict[str, str]]:
         if value is None or name.startswith("_") or path.startswith(("tokenizer.", "logger.", "checkpoint.")):
             continue
         if path == "mixed_precision":
-            _precision(str(value), flags)
+            flags |= precision_flags(str(value))
             continue
         if name in SEQUENCES:
             flag = "--seq-length"
@@ -77,17 +77,17 @@ def flags_of(settings: Settings) -> tuple[Settings, dict[str, str]]:
     return flags, paths
 
 
-def _precision(word: str, flags: Settings) -> None:
-    """Recipes name a precision such as `bf16_with_fp8_current_scaling_mixed`."""
-    for start, flag in PRECISIONS.items():
-        if word.startswith(start.partition("_")[0]):
-            flags[flag] = True
-    if "fp8" in word or "mxfp8" in word:
-        flags["--fp8-format"] = "hybrid"
+def precision_flags(word: str) -> Settings:
+    """Return the flags of a precision such as `bf16_with_fp8_current_scaling_mixed`, as recipes name it."""
+    flags: Settings = {flag: True for start, flag in PRECISIONS.items() if word.startswith(start.partition("_")[0])}
+    return flags | ({"--fp8-format": "hybrid"} if "fp8" in word else {})
 
 
-def fields_of(changes: JsonObject, paths: dict[str, str]) -> JsonObject:
-    """Return changes of flags as changes of a dump's paths; what only command lines need is left out."""
+def fields_of(changes: JsonObject, paths: dict[str, str], *, flat: bool = False) -> JsonObject:
+    """Return changes of flags as changes of a dump's paths; what only command lines need is left out.
+
+    A `flat` file has its fields in no sections.
+    """
     found: JsonObject = {}
     for flag, value in changes.items():
         name = RENAMED.get(flag, OPPOSITE.get(flag, flag.removeprefix("--").replace("-", "_")))
@@ -95,7 +95,7 @@ def fields_of(changes: JsonObject, paths: dict[str, str]) -> JsonObject:
         if path is None:
             if flag in {"--ckpt-format", "--no-gradient-accumulation-fusion", "--bf16", "--fp16", "--fp8-param-gather"}:
                 continue
-            section = SECTIONS.get(name, "model")
+            section = "" if flat else SECTIONS.get(name, "model")
             path = f"{section}.{name}" if section else name
         plain = value is True or value is None or value is False
         written = bool(value) if plain and (value is True or flag in _SWITCHES) else value

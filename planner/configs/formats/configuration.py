@@ -72,6 +72,7 @@ class Configuration:
     cluster: str | None = None
     in_a_comment: bool = False
     leaves_open: frozenset[str] = frozenset()  # of seq_len and global_batch
+    known: frozenset[str] = frozenset()  # keys beside the table's that a misspelt one may have meant
 
 
 def not_understood(settings: Mapping[str, Any], understood: frozenset[str], harmless: str) -> tuple[str, ...]:
@@ -94,7 +95,7 @@ _ALIKE = 0.8  # of difflib's ratio: one letter of five
 def did_you_mean(configuration: Configuration) -> dict[str, str]:
     """Return the known key that is spelt most like each that is not understood, where one is."""
     name, version = _SCHEMAS.get(configuration.framework, (configuration.framework, configuration.version or ""))
-    known = set(keys_of(configuration.table))
+    known = configuration.known | keys_of(configuration.table)
     with suppress(PlannerError):
         known |= schema(name, version)["keys"].keys()
     found = {}

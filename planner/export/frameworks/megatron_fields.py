@@ -8,7 +8,18 @@ Its default rank order tp-cp-ep-dp-pp names the fastest axis first (`megatron/co
 from __future__ import annotations
 
 from planner.export.frameworks.megatron_model import set_flags
-from planner.export.mapping import Entry, Facts, Settings, Table, layers_of, one_of, require_said, truth, whole
+from planner.export.mapping import (
+    Entry,
+    Facts,
+    NotModelled,
+    Settings,
+    Table,
+    layers_of,
+    one_of,
+    require_said,
+    truth,
+    whole,
+)
 from simulator.config.overlap_sites import NONE, USERBUFFERS
 from simulator.config.plan import Plan, default_schedule
 from simulator.pipeline.stages import counted_ends, stage_layers
@@ -26,7 +37,9 @@ _STAGES, _PER_STAGE = "--num-virtual-stages-per-pipeline-rank", "--num-layers-pe
 _ENDS = ("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers")
 _COUNTED = ("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split")
 _SPLITS = (_STAGES, _LAYOUT, _PER_STAGE, *_ENDS, *_COUNTED)
-_RAMP = "--rampup-batch-size"
+_GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
+_RAMP, _STEPS = "--rampup-batch-size", "--step-batch-size-schedule"
+_HIERARCHICAL = "a2a+p2p"
 _CAPACITY = ("--moe-expert-capacity-factor", "--moe-pad-expert-input-to-capacity")
 _SHARD = (
     "--use-distributed-optimizer",
@@ -104,6 +117,10 @@ def _read_pipeline(settings: Settings, facts: Facts) -> Facts:
     pp = whole(settings, _PP, 1)
     if pp == 1:
         return {"pp": 1, "virtual_stages": 1, "schedule": None, "layers_per_stage": ()}
+    if _GROUP in settings and whole(settings, _GROUP) != pp:
+        raise NotModelled(
+            f"{_GROUP} {settings[_GROUP]} of {pp} ranks is not modelled", remedy=f"{_GROUP} {pp}, its default"
+        )
     listed: tuple[int, ...] = ()
     virtual = whole(settings, _STAGES, 1)
     if _LAYOUT in settings:
@@ -181,6 +198,14 @@ def _with_counted_ends(settings: Settings, layers: int, stages: int) -> tuple[in
     return tuple(counts)
 
 
+def _read_context(settings: Settings, facts: Facts) -> Facts:
+    if facts["cp"] == 1:
+        return {"cp_method": None}
+    if settings.get("--cp-comm-type") == _HIERARCHICAL:
+        raise NotModelled(f"--cp-comm-type {_HIERARCHICAL} is not modelled", remedy=", ".join(CONTEXT.values()))
+    return {"cp_method": one_of(settings, "--cp-comm-type", CONTEXT, "p2p")}
+
+
 def _write_sharding(facts: Facts) -> Settings:
     stage = facts["zero_stage"] or 0
     fully = stage in SHARDING
@@ -239,7 +264,7 @@ def _read_offload(settings: Settings, _: Facts) -> Facts:
     if not truth(settings, _OFFLOAD[0]):
         return {"offload": "none"}
     if str(settings.get(_FRACTION, "1.0")) not in {"1", "1.0"}:
-        raise BadInput(
+        raise NotModelled(
             f"{_FRACTION} {str(settings[_FRACTION])[:40]} is not described",
             why="all of the optimizer is offloaded, or nothing",
         )
@@ -257,6 +282,8 @@ def _write_batch(facts: Facts) -> Settings:
 
 def _read_batch(settings: Settings, facts: Facts) -> Facts:
     micro = whole(settings, "--micro-batch-size", 1)
+    if _STEPS in settings and "--global-batch-size" not in settings:
+        raise NotModelled(f"the batch grows by {_STEPS}", remedy="--global-batch-size in its place, one of its sizes")
     stated = facts.get("seq_len") or 2048
     length = whole(settings, "--seq-length", whole(settings, "--encoder-seq-length", stated))
     # Without a global batch it is one micro batch a data-parallel rank.
@@ -304,8 +331,10 @@ def _read_recompute(settings: Settings, facts: Facts) -> Facts:
     count = whole(settings, _RECOMPUTE[2], 1, least=0)
     blocks = mode == "full" and settings.get(_RECOMPUTE[1]) == "block"
     held = layers_of(facts, _RECOMPUTE[1]) // (facts["pp"] * facts["virtual_stages"]) if blocks else 0
+    if blocks and not count:
+        return {"recompute": "none"}
     if blocks and count < held:
-        raise BadInput(
+        raise NotModelled(
             f"full recomputation of {count} of the {held} layers of a stage is not described",
             why="--recompute-method block recomputes the first layers only",
             remedy="--recompute-method uniform, or no recomputation, in the configuration",
@@ -348,8 +377,13 @@ def _write_experts_beside(facts: Facts) -> Settings:
     return set_flags({_BESIDE[0]: word != "none", _BESIDE[1]: word == "delay_wgrad"})
 
 
-def _read_experts_beside(settings: Settings, _: Facts) -> Facts:
+def _read_experts_beside(settings: Settings, facts: Facts) -> Facts:
     overlaps, later = (truth(settings, flag) for flag in _BESIDE)
+    if overlaps and (facts["zero_stage"] or 0) > 1:
+        raise NotModelled(
+            f"{_BESIDE[0]} with parameters that FSDP shards is not modelled",
+            remedy="--use-distributed-optimizer instead",
+        )
     if later and not overlaps:
         raise BadInput(f"{_BESIDE[1]} needs {_BESIDE[0]}", why="Megatron-LM puts weight gradients off for nothing else")
     return {"ep_overlap": "none" if not overlaps else "delay_wgrad" if later else "combined"}
@@ -363,7 +397,7 @@ TABLE: Table = (
         read=lambda settings, facts: {"sequence_parallel": facts["tp"] > 1 and truth(settings, "--sequence-parallel")},
     ),
     Entry(
-        keys=(_PP, *_SPLITS),
+        keys=(_PP, *_SPLITS, _GROUP),
         exclusive=_SPLITS,
         write=_write_pipeline,
         read=_read_pipeline,
@@ -372,15 +406,13 @@ TABLE: Table = (
     Entry(
         keys=("--cp-comm-type",),
         write=lambda facts: {"--cp-comm-type": CONTEXT[facts["cp_method"] or "ring"]} if facts["cp"] > 1 else {},
-        read=lambda settings, facts: {
-            "cp_method": one_of(settings, "--cp-comm-type", CONTEXT, "p2p") if facts["cp"] > 1 else None
-        },
+        read=_read_context,
     ),
     Entry(keys=(_EP, "--expert-tensor-parallel-size", *_CAPACITY), write=_write_experts, read=_read_experts),
     Entry(keys=_SHARD, write=_write_sharding, read=_read_sharding),
     Entry(keys=(*_OFFLOAD, _FRACTION), write=_write_offload, read=_read_offload),
     Entry(
-        keys=("--micro-batch-size", "--global-batch-size", "--seq-length", "--max-position-embeddings"),
+        keys=("--micro-batch-size", "--global-batch-size", "--seq-length", "--max-position-embeddings", _STEPS),
         write=_write_batch,
         read=_read_batch,
     ),

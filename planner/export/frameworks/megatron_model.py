@@ -144,6 +144,8 @@ def model_of_flags(settings: Settings, name: str) -> tuple[Model, tuple[str, ...
         for pattern, kind in _OTHER_LAYERS.items():
             if re.fullmatch(pattern, flag) and settings[flag] is not False:
                 raise BadInput(f"{flag} asks for {kind}, which is not modelled")
+    if str(settings.get("--tokenizer-type", "")).lower().startswith("bertwordpiece"):
+        raise BadInput("its tokenizer is BERT's, whose model is not modelled")
     for flag in ("--num-layers", "--hidden-size", "--num-attention-heads"):
         if flag not in settings:
             raise BadInput(f"{flag} is not stated", why="the model's shapes are its flags", remedy="--model NAME")
