@@ -38,7 +38,6 @@ OPPOSITE = {
     "--untie-embeddings-and-output-weights": "share_embeddings_and_output_weights",
     "--disable-bias-linear": "add_bias_linear",
 }
-PRECISIONS = {"bf16_mixed": "--bf16", "fp16_mixed": "--fp16"}
 SEQUENCES = ("sequence_length", "seq_length", "seq_len")
 
 
@@ -79,7 +78,7 @@ def flags_of(settings: Settings) -> tuple[Settings, dict[str, str]]:
 
 def precision_flags(word: str) -> Settings:
     """Return the flags of a precision such as `bf16_with_fp8_current_scaling_mixed`, as recipes name it."""
-    flags: Settings = {flag: True for start, flag in PRECISIONS.items() if word.startswith(start.partition("_")[0])}
+    flags: Settings = {"--fp16" if word.startswith("fp16") else "--bf16": True}
     return flags | ({"--fp8-format": "hybrid"} if "fp8" in word else {})
 
 

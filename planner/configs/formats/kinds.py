@@ -10,6 +10,7 @@ from planner.configs.formats import (
     automodel,
     axolotl,
     bridge,
+    bridge_recipe,
     gpt_neox,
     litgpt,
     maxtext,
@@ -19,6 +20,7 @@ from planner.configs.formats import (
     primus,
     torchtitan,
     torchtune,
+    verl,
 )
 from planner.configs.formats.configuration import CheckFlags, Configuration, not_understood, unknown_kind
 from planner.configs.formats.documents import YamlDocument
@@ -54,6 +56,8 @@ def read_configuration(text: str, where: str, flags: CheckFlags) -> Configuratio
     name = Path(where).name.lower()
     if name.endswith(".toml"):
         found = torchtitan.read_toml(text, where)
+    elif name.endswith(".py"):
+        found = bridge_recipe.read(text, where, flags)
     elif name.endswith((".yaml", ".yml")):
         found = _yaml(text, where, flags)
     elif name.endswith(".json") or text.lstrip().startswith("{"):
@@ -85,6 +89,8 @@ def _yaml(text: str, where: str, flags: CheckFlags) -> Configuration:
         return megatron.read_dump(document, where)
     if any(key.startswith(f"{megatron.TEST_ARGS}--") for key in settings):
         return megatron.read_test(document, where)
+    if verl.is_verl(settings):
+        return verl.read(document, settings, where)
     if primus.is_primus(settings):
         return primus.read(document, where, flags)
     if "distributed_type" in settings or "mixed_precision" in settings:
@@ -293,6 +299,10 @@ def _transformers(document: YamlDocument, settings: Settings, flags: CheckFlags)
 
 
 def _script(text: str, where: str, flags: CheckFlags) -> Configuration:
+    if any(program in text for program in verl.PROGRAMS):
+        return verl.read_command(text, where, flags)
+    if maxtext.PROGRAM in text:
+        return maxtext.read_command(text, where, flags)
     document = megatron.command_line(text, where, dict(flags.variables))
     if "--module" in document.settings or "torchtitan.train" in text:
         return torchtitan.read_command(text, where, flags)

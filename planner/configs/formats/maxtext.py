@@ -7,12 +7,17 @@ there, what a policy keeps is `layers/decoders.py`. XLA runs it, which no runtim
 from __future__ import annotations
 
 import math
+import re
+from dataclasses import replace
 
+from planner.configs.formats.command_line import Overrides
+from planner.configs.formats.configuration import CheckFlags, Configuration
 from planner.configs.formats.yaml_format import FLAT, Described, YamlFormat, constant, length, types
-from planner.export.mapping import Entry, Facts, NotModelled, Settings, Table, one_of, truth, whole
+from planner.export.mapping import Entry, Facts, NotModelled, NotStated, Settings, Table, one_of, truth, whole
 from planner.export.named_models import model_said, model_spelt
 from topology.errors import BadInput
 
+PROGRAM = "maxtext.trainers.pre_train"
 NEAREST = "MaxText is predicted as torchtitan compiled, the nearest runtime that is described: XLA's kernels are not"
 # Axes of its mesh, each within a slice (ici) and between slices (dcn), that a plan has a degree for.
 AXES = {
@@ -187,3 +192,23 @@ FORMAT = YamlFormat(
         r"|load_\w+|sharding_tolerance|normalize_embedding_logits|init_weights_seed|data_\w+|decoder_block|use_qk_norm|rope_\w+)"
     ),
 )
+
+
+def read_command(text: str, where: str, flags: CheckFlags) -> Configuration:
+    """Return what a command says of a configuration file whose name is its model's, such as `llama2_7b.yml`."""
+    document = Overrides(text, where, dict(flags.variables))
+    settings = {key: value for key, value in document.settings.items() if not key.startswith("--")}
+    file = next((found[1] for word in document.words if (found := re.search(r"(\w[\w.]*)\.yml", word.text))), "")
+    named = {} if "model_name" in settings or file in {"", "base"} else {"model_name": file.replace("_", "-")}
+    found = FORMAT.configuration(document, {**named, **settings})
+    other = (f"{file}.yml",) if file else ()
+
+    def read_other(said: Settings, facts: Facts) -> Facts:
+        if other and not {_MICRO, "max_target_length"} <= said.keys():
+            raise NotStated(
+                f"the batch is in {file}.yml, which is not read", remedy="check it, with these values in it"
+            )
+        return facts
+
+    found = replace(found, table=(Entry(keys=(), write=lambda _: {}, read=read_other), *found.table))
+    return replace(found, unknown=(*found.unknown, *(f"what {one} says" for one in other)), elsewhere=other)

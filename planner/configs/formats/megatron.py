@@ -18,7 +18,7 @@ from planner.configs.formats.configuration import Configuration, not_understood
 from planner.configs.formats.documents import Document, YamlDocument
 from planner.configs.formats.launch import launch_of
 from planner.export.frameworks.megatron_fields import TABLE
-from planner.export.frameworks.megatron_model import MODEL_KEYS, model_of_flags
+from planner.export.frameworks.megatron_model import MODEL_KEYS, model_flags, model_of_flags
 from planner.export.mapping import Facts, NotStated, Settings, keys_of
 from planner.export.schema import schema
 from simulator.config.model import Model
@@ -74,6 +74,21 @@ def configured(
         assumed=(*of_model, *assumed, *_taken_for_granted(flags)),
         **found,
     )
+
+
+LENGTH = frozenset({"--seq-length", "--max-position-embeddings"})
+
+
+def over_model(
+    defaults: Settings, own: Settings, paths: dict[str, str], model: Model | None
+) -> tuple[Settings, Model | None]:
+    """Return the flags of a tool that builds a named model, and the model where none of its shapes is changed.
+
+    `own` are those that the file sets, and `paths` has each that it says, off as well as on.
+    """
+    base = {**defaults, **({} if model is None else model_flags(model))}
+    flags = {**{flag: value for flag, value in base.items() if flag not in paths}, **own}
+    return flags, None if paths.keys() & (MODEL_KEYS - LENGTH) else model
 
 
 def command_line(text: str, where: str, variables: dict[str, str]) -> CommandLine:

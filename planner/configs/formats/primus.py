@@ -15,7 +15,6 @@ from planner.configs.formats import bridge, maxtext, megatron, torchtitan
 from planner.configs.formats.command_line import typed
 from planner.configs.formats.configuration import CheckFlags, Configuration, not_understood, unknown_kind
 from planner.configs.formats.documents import YamlDocument
-from planner.export.frameworks.megatron_model import MODEL_KEYS, model_flags
 from planner.export.mapping import Settings
 from planner.export.named_models import model_said, model_spelt
 from planner.export.schema import schema
@@ -31,7 +30,6 @@ TORCHTITAN: Settings = {
     "compile.enable": True,
     "activation_checkpoint.mode": "none",
 }
-LENGTH = re.compile(r"--(seq-length|max-position-embeddings)")
 HARMLESS = (
     r"(\w*sink_level|disable_(wandb|tensorboard|last_saving)|mock_data|(train|valid|test)_data_path|eod_mask_loss|finetune"
     r"|auto_continue_train|no_(load|save)_\w+|enable_primus_turbo|cross_entropy_\w+|profile\w*|primus_\w+|use_pytorch_profiler"
@@ -90,9 +88,7 @@ def _megatron(
     own, paths = bridge.flags_of(said)
     precision = str(said.get("precision_config") or "")
     own |= bridge.precision_flags(precision) if precision else {}
-    base = {**MEGATRON, **({} if model is None else model_flags(model))}
-    flags = {**{flag: value for flag, value in base.items() if flag not in paths}, **own}
-    reshaped = [flag for flag in paths if flag in MODEL_KEYS and not LENGTH.fullmatch(flag)]
+    flags, whole = megatron.over_model(MEGATRON, own, paths, model)
     known = schema("megatron", megatron.VERSION)["keys"]
 
     def edit(changes: Settings) -> str:
@@ -110,7 +106,7 @@ def _megatron(
         flags,
         where,
         edit,
-        model=None if reshaped else model,
+        model=whole,
         unknown=tuple(paths[flag] for flag in unknown if unread[flag] is not False),
         known=frozenset(flag.removeprefix("--").replace("-", "_") for flag in known),
         no_cost=f"peft: {str(adapter)[:40]} trains adapters, whose cost is not modelled" if adapter else "",

@@ -7,6 +7,8 @@ Its default rank order tp-cp-ep-dp-pp names the fastest axis first (`megatron/co
 
 from __future__ import annotations
 
+import re
+
 from planner.export.frameworks.megatron_model import set_flags
 from planner.export.mapping import (
     Entry,
@@ -32,6 +34,7 @@ _TP, _PP, _CP, _EP = (
     f"--{word}-size"
     for word in ("tensor-model-parallel", "pipeline-model-parallel", "context-parallel", "expert-model-parallel")
 )
+_ETP = "--expert-tensor-parallel-size"
 _LAYOUT = "--pipeline-model-parallel-layout"
 _STAGES, _PER_STAGE = "--num-virtual-stages-per-pipeline-rank", "--num-layers-per-virtual-pipeline-stage"
 _ENDS = ("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers")
@@ -39,7 +42,6 @@ _COUNTED = ("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-
 _SPLITS = (_STAGES, _LAYOUT, _PER_STAGE, *_ENDS, *_COUNTED)
 _GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
 _RAMP, _STEPS = "--rampup-batch-size", "--step-batch-size-schedule"
-_HIERARCHICAL = "a2a+p2p"
 _CAPACITY = ("--moe-expert-capacity-factor", "--moe-pad-expert-input-to-capacity")
 _SHARD = (
     "--use-distributed-optimizer",
@@ -75,19 +77,22 @@ def _write_experts(facts: Facts) -> Settings:
         {
             _EP: facts["ep"],
             # Without sequence parallelism experts are sharded with the rest.
-            "--expert-tensor-parallel-size": 1 if facts["sequence_parallel"] else facts["tp"],
+            _ETP: 1 if facts["sequence_parallel"] else facts["tp"],
             _CAPACITY[0]: facts["capacity_factor"],
             _CAPACITY[1]: facts["capacity_factor"] is not None,
         }
     )
 
 
-def _read_experts(settings: Settings, _: Facts) -> Facts:
+def _read_experts(settings: Settings, facts: Facts) -> Facts:
     factor = settings.get(_CAPACITY[0])
     try:
         capacity = None if factor is None else float(str(factor))
     except ValueError:
         raise BadInput(f"{_CAPACITY[0]} is {str(factor)[:40]!r}", why="it must be a number") from None
+    split = whole(settings, _ETP, 1)
+    if split not in {1, facts["tp"]}:
+        raise NotModelled(f"{_ETP} {split} with tp {facts['tp']} is not modelled", remedy=f"1 or {facts['tp']}")
     return {"ep": whole(settings, _EP, 1), "capacity_factor": capacity}
 
 
@@ -154,20 +159,9 @@ def _read_pipeline(settings: Settings, facts: Facts) -> Facts:
 
 def layers_of_layout(text: str) -> tuple[int, ...]:
     """Return the layers of each stage of a layout such as `Et*3|(tt|)*29,m|L`. Raises BadInput for another notation."""
-    compact = text.replace(" ", "").replace(",", "").strip("'\"")
-    out, index = "", 0
-    while index < len(compact) and len(out) < 1 << 16:
-        if compact[index] == "(":
-            close = compact.find(")", index)
-            unit, index = compact[index + 1 : close if close > 0 else None], (close + 1 if close > 0 else len(compact))
-        else:
-            unit, index = compact[index], index + 1
-        times = ""
-        if compact[index : index + 1] == "*":
-            index += 1
-            while index < len(compact) and compact[index].isdecimal():
-                times, index = times + compact[index], index + 1
-        out += unit * min(int(times[:5] or 1), 4096)
+    out = re.sub(r"[ ,'\"]", "", text[:4096])
+    for unit in (r"([EtLmS|])\*(\d{1,3})", r"\(([^()]*)\)(?:\*(\d{1,3}))?"):
+        out = re.sub(unit, lambda found: found[1] * int(found[2] or 1), out)[: 1 << 16]
     if not out or set(out) - set("EtLmS|"):
         raise BadInput(f"{_LAYOUT} {text[:60]!r} is not a layout", why="E, t, m and L, with | between stages")
     return tuple(stage.count("t") for stage in out.split("|"))
@@ -201,8 +195,9 @@ def _with_counted_ends(settings: Settings, layers: int, stages: int) -> tuple[in
 def _read_context(settings: Settings, facts: Facts) -> Facts:
     if facts["cp"] == 1:
         return {"cp_method": None}
-    if settings.get("--cp-comm-type") == _HIERARCHICAL:
-        raise NotModelled(f"--cp-comm-type {_HIERARCHICAL} is not modelled", remedy=", ".join(CONTEXT.values()))
+    word = require_said("--cp-comm-type", settings.get("--cp-comm-type", "p2p"))
+    if word not in CONTEXT.values():  # Megatron-LM's parser takes any
+        raise NotModelled(f"--cp-comm-type {str(word)[:40]} is not modelled", remedy=", ".join(CONTEXT.values()))
     return {"cp_method": one_of(settings, "--cp-comm-type", CONTEXT, "p2p")}
 
 
@@ -377,13 +372,8 @@ def _write_experts_beside(facts: Facts) -> Settings:
     return set_flags({_BESIDE[0]: word != "none", _BESIDE[1]: word == "delay_wgrad"})
 
 
-def _read_experts_beside(settings: Settings, facts: Facts) -> Facts:
+def _read_experts_beside(settings: Settings, _: Facts) -> Facts:
     overlaps, later = (truth(settings, flag) for flag in _BESIDE)
-    if overlaps and (facts["zero_stage"] or 0) > 1:
-        raise NotModelled(
-            f"{_BESIDE[0]} with parameters that FSDP shards is not modelled",
-            remedy="--use-distributed-optimizer instead",
-        )
     if later and not overlaps:
         raise BadInput(f"{_BESIDE[1]} needs {_BESIDE[0]}", why="Megatron-LM puts weight gradients off for nothing else")
     return {"ep_overlap": "none" if not overlaps else "delay_wgrad" if later else "combined"}
@@ -408,7 +398,7 @@ TABLE: Table = (
         write=lambda facts: {"--cp-comm-type": CONTEXT[facts["cp_method"] or "ring"]} if facts["cp"] > 1 else {},
         read=_read_context,
     ),
-    Entry(keys=(_EP, "--expert-tensor-parallel-size", *_CAPACITY), write=_write_experts, read=_read_experts),
+    Entry(keys=(_EP, _ETP, *_CAPACITY), write=_write_experts, read=_read_experts),
     Entry(keys=_SHARD, write=_write_sharding, read=_read_sharding),
     Entry(keys=(*_OFFLOAD, _FRACTION), write=_write_offload, read=_read_offload),
     Entry(
