@@ -38,7 +38,14 @@ OPPOSITE = {
     "--untie-embeddings-and-output-weights": "share_embeddings_and_output_weights",
     "--disable-bias-linear": "add_bias_linear",
 }
-SEQUENCES = ("sequence_length", "seq_length", "seq_len")
+# Words of NeMo 1's YAML (`nemo/collections/nlp/models/language_modeling/`), which has other sections as well.
+NEMO = {
+    "activations_checkpoint_granularity": "--recompute-granularity",
+    "activations_checkpoint_method": "--recompute-method",
+    "activations_checkpoint_num_layers": "--recompute-num-layers",
+    "ub_tp_comm_overlap": "--tp-comm-overlap",
+}
+SEQUENCES = ("encoder_seq_length", "sequence_length", "seq_length", "seq_len")
 
 
 def is_bridge(settings: Settings) -> bool:
@@ -52,17 +59,30 @@ def flags_of(settings: Settings) -> tuple[Settings, dict[str, str]]:
     """Return a dump's settings as flags, and the path that each flag was read from."""
     flags: Settings = {}
     paths: dict[str, str] = {}
-    by_field = {field: flag for flag, field in RENAMED.items()}
+    by_field = {**NEMO, **{field: flag for flag, field in RENAMED.items()}}
     opposite = {field: flag for flag, field in OPPOSITE.items()}
     for path, said in settings.items():
         value, name = said, path.rpartition(".")[2]
-        if value is None or name.startswith("_") or path.startswith(("tokenizer.", "logger.", "checkpoint.")):
+        if path == "model.tokenizer.type" and value:
+            flags["--tokenizer-type"] = value
+        if (
+            value is None
+            or name.startswith("_")
+            or path.startswith(("tokenizer.", "model.tokenizer.", "logger.", "checkpoint."))
+        ):
             continue
         if path == "mixed_precision":
             flags |= precision_flags(str(value))
             continue
         if name in SEQUENCES:
             flag = "--seq-length"
+        elif path == "model.activation":
+            flag, value = "--swiglu", "swiglu" in str(value)
+        elif path == "model.bias":
+            flag, value = "--disable-bias-linear", not value
+        elif path in {"trainer.precision", "optim.name", "model.optim.name"}:
+            flags |= _nemo(str(value))
+            continue
         elif name in opposite:
             flag, value = opposite[name], not value
         else:
@@ -71,9 +91,18 @@ def flags_of(settings: Settings) -> tuple[Settings, dict[str, str]]:
             paths[flag] = path
             continue
         flags[flag], paths[flag] = value, path
+    if settings.get("model.fp8") is True:
+        flags["--fp8-format"] = "hybrid"
     if "--num-query-groups" in flags:
         flags["--group-query-attention"] = flags["--num-query-groups"] != flags.get("--num-attention-heads")
     return flags, paths
+
+
+def _nemo(word: str) -> Settings:
+    """Return the flags of NeMo's words for a precision or an optimizer."""
+    if word.startswith(("bf16", "16")):
+        return {"--bf16" if word.startswith("bf16") else "--fp16": True}
+    return {"--use-distributed-optimizer": True} if word.startswith("distributed_fused") else {}
 
 
 def precision_flags(word: str) -> Settings:

@@ -166,8 +166,15 @@ def read_dump(document: YamlDocument, where: str) -> Configuration:
         where,
         edit,
         framework="megatron-bridge",
+        gpus=_of_nemo(document.settings),
         unknown=costly(document.settings, paths),
     )
+
+
+def _of_nemo(settings: Settings) -> int | None:
+    """Return the GPUs that NeMo 1's trainer is for; nobody else says."""
+    each, nodes = settings.get("trainer.devices"), settings.get("trainer.num_nodes")
+    return each * nodes if type(each) is int and type(nodes) is int else None
 
 
 COSTLY = re.compile(
