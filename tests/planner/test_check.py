@@ -232,7 +232,8 @@ def test_variables_of_a_script_are_edited_where_they_are_assigned() -> None:
     kinds = option_kinds(schema("megatron", "0.19.2")["keys"])
     text = (
         "TP=8\nPP=$((TP / 4))\nARGS=(\n    --tensor-model-parallel-size $TP  # shards\n    --bf16\n)\n"
-        'GPT_ARGS="--pipeline-model-parallel-size ${PP} \\\n  --num-layers=32"\ntorchrun --nnodes ${N:-2} x.py ${ARGS[@]} $GPT_ARGS\n'
+        'GPT_ARGS="--pipeline-model-parallel-size ${PP} \\\n  --num-layers=32"\ntorchrun --nnodes ${N:-2} x.py '
+        "${ARGS[@]} $GPT_ARGS\n"
     )
     line = CommandLine(text, "a.sh", kinds)
 
