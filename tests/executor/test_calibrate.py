@@ -31,8 +31,16 @@ MOVES = {
     "cross_entropy": {"t": 8, "v": 32},
 }
 MODEL = {
-    "name": "m", "family": "llama", "layers": 1, "hidden": 64, "heads": 4, "kv_heads": 4, "head_dim": 16, "ffn": 64, "vocab": 64,
-}  # fmt: skip
+    "name": "m",
+    "family": "llama",
+    "layers": 1,
+    "hidden": 64,
+    "heads": 4,
+    "kv_heads": 4,
+    "head_dim": 16,
+    "ffn": 64,
+    "vocab": 64,
+}
 ONCE = {
     "copy": {"bytes": 64},
     "cast": {"elements": 64},
