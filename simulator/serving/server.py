@@ -189,7 +189,8 @@ def _schedulers(
 ) -> list[Scheduler]:
     """Return the engines of a pool; the stages of a pipeline work on so many batches at once, one each.
 
-    A request goes to the first of those with least to do, so of more batches than the `most` requests the others have nothing.
+    A request goes to the first of those with least to do, so batches beyond the `most` requests that there are would
+    have nothing.
     """
     costs = ForwardPass(model, cluster, deployment, pool)
     room = cache_capacity(model, cluster, deployment, pool)

@@ -445,6 +445,8 @@ def main() -> int:
             counts["problems"] += bool(problems)
             for problem in problems:
                 print(f"{number}: {problem}\n   {shlex.join(question.words())}\n   {dict(question.values)}", flush=True)
+            if number % 250 == 249:
+                print(f"{number + 1} questions, {time.process_time():.0f} CPU s", flush=True)
             if answer is not None:
                 slowest = sorted([*slowest, (answer.seconds, shlex.join(answer.words))], reverse=True)[:8]
     print(f"{counts.total() - counts['problems']} questions in {time.process_time():.0f} CPU s:", dict(counts))
