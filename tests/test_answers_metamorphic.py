@@ -124,8 +124,8 @@ def nothing_held_by_messages() -> Iterator[None]:
     """Let kernels lose nothing to messages that wait.
 
     A send to another stage that waits for its receiver holds SMs. The first micro batches of a pipeline meet receivers
-    that wait for them, so of twice as many micro batches more than twice as many sends wait: that is physical, and up to
-    1.2 % of a step. Without it the law holds.
+    that wait for them, so of twice as many micro batches more than twice as many sends wait: that is physical, and up
+    to 1.2 % of a step. Without it the law holds.
     """
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(table_walk, "_beside_messages", lambda _left_s, _held, kernels_s: np.zeros(len(kernels_s)))
