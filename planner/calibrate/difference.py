@@ -13,8 +13,9 @@ import numpy as np
 
 from planner.calibrate.agenda import Wanted, agenda_for
 from planner.calibrate.planned_step import PlannedStep
-from planner.question.cases import Case
+from simulator.calibration.calibration import Calibration
 from simulator.config.estimate import NORMAL_80, Estimate, Interval
+from topology.cluster import Cluster
 from topology.profile.profile import Profile
 
 MOST_TERMS, MOST_MEASUREMENTS = 5, 3
@@ -58,20 +59,26 @@ class Difference:
         return self.predicted.low <= self.measured_s <= self.predicted.high
 
 
-def difference_from(case: Case, estimate: Estimate, step_s: float, profile: Profile | None) -> Difference:
-    """Return what could account for a step of a case that took `step_s` seconds. Raises what predicting it raises."""
-    question, plan = case.question, case.plan
-    step = PlannedStep(
-        model=question.model, plan=plan, workload=question.workload, runtime=question.runtime, cluster=question.cluster
-    )
-    gpus = min(plan.gpus, question.cluster.gpus_per_node)
+def difference_from(
+    step: PlannedStep,
+    cluster: Cluster,
+    estimate: Estimate,
+    step_s: float,
+    *,
+    calibration: Calibration | None = None,
+    profile: Profile | None = None,
+) -> Difference:
+    """Return what could account for a step that took `step_s` seconds, of which the prediction is `estimate`.
+
+    Raises what predicting it raises.
+    """
     agenda = agenda_for(
         Wanted(steps=(step,)),
-        question.cluster,
+        cluster,
         profile,
-        gpus=gpus,
+        gpus=min(step.plan.gpus, cluster.gpus_per_node),
         budget_s=BUDGET_S,
-        calibration=question.calibration,
+        calibration=calibration,
     )
     covariance = agenda.knowledge(agenda.known).covariance
     effects = agenda.effects[0]

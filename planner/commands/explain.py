@@ -8,6 +8,7 @@ from typing import Any
 
 from planner.calibrate.difference import difference_from
 from planner.calibrate.difference_text import difference_lines
+from planner.calibrate.planned_step import PlannedStep
 from planner.configs.stated_rate import seconds_in
 from planner.explain import explain as reasons
 from planner.explain.documents import question_document
@@ -123,7 +124,22 @@ def _difference(asked: Explain, flags: Flags, measured: Calibrations) -> None:
         )
     case = with_flags(case_of_file(asked.file, asked.case_id, measured), flags, measured)
     estimate = predict(case.question, case.plan).estimate
-    found = difference_from(case, estimate, seconds_in(str(asked.measured), "--measured"), measured.profile)
+    question = case.question
+    step = PlannedStep(
+        model=question.model,
+        plan=case.plan,
+        workload=question.workload,
+        runtime=question.runtime,
+        cluster=question.cluster,
+    )
+    found = difference_from(
+        step,
+        question.cluster,
+        estimate,
+        seconds_in(str(asked.measured), "--measured"),
+        calibration=question.calibration,
+        profile=measured.profile,
+    )
     if asked.json:
         document = {"changed": list(case.changed), "difference": {**codec.to_builtins(found), "inside": found.inside}}
         output.emit_json({"schema_version": output.SCHEMA_VERSION, **document})

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from planner.calibrate.difference import difference_from
+from planner.calibrate.planned_step import PlannedStep
 from planner.calibrate.terms import KERNELS, Term, _raise_operators, effects
 from planner.question.cases import case_from_flags
 from planner.question.flags import Flags
@@ -20,10 +21,18 @@ def case():
     )
 
 
+def difference(case, estimate, step_s):
+    asked = case.question
+    step = PlannedStep(
+        model=asked.model, plan=case.plan, workload=asked.workload, runtime=asked.runtime, cluster=asked.cluster
+    )
+    return difference_from(step, asked.cluster, estimate, step_s)
+
+
 def test_a_term_that_is_off_by_what_is_said_gives_the_measured_step(case) -> None:
     """Raised by its factor alone, a kind of kernel takes the step to what was measured."""
     estimate = predict(case.question, case.plan).estimate
-    found = difference_from(case, estimate, 1.03 * estimate.step_s.value, None)
+    found = difference(case, estimate, 1.03 * estimate.step_s.value)
     asked = case.question
     scenario = Scenario(
         model=asked.model, cluster=asked.cluster, workload=asked.workload, runtime=asked.runtime, calibration=None
@@ -40,7 +49,7 @@ def test_a_term_that_is_off_by_what_is_said_gives_the_measured_step(case) -> Non
 
 def test_what_is_measured_next_makes_the_step_surer(case) -> None:
     estimate = predict(case.question, case.plan).estimate
-    found = difference_from(case, estimate, 2 * estimate.step_s.value, None)
+    found = difference(case, estimate, 2 * estimate.step_s.value)
 
     widths = [found.expected, *(one.after for one in found.next)]
     assert len(widths) > 1
