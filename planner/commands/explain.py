@@ -124,20 +124,20 @@ def _difference(asked: Explain, flags: Flags, measured: Calibrations) -> None:
         )
     case = with_flags(case_of_file(asked.file, asked.case_id, measured), flags, measured)
     estimate = predict(case.question, case.plan).estimate
-    question = case.question
+    asks = case.question
     step = PlannedStep(
         model=question.model,
         plan=case.plan,
         workload=question.workload,
         runtime=question.runtime,
-        cluster=question.cluster,
+        cluster=asks.cluster,
     )
     found = difference_from(
         step,
-        question.cluster,
+        asks.cluster,
         estimate,
         seconds_in(str(asked.measured), "--measured"),
-        calibration=question.calibration,
+        calibration=asks.calibration,
         profile=measured.profile,
     )
     if asked.json:
