@@ -293,7 +293,7 @@ class Roofline:
         """The roofline of kernels that belong to a layer."""
         return (
             self
-            if self.layer_factor == 1.0
+            if np.all(self.layer_factor == 1.0)
             else replace(self, kernel_factor=self.kernel_factor * self.layer_factor, layer_factor=1.0)
         )
 
