@@ -126,10 +126,10 @@ def _difference(asked: Explain, flags: Flags, measured: Calibrations) -> None:
     estimate = predict(case.question, case.plan).estimate
     asks = case.question
     step = PlannedStep(
-        model=question.model,
+        model=asks.model,
         plan=case.plan,
-        workload=question.workload,
-        runtime=question.runtime,
+        workload=asks.workload,
+        runtime=asks.runtime,
         cluster=asks.cluster,
     )
     found = difference_from(
