@@ -137,5 +137,6 @@ def unknown_kind(where: str, why: str) -> NotAConfiguration:
         why=why,
         remedy="a torchtitan TOML or command, a Megatron-LM command line, script or functional test, a recipe of"
         " Megatron-Bridge or its dump, a DeepSpeed JSON, an accelerate YAML, TrainingArguments, a command or YAML of"
-        " verl or MaxText, or the YAML of axolotl, torchtune, LitGPT, nanotron, GPT-NeoX, NeMo AutoModel, OLMo or Primus",
+        " verl or MaxText, or the YAML of axolotl, torchtune, LitGPT, nanotron, GPT-NeoX, NeMo AutoModel, OLMo or"
+        " Primus",
     )
