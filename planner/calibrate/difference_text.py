@@ -15,20 +15,20 @@ def difference_lines(found: Difference, file: str) -> list[str]:
     last_s, apart = last_digit_s(found.predicted), found.measured_s / found.predicted.value - 1
     side = "inside" if found.inside else "outside"
     far = abs(math.log1p(apart)) > FAR * math.log1p(found.expected)
-    beside = (
+    other = (
         "what is no part of a step: loading data, checkpoints, logging, validation, other jobs on the machine"
         if apart > 0
         else "less work than the plan says: fewer tokens in a sequence, a smaller batch, frozen parameters"
     )
     measured, predicted = seconds_text(found.measured_s, last_s), interval_text(found.predicted)
     lines = [f"measured  {measured}, {apart:+.0%} against the predicted {predicted}: {side} its 80% range"]
-    lines += [f"likely    {beside}"] if far else []
+    lines += [f"likely    {other}"] if far else []
     lines += [
         f"{'could be' if place == 0 else '':10s}{one.name}: {one.share:.0%} of it, as far as is known; for all of it"
         f" they would take {_times(one.times)} as long as predicted"
         for place, one in enumerate(found.accounts)
     ]
-    lines += [] if far else [f"or        {beside}"]
+    lines += [] if far else [f"or        {other}"]
     lines += [
         f"{'measure' if place == 0 else '':10s}{one.name}: about {one.seconds:.0f} s, and the step is known within"
         f" {one.after:.1%}"

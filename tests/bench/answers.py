@@ -17,7 +17,7 @@ from pathlib import Path
 from hand_stories import STORIES, Story
 
 SCREEN = 26  # lines of an answer that are kept
-FIRST_LINES = 6  # of an answer beside a calculation
+FIRST_LINES = 6  # of an answer with a calculation
 ASKED = {
     "Which degrees for a model on these GPUs?": "suggest --model llama3-70b --cluster dgx-h100 --gpus 16 --global-batch 64 --top 4",
     "Will it fit?": "estimate --model llama3-8b --cluster dgx-h100 --gpus 8 --seq-len 8192 --micro-batch 2 --recompute none",
@@ -168,7 +168,7 @@ def screen(flags: str) -> list[str]:
 
 
 def worked(story: Story) -> list[str]:
-    """Return the command of a story, the first lines of its answer, and the calculation by hand beside it."""
+    """Return the command of a story, the first lines of its answer, and the calculation by hand alongside it."""
     text = planner(story.flags)
     shown = [line.rstrip() for line in text.stdout.splitlines()[:FIRST_LINES]]
     said = story.said(json.loads(planner(f"{story.flags} --json").stdout))

@@ -1,4 +1,4 @@
-"""Questions that a person can work out by hand to the first digit, each with the calculation beside the answer.
+"""Questions that a person can work out by hand to the first digit, each with the calculation next to the answer.
 
 `python tests/bench/answers.py` writes them into examples/answers.md; `tests/planner/test_hand_stories.py` holds them.
 """
