@@ -85,7 +85,7 @@ def difference_from(
     moved = covariance @ effects  # by what one unit of the logarithm of the step moves each term, times the variance
     variance = float(effects @ moved)
     apart = math.log(step_s / estimate.step_s.value)
-    accounts = []
+    accounts: list[Account] = []
     for place in np.argsort(-effects * moved):
         share = float(effects[place] * moved[place]) / max(variance, 1e-12)
         if share < LEAST_SHARE or len(accounts) == MOST_TERMS:
