@@ -47,7 +47,7 @@ def read(document: YamlDocument, where: str, flags: CheckFlags) -> Configuration
     """Return what an experiment says, read as its trainer's own configuration."""
     outside = dict(flags.variables)
     settings = {key: _resolved(value, outside) for key, value in document.settings.items()}
-    root = next(found[1] for key in settings if (found := TRAINER.fullmatch(key)))
+    root = next(match[1] for key in settings if (match := TRAINER.fullmatch(key)))
     at = f"{root}overrides."
     said = {key.removeprefix(at): value for key, value in settings.items() if key.startswith(at)}
     name = str(settings.get(f"{root}model") or "").removesuffix(".yaml")
