@@ -286,6 +286,7 @@ def test_ties_go_to_the_simpler_plan():
     assert (plan.pp, plan.cp, plan.tp, plan.micro_batch_size) == (1, 1, 1, 1)
 
 
+@pytest.mark.nightly  # the example of a model that is too large, and the offers of test_gpu_counts.py, are in the gate
 def test_story_s18_an_infeasible_question_names_what_is_missing():
     """405B on 8 H100: state alone is 16 bytes a parameter over 8 GPUs; the message has GiB, factor and a way out."""
     model, workload = load_model("llama3-405b"), Workload(seq_len=8192, global_batch_size=64)
