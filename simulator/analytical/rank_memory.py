@@ -215,13 +215,34 @@ class RankMemory:
                     most = np.maximum(most, (layers > 0) * of_layer)
         return saved, most
 
-    def _wrapped_more(self, name: str, mode: str, layers: Floats) -> Floats | float:
-        """Return by how much less so many layers may save than on average, where a mode wraps every so many."""
+    @cached_property
+    def _saved_by_all(self) -> tuple[Floats, Floats]:
+        """What forward passes of a micro batch through all of a rank's stages save at least, and through one of them at
+        most.
+        """
+        layout, blocks = self.layout, self.blocks
+        ends = layout.first * blocks["embedding"].saved_bytes["none"][:, None]
+        saved, most = ends, np.zeros_like(ends)
+        for mode, counts in layout.by_mode.items():
+            for name, layers in zip(("dense", "moe"), counts, strict=True):
+                if name in blocks:
+                    of_layer = blocks[name].saved_bytes[mode][:, None]
+                    less = self._wrapped_less(name, mode)
+                    saved = saved + layers * of_layer - (layers > 0) * self.stages * less
+                    most = np.maximum(most, (layers > 0) * (of_layer + less))
+        return saved, ends + layout.largest * most
+
+    def _wrapped_less(self, name: str, mode: str) -> Floats | float:
+        """Return by how much less a layer saves that a mode wraps, of which it wraps every so many."""
         share = self.spec.recompute[mode].layers
         if share == 1.0:
             return 0.0
-        less = (self.blocks[name].everything_bytes - self.blocks[name].saved_bytes[mode])[:, None] / share
-        return (np.ceil(layers * share) - layers * share) * less
+        return (self.blocks[name].everything_bytes - self.blocks[name].saved_bytes[mode])[:, None] / share
+
+    def _wrapped_more(self, name: str, mode: str, layers: Floats) -> Floats | float:
+        """Return by how much less so many layers may save than on average, where a mode wraps every so many."""
+        share = self.spec.recompute[mode].layers
+        return (np.ceil(layers * share) - layers * share) * self._wrapped_less(name, mode)
 
     @property
     def saved_by_layer(self) -> Floats:
@@ -243,11 +264,16 @@ class RankMemory:
         results are there of `heads`.
         """
         saved, of_layer = self._saved
+        # Where nearly all micro batches are in flight on all stages: all of them without the passes that are not.
+        by_all, by_one = self._saved_by_all
+        micro_batches = self.table.micro_batches[:, None]
+        missing = self.stages * np.maximum(micro_batches - held, 0.0)
+        of_many = np.where(self.stages > 1, by_all * micro_batches - by_one * missing, 0.0)
         # Of passes alongside each other a layer of the one is there before the other's goes.
         ahead = np.where(self.table.paired[:, None], of_layer, 0.0)
         head = self.head_saved + self.layout.last * head_cached_bytes(self.context)[:, None]
         return (
-            saved * held
+            np.maximum(saved * held, of_many)
             + ahead
             + head * heads
             + between_stages_bytes(self.context, self.layout.first, self.layout.last, held)
