@@ -184,9 +184,26 @@ class RankMemory:
 
     @cached_property
     def heads(self) -> Floats:
-        """Of how many micro batches the head's results are there when the first goes back."""
-        all_first = where(self.table.schedule, lambda kind: kind.forwards_first)
-        return np.where(self.layout.last, np.where(all_first, self.table.micro_batches, 1.0)[:, None], 0.0)
+        """Of how many micro batches the head's results are there when the first goes back, or its weights have their
+        first gradient.
+        """
+        micro_batches = self.table.micro_batches[:, None]
+        put_off = np.where(self._lags, np.minimum(self.layout.rank + 1.0, micro_batches), 1.0)
+        return np.where(self.layout.last, np.where(self._all_first, micro_batches, put_off), 0.0)
+
+    @cached_property
+    def heads_beside_gradients(self) -> Floats:
+        """The same once there are gradients of all parameters."""
+        fewer = np.where(self._lags & (self.stages > 1), np.minimum(self.heads, 1.0), self.heads - 1)
+        return np.where(self.heads > 1, fewer, self.heads)
+
+    @cached_property
+    def _lags(self) -> NDArray[np.bool_]:
+        return where(self.table.schedule, lambda kind: kind.lags)[:, None]
+
+    @cached_property
+    def _all_first(self) -> NDArray[np.bool_]:
+        return where(self.table.schedule, lambda kind: kind.forwards_first)[:, None]
 
     @cached_property
     def head_saved(self) -> Floats:
@@ -271,11 +288,12 @@ class RankMemory:
         of_many = np.where(self.stages > 1, by_all * micro_batches - by_one * missing, 0.0)
         # Of passes alongside each other a layer of the one is there before the other's goes.
         ahead = np.where(self.table.paired[:, None], of_layer, 0.0)
-        head = self.head_saved + self.layout.last * head_cached_bytes(self.context)[:, None]
+        cached = self.layout.last * head_cached_bytes(self.context)[:, None]
         return (
             np.maximum(saved * held, of_many)
             + ahead
-            + head * heads
+            + self.head_saved * heads
+            + cached * np.where(self._all_first, heads, np.minimum(heads, 1.0))
             + between_stages_bytes(self.context, self.layout.first, self.layout.last, held)
         )
 
