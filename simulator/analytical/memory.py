@@ -123,6 +123,7 @@ def _peaks(ranks: RankMemory) -> tuple[Floats, Floats]:
     # units, shards of the stream that reduces.
     alone = ranks.stages == 1
     first = ranks.activations(ranks.in_flight, ranks.heads) + ranks.kept_casts * _whole(ranks.in_flight, alone)
+    first = first + ranks.stage_ends
     held = ranks.beside_gradients
     later = ranks.activations(held, ranks.heads_beside_gradients)
     later = np.where(held > 0, later + ranks.kept_casts * _whole(held, alone), 0.0)

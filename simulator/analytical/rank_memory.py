@@ -144,6 +144,19 @@ class RankMemory:
         return window, np.where(self._buffered & ~kept, buffer * width, 0.0)
 
     @cached_property
+    def stage_ends(self) -> Floats:
+        """What stays gathered, besides the unit that computes, as the first micro batch goes back: a stage does not
+        give up its last unit, which it needs again first.
+        """
+        table, of, (dense, moe) = self.table, self.parameters, self.layout.layers
+        smaller = np.minimum(of.dense_layer, of.moe_layer + of.experts)[:, None]
+        layer = np.where((dense > 0) & (moe > 0), smaller, self.layer)
+        with_layers = np.ceil((dense + moe) / np.maximum(self.layout.largest, 1))  # stages, at least
+        others = np.maximum(with_layers - 1, 0.0)
+        resharded = self.full & self.piped & ~table.keeps_gathered[:, None] & (not self.flat_units)
+        return np.where(resharded, others * layer * self.context.dtype_bytes("gathered"), 0.0)
+
+    @cached_property
     def _buffered(self) -> NDArray[np.bool_]:
         """Where units are gathered through a buffer, which is kept until the next one has been copied out of its
         own.

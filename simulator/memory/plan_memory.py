@@ -73,6 +73,14 @@ class PlanMemory:
         )
 
     @property
+    def _by_bound(self) -> list[int]:
+        """Every pipeline rank, first the one that needs most by the lower bound."""
+        if self.plan.pp == 1:
+            return [0]
+        bound = estimate_plans(self._scenario, [self.plan]).memory.reserved_bytes[0, : self.plan.pp]
+        return [int(rank) for rank in np.argsort(-bound, kind="stable")]
+
+    @property
     def _order(self) -> Iterator[int]:
         """Every pipeline rank, first the ends of the pipeline: mostly one of them holds most."""
         return iter(dict.fromkeys([0, self.plan.pp - 1, *range(self.plan.pp)]))
@@ -112,7 +120,7 @@ class PlanMemory:
         for which it is below `sure`.
         """
         likely = 1.0
-        for rank in self._order:
+        for rank in self._by_bound:
             likely = min(likely, self._holds(float(self.rank(rank).reserved_bytes)))
             if likely < sure:
                 break
