@@ -33,50 +33,13 @@ class Pool:
     def __init__(self, *, small: bool) -> None:
         self.small = small
         self.reserved_bytes = 0
-        self._least_rest = BLOCK if small else SMALL + 1  # that is worth a block of its own
-        self._free: list[tuple[int, int]] = []  # (bytes, address)
-        self._starts: dict[int, int] = {}  # bytes of free blocks by their address
-        self._ends: dict[int, int] = {}  # addresses of free blocks by where they end
-        self._unmapped: dict[int, int] = {}  # bytes of addresses that a block may grow into
+        self.least_rest = BLOCK if small else SMALL + 1  # that is worth a block of its own
+        self.free: list[tuple[int, int]] = []  # (bytes, address)
+        self.starts: dict[int, int] = {}  # bytes of free blocks by their address
+        self.ends: dict[int, int] = {}  # addresses of free blocks by where they end
+        self.unmapped: dict[int, int] = {}  # bytes of addresses that a block may grow into
         self._segments: dict[int, int] = {}
         self._next = 0
-
-    def take(self, size: int) -> Block | None:
-        """Return the smallest free block of at least `size` bytes without what is left of it, if that is worth a block;
-        None if nothing free holds so many.
-        """
-        free = self._free
-        place = bisect_left(free, (size,))
-        if place == len(free):
-            return None
-        found, address = free[place]
-        if address + found in self._unmapped:
-            place = self._least_room(place)
-            found, address = free[place]
-        del free[place], self._starts[address]
-        rest = found - size
-        if rest < self._least_rest:
-            del self._ends[address + found]
-            return self, address, found
-        start = address + size
-        self._starts[start], self._ends[start + rest] = rest, start
-        insort(free, (rest, start))
-        return self, address, size
-
-    def give(self, address: int, size: int) -> None:
-        """Take a block back and join it with free neighbours."""
-        free, starts, ends = self._free, self._starts, self._ends
-        end = address + size
-        after = starts.pop(end, 0)
-        if after:
-            del free[bisect_left(free, (after, end))]
-            end += after
-        before = ends.pop(address, None)
-        if before is not None:
-            del free[bisect_left(free, (starts[before], before))]
-            address = before
-        starts[address], ends[end] = end - address, address
-        insort(free, (end - address, address))
 
     def needed(self, size: int) -> int:
         """Return the bytes that the driver is asked for where nothing free holds `size`."""
@@ -94,30 +57,30 @@ class Pool:
 
     def release(self) -> None:
         """Return to the driver what is not in use: segments that are free as a whole."""
-        for size, address in list(self._free):
+        for size, address in list(self.free):
             if self._segments.get(address) == size:
                 self._remove(address)
                 del self._segments[address]
                 self.reserved_bytes -= size
 
-    def _least_room(self, place: int) -> int:
+    def least_room(self, place: int) -> int:
         """Return the fit that grows least: a block that unmapped addresses follow counts as long as it may become."""
-        while place + 1 < len(self._free) and self._room(place + 1) < self._room(place):
+        while place + 1 < len(self.free) and self._room(place + 1) < self._room(place):
             place += 1
         return place
 
     def _room(self, place: int) -> int:
-        size, address = self._free[place]
-        return size + self._unmapped.get(address + size, 0)
+        size, address = self.free[place]
+        return size + self.unmapped.get(address + size, 0)
 
     def _add(self, address: int, size: int) -> None:
-        self._starts[address], self._ends[address + size] = size, address
-        insort(self._free, (size, address))
+        self.starts[address], self.ends[address + size] = size, address
+        insort(self.free, (size, address))
 
     def _remove(self, address: int) -> int:
         """Take a block off the free ones; return its bytes."""
-        size = self._starts.pop(address)
-        del self._ends[address + size], self._free[bisect_left(self._free, (size, address))]
+        size = self.starts.pop(address)
+        del self.ends[address + size], self.free[bisect_left(self.free, (size, address))]
         return size
 
 
@@ -133,15 +96,15 @@ class ExpandablePool(Pool):
 
     def __init__(self, *, small: bool) -> None:
         super().__init__(small=small)
-        self._least_rest = BLOCK
+        self.least_rest = BLOCK
         self._page = SMALL_SEGMENT if small else LARGE_SEGMENT
         self._end = 0
-        self._unmapped[0] = 1 << 80
+        self.unmapped[0] = 1 << 80
 
     def needed(self, size: int) -> int:
         at, have, asked = self._start(size), 0, 0
         while have < size:
-            more = self._starts.get(at, 0)
+            more = self.starts.get(at, 0)
             if not more:
                 more = self._pages(at, size - have)
                 asked += more
@@ -151,11 +114,11 @@ class ExpandablePool(Pool):
     def grow(self, size: int) -> None:
         address = at = self._start(size)
         while at - address < size:
-            at += self._remove(at) if at in self._starts else self._map(at, size - (at - address))
+            at += self._remove(at) if at in self.starts else self._map(at, size - (at - address))
         self._add(address, at - address)
 
     def release(self) -> None:
-        for size, address in list(self._free):
+        for size, address in list(self.free):
             low = -(-address // self._page) * self._page
             high = (address + size) // self._page * self._page
             if low < high:
@@ -167,23 +130,23 @@ class ExpandablePool(Pool):
 
     def _start(self, size: int) -> int:
         """Return where a run of free addresses begins that holds `size`: the lowest with unmapped ones."""
-        for hole in sorted(self._unmapped):
-            start = at = self._ends.get(hole, hole)
-            while at - start < size and (more := self._starts.get(at) or self._unmapped.get(at)):
+        for hole in sorted(self.unmapped):
+            start = at = self.ends.get(hole, hole)
+            while at - start < size and (more := self.starts.get(at) or self.unmapped.get(at)):
                 at += more
             if at - start >= size:
                 return start
         raise AssertionError("addresses do not end")
 
     def _pages(self, hole: int, wanted: int) -> int:
-        return min(-(-wanted // self._page) * self._page, self._unmapped[hole])
+        return min(-(-wanted // self._page) * self._page, self.unmapped[hole])
 
     def _map(self, hole: int, wanted: int) -> int:
         """Map the first pages of a hole, enough for `wanted` bytes if it has them; return their bytes."""
         size = self._pages(hole, wanted)
-        left = self._unmapped.pop(hole) - size
+        left = self.unmapped.pop(hole) - size
         if left:
-            self._unmapped[hole + size] = left
+            self.unmapped[hole + size] = left
         if hole == self._end:
             self._end += size
         self.reserved_bytes += size
@@ -191,9 +154,9 @@ class ExpandablePool(Pool):
 
     def _unmap(self, low: int, high: int) -> None:
         """Unmap pages that are no longer among the free ones."""
-        self._unmapped[low] = high - low
+        self.unmapped[low] = high - low
         if high == self._end:
-            self._unmapped[low] += self._unmapped.pop(high)
+            self.unmapped[low] += self.unmapped.pop(high)
             self._end = low
         self.reserved_bytes -= high - low
 
@@ -206,32 +169,69 @@ class CachingAllocator:
         self.retries = 0
         self.allocated_bytes = self.peak_allocated_bytes = self.peak_reserved_bytes = 0
         self._kind = ExpandablePool if expandable else Pool
-        self._pools: dict[tuple[str, bool], Pool] = {}
+        self._small: dict[str, Pool] = {}  # by stream
+        self._large: dict[str, Pool] = {}
+        self._pools: list[tuple[str, Pool]] = []
         self._used_on: dict[Block, set[str]] = {}  # other streams that use a block
         self._waiting: list[Block] = []  # freed, and still used on another stream
 
     @property
     def reserved_bytes(self) -> int:
-        return sum(pool.reserved_bytes for pool in self._pools.values())
+        return sum(pool.reserved_bytes for _, pool in self._pools)
 
     def allocate(self, nbytes: int, stream: str) -> Block:
-        """Return a block for `nbytes` that `stream` will write. Raises OutOfMemory."""
+        """Return a block for `nbytes` that `stream` will write: of the smallest free one of its pool that holds them,
+        without what is left of it, if that is worth a block. Raises OutOfMemory.
+        """
         size = -(-nbytes // BLOCK) * BLOCK or BLOCK
-        pool = self._pools.get((stream, size <= SMALL)) or self._new_pool(stream, small=size <= SMALL)
-        block = pool.take(size) or self._grown(pool, size)
-        self.allocated_bytes += block[2]
+        pools = self._small if size <= SMALL else self._large
+        pool = pools.get(stream) or self._new_pool(pools, stream)
+        free = pool.free
+        place = bisect_left(free, (size,))
+        if place == len(free):
+            self._make_room(pool, size)
+            pool.grow(size)
+            self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
+            place = bisect_left(free, (size,))
+        found, address = free[place]
+        if address + found in pool.unmapped:
+            place = pool.least_room(place)
+            found, address = free[place]
+        del free[place], pool.starts[address]
+        rest = found - size
+        if rest < pool.least_rest:
+            del pool.ends[address + found]
+            size = found
+        else:
+            start = address + size
+            pool.starts[start], pool.ends[start + rest] = rest, start
+            insort(free, (rest, start))
+        self.allocated_bytes += size
         if self.allocated_bytes > self.peak_allocated_bytes:  # noqa: PLR1730 - of every tensor, a call less
             self.peak_allocated_bytes = self.allocated_bytes
-        return block
+        return pool, address, size
 
     def free(self, block: Block) -> None:
-        """Take a block back: at once, or when the other streams that use it have got there."""
+        """Take a block back, at once or when the other streams that use it have got there, and join it with free
+        neighbours.
+        """
         pool, address, size = block
         self.allocated_bytes -= size
         if self._used_on and block in self._used_on:
             self._waiting.append(block)
-        else:
-            pool.give(address, size)
+            return
+        free, starts, ends = pool.free, pool.starts, pool.ends
+        end = address + size
+        after = starts.pop(end, 0)
+        if after:
+            del free[bisect_left(free, (after, end))]
+            end += after
+        before = ends.pop(address, None)
+        if before is not None:
+            del free[bisect_left(free, (starts[before], before))]
+            address = before
+        starts[address], ends[end] = end - address, address
+        insort(free, (end - address, address))
 
     def record_stream(self, block: Block, stream: str) -> None:
         """Note that a stream other than the block's own uses it: freed, it waits for `reached` of that stream."""
@@ -246,32 +246,25 @@ class CachingAllocator:
                 self._waiting.append(block)
             else:
                 del self._used_on[block]
-                pool, address, size = block
-                pool.give(address, size)
+                self.allocated_bytes += block[2]
+                self.free(block)
 
     def streams(self) -> Iterator[tuple[str, int]]:
         """Yield every stream and the bytes that its pools hold."""
         for stream in dict.fromkeys(stream for stream, _ in self._pools):
-            yield stream, sum(pool.reserved_bytes for (owner, _), pool in self._pools.items() if owner == stream)
+            yield stream, sum(pool.reserved_bytes for owner, pool in self._pools if owner == stream)
 
-    def _new_pool(self, stream: str, *, small: bool) -> Pool:
-        pool = self._pools[stream, small] = self._kind(small=small)
+    def _new_pool(self, pools: dict[str, Pool], stream: str) -> Pool:
+        pool = pools[stream] = self._kind(small=pools is self._small)
+        self._pools.append((stream, pool))
         return pool
-
-    def _grown(self, pool: Pool, size: int) -> Block:
-        self._make_room(pool, size)
-        pool.grow(size)
-        self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
-        block = pool.take(size)
-        assert block is not None  # noqa: S101 - there is room for it
-        return block
 
     def _make_room(self, pool: Pool, size: int) -> None:
         if self.capacity_bytes is None or self.reserved_bytes + pool.needed(size) <= self.capacity_bytes:
             return
         for stream in {stream for block in self._waiting for stream in self._used_on[block]}:
             self.reached(stream)  # the allocator waits for the device before it gives anything back
-        for other in self._pools.values():
+        for _, other in self._pools:
             other.release()
         self.retries += 1
         if self.reserved_bytes + pool.needed(size) > self.capacity_bytes:
