@@ -33,6 +33,7 @@ from topology.time_limit import limited
 SHOWN = 5  # changes that are listed
 PREDICTED = 8  # changes, best first by the analytical model, that are predicted as the plan itself is
 CANDIDATES = 24  # best plans of which the first that the file can say is the answer
+DEGREES = ("tp", "cp", "pp", "ep")
 GAIN = 0.995  # of the step: what gains less than half a percent is within any prediction's noise
 
 
@@ -181,7 +182,7 @@ def _changes(found: PlanAnswer, written: Writer, deadline: float | None) -> tupl
 def _within(plan: Plan, limits: Limits) -> bool:
     """Return whether a plan's degrees are within those that a kind of file can ask for."""
     held = Bounds(stated={name: values for name, values in limits.items() if values is not None})
-    return all(within(getattr(plan, axis), held.spans(axis)) for axis in ("tp", "cp", "pp", "ep"))
+    return all(within(getattr(plan, axis), held.spans(axis)) for axis in DEGREES)
 
 
 def _surely_no_gain(asked: Question, other: Plan, step_s: float, now: Estimate | None) -> bool:
@@ -216,6 +217,7 @@ def _best(
     fixed: dict[str, Values] = {
         "recompute": (plan.recompute,),
         "micro_batch_size": exactly(plan.micro_batch_size),
+        **{axis: exactly(getattr(plan, axis)) for axis in DEGREES},
     }
     stated = {name: fixed[name] if values is None else values for name, values in written.configuration.limits.items()}
     try:

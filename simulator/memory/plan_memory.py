@@ -137,10 +137,14 @@ class PlanMemory:
 
     @cached_property
     def flush_s(self) -> float:
-        """Seconds of a step that retries are expected to cost."""
+        """Seconds of a step that retries are expected to cost. One that runs out of memory is told as if it had enough,
+        unless runs of its runtime showed what a full GPU costs.
+        """
         reserved = np.array([float(self.reserved_bytes)])
         likely = retry_probability(reserved, np.array([self.left_bytes]), replayed_memory_factors())
         if self._known.flush_s is None:
+            if not self.fits:
+                return 0.0
             return float(likely[0]) * max(1, self.retries_per_step) * self.reserved_bytes * FLUSH_S_PER_BYTE
         return float(known_flush_s(likely, self._known.flush_s, self._replay.micro_batches)[0])
 

@@ -85,13 +85,19 @@ def counted_ends(model_layers: int, stages: int, spec: PipelineSpec) -> tuple[fl
     """Return how many layers the embedding and the head count as where `stages` are made: see `PipelineSpec`.
 
     Megatron-LM drops them from the layers of their stages again, down to none
-    (megatron/core/transformer/transformer_block.py: get_num_layers_to_build).
+    (megatron/core/transformer/transformer_block.py: get_num_layers_to_build). Where neither makes the layers divide,
+    both count, and the stages are spelt out (`needs_layout`).
     """
     if spec.ends_fill_stages and model_layers % stages:
-        for ends in ((0.0, 1.0), (1.0, 1.0)):
-            if (model_layers + sum(ends)) % stages == 0:
-                return ends
+        return (0.0, 1.0) if (model_layers + 1) % stages == 0 else (1.0, 1.0)
     return spec.embedding_weight, spec.head_weight
+
+
+def needs_layout(model_layers: int, stages: int, spec: PipelineSpec) -> bool:
+    """Return whether `ends_fill_stages` does not: Megatron-LM is then told every stage
+    (--pipeline-model-parallel-layout, megatron/core/transformer/pipeline_parallel_layer_layout.py of 0.19.2).
+    """
+    return spec.ends_fill_stages and all((model_layers + ends) % stages for ends in (0, 1, 2))
 
 
 def rank_of_stage(stage: int, pp: int, schedule: str) -> int:

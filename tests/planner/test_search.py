@@ -89,7 +89,7 @@ NO_PIPELINES = SearchOptions(bounds=NARROW)
 @cache
 def answer(**options):
     """Return what the search answers to QUESTION, asked once for all tests."""
-    return suggest(QUESTION, SearchOptions(bounds=LIMITS, **{"simulate": False, **options}))
+    return suggest(QUESTION, SearchOptions(**{"bounds": LIMITS, "simulate": False, **options}))
 
 
 @pytest.mark.parametrize("objective", ["time", "memory"])
@@ -173,7 +173,7 @@ def test_a_search_cut_short_says_how_far_it_may_be_off(llama8b, workload):
 
 def test_every_plan_listed_is_simulated_and_in_that_order():
     """First what surely fits; among equals in that, a plan of an earlier tie is never slower than one of a later."""
-    result = answer(objective="time", simulate=True, top=3)
+    result = answer(objective="time", simulate=True, top=3, bounds=NARROW)
     sure = [ranked.estimate.memory.fit is Fit.YES for ranked in result.plans]
     fastest = {ranked.tie: ranked.estimate.step_s.value for ranked in reversed(result.plans)}
     slowest = {ranked.tie: ranked.estimate.step_s.value for ranked in result.plans}
@@ -194,7 +194,7 @@ def test_a_plan_that_may_not_fit_where_simulated_comes_after_those_that_do(monke
     """The first is fastest in the simulation too, but its allocator holds more than there is."""
     from planner.search import finalists
 
-    real, first = finalists.predict, answer(objective="time", simulate=True, top=3).plans[0].plan
+    real, first = finalists.predict, answer(objective="time", simulate=True, top=3, bounds=NARROW).plans[0].plan
 
     def fragmented(question, plan, **options):
         found = real(question, plan, **options)
@@ -240,13 +240,6 @@ def test_objectives_differ():
     assert small.step_s.value > fast.step_s.value
     with pytest.raises(UserError, match="objective"):
         suggest(QUESTION, SearchOptions(objective="beauty"))
-
-
-def test_the_same_question_has_the_same_answer():
-    """Byte for byte, but for how long the search took."""
-    first, second = answer(objective="time"), suggest(QUESTION, SearchOptions(bounds=LIMITS, simulate=False))
-
-    assert without_clock(first) == without_clock(second)
 
 
 def without_clock(result):

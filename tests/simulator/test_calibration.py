@@ -12,7 +12,8 @@ from simulator.analytical.scenario import Scenario
 from simulator.calibration.calibration import Calibration, Effects, RuntimeCosts, without
 from simulator.calibration.gaussian import conditioned
 from simulator.calibration.intervals import interval_table
-from simulator.calibration.kernel_samples import OperatorItem, operators_of
+from simulator.calibration.items import OperatorItem
+from simulator.calibration.kernel_samples import operators_of
 from simulator.config.model import Model
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
