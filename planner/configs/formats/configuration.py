@@ -136,7 +136,6 @@ def unknown_kind(where: str, why: str) -> NotAConfiguration:
         f"{where} is no configuration of a kind that is known",
         why=why,
         remedy="a torchtitan TOML or command, a Megatron-LM command line, script or functional test, a recipe of"
-        " Megatron-Bridge or its dump, a DeepSpeed JSON, an accelerate YAML, TrainingArguments, a command or YAML of"
-        " verl or MaxText, or the YAML of axolotl, torchtune, LitGPT, nanotron, GPT-NeoX, NeMo AutoModel, OLMo or"
-        " Primus",
+        " Megatron-Bridge or its dump, a DeepSpeed JSON, an accelerate YAML, TrainingArguments, commands or YAML of"
+        " verl or MaxText, or YAML of axolotl, torchtune, LitGPT, nanotron, GPT-NeoX, NeMo AutoModel, OLMo or Primus",
     )
