@@ -327,8 +327,8 @@ def test_one_shape_however_often_it_ran_moves_factors_as_far_as_it_tells_of_othe
 
 
 def test_runs_too_short_for_the_power_limiter_do_not_make_kernels_quick() -> None:
-    """The same seconds, at the clock of a rested GPU: kernels under full load take longer, by what clocks differ but for
-    what a step's other kernels leave its products.
+    """The same seconds, at the clock of a rested GPU: kernels under full load take longer, by what clocks differ, but
+    for what a step's other kernels leave its products.
 
     What the driver reads when all is over says nothing: clocks are up again by then.
     """
