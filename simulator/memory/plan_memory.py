@@ -137,8 +137,8 @@ class PlanMemory:
 
     @cached_property
     def flush_s(self) -> float:
-        """Seconds of a step that retries are expected to cost. One that runs out of memory is given as if it had enough,
-        unless runs of its runtime showed what a full GPU costs.
+        """Seconds of a step that retries are expected to cost. One that runs out of memory is given as if it had
+        enough, unless runs of its runtime showed what a full GPU costs.
         """
         reserved = np.array([float(self.reserved_bytes)])
         likely = retry_probability(reserved, np.array([self.left_bytes]), replayed_memory_factors())
