@@ -122,7 +122,7 @@ def eight_gpus():
     return plans, costed
 
 
-@pytest.mark.parametrize("factor", [2.0, 8.0])
+@pytest.mark.parametrize("factor", [2.0, pytest.param(8.0, marks=pytest.mark.nightly)])
 def test_with_faster_links_tensor_parallel_never_gets_relatively_worse(eight_gpus, factor):
     """Plans with and without more bandwidth inside a node: those with tensor parallelism gain at least as much.
 

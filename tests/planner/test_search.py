@@ -227,7 +227,7 @@ def test_the_answer_is_ranked_feasible_and_explained():
 
 
 def test_variants_of_one_grid_are_listed_on_request():
-    result = suggest(QUESTION, replace(NO_PIPELINES, top=6, all_variants=True))
+    result = suggest(QUESTION, replace(NO_PIPELINES, top=6, all_variants=True, simulate=False))
     grids = {(p.plan.dp_replicate, p.plan.dp_shard, p.plan.tp, p.plan.cp, p.plan.pp) for p in result.plans}
 
     assert len(result.plans) == 6
@@ -254,7 +254,7 @@ SMALL = {
 }
 
 
-@pytest.fixture(scope="module", params=["time", "pareto"])
+@pytest.fixture(scope="module", params=["time", pytest.param("pareto", marks=pytest.mark.nightly)])
 def listed(request):
     """Return how to search, and the answer with chunks as they are."""
     model = replace(LLAMA8B, layers=7, hidden=2048, heads=16, ffn=4096)
