@@ -34,6 +34,9 @@ def runtime_section(data: Mapping[str, Any], name: str, assumed: list[str]) -> J
     refuse_unknown(stated, RUNTIME_KEYS, f"case {name}: runtime")
     graphs = stated.pop("cuda_graph", None)
     stated["cuda_graph"] = not (unsaid(graphs) or graphs is False or str(graphs).lower().startswith(_NO_GRAPHS))
+    kernels = stated.pop("kernels", None)
+    if not unsaid(kernels) and word_of(kernels, f"case {name}: runtime.kernels").lower() != "none":
+        assumed.append(f"runtime.kernels {kernels}: what they fuse is not described, costed without them")
     for key, value in stated.items():
         if unsaid(value):
             continue

@@ -33,6 +33,7 @@ RUNTIME_KEYS = (
     "release",
     "low_precision_recipe",
     "cuda_graph",
+    "kernels",
 )
 MEASURED_KEYS = (
     "step_s",

@@ -201,8 +201,8 @@ class RankMemory:
         first gradient.
         """
         micro_batches = self.table.micro_batches[:, None]
-        put_off = np.where(self._lags, np.minimum(self.layout.rank + 1.0, micro_batches), 1.0)
-        return np.where(self.layout.last, np.where(self._all_first, micro_batches, put_off), 0.0)
+        deferred = np.where(self._lags, np.minimum(self.layout.rank + 1.0, micro_batches), 1.0)
+        return np.where(self.layout.last, np.where(self._all_first, micro_batches, deferred), 0.0)
 
     @cached_property
     def heads_beside_gradients(self) -> Floats:

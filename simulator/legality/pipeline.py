@@ -103,7 +103,8 @@ def _stage_sentence(p: Plan) -> str:
         if schedule.least_stages == schedule.most_stages
         else f"at least {schedule.least_stages}"
     )
-    return f"schedule {schedule.name} needs {need} stage(s) on every rank, virtual_stages={p.virtual_stages}"
+    stages = "stage" if schedule.least_stages == 1 else "stages"
+    return f"schedule {schedule.name} needs {need} {stages} on every rank, virtual_stages={p.virtual_stages}"
 
 
 def _layer_counts(p: Plan, q: RuleFacts) -> str:

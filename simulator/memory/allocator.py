@@ -153,7 +153,7 @@ class ExpandablePool(Pool):
         return size
 
     def _unmap(self, low: int, high: int) -> None:
-        """Unmap pages that are no longer among the free ones."""
+        """Unmap pages that are not among the free ones."""
         self.unmapped[low] = high - low
         if high == self._end:
             self.unmapped[low] += self.unmapped.pop(high)

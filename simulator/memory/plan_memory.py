@@ -137,7 +137,7 @@ class PlanMemory:
 
     @cached_property
     def flush_s(self) -> float:
-        """Seconds of a step that retries are expected to cost. One that runs out of memory is told as if it had enough,
+        """Seconds of a step that retries are expected to cost. One that runs out of memory is taken to have enough,
         unless runs of its runtime showed what a full GPU costs.
         """
         reserved = np.array([float(self.reserved_bytes)])

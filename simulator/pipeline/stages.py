@@ -94,7 +94,7 @@ def counted_ends(model_layers: int, stages: int, spec: PipelineSpec) -> tuple[fl
 
 
 def needs_layout(model_layers: int, stages: int, spec: PipelineSpec) -> bool:
-    """Return whether `ends_fill_stages` does not: Megatron-LM is then told every stage
+    """Return whether `ends_fill_stages` does not: Megatron-LM is then given every stage
     (--pipeline-model-parallel-layout, megatron/core/transformer/pipeline_parallel_layer_layout.py of 0.19.2).
     """
     return spec.ends_fill_stages and all((model_layers + ends) % stages for ends in (0, 1, 2))

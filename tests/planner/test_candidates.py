@@ -181,3 +181,23 @@ def test_a_field_that_no_search_varies_has_each_of_its_stated_numbers() -> None:
     assert found.tp.tolist() == [1] * 3 + [2] * 3
     with pytest.raises(UserError, match="has more than 64 values"):
         with_stated(plans, Bounds(stated={"zero_stage": ((1, 100),)}))
+
+
+def test_layers_that_no_stages_divide_are_spread_by_a_layout_and_others_are_not() -> None:
+    """61 layers on 16 ranks need a layout whatever the stages of a rank; 64 divide, so no layout is tried of them."""
+    asked = [
+        question_of(
+            replace(LLAMA8B, layers=layers),
+            make_cluster(nodes=2),
+            Workload(seq_len=4096, global_batch_size=64),
+            framework="megatron-lm",
+        )
+        for layers in (61, 64)
+    ]
+    stages = [
+        {(int(a), int(b)) for a, b in zip(found.columns.pp, found.columns.virtual_stages, strict=True)}
+        for found in map(enumerate_nodes, asked)
+    ]
+
+    assert {(16, 1), (16, 2), (8, 4), (2, 1)} <= stages[0]
+    assert all(64 % (pp * each) == 0 for pp, each in stages[1])

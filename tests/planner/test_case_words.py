@@ -81,3 +81,11 @@ def test_the_example_is_a_run_that_validate_and_learn_read(planner, tmp_path) ->
     assert "did you mean 'recompute'" in rows[1]["skipped"]
     assert learned.returncode == 3
     assert "1 case is not used" in learned.stderr
+
+
+def test_fused_kernels_that_a_source_names_are_listed_as_left_out() -> None:
+    """Cases say `runtime.kernels` in their source's own words."""
+    fused, none = (load_case({**CASE, "runtime": {"name": "torchtitan", "kernels": one}}) for one in ("foak", "none"))
+
+    assert any("runtime.kernels foak" in line for line in fused.assumed)
+    assert not any("kernels" in line for line in none.assumed)
