@@ -73,7 +73,7 @@ class Configuration:
     in_a_comment: bool = False
     leaves_open: frozenset[str] = frozenset()  # of seq_len and global_batch
     elsewhere: tuple[str, ...] = ()  # what decides of a plan, and is not in the text
-    known: frozenset[str] = frozenset()  # keys beside the table's that a misspelt one may have meant
+    known: frozenset[str] = frozenset()  # keys besides the table's that a misspelt one may have meant
 
 
 def not_understood(settings: Mapping[str, Any], understood: frozenset[str], harmless: str) -> tuple[str, ...]:
