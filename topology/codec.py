@@ -8,6 +8,7 @@ atomic: a reader sees the old file or the new one, never half of either.
 from __future__ import annotations
 
 import csv
+import errno
 import hashlib
 import io
 import os
@@ -18,6 +19,7 @@ import sys
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,6 +29,7 @@ from topology.errors import BadInput, PlannerError
 from topology.units import MIB, in_mib
 
 MAX_BYTES = 32 * MIB
+MOST_NAMED = 20  # known keys that an error names
 LOCK_WAIT_S = 30.0  # for another writer; a file is merged and written in well under a second
 
 T = TypeVar("T")
@@ -106,12 +109,18 @@ def convert(data: Any, kind: type[T], *, where: str, others: bool = False) -> T:
         value = msgspec.convert(data, kind, strict=True)
     except (msgspec.ValidationError, RecursionError) as error:
         raise BadInput(f"{where} is not a valid {kind.__name__}", why=str(error)) from error
-    unknown = [] if others else list(_dropped(data, msgspec.to_builtins(value), "$"))
+    kept = msgspec.to_builtins(value)
+    unknown = [] if others else list(_dropped(data, kept, "$"))
     if unknown:
+        known = [f"$.{key}" for key in kept]
+        near = [found[0] for path in unknown[:8] if (found := get_close_matches(path, known, n=1, cutoff=0.7))]
+        top = all(path.count(".") == 1 for path in unknown)
         raise BadInput(
-            f"{where} has unknown keys: {', '.join(unknown[:8])}",
+            f"{where} has {'unknown keys' if len(unknown) > 1 else 'an unknown key'}: {', '.join(unknown[:8])}",
             why="a misspelt key would otherwise be ignored silently",
-            remedy="remove or rename them",
+            remedy="remove or rename them"
+            + (f"; did you mean {', '.join(near)}?" if near else "")
+            + (f" Known: {', '.join(known)}" if top and len(known) <= MOST_NAMED else ""),
         )
     return value
 
@@ -161,7 +170,7 @@ def write_text(path: str | Path, text: str) -> None:
         if path.exists() and not path.is_file():
             _write_in_place(path, text)
             return
-        path.parent.mkdir(parents=True, exist_ok=True)
+        _make_folders(path.parent)
         _remove_abandoned(path)
         with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
             file.write(text)
@@ -179,10 +188,18 @@ def write_text(path: str | Path, text: str) -> None:
 def make_folder(path: Path) -> None:
     """Make a folder, and those above it, unless it is there. Raises BadInput where it cannot be made."""
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        _make_folders(path)
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or str(error)
         raise BadInput(f"cannot make the folder {str(path)[:200]}", why=why, remedy="choose another --out") from error
+
+
+def _make_folders(path: Path) -> None:
+    """Make a folder and those above it. Raises OSError."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except RecursionError:  # hundreds of folders in each other
+        raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG), str(path)) from None
 
 
 def _write_in_place(path: Path, text: str) -> None:
@@ -229,7 +246,7 @@ def locked(path: str | Path) -> Iterator[None]:
     path = Path(path)
     lock = filelock.FileLock(path.with_name(f".{path.name}.lock"), timeout=LOCK_WAIT_S)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        _make_folders(path.parent)
         lock.acquire()
     except filelock.Timeout as error:
         raise PlannerError(

@@ -29,6 +29,7 @@ from planner.calibrate.measurements import (
     PossibleMeasurements,
     job_of,
     layers_in_words,
+    messages,
     ops_of,
     own_effects,
     without_known,
@@ -162,13 +163,14 @@ def agenda_for(
     steps = list(wanted.steps)
     runtimes = [step.runtime for step in steps]
     runtimes += [timed_runtime(one) for one in runtimes]
-    terms = terms_of([step.plan for step in steps], runtimes, ops_of(steps, cluster))
+    sent = [messages(step, cluster) for step in steps]
+    terms = terms_of([step.plan for step in steps], runtimes, ops_of(sent))
     rows, seconds = own_effects(steps, cluster, terms, calibration)
     order = np.argsort(seconds, kind="stable") if wanted.choice else np.arange(len(steps))
     wanted = replace(wanted, steps=tuple(steps[place] for place in order))
     rows, seconds = rows[order], seconds[order]
     targets = targets_of_differences(rows, seconds) if wanted.choice and len(steps) > 1 else targets_of_steps(rows)
-    possible = PossibleMeasurements(cluster, gpus, terms, calibration).of(wanted.steps)
+    possible = PossibleMeasurements(cluster, gpus, terms, calibration).of(wanted.steps, [sent[one] for one in order])
     possible = [
         one
         for one in possible

@@ -25,7 +25,6 @@ from planner.calibrate.calibration_request import (
     unique,
 )
 from planner.calibrate.choose import Floats, Measurement
-from planner.calibrate.items import CollectiveItem, LayerItem, PairItem, SiteItem
 from planner.calibrate.layer_runs import layer_request, narrow_requests, runs_here
 from planner.calibrate.overlap_request import plan_sites
 from planner.calibrate.planned_step import PlannedStep
@@ -33,7 +32,8 @@ from planner.calibrate.terms import Term, collective_term, effects
 from planner.io.plan_words import plan_in_words
 from simulator.analytical.scenario import Scenario
 from simulator.calibration.calibration import Calibration
-from simulator.calibration.kernel_samples import PACKING, UPDATES, OperatorItem
+from simulator.calibration.items import CollectiveItem, ContentionItem, LayerItem, OperatorItem, OverlapItem
+from simulator.calibration.kernel_samples import PACKING, UPDATES
 from simulator.config.model import Model
 from simulator.config.plan import Plan
 from simulator.config.workload import Workload
@@ -58,6 +58,7 @@ WARM_UP, STEPS, FEWEST_STEPS, TIMED_S = 3, 40, 5, 1.0
 OPERATORS_AT_ONCE = 24
 SIZES_AT_MOST = 8
 LONGEST_WIDE_S = 4.0  # of a predicted step of a wide layer: longer ones are left out
+Messages = set[tuple[str, int, int]]  # collectives as (op, ranks, bytes)
 KERNEL_TERMS = {"matmul": "matrix products", "attention": "attention", "move": "kernels that move memory"}
 
 
@@ -74,14 +75,14 @@ class PossibleMeasurements:
     def __post_init__(self) -> None:
         self._place = {term.name: index for index, term in enumerate(self.terms)}
 
-    def of(self, steps: Sequence[PlannedStep]) -> list[Measurement]:
-        """Return the measurements, none twice."""
+    def of(self, steps: Sequence[PlannedStep], sent: Sequence[Messages]) -> list[Measurement]:
+        """Return the measurements, none twice; `sent` has the collectives of each step."""
         narrow = unique(item for step in steps for item in narrow_requests(step, self.gpus))
         wide = unique(item for step in steps if (item := layer_request(step, self.gpus)) is not None)
         found = [*self.layers(narrow, narrow=True), *self.layers(wide, narrow=False), *self._operators(steps)]
         found.append(self.operators("copies of memory", copies().operators))
         if self.gpus > 1:
-            found += [self.collective(item) for item in self._messages(steps)]
+            found += [self.collective(item) for item in self._messages(sent)]
             found += [self.pair(item) for item in CONTENTION]
             overlapped = [step for step in steps if step.plan.tp_overlap != "none" and runs_here(step.runtime)]
             found += [self.site(item) for item in plan_sites(overlapped, self.gpus)]
@@ -171,12 +172,12 @@ class PossibleMeasurements:
             seconds=JOB_S + OPERATOR_S * len(items),
         )
 
-    def _messages(self, steps: Sequence[PlannedStep]) -> list[CollectiveItem]:
+    def _messages(self, sent: Sequence[Messages]) -> list[CollectiveItem]:
         """Return the collectives of steps, as far as they are among no more GPUs than there are."""
         sizes: dict[tuple[str, int], set[int]] = {}
-        for step in steps:
-            for op, ranks, nbytes in messages(step, self.cluster):
-                if 1 < ranks <= self.gpus:
+        for some in sent:
+            for op, ranks, nbytes in some:
+                if ranks <= self.gpus:
                     sizes.setdefault((op, ranks), set()).add(nbytes)
         return [collective_item(op, ranks, _spread_out(sorted(found))) for (op, ranks), found in sizes.items()]
 
@@ -190,7 +191,7 @@ class PossibleMeasurements:
             seconds=JOB_S + SIZE_S * len(item.sizes),
         )
 
-    def pair(self, item: PairItem) -> Measurement:
+    def pair(self, item: ContentionItem) -> Measurement:
         """Return a kernel alongside a collective of all GPUs."""
         return self._direct(
             f"{item.compute} of {_size(item.shape)} alongside {collective_term(item.op)[:-1]} of"
@@ -202,7 +203,7 @@ class PossibleMeasurements:
             seconds=JOB_S + PAIR_S,
         )
 
-    def site(self, item: SiteItem) -> Measurement:
+    def site(self, item: OverlapItem) -> Measurement:
         """Return a tensor-parallel product with its collective in every overlap mode."""
         return self._direct(
             f"{item.operation.replace('_', ' ')} of {item.ranks} GPUs, {item.rows} x {sum(item.columns)} x"
@@ -235,7 +236,7 @@ def _term_of(operator: OperatorItem) -> str:
     return "packing of FSDP" if operator.name in PACKING else KERNEL_TERMS[operator.kind]
 
 
-def messages(step: PlannedStep, cluster: Cluster) -> set[tuple[str, int, int]]:
+def messages(step: PlannedStep, cluster: Cluster) -> Messages:
     """Return the collectives of a step as (op, ranks, bytes in nccl-tests' size column), each once.
 
     Few layers a stage and a micro batch a rank have all of them.
@@ -255,7 +256,9 @@ def messages(step: PlannedStep, cluster: Cluster) -> set[tuple[str, int, int]]:
     for code in lowered.program.codes:
         for one in code.instructions:
             if isinstance(one, Collective) and one.group in lowered.costs.families:
-                found.add((one.op, lowered.costs.families[one.group].ranks, int(one.nbytes)))
+                ranks = lowered.costs.families[one.group].ranks
+                if ranks > 1:
+                    found.add((one.op, ranks, int(one.nbytes)))
             elif isinstance(one, Send):
                 found.add(("send_recv", 2, int(one.nbytes)))
     return found
@@ -319,9 +322,9 @@ def _spread_out(sizes: Sequence[int]) -> list[int]:
     return [sizes[round(place)] for place in np.linspace(0, len(sizes) - 1, SIZES_AT_MOST)]
 
 
-def ops_of(steps: Sequence[PlannedStep], cluster: Cluster) -> list[str]:
-    """Return which collectives the steps run."""
-    return sorted({op for step in steps for op, ranks, _ in messages(step, cluster) if ranks > 1})
+def ops_of(sent: Sequence[Messages]) -> list[str]:
+    """Return which collectives there are."""
+    return sorted({op for some in sent for op, _, _ in some})
 
 
 def own_effects(
@@ -346,5 +349,5 @@ def own_effects(
         )
         plans = [steps[place].plan for place in places]
         rows[places], table = effects(scenario, plans, terms)
-        seconds[places] = table.step_s
+        seconds[places] = table.step_s[: len(plans)]
     return rows, seconds

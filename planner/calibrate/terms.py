@@ -64,7 +64,7 @@ HOST_WORDS = {
     "cp_rest_s": "a step outside layers, more under context parallelism",
 }
 
-Change = Callable[[Scenario], Scenario]
+Change = Callable[[Scenario], Calibration]
 
 
 def _anywhere(_: Plan) -> bool:
@@ -185,29 +185,30 @@ def effects(
     scenario: Scenario, plans: Sequence[Plan], terms: Sequence[Term], *, hosts_alone: bool = False
 ) -> tuple[Floats, EstimateTable]:
     """Return what one unit of each term changes in the logarithm of the plans' steps, (plans, terms), and the
-    prediction.
+    prediction, whose first rows are the plans.
 
     With `hosts_alone` other terms than the host's are taken to change nothing. Raises what predicting the plans raises.
     """
-    base = replace(scenario, calibration=_known(scenario))
-    table = estimate_plans(base, plans)
+    known = _known(scenario)
+    base = replace(scenario, calibration=known)
+    asked = [
+        (place, term)
+        for place, term in enumerate(terms)
+        if (term.host or not hosts_alone) and any(map(term.occurs, plans))
+    ]
+    changed = {place: one for place, term in asked if term.change and (one := term.change(base)) is not known}
+    # The plans as they are, and again for every change.
+    each_with = [one for one in (known, *changed.values()) for _ in plans]
+    table = estimate_plans(base, [*plans] * (1 + len(changed)), each_with=each_with)
+    steps = table.step_s.reshape(1 + len(changed), len(plans))
     found = np.zeros((len(plans), len(terms)))
-    for place, term in enumerate(terms):
-        if term.host or not hosts_alone:
-            found[:, place] = _effect(base, table, plans, term)
+    for row, place in enumerate(changed, 1):
+        found[:, place] = np.log(steps[row] / steps[0])
+    parts = {**table.exposed_by_axis_s, **table.breakdown_s}
+    for place, term in asked:
+        if term.change is None:
+            found[:, place] = term.spread * parts[term.share][: len(plans)] / steps[0]
     return found, table
-
-
-def _effect(base: Scenario, table: EstimateTable, plans: Sequence[Plan], term: Term) -> Floats:
-    if not any(map(term.occurs, plans)):
-        return np.zeros(len(plans))
-    if term.change is None:
-        parts = {**table.exposed_by_axis_s, **table.breakdown_s}
-        return np.asarray(term.spread * parts[term.share] / table.step_s, dtype=np.float64)
-    changed = term.change(base)
-    if changed is base:
-        return np.zeros(len(plans))
-    return np.asarray(np.log(estimate_plans(changed, plans).step_s / table.step_s), dtype=np.float64)
 
 
 def _known(scenario: Scenario) -> Calibration:
@@ -215,31 +216,29 @@ def _known(scenario: Scenario) -> Calibration:
 
 
 def _raise_operators(kind: WorkKind | None, spread: float) -> Change:
-    def change(scenario: Scenario) -> Scenario:
+    def change(scenario: Scenario) -> Calibration:
         known = _known(scenario)
-        raised = _RaisedOperators(base=known.operators, kind=kind, factor=math.exp(spread))
-        return replace(scenario, calibration=replace(known, operators=raised))
+        return replace(known, operators=_RaisedOperators(base=known.operators, kind=kind, factor=math.exp(spread)))
 
     return change
 
 
 def _raise_collective(op: str) -> Change:
-    def change(scenario: Scenario) -> Scenario:
+    def change(scenario: Scenario) -> Calibration:
         known = _known(scenario)
-        raised = _RaisedCollectives(known.collectives, op, math.exp(COLLECTIVE_SPREAD))
-        return replace(scenario, calibration=replace(known, collectives=raised))
+        return replace(known, collectives=_RaisedCollectives(known.collectives, op, math.exp(COLLECTIVE_SPREAD)))
 
     return change
 
 
 def _inside(runtime: tuple[str, bool]) -> Change:
-    def change(scenario: Scenario) -> Scenario:
-        if (runtime_spec(scenario.runtime.name).names[0], scenario.runtime.compile) != runtime:
-            return scenario
+    def change(scenario: Scenario) -> Calibration:
         known = _known(scenario)
+        if (runtime_spec(scenario.runtime.name).names[0], scenario.runtime.compile) != runtime:
+            return known
         costs = known.runtime(runtime[0], compiled=runtime[1])
         raised = replace(costs, kernel_factor=costs.kernel_factor * math.exp(INSIDE_SPREAD))
-        return replace(scenario, calibration=replace(known, runtimes={**known.runtimes, runtime: raised}))
+        return replace(known, runtimes={**known.runtimes, runtime: raised})
 
     return change
 
@@ -247,11 +246,11 @@ def _inside(runtime: tuple[str, bool]) -> Change:
 def _raise_host(cost: tuple[str, bool, str] | None, spread: float) -> Change:
     """Return what raises one cost of a runtime's host; without one, all costs of whatever runtime is asked about."""
 
-    def change(scenario: Scenario) -> Scenario:
+    def change(scenario: Scenario) -> Calibration:
         name, compiled = runtime_spec(scenario.runtime.name).names[0], scenario.runtime.compile
-        if cost is not None and cost[:2] != (name, compiled):
-            return scenario
         known = _known(scenario)
+        if cost is not None and cost[:2] != (name, compiled):
+            return known
         spec = runtime_spec(name)
         host = calibrated_host(spec, known, compiled=compiled).host
         if cost is None:
@@ -265,7 +264,7 @@ def _raise_host(cost: tuple[str, bool, str] | None, spread: float) -> Change:
             raised = {one: _higher(getattr(host, one) or 0.0, spread, launch=cost[2] == "launch_s") for one in names}
         costs = known.runtime(name, compiled=compiled)
         changed = {**known.runtimes, (name, compiled): replace(costs, host={**costs.host, **raised})}
-        return replace(scenario, calibration=replace(known, runtimes=changed))
+        return replace(known, runtimes=changed)
 
     return change
 

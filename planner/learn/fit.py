@@ -192,6 +192,20 @@ class PredictedCases:
                 found[place] = with_replay(asked, self.cases[place].plan, estimate) if replayed else estimate
         return [found[place] for place in range(len(self.cases))]
 
+    def steps_s(self, answers: Sequence[Mapping[str, float]], *, compiled: bool) -> Floats:
+        """Return the steps of all plans under each of several answers, (answers, plans)."""
+        found = np.zeros((len(answers), len(self.cases)))
+        for places in self.groups:
+            question = self.cases[places[0]].question
+            below = question.calibration or Calibration(gpu=question.cluster.slowest_kind)
+            key = (runtime_spec(question.runtime.name).names[0], compiled)
+            known = [replace(below, runtimes={key: costs_of(values, rows=1)}) for values in answers]
+            asked = replace(question, calibration=known[0])
+            plans = [self.cases[place].plan for place in places]
+            table = asked.estimate(plans * len(answers), each_with=[one for one in known for _ in plans])
+            found[:, places] = table.step_s.reshape(len(answers), len(plans))
+        return found
+
 
 class Runs:
     """Runs with what they measured, predicted again and again."""
@@ -217,14 +231,15 @@ class Runs:
             )
         return np.array(rows, dtype=np.float64).reshape(-1, 2)
 
-    def steps(self, values: Mapping[str, float], full: Flags, *, compiled: bool) -> Floats:
-        """Return log(predicted / measured) of steps, those in `full` on GPUs whose allocator flushes; 0 where not
-        measured.
+    def steps(self, answers: Sequence[Mapping[str, float]], full: Flags, *, compiled: bool) -> Floats:
+        """Return log(predicted / measured) of steps under each of several answers, (answers, runs), those in `full` on
+        GPUs whose allocator flushes; 0 where not measured.
         """
-        found = self.asked.predicted({**values, FLUSH: 0.0}, compiled=compiled)
-        predicted = np.array([one.step_s.value for one in found]) + full * self.micro_batches * values.get(FLUSH, 0.0)
-        measured = np.array([run.step_s or one for run, one in zip(self.runs, predicted, strict=True)])
-        return np.asarray(np.log(predicted / measured))
+        found = self.asked.steps_s([{**values, FLUSH: 0.0} for values in answers], compiled=compiled)
+        flushes = np.array([[values.get(FLUSH, 0.0)] for values in answers])
+        predicted = found + full * self.micro_batches * flushes
+        measured = np.array([run.step_s or np.nan for run in self.runs])
+        return np.asarray(np.where(np.isnan(measured), 0.0, np.log(predicted / measured)))
 
     def described_memory(self, *, compiled: bool) -> tuple[Floats, Floats]:
         """Return the bytes of state and all bytes, as described, that compare with what each run measured."""
@@ -294,8 +309,7 @@ def _fit_memory(known: Runs, *, compiled: bool) -> Fit:
     state, whole = (column[measured] for column in known.described_memory(compiled=compiled))
 
     def missed(logs: Floats) -> Floats:
-        factor, more = np.exp(logs)
-        held = RuntimeCosts(reserved=factor, activations=more).held_bytes(whole, state)
+        held = [RuntimeCosts(reserved=one, activations=more).held_bytes(whole, state) for one, more in np.exp(logs)]
         return np.asarray((np.log(held) - seen) / MEMORY_SPREAD)
 
     found = solve(missed, np.zeros(len(MEMORY_FACTORS)), priors(MEMORY_FACTORS))
@@ -312,13 +326,13 @@ def _fit_steps(known: Runs, usual: Answer, memory: Fit, *, compiled: bool, start
         return {"step_s": 0.0, **memory.values, **dict(zip(names, (values * np.exp(logs)).tolist(), strict=True))}
 
     def missed(logs: Floats) -> Floats:
-        return np.asarray(known.steps(answer(logs), full, compiled=compiled)[timed], dtype=np.float64)
+        return known.steps([answer(one) for one in logs], full, compiled=compiled)[:, timed]
 
     # Hosts and collectives only add to kernels, so the runs that are least behind the description show these best.
     begin = dict.fromkeys(names, 0.0)
     free = timed & ~full
     if free.any():
-        described = known.steps({FLUSH: 0.0}, full, compiled=compiled)[free]
+        described = known.steps([{FLUSH: 0.0}], full, compiled=compiled)[0, free]
         begin["kernel_factor"] = -float(np.quantile(described, 1 - LEAST_BEHIND))
     begin |= {name: math.log(start[name] / usual[name]) for name in names if name in start}
     spreads = np.where(full, FULL_SPREAD, RUN_SPREAD)[timed]

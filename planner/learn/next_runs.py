@@ -39,7 +39,7 @@ def ask_next(
     """
     ran = [run.case for run in runs]
     candidates = _few([*(unmeasured or _neighbours(ran))])
-    kept = [case for case in candidates if _teaches(case, found, compiled=compiled)]
+    kept = _that_teach(candidates, found, compiled=compiled)
     if not kept:
         return []
     found = found.with_costs_of(kept, like)
@@ -80,24 +80,27 @@ def _described(case: Case, unsure: float) -> JsonObject:
     }
 
 
-def _teaches(case: Case, found: Fit, *, compiled: bool) -> bool:
-    """Return whether a plan is predicted at all, and may run."""
+def _that_teach(cases: Sequence[Case], found: Fit, *, compiled: bool) -> list[Case]:
+    """Return the cases whose plans are predicted at all, and may run."""
     try:
-        (here,) = PredictedCases([case]).predicted({"step_s": 0.0, **found.values}, compiled=compiled)
+        predicted = PredictedCases(cases).predicted({"step_s": 0.0, **found.values}, compiled=compiled)
     except PlannerError:
-        return False
-    return here.memory.reserved_low_bytes <= here.memory.capacity_bytes
+        half = len(cases) // 2
+        parts = (cases[:half], cases[half:]) if half else ()
+        return [case for some in parts for case in _that_teach(some, found, compiled=compiled)]
+    return [
+        case
+        for case, one in zip(cases, predicted, strict=True)
+        if one.memory.reserved_low_bytes <= one.memory.capacity_bytes
+    ]
 
 
 def _gradients(cases: Sequence[Case], names: Sequence[str], like: str, *, compiled: bool) -> Floats:
     """Return d log(step) / d log(cost) where the runtime is as described, shape (cases, costs)."""
-    at, asked = usual_values(like), PredictedCases(cases)
-
-    def logs(values: dict[str, float]) -> Floats:
-        return np.log([one.step_s.value for one in asked.predicted(values, compiled=compiled)])
-
-    base = logs(at)
-    return np.stack([(logs(at | {name: at[name] * (1 + STEP)}) - base) / STEP for name in names], axis=1)
+    at = usual_values(like)
+    moved = [at | {name: at[name] * (1 + STEP)} for name in names]
+    base, *logs = np.log(PredictedCases(cases).steps_s([at, *moved], compiled=compiled))
+    return np.asarray((np.array(logs) - base).T / STEP)
 
 
 def _neighbours(cases: Sequence[Case]) -> Iterable[Case]:

@@ -37,14 +37,15 @@ class Solution:
 def solve(missed: Callable[[Floats], Floats], start: Floats, spreads: Floats, *, loss: Loss = "soft_l1") -> Solution:
     """Return the parameters that make `missed` least, each held near 0 by its prior spread.
 
+    `missed` is asked for several answers at once: it takes (answers, parameters) and returns (answers, residuals).
     A residual counts as its square near 0, and far beyond 1 linearly with soft L1, 2 (sqrt(1 + r^2) - 1), or next to
     nothing with `cauchy`, log(1 + r^2). Only the first has no minima where it ignores what it should meet: begin with
     it. Between rounds derivatives follow from what a step did (Broyden, Math. Comp. 19, 1965); they are found again
     where that gains little.
     """
     held = np.diag(spreads**-2.0)
-    at, here = start, missed(start)
-    cost, jacobian, exact = _cost(here, at, spreads, loss), _jacobian(missed, start, here), True
+    at, (here, jacobian) = start, _at(missed, start)
+    cost, exact = _cost(here, at, spreads, loss), True
     for _ in range(ROUNDS):
         weights = 1 / (1 + here**2) if loss == "cauchy" else 1 / np.sqrt(1 + here**2)
         slope = jacobian.T @ (weights * here) + held @ at
@@ -53,7 +54,7 @@ def solve(missed: Callable[[Floats], Floats], start: Floats, spreads: Floats, *,
         before = cost
         for halved in range(HALVINGS + 1 if exact else 1):
             there = at + step / 2**halved
-            residuals = missed(there)
+            (residuals,) = missed(there[None])
             reached = _cost(residuals, there, spreads, loss)
             if reached < cost:
                 moved = there - at
@@ -64,7 +65,7 @@ def solve(missed: Callable[[Floats], Floats], start: Floats, spreads: Floats, *,
         if enough and exact:
             break
         if enough:
-            jacobian = _jacobian(missed, at, here)
+            _, jacobian = _at(missed, at)
         exact = enough
     return Solution(found=at, residuals=here, jacobian=jacobian)
 
@@ -74,5 +75,7 @@ def _cost(residuals: Floats, at: Floats, spreads: Floats, loss: Loss) -> float:
     return float(np.sum(far) + np.sum((at / spreads) ** 2))
 
 
-def _jacobian(missed: Callable[[Floats], Floats], at: Floats, here: Floats) -> Floats:
-    return np.stack([(missed(at + move) - here) / WIDTH for move in WIDTH * np.eye(len(at))], axis=1)
+def _at(missed: Callable[[Floats], Floats], at: Floats) -> tuple[Floats, Floats]:
+    """Return the residuals at a point, and their derivatives."""
+    here, *moved = missed(np.vstack([at, at + WIDTH * np.eye(len(at))]))
+    return here, (np.array(moved) - here).T / WIDTH

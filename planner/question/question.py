@@ -59,17 +59,18 @@ class Question(Scenario):
         """Return whether the framework runs `plan` on these GPUs at all."""
         return is_legal(self.problems(plan))
 
-    def estimate(self, plans: Sequence[Plan], *, each_on: Sequence[Cluster] = ()) -> EstimateTable:
+    def estimate(
+        self, plans: Sequence[Plan], *, each_on: Sequence[Cluster] = (), each_with: Sequence[Calibration] = ()
+    ) -> EstimateTable:
         """Return step time and memory of every plan by the analytical model.
 
         Raises Infeasible for types and optimizers that are not modelled and where a plan needs GPUs between which there
         is no path.
 
-        `each_on` names the cluster of each plan, where they run on such as differ from the question's in link rates
-        only.
+        `each_on` and `each_with` name the cluster and the calibration of each plan, as `estimate_plans` takes them.
         """
         self._require_modelled()
-        table = estimate_plans(self, plans, each_on=each_on)
+        table = estimate_plans(self, plans, each_on=each_on, each_with=each_with)
         if not np.isfinite(table.step_s).all():
             joined = reach(self.cluster)
             why = joined.why or "a rate that it rests on is zero"

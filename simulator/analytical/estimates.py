@@ -16,6 +16,7 @@ from simulator.analytical.account import AXES, Account, account_inputs, account_
 from simulator.analytical.layer_cost import BlockCost, PassCost, block_cost
 from simulator.analytical.memory import CONTEXT_BYTES, MemoryColumns, memory_columns
 from simulator.analytical.scenario import Scenario
+from simulator.calibration.by_plan import host_by_plan, operators_by_plan, roofline_by_plan
 from simulator.calibration.calibration import (
     Calibration,
     RuntimeCosts,
@@ -27,6 +28,7 @@ from simulator.calibration.calibration import (
 from simulator.calibration.distance import distance
 from simulator.calibration.intervals import basis_of, interval_table, memory_factors, step_factors
 from simulator.calibration.provenance import Shares, main_source, shares
+from simulator.collectives.cost import CollectiveModel
 from simulator.collectives.group_times import GroupTimes
 from simulator.columns.plan_table import Floats, PlanTable, axis_sizes, plan_table, windowed_share
 from simulator.config.estimate import Estimate, Interval, MemoryEstimate
@@ -34,7 +36,7 @@ from simulator.config.plan import Plan
 from simulator.config.runtime import DTYPE_BYTES, Runtime
 from simulator.overlap.site_costs import SiteRates
 from simulator.pipeline.stages import StageLayout, stage_layout
-from simulator.runtimes.library import ModelOperators, canonical_recompute, operators_for, wraps_one
+from simulator.runtimes.library import ModelOperators, RuntimeSpec, canonical_recompute, operators_for, wraps_one
 from simulator.step.context import CostContext
 from simulator.step.held import local_parameters
 from simulator.step.host import compiled, graphed
@@ -108,10 +110,18 @@ class EstimateTable:
         return _interval(step, factors, Source.DATASHEET if self.calibration is None else main_source(sources))
 
 
-def estimate_plans(scenario: Scenario, plans: Sequence[Plan], *, each_on: Sequence[Cluster] = ()) -> EstimateTable:
+def estimate_plans(
+    scenario: Scenario,
+    plans: Sequence[Plan],
+    *,
+    each_on: Sequence[Cluster] = (),
+    each_with: Sequence[Calibration] = (),
+) -> EstimateTable:
     """Return step time and memory of every plan, assuming each is legal for the model and the workload.
 
     `each_on` names the cluster of each plan, where they run on such as differ from the scenario's in link rates only.
+    `each_with` has the calibration of each plan's seconds, where they differ from the scenario's in costs of the host,
+    of kernels and of collectives; memory, contention and ranges are as the scenario's says.
 
     Raises BadPlan when a plan needs more GPUs than there are, and when the runtime has no description or does not know
     a plan's recompute word.
@@ -126,6 +136,8 @@ def estimate_plans(scenario: Scenario, plans: Sequence[Plan], *, each_on: Sequen
         wraps_one=wraps_one(operators.spec, runtime),
     )
     context = cost_context(scenario, table, operators, each_on)
+    if each_with:
+        context = _with_own_costs(context, scenario, each_with)
     blocks = network_blocks(operators, context, table.recompute_modes, moe=model.moe is not None)
     layout = stage_layout(model, table, operators.spec.pipeline)
     parameters = local_parameters(model, context)
@@ -199,12 +211,16 @@ def require_gpus(plans: Sequence[Plan], cluster: Cluster) -> None:
 def calibrated_operators(scenario: Scenario) -> ModelOperators:
     """Return the operators of a model under a runtime, with the host costs that were measured of that runtime."""
     operators = operators_for(scenario.model, scenario.runtime)
-    spec = calibrated_host(operators.spec, scenario.gpu_calibration, compiled=scenario.runtime.compile)
+    return replace(operators, spec=_calibrated_spec(operators.spec, scenario))
+
+
+def _calibrated_spec(described: RuntimeSpec, scenario: Scenario) -> RuntimeSpec:
+    spec = calibrated_host(described, scenario.gpu_calibration, compiled=scenario.runtime.compile)
     if scenario.runtime.compile:
         spec = replace(spec, host=compiled(spec.host))
     if scenario.runtime.cuda_graph:
         spec = replace(spec, host=graphed(spec.host))
-    return replace(operators, spec=spec)
+    return spec
 
 
 def known_costs(scenario: Scenario) -> RuntimeCosts:
@@ -253,6 +269,40 @@ def cost_context(
         spec=operators.spec,
         site=overlap_of(calibration) if table.overlap_modes else SiteRates(),
         calibration=measured,
+    )
+
+
+def _with_own_costs(context: CostContext, scenario: Scenario, each_with: Sequence[Calibration]) -> CostContext:
+    """Return the context with the costs of a calibration for each plan."""
+    scenarios = {id(one): replace(scenario, calibration=one) for one in each_with}
+    described = operators_for(scenario.model, scenario.runtime).spec
+    hosts = {key: _calibrated_spec(described, one).host for key, one in scenarios.items()}
+    costs = {key: known_costs(one) for key, one in scenarios.items()}
+    which = [id(one) for one in each_with]
+    models: dict[tuple[int, float, float], CollectiveModel] = {}
+    for one in each_with:
+        known = costs[id(one)]
+        key = (id(one.collectives), known.crossing_s, known.network_factor)
+        if key not in models:
+            models[key] = replace(
+                collectives_on(scenario.cluster, one), crossing_s=known.crossing_s, network_factor=known.network_factor
+            )
+    measured = scenario.gpu_calibration
+    if measured is not None:
+        measured = replace(measured, operators=operators_by_plan(each_with))
+    return replace(
+        context,
+        spec=replace(context.spec, host=host_by_plan([hosts[key] for key in which])),
+        roofline=roofline_by_plan(replace(context.roofline, measured=measured), [costs[key] for key in which]),
+        groups=replace(
+            context.groups,
+            models_by_plan=tuple(
+                models[id(one.collectives), costs[id(one)].crossing_s, costs[id(one)].network_factor]
+                for one in each_with
+            ),
+            factor=np.array([costs[key].collective_factor for key in which]),
+        ),
+        own_costs=True,
     )
 
 

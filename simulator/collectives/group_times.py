@@ -28,14 +28,15 @@ class GroupTimes:
     (what expert parallelism leaves of them).
 
     `models_by_plan` has a model for each plan where they run on clusters that differ in the rates of their links.
-    `factor`: how many times as long collectives take in a runtime's steps as by themselves.
+    `factor`: how many times as long collectives take in a runtime's steps as by themselves, a column where plans
+    differ in it.
     """
 
     cluster: Cluster
     table: PlanTable
     collectives: CollectiveModel
     models_by_plan: tuple[CollectiveModel, ...] = ()
-    factor: float = 1.0
+    factor: Floats | float = 1.0
     _shapes: dict[str, tuple[tuple[GroupShape, ...], NDArray[np.int64]]] = field(default_factory=dict)
     _of_row: tuple[tuple[Order, ...], NDArray[np.int64]] | None = None
     _same_groups: dict[str, list[tuple[CollectiveModel, GroupShape, NDArray[np.bool_]]]] = field(default_factory=dict)
@@ -49,20 +50,29 @@ class GroupTimes:
         out = np.zeros(len(self.table))
         for model, shape, rows in self.shapes(axis):
             sizes = size[rows]
+            factor = self.factor[rows] if isinstance(self.factor, np.ndarray) else self.factor
             if len(sizes) > REMEMBERED:
-                out[rows] = self.factor * model.time_s(op, sizes, shape, algorithm=algorithm)
+                out[rows] = factor * model.time_s(op, sizes, shape, algorithm=algorithm)
                 continue
             key = (id(model), op, shape, algorithm, sizes.tobytes())
             if key not in self._times:
-                self._times[key] = self.factor * model.time_s(op, sizes, shape, algorithm=algorithm)
-            out[rows] = self._times[key]
+                self._times[key] = model.time_s(op, sizes, shape, algorithm=algorithm)
+            out[rows] = factor * self._times[key]
         return out
 
     def take(self, rows: NDArray[np.intp], table: PlanTable) -> GroupTimes:
         """Return the times of some of the plans, those of `table`."""
         models_by_plan = tuple(self.models_by_plan[row] for row in rows) if self.models_by_plan else ()
         shapes = {axis: (shapes, which[rows]) for axis, (shapes, which) in self._shapes.items()}
-        return replace(self, table=table, models_by_plan=models_by_plan, _shapes=shapes, _of_row=None, _same_groups={})
+        return replace(
+            self,
+            table=table,
+            models_by_plan=models_by_plan,
+            factor=self.factor[rows] if isinstance(self.factor, np.ndarray) else self.factor,
+            _shapes=shapes,
+            _of_row=None,
+            _same_groups={},
+        )
 
     def load(self, op: str, axis: str, nbytes: Floats) -> tuple[Floats, Floats]:
         """Return (SMs that `op` holds, bytes that it sends through the port of a rank), one value per plan."""

@@ -122,7 +122,7 @@ class _Lowering:
             peer_copies=self.steps.peer_copies,
             host_copy_bytes_per_s=float(copy_bytes_per_s(self.context)[0]),
             held_sms={op: sms for op in DATA_OPS if (sms := self.context.held_sms(op)) is not None},
-            factor=self.context.groups.factor,
+            factor=float(self.context.groups.factor),
         )
         return Lowered(program=program, costs=costs, schedule=self.schedule)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from simulator.calibration.by_plan import taken_host, taken_roofline
 from simulator.calibration.calibration import Calibration
 from simulator.collectives.group_times import GroupTimes
 from simulator.columns.plan_table import Floats, PlanTable
@@ -21,7 +22,10 @@ from simulator.runtimes.library import RuntimeSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostContext:
-    """Everything a block's cost depends on besides its operators."""
+    """Everything a block's cost depends on besides its operators.
+
+    `own_costs`: plans have a calibration each, so that costs of the host and of kernels are columns.
+    """
 
     table: PlanTable
     sizes: Mapping[str, Floats]
@@ -31,6 +35,7 @@ class CostContext:
     spec: RuntimeSpec
     site: SiteRates = field(default_factory=SiteRates)
     calibration: Calibration | None = None
+    own_costs: bool = False
 
     @property
     def in_layers(self) -> CostContext:
@@ -41,9 +46,15 @@ class CostContext:
     def take(self, rows: NDArray[np.intp]) -> CostContext:
         """Return the context of some of the plans."""
         table, every = self.table.take(rows), len(self.table)
+        spec, roofline = self.spec, self.roofline
+        if self.own_costs:
+            spec = replace(spec, host=taken_host(spec.host, rows))
+            roofline = taken_roofline(roofline, rows)
         return replace(
             self,
             table=table,
+            spec=spec,
+            roofline=roofline,
             sizes={name: np.broadcast_to(size, (every,))[rows] for name, size in self.sizes.items()},
             groups=self.groups.take(rows, table),
         )

@@ -58,7 +58,7 @@ class StepWalk:
 
     def action(self, rank: Rank, data: DataWriter, stage: int, kind: Kind, micro_batch: int, *, last: bool) -> None:
         """Run one action of a schedule; `last`: of the step's last micro batch."""
-        if kind is not Kind.WEIGHT_GRAD and self.spec.host.pp_pass_s:
+        if kind is not Kind.WEIGHT_GRAD and np.any(self.spec.host.pp_pass_s):
             rank.host_work("pass", pass_host_s(self.spec.host, self.context.table))
         if kind is Kind.FORWARD:
             if micro_batch and self.waits_for_tokens:

@@ -32,14 +32,20 @@ sys.path.insert(0, str(ROOT))
 
 from planner.calibrate.agenda import STARTING_S  # noqa: E402 - the path comes first
 from planner.calibrate.choose import Knowledge, Measurement, in_order, targets_of_steps  # noqa: E402
-from planner.calibrate.items import CollectiveItem, LayerItem, PairItem  # noqa: E402
 from planner.calibrate.layer_runs import NARROW  # noqa: E402
-from planner.calibrate.measurements import OPERATORS_AT_ONCE, PossibleMeasurements, layers_in_words, ops_of, own_effects  # noqa: E402
+from planner.calibrate.measurements import (  # noqa: E402
+    OPERATORS_AT_ONCE,
+    PossibleMeasurements,
+    layers_in_words,
+    messages,
+    ops_of,
+    own_effects,
+)
 from planner.calibrate.planned_step import PlannedStep  # noqa: E402
 from planner.calibrate.terms import terms_of  # noqa: E402
 from planner.question.cases import load_case, read_cases  # noqa: E402
 from planner.validate.validation import measured_step_s  # noqa: E402
-from simulator.calibration.kernel_samples import OperatorItem  # noqa: E402
+from simulator.calibration.items import CollectiveItem, ContentionItem, LayerItem, OperatorItem  # noqa: E402
 from simulator.config.model import Model  # noqa: E402
 from simulator.config.plan import Plan  # noqa: E402
 from simulator.config.runtime import Runtime  # noqa: E402
@@ -129,7 +135,7 @@ def recorded(profile: Profile, possible: PossibleMeasurements) -> Iterator[Recor
         item = CollectiveItem(op=op, ranks=ranks, sizes=tuple(sorted({s.nbytes for s in mine})))
         yield Recorded(measurement=possible.collective(item), samples={"collectives": mine})
     for sample in profile.contention:
-        item = PairItem(
+        item = ContentionItem(
             compute=sample.compute, shape=sample.shape, dtype=sample.dtype, op=sample.op, nbytes=sample.nbytes
         )
         yield Recorded(measurement=possible.pair(item), samples={"contention": (sample,)})
@@ -147,7 +153,11 @@ def with_only(profile: Profile, parts: Sequence[Recorded]) -> Profile:
 def in_chosen_order(profile: Profile, runs: Runs, cluster: Cluster) -> list[tuple[float, Recorded]]:
     """Return (seconds when it is complete, measurement) in the order in which a calibration for `runs` takes them."""
     steps = [step for step, _ in runs]
-    terms = terms_of([step.plan for step in steps], [step.runtime for step in steps], ops_of(steps, cluster))
+    terms = terms_of(
+        [step.plan for step in steps],
+        [step.runtime for step in steps],
+        ops_of([messages(step, cluster) for step in steps]),
+    )
     rows, _ = own_effects(steps, cluster, terms, None)
     parts = list(recorded(profile, PossibleMeasurements(cluster, GPUS, terms)))
     by_id = {id(part.measurement): part for part in parts}

@@ -109,7 +109,7 @@ def test_plans_far_behind_the_first_count_less() -> None:
 def test_effects_are_those_of_the_prediction() -> None:
     """Raising a term's cost by its spread through the description itself changes the predicted step as much."""
     one = step(Plan(tp=4, sequence_parallel=True))
-    terms = terms_of([one.plan], [one.runtime], ops_of([one], MACHINE))
+    terms = terms_of([one.plan], [one.runtime], ops_of([messages(one, MACHINE)]))
     scenario = Scenario(model=one.model, cluster=MACHINE, workload=one.workload, runtime=one.runtime)
 
     found, table = effects(scenario, [one.plan], terms)
@@ -200,7 +200,7 @@ def test_measurements_have_names_of_their_own() -> None:
     ]
     possible = PossibleMeasurements(MACHINE, 4, terms_of([plans[0]], [Runtime()], ["all_gather"]))
 
-    names = [one.name for one in possible.of([step(plan) for plan in plans])]
+    names = [one.name for one in possible.of([step(plan) for plan in plans], [set()] * len(plans))]
 
     assert len(set(names)) == len(names)
 
@@ -210,7 +210,8 @@ def test_a_job_is_what_the_executor_takes() -> None:
         MACHINE, 4, terms_of([Plan(dp_shard=4)], [Runtime()], ["all_gather"]), Calibration(gpu=MACHINE.slowest_kind)
     )
 
-    jobs = [job_of(one) for one in possible.of([step(Plan(dp_shard=4))])]
+    asked = step(Plan(dp_shard=4))
+    jobs = [job_of(one) for one in possible.of([asked], [messages(asked, MACHINE)])]
 
     assert {job["kind"] for job in jobs} == {"layers", "operators", "collectives", "contention"}
     assert all(1 <= job["ranks"] <= 4 and job["seconds"] > 0 and job["items"] for job in jobs)

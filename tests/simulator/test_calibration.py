@@ -12,7 +12,8 @@ from simulator.analytical.scenario import Scenario
 from simulator.calibration.calibration import Calibration, Effects, RuntimeCosts, without
 from simulator.calibration.gaussian import conditioned
 from simulator.calibration.intervals import interval_table
-from simulator.calibration.kernel_samples import OperatorItem, operators_of
+from simulator.calibration.items import OperatorItem
+from simulator.calibration.kernel_samples import operators_of
 from simulator.config.model import Model
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
@@ -326,7 +327,8 @@ def test_one_shape_however_often_it_ran_moves_factors_as_far_as_it_tells_of_othe
 
 
 def test_runs_too_short_for_the_power_limiter_do_not_make_kernels_quick() -> None:
-    """The same seconds, at the clock of a rested GPU: kernels under full load take longer by what clocks differ.
+    """The same seconds, at the clock of a rested GPU: kernels under full load take longer, by what clocks differ but for
+    what a step's other kernels leave its products.
 
     What the driver reads when all is over says nothing: clocks are up again by then.
     """
@@ -351,7 +353,7 @@ def test_runs_too_short_for_the_power_limiter_do_not_make_kernels_quick() -> Non
         return costs.kernel_factor * costs.layer_factor
 
     usual = busy(busy_all_along)
-    assert busy(rested) / usual == pytest.approx(1 / 0.9, rel=0.03)
+    assert 1.03 < busy(rested) / usual < 1 / 0.9
     assert busy(read_later) == usual
 
 

@@ -132,7 +132,7 @@ def _accelerate(document: YamlDocument, flags: CheckFlags) -> Configuration:
     return Configuration(
         framework="accelerate",
         version="1.15.0",
-        rules="deepspeed" if zero else "pytorch",
+        rules="deepspeed" if zero else "transformers",
         document=document,
         settings=settings,
         table=accelerate_fields.TABLE,
@@ -278,7 +278,7 @@ def _transformers(document: YamlDocument, settings: Settings, flags: CheckFlags)
     return Configuration(
         framework="transformers",
         version=str(settings["transformers_version"]) if "transformers_version" in settings else None,
-        rules="deepspeed" if inner else "pytorch",
+        rules="deepspeed" if inner else "transformers",
         document=document,
         settings=merged,
         table=table,

@@ -24,7 +24,7 @@ from planner.export.mapping import (
 )
 from simulator.config.overlap_sites import NONE, USERBUFFERS
 from simulator.config.plan import Plan, default_schedule
-from simulator.pipeline.stages import counted_ends, stage_layers
+from simulator.pipeline.stages import counted_ends, needs_layout, stage_layers
 from simulator.runtimes.library import runtime_spec
 from topology.errors import BadInput
 
@@ -105,14 +105,17 @@ def pipeline_layout(layers: tuple[int, ...]) -> str:
 
 
 def _write_pipeline(facts: Facts) -> Settings:
-    uneven = bool(facts["layers_per_stage"]) and facts["pp"] > 1
     stages, spec = facts["pp"] * facts["virtual_stages"], runtime_spec("megatron-lm").pipeline
+    listed: tuple[int, ...] = facts["layers_per_stage"] if facts["pp"] > 1 else ()
+    if not listed and stages > 1 and needs_layout(facts["layers"], stages, spec):
+        listed = stage_layers(facts["layers"], Plan(pp=facts["pp"], virtual_stages=facts["virtual_stages"]), spec)
+    uneven = bool(listed)
     ends = (0, 0) if uneven or stages == 1 else counted_ends(facts["layers"], stages, spec)
     return set_flags(
         {
             _PP: facts["pp"],
             _STAGES: facts["virtual_stages"] if facts["virtual_stages"] > 1 and not uneven else None,
-            _LAYOUT: pipeline_layout(facts["layers_per_stage"]) if uneven else None,
+            _LAYOUT: pipeline_layout(listed) if uneven else None,
             **{flag: bool(counted) for flag, counted in zip(_COUNTED, ends, strict=True)},
         }
     )
@@ -129,7 +132,7 @@ def _read_pipeline(settings: Settings, facts: Facts) -> Facts:
     listed: tuple[int, ...] = ()
     virtual = whole(settings, _STAGES, 1)
     if _LAYOUT in settings:
-        listed = layers_of_layout(str(settings[_LAYOUT]))
+        listed = layers_of_layout(settings[_LAYOUT])
         if len(listed) % pp:
             raise BadInput(f"{_LAYOUT} has {len(listed)} stages for {pp} pipeline ranks")
         virtual = len(listed) // pp
@@ -143,6 +146,12 @@ def _read_pipeline(settings: Settings, facts: Facts) -> Facts:
         listed = _with_ends(settings, layers_of(facts, _ENDS[0]), pp, virtual)
     elif any(flag in settings for flag in _COUNTED):
         listed = _with_counted_ends(settings, layers_of(facts, _COUNTED[0]), pp * virtual)
+    elif "layers" in facts and facts["layers"] % (pp * virtual):
+        raise BadInput(
+            f"{facts['layers']} layers do not divide by pp {pp} x virtual stages {virtual}",
+            why="Megatron-LM stops at that",
+            remedy=_spread(facts["layers"], pp, virtual),
+        )
     schedule = default_schedule(virtual)
     even = stage_layers(
         facts.get("layers", sum(listed)),
@@ -157,8 +166,22 @@ def _read_pipeline(settings: Settings, facts: Facts) -> Facts:
     }
 
 
-def layers_of_layout(text: str) -> tuple[int, ...]:
-    """Return the layers of each stage of a layout such as `Et*3|(tt|)*29,m|L`. Raises BadInput for another notation."""
+def _spread(layers: int, pp: int, virtual: int) -> str:
+    """Return the flags under which so many layers spread over the stages."""
+    facts: Facts = {"pp": pp, "virtual_stages": virtual, "layers": layers, "layers_per_stage": ()}
+    settings = _write_pipeline(facts)
+    if _LAYOUT in settings:
+        return f"{_LAYOUT} {settings[_LAYOUT]!r}" + (f" in the place of {_STAGES}" if virtual > 1 else "")
+    return " ".join(flag for flag in _COUNTED if settings.get(flag))
+
+
+def layers_of_layout(said: object) -> tuple[int, ...]:
+    """Return the layers of each stage of a layout such as `Et*3|(tt|)*29,m|L`, or of stages as lists of words such as
+    `[[embedding, decoder], [decoder, loss]]`. Raises BadInput for another notation.
+    """
+    if isinstance(said, list) and all(isinstance(stage, list) for stage in said):
+        return tuple(stage.count("decoder") for stage in said)
+    text = str(said)
     out = re.sub(r"[ ,'\"]", "", text[:4096])
     for unit in (r"([EtLmS|])\*(\d{1,3})", r"\(([^()]*)\)(?:\*(\d{1,3}))?"):
         out = re.sub(unit, lambda found: found[1] * int(found[2] or 1), out)[: 1 << 16]
@@ -168,18 +191,23 @@ def layers_of_layout(text: str) -> tuple[int, ...]:
 
 
 def _with_ends(settings: Settings, layers: int, pp: int, virtual: int) -> tuple[int, ...]:
-    """Return layers by stage where the first or the last pipeline rank has a number of its own."""
-    ends = [whole(settings, flag, 0) if flag in settings else None for flag in _ENDS]
-    named = sum(end or 0 for end in ends)
+    """Return layers by stage where the first or the last pipeline rank has a number of its own, which its virtual
+    stages share equally, as those of the other ranks (`TransformerConfig.__post_init__`).
+    """
+    ends = [whole(settings, flag) if flag in settings else None for flag in _ENDS]
     ranks = pp - sum(end is not None for end in ends)
-    if virtual > 1 or ranks < 1 or (layers - named) % ranks:
-        raise BadInput(
-            f"{layers} layers with {' and '.join(_ENDS)} do not spread over {pp} pipeline ranks",
-            why="what is left must divide by the other ranks; with virtual stages use a layout",
-        )
-    middle = [(layers - named) // ranks] * ranks
+    left = layers - sum(end or 0 for end in ends)
+    each = left // ranks if ranks else 0
     first, last = ends
-    return (*(() if first is None else (first,)), *middle, *(() if last is None else (last,)))
+    of_ranks = (*(() if first is None else (first,)), *[each] * ranks, *(() if last is None else (last,)))
+    if each * ranks != left or bool(left) != bool(ranks) or any(count % virtual for count in of_ranks):
+        raise BadInput(
+            f"{layers} layers with {' and '.join(flag for flag in _ENDS if flag in settings)} do not spread over {pp}"
+            " pipeline ranks",
+            why="what the ends leave must divide by the other ranks, and what a rank has by its virtual stages",
+            remedy=_spread(layers, pp, virtual) if layers % (pp * virtual) else "leave the ends out",
+        )
+    return tuple(count // virtual for _ in range(virtual) for count in of_ranks)
 
 
 def _with_counted_ends(settings: Settings, layers: int, stages: int) -> tuple[int, ...]:

@@ -1,0 +1,99 @@
+"""Costs that differ between the plans of a table, as columns: one value a plan.
+
+Questions about one plan under many calibrations (what a step changes by if a cost is off, which costs meet runs best)
+so take one walk of all of them instead of one each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simulator.calibration.calibration import Calibration, RuntimeCosts
+from simulator.calibration.measured_operators import MeasuredOperators
+from simulator.columns.plan_table import Floats
+from simulator.kernels.operators import Work
+from simulator.kernels.roofline import Roofline
+from simulator.runtimes.parts import HostSpec
+
+Rows = NDArray[np.intp]
+FACTORS = ("kernel_factor", "layer_factor")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperatorsByPlan(MeasuredOperators):
+    """Operators as several calibrations have them; `which` of the `parts` is each plan's."""
+
+    parts: tuple[MeasuredOperators, ...]
+    which: Rows = field(compare=False)
+
+    def seconds(
+        self, work: Work, datasheet: Callable[[], Floats], *, dtype: str, runtime: str
+    ) -> tuple[Floats, Floats]:
+        plain = datasheet()
+        found = [part.seconds(work, lambda: plain, dtype=dtype, runtime=runtime) for part in self.parts]
+        return self._of_each([seconds for seconds, _ in found]), self._of_each([source for _, source in found])
+
+    def packing_factor(self, nbytes: Floats | float, usual: float) -> Floats:
+        return self._of_each([part.packing_factor(nbytes, usual) for part in self.parts])
+
+    def update_bytes_per_s(self, param_dtype: str) -> float | None:
+        return self.parts[0].update_bytes_per_s(param_dtype)  # no calibration of one table differs in it
+
+    def take(self, rows: Rows) -> OperatorsByPlan:
+        return replace(self, which=self.which[rows])
+
+    def _of_each(self, values: Sequence[Floats]) -> Floats:
+        columns = np.stack([np.broadcast_to(value, self.which.shape) for value in values])
+        return np.asarray(columns[self.which, np.arange(len(self.which))])
+
+
+def operators_by_plan(calibrations: Sequence[Calibration]) -> MeasuredOperators:
+    """Return the operators of a calibration for each plan, as they are where all have the same."""
+    parts = list({id(one.operators): one.operators for one in calibrations}.values())
+    if len(parts) == 1:
+        return parts[0]
+    places = {id(part): place for place, part in enumerate(parts)}
+    return OperatorsByPlan(parts=tuple(parts), which=np.array([places[id(one.operators)] for one in calibrations]))
+
+
+def host_by_plan(hosts: Sequence[HostSpec]) -> HostSpec:
+    """Return the host costs of each plan: columns where they differ."""
+    first = hosts[0]
+    changed = {}
+    for one in fields(HostSpec):
+        values = [getattr(host, one.name) for host in hosts]
+        if any(value != values[0] for value in values):
+            changed[one.name] = np.array(values, dtype=np.float64)
+    return replace(first, **changed)  # type: ignore[arg-type]  # columns stand for numbers
+
+
+def roofline_by_plan(roofline: Roofline, costs: Sequence[RuntimeCosts]) -> Roofline:
+    """Return kernel times under the costs of a runtime for each plan."""
+    if isinstance(roofline.measured, Calibration) and not roofline.measured.effects.sustained:
+        return roofline
+    columns = {name: np.array([getattr(one, name) for one in costs]) for name in FACTORS}
+    return replace(roofline, **columns)  # type: ignore[arg-type]  # columns stand for numbers
+
+
+def taken_host(host: HostSpec, rows: Rows) -> HostSpec:
+    """Return the host costs of some of the plans."""
+    columns: dict[str, Any] = {
+        one.name: value[rows] for one in fields(HostSpec) if isinstance(value := getattr(host, one.name), np.ndarray)
+    }
+    return replace(host, **columns) if columns else host
+
+
+def taken_roofline(roofline: Roofline, rows: Rows) -> Roofline:
+    """Return the kernel times of some of the plans."""
+    columns: dict[str, Any] = {
+        name: value[rows] for name in FACTORS if isinstance(value := getattr(roofline, name), np.ndarray)
+    }
+    measured = roofline.measured
+    if isinstance(measured, Calibration) and isinstance(measured.operators, OperatorsByPlan):
+        columns["measured"] = replace(measured, operators=measured.operators.take(rows))
+    return replace(roofline, **columns)
