@@ -3,7 +3,7 @@
     python -m tests.tools.public_checks CLONES [--write] [--only WORD]
 
 CLONES has a git repository OWNER/NAME for each that is named, with the commit. A row is `repo`, `commit`, `path`, the
-`flags` of the command next to it, and `stated`: seconds of a step or tokens a second a GPU, as its source says. Where
+`flags` of the command, and `stated`: seconds of a step or tokens a second a GPU, as its source says. Where
 `changes` is false, none are looked for.
 """
 
