@@ -6,8 +6,8 @@ Steps of engines are asked by `tests/simulator/serving/test_monotone.py`, traini
 
 from __future__ import annotations
 
+import argparse
 import random
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -114,4 +114,8 @@ def main(draws: int, served: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("draws", type=int, help="of collectives")
+    parser.add_argument("served", type=int, help="draws of deployments that serve")
+    options = parser.parse_args()
+    main(options.draws, options.served)

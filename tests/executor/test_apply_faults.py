@@ -178,7 +178,7 @@ def test_an_executor_that_is_killed_leaves_a_report_of_what_its_ranks_recorded(t
     assert (report["status"], report["exit_code"]) == ("failed", 1)
     assert (report["failure"]["rank"], report["failure"]["signal"]) == (None, "SIGKILL")
     assert report["measured"]["steps"] >= 4
-    wait_until(lambda: left(tmp_path) == [], 60)  # the system has told them that their parent died
+    wait_until(lambda: left(tmp_path) == [], 60)  # the system ends them once their parent is gone
 
 
 def cmdline(process: psutil.Process) -> list[str]:
