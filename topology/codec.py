@@ -19,6 +19,7 @@ import sys
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,6 +29,7 @@ from topology.errors import BadInput, PlannerError
 from topology.units import MIB, in_mib
 
 MAX_BYTES = 32 * MIB
+MOST_NAMED = 20  # known keys that an error names
 LOCK_WAIT_S = 30.0  # for another writer; a file is merged and written in well under a second
 
 T = TypeVar("T")
@@ -107,12 +109,18 @@ def convert(data: Any, kind: type[T], *, where: str, others: bool = False) -> T:
         value = msgspec.convert(data, kind, strict=True)
     except (msgspec.ValidationError, RecursionError) as error:
         raise BadInput(f"{where} is not a valid {kind.__name__}", why=str(error)) from error
-    unknown = [] if others else list(_dropped(data, msgspec.to_builtins(value), "$"))
+    kept = msgspec.to_builtins(value)
+    unknown = [] if others else list(_dropped(data, kept, "$"))
     if unknown:
+        known = [f"$.{key}" for key in kept]
+        near = [found[0] for path in unknown[:8] if (found := get_close_matches(path, known, n=1, cutoff=0.7))]
+        top = all(path.count(".") == 1 for path in unknown)
         raise BadInput(
-            f"{where} has unknown keys: {', '.join(unknown[:8])}",
+            f"{where} has {'unknown keys' if len(unknown) > 1 else 'an unknown key'}: {', '.join(unknown[:8])}",
             why="a misspelt key would otherwise be ignored silently",
-            remedy="remove or rename them",
+            remedy="remove or rename them"
+            + (f"; did you mean {', '.join(near)}?" if near else "")
+            + (f" Known: {', '.join(known)}" if top and len(known) <= MOST_NAMED else ""),
         )
     return value
 

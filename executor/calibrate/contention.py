@@ -13,11 +13,11 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 
-from executor.calibrate.items import ContentionItem, OperatorItem
 from executor.calibrate.kernels import operator_call
 from executor.gpu.monitor import ClockMonitor, invalid_reason
 from executor.gpu.timing import WARM_S, Timer
 from executor.launch.records import median_and_spread
+from simulator.calibration.items import ContentionItem, OperatorItem
 from topology.profile.samples import Conditions, ContentionSample
 
 CALLS = 12  # of the shorter of the two; the other runs at least as long

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from executor.calibrate.items import OperatorItem
+from simulator.calibration.items import OperatorItem
 from simulator.config.runtime import TF32
 
 Call = Callable[[], object]

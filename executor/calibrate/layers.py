@@ -18,7 +18,6 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from executor.calibrate.items import LayerItem
 from executor.gpu.device import synchronize
 from executor.gpu.monitor import invalid_reason
 from executor.gpu.sm_clock import SmClock
@@ -30,6 +29,7 @@ from executor.measure.torchtitan import titan_step
 from executor.parallel.meshes import meshes_for
 from executor.parallel.parallelize import Setup
 from executor.parallel.train_step import Trainer
+from simulator.calibration.items import LayerItem
 from simulator.config.model import Model
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime

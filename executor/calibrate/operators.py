@@ -13,12 +13,12 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from executor.calibrate.items import OperatorItem
 from executor.calibrate.kernels import Unsupported, operator_call
 from executor.gpu.device import synchronize
 from executor.gpu.monitor import ClockMonitor, invalid_reason
 from executor.gpu.timing import Timer, Timing
 from executor.launch.records import Deadline, Recorder, median_and_spread
+from simulator.calibration.items import OperatorItem
 from simulator.config.runtime import TF32
 from topology.profile.samples import Conditions, HostSample, OperatorSample
 

@@ -16,12 +16,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from executor import overlap
-from executor.calibrate.items import OverlapItem
 from executor.gpu import symmetric_memory as symmetric
 from executor.gpu.device import synchronize
 from executor.gpu.monitor import ClockMonitor, invalid_reason
 from executor.gpu.timing import WARM_S, Timer
 from executor.launch.records import median_and_spread
+from simulator.calibration.items import OverlapItem
 from simulator.overlap.modes import GATHER, SLICES
 from topology.profile.samples import Conditions, OverlapSample
 

@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 
 from executor.calibrate.contention import measure_pair
-from executor.calibrate.items import CollectiveItem, ContentionItem, LayerItem, OperatorItem, OverlapItem
 from executor.calibrate.kernels import Unsupported
 from executor.calibrate.layers import compile_layers, record_layers, titan_versions
 from executor.calibrate.operators import OperatorTimes, time_host, versions
@@ -34,6 +33,7 @@ from executor.gpu.device import synchronize
 from executor.gpu.monitor import ClockMonitor
 from executor.launch.records import Deadline, Recorder
 from executor.measure.probe_collectives import record_sizes
+from simulator.calibration.items import CollectiveItem, ContentionItem, LayerItem, OperatorItem, OverlapItem
 from topology import codec
 from topology.codec import JsonObject
 from topology.errors import BadInput, PlannerError

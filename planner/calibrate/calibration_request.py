@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from planner.calibrate.items import CollectiveItem, LayerItem, PairItem, SiteItem
 from planner.calibrate.planned_step import PlannedStep
-from simulator.calibration.kernel_samples import OperatorItem, operators_of
+from simulator.calibration.items import CollectiveItem, ContentionItem, LayerItem, OperatorItem, OverlapItem
+from simulator.calibration.kernel_samples import operators_of
 from simulator.config.model import Model
 from topology import codec
 from topology.profile.profile import Profile
@@ -33,7 +33,7 @@ MAX_TENSOR_BYTES = 24 * GIB  # of the largest operand: logits of very large batc
 
 # Compute and a collective at the same time. Sizes are those of layers that FSDP gathers: 100 MB to 1 GB.
 CONTENTION = tuple(
-    PairItem(compute=compute, shape=shape, dtype=dtype, op=op, nbytes=nbytes)
+    ContentionItem(compute=compute, shape=shape, dtype=dtype, op=op, nbytes=nbytes)
     for op, nbytes in (("all_gather", 436 * 10**6), ("reduce_scatter", 872 * 10**6), ("all_reduce", 100 * MIB))
     for compute, shape, dtype in (
         ("matmul", {"m": 8192, "n": 14336, "k": 4096}, "bfloat16"),
@@ -51,9 +51,9 @@ class Request:
     """
 
     operators: tuple[OperatorItem, ...] = ()
-    contention: tuple[PairItem, ...] = ()
+    contention: tuple[ContentionItem, ...] = ()
     layers: tuple[LayerItem, ...] = ()
-    overlap: tuple[SiteItem, ...] = ()
+    overlap: tuple[OverlapItem, ...] = ()
     collectives: tuple[CollectiveItem, ...] = ()
 
     @property
@@ -151,7 +151,7 @@ def _layer_key(model: codec.JsonObject, *rest: codec.JsonObject) -> str:
     return codec.fingerprint(({name: value for name, value in model.items() if name != "layers"}, *rest))
 
 
-def _same_pair(one: PairItem, key: tuple[Any, ...]) -> bool:
+def _same_pair(one: ContentionItem, key: tuple[Any, ...]) -> bool:
     compute, shape, dtype, op, _, nbytes = key
     wanted = one.compute, tuple(sorted(one.shape.items())), one.dtype, one.op, one.nbytes
     return wanted == (compute, shape, dtype, op, nbytes)

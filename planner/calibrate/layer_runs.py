@@ -11,8 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 from planner.calibrate.calibration_request import MAX_TENSOR_BYTES, TYPICAL_LAYERS, VOCABULARY, one_layer
-from planner.calibrate.items import LayerItem
 from planner.calibrate.planned_step import PlannedStep
+from simulator.calibration.items import LayerItem
 from simulator.config.model import MixtureOfExperts, Model
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime

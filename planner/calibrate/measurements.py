@@ -25,7 +25,6 @@ from planner.calibrate.calibration_request import (
     unique,
 )
 from planner.calibrate.choose import Floats, Measurement
-from planner.calibrate.items import CollectiveItem, LayerItem, PairItem, SiteItem
 from planner.calibrate.layer_runs import layer_request, narrow_requests, runs_here
 from planner.calibrate.overlap_request import plan_sites
 from planner.calibrate.planned_step import PlannedStep
@@ -33,7 +32,8 @@ from planner.calibrate.terms import Term, collective_term, effects
 from planner.io.plan_words import plan_in_words
 from simulator.analytical.scenario import Scenario
 from simulator.calibration.calibration import Calibration
-from simulator.calibration.kernel_samples import PACKING, UPDATES, OperatorItem
+from simulator.calibration.items import CollectiveItem, ContentionItem, LayerItem, OperatorItem, OverlapItem
+from simulator.calibration.kernel_samples import PACKING, UPDATES
 from simulator.config.model import Model
 from simulator.config.plan import Plan
 from simulator.config.workload import Workload
@@ -191,7 +191,7 @@ class PossibleMeasurements:
             seconds=JOB_S + SIZE_S * len(item.sizes),
         )
 
-    def pair(self, item: PairItem) -> Measurement:
+    def pair(self, item: ContentionItem) -> Measurement:
         """Return a kernel alongside a collective of all GPUs."""
         return self._direct(
             f"{item.compute} of {_size(item.shape)} alongside {collective_term(item.op)[:-1]} of"
@@ -203,7 +203,7 @@ class PossibleMeasurements:
             seconds=JOB_S + PAIR_S,
         )
 
-    def site(self, item: SiteItem) -> Measurement:
+    def site(self, item: OverlapItem) -> Measurement:
         """Return a tensor-parallel product with its collective in every overlap mode."""
         return self._direct(
             f"{item.operation.replace('_', ' ')} of {item.ranks} GPUs, {item.rows} x {sum(item.columns)} x"

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from planner.calibrate.items import SiteItem
 from planner.calibrate.planned_step import PlannedStep
+from simulator.calibration.items import OverlapItem
 
 GATHER, SCATTER = "all_gather_matmul", "matmul_reduce_scatter"
 
 
-def plan_sites(questions: Sequence[PlannedStep], gpus: int) -> tuple[SiteItem, ...]:
+def plan_sites(questions: Sequence[PlannedStep], gpus: int) -> tuple[OverlapItem, ...]:
     """Return the distinct sites of the plans of `questions` whose tensor parallelism fits on `gpus`."""
     return tuple(dict.fromkeys(one for question in questions for one in _plan_sites(question, gpus)))
 
 
-def _plan_sites(question: PlannedStep, gpus: int) -> Iterator[SiteItem]:
+def _plan_sites(question: PlannedStep, gpus: int) -> Iterator[OverlapItem]:
     plan, model = question.plan, question.model
     rows = plan.micro_batch_size * question.workload.seq_len // plan.cp
     divided = not (model.heads % plan.tp or model.kv_heads % plan.tp or model.ffn % plan.tp or rows % plan.tp)
@@ -34,7 +34,7 @@ def _plan_sites(question: PlannedStep, gpus: int) -> Iterator[SiteItem]:
 
 def _sites(
     rows: int, hidden: int, widths: Sequence[int], ffn: int, *, gated: bool, ranks: int, dtype: str = "bfloat16"
-) -> Iterator[SiteItem]:
+) -> Iterator[OverlapItem]:
     projected = [width // ranks for width in widths]
     inner = [ffn // ranks] * (2 if gated else 1)
     for operation, columns, depth in (
@@ -43,4 +43,4 @@ def _sites(
         (GATHER, projected, hidden),
         (SCATTER, [hidden], projected[0]),
     ):
-        yield SiteItem(operation=operation, ranks=ranks, rows=rows, columns=tuple(columns), depth=depth, dtype=dtype)
+        yield OverlapItem(operation=operation, ranks=ranks, rows=rows, columns=tuple(columns), depth=depth, dtype=dtype)

@@ -11,7 +11,7 @@ from planner.question.plan_file import load_plan
 from planner.requests.runs import Apply
 from planner.runs import launchers, scheduled
 from planner.runs.launchers import JobFile, LauncherJob
-from planner.runs.planned_run import job_run
+from planner.runs.planned_run import cpu_run, job_run
 from topology import codec
 from topology.codec import JsonObject
 from topology.errors import BadInput, UserError
@@ -39,13 +39,15 @@ def write(asked: Apply, *, folder: Path, budget_s: float, wait_s: float, steps: 
         budget_s=budget_s,
         endpoint=asked.endpoint,
         image=asked.image,
+        on_cpus=asked.device == "cpu",
     )
     written = launchers.write_job(launcher, job)
     if submit and not written.submit:
         raise UserError(f"--launcher {launcher} has nobody to submit to", remedy="; ".join(written.advice))
     if wait_s and (not submit or dry_run):
         raise UserError("--wait is for a job that is submitted", remedy="--submit")
-    request = job_run(content).request(steps=steps, budget_s=budget_s, own_table=asked.own_table)
+    run = cpu_run(content, None) if job.on_cpus else job_run(content)
+    request = run.request(steps=steps, budget_s=budget_s, own_table=asked.own_table)
     if wait_s:
         return _followed(job, written, launcher, request, wait_s)
     if not dry_run:

@@ -6,16 +6,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from planner.calibrate.difference import difference_from
+from planner.calibrate.difference_text import difference_lines
+from planner.calibrate.planned_step import PlannedStep
+from planner.configs.stated_rate import seconds_in
 from planner.explain import explain as reasons
 from planner.explain.documents import question_document
 from planner.explain.explain_text import print_explanation, print_memory
+from planner.explain.tables import changed_lines, print_lines
 from planner.io import output
+from planner.io.grids import console
 from planner.io.inputs import measurements, parse_bytes, read_cluster, warn_of_doubts
 from planner.io.plan_words import degrees_text
 from planner.pictures.memory import memory as memory_picture
 from planner.pictures.waterfall import estimate_picture
 from planner.question.cases import Case, case_of_file
-from planner.question.flags import flags_of_question, gpu_counts
+from planner.question.flags import Flags, flags_of_question, gpu_counts
 from planner.question.overrides import with_flags
 from planner.question.plan_file import refuse_overwrite
 from planner.question.prediction import predict
@@ -30,6 +36,7 @@ from planner.search.result import SearchResult
 from planner.search.search import SearchOptions, suggest
 from simulator.config.estimate import Estimate
 from simulator.config.runtime import DEFAULT_RUNTIME
+from simulator.fitting.calibrations import Calibrations
 from topology import codec
 from topology.errors import UserError
 from topology.time_limit import limited
@@ -49,6 +56,9 @@ def explain(asked: Explain) -> None:
     observed = None if asked.observed_peak is None else parse_bytes(asked.observed_peak)
     measured = measurements(asked.profile, strict=asked.strict)
     changed: tuple[str, ...] = ()
+    if asked.measured is not None:
+        _difference(asked, flags, measured)
+        return
     try:
         if asked.file is not None:
             case = with_flags(case_of_file(asked.file, asked.case_id, measured), flags, measured)
@@ -104,6 +114,38 @@ def _search(case: Case, top: int, time_limit_s: float | None) -> SearchResult:
     bounds = Bounds() if offload == "none" else Bounds(stated={"offload": ("none", offload)})
     wanted = SearchOptions(top=top, bounds=bounds, time_limit_s=time_limit_s)
     return suggest(question, wanted, progress=output.progress)
+
+
+def _difference(asked: Explain, flags: Flags, measured: Calibrations) -> None:
+    """Say what could account for the difference of a measured step of a plan and its prediction."""
+    if asked.file is None or asked.memory or asked.flips or asked.svg is not None:
+        raise UserError(
+            "--measured is of one plan, and is asked alone", remedy="planner explain --measured 9.2s plan.json"
+        )
+    case = with_flags(case_of_file(asked.file, asked.case_id, measured), flags, measured)
+    estimate = predict(case.question, case.plan).estimate
+    asks = case.question
+    step = PlannedStep(
+        model=asks.model,
+        plan=case.plan,
+        workload=asks.workload,
+        runtime=asks.runtime,
+        cluster=asks.cluster,
+    )
+    found = difference_from(
+        step,
+        asks.cluster,
+        estimate,
+        seconds_in(str(asked.measured), "--measured"),
+        calibration=asks.calibration,
+        profile=measured.profile,
+    )
+    if asked.json:
+        document = {"changed": list(case.changed), "difference": {**codec.to_builtins(found), "inside": found.inside}}
+        output.emit_json({"schema_version": output.SCHEMA_VERSION, **document})
+        return
+    warn_of_doubts(measured)
+    print_lines(console(), [*changed_lines(case.changed), *difference_lines(found, asked.file)])
 
 
 def _draw(title: str, estimate: Estimate, path: Path, *, memory: bool) -> None:

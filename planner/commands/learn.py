@@ -64,6 +64,7 @@ def _runs(rows: list[JsonObject], base: str, measured: Calibrations) -> tuple[li
     """Return the runs, and the cases that were not run. Warns of those that `base` does not run."""
     runs: list[Measured] = []
     unmeasured: list[Case] = []
+    unused: dict[str, list[str]] = {}  # by reason
     for data in rows:
         stated = data.get("runtime")
         stated_runtime = {**(stated if isinstance(stated, dict) else {}), "name": base}
@@ -71,15 +72,19 @@ def _runs(rows: list[JsonObject], base: str, measured: Calibrations) -> tuple[li
             case = load_case({**data, "runtime": stated_runtime}, measured)
             legal = is_legal(case.question.problems(case.plan))
         except UserError as error:
-            output.warn(f"case {case_id(data)} is not used: {error}")
+            reason = str(error).removeprefix(f"case {case_id(data)}: ")
+            unused.setdefault(reason, []).append(case_id(data))
             continue
         run = measured_of(case)
         if not legal:
-            output.warn(f"case {case_id(data)} is not used: {base} does not run it")
+            unused.setdefault(f"{base} does not run it", []).append(case_id(data))
         elif run.step_s is None and run.memory_bytes is None:
             unmeasured.append(case)
         else:
             runs.append(run)
+    for reason, names in unused.items():
+        few = f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
+        output.warn(f"{len(names)} {'cases are' if len(names) > 1 else 'case is'} not used ({few}): {reason}")
     return runs, unmeasured
 
 

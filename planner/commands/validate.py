@@ -9,7 +9,7 @@ from planner.io import output
 from planner.io.grids import console, grid
 from planner.io.inputs import measurements, warn_of_doubts
 from planner.io.printable import printable
-from planner.question.cases import read_cases
+from planner.learn.runs_file import read_runs
 from planner.question.learned_runtime import LearnedCalibrations, in_place, read_learned
 from planner.requests.runs import Validate
 from planner.validate.validation import ErrorSummary, Summary, ValidationRow, summarise, validate_case
@@ -25,7 +25,7 @@ def validate(asked: Validate) -> None:
     of_files: list[tuple[str, ValidationRow]] = []
     try:
         for name in asked.files:
-            for index, data in enumerate(read_cases(name)[0]):
+            for index, data in enumerate(read_runs(name)):
                 row = validate_case(in_place(data, learned), measured=measured)
                 of_files.append((Path(name).name, row))
                 if index % 20 == 0:

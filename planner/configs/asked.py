@@ -37,6 +37,8 @@ GIVEN = {
     "global_batch": "global_batch_size",
     "micro_batch": "micro_batch_size",
 }
+# Rules that no framework has.
+OURS = frozenset({"ep-overlap-sharding", "ep-overlap-reshard"})
 # Frameworks whose version is that of a launcher, not of what runs.
 LAUNCHERS = frozenset({"accelerate", "transformers", "megatron-bridge"})
 
@@ -137,8 +139,22 @@ def ask(text: str, where: str, flags: CheckFlags, *, measured: Calibrations = UN
     said = tuple(dict.fromkeys((*assumed, *defaults))) if case is None else case.assumed
     if reason := stated.runtime.not_modelled:  # a limit of ours, and no fault of the file
         case, unknown = None, (*unknown, Open(what=reason, remedy="bfloat16 and AdamW in the file have a prediction"))
+    if doubts := _doubts(configuration, stated, case):
+        return replace(found, assumed=said, questions=(*unknown, *doubts))
     rest = None if case is not None else stated
     return replace(found, assumed=said, questions=unknown, given=given, facts=facts, case=case, stated=rest)
+
+
+def _doubts(configuration: Configuration, stated: Stated, case: Case | None) -> tuple[Open, ...]:
+    """Return what rules refuse, and the framework may not: for a limit of ours, or for what another file says."""
+    problems = stated.problems() if case is None else case.question.problems(case.plan)
+    refused = [problem for problem in problems if problem.grade is Grade.ILLEGAL]
+    ours = [problem for problem in refused if problem.rule in OURS]
+    elsewhere = ", ".join(configuration.elsewhere)
+    if refused and elsewhere:
+        what = f"{refused[0].message}, unless it is otherwise by what is not read: {elsewhere[:200]}"
+        return (Open(what=what, remedy="check the configuration that the tool prints or saves when it starts"),)
+    return tuple(Open(what=problem.message, remedy="without it there is a prediction") for problem in ours[:1])
 
 
 # What the file is about.

@@ -58,10 +58,15 @@ def stated_rate(measured: str | None, tokens_per_s: float | None) -> StatedRate 
         return None if tokens_per_s is None else StatedRate(tokens_per_s=tokens_per_s)
     if tokens_per_s is not None:
         raise UserError("--measured and --tokens-per-s say the same", remedy="leave out one of them")
-    found = _TIME.fullmatch(measured.strip())
+    return StatedRate(step_s=seconds_in(measured, "--measured"))
+
+
+def seconds_in(text: str, flag: str) -> float:
+    """Return the seconds that a flag says, `9.2s` or `850ms`. Raises UserError for what is no time."""
+    found = _TIME.fullmatch(text.strip())
     if found is None or float(found[1]) <= 0:
-        raise UserError(f"--measured {measured[:40]!r} is no time", remedy="a number and a unit: 9.2s, 850ms")
-    return StatedRate(step_s=float(found[1]) * _UNITS[found[2] or "s"])
+        raise UserError(f"{flag} {text[:40]!r} is no time", remedy="a number and a unit: 9.2s, 850ms")
+    return float(found[1]) * _UNITS[found[2] or "s"]
 
 
 def against(found: PlanAnswer, configuration: Configuration, stated: StatedRate) -> Against | None:

@@ -10,6 +10,8 @@ from planner.question.question import Question
 from simulator.config.plan import Plan, default_schedule
 from simulator.config.runtime import Runtime
 
+MICRO_BATCHES = (0.125, 0.25, 0.5, 2, 4)  # times the file's own
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
@@ -42,7 +44,7 @@ def _plans(plan: Plan, question: Question) -> Iterator[Plan]:
             if (other := _resized(plan, axis, degree, question)) is not None:
                 yield other
     yield from (plan.with_(ep=ep) for ep in {1, plan.ep // 2, plan.ep * 2, plan.ep * 4} - {0, plan.ep})
-    for size in {1, plan.micro_batch_size // 2, plan.micro_batch_size * 2, plan.micro_batch_size * 4}:
+    for size in {1, *(int(plan.micro_batch_size * factor) for factor in MICRO_BATCHES)}:
         if size > 0 and question.workload.global_batch_size % (plan.data_parallel * size) == 0:
             yield plan.with_(micro_batch_size=size)
     yield from (plan.with_(recompute=mode, recompute_per_stage=()) for mode in framework.recomputes)

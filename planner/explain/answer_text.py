@@ -94,7 +94,9 @@ def print_estimate(found: PlanAnswer) -> None:
         return
     memory = memory_text(estimate, found.fixes, plan.gpus)
     rates = f"{rate_text(estimate)} tokens/s/GPU, MFU {estimate.mfu:.0%}"
-    sentence = f"{_capital(approach_text(plan))}: about {interval_text(estimate.step_s)} a step, {rates}."
+    tokens = tokens_text(estimate, plan)
+    step = f"about {interval_text(estimate.step_s)} a step of {tokens} tokens"
+    sentence = f"{_capital(approach_text(plan))}: {step}, {rates}."
     print_lines(console(), [sentence, f"Memory {memory}."], hanging="")
     print()
     setting = [*problems, batch_line(plan, question), order_line(plan, question)]
@@ -119,13 +121,13 @@ def answer_sentence(best: RankedPlan) -> str:
         if best.plan.recompute != "none" and not best.plan.recompute_per_stage
         else ""
     )
-    step = f"about {interval_text(best.estimate.step_s)} a step of {tokens_text(best)} tokens"
+    step = f"about {interval_text(best.estimate.step_s)} a step of {tokens_text(best.estimate, best.plan)} tokens"
     return f"Use {approach_text(best.plan)}{settings}: {step}, {needs}."
 
 
-def tokens_text(listed: RankedPlan) -> str:
+def tokens_text(estimate: Estimate, plan: Plan) -> str:
     """Return the tokens of a step to two digits: `4.2M`, `33k`."""
-    tokens = listed.estimate.tokens_per_gpu * listed.plan.gpus
+    tokens = estimate.tokens_per_gpu * plan.gpus
     size, letter = next(((size, letter) for size, letter in ((1e6, "M"), (1e3, "k")) if tokens >= size), (1.0, ""))
     return f"{two_digits(tokens / size)}{letter}"
 

@@ -18,8 +18,9 @@ FIRST_NODE = 'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)\
 
 
 def slurm_options(name: str, *, nodes: int, gpus_per_node: int) -> JsonObject:
-    """Return the sbatch options for one task on each of `nodes`."""
-    return {"job-name": name, "nodes": nodes, "ntasks-per-node": 1, "gpus-per-node": gpus_per_node}
+    """Return the sbatch options for one task on each of `nodes`, of which each may need no GPU."""
+    asked = {"gpus-per-node": gpus_per_node} if gpus_per_node else {}
+    return {"job-name": name, "nodes": nodes, "ntasks-per-node": 1, **asked}
 
 
 def directives(options: Mapping[str, Any]) -> str:
@@ -47,7 +48,7 @@ def train_job(
         "numNodes": nodes,
         "numProcPerNode": ranks_per_node,
         "command": list(command),
-        "resourcesPerNode": {"limits": {"nvidia.com/gpu": gpus_per_node}},
+        **({"resourcesPerNode": {"limits": {"nvidia.com/gpu": gpus_per_node}}} if gpus_per_node else {}),
     }
     if environment:
         trainer["env"] = [{"name": variable, "value": value} for variable, value in environment.items()]

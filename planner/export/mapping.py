@@ -30,6 +30,12 @@ class NotStated(BadInput):
     """A setting is left open: a question to whoever has the file, and no fault of it."""
 
 
+class NotModelled(NotStated):
+    """A setting asks for something that its tool has and no cost here knows: a limit of ours, and no fault of the
+    file.
+    """
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
     """Facts and the keys that hold them.

@@ -31,8 +31,8 @@ def model_said(name: object) -> tuple[Model | None, str]:
 
 
 def model_spelt(word: str) -> Model | None:
-    """Return the model whose name on the Hub has the letters and digits of a word, such as `llama3_1_8b`; None where no
-    name or several have them.
+    """Return the model whose name, here or on the Hub, has the letters and digits of a word, such as `llama3_1_8b`;
+    None where no name or several have them.
     """
     return _by_letters().get(_letters(word))
 
@@ -46,7 +46,8 @@ def _by_letters() -> dict[str, Model]:
     found: dict[str, list[Model]] = {}
     for models in _by_shape().values():
         for model in models:
-            found.setdefault(_letters(hub_name(model.name).rpartition("/")[2].removesuffix("-hf")), []).append(model)
+            for name in {model.name, hub_name(model.name)}:
+                found.setdefault(_letters(name.rpartition("/")[2].removesuffix("-hf")), []).append(model)
     return {letters: models[0] for letters, models in found.items() if len({one.parameters for one in models}) == 1}
 
 

@@ -15,7 +15,7 @@ def read_capture(name: str, gpu: str | None) -> Cluster | None:
         found = probe_machine()
     else:
         text = codec.read_text(name)
-        if text.lstrip().startswith("{"):
+        if text.lstrip().startswith(("{", "[")):
             return None
         found = probe_text([(name, text)], gpu=gpu)
     if not found.gpu_count:

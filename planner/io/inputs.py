@@ -24,7 +24,7 @@ def read_cluster(name: str, gpus: int | None = None, *, gpu: str | None = None) 
     which GPUs to use. Raises BadCluster when the cluster does not come in that size.
     """
     # What reads captures takes longer to load than a search among plans of a known machine.
-    written = name.lstrip().startswith("{")  # JSON as the argument itself
+    written = name.lstrip().startswith(("{", "["))  # JSON as the argument itself
     captured = not written and (name == "local" or Path(name).is_file())
     found = import_module("planner.io.captures").read_capture(name, gpu) if captured else None
     if found is None:

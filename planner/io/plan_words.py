@@ -15,6 +15,11 @@ from topology import codec
 # The order in which degrees are named.
 DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
 BESIDE_PRODUCT = {"ep"}  # which lies inside the others
+# Fields whose words are made below; every other is named by its own name.
+WORDED = {
+    *DEGREES, "zero_stage", "virtual_stages", "schedule", "micro_batch_size", "recompute", "recompute_per_stage",
+    "sequence_parallel", "tp_overlap", "cp_method", "layers_per_stage", "reshard_after_forward", "placement",
+}  # fmt: skip
 
 # --- degrees
 # ------------------------------------------------------------------------------------------------------------
@@ -151,9 +156,9 @@ def _setting_texts(plan: Plan, *, spelt_out: bool) -> dict[str, str]:
     return found
 
 
-def _chosen(plan: Plan) -> dict[str, str]:
-    """Return what a plan sets of what has a few words to choose from, where it is not the default."""
-    known = {name: getattr(plan, name) for name, known in PLAN_FIELDS.items() if known.choices}
+def _chosen(plan: Plan) -> dict[str, Any]:
+    """Return what a plan sets of all that has no words of its own here, where it is not the default."""
+    known = {name: getattr(plan, name) for name in PLAN_FIELDS if name not in WORDED}
     return {name: value for name, value in known.items() if value != PLAN_FIELDS[name].default}
 
 
@@ -184,7 +189,7 @@ def plan_name(plan: Plan) -> str:
         words.append("reshard" if plan.reshard_after_forward else "keep")
     words += [f"{PLAN_FIELDS[name].short or name}-{value}" for name, value in _chosen(plan).items()]
     words += [f"overlap-{tp_overlap_slug(plan.tp_overlap)}"] if plan.tp_overlap != "none" else []
-    if plan.layers_per_stage or plan.recompute_per_stage or plan.capacity_factor is not None:
+    if plan.layers_per_stage or plan.recompute_per_stage:
         words.append(f"own-{codec.fingerprint(plan)[:4]}")  # layers or recompute modes by stage would be too long
     return " ".join(words)
 

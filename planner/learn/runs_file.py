@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from planner.learn.logs import with_log
+from planner.question.case_words import sectioned
 from planner.question.cases import read_cases
 from topology import codec
 from topology.codec import JsonObject
@@ -24,9 +25,11 @@ MOST_ROWS = 100_000
 def read_runs(path: str | Path) -> list[JsonObject]:
     """Return the cases of a file. Raises BadInput, naming the line, where one is no case.
 
-    A column of a table is called as the field it fills, `plan.tp` or `measured.log`; an empty cell was not stated.
+    A column of a table is called as the field it fills, `plan.tp` or `measured.log`, or by its word on the command
+    line; an empty cell was not stated.
     """
-    found, folder = _read(str(path)), Path(path).parent
+    folder = Path(path).parent
+    found = [sectioned(row) for row in _read(str(path))]
     return [with_log(case, folder, f"{path}: {case.get('id', f'case {n}')}") for n, case in enumerate(found, start=1)]
 
 
@@ -42,7 +45,7 @@ def _read(name: str) -> list[JsonObject]:
                 raise BadInput(
                     f"{name}:{number} is no case", why="a line is one object with model, cluster, workload, plan"
                 )
-        return found
+        return [{"id": f"{name}:{number}", **one} for number, one in enumerate(found, start=1)]
     return list(read_cases(name)[0])
 
 

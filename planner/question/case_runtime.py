@@ -6,23 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from planner.question.case_fields import flag, refuse_unknown, section_of, unsaid, word_of
+from planner.question.case_words import RUNTIME_KEYS
 from simulator.config.runtime import DEFAULT_RUNTIME, LOW_PRECISION, Runtime
 from simulator.legality.frameworks import Framework
 from simulator.runtimes.stated import resolve
 from topology.codec import JsonObject
 
-_RUNTIME_KEYS = (
-    "name",
-    "version",
-    "compile",
-    "param_dtype",
-    "compute_dtype",
-    "reduce_dtype",
-    "optimizer",
-    "release",
-    "low_precision_recipe",
-    "cuda_graph",
-)
 _NO_GRAPHS = ("no", "off", "false", "impl none")  # how sources say that there were no CUDA graphs
 
 
@@ -42,9 +31,12 @@ def resolve_runtime(stated: Mapping[str, Any]) -> tuple[Runtime, list[str]]:
 def runtime_section(data: Mapping[str, Any], name: str, assumed: list[str]) -> JsonObject:
     """Return what a case says of its runtime, checked; what it leaves out goes to `assumed`. Raises UserError."""
     stated = section_of(data, "runtime", name)
-    refuse_unknown(stated, _RUNTIME_KEYS, f"case {name}: runtime")
+    refuse_unknown(stated, RUNTIME_KEYS, f"case {name}: runtime")
     graphs = stated.pop("cuda_graph", None)
     stated["cuda_graph"] = not (unsaid(graphs) or graphs is False or str(graphs).lower().startswith(_NO_GRAPHS))
+    kernels = stated.pop("kernels", None)
+    if not unsaid(kernels) and word_of(kernels, f"case {name}: runtime.kernels").lower() != "none":
+        assumed.append(f"runtime.kernels {kernels}: what they fuse is not described, costed without them")
     for key, value in stated.items():
         if unsaid(value):
             continue

@@ -22,6 +22,7 @@ from planner.question.case_fields import (
     whole_number,
 )
 from planner.question.case_runtime import implied_runtime, resolve_runtime, runtime_section
+from planner.question.case_words import in_sections
 from planner.question.flags import Flags
 from planner.question.plan_file import PlanFile, load_plan, require_fresh
 from planner.question.question import Question, question_of
@@ -48,11 +49,6 @@ from topology.rates.reach import cluster_caveats
 
 # Where flags give none; a sequence in tokens.
 DEFAULT_MODEL, DEFAULT_CLUSTER, SEQ_LEN = "llama3-8b", "dgx-h100", 8192
-
-# Where a case is from and what became of it: kept with it, and nothing to predict by. `note` says what measurements
-# mean.
-_ABOUT_KEYS = ("source", "note", "notes", "comment", "url", "date", "peers")
-_CASE_KEYS = ("id", "model", "cluster", "workload", "plan", "runtime", "measured", "outcome", *_ABOUT_KEYS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,9 +88,12 @@ def read_cases(path: str | Path) -> tuple[list[JsonObject], bool]:
 
 
 def load_case(data: Mapping[str, Any], measured: Calibrations = UNMEASURED) -> Case:
-    """Return a Case from its dictionary. Raises BadModel, BadCluster or BadPlan, naming the field."""
+    """Return a Case from its dictionary, or from a row in words of the command line.
+
+    Raises BadModel, BadCluster or BadPlan, naming the field.
+    """
     name = case_id(data)
-    refuse_unknown(data, _CASE_KEYS, f"case {name}")
+    data = in_sections(data, name)
     model = _model(data.get("model"), name)
     assumed = list(model.assumed)
     cluster, from_cluster = _cluster(data.get("cluster"), name)

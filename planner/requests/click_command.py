@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from enum import EnumType
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +64,18 @@ def _parameter(flag: Flag) -> click.Parameter:
         hidden=flag.hidden,
         show_default=flag.show_default,
         show_envvar=True,
+        is_eager=bool(flag.prints),
+        callback=partial(_print_and_end, flag.prints) if flag.prints else None,
         **shown,
     )
+
+
+def _print_and_end(text: str, context: click.Context, _parameter: click.Parameter, asked: bool) -> bool:
+    """Print what a switch prints, and end; an argument that is missing is not missed then."""
+    if asked:
+        click.echo(text)
+        context.exit()
+    return asked
 
 
 def _type(flag: Flag) -> click.ParamType[Any] | Callable[[str], Any] | None:

@@ -64,6 +64,7 @@ class Flag:
     environment: str | None = None  # the variable that says it
     percent: bool = False
     hidden: bool = False
+    prints: str = ""  # a switch that prints this and ends
     show_default: bool = True
 
     @property

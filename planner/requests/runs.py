@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 from planner.requests import common
 from planner.requests.flag import Request, argument, option, required, required_argument
@@ -142,16 +143,28 @@ class Runs(Request):
     json: bool = common.json_flag()
 
 
+RUN = """\
+{"id": "my-run-1", "model": "llama3-8b", "cluster": "8xH100", "framework": "torchtitan", "seq_len": 8192, \
+"global_batch": 16, "micro_batch": 1, "dp_shard": 8, "recompute": "full", "step_s": 2.5, "peak_memory_gib": 47.0}
+"""
+
+
+def _example() -> bool:
+    printed = option(False, "--example", help="Print a run as a line of a .jsonl file, and end.", prints=RUN.rstrip())
+    return cast("bool", printed)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Validate(Request):
     """Compare predictions with measured runs, row by row, and sum up each file.
 
-    Files are cases of training, or serving points, one a line (.jsonl, .jsonl.gz): of one kind in a call. A row that
-    cannot be predicted is listed as skipped, with the reason; exit code 3 when every row is. --tolerance is for mean
-    absolute errors.
+    Files are runs of training, each a case or a row of command-line words (--example prints one), or serving points,
+    one a line (.jsonl, .jsonl.gz): of one kind in a call. A row that cannot be predicted is listed as skipped, with the
+    reason; exit code 3 when every row is. --tolerance is for mean absolute errors.
     """
 
-    files: list[str] = required_argument(help="Case files with measurements.")
+    files: list[str] = required_argument(help="Runs with measurements: .json, .jsonl or .csv; or serving points.")
+    example: bool = _example()
     profile: Path | None = common.profile()
     runtime: Path | None = common.learned_runtime()
     strict: bool = common.strict()
@@ -169,7 +182,8 @@ class Learn(Request):
     of its case names.
     """
 
-    file: str = required_argument(help="Cases: .json, .jsonl or .csv; measured.log names a log.")
+    file: str = required_argument(help="Runs: .json, .jsonl or .csv; measured.log names a log.")
+    example: bool = _example()
     runtime: str = required("--runtime", help="What the runtime is called, known here or not.")
     out: Path = required("--out", help="Write the learned runtime to this file.")
     like: str | None = option(

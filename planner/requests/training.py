@@ -169,6 +169,9 @@ class Explain(Request):
     top: int = option(4, "--top", least=1, most=20, help="How many runners-up.")
     memory: bool = option(False, "--memory", help="Memory only, stage by stage.")
     observed_peak: str | None = option(None, "--observed-peak", help="A peak that was measured: 32GB, 29.8GiB.")
+    measured: str | None = option(
+        None, "--measured", help="A step of the plan that was measured, 9.2s: what could account for the difference."
+    )
     flips: bool = option(
         False, "--flips/--no-flips", help="Search again on changed machines: takes as long as dozens of answers."
     )

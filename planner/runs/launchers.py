@@ -42,6 +42,7 @@ class LauncherJob:
     endpoint: str | None = None
     image: str | None = None
     python: str = "python3"
+    on_cpus: bool = False
 
     def __post_init__(self) -> None:
         if not NAME.fullmatch(self.name):
@@ -58,6 +59,10 @@ class LauncherJob:
     @property
     def ranks_per_node(self) -> int:
         return self.ranks // self.nodes
+
+    @property
+    def gpus_per_node(self) -> int:
+        return 0 if self.on_cpus else self.ranks_per_node
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +126,7 @@ def slurm(job: LauncherJob) -> JobFile:
         raise BadInput(f"{directory!r} cannot be written in an #SBATCH line", remedy="--out with a plain name")
     minutes = math.ceil((job.budget_s + STARTING_S) / 60)
     agent = shlex.join(node_command(job, endpoint=None)) + f' --endpoint="$head:{PORT}"'
-    options = slurm_options(job.name, nodes=job.nodes, gpus_per_node=job.ranks_per_node)
+    options = slurm_options(job.name, nodes=job.nodes, gpus_per_node=job.gpus_per_node)
     collect = f"{shlex.join(collect_command(job))}\n" if job.nodes > 1 else ""
     text = (
         f"{BASH}\n{directives({**options, 'time': minutes, 'output': f'{directory}/slurm-%j.txt'})}"
@@ -142,7 +147,7 @@ def trainjob(job: LauncherJob) -> JobFile:
         job.name,
         nodes=job.nodes,
         ranks_per_node=job.ranks_per_node,
-        gpus_per_node=job.ranks_per_node,
+        gpus_per_node=job.gpus_per_node,
         command=node_command(job, endpoint=None),
         image=job.image,
     )

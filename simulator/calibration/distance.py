@@ -1,23 +1,20 @@
 """How far a question is from the steps that were measured, and how much wider that makes the range of its step.
 
-`intervals.json` was learned from runs of some GPUs and runtimes on up to some number of GPUs. Elsewhere a prediction is
-less sure: each thing that was never measured multiplies the width of the range, as a logarithm. The factor of another
-vendor is fitted: three steps of torchtitan on 8 MI300X took 1.3 to 1.6 times as long as predicted (pytorch/ao,
-torchtitan benchmarks), where the upper end of the range was 1.14. No other point has checked it. The other factors are
-assumed.
+`intervals.json` was learned from runs of some GPUs and runtimes on up to some number of GPUs, which it names. Elsewhere
+a prediction is less sure: each thing that was never measured multiplies the width of the range, as a logarithm. The
+factor of another vendor is fitted: three steps of torchtitan on 8 MI300X took 1.3 to 1.6 times as long as predicted
+(pytorch/ao, torchtitan benchmarks), where the upper end of the range was 1.14. No other point has checked it. The other
+factors are assumed.
 """
 
 from __future__ import annotations
 
 from math import log2
 
+from simulator.calibration.intervals import interval_table
 from simulator.config.runtime import Runtime
 from topology.cluster import Cluster
 
-# What the rows of `intervals.json` without a calibration were measured on.
-ARCHITECTURES = frozenset({"Ampere", "Hopper", "Blackwell", "Blackwell Ultra"})
-RUNTIMES = frozenset({"torchtitan", "meshwright", "megatron-lm", "megatron-deepspeed", "llm-foundry", "pytorch"})
-MOST_GPUS = 16_384  # Llama 3 405B (arXiv 2407.21783)
 OTHER_VENDORS = {"CDNA": "AMD", "Xe": "Intel"}  # by the beginning of their architectures' names
 
 VENDOR, GENERATION, RUNTIME, DOUBLING = 4.0, 2.0, 1.5, 0.1
@@ -25,17 +22,17 @@ VENDOR, GENERATION, RUNTIME, DOUBLING = 4.0, 2.0, 1.5, 0.1
 
 def distance(cluster: Cluster, runtime: Runtime, gpus: int) -> tuple[float, tuple[str, ...]]:
     """Return how many times as wide the range of a step is as that of measured ones, and what was never measured."""
-    kind = cluster.slowest_kind
+    kind, known = cluster.slowest_kind, interval_table().measured_on
     vendor = next((name for start, name in OTHER_VENDORS.items() if kind.architecture.startswith(start)), "")
     parts: list[tuple[float, str]] = []
     if vendor:
         parts.append((VENDOR, f"GPUs of {vendor}"))
-    elif kind.architecture not in ARCHITECTURES:
+    elif kind.architecture not in known.architectures:
         parts.append((GENERATION, f"{kind.architecture} GPUs"))
-    if runtime.name not in RUNTIMES:
+    if runtime.name not in known.runtimes:
         parts.append((RUNTIME, f"steps of {runtime.name}"))
-    if gpus > MOST_GPUS:
-        parts.append((1 + DOUBLING * log2(gpus / MOST_GPUS), f"more than {MOST_GPUS:,} GPUs"))
+    if gpus > known.gpus:
+        parts.append((1 + DOUBLING * log2(gpus / known.gpus), f"more than {known.gpus:,} GPUs"))
     width = 1.0
     for factor, _ in parts:
         width *= factor

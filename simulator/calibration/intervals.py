@@ -40,11 +40,21 @@ class Factors:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """Of which GPUs and runtimes the steps are that factors were learned from, and the most GPUs of one."""
+
+    architectures: tuple[str, ...]
+    runtimes: tuple[str, ...]
+    gpus: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class IntervalTable:
     """Factors by what a prediction rests on; where they are from. `held_out` were judged and not learned from."""
 
     made_on: str
     command: str
+    measured_on: Measured
     factors: dict[str, Factors]
     held_out: dict[str, float]
 

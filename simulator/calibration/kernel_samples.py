@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from simulator.calibration.items import OperatorItem
 from simulator.columns.plan_table import Floats, axis_sizes, plan_table
 from simulator.config.model import Model
 from simulator.config.plan import Plan
@@ -34,18 +35,6 @@ class Movement:
     operators: tuple[str, ...]
     axes: tuple[str, ...]
     runtime: str = ""  # of whose kernels it is; empty: every framework calls the same
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OperatorItem:
-    """A kernel to be measured alone: what its sample (`topology.profile.samples.OperatorSample`) says of it."""
-
-    kind: str
-    name: str
-    shape: Mapping[str, int]
-    dtype: str
-    direction: str = "forward"
-    runtime: str = ""
 
 
 MOVEMENTS = (
@@ -146,7 +135,7 @@ def _requests(
     return found
 
 
-def _move(name: str, shape: Mapping[str, int], dtype: str, **more: str) -> OperatorItem:
+def _move(name: str, shape: dict[str, int], dtype: str, **more: str) -> OperatorItem:
     return OperatorItem(kind="move", name=name, shape=shape, dtype=dtype, **more)
 
 

@@ -48,6 +48,7 @@ class Communicator:
     compute_capability: int
     architecture: str = ""
     inter_peer_bytes_per_s: float = 0.0  # the network when every node sends to every other
+    ports_bytes_per_s: float = 0.0  # one node's network, if its ports alone decided
 
     @property
     def ranks_per_node(self) -> int:
@@ -95,6 +96,7 @@ def communicator(cluster: Cluster, shape: GroupShape) -> Communicator:
         compute_capability=kind.compute_capability,
         architecture=kind.architecture,
         inter_peer_bytes_per_s=rates.inter_all_to_all_bytes_per_s or rates.inter_bytes_per_s,
+        ports_bytes_per_s=rates.ports_bytes_per_s,
     )
 
 
@@ -154,14 +156,15 @@ def _nccl_pcie(node: Node, kind: GpuKind) -> float:
     return min(rates) if rates else 0.76 * kind.pcie_bytes_per_s or 12e9  # 0.76: width x speed / 80 against nominal
 
 
-def on_other_links(comm: Communicator, *, network: float = 1.0, inside: float = 1.0) -> Communicator:
-    """Return a communicator whose links between nodes, and inside them, have so many times their rates."""
+def on_slower_ports(comm: Communicator, share: float) -> Communicator:
+    """Return a communicator whose ports have a `share` of their rate; what its host's links carry stays."""
+    kept = min(1.0, share * comm.ports_bytes_per_s / comm.inter_bytes_per_s) if comm.inter_bytes_per_s else 1.0
     return replace(
         comm,
-        link_bytes_per_s=comm.link_bytes_per_s * inside,
-        inter_bytes_per_s=comm.inter_bytes_per_s * network,
-        inter_peer_bytes_per_s=comm.inter_peer_bytes_per_s * network,
-        nccl=replace(comm.nccl, nic=comm.nccl.nic * network, nvlink=comm.nccl.nvlink * inside),
+        inter_bytes_per_s=comm.inter_bytes_per_s * kept,
+        inter_peer_bytes_per_s=comm.inter_peer_bytes_per_s * kept,
+        ports_bytes_per_s=comm.ports_bytes_per_s * share,
+        nccl=replace(comm.nccl, nic=comm.nccl.nic * share),
     )
 
 
@@ -170,8 +173,13 @@ def on_fitted_links(comm: Communicator) -> Communicator | None:
     generation = comm.generation
     if generation is None or math.isclose(comm.link_bytes_per_s, generation.link_bytes_per_s):
         return None
-    fitted = on_other_links(comm, inside=generation.link_bytes_per_s / comm.link_bytes_per_s)
-    return replace(fitted, generation=generation.fitted or generation)
+    ratio = generation.link_bytes_per_s / comm.link_bytes_per_s
+    return replace(
+        comm,
+        link_bytes_per_s=generation.link_bytes_per_s,
+        nccl=replace(comm.nccl, nvlink=comm.nccl.nvlink * ratio),
+        generation=generation.fitted or generation,
+    )
 
 
 def _scaled(generation: Generation, link_bytes_per_s: float) -> Generation:

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from simulator.collectives import nccl_model
-from simulator.collectives.communicator import Communicator, Fabric, communicator, on_fitted_links, on_other_links
+from simulator.collectives.communicator import Communicator, Fabric, communicator, on_fitted_links, on_slower_ports
 from simulator.collectives.curves import P2P_CHANNELS, Floats, peer_channels
 from simulator.collectives.launch_mode import EAGER_ISSUE_S, LaunchMode, launched
 from simulator.collectives.measured import SPREAD as SPREAD_MEASURED
@@ -243,7 +243,7 @@ def held_sms(
             return np.asarray(_channels(other, op, sizes, found) * found.time_s / options.time_s)
 
     for nccl in _machines_with_fewer_channels(comm.nccl):
-        held = np.fmin(held, there(on_other_links(comm, network=nccl.nic / comm.nccl.nic)))
+        held = np.fmin(held, there(on_slower_ports(comm, nccl.nic / comm.nccl.nic)))
     if (fitted := on_fitted_links(comm)) is not None:
         faster = fitted.link_bytes_per_s < comm.link_bytes_per_s
         held = (np.fmin if faster else np.fmax)(held, there(fitted))
@@ -262,18 +262,14 @@ def _channels(comm: Communicator, op: str, sizes: Floats, options: _Options) -> 
 
 @lru_cache(maxsize=256)
 def _machines_with_fewer_channels(nccl: NcclMachine) -> tuple[NcclMachine, ...]:
-    """Return the machine with the fastest network with which NCCL finds each smaller number of ring channels.
-
-    One of less than half the rate and less than half the channels is another machine.
-    """
-    here = nccl_model.ring_graph(nccl).channels
-    fastest: dict[int, NcclMachine] = {}
-    for rate in nccl_model.network_rates(nccl):
+    """Return the machines with slower networks on which NCCL finds fewer ring channels than on any that is faster."""
+    fewest, found = nccl_model.ring_graph(nccl).channels, []
+    for rate in reversed(nccl_model.network_rates(nccl)):
         slower = replace(nccl, nic=rate)
-        channels = nccl_model.ring_graph(slower).channels
-        if channels < here and (2 * rate >= nccl.nic or 2 * channels >= here):
-            fastest[channels] = slower  # rates rise
-    return tuple(fastest.values())
+        if (channels := nccl_model.ring_graph(slower).channels) < fewest:
+            fewest = channels
+            found.append(slower)
+    return tuple(found)
 
 
 def interval_width(comm: Communicator, *, custom: bool = False) -> tuple[float, Source]:

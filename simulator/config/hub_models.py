@@ -90,7 +90,7 @@ def hub_model(name: str) -> tuple[str, HubModel] | None:
 
 def name_of_file(path: Path, config: Any) -> str:
     """Return what to call the model of a file: its name on the Hub where the cache of huggingface_hub holds the file,
-    the folder that was said, what the file itself says, and the folder it is in.
+    what the file itself says, its kind and size where its folder was not said, and the folder.
     """
     if path.name != "config.json":
         return path.stem
@@ -100,6 +100,10 @@ def name_of_file(path: Path, config: Any) -> str:
     said = config.get("_name_or_path") if isinstance(config, dict) else None
     if path.parent == Path() and isinstance(said, str) and ON_THE_HUB.fullmatch(said):
         return said
+    kind = config.get("model_type") if isinstance(config, dict) else None
+    if path.parent == Path() and isinstance(kind, str) and re.fullmatch(r"[\w.-]{1,40}", kind):
+        layers, hidden = (config.get(key) for key in ("num_hidden_layers", "hidden_size"))
+        return f"{kind}-{layers}x{hidden}" if isinstance(layers, int) and isinstance(hidden, int) else kind
     return whole.parent.name or "config"
 
 

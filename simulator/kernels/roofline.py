@@ -32,6 +32,7 @@ class AttentionEfficiency:
     ramp_s: float
     head_dim_64: float
     rows: float
+    ramp_backward_s: float = 0.0  # 0: as forward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -379,7 +380,8 @@ class Roofline:
         curve = curves.get(kernel) or curves["flash2"]
         fraction = curve.backward if work.backward else curve.forward
         head_factor = np.where(np.asarray(work.k) < 128, curve.head_dim_64, 1.0)
-        return np.asarray(fraction * head_factor * work.n / (work.n + curve.ramp_s))
+        ramp_s = (curve.ramp_backward_s or curve.ramp_s) if work.backward else curve.ramp_s
+        return np.asarray(fraction * head_factor * work.n / (work.n + ramp_s))
 
     def _attention(self, work: Work) -> Floats:
         known = efficiency(self.gpu.architecture)

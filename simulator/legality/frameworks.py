@@ -299,7 +299,7 @@ _ALIASES = {
     "fsdp": "pytorch",
     "fsdp2": "pytorch",
     "torch": "pytorch",
-    "accelerate": "pytorch",
+    "trainer": "transformers",
 }
 
 

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import groupby
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from simulator.config.plan import Plan, default_schedule
 from simulator.legality.rule import Grade, Level, Mask, Rule, RuleFacts, divisors, one_of, rule, with_nearest
 from simulator.pipeline.schedules.kind import ScheduleKind
 from simulator.pipeline.schedules.registry import SCHEDULES, schedules_that
+from simulator.pipeline.stages import stage_layers
 from simulator.runtimes.library import is_described, runtime_spec
 
 # Ranks x ranks x stages of a rank, up to which a schedule's table is followed: about as many passes as it has. 128
@@ -101,7 +103,15 @@ def _stage_sentence(p: Plan) -> str:
         if schedule.least_stages == schedule.most_stages
         else f"at least {schedule.least_stages}"
     )
-    return f"schedule {schedule.name} needs {need} stage(s) on every rank, virtual_stages={p.virtual_stages}"
+    stages = "stage" if schedule.least_stages == 1 else "stages"
+    return f"schedule {schedule.name} needs {need} {stages} on every rank, virtual_stages={p.virtual_stages}"
+
+
+def _layer_counts(p: Plan, q: RuleFacts) -> str:
+    """Return the layers of each stage as the runtime spreads them, equal ones in a row as one: `3, 14 x 4, 2`."""
+    spec = runtime_spec(q.runtime.name if q.runtime else q.framework.name).pipeline
+    runs = [(count, len(list(run))) for count, run in groupby(stage_layers(q.model.layers, p, spec))]
+    return ", ".join(f"{times} x {count}" if times > 1 else str(count) for count, times in runs)
 
 
 PIPELINE_RULES: list[Rule] = [
@@ -166,17 +176,15 @@ PIPELINE_RULES: list[Rule] = [
         "layers-even",
         lambda c, q: (
             ~c.listed
-            & (c.stages <= q.model.layers)
             & (q.model.layers % c.stages != 0)
             & ((q.model.layers + 1) % c.stages != 0)
             & ((q.model.layers + 2) % c.stages != 0)
         ),
-        lambda p, q: with_nearest(
-            "pp",
-            [d for d in range(1, q.model.layers + 1) if q.model.layers % (d * p.virtual_stages) == 0],
-            f"{q.model.layers} layers % ({_stage_text(p)}) = {q.model.layers % p.stages}: Megatron-LM "
-            "needs equal stages, or layers_per_stage spelt out (--pipeline-model-parallel-layout)",
+        lambda p, q: (
+            f"{q.model.layers} layers on {_stage_text(p)} need --pipeline-model-parallel-layout:"
+            f" layers {_layer_counts(p, q)} by stage"
         ),
+        grade=Grade.LEGAL,
         level=Level.BATCH,
         applies=lambda q: not q.framework.uneven_stages,
     ),

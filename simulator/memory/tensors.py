@@ -223,9 +223,9 @@ class BlockTensors:
         self, tape: _Tape, active: Sequence[OperatorSpec], mode: RecomputeSpec, again: Sequence[bool], inward: int
     ) -> int:
         """Run a block of which only what `mode` keeps is held."""
-        tape.held.add(inward)
-        if mode.drops:
+        if mode.drops:  # the operators that save the rest hold what the others run again from
             return self._forward(tape, active, inward, lambda place: active[place].name not in mode.drops)
+        tape.held.add(inward)
         wanted = self.sizes(mode.keeps)
         if tape.live[inward] in wanted:
             wanted.remove(tape.live[inward])

@@ -35,6 +35,7 @@ class StageLayout:
     rank_count: NDArray[np.int64]
     first: NDArray[np.bool_]  # holds the embedding
     last: NDArray[np.bool_]  # holds the head
+    largest: NDArray[np.int64]  # layers of the rank's largest stage
     by_mode: dict[str, tuple[Floats, Floats]] = field(default_factory=dict)
 
     @property
@@ -84,13 +85,19 @@ def counted_ends(model_layers: int, stages: int, spec: PipelineSpec) -> tuple[fl
     """Return how many layers the embedding and the head count as where `stages` are made: see `PipelineSpec`.
 
     Megatron-LM drops them from the layers of their stages again, down to none
-    (megatron/core/transformer/transformer_block.py: get_num_layers_to_build).
+    (megatron/core/transformer/transformer_block.py: get_num_layers_to_build). Where neither makes the layers divide,
+    both count, and the stages are spelt out (`needs_layout`).
     """
     if spec.ends_fill_stages and model_layers % stages:
-        for ends in ((0.0, 1.0), (1.0, 1.0)):
-            if (model_layers + sum(ends)) % stages == 0:
-                return ends
+        return (0.0, 1.0) if (model_layers + 1) % stages == 0 else (1.0, 1.0)
     return spec.embedding_weight, spec.head_weight
+
+
+def needs_layout(model_layers: int, stages: int, spec: PipelineSpec) -> bool:
+    """Return whether `ends_fill_stages` does not: Megatron-LM is then given every stage
+    (--pipeline-model-parallel-layout, megatron/core/transformer/pipeline_parallel_layer_layout.py of 0.19.2).
+    """
+    return spec.ends_fill_stages and all((model_layers + ends) % stages for ends in (0, 1, 2))
 
 
 def rank_of_stage(stage: int, pp: int, schedule: str) -> int:
@@ -121,7 +128,7 @@ def stage_layout(model: Model, table: PlanTable, spec: PipelineSpec, *, merged: 
     ]
     width = max(kind.shape[1] for kind in kinds)
     padded = [np.pad(kind, ((0, 0), (0, width - kind.shape[1])), constant_values=-1) for kind in kinds]
-    dense, moe, rank, rank_count, first, last = np.moveaxis(np.stack(padded)[which], 1, 0)
+    dense, moe, rank, rank_count, first, last, largest = np.moveaxis(np.stack(padded)[which], 1, 0)
     modes = table.recompute_modes
     whole = np.where(dense >= 0, dense, 0).astype(np.float64), np.where(moe >= 0, moe, 0).astype(np.float64)
     by_mode = {
@@ -141,6 +148,7 @@ def stage_layout(model: Model, table: PlanTable, spec: PipelineSpec, *, merged: 
         rank_count=np.maximum(rank_count, 0),
         first=first > 0,
         last=last > 0,
+        largest=np.maximum(largest, 0),
         by_mode=by_mode,
     )
 
@@ -156,11 +164,11 @@ def _layers_of_ranks(
     folded: bool,
     merged: bool,
 ) -> NDArray[np.int64]:
-    """Return rows (dense, MoE, rank, rank_count, first, last) with a column for every pipeline rank of a plan, or,
-    `merged`, one for ranks in a row that hold the same. `dense_before` is the model's, `listed` the plan's layers by
-    stage where it names them.
+    """Return rows (dense, MoE, rank, rank_count, first, last, largest) with a column for every pipeline rank of a plan,
+    or, `merged`, one for ranks in a row that hold the same. `dense_before` is the model's, `listed` the plan's layers
+    by stage where it names them.
     """
-    held = np.zeros((6, pp), dtype=np.int64)
+    held = np.zeros((7, pp), dtype=np.int64)
     start, layers = 0, len(dense_before) - 1
     plan = Plan(pp=pp, virtual_stages=virtual_stages, layers_per_stage=listed)
     for stage, count in enumerate(stage_layers(layers, plan, spec)):
@@ -168,6 +176,7 @@ def _layers_of_ranks(
         dense = dense_before[min(start + count, layers)] - dense_before[min(start, layers)]
         held[0, rank] += dense
         held[1, rank] += count - dense
+        held[6, rank] = max(held[6, rank], count)
         start += count
     held[2], held[3] = np.arange(pp), 1
     held[4, 0], held[5, 0 if folded else pp - 1] = 1, 1
@@ -181,6 +190,7 @@ def _merged(held: NDArray[np.int64]) -> NDArray[np.int64]:
     first = np.concatenate([[0], first])
     result = held[:, first].copy()
     result[3] = np.diff([*first, held.shape[1]])
+    result[6] = np.maximum.reduceat(held[6], first)
     return result
 
 

@@ -131,15 +131,20 @@ def spec_for(runtime: Runtime) -> RuntimeSpec:
 
 @cache
 def _read(file: str, generation: str = "") -> RuntimeSpec:
-    document = _load_toml(file)
-    if document.get("like"):
-        other = {
-            key: value for key, value in _load_toml(document["like"]).items() if key not in {"earlier", "later"}
-        }  # versions are its own
-        document = _replaced(other, document)
+    document = _document(file)
     if generation:
         document = _replaced(document, document[generation]["overrides"])
     return convert(document, RuntimeSpec, where=f"runtimes/{file}.toml")
+
+
+def _document(file: str) -> JsonObject:
+    """Return a description with all that it does not state of what it is like. Versions are its own."""
+    document = _load_toml(file)
+    if not document.get("like"):
+        return document
+    other = {key: value for key, value in _document(document["like"]).items() if key not in {"earlier", "later"}}
+    # What is measured is the last in such a row.
+    return _replaced(other, document) | {"like": other.get("like") or document["like"]}
 
 
 def _load_toml(file: str) -> JsonObject:

@@ -32,7 +32,6 @@ sys.path.insert(0, str(ROOT))
 
 from planner.calibrate.agenda import STARTING_S  # noqa: E402 - the path comes first
 from planner.calibrate.choose import Knowledge, Measurement, in_order, targets_of_steps  # noqa: E402
-from planner.calibrate.items import CollectiveItem, LayerItem, PairItem  # noqa: E402
 from planner.calibrate.layer_runs import NARROW  # noqa: E402
 from planner.calibrate.measurements import (  # noqa: E402
     OPERATORS_AT_ONCE,
@@ -46,7 +45,7 @@ from planner.calibrate.planned_step import PlannedStep  # noqa: E402
 from planner.calibrate.terms import terms_of  # noqa: E402
 from planner.question.cases import load_case, read_cases  # noqa: E402
 from planner.validate.validation import measured_step_s  # noqa: E402
-from simulator.calibration.kernel_samples import OperatorItem  # noqa: E402
+from simulator.calibration.items import CollectiveItem, ContentionItem, LayerItem, OperatorItem  # noqa: E402
 from simulator.config.model import Model  # noqa: E402
 from simulator.config.plan import Plan  # noqa: E402
 from simulator.config.runtime import Runtime  # noqa: E402
@@ -136,7 +135,7 @@ def recorded(profile: Profile, possible: PossibleMeasurements) -> Iterator[Recor
         item = CollectiveItem(op=op, ranks=ranks, sizes=tuple(sorted({s.nbytes for s in mine})))
         yield Recorded(measurement=possible.collective(item), samples={"collectives": mine})
     for sample in profile.contention:
-        item = PairItem(
+        item = ContentionItem(
             compute=sample.compute, shape=sample.shape, dtype=sample.dtype, op=sample.op, nbytes=sample.nbytes
         )
         yield Recorded(measurement=possible.pair(item), samples={"contention": (sample,)})

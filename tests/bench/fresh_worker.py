@@ -125,7 +125,7 @@ def _measure(request: dict[str, Any], report: Report, device: torch.device) -> N
         _timed(step, device, report)
     report.say("profiling")
     if cuda and os.environ["RANK"] == "0":
-        report.say("profiled", profiled=_profiled(step, device))
+        report.say("profiled", profiled=_profiled(step, device, request.get("named", 12)))
     elif cuda:
         step()
     dist.barrier()
@@ -170,9 +170,9 @@ def _timed(step: Any, device: torch.device, report: Report) -> None:
     report.say("timed", **found)
 
 
-def _profiled(step: Any, device: torch.device) -> dict[str, Any]:
-    """Return seconds of one more step in which the GPU computed, moved data between GPUs, or was idle; longest
-    kernels.
+def _profiled(step: Any, device: torch.device, named: int) -> dict[str, Any]:
+    """Return seconds of one more step in which the GPU computed, moved data between GPUs, or was idle; the `named`
+    longest kernels.
     """
     from torch.profiler import ProfilerActivity, profile
 
@@ -192,7 +192,7 @@ def _profiled(step: Any, device: torch.device) -> dict[str, Any]:
     spent: dict[str, list[float]] = {}
     for start, end, name in spans:
         spent.setdefault(name[:100], []).append(end - start)
-    longest = sorted(spent.items(), key=lambda item: -sum(item[1]))[:12]
+    longest = sorted(spent.items(), key=lambda item: -sum(item[1]))[:named]
     return {
         "wall_s": wall,
         "computing_s": covered(computing),

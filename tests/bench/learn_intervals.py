@@ -38,7 +38,7 @@ sys.path.insert(0, str(ROOT))
 from planner.question.cases import Case, load_case  # noqa: E402 - the path comes first
 from planner.question.question import Question, question_of  # noqa: E402
 from planner.validate.validation import GIB, compared_bytes, measured_step_s  # noqa: E402
-from simulator.calibration.intervals import Factors, IntervalTable, interval_table, step_factors  # noqa: E402
+from simulator.calibration.intervals import Factors, IntervalTable, Measured, interval_table, step_factors  # noqa: E402
 from simulator.config.estimate import Estimate  # noqa: E402
 from simulator.config.model import Model  # noqa: E402
 from simulator.config.plan import Plan  # noqa: E402
@@ -72,6 +72,9 @@ class Row:
     basis: str
     ratio: float
     shares: dict[str, float]
+    architecture: str = ""  # of its GPUs
+    runtime: str = ""
+    gpus: int = 1
     host: float = 0.0
     calibrated: bool = False
     asked_before: float | None = None  # the ratio to what was predicted before the run
@@ -98,8 +101,9 @@ def main() -> None:
     for name, part, profile in (*OWN, OWN_ELSEWHERE):
         measured = Calibrations(read_profile(ROOT / f"examples/profiles/{profile}.json"))
         calibrated += rows_of(own_runs(name, part), measured, memory=False)[0]
+    steps += [row for row in rows if row.basis not in {*MEMORY, "host"} and not row.calibrated]
     factors = learned_factors(
-        steps + [row for row in rows if row.basis not in {*MEMORY, "host"} and not row.calibrated],
+        steps,
         memory + [row for row in rows if row.basis in MEMORY],
         calibrated + [row for row in rows if row.calibrated],
         [row for row in rows if row.basis == "host"],
@@ -114,7 +118,15 @@ def main() -> None:
             "other files, step": held(other_steps, factors),
             "other files, memory": held(other_memory, factors),
         }
-    write(asked, factors, held_out)
+    write(asked, measured_on(steps), factors, held_out)
+
+
+def measured_on(steps: list[Row]) -> Measured:
+    return Measured(
+        architectures=tuple(sorted({row.architecture for row in steps})),
+        runtimes=tuple(sorted({row.runtime for row in steps})),
+        gpus=max(row.gpus for row in steps),
+    )
 
 
 def of_kinds(draw: str, rows: list[Row], factors: dict[str, Factors]) -> dict[str, float]:
@@ -131,7 +143,7 @@ def of_kinds(draw: str, rows: list[Row], factors: dict[str, Factors]) -> dict[st
     return {f"draw {draw}, {kind}": held(some, factors) for kind, some in kinds.items() if some}
 
 
-def write(asked: argparse.Namespace, factors: dict[str, Factors], held_out: dict[str, float]) -> None:
+def write(asked: argparse.Namespace, known: Measured, factors: dict[str, Factors], held_out: dict[str, float]) -> None:
     found = IntervalTable(
         made_on=datetime.now(UTC).date().isoformat(),
         command=f"python tests/bench/learn_intervals.py {' '.join(path.name for path in asked.cases)}"
@@ -139,6 +151,7 @@ def write(asked: argparse.Namespace, factors: dict[str, Factors], held_out: dict
         + "".join(f" --held-out {path.name}" for path in asked.held_out)
         + "".join(f" --judged {draw}" for draw in asked.judged)
         + "".join(f" --keep {name}" for name in asked.keep),
+        measured_on=known,
         factors=factors,
         held_out={name: round(share, 2) for name, share in held_out.items()},
     )
@@ -207,6 +220,7 @@ def rows_of(
                     basis=basis,
                     ratio=step / estimate.step_s.value,
                     shares=estimate.sources,
+                    **of_what(asked, case.plan),
                     host=estimate.breakdown_s["host"] / estimate.step_s.value,
                     calibrated=calibration is not None,
                 )
@@ -217,6 +231,11 @@ def rows_of(
                 predicted, _ = compared_bytes(case, one.memory)
                 held_bytes.append(Row(source=source, basis=kind, ratio=peak * GIB / predicted, shares={}))
     return steps, held_bytes
+
+
+def of_what(question: Question, plan: Plan) -> dict[str, Any]:
+    kind = question.cluster.slowest_kind
+    return {"architecture": kind.architecture, "runtime": question.runtime.name, "gpus": plan.gpus}
 
 
 def fresh_rows() -> dict[str, list[Row]]:
@@ -239,6 +258,7 @@ def fresh_rows() -> dict[str, list[Row]]:
                     basis=answer.basis[0],
                     ratio=measured["step_s"] / estimate.step_s.value,
                     shares=estimate.sources,
+                    **of_what(question, plan),
                     host=estimate.breakdown_s["host"] / estimate.step_s.value,
                     calibrated=calibrated,
                     asked_before=measured["step_s"] / before if before else None,

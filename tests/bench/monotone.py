@@ -114,8 +114,8 @@ def main(draws: int, served: int) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("draws", type=int, help="of collectives")
-    parser.add_argument("served", type=int, help="draws of deployments that serve")
-    options = parser.parse_args()
-    main(options.draws, options.served)
+    parser.add_argument("served", type=int, help="draws of serving")
+    asked_for = parser.parse_args()
+    main(asked_for.draws, asked_for.served)

@@ -12,8 +12,11 @@ import runpy
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
+
+from executor.launch.local_ranks import Failure, LaunchResult
 
 PRELOADED = [
     "torch",
@@ -51,7 +54,24 @@ def run_module(module: str, arguments: list[str], ranks: int, **limits: float) -
     start(_run_module, ranks, module, arguments, **limits)
 
 
-def _run_module(module: str, arguments: list[str]) -> None:
+def launch(
+    module: str, arguments: Sequence[str], *, ranks: int, budget_s: float, environment: Mapping[str, str], **_: Any
+) -> LaunchResult:
+    """Do what `executor.launch` does, without its agent: a rank that ends badly ends the others."""
+    from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
+
+    started = time.monotonic()
+    ended = LaunchResult(outcome="finished", exit_code=0, seconds=0.0, failure=None, stdout_tail="", stderr_tail="")
+    try:
+        start(_run_module, ranks, module, list(arguments), dict(environment), budget_s=budget_s)
+    except (ProcessExitedException, ProcessRaisedException) as error:
+        failed = Failure(rank=error.error_index, exit_code=1, signal=None, message=str(error))
+        ended = replace(ended, outcome="failed", exit_code=1, failure=failed)
+    return replace(ended, seconds=time.monotonic() - started)
+
+
+def _run_module(module: str, arguments: list[str], environment: Mapping[str, str] | None = None) -> None:
+    os.environ |= environment or {}
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__")
 

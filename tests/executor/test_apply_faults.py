@@ -22,7 +22,7 @@ from executor.gpu.state import Nvml
 from executor.launch.local_ranks import TAG, Failure, LaunchResult
 from executor.launch.records import WRONG_NUMBERS
 from executor.launch.request import Request
-from executor.run.apply import report, run
+from executor.run.apply import MODULE, report, run
 from planner.runs import apply_process
 from planner.runs.apply_report import lines
 from simulator.config.model import Model
@@ -30,7 +30,7 @@ from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
 from tests.executor.fake_gpus import FailingNvml
-from tests.executor.forked_ranks import run_module
+from tests.executor.forked_ranks import launch, run_module
 from tests.waiting import wait_until
 from topology import codec
 
@@ -253,16 +253,22 @@ def test_an_interrupt_ends_everything_and_keeps_the_report(tmp_path) -> None:
 
 def test_a_full_memory_is_told_with_the_rank_and_what_it_held(tmp_path) -> None:
     """A limit on a rank's address space, set while it takes steps, stands for a full GPU: its next allocation fails."""
-    process = start(tmp_path, model=replace(TINY, vocab=32768))
-    pid = pid_when(tmp_path, 1, "step 2")
+    asked = request(model=replace(TINY, vocab=32768))
+    codec.write_text(tmp_path / "request.json", codec.to_json(asked))
+    folder = tmp_path / "records"
+    folder.mkdir()
+    arguments = [f"--request={tmp_path / 'request.json'}", f"--out={folder}", f"--until={time.time() + 240}"]
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(launch, MODULE, arguments, ranks=2, budget_s=240.0, environment={})
+        pid = pid_when(tmp_path, 1, "step 2")
+        resource.prlimit(pid, resource.RLIMIT_AS, (1 << 20, 1 << 20))
+        ended = running.result(200)
 
-    resource.prlimit(pid, resource.RLIMIT_AS, (1 << 20, 1 << 20))
-    report = finished(process, tmp_path)
-
-    assert (report["status"], report["exit_code"]) == ("out_of_memory", 4), report["failure"]
-    assert report["failure"]["rank"] == 1
-    assert report["failure"]["memory"]["1"]["peak_resident_bytes"] > 0
-    assert report["measured"]["steps"] >= 1
+    found = report(asked, ended, folder, [])
+    assert (found["status"], found["exit_code"]) == ("out_of_memory", 4), found["failure"]
+    assert found["failure"]["rank"] == 1
+    assert found["failure"]["memory"][1]["peak_resident_bytes"] > 0
+    assert found["measured"]["steps"] >= 1
 
 
 @pytest.mark.nightly

@@ -12,6 +12,7 @@ from simulator.config.hf_config import load_model
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
+from tests.executor import forked_ranks
 from topology import codec
 
 pytest.importorskip("torch", reason="torch is not installed: plans cannot be run")
@@ -54,11 +55,13 @@ def test_runs_of_equal_meshes_share_processes(tmp_path) -> None:
 
 
 def test_a_run_that_fails_takes_none_of_the_others_with_it(tmp_path, monkeypatch) -> None:
-    """What all ranks found wrong together is no reason to end them: it costs its check and no start of processes."""
+    """What all ranks found wrong together is no reason to end them: it costs its check and no start of processes.
+
+    Ranks are forked; test_tune_runs.py runs several plans under the agent.
+    """
     monkeypatch.setattr(apply_many, "MODULE", "tests.executor.workers.wrong_and_failing_worker")
     launched = []
-    launch = apply_many.launch
-    monkeypatch.setattr(apply_many, "launch", lambda *a, **more: launched.append(a) or launch(*a, **more))
+    monkeypatch.setattr(apply_many, "launch", lambda *a, **more: launched.append(a) or forked_ranks.launch(*a, **more))
     plans = {
         "first": Plan(dp_shard=2),
         "wrong": Plan(dp_shard=2),

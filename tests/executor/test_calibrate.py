@@ -5,10 +5,10 @@ import time
 
 import pytest
 
-from executor.calibrate.items import LayerItem, OperatorItem
 from executor.calibrate.run import header
 from executor.gpu.monitor import ClockMonitor, invalid_reason
 from executor.launch.records import read_records
+from simulator.calibration.items import LayerItem, OperatorItem
 from simulator.config.model import Model
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
@@ -31,8 +31,16 @@ MOVES = {
     "cross_entropy": {"t": 8, "v": 32},
 }
 MODEL = {
-    "name": "m", "family": "llama", "layers": 1, "hidden": 64, "heads": 4, "kv_heads": 4, "head_dim": 16, "ffn": 64, "vocab": 64,
-}  # fmt: skip
+    "name": "m",
+    "family": "llama",
+    "layers": 1,
+    "hidden": 64,
+    "heads": 4,
+    "kv_heads": 4,
+    "head_dim": 16,
+    "ffn": 64,
+    "vocab": 64,
+}
 ONCE = {
     "copy": {"bytes": 64},
     "cast": {"elements": 64},
@@ -153,6 +161,7 @@ def test_a_step_may_say_more_than_a_sample_holds(tmp_path, monkeypatch) -> None:
 
     said = {"data_s": 1e-3, "loss": 2.0, "gradient_norm": 1.0}
     item = LayerItem(
+        ranks=1,
         model=convert(MODEL, Model, where="test"),
         plan=Plan(),
         workload=Workload(seq_len=8, global_batch_size=1),

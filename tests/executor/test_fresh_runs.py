@@ -24,8 +24,9 @@ def machine():
 
 def test_a_seed_draws_the_same_runs_and_another_one_others(machine):
     first, again, other = (
-        [words(drawn) for drawn, _ in draw(seed, machine, 2)] for seed in ("2026-11-22.1", "2026-11-22.1", "2026-11-23.1")
-    )  # fmt: skip
+        [words(drawn) for drawn, _ in draw(seed, machine, 2)]
+        for seed in ("2026-11-22.1", "2026-11-22.1", "2026-11-23.1")
+    )
 
     assert first == again
     assert first != other

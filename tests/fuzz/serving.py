@@ -36,18 +36,44 @@ from topology import codec
 DATA = Path(__file__).resolve().parents[1] / "data"
 REQUESTS = [{"arrival_s": 0.1 * n, "prompt": 20 + n, "output": 4} for n in range(6)]
 POINT = {
-    "id": "a", "source_group": "g", "hardware": "H100", "model": "Llama-3.1-8B", "backend": "vllm", "precision": "fp8",
-    "metric_kind": "median", "n_gpus": 2, "tp": 2, "isl": 64, "osl": 8, "concurrency": 4, "ttft_ms": 30.0, "tpot_ms": 8.0,
-    "output_tok_s_per_gpu": 100.0, "disagg": False,
-}  # fmt: skip
+    "id": "a",
+    "source_group": "g",
+    "hardware": "H100",
+    "model": "Llama-3.1-8B",
+    "backend": "vllm",
+    "precision": "fp8",
+    "metric_kind": "median",
+    "n_gpus": 2,
+    "tp": 2,
+    "isl": 64,
+    "osl": 8,
+    "concurrency": 4,
+    "ttft_ms": 30.0,
+    "tpot_ms": 8.0,
+    "output_tok_s_per_gpu": 100.0,
+    "disagg": False,
+}
 LEARNED = {
-    "name": "mine", "like": "pytorch", "rows": 8, "compile": False, "left_out": {"step": 0.1, "memory": None}, "schema_version": 1,
-    "fitted": {"kernel_factor": {"value": 1.1, "low": 1.0, "high": 1.2}, "launch_s": {"value": 5e-6, "low": 4e-6, "high": 6e-6}},
-}  # fmt: skip
+    "name": "mine",
+    "like": "pytorch",
+    "rows": 8,
+    "compile": False,
+    "left_out": {"step": 0.1, "memory": None},
+    "schema_version": 1,
+    "fitted": {
+        "kernel_factor": {"value": 1.1, "low": 1.0, "high": 1.2},
+        "launch_s": {"value": 5e-6, "low": 4e-6, "high": 6e-6},
+    },
+}
 RUN = {
-    "id": "r", "model": "tiny-llama", "cluster": "dgx-h100", "workload": {"seq_len": 256, "global_batch_size": 8},
-    "plan": {"dp_shard": 8}, "runtime": {"name": "torchtitan"}, "measured": {"step_s": 0.5, "peak_memory_gib": 3.0},
-}  # fmt: skip
+    "id": "r",
+    "model": "tiny-llama",
+    "cluster": "dgx-h100",
+    "workload": {"seq_len": 256, "global_batch_size": 8},
+    "plan": {"dp_shard": 8},
+    "runtime": {"name": "torchtitan"},
+    "measured": {"step_s": 0.5, "peak_memory_gib": 3.0},
+}
 TABLE_ROW = {
     "id": "a", "model": "tiny-llama", "cluster": "dgx-h100", "workload.seq_len": 256, "workload.global_batch_size": 8,
     "plan.dp_shard": 8, "runtime.name": "fsdp2", "measured.step_s": 0.5,

@@ -36,7 +36,8 @@ for word; do case "$word" in --filename=*) file="${word#--filename=}";; --filena
 case "$verb" in
     apply) dirname "$file" > "$QUEUE/folder"; echo "$file" >> "$QUEUE/submitted"
         echo "trainjob.trainer.kubeflow.org/meshwright created"; echo '{"status": {}}' > "$QUEUE/jobs/kube";;
-    get) [ -e "$QUEUE/jobs/kube" ] || { echo 'Error from server (NotFound): trainjobs "meshwright" not found' >&2; exit 1; }
+    get) [ -e "$QUEUE/jobs/kube" ] ||
+         { echo 'Error from server (NotFound): trainjobs "meshwright" not found' >&2; exit 1; }
         cat "$QUEUE/jobs/kube";;
     delete) echo "$file" >> "$QUEUE/cancelled"; rm -f "$QUEUE/jobs/kube";;
 esac

@@ -369,10 +369,17 @@ def test_a_full_memory_is_shown_with_what_was_held_and_what_was_predicted(conten
 def test_the_clock_of_steps_is_said_where_processors_counted_it() -> None:
     step = {"median": 0.5, "spread": 0.01, "all": [0.5]}
     measured = {
-        "steps": 1, "steps_asked": 1, "step_s": step, "tokens_per_s": 1.0, "tokens_per_s_per_gpu": 1.0,
-        "tflops_per_gpu": 1.0, "mfu": None, "mfu_denominator": {"peak_flops": None, "source": "none"}, "memory_by_rank": [],
+        "steps": 1,
+        "steps_asked": 1,
+        "step_s": step,
+        "tokens_per_s": 1.0,
+        "tokens_per_s_per_gpu": 1.0,
+        "tflops_per_gpu": 1.0,
+        "mfu": None,
+        "mfu_denominator": {"peak_flops": None, "source": "none"},
+        "memory_by_rank": [],
         "losses": [],
-    }  # fmt: skip
+    }
     ran = {
         "status": "finished",
         "complete": True,

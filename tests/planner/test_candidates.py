@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from planner.question.question import question_of
-from planner.search.plan_space.candidates import Bounds, enumerate_nodes
+from planner.search.plan_space.candidates import Bounds, enumerate_nodes, with_stated
+from simulator.columns.plan_columns import plan_columns
 from simulator.config.plan import Plan
 from simulator.config.workload import Workload
 from simulator.legality.frameworks import framework_named
@@ -19,6 +20,7 @@ from simulator.runtimes.stated import resolve
 from tests.planner.conftest import LLAMA8B, MIXTRAL, TINY, make_cluster
 from tests.planner.every_plan import UNBOUNDED, enumerate_candidates, grids
 from tests.planner.test_legality import reference
+from topology.errors import UserError
 
 # Alongside the method of the runtime that runs the framework's plans.
 OTHER_METHODS = {"torchtitan": ("ring",), "megatron-lm": ("all_gather", "all_to_all"), "deepspeed": ()}
@@ -168,3 +170,34 @@ def test_the_order_is_the_same_every_time(llama8b):
 
     assert first.plans() == second.plans()
     assert list(first.rejected) == list(second.rejected)
+
+
+def test_a_field_that_no_search_varies_has_each_of_its_stated_numbers() -> None:
+    plans = plan_columns([Plan(), Plan(tp=2)])
+
+    found = with_stated(plans, Bounds(stated={"zero_stage": ((0, 1), (3, 3))}))
+
+    assert found.zero_stage.tolist() == [0, 1, 3] * 2
+    assert found.tp.tolist() == [1] * 3 + [2] * 3
+    with pytest.raises(UserError, match="has more than 64 values"):
+        with_stated(plans, Bounds(stated={"zero_stage": ((1, 100),)}))
+
+
+def test_layers_that_no_stages_divide_are_spread_by_a_layout_and_others_are_not() -> None:
+    """61 layers on 16 ranks need a layout whatever the stages of a rank; 64 divide, so no layout is tried of them."""
+    asked = [
+        question_of(
+            replace(LLAMA8B, layers=layers),
+            make_cluster(nodes=2),
+            Workload(seq_len=4096, global_batch_size=64),
+            framework="megatron-lm",
+        )
+        for layers in (61, 64)
+    ]
+    stages = [
+        {(int(a), int(b)) for a, b in zip(found.columns.pp, found.columns.virtual_stages, strict=True)}
+        for found in map(enumerate_nodes, asked)
+    ]
+
+    assert {(16, 1), (16, 2), (8, 4), (2, 1)} <= stages[0]
+    assert all(64 % (pp * each) == 0 for pp, each in stages[1])

@@ -107,6 +107,61 @@ model:
 dataset:
   seq_len: 4096
 """
+MAXTEXT = """base_config: "base.yml"
+model_name: "llama3.1-70b"  # shapes of configs/models
+hardware: gpu
+dcn_fsdp_parallelism: 2
+ici_fsdp_parallelism: 8
+per_device_batch_size: 2
+max_target_length: 8192
+remat_policy: full
+"""
+OLMO = """model:
+  d_model: 4096
+  n_heads: 32
+  n_layers: 32
+  mlp_hidden_size: 22016
+  weight_tying: false
+  rope: true
+  include_bias: false
+  layer_norm_type: rms
+  layer_norm_with_affine: true
+  attention_layer_norm: true
+  norm_after: true
+  activation_type: swiglu
+  max_sequence_length: 4096
+  vocab_size: 100278
+  embedding_size: 100352
+optimizer:
+  name: adamw
+activation_checkpointing: whole_layer
+global_train_batch_size: 1024
+device_train_microbatch_size: 2
+precision: amp_bf16
+fsdp:
+  wrapping_strategy: by_block_and_size
+  precision: mixed
+"""
+VERL = """# a step is a mini batch of prompts, each answered n times
+actor_rollout_ref:
+  model:
+    path: Qwen/Qwen3-8B
+  actor:
+    ppo_mini_batch_size: 64
+    ppo_micro_batch_size_per_gpu: 4
+    fsdp_config:
+      param_offload: false
+  rollout:
+    n: 4
+    tensor_model_parallel_size: 2
+data:
+  train_batch_size: 256
+  max_prompt_length: 1024
+  max_response_length: 3072
+trainer:
+  n_gpus_per_node: 8
+  nnodes: 1
+"""
 TEXTS = {
     "axolotl": AXOLOTL,
     "torchtune": TORCHTUNE,
@@ -114,6 +169,9 @@ TEXTS = {
     "nanotron": NANOTRON,
     "gpt-neox": GPT_NEOX,
     "nemo-automodel": AUTOMODEL,
+    "maxtext": MAXTEXT,
+    "olmo": OLMO,
+    "verl": VERL,
 }
 
 
@@ -141,6 +199,9 @@ def asked(framework: str, **flags: object) -> Asked:
             (1, 8, 2048),
         ),
         ("nemo-automodel", 30.53e9, {"dp_shard": 8, "ep": 8, "recompute": "full"}, (4, 256, 4096)),
+        ("maxtext", 70.55e9, {"dp_shard": 16, "dp_replicate": 1, "recompute": "full"}, (2, 32, 8192)),
+        ("olmo", 7.30e9, {"dp_shard": 8, "recompute": "full"}, (2, 1024, 4096)),
+        ("verl", 8.19e9, {"dp_shard": 8, "recompute": "full", "cp": 1}, (4, 256, 4096)),
     ],
 )
 def test_a_file_is_read_as_its_tool_reads_it(framework, parameters, axes, batch) -> None:
@@ -157,7 +218,7 @@ def test_a_file_is_read_as_its_tool_reads_it(framework, parameters, axes, batch)
 
 
 def test_every_tool_has_a_text_here() -> None:
-    assert {one.framework for one in YAML_FORMATS} == TEXTS.keys()
+    assert {one.framework for one in YAML_FORMATS} | {"verl"} == TEXTS.keys()
     for text in TEXTS.values():
         assert (
             sum(one.knows(dict(ask(text, "a.yaml", CheckFlags()).configuration.settings)) for one in YAML_FORMATS) <= 1
@@ -173,6 +234,9 @@ def test_every_tool_has_a_text_here() -> None:
         ("nanotron", {"recompute": "full"}, "parallelism.recompute_layer", True),
         ("gpt-neox", {"tp": 1, "dp_replicate": 8, "micro_batch_size": 1}, "model-parallel-size", None),
         ("nemo-automodel", {"micro_batch_size": 2}, "step_scheduler.local_batch_size", 2),
+        ("maxtext", {"recompute": "selective-op"}, "remat_policy", "minimal_with_context"),
+        ("olmo", {"dp_replicate": 2, "dp_shard": 4}, "fsdp.sharding_strategy", "HYBRID_SHARD"),
+        ("verl", {"dp_shard": 4, "dp_replicate": 2}, "actor_rollout_ref.actor.fsdp_config.fsdp_size", 4),
     ],
 )
 def test_a_change_is_a_diff_of_the_file(framework, change, key, value, tmp_path: Path) -> None:

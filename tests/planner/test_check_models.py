@@ -21,8 +21,10 @@ seq_len = 8192
 tensor_parallel_degree = {tp}
 """
 MEGATRON = (
-    "torchrun --nproc_per_node 8 pretrain.py --num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 4096"
-    " --max-position-embeddings 4096 --micro-batch-size 1 --global-batch-size 64 --bf16 --tensor-model-parallel-size {tp} "
+    "torchrun --nproc_per_node 8 pretrain.py --num-layers 32 --hidden-size 4096 --num-attention-heads 32 "
+    "--seq-length 4096"
+    " --max-position-embeddings 4096 --micro-batch-size 1 --global-batch-size 64 --bf16 --tensor-model-parallel-size "
+    "{tp} "
 )
 DATA_PARALLEL = '{"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2}, "bf16": {"enabled": true}}'
 

@@ -122,7 +122,8 @@ def test_the_usual_deepspeed_file_of_transformers_is_judged() -> None:
     assert any("auto" in line for line in found.assumed)
     launched = CheckFlags(
         model="qwen2.5-7b",
-        launch="deepspeed --num_gpus 8 --num_nodes 2 t.py --per_device_train_batch_size 4 --gradient_accumulation_steps 2 --fp16",
+        launch="deepspeed --num_gpus 8 --num_nodes 2 t.py --per_device_train_batch_size 4 "
+        "--gradient_accumulation_steps 2 --fp16",
     )
     case = ask(json.dumps(AUTO), "ds.json", launched).case
     assert (case.plan.gpus, case.plan.micro_batch_size, case.question.workload.global_batch_size) == (16, 4, 128)
@@ -139,7 +140,8 @@ def test_machines_that_a_file_counts_are_the_cluster_s() -> None:
 
 
 def test_gpus_that_nobody_counts_are_as_many_as_the_degrees_need() -> None:
-    text = '[model]\nname = "llama3"\nflavor = "8B"\n[parallelism]\ntensor_parallel_degree = 8\npipeline_parallel_degree = 4\n'
+    degrees = "tensor_parallel_degree = 8\npipeline_parallel_degree = 4\n"
+    text = f'[model]\nname = "llama3"\nflavor = "8B"\n[parallelism]\n{degrees}'
     asked = ask(text, "a.toml", CheckFlags())
 
     assert asked.case is not None

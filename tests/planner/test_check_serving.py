@@ -44,7 +44,12 @@ POOLS = st.one_of(
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.sampled_from(["vllm", "sglang"]), POOLS, st.sampled_from(["bfloat16", "float8"]), st.sampled_from(["bfloat16", "float8"]))  # fmt: skip
+@given(
+    st.sampled_from(["vllm", "sglang"]),
+    POOLS,
+    st.sampled_from(["bfloat16", "float8"]),
+    st.sampled_from(["bfloat16", "float8"]),
+)
 def test_a_command_written_is_read_as_the_same_engine(engine: str, pool: Pool, weights: str, cache: str) -> None:
     deployment = Deployment(engine=engine, pool=pool, weights=weights, kv_cache=cache, max_num_seqs=77)
     words = command(deployment, pool, "Qwen/Qwen3-30B-A3B", longest=4096)
@@ -86,13 +91,25 @@ def test_files_hold_commands_that_the_engine_takes(engine: str) -> None:
     ("text", "pool"),
     [
         ("vllm serve Qwen/Qwen3-30B-A3B -tp 4 -pp 2", Pool(tp=4, pp=2)),
-        ("vllm serve --model Qwen/Qwen3-30B-A3B --tensor_parallel_size=2 -dp 4 --enable-expert-parallel", Pool(tp=2, dp_attention=4, ep=8)),
+        (
+            "vllm serve --model Qwen/Qwen3-30B-A3B --tensor_parallel_size=2 -dp 4 --enable-expert-parallel",
+            Pool(tp=2, dp_attention=4, ep=8),
+        ),
         ("vllm serve meta-llama/Llama-3.1-8B-Instruct -dp 4", Pool(engines=4)),
-        ("TP=8\npython -m sglang.launch_server --model-path deepseek-ai/DeepSeek-R1 --tp $TP --dp 8 --enable-dp-attention", Pool(dp_attention=8)),
-        ("sglang serve --model deepseek-ai/DeepSeek-R1 --tp-size 16 --attn-dp-size 4 --ep 16", Pool(tp=4, dp_attention=4, ep=16)),
+        (
+            (
+                "TP=8\npython -m sglang.launch_server --model-path deepseek-ai/DeepSeek-R1 --tp $TP --dp 8 "
+                "--enable-dp-attention"
+            ),
+            Pool(dp_attention=8),
+        ),
+        (
+            "sglang serve --model deepseek-ai/DeepSeek-R1 --tp-size 16 --attn-dp-size 4 --ep 16",
+            Pool(tp=4, dp_attention=4, ep=16),
+        ),
         ("python3 -m vllm.entrypoints.openai.api_server --model Qwen/Qwen3-8B", Pool()),
     ],
-)  # fmt: skip
+)
 def test_degrees_as_people_write_them(text: str, pool: Pool) -> None:
     answer = checked(text).answer
     assert answer is not None
@@ -101,7 +118,8 @@ def test_degrees_as_people_write_them(text: str, pool: Pool) -> None:
 
 def test_what_the_parser_would_refuse_is_named() -> None:
     found = checked(
-        "vllm serve Qwen/Qwen3-8B --max-num-sequences 8 --kv-cache-dtype fp7 --max-model-len 8k --tensor-parallel-size two"
+        "vllm serve Qwen/Qwen3-8B --max-num-sequences 8 --kv-cache-dtype fp7 --max-model-len 8k "
+        "--tensor-parallel-size two"
     )
     said = "\n".join(found.problems)
     assert "--max-num-sequences is not a flag of vllm 0.33.0; near it: --max-num-seqs" in said
@@ -118,7 +136,8 @@ def test_what_the_parser_would_refuse_is_named() -> None:
         ("vllm serve meta-llama/Llama-3.1-70B-Instruct", "no room for a KV cache"),
         ("vllm serve Qwen/Qwen3-8B --max-model-len 128", "tokens are refused: the limit is 128"),
         ("vllm serve Qwen/Qwen3-8B --gpu-memory-utilization 0.3 --max-model-len 200000", "it does not start"),
-        ("python -m sglang.launch_server --model-path Qwen/Qwen3-8B --tp 4 --attn-dp-size 3", "does not divide --tp-size 4"),
+        ("python -m sglang.launch_server --model-path Qwen/Qwen3-8B --tp 4 --attn-dp-size 3", ("does not divide "
+        "--tp-size 4")),
         ("vllm serve Qwen/Qwen3-8B -tp $TP", "the text does not assign that variable"),
     ],
 )  # fmt: skip
@@ -129,7 +148,8 @@ def test_what_would_not_start_or_not_serve_is_illegal(text: str, words: str) -> 
 
 
 def test_a_better_deployment_is_a_diff_that_reads_back_as_it() -> None:
-    text = "#!/bin/bash\nTP=8  # all of them\nvllm serve meta-llama/Llama-3.1-8B-Instruct \\\n  -tp $TP --max-model-len 4096\n"
+    serve = "vllm serve meta-llama/Llama-3.1-8B-Instruct \\\n  -tp $TP --max-model-len 4096\n"
+    text = f"#!/bin/bash\nTP=8  # all of them\n{serve}"
     found = checked(text, search=True, load=ServingFlags(isl=256, osl=64, concurrency=128))
     best = found.changes[0]
     assert best.plan.deployment.pool.tp < 8
@@ -204,7 +224,35 @@ def test_a_command_without_a_known_model_is_refused() -> None:
 
 
 @settings(max_examples=80, deadline=None)
-@given(st.lists(st.sampled_from(["vllm", "serve", "Qwen/Qwen3-8B", "-tp", "--tensor-parallel-size", "--data-parallel-size=2", "4", "99999999999", "-1", "''", "$X", "--", "\\\n", "--quantization", "fp8", "--enable-expert-parallel", "true", "--max-model-len", "=", "#"]), max_size=12))  # fmt: skip
+@given(
+    st.lists(
+        st.sampled_from(
+            [
+                "vllm",
+                "serve",
+                "Qwen/Qwen3-8B",
+                "-tp",
+                "--tensor-parallel-size",
+                "--data-parallel-size=2",
+                "4",
+                "99999999999",
+                "-1",
+                "''",
+                "$X",
+                "--",
+                "\\\n",
+                "--quantization",
+                "fp8",
+                "--enable-expert-parallel",
+                "true",
+                "--max-model-len",
+                "=",
+                "#",
+            ]
+        ),
+        max_size=12,
+    )
+)
 def test_any_command_is_judged_or_refused(words: list[str]) -> None:
     text = "vllm serve " + " ".join(words)
     try:

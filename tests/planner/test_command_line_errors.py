@@ -217,14 +217,14 @@ def test_parts_that_are_no_numbers_are_refused(planner, value):
 
 def test_sharding_inside_nodes_is_seen_to_spare_the_network(planner, tmp_path):
     """`compare` of full sharding with hybrid sharding says what each sends between nodes, in text and JSON."""
-    nodes = {"gpu": "h100-sxm", "gpus_per_node": 4, "nodes": 2, "interconnect": "nvswitch", "nic_gbit_per_gpu": 400}
+    nodes = {"gpu": "h100-sxm", "gpus_per_node": 2, "nodes": 2, "interconnect": "nvswitch", "nic_gbit_per_gpu": 400}
     (tmp_path / "cluster.json").write_text(json.dumps(nodes), encoding="utf-8")
     wide = ("--cluster", tmp_path / "cluster.json", "--model", "llama3.2-1b", "--seq-len", "2048")
-    wide = (*wide, "--global-batch", "8", "--top", "1")
+    wide = (*wide, "--global-batch", "8", "--micro-batch", "1")
     files = [tmp_path / "fsdp.json", tmp_path / "hsdp.json"]
-    for file, degrees in zip(files, (("8", "1"), ("4", "2")), strict=True):
+    for file, degrees in zip(files, (("4", "1"), ("2", "2")), strict=True):
         fixed = ("--dp-shard", degrees[0], "--dp-replicate", degrees[1])
-        assert planner("suggest", *wide, *fixed, "--no-simulate", "--out", file).returncode == 0
+        assert planner("estimate", *wide, *fixed, "--out", file).returncode == 0
 
     text = planner("compare", *files).stdout
     sides = json.loads(planner("compare", *files, "--json").stdout)

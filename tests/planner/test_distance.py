@@ -7,7 +7,8 @@ import math
 
 import pytest
 
-from simulator.calibration.distance import ARCHITECTURES, MOST_GPUS, distance
+from simulator.calibration.distance import distance
+from simulator.calibration.intervals import interval_table
 from simulator.config.runtime import Runtime
 from topology.catalog.clusters import cluster
 
@@ -16,7 +17,7 @@ MEASURED = Runtime(name="torchtitan")
 
 @pytest.mark.parametrize("name", ["dgx-a100", "dgx-h100", "dgx-h200", "dgx-b200"])
 def test_what_was_measured_has_its_own_range(name):
-    assert cluster(name).slowest_kind.architecture in ARCHITECTURES
+    assert cluster(name).slowest_kind.architecture in interval_table().measured_on.architectures
     assert distance(cluster(name), MEASURED, 64) == (1.0, ())
 
 
@@ -26,7 +27,7 @@ def test_each_thing_that_was_never_measured_widens_it():
         distance(cluster("dgx-h100"), Runtime(name="deepspeed"), 8)[0],
         distance(cluster("l40s-x8"), MEASURED, 8)[0],
         distance(cluster("l40s-x8"), Runtime(name="deepspeed"), 8)[0],
-        distance(cluster("l40s-x8"), Runtime(name="deepspeed"), 2 * MOST_GPUS)[0],
+        distance(cluster("l40s-x8"), Runtime(name="deepspeed"), 2 * interval_table().measured_on.gpus)[0],
     ]
 
     assert far == sorted(far)

@@ -273,7 +273,8 @@ def test_a_terminated_measurement_leaves_no_process(tmp_path) -> None:
 
 
 def test_a_killed_planner_leaves_no_measurement_behind() -> None:
-    code = "from planner.calibrate.measure_process import measure\nmeasure(range(8), budget_s=60, machine='x', device='cpu')"
+    call = "measure(range(8), budget_s=60, machine='x', device='cpu')"
+    code = f"from planner.calibrate.measure_process import measure\n{call}"
     planner = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.DEVNULL)
     wait_until(lambda: any(child.children() for child in descendants(planner.pid)))
     family = descendants(planner.pid)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from dataclasses import replace
 
@@ -200,10 +201,50 @@ def test_values_are_decoded_by_type(settings_, message) -> None:
         ("E|t*3|L", (0, 3, 0)),
         ("Et*3|(tt|)*3,m|L", (3, 2, 2, 2, 0, 0)),
         ("(t|)*2tL", (1, 1, 1)),
+        ([["embedding", "decoder", "decoder"], ["decoder", "loss"]], (2, 1)),
     ],
 )
 def test_layouts_of_pipelines_are_read_as_megatron_writes_them(text: str, layers) -> None:
     assert megatron_fields.layers_of_layout(text) == layers
+
+
+PP, VP, FIRST, LAST = (
+    "--pipeline-model-parallel-size",
+    "--num-virtual-stages-per-pipeline-rank",
+    "--decoder-first-pipeline-num-layers",
+    "--decoder-last-pipeline-num-layers",
+)
+
+
+@pytest.mark.parametrize(
+    ("settings_", "layers"),
+    [
+        ({PP: 16, FIRST: 3, LAST: 2}, (3, *[4] * 14, 2)),  # DeepSeek-V3's 61
+        ({PP: 16, LAST: 1}, (*[4] * 15, 1)),
+        ({PP: 2, FIRST: 31, LAST: 30}, (31, 30)),  # none in between
+        ({PP: 4, VP: 2, FIRST: 15, LAST: 14}, "do not spread"),  # 15 are not for two virtual stages
+        ({PP: 2, FIRST: 31, LAST: 31}, "do not spread"),  # 62
+        ({PP: 16}, "61 layers do not divide by pp 16"),
+        ({PP: 16, VP: 2}, r"Et\|tt\|.*in the place of"),
+        ({PP: 2}, "--account-for-loss-in-pipeline-split"),
+        ({PP: 3}, "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"),
+    ],
+)
+def test_layers_that_do_not_divide_are_read_as_megatron_spreads_them(settings_, layers) -> None:
+    """Expected values by TransformerConfig.__post_init__ and get_num_layers_to_build of megatron-core 0.19.2."""
+    facts = {"gpus": 240, "layers": 61}
+    if isinstance(layers, str):
+        with pytest.raises(BadInput) as caught:
+            read(megatron_fields.TABLE, settings_, facts)
+        assert re.search(layers, f"{caught.value} {caught.value.remedy}")
+    else:
+        assert read(megatron_fields.TABLE, settings_, facts)["layers_per_stage"] in {layers, ()}
+
+
+def test_virtual_stages_share_what_a_rank_has() -> None:
+    found = read(megatron_fields.TABLE, {PP: 4, VP: 2, FIRST: 14, LAST: 16}, {"gpus": 8, "layers": 62})
+
+    assert found["layers_per_stage"] == (7, 8, 8, 8) * 2
 
 
 def test_a_megatron_layout_in_another_notation_is_refused() -> None:

@@ -39,7 +39,7 @@ def test_what_fits_only_with_uneven_layers_is_found(llama8b):
 
 def test_more_memory_never_makes_the_answer_worse(llama8b):
     """Of plans that surely fit, through the size at which the runtime's own split begins to, at 48 GiB."""
-    found = [answer(llama8b, gib).plans[0].estimate for gib in (46.0, 47.0, 48.0, 50.0, 60.0)]
+    found = [answer(llama8b, gib).plans[0].estimate for gib in (46.0, 48.0, 60.0)]
     steps = [one.step_s.value for one in found]
 
     assert {one.memory.fit for one in found} == {"yes"}

@@ -42,12 +42,12 @@ def grown(n, **options):
 
 
 def test_time_takes_more_gpus_and_cost_takes_those_that_pay():
-    workload = Workload(seq_len=4096, global_batch_size=32)
+    workload, model = Workload(seq_len=4096, global_batch_size=32), replace(LLAMA8B, layers=8)
 
     @cache
     def run(n):
         return suggest(
-            question_of(LLAMA8B, grown(n), workload, gpus=n),
+            question_of(model, grown(n), workload, gpus=n),
             SearchOptions(top=1, simulate=False, gpu_price_per_hour=2.0, bounds=Bounds(max_virtual_stages=1)),
         )
 
@@ -81,14 +81,15 @@ def test_when_the_time_is_over_one_count_has_been_tried_and_nothing_is_simulated
 
 def test_a_count_without_a_plan_is_a_row_with_its_reason():
     def run(n):
+        machine = grown(n, memory_gib=24)
         return suggest(
-            question_of(load_model("llama3-70b"), grown(n), Workload(seq_len=4096, global_batch_size=16), gpus=n),
-            SearchOptions(top=1, simulate=False, bounds=Bounds(max_pp=1)),
+            question_of(LLAMA8B, machine, Workload(seq_len=4096, global_batch_size=8), gpus=n),
+            SearchOptions(top=1, simulate=False, bounds=Bounds(max_pp=1, max_cp=1)),
         )
 
-    found = best_gpu_count(run, (1, 32), objective="time")
+    found = best_gpu_count(run, (1, 8), objective="time")
 
-    assert found.plans[0].plan.gpus == 32
+    assert found.plans[0].plan.gpus == 8
     assert "does not fit" in found.by_gpus[0].problem
     with pytest.raises(Infeasible):
         best_gpu_count(run, (1, 2), objective="time")
@@ -180,10 +181,11 @@ def test_a_constraint_is_in_conflict_if_there_is_a_plan_without_it():
 def test_advice_ends_with_the_time_limit(monkeypatch):
     """What is missing is said all the same, and that no more was tried."""
     monkeypatch.setattr(infeasible, "LEAST_ADVICE_S", 0.0)
-    question = asked(load_model("llama3-405b"), 80, Workload(seq_len=4096, global_batch_size=8))
+    bounds = Bounds(max_pp=1, max_cp=1)
+    question = asked(LLAMA8B, 24, Workload(seq_len=4096, global_batch_size=2), bounds=bounds, gpus=2)
     nodes = question.nodes()
     late, whole = (
-        infeasible.no_fitting_plan(question.question, nodes, Bounds(), deadline=deadline) for deadline in (0.0, None)
+        infeasible.no_fitting_plan(question.question, nodes, bounds, deadline=deadline) for deadline in (0.0, None)
     )
 
     assert "the time limit ended before more was tried" in late.remedy

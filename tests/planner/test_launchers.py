@@ -125,6 +125,19 @@ def test_a_job_is_written_with_a_request_that_the_executor_reads(planner, saved,
     assert request.predicted["step_s"]["value"] > 0
 
 
+@pytest.mark.parametrize(("launcher", "word"), [(("slurm",), "gpus"), (("trainjob", "--image", "ours"), "nvidia.com")])
+def test_a_job_on_cpus_asks_for_no_gpu(planner, saved, tmp_path, launcher, word) -> None:
+    """So that a cluster can be tried without any: `--device` holds for jobs, too."""
+    flags = ("--launcher", *launcher, "--out", tmp_path / "run", "--dry-run", "--json")
+    on_cpus, on_gpus = (
+        json.loads(planner("apply", saved, *device, *flags).stdout) for device in (("--device", "cpu"), ())
+    )
+
+    assert (on_cpus["request"]["device"], on_gpus["request"]["device"]) == ("cpu", "cuda")
+    assert word in on_gpus["text"]
+    assert word not in on_cpus["text"]
+
+
 def test_a_dry_run_writes_nothing(planner, saved, tmp_path) -> None:
     arguments = ("--launcher", "torchrun", "--endpoint", "node0:29400", "--out", tmp_path / "run", "--dry-run")
 

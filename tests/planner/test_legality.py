@@ -310,7 +310,7 @@ def test_tensor_parallelism_across_nodes_is_legal_but_slow():
 
 
 def test_megatron_spreads_126_layers_over_16_stages_by_counting_embedding_and_loss():
-    """126 + 2 = 128 divides: Megatron can, if set to count embedding and loss; 125 layers it cannot."""
+    """126 + 2 = 128 divides: Megatron can, if set to count embedding and loss; 125 layers need a layout."""
     workload = Workload(seq_len=8192, global_batch_size=64)
     plan = Plan(dp_replicate=1, tp=1, pp=16, schedule="1F1B")
     even = rules(plan, framework="megatron-lm", model=replace(LLAMA8B, layers=126), workload=workload)
@@ -323,7 +323,8 @@ def test_megatron_spreads_126_layers_over_16_stages_by_counting_embedding_and_lo
     )
 
     assert even["layers-even"].grade is Grade.LEGAL
-    assert odd["layers-even"].grade is Grade.ILLEGAL
+    assert odd["layers-even"].grade is Grade.LEGAL
+    assert "--pipeline-model-parallel-layout: layers 7, 14 x 8, 6 by stage" in odd["layers-even"].message
     assert "layers-even" not in reported
     assert (
         rules(plan, framework="torchtitan", model=replace(LLAMA8B, layers=125), workload=workload)["layers-even"].grade

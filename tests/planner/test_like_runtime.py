@@ -11,7 +11,8 @@ from simulator.runtimes import library
 ROOT = Path(__file__).resolve().parents[2]
 FORK = {"like": "torchtitan", "names": ["titan-fork"]}
 CACHED = (library._files, library._read, library.runtime_spec, frameworks._of_description)
-ASKED = ("--model", "llama3.2-1b", "--cluster", "h200x4", "--gpus", "2", "--global-batch", "4")
+OF_ONE = ("--model", "llama3.2-1b", "--cluster", "h200x4", "--global-batch", "4", "--gpus", "1")
+ASKED = (*OF_ONE[:-1], "2")
 SEARCHED = ("--micro-batch", "1", "--pp", "1")
 
 
@@ -91,7 +92,7 @@ def test_a_tuning_makes_the_same_trials(planner, tmp_path) -> None:
     place = str(tmp_path / "NAME" / "state.json")
     for name in ("torchtitan", "titan-fork"):
         (tmp_path / name).mkdir()
-    both(planner, "tune", *ASKED, "--framework", "NAME", "--launcher", "slurm", "--state", place, "--json")
+    both(planner, "tune", *OF_ONE, "--framework", "NAME", "--launcher", "slurm", "--state", place, "--json")
     first, second = (
         {path.name: path.read_text().replace("titan-fork", "torchtitan") for path in Path(tmp_path / name).iterdir()}
         for name in ("torchtitan", "titan-fork")
@@ -104,7 +105,7 @@ def test_a_tuning_makes_the_same_trials(planner, tmp_path) -> None:
 def test_it_is_exported_as_the_other(planner, tmp_path) -> None:
     plan = str(tmp_path / "NAME.json")
     both(planner, "suggest", *ASKED, *SEARCHED, "--framework", "NAME", "--tp", "2", "--out", plan)
-    for target in ("torchtitan@0.2.2", "torchtitan@0.3.0", "slurm", "skypilot"):
+    for target in ("NAME", "torchtitan@0.2.2", "torchtitan@0.3.0", "slurm", "skypilot"):
         first, second = (
             without(text, "plan_hash", "text") for text in both(planner, "export", plan, "--to", target, "--json")
         )

@@ -207,6 +207,8 @@ def test_a_plan_in_words() -> None:
     assert plan_in_words(codec.to_builtins(replace(plan, pp=1, dp_shard=1, virtual_stages=1, recompute="none"))) == (
         "one GPU, micro batch 3"
     )
+    # What has no words of its own is named by its own name.
+    assert plan_in_words(Plan(capacity_factor=1.5)) == "one GPU, micro batch 1, capacity factor 1.5"
 
 
 @pytest.mark.parametrize(

@@ -139,7 +139,19 @@ def test_one_answer_wants_few_links_many_want_replicas() -> None:
 
 
 def test_more_clients_want_more_replicas(planner: Callable[..., Finished]) -> None:
-    done = planner("suggest", "--task", "serve", "--gpus", "4", "--objective", "latency", *QUICK[:4], "--concurrency", "16", "--json")  # fmt: skip
+    done = planner(
+        "suggest",
+        "--task",
+        "serve",
+        "--gpus",
+        "4",
+        "--objective",
+        "latency",
+        *QUICK[:4],
+        "--concurrency",
+        "16",
+        "--json",
+    )
     rows = json.loads(done.stdout)["by_clients"]
     assert [row["clients"] for row in rows] == [1, 4, 16, 64, 256]
     replicas = [row["plan"]["replicas"] for row in rows]
@@ -234,7 +246,13 @@ def test_separated_engines_start_on_their_own_gpus_behind_a_router_that_knows_th
     }  # pods go to several nodes
 
 
-ENGINE_POOLS = [("vllm", Pool(tp=2)), ("vllm", Pool(dp_attention=8, ep=8)), ("sglang", Pool(tp=4, pp=2)), ("sglang", Pool(dp_attention=4, ep=4)), ("trtllm", Pool(tp=8, ep=8))]  # fmt: skip
+ENGINE_POOLS = [
+    ("vllm", Pool(tp=2)),
+    ("vllm", Pool(dp_attention=8, ep=8)),
+    ("sglang", Pool(tp=4, pp=2)),
+    ("sglang", Pool(dp_attention=4, ep=4)),
+    ("trtllm", Pool(tp=8, ep=8)),
+]
 
 
 @pytest.mark.parametrize(("engine", "pool"), ENGINE_POOLS)

@@ -24,7 +24,20 @@ from tests.planner.conftest import Finished
 from topology import codec
 from topology.errors import BadPlan
 
-QUICK = ("--model", "llama3-8b", "--cluster", "dgx-h100", "--gpus", "4", "--isl", "256", "--osl", "32", "--concurrency", "8")  # fmt: skip
+QUICK = (
+    "--model",
+    "llama3-8b",
+    "--cluster",
+    "dgx-h100",
+    "--gpus",
+    "4",
+    "--isl",
+    "256",
+    "--osl",
+    "32",
+    "--concurrency",
+    "8",
+)
 
 
 def flags(**changed: Any) -> ServingFlags:
@@ -185,7 +198,8 @@ def test_requests_of_a_file_are_those_that_are_served(planner: Callable[..., Fin
     assert "exclude each other" in both.output
 
 
-@pytest.mark.parametrize("text", ["", "{}", '{"arrival_s": 0, "prompt": 0, "output": 1}', "[1]", '{"arrival_s": 1e999, "prompt": 1, "output": 1}', '{"arrival_s": 0, "prompt": true, "output": 1}'])  # fmt: skip
+@pytest.mark.parametrize("text", ["", "{}", '{"arrival_s": 0, "prompt": 0, "output": 1}', "[1]", ('{"arrival_s": '
+'1e999, "prompt": 1, "output": 1}'), '{"arrival_s": 0, "prompt": true, "output": 1}'])  # fmt: skip
 def test_a_file_without_requests_is_refused(planner: Callable[..., Finished], tmp_path: Path, text: str) -> None:
     path = tmp_path / "requests.jsonl"
     path.write_text(text)
@@ -231,8 +245,14 @@ def test_odd_counts_name_the_rule_and_the_neighbours(planner: Callable[..., Fini
 
 def test_replicas_without_nvlink_tensor_parallelism_with_it() -> None:
     """Qwen3-30B-A3B on four GPUs without NVLink served slower with tp 4 than as copies (tilcodes.fly.dev)."""
-    slow = search_serving(serving_question(flags(model="qwen3-30b-a3b", cluster="l40s-x8", gpus=4, concurrency=32, weights="float8")))  # fmt: skip
-    by_shape = {(p.deployment.pool.engines, p.deployment.pool.tp): p.estimate for p in slow.plans if p.deployment.pool.pp == p.deployment.pool.ep == 1}  # fmt: skip
+    slow = search_serving(
+        serving_question(flags(model="qwen3-30b-a3b", cluster="l40s-x8", gpus=4, concurrency=32, weights="float8"))
+    )
+    by_shape = {
+        (p.deployment.pool.engines, p.deployment.pool.tp): p.estimate
+        for p in slow.plans
+        if p.deployment.pool.pp == p.deployment.pool.ep == 1
+    }
     replicas, whole = by_shape[4, 1], by_shape[1, 4]
     assert replicas.output_tokens_per_s_per_gpu.value > whole.output_tokens_per_s_per_gpu.value
     fast = serving_question(flags(cluster="dgx-h100", gpus=4, concurrency=1))
@@ -254,7 +274,23 @@ def test_the_cache_in_words_that_vllm_prints(planner: Callable[..., Finished]) -
     """The log of vLLM for Llama 3 8B on an 80 GB H100 at 0.9 has about 440 thousand tokens; asked of 131,072 a
     request.
     """
-    done = planner("estimate", "--task", "serve", "--gpus", "1", "--model", "llama3-8b", "--gpu-memory-utilization", "0.9", "--isl", "130816", "--vary", "0", "--concurrency", "1")  # fmt: skip
+    done = planner(
+        "estimate",
+        "--task",
+        "serve",
+        "--gpus",
+        "1",
+        "--model",
+        "llama3-8b",
+        "--gpu-memory-utilization",
+        "0.9",
+        "--isl",
+        "130816",
+        "--vary",
+        "0",
+        "--concurrency",
+        "1",
+    )
     words = " ".join(done.stdout.split())
     assert "GPU KV cache size:" in words
     tokens = int(words.split("GPU KV cache size: ")[1].split(" ")[0].replace(",", ""))

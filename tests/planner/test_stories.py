@@ -126,7 +126,13 @@ def test_s16_asynchronous_tensor_parallelism():
     assert 1.0 < gain < 1.18
     pcie = cluster("l40s-x8", 8)
     overlapped = Plan(dp_shard=2, tp=4, sequence_parallel=True, tp_overlap="async")
-    problems = question_of(load_model("llama3-8b"), pcie, Workload(seq_len=4096, global_batch_size=16), framework="torchtitan", runtime=runtime).problems(overlapped)  # fmt: skip
+    problems = question_of(
+        load_model("llama3-8b"),
+        pcie,
+        Workload(seq_len=4096, global_batch_size=16),
+        framework="torchtitan",
+        runtime=runtime,
+    ).problems(overlapped)
     assert ("overlap-pcie", Grade.SLOW) in {(problem.rule, problem.grade) for problem in problems}
 
 

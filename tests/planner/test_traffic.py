@@ -140,13 +140,16 @@ def test_without_nvlink_bytes_cross_pcie():
 
 
 def test_documents_of_suggest_and_estimate_have_the_traffic_that_explain_has(planner, tmp_path):
-    flags = ("--model", "llama3-8b", "--cluster", "dgx-h100", "--gpus", 16, "--seq-len", 4096, "--global-batch", 64)
+    nodes = {"gpu": "h100-sxm", "gpus_per_node": 2, "nodes": 2, "interconnect": "nvswitch", "nic_gbit_per_gpu": 400}
+    (tmp_path / "cluster.json").write_text(json.dumps(nodes))
+    small = ("--model", "llama3.2-1b", "--cluster", tmp_path / "cluster.json", "--seq-len", 4096, "--global-batch", 8)
     found = json.loads(
-        planner("suggest", *flags, "--tp", 2, "--pp", 1, "--json", "--out", tmp_path / "plan.json").stdout
+        planner("suggest", *small, "--tp", 2, "--pp", 1, "--json", "--out", tmp_path / "plan.json").stdout
     )
     estimated = json.loads(planner("estimate", "--plan", tmp_path / "plan.json", "--json").stdout)
     quick = ("--no-flips",)
     explained = json.loads(planner("explain", tmp_path / "plan.json", *quick, "--json").stdout)
+    flags = ("--model", "llama3-8b", "--cluster", "dgx-h100", "--gpus", 16, "--seq-len", 4096, "--global-batch", 64)
     away = json.loads(planner("estimate", *flags, "--offload", "parameters", "--micro-batch", 1, "--json").stdout)
     links = {link["link"]: link for link in found["plans"][0]["traffic"]["links"]}
 

@@ -115,9 +115,15 @@ def test_a_trial_corrects_plans_that_spend_time_on_the_same_more_than_others(rec
 def test_memory_that_ran_out_makes_larger_plans_unlikely_and_none_likelier(small) -> None:
     _, plans = small
     tight = [
-        replace(one, estimate=replace(one.estimate, memory=replace(one.estimate.memory, capacity_bytes=one.estimate.memory.reserved_bytes * 1.15)))
+        replace(
+            one,
+            estimate=replace(
+                one.estimate,
+                memory=replace(one.estimate.memory, capacity_bytes=one.estimate.memory.reserved_bytes * 1.15),
+            ),
+        )
         for one in plans.plans[:12]
-    ]  # fmt: skip
+    ]
     plans = Candidates(plans=tuple(tight), legal=12)
     before = believe(plans, [])
 

@@ -22,8 +22,9 @@ from planner.remote.client import Client, ServiceError  # isort: skip
 from tests.service.running import ROOT, service  # isort: skip
 
 ESTIMATE = {"model": "llama3-8b", "cluster": "dgx-h100", "gpus": 8, "tp": 2, "global_batch": 64}
-SHORT = {"model": "tiny-llama", "cluster": "h200x4", "gpus": "2", "global_batch": 8}
+SHORT = {"model": "tiny-llama", "cluster": "h200x4", "gpus": "2", "pp": "1", "global_batch": 8}
 ADA = {"Authorization": "Bearer ada has a long token"}
+SECONDS = {"model": "llama3-8b", "cluster": "dgx-h100", "gpus": "4", "seq_len": 4096, "global_batch": 16}
 LONG = {"model": "deepseek-v3", "cluster": "dgx-h100", "gpus": "65536", "framework": "megatron-lm"}
 
 
@@ -61,7 +62,7 @@ def test_a_job_has_the_document_that_the_command_prints(local):
 def test_planner_asks_a_service_as_it_asks_itself(local, tmp_path):
     """The same text, files sent and fetched, the same exit codes and errors."""
     running, _ = local
-    flags = ["--model", "tiny-llama", "--cluster", "cluster.json", "--gpus", "2", "--global-batch", "8"]
+    flags = ["--model", "tiny-llama", "--cluster", "cluster.json", "--gpus", "2", "--pp", "1", "--global-batch", "8"]
     (tmp_path / "cluster.json").write_text(json.dumps({"gpu": "h200-sxm", "gpus_per_node": 4, "nodes": 1}))
     here = planner("suggest", *flags, "--out", "here.json", cwd=tmp_path)
     there = planner("--server", running.url, "suggest", *flags, "--out", "there.json", cwd=tmp_path)
@@ -192,9 +193,9 @@ def test_a_job_whose_process_is_killed_is_started_once_more_and_then_fails(tmp_p
 
 
 def test_jobs_survive_the_death_of_the_server(database, tmp_path):
-    """The server is killed with jobs waiting and running; each ends once, and the workers went with it."""
-    with service(tmp_path, database=database) as running, Client(running.url) as client:
-        jobs = [client.submit("suggest", {**SHORT, "global_batch": 8 * n}) for n in range(1, 4)]
+    """The server is killed with a job running and one waiting; each ends once, and the worker went with it."""
+    with service(tmp_path, database=database, workers=1) as running, Client(running.url) as client:
+        jobs = [client.submit("suggest", {**SHORT, "global_batch": 8 * n}) for n in (1, 2)]
         workers = running.workers()
         running.kill()
         assert psutil.wait_procs(workers, timeout=20)[1] == []
@@ -207,7 +208,7 @@ def test_jobs_survive_the_death_of_the_server(database, tmp_path):
 
 def test_a_database_that_goes_away_comes_back(postgres, tmp_path):
     with service(tmp_path, database=postgres.url) as running, Client(running.url) as client:
-        job = client.submit("suggest", LONG)
+        job = client.submit("suggest", SECONDS)
         begun(client, job)
         postgres.stop()
         assert httpx.get(f"{running.url}/healthz", timeout=30).status_code == 503

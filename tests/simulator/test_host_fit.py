@@ -130,8 +130,17 @@ def test_a_runtime_without_runs_is_as_slow_as_the_host_that_others_showed() -> N
 def narrow_steps() -> list[tuple[Model, Plan, Workload, Runtime]]:
     """One and two narrow layers on one GPU, under FSDP, with experts, and of two stages."""
     dense = Model(
-        name="n", family="qwen3", layers=1, hidden=512, heads=8, kv_heads=8, head_dim=64, ffn=1024, vocab=1024, qk_norm=True
-    )  # fmt: skip
+        name="n",
+        family="qwen3",
+        layers=1,
+        hidden=512,
+        heads=8,
+        kv_heads=8,
+        head_dim=64,
+        ffn=1024,
+        vocab=1024,
+        qk_norm=True,
+    )
     sparse = dataclasses.replace(dense, moe=MixtureOfExperts(experts=8, experts_per_token=2, ffn=256))
     found = []
     for model, plan, counts in (

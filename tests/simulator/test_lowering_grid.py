@@ -39,7 +39,7 @@ def test_no_drawn_program_has_a_fault(runs) -> None:
     assert [fault for fault in faults if fault[1]] == []
 
 
-@pytest.mark.nightly  # the worst of this draw; test_agreement.py holds the share of a draw by strata to a confidence bound
+@pytest.mark.nightly  # the worst of this draw; test_agreement.py bounds the share of a draw by strata
 def test_closed_form_is_never_optimistic_beyond_the_margin(runs) -> None:
     errors = np.array(
         [formula_s(q[0], q[1], q[2], q[3], q[4]) / got.step_s - 1 for q, (_, got) in zip(QUESTIONS, runs, strict=True)]

@@ -34,6 +34,7 @@ from simulator.step.held import saved_bytes, tensors_bytes
 from tests.bench.learn_intervals import fresh_runs
 from topology.catalog.cluster_file import load_cluster
 from topology.catalog.clusters import cluster
+from topology.rates.scaling import scale_memory
 
 CASES = Path(__file__).parents[1] / "data" / "cases"
 MEASURED = json.loads((CASES / "torchtitan_h200x4.json").read_text("utf-8"))
@@ -93,11 +94,16 @@ def live_after(passes: Passes) -> int:
     return sum(live.values())
 
 
-@pytest.mark.parametrize("recompute", ["none", "full", "selective", "selective-op"])
+HELD = [("torchtitan", mode) for mode in ("none", "full", "selective", "selective-op")]
+
+
+@pytest.mark.parametrize(("framework", "recompute"), [*HELD, ("megatron-lm", "none"), ("megatron-lm", "selective")])
 @pytest.mark.parametrize("tp", [1, 2])
-def test_what_a_layer_holds_for_backward_is_what_its_description_says(recompute, tp) -> None:
+def test_what_a_layer_holds_for_backward_is_what_its_description_says(framework, recompute, tp) -> None:
     """The tensors that are alive between a layer's passes add up to what its operators save."""
-    _, replay = replayed(Plan(dp_shard=2, tp=tp, sequence_parallel=tp > 1, recompute=recompute))
+    sharding = {"dp_shard": 2} if framework == "torchtitan" else {"dp_replicate": 2, "zero_stage": 1}
+    plan = Plan(**sharding, tp=tp, sequence_parallel=tp > 1, recompute=recompute)
+    _, replay = replayed(plan, framework=framework)
 
     operators, context = replay.tensors.operators.dense_layer, replay.context
     for unit in (unit for stage in replay.tensors.stages for unit in stage if unit.block == "dense"):
@@ -188,6 +194,17 @@ def test_with_room_nothing_is_retried_and_the_estimate_keeps_its_step() -> None:
     assert sum(found.memory.by_category.values()) == pytest.approx(found.memory.peak_bytes.value, rel=1e-6)
     assert found.memory.reserved_bytes >= found.memory.peak_bytes.value
     assert 0 <= found.memory.fragmentation < 0.2
+
+
+def test_a_step_that_runs_out_of_memory_is_predicted_as_if_it_had_enough() -> None:
+    question, _ = replayed(Plan(dp_shard=4), layers=16)
+    small = replace(question, cluster=scale_memory(question.cluster, 0.06))
+
+    full, roomy = (predict(asked, Plan(dp_shard=4)).estimate for asked in (small, question))
+
+    assert not full.memory.fits
+    assert roomy.memory.fits
+    assert full.step_s.value == pytest.approx(roomy.step_s.value, rel=1e-9)
 
 
 @pytest.mark.parametrize("run", ["2026-11-23.2/05", "2026-11-22.3/10"])

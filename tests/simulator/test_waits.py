@@ -22,9 +22,17 @@ from topology.catalog.cluster_file import load_cluster
 
 EXPERTS = MixtureOfExperts(experts=8, experts_per_token=2, ffn=1024)
 MODEL = Model(
-    name="experts", family="qwen3_moe", layers=6, hidden=2048, heads=16, kv_heads=4, head_dim=128, ffn=4096, vocab=32000,
+    name="experts",
+    family="qwen3_moe",
+    layers=6,
+    hidden=2048,
+    heads=16,
+    kv_heads=4,
+    head_dim=128,
+    ffn=4096,
+    vocab=32000,
     moe=EXPERTS,
-)  # fmt: skip
+)
 
 
 def run(launches: list[tuple[float, float] | None], device_s: float, host_s: float) -> tuple[float, float]:

@@ -206,8 +206,10 @@ def test_english_names_cliques_and_detours():
     said = explain(
         probe(
             "\tGPU0\tGPU1\tGPU2\tGPU3\tGPU4\tNIC0\n"
-            "GPU0\t X \tNV4\tNV4\tNV4\tSYS\tPIX\nGPU1\tNV4\t X \tNV4\tNV4\tSYS\tPHB\nGPU2\tNV4\tNV4\t X \tNV4\tSYS\tPHB\n"
-            "GPU3\tNV4\tNV4\tNV4\t X \tSYS\tPHB\nGPU4\tSYS\tSYS\tSYS\tSYS\t X \tSYS\nNIC0\tPIX\tPHB\tPHB\tPHB\tSYS\t X \n"
+            "GPU0\t X \tNV4\tNV4\tNV4\tSYS\tPIX\nGPU1\tNV4\t X \tNV4\tNV4\tSYS\tPHB\nGPU2\tNV4\tNV4\t X "
+            "\tNV4\tSYS\tPHB\n"
+            "GPU3\tNV4\tNV4\tNV4\t X \tSYS\tPHB\nGPU4\tSYS\tSYS\tSYS\tSYS\t X \tSYS\nNIC0\tPIX\tPHB\tPHB\tPHB\tSYS\t "
+            "X \n"
         )
     )
     assert "0,1,2,3 fully connected by NV4" in said

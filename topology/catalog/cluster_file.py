@@ -22,6 +22,7 @@ form is for people:
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -42,6 +43,8 @@ from topology.catalog.verify import require_possible
 from topology.cluster import ASSUMED, SCHEMA_VERSION, Cluster, Finding, Severity
 from topology.codec import JsonObject, convert, parse_json, read_json, to_json, write_text
 from topology.errors import BadCluster, BadInput
+
+_JOINED = re.compile(r"\s*(?:[+,;&]|\band\b)\s*")  # of GPUs of one kind and others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +74,8 @@ def load_cluster(name_or_path: str | Path, gpus: int | None = None) -> Cluster:
         raise BadCluster("the name of the cluster is empty", remedy=f"give {FORMS}")
     if isinstance(name_or_path, str) and is_catalog_name(text):
         return cluster(text, gpus)
+    if len(parts := _JOINED.split(text)) > 1 and not _looks_like_path(text) and all(map(is_spoken, parts)):
+        raise _mixed(f"{text[:60]!r}")
     if isinstance(name_or_path, str) and (said := _said(text)):
         return said if gpus is None else take_gpus(said, gpus)
     if isinstance(name_or_path, str) and not _looks_like_path(text):
@@ -94,7 +99,7 @@ def _refuse_bare_gpu(text: str) -> None:
 
 def _said(text: str) -> Cluster | None:
     """Return the cluster that is written out in `text`; None where `text` is a name or a path."""
-    if text.lstrip().startswith("{"):
+    if text.lstrip().startswith(("{", "[")):
         return parse_cluster(parse_json(text, where="the cluster"), where="the cluster")
     if _looks_like_path(text) or not is_spoken(text):
         return None
@@ -104,6 +109,7 @@ def _said(text: str) -> Cluster | None:
 
 def parse_cluster(document: Any, *, where: str) -> Cluster:
     """Return the cluster of a decoded JSON document of either form, verified. Raises BadInput or BadCluster."""
+    _refuse_mixed(document, where)
     if not isinstance(document, dict):
         raise BadInput(f"{where} is not a cluster", why="expected a JSON object", remedy=_FORMS)
     if "groups" in document or "schema_version" in document:
@@ -114,6 +120,22 @@ def parse_cluster(document: Any, *, where: str) -> Cluster:
         raise BadInput(f"{where} is not a cluster", why='it has neither "groups" nor "gpu"', remedy=_FORMS)
     require_possible(loaded, where=where)
     return loaded
+
+
+def _refuse_mixed(document: Any, where: str) -> None:
+    """Raise BadCluster for GPUs of several kinds as people write them: in lists."""
+    several = document if isinstance(document, list) else document.get("groups") if isinstance(document, dict) else None
+    listed = isinstance(document, dict) and isinstance(document.get("gpu"), list)
+    if listed or (isinstance(several, list) and any(isinstance(one, dict) and "gpu" in one for one in several)):
+        raise _mixed(where)
+
+
+def _mixed(where: str) -> BadCluster:
+    return BadCluster(
+        f"{where} has GPUs of several kinds",
+        why="every rank of a step waits for the slowest kind, so plans are made for GPUs of one kind",
+        remedy="ask for as many GPUs of the slowest kind, for example 2x8xA100-80GB in the place of 8xH100 and 8xA100",
+    )
 
 
 def save_cluster(cluster: Cluster, path: str | Path) -> None:

@@ -61,6 +61,7 @@ class GroupRates:
     compute_capability: int = 0
     intra_nccl_bytes_per_s: float = 0.0
     inter_all_to_all_bytes_per_s: float = 0.0
+    ports_bytes_per_s: float = 0.0  # what `inter_bytes_per_s` were if the ports alone decided, not the host's links
     layer: str = ""  # what the ring of a node runs on: nvswitch, nvlink, host, or self for one rank
     gpus: tuple[int, ...] = ()  # positions of the slowest such group on its node
 
@@ -118,6 +119,7 @@ def _group_rates(cluster: Cluster, shape: GroupShape, gpus: tuple[int, ...] | No
                 inter_all_to_all_bytes_per_s=min(
                     worst.inter_all_to_all_bytes_per_s, rates.inter_all_to_all_bytes_per_s
                 ),
+                ports_bytes_per_s=min(worst.ports_bytes_per_s, rates.ports_bytes_per_s),
                 nvls=worst.nvls and rates.nvls,
                 compute_capability=min(worst.compute_capability, rates.compute_capability),
             )
@@ -135,7 +137,9 @@ def _rates_on_node(cluster: Cluster, rates: NodeRates, shape: GroupShape, gpus: 
         rings = rates.concurrent_rings(groups)
         at = min(range(len(rings)), key=lambda i: rings[i].bytes_per_s)
         slowest, chosen = rings[at], tuple(groups[at])
-    inter = network_bytes_per_s(rates, groups) if cluster.fabric is not None else 0.0
+    networked = cluster.fabric is not None
+    inter = network_bytes_per_s(rates, groups) if networked else 0.0
+    ports = network_bytes_per_s(rates, groups, ports_alone=True) if networked else 0.0
     hubs = {rates.ports[gpu][0] for gpu in chosen if gpu in rates.ports}
     switched = slowest.layer == "nvswitch"
     kinds = [cluster.kind(rates.node.gpus[gpu].kind) for gpu in chosen] or [cluster.slowest_kind]
@@ -144,6 +148,7 @@ def _rates_on_node(cluster: Cluster, rates: NodeRates, shape: GroupShape, gpus: 
         intra_nccl_bytes_per_s=slowest.nccl_bytes_per_s,
         inter_bytes_per_s=inter * _spine_share(cluster, shape),
         inter_all_to_all_bytes_per_s=inter * _spine_share_all_to_all(cluster, shape),
+        ports_bytes_per_s=ports * _spine_share(cluster, shape),
         inter_latency_s=cluster.fabric.latency_s if cluster.fabric is not None else 0.0,
         nvswitch=switched,
         nvls=switched and hubs <= rates.multicast,
@@ -207,10 +212,11 @@ def group_score(rates: NodeRates, group: tuple[int, ...]) -> tuple[float, float]
 # The network
 
 
-def network_bytes_per_s(rates: NodeRates, groups: tuple[tuple[int, ...], ...]) -> float:
+def network_bytes_per_s(rates: NodeRates, groups: tuple[tuple[int, ...], ...], *, ports_alone: bool = False) -> float:
     """Return the NIC bandwidth the worst group has on this node, in bytes/s and direction.
 
-    Each GPU uses the ports nearest to it; a port is divided among the GPUs that use it, and so is every host edge.
+    Each GPU uses the ports nearest to it; a port is divided among the GPUs that use it, and so is every host edge,
+    which `ports_alone` takes to be fast enough.
     """
     ports = [nic for nic in rates.node.nics if nic.up]
     if not groups or not ports:
@@ -228,7 +234,7 @@ def network_bytes_per_s(rates: NodeRates, groups: tuple[tuple[int, ...], ...]) -
                 loads[edge] = loads.get(edge, 0.0) + share
     by_gpu: dict[int, float] = dict.fromkeys(used, 0.0)
     for gpu, share, path in flows:
-        slow = max((loads[a, b] / rates.host[a][b][0] for a, b in path), default=0.0)
+        slow = 0.0 if ports_alone else max((loads[a, b] / rates.host[a][b][0] for a, b in path), default=0.0)
         by_gpu[gpu] += share / max(1.0, slow)
     return min(sum(by_gpu[gpu] for gpu in group) for group in groups)
 

@@ -100,7 +100,7 @@ def _describe(settings: Settings) -> Described:
 
 FORMAT = YamlFormat(
     framework="axolotl",
-    runtime="pytorch",
+    runtime="transformers",
     marks=(frozenset({"base_model", "micro_batch_size"}), frozenset({"base_model", "sequence_len"})),
     table=TABLE,
     describe=_describe,

@@ -31,15 +31,21 @@ RENAMED = {
     "--swiglu": "gated_linear_unit",
     "--decoder-first-pipeline-num-layers": "num_layers_in_first_pipeline_stage",
     "--decoder-last-pipeline-num-layers": "num_layers_in_last_pipeline_stage",
-    "--rotary-base": "rotary_base",
+    "--fp8-format": "fp8",
 }
 # Fields that say the opposite of a flag.
 OPPOSITE = {
     "--untie-embeddings-and-output-weights": "share_embeddings_and_output_weights",
     "--disable-bias-linear": "add_bias_linear",
 }
-PRECISIONS = {"bf16_mixed": "--bf16", "fp16_mixed": "--fp16"}
-SEQUENCES = ("sequence_length", "seq_length", "seq_len")
+# Words of NeMo 1's YAML (`nemo/collections/nlp/models/language_modeling/`), which has other sections as well.
+NEMO = {
+    "activations_checkpoint_granularity": "--recompute-granularity",
+    "activations_checkpoint_method": "--recompute-method",
+    "activations_checkpoint_num_layers": "--recompute-num-layers",
+    "ub_tp_comm_overlap": "--tp-comm-overlap",
+}
+SEQUENCES = ("encoder_seq_length", "sequence_length", "seq_length", "seq_len")
 
 
 def is_bridge(settings: Settings) -> bool:
@@ -53,17 +59,30 @@ def flags_of(settings: Settings) -> tuple[Settings, dict[str, str]]:
     """Return a dump's settings as flags, and the path that each flag was read from."""
     flags: Settings = {}
     paths: dict[str, str] = {}
-    by_field = {field: flag for flag, field in RENAMED.items()}
+    by_field = {**NEMO, **{field: flag for flag, field in RENAMED.items()}}
     opposite = {field: flag for flag, field in OPPOSITE.items()}
     for path, said in settings.items():
         value, name = said, path.rpartition(".")[2]
-        if value is None or name.startswith("_") or path.startswith(("tokenizer.", "logger.", "checkpoint.")):
+        if path == "model.tokenizer.type" and value:
+            flags["--tokenizer-type"] = value
+        if (
+            value is None
+            or name.startswith("_")
+            or path.startswith(("tokenizer.", "model.tokenizer.", "logger.", "checkpoint."))
+        ):
             continue
         if path == "mixed_precision":
-            _precision(str(value), flags)
+            flags |= precision_flags(str(value))
             continue
         if name in SEQUENCES:
             flag = "--seq-length"
+        elif path == "model.activation":
+            flag, value = "--swiglu", "swiglu" in str(value)
+        elif path == "model.bias":
+            flag, value = "--disable-bias-linear", not value
+        elif path in {"trainer.precision", "optim.name", "model.optim.name"}:
+            flags |= _nemo(str(value))
+            continue
         elif name in opposite:
             flag, value = opposite[name], not value
         else:
@@ -72,22 +91,33 @@ def flags_of(settings: Settings) -> tuple[Settings, dict[str, str]]:
             paths[flag] = path
             continue
         flags[flag], paths[flag] = value, path
+    if settings.get("model.fp8") is True:
+        flags["--fp8-format"] = "hybrid"
+    elif settings.get("model.fp8") is False:  # its other words of float8 then mean nothing
+        flags.pop("--fp8-hybrid", None)
     if "--num-query-groups" in flags:
         flags["--group-query-attention"] = flags["--num-query-groups"] != flags.get("--num-attention-heads")
     return flags, paths
 
 
-def _precision(word: str, flags: Settings) -> None:
-    """Recipes name a precision such as `bf16_with_fp8_current_scaling_mixed`."""
-    for start, flag in PRECISIONS.items():
-        if word.startswith(start.partition("_")[0]):
-            flags[flag] = True
-    if "fp8" in word or "mxfp8" in word:
-        flags["--fp8-format"] = "hybrid"
+def _nemo(word: str) -> Settings:
+    """Return the flags of NeMo's words for a precision or an optimizer."""
+    if word.startswith(("bf16", "16")):
+        return {"--bf16" if word.startswith("bf16") else "--fp16": True}
+    return {"--use-distributed-optimizer": True} if word.startswith("distributed_fused") else {}
 
 
-def fields_of(changes: JsonObject, paths: dict[str, str]) -> JsonObject:
-    """Return changes of flags as changes of a dump's paths; what only command lines need is left out."""
+def precision_flags(word: str) -> Settings:
+    """Return the flags of a precision such as `bf16_with_fp8_current_scaling_mixed`, as recipes name it."""
+    flags: Settings = {"--fp16" if word.startswith("fp16") else "--bf16": True}
+    return flags | ({"--fp8-format": "hybrid"} if "fp8" in word else {})
+
+
+def fields_of(changes: JsonObject, paths: dict[str, str], *, flat: bool = False) -> JsonObject:
+    """Return changes of flags as changes of a dump's paths; what only command lines need is left out.
+
+    A `flat` file has its fields in no sections.
+    """
     found: JsonObject = {}
     for flag, value in changes.items():
         name = RENAMED.get(flag, OPPOSITE.get(flag, flag.removeprefix("--").replace("-", "_")))
@@ -95,7 +125,7 @@ def fields_of(changes: JsonObject, paths: dict[str, str]) -> JsonObject:
         if path is None:
             if flag in {"--ckpt-format", "--no-gradient-accumulation-fusion", "--bf16", "--fp16", "--fp8-param-gather"}:
                 continue
-            section = SECTIONS.get(name, "model")
+            section = "" if flat else SECTIONS.get(name, "model")
             path = f"{section}.{name}" if section else name
         plain = value is True or value is None or value is False
         written = bool(value) if plain and (value is True or flag in _SWITCHES) else value

@@ -27,6 +27,7 @@ WORD = re.compile(
 )
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 REFERENCE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?[-=]((?:[^{}]|\$\{[^{}]*\})*))?\})")
+OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
 SET_BY_DEFAULT = re.compile(r"\$\{(\w+):?=([^{}]*)\}")  # : ${TP:=8}
 ARITHMETIC = re.compile(rf"\$\(\(({_INNER})\)\)")
 MOST_OF_A_SUM = 200  # characters
@@ -49,11 +50,12 @@ OPERATORS: dict[type, Callable[[int, int], int]] = {
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """A word and where it stands."""
+    """A word, where it stands, and whether that is inside of a condition."""
 
     text: str
     start: int
     end: int
+    conditional: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +118,7 @@ class CommandLine(Document):
             elif _unquoted(word)[0].startswith("--") and word[0] in "\"'":  # "--fp8-format hybrid" as one element
                 yield from self._scan(_unquoted(word)[0], start + 1, where)
                 continue
-            yield Word(word, start, start + len(word))
+            yield Word(word, start, start + len(word), self._branching > 0)
 
     def _assign(self, name: str, value: Word) -> None:
         before = self.variables.get(name)
@@ -217,7 +219,7 @@ class CommandLine(Document):
         added = []
         for key, value in changes.items():
             if key not in self.flags:
-                added += [] if value is None or value is False else [key if value is True else f"{key} {_word(value)}"]
+                added += [] if value is None or value is False else [self._added(key, value)]
             else:
                 edits.append(self._edit(self.flags[key], value))
         if added:
@@ -226,6 +228,9 @@ class CommandLine(Document):
         for start, end, instead in sorted(set(edits), reverse=True):
             text = text[:start] + instead + text[end:]
         return text
+
+    def _added(self, key: str, value: Any) -> str:
+        return key if value is True else f"{key} {_word(value)}"
 
     def _edit(self, flag: Flag, value: Any) -> tuple[int, int, str]:
         if value is None or value is False:
@@ -279,6 +284,43 @@ class CommandLine(Document):
         if not lead.strip() and tail.strip() in {"", "\\"}:
             return anchor.end, anchor.end, "".join(f"{tail if tail.strip() else ''}\n{lead}{one}" for one in added)
         return anchor.end, anchor.end, "".join(f" {one}" for one in added)
+
+
+class Overrides(CommandLine):
+    """A command whose program takes `key=value` words, as Hydra and MaxText have them; keys with a dot are taken to be
+    its own wherever they stand, as scripts gather them in arrays, others after the program or among `plain`.
+
+    What a condition sets is in `conditional`, and no setting: which branch is taken is not known.
+    """
+
+    def __init__(
+        self, text: str, where: str, variables: Mapping[str, str], plain: frozenset[str] = frozenset()
+    ) -> None:
+        self._plain_keys = plain
+        self.conditional: dict[str, None] = {}
+        super().__init__(text, where, lambda _: None, variables)
+
+    def _read_flags(self, takes_value: Callable[[str], bool | None]) -> None:
+        super()._read_flags(takes_value)
+        program = self._program()
+        for word in self.words:
+            bare, shift = _unquoted(word.text)
+            found = OVERRIDE.fullmatch(bare)
+            after = program is not None and word.start > program.end
+            if found is None or not ("." in found[1] or after or found[1] in self._plain_keys):
+                continue
+            if word.conditional:
+                self.conditional[found[1]] = None
+                continue
+            at = word.start + shift + found.start(2)
+            self._keep(Flag(found[1], word.start, word.end, at, at + len(found[2])), found[2])
+            self.settings[found[1]] = None if self.settings[found[1]] == "null" else self.settings[found[1]]
+
+    def _added(self, key: str, value: Any) -> str:
+        return f"{key}={_word(value)}"
+
+    def edited(self, changes: Settings) -> str:
+        return super().edited({key: str(value) if isinstance(value, bool) else value for key, value in changes.items()})
 
 
 def _word(value: Any) -> str:

@@ -72,6 +72,8 @@ class Configuration:
     cluster: str | None = None
     in_a_comment: bool = False
     leaves_open: frozenset[str] = frozenset()  # of seq_len and global_batch
+    elsewhere: tuple[str, ...] = ()  # what decides of a plan, and is not in the text
+    known: frozenset[str] = frozenset()  # keys besides the table's that a misspelt one may have meant
 
 
 def not_understood(settings: Mapping[str, Any], understood: frozenset[str], harmless: str) -> tuple[str, ...]:
@@ -94,7 +96,7 @@ _ALIKE = 0.8  # of difflib's ratio: one letter of five
 def did_you_mean(configuration: Configuration) -> dict[str, str]:
     """Return the known key that is spelt most like each that is not understood, where one is."""
     name, version = _SCHEMAS.get(configuration.framework, (configuration.framework, configuration.version or ""))
-    known = set(keys_of(configuration.table))
+    known = configuration.known | keys_of(configuration.table)
     with suppress(PlannerError):
         known |= schema(name, version)["keys"].keys()
     found = {}
@@ -110,6 +112,10 @@ def did_you_mean(configuration: Configuration) -> dict[str, str]:
     return found
 
 
+# Machines of the GPUs that files name.
+MACHINES = {"A100": "dgx-a100", "H100": "dgx-h100", "H200": "dgx-h200", "B200": "dgx-b200", "GB200": "gb200-nvl72"}
+
+
 def preset(text: str) -> tuple[int | None, str | None]:
     """Return the GPUs and their machine that a comment names, as torchtitan's own files do:
     `NOTE: this toml config is a preset for 64 A100 GPUs`.
@@ -117,8 +123,7 @@ def preset(text: str) -> tuple[int | None, str | None]:
     found = re.search(r"preset for (\d{1,6})(?:x| x)? ?([A-Z]+\d\w*)? ?GPUs?", text)
     if found is None:
         return None, None
-    machine = {"A100": "dgx-a100", "H100": "dgx-h100", "H200": "dgx-h200", "B200": "dgx-b200"}.get(found[2] or "")
-    return int(found[1]), machine
+    return int(found[1]), MACHINES.get(found[2] or "")
 
 
 class NotAConfiguration(UserError):
@@ -130,7 +135,7 @@ def unknown_kind(where: str, why: str) -> NotAConfiguration:
     return NotAConfiguration(
         f"{where} is no configuration of a kind that is known",
         why=why,
-        remedy="a torchtitan TOML or command, a Megatron-LM command line or script, a Megatron-Bridge recipe dump,"
-        " a DeepSpeed JSON, an accelerate YAML, TrainingArguments, or the YAML of axolotl, torchtune, LitGPT, nanotron,"
-        " GPT-NeoX or NeMo AutoModel",
+        remedy="a torchtitan TOML or command, a Megatron-LM command line, script or functional test, a recipe of"
+        " Megatron-Bridge or its dump, a DeepSpeed JSON, an accelerate YAML, TrainingArguments, commands or YAML of"
+        " verl or MaxText, or YAML of axolotl, torchtune, LitGPT, nanotron, GPT-NeoX, NeMo AutoModel, OLMo or Primus",
     )

@@ -181,10 +181,11 @@ class YamlDocument(Document):
             by_section.setdefault(section, {})[name] = value
         edits = []
         for section, values in by_section.items():
+            outer, _, inner = section.rpartition(".")
             if section in self.maps:
                 edits.append(self._insertion(self.maps[section], values))
-            elif "." not in section:
-                edits.append(self._insertion(self.maps[""], {section: values}))
+            elif outer in self.maps:
+                edits.append(self._insertion(self.maps[outer], {inner: values}))
             else:
                 raise BadInput(f"there is no {section} to add {', '.join(values)} to")
         return edits

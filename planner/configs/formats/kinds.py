@@ -3,28 +3,46 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from planner.configs.formats import automodel, axolotl, bridge, gpt_neox, litgpt, nanotron, torchtitan, torchtune
-from planner.configs.formats.command_line import CommandLine, option_kinds
+from planner.configs.formats import (
+    automodel,
+    axolotl,
+    bridge,
+    bridge_recipe,
+    gpt_neox,
+    litgpt,
+    maxtext,
+    megatron,
+    nanotron,
+    olmo,
+    primus,
+    torchtitan,
+    torchtune,
+    verl,
+)
 from planner.configs.formats.configuration import CheckFlags, Configuration, not_understood, unknown_kind
 from planner.configs.formats.documents import YamlDocument
-from planner.configs.formats.launch import launch_facts, launch_of, started_by
+from planner.configs.formats.launch import launch_facts, started_by
 from planner.configs.formats.transformers_fields import ADAPTERS, LENGTHS, MICRO, MODEL_NAMES, PROGRAM, STEPS
 from planner.configs.formats.transformers_fields import TABLE as TRANSFORMERS
-from planner.export.frameworks import accelerate_fields, deepspeed_fields, megatron_fields
-from planner.export.frameworks.megatron_model import MODEL_KEYS, model_of_flags
-from planner.export.mapping import Facts, NotStated, Settings, keys_of
+from planner.export.frameworks import accelerate_fields, deepspeed_fields
+from planner.export.mapping import Facts, Settings, keys_of
 from planner.export.named_models import model_said
 from planner.export.planned import planned_in
-from planner.export.schema import schema
-from simulator.config.model import Model
-from topology.codec import JsonObject
 from topology.errors import BadInput
 
-YAML_FORMATS = (axolotl.FORMAT, torchtune.FORMAT, litgpt.FORMAT, nanotron.FORMAT, gpt_neox.FORMAT, automodel.FORMAT)
+YAML_FORMATS = (
+    axolotl.FORMAT,
+    torchtune.FORMAT,
+    litgpt.FORMAT,
+    nanotron.FORMAT,
+    gpt_neox.FORMAT,
+    automodel.FORMAT,
+    maxtext.FORMAT,
+    olmo.FORMAT,
+)
 SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu")
 WHOLE = {"pp": ((1, 1),), "ep": ((1, 1),)}  # limits of files that hold neither pipelines nor experts
 
@@ -38,6 +56,8 @@ def read_configuration(text: str, where: str, flags: CheckFlags) -> Configuratio
     name = Path(where).name.lower()
     if name.endswith(".toml"):
         found = torchtitan.read_toml(text, where)
+    elif name.endswith(".py"):
+        found = bridge_recipe.read(text, where, flags)
     elif name.endswith((".yaml", ".yml")):
         found = _yaml(text, where, flags)
     elif name.endswith(".json") or text.lstrip().startswith("{"):
@@ -66,7 +86,13 @@ def _yaml(text: str, where: str, flags: CheckFlags) -> Configuration:
     document = YamlDocument(text, where)
     settings = document.settings
     if bridge.is_bridge(settings):
-        return _bridge(document, where)
+        return megatron.read_dump(document, where)
+    if any(key.startswith(f"{megatron.TEST_ARGS}--") for key in settings):
+        return megatron.read_test(document, where)
+    if verl.is_verl(settings):
+        return verl.read(document, settings, where)
+    if primus.is_primus(settings):
+        return primus.read(document, where, flags)
     if "distributed_type" in settings or "mixed_precision" in settings:
         return _accelerate(document, flags)
     if MICRO in settings:
@@ -106,7 +132,7 @@ def _accelerate(document: YamlDocument, flags: CheckFlags) -> Configuration:
     return Configuration(
         framework="accelerate",
         version="1.15.0",
-        rules="deepspeed" if zero else "pytorch",
+        rules="deepspeed" if zero else "transformers",
         document=document,
         settings=settings,
         table=accelerate_fields.TABLE,
@@ -124,74 +150,6 @@ def _accelerate(document: YamlDocument, flags: CheckFlags) -> Configuration:
     )
 
 
-def _bridge(document: YamlDocument, where: str) -> Configuration:
-    flags, paths = bridge.flags_of(document.settings)
-    model, unknown_model, assumed = _flag_model(flags, where)
-    understood = keys_of(megatron_fields.TABLE) | MODEL_KEYS
-    # A dump has hundreds of fields, most at defaults that cost nothing; these are what a step or its memory depends on.
-    costly = re.compile(
-        r"(fp8|fp4|.*cpu_offload.*|.*_offload_.*|enable_cuda_graph|cuda_graph_impl"
-        r"|window_size|mtp_num_layers|moe_.*(capacity|deepep|overlap).*|heterogeneous.*|hierarchical_context.*|use_torch_fsdp2"
-        r"|use_precision_aware.*|rampup_batch_size|moe_layer_recompute|symmetric_ar_type|nccl_ub)"
-    )
-    at = {path: flag for flag, path in paths.items()}
-    unknown = tuple(
-        path
-        for path, value in document.settings.items()
-        if value not in (None, False, 0, 0.0, "")
-        and costly.fullmatch(path.rpartition(".")[2])
-        and at.get(path) not in understood
-    )
-
-    def edit(changes: Settings) -> str:
-        return document.edited(bridge.fields_of(changes, paths))
-
-    return Configuration(
-        framework="megatron-bridge",
-        version=None,
-        rules="megatron-lm",
-        document=document,
-        settings=flags,
-        table=megatron_fields.TABLE,
-        edit=edit,
-        model=model,
-        unknown_model=unknown_model,
-        given=_megatron_given(model, flags),
-        unknown=unknown,
-        assumed=(*assumed, *_taken_for_granted(flags)),
-    )
-
-
-def _taken_for_granted(flags: Settings) -> Iterator[str]:
-    """Yield what Megatron-LM's step is predicted with although no flag asks for it."""
-    if not flags.get("--overlap-grad-reduce"):
-        yield (
-            "gradients are reduced while backward runs (--overlap-grad-reduce is not set; without it a step is longer)"
-        )
-    sharded = flags.get("--use-distributed-optimizer") or flags.get("--use-megatron-fsdp")
-    if sharded and not flags.get("--overlap-param-gather"):
-        yield "parameters are gathered while forward runs (--overlap-param-gather is not set)"
-    if sharded and flags.get("--fp8-format") and not flags.get("--fp8-param-gather"):
-        yield "parameters are gathered in float8 (--fp8-param-gather is not set)"
-
-
-def _flag_model(flags: Settings, where: str) -> tuple[Model | None, str, tuple[str, ...]]:
-    """Return the model that flags describe or None, why it is not known, and what was assumed."""
-    try:
-        model, assumed = model_of_flags(flags, Path(where).stem[:60])
-    except BadInput as error:
-        by_hand = f" (or {error.remedy})" if isinstance(error, NotStated) else ""
-        return None, f"{error.what}{by_hand}", ()
-    return model, "", assumed
-
-
-def _megatron_given(model: Model | None, flags: Settings) -> Facts:
-    if model is not None:
-        return {"moe": model.moe is not None, "max_positions": model.max_positions}
-    layers = flags.get("--num-layers")
-    return {"layers": layers} if type(layers) is int and layers > 0 else {}
-
-
 def _json(text: str, where: str, flags: CheckFlags) -> Configuration:
     document = YamlDocument(text, where, is_json=True)
     settings = document.settings
@@ -200,7 +158,7 @@ def _json(text: str, where: str, flags: CheckFlags) -> Configuration:
     if any(key.startswith(("zero_optimization", "train_")) for key in settings):
         return _deepspeed(document, settings, flags)
     if "tensor_model_parallel_size" in settings or bridge.is_bridge(settings):
-        return _bridge(document, where)
+        return megatron.read_dump(document, where)
     raise unknown_kind(where, "its keys are neither DeepSpeed's nor those of TrainingArguments")
 
 
@@ -320,7 +278,7 @@ def _transformers(document: YamlDocument, settings: Settings, flags: CheckFlags)
     return Configuration(
         framework="transformers",
         version=str(settings["transformers_version"]) if "transformers_version" in settings else None,
-        rules="deepspeed" if inner else "pytorch",
+        rules="deepspeed" if inner else "transformers",
         document=document,
         settings=merged,
         table=table,
@@ -341,50 +299,13 @@ def _transformers(document: YamlDocument, settings: Settings, flags: CheckFlags)
 
 
 def _script(text: str, where: str, flags: CheckFlags) -> Configuration:
-    known = schema("megatron", "0.19.2")["keys"]
-    document = CommandLine(text, where, option_kinds(known), dict(flags.variables))
+    if any(program in text for program in verl.PROGRAMS):
+        return verl.read_command(text, where, flags)
+    if maxtext.PROGRAM in text:
+        return maxtext.read_command(text, where, flags)
+    document = megatron.command_line(text, where, dict(flags.variables))
     if "--module" in document.settings or "torchtitan.train" in text:
         return torchtitan.read_command(text, where, flags)
-    if "--tensor-model-parallel-size" in document.settings or "--num-layers" in document.settings:
-        return _megatron(document, where, known)
+    if document.settings.keys() & {"--tensor-model-parallel-size", "--num-layers"}:
+        return megatron.read_script(document, where)
     raise unknown_kind(where, "it has neither Megatron-LM's flags nor torchtitan's")
-
-
-def _megatron(document: CommandLine, where: str, flags: JsonObject) -> Configuration:
-    settings = document.settings
-    model, unknown_model, assumed = _flag_model(settings, where)
-    understood = keys_of(megatron_fields.TABLE) | MODEL_KEYS
-    harmless = (
-        r"--(lr.*|min-lr|train-(iters|samples)|weight-decay.*|adam-.*|clip-grad|init-method-std|seed|split|data-.*|mock-data"
-        r"|tokenizer.*|vocab-file|merge-file|save.*|load|log-.*|eval-.*|tensorboard.*|wandb.*|timing-.*|distributed-.*"
-        r"|norm-epsilon|layernorm-epsilon|rotary-.*|use-rot.*|use-rope.*|rope-.*|no-(load|save|position|masked|bias|rope|async).*"
-        r"|use-mcore-models|transformer-impl|use-flash-attn|attention-(softmax|backend).*|num-workers|nproc.per.node|nnodes"
-        r"|node.rank|master.*|rdzv.*|standalone|max-restarts|num_gpus|num_nodes|hostfile|moe-(aux|z-loss|router|permute"
-        r"|token-drop).*|initial-loss-scale|override-opt.*|exit-.*|manual-gc.*|make-vocab.*|encoder-seq-length"
-        r"|dist-ckpt.*|ckpt-.*|async-save|use-dist-ckpt|auto-detect.*|local.ranks.filter|tee|role|log.dir|redirects"
-        r"|untie.*|attention-dropout|hidden-dropout|apply-.*|no-create.*|no-check.*|use-checkpoint-args|optimizer|loss-scale.*"
-        r"|kv-channels|no-mmap.*|disable-.*|bf16|fp16|sequence-parallel|recompute-activations|accumulate-allreduce.*"
-        r"|container.*|nodes|gpus.*|ntasks.*|time|job.*|export|mpi|output|error|help|enable-one-logger|vocab-size)"
-    )
-    own = {flag: value for flag, value in settings.items() if flag not in document.launcher}
-    unknown = not_understood(own, understood, harmless)
-    later = [f"{flag} is not a flag of Megatron-LM 0.19" for flag in unknown if flag not in flags]
-    launch = launch_of(document)
-    return Configuration(
-        framework="megatron-lm",
-        version="0.19.2",
-        rules="megatron-lm",
-        document=document,
-        settings=settings,
-        table=megatron_fields.TABLE,
-        edit=document.edited,
-        model=model,
-        unknown_model=unknown_model,
-        gpus=launch.get("gpus"),
-        given={
-            **_megatron_given(model, settings),
-            "one_connection": document.expanded("$CUDA_DEVICE_MAX_CONNECTIONS") == "1",
-        },
-        unknown=unknown,
-        assumed=(*assumed, *later, *_taken_for_granted(settings)),
-    )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from planner.configs.formats.command_line import CommandLine
 from planner.configs.formats.configuration import CheckFlags, Configuration, not_understood, preset, unknown_kind
-from planner.configs.formats.documents import TomlDocument
+from planner.configs.formats.documents import Document, TomlDocument
 from planner.configs.formats.launch import launch_of
 from planner.export.frameworks import torchtitan_fields
 from planner.export.mapping import Settings, keys_of
@@ -38,15 +39,21 @@ IN_PIECES = "ChunkedLossWrapper"
 
 def read_toml(text: str, where: str) -> Configuration:
     document = TomlDocument(text, where)
-    settings = document.settings
-    if not any(key.startswith(("parallelism.", "training.", "model.")) for key in settings):
+    if not any(key.startswith(("parallelism.", "training.", "model.")) for key in document.settings):
         raise unknown_kind(where, "its tables are not torchtitan's (training, parallelism, model)")
     gpus, machine = preset(text)
+    found = of_keys(document, document.settings)
+    comment = found.gpus is None
+    return replace(found, gpus=gpus if comment else found.gpus, cluster=machine, in_a_comment=comment)
+
+
+def of_keys(document: Document, settings: Settings, at: str = "") -> Configuration:
+    """Return what the keys of torchtitan 0.2.2 say, which stand below the path `at` of a document."""
     harmless = (
         r"(job|profiling|metrics|optimizer|lr_scheduler|checkpoint|validation|comm|fault_tolerance|debug|memory_estimation"
-        r"|experimental)\..*|training\.(dataset.*|steps|max_norm|gc_.*|dataloader\..*|mixed_precision_reduce|seed|deterministic"
-        r"|warmup_steps|data_parallel_type)|model\.(name|flavor|hf_assets_path|tokenizer_path|print_after_conversion"
-        r"|norm_type)|compile\.backend|activation_checkpoint\.(early_stop|debug|preserve_rng_state"
+        r"|experimental)\..*|training\.(dataset.*|mock_data|steps|max_norm|gc_.*|dataloader\..*|mixed_precision_reduce|seed"
+        r"|deterministic|warmup_steps|data_parallel_type)|model\.(name|flavor|hf_assets_path|tokenizer_path"
+        r"|print_after_conversion|norm_type)|compile\.backend|activation_checkpoint\.(early_stop|debug|preserve_rng_state"
         r"|determinism_check|visualize.*|memory_budget|per_op_sac_force_recompute_mm_shapes_by_fqns|selective_ac_option)"
         r"|parallelism\.(disable_loss_parallel|context_parallel_load_balancer|expert_parallel_comm_backend"
         r"|pipeline_parallel_expert_parallel_overlap)"
@@ -60,10 +67,8 @@ def read_toml(text: str, where: str) -> Configuration:
             assumed.append(f"{old} is read as {new}, its later name")
 
     def edit(changes: Settings) -> str:
-        return document.edited({stated_as.get(key, key): value for key, value in changes.items()})
+        return document.edited({f"{at}{stated_as.get(key, key)}": value for key, value in changes.items()})
 
-    optimizer = settings.get("optimizer.name", "AdamW")
-    degrees = _product(settings, None)
     model, unknown_model = _flavor("0.2.2", settings.get("model.name"), settings.get("model.flavor"))
     # One is no expert tensor parallelism; more is in no plan.
     alone = settings.get("parallelism.expert_tensor_parallel_degree", 1) == 1
@@ -78,12 +83,10 @@ def read_toml(text: str, where: str) -> Configuration:
         edit=edit,
         model=model,
         unknown_model=unknown_model,
-        gpus=degrees or gpus,
-        given={"optimizer_said": optimizer},
+        gpus=_product(settings, None),
+        given={"optimizer_said": settings.get("optimizer.name", "AdamW")},
         unknown=not_understood(settings, known, harmless),
         assumed=tuple(assumed),
-        cluster=machine,
-        in_a_comment=degrees is None,
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from planner.configs.formats.configuration import Configuration, Limits, not_understood
-from planner.configs.formats.documents import YamlDocument
+from planner.configs.formats.documents import Document
 from planner.export.mapping import Entry, Facts, Settings, Table, keys_of, truth, whole
 from planner.export.named_models import model_said
 from simulator.config.model import Model
@@ -50,14 +50,18 @@ class YamlFormat:
         """Return whether a file is one of this tool's."""
         return any(mark <= settings.keys() for mark in self.marks)
 
-    def configuration(self, document: YamlDocument) -> Configuration:
-        """Return what a file says. Raises BadInput for values that nothing can be."""
-        settings = self.ready(document.settings)
+    def configuration(self, document: Document, said: Settings | None = None, at: str = "") -> Configuration:
+        """Return what a file says, or `said`, its settings without the path `at` of the mapping that they are in.
+
+        Raises BadInput for values that nothing can be.
+        """
+        said = document.settings if said is None else said
+        settings = self.ready(said)
         described = self.describe(settings)
-        spelt = {key: path for path in document.settings for key in (self.key_of(path),)}
+        spelt = {key: path for path in said for key in (self.key_of(path),)}
 
         def edit(changes: Settings) -> str:
-            return document.edited({spelt.get(key, key): value for key, value in changes.items()})
+            return document.edited({f"{at}{spelt.get(key, key)}": value for key, value in changes.items()})
 
         return Configuration(
             framework=self.framework,

@@ -6,7 +6,7 @@ Keys and defaults: `deepspeed/runtime/constants.py`, `runtime/config.py`, `runti
 
 from __future__ import annotations
 
-from planner.export.mapping import Entry, Facts, Settings, Table, one_of, truth, whole
+from planner.export.mapping import Entry, Facts, NotModelled, Settings, Table, one_of, truth, whole
 from topology.errors import BadInput
 
 COMMUNICATION = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
@@ -111,8 +111,10 @@ def _read_offload(settings: Settings, facts: Facts) -> Facts:
 def _device(settings: Settings, key: str) -> str:
     """Return the device that a kind of state is offloaded to. Raises BadInput for one that is not described."""
     device = str(settings.get(f"{key}.device") or "none").lower()
+    if device == "nvme":
+        raise NotModelled(f"{key}.device nvme is not modelled", remedy="cpu or none in its place")
     if device not in {"none", "cpu"}:
-        raise BadInput(f"{key}.device is {device[:40]!r}", why="known: none and cpu; NVMe is not modelled")
+        raise BadInput(f"{key}.device is {device[:40]!r}", why="known: none, cpu and nvme")
     return device
 
 

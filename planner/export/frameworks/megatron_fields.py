@@ -7,11 +7,24 @@ Its default rank order tp-cp-ep-dp-pp names the fastest axis first (`megatron/co
 
 from __future__ import annotations
 
+import re
+
 from planner.export.frameworks.megatron_model import set_flags
-from planner.export.mapping import Entry, Facts, Settings, Table, layers_of, one_of, require_said, truth, whole
+from planner.export.mapping import (
+    Entry,
+    Facts,
+    NotModelled,
+    Settings,
+    Table,
+    layers_of,
+    one_of,
+    require_said,
+    truth,
+    whole,
+)
 from simulator.config.overlap_sites import NONE, USERBUFFERS
 from simulator.config.plan import Plan, default_schedule
-from simulator.pipeline.stages import counted_ends, stage_layers
+from simulator.pipeline.stages import counted_ends, needs_layout, stage_layers
 from simulator.runtimes.library import runtime_spec
 from topology.errors import BadInput
 
@@ -21,12 +34,14 @@ _TP, _PP, _CP, _EP = (
     f"--{word}-size"
     for word in ("tensor-model-parallel", "pipeline-model-parallel", "context-parallel", "expert-model-parallel")
 )
+_ETP = "--expert-tensor-parallel-size"
 _LAYOUT = "--pipeline-model-parallel-layout"
 _STAGES, _PER_STAGE = "--num-virtual-stages-per-pipeline-rank", "--num-layers-per-virtual-pipeline-stage"
 _ENDS = ("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers")
 _COUNTED = ("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split")
 _SPLITS = (_STAGES, _LAYOUT, _PER_STAGE, *_ENDS, *_COUNTED)
-_RAMP = "--rampup-batch-size"
+_GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
+_RAMP, _STEPS = "--rampup-batch-size", "--step-batch-size-schedule"
 _CAPACITY = ("--moe-expert-capacity-factor", "--moe-pad-expert-input-to-capacity")
 _SHARD = (
     "--use-distributed-optimizer",
@@ -62,19 +77,22 @@ def _write_experts(facts: Facts) -> Settings:
         {
             _EP: facts["ep"],
             # Without sequence parallelism experts are sharded with the rest.
-            "--expert-tensor-parallel-size": 1 if facts["sequence_parallel"] else facts["tp"],
+            _ETP: 1 if facts["sequence_parallel"] else facts["tp"],
             _CAPACITY[0]: facts["capacity_factor"],
             _CAPACITY[1]: facts["capacity_factor"] is not None,
         }
     )
 
 
-def _read_experts(settings: Settings, _: Facts) -> Facts:
+def _read_experts(settings: Settings, facts: Facts) -> Facts:
     factor = settings.get(_CAPACITY[0])
     try:
         capacity = None if factor is None else float(str(factor))
     except ValueError:
         raise BadInput(f"{_CAPACITY[0]} is {str(factor)[:40]!r}", why="it must be a number") from None
+    split = whole(settings, _ETP, 1)
+    if split not in {1, facts["tp"]}:
+        raise NotModelled(f"{_ETP} {split} with tp {facts['tp']} is not modelled", remedy=f"1 or {facts['tp']}")
     return {"ep": whole(settings, _EP, 1), "capacity_factor": capacity}
 
 
@@ -87,14 +105,17 @@ def pipeline_layout(layers: tuple[int, ...]) -> str:
 
 
 def _write_pipeline(facts: Facts) -> Settings:
-    uneven = bool(facts["layers_per_stage"]) and facts["pp"] > 1
     stages, spec = facts["pp"] * facts["virtual_stages"], runtime_spec("megatron-lm").pipeline
+    listed: tuple[int, ...] = facts["layers_per_stage"] if facts["pp"] > 1 else ()
+    if not listed and stages > 1 and needs_layout(facts["layers"], stages, spec):
+        listed = stage_layers(facts["layers"], Plan(pp=facts["pp"], virtual_stages=facts["virtual_stages"]), spec)
+    uneven = bool(listed)
     ends = (0, 0) if uneven or stages == 1 else counted_ends(facts["layers"], stages, spec)
     return set_flags(
         {
             _PP: facts["pp"],
             _STAGES: facts["virtual_stages"] if facts["virtual_stages"] > 1 and not uneven else None,
-            _LAYOUT: pipeline_layout(facts["layers_per_stage"]) if uneven else None,
+            _LAYOUT: pipeline_layout(listed) if uneven else None,
             **{flag: bool(counted) for flag, counted in zip(_COUNTED, ends, strict=True)},
         }
     )
@@ -104,10 +125,14 @@ def _read_pipeline(settings: Settings, facts: Facts) -> Facts:
     pp = whole(settings, _PP, 1)
     if pp == 1:
         return {"pp": 1, "virtual_stages": 1, "schedule": None, "layers_per_stage": ()}
+    if _GROUP in settings and whole(settings, _GROUP) != pp:
+        raise NotModelled(
+            f"{_GROUP} {settings[_GROUP]} of {pp} ranks is not modelled", remedy=f"{_GROUP} {pp}, its default"
+        )
     listed: tuple[int, ...] = ()
     virtual = whole(settings, _STAGES, 1)
     if _LAYOUT in settings:
-        listed = layers_of_layout(str(settings[_LAYOUT]))
+        listed = layers_of_layout(settings[_LAYOUT])
         if len(listed) % pp:
             raise BadInput(f"{_LAYOUT} has {len(listed)} stages for {pp} pipeline ranks")
         virtual = len(listed) // pp
@@ -121,6 +146,12 @@ def _read_pipeline(settings: Settings, facts: Facts) -> Facts:
         listed = _with_ends(settings, layers_of(facts, _ENDS[0]), pp, virtual)
     elif any(flag in settings for flag in _COUNTED):
         listed = _with_counted_ends(settings, layers_of(facts, _COUNTED[0]), pp * virtual)
+    elif "layers" in facts and facts["layers"] % (pp * virtual):
+        raise BadInput(
+            f"{facts['layers']} layers do not divide by pp {pp} x virtual stages {virtual}",
+            why="Megatron-LM stops at that",
+            remedy=_spread(facts["layers"], pp, virtual),
+        )
     schedule = default_schedule(virtual)
     even = stage_layers(
         facts.get("layers", sum(listed)),
@@ -135,40 +166,48 @@ def _read_pipeline(settings: Settings, facts: Facts) -> Facts:
     }
 
 
-def layers_of_layout(text: str) -> tuple[int, ...]:
-    """Return the layers of each stage of a layout such as `Et*3|(tt|)*29,m|L`. Raises BadInput for another notation."""
-    compact = text.replace(" ", "").replace(",", "").strip("'\"")
-    out, index = "", 0
-    while index < len(compact) and len(out) < 1 << 16:
-        if compact[index] == "(":
-            close = compact.find(")", index)
-            unit, index = compact[index + 1 : close if close > 0 else None], (close + 1 if close > 0 else len(compact))
-        else:
-            unit, index = compact[index], index + 1
-        times = ""
-        if compact[index : index + 1] == "*":
-            index += 1
-            while index < len(compact) and compact[index].isdecimal():
-                times, index = times + compact[index], index + 1
-        out += unit * min(int(times[:5] or 1), 4096)
+def _spread(layers: int, pp: int, virtual: int) -> str:
+    """Return the flags under which so many layers spread over the stages."""
+    facts: Facts = {"pp": pp, "virtual_stages": virtual, "layers": layers, "layers_per_stage": ()}
+    settings = _write_pipeline(facts)
+    if _LAYOUT in settings:
+        return f"{_LAYOUT} {settings[_LAYOUT]!r}" + (f" in the place of {_STAGES}" if virtual > 1 else "")
+    return " ".join(flag for flag in _COUNTED if settings.get(flag))
+
+
+def layers_of_layout(said: object) -> tuple[int, ...]:
+    """Return the layers of each stage of a layout such as `Et*3|(tt|)*29,m|L`, or of stages as lists of words such as
+    `[[embedding, decoder], [decoder, loss]]`. Raises BadInput for another notation.
+    """
+    if isinstance(said, list) and all(isinstance(stage, list) for stage in said):
+        return tuple(stage.count("decoder") for stage in said)
+    text = str(said)
+    out = re.sub(r"[ ,'\"]", "", text[:4096])
+    for unit in (r"([EtLmS|])\*(\d{1,3})", r"\(([^()]*)\)(?:\*(\d{1,3}))?"):
+        out = re.sub(unit, lambda found: found[1] * int(found[2] or 1), out)[: 1 << 16]
     if not out or set(out) - set("EtLmS|"):
         raise BadInput(f"{_LAYOUT} {text[:60]!r} is not a layout", why="E, t, m and L, with | between stages")
     return tuple(stage.count("t") for stage in out.split("|"))
 
 
 def _with_ends(settings: Settings, layers: int, pp: int, virtual: int) -> tuple[int, ...]:
-    """Return layers by stage where the first or the last pipeline rank has a number of its own."""
-    ends = [whole(settings, flag, 0) if flag in settings else None for flag in _ENDS]
-    named = sum(end or 0 for end in ends)
+    """Return layers by stage where the first or the last pipeline rank has a number of its own, which its virtual
+    stages share equally, as those of the other ranks (`TransformerConfig.__post_init__`).
+    """
+    ends = [whole(settings, flag) if flag in settings else None for flag in _ENDS]
     ranks = pp - sum(end is not None for end in ends)
-    if virtual > 1 or ranks < 1 or (layers - named) % ranks:
-        raise BadInput(
-            f"{layers} layers with {' and '.join(_ENDS)} do not spread over {pp} pipeline ranks",
-            why="what is left must divide by the other ranks; with virtual stages use a layout",
-        )
-    middle = [(layers - named) // ranks] * ranks
+    left = layers - sum(end or 0 for end in ends)
+    each = left // ranks if ranks else 0
     first, last = ends
-    return (*(() if first is None else (first,)), *middle, *(() if last is None else (last,)))
+    of_ranks = (*(() if first is None else (first,)), *[each] * ranks, *(() if last is None else (last,)))
+    if each * ranks != left or bool(left) != bool(ranks) or any(count % virtual for count in of_ranks):
+        raise BadInput(
+            f"{layers} layers with {' and '.join(flag for flag in _ENDS if flag in settings)} do not spread over {pp}"
+            " pipeline ranks",
+            why="what the ends leave must divide by the other ranks, and what a rank has by its virtual stages",
+            remedy=_spread(layers, pp, virtual) if layers % (pp * virtual) else "leave the ends out",
+        )
+    return tuple(count // virtual for _ in range(virtual) for count in of_ranks)
 
 
 def _with_counted_ends(settings: Settings, layers: int, stages: int) -> tuple[int, ...]:
@@ -179,6 +218,15 @@ def _with_counted_ends(settings: Settings, layers: int, stages: int) -> tuple[in
     counts = [(layers + first + last) // stages] * stages
     counts[0], counts[-1] = counts[0] - first, counts[-1] - last
     return tuple(counts)
+
+
+def _read_context(settings: Settings, facts: Facts) -> Facts:
+    if facts["cp"] == 1:
+        return {"cp_method": None}
+    word = require_said("--cp-comm-type", settings.get("--cp-comm-type", "p2p"))
+    if word not in CONTEXT.values():  # Megatron-LM's parser takes any
+        raise NotModelled(f"--cp-comm-type {str(word)[:40]} is not modelled", remedy=", ".join(CONTEXT.values()))
+    return {"cp_method": one_of(settings, "--cp-comm-type", CONTEXT, "p2p")}
 
 
 def _write_sharding(facts: Facts) -> Settings:
@@ -239,7 +287,7 @@ def _read_offload(settings: Settings, _: Facts) -> Facts:
     if not truth(settings, _OFFLOAD[0]):
         return {"offload": "none"}
     if str(settings.get(_FRACTION, "1.0")) not in {"1", "1.0"}:
-        raise BadInput(
+        raise NotModelled(
             f"{_FRACTION} {str(settings[_FRACTION])[:40]} is not described",
             why="all of the optimizer is offloaded, or nothing",
         )
@@ -257,6 +305,8 @@ def _write_batch(facts: Facts) -> Settings:
 
 def _read_batch(settings: Settings, facts: Facts) -> Facts:
     micro = whole(settings, "--micro-batch-size", 1)
+    if _STEPS in settings and "--global-batch-size" not in settings:
+        raise NotModelled(f"the batch grows by {_STEPS}", remedy="--global-batch-size in its place, one of its sizes")
     stated = facts.get("seq_len") or 2048
     length = whole(settings, "--seq-length", whole(settings, "--encoder-seq-length", stated))
     # Without a global batch it is one micro batch a data-parallel rank.
@@ -304,8 +354,10 @@ def _read_recompute(settings: Settings, facts: Facts) -> Facts:
     count = whole(settings, _RECOMPUTE[2], 1, least=0)
     blocks = mode == "full" and settings.get(_RECOMPUTE[1]) == "block"
     held = layers_of(facts, _RECOMPUTE[1]) // (facts["pp"] * facts["virtual_stages"]) if blocks else 0
+    if blocks and not count:
+        return {"recompute": "none"}
     if blocks and count < held:
-        raise BadInput(
+        raise NotModelled(
             f"full recomputation of {count} of the {held} layers of a stage is not described",
             why="--recompute-method block recomputes the first layers only",
             remedy="--recompute-method uniform, or no recomputation, in the configuration",
@@ -363,7 +415,7 @@ TABLE: Table = (
         read=lambda settings, facts: {"sequence_parallel": facts["tp"] > 1 and truth(settings, "--sequence-parallel")},
     ),
     Entry(
-        keys=(_PP, *_SPLITS),
+        keys=(_PP, *_SPLITS, _GROUP),
         exclusive=_SPLITS,
         write=_write_pipeline,
         read=_read_pipeline,
@@ -372,15 +424,13 @@ TABLE: Table = (
     Entry(
         keys=("--cp-comm-type",),
         write=lambda facts: {"--cp-comm-type": CONTEXT[facts["cp_method"] or "ring"]} if facts["cp"] > 1 else {},
-        read=lambda settings, facts: {
-            "cp_method": one_of(settings, "--cp-comm-type", CONTEXT, "p2p") if facts["cp"] > 1 else None
-        },
+        read=_read_context,
     ),
-    Entry(keys=(_EP, "--expert-tensor-parallel-size", *_CAPACITY), write=_write_experts, read=_read_experts),
+    Entry(keys=(_EP, _ETP, *_CAPACITY), write=_write_experts, read=_read_experts),
     Entry(keys=_SHARD, write=_write_sharding, read=_read_sharding),
     Entry(keys=(*_OFFLOAD, _FRACTION), write=_write_offload, read=_read_offload),
     Entry(
-        keys=("--micro-batch-size", "--global-batch-size", "--seq-length", "--max-position-embeddings"),
+        keys=("--micro-batch-size", "--global-batch-size", "--seq-length", "--max-position-embeddings", _STEPS),
         write=_write_batch,
         read=_read_batch,
     ),

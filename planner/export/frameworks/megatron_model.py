@@ -144,6 +144,8 @@ def model_of_flags(settings: Settings, name: str) -> tuple[Model, tuple[str, ...
         for pattern, kind in _OTHER_LAYERS.items():
             if re.fullmatch(pattern, flag) and settings[flag] is not False:
                 raise BadInput(f"{flag} asks for {kind}, which is not modelled")
+    if str(settings.get("--tokenizer-type", "")).lower().startswith("bertwordpiece"):
+        raise BadInput("its tokenizer is BERT's, whose model is not modelled")
     for flag in ("--num-layers", "--hidden-size", "--num-attention-heads"):
         if flag not in settings:
             raise BadInput(f"{flag} is not stated", why="the model's shapes are its flags", remedy="--model NAME")
@@ -279,11 +281,11 @@ def _vocabulary(settings: Settings, shape: tuple[int, ...], assumed: list[str]) 
         if named is not None:
             assumed.append(f"vocabulary of {named.vocab} (that of {named.name}, which {flag} names)")
             return named.vocab
-    for one in models_of_shape(*shape[:3]):
+    kind = str(settings.get("--tokenizer-type", "")).lower()
+    for one in models_of_shape(*shape[:3]) if kind not in _VOCABULARIES else ():
         if (one.kv_heads, one.ffn or (one.moe.ffn if one.moe else 0)) == shape[3:]:
             assumed.append(f"vocabulary of {one.vocab} (that of {one.name}; the tokenizer was not read)")
             return one.vocab
-    kind = str(settings.get("--tokenizer-type", "")).lower()
     vocab = _VOCABULARIES.get(kind, 50257)
     assumed.append(f"vocabulary of {vocab} ({kind or 'no tokenizer'} is stated, and no vocabulary)")
     return vocab

@@ -10,6 +10,7 @@ from __future__ import annotations
 from planner.export.mapping import (
     Entry,
     Facts,
+    NotModelled,
     Settings,
     Table,
     data_parallel_rest,
@@ -253,9 +254,13 @@ def _read_recompute(settings: Settings, _: Facts) -> Facts:
             return {"recompute": ours}
     if mode == "selective" and option == "1":  # every block
         return {"recompute": "full"}
+    if mode == "memory_budget" or (option or "").isdecimal():
+        raise NotModelled(
+            f"{_AC_MODE} {mode} of {option or 'a budget'} is not modelled", remedy="selective with 1, 2 or op"
+        )
     raise BadInput(
         f"{_AC_MODE} {str(mode)[:40]!r} with selective_ac_option {str(option)[:40]!r} is not described",
-        why="known: none, full, selective with 1, 2 or op",
+        why="known: none, full, selective with a number or op",
     )
 
 

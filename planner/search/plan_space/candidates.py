@@ -19,12 +19,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.question.question import Question
-from planner.search.plan_space.stated import Spans, Values, among, within
+from planner.search.plan_space.stated import Spans, Values, among, each_value, within
 from simulator.collectives.cost import CollectiveModel
 from simulator.collectives.group_times import GroupTimes
 from simulator.columns.plan_columns import CARRIED, PlanColumns, columns_with, distinct
 from simulator.columns.plan_table import table_of_columns
-from simulator.config.plan import SIZES, Plan
+from simulator.config.plan import MESH_AXES, Plan
 from simulator.legality.rule import Grade, Level, Mask, RuleFacts, divisors
 from simulator.legality.rules import RULES
 from simulator.pipeline.schedules.registry import SCHEDULES
@@ -35,7 +35,8 @@ from topology.time_limit import check_time
 POLICIES = ("recompute", "reshard_after_forward", "tp_overlap", "cp_method")  # fields that no grid nor batch decides
 NODE_FIELDS = tuple(name for name in CARRIED if name not in POLICIES)
 # Fields whose values a search tries unless they are stated.
-SEARCHED = (*SIZES, "schedule", "recompute", "offload", "ep_overlap")
+SEARCHED = (*MESH_AXES, "ep", "virtual_stages", "micro_batch_size", "schedule", "recompute", "offload", "ep_overlap")
+ENDS = (0, 1, 2)  # that count as layers: neither, the loss, the embedding too
 GRID_FIELDS = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "zero_stage", "sequence_parallel", "offload")
 
 
@@ -162,7 +163,7 @@ def enumerate_nodes(question: Question, *, bounds: Bounds | None = None) -> Node
     table = _grid_columns(list(_grids(facts, bounds)), bounds.offloads)
     table = _remove_illegal(table, facts, Level.GRID, rejected)
     table = _apply_bounds(table, _grid_bound_masks(table, facts, bounds), pruned)
-    table = _with_stated(_with_batches(table, facts, bounds, pruned), bounds)
+    table = with_stated(_with_batches(table, facts, bounds, pruned), bounds)
     table = _remove_illegal(table, facts, Level.BATCH, rejected)
     choices = _policy_choices(table, facts, bounds, rejected)
     choices["placing"] = _placement_choices(table, question)
@@ -292,10 +293,10 @@ def _with_batches(table: PlanColumns, facts: RuleFacts, bounds: Bounds, pruned: 
     )
 
 
-def _with_stated(table: PlanColumns, bounds: Bounds) -> PlanColumns:
+def with_stated(table: PlanColumns, bounds: Bounds) -> PlanColumns:
     """Return each plan with every stated value of the fields that no search varies by itself."""
     for name in bounds.stated.keys() - {*SEARCHED}:
-        values = np.array(bounds.words(name))
+        values = np.array(each_value(bounds.stated[name], name))
         rows, which = np.divmod(np.arange(len(table) * len(values)), len(values))
         changed: dict[str, Any] = {name: values[which]}
         table = replace(table.take(rows), **changed)
@@ -331,6 +332,10 @@ def _schedules(pp: int, facts: RuleFacts, bounds: Bounds) -> tuple[list[tuple[st
         for name, count in possible
         if stated is not None or bounds.odd_virtual_stages or count & (count - 1) == 0 or layers % (pp * count) == 0
     ]
+    if not facts.framework.uneven_stages and stated is None and not bounds.odd_virtual_stages:
+        # Stages that only a layout makes are for ranks whose layers no number of stages divides.
+        even = [(name, count) for name, count in searched if any((layers + ends) % (pp * count) == 0 for ends in ENDS)]
+        searched = even or searched
     return searched, len(possible) - len(searched)
 
 

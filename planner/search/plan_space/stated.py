@@ -8,9 +8,11 @@ import re
 from collections.abc import Sequence
 
 from planner.question.case_fields import SPELLED
+from simulator.config.plan import PLAN_FIELDS
 from simulator.config.plan_schema import MAX_COUNT, Kind, PlanField
 from topology.errors import UserError
 
+MOST_VALUES = 64  # of a number, all of which a search tries
 Spans = tuple[tuple[int, int], ...]  # ranges of whole numbers, both ends included
 Values = Spans | tuple[str, ...]
 
@@ -67,6 +69,18 @@ def within(value: int, spans: Spans | None) -> bool:
 def among(values: Sequence[int], spans: Spans | None) -> list[int]:
     """Return those of `values` that were stated."""
     return [value for value in values if within(value, spans)]
+
+
+def each_value(values: Values, name: str) -> list[int] | list[str]:
+    """Return each of the stated values of a field. Raises UserError for more than a search tries."""
+    spans = [value for value in values if isinstance(value, tuple)]
+    if sum(high - low + 1 for low, high in spans) > MOST_VALUES:
+        raise UserError(
+            f"{PLAN_FIELDS[name].flag} {values_text(values)} has more than {MOST_VALUES} values",
+            why="a search tries each of them with every plan",
+            remedy="state fewer",
+        )
+    return [n for low, high in spans for n in range(low, high + 1)] or [v for v in values if isinstance(v, str)]
 
 
 def values_text(values: Values) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -87,29 +88,6 @@ def per_round(ranks: int, micro_batches: int) -> int:
     return micro_batches // rounds
 
 
-def interleaved_warm_up(of: PipelineRanks, each: Floats) -> Floats:
-    """Return the forwards ahead of a rank's first backward: its stages but the last in rounds, then `each`."""
-    return (of.virtual_stages - 1) * _in_round(of) + each
-
-
-def interleaved_in_flight(of: PipelineRanks, warm_up: Floats, lag: Floats | float = 0.0) -> Floats:
-    """Return the `in_flight` of what `interleave` lays out."""
-    return np.minimum(warm_up + 1 + lag, of.virtual_stages * of.micro_batches) / of.virtual_stages
-
-
-def interleaved_beside(of: PipelineRanks, warm_up: Floats, lag: Floats | float = 0.0) -> Floats:
-    """Return the `beside_gradients` of what `interleave` lays out."""
-    passes, in_round = of.virtual_stages * of.micro_batches, _in_round(of)
-    first_back = (of.virtual_stages - 1) * in_round + 1  # backwards until the rank's first stage has gradients
-    held = np.minimum(warm_up + 1 + lag, passes - first_back) / of.virtual_stages
-    several_rounds = (of.virtual_stages == 1) | (of.micro_batches > in_round)
-    return np.where((lag + first_back < passes) & several_rounds, held, 0.0)
-
-
-def _in_round(of: PipelineRanks) -> Floats:
-    return of.micro_batches / np.maximum(1.0, np.floor(of.micro_batches / of.pp))
-
-
 class Row:
     """One rank's row while it is written. Micro batches of a stage come in order, so only the stage is named."""
 
@@ -155,11 +133,49 @@ class Row:
         self.actions.append(Action(-1, Kind.OVERLAP, -1, parts[::-1] if self.backward_first else parts))
 
 
+def interleaving(name: str, ahead: int, *, lags: bool = False, rounds: bool = False, **facts: Any) -> ScheduleKind:
+    """Return a schedule whose ranks go up their stages in rounds, and down them, backwards in turn with forwards.
+
+    A rank begins its backwards after the rounds of all its stages but the last, and `ahead` forwards for each rank that
+    follows. One that `lags` splits backwards, and a weight gradient follows as many backwards later as there are ranks
+    before: as many micro batches are in flight on every rank as 1F1B has on the first.
+    """
+
+    def lay_out(row: Row, place: Place) -> None:
+        in_round = per_round(place.ranks, place.micro_batches) if rounds else place.micro_batches
+        warm_up = (len(place.stages) - 1) * in_round + ahead * place.after + place.paired
+        interleave(row, place, in_round, warm_up=warm_up, weights_lag=place.rank if lags else None)
+
+    def held(of: PipelineRanks, passes: Floats) -> Floats:
+        warm_up = (of.virtual_stages - 1) * _in_round(of) + ahead * (of.pp - 1 - of.rank)
+        return np.minimum(warm_up + 1 + of.rank * lags, passes) / of.virtual_stages
+
+    def beside_gradients(of: PipelineRanks) -> Floats:
+        passes, in_round = of.virtual_stages * of.micro_batches, _in_round(of)
+        first_back = (of.virtual_stages - 1) * in_round + 1  # backwards until the rank's first stage has gradients
+        several_rounds = (of.virtual_stages == 1) | (of.micro_batches > in_round)
+        return np.where((of.rank * lags + first_back < passes) & several_rounds, held(of, passes - first_back), 0.0)
+
+    return ScheduleKind(
+        name=name,
+        lay_out=lay_out,
+        in_flight=lambda of: held(of, of.virtual_stages * of.micro_batches),
+        beside_gradients=beside_gradients,
+        splits_backward=lags,
+        lags=lags,
+        rounds=rounds,
+        **facts,
+    )
+
+
+def _in_round(of: PipelineRanks) -> Floats:
+    return of.micro_batches / np.maximum(1.0, np.floor(of.micro_batches / of.pp))
+
+
 def interleave(row: Row, place: Place, in_round: int, *, warm_up: int, weights_lag: int | None = None) -> None:
     """Write forwards in rounds up the local stages, backwards in rounds down them, `warm_up` forwards ahead.
 
-    With `weights_lag`, backwards are split and each weight gradient follows that many backwards later, which keeps as
-    many micro batches in flight on every rank as 1F1B does on the first.
+    With `weights_lag`, backwards are split, and each weight gradient follows that many backwards later.
     """
     stages, local, total = place.stages, len(place.stages), len(place.stages) * place.micro_batches
     warm_up = min(warm_up, total)

@@ -57,10 +57,29 @@ def gather(
     flags = torch.ones((world, pieces), dtype=torch.int32)
     programs = 5
     gather_matmul[(programs,)](
-        TensorDescriptor.from_tensor(whole[rank].contiguous(), [m, k]), TensorDescriptor.from_tensor(gathered, [m, k]),
-        operand(weight, k, n, transposed=transposed), TensorDescriptor.from_tensor(out, [1, m, n // 2 if halves else n]),
-        flags, ticket, error, rows, columns, depth, piece_rows, pieces, rank, world, transposed, m, n, k, 2, halves, LIMIT, False,
-    )  # fmt: skip
+        TensorDescriptor.from_tensor(whole[rank].contiguous(), [m, k]),
+        TensorDescriptor.from_tensor(gathered, [m, k]),
+        operand(weight, k, n, transposed=transposed),
+        TensorDescriptor.from_tensor(out, [1, m, n // 2 if halves else n]),
+        flags,
+        ticket,
+        error,
+        rows,
+        columns,
+        depth,
+        piece_rows,
+        pieces,
+        rank,
+        world,
+        transposed,
+        m,
+        n,
+        k,
+        2,
+        halves,
+        LIMIT,
+        False,
+    )
     assert not any(word.any() for word in (error, flags, ticket))
     return difference(out, whole.double() @ weight.double().t())
 
@@ -152,9 +171,19 @@ def words_with_flags(world: int, numel: int, dtype: torch.dtype) -> float:
                 out, error = torch.full((numel,), torch.nan, dtype=dtype), torch.zeros(1, dtype=torch.int32)
                 epochs = torch.full((stride,), call, dtype=torch.int32)
                 all_reduce.flagged_words[(programs,)](
-                    xs[rank], out, inbox[rank], at, epochs, error, numel * dtype.itemsize // 16, rank, world, block, stride,
+                    xs[rank],
+                    out,
+                    inbox[rank],
+                    at,
+                    epochs,
+                    error,
+                    numel * dtype.itemsize // 16,
+                    rank,
+                    world,
+                    block,
+                    stride,
                     LIMIT,
-                )  # fmt: skip
+                )
                 assert (epochs[:programs] == call + 1).all()
                 if attempt == 0:
                     assert int(error) or rank == world - 1, "nobody had sent anything, and nobody was missed"
@@ -247,8 +276,12 @@ def main() -> None:
         sys.stdout.write(json.dumps({"what": what, "difference": value}) + "\n")
 
     for world, rank, rows, depth, columns, pieces in (
-        (2, 0, 32, 48, 64, 2), (2, 1, 40, 40, 72, 1), (4, 2, 16, 32, 32, 1), (3, 1, 72, 24, 40, 3), (1, 0, 48, 32, 64, 1),
-    ):  # fmt: skip
+        (2, 0, 32, 48, 64, 2),
+        (2, 1, 40, 40, 72, 1),
+        (4, 2, 16, 32, 32, 1),
+        (3, 1, 72, 24, 40, 3),
+        (1, 0, 48, 32, 64, 1),
+    ):
         for dtype in (torch.float32, torch.float16):
             for transposed, halves in ((True, False), (False, True)):
                 name = (

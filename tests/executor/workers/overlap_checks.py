@@ -91,11 +91,18 @@ def captured(ranks: Ranks, iterations: int) -> None:
                 ("captured, to float64", exact, 16),
             ):
                 dist.all_reduce(value, dist.ReduceOp.MAX)
-                _say(ranks, verify_overlap.OverlapVerdict(
-                    operation=f"{operation} {what}", mode=mode, dtype="bfloat16",
-                    shape=Shape(rows=rows, depth=depth, columns=columns), iterations=iterations, difference=float(value),
-                    tolerance=units * torch.finfo(torch.bfloat16).eps,
-                ))  # fmt: skip
+                _say(
+                    ranks,
+                    verify_overlap.OverlapVerdict(
+                        operation=f"{operation} {what}",
+                        mode=mode,
+                        dtype="bfloat16",
+                        shape=Shape(rows=rows, depth=depth, columns=columns),
+                        iterations=iterations,
+                        difference=float(value),
+                        tolerance=units * torch.finfo(torch.bfloat16).eps,
+                    ),
+                )
     for nbytes in (2**13, 2**19, 2**22):
         x = ranks.draw(nbytes // 2)
         if not _starting(ranks, f"all_reduce of {nbytes} bytes: captured"):
@@ -109,10 +116,18 @@ def captured(ranks: Ranks, iterations: int) -> None:
                 wanted = all_reduce.all_reduce(x, ranks.group)
                 worst = torch.maximum(worst, difference(found, wanted.double(), wanted))
         dist.all_reduce(worst, dist.ReduceOp.MAX)
-        _say(ranks, verify_overlap.OverlapVerdict(
-            operation="all_reduce captured, to eager", mode="own", dtype="bfloat16",
-            shape=Shape(rows=1, depth=0, columns=nbytes // 2), iterations=iterations, difference=float(worst), tolerance=0.0,
-        ))  # fmt: skip
+        _say(
+            ranks,
+            verify_overlap.OverlapVerdict(
+                operation="all_reduce captured, to eager",
+                mode="own",
+                dtype="bfloat16",
+                shape=Shape(rows=1, depth=0, columns=nbytes // 2),
+                iterations=iterations,
+                difference=float(worst),
+                tolerance=0.0,
+            ),
+        )
     _ended()
 
 
@@ -161,9 +176,19 @@ def modes(ranks: Ranks, names: tuple[str, ...]) -> None:
                 continue
             for number, shape in enumerate(shapes):
                 for dtype in TYPES if number == 0 else TYPES[:2]:
-                    _say(ranks, verify_overlap.check(
-                        operation, mode, shape, ranks.group, device=ranks.device, dtype=dtype, seed=number, iterations=2,
-                    ))  # fmt: skip
+                    _say(
+                        ranks,
+                        verify_overlap.check(
+                            operation,
+                            mode,
+                            shape,
+                            ranks.group,
+                            device=ranks.device,
+                            dtype=dtype,
+                            seed=number,
+                            iterations=2,
+                        ),
+                    )
                     verify_overlap.fill_with_nan([ranks.group])
     _ended()
 
@@ -211,10 +236,19 @@ def _say(ranks: Ranks, verdict: verify_overlap.OverlapVerdict) -> None:
     shape = verdict.shape
     _watch()  # anew for the next case
     ranks.recorder.write(
-        "check", operation=verdict.operation, mode=verdict.mode, dtype=verdict.dtype, rows=shape.rows, depth=shape.depth,
-        columns=shape.columns, weights=shape.weights, iterations=verdict.iterations, difference=min(verdict.difference, 1e30),
-        tolerance=verdict.tolerance, ok=verdict.ok,
-    )  # fmt: skip
+        "check",
+        operation=verdict.operation,
+        mode=verdict.mode,
+        dtype=verdict.dtype,
+        rows=shape.rows,
+        depth=shape.depth,
+        columns=shape.columns,
+        weights=shape.weights,
+        iterations=verdict.iterations,
+        difference=min(verdict.difference, 1e30),
+        tolerance=verdict.tolerance,
+        ok=verdict.ok,
+    )
     try:
         symmetric.check_delivered()
     except symmetric.SymmetricMemoryError as error:

@@ -54,9 +54,17 @@ def _sample(costs: ForwardPass, phase: str, batch: int, context: int = 0) -> Ser
         seconds = costs.seconds(prompt_tokens=batch * context, pairs=pairs, sequences=0, keys=0.0, readers=batch)
     host = costs.engine.host_step_s + (batch * costs.engine.host_sequence_s if phase == "decode" else 0.0)
     return ServingSample(
-        engine=ENGINE, phase=phase, model=codec.to_builtins(MODEL), tp=2, batch=batch, context=context, all_reduce="own",
-        seconds=seconds, queued_s=seconds - host, issued_s=costs.launches() * costs.engine.host_launch_s,
-    )  # fmt: skip
+        engine=ENGINE,
+        phase=phase,
+        model=codec.to_builtins(MODEL),
+        tp=2,
+        batch=batch,
+        context=context,
+        all_reduce="own",
+        seconds=seconds,
+        queued_s=seconds - host,
+        issued_s=costs.launches() * costs.engine.host_launch_s,
+    )
 
 
 def _samples() -> list[ServingSample]:

@@ -122,7 +122,11 @@ def test_products_of_experts_beside_kernels_by_themselves(
 def test_parts_add_up_to_the_step() -> None:
     steps = [{"prompt_tokens": 0, "pairs": 0.0, "sequences": 700, "keys": 7e5}]
     steps += [{"prompt_tokens": 3000, "pairs": 4.5e6, "sequences": 40, "keys": 4e4, "readers": 3}]
-    for model, pool in (("llama3-8b", Pool(tp=2)), ("deepseek-v3", Pool(dp_attention=8, ep=8)), ("llama3-70b", Pool(tp=4, pp=2))):  # fmt: skip
+    for model, pool in (
+        ("llama3-8b", Pool(tp=2)),
+        ("deepseek-v3", Pool(dp_attention=8, ep=8)),
+        ("llama3-70b", Pool(tp=4, pp=2)),
+    ):
         passes = costs(model, cluster("dgx-h200", 8), pool=pool, weights="float8")
         for step in steps:
             assert sum(passes.parts(**step).values()) == pytest.approx(passes.seconds(**step))

@@ -109,7 +109,8 @@ def test_charts_and_headings_tell_what_they_show(page, address):
         assert reported
         assert all(len(text) > 10 for text in reported), (name, reported)
         levels = page.evaluate(
-            "() => [...document.querySelectorAll('.stMain h1,.stMain h2,.stMain h3,.stMain h4,.stMain h5')].map(h => +h.tagName[1])"
+            "() => [...document.querySelectorAll('.stMain h1,.stMain h2,.stMain h3,.stMain h4,.stMain h5')].map(h => "
+            "+h.tagName[1])"
         )
         assert levels[0] == 1
     page.goto(f"{address}/detail?{SMALL}&tab=Step")

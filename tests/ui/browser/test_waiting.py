@@ -32,7 +32,8 @@ def test_a_short_question_beside_a_long_search(opened, address):
     time.sleep(4)
     alongside = asked(80)
     print(
-        f"a question on 8 GPUs: {alone:.1f} s alone, {alongside:.1f} s alongside a search on 16,384: {alongside / alone:.1f} times"
+        f"a question on 8 GPUs: {alone:.1f} s alone, {alongside:.1f} s alongside a search on 16,384: "
+        f"{alongside / alone:.1f} times"
     )
 
     began = time.monotonic()

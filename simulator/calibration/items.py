@@ -1,8 +1,11 @@
-"""What a job measures: its items by kind of job, read from the request of `planner calibrate`."""
+"""What a calibration can measure, an item a kind: the planner asks for it (`planner.calibrate`), and as JSON it is an
+item of the executor's jobs (`executor.calibrate`).
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from simulator.config.model import Model
 from simulator.config.plan import Plan
@@ -12,7 +15,7 @@ from simulator.config.workload import Workload
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorItem:
-    """An operator on one GPU, as in `topology.profile.samples.OperatorSample`."""
+    """A kernel to be measured alone: what its sample (`topology.profile.samples.OperatorSample`) says of it."""
 
     kind: str
     name: str
@@ -22,32 +25,32 @@ class OperatorItem:
     runtime: str = ""
 
     def __str__(self) -> str:
-        return f"{self.name} {self.direction} {self.shape} {self.dtype}"
+        return f"{self.name} {self.direction} {dict(self.shape)} {self.dtype}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveItem:
-    """A collective among all ranks of the job, at sizes in bytes."""
+    """A collective of `ranks` at `sizes` in bytes, ascending."""
 
     op: str
+    ranks: int
     sizes: tuple[int, ...]
-    ranks: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContentionItem:
-    """A kernel (`matmul` or `copy`) and a collective of `nbytes` that run at the same time."""
+    """A kernel (`matmul` or `copy`) of a `shape` while a collective of `nbytes` runs over all GPUs."""
 
     compute: str
     shape: dict[str, int]
+    dtype: str
     op: str
     nbytes: int
-    dtype: str = "bfloat16"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OverlapItem:
-    """A tensor-parallel matmul with its collective, as in `topology.profile.samples.OverlapSample`."""
+    """A tensor-parallel product with its collective, in every overlap mode: `rows` by each of `columns`."""
 
     operation: str
     ranks: int
@@ -56,17 +59,22 @@ class OverlapItem:
     depth: int
     dtype: str
 
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """The key of its sample (`topology.profile.samples.OverlapSample`)."""
+        return self.operation, self.ranks, self.rows, self.columns, self.depth, self.dtype
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerItem:
     """Training steps of a model with so many layers, each of `counts` in turn, on `ranks` GPUs."""
 
+    ranks: int
     model: Model
     plan: Plan
     workload: Workload
     runtime: Runtime
     counts: tuple[int, ...] = (1, 2)
-    ranks: int = 1
 
     def __str__(self) -> str:
         plan = {name: getattr(self.plan, name) for name in self.plan.__dataclass_fields__}

@@ -1,0 +1,227 @@
+"""Megatron-LM's flags, however a tool spells them: its command lines, the YAML of its functional tests, and the dumps
+of Megatron-Bridge.
+
+Sources: megatron-core 0.19.2; `tests/functional_tests/test_cases/*/model_config.yaml` of Megatron-LM at d98e8a6, whose
+MODEL_ARGS are the flags that `run_ci_test.sh` passes on.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from planner.configs.formats import bridge
+from planner.configs.formats.command_line import CommandLine, option_kinds
+from planner.configs.formats.configuration import Configuration, not_understood
+from planner.configs.formats.documents import Document, YamlDocument
+from planner.configs.formats.launch import launch_of
+from planner.export.frameworks.megatron_fields import TABLE
+from planner.export.frameworks.megatron_model import MODEL_KEYS, model_flags, model_of_flags
+from planner.export.mapping import Facts, NotStated, Settings, keys_of
+from planner.export.schema import schema
+from simulator.config.model import Model
+from topology.codec import JsonObject
+from topology.errors import BadInput
+
+VERSION = "0.19.2"
+UNDERSTOOD = keys_of(TABLE) | MODEL_KEYS
+TEST_ARGS, TEST_ENVIRONMENT = "MODEL_ARGS.", "ENV_VARS."
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+# Flags that cost a step nothing, or what the model's shape says already.
+HARMLESS = (
+    r"--(lr.*|min-lr|train-(iters|samples)|weight-decay.*|adam-.*|clip-grad|init-method-std|seed|split|data-.*|mock-data"
+    r"|tokenizer.*|vocab-file|merge-file|save.*|load|log-.*|eval-.*|tensorboard.*|wandb.*|timing-.*|distributed-.*"
+    r"|norm-epsilon|layernorm-epsilon|rotary-.*|use-rot.*|use-rope.*|rope-.*|no-(load|save|position|masked|bias|rope|async).*"
+    r"|use-mcore-models|transformer-impl|use-flash-attn|attention-(softmax|backend).*|num-workers|nproc.per.node|nnodes"
+    r"|node.rank|master.*|rdzv.*|standalone|max-restarts|num_gpus|num_nodes|hostfile|moe-(aux|z-loss|router|permute"
+    r"|token-drop).*|initial-loss-scale|override-opt.*|exit-.*|manual-gc.*|make-vocab.*|encoder-seq-length"
+    r"|dist-ckpt.*|ckpt-.*|async-save|use-dist-ckpt|auto-detect.*|local.ranks.filter|tee|role|log.dir|redirects"
+    r"|untie.*|attention-dropout|hidden-dropout|apply-.*|no-create.*|no-check.*|use-checkpoint-args|optimizer|loss-scale.*"
+    r"|kv-channels|no-mmap.*|disable-.*|bf16|fp16|sequence-parallel|recompute-activations|accumulate-allreduce.*"
+    r"|container.*|nodes|gpus.*|ntasks.*|time|job.*|export|mpi|output|error|help|enable-one-logger|vocab-size"
+    r"|use-persistent-ckpt-worker|check-weight-hash.*|enable-experimental|deterministic-mode|decoupled-.*|logging-level)"
+)
+
+
+def configured(
+    document: Document,
+    flags: Settings,
+    where: str,
+    edit: Callable[[Settings], str],
+    *,
+    framework: str = "megatron-lm",
+    assumed: tuple[str, ...] = (),
+    given: Facts | None = None,
+    model: Model | None = None,
+    **more: Any,
+) -> Configuration:
+    """Return what flags say, whose model is `model` or the one that they describe; `more` are fields of the result."""
+    unknown_model = ""
+    of_model: tuple[str, ...] = ()
+    if model is None:
+        model, unknown_model, of_model = _flag_model(flags, where)
+    found: JsonObject = {"version": None, "unknown_model": unknown_model, **more}
+    return Configuration(
+        framework=framework,
+        rules="megatron-lm",
+        document=document,
+        settings=flags,
+        table=TABLE,
+        edit=edit,
+        model=model,
+        given={**_given(model, flags), **(given or {})},
+        assumed=(*of_model, *assumed, *_taken_for_granted(flags)),
+        **found,
+    )
+
+
+LENGTH = frozenset({"--seq-length", "--max-position-embeddings"})
+
+
+def over_model(
+    defaults: Settings, own: Settings, paths: dict[str, str], model: Model | None
+) -> tuple[Settings, Model | None]:
+    """Return the flags of a tool that builds a named model, and the model where none of its shapes is changed.
+
+    `own` are those that the file sets, and `paths` has each that it says, off as well as on.
+    """
+    base = {**defaults, **({} if model is None else model_flags(model))}
+    flags = {**{flag: value for flag, value in base.items() if flag not in paths}, **own}
+    return flags, None if paths.keys() & (MODEL_KEYS - LENGTH) else model
+
+
+def command_line(text: str, where: str, variables: dict[str, str]) -> CommandLine:
+    """Return a text as a command line, with values after the flags that Megatron-LM has them for."""
+    return CommandLine(text, where, option_kinds(schema("megatron", VERSION)["keys"]), variables)
+
+
+def read_script(document: CommandLine, where: str) -> Configuration:
+    """Return what a command line or script says."""
+    settings = document.settings
+    return _as_flags(
+        document,
+        settings,
+        where,
+        document.edited,
+        own={flag: value for flag, value in settings.items() if flag not in document.launcher},
+        gpus=launch_of(document).get("gpus"),
+        one_connection=document.expanded(f"${CONNECTIONS}") == "1",
+    )
+
+
+def read_test(document: YamlDocument, where: str) -> Configuration:
+    """Return what a functional test's `model_config.yaml` says."""
+    said = {key: value for key, value in document.settings.items() if value not in (None, False)}
+    flags = {key.removeprefix(TEST_ARGS): value for key, value in said.items() if key.startswith(f"{TEST_ARGS}--")}
+
+    def edit(changes: Settings) -> str:
+        return document.edited({f"{TEST_ARGS}{flag}": value for flag, value in changes.items()})
+
+    one = str(said.get(f"{TEST_ENVIRONMENT}{CONNECTIONS}")) == "1"
+    return _as_flags(document, flags, where, edit, own=flags, gpus=None, one_connection=one)
+
+
+def _as_flags(
+    document: Document,
+    flags: Settings,
+    where: str,
+    edit: Callable[[Settings], str],
+    *,
+    own: Settings,
+    gpus: int | None,
+    one_connection: bool,
+) -> Configuration:
+    """Return what flags of `pretrain_gpt.py` say, of which `own` are its own and no launcher's."""
+    known = schema("megatron", VERSION)["keys"]
+    unknown = not_understood(own, UNDERSTOOD, HARMLESS)
+    later = tuple(f"{flag} is not a flag of Megatron-LM 0.19" for flag in unknown if flag not in known)
+    return configured(
+        document,
+        flags,
+        where,
+        edit,
+        version=VERSION,
+        gpus=gpus,
+        given={"one_connection": one_connection},
+        unknown=unknown,
+        assumed=later,
+    )
+
+
+def read_dump(document: YamlDocument, where: str) -> Configuration:
+    """Return what a dump of a Megatron-Bridge recipe says.
+
+    It has hundreds of fields, most at defaults that cost nothing; those that `costly` names change a step or its
+    memory.
+    """
+    flags, paths = bridge.flags_of(document.settings)
+
+    def edit(changes: Settings) -> str:
+        return document.edited(bridge.fields_of(changes, paths))
+
+    return configured(
+        document,
+        flags,
+        where,
+        edit,
+        framework="megatron-bridge",
+        gpus=_of_nemo(document.settings),
+        unknown=costly(document.settings, paths),
+    )
+
+
+def _of_nemo(settings: Settings) -> int | None:
+    """Return the GPUs that NeMo 1's trainer is for; nobody else says."""
+    each, nodes = settings.get("trainer.devices"), settings.get("trainer.num_nodes")
+    return each * nodes if type(each) is int and type(nodes) is int else None
+
+
+COSTLY = re.compile(
+    r"(fp8|fp4|.*cpu_offload.*|.*_offload_.*|enable_cuda_graph|cuda_graph_impl"
+    r"|window_size|mtp_num_layers|moe_.*(capacity|deepep|overlap).*|heterogeneous.*|hierarchical_context.*|use_torch_fsdp2"
+    r"|use_precision_aware.*|rampup_batch_size|moe_layer_recompute|symmetric_ar_type|nccl_ub)"
+)
+
+
+def costly(fields: Settings, paths: dict[str, str]) -> tuple[str, ...]:
+    """Return the fields that are set, cost something and are not understood; `paths` are those of flags."""
+    at = {path: flag for flag, path in paths.items()}
+    return tuple(
+        path
+        for path, value in fields.items()
+        if value not in (None, False, 0, 0.0, "", "none")
+        and COSTLY.fullmatch(path.rpartition(".")[2])
+        and at.get(path) not in UNDERSTOOD
+    )
+
+
+def _taken_for_granted(flags: Settings) -> Iterator[str]:
+    """Yield what Megatron-LM's step is predicted with although no flag asks for it."""
+    if not flags.get("--overlap-grad-reduce"):
+        yield (
+            "gradients are reduced while backward runs (--overlap-grad-reduce is not set; without it a step is longer)"
+        )
+    sharded = flags.get("--use-distributed-optimizer") or flags.get("--use-megatron-fsdp")
+    if sharded and not flags.get("--overlap-param-gather"):
+        yield "parameters are gathered while forward runs (--overlap-param-gather is not set)"
+    if sharded and flags.get("--fp8-format") and not flags.get("--fp8-param-gather"):
+        yield "parameters are gathered in float8 (--fp8-param-gather is not set)"
+
+
+def _flag_model(flags: Settings, where: str) -> tuple[Model | None, str, tuple[str, ...]]:
+    """Return the model that flags describe or None, why it is not known, and what was assumed."""
+    try:
+        model, assumed = model_of_flags(flags, Path(where).stem[:60])
+    except BadInput as error:
+        by_hand = f" (or {error.remedy})" if isinstance(error, NotStated) else ""
+        return None, f"{error.what}{by_hand}", ()
+    return model, "", assumed
+
+
+def _given(model: Model | None, flags: Settings) -> Facts:
+    if model is not None:
+        return {"moe": model.moe is not None, "max_positions": model.max_positions}
+    layers = flags.get("--num-layers")
+    return {"layers": layers} if type(layers) is int and layers > 0 else {}

@@ -1,0 +1,141 @@
+"""A run in the words of the command line, all on one level, as a case: what a person writes down of a run of their own.
+
+`{"model": "llama3-8b", "cluster": "8xH100", "micro-batch": 2, "step_s": 3.1}` says what the sections of a case say.
+All that nothing reads is named at once, each with the word that it may stand for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from planner.io.inputs import read_cluster
+from planner.question.case_fields import kind_of, show, unsaid
+from simulator.config.plan import PLAN_FIELDS
+from topology import codec
+from topology.codec import JsonObject
+from topology.errors import BadPlan, PlannerError
+
+# Where a case is from and what became of it: kept with it, and nothing to predict by. `note` says what measurements
+# mean.
+ABOUT_KEYS = ("source", "note", "notes", "comment", "url", "date", "peers")
+CASE_KEYS = ("id", "model", "cluster", "workload", "plan", "runtime", "measured", "outcome", *ABOUT_KEYS)
+WORKLOAD_KEYS = ("task", "seq_len", "global_batch_size")
+RUNTIME_KEYS = (
+    "name",
+    "version",
+    "compile",
+    "param_dtype",
+    "compute_dtype",
+    "reduce_dtype",
+    "optimizer",
+    "release",
+    "low_precision_recipe",
+    "cuda_graph",
+    "kernels",
+)
+MEASURED_KEYS = (
+    "step_s",
+    "tokens_per_s_per_gpu",
+    "tflops_per_gpu",
+    "flops_are",
+    "peak_memory_gib",
+    "mfu",
+    "memory_is",
+    "memory_rank",
+    "log",
+)
+SECTIONS = {"workload": WORKLOAD_KEYS, "plan": tuple(PLAN_FIELDS), "runtime": RUNTIME_KEYS}
+_NAMES = frozenset({"name", "version", "task", "log"})  # that say too little without their section
+
+
+def _words() -> dict[str, tuple[str, str]]:
+    """Return the section and the key there of every word of a row."""
+    found = {
+        key: (section, key)
+        for section, keys in (*SECTIONS.items(), ("measured", MEASURED_KEYS))
+        for key in keys
+        if key not in _NAMES
+    }
+    found |= {known.parameter: ("plan", name) for name, known in PLAN_FIELDS.items() if known.flag}
+    found |= {f"measured_{key}": ("measured", key) for key in MEASURED_KEYS}
+    return found | {
+        "global_batch": ("workload", "global_batch_size"),
+        "framework": ("runtime", "name"),
+        "runtime_version": ("runtime", "version"),
+        "log": ("measured", "log"),
+    }
+
+
+WORDS: Mapping[str, tuple[str, str]] = _words()
+
+
+def in_sections(row: Mapping[str, Any], name: str) -> JsonObject:
+    """Return a row as a case: words of the command line in their sections, with `gpus` of its cluster.
+
+    Raises BadPlan that names all that nothing reads, in the row and in its sections.
+    """
+    case: JsonObject = {}
+    unknown: list[str] = []
+    for key, value in row.items():
+        word = str(key).lstrip("-").replace("-", "_")
+        if key in CASE_KEYS and not (key == "runtime" and isinstance(value, str)):
+            case[key] = dict(value) if isinstance(value, dict) else value
+        elif word == "runtime":
+            _put(case, "runtime", "name", value, name)
+        elif word in WORDS:
+            _put(case, *WORDS[word], value, name)
+        elif word != "gpus":
+            unknown.append(did_you_mean(str(key), (*CASE_KEYS, *WORDS, "gpus")))
+    for section, known in SECTIONS.items():
+        inside = case.get(section)
+        if isinstance(inside, dict):
+            unknown += [
+                did_you_mean(f"{section}.{key}", [f"{section}.{word}" for word in known])
+                for key in inside
+                if key not in known
+            ]
+    if unknown:
+        few = unknown[:12]
+        raise BadPlan(
+            f"case {name}: nothing reads {', '.join(few)}{' and others' if len(unknown) > len(few) else ''}",
+            why="it would be ignored",
+            remedy=f"known: {', '.join(CASE_KEYS)} and what they hold, or words of the command line;"
+            " planner validate --example shows a row",
+        )
+    gpus = next((row[key] for key in row if str(key).lstrip("-") == "gpus"), None)
+    return case if unsaid(gpus) else {**case, "cluster": _of_gpus(case.get("cluster"), gpus, name)}
+
+
+def sectioned(row: JsonObject) -> JsonObject:
+    """Return a row as a case; one with what nothing reads as it is, for `load_case` to refuse."""
+    name = row.get("id")
+    try:
+        return in_sections(row, name if isinstance(name, str) and name else "case")
+    except PlannerError:
+        return row
+
+
+def did_you_mean(key: str, known: Any) -> str:
+    """Return an unknown key with the known one that is most like it."""
+    near = get_close_matches(key.lstrip("-").replace("-", "_"), known, n=1, cutoff=0.7)
+    return show(key) + (f" (did you mean {near[0]!r}?)" if near else "")
+
+
+def _put(case: JsonObject, section: str, key: str, value: Any, name: str) -> None:
+    inside = case.setdefault(section, {})
+    if not isinstance(inside, dict):
+        raise BadPlan(f"case {name}: {section} is {kind_of(inside)}, not an object")
+    if key in inside and inside[key] != value:
+        raise BadPlan(f"case {name}: {section}.{key} is said twice, {show(inside[key])} and {show(value)}")
+    inside[key] = value
+
+
+def _of_gpus(cluster: Any, gpus: Any, name: str) -> Any:
+    """Return a cluster by name with so many GPUs, as a cluster file has it."""
+    if isinstance(gpus, bool) or not isinstance(gpus, int):
+        raise BadPlan(f"case {name}: gpus is {show(gpus)}", why="it must be a whole number")
+    if not isinstance(cluster, str):
+        raise BadPlan(f"case {name}: gpus says how many GPUs of a cluster by name, and cluster is {kind_of(cluster)}")
+    return codec.to_builtins(read_cluster(cluster, gpus))
