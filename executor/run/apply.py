@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import socket
 import sys
 import time
@@ -21,7 +22,7 @@ from executor.gpu.faults import GpuFault
 from executor.gpu.monitor import GpuMonitor, GpuSummary, Sample, summarise
 from executor.launch.heartbeat import find_suspects, read_heartbeats
 from executor.launch.legal import check
-from executor.launch.local_ranks import LaunchResult, Rendezvous, command, launch
+from executor.launch.local_ranks import Failure, LaunchResult, Rendezvous, command, launch
 from executor.launch.nodes import (
     LATE_S,
     combine_agent_results,
@@ -66,6 +67,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--address", default="", help="this node's address, where its host name does not lead to it")
     parser.add_argument("--meeting", default="meshwright", help="the name of their meeting, the same on all")
     parser.add_argument("--collect", action="store_true", help="start nothing: report what several nodes have left")
+    parser.add_argument(
+        "--killed", type=int, default=0, help="start nothing: report what a run left that this signal ended"
+    )
     parser.add_argument("--patience", type=float, default=LATE_S, help="seconds for files of other nodes to appear")
     options = parser.parse_args(argv)
     interrupt_on_sigterm()
@@ -74,7 +78,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             wait_for_file(Path(options.request), options.patience)
         request = codec.convert(codec.read_json(options.request), Request, where=options.request)
         check(request.plan, request.model, request.workload, request.runtime)
-        if options.collect:
+        if options.killed:
+            document = report_killed(request, options.request, options.out, options.killed)
+        elif options.collect:
             document = collect(request, options.request, options.out, options.nodes, options.patience)
         elif options.nodes > 1:
             meeting = Rendezvous(
@@ -171,6 +177,17 @@ def run_node(request: Request, request_path: str, out: Path, budget_s: float, me
 def collect(request: Request, request_path: str, out: Path, nodes: int, patience_s: float = LATE_S) -> JsonObject:
     """Write `run.json` from what the ranks of all nodes recorded, and return it."""
     done = combine_agent_results(out, nodes, patience_s)
+    document = report(request, done, out / "records", worker_arguments(request_path, out / "records", 0.0))
+    write_report(document, out / "run.json")
+    return document
+
+
+def report_killed(request: Request, request_path: str, out: Path, number: int) -> JsonObject:
+    """Write `run.json` from what the ranks recorded of a run whose executor was ended by a signal; return it."""
+    name = signal.Signals(number).name
+    message = f"the executor was ended by {name}: nobody watched its ranks"
+    failure = Failure(rank=None, exit_code=None, signal=name, message=message)
+    done = LaunchResult(outcome="failed", exit_code=None, seconds=0.0, failure=failure, stdout_tail="", stderr_tail="")
     document = report(request, done, out / "records", worker_arguments(request_path, out / "records", 0.0))
     write_report(document, out / "run.json")
     return document

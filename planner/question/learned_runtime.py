@@ -20,7 +20,7 @@ from simulator.runtimes.parts import HostSpec
 from topology import codec
 from topology.cluster import Cluster
 from topology.codec import JsonObject
-from topology.errors import BadInput
+from topology.errors import BadInput, NewerSchema
 
 SCHEMA_VERSION = 1
 
@@ -87,7 +87,15 @@ def read_learned(path: str | Path) -> LearnedRuntime:
     """Return the learned runtime of a file. Raises BadInput, naming the field, when it is none or its numbers cannot
     be.
     """
-    found = codec.convert(codec.read_json(path), LearnedRuntime, where=str(path))
+    data = codec.read_json(path)
+    version = data.get("schema_version", SCHEMA_VERSION) if isinstance(data, dict) else SCHEMA_VERSION
+    if isinstance(version, int) and version > SCHEMA_VERSION:
+        raise NewerSchema(
+            f"{path} is a runtime in schema {version}",
+            why=f"this release reads {SCHEMA_VERSION}",
+            remedy="update meshwright, or learn it again",
+        )
+    found = codec.convert(data, LearnedRuntime, where=str(path))
     runtime_spec(found.like)
     for name, one in found.fitted.items():
         if name not in HOST_FIELDS and name not in (*FACTORS, *OTHER_COSTS):

@@ -15,6 +15,7 @@ from topology.errors import BadPlan, PlannerError, UserError
 from topology.units import MIB
 
 MODULE = "executor.run.apply"
+REPORT_S = 30.0  # to report what the ranks of an executor that was killed have recorded
 FULL_BYTES = MIB  # less than a report and its log need
 
 
@@ -55,7 +56,8 @@ def require_torch() -> None:
 def run(request: JsonObject, out: Path, budget_s: float, progress: Callable[[str], None]) -> JsonObject:
     """Run the request into the directory `out` and return its report, `run.json`.
 
-    Raises BadPlan when the executor cannot run the plan, PlannerError when there is no report, and KeyboardInterrupt
+    Of an executor that was killed the report has what its ranks recorded. Raises BadPlan when the executor cannot run
+    the plan, PlannerError when there is no report, and KeyboardInterrupt
     when interrupted, after all ranks have ended; `out` then has a report of what was measured until then.
     """
     path, report = out / "request.json", out / "run.json"
@@ -72,6 +74,9 @@ def run(request: JsonObject, out: Path, budget_s: float, progress: Callable[[str
 
     with (out / "executor.txt").open("wb") as log:
         code = child.run_module(MODULE, arguments(path, out, budget_s), budget_s=budget_s, output=log, watch=watch)
+        if code is not None and code < 0 and any((out / "records").glob("rank*.jsonl")):
+            killed = [*arguments(path, out, budget_s), f"--killed={-code}"]
+            child.run_module(MODULE, killed, budget_s=REPORT_S, output=log)
     if not report.is_file():
         raise _no_report(code, out)
     document = codec.read_json(report)

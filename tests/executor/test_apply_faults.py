@@ -23,6 +23,7 @@ from executor.launch.local_ranks import TAG, Failure, LaunchResult
 from executor.launch.records import WRONG_NUMBERS
 from executor.launch.request import Request
 from executor.run.apply import MODULE, report, run
+from planner.runs import apply_process
 from planner.runs.apply_report import lines
 from simulator.config.model import Model
 from simulator.config.plan import Plan
@@ -159,6 +160,31 @@ def test_a_killed_rank_is_named_and_what_was_measured_is_kept(tmp_path, monkeypa
     assert report["measured"]["step_s"]["median"] > 0
     assert json.loads((tmp_path / "run.json").read_text())["failure"] == report["failure"]
     assert left(tmp_path) == []
+
+
+def test_an_executor_that_is_killed_leaves_a_report_of_what_its_ranks_recorded(tmp_path) -> None:
+    asked = codec.to_builtins(request())
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(apply_process.run, asked, tmp_path, 240.0, lambda _: None)
+        pid_when(tmp_path, 0, "step 5")
+        (executor,) = (
+            process
+            for process in psutil.process_iter()
+            if "executor.run.apply" in (line := cmdline(process)) and f"--out={tmp_path}" in line
+        )
+        executor.kill()
+        report = running.result(200)
+
+    assert (report["status"], report["exit_code"]) == ("failed", 1)
+    assert (report["failure"]["rank"], report["failure"]["signal"]) == (None, "SIGKILL")
+    assert report["measured"]["steps"] >= 4
+    wait_until(lambda: left(tmp_path) == [], 60)  # the system ends them once their parent is gone
+
+
+def cmdline(process: psutil.Process) -> list[str]:
+    with suppress(psutil.Error):
+        return process.cmdline()
+    return []
 
 
 def test_a_stopped_rank_is_named_within_the_budget(tmp_path) -> None:

@@ -127,6 +127,8 @@ def seeds() -> Iterator[tuple[str, str, str]]:
     yield "serving point", "a rate of 1e-320", json.dumps({**POINT, "output_tok_s_per_gpu": 1e-320})
     yield "serving point", "a surrogate in a key", json.dumps(POINT)[:-1] + ', "\\ud800": 1}'
     yield "serving command", "a number of 400 digits", "vllm serve llama3-8b --max-num-batched-tokens 1" + "0" * 400
+    other = {"question__cluster__groups__0__node__gpus__0__kind": "a GPU of no kind"}
+    yield "serving plan", "a GPU of no kind", altered(deployments()[0], **other)
     for at, value in {
         "deployment__weights": "-1",
         "question__traffic__prompt__low": 1.6,

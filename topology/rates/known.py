@@ -8,7 +8,9 @@ from topology.errors import BadCluster
 
 def plannable(cluster: Cluster) -> bool:
     """Return whether the rates and the memory of the cluster's GPUs are known."""
-    if not cluster.gpu_count:
+    named = {kind.name for kind in cluster.gpu_kinds}
+    used = {gpu.kind for group in cluster.groups for gpu in group.node.gpus}
+    if not cluster.gpu_count or not used <= named:
         return False
     kind = cluster.slowest_kind
     return bool(kind.peak_flops and kind.memory_bytes_per_s and kind.sm_count and cluster.gpu_memory_bytes)
