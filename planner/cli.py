@@ -102,6 +102,8 @@ class _OnDemand(click.Group):
 
 # What a system says when there is no room for what is written.
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
+# And where this user may not use a file.
+_NOT_ALLOWED = {errno.EACCES, errno.EPERM, errno.EROFS}
 
 
 def _show_version(ctx: click.Context, _option: click.Parameter, value: bool) -> None:
@@ -180,6 +182,12 @@ def _unwritable(error: OSError) -> int:
     """Say what the system refused, where it is not the program's fault; return the exit code."""
     if error.errno == errno.ENAMETOOLONG:
         _say(f"error: {str(error.filename)[:40]}... is no file name\n  why: {error.strerror}")
+        return 2
+    if error.errno in _NOT_ALLOWED and error.filename:
+        _say(
+            f"error: cannot use {shortened(str(error.filename))}\n  why: {error.strerror}\n"
+            "  do: allow this user to read and write it; a file among the user's data moves with XDG_DATA_HOME"
+        )
         return 2
     if error.errno not in _NO_ROOM:
         return _last_resort(error)

@@ -8,6 +8,7 @@ atomic: a reader sees the old file or the new one, never half of either.
 from __future__ import annotations
 
 import csv
+import errno
 import hashlib
 import io
 import os
@@ -169,7 +170,7 @@ def write_text(path: str | Path, text: str) -> None:
         if path.exists() and not path.is_file():
             _write_in_place(path, text)
             return
-        path.parent.mkdir(parents=True, exist_ok=True)
+        _make_folders(path.parent)
         _remove_abandoned(path)
         with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
             file.write(text)
@@ -187,10 +188,18 @@ def write_text(path: str | Path, text: str) -> None:
 def make_folder(path: Path) -> None:
     """Make a folder, and those above it, unless it is there. Raises BadInput where it cannot be made."""
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        _make_folders(path)
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or str(error)
         raise BadInput(f"cannot make the folder {str(path)[:200]}", why=why, remedy="choose another --out") from error
+
+
+def _make_folders(path: Path) -> None:
+    """Make a folder and those above it. Raises OSError."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except RecursionError:  # hundreds of folders in each other
+        raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG), str(path)) from None
 
 
 def _write_in_place(path: Path, text: str) -> None:
@@ -237,7 +246,7 @@ def locked(path: str | Path) -> Iterator[None]:
     path = Path(path)
     lock = filelock.FileLock(path.with_name(f".{path.name}.lock"), timeout=LOCK_WAIT_S)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        _make_folders(path.parent)
         lock.acquire()
     except filelock.Timeout as error:
         raise PlannerError(

@@ -74,7 +74,8 @@ def calibrate(asked: Calibrate) -> None:
     )
     links, kind, count = machine.links, machine.gpu, len(machine.indices)
     records = (asked.out.with_name(asked.out.name + ".partial") if asked.out is not None else _scratch()).absolute()
-    output.require_room(records.parent, LEAST_FREE_BYTES, "records and the profile")
+    if not asked.dry_run:
+        output.require_room(records.parent, LEAST_FREE_BYTES, "records and the profile")
     before = _known(asked.out, kind, store=asked.store)
     cut_short = _cut_short(records, kind)
     on = take_gpus(links or read_cluster(STAND_IN), count)

@@ -14,7 +14,8 @@ from planner.configs.stated_rate import Against, StatedRate, against
 from planner.configs.variants import variants_of
 from planner.configs.written_back import Writer
 from planner.explain.plan_answer import PlanAnswer, answer_plan
-from planner.question.prediction import predict
+from planner.question.prediction import predict, simulated_length
+from planner.question.question import Question
 from planner.search.deadline import deadline_of, left_s, over
 from planner.search.plan_space.candidates import Bounds
 from planner.search.plan_space.stated import Values, exactly, within
@@ -163,12 +164,13 @@ def _changes(found: PlanAnswer, written: Writer, deadline: float | None) -> tupl
             judged.append((estimate.memory.fits, estimate.step_s.value, one.what, one.plan, runtime))
     judged.sort(key=lambda one: (not one[0], one[1]))
     changes = []
-    for _, _, what, other, runtime in judged[:PREDICTED]:
+    for _, step_s, what, other, runtime in judged[:PREDICTED]:
+        asked = replace(question, runtime=runtime)
         diff = written.diff(other, runtime)
-        if not diff or over(deadline):
+        if not diff or over(deadline) or _surely_no_gain(asked, other, step_s, now):
             continue
         try:
-            there = predict(replace(question, runtime=runtime), other).estimate
+            there = predict(asked, other).estimate
         except Unproved:
             break
         if now is None or _gains(there, now):
@@ -181,6 +183,15 @@ def _within(plan: Plan, limits: Limits) -> bool:
     """Return whether a plan's degrees are within those that a kind of file can ask for."""
     held = Bounds(stated={name: values for name, values in limits.items() if values is not None})
     return all(within(getattr(plan, axis), held.spans(axis)) for axis in DEGREES)
+
+
+def _surely_no_gain(asked: Question, other: Plan, step_s: float, now: Estimate | None) -> bool:
+    """Return whether a plan's account, to which a full allocator may add, shows that it is no better than one that
+    surely fits.
+    """
+    if now is None or now.memory.fit_probability < SURE:
+        return False
+    return step_s >= GAIN * now.step_s.value and not simulated_length(asked, other)
 
 
 def _gains(there: Estimate, now: Estimate) -> bool:
@@ -211,7 +222,11 @@ def _best(
     stated = {name: fixed[name] if values is None else values for name, values in written.configuration.limits.items()}
     try:
         options = SearchOptions(
-            bounds=Bounds(stated=stated), top=CANDIDATES, all_variants=True, time_limit_s=left_s(deadline)
+            bounds=Bounds(stated=stated),
+            top=CANDIDATES,
+            all_variants=True,
+            time_limit_s=left_s(deadline),
+            flips=False,
         )
         listed = suggest(question, options, progress=progress).plans
     except (Infeasible, Unproved) as error:

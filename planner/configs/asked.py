@@ -134,6 +134,8 @@ def ask(text: str, where: str, flags: CheckFlags, *, measured: Calibrations = UN
         return replace(found, assumed=tuple(assumed), questions=(*unknown, question))
     except PlannerError as error:
         problem = Problem(rule="configuration", grade=Grade.ILLEGAL, message=str(error).replace("\n ", ";"))
+        if configuration.elsewhere:
+            return replace(found, assumed=tuple(assumed), questions=(*unknown, _unless(problem, configuration)))
         return replace(found, assumed=tuple(assumed), problems=(problem,))
     _agree(facts, flags)
     said = tuple(dict.fromkeys((*assumed, *defaults))) if case is None else case.assumed
@@ -150,11 +152,15 @@ def _doubts(configuration: Configuration, stated: Stated, case: Case | None) -> 
     problems = stated.problems() if case is None else case.question.problems(case.plan)
     refused = [problem for problem in problems if problem.grade is Grade.ILLEGAL]
     ours = [problem for problem in refused if problem.rule in OURS]
-    elsewhere = ", ".join(configuration.elsewhere)
-    if refused and elsewhere:
-        what = f"{refused[0].message}, unless it is otherwise by what is not read: {elsewhere[:200]}"
-        return (Open(what=what, remedy="check the configuration that the tool prints or saves when it starts"),)
+    if refused and configuration.elsewhere:
+        return (_unless(refused[0], configuration),)
     return tuple(Open(what=problem.message, remedy="without it there is a prediction") for problem in ours[:1])
+
+
+def _unless(problem: Problem, configuration: Configuration) -> Open:
+    elsewhere = ", ".join(configuration.elsewhere)[:200]
+    what = f"{problem.message}, unless it is otherwise by what is not read: {elsewhere}"
+    return Open(what=what, remedy="check the configuration that the tool prints or saves when it starts")
 
 
 # What the file is about.

@@ -46,9 +46,10 @@ class Check(Request):
     """
 
     file: str = required_argument(
-        help="torchtitan TOML or command, Megatron-LM command line or script, Megatron-Bridge recipe dump,"
-        " DeepSpeed JSON, accelerate YAML, TrainingArguments, YAML of axolotl, LLaMA-Factory, torchtune, LitGPT,"
-        " nanotron, GPT-NeoX or NeMo AutoModel, vllm serve or SGLang command; - reads stdin."
+        help="torchtitan TOML or command, Megatron-LM command line, script or functional test, Megatron-Bridge recipe"
+        " or its dump, DeepSpeed JSON, accelerate YAML, TrainingArguments, verl or MaxText command or YAML, YAML of"
+        " axolotl, LLaMA-Factory, torchtune, LitGPT, nanotron, GPT-NeoX, NeMo AutoModel, OLMo or Primus, vllm serve or"
+        " SGLang command; - reads stdin."
         " Of a folder: all that train, one row each."
     )
     model: str | None = option(None, "--model", help="Shipped model or config.json, where the file names none.")

@@ -58,6 +58,7 @@ class SearchOptions:
     does; they differ where GPU counts are compared. The result lists `top` plans, one per set of parallel degrees
     unless `all_variants`. After `time_limit_s` it has the best plans so far, and their gap. Without `reasons` nothing
     is said of why plans lost and what would change the answer, and little of why none fits: `explained` adds it.
+    Without `flips` nothing is said of what would change the answer.
     """
 
     objective: str = "time"
@@ -68,6 +69,7 @@ class SearchOptions:
     simulate: bool = True
     time_limit_s: float | None = None
     reasons: bool = True
+    flips: bool = True
 
 
 SCREENING = 0.6  # of a time limit: memory is screened until then, as what fits has to be bounded and costed, too
@@ -118,7 +120,7 @@ def suggest(
         return SearchResult(
             question=question,
             search=_search_stats(nodes, found, options.objective, listed, seconds=time.monotonic() - started),
-            plans=_rank(question, listed, options, reasons=reasons),
+            plans=_rank(question, listed, options, reasons=reasons and options.flips),
             rejected=dict(sorted(rejected.items(), key=lambda item: (-item[1], item[0]))),
             assumed=assumed,
             likely=_likely(listed, finalists) if options.objective not in {"memory", "pareto"} else (),

@@ -13,10 +13,10 @@ from simulator.kernels.roofline import efficiency
 from simulator.step.context import CostContext
 from simulator.step.host import step_host_s
 
-# What else a step does draws, of the power limit, which tensor cores reach by themselves: so chosen that 104 steps of our
-# executor on one H100 and on one H200, eager and compiled, are predicted without bias and within 2 % in the median, their
-# other kernels as profiles have them (examples/validation/kernels.md). At rest with its clocks up a GPU draws 130 to
-# 160 of 700 W (examples/profiles/h200x1.json).
+# What else a step does draws, of the power limit, which tensor cores reach by themselves: so chosen that 104 steps of
+# our executor on one H100 and on one H200, eager and compiled, are predicted without bias and within 2 % in the median,
+# their other kernels as profiles have them (examples/validation/kernels.md). At rest with its clocks up a GPU draws 130
+# to 160 of 700 W (examples/profiles/h200x1.json).
 MOVING = 0.5
 ATTENDING = 0.8
 IDLE = 0.2
@@ -56,28 +56,32 @@ def working_clocks(breakdown: Mapping[str, Floats], shares: Shares, context: Cos
     take where products are all that a GPU does.
 
     What the others do not draw of it, products may: their rate goes with the `power_exponent`-th power of what they
-    draw, up to that of a GPU that has rested (efficiency.toml). That is for one GPU: products alongside collectives
-    share both power and SMs with them, and take about as long as `sustained` says. A calibration's factors are of whole
-    kernels in steps like these, so there only idle moments count.
+    draw, up to that of a GPU that has rested (efficiency.toml, or as it was measured). That is for one GPU: products
+    alongside collectives share both power and SMs with them, and take about as long as `sustained` says; of several
+    GPUs that were measured, only idle moments count.
     """
     calibration, known = context.calibration, efficiency(context.roofline.gpu.architecture)
+    rested, rows = fastest(context), len(context.table)
+    if rested == 1.0 or (calibration is not None and not calibration.effects.sustained):
+        return np.full(rows, rested)
     # Of a long pause, in a pipeline or while data is loaded, only the end of it is credited to what follows.
     loading = np.minimum(step_host_s(context.spec.host, context), breakdown["host"])
     pauses = np.minimum(breakdown["bubble"], POWER_WINDOW_S) + np.minimum(loading, POWER_WINDOW_S)
     idle = breakdown["host"] - loading + pauses
+    several = np.ones(rows)
     if calibration is not None:
-        busy = sum((breakdown[name] for name in BUSY), np.zeros(len(idle)))
-        return calibration.clocks(busy / np.maximum(busy + idle, 1e-12), known.power_exponent)
-    if fastest(context) == 1.0:
-        return np.ones(len(idle))
+        busy = sum((breakdown[name] for name in BUSY), np.zeros(rows))
+        several = calibration.clocks(busy / np.maximum(busy + idle, 1e-12), known.power_exponent)
+        if context.roofline.simt:
+            return several
     kernels = breakdown["compute"] + breakdown["recompute"]
     products, attention = (kernels * shares[kind] for kind in (WorkKind.MATMUL, WorkKind.ATTENTION))
     moving = kernels - products - attention
     moving = moving + breakdown["copies"] + breakdown["contention"] + breakdown["optimizer"]
     spare = (1 - MOVING) * moving + (1 - ATTENDING) * attention + (1 - IDLE) * idle
-    taken = np.ones(len(kernels))
+    taken = np.ones(rows)
     for _ in range(ROUNDS):
         duty = taken * products / np.maximum(taken * products + spare, 1e-12)
-        taken = np.maximum(duty**known.power_exponent, context.roofline.rested)
-    slower = 1.0 - shares[WorkKind.MATMUL] * (1.0 - taken)
-    return np.asarray(np.where(context.table["gpus"] == 1, slower, 1.0))
+        taken = np.maximum(duty**known.power_exponent, rested)
+    one = 1.0 - shares[WorkKind.MATMUL] * (1.0 - taken)
+    return np.asarray(np.where(context.table["gpus"] == 1, one, several))

@@ -123,8 +123,9 @@ def _peaks(ranks: RankMemory) -> tuple[Floats, Floats]:
     # units, shards of the stream that reduces.
     alone = ranks.stages == 1
     first = ranks.activations(ranks.in_flight, ranks.heads) + ranks.kept_casts * _whole(ranks.in_flight, alone)
+    first = first + ranks.stage_ends
     held = ranks.beside_gradients
-    later = ranks.activations(held, np.where(ranks.heads > 1, ranks.heads - 1, ranks.heads))
+    later = ranks.activations(held, ranks.heads_beside_gradients)
     later = np.where(held > 0, later + ranks.kept_casts * _whole(held, alone), 0.0)
     shards = full & ~ranks.piped
     added = (held > 0) * np.where(ranks.added_gradients > 0, ranks.added_gradients, gradients)

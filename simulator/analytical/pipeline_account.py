@@ -20,6 +20,7 @@ from simulator.columns.plan_table import Floats
 from simulator.pipeline.schedule_walk import Gathered, PassKind, Table
 from simulator.pipeline.schedules.table import Kind, Schedule
 from simulator.pipeline.waves import Ints
+from simulator.step.host import QUEUED_LAUNCHES
 from simulator.step.traffic import REPLICAS, STREAM, WIRES, DataWriter
 from simulator.step.units import Unit
 from simulator.step.walk import StepWalk
@@ -179,27 +180,36 @@ def _backwards(kinds: set[Local]) -> list[list[Local]]:
 
 
 def _counted(timeline: RankTimeline, *, waits_for_traffic: bool, gathers: bool) -> PassCounts:
-    """Return what a pass took, from the walks of it."""
+    """Return what a pass took, from the walks of it.
+
+    A pass of more kernels than a stream's queue holds lets its host be ahead of the device by those alone, however long
+    the device has waited for its message: the host launches the others once it runs, and is done with them when what
+    is left fills the queue.
+    """
     free, hosted, wired = timeline.compute
+    beyond = 1.0 - np.minimum(1.0, QUEUED_LAUNCHES / np.maximum(timeline.launched, 1.0))
+    device_s = np.maximum(free, beyond * timeline.host[1])
+    waits_s = np.where(timeline.host[0] > 0.0, timeline.host[0], LONG_AGO)
     before_parts = timeline.at_pass
     long_ago = np.full(timeline.rows, LONG_AGO)
     ends = [timeline.clocks[name][0] for name in WIRES if name in timeline.clocks and name != REPLICAS]
     summed = timeline.clocks[REPLICAS][0] if REPLICAS in timeline.clocks else long_ago
     spent_s = timeline.spent_s()
     parts = np.stack([(spent_s[name] - before_parts[name])[0] for name in PARTS])
+    parts[PARTS.index("host")] += device_s - free
     lead_s = wired - free if gathers else long_ago
     return PassCounts(
-        device_s=free,
+        device_s=device_s,
         parts=parts,
         host_s=timeline.host[1],
-        waits_s=np.where(timeline.host[0] > 0.0, timeline.host[0], LONG_AGO),
+        waits_s=np.where(beyond > 0.0, np.maximum(waits_s, beyond * device_s), waits_s),
         lead_s=lead_s,
         drain_s=np.max([*ends, long_ago], axis=0) - free,
         sent_s=timeline.sent_s[STREAM][0],
         summed_drain_s=summed - free,
         summed_s=timeline.sent_s[REPLICAS][0],
         waits_for_traffic=waits_for_traffic,
-        slack_s=np.maximum(hosted - free, 0.0),
+        slack_s=np.maximum(hosted - device_s, 0.0),
         kernels_s=parts[PARTS.index("compute")] + parts[PARTS.index("recompute")],
     )
 

@@ -144,6 +144,19 @@ class RankMemory:
         return window, np.where(self._buffered & ~kept, buffer * width, 0.0)
 
     @cached_property
+    def stage_ends(self) -> Floats:
+        """What stays gathered, besides the unit that computes, as the first micro batch goes back: a stage does not
+        give up its last unit, which it needs again first.
+        """
+        table, of, (dense, moe) = self.table, self.parameters, self.layout.layers
+        smaller = np.minimum(of.dense_layer, of.moe_layer + of.experts)[:, None]
+        layer = np.where((dense > 0) & (moe > 0), smaller, self.layer)
+        with_layers = np.ceil((dense + moe) / np.maximum(self.layout.largest, 1))  # stages, at least
+        others = np.maximum(with_layers - 1, 0.0)
+        resharded = self.full & self.piped & ~table.keeps_gathered[:, None] & (not self.flat_units)
+        return np.where(resharded, others * layer * self.context.dtype_bytes("gathered"), 0.0)
+
+    @cached_property
     def _buffered(self) -> NDArray[np.bool_]:
         """Where units are gathered through a buffer, which is kept until the next one has been copied out of its
         own.
@@ -184,9 +197,26 @@ class RankMemory:
 
     @cached_property
     def heads(self) -> Floats:
-        """Of how many micro batches the head's results are there when the first goes back."""
-        all_first = where(self.table.schedule, lambda kind: kind.forwards_first)
-        return np.where(self.layout.last, np.where(all_first, self.table.micro_batches, 1.0)[:, None], 0.0)
+        """Of how many micro batches the head's results are there when the first goes back, or its weights have their
+        first gradient.
+        """
+        micro_batches = self.table.micro_batches[:, None]
+        deferred = np.where(self._lags, np.minimum(self.layout.rank + 1.0, micro_batches), 1.0)
+        return np.where(self.layout.last, np.where(self._all_first, micro_batches, deferred), 0.0)
+
+    @cached_property
+    def heads_beside_gradients(self) -> Floats:
+        """The same once there are gradients of all parameters."""
+        fewer = np.where(self._lags & (self.stages > 1), np.minimum(self.heads, 1.0), self.heads - 1)
+        return np.where(self.heads > 1, fewer, self.heads)
+
+    @cached_property
+    def _lags(self) -> NDArray[np.bool_]:
+        return where(self.table.schedule, lambda kind: kind.lags)[:, None]
+
+    @cached_property
+    def _all_first(self) -> NDArray[np.bool_]:
+        return where(self.table.schedule, lambda kind: kind.forwards_first)[:, None]
 
     @cached_property
     def head_saved(self) -> Floats:
@@ -215,13 +245,34 @@ class RankMemory:
                     most = np.maximum(most, (layers > 0) * of_layer)
         return saved, most
 
-    def _wrapped_more(self, name: str, mode: str, layers: Floats) -> Floats | float:
-        """Return by how much less so many layers may save than on average, where a mode wraps every so many."""
+    @cached_property
+    def _saved_by_all(self) -> tuple[Floats, Floats]:
+        """What forward passes of a micro batch through all of a rank's stages save at least, and through one of them at
+        most.
+        """
+        layout, blocks = self.layout, self.blocks
+        ends = layout.first * blocks["embedding"].saved_bytes["none"][:, None]
+        saved, most = ends, np.zeros_like(ends)
+        for mode, counts in layout.by_mode.items():
+            for name, layers in zip(("dense", "moe"), counts, strict=True):
+                if name in blocks:
+                    of_layer = blocks[name].saved_bytes[mode][:, None]
+                    less = self._wrapped_less(name, mode)
+                    saved = saved + layers * of_layer - (layers > 0) * self.stages * less
+                    most = np.maximum(most, (layers > 0) * (of_layer + less))
+        return saved, ends + layout.largest * most
+
+    def _wrapped_less(self, name: str, mode: str) -> Floats | float:
+        """Return by how much less a layer saves that a mode wraps, of which it wraps every so many."""
         share = self.spec.recompute[mode].layers
         if share == 1.0:
             return 0.0
-        less = (self.blocks[name].everything_bytes - self.blocks[name].saved_bytes[mode])[:, None] / share
-        return (np.ceil(layers * share) - layers * share) * less
+        return (self.blocks[name].everything_bytes - self.blocks[name].saved_bytes[mode])[:, None] / share
+
+    def _wrapped_more(self, name: str, mode: str, layers: Floats) -> Floats | float:
+        """Return by how much less so many layers may save than on average, where a mode wraps every so many."""
+        share = self.spec.recompute[mode].layers
+        return (np.ceil(layers * share) - layers * share) * self._wrapped_less(name, mode)
 
     @property
     def saved_by_layer(self) -> Floats:
@@ -243,13 +294,19 @@ class RankMemory:
         results are there of `heads`.
         """
         saved, of_layer = self._saved
+        # Where nearly all micro batches are in flight on all stages: all of them without the passes that are not.
+        by_all, by_one = self._saved_by_all
+        micro_batches = self.table.micro_batches[:, None]
+        missing = self.stages * np.maximum(micro_batches - held, 0.0)
+        of_many = np.where(self.stages > 1, by_all * micro_batches - by_one * missing, 0.0)
         # Of passes alongside each other a layer of the one is there before the other's goes.
         ahead = np.where(self.table.paired[:, None], of_layer, 0.0)
-        head = self.head_saved + self.layout.last * head_cached_bytes(self.context)[:, None]
+        cached = self.layout.last * head_cached_bytes(self.context)[:, None]
         return (
-            saved * held
+            np.maximum(saved * held, of_many)
             + ahead
-            + head * heads
+            + self.head_saved * heads
+            + cached * np.where(self._all_first, heads, np.minimum(heads, 1.0))
             + between_stages_bytes(self.context, self.layout.first, self.layout.last, held)
         )
 

@@ -52,7 +52,7 @@ class RankTimeline:
         self.sent_s = self._nothing_sent()  # what streams of collectives have had to send since a pass began
         self._recorded = 0
         self._ahead_s: Floats = self._zero
-        self._launched: Value = 0.0  # kernels so far
+        self.launched: Value = 0.0  # kernels so far
         self._last: tuple[Floats, PassTimes] | None = None  # when the last pass began
         self._begun, self._sends = (
             self.mark(),
@@ -83,6 +83,7 @@ class RankTimeline:
         self.host = self._zero + host_s
         self._events = {name: (stream, self._zero + wire_s) for name, (stream, _) in self._events.items()}
         self._busy, self._earlier, self._last, self.sent_s = {}, {}, None, self._nothing_sent()
+        self.launched = 0.0
         self.at_pass = self.spent_s()
 
     @property
@@ -92,12 +93,12 @@ class RankTimeline:
 
     def mark(self) -> Mark:
         """Return where the rank is."""
-        return self.host, dict(self.clocks), dict(self.parts), dict(self._ran), dict(self.sent_s), self._launched
+        return self.host, dict(self.clocks), dict(self.parts), dict(self._ran), dict(self.sent_s), self.launched
 
     def repeat(self, since: Mark, times: Value) -> None:
         """Let what has happened since a mark happen so many `times` more."""
         host, clocks, parts, ran, sent_s, launched = since
-        self._launched = self._launched + times * (self._launched - launched)
+        self.launched = self.launched + times * (self.launched - launched)
         self.sent_s = {name: sent + times * (sent - sent_s[name]) for name, sent in self.sent_s.items()}
         ahead = {name: times * (clock - clocks.get(name, self._zero)) for name, clock in self.clocks.items()}
         self.host = self.host + times * (self.host - host)
@@ -164,7 +165,7 @@ class RankTimeline:
         where the stream itself has waited meanwhile, of kernels as they came so far.
         """
         if not self.runs_ahead:
-            ahead_s = np.maximum(self._ahead_s, QUEUED_LAUNCHES * self.compute / np.maximum(self._launched, 1.0))
+            ahead_s = np.maximum(self._ahead_s, QUEUED_LAUNCHES * self.compute / np.maximum(self.launched, 1.0))
             self.host = np.maximum(self.host, self.compute - ahead_s)
 
     def host_work(self, name: str, seconds: Value) -> None:  # noqa: ARG002 - a Rank is given names
@@ -190,7 +191,7 @@ class RankTimeline:
         if times.waits:
             self.host = np.maximum(self.host, begun + advance.waits_s + longer)
         self._last = start, times
-        self._ahead_s, self._launched = times.ahead_s, self._launched + times.launches
+        self._ahead_s, self.launched = times.ahead_s, self.launched + times.launches
         self._fill_queue()
 
     def copy(

@@ -140,8 +140,30 @@ def distinct(*columns: NDArray[Any]) -> tuple[NDArray[np.intp], NDArray[np.intp]
     for column in columns:
         if (column == column[:1]).all():  # as most are, of few plans: sooner seen than by sorting
             continue
-        values, of_row = np.unique(column, return_inverse=True)
+        count, of_row = _numbered(column)
         # Renumbered after each column, so that codes stay below the square of the number of rows.
-        code = np.unique(code * len(values) + of_row.reshape(-1), return_inverse=True)[1].reshape(-1)
-    _, rows, which = np.unique(code, return_index=True, return_inverse=True)
-    return rows, which.reshape(-1)
+        code = _numbered(code * count + of_row)[1]
+    count, which = _numbered(code)
+    rows = np.empty(count, dtype=np.intp)
+    rows[which[::-1]] = np.arange(len(which))[::-1]  # the first row of each, which is written last
+    return rows, which
+
+
+def _numbered(column: NDArray[Any]) -> tuple[int, NDArray[np.intp]]:
+    """Return how many different values there are, and every row's place among them in their order.
+
+    Whole numbers that are close together are counted, which takes a tenth of the time of sorting them.
+    """
+    whole = column
+    if column.dtype.kind == "f" and np.isfinite(column).all():
+        whole = column.astype(np.int64)
+    if whole.dtype.kind in "iu" and len(whole) and (whole is column or (whole == column).all()):
+        low = whole.min()
+        span = int(whole.max()) - int(low) + 1
+        if span <= 2 * len(whole):
+            there = np.zeros(span, dtype=np.bool_)
+            there[whole - low] = True
+            places = np.cumsum(there) - 1
+            return int(places[-1]) + 1, places[whole - low]
+    values, of_row = np.unique(column, return_inverse=True)
+    return len(values), of_row.reshape(-1)

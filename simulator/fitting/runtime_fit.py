@@ -9,7 +9,7 @@ Full-depth runs are never looked at; profiles that hold one are refused (topolog
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -25,7 +25,6 @@ from simulator.config.runtime import Runtime
 from simulator.config.verify import verify_lists, verify_model, verify_plan, verify_runtime, verify_workload
 from simulator.config.workload import Workload
 from simulator.fitting.host_fit import LEAST_S, SINGLE, HostFit, HostRuns, as_host_fields, costs_in, fit_hosts
-from simulator.kernels.roofline import efficiency
 from simulator.runtimes.library import is_described, runtime_spec
 from simulator.step.host import BATCH_TOKENS, slowest
 from topology import codec
@@ -41,7 +40,6 @@ Floats = NDArray[np.float64]
 # Thresholds between runs that the device decided and runs that the host did. Source: assumed.
 DEVICE_BOUND = 0.7  # predicted device time over measured, above which the device decided the run
 HOST_BOUND = 0.35  # and below which the host did
-ROUNDS = 3
 FACTORS = (0.5, 2.0)  # of kernel times inside a step over those alone; beyond, a fit has found noise
 KERNELS = ("compute", "recompute")  # parts of a step that the factors stretch
 MOST_STEP_S = 10e-3
@@ -178,23 +176,21 @@ class _Device:
     others_s: float
     copies_s: float
     rest_s: float
-    loading_s: float
     at_clock: float  # kernel time at the run's mean clock over that at full load; 1 where that is not known
+    slower: float  # kernel time at the clocks that its kernels and its pauses leave it, over that of products alone
 
     @property
     def left_s(self) -> float:
         """What the factors and the step's own time have to explain."""
         return self.measured_s - self.rest_s
 
-    def row(self, answer: Floats, clocks: Callable[[float], float]) -> Floats:
-        """Return the coefficients of (factor of layers, factor of others, step's own seconds), at the clocks of
-        `answer`.
+    @property
+    def row(self) -> Floats:
+        """The coefficients of (factor of layers, factor of others, step's own seconds).
 
-        A GPU is quicker than under full load where it idles now and then, and in runs too short for its power limiter.
+        A GPU is quicker than under full load in runs too short for its power limiter as well.
         """
-        layers, others, step_s = answer
-        busy = layers * self.layers_s + others * (self.others_s + self.copies_s) + self.rest_s
-        slower = min(clocks(busy / (busy + step_s + self.loading_s)), self.at_clock)
+        slower = min(self.slower, self.at_clock)
         return np.array([slower * self.layers_s, slower * self.others_s + self.copies_s, 1.0])
 
 
@@ -279,32 +275,31 @@ class _Fit:
         A pair of one layer and two is two equations: what the second layer added, which is a layer's kernels alone, and
         the run of one, which has embedding, head and loss as well; a run without its pair is one. All are solved for
         together, least squares of relative errors: one factor for kernels, one for those of layers over it, and the
-        step's own. Clocks depend on how much of a step is idle, and so on the answer: a few rounds converge.
+        step's own.
         """
         if not self.device_bound:
             return RuntimeCosts(host=self._with_step(host, None), runs=len(self.runs))
         device = [self._device(run, self.silent[id(run)], host) for run in self.device_bound]
         place = {id(run): index for index, run in enumerate(self.device_bound)}
         pairs = [(place[id(a)], place[id(b)]) for a, b in _pairs(self.device_bound)]
-        described, answer = runtime_spec(self.key[0]).host, np.array([1.0, 1.0, 1e-3])
+        described = runtime_spec(self.key[0]).host
         most_s = min(MOST_STEP_S, host["rest_s"] + host["fsdp_rest_s"]) if "rest_s" in host else MOST_STEP_S
-        for _ in range(ROUNDS):
-            rows = np.array([one.row(answer, self._clocks) for one in device])
-            left = np.array([one.left_s for one in device])
-            scale = np.array([one.measured_s for one in device])
-            for one, two in pairs:
-                rows[two], left[two], scale[two] = rows[two] - rows[one], left[two] - left[one], scale[two] - scale[one]
-            usable = scale > 0
-            answer = _solve_factors(
-                rows[usable] / scale[usable, None],
-                left[usable] / scale[usable],
-                shapes=len({run.shape for run in self.device_bound}),
-                layers_apart=bool(pairs),
-                usual_s=described.step_s,
-                most_s=most_s,
-            )
-        predicted = [one.row(answer, self._clocks) @ answer for one in device]
-        missed = [np.log((p + d.rest_s) / d.measured_s) for p, d in zip(predicted, device, strict=True)]
+        rows = np.array([one.row for one in device])
+        left = np.array([one.left_s for one in device])
+        scale = np.array([one.measured_s for one in device])
+        alone = rows.copy()
+        for one, two in pairs:
+            rows[two], left[two], scale[two] = rows[two] - rows[one], left[two] - left[one], scale[two] - scale[one]
+        usable = scale > 0
+        answer = _solve_factors(
+            rows[usable] / scale[usable, None],
+            left[usable] / scale[usable],
+            shapes=len({run.shape for run in self.device_bound}),
+            layers_apart=bool(pairs),
+            usual_s=described.step_s,
+            most_s=most_s,
+        )
+        missed = [np.log((p + d.rest_s) / d.measured_s) for p, d in zip(alone @ answer, device, strict=True)]
         layers, others, step_s = (float(value) for value in answer)
         return RuntimeCosts(
             kernel_factor=others,
@@ -344,15 +339,11 @@ class _Fit:
             others_s=arithmetic - inside,
             copies_s=float(part["copies"][0]),
             rest_s=sum(float(seconds[0]) for name, seconds in part.items() if name not in counted),
-            loading_s=_loading_s(run, host),
             at_clock=max(self.calibration.burst, self.calibration.burst * self.boost_hz / clock_hz)
             if clock_hz
             else 1.0,
+            slower=float(self._estimate(run, host, pauses=True).clocks[0]),
         )
-
-    def _clocks(self, duty: float) -> float:
-        exponent = efficiency(self.cluster.slowest_kind.architecture).power_exponent
-        return float(self.calibration.clocks(np.array([duty]), exponent)[0])
 
     def _steps(self, runs: Sequence[Run], host: dict[str, float]) -> Floats:
         """Return the steps of runs in seconds; those that differ in their plans alone are predicted at once."""
@@ -364,20 +355,26 @@ class _Fit:
             found[places] = self._estimates([runs[place] for place in places], host).step_s
         return found
 
-    def _estimate(self, run: Run, host: dict[str, float]) -> EstimateTable:
-        return self._estimates([run], host)
+    def _estimate(self, run: Run, host: dict[str, float], *, pauses: bool = False) -> EstimateTable:
+        return self._estimates([run], host, pauses=pauses)
 
-    def _estimates(self, runs: Sequence[Run], host: dict[str, float]) -> EstimateTable:
-        """Return what runs of one model and workload take, without their data where runs say what it took."""
+    def _estimates(self, runs: Sequence[Run], host: dict[str, float], *, pauses: bool = False) -> EstimateTable:
+        """Return what runs of one model and workload take, without their data where runs say what it took, kernels at
+        the clocks of a GPU that never rests; with `pauses`, with their data and at the clocks that all of it leaves.
+        """
         first = runs[0]
-        loading = {} if first.sample.data_s is None else NO_DATA
+        loading = NO_DATA if first.sample.data_s is not None and not pauses else {}
         scenario = Scenario(
             model=first.model,
             # Layers were run on the machine of the profile, of which the plans in question may have a part.
             cluster=grow(self.cluster, max(run.plan.gpus for run in runs)),
             workload=first.workload,
             runtime=first.runtime,
-            calibration=replace(self.calibration, runtimes={self.key: RuntimeCosts(host=host | loading)}, burst=1.0),
+            calibration=replace(
+                self.calibration,
+                runtimes={self.key: RuntimeCosts(host=host | loading)},
+                burst=self.calibration.burst if pauses else 1.0,
+            ),
         )
         return estimate_plans(scenario, [run.plan for run in runs])
 
@@ -388,10 +385,6 @@ def _pairs(runs: Iterable[Run]) -> list[tuple[Run, Run]]:
     for run in runs:
         by_pair.setdefault(run.pair, {})[run.model.layers] = run
     return [(found[1], found[2]) for found in by_pair.values() if len(found) == 2]
-
-
-def _loading_s(run: Run, host: dict[str, float]) -> float:
-    return host.get("data_token_s", 0.0) * _loaded_tokens(run)
 
 
 def _loaded_tokens(run: Run) -> float:

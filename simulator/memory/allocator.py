@@ -27,37 +27,19 @@ class OutOfMemory(Exception):
     """Memory that was given back did not suffice either."""
 
 
-class Block:
-    """A piece of a segment between its neighbours; `mapped` unless it is only addresses that a segment may grow
-    into.
-    """
-
-    __slots__ = ("address", "after", "before", "free", "mapped", "pool", "size", "used_on")
-
-    def __init__(self, pool: Pool, address: int, size: int, *, mapped: bool = True) -> None:
-        self.pool, self.address, self.size, self.mapped = pool, address, size, mapped
-        self.before: Block | None = None
-        self.after: Block | None = None
-        self.free = False
-        self.used_on: set[str] = set()
-
-
 class Pool:
     """The small or the large blocks of one stream, in fixed segments that are returned only when they are whole."""
 
     def __init__(self, *, small: bool) -> None:
         self.small = small
         self.reserved_bytes = 0
-        self._free: list[tuple[int, int]] = []
-        self._blocks: dict[int, Block] = {}
+        self.least_rest = BLOCK if small else SMALL + 1  # that is worth a block of its own
+        self.free: list[tuple[int, int]] = []  # (bytes, address)
+        self.starts: dict[int, int] = {}  # bytes of free blocks by their address
+        self.ends: dict[int, int] = {}  # addresses of free blocks by where they end
+        self.unmapped: dict[int, int] = {}  # bytes of addresses that a block may grow into
+        self._segments: dict[int, int] = {}
         self._next = 0
-
-    def find(self, size: int) -> Block | None:
-        """Return the smallest free block of at least `size` bytes, taken off the free ones."""
-        place = bisect_left(self._free, (size, -1))
-        if place == len(self._free):
-            return None
-        return self._blocks[self._free.pop(self._preferred(place))[1]]
 
     def needed(self, size: int) -> int:
         """Return the bytes that the driver is asked for where nothing free holds `size`."""
@@ -65,181 +47,118 @@ class Pool:
             return SMALL_SEGMENT
         return LARGE_SEGMENT if size < LARGE else -(-size // ROUND_SEGMENT) * ROUND_SEGMENT
 
-    def grow(self, size: int) -> Block:
-        """Return a new segment as a block."""
-        block = Block(self, self._next, self.needed(size))
-        self._blocks[block.address] = block
-        self._next += block.size
-        self.reserved_bytes += block.size
-        return block
-
-    def take(self, block: Block, size: int) -> None:
-        """Put a block to use, and split off what is left of it if that is worth a block."""
-        block.free = False
-        rest = block.size - size
-        if self._splits(rest):
-            tail = Block(self, block.address + size, rest)
-            self._blocks[tail.address] = tail
-            _link(tail, block.after)
-            _link(block, tail)
-            block.size = size
-            self._set_free(tail)
-
-    def give(self, block: Block) -> None:
-        """Take a block back and join it with free neighbours."""
-        for other in (block.after, block.before):
-            if other is not None and other.free and other.mapped:
-                self._unset_free(other)
-                block = self._merged(block, other)
-        self._set_free(block)
+    def grow(self, size: int) -> None:
+        """Add a segment in which `size` bytes are free."""
+        whole = self.needed(size)
+        self._add(self._next, whole)
+        self._segments[self._next] = whole
+        self._next += whole + BLOCK  # blocks of two segments are no neighbours
+        self.reserved_bytes += whole
 
     def release(self) -> None:
         """Return to the driver what is not in use: segments that are free as a whole."""
-        for _, address in list(self._free):
-            block = self._blocks[address]
-            if block.before is None and block.after is None:
-                self._unset_free(block)
-                del self._blocks[address]
-                self.reserved_bytes -= block.size
+        for size, address in list(self.free):
+            if self._segments.get(address) == size:
+                self._remove(address)
+                del self._segments[address]
+                self.reserved_bytes -= size
 
-    def _preferred(self, place: int) -> int:
+    def least_room(self, place: int) -> int:
+        """Return the fit that grows least: a block that unmapped addresses follow counts as long as it may become."""
+        while place + 1 < len(self.free) and self._room(place + 1) < self._room(place):
+            place += 1
         return place
 
-    def _splits(self, rest: int) -> bool:
-        return rest >= BLOCK if self.small else rest > SMALL
+    def _room(self, place: int) -> int:
+        size, address = self.free[place]
+        return size + self.unmapped.get(address + size, 0)
 
-    def _set_free(self, block: Block) -> None:
-        block.free = True
-        insort(self._free, (block.size, block.address))
+    def _add(self, address: int, size: int) -> None:
+        self.starts[address], self.ends[address + size] = size, address
+        insort(self.free, (size, address))
 
-    def _unset_free(self, block: Block) -> None:
-        del self._free[bisect_left(self._free, (block.size, block.address))]
+    def _remove(self, address: int) -> int:
+        """Take a block off the free ones; return its bytes."""
+        size = self.starts.pop(address)
+        del self.ends[address + size], self.free[bisect_left(self.free, (size, address))]
+        return size
 
-    def _merged(self, a: Block, b: Block) -> Block:
-        low, high = (a, b) if a.address < b.address else (b, a)
-        low.size += high.size
-        _link(low, high.after)
-        del self._blocks[high.address]
-        low.free = False
-        return low
+
+# Where a tensor lies: the pool, the address and the bytes of the block.
+Block = tuple[Pool, int, int]
 
 
 class ExpandablePool(Pool):
     """Likewise with `expandable_segments:True`: one segment that grows by pages, and whose free pages can be returned.
 
-    Free addresses that are not mapped follow the last page, and stand where pages were returned.
+    Addresses that are not mapped follow the last page, and stand where pages were returned.
     """
 
     def __init__(self, *, small: bool) -> None:
         super().__init__(small=small)
+        self.least_rest = BLOCK
         self._page = SMALL_SEGMENT if small else LARGE_SEGMENT
-        self._end = Block(self, 0, 1 << 80, mapped=False)
-        self._end.free = True
-        self._holes: list[Block] = []  # unmapped addresses, lowest first; `_end` is not among them
+        self._end = 0
+        self.unmapped[0] = 1 << 80
 
     def needed(self, size: int) -> int:
-        have = asked = 0
-        block: Block | None = self._start(size)
-        while have < size and block is not None:
-            more = block.size if block.mapped else self._pages(size - have, block)
-            have, asked, block = have + more, asked + (0 if block.mapped else more), block.after
+        at, have, asked = self._start(size), 0, 0
+        while have < size:
+            more = self.starts.get(at, 0)
+            if not more:
+                more = self._pages(at, size - have)
+                asked += more
+            have, at = have + more, at + more
         return asked
 
-    def grow(self, size: int) -> Block:
-        start = self._start(size)
-        if not start.mapped:
-            block = self._mapped(start, size)
-        else:
-            self._unset_free(start)
-            block = start
-        while block.size < size:
-            following = block.after
-            if following is None:
-                raise AssertionError("a run of free addresses is shorter than was seen")
-            if following.mapped:
-                self._unset_free(following)
-            else:
-                following = self._mapped(following, size - block.size)
-            block = self._merged(block, following)
-        return block
+    def grow(self, size: int) -> None:
+        address = at = self._start(size)
+        while at - address < size:
+            at += self._remove(at) if at in self.starts else self._map(at, size - (at - address))
+        self._add(address, at - address)
 
     def release(self) -> None:
-        for _, address in list(self._free):
-            block = self._blocks[address]
-            low = -(-block.address // self._page) * self._page
-            high = (block.address + block.size) // self._page * self._page
+        for size, address in list(self.free):
+            low = -(-address // self._page) * self._page
+            high = (address + size) // self._page * self._page
             if low < high:
-                self._unmap(block, low, high)
+                self._remove(address)
+                for start, stop in ((address, low), (high, address + size)):
+                    if start < stop:
+                        self._add(start, stop - start)
+                self._unmap(low, high)
 
-    def _start(self, size: int) -> Block:
-        """Return the block with which a run of free addresses begins that holds `size`, the lowest with unmapped
-        ones.
-        """
-        for hole in (*self._holes, self._end):
-            start = hole.before if hole.before is not None and hole.before.free and hole.before.mapped else hole
-            have, block = 0, start
-            while have < size and block is not None and block.free:
-                have, block = have + block.size, block.after  # type: ignore[assignment]  # ends with None
-            if have >= size:
+    def _start(self, size: int) -> int:
+        """Return where a run of free addresses begins that holds `size`: the lowest with unmapped ones."""
+        for hole in sorted(self.unmapped):
+            start = at = self.ends.get(hole, hole)
+            while at - start < size and (more := self.starts.get(at) or self.unmapped.get(at)):
+                at += more
+            if at - start >= size:
                 return start
         raise AssertionError("addresses do not end")
 
-    def _pages(self, wanted: int, hole: Block) -> int:
-        return min(-(-wanted // self._page) * self._page, hole.size)
+    def _pages(self, hole: int, wanted: int) -> int:
+        return min(-(-wanted // self._page) * self._page, self.unmapped[hole])
 
-    def _mapped(self, hole: Block, wanted: int) -> Block:
-        """Map the first pages of a hole, enough for `wanted` bytes if it has them."""
-        size = self._pages(wanted, hole)
-        block = Block(self, hole.address, size)
-        self._blocks[block.address] = block
-        _link(hole.before, block)
-        if size == hole.size:
-            self._holes.remove(hole)
-            _link(block, hole.after)
-        else:
-            hole.address, hole.size = hole.address + size, hole.size - size
-            _link(block, hole)
+    def _map(self, hole: int, wanted: int) -> int:
+        """Map the first pages of a hole, enough for `wanted` bytes if it has them; return their bytes."""
+        size = self._pages(hole, wanted)
+        left = self.unmapped.pop(hole) - size
+        if left:
+            self.unmapped[hole + size] = left
+        if hole == self._end:
+            self._end += size
         self.reserved_bytes += size
-        return block
+        return size
 
-    def _unmap(self, block: Block, low: int, high: int) -> None:
-        """Unmap pages inside a free block; what stays of it on either side is free blocks."""
-        self._unset_free(block)
-        del self._blocks[block.address]
-        end, before, after = block.address + block.size, block.before, block.after
-        hole = Block(self, low, high - low, mapped=False)
-        hole.free = True
-        parts = [hole]
-        for start, stop in ((block.address, low), (high, end)):
-            if start < stop:
-                part = Block(self, start, stop - start)
-                self._blocks[start] = part
-                self._set_free(part)
-                parts.append(part)
-        parts.sort(key=lambda part: part.address)
-        for one, other in zip([before, *parts], [*parts, after], strict=True):
-            _link(one, other)
+    def _unmap(self, low: int, high: int) -> None:
+        """Unmap pages that are not among the free ones."""
+        self.unmapped[low] = high - low
+        if high == self._end:
+            self.unmapped[low] += self.unmapped.pop(high)
+            self._end = low
         self.reserved_bytes -= high - low
-        if hole.after is self._end:
-            self._end.address, self._end.size = low, self._end.size + hole.size
-            _link(hole.before, self._end)
-        else:
-            self._holes.append(hole)
-            self._holes.sort(key=lambda one: one.address)
-
-    def _preferred(self, place: int) -> int:
-        """Return the fit that grows least: a block that unmapped addresses follow counts as long as it may become."""
-        while place + 1 < len(self._free) and self._room(place + 1) < self._room(place):
-            place += 1
-        return place
-
-    def _room(self, place: int) -> int:
-        size, address = self._free[place]
-        after = self._blocks[address].after
-        return size + (after.size if after is not None and not after.mapped else 0)
-
-    def _splits(self, rest: int) -> bool:
-        return rest >= BLOCK
 
 
 class CachingAllocator:
@@ -250,73 +169,105 @@ class CachingAllocator:
         self.retries = 0
         self.allocated_bytes = self.peak_allocated_bytes = self.peak_reserved_bytes = 0
         self._kind = ExpandablePool if expandable else Pool
-        self._pools: dict[tuple[str, bool], Pool] = {}
+        self._small: dict[str, Pool] = {}  # by stream
+        self._large: dict[str, Pool] = {}
+        self._pools: list[tuple[str, Pool]] = []
+        self._used_on: dict[Block, set[str]] = {}  # other streams that use a block
         self._waiting: list[Block] = []  # freed, and still used on another stream
 
     @property
     def reserved_bytes(self) -> int:
-        return sum(pool.reserved_bytes for pool in self._pools.values())
+        return sum(pool.reserved_bytes for _, pool in self._pools)
 
     def allocate(self, nbytes: int, stream: str) -> Block:
-        """Return a block for `nbytes` that `stream` will write. Raises OutOfMemory."""
-        size = max(BLOCK, -(-nbytes // BLOCK) * BLOCK)
-        small = size <= SMALL
-        pool = self._pools.get((stream, small))
-        if pool is None:
-            pool = self._pools[stream, small] = self._kind(small=small)
-        block = pool.find(size)
-        if block is None:
+        """Return a block for `nbytes` that `stream` will write: of the smallest free one of its pool that holds them,
+        without what is left of it, if that is worth a block. Raises OutOfMemory.
+        """
+        size = -(-nbytes // BLOCK) * BLOCK or BLOCK
+        pools = self._small if size <= SMALL else self._large
+        pool = pools.get(stream) or self._new_pool(pools, stream)
+        free = pool.free
+        place = bisect_left(free, (size,))
+        if place == len(free):
             self._make_room(pool, size)
-            block = pool.grow(size)
+            pool.grow(size)
             self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
-        pool.take(block, size)
-        self.allocated_bytes += block.size
-        self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
-        return block
+            place = bisect_left(free, (size,))
+        found, address = free[place]
+        if address + found in pool.unmapped:
+            place = pool.least_room(place)
+            found, address = free[place]
+        del free[place], pool.starts[address]
+        rest = found - size
+        if rest < pool.least_rest:
+            del pool.ends[address + found]
+            size = found
+        else:
+            start = address + size
+            pool.starts[start], pool.ends[start + rest] = rest, start
+            insort(free, (rest, start))
+        self.allocated_bytes += size
+        if self.allocated_bytes > self.peak_allocated_bytes:  # noqa: PLR1730 - of every tensor, a call less
+            self.peak_allocated_bytes = self.allocated_bytes
+        return pool, address, size
 
     def free(self, block: Block) -> None:
-        """Take a block back: at once, or when the other streams that use it have got there."""
-        self.allocated_bytes -= block.size
-        if block.used_on:
+        """Take a block back, at once or when the other streams that use it have got there, and join it with free
+        neighbours.
+        """
+        pool, address, size = block
+        self.allocated_bytes -= size
+        if self._used_on and block in self._used_on:
             self._waiting.append(block)
-        else:
-            block.pool.give(block)
+            return
+        free, starts, ends = pool.free, pool.starts, pool.ends
+        end = address + size
+        after = starts.pop(end, 0)
+        if after:
+            del free[bisect_left(free, (after, end))]
+            end += after
+        before = ends.pop(address, None)
+        if before is not None:
+            del free[bisect_left(free, (starts[before], before))]
+            address = before
+        starts[address], ends[end] = end - address, address
+        insort(free, (end - address, address))
 
     def record_stream(self, block: Block, stream: str) -> None:
         """Note that a stream other than the block's own uses it: freed, it waits for `reached` of that stream."""
-        block.used_on.add(stream)
+        self._used_on.setdefault(block, set()).add(stream)
 
     def reached(self, stream: str) -> None:
         """Have a stream get to the end of all that was issued to it."""
         waiting, self._waiting = self._waiting, []
         for block in waiting:
-            block.used_on.discard(stream)
-            if block.used_on:
+            self._used_on[block].discard(stream)
+            if self._used_on[block]:
                 self._waiting.append(block)
             else:
-                block.pool.give(block)
+                del self._used_on[block]
+                self.allocated_bytes += block[2]
+                self.free(block)
 
     def streams(self) -> Iterator[tuple[str, int]]:
         """Yield every stream and the bytes that its pools hold."""
         for stream in dict.fromkeys(stream for stream, _ in self._pools):
-            yield stream, sum(pool.reserved_bytes for (owner, _), pool in self._pools.items() if owner == stream)
+            yield stream, sum(pool.reserved_bytes for owner, pool in self._pools if owner == stream)
+
+    def _new_pool(self, pools: dict[str, Pool], stream: str) -> Pool:
+        pool = pools[stream] = self._kind(small=pools is self._small)
+        self._pools.append((stream, pool))
+        return pool
 
     def _make_room(self, pool: Pool, size: int) -> None:
         if self.capacity_bytes is None or self.reserved_bytes + pool.needed(size) <= self.capacity_bytes:
             return
-        for stream in {stream for block in self._waiting for stream in block.used_on}:
+        for stream in {stream for block in self._waiting for stream in self._used_on[block]}:
             self.reached(stream)  # the allocator waits for the device before it gives anything back
-        for other in self._pools.values():
+        for _, other in self._pools:
             other.release()
         self.retries += 1
         if self.reserved_bytes + pool.needed(size) > self.capacity_bytes:
             raise OutOfMemory(
                 f"{size} bytes are asked for, {self.reserved_bytes} of {self.capacity_bytes:.0f} are held"
             )
-
-
-def _link(before: Block | None, after: Block | None) -> None:
-    if before is not None:
-        before.after = after
-    if after is not None:
-        after.before = before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
 
@@ -66,11 +67,23 @@ class PlanMemory:
     @cached_property
     def fits(self) -> bool:
         """Whether no rank runs out of memory, though some may have to give back what they hold and ask again."""
-        # Mostly an end of the pipeline holds most. A rank that allocates more than there is has run out of it.
-        order = dict.fromkeys([0, self.plan.pp - 1, *range(self.plan.pp)])
-        return all(self.rank(rank).allocated_bytes <= self.left_bytes for rank in order) and not any(
-            self._limited(rank).out_of_memory for rank in order
+        # A rank that allocates more than there is has run out of it.
+        return all(self.rank(rank).allocated_bytes <= self.left_bytes for rank in self._order) and not any(
+            self._limited(rank).out_of_memory for rank in self._order
         )
+
+    @property
+    def _by_bound(self) -> list[int]:
+        """Every pipeline rank, first the one that needs most by the lower bound."""
+        if self.plan.pp == 1:
+            return [0]
+        bound = estimate_plans(self._scenario, [self.plan]).memory.reserved_bytes[0, : self.plan.pp]
+        return [int(rank) for rank in np.argsort(-bound, kind="stable")]
+
+    @property
+    def _order(self) -> Iterator[int]:
+        """Every pipeline rank, first the ends of the pipeline: mostly one of them holds most."""
+        return iter(dict.fromkeys([0, self.plan.pp - 1, *range(self.plan.pp)]))
 
     @property
     def peak_bytes(self) -> int:
@@ -100,20 +113,31 @@ class PlanMemory:
     @property
     def fit_probability(self) -> float:
         """How likely memory is enough, given how far predictions of it are off; 0 where it is not by what they say."""
-        if not self.fits:
-            return 0.0
-        low, high = replayed_memory_factors()
-        needed = float(self.reserved_bytes)
-        return fit_probability(needed, low * needed, high * needed, self.left_bytes)
+        return self._holds(float(self.reserved_bytes)) if self.fits else 0.0
+
+    def at_most_likely(self, sure: float) -> float:
+        """Return a probability above which the plan does not fit: that of its fullest rank, or of the first rank found
+        for which it is below `sure`.
+        """
+        likely = 1.0
+        for rank in self._by_bound:
+            likely = min(likely, self._holds(float(self.rank(rank).reserved_bytes)))
+            if likely < sure:
+                break
+        return likely
 
     @property
     def surely_fits(self) -> bool:
         """Whether memory is enough for all that."""
-        return self.fit_probability >= SURE
+        return self.at_most_likely(SURE) >= SURE and self.fits
+
+    def _holds(self, reserved_bytes: float) -> float:
+        low, high = replayed_memory_factors()
+        return fit_probability(reserved_bytes, low * reserved_bytes, high * reserved_bytes, self.left_bytes)
 
     @cached_property
     def flush_s(self) -> float:
-        """Seconds of a step that retries are expected to cost. One that runs out of memory is told as if it had enough,
+        """Seconds of a step that retries are expected to cost. One that runs out of memory is taken to have enough,
         unless runs of its runtime showed what a full GPU costs.
         """
         reserved = np.array([float(self.reserved_bytes)])

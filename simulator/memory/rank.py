@@ -177,7 +177,7 @@ class RankReplay:
                 recast += again
             if given is not None:
                 instance.slots[passes.inward] = given
-            self._play(unit, instance, ((act, slot, size) for act, slot, size in passes.forward), forward=True)
+            self._play(unit, instance, passes.forward, forward=True)
             instance.from_forward = set(instance.slots)
             given = instance.slots.pop(passes.outward, None)
             if position + 1 < len(units) and unit is not self.tied:
@@ -249,14 +249,16 @@ class RankReplay:
     ) -> None:
         check_time()
         allocate, free, slots = self.memory.allocate, self.memory.free, instance.slots
+        allocates, frees = Act.ALLOCATE, Act.FREE
         for act, slot, nbytes in events:
-            if act is Act.ALLOCATE:
+            if act is allocates:
                 slots[slot] = allocate(nbytes, COMPUTE)
-            elif split and (act is Act.GRADIENT or slot in instance.from_forward):
+            elif split and (act is not frees or slot in instance.from_forward):
                 instance.later.append((act, slot))
-            elif act is Act.FREE:
-                if slot in slots:
-                    free(slots.pop(slot))
+            elif act is frees:
+                block = slots.pop(slot, None)
+                if block is not None:
+                    free(block)
             elif not forward:
                 self._weight_gradient(unit, slot)
 

@@ -35,6 +35,7 @@ class StageLayout:
     rank_count: NDArray[np.int64]
     first: NDArray[np.bool_]  # holds the embedding
     last: NDArray[np.bool_]  # holds the head
+    largest: NDArray[np.int64]  # layers of the rank's largest stage
     by_mode: dict[str, tuple[Floats, Floats]] = field(default_factory=dict)
 
     @property
@@ -127,7 +128,7 @@ def stage_layout(model: Model, table: PlanTable, spec: PipelineSpec, *, merged: 
     ]
     width = max(kind.shape[1] for kind in kinds)
     padded = [np.pad(kind, ((0, 0), (0, width - kind.shape[1])), constant_values=-1) for kind in kinds]
-    dense, moe, rank, rank_count, first, last = np.moveaxis(np.stack(padded)[which], 1, 0)
+    dense, moe, rank, rank_count, first, last, largest = np.moveaxis(np.stack(padded)[which], 1, 0)
     modes = table.recompute_modes
     whole = np.where(dense >= 0, dense, 0).astype(np.float64), np.where(moe >= 0, moe, 0).astype(np.float64)
     by_mode = {
@@ -147,6 +148,7 @@ def stage_layout(model: Model, table: PlanTable, spec: PipelineSpec, *, merged: 
         rank_count=np.maximum(rank_count, 0),
         first=first > 0,
         last=last > 0,
+        largest=np.maximum(largest, 0),
         by_mode=by_mode,
     )
 
@@ -162,11 +164,11 @@ def _layers_of_ranks(
     folded: bool,
     merged: bool,
 ) -> NDArray[np.int64]:
-    """Return rows (dense, MoE, rank, rank_count, first, last) with a column for every pipeline rank of a plan, or,
-    `merged`, one for ranks in a row that hold the same. `dense_before` is the model's, `listed` the plan's layers by
-    stage where it names them.
+    """Return rows (dense, MoE, rank, rank_count, first, last, largest) with a column for every pipeline rank of a plan,
+    or, `merged`, one for ranks in a row that hold the same. `dense_before` is the model's, `listed` the plan's layers
+    by stage where it names them.
     """
-    held = np.zeros((6, pp), dtype=np.int64)
+    held = np.zeros((7, pp), dtype=np.int64)
     start, layers = 0, len(dense_before) - 1
     plan = Plan(pp=pp, virtual_stages=virtual_stages, layers_per_stage=listed)
     for stage, count in enumerate(stage_layers(layers, plan, spec)):
@@ -174,6 +176,7 @@ def _layers_of_ranks(
         dense = dense_before[min(start + count, layers)] - dense_before[min(start, layers)]
         held[0, rank] += dense
         held[1, rank] += count - dense
+        held[6, rank] = max(held[6, rank], count)
         start += count
     held[2], held[3] = np.arange(pp), 1
     held[4, 0], held[5, 0 if folded else pp - 1] = 1, 1
@@ -187,6 +190,7 @@ def _merged(held: NDArray[np.int64]) -> NDArray[np.int64]:
     first = np.concatenate([[0], first])
     result = held[:, first].copy()
     result[3] = np.diff([*first, held.shape[1]])
+    result[6] = np.maximum.reduceat(held[6], first)
     return result
 
 

@@ -139,7 +139,7 @@ def serve(
             if following is not None:
                 begin(following.prompt, following.output)
 
-    last = _schedulers(env, model, cluster, deployment, deployment.pool, finished)
+    last = _schedulers(env, model, cluster, deployment, deployment.pool, finished, most=len(requests))
     first = last
     if deployment.prefill is not None:
         move = move_seconds(model, cluster, deployment)
@@ -150,6 +150,7 @@ def serve(
             deployment,
             deployment.prefill,
             lambda read: _hand_over(env, read, last, move, finished),
+            most=len(requests),
             reads_only=True,
         )
     _refuse_what_never_fits(requests, (*first, *last))
@@ -166,10 +167,11 @@ def serve(
             )
         env.step()
     every = {id(scheduler): scheduler for scheduler in (*first, *last)}.values()
+    pools = [deployment.pool, *([] if deployment.prefill is None else [deployment.prefill])]
     return Served(
         answers=tuple(done),
         seconds=env.now,
-        busy=sum(scheduler.busy_s for scheduler in every) / (len(every) * env.now),
+        busy=sum(scheduler.busy_s for scheduler in every) / (sum(map(_batches, pools)) * env.now),
         preempted=sum(scheduler.batch.preempted for scheduler in every),
     )
 
@@ -182,9 +184,14 @@ def _schedulers(
     pool: Pool,
     deliver: Sink,
     *,
+    most: int,
     reads_only: bool = False,
 ) -> list[Scheduler]:
-    """Return the engines of a pool; the stages of a pipeline work on so many batches at once, one each."""
+    """Return the engines of a pool; the stages of a pipeline work on so many batches at once, one each.
+
+    A request goes to the first of those with least to do, so batches beyond the `most` requests that there are would
+    have nothing.
+    """
     costs = ForwardPass(model, cluster, deployment, pool)
     room = cache_capacity(model, cluster, deployment, pool)
     lanes = pool.pp
@@ -201,8 +208,13 @@ def _schedulers(
             ),
             deliver,
         )
-        for _ in range(pool.engines * lanes)
+        for _ in range(min(_batches(pool), most))
     ]
+
+
+def _batches(pool: Pool) -> int:
+    """Return how many batches a pool works on."""
+    return pool.engines * pool.pp
 
 
 def _after(env: simpy.Environment, delay_s: float, action: Callable[[], None]) -> None:

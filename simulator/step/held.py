@@ -121,16 +121,6 @@ def head_tensor_bytes(tensor: str, context: CostContext) -> Floats:
     return np.minimum(nbytes, tensor_bytes(f"2*t v:{dtype}", context.sizes, context.dtype_bytes))
 
 
-def head_left_bytes(context: CostContext) -> Floats:
-    """Return the bytes that the compute stream's pool holds for the loss's forward pass, and backward cannot use.
-
-    A pipeline that keeps what its last stage gives has the logits in them for longer, and counts them.
-    """
-    pipeline = context.spec.pipeline
-    kept = (context.table["pp"] > 1) & (pipeline.keeps_outputs or pipeline.caches_outputs)
-    return np.where(kept, 0.0, _logits_bytes(context))
-
-
 def head_cached_bytes(context: CostContext) -> Floats:
     """Return the bytes of logits that a pipeline's last stage keeps to the end of its backward pass, though the loss
     does not need them; what it keeps until the step ends is counted by `between_stages_bytes`.

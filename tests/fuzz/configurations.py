@@ -19,6 +19,7 @@ from planner.serving.question.from_flags import ServingFlags
 from simulator.legality.rules import is_legal
 from tests.fuzz.format import Format, text_inputs
 from tests.fuzz.mutations import damaged_json, damaged_text
+from tests.fuzz.structure import rearranged_json
 from tests.planner.test_check_formats import TEXTS
 from topology import codec
 from topology.errors import BadInput
@@ -60,8 +61,11 @@ def _documents(*patterns: str) -> list[Any]:
 
 def _damaged_documents(*patterns: str) -> st.SearchStrategy[str]:
     documents = _documents(*patterns)
-    by_value = damaged_json(documents)
-    return st.one_of(by_value, by_value, damaged_text([json.dumps(one, indent=2) for one in documents]))
+    return st.one_of(
+        damaged_json(documents),
+        rearranged_json(documents),
+        damaged_text([json.dumps(one, indent=2) for one in documents]),
+    )
 
 
 _estimates: dict[str, Any] = {}

@@ -11,6 +11,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from tests.fuzz.mutations import JUNK, damaged_json, damaged_text
+from tests.fuzz.structure import rearranged_json, rearranged_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,8 +26,8 @@ class Format:
 
 
 def json_inputs(corpus: Callable[[], list[Any]]) -> Callable[[], st.SearchStrategy[str]]:
-    return lambda: st.one_of(damaged_json(corpus()), damaged_json(corpus()), JUNK.map(json.dumps))
+    return lambda: st.one_of(damaged_json(corpus()), rearranged_json(corpus()), JUNK.map(json.dumps))
 
 
 def text_inputs(corpus: Callable[[], list[str]]) -> Callable[[], st.SearchStrategy[str]]:
-    return lambda: st.one_of(damaged_text(corpus()), damaged_text(corpus()), st.text(max_size=400))
+    return lambda: st.one_of(damaged_text(corpus()), rearranged_text(corpus()), st.text(max_size=400))

@@ -30,6 +30,7 @@ from simulator.legality.rules import is_legal
 from simulator.serving.deployment import Pool
 from tests.fuzz.format import Format, json_inputs, text_inputs
 from tests.fuzz.mutations import damaged_json, damaged_text
+from tests.fuzz.structure import rearranged_json, rearranged_text
 from topology import codec
 
 DATA = Path(__file__).resolve().parents[1] / "data"
@@ -92,8 +93,9 @@ def _lines(rows: list[Any]) -> str:
 
 
 def _damaged_lines(document: Any) -> st.SearchStrategy[str]:
-    one = damaged_json([document])
-    return st.one_of(st.lists(one, min_size=1, max_size=3).map("\n".join), damaged_text([_lines([document] * 3)]))
+    one = st.one_of(damaged_json([document]), rearranged_json([document]))
+    lines = [_lines([document] * 3)]
+    return st.one_of(st.lists(one, min_size=1, max_size=3).map("\n".join), damaged_text(lines), rearranged_text(lines))
 
 
 def _read_requests(text: str, path: Path) -> list[Any]:

@@ -89,11 +89,12 @@ def best_by_hand(cluster, workload, gpus):
 def test_the_answer_is_another_past_a_flip_and_the_same_before():
     """On either side of the network rate that is named, all legal plans are costed one by one."""
     workload = Workload(seq_len=4096, global_batch_size=64)
-    model, gpus = replace(TINY, layers=8, hidden=2048, ffn=8192, head_dim=256), 16
-    cluster = make_cluster(2, 8, network=10e9)
+    model, gpus = replace(TINY, hidden=2048, ffn=8192, head_dim=256), 8
+    cluster = make_cluster(2, 4, network=10e9)
     asked = question_of(model, cluster, workload, runtime=RUNTIME, framework=TORCHTITAN, gpus=gpus)
     flips = [flip for flip in answer_flips(asked) if flip.unit == "bytes_per_s" and flip.quantity.startswith("network")]
     now = degrees(best_plan(asked))
+    assert flips
     for flip in flips:
         inward = 0.9 if flip.wins == "above" else 1.1
         past, before = (

@@ -105,7 +105,7 @@ def test_a_tuning_makes_the_same_trials(planner, tmp_path) -> None:
 def test_it_is_exported_as_the_other(planner, tmp_path) -> None:
     plan = str(tmp_path / "NAME.json")
     both(planner, "suggest", *ASKED, *SEARCHED, "--framework", "NAME", "--tp", "2", "--out", plan)
-    for target in ("torchtitan@0.2.2", "torchtitan@0.3.0", "slurm", "skypilot"):
+    for target in ("NAME", "torchtitan@0.2.2", "torchtitan@0.3.0", "slurm", "skypilot"):
         first, second = (
             without(text, "plan_hash", "text") for text in both(planner, "export", plan, "--to", target, "--json")
         )

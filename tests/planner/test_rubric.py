@@ -52,9 +52,16 @@ def test_what_fits_on_one_gpu_is_replicated(nodes, nvlink, framework):
     assert plan.data_parallel == nodes * 8
 
 
-@pytest.mark.parametrize(("name", "gpus"), [("llama3-70b", 32), ("gpt3-175b", 64)])
-@pytest.mark.parametrize(("framework", "batch"), [("torchtitan", 8), ("megatron-lm", 64)])
-def test_tensor_parallel_stays_inside_an_nvlink_island(name, gpus, framework, batch):
+@pytest.mark.parametrize(
+    ("name", "gpus", "framework", "batch", "stages"),
+    [
+        ("llama3-70b", 32, "torchtitan", 8, 1),
+        ("llama3-70b", 32, "megatron-lm", 64, 32),
+        ("gpt3-175b", 64, "megatron-lm", 64, 64),
+        pytest.param("gpt3-175b", 64, "torchtitan", 8, 64, marks=pytest.mark.nightly),
+    ],
+)
+def test_tensor_parallel_stays_inside_an_nvlink_island(name, gpus, framework, batch, stages):
     """Allowed to go across nodes of eight, it does not, even where there are fewer sequences than GPUs to share."""
     cluster = make_cluster(gpus // 8, 8)
     plan = first(
@@ -62,7 +69,7 @@ def test_tensor_parallel_stays_inside_an_nvlink_island(name, gpus, framework, ba
         cluster,
         Workload(seq_len=2048, global_batch_size=batch),
         framework=framework,
-        bounds=replace(SHORT, max_tp=16),
+        bounds=replace(SHORT, max_tp=16, max_pp=stages),
     ).plan
 
     assert 1 < plan.tp <= cluster.gpus_per_node
@@ -115,7 +122,7 @@ def eight_gpus():
     return plans, costed
 
 
-@pytest.mark.parametrize("factor", [2.0, 8.0])
+@pytest.mark.parametrize("factor", [2.0, pytest.param(8.0, marks=pytest.mark.nightly)])
 def test_with_faster_links_tensor_parallel_never_gets_relatively_worse(eight_gpus, factor):
     """Plans with and without more bandwidth inside a node: those with tensor parallelism gain at least as much.
 

@@ -87,9 +87,10 @@ NO_PIPELINES = SearchOptions(bounds=NARROW)
 
 
 @cache
-def answer(**options):
+def answer(*, pipelines=True, **options):
     """Return what the search answers to QUESTION, asked once for all tests."""
-    return suggest(QUESTION, SearchOptions(**{"bounds": LIMITS, "simulate": False, **options}))
+    bounds = LIMITS if pipelines else NARROW
+    return suggest(QUESTION, SearchOptions(bounds=bounds, **{"simulate": False, **options}))
 
 
 @pytest.mark.parametrize("objective", ["time", "memory"])
@@ -173,7 +174,7 @@ def test_a_search_cut_short_says_how_far_it_may_be_off(llama8b, workload):
 
 def test_every_plan_listed_is_simulated_and_in_that_order():
     """First what surely fits; among equals in that, a plan of an earlier tie is never slower than one of a later."""
-    result = answer(objective="time", simulate=True, top=3, bounds=NARROW)
+    result = answer(objective="time", simulate=True, top=3, pipelines=False)
     sure = [ranked.estimate.memory.fit is Fit.YES for ranked in result.plans]
     fastest = {ranked.tie: ranked.estimate.step_s.value for ranked in reversed(result.plans)}
     slowest = {ranked.tie: ranked.estimate.step_s.value for ranked in result.plans}
@@ -194,7 +195,7 @@ def test_a_plan_that_may_not_fit_where_simulated_comes_after_those_that_do(monke
     """The first is fastest in the simulation too, but its allocator holds more than there is."""
     from planner.search import finalists
 
-    real, first = finalists.predict, answer(objective="time", simulate=True, top=3, bounds=NARROW).plans[0].plan
+    real, first = finalists.predict, answer(objective="time", simulate=True, top=3, pipelines=False).plans[0].plan
 
     def fragmented(question, plan, **options):
         found = real(question, plan, **options)
@@ -226,7 +227,7 @@ def test_the_answer_is_ranked_feasible_and_explained():
 
 
 def test_variants_of_one_grid_are_listed_on_request():
-    result = suggest(QUESTION, replace(NO_PIPELINES, top=6, all_variants=True))
+    result = suggest(QUESTION, replace(NO_PIPELINES, top=6, all_variants=True, simulate=False))
     grids = {(p.plan.dp_replicate, p.plan.dp_shard, p.plan.tp, p.plan.cp, p.plan.pp) for p in result.plans}
 
     assert len(result.plans) == 6
@@ -253,7 +254,7 @@ SMALL = {
 }
 
 
-@pytest.fixture(scope="module", params=["time", "pareto"])
+@pytest.fixture(scope="module", params=["time", pytest.param("pareto", marks=pytest.mark.nightly)])
 def listed(request):
     """Return how to search, and the answer with chunks as they are."""
     model = replace(LLAMA8B, layers=7, hidden=2048, heads=16, ffn=4096)
@@ -285,6 +286,7 @@ def test_ties_go_to_the_simpler_plan():
     assert (plan.pp, plan.cp, plan.tp, plan.micro_batch_size) == (1, 1, 1, 1)
 
 
+@pytest.mark.nightly  # the example of a model that is too large, and the offers of test_gpu_counts.py, are in the gate
 def test_story_s18_an_infeasible_question_names_what_is_missing():
     """405B on 8 H100: state alone is 16 bytes a parameter over 8 GPUs; the message has GiB, factor and a way out."""
     model, workload = load_model("llama3-405b"), Workload(seq_len=8192, global_batch_size=64)
@@ -299,10 +301,10 @@ def test_story_s18_an_infeasible_question_names_what_is_missing():
     assert needs >= 16 * model.parameters / 8 / 2**30
     assert float(missing) == pytest.approx(needs - has, abs=0.11)
     assert float(factor) == pytest.approx(needs / has, rel=0.01)  # of figures in whole GiB
-    # The offer holds, and no number of nodes below it does.
-    assert suggest(
-        question_of(model, make_cluster(offered // 8, 8), workload), SearchOptions(top=1, simulate=False)
-    ).plans
+    # The offer holds, by one of the leaner plans; no number of nodes below it does.
+    lean = Bounds(max_micro_batch=1, max_cp=1, max_virtual_stages=1, stated={"recompute": ("full",)})
+    options = SearchOptions(top=1, simulate=False, reasons=False, bounds=lean)
+    assert suggest(question_of(model, make_cluster(offered // 8, 8), workload), options).plans
     for fewer in range(1, offered // 8):
         assert (
             leanest_gap(

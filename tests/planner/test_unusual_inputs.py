@@ -93,3 +93,60 @@ def test_a_name_that_is_not_text_is_refused_before_any_work(capsys):
 def test_messages_repeat_at_most_a_line_of_a_bad_value(flag, value, capsys):
     assert main(["estimate", f"{flag}={value}"]) == 2
     assert len(capsys.readouterr().err) < 2500
+
+
+SMALL = ("--model", "tiny-llama", "--cluster", "dgx-h100", "--gpus", "2", "--seq-len", "256")
+LONG = {
+    "a name": "f" * 4000,
+    "folders": "/".join(["d" * 200] * 20),
+    "folders in each other": "x/" * 2000 + "y",
+}
+
+
+@pytest.mark.parametrize("path", LONG.values(), ids=LONG)
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("estimate", *SMALL, "--out"),
+        ("estimate", "--plan"),
+        ("export", PLAN, "--all", "--out"),
+        ("export", PLAN, "--to", "torchrun", "--out"),
+        ("probe", "--from", "dgx-h100", "--svg"),
+        ("validate",),
+        ("check",),
+    ],
+    ids=lambda words: "-".join(word for word in words if "/" not in word),
+)
+def test_paths_of_4000_characters_are_read_and_written_or_refused(words, path, capsys, tmp_path, monkeypatch):
+    """Systems take paths of 4,095 bytes, of names of 255."""
+    monkeypatch.chdir(tmp_path)
+    if (code := main([*words, path])) == 0:
+        assert words[0] == "export"
+        assert (tmp_path / path).exists()
+    else:
+        assert code == 2
+        assert "why: " in capsys.readouterr().err
+
+
+def test_a_working_folder_of_4000_characters(capsys, tmp_path, monkeypatch):
+    folder = tmp_path
+    while len(str(folder)) < 3700:
+        folder /= "e" * 200
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+
+    assert main(["estimate", *SMALL, "--out", "plan.json"]) == 0
+    assert main(["export", "plan.json", "--all", "--out", "files"]) == 0
+    assert main(["check", "files/torchtitan.toml", "--no-search"]) == 0
+
+
+def test_files_that_this_user_may_not_use_are_named_with_what_moves_them(capsys, monkeypatch):
+    def refuse(*_args):
+        raise PermissionError(13, "Permission denied", "/home/other/.local/share/meshwright/runs.sqlite3")
+
+    monkeypatch.setattr("planner.runs.runs_store.default_path", refuse)
+
+    assert main(["runs"]) == 2
+    said = capsys.readouterr().err
+    assert "/home/other/.local/share/meshwright/runs.sqlite3" in said
+    assert "XDG_DATA_HOME" in said

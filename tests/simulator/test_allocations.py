@@ -71,7 +71,7 @@ def test_fixed_segments_hold_what_a_brute_force_by_the_rules_holds(steps) -> Non
         live.append((memory.allocate(size, stream), reference.allocate(size, stream)))
 
         assert memory.reserved_bytes == reference.reserved_bytes
-        assert [block.size for block, _ in live] == [piece[0] for _, piece in live]
+        assert [nbytes for (_, _, nbytes), _ in live] == [piece[0] for _, piece in live]
 
 
 @given(STEPS, st.booleans())
@@ -82,13 +82,13 @@ def test_live_blocks_never_overlap_and_everything_can_be_given_back(steps, expan
         if victim < len(live):
             memory.free(live.pop(victim))
         live.append(memory.allocate(size, stream))
-        assert all(block.size >= size for block, size in [(live[-1], size)])
-        for pool in {id(block.pool): block.pool for block in live}.values():
-            spans = sorted((block.address, block.size) for block in live if block.pool is pool)
+        assert live[-1][2] >= size
+        for pool in {pool for pool, _, _ in live}:
+            spans = sorted((address, nbytes) for of, address, nbytes in live if of is pool)
             assert all(a + n <= b for (a, n), (b, _) in pairwise(spans))
-        assert memory.reserved_bytes >= memory.allocated_bytes == sum(block.size for block in live)
+        assert memory.reserved_bytes >= memory.allocated_bytes == sum(nbytes for _, _, nbytes in live)
 
-    pools = {id(block.pool): block.pool for block in live}.values()
+    pools = {pool for pool, _, _ in live}
     for block in live:
         memory.free(block)
     for pool in pools:
@@ -109,8 +109,8 @@ def test_one_stream_that_grows_holds_little_more_than_its_highest_address(steps)
             memory.free(live.pop(victim))
         block = memory.allocate(size, "a")
         live.append(block)
-        small = block.pool.small
-        highest[small] = max(highest[small], block.address + block.size)
+        pool, address, nbytes = block
+        highest[pool.small] = max(highest[pool.small], address + nbytes)
 
     pages = sum(-(-end // page) * page for end, page in ((highest[True], 2 * MIB), (highest[False], 20 * MIB)))
     assert memory.reserved_bytes == pages
@@ -160,9 +160,9 @@ def test_a_block_that_another_stream_uses_waits_for_it() -> None:
     memory.record_stream(block, "send")
     memory.free(block)
 
-    assert memory.allocate(40 * MIB, "compute").address != block.address
+    assert memory.allocate(40 * MIB, "compute") != block
     memory.reached("send")
-    assert memory.allocate(40 * MIB, "compute").address == block.address
+    assert memory.allocate(40 * MIB, "compute") == block
     assert memory.reserved_bytes == 80 * MIB
 
 
@@ -194,6 +194,6 @@ def test_pages_inside_a_growing_segment_are_given_back_and_mapped_again() -> Non
     memory.free(high)
     memory.free(low)
     again = memory.allocate(80 * MIB, "compute")
-    assert again.address == 0, "the hole between the two free blocks is mapped again"
+    assert again[1] == low[1], "the hole between the two free blocks is mapped again"
     assert memory.reserved_bytes == 120 * MIB
     assert BLOCK == 512

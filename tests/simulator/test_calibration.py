@@ -327,7 +327,8 @@ def test_one_shape_however_often_it_ran_moves_factors_as_far_as_it_tells_of_othe
 
 
 def test_runs_too_short_for_the_power_limiter_do_not_make_kernels_quick() -> None:
-    """The same seconds, at the clock of a rested GPU: kernels under full load take longer by what clocks differ.
+    """The same seconds, at the clock of a rested GPU: kernels under full load take longer, by what clocks differ, but
+    for what a step's other kernels leave its products.
 
     What the driver reads when all is over says nothing: clocks are up again by then.
     """
@@ -352,7 +353,7 @@ def test_runs_too_short_for_the_power_limiter_do_not_make_kernels_quick() -> Non
         return costs.kernel_factor * costs.layer_factor
 
     usual = busy(busy_all_along)
-    assert busy(rested) / usual == pytest.approx(1 / 0.9, rel=0.03)
+    assert 1.03 < busy(rested) / usual < 1 / 0.9
     assert busy(read_later) == usual
 
 
@@ -419,11 +420,11 @@ def test_a_runtime_that_is_like_another_borrows_what_was_measured_of_it() -> Non
 def test_layers_of_a_runtime_like_another_say_the_same_as_of_that_other() -> None:
     """The very runs, as if the executor had made them: it has fewer launches, and a layer takes its host as long."""
     measured = eager_titan()
-    titan = list(measured.layers)
-    own = [dataclasses.replace(sample, runtime={**sample.runtime, "name": "meshwright"}) for sample in titan]
+    own = [dataclasses.replace(sample, runtime={**sample.runtime, "name": "meshwright"}) for sample in measured.layers]
+    as_own = calibrated(dataclasses.replace(measured, layers=tuple(own)), cluster())
+    assert as_own is not None
 
-    def second_layer(layers: list[LayerSample], name: str) -> float:
-        calibration = calibrated(dataclasses.replace(measured, layers=tuple(layers)), cluster())
+    def second_layer(calibration: Calibration, name: str) -> float:
         one, two = (
             estimate_plans(
                 Scenario(
@@ -440,7 +441,7 @@ def test_layers_of_a_runtime_like_another_say_the_same_as_of_that_other() -> Non
         return float(two - one)
 
     # What the two are described as differs, and half a cost's distance from its description is left where runs scatter.
-    assert second_layer(own, "meshwright") == pytest.approx(second_layer(titan, "torchtitan"), rel=0.1)
+    assert second_layer(as_own, "meshwright") == pytest.approx(second_layer(shipped(4), "torchtitan"), rel=0.1)
 
 
 def test_the_executor_runs_torchtitans_operators_but_for_rotary_positions_and_exchanged_heads() -> None:

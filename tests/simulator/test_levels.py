@@ -97,3 +97,21 @@ def test_every_level_of_detail_tells_the_same_step(name: str, _: str, runtime: R
 
     assert layer_s == pytest.approx(kernel_s, rel=0.01)
     assert account_s == pytest.approx(kernel_s, rel=0.01)
+
+
+def test_passes_of_more_kernels_than_a_queue_holds_wait_for_their_host() -> None:
+    """Kernels about as long as their launches, and more of them in a pass than a host can be ahead: while a stage waits
+    for its message, its host fills the queue and no more.
+    """
+    plan = Plan(cp=4, pp=4, schedule="1F1B", micro_batch_size=2)
+    scenario = Scenario(
+        model=load_model("qwen3-30b-a3b"),
+        cluster=cluster("dgx-h200", gpus=plan.gpus),
+        workload=Workload(seq_len=4096, global_batch_size=16),
+        runtime=Runtime(name="torchtitan", param_dtype="bfloat16"),
+    )
+    table = estimate_plans(scenario, [plan])
+    lowered = lower_training(scenario, plan, detail=Detail.LAYER, clocks=float(table.clocks[0]))
+
+    account_s = float(table.step_s[0] - table.breakdown_s["allocator"][0])
+    assert account_s == pytest.approx(simulate(lowered.program, lowered.costs, spans=False).step_s, rel=0.01)

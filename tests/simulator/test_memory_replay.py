@@ -196,7 +196,7 @@ def test_with_room_nothing_is_retried_and_the_estimate_keeps_its_step() -> None:
     assert 0 <= found.memory.fragmentation < 0.2
 
 
-def test_a_step_that_runs_out_of_memory_is_told_as_if_it_had_enough() -> None:
+def test_a_step_that_runs_out_of_memory_is_predicted_as_if_it_had_enough() -> None:
     question, _ = replayed(Plan(dp_shard=4), layers=16)
     small = replace(question, cluster=scale_memory(question.cluster, 0.06))
 

@@ -230,7 +230,12 @@ def plain(value: Any) -> Any:
 
 
 def same(written: Any, read: Any) -> bool:
-    """Whether a parser read what was written; words of one's own type are compared as text."""
+    """Whether a parser read what was written; words of one's own type are compared as text.
+
+    A flag that takes several values reads one as a list.
+    """
+    if isinstance(read, list) and len(read) == 1 and not isinstance(written, (str, list)):
+        return same(written, read[0])
     if isinstance(written, str) and isinstance(read, list):
         return written in {str(read).replace(" ", ""), ",".join(map(str, read)), " ".join(map(str, read))}
     if isinstance(written, bool) or isinstance(read, bool):

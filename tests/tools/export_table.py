@@ -41,9 +41,10 @@ Made by `python tests/tools/export_table.py --with TARGET@VERSION=PYTHON ...`; t
 
 Reading is not running: the gate also builds exports with the tools' own code on a fake process group, and compares world,
 degrees, batch, accumulation, stages, recomputed blocks, parameters a rank and types with the plan
-(`tests/planner/test_export_builds.py`): torchtitan 0.2.2, DeepSpeed 0.19.8 and accelerate 1.15.0. torchtitan 0.3.0 is built by
+(`tests/planner/test_export_builds.py`): torchtitan 0.2.2, Megatron-Core 0.19.2, DeepSpeed 0.19.8 and accelerate 1.15.0. torchtitan 0.3.0 is built by
 hand with the same test, through its DTensor backend (its default one needs a torch newer than 2.13), with the same answers.
-megatron-core's wheel has no `pretrain_gpt.py`: its arguments are validated, and nothing of it was built.
+megatron-core's wheel has no `pretrain_gpt.py`: what is built is `GPTModel` over its own arguments, checks and process groups, with
+its local layers in the place of Transformer Engine's, which need a GPU.
 
 | parser | what reads |
 |---|---|

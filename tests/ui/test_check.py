@@ -36,7 +36,7 @@ def asked_with(explorer, monkeypatch, text, *instead, launch="", **parameters):
     return kept[-1]
 
 
-SMALL = """# NOTE: this toml config is a preset for 4 A100 GPUs.
+SMALL = """# NOTE: this toml config is a preset for 2 A100 GPUs.
 [model]
 name = "llama3"
 flavor = "8B"
@@ -61,7 +61,7 @@ def test_the_page_shows_the_answer_of_the_command(explorer, monkeypatch):
 
     assert "torchtitan" in said(test)
     assert "llama3-8b on dgx-a100" in said(test).replace("\\", "")
-    assert "4 GPUs (the file's own comment)" in document["assumed"]
+    assert "2 GPUs (the file's own comment)" in document["assumed"]
     assert float(metrics(test)["Step as it is"].split()[0]) == pytest.approx(
         document["estimate"]["step_s"]["value"], rel=0.02
     )

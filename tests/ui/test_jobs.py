@@ -14,6 +14,7 @@ from planner.jobs import processes as jobs
 from planner.question.flags import Flags
 from planner.question.prediction import Method
 from planner.search.answer import answer
+from planner.search.plan_space.candidates import Bounds
 from planner.search.search import SearchOptions
 from tests.ui import needs  # noqa: F401 - skips where a package is missing
 from tests.ui.conftest import metrics, said
@@ -21,7 +22,8 @@ from topology.errors import Infeasible
 
 from ui.background import waiting  # isort: skip
 
-SHORT = (Flags(model="tiny-llama", cluster="h200x4", gpus=(2,), global_batch=8), "torchtitan", SearchOptions())
+WITHOUT_PIPELINES = SearchOptions(bounds=Bounds(max_pp=1))
+SHORT = (Flags(model="tiny-llama", cluster="h200x4", gpus=(2,), global_batch=8), "torchtitan", WITHOUT_PIPELINES)
 LONG = (Flags(model="llama3-405b", gpus=(16384,)), "torchtitan", SearchOptions())
 PATIENT_S = 100.0
 

@@ -17,7 +17,7 @@ from planner.configs.formats.yaml_format import (
     named,
     types,
 )
-from planner.export.mapping import Entry, Facts, Settings, Table, truth
+from planner.export.mapping import Entry, Facts, NotModelled, Settings, Table, truth, whole
 from simulator.pipeline.schedules.registry import SCHEDULES
 from topology.errors import BadInput
 
@@ -25,6 +25,10 @@ NEAREST = "NeMo AutoModel is predicted as torchtitan, the nearest runtime that i
 _D = "distributed."
 _RECOMPUTE = ("parallelizer.activation_checkpointing", f"{_D}activation_checkpointing")
 _SCHEDULES = ("autopipeline.pp_schedule", f"{_D}pipeline.pp_schedule")
+_MICRO, _EACH = (
+    tuple(f"{part}.{name}" for part in ("autopipeline", f"{_D}pipeline"))
+    for name in ("pp_microbatch_size", "layers_per_stage")
+)
 _TYPE = "model.torch_dtype"
 
 
@@ -44,6 +48,23 @@ def _read_schedule(settings: Settings, facts: Facts) -> Facts:
     if word not in known:
         raise BadInput(f"{_SCHEDULES[0]} is {word[:40]!r}", why=f"known: {', '.join(SCHEDULES)}")
     return {"schedule": known[word].name, "virtual_stages": known[word].least_stages}
+
+
+def _read_pipelined(settings: Settings, facts: Facts) -> Facts:
+    """Return the micro batches and stages of a pipeline, through which each local batch goes by itself."""
+    if facts["pp"] == 1:
+        return {}
+    local, together = facts["micro_batch_size"], facts["dp_replicate"] * facts["dp_shard"]
+    if facts["global_batch_size"] > local * together:
+        raise NotModelled(
+            "pipelines that are filled again for each local batch are not modelled",
+            remedy="step_scheduler.local_batch_size of the whole step",
+        )
+    found: Facts = {"micro_batch_size": next((whole(settings, key) for key in _MICRO if settings.get(key)), 1)}
+    each = next((whole(settings, key) for key in _EACH if settings.get(key)), None)
+    if each is not None and facts.get("layers"):
+        found["virtual_stages"] = max(1, facts["layers"] // each // facts["pp"])
+    return found
 
 
 def _read_recompute(settings: Settings, _: Facts) -> Facts:
@@ -70,6 +91,7 @@ TABLE: Table = (
     Entry(keys=(f"{_D}dp_size", f"{_D}sequence_parallel"), write=lambda _: {}, read=_read_shard),
     Entry(keys=_SCHEDULES, write=lambda _: {}, read=_read_schedule),
     in_all("step_scheduler.local_batch_size", "step_scheduler.global_batch_size"),
+    Entry(keys=(*_MICRO, *_EACH), write=lambda _: {}, read=_read_pipelined),
     length("packed_sequence.packed_sequence_size", "dataset.seq_len", "dataset.seq_length"),
     Entry(keys=_RECOMPUTE, write=lambda _: {}, read=_read_recompute),
     Entry(keys=(_TYPE,), write=lambda _: {}, read=_read_types),

@@ -93,6 +93,8 @@ def flags_of(settings: Settings) -> tuple[Settings, dict[str, str]]:
         flags[flag], paths[flag] = value, path
     if settings.get("model.fp8") is True:
         flags["--fp8-format"] = "hybrid"
+    elif settings.get("model.fp8") is False:  # its other words of float8 then mean nothing
+        flags.pop("--fp8-hybrid", None)
     if "--num-query-groups" in flags:
         flags["--group-query-attention"] = flags["--num-query-groups"] != flags.get("--num-attention-heads")
     return flags, paths

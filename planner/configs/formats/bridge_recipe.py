@@ -30,6 +30,9 @@ COMMON: Settings = {
     "mixed_precision": "bf16_mixed",
 }
 FP32 = "ddp.grad_reduce_in_fp32"
+STAGES = ("--pipeline-model-parallel-size", "--num-virtual-stages-per-pipeline-rank")
+COUNTED = ("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split")
+SPLITS = frozenset({*COUNTED, "--pipeline-model-parallel-layout", "--decoder-first-pipeline-num-layers"})
 BENCHMARK = re.compile(r"_(\w+_)?benchmark_common")
 NAMED = re.compile(r"_(\d{1,5})gpu_([a-z]+\d+)_")
 WITH_BATCH = "_with_global_batch_size"
@@ -226,6 +229,15 @@ def _strings(value: ast.expr) -> Iterator[str]:
     return (one.value for one in ast.walk(value) if isinstance(one, ast.Constant) and isinstance(one.value, str))
 
 
+def _ends(flags: Settings) -> Settings:
+    """Return the flags by which layers divide over the stages where they do not by themselves, and nothing says how."""
+    sizes = [flags.get(flag, 1) for flag in ("--num-layers", *STAGES)]
+    if flags.keys() & SPLITS or not all(type(size) is int and size > 0 for size in sizes):
+        return {}
+    layers, stages = sizes[0], sizes[1] * sizes[2]
+    return dict.fromkeys(COUNTED, True) if layers % stages and (layers + len(COUNTED)) % stages == 0 else {}
+
+
 def _read_length(settings: Settings, facts: Facts) -> Facts:
     if "--seq-length" not in settings and not facts.get("seq_len"):
         raise NotStated("the length of sequences is set in another file", remedy="--seq-len")
@@ -242,6 +254,7 @@ def read(text: str, where: str, flags: CheckFlags) -> Configuration:
     own, paths = bridge.flags_of(settings)
     own |= {"--grad-reduce-in-bf16": True} if said.settings.get(FP32) is False else {}
     flags_said, whole = megatron.over_model({}, own, paths, model)
+    ends = _ends(flags_said) if said.unread else {}
     named = NAMED.search(document.name)
 
     def edit(changes: Settings) -> str:
@@ -250,7 +263,7 @@ def read(text: str, where: str, flags: CheckFlags) -> Configuration:
     adapts = any(path == "peft" or path.startswith("peft.") for path in said.settings) or "peft" in document.name
     found = megatron.configured(
         document,
-        flags_said,
+        {**flags_said, **ends},
         where,
         edit,
         framework="megatron-bridge",
@@ -260,6 +273,7 @@ def read(text: str, where: str, flags: CheckFlags) -> Configuration:
         in_a_comment=named is not None,
         unknown=(*megatron.costly(settings, paths), *said.unread),
         elsewhere=tuple(said.unread),
+        assumed=(f"{' '.join(ends)} (the layers do not divide otherwise; another file says how)",) if ends else (),
         no_cost="a peft recipe trains adapters, whose cost is not modelled" if adapts else "",
     )
     return replace(found, table=(Entry(keys=(), write=lambda _: {}, read=_read_length), *found.table))

@@ -73,7 +73,7 @@ class Configuration:
     in_a_comment: bool = False
     leaves_open: frozenset[str] = frozenset()  # of seq_len and global_batch
     elsewhere: tuple[str, ...] = ()  # what decides of a plan, and is not in the text
-    known: frozenset[str] = frozenset()  # keys beside the table's that a misspelt one may have meant
+    known: frozenset[str] = frozenset()  # keys besides the table's that a misspelt one may have meant
 
 
 def not_understood(settings: Mapping[str, Any], understood: frozenset[str], harmless: str) -> tuple[str, ...]:
@@ -136,7 +136,6 @@ def unknown_kind(where: str, why: str) -> NotAConfiguration:
         f"{where} is no configuration of a kind that is known",
         why=why,
         remedy="a torchtitan TOML or command, a Megatron-LM command line, script or functional test, a recipe of"
-        " Megatron-Bridge or its dump, a DeepSpeed JSON, an accelerate YAML, TrainingArguments, a command or YAML of"
-        " verl or MaxText, or the YAML of axolotl, torchtune, LitGPT, nanotron, GPT-NeoX, NeMo AutoModel, OLMo or"
-        " Primus",
+        " Megatron-Bridge or its dump, a DeepSpeed JSON, an accelerate YAML, TrainingArguments, commands or YAML of"
+        " verl or MaxText, or YAML of axolotl, torchtune, LitGPT, nanotron, GPT-NeoX, NeMo AutoModel, OLMo or Primus",
     )

@@ -58,7 +58,8 @@ def configured(
     **more: Any,
 ) -> Configuration:
     """Return what flags say, whose model is `model` or the one that they describe; `more` are fields of the result."""
-    unknown_model, of_model = "", tuple[str, ...]()
+    unknown_model = ""
+    of_model: tuple[str, ...] = ()
     if model is None:
         model, unknown_model, of_model = _flag_model(flags, where)
     found: JsonObject = {"version": None, "unknown_model": unknown_model, **more}

@@ -108,6 +108,7 @@ def _megatron(
         edit,
         model=whole,
         unknown=tuple(paths[flag] for flag in unknown if unread[flag] is not False),
+        elsewhere=("Primus's own defaults and changes of Megatron-LM",),
         known=frozenset(flag.removeprefix("--").replace("-", "_") for flag in known),
         no_cost=f"peft: {str(adapter)[:40]} trains adapters, whose cost is not modelled" if adapter else "",
     )

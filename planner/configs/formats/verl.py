@@ -317,7 +317,7 @@ def _of_megatron(document: Document, settings: Settings, where: str) -> Configur
 
 
 def _beside(entry: Entry, settings: Settings) -> Entry:
-    """Return an entry that reads verl's own keys beside Megatron-LM's flags."""
+    """Return an entry that reads verl's own keys next to Megatron-LM's flags."""
     return replace(entry, write=lambda _: {}, read=lambda _, facts: entry.read(settings, facts))
 
 

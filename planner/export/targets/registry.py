@@ -16,6 +16,8 @@ from planner.io.plan_words import degrees_text, policy_text
 from planner.io.version import version
 from simulator.config.plan import MESH_AXES
 from simulator.config.runtime import TF32
+from simulator.runtimes.library import is_described, runtime_spec
+from simulator.runtimes.parts import ToolsSpec
 from topology.codec import JsonObject
 from topology.errors import UserError
 
@@ -34,7 +36,6 @@ TARGETS: tuple[Target, ...] = (
 TF32_NOTE = "products in TF32: the program has to call torch.set_float32_matmul_precision('high')"
 ALIASES = {
     "executor": "torchrun",
-    "megatron-lm": "megatron",
     "fsdp2": "accelerate",
     "sbatch": "slurm",
     "sky": "skypilot",
@@ -42,12 +43,16 @@ ALIASES = {
 
 
 def find_target(text: str, wanted: str | None = None) -> Target:
-    """Return the target `name` or `name@version`; `wanted` is the version to prefer if `text` has none.
+    """Return the target `name` or `name@version`, or the one that plans of a runtime of that name are written for;
+    `wanted` is the version to prefer if `text` has none.
 
     Raises UserError (exit 2) with the known names and versions.
     """
     name, _, stated = text.partition("@")
-    bare = ALIASES.get(name.strip().lower(), name.strip().lower())
+    bare = name.strip().lower()
+    bare = ALIASES.get(bare, bare)
+    if is_described(bare) and runtime_spec(bare).tools.export != ToolsSpec().export:
+        bare = runtime_spec(bare).tools.export
     versions = [target for target in TARGETS if target.name == bare]
     if not versions:
         known = list(dict.fromkeys(target.name for target in TARGETS))

@@ -36,7 +36,7 @@ def explore(search: BestFirst, replays: Replays, listed: Listed) -> Explored:
             return found.take(bounds.judged[found.rows]) if late else found
         with limited(None):
             for row in unknown:
-                bounds.judge(row, replays[plan_of_row(bounds.variants, row, cluster)])
+                bounds.judge(row, replays[plan_of_row(bounds.variants, row, cluster)], search.screening.sure)
         search.judged()
 
 

@@ -96,8 +96,11 @@ class StepBounds:
         """Return which variants fit by all that is known of them."""
         return (least_bytes(screening, self.held) <= screening.limit_bytes) & (self.fit_probability >= screening.sure)
 
-    def judge(self, row: int, memory: PlanMemory) -> None:
-        """Take note of what a variant's replay shows."""
+    def judge(self, row: int, memory: PlanMemory, sure: float) -> None:
+        """Take note of what a variant's replay shows; where that is less than `sure` to fit, of nothing else."""
+        if sure and (likely := memory.at_most_likely(sure)) < sure:
+            self.fit_probability[row] = likely
+            return
         self.judged[row] = True
         self.fit_probability[row] = memory.fit_probability if memory.fits else -1.0
         if memory.fits:

@@ -282,6 +282,7 @@ class _LayerCounts:
             rank_count=there.astype(np.int64),
             first=shaped(self.rank == 0) & there,
             last=shaped(self.rank == last) & there,
+            largest=shaped(self.sizes.max(axis=1)),
             by_mode={
                 word: (
                     shaped((dense * (modes == number)).sum(axis=1)) * 1.0,

@@ -129,6 +129,16 @@ def test_twice_the_replicas_serve_twice_the_clients_as_fast() -> None:
     assert figures(2) == pytest.approx(figures(1), rel=0.1)
 
 
+def test_replicas_beyond_the_requests_change_nothing_but_how_busy_they_are() -> None:
+    traffic = Traffic(prompt=Lengths(mean=64), output=Lengths(mean=16, low=0.5, high=1.5), request_rate=50, requests=20)
+    few, many = (
+        serve(LLAMA, cluster("dgx-h100", n), Deployment(pool=Pool(engines=n)), traffic) for n in (20, 1_000_000)
+    )
+
+    assert [(a.first_s, a.done_s) for a in few.answers] == [(a.first_s, a.done_s) for a in many.answers]
+    assert many.busy == pytest.approx(few.busy * 20 / 1_000_000)
+
+
 def test_pools_apart_never_stop_answers_to_read_prompts() -> None:
     """Reading elsewhere, answers come as fast as from a batch that only writes; the first token waits for the
     reading.
