@@ -118,8 +118,8 @@ PUBLISHED = (
         ran="a pipeline of 4 with 8 stages a rank, expert parallelism over 8, no tensor parallelism, micro batch 1 (NVIDIA/Megatron-LM, megatron/core/transformer/moe/README.md, reference mappings of MCore v0.8)",
         measured="468 TFLOP/s a GPU, 47 % MFU (the same file, MCore v0.9)",
         difference=(
-            "The suggested degrees are the same as theirs, or differ by less than the model can tell apart. The range "
-            "of a step over several nodes is wide, because it was learned from no run of a mixture of experts."
+            "Theirs is among the best: what the answer has instead of its four stages gains less than the range of a "
+            "step over several nodes, which is wide, because it was learned from no run of a mixture of experts."
         ),
         checked=(
             "read in NVIDIA/Megatron-LM at commit 022bcb5a; the file gives 468 TFLOP/s for Mixtral 8x7B and the "
