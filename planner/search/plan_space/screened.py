@@ -129,7 +129,7 @@ class StepBounds:
         are depends on the variants that are asked for with them.
         """
         some = self.screening.plans(self.table.take(rows), self.shared, rows)
-        return np.maximum(some.at_least_by_schedule_s(limit_s), self.summed[rows])
+        return np.asarray(np.maximum(some.at_least_by_schedule_s(limit_s), self.summed[rows]))
 
     def find(self, expired: Callable[[], bool], report: Progress) -> None:
         """Bound what has not been bounded yet, until the time is over; of none bounded the first part all the same."""
