@@ -261,14 +261,17 @@ class BestFirst:
     def _near_pipelines(self, near_misses: tuple[PlanColumns, Floats]) -> tuple[PlanColumns, Floats]:
         """Return the pipelines whose step may come near the list, with lower bounds of their steps in seconds."""
         limit_s = self.threshold.value * (1 + NEAR_LIST) if self.objective == "time" else np.inf
-        fitting = self.within[(self.variants.pp[self.within] > 1) & (self.step_bound[self.within] <= limit_s)]
-        if np.isfinite(limit_s) and not self.expired():
-            self.bounds.walk(fitting, limit_s)
-            fitting = fitting[self.step_bound[fitting] <= limit_s]
+        # Bounds that do not depend on what was costed together, as pipelines are tried in their order.
+        bounds = self.bounds
+        fitting = self.within[(self.variants.pp[self.within] > 1) & (bounds.summed[self.within] <= limit_s)]
+        fitting_s = bounds.summed[fitting]
+        if np.isfinite(limit_s) and not self.expired() and len(fitting):
+            fitting_s = bounds.by_schedule(fitting, limit_s)
+            fitting, fitting_s = fitting[fitting_s <= limit_s], fitting_s[fitting_s <= limit_s]
         columns, bound_s = near_misses
         missing = np.nonzero(bound_s <= limit_s)[0]
         near = concatenate([self.variants.take(fitting), columns.take(missing)])
-        return near, np.concatenate([self.step_bound[fitting], bound_s[missing]])
+        return near, np.concatenate([fitting_s, bound_s[missing]])
 
     def _undominated(self, rows: Rows) -> Rows:
         """Return those of `rows` that no costed plan beats in both time and memory, whatever their exact values."""

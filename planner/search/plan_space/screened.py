@@ -87,6 +87,7 @@ class StepBounds:
         self.table = self.screening.table(variants)
         self.shared = self.screening.blocks(self.table, screened.recomputes)
         self.step_bound = np.full(len(variants), floor_s(self.screening, screened.nodes.columns))
+        self.summed = self.step_bound.copy()  # those that follow no clock
         self._parts, self._any_bounded = list(batches_of(len(variants))), False
         self.accounted = np.zeros(len(variants), dtype=np.bool_)
         self.walked = variants.pp == 1  # whose bound is that of their schedule's table
@@ -120,9 +121,15 @@ class StepBounds:
         rows = rows[~self.walked[rows]]
         if not len(rows):
             return
-        some = self.screening.plans(self.table.take(rows), self.shared, rows)
-        self.step_bound[rows] = np.maximum(some.at_least_by_schedule_s(limit_s), self.step_bound[rows])
+        self.step_bound[rows] = np.maximum(self.by_schedule(rows, limit_s), self.step_bound[rows])
         self.walked[rows] = True
+
+    def by_schedule(self, rows: Rows, limit_s: float) -> Floats:
+        """Return the bounds that schedules' tables show of some variants together, above a limit roughly: what they
+        are depends on the variants that are asked for with them.
+        """
+        some = self.screening.plans(self.table.take(rows), self.shared, rows)
+        return np.asarray(np.maximum(some.at_least_by_schedule_s(limit_s), self.summed[rows]))
 
     def find(self, expired: Callable[[], bool], report: Progress) -> None:
         """Bound what has not been bounded yet, until the time is over; of none bounded the first part all the same."""
@@ -130,6 +137,7 @@ class StepBounds:
             part = self._parts.pop(0)
             some = self.screening.plans(self.table.take(part), self.shared, part)
             self.step_bound[part] = np.maximum(some.at_least_s(), self.step_bound[part])
+            self.summed[part] = self.step_bound[part]
             self._any_bounded = True
             report(f"bounded {part[-1] + 1:,} of {len(self.variants):,} plans that fit")
 
