@@ -258,7 +258,8 @@ class RankMemory:
                 if name in blocks:
                     of_layer = blocks[name].saved_bytes[mode][:, None]
                     less = self._wrapped_less(name, mode)
-                    saved = saved + layers * of_layer - (layers > 0) * self.stages * less
+                    wrapped = np.minimum(of_layer, blocks[name].everything_bytes[:, None] - less)
+                    saved = saved + np.maximum(layers * of_layer - (layers > 0) * self.stages * less, layers * wrapped)
                     most = np.maximum(most, (layers > 0) * (of_layer + less))
         return saved, ends + layout.largest * most
 

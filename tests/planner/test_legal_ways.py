@@ -22,7 +22,7 @@ BRIEF = ("--no-simulate", "--top", "1", "--json")
         ),
         (
             {"--model": "llama3.2-1b", "--gpus": "7", "--global-batch": "3", "--seq-len": "4096"}
-            | {"--framework": "megatron-lm"},
+            | {"--framework": "llm-foundry"},
             {"--global-batch": "7"},
         ),
     ],

@@ -99,7 +99,7 @@ def edited(content, tmp_path, change):
         (lambda d: d.update(framework="megatron-lm"), "edited"),
         (lambda d: d["fingerprints"].pop("plan"), "edited"),
         (lambda d: d["plan"].update(tp="8"), "not a valid PlanFile"),
-        (lambda d: d["plan"].update(colour=1), "unknown keys"),
+        (lambda d: d["plan"].update(colour=1), "an unknown key"),
         (lambda d: d.pop("plan"), "not a plan file"),
     ],
 )
