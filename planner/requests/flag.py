@@ -96,7 +96,11 @@ class Flag:
         return not self.writes and (Path in _members(self.type) or self.name in NAMES_OR_FILES)
 
     def words(self, value: Any) -> list[str]:
-        """Return the words of a command line that say `value`. What stands without a flag comes after `--`."""
+        """Return the words of a command line that say `value`, once for each of several. What stands without a flag
+        comes after `--`.
+        """
+        if isinstance(value, list):
+            return [word for one in value for word in self.words(one)]
         if self.kind is bool:
             return [self.option] if value else [self.off] if self.off else []
         return [f"{self.option}={value}"] if self.option else [str(value)]

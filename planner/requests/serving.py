@@ -142,8 +142,12 @@ class Engine:
     gpu_memory_utilization: float | None = option(
         None, "--gpu-memory-utilization", least=0.01, most=1, help="Share of a GPU's memory to use."
     )
-    eager: bool | None = option(None, "--eager", help="The engine captures no CUDA graph and compiles nothing.")
-    no_custom_all_reduce: bool | None = option(None, "--no-custom-all-reduce", help="Sums over GPUs are NCCL's.")
+    eager: bool | None = option(
+        None, "--eager/--no-eager", help="The engine captures no CUDA graph and compiles nothing."
+    )
+    no_custom_all_reduce: bool | None = option(
+        None, "--no-custom-all-reduce/--custom-all-reduce", help="Sums over GPUs are NCCL's."
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

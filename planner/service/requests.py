@@ -24,6 +24,7 @@ from topology.errors import BadInput
 PLAIN_NAME = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}"
 INPUTS = "inputs"  # the folder of a job's inputs, in the folder that it works in
 MAX_STRING = 4096
+MOST_VALUES = 64  # of a flag that may be repeated
 FIELD = "_flag"  # behind a flag's name in Python, where some names are taken
 FOLLOWED = "168h"  # a job of a scheduler, by default
 
@@ -127,6 +128,8 @@ def _type(flag: Flag) -> Any:
     if flag.kind is bool:
         return bool | None
     text = Annotated[str, Field(max_length=MAX_STRING)]
+    if flag.many and not flag.reads:
+        return text | Annotated[list[text], Field(max_length=MOST_VALUES)] | None
     if flag.reads:
         return text | File | JsonObject | list[Any] | None
     return text | int | float | None  # a number is text on a command line

@@ -51,7 +51,9 @@ def with_serving_flags(
         max_num_batched_tokens=flags.max_num_batched_tokens or content.question.max_num_batched_tokens,
         memory_fraction=flags.gpu_memory_utilization or content.question.memory_fraction,
         eager=content.question.eager if flags.eager is None else flags.eager,
-        custom_all_reduce=content.question.custom_all_reduce and not flags.no_custom_all_reduce,
+        custom_all_reduce=content.question.custom_all_reduce
+        if flags.no_custom_all_reduce is None
+        else not flags.no_custom_all_reduce,
         ttft_s=content.question.ttft_s if flags.ttft is None else flags.ttft,
         tpot_s=content.question.tpot_s if flags.tpot is None else flags.tpot,
     )

@@ -36,6 +36,8 @@ def parsed(words):
 
 def values(flag):
     """Return values that a flag takes."""
+    if flag.many and not flag.reads:
+        return st.lists(text(), min_size=1, max_size=3)
     if flag.choices:
         return st.sampled_from(flag.choices)
     if flag.kind is bool:
@@ -46,6 +48,10 @@ def values(flag):
         return st.floats(flag.least or 0.0, flag.most or 1e6)
     if flag.writes or flag.reads:
         return st.from_regex(PLAIN_NAME, fullmatch=True)
+    return text()
+
+
+def text():
     return st.text(st.characters(codec="utf-8", exclude_characters="\0\r\n"), min_size=1, max_size=20)
 
 
@@ -55,7 +61,7 @@ def requests(draw):
     flags = FLAGS[command]
     names = set(draw(st.sets(st.sampled_from(sorted(flags)))))
     names |= {name for name, flag in flags.items() if flag.required}
-    said = {name: draw(values(flags[name])) for name in sorted(names - {"json", "tolerance", "within"})}
+    said = {name: draw(values(flags[name])) for name in sorted(names - {"json", "tolerance", "within", "online"})}
     return command, said
 
 
@@ -68,12 +74,25 @@ def test_the_command_line_reads_what_the_request_says(case):
     for name, value in said.items():
         found = read[FLAGS[command][name].parameter]
         found = found.value if isinstance(found, Enum) else str(found) if isinstance(found, Path) else found
+        found = list(found) if isinstance(value, list) else found
         plain = FLAGS[command][name]
         if plain.kind is bool and not value and not plain.off:
             assert found is False
         else:
             assert found == value
     assert read["json"] is True
+
+
+def test_the_service_fetches_nothing():
+    with pytest.raises(BadInput, match="fetches nothing"):
+        asked("suggest", {"model": "someone/something", "online": True})
+
+
+def test_a_flag_that_may_be_repeated_takes_one_value_or_several():
+    once, twice = ({"file": "train.sh", "set": said} for said in ("TP=8", ["TP=8", "PP=2"]))
+
+    assert parsed(arguments(FLAGS["check"], asked("check", once)))["variable"] == ("TP=8",)
+    assert parsed(arguments(FLAGS["check"], asked("check", twice)))["variable"] == ("TP=8", "PP=2")
 
 
 def test_equal_requests_are_equal_texts_in_every_order():
