@@ -13,10 +13,11 @@ from simulator.kernels.roofline import efficiency
 from simulator.step.context import CostContext
 from simulator.step.host import step_host_s
 
-# What else a step does draws, of the power limit, which tensor cores reach by themselves: so chosen that 104 steps of
-# our executor on one H100 and on one H200, eager and compiled, are predicted without bias and within 2 % in the median,
-# their other kernels as profiles have them (examples/validation/kernels.md). At rest with its clocks up a GPU draws 130
-# to 160 of 700 W (examples/profiles/h200x1.json).
+# What else a step does draws, of the power limit, which tensor cores reach by themselves. Source: fitted, with `rested`
+# of efficiency.toml, to 104 steps of our executor on one H100 and one H200, eager and compiled, their other kernels as
+# profiles have them (examples/validation/kernels.md): no bias, 2 % in the median. Attention is assumed. The driver read
+# more for updates that are all a GPU does, 520 to 590 of 700 W, and 130 to 160 W at rest with its clocks up
+# (examples/profiles/h200x1.json).
 MOVING = 0.5
 ATTENDING = 0.8
 IDLE = 0.2
