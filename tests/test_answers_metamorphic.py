@@ -88,12 +88,10 @@ def draw(number: int) -> Asked:
         leaves, _ = nodes.leaves(np.arange(len(nodes)))
         rows = rng.sample(range(len(leaves)), min(20, len(leaves)))
         plans = [plan_of(leaves, row, question.cluster) for row in rows]
-        legal = [plan for plan in plans if question.legal(plan)]
         # What does not fit takes no time: it does not run.
-        table = question.estimate(legal) if legal else None
-        fitting = [plan for row, plan in enumerate(legal) if table is not None and table.fits[row]]
-        if fitting:
-            return Asked(question, fitting[0])
+        fitting = (plan for plan in plans if question.legal(plan) and question.estimate([plan]).fits[0])
+        if plan := next(fitting, None):
+            return Asked(question, plan)
 
 
 def smaller(asked: Asked) -> Iterator[tuple[str, float, float]]:
