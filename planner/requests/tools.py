@@ -178,8 +178,8 @@ class Ui(Request):
 class Service(Request):
     """Answer questions and start runs for others over HTTP: http://127.0.0.1:8600, described at /openapi.json.
 
-    Every accepted job ends with a result or a stated failure, even if processes are killed. By default it listens on this
-    machine only. Ctrl-C ends it.
+    Every accepted job ends with a result or a stated failure, even if processes are killed. By default it listens on
+    this machine only. Ctrl-C ends it.
     """
 
     port: int = option(8600, "--port", least=1, most=65535, help="Port to listen on.")
