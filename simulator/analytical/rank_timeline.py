@@ -106,9 +106,9 @@ class RankTimeline:
         self.sent_s = {name: sent + times * (sent - sent_s[name]) for name, sent in self.sent_s.items()}
         ahead = {name: times * (clock - clocks.get(name, self._zero)) for name, clock in self.clocks.items()}
         # While it waits for the queue, the host goes on as the device does, however far it was ahead of that before.
-        waited = self._held_up - held_up
-        on = times * (self.host - host)
-        self.host = self.host + np.where(waited > 0, np.maximum(on - times * waited, ahead[COMPUTE]), on)
+        waited, on = self._held_up - held_up, self.host - host
+        on = np.where(waited > 0, np.maximum(on - waited, self.compute - clocks.get(COMPUTE, self._zero)), on)
+        self.host = self.host + times * on
         self._held_up = self._held_up + times * waited
         self.clocks = {name: clock + ahead[name] for name, clock in self.clocks.items()}
         self._events = {name: (stream, at + ahead[stream]) for name, (stream, at) in self._events.items()}
