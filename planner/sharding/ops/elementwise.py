@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Sequence
 
 from planner.sharding.ops.aten import AtenCall, NotKnownError, Statement, annotated, axes_but, made
@@ -66,7 +67,8 @@ def _pointwise_of_its_own(call: AtenCall) -> list[Statement]:
     rank = len(call.node.shape)
     axes = axes_but(rank, [])
     operands = [(name, axes[rank - len(call.shapes[name]) :]) for name in call.node.operands()]
-    return annotated(call, operands, axes)
+    op = re.sub(r"aten\.__(\w+)__\.", r"aten.bitwise_\1.", call.node.op)  # `__and__` is what Python calls it
+    return annotated(call, operands, axes, op=op)
 
 
 def _capture_pairs(call: AtenCall) -> list[Statement]:

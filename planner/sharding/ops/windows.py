@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from planner.sharding.ops.aten import (
@@ -150,9 +151,8 @@ def _in_groups(call: AtenCall, how: tuple[Any, ...], groups: int) -> list[Statem
     name = f"{call.node.name}_product"[-64:] if (bias := call.optional_tensor(2, "bias")) else call.node.name
     args = (call.argument(0), call.argument(1), width, *how)
     operands = [(call.tensor(0), left), (call.tensor(1), [*weight, *windows])]
-    (product,) = annotated(
-        call, operands, ["a", joined(many, out), *made_of], op="convolution", args=args, kwargs={}, result=name
-    )
+    (product,) = annotated(call, operands, ["a", joined(many, out), *made_of], op="convolution", args=args, kwargs={})
+    product = replace(product, result=name)
     if not bias:
         return [product]
     after = len(call.node.shape) - 2
