@@ -158,9 +158,10 @@ def _worker(
     dist.init_process_group("gloo", rank=rank, world_size=ranks)
     api.plan = planned_here
     module, args, kwargs = made
-    in_float64 = all(one.dtype != torch.float32 for one in module.parameters())
+    # what is computed in float32, on many modules a part of it, is equal to its digits
+    tolerance = 1e-5 if any(one.dtype == "f32" for one in capture(module, args, kwargs).graph.nodes) else 1e-9
     for constraint in asked[first:]:
-        case = Case("", module, args, mesh, constraint, kwargs, 1e-7 if in_float64 else 1e-4)
+        case = Case("", module, args, mesh, constraint, kwargs, tolerance)
         try:
             check(case)
             ending = EQUAL
