@@ -47,16 +47,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="a regular expression of names")
     parser.add_argument("--draws", type=int, default=DRAWS)
+    parser.add_argument("--kept", type=Path, help="rows that are there already are not made again")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
-    rows, endings = [], Counter[str]()
+    done = {} if asked.kept is None or not asked.kept.exists() else dict(map(json.loads, asked.kept.open()))
     for name in MODULES:
-        if re.search(asked.only, name):
+        if re.search(asked.only, name) and name not in done:
             found = row(name, asked.draws)
             if found is not None:
-                rows.append(found[0])
-                endings.update(found[1])
+                done[name] = found
                 print(found[0], flush=True)
+                if asked.kept is not None:
+                    with asked.kept.open("a") as out:
+                        out.write(json.dumps([name, found]) + "\n")
+    rows, endings = [done[name][0] for name in MODULES if name in done], Counter[str]()
+    for name in MODULES:
+        endings.update(done[name][1] if name in done else {})
     print(dict(endings))
     if asked.out is not None:
         asked.out.write_text(text(rows, endings), encoding="utf-8")
@@ -79,7 +85,7 @@ def row(name: str, draws: int) -> tuple[str, Counter[str]] | None:
     opaque = sum(not one.known for one in lines)
     attention = sum("attention" in one.op for one in lines)
     seconds = process_time() - started
-    endings = [ending for mesh in MESHES for ending in run((module, args, kwargs), mesh, constraints(name, captured, mesh, draws))]
+    endings = [ending for mesh in MESHES for ending in run((module, args, kwargs), captured, mesh, constraints(name, captured, mesh, draws))]
     counted = Counter(endings)
     said = "; ".join(f"{n} {ending}" if n > 1 or ending == EQUAL else ending for ending, n in counted.items())
     verdicts = Counter(ending.split(":")[0] for ending in endings)
@@ -132,14 +138,14 @@ def forked(ranks: int, *args: Any) -> None:
             process.kill()
 
 
-def run(made: Made, mesh: dict[str, int], asked: list[dict[str, Any]]) -> list[str]:
+def run(made: Made, captured: Captured, mesh: dict[str, int], asked: list[dict[str, Any]]) -> list[str]:
     """Return how each run ended: equal, refused with its reason, or wrong."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "endings.jsonl")
         endings: list[str] = []
         while len(endings) < len(asked):
             try:
-                forked(prod(mesh.values()), made, mesh, asked, len(endings), str(file))
+                forked(prod(mesh.values()), made, captured, mesh, asked, len(endings), str(file))
                 why = ""
             except Exception as error:  # noqa: BLE001 - whatever a rank raised ends its case, and the next one starts
                 why = " ".join(str(error).split())[-300:]
@@ -152,14 +158,21 @@ def run(made: Made, mesh: dict[str, int], asked: list[dict[str, Any]]) -> list[s
 
 
 def _worker(
-    rank: int, ranks: int, made: Made, mesh: dict[str, int], asked: list[dict[str, Any]], first: int, file: str
+    rank: int,
+    ranks: int,
+    made: Made,
+    captured: Captured,
+    mesh: dict[str, int],
+    asked: list[dict[str, Any]],
+    first: int,
+    file: str,
 ) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=ranks)
-    api.plan = planned_here
+    api.plan, api.capture = planned_here, lambda *_: captured
     module, args, kwargs = made
     # what is computed in float32, on many modules a part of it, is equal to its digits
-    tolerance = 1e-5 if any(one.dtype == "f32" for one in capture(module, args, kwargs).graph.nodes) else 1e-9
+    tolerance = 1e-5 if any(one.dtype == "f32" for one in captured.graph.nodes) else 1e-9
     for constraint in asked[first:]:
         case = Case("", module, args, mesh, constraint, kwargs, tolerance)
         try:
