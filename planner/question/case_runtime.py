@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from planner.question.case_fields import flag, refuse_unknown, section_of, unsaid, word_of
+from planner.question.case_fields import flag, kind_of, refuse_unknown, section_of, unsaid, word_of
 from planner.question.case_words import RUNTIME_KEYS
 from simulator.config.runtime import DEFAULT_RUNTIME, LOW_PRECISION, Runtime
 from simulator.legality.frameworks import Framework
 from simulator.runtimes.stated import resolve
+from simulator.runtimes.stated_adapter import ADAPTER_KEYS
 from topology.codec import JsonObject
+from topology.errors import BadPlan
 
 _NO_GRAPHS = ("no", "off", "false", "impl none")  # how sources say that there were no CUDA graphs
 
@@ -37,8 +39,9 @@ def runtime_section(data: Mapping[str, Any], name: str, assumed: list[str]) -> J
     kernels = stated.pop("kernels", None)
     if not unsaid(kernels) and word_of(kernels, f"case {name}: runtime.kernels").lower() != "none":
         assumed.append(f"runtime.kernels {kernels}: what they fuse is not described, costed without them")
+    stated["adapter"] = _adapter_section(stated.get("adapter"), f"case {name}: runtime.adapter")
     for key, value in stated.items():
-        if unsaid(value):
+        if unsaid(value) or key == "adapter":
             continue
         if key in {"compile", "cuda_graph"}:
             flag(value, f"case {name}: runtime.{key}")
@@ -55,6 +58,16 @@ def runtime_section(data: Mapping[str, Any], name: str, assumed: list[str]) -> J
         stated["name"] = DEFAULT_RUNTIME
         assumed.append(f"runtime {DEFAULT_RUNTIME} (not stated)")
     return stated
+
+
+def _adapter_section(stated: Any, where: str) -> JsonObject:
+    """Return what a case says of adapters, without what it leaves open. Raises BadPlan."""
+    if unsaid(stated):
+        return {}
+    if not isinstance(stated, dict):
+        raise BadPlan(f"{where} is {kind_of(stated)}, not an object", remedy='{"kind": "lora", "rank": 16}')
+    refuse_unknown(stated, ADAPTER_KEYS, where)
+    return {key: value for key, value in stated.items() if not unsaid(value)}
 
 
 def implied_runtime(runtime: JsonObject, plan: Mapping[str, Any], framework: Framework) -> tuple[JsonObject, list[str]]:

@@ -168,7 +168,13 @@ def table_of_columns(
 
 
 def axis_sizes(
-    model: Model, workload: Workload, table: PlanTable, *, autocast_width: float = 1.0, expert_spread: float = 0.0
+    model: Model,
+    workload: Workload,
+    table: PlanTable,
+    *,
+    autocast_width: float = 1.0,
+    expert_spread: float = 0.0,
+    rank: int = 0,
 ) -> dict[str, Floats]:
     """Return the size of every named axis on one rank, one value per plan.
 
@@ -183,7 +189,7 @@ def axis_sizes(
     heads; q, kv and qkv their widths; f feed-forward width and gf with the gate alongside it; v vocabulary. MoE: E
     experts in all, e on this rank, x rows of each, r routed rows of the rank, fe and gfe expert widths, fs and gfs
     shared-expert widths. Latent attention: ql, cl compressed ranks (cr with the rotary part), qk and vv total head
-    widths, kx expanded keys/values.
+    widths, kx expanded keys/values. R is the `rank` of adapters.
     """
     tp, cp = table["tp"], table["cp"]
     ones = np.ones(len(table))
@@ -215,6 +221,7 @@ def axis_sizes(
         "gf": gate * model.ffn / tp,
         "v": model.vocab / tp,
         "one": ones,
+        "R": rank,
     }
     if model.latent:
         sizes |= _latent_sizes(model, model.latent, a)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from simulator.config.adapter import Adapter
+
 # Bytes of a number, by the short names of operators and of sharding's text; and of what a run may be configured with.
 ELEMENT_BYTES = {
     "c128": 16,
@@ -37,7 +39,7 @@ class Runtime:
     `param_dtype` is what parameters are stored in, `compute_dtype` what matmuls run in, `reduce_dtype` what gradients
     are reduced in. In `tf32` matmuls round float32 tensors to TF32. Where matmuls run in float8 or float4,
     `low_precision_recipe` says how (`simulator.kernels.low_precision`). With `cuda_graph` kernels are launched by
-    replaying graphs.
+    replaying graphs. `adapter` says what is trained where that is not everything.
     """
 
     name: str = DEFAULT_RUNTIME
@@ -49,6 +51,7 @@ class Runtime:
     optimizer: str = "adamw"
     low_precision_recipe: str = ""
     cuda_graph: bool = False
+    adapter: Adapter | None = None
 
     @property
     def low(self) -> bool:
@@ -72,6 +75,8 @@ class Runtime:
         low = [f"{role} in {dtype}" for role, dtype in stated.items() if dtype in COMPUTE_ONLY]
         if low:
             return f"{', '.join(low)} is not modelled: only products (compute_dtype) may be in low precision or TF32"
+        if self.adapter is not None and self.low:
+            return f"adapters with products in {self.compute_dtype} are not modelled: ask in bfloat16"
         if self.optimizer not in MOMENTS:
             return (
                 f"optimizer {self.optimizer!r} is not modelled: its states and its update are not known; known: "

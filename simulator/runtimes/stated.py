@@ -8,6 +8,7 @@ from typing import Any
 from simulator.config.runtime import COMPUTE_ONLY, DTYPE_BYTES, LOW_PRECISION, Runtime
 from simulator.kernels.low_precision import USUAL, recipes
 from simulator.runtimes.library import DATED, RuntimeSpec, runtime_spec
+from simulator.runtimes.stated_adapter import resolve_adapter
 from topology.codec import JsonObject
 from topology.errors import BadPlan
 
@@ -44,6 +45,8 @@ def resolve(stated: JsonObject) -> tuple[Runtime, tuple[str, ...]]:
         chosen["low_precision_recipe"] = recipe
         assumed += why
     chosen["cuda_graph"] = bool(stated.get("cuda_graph"))
+    chosen["adapter"], of_adapter = resolve_adapter(stated.get("adapter") or {})
+    assumed += of_adapter
     version, release = stated.get("version"), stated.get("release")
     if release and not version and spec.earlier is not None:
         version = release if DATED.match(str(release)) else None
