@@ -81,7 +81,7 @@ class Tune(Request):
     trial_limit: str = option("2m", "--trial-limit", help="Time for one trial, its start included.")
     allow_busy: bool = option(False, "--allow-busy", help="Run though others use the GPUs.")
     command: str | None = option(
-        None, "--command", help="What runs a trial: 'torchrun ... {config}'; also {folder} and {gpus}."
+        None, "--command", program=True, help="What runs a trial: 'torchrun ... {config}'; also {folder} and {gpus}."
     )
     metric: str | None = option(
         None, "--metric", help="How its output tells steps: jsonl, or a regular expression with (?P<step_s>...)."

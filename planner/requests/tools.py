@@ -186,6 +186,9 @@ class Service(Request):
     allowed_host: list[str] | None = option(
         None, "--allowed-host", help="Name by which the service may be asked; repeat it."
     )
+    allow_program: list[str] | None = option(
+        None, "--allow-program", help="Program that a tuning's command may start, as it names it; repeat it."
+    )
     time_limit: float = option(600.0, "--time-limit", least=1, help="Seconds that a question may take.")
     memory: float = option(4.0, "--memory", least=0.5, help="GiB that a question may use.")
     rate: float = option(100.0, "--rate", least=0.1, help="Jobs that a user may submit a second.")
