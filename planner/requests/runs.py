@@ -87,6 +87,7 @@ class Tune(Request):
     command: str | None = option(
         None,
         "--command",
+        program=True,
         help="Command that runs a trial, with {config}, {folder} and {gpus} filled in: 'torchrun ... {config}'.",
     )
     metric: str | None = option(
