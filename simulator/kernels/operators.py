@@ -54,6 +54,7 @@ class OperatorSpec:
     `backward_launches` backward; an operator without reads and writes does nothing forward. `allocates` are the tensors
     that its forward pass asks memory for where they are not what it `writes`: some of its kernels work in place;
     `backward_allocates` those of its backward pass, none where it writes over the gradient that it is given.
+    `replayed`: a CUDA graph launches it, with what is before it.
     """
 
     name: str
@@ -82,6 +83,7 @@ class OperatorSpec:
     backward_units: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     launches: float = 1.0
     backward_launches: float = 1.0
+    replayed: bool = False
 
 
 def active_rows(operator: OperatorSpec, table: PlanTable) -> Floats:
