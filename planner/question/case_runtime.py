@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from planner.question.case_fields import flag, kind_of, refuse_unknown, section_of, unsaid, word_of
+from planner.question.case_fields import flag, kind_of, refuse_unknown, section_of, unsaid, word_of, words_of
 from planner.question.case_words import RUNTIME_KEYS
 from simulator.config.runtime import DEFAULT_RUNTIME, LOW_PRECISION, Runtime
 from simulator.legality.frameworks import Framework
-from simulator.runtimes.stated import resolve
+from simulator.runtimes.stated import WHOLE_GRAPHS, resolve
 from simulator.runtimes.stated_adapter import ADAPTER_KEYS
 from topology.codec import JsonObject
 from topology.errors import BadPlan
@@ -34,8 +34,7 @@ def runtime_section(data: Mapping[str, Any], name: str, assumed: list[str]) -> J
     """Return what a case says of its runtime, checked; what it leaves out goes to `assumed`. Raises UserError."""
     stated = section_of(data, "runtime", name)
     refuse_unknown(stated, RUNTIME_KEYS, f"case {name}: runtime")
-    graphs = stated.pop("cuda_graph", None)
-    stated["cuda_graph"] = not (unsaid(graphs) or graphs is False or str(graphs).lower().startswith(_NO_GRAPHS))
+    stated |= _graphs(stated.pop("cuda_graph", None), f"case {name}: runtime.cuda_graph")
     kernels = stated.pop("kernels", None)
     if not unsaid(kernels) and word_of(kernels, f"case {name}: runtime.kernels").lower() != "none":
         assumed.append(f"runtime.kernels {kernels}: what they fuse is not described, costed without them")
@@ -45,7 +44,7 @@ def runtime_section(data: Mapping[str, Any], name: str, assumed: list[str]) -> J
             continue
         if key in {"compile", "cuda_graph"}:
             flag(value, f"case {name}: runtime.{key}")
-        else:
+        elif key != "graph_scopes":
             word_of(value, f"case {name}: runtime.{key}")
     recipe = stated.get("low_precision_recipe")
     if not unsaid(recipe):
@@ -68,6 +67,16 @@ def _adapter_section(stated: Any, where: str) -> JsonObject:
         raise BadPlan(f"{where} is {kind_of(stated)}, not an object", remedy='{"kind": "lora", "rank": 16}')
     refuse_unknown(stated, ADAPTER_KEYS, where)
     return {key: value for key, value in stated.items() if not unsaid(value)}
+
+
+def _graphs(said: Any, where: str) -> JsonObject:
+    """Return what a source says of CUDA graphs: whether there are any, and of which parts of a layer where it lists
+    them.
+    """
+    if isinstance(said, (list, tuple)):
+        scopes = tuple(word.replace(" ", "_").lower() for word in words_of(said, where))
+        return {"cuda_graph": bool(scopes), "graph_scopes": () if {*scopes} & WHOLE_GRAPHS else scopes}
+    return {"cuda_graph": not (unsaid(said) or said is False or str(said).lower().startswith(_NO_GRAPHS))}
 
 
 def implied_runtime(runtime: JsonObject, plan: Mapping[str, Any], framework: Framework) -> tuple[JsonObject, list[str]]:

@@ -133,6 +133,7 @@ def estimate_plans(
         [with_canonical_recompute(plan, runtime) for plan in plans],
         workload,
         cp_method=operators.spec.context_parallel,
+        splits_experts=operators.spec.splits_experts,
         wraps_one=wraps_one(operators.spec, runtime),
     )
     context = cost_context(scenario, table, operators, each_on)
@@ -218,7 +219,7 @@ def _calibrated_spec(described: RuntimeSpec, scenario: Scenario) -> RuntimeSpec:
     spec = calibrated_host(described, scenario.gpu_calibration, compiled=scenario.runtime.compile)
     if scenario.runtime.compile:
         spec = replace(spec, host=compiled(spec.host))
-    if scenario.runtime.cuda_graph:
+    if scenario.runtime.cuda_graph and not scenario.runtime.graph_scopes:
         spec = replace(spec, host=graphed(spec.host))
     return spec
 
@@ -257,6 +258,8 @@ def cost_context(
             autocast_width=autocast_width(scenario.runtime),
             expert_spread=operators.spec.expert_spread,
             rank=scenario.runtime.adapter.rank if scenario.runtime.adapter is not None else 0,
+            domain=cluster.gpus_per_node,
+            pads="fused_dispatch" not in operators.features,
         ),
         roofline=roofline_of(cluster, scenario.runtime, operators.spec, measured, windowed=windowed),
         groups=GroupTimes(

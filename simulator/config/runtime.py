@@ -29,6 +29,13 @@ TF32 = "tf32"
 COMPUTE_ONLY = (*LOW_PRECISION, TF32)
 
 
+# How tokens reach experts: all ranks gather all tokens; copies are sorted and exchanged; a kernel sends each token once
+# to every rank that has one of its experts (DeepEP), or also sorts it there (its hybrid-ep branch).
+MOE_DISPATCHERS = ("allgather", "alltoall", "deepep", "hybridep")
+# How experts multiply: all in one kernel; one product each on several streams (TransformerEngine's GroupedLinear); one
+# module after another.
+EXPERT_PRODUCTS = ("grouped", "te_grouped", "loop")
+
 DEFAULT_RUNTIME = "torchtitan"  # of what names none
 
 
@@ -39,7 +46,9 @@ class Runtime:
     `param_dtype` is what parameters are stored in, `compute_dtype` what matmuls run in, `reduce_dtype` what gradients
     are reduced in. In `tf32` matmuls round float32 tensors to TF32. Where matmuls run in float8 or float4,
     `low_precision_recipe` says how (`simulator.kernels.low_precision`). With `cuda_graph` kernels are launched by
-    replaying graphs. `adapter` says what is trained where that is not everything.
+    replaying graphs: all of a layer's, or those of the parts that `graph_scopes` names. `moe_dispatcher` sends tokens
+    to experts (`MOE_DISPATCHERS`), `expert_products` multiplies there (`EXPERT_PRODUCTS`); "" is the description's own.
+    `adapter` says what is trained where that is not everything.
     """
 
     name: str = DEFAULT_RUNTIME
@@ -52,6 +61,9 @@ class Runtime:
     low_precision_recipe: str = ""
     cuda_graph: bool = False
     adapter: Adapter | None = None
+    graph_scopes: tuple[str, ...] = ()
+    moe_dispatcher: str = ""
+    expert_products: str = ""
 
     @property
     def low(self) -> bool:

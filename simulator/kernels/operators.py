@@ -55,7 +55,8 @@ class OperatorSpec:
     that its forward pass asks memory for where they are not what it `writes`: some of its kernels work in place;
     `backward_allocates` those of its backward pass, none where it writes over the gradient that it is given. A product
     whose weight is kept `packed` reads a copy of it (its `reads`) that a `transient` operator makes and that goes after
-    it; products of an `adapter` come next to those of the network.
+    it; products of an `adapter` come next to those of the network. `replayed`: a CUDA graph
+    launches it, with what is before it.
     """
 
     name: str
@@ -87,6 +88,7 @@ class OperatorSpec:
     backward_units: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     launches: float = 1.0
     backward_launches: float = 1.0
+    replayed: bool = False
 
 
 def active_rows(operator: OperatorSpec, table: PlanTable) -> Floats:

@@ -21,8 +21,8 @@ from simulator.config.adapter import KINDS, PACKED
 from simulator.config.overlap_sites import MODES, NONE, USERBUFFERS
 from simulator.legality.networks import FEATURES
 from simulator.pipeline.schedules.registry import SCHEDULES, schedules_that
-from simulator.runtimes.library import is_described, runtime_spec
-from simulator.runtimes.parts import ToolsSpec
+from simulator.runtimes.library import RuntimeSpec, are_modules, is_described, runtime_spec
+from simulator.runtimes.parts import MODULES, ToolsSpec
 from topology.errors import UserError
 
 
@@ -57,6 +57,8 @@ class Framework:
     costed_as: str = ""  # the runtime in which its plans run, where it is none itself
     kv_heads: KvHeads = KvHeads.REPLICATE
     expert_grid: ExpertGrid = ExpertGrid.STAGE
+    sequential_experts: bool = False  # experts with tensor parallelism need sequence parallelism
+    splits_experts: bool = False  # over as many ranks as a plan says (`etp`), else as its runtime does
     axes: frozenset[str] = frozenset({"tp", "cp", "pp", "ep"})  # what may exceed one
     zero_stages: tuple[int, ...] = ()
     searched_zero_stages: tuple[int, ...] = ()  # empty: all of them
@@ -133,6 +135,20 @@ class Framework:
         if self.undescribed_recomputes:
             return self.undescribed_recomputes
         return tuple(word for word in LEANER if word in runtime_spec(self.name).recompute)
+
+    def recomputes_as(self, word: str) -> bool:
+        """Return whether it knows a recompute word: a mode, or modules that are recomputed together."""
+        return word in self.recomputes or (not self.undescribed_recomputes and are_modules(word, self._described))
+
+    @property
+    def modules_text(self) -> str:
+        """How the modules that it can recompute are said."""
+        modules = () if self.undescribed_recomputes else tuple(self._described.recompute_modules)
+        return f", or modules joined by {MODULES}: {', '.join(modules)}" if modules else ""
+
+    @property
+    def _described(self) -> RuntimeSpec:
+        return runtime_spec(self.name)
 
 
 TORCHTITAN = Framework(
@@ -215,6 +231,8 @@ MEGATRON = Framework(
     fills="dp_replicate",
     kv_heads=KvHeads.REPLICATE,
     expert_grid=ExpertGrid.WORLD,
+    sequential_experts=True,  # megatron/core/transformer/moe/moe_layer.py: MoELayer.forward
+    splits_experts=True,  # --expert-tensor-parallel-size
     zero_stages=(0, 1, 2, 3),
     searched_zero_stages=(0, 1),  # 2 and 3 mean another implementation (Megatron-FSDP), asked for by name
     schedules=("1F1B", "Interleaved1F1B"),

@@ -233,7 +233,7 @@ class BlockTensors:
     ) -> int:
         """Run a block of which only what `mode` keeps is held."""
         if mode.drops:  # the operators that save the rest hold what the others run again from
-            return self._forward(tape, active, inward, lambda place: active[place].name not in mode.drops)
+            return self._forward(tape, active, inward, lambda place: not mode.lets_go(active[place].name))
         tape.held.add(inward)
         wanted = self.sizes(mode.keeps)
         if tape.live[inward] in wanted:

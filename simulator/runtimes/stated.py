@@ -5,12 +5,15 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from simulator.config.runtime import COMPUTE_ONLY, DTYPE_BYTES, LOW_PRECISION, Runtime
+from simulator.config.runtime import COMPUTE_ONLY, DTYPE_BYTES, LOW_PRECISION, MOE_DISPATCHERS, Runtime
 from simulator.kernels.low_precision import USUAL, recipes
 from simulator.runtimes.library import DATED, RuntimeSpec, runtime_spec
 from simulator.runtimes.stated_adapter import resolve_adapter
 from topology.codec import JsonObject
 from topology.errors import BadPlan
+
+# Scopes of CUDA graphs that hold whole layers or more.
+WHOLE_GRAPHS = frozenset({"full_iteration", "full_iteration_inference", "full"})
 
 
 def resolve(stated: JsonObject) -> tuple[Runtime, tuple[str, ...]]:
@@ -47,6 +50,13 @@ def resolve(stated: JsonObject) -> tuple[Runtime, tuple[str, ...]]:
     chosen["cuda_graph"] = bool(stated.get("cuda_graph"))
     chosen["adapter"], of_adapter = resolve_adapter(stated.get("adapter") or {})
     assumed += of_adapter
+    chosen["graph_scopes"] = tuple(stated.get("graph_scopes") or ())
+    chosen["expert_products"] = str(stated.get("expert_products") or "")
+    chosen["moe_dispatcher"] = dispatcher = str(stated.get("moe_dispatcher") or "")
+    if dispatcher in MOE_DISPATCHERS and dispatcher not in spec.dispatchers:
+        assumed.append(f"runtime.moe_dispatcher {dispatcher}: costed as {spec.dispatchers[0]} ({name}'s description)")
+    if chosen["graph_scopes"] and (unknown := [s for s in chosen["graph_scopes"] if s not in spec.graph_scopes]):
+        assumed.append(f"runtime.cuda_graph {', '.join(unknown)}: not described, launched kernel by kernel")
     version, release = stated.get("version"), stated.get("release")
     if release and not version and spec.earlier is not None:
         version = release if DATED.match(str(release)) else None

@@ -66,8 +66,7 @@ PARTS = tuple(f.name for f in fields(Parameters) if f.name not in {"stored", "tr
 def whole_parameters(model: Model, context: CostContext) -> Parameters:
     """Return the network's parameters per rank: matrices cut over tensor-parallel ranks, norms and routers whole."""
     table = context.table
-    tp, ep = table["tp"], table["ep"]
-    expert_tp = np.where(table.sequence_parallel, 1.0, tp)
+    tp = table["tp"]
     attention = model.attention_parameters / tp + model.block_norm_parameters
     final_norm = model.norm_parameters if model.final_norm else 0
     # A tied head still exists on the last pipeline rank when the embedding lives on another one.
@@ -75,17 +74,19 @@ def whole_parameters(model: Model, context: CostContext) -> Parameters:
     return Parameters(
         dense_layer=attention + model.mlp_parameters(model.ffn) / tp,
         moe_layer=attention + model.moe_shared_parameters + 0 * tp,
-        experts=model.expert_parameters / (ep * expert_tp),
+        experts=model.expert_parameters / (table["ep"] * table["etp"]),
         embedding=model.vocab * model.hidden / tp + model.learned_positions * model.hidden,
         head=model.head_parameters / tp + final_norm + tied_copy,
     )
 
 
-def tensors_bytes(operators: Sequence[OperatorSpec], context: CostContext, *, without: Sequence[str] = ()) -> Floats:
-    """Return the bytes that operators save, those named in `without` left out."""
+def tensors_bytes(
+    operators: Sequence[OperatorSpec], context: CostContext, *, without: RecomputeSpec | None = None
+) -> Floats:
+    """Return the bytes that operators save, what the mode `without` makes again left out."""
     total = np.zeros(len(context.table))
     for operator in operators:
-        if operator.saves and operator.name not in without:
+        if operator.saves and not (without and without.lets_go(operator.name)):
             active = active_rows(operator, context.table)
             for tensor in operator.saves:
                 total = total + active * tensor_bytes(tensor, context.sizes, context.dtype_bytes)
@@ -97,7 +98,7 @@ def saved_bytes(operators: Sequence[OperatorSpec], mode: RecomputeSpec, context:
     if mode.keeps:
         zero = np.zeros(len(context.table))
         return sum((tensor_bytes(x, context.sizes, context.dtype_bytes) for x in mode.keeps), zero)
-    return tensors_bytes(operators, context, without=mode.drops)
+    return tensors_bytes(operators, context, without=mode)
 
 
 def state_bytes(context: CostContext) -> dict[State, float]:

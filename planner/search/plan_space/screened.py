@@ -205,7 +205,9 @@ def least_bytes(screening: Screening, held: Floats) -> Floats:
 
 def grids_of(columns: PlanColumns) -> Rows:
     """Return a number for each plan, equal for plans of equal degrees."""
-    return distinct(columns.dp_replicate, columns.dp_shard, columns.tp, columns.cp, columns.pp, columns.ep)[1]
+    return distinct(
+        columns.dp_replicate, columns.dp_shard, columns.tp, columns.cp, columns.pp, columns.ep, columns.etp
+    )[1]
 
 
 def floor_s(screening: Screening, plans: PlanColumns) -> float:
