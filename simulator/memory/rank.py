@@ -25,7 +25,7 @@ from itertools import chain, zip_longest
 
 import numpy as np
 
-from simulator.config.runtime import MOMENTS
+from simulator.config.optimizers import OPTIMIZERS
 from simulator.kernels.operators import tensor_bytes
 from simulator.memory.allocator import Block, CachingAllocator
 from simulator.memory.plan_tensors import Held, PlanTensors
@@ -408,7 +408,7 @@ class RankReplay:
     def _make_optimizer(self) -> None:
         """Make the optimizer's state in the first step, a tensor a moment and parameter."""
         runtime, spec = self.context.runtime, self.spec
-        kinds = MOMENTS[runtime.optimizer] + bool(spec.state.master_weights and self.param_bytes < 4)
+        kinds = len(OPTIMIZERS[runtime.optimizer].states) + bool(spec.state.master_weights and self.param_bytes < 4)
         for unit in self.units:
             width = self.plan.share(unit, "optimizer") * self.plan.state["optimizer"]
             for elements in self.wrapped[unit.name].elements:
