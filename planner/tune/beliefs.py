@@ -276,7 +276,7 @@ def likeness(plans: Sequence[Candidate]) -> Floats:
 
 
 def _terms(estimates: Sequence[Estimate]) -> tuple[list[str], Floats, Floats]:
-    """Return the terms that steps have, each one's part of each step, (n, terms), and the spread of its error."""
+    """Return the names of a step's terms, their shares of each step (n, terms), and the spread of their errors."""
     named = []
     for one in estimates:
         parts: dict[str, float] = {}
