@@ -134,7 +134,7 @@ def _power_source(kind: GpuKind) -> str:
 
 @dataclass(slots=True)
 class Counts:
-    """Asks for the best plan on one number of GPUs after the other."""
+    """Searches for the best plan on each number of GPUs in turn."""
 
     question: Question
     goal: Goal

@@ -120,7 +120,7 @@ class Framework:
 
     @property
     def tools(self) -> ToolsSpec:
-        """What here runs its plans, writes for it and reads what it logs."""
+        """The runner of its plans, the target of its exports, and the reader of its logs."""
         return ToolsSpec() if self.costed_as else runtime_spec(self.name).tools
 
     @property

@@ -186,7 +186,7 @@ class Replays:
 
 
 def _extrapolated(few: ReservedMemory, more: ReservedMemory, micro_batches: float) -> ReservedMemory:
-    """Return what a step of so many micro batches holds, all of whose forward passes go first."""
+    """Return the bytes of a step in which all forward passes go first, from those of two shorter steps."""
     less, most = FORWARDS_FIRST
     times = (micro_batches - most) / (most - less)
     return replace(
