@@ -118,6 +118,26 @@ class Suggest(Request):
     budget: str | None = option(
         None, "--budget", help="Money for the whole run (1M): finds the number of GPUs that finishes soonest within it."
     )
+    mtbf: str | None = option(
+        None,
+        "--mtbf",
+        metavar="HOURS[:gpu|node]",
+        help="Hours between failures of a GPU or node, for the whole run; default as Llama 3's.",
+    )
+    checkpoint_bandwidth: float | None = option(
+        None,
+        "--checkpoint-bandwidth",
+        least=1.0,
+        most=1e16,
+        metavar="BYTES_PER_S",
+        help="What storage takes of a checkpoint from all GPUs together.",
+    )
+    restart: float | None = option(
+        None, "--restart", least=0.0, most=1e7, metavar="SECONDS", help="From a failure to the next step; default 600."
+    )
+    async_checkpoint: bool = option(
+        False, "--async-checkpoint/--sync-checkpoint", help="Write checkpoints from host memory, alongside steps."
+    )
     top: int = option(5, "--top", least=1, most=100, help="How many plans to list.")
     all_variants: bool = option(False, "--all", help="List all variants of each grid, not only the best one.")
     compile_model: bool | None = common.compiled()
