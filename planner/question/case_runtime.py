@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import Any
 
 from planner.question.case_fields import flag, refuse_unknown, section_of, unsaid, word_of, words_of
 from planner.question.case_words import RUNTIME_KEYS
 from simulator.config.runtime import DEFAULT_RUNTIME, LOW_PRECISION, Runtime
-from simulator.legality.frameworks import Framework
+from simulator.legality.frameworks import ANY, Framework, framework_of_runtime
+from simulator.runtimes.library import is_described, runtime_names
 from simulator.runtimes.stated import WHOLE_GRAPHS, resolve
 from topology.codec import JsonObject
 
@@ -53,7 +55,23 @@ def runtime_section(data: Mapping[str, Any], name: str, assumed: list[str]) -> J
     if unsaid(stated.get("name")):
         stated["name"] = DEFAULT_RUNTIME
         assumed.append(f"runtime {DEFAULT_RUNTIME} (not stated)")
+    elif (described := nearest_runtime(stated["name"], section_of(data, "plan", name))) != stated["name"]:
+        assumed.append(f"runtime {stated['name']} is not described: answered as {described}, the nearest that is")
+        stated["name"] = described
     return stated
+
+
+def nearest_runtime(name: str, plan: Mapping[str, Any]) -> str:
+    """Return the runtime that a name means: itself where it is described, else one that is called much like it, else
+    what a plan of its kind usually runs in.
+    """
+    bare = name.partition("@")[0].strip().lower()
+    if is_described(bare) or framework_of_runtime(bare) is not ANY:
+        return name
+    near = get_close_matches(bare.replace("_", "-"), runtime_names(), n=1, cutoff=0.75)
+    inside = any((plan.get(axis) or 1) != 1 for axis in ("tp", "pp"))
+    by_stage = not unsaid(plan.get("zero_stage"))
+    return near[0] if near else "megatron-lm" if inside and by_stage else "deepspeed" if by_stage else "pytorch"
 
 
 def _graphs(said: Any, where: str) -> JsonObject:
