@@ -89,10 +89,10 @@ def _fused(said: Any, where: str, assumed: list[str]) -> JsonObject:
     """Return what kernels of others fuse, as far as that is described; what is not goes to `assumed`."""
     if unsaid(said) or word_of(said, where).lower() == "none":
         return {}
-    parts = [part for word, fused in FUSED_KERNELS.items() if word in said.lower() for part in fused]
+    parts = next((fused for word, fused in FUSED_KERNELS.items() if word in said.lower()), ())
     if not parts:
         assumed.append(f"runtime.kernels {said}: what they fuse is not described, costed without them")
-    return {"fused": tuple(dict.fromkeys(parts))}
+    return {"fused": parts}
 
 
 def _graphs(said: Any, where: str) -> JsonObject:
