@@ -68,6 +68,15 @@ class PlanTensors:
         found = [round(w * scale) for w in weights]
         return [*found, max(0, round(whole) - sum(found))]
 
+    def made_by_update(self, units: Sequence[Unit], nbytes: float) -> list[float]:
+        """Return the tensors, `nbytes` in all, that updating `units` makes for a moment: one a parameter, or one under
+        ZeRO.
+        """
+        owned = [n * self.share(unit, "optimizer") for unit in units for n in self.elements(unit)]
+        if self.context.spec.zero is not None or not sum(owned):
+            return [nbytes]
+        return [nbytes * n / sum(owned) for n in owned] if nbytes else []
+
     def share(self, unit: Unit, kind: State) -> float:
         """Return the share of a unit's elements that a rank has of a kind of state."""
         table, whole = self.context.table, float(unit.elements[0])

@@ -141,19 +141,13 @@ class RankReplay:
                 deque(chain(*passes), maxlen=0)
         if not self.optimizer:
             self._make_optimizer()
-        self._give(self._made_by_update())
-
-    def _made_by_update(self) -> list[Block]:
-        """Make what the update makes for a moment: a tensor for each parameter, or one under ZeRO."""
-        if self.spec.zero is not None or not self.zero["update"]:
-            return self._taken(self.zero["update"])
-        width = self.param_bytes * self.spec.state.update_copies
-        tensors = [
-            elements * self.plan.share(unit, "optimizer") * width
-            for unit in self.units
-            for elements in self.wrapped[unit.name].elements
-        ]
-        return [block for nbytes in tensors for block in self._taken(nbytes)]
+        self._give(
+            [
+                block
+                for nbytes in self.plan.made_by_update(self.units, self.zero["update"])
+                for block in self._taken(nbytes)
+            ]
+        )
 
     def _watched(self, units: Iterator[None]) -> Iterator[None]:
         """Note the most that is allocated in each unit's pass."""
