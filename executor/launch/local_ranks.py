@@ -328,8 +328,8 @@ def _first_failure(folder: Path, exit_code: int | None, err_tail: str, *, elasti
     if not elastic:
         message = _message(folder / "error.json") or _last_line(err_tail)
         return Failure(rank=0, exit_code=_code(exit_code), signal=_name(exit_code), message=message)
-    # The agent prints one block per failure; the one it saw first is under "Root Cause". A rank that was killed writes
-    # no timestamp, and its peers fail soon after, so a killed rank takes precedence.
+    # The agent prints a block per failure, with the first that it saw under "Root Cause". That may be a peer of a rank
+    # that was killed: the killed rank writes no timestamp. So a killed rank takes precedence.
     _, _, verdict = err_tail.rpartition("Root Cause")
     blocks = re.findall(
         r"^\s*time\s*:\s*(\S+)\n.*\n\s*rank\s*:\s*(\d+)(?!\d).*\n\s*exitcode\s*:\s*(-?\d+)", err_tail, re.MULTILINE

@@ -347,7 +347,7 @@ def _gpu_states(request: Request, records: RankRecords, samples: Sequence[Sample
 
 
 def _is_ours(request: Request, fault: GpuFault) -> bool:
-    """Return whether a fault may concern the run: with CUDA_VISIBLE_DEVICES the numbers of its GPUs are others."""
+    """Return whether a fault may concern the run. Always true under CUDA_VISIBLE_DEVICES, which renumbers GPUs."""
     return fault.gpu is None or "CUDA_VISIBLE_DEVICES" in os.environ or not request.gpus or fault.gpu in request.gpus
 
 

@@ -7,13 +7,15 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from planner.question.case_fields import flag, refuse_unknown, section_of, unsaid, word_of, words_of
+from planner.question.case_fields import flag, kind_of, refuse_unknown, section_of, unsaid, word_of, words_of
 from planner.question.case_words import RUNTIME_KEYS
 from simulator.config.runtime import DEFAULT_RUNTIME, FUSED_KERNELS, LOW_PRECISION, Runtime
 from simulator.legality.frameworks import ANY, Framework, framework_of_runtime
 from simulator.runtimes.library import is_described, runtime_names, runtime_spec
 from simulator.runtimes.stated import WHOLE_GRAPHS, resolve
+from simulator.runtimes.stated_adapter import ADAPTER_KEYS
 from topology.codec import JsonObject
+from topology.errors import BadPlan
 
 _NO_GRAPHS = ("no", "off", "false", "impl none")  # how sources say that there were no CUDA graphs
 
@@ -37,8 +39,9 @@ def runtime_section(data: Mapping[str, Any], name: str, assumed: list[str]) -> J
     refuse_unknown(stated, RUNTIME_KEYS, f"case {name}: runtime")
     stated |= _graphs(stated.pop("cuda_graph", None), f"case {name}: runtime.cuda_graph")
     stated |= _fused(stated.pop("kernels", None), f"case {name}: runtime.kernels", assumed)
+    stated["adapter"] = _adapter_section(stated.get("adapter"), f"case {name}: runtime.adapter")
     for key, value in stated.items():
-        if unsaid(value):
+        if unsaid(value) or key == "adapter":
             continue
         if key in {"compile", "cuda_graph"}:
             flag(value, f"case {name}: runtime.{key}")
@@ -93,6 +96,16 @@ def _fused(said: Any, where: str, assumed: list[str]) -> JsonObject:
     if not parts:
         assumed.append(f"runtime.kernels {said}: what they fuse is not described, costed without them")
     return {"fused": parts}
+
+
+def _adapter_section(stated: Any, where: str) -> JsonObject:
+    """Return what a case says of adapters, without what it leaves open. Raises BadPlan."""
+    if unsaid(stated):
+        return {}
+    if not isinstance(stated, dict):
+        raise BadPlan(f"{where} is {kind_of(stated)}, not an object", remedy='{"kind": "lora", "rank": 16}')
+    refuse_unknown(stated, ADAPTER_KEYS, where)
+    return {key: value for key, value in stated.items() if not unsaid(value)}
 
 
 def _graphs(said: Any, where: str) -> JsonObject:

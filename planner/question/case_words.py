@@ -34,6 +34,7 @@ RUNTIME_KEYS = (
     "low_precision_recipe",
     "cuda_graph",
     "kernels",
+    "adapter",
     "moe_dispatcher",
     "expert_products",
 )

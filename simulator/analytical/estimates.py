@@ -38,7 +38,7 @@ from simulator.overlap.site_costs import SiteRates
 from simulator.pipeline.stages import StageLayout, stage_layout
 from simulator.runtimes.library import ModelOperators, RuntimeSpec, canonical_recompute, operators_for, wraps_one
 from simulator.step.context import CostContext
-from simulator.step.held import local_parameters
+from simulator.step.frozen import local_parameters, trained_flops_per_token
 from simulator.step.host import compiled, graphed
 from topology.cluster import Cluster, Source
 from topology.errors import BadPlan
@@ -158,7 +158,7 @@ def estimate_plans(
     )
     capacity = cluster.gpu_memory_bytes - CONTEXT_BYTES
     reserved = memory.reserved_bytes.max(axis=1)
-    flops = 3.0 * model.forward_flops_per_token(workload.seq_len) * workload.tokens_per_step
+    flops = trained_flops_per_token(model, runtime.adapter, workload.seq_len) * workload.tokens_per_step
     return EstimateTable(
         plans=tuple(plans),
         step_s=account.total_s,
@@ -257,6 +257,7 @@ def cost_context(
             table,
             autocast_width=autocast_width(scenario.runtime),
             expert_spread=operators.spec.expert_spread,
+            rank=scenario.runtime.adapter.rank if scenario.runtime.adapter is not None else 0,
             domain=cluster.gpus_per_node,
             pads="fused_dispatch" not in operators.features,
         ),

@@ -39,7 +39,8 @@ from simulator.pipeline.stages import StageLayout, stage_layout
 from simulator.runtimes.library import ModelOperators, canonical_recompute, wraps_one
 from simulator.runtimes.parts import RecomputeSpec
 from simulator.step.context import CostContext
-from simulator.step.held import Parameters, local_parameters
+from simulator.step.frozen import local_parameters
+from simulator.step.held import Parameters
 from simulator.step.walk import message_bytes
 from topology.time_limit import check_time
 

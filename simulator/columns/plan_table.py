@@ -188,6 +188,7 @@ def axis_sizes(
     *,
     autocast_width: float = 1.0,
     expert_spread: float = 0.0,
+    rank: int = 0,
     domain: int = 1 << 20,
     pads: bool = True,
 ) -> dict[str, Floats]:
@@ -206,8 +207,8 @@ def axis_sizes(
     experts in all, e on this rank, x rows of each, n rows that the rank sends to experts, m those that the busiest
     receives and r those that its experts compute, fe and gfe expert widths, fs and gfs shared-expert widths; g tokens
     of all ranks that share experts; z rows that reach a rank where each token is sent once to a rank, and y what an
-    all-to-all that takes as long would move. Latent attention: ql, cl compressed ranks (cr
-    with the rotary part), qk and vv total head widths, kx expanded keys/values.
+    all-to-all that takes as long would move. Latent attention: ql, cl compressed ranks (cr with the rotary part), qk
+    and vv total head widths, kx expanded keys/values. R is the `rank` of adapters.
     """
     tp, cp = table["tp"], table["cp"]
     ones = np.ones(len(table))
@@ -239,6 +240,7 @@ def axis_sizes(
         "gf": gate * model.ffn / tp,
         "v": model.vocab / tp,
         "one": ones,
+        "R": rank,
     }
     if model.latent:
         sizes |= _latent_sizes(model, model.latent, a)

@@ -55,48 +55,51 @@ class Plan:
         "data parallel (DP)",
         short="dp",
         flag="--dp-replicate",
-        help="Replicas.",
+        help="Data-parallel replicas; default: 1, or what fills the GPUs with --zero.",
         search_help="Only plans with this number of replicas.",
     )
     dp_shard: int = degree(
         "sharded data parallel (FSDP)",
         short="fsdp",
         flag="--dp-shard",
-        help="FSDP shards; default fills the GPUs.",
+        help="FSDP shards; default: what fills the GPUs.",
         search_help="Only plans with this number of FSDP shards.",
     )
     zero_stage: int | None = entry(
-        None, "ZeRO stage", least=0, most=3, flag="--zero", help="ZeRO stage over --dp-replicate."
+        None, "ZeRO stage", least=0, most=3, flag="--zero", help="ZeRO stage over the --dp-replicate ranks."
     )
     tp: int = degree(
         "tensor parallel (TP)",
         short="tp",
         flag="--tp",
-        help="Tensor-parallel degree; default 1.",
-        search_help="Only plans with this tensor-parallel degree: 8, 1,2,4 or 2-8, as all such options.",
+        help="Tensor-parallel degree; default: 1.",
+        search_help="Only plans with this tensor-parallel degree; 8, 1,2,4 or 2-8, as for all such options.",
     )
     sequence_parallel: bool = entry(
-        False, flag="--sequence-parallel/--no-sequence-parallel", help="Default: the framework's.", needs="tp"
+        False,
+        flag="--sequence-parallel/--no-sequence-parallel",
+        help="Divide norms and residuals by tokens; default: the framework's.",
+        needs="tp",
     )
     cp: int = degree(
         "context parallel (CP)",
         short="cp",
         flag="--cp",
-        help="Context-parallel degree; default 1.",
+        help="Context-parallel degree; default: 1.",
         search_help="Only plans with this context-parallel degree.",
     )
     pp: int = degree(
         "pipeline parallel (PP)",
         short="pp",
         flag="--pp",
-        help="Pipeline stages; default 1.",
-        search_help="Only plans with this number of pipeline stages.",
+        help="Pipeline-parallel degree; default: 1.",
+        search_help="Only plans with this pipeline-parallel degree.",
     )
     ep: int = degree(
         "expert parallel (EP)",
         short="ep",
         flag="--ep",
-        help="Expert-parallel degree; default 1.",
+        help="Expert-parallel degree; default: 1.",
         search_help="Only plans with this expert-parallel degree.",
     )
     etp: int | None = entry(  # None: the framework's default
@@ -113,15 +116,15 @@ class Plan:
     virtual_stages: int = degree(
         "stages a rank",
         flag="--virtual-stages",
-        help="Stages a rank holds; default 1.",
-        search_help="Only plans with this number of stages on a pipeline rank.",
+        help="Stages on each pipeline rank; default: 1.",
+        search_help="Only plans with this many stages on each pipeline rank.",
         needs="pp",
     )
     schedule: str | None = entry(
         None,
         flag="--schedule",
         help="Pipeline schedule, such as 1F1B.",
-        search_help="Only plans with this pipeline schedule (words, with commas).",
+        search_help="Only plans with this pipeline schedule (comma-separated).",
         needs="pp",
         follows=("pp", "virtual_stages"),
     )
@@ -135,14 +138,15 @@ class Plan:
     recompute: str = entry(
         "none",
         flag="--recompute",
-        help="none, selective, selective-op, full, or the runtime's own word.",
-        search_help="Only plans with this recomputation (words, with commas).",
+        help="Recomputation: none, selective, selective-op, full, or the runtime's own word.",
+        search_help="Only plans with this recomputation (comma-separated).",
     )
     tp_overlap: str = entry(
         "none",
         "overlap of tensor parallelism",
         flag="--tp-overlap",
-        help="none, ring, fused, async, ...; or by site: attention_in=fused,mlp_out=ring.",
+        help="Overlap of tensor-parallel products with collectives: none, ring, fused, async, ...; or by site:"
+        " attention_in=fused,mlp_out=ring.",
         longest=128,
         needs="tp",
     )
@@ -159,8 +163,8 @@ class Plan:
         "none",
         choices=OFFLOADS,
         flag="--offload",
-        help="Kept in host memory: none, optimizer, or parameters as well; default none.",
-        search_help="Kept in host memory: none, optimizer, or parameters as well (words, with commas).",
+        help="What to keep in host memory: none, optimizer, or parameters as well; default: none.",
+        search_help="What to keep in host memory: none, optimizer, or parameters as well (comma-separated).",
     )
     ep_overlap: str = entry(
         "none",
@@ -169,8 +173,9 @@ class Plan:
         choices=EP_OVERLAPS,
         yes="combined",
         flag="--ep-overlap",
-        help="All-to-all of experts alongside compute: none, combined with another micro batch's passes, delay_wgrad.",
-        search_help="All-to-all of experts alongside compute: none, combined, delay_wgrad (words, with commas).",
+        help="Overlap of the experts' all-to-all with compute: none, combined (with another micro batch's passes),"
+        " delay_wgrad.",
+        search_help="Overlap of the experts' all-to-all with compute: none, combined, delay_wgrad (comma-separated).",
         needs="ep",
     )
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from simulator.config.adapter import Adapter
+
 # Bytes of a number, by the short names of operators and of sharding's text; and of what a run may be configured with.
 ELEMENT_BYTES = {
     "c128": 16,
@@ -53,6 +55,7 @@ class Runtime:
     replaying graphs: all of a layer's, or those of the parts that `graph_scopes` names. `moe_dispatcher` sends tokens
     to experts (`MOE_DISPATCHERS`), `expert_products` multiplies there (`EXPERT_PRODUCTS`); "" is the description's own.
     `fused` are the kernels of others that were put in the place of its own (`FUSED_KERNELS`).
+    `adapter` says what is trained where that is not everything.
     """
 
     name: str = DEFAULT_RUNTIME
@@ -64,6 +67,7 @@ class Runtime:
     optimizer: str = "adamw"
     low_precision_recipe: str = ""
     cuda_graph: bool = False
+    adapter: Adapter | None = None
     graph_scopes: tuple[str, ...] = ()
     moe_dispatcher: str = ""
     expert_products: str = ""
@@ -91,6 +95,8 @@ class Runtime:
         low = [f"{role} in {dtype}" for role, dtype in stated.items() if dtype in COMPUTE_ONLY]
         if low:
             return f"{', '.join(low)} is not modelled: only products (compute_dtype) may be in low precision or TF32"
+        if self.adapter is not None and self.low:
+            return f"adapters with products in {self.compute_dtype} are not modelled: ask in bfloat16"
         if self.optimizer not in MOMENTS:
             return (
                 f"optimizer {self.optimizer!r} is not modelled: its states and its update are not known; known: "

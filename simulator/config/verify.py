@@ -11,6 +11,17 @@ import math
 from dataclasses import replace
 from typing import Any
 
+from simulator.config.adapter import (
+    ALL_LINEAR,
+    BASE_BYTES,
+    DORA,
+    FROZEN,
+    KINDS,
+    LORA,
+    MODULES,
+    MOST_RANK,
+    Adapter,
+)
 from simulator.config.estimate import Estimate, Interval
 from simulator.config.model import Model
 from simulator.config.overlap_sites import modes_by_site
@@ -168,6 +179,22 @@ def verify_runtime(runtime: Runtime, *, where: str) -> None:
             raise BadPlan(
                 f"{where}: runtime.{name} is {_shown(getattr(runtime, name))}", why=f"known: {', '.join(known)}"
             )
+    if runtime.adapter is not None:
+        _verify_adapter(runtime.adapter, f"{where}: runtime.adapter")
+
+
+def _verify_adapter(adapter: Adapter, where: str) -> None:
+    for name, known in (("kind", KINDS), ("base_weights", ("", *BASE_BYTES))):
+        if getattr(adapter, name) not in known:
+            raise BadPlan(f"{where}.{name} is {_shown(getattr(adapter, name))}", why=f"known: {', '.join(known)}")
+    if adapter.kind in {LORA, DORA}:
+        _whole(adapter.rank, f"{where}.rank", 1, MOST_RANK)
+    for index, name in enumerate(adapter.target_modules):
+        _word(name, f"{where}.target_modules[{index}]")
+        if adapter.kind != FROZEN and name != ALL_LINEAR and name.lower() not in MODULES:
+            raise BadPlan(f"{where}.target_modules[{index}] is {_shown(name)}", why="it is no matrix of a layer")
+    if not 0 <= adapter.dropout < 1:
+        raise BadPlan(f"{where}.dropout is {_shown(adapter.dropout)}", why="it is a share: from 0 up to 1")
 
 
 def _whole(value: int, where: str, least: int, most: int) -> None:

@@ -17,6 +17,7 @@ from enum import StrEnum
 from functools import cache
 
 from simulator.columns.plan_table import CP_METHODS
+from simulator.config.adapter import KINDS, PACKED
 from simulator.config.overlap_sites import MODES, NONE, USERBUFFERS
 from simulator.legality.networks import FEATURES
 from simulator.pipeline.schedules.registry import SCHEDULES, schedules_that
@@ -92,6 +93,10 @@ class Framework:
     optimizer_offload_stages: tuple[int, ...] = ()  # ZeRO stages with which the optimizer alone may be
     wraps_one_rank: bool = True  # FSDP is there though it shards over one rank
     empty_stages: bool = False  # a stage may hold no layer, or the embedding or the head alone
+    adapters: tuple[str, ...] = ()  # kinds that it trains (`simulator.config.adapter.KINDS`)
+    adapter_dropout: bool = True
+    packed_bases: tuple[str, ...] = ()  # types below 16 bits in which it keeps frozen weights
+    sharded_bases: tuple[str, ...] = ()  # and in which it shards them over data-parallel ranks
     # What follows is asked of the executor alone; of others it is not known, and nothing is refused for it.
     networks_without: frozenset[str] = frozenset()  # keys of `simulator.legality.networks.FEATURES`
     dtypes: tuple[str, ...] = ()  # empty: any
@@ -115,7 +120,7 @@ class Framework:
 
     @property
     def tools(self) -> ToolsSpec:
-        """What here runs its plans, writes for it and reads what it logs."""
+        """The runner of its plans, the target of its exports, and the reader of its logs."""
         return ToolsSpec() if self.costed_as else runtime_spec(self.name).tools
 
     @property
@@ -173,6 +178,8 @@ TORCHTITAN = Framework(
     sequence_over_tensor=True,
     parameter_offload=True,  # training.enable_cpu_offload: FSDP2's CPUOffloadPolicy
     wraps_one_rank=False,
+    adapters=("lora",),
+    adapter_dropout=False,
 )
 PYTORCH = Framework(
     name="pytorch",
@@ -187,6 +194,9 @@ PYTORCH = Framework(
     torch_pipelining=True,
     overlap_needs_compile=True,
     parameter_offload=True,
+    adapters=KINDS,
+    packed_bases=PACKED,
+    sharded_bases=("nf4", "gptq"),
 )
 MESHWRIGHT = Framework(
     name="meshwright",
@@ -236,6 +246,7 @@ MEGATRON = Framework(
     uneven_stages=False,
     pads_vocabulary=True,
     optimizer_offload_stages=(1,),  # --optimizer-cpu-offload, with the precision-aware distributed optimizer
+    adapters=("lora", "dora"),  # by Megatron-Bridge
 )
 DEEPSPEED = Framework(
     name="deepspeed",
@@ -258,6 +269,9 @@ DEEPSPEED = Framework(
     # neither (module_inject/auto_ep_folding.py, and Transformers' plans for experts). A PipelineModule's topology has
     # ranks for layers that are tensor-parallel by themselves, and for nothing else.
     one_axis=True,
+    adapters=KINDS,  # by peft
+    packed_bases=("nf4", "gptq"),
+    sharded_bases=("nf4",),
 )
 MEGATRON_DEEPSPEED = Framework(
     name="megatron-deepspeed",
@@ -286,6 +300,7 @@ LLM_FOUNDRY = Framework(
     schedules=(),
     sequence_parallel=False,
     sequence_parallel_default=False,
+    adapters=("lora",),
 )
 ANY = Framework(
     name="any",
@@ -301,6 +316,9 @@ ANY = Framework(
     zero_stages=(0, 1, 2, 3),
     parameter_offload=True,
     optimizer_offload_stages=(1, 2, 3),
+    adapters=KINDS,
+    packed_bases=PACKED,
+    sharded_bases=PACKED,
 )
 
 FRAMEWORKS = {

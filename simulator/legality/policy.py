@@ -48,8 +48,8 @@ def _overlaps_at(text: str, site: str) -> bool:
         return False  # another rule's business
 
 
-# Modes that cut rows of tokens alone. The others choose how to move a product by its size, which must be the same on
-# all ranks.
+# Modes that divide only the rows of tokens. The others choose a method by the size of the product, so that it must be
+# the same on all ranks.
 ANY_WIDTH = (NONE, "chunked", "ring")
 
 

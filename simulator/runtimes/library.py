@@ -21,6 +21,7 @@ from simulator.config.model_families import FAMILIES
 from simulator.config.runtime import DTYPE_BYTES, Runtime
 from simulator.kernels.low_precision import recipe_of
 from simulator.kernels.operators import OperatorSpec
+from simulator.runtimes.adapted import adapted, adapted_ends
 from simulator.runtimes.parts import (
     MODULES,
     DdpSpec,
@@ -333,16 +334,22 @@ def operators_for(model: Model, runtime: Runtime) -> ModelOperators:
                 kept.append(_cast_at_once(replace(operator, when=plan_side), features))
         kept = replayed(kept, [name for scope in runtime.graph_scopes for name in spec.graph_scopes.get(scope, ())])
         recipe = recipe_of(runtime)
+        if in_layer and runtime.adapter is not None:
+            return tuple(adapted(kept, model, runtime.adapter, compiled=runtime.compile))
         if recipe is None or spec.low_precision is None or not in_layer:
             return tuple(kept)
         return quantized(kept, spec.low_precision, recipe)
+
+    embedding, head = active(spec.layer.embedding), active(spec.layer.head)
+    if runtime.adapter is not None:
+        embedding, head = adapted_ends(embedding, head, model, runtime.adapter)
 
     return ModelOperators(
         spec=spec,
         dense_layer=active(attention + mlp, in_layer=True),
         moe_layer=active(attention + spec.layer.moe, in_layer=True),
-        embedding=active(spec.layer.embedding),
-        head=active(spec.layer.head),
+        embedding=embedding,
+        head=head,
         features=features,
     )
 

@@ -8,6 +8,7 @@ from typing import Any
 from simulator.config.runtime import COMPUTE_ONLY, DTYPE_BYTES, LOW_PRECISION, MOE_DISPATCHERS, Runtime
 from simulator.kernels.low_precision import USUAL, recipes
 from simulator.runtimes.library import DATED, RuntimeSpec, runtime_spec
+from simulator.runtimes.stated_adapter import resolve_adapter
 from topology.codec import JsonObject
 from topology.errors import BadPlan
 
@@ -47,6 +48,8 @@ def resolve(stated: JsonObject) -> tuple[Runtime, tuple[str, ...]]:
         chosen["low_precision_recipe"] = recipe
         assumed += why
     chosen["cuda_graph"] = bool(stated.get("cuda_graph"))
+    chosen["adapter"], of_adapter = resolve_adapter(stated.get("adapter") or {})
+    assumed += of_adapter
     chosen["graph_scopes"] = tuple(stated.get("graph_scopes") or ())
     chosen["expert_products"] = str(stated.get("expert_products") or "")
     chosen["fused"] = tuple(stated.get("fused") or ())

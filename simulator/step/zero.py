@@ -68,7 +68,7 @@ def zero_buffers(context: CostContext, elements: Floats, owned: Floats) -> ZeroB
     sharded = column(~table.fully_sharded & (table.state_shard["optimizer"] > 1))
     cast = reduce if reduce != param else 0.0
     bucket = np.minimum(zero.bucket_elements, elements)
-    # What a rank owns is copied out of the bucket, alongside what earlier micro batches left.
+    # A rank copies its share out of the bucket and adds it to the gradients of earlier micro batches.
     kept = np.where(scattered & (column(table.micro_batches) <= 1), 0.0, owned * context.dtype_bytes("param"))
     out = reduce / column(np.maximum(table["sharded_over"], 1.0))
     copies = np.where(full, bucket * (cast + reduce + out), np.where(sharded, bucket * (param + cast) + kept, 0.0))

@@ -254,11 +254,12 @@ def test_a_whole_run_has_days_cost_and_energy(planner):
     run, step = answer["run"], answer["plans"][0]["estimate"]["step_s"]
     steps = 100e9 / (2048 * 256)
 
-    assert run["seconds"] == pytest.approx(steps * step["value"])
-    assert run["low_s"] == pytest.approx(steps * step["low"])
-    assert run["gpu_hours"] == pytest.approx(16 * run["seconds"] / 3600)
-    assert run["cost"] == pytest.approx(2.5 * run["gpu_hours"])
-    assert run["energy_j"] == pytest.approx(16 * 700 * run["seconds"])
+    for end in ("value", "low", "high"):
+        hours = steps * step[end] / 3600
+        assert run["days"][end] == pytest.approx(hours / 24)
+        assert run["gpu_hours"][end] == pytest.approx(16 * hours)
+        assert run["cost"][end] == pytest.approx(2.5 * 16 * hours)
+    assert run["energy_j"] == pytest.approx(16 * 700 * steps * step["value"])
     assert run["power_source"]
     text = planner("suggest", *RUN, *flags).stdout
     assert "100B tokens" in text
@@ -269,12 +270,12 @@ def test_a_deadline_finds_the_cheapest_count_in_time(planner):
     """Every count tried is listed; of those in time the one with the fewest GPU-hours is the answer."""
     done = planner("suggest", *RUN, "--pp", "1", "--tokens", "300B", "--deadline", "10d", "--json")
     answer = json.loads(done.stdout)
-    in_time = [one for one in answer["curve"] if one["plan"] and one["seconds"] <= 10 * 86400]
+    in_time = [one for one in answer["curve"] if one["plan"] and one["days"]["value"] <= 10]
 
     assert done.returncode == 0, done.stderr
-    assert answer["run"]["gpus"] == min(in_time, key=lambda one: one["gpu_hours"])["gpus"]
+    assert answer["run"]["gpus"] == min(in_time, key=lambda one: one["gpu_hours"]["value"])["gpus"]
     assert answer["plans"][0]["plan"] == answer["run"]["plan"]
-    assert any(one["seconds"] > 10 * 86400 for one in answer["curve"]), "a smaller number was tried"
+    assert any(one["plan"] and one["days"]["value"] > 10 for one in answer["curve"]), "a smaller number was tried"
 
 
 def test_a_budget_finds_the_soonest_count_that_it_pays_for(planner):
@@ -294,10 +295,10 @@ def test_a_budget_finds_the_soonest_count_that_it_pays_for(planner):
         "--json",
     )
     answer = json.loads(planner("suggest", *RUN, *flags).stdout)
-    paid = [one for one in answer["curve"] if one["plan"] and one["cost"] <= 5e3]
+    paid = [one for one in answer["curve"] if one["plan"] and one["cost"]["value"] <= 5e3]
 
-    assert answer["run"]["gpus"] == min(paid, key=lambda one: one["seconds"])["gpus"]
-    assert any(one["plan"] and one["cost"] > 5e3 for one in answer["curve"]), "a larger number was tried"
+    assert answer["run"]["gpus"] == min(paid, key=lambda one: one["days"]["value"])["gpus"]
+    assert any(one["plan"] and one["cost"]["value"] > 5e3 for one in answer["curve"]), "a larger number was tried"
 
 
 def test_stated_counts_are_compared_over_the_whole_run(planner):
@@ -307,7 +308,7 @@ def test_stated_counts_are_compared_over_the_whole_run(planner):
     late = planner("suggest", *RUN, *counts, "--deadline", "2h")
 
     assert [one["gpus"] for one in curve] == [8, 16]
-    assert curve[0]["seconds"] > 1.5 * curve[1]["seconds"]
+    assert curve[0]["days"]["value"] > 1.5 * curve[1]["days"]["value"]
     assert late.returncode == 3
     assert "days on 16 GPUs" in late.stderr
     assert "GPUs  days (80% range)" in planner("suggest", *RUN, *counts).stdout
