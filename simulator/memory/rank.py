@@ -153,7 +153,8 @@ class RankReplay:
                 deque(chain(*passes), maxlen=0)
         if not self.optimizer:
             self.make_optimizer()
-        self._give(self._taken(self.zero["update"]))
+        made = self.plan.made_by_update(self.units, self.zero["update"])
+        self._give([block for nbytes in made for block in self._taken(nbytes)])
 
     def _watched(self, units: Iterator[None]) -> Iterator[None]:
         """Note the most that is allocated in each unit's pass."""

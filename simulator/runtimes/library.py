@@ -229,6 +229,9 @@ def head_peaks(runtime: Runtime, *, cut: bool = False) -> tuple[tuple[str, ...],
     `cut`: tensor-parallel ranks have cut the vocabulary.
     """
     layer = spec_for(runtime).layer
+    for part in ("linear_loss", "loss"):
+        if part in runtime.fused and part in layer.fused_head_peaks:
+            return (layer.fused_head_peaks[part],)
     compiled = ((layer.compiled_cut_head_peak if cut else ()) or layer.compiled_head_peak) if runtime.compile else ()
     return compiled or (layer.cut_head_peak if cut else ()) or layer.head_peak
 
@@ -236,7 +239,8 @@ def head_peaks(runtime: Runtime, *, cut: bool = False) -> tuple[tuple[str, ...],
 def head_left(runtime: Runtime) -> tuple[str, ...]:
     """Return the tensors whose blocks the allocator is left with when the loss turns round."""
     layer = spec_for(runtime).layer
-    return () if runtime.compile and layer.compiled_head_peak else layer.head_left
+    fused = {*runtime.fused} & {*layer.fused_head_peaks}
+    return () if fused or (runtime.compile and layer.compiled_head_peak) else layer.head_left
 
 
 def recompute_stops_early(runtime: Runtime) -> bool:
@@ -410,6 +414,8 @@ def _features(model: Model, runtime: Runtime, spec: RuntimeSpec) -> frozenset[st
         "q_lora": bool(model.latent and model.latent.q_lora_rank),
         dispatcher: True,
         "fused_dispatch": dispatcher in FUSED_DISPATCH,
+        **{f"fused_{part}": part in runtime.fused for part in ("loss", "linear_loss")},
+        "fused": bool({"loss", "linear_loss"} & {*runtime.fused}),
         attention_implementation(runtime): True,
     }
     return frozenset(name for name, holds in named.items() if holds)
