@@ -49,6 +49,18 @@ SLURM_ACTIVE = frozenset(
         "SPECIAL_EXIT",
     ]
 )
+# Why a job ended that the scheduler ended, by Slurm's word for its state.
+ENDED_BY_SCHEDULER = {
+    "preempted": "the scheduler gave the nodes to another job",
+    "timeout": "the time limit of the job was over",
+    "deadline": "the deadline of the job was over",
+    "node_fail": "a node failed",
+    "boot_fail": "a node did not start",
+    "out_of_memory": "a node had no memory left for the job",
+    "cancelled": "the job was cancelled",
+    "revoked": "the job was revoked",
+}
+ENDED_BY_ITSELF = frozenset({"finished", "out_of_memory", "wrong_numbers", "not_as_requested"})
 ENDINGS = {"Complete": "completed", "Failed": "failed"}  # conditions of a TrainJob that has ended
 
 
@@ -176,7 +188,9 @@ def collected(job: LauncherJob, launcher: str, *, over: bool = False) -> JsonObj
     folder = job.directory
     ended_nodes = len([*folder.glob("agents/*.json")])
     enough = ended_nodes >= (1 if over else job.nodes)
-    if not (folder / "run.json").is_file() and launcher == "trainjob" and job.nodes > 1 and enough:
+    # A Slurm job collects by itself, unless it is ended before.
+    alone = launcher == "trainjob" or over
+    if not (folder / "run.json").is_file() and alone and job.nodes > 1 and enough:
         command = launchers.collect_command(job)
         with (folder / "collect.txt").open("wb") as log:
             child.run_module(command[2], command[3:], budget_s=COLLECT_S, output=log)
@@ -225,7 +239,29 @@ def follow(
                 remedy="--wait longer",
             )
         time.sleep(poll_s)
+    if document["status"] not in ENDED_BY_ITSELF:
+        _add_cause(document, _ended_as(folder, submission, late_s, poll_s))
     return document
+
+
+def _ended_as(folder: Path, submission: Submission, late_s: float, poll_s: float) -> str:
+    """Return the scheduler's word for the end of a job that leaves the queue; nothing where it does not come."""
+    ends = time.monotonic() + late_s
+    while not (found := state(folder, submission)).over:
+        if time.monotonic() > ends:
+            return ""
+        time.sleep(poll_s)
+    return found.word
+
+
+def _add_cause(document: JsonObject, word: str) -> None:
+    """Add why a scheduler ended a run to its failure, where the scheduler says more than that the job failed."""
+    why = ENDED_BY_SCHEDULER.get(word)
+    if why is None:
+        return
+    failure = document["failure"] or {"rank": None, "message": ""}
+    said = f"; the run says: {failure['message']}" if failure["message"] else ""
+    document["failure"] = {**failure, "rank": None, "message": f"{why} ({word}){said}"}
 
 
 def _log(folder: Path) -> str:
