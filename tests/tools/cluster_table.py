@@ -1,6 +1,6 @@
 """What a person sees who runs plans through schedulers that are real: the table of examples/cluster/README.md.
 
-    python -m tests.tools.cluster_table FOLDER [NAME ...]      runs the cases named, or all; FOLDER/rows.jsonl has a line each
+    python -m tests.tools.cluster_table FOLDER [NAME ...]      runs the cases named, or all: a line each in rows.jsonl
 
 Slurm is that of `slurm_nodes`: two nodes on this machine. Every case starts `planner` as a person does, in a folder of
 its own, and does something to the job while it runs. A row has the seconds until planner answered, its exit code, and

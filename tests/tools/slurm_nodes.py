@@ -3,8 +3,8 @@
     python -m tests.tools.slurm_nodes FOLDER            starts it, prints how to use it, ends it with Ctrl-C
 
 The nodes are two slurmd on ports of their own, each with four GPUs that are files. Everything is below FOLDER: key,
-socket, configuration, state and logs. Nothing of the machine's own Slurm is read or changed; root is needed, since slurmd
-starts jobs as their users.
+socket, configuration, state and logs. Nothing of the machine's own Slurm is read or changed; the names of the nodes
+stand in /etc/hosts meanwhile. Root is needed for that, and since slurmd starts jobs as their users.
 
 Sources: slurm.conf(5), gres.conf(5), munged(8); several slurmd on a host: "Slurm for multiple nodes per host".
 """
