@@ -3,7 +3,7 @@
 A record of the submission stands next to the job's file from before the scheduler is asked. So whoever follows the run
 after a crash submits nothing twice, and says so where it cannot be known whether the scheduler took the job.
 
-Sources: squeue(1) and its job state codes, sacct(1), scancel(1); kubectl get; conditions of a TrainJob (Kubeflow
+Sources: squeue(1) and its job state codes, scontrol(1), sacct(1), scancel(1); kubectl get; conditions of a TrainJob (Kubeflow
 Trainer).
 """
 
@@ -251,12 +251,22 @@ def _ended_as(folder: Path, submission: Submission, late_s: float, poll_s: float
         if time.monotonic() > ends:
             return ""
         time.sleep(poll_s)
-    return found.word
+    return "preempted" if submission.launcher == "slurm" and _was_preempted(submission) else found.word
+
+
+def _was_preempted(submission: Submission) -> bool:
+    """Return whether Slurm took the nodes of a job away: it has "failed" where it ended by itself within its grace."""
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        shown = _run(["scontrol", "show", "job", str(submission.number), "--oneliner"]).stdout
+        return re.search(r"\bPreemptTime=\d", shown) is not None
+    return False
 
 
 def _add_cause(document: JsonObject, word: str) -> None:
-    """Add why a scheduler ended a run to its failure, where the scheduler says more than that the job failed."""
+    """Add why a run was ended from outside to its failure."""
     why = ENDED_BY_SCHEDULER.get(word)
+    if why is None and document["status"] == "interrupted":
+        why = "SIGTERM came from outside, as from a scheduler that needs the nodes or whose time limit is over"
     if why is None:
         return
     failure = document["failure"] or {"rank": None, "message": ""}

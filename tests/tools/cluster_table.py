@@ -27,7 +27,7 @@ from tests.tools.slurm_nodes import Cluster
 ROOT = Path(__file__).resolve().parents[2]
 FOLLOWED = ["--launcher", "slurm", "--submit", "--wait", "5m"]
 PATIENT_S = 400.0
-LAST_LINES = 6
+LAST_LINES = 9
 
 
 @dataclass
