@@ -52,7 +52,7 @@ ROOT = Path(__file__).resolve().parents[2]
 class Rendezvous:
     """The rendezvous of several nodes: how many there are, its endpoint (HOST:PORT) and its id.
 
-    `join_s` bounds how long an agent waits for the others, in seconds.
+    `join_s` bounds how long an agent waits for the others, in seconds. `names` are those of all nodes, where known.
     `address` is this node's address for the others, needed where its host name does not resolve; the agent then cannot
     tell by itself whether it hosts the endpoint.
     """
@@ -61,6 +61,7 @@ class Rendezvous:
     endpoint: str
     run_id: str
     address: str = ""
+    names: tuple[str, ...] = ()
     join_s: float = 60.0
 
     @property
