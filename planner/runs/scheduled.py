@@ -3,8 +3,8 @@
 A record of the submission stands next to the job's file from before the scheduler is asked. So whoever follows the run
 after a crash submits nothing twice, and says so where it cannot be known whether the scheduler took the job.
 
-Sources: squeue(1) and its job state codes, scontrol(1), sacct(1), scancel(1); kubectl get; conditions of a TrainJob (Kubeflow
-Trainer).
+Sources: squeue(1) and its job state codes, scontrol(1), sacct(1), scancel(1); kubectl get; conditions of a TrainJob
+(Kubeflow Trainer).
 """
 
 from __future__ import annotations

@@ -33,9 +33,7 @@ HOUR_S, DAY_S = 3600.0, 86400.0
 MOST_GPUS = 1 << 17  # tried: more than anyone has joined
 BETWEEN = (1.25, 1.5, 1.75)  # times the smaller of the last two numbers
 USELESS = 2  # numbers in a row that make a run neither shorter nor, while it is too dear, cheaper: more will not
-
-
-NO_SPAN = Span(value=0.0, low=0.0, high=0.0)
+NO_SPAN = Span(value=math.inf, low=math.inf, high=math.inf)  # without a plan a run takes for ever; null in JSON
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,11 +65,6 @@ class WholeRun:
     power_source: str = ""
     energy_j: float | None = None
     problem: str = ""
-
-    @property
-    def seconds(self) -> float:
-        """How long it is expected to take: for ever without a plan."""
-        return math.inf if self.days is None else self.days.value * DAY_S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

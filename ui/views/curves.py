@@ -20,7 +20,7 @@ from ui.question import state
 
 if TYPE_CHECKING:
     from planner.search.result import GpuCountRow, RankedPlan, SearchResult
-    
+
 MOST = 4.0  # times what it is: nobody plans for a machine further away
 FACTORS = (0.25, 0.35, 0.5, 0.7, 0.85, 1.0, 1.2, 1.4, 2.0, 2.8, 4.0)
 MAX_COUNTS = 5
