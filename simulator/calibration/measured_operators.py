@@ -52,7 +52,7 @@ class MeasuredOperators:
         return found
 
     def packing_factor(self, nbytes: Floats | float, usual: float) -> Floats:
-        """Return the measured time of FSDP's packing of modules of `nbytes`, divided by the predicted one; `usual` where
+        """Return the measured time of FSDP's packing of modules of `nbytes`, divided by what is predicted; `usual` if
         not measured.
         """
         if self.packing is None:
