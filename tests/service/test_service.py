@@ -25,7 +25,7 @@ from tests.service.running import ROOT, service  # isort: skip
 ESTIMATE = {"model": "llama3-8b", "cluster": "dgx-h100", "gpus": 8, "tp": 2, "global_batch": 64}
 SHORT = {"model": "tiny-llama", "cluster": "h200x4", "gpus": "2", "pp": "1", "global_batch": 8}
 ADA = {"Authorization": "Bearer ada has a long token"}
-SECONDS = {"model": "llama3-8b", "cluster": "dgx-h100", "gpus": "4", "seq_len": 4096, "global_batch": 16}
+SECONDS = {"model": "llama3.2-1b", "cluster": "dgx-h100", "gpus": "4", "seq_len": 4096, "global_batch": 16}
 LONG = {"model": "deepseek-v3", "cluster": "dgx-h100", "gpus": "65536", "framework": "megatron-lm"}
 
 
