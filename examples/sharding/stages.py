@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 from executor.sharding import ShardedModule, shard
+from executor.sharding.weights import local
 
 
 class Layer(nn.Module):
@@ -54,10 +55,11 @@ def of_gradients(sharded: ShardedModule, expected: dict[str, torch.Tensor]) -> f
     module.
     """
     program, place, found = sharded.program, sharded.ranks.place, 0.0
+    parameters = dict(sharded.named_parameters())
     for one in sharded.captured.graph.inputs:
-        if one.name in sharded.pieces:
+        if one.target in parameters:
             own = place.piece(expected[one.target], program.buffers[program.inputs[one.name]])
-            found = max(found, largest_difference(sharded.pieces[one.name].grad, own))
+            found = max(found, largest_difference(local(parameters[one.target].grad), own))
     return found
 
 

@@ -19,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,8 @@ from executor.sharding.call import Piece, ambient_autocast, check_call, signatur
 from executor.sharding.capture import Captured, Output, capture
 from executor.sharding.places import placements_of, tokens_of
 from executor.sharding.run_program import RankProgram, State
-from simulator.sharded.graph import BUFFER, CONSTANT, INPUT, PARAMETER
+from executor.sharding.weights import Weights, as_dtensor
+from simulator.sharded.graph import INPUT
 from simulator.sharded.program import RunnableProgram, read_program
 from topology.codec import JsonObject
 from topology.errors import BadInput, PlannerError, UserError
@@ -213,7 +213,9 @@ def _device() -> torch.device:
 
 
 class ShardedModule(nn.Module):
-    """A module as a program on this rank. `parameters()` are this rank's pieces, by the names that the module has."""
+    """A module as a program on this rank. Parameters and buffers are DTensors under the names that the module has
+    (`weights.py`).
+    """
 
     def __init__(
         self,
@@ -232,22 +234,8 @@ class ShardedModule(nn.Module):
         self.captured = captured
         self.ranks = RankProgram(program, dist.get_rank() if dist.is_initialized() else 0, device)
         self.mesh = mesh or init_device_mesh(device.type, program.mesh_shape, mesh_dim_names=program.mesh_names)
-        values = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())}
-        self.fixed: dict[str, torch.Tensor] = {}
-        self.pieces = nn.ParameterDict()
-        self._keys: dict[str, str] = {}
-        for one in captured.graph.inputs:
-            buffer = program.inputs.get(one.name)
-            if buffer is None or one.kind == INPUT or buffer not in self.ranks.used:
-                continue
-            whole = captured.constants[one.name] if one.kind == CONSTANT else values[one.target]
-            with torch.no_grad():
-                piece = self.ranks.place.piece(whole.to(device), program.buffers[buffer])
-            if one.kind == PARAMETER:
-                self._keys[buffer] = one.name
-                self.pieces[one.name] = nn.Parameter(piece, requires_grad=one.name in program.gradients)
-            elif one.kind in {BUFFER, CONSTANT}:
-                self.fixed[buffer] = piece
+        self.weights = Weights(self, self.mesh, self.ranks)
+        self.weights.fill(module, captured)
 
     def placements(self, tensor: str) -> tuple[Placement, ...]:
         """Return the DTensor placements of a tensor of the graph: an input's, or an output's."""
@@ -282,12 +270,8 @@ class ShardedModule(nn.Module):
             )
         parts = [_micro_batches(one, batches) for one in gradients]
         seeds = self.ranks.seeds(parts[at][number] for number in range(batches) for at in range(len(names)))
-        found = self.ranks.run({**self._values(args, kwargs), **self.fixed, **seeds})
-        of_tensor = self.program.gradients
-        for name, piece in self.pieces.items():
-            gradient = found.get(of_tensor.get(name, ""))
-            if gradient is not None:
-                piece.grad = gradient if piece.grad is None else piece.grad + gradient
+        found = self.ranks.run({**self._values(args, kwargs), **self.weights.fixed(), **seeds})
+        self.weights.add_gradients(found)
         state = State(at=found)
         return self._results([self.ranks.everywhere(name, state) for name in self.program.outputs])
 
@@ -327,7 +311,7 @@ class ShardedModule(nn.Module):
                 buffer = self.program.inputs.get(f"{one.name}[{number}]" if batches > 1 else one.name)
                 if buffer is not None:
                     values[buffer] = self._local(one.name, part, buffer)
-        return values | {buffer: self.pieces[name] for buffer, name in self._keys.items()}
+        return values | self.weights.pieces(self.weights.parameters)
 
     def _results(self, outputs: Sequence[torch.Tensor]) -> Any:
         """Return pieces of all results as DTensors, those of micro batches as one."""
@@ -335,20 +319,13 @@ class ShardedModule(nn.Module):
         found: list[torch.Tensor] = []
         for at, name in enumerate(names):
             places, shape = self.placements(name), self.program.buffers[self.program.outputs[at]].shape
-            parts: list[torch.Tensor] = [self._dtensor(v, places, shape) for v in outputs[at :: len(names)]]
+            parts: list[torch.Tensor] = [as_dtensor(v, self.mesh, places, shape) for v in outputs[at :: len(names)]]
             found.append(torch.cat(parts) if len(parts) > 1 else parts[0])
         tree = self.captured.result_tree
         if tree is None:
             return tuple(found)
         leaves = [found[one.number] if isinstance(one, Output) else one for one in self.captured.results]
         return pytree.tree_unflatten(leaves, tree)
-
-    def _dtensor(self, piece: torch.Tensor, placements: tuple[Placement, ...], shape: tuple[int, ...]) -> DTensor:
-        """Return this rank's piece as part of a DTensor of `shape`, whose pieces may be of different sizes."""
-        strides = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
-        return DTensor.from_local(
-            piece, self.mesh, placements, run_check=False, shape=torch.Size(shape), stride=strides
-        )
 
     def _local(self, name: str, value: torch.Tensor, buffer: str) -> torch.Tensor:
         if isinstance(value, DTensor):
@@ -367,7 +344,7 @@ class _Run(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, sharded: ShardedModule, names: tuple[str, ...], *pieces: torch.Tensor) -> Any:
-        values = dict(zip(names, (piece.detach() for piece in pieces), strict=True)) | sharded.fixed
+        values = dict(zip(names, (piece.detach() for piece in pieces), strict=True)) | sharded.weights.fixed()
         state = sharded.ranks.forward(values)
         ctx.sharded, ctx.state, ctx.names = sharded, state, names
         found = tuple(sharded.ranks.everywhere(name, state) for name in sharded.program.outputs)

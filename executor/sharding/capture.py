@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from executor.sharding.call import Signature, autocast_of, signature_of
 from executor.sharding.exported import attribute_of, export
+from executor.sharding.operations import RECURRENT
 from executor.sharding.places import DTYPES
 from simulator.sharded.graph import BUFFER, CONSTANT, INPUT, PARAMETER, CapturedGraph, GraphInput, GraphNode
 from topology.errors import UserError
@@ -303,11 +304,13 @@ def _dtype_name(value: torch.Tensor) -> str:
 
 
 def _draws_nothing(op: str, args: Sequence[Any]) -> bool:
-    """Return whether an operator that may draw random numbers does not: attention or dropout without, or in
-    evaluation.
+    """Return whether an operator that may draw random numbers does not: attention, dropout or recurrent layers without
+    dropout, or in evaluation.
     """
     if op.startswith("aten.scaled_dot_product_attention"):
         return len(args) < 5 or not args[4]
+    if op.startswith(RECURRENT):
+        return len(args) == 9 and (not args[5] or not args[6] or args[4] == 1)
     return op in _IN_PLACE_OF and not (args[1] and args[2])
 
 

@@ -73,12 +73,14 @@ def _only_computes(overload: Any) -> bool:
     schema, tags = overload._schema, getattr(overload, "tags", ())  # noqa: SLF001 - torch has no public way to ask
     core = torch.Tag.pointwise in tags or torch.Tag.core in tags
     name = schema.name.removeprefix("aten::")
-    draws = torch.Tag.nondeterministic_seeded in tags and name != "scaled_dot_product_attention"  # without dropout
+    draws = torch.Tag.nondeterministic_seeded in tags and name not in _WITHOUT_DROPOUT
     takes = any("Tensor" in str(one.type) for one in schema.arguments)
     gives = all(str(one.type) in {"Tensor", "List[Tensor]"} for one in schema.returns)
     return takes and gives and not (schema.is_mutable or draws) and (core or not name.startswith("_"))
 
 
+RECURRENT = ("aten.lstm.input", "aten.gru.input", "aten.rnn_tanh.input", "aten.rnn_relu.input")
+_WITHOUT_DROPOUT = {"scaled_dot_product_attention", "lstm", "gru", "rnn_tanh", "rnn_relu"}  # as they are captured
 _CONVOLUTIONS = frozenset(("aten.conv1d.default", "aten.conv2d.default", "aten.conv3d.default"))
 
 
@@ -93,6 +95,21 @@ def _patches(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = 
     across, inside = range(2, seen.ndim, 2), range(3, seen.ndim, 2)
     rows = seen.permute(0, *across, 1, *inside).reshape(images, *places, -1)
     return F.linear(rows, weight.flatten(1), bias).movedim(-1, 1)
+
+
+def _convolution(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    width: int,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    transposed: bool,
+    outside: list[int],
+) -> torch.Tensor:
+    """A convolution of this rank's groups of channels, each of so many channels of `x`: of one group, of its part."""
+    groups = x.shape[1] // width or 1
+    return torch.convolution(x, weight, None, stride, padding, dilation, transposed, outside, groups)
 
 
 def _reshape(context: Context, x: torch.Tensor) -> torch.Tensor:
@@ -125,8 +142,14 @@ def _bias(x: torch.Tensor, bias: torch.Tensor, dim: int) -> torch.Tensor:
     return x + bias.view([-1 if d == dim else 1 for d in range(x.ndim)])
 
 
-def _embedding(context: Context, weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Rows of this rank's part of the table; ids of other ranks' parts give zeros, so that the sum has all rows."""
+def _embedding(context: Context, weight: torch.Tensor, ids: torch.Tensor, padding: int | None = None) -> torch.Tensor:
+    """Rows of this rank's part of the table; ids of other ranks' parts give zeros, so that the sum has all rows.
+
+    No gradient passes rows of the number `padding`.
+    """
+    if padding is not None:
+        found = _embedding(context, weight, ids)
+        return torch.where((ids == padding).unsqueeze(-1), found.detach(), found)
     shape, read = tuple(weight.shape), context.reads.values()
     buffer = next(b for b in read if context.place.shape(b) == shape and b.dtype not in _INTEGERS)
     if not buffer.dims[0]:
@@ -249,6 +272,23 @@ def _cross_entropy(logits: torch.Tensor, targets: torch.Tensor, ignored: int) ->
     return F.cross_entropy(logits, targets, reduction="none", ignore_index=ignored)
 
 
+def _loss_rows(
+    x: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor | None, kind: str, ignored: int, smoothing: float
+) -> torch.Tensor:
+    """A loss for every row of all classes."""
+    if kind == "nll_loss":
+        return F.nll_loss(x, targets, weights, reduction="none", ignore_index=ignored)
+    return F.cross_entropy(x, targets, weights, reduction="none", ignore_index=ignored, label_smoothing=smoothing)
+
+
+def _loss_weights(x: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor | None, ignored: int) -> torch.Tensor:
+    """What each row counts in the mean of a loss: the weight of its target's class, and nothing where ignored."""
+    counted = targets != ignored
+    if weights is None:
+        return counted.to(x.dtype)
+    return torch.where(counted, weights[torch.where(counted, targets, 0)], 0.0)
+
+
 def _not_equal(context: Context, x: torch.Tensor, value: int) -> torch.Tensor:
     return (x != value).to(context.dtype)
 
@@ -342,6 +382,10 @@ _PLAIN: dict[str, Callable[..., torch.Tensor]] = {
     "groupnorm": _group_norm,
     "cross_entropy": _cross_entropy,
     "topk": _topk,
+    "loss_rows": _loss_rows,
+    "convolution": _convolution,
+    "loss_weights": _loss_weights,
+    "weight_norm": lambda v, g, dim: v * (g / torch.norm_except_dim(v, 2, dim)),
     **merged.PLAIN,
 }
 _PLACED: dict[str, Callable[..., torch.Tensor]] = {

@@ -136,10 +136,11 @@ def workload_line(workload: Workload) -> str:
 def runtime_line(runtime: Runtime, title: str) -> str:
     mode = "compiled" if runtime.compile else "eager"
     plain = title.rstrip("0123456789.")
+    trained = f"; {runtime.adapter.title}" if runtime.adapter is not None else ""
     name = f"{plain}{runtime.version}" if runtime.version and plain != title else title
     return (
         f"{name}, {mode}, parameters {runtime.param_dtype}, compute {runtime.compute_dtype}, gradients reduced in "
-        f"{runtime.reduce_dtype}, {runtime.optimizer}"
+        f"{runtime.reduce_dtype}, {runtime.optimizer}{trained}"
     )
 
 

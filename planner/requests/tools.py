@@ -202,6 +202,9 @@ class Service(Request):
     allowed_host: list[str] | None = option(
         None, "--allowed-host", help="Host name under which the service may be reached; may be repeated."
     )
+    allow_program: list[str] | None = option(
+        None, "--allow-program", help="Program that a tuning's command may start, as it names it; repeat it."
+    )
     time_limit: float = option(600.0, "--time-limit", least=1, help="Most seconds for a question.")
     memory: float = option(4.0, "--memory", least=0.5, help="Most GiB for a question.")
     rate: float = option(100.0, "--rate", least=0.1, help="Most jobs that a user may submit per second.")

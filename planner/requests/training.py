@@ -32,6 +32,21 @@ class Objective(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """What of the network is trained, where that is not everything."""
+
+    lora: str | None = option(
+        None, "--lora", metavar="RANK[:MODULES]", help="Train LoRA adapters: 16, 16:q_proj,v_proj or 16:all-linear."
+    )
+    qlora: str | None = option(
+        None, "--qlora", metavar="RANK[:MODULES]", help="The same over frozen weights in NF4 (QLoRA)."
+    )
+    freeze: str | None = option(
+        None, "--freeze", metavar="PATTERNS", help="Modules that are not trained: embed_tokens, mlp, self_attn.q_proj."
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OnePlan:
     """A question with one plan, as flags state it. `plan` is by field of a plan; None is what nobody stated."""
 
@@ -56,6 +71,7 @@ class OnePlan:
     compile_model: bool | None = common.compiled()
     param_dtype: str | None = common.param_dtype()
     compute_dtype: str | None = common.compute_dtype()
+    trained: Trained = group(Trained)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,11 +118,32 @@ class Suggest(Request):
     budget: str | None = option(
         None, "--budget", help="Money for the whole run (1M): finds the number of GPUs that finishes soonest within it."
     )
+    mtbf: str | None = option(
+        None,
+        "--mtbf",
+        metavar="HOURS[:gpu|node]",
+        help="Hours between failures of a GPU or node, for the whole run; default as Llama 3's.",
+    )
+    checkpoint_bandwidth: float | None = option(
+        None,
+        "--checkpoint-bandwidth",
+        least=1.0,
+        most=1e16,
+        metavar="BYTES_PER_S",
+        help="What storage takes of a checkpoint from all GPUs together.",
+    )
+    restart: float | None = option(
+        None, "--restart", least=0.0, most=1e7, metavar="SECONDS", help="From a failure to the next step; default 600."
+    )
+    async_checkpoint: bool = option(
+        False, "--async-checkpoint/--sync-checkpoint", help="Write checkpoints from host memory, alongside steps."
+    )
     top: int = option(5, "--top", least=1, most=100, help="How many plans to list.")
     all_variants: bool = option(False, "--all", help="List all variants of each grid, not only the best one.")
     compile_model: bool | None = common.compiled()
     param_dtype: str | None = common.param_dtype()
     compute_dtype: str | None = common.compute_dtype()
+    trained: Trained = group(Trained)
     max_tp: int | None = option(
         None, "--max-tp", least=1, help="Largest tensor-parallel degree to try; default: the GPUs of a node."
     )
@@ -193,6 +230,7 @@ class Explain(Request):
     compile_model: bool | None = common.compiled()
     param_dtype: str | None = common.param_dtype()
     compute_dtype: str | None = common.compute_dtype()
+    trained: Trained = group(Trained)
     time_limit: float | None = common.time_limit()
     profile: Path | None = common.profile()
     strict: bool = common.strict()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.config.plan_schema import MAX_LAYERS, Kind, PlanField, degree, entry, fields_of
+from simulator.config.plan_schema import MAX_GPUS, MAX_LAYERS, Kind, PlanField, degree, entry, fields_of
 
 # What is kept in host memory: nothing, the optimizer's state, or parameters and gradients as well.
 OFFLOADS = ("none", "optimizer", "parameters")
@@ -46,6 +46,7 @@ class Plan:
     `recompute_per_stage` names a mode for each of the pp * virtual_stages stages and then goes before `recompute`.
     `offload` is what is kept in host memory (`OFFLOADS`), where the CPU updates it: see `simulator.step.offload`.
     `ep_overlap` is how the all-to-all of experts runs alongside compute (`EP_OVERLAPS`).
+    `etp` ranks split each expert; None is the framework's default, which is `tp` in Megatron-LM.
     `tp_overlap` is one overlap mode, or one for each site of a block: see `simulator.config.overlap_sites`. With
     `capacity_factor` every expert computes that multiple of its mean load, padded or dropped; None is dropless.
     """
@@ -100,6 +101,17 @@ class Plan:
         flag="--ep",
         help="Expert-parallel degree; default: 1.",
         search_help="Only plans with this expert-parallel degree.",
+    )
+    etp: int | None = entry(  # None: the framework's default
+        None,
+        "expert tensor parallel (ETP)",
+        short="etp",
+        least=1,
+        most=MAX_GPUS,
+        flag="--etp",
+        help="Tensor-parallel degree of experts; default: the framework's.",
+        search_help="Only plans with this tensor-parallel degree of experts.",
+        follows=("tp", "ep"),
     )
     virtual_stages: int = degree(
         "stages a rank",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
+from math import nextafter
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from simulator.analytical.memory import CONTEXT_BYTES
 from simulator.analytical.scenario import Scenario
 from simulator.calibration.intervals import replayed_memory_factors
 from simulator.collectives.buffers import communicator_bytes
-from simulator.config.estimate import SURE, fit_probability
+from simulator.config.estimate import RATHER_SURE, SURE, fit_probability, sure_bytes
 from simulator.config.plan import Plan
 from simulator.memory.flushes import FLUSH_S_PER_BYTE, known_flush_s, retry_probability
 from simulator.memory.replay import FORWARDS_FIRST, MemoryReplay, ReservedMemory
@@ -28,6 +29,7 @@ class PlanMemory:
         self._replay = MemoryReplay(scenario, plan)
         self._held: dict[int, ReservedMemory] = {}
         self._tried: dict[int, ReservedMemory] = {}
+        self._beyond: set[int] = set()  # ranks that hold more than a plan may that is rather sure to fit
         self.communicator_bytes = float(communicator_bytes(self._replay.context.groups)[0])
         self.capacity_bytes = scenario.cluster.gpu_memory_bytes - CONTEXT_BYTES
         self.left_bytes = self.capacity_bytes - self.communicator_bytes
@@ -46,12 +48,26 @@ class PlanMemory:
             described = self._replay.rank(rank)
             if self._shorter is not None:
                 described = _extrapolated(self._shorter.rank(rank), described, self._replay.micro_batches)
-            self._held[rank] = replace(
-                described,
-                reserved_bytes=round(float(self._known.held_bytes(described.reserved_bytes, self._state[rank]))),
-                allocated_bytes=round(float(self._known.held_bytes(described.allocated_bytes, self._state[rank]))),
-            )
+            self._held[rank] = self._as_known(rank, described)
         return self._held[rank]
+
+    def _as_known(self, rank: int, described: ReservedMemory) -> ReservedMemory:
+        return replace(
+            described,
+            reserved_bytes=round(float(self._known.held_bytes(described.reserved_bytes, self._state[rank]))),
+            allocated_bytes=round(float(self._known.held_bytes(described.allocated_bytes, self._state[rank]))),
+        )
+
+    def _within(self, rank: int, limit_bytes: float) -> bool:
+        """Return whether a rank holds no more than a limit; one that does is replayed no further."""
+        if rank not in self._held and self._shorter is None and rank not in self._beyond:
+            limit = self._known.described_bytes(limit_bytes, self._state[rank])
+            described = self._replay.rank_within(rank, limit)
+            if described is None:
+                self._beyond.add(rank)
+            else:
+                self._held[rank] = self._as_known(rank, described)
+        return rank not in self._beyond and self.rank(rank).reserved_bytes <= limit_bytes
 
     @property
     def ranks(self) -> tuple[ReservedMemory, ...]:
@@ -117,10 +133,13 @@ class PlanMemory:
 
     def at_most_likely(self, sure: float) -> float:
         """Return a probability above which the plan does not fit: that of its fullest rank, or of the first rank found
-        for which it is below `sure`.
+        for which it is below `sure`; less than RATHER_SURE, whatever it is, where it is below that.
         """
         likely = 1.0
+        rather_sure = sure_bytes(self.left_bytes, replayed_memory_factors()[1], RATHER_SURE)
         for rank in self._by_bound:
+            if not self._within(rank, rather_sure):
+                return min(likely, nextafter(RATHER_SURE, 0.0))
             likely = min(likely, self._holds(float(self.rank(rank).reserved_bytes)))
             if likely < sure:
                 break
@@ -186,7 +205,7 @@ class Replays:
 
 
 def _extrapolated(few: ReservedMemory, more: ReservedMemory, micro_batches: float) -> ReservedMemory:
-    """Return what a step of so many micro batches holds, all of whose forward passes go first."""
+    """Return the bytes of a step in which all forward passes go first, from those of two shorter steps."""
     less, most = FORWARDS_FIRST
     times = (micro_batches - most) / (most - less)
     return replace(

@@ -113,7 +113,9 @@ class _Maker:
             work=work,
             alone_s=np.broadcast_to(seconds, rows.shape),
             source=np.broadcast_to(source, rows.shape),
-            launch_s=work.launches * np.where(self.tensors, self.host.dtensor_launch_s, launch_s),
+            launch_s=0.0
+            if operator.replayed
+            else work.launches * np.where(self.tensors, self.host.dtensor_launch_s, launch_s),
             reads=reads,
             gives=gives,
         )

@@ -103,7 +103,7 @@ def run_row(
     sharded = ShardedModule(module, captured, program)
     names = [one.name for one in captured.graph.inputs if one.kind == "input"]
     leaves = [leaf for leaf in pytree.tree_leaves((list(args), kwargs)) if isinstance(leaf, torch.Tensor)]
-    values = {**{b: sharded.pieces[n].detach() for b, n in sharded._keys.items()}, **sharded.fixed}
+    values = own_weights(sharded)
     values |= sharded.ranks.pieces({n: leaf for n, leaf in zip(names, leaves, strict=True) if n in program.inputs})
     whole, *others = pytree.tree_leaves(module(*args, **kwargs))
     torch.manual_seed(2)
@@ -135,6 +135,12 @@ def _peak(sharded: ShardedModule, values: dict[str, torch.Tensor]) -> int:
     sharded.ranks.run(values)
     torch.cuda.synchronize()
     return given + torch.cuda.max_memory_allocated() - before
+
+
+def own_weights(sharded: ShardedModule) -> dict[str, torch.Tensor]:
+    """Return this rank's pieces of parameters, buffers and constants by buffer of the program."""
+    weights = sharded.weights
+    return {b: one.detach() for b, one in weights.pieces(weights.parameters).items()} | weights.fixed()
 
 
 def _difference(
@@ -301,7 +307,7 @@ def stages(row: Row, bench: Bench, schedule: str) -> None:
     program, reported = planned(api.request(captured, mesh, stages=of, placements=halves))
     row |= reported | {"batch": MICRO_BATCHES, "tokens": tokens}
     sharded = ShardedModule(module, captured, program)
-    values = {**{b: sharded.pieces[n].detach() for b, n in sharded._keys.items()}, **sharded.fixed}
+    values = own_weights(sharded)
     name = next(one.name for one in captured.graph.inputs if one.kind == "input")
     parts = {f"{name}[{number}]": x[number : number + 1] for number in range(MICRO_BATCHES)}
     weight = torch.randn(x.shape, device=bench.device).to(bench.dtype) / tokens

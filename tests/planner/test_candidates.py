@@ -49,7 +49,8 @@ def brute_force(model, workload, gpus, name):
             ]
         )
         sequence = (False, True) if tp > 1 and framework.sequence_parallel else (False,)
-        for zero, ep, (schedule, v), sp in itertools.product(zeros, experts, orders, sequence):
+        splits = {1, tp} if model.moe and tp > 1 and framework.splits_experts else {None}
+        for zero, ep, etp, (schedule, v), sp in itertools.product(zeros, experts, splits, orders, sequence):
             for b in range(1, workload.global_batch_size + 1):
                 plan = Plan(
                     dp_replicate=dr,
@@ -60,6 +61,7 @@ def brute_force(model, workload, gpus, name):
                     cp=cp,
                     pp=pp,
                     ep=ep,
+                    etp=etp,
                     virtual_stages=v,
                     schedule=schedule,
                     micro_batch_size=b,

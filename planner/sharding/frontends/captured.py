@@ -47,13 +47,14 @@ class CapturedProblem:
 def graph_statements(graph: CapturedGraph) -> tuple[Statement, ...]:
     """Return the statements of all operators that a result of the graph depends on, in order."""
     shapes = {one.name: one.shape for one in graph.inputs} | {one.name: one.shape for one in graph.nodes}
+    dtypes = {one.name: one.dtype for one in (*graph.inputs, *graph.nodes)}
     needed = set(graph.outputs)
     kept = []
     for node in reversed(graph.nodes):
         if node.name in needed:
             needed |= set(node.operands())
             kept.append(node)
-    return tuple(line for node in reversed(kept) for line in statements(node, shapes))
+    return tuple(line for node in reversed(kept) for line in statements(node, shapes, dtypes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

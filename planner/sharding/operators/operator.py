@@ -64,8 +64,8 @@ class Operator:
 
     @property
     def likeness(self) -> Hashable:
-        """Equal for operators whose lines are alike but for the names of tensors (`repeated.py`), as long as they are
-        there.
+        """Equal for operators that differ only in the names of their tensors (`repeated.py`). Holds object identities,
+        so it is valid only while the operators exist.
         """
         return id(self.roles), id(self.sizes), self.result.dtype
 
@@ -124,6 +124,8 @@ class _Binding:
     derived: bool = False
 
     def with_derived_annotation(self, formula: Formula) -> list[Operator]:
+        if formula.bias and formula.bias not in formula.tensors[:2]:
+            return self._with_bias_after(formula)
         operands = tuple(dict.fromkeys(formula.tensors))
         shapes = {name: self.tensors[name].shape for name in operands}
         names = {name: self.tensors[name].axes for name in operands}
@@ -134,6 +136,16 @@ class _Binding:
         if formula.bias and len(annotation.operands) == 3 and formula.tensors[2:] == (formula.bias,):
             return self._split_off_bias(formula, annotation, sizes)
         return [self.bind(formula, annotation, sizes)]
+
+    def _with_bias_after(self, formula: Formula) -> list[Operator]:
+        """Return the product, whose sum may stay pending, and the addition of its bias."""
+        x, w, bias = formula.tensors
+        between = self.name + PRODUCT
+        text = f"linear({x}, {w})"
+        first = replace(self, name=between, text=text).with_derived_annotation(parse_formula(text, [x, w]))
+        text, tensors = f"{between} + {bias}", {**self.tensors, between: first[0].result}
+        second = replace(self, text=text, tensors=tensors)
+        return [*first, *second.with_derived_annotation(parse_formula(text, [between, bias]))]
 
     def _split_off_bias(self, formula: Formula, annotation: Annotation, sizes: Mapping[str, int]) -> list[Operator]:
         """Return the product and the addition of its bias; the tensor between them is called after the result."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,6 +54,7 @@ class AtenCall:
 
     node: GraphNode
     shapes: Mapping[str, Shape]
+    dtypes: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -110,3 +112,46 @@ def letters(shape: Shape) -> list[str]:
 def written(dims: Sequence[str], marks: dict[int, str] | None = None) -> str:
     """Return dims as an annotation, with marks by position; dims of one element carry none."""
     return " ".join(d + ((marks or {}).get(i, "") if d != "1" else "") for i, d in enumerate(dims))
+
+
+_SIZED = re.compile(r"[a-z]+_(\d+)")
+
+
+def annotated(
+    call: AtenCall, operands: Sequence[tuple[str, Sequence[str]]], result: Sequence[str], **more: Any
+) -> list[Statement]:
+    """Return the statement of an operator whose axes are written out for every operand and its result.
+
+    An axis is a letter with a mark as in `annotation.py`, or `name_8` where no operand has it to itself; what an
+    operand has and the result has not needs a mark. Dims of one element are left out by their shapes. Raises
+    NotKnownError where an operand stands there twice.
+    """
+    names = [name for name, _ in operands]
+    if len(set(names)) != len(names):
+        raise NotKnownError
+    parts = [_without_ones(axes, call.shapes[name]) for name, axes in operands]
+    text = f"{', '.join(parts)} -> {_without_ones(result, call.node.shape)}"
+    sizes = {found[0]: int(found[1]) for found in _SIZED.finditer(text)}
+    return [call.statement(f"{call.name}_of({', '.join(names)})", text, sizes=sizes, **more)]
+
+
+def _without_ones(axes: Sequence[str], shape: Shape) -> str:
+    return " ".join("1" if size == 1 else axis for axis, size in zip(axes, shape, strict=True))
+
+
+def made(name: str, size: int) -> str:
+    """Return an axis that only a result has, made whole on every rank."""
+    return f"{name}_{size}^"
+
+
+def axes_but(rank: int, whole: Collection[int]) -> list[str]:
+    """Return one axis a dim, those of `whole` marked as needed whole."""
+    return [LETTERS[d] + ("^" if d in whole else "") for d in range(rank)]
+
+
+def whole_numbers(value: Any) -> list[int]:
+    """Return one integer or a list of them as a list. Raises NotKnownError for anything else."""
+    listed = value if isinstance(value, list | tuple) else [value]
+    if not all(isinstance(one, int) and not isinstance(one, bool) for one in listed):
+        raise NotKnownError
+    return list(listed)

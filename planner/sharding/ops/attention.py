@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Sequence
 
 from planner.sharding.layouts.layout import Layout
@@ -31,8 +32,19 @@ def _attention(call: Call) -> Value:
     batch = _batch(flow, q.dims[:-2], (k.dims[:-2], v.dims[:-2]))
     for extra in call.arguments[3:]:
         if call.walker.names_in(extra):
-            raise NotUnderstood("attention with a mask that is a tensor")
+            batch = _masked(call, extra, (*batch, q.dims[-2], keys))
     return Value((*batch, q.dims[-2], v.dims[-1]))
+
+
+def _masked(call: Call, extra: ast.expr, scores: tuple[Dim, ...]) -> tuple[Dim, ...]:
+    """Unify a mask, or what is added to the scores, with their dims from the last one; return those of the batch."""
+    flow, mask = call.flow, call.flow.finish(call.walker.value(extra), "attention needs a finished mask")
+    if len(mask.dims) > len(scores):
+        raise NotUnderstood("a mask with more dims than the scores")
+    first = len(scores) - len(mask.dims)
+    for dim, own in zip(scores[first:], mask.dims, strict=True):
+        flow.unify(dim, own, "a mask")
+    return scores[:-2]
 
 
 def _batch(flow: AxisFlow, queries: tuple[Dim, ...], others: Sequence[tuple[Dim, ...]]) -> tuple[Dim, ...]:
@@ -128,6 +140,8 @@ def _unknown_gradient(call: Call) -> Value:
 def _gradient(step: Step) -> dict[str, str]:
     """From the logarithm of every row's sum of exponentials, which the forward kernel keeps."""
     q, k, v = (step.tensor(n) for n in range(3))
+    if isinstance(step.argument(3), ast.Name):
+        raise NotUnderstood("the gradient of attention with a mask that is a tensor")
     causal = ", True" if is_true(step.argument(3, "is_causal")) or is_true(step.argument(3, "causal")) else ""
     rows = step.emit(f"attention_rows({q}, {k}{causal})")
     along = step.emit(f"({step.gradient} * {step.result}).sum(-1)")

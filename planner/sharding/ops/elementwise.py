@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Sequence
 
-from planner.sharding.ops.aten import AtenCall, NotKnownError, Statement
+from planner.sharding.ops.aten import AtenCall, NotKnownError, Statement, annotated, axes_but, made
 from planner.sharding.ops.axis_flow import NotUnderstood, Value
 from planner.sharding.ops.op import Op, Partials, Saves
 from planner.sharding.ops.syntax import called_name
@@ -59,6 +60,23 @@ def _pointwise(call: AtenCall) -> list[Statement]:
         if all(isinstance(a, dict | int | float) for a in node.args):
             formula = f"{both[0]} {_SIGNS[call.name]} {both[1]}"
     return [call.statement(formula)]
+
+
+def _pointwise_of_its_own(call: AtenCall) -> list[Statement]:
+    """A function element by element that formulas have no name for."""
+    rank = len(call.node.shape)
+    axes = axes_but(rank, [])
+    operands = [(name, axes[rank - len(call.shapes[name]) :]) for name in call.node.operands()]
+    op = re.sub(r"aten\.__(\w+)__\.", r"aten.bitwise_\1.", call.node.op)  # `__and__` is what Python calls it
+    return annotated(call, operands, axes, op=op)
+
+
+def _capture_pairs(call: AtenCall) -> list[Statement]:
+    """Complex numbers as pairs of real ones, and back."""
+    axes = axes_but(len(call.shape(0)), [])
+    if call.name == "view_as_real":
+        return annotated(call, [(call.tensor(0), axes)], [*axes, made("r", 2)])
+    return annotated(call, [(call.tensor(0), [*axes[:-1], f"{axes[-1]}^"])], axes[:-1])
 
 
 def _cast(call: AtenCall) -> list[Statement]:
@@ -245,5 +263,11 @@ OPS = (
         kernels="detach",
         saves=Saves.VIEW,
     ),
+    Op(
+        aten="__and__ __or__ __xor__ float_power polar complex real imag angle sgn digamma lgamma erfinv erfc"
+        " logaddexp exp2 acosh asinh atanh hypot copysign hardshrink softshrink",
+        capture=_pointwise_of_its_own,
+    ),
+    Op(aten="view_as_real view_as_complex", capture=_capture_pairs),
     Op(kernels="clone", saves=Saves.NOTHING),
 )

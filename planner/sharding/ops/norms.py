@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 from planner.sharding.layouts.layout import Layout
-from planner.sharding.ops.aten import AtenCall, NotKnownError, Shape, Statement, letters, written
+from planner.sharding.ops.aten import (
+    AtenCall,
+    NotKnownError,
+    Shape,
+    Statement,
+    annotated,
+    axes_but,
+    letters,
+    written,
+)
 from planner.sharding.ops.axis_flow import NotUnderstood, Value
 from planner.sharding.ops.op import Op, Phase, Saves, Step, reduced_phase, statistic, summed, tensor
 from planner.sharding.ops.walker import Call, merge_or_keep, position
@@ -174,11 +184,106 @@ def _capture_group_norm(call: AtenCall) -> list[Statement]:
     ]
 
 
+def _capture_batch_norm(call: AtenCall) -> list[Statement]:
+    """Batch norm by running statistics: channels by channel. In training see `batch_norms.py`."""
+    training = call.argument(5, default=False) if call.name == "batch_norm" else False
+    if training or call.node.index not in {0, None}:
+        raise NotKnownError
+    axes = axes_but(len(call.shape(0)), [])
+    vectors = [one for n, word in enumerate(("weight", "bias")) if (one := call.optional_tensor(n + 1, word))]
+    vectors += [call.tensor(3), call.tensor(4)]
+    return annotated(call, [(call.tensor(0), axes), *((one, axes[1:2]) for one in vectors)], axes)
+
+
+def _capture_instance_norm(call: AtenCall) -> list[Statement]:
+    """Means over space: rows and channels pass. Statistics that it keeps are written, so there are none."""
+    if call.optional_tensor(3, "running_mean") or call.optional_tensor(4, "running_var"):
+        raise NotKnownError
+    rank = len(call.shape(0))
+    axes = axes_but(rank, range(2, rank))
+    vectors = [one for n, word in enumerate(("weight", "bias")) if (one := call.optional_tensor(n + 1, word))]
+    return annotated(call, [(call.tensor(0), axes), *((one, axes[1:2]) for one in vectors)], axes)
+
+
+def _capture_weight_norm(call: AtenCall) -> list[Statement]:
+    """`v * (g / |v|)`, a norm for every element of one dim, which passes."""
+    v, g, dim = call.tensor(0), call.tensor(1), call.argument(2, 0)
+    rank = len(call.shape(0))
+    axes = axes_but(rank, [d for d in range(rank) if d != dim % rank])
+    args = (call.argument(0), call.argument(1), dim)
+    return annotated(call, [(v, axes), (g, axes)], axes, op="weight_norm", args=args, kwargs={})
+
+
+def _capture_losses(call: AtenCall) -> list[Statement]:
+    """A loss for every row, by a kernel that needs all classes, and what is made of them.
+
+    With weights of classes or smoothing, of any dims after the classes; targets are numbers, or shares of all classes.
+    """
+    x, targets = call.shape(0), call.shape(1)
+    word = "nll_loss" if "nll" in call.name else "cross_entropy"
+    smoothing = call.argument(5, 0.0) if word == "cross_entropy" else 0.0
+    weights, reduction, ignored = call.optional_tensor(2, "weight"), call.argument(3, 1), call.argument(4, -100)
+    at = min(1, len(x) - 1)  # the dim of classes
+    axes = axes_but(len(x), [at])
+    shares = targets == x
+    if not shares and targets != (*x[:at], *x[at + 1 :]):
+        raise NotKnownError
+    kept = [axis for d, axis in enumerate(axes) if d != at]
+    of_rows = tuple(n for d, n in enumerate(x) if d != at)
+    operands = [(call.tensor(0), axes), (call.tensor(1), axes if shares else kept)]
+    operands += [(weights, [axes[at]])] if weights else []
+    names = [name for name, _ in operands]
+    if len(set(names)) != len(names) or len(x) < 2:
+        raise NotKnownError
+    given = (call.argument(0), call.argument(1), tensor(weights) if weights else None)
+
+    def made(suffix: str, formula: str, annotation: str, op: str, args: tuple[Any, ...], shape: Shape) -> Statement:
+        result = f"{call.node.name}_{suffix}"[-64:] if suffix else call.node.name
+        return call.statement(formula, annotation, result=result, op=op, args=args, kwargs={}, shape=shape)
+
+    def losses(suffix: str, kernel: str, more: tuple[Any, ...]) -> Statement:
+        parts = [
+            " ".join("1" if size == 1 else axis for axis, size in zip(dims, call.shapes[name], strict=True))
+            for name, dims in operands
+        ]
+        right = " ".join("1" if size == 1 else axis for axis, size in zip(kept, of_rows, strict=True))
+        formula = f"{kernel}_of({', '.join(names)})"
+        return made(suffix, formula, f"{', '.join(parts)} -> {right}", kernel, (*given, *more), of_rows)
+
+    def total_of(suffix: str, name: str) -> Statement:
+        args = (tensor(name), list(range(len(of_rows))), False)
+        return made(suffix, f"sum({name})", "", "reduce.sum", args, ())
+
+    own = losses("rows" if reduction else "", "loss_rows", (word, ignored, smoothing))
+    if reduction == 0:
+        return [own]
+    total = total_of("total" if reduction == 1 else "", own.result)
+    if reduction == 2:
+        return [own, total]
+    if shares:  # the mean is over rows, whatever the weights are
+        return [
+            own,
+            total,
+            made(
+                "",
+                f"{total.result} / {prod(of_rows)}",
+                "",
+                "aten.div.Scalar",
+                (tensor(total.result), prod(of_rows)),
+                (),
+            ),
+        ]
+    counted = losses("counted", "loss_weights", (ignored,))
+    count = total_of("count", counted.result)
+    args = (tensor(total.result), tensor(count.result))
+    return [own, total, counted, count, made("", f"{total.result} / {count.result}", "", "aten.div.Tensor", args, ())]
+
+
 def _capture_cross_entropy(call: AtenCall) -> list[Statement]:
     """Rows of the loss, then their mean over the targets that are not ignored."""
+    if len(call.shape(0)) != 2 or call.argument(2) is not None or call.argument(5, 0.0) or len(call.shape(1)) != 1:
+        return _capture_losses(call)
     logits, targets = call.tensor(0), call.tensor(1)
-    if len(call.shape(0)) != 2 or call.argument(2) is not None or call.argument(5, 0.0):
-        raise NotKnownError
     rows, reduction, ignored = call.shape(0)[0], call.argument(3, 1), call.argument(4, -100)
 
     def made(suffix: str, formula: str, op: str, args: tuple[Any, ...], shape: Shape) -> Statement:
@@ -311,4 +416,11 @@ OPS = (
     ),
     Op(names="group_norm batch_norm instance_norm", axes=_group_norm),
     Op(aten="group_norm", capture=_capture_group_norm),
+    Op(
+        aten="batch_norm _native_batch_norm_legit_no_training _batch_norm_no_update",
+        capture=_capture_batch_norm,
+    ),
+    Op(aten="instance_norm", capture=_capture_instance_norm),
+    Op(aten="_weight_norm", capture=_capture_weight_norm),
+    Op(aten="nll_loss_nd nll_loss nll_loss2d", capture=_capture_losses),
 )

@@ -5,7 +5,18 @@ from __future__ import annotations
 import ast
 
 from planner.sharding.ops.annotation import Dim
-from planner.sharding.ops.aten import AtenCall, NotKnownError, Statement, letters, result_axes, written
+from planner.sharding.ops.aten import (
+    AtenCall,
+    NotKnownError,
+    Statement,
+    annotated,
+    axes_but,
+    letters,
+    made,
+    result_axes,
+    whole_numbers,
+    written,
+)
 from planner.sharding.ops.axis_flow import NotUnderstood, Value
 from planner.sharding.ops.elementwise import same_elements
 from planner.sharding.ops.op import Op, Saves, Step, View, no_gradient, padded
@@ -276,11 +287,11 @@ def _capture_pieces(call: AtenCall) -> list[Statement]:
 def _capture_cat(call: AtenCall) -> list[Statement]:
     listed = call.argument(0)
     names = [str(one["tensor"]) for one in listed]
-    if call.name == "stack" or len(set(names)) != len(names):
+    if not names or any(len(call.shapes[name]) != len(call.shapes[names[0]]) for name in names):
         raise NotKnownError
-    dim = call.dim(1, len(call.node.shape), 0)
-    formula = f"cat([{', '.join(names)}], {dim})"
-    return [call.statement(formula, op="aten.cat.default", args=(listed, dim), kwargs={})]
+    word, dim = "stack" if call.name == "stack" else "cat", call.dim(1, len(call.node.shape), 0)
+    formula = f"{word}([{', '.join(names)}], {dim})"
+    return [call.statement(formula, op=f"aten.{word}.default", args=(listed, dim), kwargs={})]
 
 
 def _capture_scatter(call: AtenCall) -> list[Statement]:
@@ -310,6 +321,43 @@ def _capture_along_one_dim(call: AtenCall) -> list[Statement]:
     if call.node.shape != shape:
         raise NotKnownError
     return [call.statement(f"{call.name}({call.tensor(0)}, {dim})")]
+
+
+def _capture_turned(call: AtenCall) -> list[Statement]:
+    """`roll`, `flip`: dims whose elements change places are needed whole."""
+    shape = call.shape(0)
+    dims = whole_numbers(call.argument(2 if call.name == "roll" else 1, []))
+    if not dims:  # of all elements in a row
+        raise NotKnownError
+    axes = axes_but(len(shape), [d % len(shape) for d in dims])
+    return annotated(call, [(call.tensor(0), axes)], axes)
+
+
+def _capture_put_back(call: AtenCall) -> list[Statement]:
+    """`select_scatter`, `slice_scatter`: a tensor put into a part of another one's dim, which is needed whole."""
+    shape = call.shape(0)
+    dim = call.dim(2, len(shape), 0)
+    axes = axes_but(len(shape), [dim])
+    part = [axis for d, axis in enumerate(axes) if d != dim]
+    if call.name == "slice_scatter":
+        part.insert(dim, "n^")
+    result = [made("r", shape[dim]) if d == dim else axis for d, axis in enumerate(axes)]
+    return annotated(call, [(call.tensor(0), axes), (call.tensor(1), part)], result)
+
+
+def _capture_triangle(call: AtenCall) -> list[Statement]:
+    rank = len(call.shape(0))
+    axes = axes_but(rank, [rank - 2, rank - 1])
+    return annotated(call, [(call.tensor(0), axes)], axes)
+
+
+def _capture_windows_of_one_dim(call: AtenCall) -> list[Statement]:
+    """`x.unfold(dim, size, step)`: windows of a dim, and a last dim of what is inside them."""
+    shape = call.shape(0)
+    dim = call.dim(1, len(shape))
+    axes = axes_but(len(shape), [dim])
+    result = [made("r", call.node.shape[dim]) if d == dim else axis for d, axis in enumerate(axes)]
+    return annotated(call, [(call.tensor(0), axes)], [*result, made("s", call.node.shape[-1])])
 
 
 def _narrow_back(text: str, view: View) -> str:
@@ -372,20 +420,22 @@ OPS = (
         axes=_joined,
         rearranges=True,
         gradient=_cat_gradient,
-        aten="cat",
+        aten="cat concat stack",
         capture=_capture_cat,
         kernels="cat stack",
         saves=Saves.NOTHING,
     ),
     Op(names="pad", axes=_padded, rearranges=True),
-    Op(names="flip", axes=_ordered, rearranges=True, back=_flip_back, aten="flip", capture=_capture_along_one_dim),
-    Op(names="roll", axes=_ordered, rearranges=True, back=_roll_back),
+    Op(names="flip", axes=_ordered, rearranges=True, back=_flip_back, aten="flip", capture=_capture_turned),
+    Op(names="roll", axes=_ordered, rearranges=True, back=_roll_back, aten="roll", capture=_capture_turned),
+    Op(aten="select_scatter slice_scatter", capture=_capture_put_back),
+    Op(aten="unfold", capture=_capture_windows_of_one_dim),
     Op(names="cumsum", axes=_ordered, gradient=_cumsum_gradient, aten="cumsum", capture=_capture_along_one_dim),
     Op(names="cumprod", axes=_ordered, aten="cumprod", capture=_capture_along_one_dim),
     Op(names="sort", axes=_ordered, several=True),
     Op(names="argsort", axes=_ordered, gradient=no_gradient),
-    Op(names="cummax logcumsumexp diff", axes=_ordered),
-    Op(names="tril triu", axes=_triangle),
+    Op(names="cummax logcumsumexp diff", axes=_ordered, aten="logcumsumexp", capture=_capture_along_one_dim),
+    Op(names="tril triu", axes=_triangle, aten="tril triu", capture=_capture_triangle),
     Op(names="zeros ones full zeros_like ones_like", axes=_shaped, gradient=no_gradient),
     Op(names="empty", axes=_shaped),
     Op(aten="scatter", capture=_capture_scatter),

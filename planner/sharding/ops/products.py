@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from planner.sharding.ops.annotation import Dim
-from planner.sharding.ops.aten import AtenCall, NotKnownError, Statement
+from planner.sharding.ops.aten import LETTERS, AtenCall, NotKnownError, Statement, annotated
 from planner.sharding.ops.axis_flow import NotUnderstood, Value
 from planner.sharding.ops.op import Op, Saves, Step, summed
 from planner.sharding.ops.syntax import is_none
@@ -191,6 +191,43 @@ def _capture_matmul(call: AtenCall) -> list[Statement]:
     return [call.statement(f"{call.tensor(0)} @ {call.tensor(1)}")]
 
 
+def _capture_batched_sum(call: AtenCall) -> list[Statement]:
+    """`baddbmm(b, x, y, beta, alpha)`: a product, scaled, and what is added to it."""
+    beta, alpha = (call.node.kwargs.get(word, call.argument(n, 1)) for word, n in (("beta", 3), ("alpha", 4)))
+    pair, added, out = (call.argument(1), call.argument(2)), call.tensor(0), list[Statement]()
+
+    def then(suffix: str, formula: str, op: str, args: tuple[Any, ...], shape: Sequence[int]) -> str:
+        result = f"{call.node.name}_{suffix}"[-64:] if suffix else call.node.name
+        out.append(call.statement(formula, result=result, op=op, args=args, kwargs={}, shape=tuple(shape)))
+        return result
+
+    made_shape = call.node.shape
+    alone = beta == 0
+    word = "" if alone and alpha == 1 else "product"
+    found = then(word, f"{call.tensor(1)} @ {call.tensor(2)}", "aten.matmul.default", pair, made_shape)
+    if alpha != 1:
+        word = "" if alone else "scaled"
+        found = then(word, f"{found} * {alpha!r}", "aten.mul.Scalar", ({"tensor": found}, alpha), made_shape)
+    if alone:
+        return out
+    if beta != 1:
+        added = then("added", f"{added} * {beta!r}", "aten.mul.Scalar", ({"tensor": added}, beta), call.shapes[added])
+    then("", f"{found} + {added}", "aten.add.Tensor", ({"tensor": found}, {"tensor": added}), made_shape)
+    return out
+
+
+def _capture_outer(call: AtenCall) -> list[Statement]:
+    return annotated(call, [(call.tensor(0), ["a"]), (call.tensor(1), ["b"])], ["a", "b"])
+
+
+def _capture_distances(call: AtenCall) -> list[Statement]:
+    """`cdist(x, y)`: rows of both pass, and their width is needed whole."""
+    batch = [f"{LETTERS[d]}" for d in range(len(call.node.shape) - 2)]
+    x, y = call.shape(0), call.shape(1)
+    left, right = ([*batch[len(batch) - len(shape) + 2 :], row, "k^"] for shape, row in ((x, "m"), (y, "n")))
+    return annotated(call, [(call.tensor(0), left), (call.tensor(1), right)], [*batch, "m", "n"])
+
+
 def _capture_einsum(call: AtenCall) -> list[Statement]:
     equation, listed = call.argument(0), call.argument(1)
     names = [str(one["tensor"]) for one in listed]
@@ -216,7 +253,9 @@ def _capture_grouped_product(call: AtenCall) -> list[Statement]:
 OPS = (
     Op(names="matmul mm bmm", axes=_matmul, gradient=_matmul_gradient, aten="matmul mm bmm", capture=_capture_matmul),
     Op(names="dot", axes=_matmul),
-    Op(names="outer", axes=_outer),
+    Op(names="outer", axes=_outer, aten="outer ger", capture=_capture_outer),
+    Op(aten="baddbmm", capture=_capture_batched_sum),
+    Op(aten="cdist _cdist_forward", capture=_capture_distances),
     Op(names="linear", axes=_linear, gradient=_linear_gradient, aten="linear", capture=_capture_linear),
     Op(names="addmm baddbmm", axes=_addmm, aten="addmm", capture=_capture_addmm),
     Op(names="einsum", axes=_einsum, gradient=_einsum_gradient, aten="einsum", capture=_capture_einsum),

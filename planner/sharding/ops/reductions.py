@@ -5,7 +5,17 @@ from __future__ import annotations
 import ast
 from typing import Any
 
-from planner.sharding.ops.aten import AtenCall, Statement, letters, result_axes, written
+from planner.sharding.ops.aten import (
+    AtenCall,
+    NotKnownError,
+    Statement,
+    annotated,
+    axes_but,
+    letters,
+    result_axes,
+    whole_numbers,
+    written,
+)
 from planner.sharding.ops.axis_flow import Value
 from planner.sharding.ops.op import Op, Saves, Step, no_gradient
 from planner.sharding.ops.syntax import is_none, number_of
@@ -136,6 +146,21 @@ def _capture_topk(call: AtenCall) -> list[Statement]:
     return [call.statement(f"topk_part({call.tensor(0)})", annotation, sizes=sizes, op="topk", args=args, kwargs={})]
 
 
+def _capture_of_all(call: AtenCall) -> list[Statement]:
+    """A reduction that is no sum of what pieces give: the dims that go are needed whole, and the others pass."""
+    rank = len(call.shape(0))
+    given = call.argument(2 if call.name in {"linalg_vector_norm", "norm"} else 1, call.node.kwargs.get("dim"))
+    if (call.name == "median" and given is None) or (call.name == "norm" and not isinstance(given, list)):
+        raise NotKnownError
+    dims = [d % rank for d in whole_numbers(given)] if given not in (None, []) else list(range(rank))
+    if len(call.node.operands()) != 1 or not rank:
+        raise NotKnownError
+    keep = len(call.node.shape) == rank
+    axes = axes_but(rank, dims)
+    result = ["1" if d in dims else axis for d, axis in enumerate(axes) if keep or d not in dims]
+    return annotated(call, [(call.tensor(0), axes)], result)
+
+
 OPS = (
     Op(
         names="sum",
@@ -172,5 +197,9 @@ OPS = (
         gradient=_logsumexp_gradient,
     ),
     Op(names="topk", axes=_top_k, kind="topk", merges=True, several=True, aten="topk", capture=_capture_topk),
+    Op(
+        aten="linalg_vector_norm norm var std logsumexp prod any all max min median argmax argmin aminmax",
+        capture=_capture_of_all,
+    ),
     Op(names="argmax argmin", axes=_arg, kind="arg", merges=True, gradient=no_gradient),
 )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from planner.sharding.ops.aten import AtenCall, NotKnownError, Statement
+from collections.abc import Sequence
+from typing import Any
+
+from planner.sharding.ops.aten import LETTERS, AtenCall, NotKnownError, Statement, annotated, axes_but, made
 from planner.sharding.ops.axis_flow import NotUnderstood, Value
 from planner.sharding.ops.elementwise import FLOATS
 from planner.sharding.ops.op import Op, Saves, Step, no_gradient
@@ -56,20 +59,106 @@ def _embedding_gradient(step: Step) -> dict[str, str]:
 
 
 def _capture_embedding(call: AtenCall) -> list[Statement]:
-    if call.argument(2, -1) != -1 or call.argument(4, default=False):
+    """A lookup; the row of the padding has no gradient. Gradients by how often a row is read need all numbers."""
+    padding, by_frequency, sparse = (
+        call.argument(2, -1),
+        call.argument(3, default=False),
+        call.argument(4, default=False),
+    )
+    if by_frequency or sparse:
         raise NotKnownError
-    args = (call.argument(0), call.argument(1))
+    args = (call.argument(0), call.argument(1), *([] if padding == -1 else [padding]))
     return [call.statement(f"embedding({call.tensor(1)}, {call.tensor(0)})", op="embedding", args=args, kwargs={})]
 
 
-def _capture_indexed_rows(call: AtenCall) -> list[Statement]:
-    """Rows of a matrix by number, as a lookup of embeddings has them."""
-    listed = call.argument(1)
-    if len(call.shape(0)) != 2 or len(listed) != 1 or call.node.dtype not in FLOATS:
+def _capture_indexed(call: AtenCall) -> list[Statement]:
+    """Elements by number along some dims, which are needed whole; rows of a matrix as a lookup of embeddings."""
+    listed, shape = call.argument(1), call.shape(0)
+    if len(shape) == 2 and len(listed) == 1 and call.node.dtype in FLOATS:
+        rows, numbers = call.tensor(0), str(listed[0]["tensor"])
+        args = ({"tensor": rows}, {"tensor": numbers})
+        return [call.statement(f"embedding({numbers}, {rows})", op="rows", args=args, kwargs={})]
+    indexed, numbers, axes = _numbered(call, listed)
+    picked = axes_but(len(shape), indexed)
+    together = indexed == list(range(indexed[0], indexed[-1] + 1))
+    first = indexed[0] if together else 0
+    rest = [axis for d, axis in enumerate(picked) if d not in indexed]
+    return annotated(call, [(call.tensor(0), picked), *numbers], [*rest[:first], *axes, *rest[first:]])
+
+
+def _numbered(
+    call: AtenCall, listed: Sequence[Any], mark: str = ""
+) -> tuple[list[int], list[tuple[str, list[str]]], list[str]]:
+    """Return which dims are indexed, the axes of every index, and those of all of them broadcast.
+
+    Raises NotKnownError for a mask, whose result has as many elements as it has ones.
+    """
+    indexed = [d for d, one in enumerate(listed) if one is not None]
+    names = [str(listed[d]["tensor"]) for d in indexed]
+    if not names or any(call.dtypes.get(name) in {"bool", "u8"} for name in names):
         raise NotKnownError
-    rows, numbers = call.tensor(0), str(listed[0]["tensor"])
-    args = ({"tensor": rows}, {"tensor": numbers})
-    return [call.statement(f"embedding({numbers}, {rows})", op="rows", args=args, kwargs={})]
+    rank = max(len(call.shapes[name]) for name in names)
+    axes = [f"i{LETTERS[d]}{mark}" for d in range(rank)]
+    return indexed, [(name, axes[rank - len(call.shapes[name]) :]) for name in names], axes
+
+
+def _capture_put(call: AtenCall) -> list[Statement]:
+    """`index_put`: along dims that are indexed, all numbers and values are needed; other dims pass."""
+    shape = call.shape(0)
+    indexed, numbers, axes = _numbered(call, call.argument(1), "^")
+    picked = axes_but(len(shape), indexed)
+    together = indexed == list(range(indexed[0], indexed[-1] + 1))
+    first = indexed[0] if together else 0
+    rest = [axis for d, axis in enumerate(picked) if d not in indexed]
+    values = [*rest[:first], *axes, *rest[first:]]
+    own = values[len(values) - len(call.shape(2)) :] if call.shape(2) else []
+    result = [made(f"r{LETTERS[d]}", n) if d in indexed else picked[d] for d, n in enumerate(shape)]
+    return annotated(call, [(call.tensor(0), picked), *numbers, (call.tensor(2), own)], result)
+
+
+def _capture_along(call: AtenCall) -> list[Statement]:
+    """`gather`, `index_select`: the dim that is read by number is needed whole, and the numbers pass."""
+    shape, index = call.shape(0), call.shape(2)
+    dim = call.dim(1, len(shape))
+    picked = axes_but(len(shape), [dim])
+    result = ["n" if d == dim else axis for d, axis in enumerate(picked)]
+    if call.name == "index_select":
+        return annotated(call, [(call.tensor(0), picked), (call.tensor(2), ["n"][: len(index)])], result)
+    if any(n != index[d] for d, n in enumerate(shape) if d != dim):
+        raise NotKnownError
+    return annotated(call, [(call.tensor(0), picked), (call.tensor(2), result)], result)
+
+
+def _capture_added(call: AtenCall) -> list[Statement]:
+    """`index_add`, `index_copy`, `scatter_add` and the like: the dim that is written by number is needed whole."""
+    shape, index, source = call.shape(0), call.shape(2), call.shape(3)
+    dim = call.dim(1, len(shape))
+    picked = axes_but(len(shape), [dim])
+    written_axes = ["n^" if d == dim else axis for d, axis in enumerate(picked)]
+    by_row = call.name.startswith("index_")
+    if any(n != source[d] for d, n in enumerate(shape) if d != dim) or (not by_row and index != source):
+        raise NotKnownError
+    result = [made("r", shape[dim]) if d == dim else axis for d, axis in enumerate(picked)]
+    numbers = ["n^"][: len(index)] if by_row else written_axes
+    return annotated(
+        call, [(call.tensor(0), picked), (call.tensor(2), numbers), (call.tensor(3), written_axes)], result
+    )
+
+
+def _capture_one_hot(call: AtenCall) -> list[Statement]:
+    axes = axes_but(len(call.shape(0)), [])
+    return annotated(call, [(call.tensor(0), axes)], [*axes, made("r", call.node.shape[-1])])
+
+
+def _capture_bags(call: AtenCall) -> list[Statement]:
+    """`embedding_bag`: sums or means of rows. The width passes; numbers and where bags begin are needed whole."""
+    if call.node.index != 0 or call.argument(3, default=False) or call.argument(5, default=False):
+        raise NotKnownError  # by frequency, or with sparse gradients
+    operands = [(call.tensor(0), ["v^", "d"]), (call.tensor(1), axes_but(4, range(4))[: len(call.shape(1))])]
+    operands += [(call.tensor(2), ["o^"])]
+    weights = call.optional_tensor(6, "per_sample_weights")
+    operands += [(weights, ["n^"])] if weights else []
+    return annotated(call, operands, [made("r", call.node.shape[0]), "d"])
 
 
 OPS = (
@@ -85,5 +174,10 @@ OPS = (
     Op(names="embedding_bwd", axes=_embedding_bwd, kind="scatter"),
     Op(names="index_add scatter_add index_put", axes=_scattered, kind="scatter"),
     Op(names="one_hot", axes=_one_hot, gradient=no_gradient),
-    Op(aten="index", capture=_capture_indexed_rows),
+    Op(aten="index", capture=_capture_indexed),
+    Op(aten="index_put", capture=_capture_put),
+    Op(aten="gather index_select", capture=_capture_along),
+    Op(aten="index_add index_copy scatter_add", capture=_capture_added),
+    Op(aten="one_hot", capture=_capture_one_hot),
+    Op(aten="embedding_bag", capture=_capture_bags),
 )

@@ -17,9 +17,11 @@ from planner.sharding.ops import (
     norms,
     parts,
     products,
+    recurrent,
     reductions,
     rotary,
     rows,
+    transforms,
     views,
     windows,
 )
@@ -29,7 +31,20 @@ from planner.sharding.ops.op import Op, Saves
 from planner.sharding.ops.walker import Made, Rule, Walker
 from simulator.sharded.graph import GraphNode
 
-_FAMILIES = (elementwise, views, parts, products, windows, reductions, norms, attention, rows, rotary)
+_FAMILIES = (
+    elementwise,
+    views,
+    parts,
+    products,
+    windows,
+    reductions,
+    norms,
+    attention,
+    rows,
+    rotary,
+    recurrent,
+    transforms,
+)
 _ALL = [op for family in _FAMILIES for op in family.OPS]
 FUNCTIONS: dict[str, Op] = {name: op for op in _ALL for name in op.names.split()}
 _ATEN: dict[str, Op] = {name: op for op in _ALL for name in op.aten.split()}
@@ -90,13 +105,15 @@ def shape_of(tree: ast.expr, shapes: Mapping[str, Shape], index: int = 0) -> Sha
 # --- captured graphs
 
 
-def statements(node: GraphNode, shapes: Mapping[str, Shape]) -> list[Statement]:
-    """Return the statements of one node of a graph; `shapes` are of all tensors before it.
+def statements(
+    node: GraphNode, shapes: Mapping[str, Shape], dtypes: Mapping[str, str] | None = None
+) -> list[Statement]:
+    """Return the statements of one node of a graph; `shapes` and `dtypes` are of all tensors before it.
 
     A node that no entry captures is opaque: its operands and its result are needed whole, which is right for any
     operator.
     """
-    call = AtenCall(node, shapes)
+    call = AtenCall(node, shapes, dtypes or {})
     op = _ATEN.get(node.op.rpartition(".")[0].removeprefix("aten.") or node.op)
     if op is not None and op.capture is not None:
         try:

@@ -3,9 +3,23 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
-from planner.sharding.ops.aten import AtenCall, NotKnownError, Statement, letters, result_axes, written
+from planner.sharding.ops.aten import (
+    LETTERS,
+    AtenCall,
+    NotKnownError,
+    Statement,
+    annotated,
+    letters,
+    made,
+    result_axes,
+    whole_numbers,
+    written,
+)
 from planner.sharding.ops.axis_flow import NotUnderstood, Value
 from planner.sharding.ops.op import Op
 from planner.sharding.ops.products import with_bias
@@ -83,19 +97,124 @@ def _spatial_sizes(call: Call, sizes: Sequence[int], windows: Sequence[int]) -> 
 
 def _capture_convolution(call: AtenCall) -> list[Statement]:
     x, w = call.shape(0), call.shape(1)
-    if call.argument(6, 1) != 1 or len(x) not in {3, 4, 5} or len(w) != len(x):
+    if len(x) not in {3, 4, 5} or len(w) != len(x):
         raise NotKnownError
+    if call.argument(6, 1) != 1 or isinstance(call.argument(4), str):
+        space = len(x) - 2
+        step, inside, apart = (_each(call.argument(n, d), space) for n, d in ((3, 1), (4, 0), (5, 1)))
+        if isinstance(inside, str):
+            inside = _same_size(inside, w[2:], apart)
+        return _in_groups(call, (step, inside, apart, False, [0] * space), int(call.argument(6, 1)))
     args = (call.argument(0), call.argument(1), None, *call.node.args[3:])
     rest = [one if isinstance(one, int) else f"({', '.join(str(int(n)) for n in one)},)" for one in call.node.args[3:6]]
     formula = f"{call.name}({', '.join([call.tensor(0), call.tensor(1), 'None', *map(str, rest)])})"
     return with_bias(call, formula, call.optional_tensor(2, "bias"), 1, args=args)
 
 
+def _capture_transposed(call: AtenCall) -> list[Statement]:
+    """`conv_transpose2d(x, w, bias, stride, padding, output_padding, groups, dilation)`."""
+    space = len(call.shape(0)) - 2
+    if space < 1 or len(call.shape(1)) != space + 2:
+        raise NotKnownError
+    step, inside, outside, apart = (_each(call.argument(n, d), space) for n, d in ((3, 1), (4, 0), (5, 0), (7, 1)))
+    return _in_groups(call, (step, inside, apart, True, outside), int(call.argument(6, 1)))
+
+
+def _capture_any_convolution(call: AtenCall) -> list[Statement]:
+    """`convolution(x, w, bias, stride, padding, dilation, transposed, output_padding, groups)`."""
+    space = len(call.shape(0)) - 2
+    if space < 1 or len(call.shape(1)) != space + 2:
+        raise NotKnownError
+    step, inside, apart, outside = (_each(call.argument(n), space) for n in (3, 4, 5, 7))
+    return _in_groups(call, (step, inside, apart, bool(call.argument(6)), outside), int(call.argument(8)))
+
+
+def _in_groups(call: AtenCall, how: tuple[Any, ...], groups: int) -> list[Statement]:
+    """A convolution of groups of channels, which pass with what is made of them; in one group, channels are summed
+    over, as in a product.
+    """
+    x, w, (*_, transposed, _) = call.shape(0), call.shape(1), how
+    space = [LETTERS[d] for d in range(2, len(x))]
+    width, each = x[1] // groups, call.node.shape[1] // groups
+    sums = f"k_{width}{'+' if groups == 1 else '^'}" if width > 1 else ""
+    out = f"m_{each}" if each > 1 else ""
+    many = f"g_{groups}" if groups > 1 else ""
+
+    def joined(*axes: str) -> str:
+        found = [axis for axis in axes if axis]
+        return f"({' '.join(found)})" if len(found) > 1 else "".join(found) or "1"
+
+    windows = [f"w{axis}^" for axis in space]
+    left = ["a", joined(many, sums), *(f"{axis}^" for axis in space)]
+    weight = [joined(many, sums), out or "1"] if transposed else [joined(many, out), sums or "1"]
+    made_of = [made(f"r{axis}", n) for axis, n in zip(space, call.node.shape[2:], strict=True)]
+    name = f"{call.node.name}_product"[-64:] if (bias := call.optional_tensor(2, "bias")) else call.node.name
+    args = (call.argument(0), call.argument(1), width, *how)
+    operands = [(call.tensor(0), left), (call.tensor(1), [*weight, *windows])]
+    (product,) = annotated(call, operands, ["a", joined(many, out), *made_of], op="convolution", args=args, kwargs={})
+    product = replace(product, result=name)
+    if not bias:
+        return [product]
+    after = len(call.node.shape) - 2
+    added = f"{name} + reshape({bias}, {[-1, *[1] * after]})"
+    return [product, call.statement(added, op="bias", args=({"tensor": name}, {"tensor": bias}, 1), kwargs={})]
+
+
+def _each(value: Any, space: int) -> Any:
+    """Return a number for every dim of space; a word as it is."""
+    if isinstance(value, str):
+        return value
+    found = whole_numbers(value)
+    return found * space if len(found) == 1 else found
+
+
+def _same_size(word: str, windows: Sequence[int], apart: Sequence[int]) -> list[int]:
+    """Return the padding of which `same` and `valid` are the names. Raises NotKnownError where it has two sides."""
+    if word == "valid":
+        return [0] * len(windows)
+    total = [d * (k - 1) for k, d in zip(windows, apart, strict=True)]
+    if any(n % 2 for n in total):
+        raise NotKnownError
+    return [n // 2 for n in total]
+
+
+def _capture_shuffled(call: AtenCall) -> list[Statement]:
+    """`pixel_shuffle`, `pixel_unshuffle`: channels of blocks become places, or the other way."""
+    shape, by = call.shape(0), int(call.argument(1))
+    shuffle = call.name == "pixel_shuffle"
+    channels, high, wide = (call.node.shape if not shuffle else shape)[-3:]
+    lead = [LETTERS[d] for d in range(len(shape) - 3)]
+    deep = channels // by**2
+    c = f"c_{deep} " if deep > 1 else ""
+    blocks = [f"({c}u_{by}^ v_{by}^)", *(f"y_{high}" if high > 1 else "1", f"z_{wide}" if wide > 1 else "1")]
+    places = [
+        c.strip() or "1",
+        f"({f'y_{high} ' if high > 1 else ''}u_{by}^)",
+        f"({f'z_{wide} ' if wide > 1 else ''}v_{by}^)",
+    ]
+    if by == 1:
+        raise NotKnownError
+    before, after = (blocks, places) if shuffle else (places, blocks)
+    return annotated(call, [(call.tensor(0), [*lead, *before])], [*lead, *after])
+
+
+def _capture_patches(call: AtenCall) -> list[Statement]:
+    """`im2col`: windows of space as columns, all channels of a window in a row."""
+    shape, (channels, places) = call.shape(0), call.node.shape[-2:]
+    if len(shape) != 4:
+        raise NotKnownError
+    inside = channels // shape[1]
+    c = f"c_{shape[1]}" if shape[1] > 1 else ""
+    rows = f"({c} k_{inside}^)" if c and inside > 1 else c or made("k", inside)
+    return annotated(call, [(call.tensor(0), ["a", c or "1", "p^", "q^"])], ["a", rows, made("r", places)])
+
+
 def _capture_over_space(call: AtenCall) -> list[Statement]:
     """Pooling, resampling and padding: the dims that an operator changes are needed whole, those before them pass."""
     shape, after = call.shape(0), call.node.shape
-    if call.name.endswith("2d"):
-        space = [len(shape) - 2, len(shape) - 1]
+    counted = re.search(r"([123])d$", call.name.removesuffix("_with_indices"))
+    if counted:
+        space = list(range(len(shape) - int(counted[1]), len(shape)))
     else:  # pairs of widths, those of the last dim first
         pairs = list(call.argument(1))
         last = len(shape) - 1
@@ -114,7 +233,15 @@ OPS = (
     Op(names="conv1d conv2d conv3d", axes=_convolved, aten="conv1d conv2d conv3d", capture=_capture_convolution),
     Op(names="max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d", axes=_pooled),
     Op(
-        aten="max_pool2d avg_pool2d adaptive_avg_pool2d upsample_nearest2d upsample_bilinear2d pad constant_pad_nd",
+        aten="max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d max_pool2d_with_indices"
+        " max_pool3d_with_indices adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d"
+        " adaptive_max_pool2d adaptive_max_pool3d upsample_nearest1d upsample_nearest2d upsample_nearest3d"
+        " upsample_bilinear2d upsample_bicubic2d upsample_linear1d upsample_trilinear3d reflection_pad1d"
+        " reflection_pad2d replication_pad1d replication_pad2d pad constant_pad_nd",
         capture=_capture_over_space,
     ),
+    Op(aten="conv_transpose1d conv_transpose2d conv_transpose3d", capture=_capture_transposed),
+    Op(aten="convolution", capture=_capture_any_convolution),
+    Op(aten="pixel_shuffle pixel_unshuffle", capture=_capture_shuffled),
+    Op(aten="im2col", capture=_capture_patches),
 )

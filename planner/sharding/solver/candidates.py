@@ -5,7 +5,7 @@ redistribute.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 
 from planner.sharding.layouts.collectives import SLICE, Cost
@@ -87,10 +87,16 @@ def enumerate_candidates(
     Raises Infeasible where an operator has too many sharding options, or `deadline` is over.
     """
     deadline = deadline or Deadline()
+    options: list[list[ShardingOption]] = []
+    if problem.policy is None and set(problem.graph.outputs) - set(problem.pins):
+        options = _operator_options(problem, range(len(problem.operators)), deadline)
+        finished = finished_outputs(problem, options)
+        if finished:
+            problem, options = replace(problem, pins={**finished, **problem.pins}), []
     tensors, fixed = problem.tensors, {**problem.input_layouts, **problem.pins}
     equivalence = equivalence or find_equivalent(problem.graph, fixed, fold=False)
     first = [members[0] for members in equivalence.members()]
-    options = _operator_options(problem, first, deadline)
+    options = options if len(options) == len(first) else _operator_options(problem, first, deadline)
     names = [members[0] for members in equivalence.tensor_members()]
     needed: dict[int, dict[Layout, None]] = {number: {} for number in range(len(names))}
     members = equivalence.members()
@@ -211,19 +217,71 @@ _PRODUCTS = ("linear(", "matmul(", "grouped_mm(", "@", "mm(", "einsum(")
 def keep_agreeing_operands(
     problem: ShardingProblem, all_options: Sequence[Sequence[ShardingOption]]
 ) -> list[list[ShardingOption]]:
-    """Return the options of each operator that keep agreeing operands in place; all of them where operands disagree."""
+    """Return the options of each operator that keep agreeing operands in place; all of them where operands disagree.
+
+    Layouts go from operands to results, and then back: an operator of which operands say nothing, all being copies, is
+    sharded as its result is.
+    """
     layouts: dict[str, Layout] = dict(problem.input_layouts)
     moved = {o.result.name for o in problem.operators if o.text.startswith("set(")} - set(problem.pins)
-    kept = []
-    for operator, options in zip(problem.operators, all_options, strict=True):
+    kept: list[list[ShardingOption]] = []
+    silent: list[int] = []  # operators of copies
+    for number, (operator, options) in enumerate(zip(problem.operators, all_options, strict=True)):
         staying = [(n, dims) for n, dims in operator.operands if n not in moved] or list(operator.operands)
         matching = _options_without_moves(operator, options, staying, layouts, problem)
         kept.append(matching or list(options))
+        if matching and all(not layouts[n].pending and not layouts[n].axes() for n, _ in operator.operands):
+            silent.append(number)
         if operator.result.name in problem.pins:
             layouts[operator.result.name] = problem.pins[operator.result.name]
         elif matching:
             layouts[operator.result.name] = matching[0].result
+    _shard_as_results(problem, all_options, kept, silent)
     return kept
+
+
+def _shard_as_results(
+    problem: ShardingProblem,
+    all_options: Sequence[Sequence[ShardingOption]],
+    kept: list[list[ShardingOption]],
+    silent: Sequence[int],
+) -> None:
+    """Let operators of copies make their results as these are needed, from pinned results back, in `kept`."""
+    wanted = {name: layout for name, layout in problem.pins.items() if layout.axes() and not layout.pending}
+    uses: dict[str, list[int]] = {}
+    for number, operator in enumerate(problem.operators):
+        for name, _ in operator.operands:
+            uses.setdefault(name, []).append(number)
+    for number in reversed(silent):
+        operator = problem.operators[number]
+        layout = wanted.get(operator.result.name)
+        found = [one for one in all_options[number] if one.result == layout and not one.collectives]
+        if not found:
+            continue
+        kept[number] = found
+        for name, needed in found[0].operands:
+            alone = uses[name] == [number] and len({dict(one.operands)[name] for one in found}) == 1
+            if alone and needed.axes() and not needed.pending and name not in problem.graph.outputs:
+                wanted.setdefault(name, needed)
+
+
+def finished_outputs(problem: ShardingProblem, kept: Sequence[Sequence[ShardingOption]]) -> dict[str, Layout]:
+    """Return the layouts of outputs of which nothing is said and whose operands are pending sums that they need: those
+    of operands after an all-reduce. An output that can be a pending sum itself stays one.
+    """
+    layouts, found = dict(problem.input_layouts), dict[str, Layout]()
+    for operator, options in zip(problem.operators, kept, strict=True):
+        name = operator.result.name
+        finished = {n: Layout(layout.dims) for n, layout in layouts.items()}
+        matching = _options_without_moves(operator, options, operator.operands, layouts, problem)
+        after_sums = matching or _options_without_moves(operator, options, operator.operands, finished, problem)
+        if name in problem.pins:
+            layouts[name] = problem.pins[name]
+        elif after_sums:
+            layouts[name] = after_sums[0].result
+            if name in problem.graph.outputs and not matching:
+                found[name] = Layout(after_sums[0].result.dims)
+    return found
 
 
 def _options_without_moves(

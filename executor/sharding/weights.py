@@ -1,0 +1,135 @@
+"""Parameters and buffers of a sharded module: DTensors, under the names that the module has.
+
+Optimizers, `clip_grad_norm_`, `state_dict` and checkpoints find them as they find those of any module. A tensor that
+the program does not use is there too, whole on every rank. With pipeline stages, a rank has those of its stage, on the
+mesh without the axis of stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate
+
+from executor.sharding.capture import Captured
+from executor.sharding.places import placements_of
+from executor.sharding.run_program import RankProgram
+from simulator.sharded.graph import BUFFER, CONSTANT, PARAMETER
+
+
+class _Names(nn.Module):
+    """A module that has parameters, buffers and other modules under their names, and runs nothing."""
+
+
+@dataclass(slots=True)
+class Weights:
+    """What `root` has of a module: by buffer of the program, names of parameters and buffers, and constants."""
+
+    root: nn.Module
+    mesh: DeviceMesh
+    ranks: RankProgram
+    parameters: dict[str, str] = field(default_factory=dict)
+    buffers: dict[str, str] = field(default_factory=dict)
+    constants: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def fill(self, module: nn.Module, captured: Captured) -> None:
+        """Give `root` this rank's pieces of what `module` has."""
+        program, used = self.ranks.program, self.ranks.used
+        parameters = dict(module.named_parameters(remove_duplicate=False))
+        buffers = dict(module.named_buffers(remove_duplicate=False))
+        done: dict[int, torch.Tensor] = {}
+        for one in captured.graph.inputs:
+            buffer = program.inputs.get(one.name)
+            if buffer is None or buffer not in used or one.kind not in {PARAMETER, BUFFER, CONSTANT}:
+                continue
+            whole = captured.constants.get(one.name, parameters.get(one.target, buffers.get(one.target)))
+            about = program.buffers[buffer]
+            with torch.no_grad():
+                piece = self.ranks.place.piece(cast("torch.Tensor", whole).to(self.ranks.device), about)
+            if one.kind == CONSTANT:
+                self.constants[buffer] = piece
+                continue
+            placed = self.placed(piece, placements_of(about, program), about.shape)
+            trained = one.kind == PARAMETER and one.name in program.gradients
+            done[id(whole)] = nn.Parameter(placed, requires_grad=trained) if one.kind == PARAMETER else placed
+            (self.parameters if one.kind == PARAMETER else self.buffers)[buffer] = one.target
+        for name, whole in {**parameters, **buffers}.items():
+            if id(whole) not in done and not program.stage_axis:
+                placed = self.placed(whole.detach().to(self.ranks.device), (), whole.shape)
+                done[id(whole)] = nn.Parameter(placed, whole.requires_grad) if name in parameters else placed
+            if id(whole) in done:
+                self._register(name, done[id(whole)], module)
+
+    def placed(self, piece: torch.Tensor, placements: tuple[Placement, ...], shape: tuple[int, ...]) -> torch.Tensor:
+        """Return this rank's piece as part of a DTensor of `shape` on the ranks that have it; none is a copy on all."""
+        names, stages = self.ranks.program.mesh_names, self.ranks.program.stage_axis
+        kept = [name for name in names if name != stages]
+        if not kept:
+            return piece
+        mesh = self.mesh[tuple(kept)] if stages else self.mesh
+        placements = placements or (Replicate(),) * len(names)
+        own = [one for name, one in zip(names, placements, strict=True) if name != stages]
+        return as_dtensor(piece, mesh, own, shape)
+
+    def _register(self, name: str, value: torch.Tensor, module: nn.Module) -> None:
+        """Register `value` where `module` has it. Tables are written directly: names may be those of our attributes."""
+        *path, last = name.split(".")
+        holder, original = self.root, module
+        for part in path:
+            holder = holder._modules.setdefault(part, _Names())  # type: ignore[assignment]
+            original = cast("nn.Module", original._modules[part])
+        if isinstance(value, nn.Parameter):
+            holder._parameters[last] = value
+            return
+        holder._buffers[last] = value
+        if last in original._non_persistent_buffers_set:
+            holder._non_persistent_buffers_set.add(last)
+
+    def parameter(self, name: str) -> torch.Tensor | None:
+        """Return the parameter that is there under a name now: others may have put their own in its place."""
+        *path, last = name.split(".")
+        holder: nn.Module | None = self.root
+        for part in path:
+            holder = None if holder is None else holder._modules.get(part)
+        if holder is None:
+            return None
+        return holder._parameters.get(last, holder._buffers.get(last))
+
+    def pieces(self, names: Mapping[str, str]) -> dict[str, torch.Tensor]:
+        """Return this rank's pieces by buffer of the program."""
+        return {buffer: local(cast("torch.Tensor", self.parameter(name))) for buffer, name in names.items()}
+
+    def fixed(self) -> dict[str, torch.Tensor]:
+        """Return by buffer of the program what no gradient is asked of."""
+        return {**self.constants, **self.pieces(self.buffers)}
+
+    def add_gradients(self, found: Mapping[str, torch.Tensor]) -> None:
+        """Add this rank's pieces of gradients, by buffer of the program, to `grad` of the parameters."""
+        program = self.ranks.program
+        tensors = {buffer: tensor for tensor, buffer in program.inputs.items()}
+        for buffer, name in self.parameters.items():
+            piece, parameter = found.get(program.gradients.get(tensors[buffer], "")), self.parameter(name)
+            if piece is None or parameter is None:
+                continue
+            about = program.buffers[buffer]
+            gradient = self.placed(piece, placements_of(about, program), about.shape)
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+
+def local(value: torch.Tensor) -> torch.Tensor:
+    """Return this rank's piece of a tensor, through which gradients pass."""
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def as_dtensor(
+    piece: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...] | list[Placement], shape: tuple[int, ...]
+) -> DTensor:
+    """Return this rank's piece as part of a DTensor of `shape`, whose pieces may be of different sizes."""
+    strides = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    return DTensor.from_local(piece, mesh, placements, run_check=False, shape=torch.Size(shape), stride=strides)
