@@ -107,6 +107,7 @@ class Framework:
     tied_pipeline: bool = True  # a tied embedding and head may lie on different stages
     whole_expert_groups: bool = False  # experts are spread over whole tensor-parallel groups: ep is a multiple of tp
     drops_tokens: bool = True  # experts may have a capacity
+    own_kernels_only: bool = False  # dispatchers, products of experts and fused kernels are what it has itself
     skews_experts: bool = True  # how unevenly tokens visit experts can be asked for
     latent_cp_methods: tuple[str, ...] = ()  # methods that latent attention can have; empty: all
     window_cp_methods: tuple[str, ...] = ()  # methods that sliding windows can have; empty: all
@@ -221,6 +222,7 @@ MESHWRIGHT = Framework(
     whole_expert_groups=True,
     drops_tokens=False,
     skews_experts=False,
+    own_kernels_only=True,
     latent_cp_methods=("all_to_all",),  # in a ring, values must be as wide as keys
     window_cp_methods=("all_to_all",),  # parts of a ring are attended to whole
     compiled_context_tensor=False,  # torch 2.13's partitioner fails on some blocks
