@@ -84,6 +84,7 @@ class Framework:
     uneven_stages: bool = True  # may put different numbers of layers on stages by itself
     pads_vocabulary: bool = False
     ulysses: bool = False  # context parallelism splits heads
+    repeats_keys: bool = False  # and may do so over more ranks than there are key/value heads
     zero_pipeline: bool = True  # ZeRO-2 and 3 work together with pipeline parallelism
     one_axis: bool = False  # of tensor, context and expert parallelism one at a time, and pipelines with tensor alone
     ddp_alone: bool = False  # plain replication refuses company
@@ -263,6 +264,7 @@ DEEPSPEED = Framework(
     sequence_parallel=False,
     sequence_parallel_default=False,
     ulysses=True,
+    repeats_keys=True,  # deepspeed/runtime/sequence_parallel/ulysses_sp.py: kv_replication_factor
     cp_methods=("all_to_all",),
     zero_pipeline=False,
     parameter_offload=True,  # offload_param, with ZeRO-3
