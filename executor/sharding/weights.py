@@ -66,9 +66,7 @@ class Weights:
             if id(whole) in done:
                 self._register(name, done[id(whole)], module)
 
-    def placed(
-        self, piece: torch.Tensor, placements: tuple[Placement, ...], shape: tuple[int, ...]
-    ) -> torch.Tensor:
+    def placed(self, piece: torch.Tensor, placements: tuple[Placement, ...], shape: tuple[int, ...]) -> torch.Tensor:
         """Return this rank's piece as part of a DTensor of `shape` on the ranks that have it; none is a copy on all."""
         names, stages = self.ranks.program.mesh_names, self.ranks.program.stage_axis
         kept = [name for name in names if name != stages]

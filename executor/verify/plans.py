@@ -203,7 +203,7 @@ def run_one_process(
 def small_model(model: Model, plan: Plan) -> Model:
     """Return a small model of the same kind on which `plan` is legal: as many layers as stages, but at least two."""
     heads = model.heads // model.kv_heads
-    # With context parallelism by heads each of its ranks needs one.
+    # Context parallelism by all-to-all divides heads: each of its ranks needs a key-value head.
     kv_heads = plan.tp * max(1, plan.cp, min(2, model.kv_heads // plan.tp))
     stages = plan.stages
     layers = max(2, stages)

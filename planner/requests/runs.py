@@ -38,7 +38,9 @@ class Apply(Request):
     )
     tolerance: float | None = common.tolerance()
     launcher: str = option("local", "--launcher", help="local, or torchrun, slurm or trainjob to write a job instead.")
-    nodes: int | None = option(None, "--nodes", least=1, help="Number of nodes of a job; default: the plan's.")
+    nodes: int | None = option(
+        None, "--nodes", least=1, help="Number of nodes of a job; default: the plan's, 2 without a plan."
+    )
     endpoint: str | None = option(None, "--endpoint", help="HOST:PORT where torchrun's agents meet.")
     job_name: str = option("meshwright", "--job-name", help="Name of the job.")
     image: str | None = option(None, "--image", help="Container image, for trainjob.")

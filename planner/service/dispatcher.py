@@ -101,7 +101,7 @@ class Dispatcher:
         self._wake.set()
 
     def _cancel_scheduled(self, job: str) -> None:
-        """Cancel what a job has submitted to a scheduler, whoever follows it: once, though both threads come here."""
+        """Cancel what a job submitted to a scheduler, whichever process follows it; once for both threads."""
         with self._cancelling:
             if job in self._cancelled:
                 return

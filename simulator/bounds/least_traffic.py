@@ -23,10 +23,10 @@ Rows = NDArray[np.bool_]
 
 
 class LeastTraffic:
-    """Seconds of a step on pipeline ranks, shape (plans, ranks), as `simulator.step.traffic` tells of them.
+    """Least seconds of data-parallel traffic in a step, shape (plans, ranks); `simulator.step.traffic` describes it.
 
-    `forward` and `backward` come with those passes, `last_s` after all ranks have met. `waits_for_traffic`, one value a
-    plan: traffic of a pass has ended when the next one begins, where there is no pipeline.
+    `forward` and `backward` happen during those passes, `last_s` after all ranks have met. `waits_for_traffic`, one
+    value a plan: without a pipeline, the next pass starts only when the traffic of this one has ended.
     """
 
     def __init__(self, context: CostContext, layout: StageLayout, parameters: Parameters, lookup_s: Floats) -> None:
@@ -114,7 +114,7 @@ class LeastTraffic:
             stages = np.maximum(table["virtual_stages"], 1.0)[:, None]
             return np.asarray(self._last * getattr(head, quantity)[:, None] + (stages - self._last) * layer)
 
-        # Delayed weight gradients leave all of a stage as it was, and the next pass may find it so.
+        # Delayed weight gradients keep a whole stage gathered, so that the next pass need not gather it.
         stay = np.where(off & ~keeps, m - 1.0, 0.0)[:, None]
         out, gathered = total("out_s"), total("gather_s")
         copied_out = np.maximum(forward[:, None] * out - stay * widest("out_s"), 0.0)

@@ -34,6 +34,12 @@ MOE_DISPATCHERS = ("allgather", "alltoall", "deepep", "hybridep")
 # module after another.
 EXPERT_PRODUCTS = ("grouped", "te_grouped", "loop")
 
+# Kernels of others, by the part of a source's word for them that names them, and what they fuse. Liger-Kernel
+# (linkedin/Liger-Kernel, ops/fused_linear_cross_entropy.py) multiplies with the head and computes the loss and its
+# gradient piece by piece; foak (foundation-model-stack/fms-acceleration, plugins/fused-ops-and-kernels, after unsloth)
+# writes the loss's gradient over the logits. Both have norms and rotary positions in a kernel each.
+FUSED_KERNELS = {"liger": ("layers", "linear_loss"), "foak": ("layers", "loss"), "unsloth": ("layers", "loss")}
+
 DEFAULT_RUNTIME = "torchtitan"  # of what names none
 
 
@@ -46,6 +52,7 @@ class Runtime:
     `low_precision_recipe` says how (`simulator.kernels.low_precision`). With `cuda_graph` kernels are launched by
     replaying graphs: all of a layer's, or those of the parts that `graph_scopes` names. `moe_dispatcher` sends tokens
     to experts (`MOE_DISPATCHERS`), `expert_products` multiplies there (`EXPERT_PRODUCTS`); "" is the description's own.
+    `fused` are the kernels of others that were put in the place of its own (`FUSED_KERNELS`).
     `adapter` says what is trained where that is not everything.
     """
 
@@ -62,6 +69,7 @@ class Runtime:
     graph_scopes: tuple[str, ...] = ()
     moe_dispatcher: str = ""
     expert_products: str = ""
+    fused: tuple[str, ...] = ()
 
     @property
     def low(self) -> bool:

@@ -94,6 +94,15 @@ class PlanTensors:
         adapter, param = self.context.runtime.adapter, self.context.dtype_bytes("param")
         return param if adapter is None or adapter.packed else self.context.dtype_bytes("packed")
 
+    def made_by_update(self, units: Sequence[Unit], nbytes: float) -> list[float]:
+        """Return the tensors, `nbytes` in all, that updating `units` makes for a moment: one a parameter, or one under
+        ZeRO.
+        """
+        owned = [one.trained * self.share(unit, "optimizer") for unit in units for one in self.elements(unit)]
+        if self.context.spec.zero is not None or not sum(owned):
+            return [nbytes]
+        return [nbytes * n / sum(owned) for n in owned] if nbytes else []
+
     def share(self, unit: Unit, kind: State) -> float:
         """Return the share of a unit's elements that a rank has of a kind of state."""
         table, own = self.context.table, unit.of(kind)

@@ -125,6 +125,17 @@ class RankReplay:
         self._take_stage_buffers()
         self._taken(self.zero["standing"], COMPUTE)
 
+    @property
+    def repeats(self) -> bool:
+        """Whether a step asks for what any other does, at the same places but for those of the optimizer's state.
+
+        On the stream of compute nothing of a step is left when the optimizer's state is made, which so lies behind all
+        that was there before. All else that is left is on other streams, and freed before the next step. Where blocks
+        lie does not depend on how far a pool has grown before.
+        """
+        fresh = self.traffic.adds_up or self.traffic.gradients_sharded  # gradients that stay on the stream of compute
+        return not self.spec.layer.metrics_after and (self.traffic.fully_sharded or not fresh)
+
     def step(self) -> None:
         """Run one step."""
         for wrapped in self.wrapped.values():  # zero_grad(set_to_none=True)
@@ -141,8 +152,9 @@ class RankReplay:
             else:
                 deque(chain(*passes), maxlen=0)
         if not self.optimizer:
-            self._make_optimizer()
-        self._give(self._taken(self.zero["update"]))
+            self.make_optimizer()
+        made = self.plan.made_by_update(self.units, self.zero["update"])
+        self._give([block for nbytes in made for block in self._taken(nbytes)])
 
     def _watched(self, units: Iterator[None]) -> Iterator[None]:
         """Note the most that is allocated in each unit's pass."""
@@ -405,8 +417,8 @@ class RankReplay:
         found = zero_buffers(self.context, whole, mine)
         return {one.name: float(getattr(found, one.name)[0]) for one in fields(found)}
 
-    def _make_optimizer(self) -> None:
-        """Make the optimizer's state in the first step, a tensor a moment and parameter."""
+    def make_optimizer(self) -> None:
+        """Make the optimizer's state, a tensor a moment and parameter, as the first step does at its end."""
         runtime, spec = self.context.runtime, self.spec
         kinds = len(OPTIMIZERS[runtime.optimizer].states) + bool(spec.state.master_weights and self.param_bytes < 4)
         for unit in self.units:

@@ -40,6 +40,7 @@ class StateSpec:
     owned_gradient_passes_bytes: float = 0.0
     gradients_freed: bool = False
     whole_embedding_gradient: bool = False
+    update_copies: float = 0.0  # of what a rank updates, that the update makes for a moment
     offloads_gradients: bool = True  # sharded gradients go where an offloaded optimizer is
 
 
@@ -189,6 +190,7 @@ class LayerSpec:
     cut_head_peak: tuple[tuple[str, ...], ...] = ()
     compiled_head_peak: tuple[tuple[str, ...], ...] = ()  # empty: the loss is not compiled
     compiled_cut_head_peak: tuple[tuple[str, ...], ...] = ()
+    fused_head_peaks: dict[str, tuple[str, ...]] = field(default_factory=dict)  # of losses that others fuse
     head_left: tuple[str, ...] = ()
     metrics_after: tuple[str, ...] = ()
 

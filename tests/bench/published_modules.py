@@ -41,7 +41,9 @@ def images(rows: int = 4, channels: int = 3, side: int = 16) -> torch.Tensor:
     return torch.randn(rows, channels, side, side, dtype=F64)
 
 
-def _hf(name: str, config: str, *args: Any, inputs: dict[str, Any] | None = None, take: Any = None, **more: Any) -> Made:
+def _hf(
+    name: str, config: str, *args: Any, inputs: dict[str, Any] | None = None, take: Any = None, **more: Any
+) -> Made:
     """A model of transformers: class, class of its configuration, arguments, and what differs from its defaults."""
     _know_torchvision()
     import transformers
@@ -60,7 +62,9 @@ def _with_values(model: nn.Module) -> None:
             nn.init.normal_(parameter, std=0.05)
 
 
-def _of(path: str, *arguments: Any, args: tuple[Any, ...] = (), take: Any = None, train: bool = False, **more: Any) -> Made:
+def _of(
+    path: str, *arguments: Any, args: tuple[Any, ...] = (), take: Any = None, train: bool = False, **more: Any
+) -> Made:
     """A class or function of a package, called with `arguments`, and the module's own `args`."""
     _know_torchvision()
     folder, _, name = path.rpartition(".")
@@ -72,7 +76,9 @@ def _of(path: str, *arguments: Any, args: tuple[Any, ...] = (), take: Any = None
 
 def _vision(name: str, side: int = 32, train: bool = False, **more: Any) -> Made:
     _know_torchvision()
-    return _of(f"torchvision.models.{name}", args=(images(4, 3, side),), weights=None, train=train, num_classes=8, **more)
+    return _of(
+        f"torchvision.models.{name}", args=(images(4, 3, side),), weights=None, train=train, num_classes=8, **more
+    )
 
 
 def _timm(name: str, side: int = 32, **more: Any) -> Made:
@@ -124,7 +130,11 @@ def _in_float32(made: Made) -> Made:
 def _losses(name: str, **more: Any) -> Made:
     words = ids()
     return _hf(
-        f"{name}ForCausalLM", f"{name}Config", words, inputs={"labels": words.clone()}, take=lambda out: out.loss,
+        f"{name}ForCausalLM",
+        f"{name}Config",
+        words,
+        inputs={"labels": words.clone()},
+        take=lambda out: out.loss,
         **{**_TEXT, **_WIDE, **more},
     )
 
@@ -132,7 +142,13 @@ def _losses(name: str, **more: Any) -> Made:
 _GROUPED = {"num_key_value_heads": 2}
 _EXPERTS = {"num_key_value_heads": 2, "num_experts_per_tok": 2}
 _SOUND = {"conv_dim": (8, 8), "conv_kernel": (4, 4), "conv_stride": (4, 4), "num_feat_extract_layers": 2}
-_SOUNDS = {**_WIDE, **_SOUND, "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "apply_spec_augment": False}
+_SOUNDS = {
+    **_WIDE,
+    **_SOUND,
+    "num_conv_pos_embeddings": 4,
+    "num_conv_pos_embedding_groups": 2,
+    "apply_spec_augment": False,
+}
 _ROWS = lambda *shape: torch.randn(*shape, dtype=F64)  # noqa: E731 - a short name for rows of a table
 _HEADS = {"num_attention_heads": 4, "attention_head_dim": 8}
 _BLOCKS = {"block_out_channels": (8, 16), "norm_num_groups": 4}

@@ -218,7 +218,7 @@ def _read_types(engine: str, settings: Settings, _: Facts) -> Facts:
 
 
 def _table(engine: str, model: str, batch: tuple[Entry, ...]) -> Table:
-    """Return the table of a trainer whose engine's keys, and whose model's, begin with these words."""
+    """Return the table of a trainer; the keys of its engine begin with `engine`, those of its model with `model`."""
     names = ("ulysses_sequence_parallel_size", "fsdp_size", "reshard_after_forward", "offload_policy")
     checkpoints = f"{model}enable_gradient_checkpointing"
     return (

@@ -199,7 +199,7 @@ def _fitting_variants(
 
 
 def least_bytes(screening: Screening, held: Floats) -> Floats:
-    """Return of the bytes that are allocated and reserved, shape (plans, 2), those that compare with a limit."""
+    """Return the column of `held` (allocated, reserved; shape (plans, 2)) to compare with the memory limit."""
     return np.asarray(held[:, int(screening.sure > 0)])
 
 

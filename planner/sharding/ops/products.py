@@ -211,9 +211,7 @@ def _capture_batched_sum(call: AtenCall) -> list[Statement]:
     if alone:
         return out
     if beta != 1:
-        added = then(
-            "added", f"{added} * {beta!r}", "aten.mul.Scalar", ({"tensor": added}, beta), call.shapes[added]
-        )
+        added = then("added", f"{added} * {beta!r}", "aten.mul.Scalar", ({"tensor": added}, beta), call.shapes[added])
     then("", f"{found} + {added}", "aten.add.Tensor", ({"tensor": found}, {"tensor": added}), made_shape)
     return out
 

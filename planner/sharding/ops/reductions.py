@@ -150,7 +150,7 @@ def _capture_of_all(call: AtenCall) -> list[Statement]:
     """A reduction that is no sum of what pieces give: the dims that go are needed whole, and the others pass."""
     rank = len(call.shape(0))
     given = call.argument(2 if call.name in {"linalg_vector_norm", "norm"} else 1, call.node.kwargs.get("dim"))
-    if call.name == "median" and given is None or call.name == "norm" and not isinstance(given, list):
+    if (call.name == "median" and given is None) or (call.name == "norm" and not isinstance(given, list)):
         raise NotKnownError
     dims = [d % rank for d in whole_numbers(given)] if given not in (None, []) else list(range(rank))
     if len(call.node.operands()) != 1 or not rank:

@@ -60,7 +60,11 @@ def _embedding_gradient(step: Step) -> dict[str, str]:
 
 def _capture_embedding(call: AtenCall) -> list[Statement]:
     """A lookup; the row of the padding has no gradient. Gradients by how often a row is read need all numbers."""
-    padding, by_frequency, sparse = call.argument(2, -1), call.argument(3, default=False), call.argument(4, default=False)
+    padding, by_frequency, sparse = (
+        call.argument(2, -1),
+        call.argument(3, default=False),
+        call.argument(4, default=False),
+    )
     if by_frequency or sparse:
         raise NotKnownError
     args = (call.argument(0), call.argument(1), *([] if padding == -1 else [padding]))

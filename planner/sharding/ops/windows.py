@@ -187,7 +187,11 @@ def _capture_shuffled(call: AtenCall) -> list[Statement]:
     deep = channels // by**2
     c = f"c_{deep} " if deep > 1 else ""
     blocks = [f"({c}u_{by}^ v_{by}^)", *(f"y_{high}" if high > 1 else "1", f"z_{wide}" if wide > 1 else "1")]
-    places = [c.strip() or "1", f"({f'y_{high} ' if high > 1 else ''}u_{by}^)", f"({f'z_{wide} ' if wide > 1 else ''}v_{by}^)"]
+    places = [
+        c.strip() or "1",
+        f"({f'y_{high} ' if high > 1 else ''}u_{by}^)",
+        f"({f'z_{wide} ' if wide > 1 else ''}v_{by}^)",
+    ]
     if by == 1:
         raise NotKnownError
     before, after = (blocks, places) if shuffle else (places, blocks)
