@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 import time
 from pathlib import Path
 
@@ -73,8 +73,9 @@ def run(name, rank, modules, dropout, recompute, seq_len, batch) -> dict[str, ob
 
 
 def main() -> None:
-    out = Path(sys.argv[1])
-    found = []
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path, help="JSON file to write")
+    out, found = parser.parse_args().out, []
     for one in RUNS:
         torch.cuda.empty_cache()
         try:
