@@ -203,7 +203,8 @@ def axis_sizes(
     results of attention beyond the first, one from each other context-parallel rank's keys; t tokens inside a
     tensor-parallel region and u outside it (fewer with sequence parallelism); h hidden, and hr that of the residual
     stream in numbers of the products' type, in which autocast does not add; d head width; a query and k key/value
-    heads; q, kv and qkv their widths; f feed-forward width and gf with the gate alongside it; v vocabulary. MoE: E
+    heads; q, kv and qkv their widths, qkx where keys are repeated until each
+    rank of an exchange of heads has one; f feed-forward width and gf with the gate alongside it; v vocabulary. MoE: E
     experts in all, e on this rank, x rows of each, n rows that the rank sends to experts, m those that the busiest
     receives and r those that its experts compute, fe and gfe expert widths, fs and gfs shared-expert widths; g tokens
     of all ranks that share experts; z rows that reach a rank where each token is sent once to a rank, and y what an
@@ -236,6 +237,8 @@ def axis_sizes(
         "q": a * model.head_dim,
         "kv": k * model.head_dim,
         "qkv": a * model.head_dim + 2 * k * model.head_dim,
+        "qkx": a * model.head_dim
+        + 2 * np.maximum(k, np.where(table.conditions["cp_all_to_all"], cp, 0.0)) * model.head_dim,
         "f": model.ffn / tp,
         "gf": gate * model.ffn / tp,
         "v": model.vocab / tp,

@@ -56,7 +56,8 @@ class OperatorSpec:
     `backward_allocates` those of its backward pass, none where it writes over the gradient that it is given. A product
     whose weight is kept `packed` reads a copy of it (its `reads`) that a `transient` operator makes and that goes after
     it; products of an `adapter` come next to those of the network. `replayed`: a CUDA graph
-    launches it, with what is before it.
+    launches it, with what is before it. Of each expert but the first the host issues `by_expert` more launches, and
+    kernels that run `one_by_one` are one of each expert.
     """
 
     name: str
@@ -89,6 +90,8 @@ class OperatorSpec:
     launches: float = 1.0
     backward_launches: float = 1.0
     replayed: bool = False
+    by_expert: float = 0.0
+    one_by_one: bool = False
 
 
 def active_rows(operator: OperatorSpec, table: PlanTable) -> Floats:

@@ -77,6 +77,22 @@ def _own_split(c: PlanColumns, q: RuleFacts) -> NDArray[np.int64]:
     return expert_split(replace(c, etp=np.full_like(c.etp, -1)), q.splits_experts)
 
 
+def _not_run(q: RuleFacts) -> str:
+    """Return what a runtime states of its experts and kernels besides what it has by itself."""
+    runtime = q.runtime
+    if runtime is None:
+        return ""
+    stated = {
+        f"the dispatcher {runtime.moe_dispatcher}": runtime.moe_dispatcher not in {"", "alltoall"},
+        f"products of experts by {runtime.expert_products}": runtime.expert_products not in {"", "grouped"},
+        f"CUDA graphs of {', '.join(runtime.graph_scopes)}": runtime.graph_scopes,
+        f"kernels that fuse {' and '.join(runtime.fused)}": runtime.fused,
+        "routing that is forced to be balanced": q.workload.routing == "balanced",
+        "tokens by expert as they were counted": q.workload.expert_counts,
+    }
+    return " and ".join(words for words, holds in stated.items() if holds)
+
+
 EXPERT_RULES: list[Rule] = [
     rule(
         "experts-dense",
@@ -181,6 +197,12 @@ EXPERT_RULES: list[Rule] = [
             "tokens as evenly as it does; only 1 can be asked for"
         ),
         applies=lambda q: not q.framework.skews_experts,
+    ),
+    rule(
+        "expert-kernels",
+        lambda c, q: np.full(len(c), bool(_not_run(q))),
+        lambda p, q: f"{q.framework.title} does not run {_not_run(q)}; leave it out",
+        applies=lambda q: q.framework.own_kernels_only,
     ),
 ]
 

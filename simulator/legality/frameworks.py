@@ -84,6 +84,7 @@ class Framework:
     uneven_stages: bool = True  # may put different numbers of layers on stages by itself
     pads_vocabulary: bool = False
     ulysses: bool = False  # context parallelism splits heads
+    repeats_keys: bool = False  # and may do so over more ranks than there are key/value heads
     zero_pipeline: bool = True  # ZeRO-2 and 3 work together with pipeline parallelism
     one_axis: bool = False  # of tensor, context and expert parallelism one at a time, and pipelines with tensor alone
     ddp_alone: bool = False  # plain replication refuses company
@@ -95,6 +96,10 @@ class Framework:
     empty_stages: bool = False  # a stage may hold no layer, or the embedding or the head alone
     adapters: tuple[str, ...] = ()  # kinds that it trains (`simulator.config.adapter.KINDS`)
     adapter_dropout: bool = True
+    adapters_whole: bool = (
+        False  # only where tensor parallelism cuts no matrix, and layers are neither sparse nor latent
+    )
+    base_as_stored: bool = False  # frozen weights are of the type that parameters are stored in
     packed_bases: tuple[str, ...] = ()  # types below 16 bits in which it keeps frozen weights
     sharded_bases: tuple[str, ...] = ()  # and in which it shards them over data-parallel ranks
     # What follows is asked of the executor alone; of others it is not known, and nothing is refused for it.
@@ -107,6 +112,7 @@ class Framework:
     tied_pipeline: bool = True  # a tied embedding and head may lie on different stages
     whole_expert_groups: bool = False  # experts are spread over whole tensor-parallel groups: ep is a multiple of tp
     drops_tokens: bool = True  # experts may have a capacity
+    own_kernels_only: bool = False  # dispatchers, products of experts and fused kernels are what it has itself
     skews_experts: bool = True  # how unevenly tokens visit experts can be asked for
     latent_cp_methods: tuple[str, ...] = ()  # methods that latent attention can have; empty: all
     window_cp_methods: tuple[str, ...] = ()  # methods that sliding windows can have; empty: all
@@ -216,11 +222,16 @@ MESHWRIGHT = Framework(
     optimizers=("adamw",),
     fsdp_by_degree_only=True,
     uneven_widths=True,
+    adapters=("lora", "frozen"),
+    adapter_dropout=False,
+    adapters_whole=True,
+    base_as_stored=True,
     empty_stages=True,
     tied_pipeline=False,
     whole_expert_groups=True,
     drops_tokens=False,
     skews_experts=False,
+    own_kernels_only=True,
     latent_cp_methods=("all_to_all",),  # in a ring, values must be as wide as keys
     window_cp_methods=("all_to_all",),  # parts of a ring are attended to whole
     compiled_context_tensor=False,  # torch 2.13's partitioner fails on some blocks
@@ -261,6 +272,7 @@ DEEPSPEED = Framework(
     sequence_parallel=False,
     sequence_parallel_default=False,
     ulysses=True,
+    repeats_keys=True,  # deepspeed/runtime/sequence_parallel/ulysses_sp.py: kv_replication_factor
     cp_methods=("all_to_all",),
     zero_pipeline=False,
     parameter_offload=True,  # offload_param, with ZeRO-3

@@ -36,6 +36,12 @@ def _runs_beside(word: str, q: RuleFacts) -> bool:
     return word in _recomputes_beside(q) or (bool(modules) and "moe" not in word.split(MODULES))
 
 
+def _keys_divide(c: PlanColumns, q: RuleFacts) -> NDArray[np.bool_]:
+    """Return whether an exchange of heads gives every rank whole key/value heads, or a copy of one."""
+    ranks, heads = c.tp * c.cp, q.model.kv_heads
+    return np.asarray((heads % ranks == 0) | ((ranks % heads == 0) & q.framework.repeats_keys))
+
+
 def _where_overlap(c: PlanColumns, broken: Callable[[str], bool]) -> Mask:
     """Return the rows whose tp_overlap is a text for which `broken` holds."""
     return one_of(c.tp_overlap, [text for text in words(c.tp_overlap) if broken(text)])
@@ -161,13 +167,12 @@ POLICY_RULES: list[Rule] = [
         "ulysses-heads",
         "cp_method",
         lambda c, q: (
-            (c.cp > 1)
-            & (_method(c, q) == "all_to_all")
-            & ((q.model.heads % (c.tp * c.cp) != 0) | (q.model.kv_heads % (c.tp * c.cp) != 0))
+            (c.cp > 1) & (_method(c, q) == "all_to_all") & ((q.model.heads % (c.tp * c.cp) != 0) | ~_keys_divide(c, q))
         ),
         lambda p, q: (
             f"context parallelism by all-to-all splits {q.model.heads} heads and {q.model.kv_heads} key/value heads"
             f" over tp {p.tp} x cp {p.cp} = {p.tp * p.cp} ranks: the remainders must be 0"
+            + (", or keys repeated for a multiple of their heads" if q.framework.repeats_keys else "")
         ),
     ),
     policy_rule(

@@ -332,6 +332,7 @@ def operators_for(model: Model, runtime: Runtime) -> ModelOperators:
             model_side = [c for c in operator.when if c not in of_plans]
             if all((c[1:] not in features) if c.startswith("!") else (c in features) for c in model_side):
                 kept.append(_cast_at_once(replace(operator, when=plan_side), features))
+        kept = multiplied_as(runtime.expert_products, kept)
         kept = replayed(kept, [name for scope in runtime.graph_scopes for name in spec.graph_scopes.get(scope, ())])
         recipe = recipe_of(runtime)
         if in_layer and runtime.adapter is not None:
@@ -352,6 +353,26 @@ def operators_for(model: Model, runtime: Runtime) -> ModelOperators:
         head=head,
         features=features,
     )
+
+
+# Of a launch through Python and autograd, what another product costs the host that TransformerEngine's GroupedLinear
+# issues in a loop of its own (transformer_engine/common/gemm: nvte_multi_stream_cublas_gemm). Source: assumed.
+PRODUCT_LAUNCH = 0.2
+
+
+def multiplied_as(products: str, operators: Sequence[OperatorSpec]) -> list[OperatorSpec]:
+    """Return operators with experts' own in the way that a runtime states (`EXPERT_PRODUCTS`)."""
+    found = []
+    for operator in operators:
+        product = bool(operator.matmul) and operator.matmul.split()[0] == "e"
+        between = operator.name.startswith(("expert_activation", "silu", "gate")) and not operator.collective
+        if product and products == "te_grouped":
+            found.append(replace(operator, by_expert=PRODUCT_LAUNCH))
+        elif (product or between) and products == "loop":
+            found.append(replace(operator, by_expert=1.0, one_by_one=True))
+        else:
+            found.append(operator)
+    return found
 
 
 def replayed(operators: Sequence[OperatorSpec], patterns: Sequence[str]) -> list[OperatorSpec]:

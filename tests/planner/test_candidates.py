@@ -77,7 +77,8 @@ def brute_force(model, workload, gpus, name):
                 for recompute, reshard, overlap, method in itertools.product(
                     framework.recomputes, reshards, overlaps, methods
                 ):
-                    ulysses = model.heads % (tp * cp) == 0 and model.kv_heads % (tp * cp) == 0
+                    copies = name == "deepspeed" and tp * cp % model.kv_heads == 0  # ulysses_sp.py repeats keys
+                    ulysses = model.heads % (tp * cp) == 0 and (model.kv_heads % (tp * cp) == 0 or copies)
                     by_heads = method == "all_to_all" or (name == "deepspeed" and cp > 1)  # which has no other
                     if by_heads and not ulysses:
                         continue

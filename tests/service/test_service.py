@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from tests.service import needs  # noqa: F401 - skips where a package is missing
+from tests.service.postgres import binaries
 from tests.waiting import wait_until
 from topology.errors import UserError
 
@@ -25,7 +26,7 @@ from tests.service.running import ROOT, service  # isort: skip
 ESTIMATE = {"model": "llama3-8b", "cluster": "dgx-h100", "gpus": 8, "tp": 2, "global_batch": 64}
 SHORT = {"model": "tiny-llama", "cluster": "h200x4", "gpus": "2", "pp": "1", "global_batch": 8}
 ADA = {"Authorization": "Bearer ada has a long token"}
-SECONDS = {"model": "llama3-8b", "cluster": "dgx-h100", "gpus": "4", "seq_len": 4096, "global_batch": 16}
+SECONDS = {"model": "llama3.2-1b", "cluster": "dgx-h100", "gpus": "4", "seq_len": 4096, "global_batch": 16}
 LONG = {"model": "deepseek-v3", "cluster": "dgx-h100", "gpus": "65536", "framework": "megatron-lm"}
 
 
@@ -260,8 +261,12 @@ def test_a_job_whose_process_is_killed_is_started_once_more_and_then_fails(tmp_p
         assert client.result(client.submit("estimate", ESTIMATE))["legal"] is True
 
 
+@pytest.mark.parametrize("database", ["sqlite" if binaries() is None else "postgresql"], indirect=True)
 def test_jobs_survive_the_death_of_the_server(database, tmp_path):
-    """The server is killed with a job running and one waiting; each ends once, and the worker went with it."""
+    """The server is killed with a job running and one waiting; each ends once, and the worker went with it.
+
+    Either database is enough: test_store.py asks both what a job's row goes through.
+    """
     with service(tmp_path, database=database, workers=1) as running, Client(running.url) as client:
         jobs = [client.submit("suggest", {**SHORT, "global_batch": 8 * n}) for n in (1, 2)]
         workers = running.workers()

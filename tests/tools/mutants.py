@@ -4,9 +4,10 @@
     python tests/tools/mutants.py reach mutants.json -- -q tests/simulator tests/planner   # which tests run which line
     python tests/tools/mutants.py find mutants.json --budget-s 60                          # which of these fail
 
-`reach` runs pytest once in a copy of the repository in which every drawn expression reports that it runs. `find` runs,
-for each change, the files of tests that reach it, the fastest first, until a test fails or the budget of CPU seconds
-ends. Both keep what they found in the file, so that `find` continues where it was stopped.
+`reach` runs pytest once in a copy of the repository in which every drawn expression reports that it runs. `find` makes
+one change after another, each in a process forked after collection, and runs the tests that reach it, the fastest
+first, until one fails or the budget of CPU seconds ends. What is evaluated when a module is imported stays unchanged.
+Both keep what they found in the file; `find` asks again only for changes that were not found.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import ast
 import json
 import os
 import random
-import resource
 import shutil
 import subprocess
 import sys
@@ -48,7 +48,8 @@ def _switch(number):
 builtins.__mutant__ = _switch
 """
 PLUGIN = """
-import os, time, pytest
+import builtins, json, os, resource, time, pytest
+from _pytest.runner import runtestprotocol
 def _cpu():
     return sum(os.times()[:4])
 @pytest.hookimpl(hookwrapper=True)
@@ -58,6 +59,31 @@ def pytest_runtest_protocol(item, nextitem):
     yield
     with open(os.environ["MUTANT_SECONDS"], "a") as file:
         file.write(f"{_cpu() - before:.3f}\\t{item.nodeid}\\n")
+def _first_failure(items, seconds):
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 5))
+    for item, following in zip(items, [*items[1:], None]):
+        if any(report.failed for report in runtestprotocol(item, nextitem=following, log=False)):
+            return item.nodeid
+    return ""
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session):
+    if "MUTANT_TESTS" not in os.environ:
+        return None
+    known = {item.nodeid: item for item in session.items}
+    for number, (seconds, tests) in json.load(open(os.environ["MUTANT_TESTS"])).items():
+        reader, writer = os.pipe()
+        child = os.fork()
+        if not child:
+            builtins.__mutant__ = lambda asked: asked == int(number)
+            os.environ["MUTANT"] = number
+            os.write(writer, _first_failure([known[test] for test in tests if test in known], seconds).encode())
+            os._exit(0)
+        os.close(writer)
+        found = open(reader).read()
+        status = os.waitpid(child, 0)[1]
+        with open(os.environ["MUTANT_FOUND"], "a") as file:
+            file.write(json.dumps([number, found or ("its CPU seconds" if status else "")]) + "\\n")
+    return True
 """
 
 
@@ -119,41 +145,19 @@ def copied(mutants: list[dict], folder: Path) -> Path:
         lines[mutant["line"] - 1] = (line[: mutant["start"]] + switch.encode() + line[mutant["end"] :]).decode()
         path.write_text("\n".join(lines), "utf-8")
         ast.parse(path.read_text("utf-8"))
-    hooks = folder / "hooks"
-    hooks.mkdir()
-    (hooks / "sitecustomize.py").write_text(LISTENER, "utf-8")
-    (hooks / "mutants_plugin.py").write_text(PLUGIN, "utf-8")
+    (copy / "sitecustomize.py").write_text(LISTENER, "utf-8")  # here, since tests start processes with this path alone
+    (copy / "mutants_plugin.py").write_text(PLUGIN, "utf-8")
     return copy
 
 
-def environment(copy: Path, **more: str) -> dict[str, str]:
-    path = f"{copy.parent / 'hooks'}{os.pathsep}{copy}"
+def pytest(copy: Path, arguments: list[str], **more: str) -> subprocess.CompletedProcess[str]:
+    """Run pytest in the copy."""
     threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    return {**os.environ, **threads, "PYTHONPATH": path, "MUTANT_SECONDS": str(copy.parent / "seconds"), **more}
-
-
-def pytest(copy: Path, arguments: list[str], limit_s: float | None = None, **more: str) -> tuple[int, str]:
-    """Run pytest in the copy; return its exit code, or 124 when it took longer, and what it printed."""
-
-    def bounded() -> None:
-        if limit_s:
-            resource.setrlimit(resource.RLIMIT_CPU, (int(limit_s), int(limit_s) + 5))
-
+    paths = {"PYTHONPATH": str(copy), "MUTANT_SECONDS": str(copy.parent / "seconds")}
     command = [sys.executable, "-m", "pytest", "-p", "mutants_plugin", "-p", "no:cacheprovider", *arguments]
-    try:
-        done = subprocess.run(
-            command,
-            cwd=copy,
-            env=environment(copy, **more),
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=limit_s and 10 * limit_s,
-            preexec_fn=bounded,
-        )
-    except subprocess.TimeoutExpired:
-        return 124, ""
-    return (124 if done.returncode < 0 else done.returncode), done.stdout
+    return subprocess.run(
+        command, cwd=copy, env={**os.environ, **threads, **paths, **more}, capture_output=True, text=True, check=False
+    )
 
 
 def reach(document: dict, arguments: list[str]) -> None:
@@ -161,8 +165,7 @@ def reach(document: dict, arguments: list[str]) -> None:
         copy = copied(document["mutants"], Path(folder))
         notes = Path(folder) / "notes"
         notes.touch()
-        code, printed = pytest(copy, arguments, MUTANT_NOTES=str(notes))
-        print(printed[-3000:], f"exit {code}", sep="\n")
+        print(pytest(copy, arguments, MUTANT_NOTES=str(notes)).stdout[-3000:])
         seconds = [line.split("\t", 1) for line in (Path(folder) / "seconds").read_text("utf-8").splitlines()]
         document["seconds"] = {test: float(second) for second, test in seconds}
         reached = [line.split("\t", 1) for line in notes.read_text("utf-8").splitlines()]
@@ -171,38 +174,33 @@ def reach(document: dict, arguments: list[str]) -> None:
 
 
 def find(document: dict, budget_s: float, only: list[int]) -> None:
-    file_s: dict[str, float] = defaultdict(float)
-    for test, second in document["seconds"].items():
-        file_s[test.split("::")[0]] += second
+    seconds, asked = document["seconds"], {}
+    for mutant in document["mutants"]:
+        if mutant.get("found") or (only and mutant["number"] not in only):
+            continue
+        chosen, spent = [], 0.0
+        for second, test in sorted((seconds.get(test, 0.0), test) for test in mutant["tests"] if test):
+            if chosen and spent + second > budget_s:
+                break
+            chosen.append(test)
+            spent += second
+        mutant["asked"] = len(chosen)
+        asked[str(mutant["number"])] = (int(60 + 4 * spent), chosen)
     with tempfile.TemporaryDirectory() as folder:
-        copy = copied(document["mutants"], Path(folder))
-        for mutant in document["mutants"]:
-            if mutant.get("found") or (only and mutant["number"] not in only):
-                continue
-            tests = mutant["tests"] if "" not in mutant["tests"] else list(document["seconds"])
-            quick = sorted((document["seconds"].get(test, 0.0), test) for test in tests if test)
-            chosen, spent = [], 0.0
-            for second, test in quick:
-                if spent + second > budget_s:
-                    break
-                chosen.append(test)
-                spent += second
-            mutant["asked"], mutant["reached"] = len(chosen), len(quick)
-            if chosen:
-                code, printed = pytest(
-                    copy, ["-q", "-x", "--tb=no", *chosen], 60 + 3 * budget_s, MUTANT=str(mutant["number"])
-                )
-                failed = [line for line in printed.splitlines() if line.startswith(("FAILED", "ERROR"))]
-                mutant["found"] = failed[0] if failed else ("took too long" if code == 124 else "")
-            print(
-                mutant["number"],
-                mutant["path"],
-                mutant["line"],
-                f"{mutant['old']} -> {mutant['new']}",
-                sep="\t",
-                end="\t",
-            )
-            print(f"{mutant['asked']} of {mutant['reached']}", mutant.get("found") or "NOT FOUND", sep="\t", flush=True)
+        copy, tests, found = copied(document["mutants"], Path(folder)), Path(folder) / "tests", Path(folder) / "found"
+        tests.write_text(json.dumps(asked), "utf-8")
+        found.touch()
+        files = sorted({test.split("::")[0] for _, chosen in asked.values() for test in chosen})
+        files = [name for name in files if (copy / name).exists()]
+        done = pytest(copy, ["-q", "-p", "no:xdist", *files], MUTANT_TESTS=str(tests), MUTANT_FOUND=str(found))
+        print(done.stdout[-1000:])
+        answers = dict(json.loads(line) for line in found.read_text("utf-8").splitlines())
+    for mutant in document["mutants"]:
+        mutant["found"] = answers.get(str(mutant["number"]), mutant.get("found", ""))
+        change = f"{mutant['old']} -> {mutant['new']}"
+        tried = f"{mutant.get('asked', 0)} of {len(mutant['tests'])}"
+        print(mutant["number"], mutant["path"], mutant["line"], change, tried, mutant["found"] or "NOT FOUND", sep="\t")
+    print(sum(bool(mutant["found"]) for mutant in document["mutants"]), "of", len(document["mutants"]))
 
 
 def main() -> None:
