@@ -142,9 +142,7 @@ def _bias(x: torch.Tensor, bias: torch.Tensor, dim: int) -> torch.Tensor:
     return x + bias.view([-1 if d == dim else 1 for d in range(x.ndim)])
 
 
-def _embedding(
-    context: Context, weight: torch.Tensor, ids: torch.Tensor, padding: int | None = None
-) -> torch.Tensor:
+def _embedding(context: Context, weight: torch.Tensor, ids: torch.Tensor, padding: int | None = None) -> torch.Tensor:
     """Rows of this rank's part of the table; ids of other ranks' parts give zeros, so that the sum has all rows.
 
     No gradient passes rows of the number `padding`.
@@ -280,14 +278,10 @@ def _loss_rows(
     """A loss for every row of all classes."""
     if kind == "nll_loss":
         return F.nll_loss(x, targets, weights, reduction="none", ignore_index=ignored)
-    return F.cross_entropy(
-        x, targets, weights, reduction="none", ignore_index=ignored, label_smoothing=smoothing
-    )
+    return F.cross_entropy(x, targets, weights, reduction="none", ignore_index=ignored, label_smoothing=smoothing)
 
 
-def _loss_weights(
-    x: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor | None, ignored: int
-) -> torch.Tensor:
+def _loss_weights(x: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor | None, ignored: int) -> torch.Tensor:
     """What each row counts in the mean of a loss: the weight of its target's class, and nothing where ignored."""
     counted = targets != ignored
     if weights is None:
@@ -388,6 +382,7 @@ _PLAIN: dict[str, Callable[..., torch.Tensor]] = {
     "groupnorm": _group_norm,
     "cross_entropy": _cross_entropy,
     "topk": _topk,
+    "view_as_complex": lambda x: torch.view_as_complex(x.contiguous()),
     "loss_rows": _loss_rows,
     "convolution": _convolution,
     "loss_weights": _loss_weights,

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import re
-import os
 import socket
 import tempfile
 from collections import Counter
@@ -85,7 +85,11 @@ def row(name: str, draws: int) -> tuple[str, Counter[str]] | None:
     opaque = sum(not one.known for one in lines)
     attention = sum("attention" in one.op for one in lines)
     seconds = process_time() - started
-    endings = [ending for mesh in MESHES for ending in run((module, args, kwargs), captured, mesh, constraints(name, captured, mesh, draws))]
+    endings = [
+        ending
+        for mesh in MESHES
+        for ending in run((module, args, kwargs), captured, mesh, constraints(name, captured, mesh, draws))
+    ]
     counted = Counter(endings)
     said = "; ".join(f"{n} {ending}" if n > 1 or ending == EQUAL else ending for ending, n in counted.items())
     verdicts = Counter(ending.split(":")[0] for ending in endings)

@@ -79,8 +79,9 @@ def _kind(tree: ast.expr, functions: frozenset[str]) -> str:
 
 def _bias_name(tree: ast.expr, tensor_names: Collection[str]) -> str:
     match tree:
-        case ast.Call(args=[_, _, ast.Name(id=bias)], keywords=[]) | ast.Call(
-            args=[_, _], keywords=[ast.keyword(arg="bias", value=ast.Name(id=bias))]
+        case (
+            ast.Call(args=[_, _, ast.Name(id=bias)], keywords=[])
+            | ast.Call(args=[_, _], keywords=[ast.keyword(arg="bias", value=ast.Name(id=bias))])
         ) if called_name(tree) == "linear" and bias in tensor_names:
             return bias
     return ""

@@ -261,7 +261,18 @@ def _capture_losses(call: AtenCall) -> list[Statement]:
     if reduction == 2:
         return [own, total]
     if shares:  # the mean is over rows, whatever the weights are
-        return [own, total, made("", f"{total.result} / {prod(of_rows)}", "", "aten.div.Scalar", (tensor(total.result), prod(of_rows)), ())]
+        return [
+            own,
+            total,
+            made(
+                "",
+                f"{total.result} / {prod(of_rows)}",
+                "",
+                "aten.div.Scalar",
+                (tensor(total.result), prod(of_rows)),
+                (),
+            ),
+        ]
     counted = losses("counted", "loss_weights", (ignored,))
     count = total_of("count", counted.result)
     args = (tensor(total.result), tensor(count.result))

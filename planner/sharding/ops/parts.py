@@ -323,6 +323,14 @@ def _capture_along_one_dim(call: AtenCall) -> list[Statement]:
     return [call.statement(f"{call.name}({call.tensor(0)}, {dim})")]
 
 
+def _capture_sorted(call: AtenCall) -> list[Statement]:
+    """`sort` and the like: one dim is needed whole, and so is what is made of it."""
+    rank = len(call.shape(0))
+    given = call.node.kwargs.get("dim", next((one for one in call.node.args[1:] if type(one) is int), -1))
+    axes = axes_but(rank, [given % rank])
+    return annotated(call, [(call.tensor(0), axes)], axes)
+
+
 def _capture_turned(call: AtenCall) -> list[Statement]:
     """`roll`, `flip`: dims whose elements change places are needed whole."""
     shape = call.shape(0)
@@ -432,8 +440,9 @@ OPS = (
     Op(aten="unfold", capture=_capture_windows_of_one_dim),
     Op(names="cumsum", axes=_ordered, gradient=_cumsum_gradient, aten="cumsum", capture=_capture_along_one_dim),
     Op(names="cumprod", axes=_ordered, aten="cumprod", capture=_capture_along_one_dim),
-    Op(names="sort", axes=_ordered, several=True),
-    Op(names="argsort", axes=_ordered, gradient=no_gradient),
+    Op(names="sort", axes=_ordered, several=True, aten="sort", capture=_capture_sorted),
+    Op(names="argsort", axes=_ordered, gradient=no_gradient, aten="argsort", capture=_capture_sorted),
+    Op(aten="cummax cummin", capture=_capture_sorted),
     Op(names="cummax logcumsumexp diff", axes=_ordered, aten="logcumsumexp", capture=_capture_along_one_dim),
     Op(names="tril triu", axes=_triangle, aten="tril triu", capture=_capture_triangle),
     Op(names="zeros ones full zeros_like ones_like", axes=_shaped, gradient=no_gradient),

@@ -60,7 +60,11 @@ def _embedding_gradient(step: Step) -> dict[str, str]:
 
 def _capture_embedding(call: AtenCall) -> list[Statement]:
     """A lookup; the row of the padding has no gradient. Gradients by how often a row is read need all numbers."""
-    padding, by_frequency, sparse = call.argument(2, -1), call.argument(3, default=False), call.argument(4, default=False)
+    padding, by_frequency, sparse = (
+        call.argument(2, -1),
+        call.argument(3, default=False),
+        call.argument(4, default=False),
+    )
     if by_frequency or sparse:
         raise NotKnownError
     args = (call.argument(0), call.argument(1), *([] if padding == -1 else [padding]))
@@ -114,15 +118,16 @@ def _capture_put(call: AtenCall) -> list[Statement]:
 
 def _capture_along(call: AtenCall) -> list[Statement]:
     """`gather`, `index_select`: the dim that is read by number is needed whole, and the numbers pass."""
-    shape, index = call.shape(0), call.shape(2)
-    dim = call.dim(1, len(shape))
+    at = 1 if call.name == "take_along_dim" else 2  # where the numbers stand
+    shape, index = call.shape(0), call.shape(at)
+    dim = call.dim(3 - at, len(shape))
     picked = axes_but(len(shape), [dim])
     result = ["n" if d == dim else axis for d, axis in enumerate(picked)]
     if call.name == "index_select":
-        return annotated(call, [(call.tensor(0), picked), (call.tensor(2), ["n"][: len(index)])], result)
+        return annotated(call, [(call.tensor(0), picked), (call.tensor(at), ["n"][: len(index)])], result)
     if any(n != index[d] for d, n in enumerate(shape) if d != dim):
         raise NotKnownError
-    return annotated(call, [(call.tensor(0), picked), (call.tensor(2), result)], result)
+    return annotated(call, [(call.tensor(0), picked), (call.tensor(at), result)], result)
 
 
 def _capture_added(call: AtenCall) -> list[Statement]:
@@ -172,7 +177,7 @@ OPS = (
     Op(names="one_hot", axes=_one_hot, gradient=no_gradient),
     Op(aten="index", capture=_capture_indexed),
     Op(aten="index_put", capture=_capture_put),
-    Op(aten="gather index_select", capture=_capture_along),
+    Op(aten="gather index_select take_along_dim", capture=_capture_along),
     Op(aten="index_add index_copy scatter_add", capture=_capture_added),
     Op(aten="one_hot", capture=_capture_one_hot),
     Op(aten="embedding_bag", capture=_capture_bags),

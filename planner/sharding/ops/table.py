@@ -32,7 +32,18 @@ from planner.sharding.ops.walker import Made, Rule, Walker
 from simulator.sharded.graph import GraphNode
 
 _FAMILIES = (
-    elementwise, views, parts, products, windows, reductions, norms, attention, rows, rotary, recurrent, transforms
+    elementwise,
+    views,
+    parts,
+    products,
+    windows,
+    reductions,
+    norms,
+    attention,
+    rows,
+    rotary,
+    recurrent,
+    transforms,
 )
 _ALL = [op for family in _FAMILIES for op in family.OPS]
 FUNCTIONS: dict[str, Op] = {name: op for op in _ALL for name in op.names.split()}

@@ -133,7 +133,7 @@ def _in_groups(call: AtenCall, how: tuple[Any, ...], groups: int) -> list[Statem
     """A convolution of groups of channels, which pass with what is made of them; in one group, channels are summed
     over, as in a product.
     """
-    x, w, (*_, transposed, _) = call.shape(0), call.shape(1), how
+    x, (*_, transposed, _) = call.shape(0), how
     space = [LETTERS[d] for d in range(2, len(x))]
     width, each = x[1] // groups, call.node.shape[1] // groups
     sums = f"k_{width}{'+' if groups == 1 else '^'}" if width > 1 else ""
@@ -187,7 +187,11 @@ def _capture_shuffled(call: AtenCall) -> list[Statement]:
     deep = channels // by**2
     c = f"c_{deep} " if deep > 1 else ""
     blocks = [f"({c}u_{by}^ v_{by}^)", *(f"y_{high}" if high > 1 else "1", f"z_{wide}" if wide > 1 else "1")]
-    places = [c.strip() or "1", f"({f'y_{high} ' if high > 1 else ''}u_{by}^)", f"({f'z_{wide} ' if wide > 1 else ''}v_{by}^)"]
+    places = [
+        c.strip() or "1",
+        f"({f'y_{high} ' if high > 1 else ''}u_{by}^)",
+        f"({f'z_{wide} ' if wide > 1 else ''}v_{by}^)",
+    ]
     if by == 1:
         raise NotKnownError
     before, after = (blocks, places) if shuffle else (places, blocks)
