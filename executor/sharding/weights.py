@@ -82,7 +82,7 @@ class Weights:
         *path, last = name.split(".")
         holder, original = self.root, module
         for part in path:
-            holder = _table(holder, "_modules").setdefault(part, _Names())  # type: ignore[assignment]
+            holder = _table(holder, "_modules").setdefault(part, _Names())
             original = cast("nn.Module", _table(original, "_modules")[part])
         if isinstance(value, nn.Parameter):
             _table(holder, "_parameters")[last] = value
@@ -99,7 +99,8 @@ class Weights:
             holder = None if holder is None else _table(holder, "_modules").get(part)
         if holder is None:
             return None
-        return _table(holder, "_parameters").get(last, _table(holder, "_buffers").get(last))
+        found: torch.Tensor | None = _table(holder, "_parameters").get(last, _table(holder, "_buffers").get(last))
+        return found
 
     def pieces(self, names: Mapping[str, str]) -> dict[str, torch.Tensor]:
         """Return this rank's pieces by buffer of the program."""

@@ -3,7 +3,7 @@
     python -m tests.bench.shard_published --out examples/validation/sharded_modules.md
 
 The result and all gradients are compared with one process (`tests.executor.sharding.ranks.check`). Packages are no
-dependencies: modules of those that are not installed are left out. What is refused is told with its reason.
+dependencies: modules of those that are not installed are left out. What is refused has its reason.
 """
 
 from __future__ import annotations

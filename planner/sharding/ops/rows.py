@@ -75,9 +75,9 @@ def _capture_indexed(call: AtenCall) -> list[Statement]:
     """Elements by number along some dims, which are needed whole; rows of a matrix as a lookup of embeddings."""
     listed, shape = call.argument(1), call.shape(0)
     if len(shape) == 2 and len(listed) == 1 and call.node.dtype in FLOATS:
-        rows, numbers = call.tensor(0), str(listed[0]["tensor"])
-        args = ({"tensor": rows}, {"tensor": numbers})
-        return [call.statement(f"embedding({numbers}, {rows})", op="rows", args=args, kwargs={})]
+        matrix, lines = call.tensor(0), str(listed[0]["tensor"])
+        args = ({"tensor": matrix}, {"tensor": lines})
+        return [call.statement(f"embedding({lines}, {matrix})", op="rows", args=args, kwargs={})]
     indexed, numbers, axes = _numbered(call, listed)
     picked = axes_but(len(shape), indexed)
     together = indexed == list(range(indexed[0], indexed[-1] + 1))

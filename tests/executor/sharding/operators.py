@@ -16,11 +16,11 @@ from tests.executor.sharding.ranks import Case
 
 
 class Called(nn.Module):
-    """A function of tensors; those of floating or complex numbers are parameters."""
+    """An operator by its name here; tensors of floating or complex numbers are parameters."""
 
-    def __init__(self, function, tensors) -> None:
+    def __init__(self, operator, tensors) -> None:
         super().__init__()
-        self.function, self.names = function, []
+        self.operator, self.names = operator, []
         for number, one in enumerate(tensors):
             name = f"t{number}"
             self.names.append(name)
@@ -30,7 +30,7 @@ class Called(nn.Module):
                 self.register_buffer(name, one)
 
     def forward(self):
-        return self.function(*(getattr(self, name) for name in self.names))
+        return OPERATORS[self.operator][0](*(getattr(self, name) for name in self.names))
 
 
 def real(*shape):
@@ -180,8 +180,8 @@ OPERATORS = {
 def known(name):
     """A module that calls an operator, and its tensors."""
     torch.manual_seed(0)
-    function, *tensors = OPERATORS[name]
-    return Called(function, tensors), tensors
+    _, *tensors = OPERATORS[name]
+    return Called(name, tensors), tensors
 
 
 def every(number=None):
