@@ -37,11 +37,11 @@ JSON (--json) holds bytes, bytes per second and seconds, and a schema_version.
 \b
 Exit codes:
     0  answered
-    1  failed, unhealthy, or a plan gone stale
+    1  failed, unhealthy, or the plan is stale
     2  usage error; unreadable or invalid input
     3  valid question without a legal or fitting answer
     4  ran, but outside the tolerance
-    5  no answer within --time-limit: nothing found, and nothing ruled out
+    5  no answer within --time-limit: nothing found yet, nothing ruled out
   130  interrupted
 
 Set MESHWRIGHT_DEBUG=1 for tracebacks, NO_COLOR=1 for plain text.
@@ -51,24 +51,24 @@ Set MESHWRIGHT_DEBUG=1 for tracebacks, NO_COLOR=1 for plain text.
 COMMANDS = {
     "suggest": "Rank the legal plans for one training step.",
     "estimate": "Predict step time and memory of one plan, if it is legal.",
-    "explain": "Say where a plan's step and memory go, and why others lost.",
+    "explain": "Show where a plan's time and memory go, and why others lost.",
     "compare": "Compare two plans term by term.",
     "validate": "Compare predictions with measured runs, row by row.",
     "learn": "Learn a runtime's own costs from measured runs.",
-    "trace": "Simulate one step: what every rank and stream does when.",
-    "probe": "Read the GPUs, links and NICs of a machine, or of captures.",
+    "trace": "Simulate one step, and write a timeline of it.",
+    "probe": "Read the GPUs, links and NICs of a machine, or of captured texts.",
     "doctor": "Compare a machine with its datasheet, and say what is wrong.",
-    "tune": "Try the plans that could be best for real, until one is.",
+    "tune": "Run the plans that could be best, until one surely is.",
     "apply": "Run a plan on this machine, and compare with its prediction.",
-    "report": "Show a run: predicted and measured, term by term.",
+    "report": "Show a run: predicted against measured, term by term.",
     "runs": "List the runs that planner apply made.",
-    "export": "Write a plan for the framework that shall run it.",
+    "export": "Write a plan as configuration of the tool that will run it.",
     "check": "Check another tool's configuration, and improve it.",
     "collective": "Predict collectives, or score predictions against tables.",
-    "shard": "Choose shardings of a graph's tensors.",
+    "shard": "Choose how the tensors of a graph are sharded.",
     "calibrate": "Measure operators, collectives and layers of this machine.",
-    "ui": "Look at clusters, plans and runs in a browser.",
-    "service": "Answer questions and make runs for others over HTTP.",
+    "ui": "Explore clusters, plans and runs in a browser.",
+    "service": "Answer questions and start runs for others over HTTP.",
 }
 
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import settings
 
 # How long one example takes depends on the machine, and no test asserts time. The gate tries the same examples every
-# day, so that it ends the same for the same tree; `MESHWRIGHT_HYPOTHESIS=explore` draws new ones.
-settings.register_profile("gate", deadline=None, derandomize=True)
+# day, so that it ends the same for the same tree; `MESHWRIGHT_HYPOTHESIS=explore`, every night, draws new ones.
+settings.register_profile("gate", deadline=None, derandomize=True, max_examples=50)
 settings.register_profile("explore", deadline=None)
 settings.load_profile(os.environ.get("MESHWRIGHT_HYPOTHESIS", "gate"))
 

@@ -203,9 +203,7 @@ def _make_folders(path: Path) -> None:
 
 
 def _write_in_place(path: Path, text: str) -> None:
-    """Write to a device or a pipe. Of a pipe that nobody reads the system says so here, instead of waiting for a
-    reader.
-    """
+    """Write to a device or a pipe. Opening a pipe that nobody reads fails instead of waiting for a reader."""
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_NONBLOCK), "w", encoding="utf-8") as file:
         os.set_blocking(file.fileno(), True)
         file.write(text)

@@ -114,7 +114,7 @@ def rate_curves(result: SearchResult, plans: tuple[Plan, ...], quantity: str) ->
 def changed_machine(result: SearchResult, factors: Mapping[str, float]) -> list[PlanOnMachine]:
     """Return the listed plans on a machine whose rates and memory are `factors` times what they are.
 
-    Steps are in the proportion of the analytical model's two; a plan allocates there what it does here. Raises
+    A step is scaled by the ratio of the analytical model's steps there and here; memory use stays the same. Raises
     PlannerError.
     """
     scale = {

@@ -86,7 +86,7 @@ def title(question: state.Inputs) -> str:
 
 
 def sentence(faster: float, first: RankedPlan, second: RankedPlan) -> str:
-    """Return what the comparison says: who is faster and who needs fewer GPU hours, as far as ranges let one tell."""
+    """Return which question is faster and which needs fewer GPU hours; overlapping ranges leave it open."""
     a, b = first.estimate.step_s, second.estimate.step_s
     if a.low <= b.high and b.low <= a.high:
         time = f"The other takes {1 / faster:.2g} times as long, but the ranges overlap: no clear winner"

@@ -1,6 +1,6 @@
-"""Plans that a person made and saved for a question: they stand below the answer's, and are used like any other.
+"""Plans that a person made and saved for a question. Pages list them below the plans of the answer.
 
-They are files on this machine, below the question that they are for.
+They are files on this machine, one folder per question.
 """
 
 from __future__ import annotations

@@ -263,7 +263,7 @@ class PoolScheduler:
                 self._ended(place, pool, failures, waiting)
 
     def _ended(self, place: Place, pool: RankPool, failures: list[Job], waiting: list[Work]) -> None:
-        """Note how a job ended; a pool that failed otherwise than by a refusal is started anew when it is needed."""
+        """Note how a job ended. A pool that failed, other than by refusing a job, is restarted when next needed."""
         compiled = self.compiling.pop(place, None)
         job = compiled or self.running.pop(place, None)
         cause = pool.cause

@@ -62,7 +62,7 @@ class PreparedKernel:
         self._launch(*self._head, *self._args)
 
     def over(self, programs: tuple[int, ...], stream: int, *addresses: int) -> None:
-        """Launch as many programs as given, in this call and those that follow."""
+        """Launch with `programs` as the grid, which later calls keep."""
         self._head[:3] = _three(programs)
         self(stream, *addresses)
 

@@ -52,7 +52,7 @@ ROOT = Path(__file__).resolve().parents[2]
 class Rendezvous:
     """The rendezvous of several nodes: how many there are, its endpoint (HOST:PORT) and its id.
 
-    `join_s` bounds how long an agent waits for the others, in seconds.
+    `join_s` bounds how long an agent waits for the others, in seconds. `names` are those of all nodes, where known.
     `address` is this node's address for the others, needed where its host name does not resolve; the agent then cannot
     tell by itself whether it hosts the endpoint.
     """
@@ -61,6 +61,7 @@ class Rendezvous:
     endpoint: str
     run_id: str
     address: str = ""
+    names: tuple[str, ...] = ()
     join_s: float = 60.0
 
     @property
@@ -328,8 +329,8 @@ def _first_failure(folder: Path, exit_code: int | None, err_tail: str, *, elasti
     if not elastic:
         message = _message(folder / "error.json") or _last_line(err_tail)
         return Failure(rank=0, exit_code=_code(exit_code), signal=_name(exit_code), message=message)
-    # The agent prints one block per failure; the one it saw first is under "Root Cause". A rank that was killed writes
-    # no timestamp, and its peers fail soon after, so a killed rank takes precedence.
+    # The agent prints a block per failure, with the first that it saw under "Root Cause". That may be a peer of a rank
+    # that was killed: the killed rank writes no timestamp. So a killed rank takes precedence.
     _, _, verdict = err_tail.rpartition("Root Cause")
     blocks = re.findall(
         r"^\s*time\s*:\s*(\S+)\n.*\n\s*rank\s*:\s*(\d+)(?!\d).*\n\s*exitcode\s*:\s*(-?\d+)", err_tail, re.MULTILINE

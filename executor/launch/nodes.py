@@ -8,10 +8,14 @@ collects waits for as much, for a bounded time.
 
 from __future__ import annotations
 
+import os
+import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+import psutil
 
 from executor.launch.local_ranks import Failure, LaunchResult, Rendezvous
 from topology import codec
@@ -19,6 +23,7 @@ from topology.errors import BadInput
 
 LATE_S = 15.0  # for a shared file system to show what another node wrote
 POLL_S = 0.2
+CONNECT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +40,48 @@ class AgentResult:
     failure: Failure | None
     survivors: tuple[int, ...]
     records: dict[str, int] = field(default_factory=dict)
+
+
+def node_name() -> str:
+    """Return the name that the scheduler has for this node, or its host name."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def not_launched(message: str) -> LaunchResult:
+    """Return the result of ranks that were not started."""
+    failure = Failure(rank=None, exit_code=None, signal=None, message=message)
+    return LaunchResult(outcome="failed", exit_code=None, seconds=0.0, failure=failure, stdout_tail="", stderr_tail="")
+
+
+def why_not_reached(endpoint: str, patience_s: float) -> str:
+    """Return why the node that hosts `endpoint` (HOST:PORT) is not reached from here, after waiting for it; nothing
+    where it is, or is this node.
+    """
+    host, _, port = endpoint.rpartition(":")
+    ends, why = time.monotonic() + patience_s, ""
+    while True:
+        try:
+            found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+        except OSError as error:
+            why = f"the name {host} leads to no address here ({error.strerror or error})"
+        else:
+            addresses = {str(one[4][0]) for one in found}
+            if addresses & _own_addresses():
+                return ""
+            try:
+                socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
+            except OSError as error:
+                said = "no answer" if isinstance(error, TimeoutError) else error.strerror or str(error)
+                why = f"{said} from {', '.join(sorted(addresses))}: a firewall, another network, or it has not begun"
+            else:
+                return ""
+        if time.monotonic() >= ends:
+            return why
+        time.sleep(POLL_S)
+
+
+def _own_addresses() -> set[str]:
+    return {one.address.partition("%")[0] for each in psutil.net_if_addrs().values() for one in each}
 
 
 def write_agent_start(folder: Path, node: str) -> None:
@@ -80,10 +127,11 @@ def name_rendezvous(done: LaunchResult, folder: Path, meeting: Rendezvous) -> La
     began = sorted(path.stem for path in (folder / "agents").glob("*.began"))
     if done.outcome != "failed":
         return done
+    absent = _absent(began, meeting.names)
     if "RendezvousTimeoutError" in done.stderr_tail:
         what = (
             f"{meeting.count} nodes did not meet at {meeting.endpoint} within {meeting.join_s:.0f} s:"
-            f" {len(began)} began ({', '.join(began[:8])})"
+            f" {len(began)} began ({', '.join(began[:8])}){absent}"
         )
     elif "RendezvousConnectionError" in done.stderr_tail:
         what = f"{meeting.endpoint}, where {meeting.count} nodes were to meet, is not reached from this one"
@@ -92,8 +140,11 @@ def name_rendezvous(done: LaunchResult, folder: Path, meeting: Rendezvous) -> La
     return replace(done, failure=Failure(rank=None, exit_code=done.exit_code, signal=None, message=what))
 
 
-def combine_agent_results(folder: Path, count: int, patience_s: float = LATE_S) -> LaunchResult:
-    """Return the result of a run of `count` nodes: that of the first agent that failed, else of success.
+def combine_agent_results(
+    folder: Path, count: int, patience_s: float = LATE_S, names: Sequence[str] = ()
+) -> LaunchResult:
+    """Return the result of a run of `count` nodes: that of the first agent that failed, else of success. `names` are
+    those of all nodes, where known.
 
     What is not there is waited for. A node that left no result after others have theirs was lost. Raises BadInput where
     no agent has ended, or ranks still run.
@@ -116,7 +167,7 @@ def combine_agent_results(folder: Path, count: int, patience_s: float = LATE_S) 
     outcome, failure = first.outcome, first.failure
     if len(results) < count:
         outcome = "failed"
-        failure = Failure(rank=None, exit_code=None, signal=None, message=_lost(folder, results, count))
+        failure = Failure(rank=None, exit_code=None, signal=None, message=_lost(folder, results, count, names))
     elif late:
         outcome, cause = "failed", f"the shared file system does not show all of {', '.join(late[:8])}"
         failure = failure or Failure(rank=None, exit_code=None, signal=None, message=f"{cause}: collect again later")
@@ -150,13 +201,19 @@ def _beats(folder: Path) -> dict[str, float]:
     return {path.name: path.stat().st_mtime for path in (folder / "records").glob("rank*.beat")}
 
 
-def _lost(folder: Path, results: Sequence[AgentResult], count: int) -> str:
+def _absent(began: Sequence[str], names: Sequence[str]) -> str:
+    """Return in words which of the named nodes have not begun."""
+    absent = [name for name in names if not any(one.rpartition("-")[0] == name for one in began)]
+    return f"; {', '.join(absent[:8])} did not" if absent else ""
+
+
+def _lost(folder: Path, results: Sequence[AgentResult], count: int, names: Sequence[str]) -> str:
     """Return in words which nodes are missing, and what their peers said."""
     ended = {result.node for result in results}
     lost = sorted(path.stem for path in (folder / "agents").glob("*.began") if path.stem not in ended)
     began = len(ended) + len(lost)
     what = [f"{', '.join(lost[:8])} began and left no result: the node was lost"] if lost else []
-    what += [f"{began} of {count} nodes began"] if began < count else []
+    what += [f"{began} of {count} nodes began{_absent([*ended, *lost], names)}"] if began < count else []
     failure = _first(results).failure
     heard = f" (the others say: {failure.message[:200]})" if failure is not None and failure.message else ""
     return "; ".join(what) + heard

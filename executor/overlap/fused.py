@@ -30,7 +30,7 @@ UNUSED_PROCESSORS = 0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """Shape of an output tile, depth of a step, and how many steps are loaded ahead."""
+    """Rows and columns of an output tile, its depth in k per iteration, and how many iterations are loaded ahead."""
 
     block_m: int = TILE_ROWS
     block_n: int = TILE_COLUMNS[0]

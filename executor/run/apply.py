@@ -8,9 +8,9 @@ status. Never imports torch.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -27,7 +27,10 @@ from executor.launch.nodes import (
     LATE_S,
     combine_agent_results,
     name_rendezvous,
+    node_name,
+    not_launched,
     wait_for_file,
+    why_not_reached,
     write_agent_result,
     write_agent_start,
 )
@@ -66,6 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--endpoint", default="", help="HOST:PORT where the agents of several nodes meet")
     parser.add_argument("--address", default="", help="this node's address, where its host name does not lead to it")
     parser.add_argument("--meeting", default="meshwright", help="the name of their meeting, the same on all")
+    parser.add_argument("--names", default="", help="all nodes' names, with commas, to name missing ones")
+    parser.add_argument("--join", type=float, default=math.inf, help="seconds to wait for the other nodes")
     parser.add_argument("--collect", action="store_true", help="start nothing: report what several nodes have left")
     parser.add_argument(
         "--killed", type=int, default=0, help="start nothing: report what a run left that this signal ended"
@@ -81,13 +86,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.killed:
             document = report_killed(request, options.request, options.out, options.killed)
         elif options.collect:
-            document = collect(request, options.request, options.out, options.nodes, options.patience)
+            names = tuple(filter(None, options.names.split(",")))
+            document = collect(request, options.request, options.out, options.nodes, options.patience, names)
         elif options.nodes > 1:
             meeting = Rendezvous(
                 count=options.nodes,
                 endpoint=options.endpoint or _endpoint_from_environment(),
                 run_id=options.meeting,
                 address=options.address,
+                names=tuple(filter(None, options.names.split(","))),
+                join_s=options.join,
             )
             return run_node(request, options.request, options.out, options.budget, meeting)
         else:
@@ -151,21 +159,24 @@ def run_node(request: Request, request_path: str, out: Path, budget_s: float, me
         raise BadPlan(f"{request.plan.gpus} ranks do not share out evenly over {meeting.count} nodes")
     records = out / "records"
     records.mkdir(parents=True, exist_ok=True)
-    node = f"{socket.gethostname()}-{os.getpid()}"
+    node = f"{node_name()}-{os.getpid()}"
     write_agent_start(out, node)
     ending = min(ENDING_S, 0.3 * budget_s)
-    meeting = replace(meeting, join_s=max(1.0, 0.5 * (budget_s - ending)))
-    done = launch(
-        MODULE,
-        worker_arguments(request_path, records, time.time() + budget_s - ending),
-        ranks=request.plan.gpus // meeting.count,
-        budget_s=max(1.0, budget_s - 0.5 * ending),
-        grace_s=min(GRACE_S, 0.25 * ending),
-        environment=environment(request, records, one_host=meeting.loopback),
-        directory=out / "logs" / node,
-        nodes=meeting,
-    )
-    done = name_rendezvous(done, out, meeting)
+    meeting = replace(meeting, join_s=max(1.0, min(meeting.join_s, 0.5 * (budget_s - ending))))
+    if unreached := why_not_reached(meeting.endpoint, meeting.join_s):
+        done = not_launched(f"{node_name()} does not reach {meeting.endpoint}, where the nodes meet: {unreached}")
+    else:
+        done = launch(
+            MODULE,
+            worker_arguments(request_path, records, time.time() + budget_s - ending),
+            ranks=request.plan.gpus // meeting.count,
+            budget_s=max(1.0, budget_s - 0.5 * ending),
+            grace_s=min(GRACE_S, 0.25 * ending),
+            environment=environment(request, records, one_host=meeting.loopback),
+            directory=out / "logs" / node,
+            nodes=meeting,
+        )
+        done = name_rendezvous(done, out, meeting)
     write_agent_result(out, node, done)
     if done.outcome == "interrupted":
         return 130
@@ -174,9 +185,11 @@ def run_node(request: Request, request_path: str, out: Path, budget_s: float, me
     return 0 if done.ok else 1
 
 
-def collect(request: Request, request_path: str, out: Path, nodes: int, patience_s: float = LATE_S) -> JsonObject:
+def collect(
+    request: Request, request_path: str, out: Path, nodes: int, patience_s: float = LATE_S, names: Sequence[str] = ()
+) -> JsonObject:
     """Write `run.json` from what the ranks of all nodes recorded, and return it."""
-    done = combine_agent_results(out, nodes, patience_s)
+    done = combine_agent_results(out, nodes, patience_s, names)
     document = report(request, done, out / "records", worker_arguments(request_path, out / "records", 0.0))
     write_report(document, out / "run.json")
     return document
@@ -187,7 +200,7 @@ def report_killed(request: Request, request_path: str, out: Path, number: int) -
     name = signal.Signals(number).name
     message = f"the executor was ended by {name}: nobody watched its ranks"
     failure = Failure(rank=None, exit_code=None, signal=name, message=message)
-    done = LaunchResult(outcome="failed", exit_code=None, seconds=0.0, failure=failure, stdout_tail="", stderr_tail="")
+    done = replace(not_launched(message), failure=failure)
     document = report(request, done, out / "records", worker_arguments(request_path, out / "records", 0.0))
     write_report(document, out / "run.json")
     return document
@@ -347,7 +360,7 @@ def _gpu_states(request: Request, records: RankRecords, samples: Sequence[Sample
 
 
 def _is_ours(request: Request, fault: GpuFault) -> bool:
-    """Return whether a fault may concern the run: with CUDA_VISIBLE_DEVICES the numbers of its GPUs are others."""
+    """Return whether a fault may concern the run. Always true under CUDA_VISIBLE_DEVICES, which renumbers GPUs."""
     return fault.gpu is None or "CUDA_VISIBLE_DEVICES" in os.environ or not request.gpus or fault.gpu in request.gpus
 
 

@@ -16,9 +16,9 @@ LONGER = 1.05  # from here on kernels, and not the host, make a rank late
 
 
 def slow_ranks(plan: Plan, traces: Mapping[int, Trace]) -> list[str]:
-    """Return a line for each rank that is late among those that do the same work, which are the ranks of a stage.
+    """Return a line for each rank that is later than the other ranks of its stage, which do the same work.
 
-    Nothing without a GPU's communication kernels: a kernel of NCCL lasts from its launch until all ranks have joined.
+    Judged by kernels of NCCL, which last from their launch until all ranks have joined; empty where there are none.
     """
     lines = []
     for stage in rank_grid(plan):

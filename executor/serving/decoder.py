@@ -138,7 +138,7 @@ class ServedDecoder:
         return operators.add_norm(part, residual, weight, NORM_EPS)
 
     def reserve(self, tokens: int) -> None:
-        """Let memory that ranks share have room for steps of so many tokens: it grows slowly. A collective call."""
+        """Allocate the memory that ranks share for steps of up to `tokens`: growing it is slow. A collective call."""
         part = torch.zeros((tokens, self.model.hidden), dtype=self.dtype, device=self.device)
         self.sum_and_norm(part, torch.zeros_like(part), self.norm)
 

@@ -180,7 +180,7 @@ def attend_prompts(qkv: Tensor, chunks: Chunks, pages: Pages, heads: Heads) -> T
 
 
 def _attend_prompt(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Return attention (tokens, a, d) of q (tokens, a, d), the last of the tokens whose keys k (keys, k, d) are."""
+    """Return attention (tokens, a, d) of q (tokens, a, d) over k (keys, k, d); q has the last tokens of k."""
     seen = torch.ones(q.shape[0], k.shape[0], dtype=torch.bool, device=q.device).tril(k.shape[0] - q.shape[0])
     queries, keys, values = (part.transpose(0, 1)[None] for part in (q, k, v))
     out = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=seen, enable_gqa=True)

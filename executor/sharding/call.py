@@ -1,4 +1,4 @@
-"""A call of a sharded module: it is the one that was captured, and ranks take their pieces of its arguments."""
+"""A call of a sharded module: checks that it has the form that was captured, and takes this rank's pieces of it."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def suggest(asked: Suggest, progress: Callable[[str], None] | None = None) -> Su
         refuse_overwrite(asked.out, force=asked.force)
     elif asked.pick is not None:
         raise UserError("--pick says which plan --out saves", remedy="--out plan.json")
-    goal = goal_of(asked.tokens, asked.gpu_price, asked.deadline, asked.budget)
+    goal = goal_of(asked)
     learned = None if asked.runtime is None else read_learned(asked.runtime)
     flags, framework = _flags(asked, learned)
     measured = measurements(asked.profile, strict=asked.strict)

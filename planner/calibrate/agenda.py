@@ -112,11 +112,11 @@ class Agenda:
         return found
 
     def spread_after(self, made: Sequence[Measurement]) -> float:
-        """Return by how much (80 %) what is to become sure is off once `made` were measured."""
+        """Return the uncertainty (80 %) of the targets after `made` were measured, as a fraction."""
         return math.expm1(NORMAL_80 * self.targets.spread(self.knowledge(made).covariance))
 
     def assumed(self, made: Sequence[Measurement]) -> list[Assumption]:
-        """Return what stays assumed once `made` were measured and could change a step, the most telling first."""
+        """Return what is still assumed after `made` were measured and could change a step, largest effect first."""
         spreads = np.sqrt(np.maximum(np.diag(self.knowledge(made).covariance), 0.0))
         found = []
         for place, term in enumerate(self.terms):

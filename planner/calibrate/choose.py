@@ -49,7 +49,7 @@ class Targets:
     weights: Floats
 
     def spread(self, covariance: Floats) -> float:
-        """Return how far off the targets are, the root of their weighted mean variance."""
+        """Return the uncertainty of the targets: the root of their weighted mean variance."""
         return math.sqrt(max(self.variance(covariance), 0.0) / max(float(self.weights.sum()), 1e-12))
 
     def variance(self, covariance: Floats) -> float:

@@ -7,7 +7,7 @@ import math
 from planner.calibrate.difference import Difference
 from planner.io.figures import interval_text, last_digit_s, seconds_text
 
-FAR = 2.0  # times as far off as steps are: terms alone hardly explain it
+FAR = 2.0  # times the usual error of a step: beyond it, terms alone hardly explain the difference
 
 
 def difference_lines(found: Difference, file: str) -> list[str]:

@@ -11,12 +11,13 @@ from planner.question.plan_file import load_plan
 from planner.requests.runs import Apply
 from planner.runs import launchers, scheduled
 from planner.runs.launchers import JobFile, LauncherJob
-from planner.runs.planned_run import cpu_run, job_run
+from planner.runs.planned_run import PlannedRun, cpu_run, default_job, job_run
 from topology import codec
 from topology.codec import JsonObject
 from topology.errors import BadInput, UserError
 
 MOST_HOURS = 24 * 14
+NODES_WITHOUT_PLAN = 2  # so that they have to meet
 
 
 def write(asked: Apply, *, folder: Path, budget_s: float, wait_s: float, steps: int) -> JsonObject | None:
@@ -27,26 +28,22 @@ def write(asked: Apply, *, folder: Path, budget_s: float, wait_s: float, steps: 
     launcher, submit, dry_run = asked.launcher, asked.submit, asked.dry_run
     if launcher not in launchers.LAUNCHERS:
         raise UserError(f"--launcher is {launcher!r}", remedy=f"one of {', '.join(launchers.LAUNCHERS)}")
-    if asked.plan is None:
-        raise UserError(f"--launcher {launcher} needs a plan", remedy="planner suggest ... --out plan.json")
-    content = load_plan(asked.plan)
-    per_node = content.cluster.gpus_per_node
+    run, nodes = _run(asked)
     job = LauncherJob(
         name=asked.job_name,
         directory=folder,
-        ranks=content.plan.gpus,
-        nodes=asked.nodes or -(-content.plan.gpus // per_node),
+        ranks=run.plan.gpus,
+        nodes=nodes,
         budget_s=budget_s,
         endpoint=asked.endpoint,
         image=asked.image,
-        on_cpus=asked.device == "cpu",
+        on_cpus=run.device == "cpu",
     )
     written = launchers.write_job(launcher, job)
     if submit and not written.submit:
         raise UserError(f"--launcher {launcher} has nobody to submit to", remedy="; ".join(written.advice))
     if wait_s and (not submit or dry_run):
         raise UserError("--wait is for a job that is submitted", remedy="--submit")
-    run = cpu_run(content, None) if job.on_cpus else job_run(content)
     request = run.request(steps=steps, budget_s=budget_s, own_table=asked.own_table)
     if wait_s:
         return _followed(job, written, launcher, request, wait_s)
@@ -77,6 +74,18 @@ def write(asked: Apply, *, folder: Path, budget_s: float, wait_s: float, steps: 
     for line in (answer,) if answer else written.advice:
         print(printable(line))
     return None
+
+
+def _run(asked: Apply) -> tuple[PlannedRun, int]:
+    """Return what is run, and on how many nodes: without a plan the built-in run, on CPUs. Raises UserError."""
+    if asked.plan is None:
+        if asked.device == "cuda":
+            raise UserError("--device cuda needs a plan", remedy="planner suggest ... --out plan.json, then apply that")
+        nodes = asked.nodes or NODES_WITHOUT_PLAN
+        return default_job(nodes), nodes
+    content = load_plan(asked.plan)
+    nodes = asked.nodes or -(-content.plan.gpus // content.cluster.gpus_per_node)
+    return cpu_run(content, None) if asked.device == "cpu" else job_run(content), nodes
 
 
 def patience_s(text: str) -> float:

@@ -28,10 +28,16 @@ def learn(asked: Learn) -> None:
     rows = read_runs(asked.file)
     base = _base(asked.runtime, asked.like, rows)
     runs, unmeasured = _runs(rows, base, measurements(asked.profile))
+    if not runs and not unmeasured:
+        raise Infeasible(
+            f"none of the {len(rows)} cases can be used",
+            why="the warnings above say what is wrong with them",
+            remedy="planner learn --example prints a row that can be used",
+        )
     if len(runs) < FEWEST and not unmeasured:
         raise Infeasible(
             f"{len(runs)} runs with a measured time or memory are too few to learn from",
-            remedy=f"give {FEWEST} or more; or cases without a measurement, of which the first to run are then said",
+            remedy=f"give {FEWEST} or more, or add cases that were not run: the answer then says which to run first",
         )
     same, unmeasured, compiled = _of_one_kind(runs, unmeasured)
     found = fit(same, base, compiled=compiled)

@@ -48,6 +48,7 @@ def service(asked: Service) -> None:
         workers=asked.workers or os.cpu_count() or 1,
         users=users,
         allowed_hosts=tuple(asked.allowed_host or ()),
+        programs=tuple(asked.allow_program or ()),
         limit_s=asked.time_limit,
         memory_bytes=int(asked.memory * GIB),
         rate_per_s=asked.rate,

@@ -71,9 +71,7 @@ def print_search(result: SearchResult, *, out: str | None) -> None:
     print()
     print_lines(console(), [*why, *run_lines(best.plan, question, out)])
     if best.cost_per_million_tokens is not None and not result.by_gpus:
-        print_lines(
-            console(), [f"cost      {best.cost_per_million_tokens:.3g} for a million tokens, at the price given"]
-        )
+        print_lines(console(), [f"cost      {best.cost_per_million_tokens:.3g} per million tokens, at the given price"])
     print()
     notes = [f"note      [{problem.grade}] {problem.message}" for problem in best.problems]
     flip_lines = [f"flip      {', '.join(ranks)}: {'each ' * (len(ranks) > 1)}{text}" for text, ranks in flips.items()]
@@ -162,10 +160,11 @@ def batch_line(plan: Plan, question: Question) -> str:
     """Return how the global batch is made of micro batches, by gradient accumulation."""
     workload = question.workload
     turns = plan.micro_batches(workload.global_batch_size)
-    kind = "micro batches in the pipeline" if plan.pp > 1 else "accumulated micro batches"
+    kind = "micro batches" if plan.pp > 1 else "accumulated micro batches"
     ranks = f"{plan.data_parallel:,} data-parallel ranks x " if plan.data_parallel > 1 else ""
     each = f"{turns} {kind} x " if turns > 1 else ""
-    return f"batch     {workload.global_batch_size:,} = {ranks}{each}{plan.micro_batch_size} at a time"
+    size = f"{plan.micro_batch_size} sequence{'s' * (plan.micro_batch_size > 1)}"
+    return f"batch     {workload.global_batch_size:,} = {ranks}{each}{size}"
 
 
 def order_line(plan: Plan, question: Question) -> str:
@@ -180,7 +179,7 @@ def run_lines(plan: Plan, question: Question, out: str | None) -> list[str]:
     """Return what is needed to start a plan: micro batches, the order of the GPUs, and the commands."""
     start = f"planner export {out or 'plan.json'} --to {question.framework.tools.export}"
     saved = f"saved     {out}" if out else None
-    save = "" if out else "with --out plan.json: "
+    save = "" if out else "add --out plan.json, then: "
     lines = [batch_line(plan, question), order_line(plan, question), saved, f"start     {save}{start}"]
     return [line for line in lines if line]
 
@@ -227,7 +226,7 @@ def print_plans(plans: Sequence[RankedPlan], question: Question, likely: Sequenc
         table.add_row(*(cells[heading] for heading in headings))
     console().print(table)
     legend = [f"= {TIED}"] if any("=" in mark for mark in marks) else []
-    legend += ["? faster than #1, but not sure to fit"] if others else []
+    legend += ["? faster than #1, but may not fit"] if others else []
     print_lines(console(), legend)
 
 
@@ -257,7 +256,7 @@ def print_gpu_counts(rows: Sequence[GpuCountRow]) -> None:
         cost = [f"{row.cost_per_million_tokens:.3g}"] if row.cost_per_million_tokens is not None else []
         table.add_row(
             str(row.gpus),
-            f"{row.step_s:.2g}" if row.step_s < 10 else f"{row.step_s:.0f}",
+            two_digits(row.step_s),
             two_digits(row.tokens_per_s_per_gpu or 0.0),
             gib_text(row.reserved_bytes or 0.0),
             _chance_text(row.fit_probability),

@@ -201,7 +201,7 @@ def flip_is_confirmed(question: Question, now: Plan, becomes: Plan) -> bool:
 
 def degrees(plan: Plan | None) -> tuple[int, ...]:
     """Return the parallel degrees of a plan, by which answers are compared."""
-    return () if plan is None else tuple(int(getattr(plan, axis)) for axis in (*MESH_AXES, "ep"))
+    return () if plan is None else (*(int(getattr(plan, axis)) for axis in (*MESH_AXES, "ep")), plan.etp or 0)
 
 
 def answer_flips(

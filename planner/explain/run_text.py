@@ -8,6 +8,7 @@ from planner.io.plan_words import degrees_text
 from planner.io.printable import printable
 from planner.question.goal import Goal
 from planner.search.whole_run import DAY_S, RunAnswer, WholeRun
+from simulator.config.estimate import Interval
 
 MWH_J = 3.6e9
 
@@ -16,29 +17,36 @@ def print_run(found: RunAnswer) -> None:
     """Print what the run takes on the chosen number of GPUs, and the curve over all numbers tried."""
     screen = console()
     print_lines(screen, ["", f"run       {run_text(found.run, found.goal)}"])
+    print_lines(screen, [f"          {line}" for line in found.run.assumed])
     if not found.curve:
         return
     rows = [(f"{'* ' if run.gpus == found.run.gpus else ''}{run.gpus}", *_cells(run)) for run in found.curve]
-    screen.print(grid(("GPUs", "days (80% range)", "GPU-hours", "cost", "MWh", "plan"), rows, text=("plan",), gap=2))
+    headings = ("GPUs", "days (80% range)", "GPU-hours", "cost (80% range)", "MWh", "plan")
+    screen.print(grid(headings, rows, text=("plan",), gap=2))
     if meaning := _meaning(found):
         print_lines(screen, [meaning])
 
 
 def run_text(run: WholeRun, goal: Goal) -> str:
     """Return a sentence on what a whole run takes."""
-    days = f"{_days(run.seconds)} days ({_days(run.low_s)}-{_days(run.high_s)})"
     parts = [
         f"{_count(goal.tokens)} tokens are {run.steps:,.0f} steps",
-        f"{days} on {run.gpus} GPUs, {_hours(run.gpu_hours)} GPU-hours",
+        f"{_range(run.days, ' days')} on {run.gpus} GPU{'s' * (run.gpus != 1)}, {_value(run.gpu_hours)} GPU-hours",
     ]
     if run.cost is not None:
-        parts.append(f"{run.cost:,.0f} at {goal.gpu_price_per_hour:g} for a GPU-hour")
+        parts.append(f"a cost of {_range(run.cost)} at {goal.gpu_price_per_hour:g} for a GPU-hour")
     if run.energy_j is not None:
         parts.append(
             f"{run.energy_j / MWH_J:,.3g} MWh at {run.power_w:g} W a GPU (its power limit: {run.power_source}; hosts, "
             "network and cooling are not counted)"
         )
-    parts.append("no time is counted for restarts, checkpoints and evaluation")
+    if run.goodput is not None and run.checkpoint_interval_s is not None:
+        parts.append(
+            f"{run.goodput.value:.1%} of the time are steps that count ({run.goodput.low:.1%} to "
+            f"{run.goodput.high:.1%}): {_failures(run.failures)}, and a checkpoint every "
+            f"{_time(run.checkpoint_interval_s.value)}"
+        )
+    parts.append("no time is counted for evaluation")
     return "; ".join(parts)
 
 
@@ -46,9 +54,9 @@ def _cells(run: WholeRun) -> tuple[str, ...]:
     if run.plan is None:
         return "-", "-", "-", "-", printable(run.problem)
     return (
-        f"{_days(run.seconds)} ({_days(run.low_s)}-{_days(run.high_s)})",
-        _hours(run.gpu_hours),
-        "-" if run.cost is None else f"{run.cost:,.0f}",
+        _range(run.days),
+        _value(run.gpu_hours),
+        _range(run.cost),
         "-" if run.energy_j is None else f"{run.energy_j / MWH_J:,.3g}",
         degrees_text(run.plan),
     )
@@ -57,22 +65,44 @@ def _cells(run: WholeRun) -> tuple[str, ...]:
 def _meaning(found: RunAnswer) -> str:
     """Return what the starred number of GPUs is, where the goal sought one."""
     goal, run = found.goal, found.run
-    limits = [] if goal.deadline_s is None else [f"{_days(goal.deadline_s)} days"]
+    limits = [] if goal.deadline_s is None else [f"{_three_digits(goal.deadline_s / DAY_S)} days"]
     limits += [] if goal.budget is None else [f"a budget of {goal.budget:,.0f}"]
     if not limits:
         return ""
     which = "soonest" if goal.deadline_s is None else "cheapest"
-    late = goal.deadline_s is not None and run.high_s > goal.deadline_s
-    doubt = f"; at the slow end of its range it takes {_days(run.high_s)} days, which is too long" if late else ""
+    doubts = []
+    if run.days is not None and goal.deadline_s is not None and run.days.high * DAY_S > goal.deadline_s:
+        doubts.append(f"takes {_three_digits(run.days.high)} days, which is too long")
+    if run.cost is not None and goal.budget is not None and run.cost.high > goal.budget:
+        doubts.append(f"costs {_three_digits(run.cost.high)}, which is too much")
+    doubt = f"; at the slow end of its range it {' and '.join(doubts)}" if doubts else ""
     return f"* {run.gpus} GPUs are the {which} of those tried within {' and '.join(limits)}{doubt}"
 
 
-def _days(seconds: float) -> str:
-    return f"{seconds / DAY_S:.3g}" if seconds < 1000 * DAY_S else f"{seconds / DAY_S:,.0f}"
+def _failures(count: float) -> str:
+    return "less than one failure is expected" if count < 1 else f"{count:,.0f} failures are expected"
 
 
-def _hours(hours: float) -> str:
-    return f"{hours:,.0f}" if hours >= 10 else f"{hours:.2g}"
+def _time(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def _range(interval: Interval | None, unit: str = "") -> str:
+    """Return a value with its unit and 80 % range, or a dash."""
+    if interval is None:
+        return "-"
+    return f"{_three_digits(interval.value)}{unit} ({_three_digits(interval.low)}-{_three_digits(interval.high)})"
+
+
+def _value(interval: Interval | None) -> str:
+    return "-" if interval is None else _three_digits(interval.value)
+
+
+def _three_digits(value: float) -> str:
+    """Return a number with three significant digits: a whole run is not known better."""
+    return f"{float(f'{value:.3g}'):,.10g}"
 
 
 def _count(tokens: float) -> str:

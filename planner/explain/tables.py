@@ -45,22 +45,20 @@ def basis_lines(estimate: Estimate, method: Method) -> list[str]:
     step, memory = estimate.step_s, estimate.memory
     low, high = (step.low / step.value - 1, step.high / step.value - 1) if step.value else (0.0, 0.0)
     if step.source in {"datasheet", "assumed"}:
-        basis = "datasheet numbers, uncalibrated"
+        basis = "datasheet values, uncalibrated"
     else:
         shares = (f"{share:.0%} {source}" for source, share in estimate.sources.items() if share >= LEAST_SHARE)
         basis = f"of the step's time {', '.join(shares) or step.source}"
-    how = (
-        "simulated" if method is Method.SIMULATION else "by the analytical model, as simulating it would take too long"
-    )
+    how = "simulated" if method is Method.SIMULATION else "analytical model, as a simulation would take too long"
     return [
-        f"basis     {basis}; {how}; 80% of steps are expected between {low:+.0%} and {high:+.0%} of the value",
+        f"basis     {basis}; {how}; 80% of measured steps are expected within {low:+.0%} to {high:+.0%}",
         (
             f"MFU       counts model FLOPs (no recompute) against the dense peak of {estimate.peak_flops / 1e12:.0f}"
             " TFLOP/s"
         ),
         (
-            f"fits      the chance that {in_gib(memory.capacity_bytes - memory.communicator_bytes)} are enough for the"
-            f" worst rank: yes from {SURE:.0%} on"
+            f"fits      the probability that {in_gib(memory.capacity_bytes - memory.communicator_bytes)} are enough for"
+            f" the fullest rank; yes means at least {SURE:.0%}"
         ),
     ]
 
@@ -138,23 +136,24 @@ def workload_line(workload: Workload) -> str:
 def runtime_line(runtime: Runtime, title: str) -> str:
     mode = "compiled" if runtime.compile else "eager"
     plain = title.rstrip("0123456789.")
+    trained = f"; {runtime.adapter.title}" if runtime.adapter is not None else ""
     name = f"{plain}{runtime.version}" if runtime.version and plain != title else title
     return (
         f"{name}, {mode}, parameters {runtime.param_dtype}, compute {runtime.compute_dtype}, gradients reduced in "
-        f"{runtime.reduce_dtype}, {runtime.optimizer}"
+        f"{runtime.reduce_dtype}, {runtime.optimizer}{trained}"
     )
 
 
 def search_line(result: SearchResult) -> str:
     search = result.search
     parts = [
-        f"{search.legal:,} legal of {search.candidates:,} candidates, {search.legal - search.fitting:,} fail memory",
+        f"{search.legal:,} legal of {search.candidates:,} candidates, {search.legal - search.fitting:,} do not fit",
         f"{search.status} (gap {search.gap:.1%})",
         f"{search.seconds:.1f} s",
     ]
     if search.filled:
-        proof = f"to {search.filled_gap:.1%}" if search.filled_gap > 5e-4 else "exactly"
-        parts.append(f"stages of {search.filled} pipelines filled {proof}")
+        proof = f"to within {search.filled_gap:.1%} of" if search.filled_gap > 5e-4 else "in"
+        parts.append(f"layers of {search.filled} pipelines spread over their stages {proof} the best way")
     if search.pruned:
         parts.append("left out by bounds: " + ", ".join(f"{name} {n:,}" for name, n in search.pruned.items()))
     return "; ".join(parts)

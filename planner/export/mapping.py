@@ -15,6 +15,7 @@ from typing import Any
 from simulator.config.plan import Plan
 from simulator.config.runtime import TF32, Runtime
 from simulator.config.workload import Workload
+from topology import codec
 from topology.errors import BadInput
 
 # Facts hold names of fields of a Plan, Workload and Runtime, and `gpus` and `layers`, which a reader is given.
@@ -23,7 +24,9 @@ Settings = dict[str, Any]  # values by the keys of a tool
 
 PLAN_FACTS = frozenset(field.name for field in fields(Plan))
 WORKLOAD_FACTS = frozenset({"seq_len", "global_batch_size"})
-RUNTIME_FACTS = frozenset({"compile", "param_dtype", "compute_dtype", "reduce_dtype", "optimizer"})
+RUNTIME_FACTS = frozenset(
+    {"compile", "param_dtype", "compute_dtype", "reduce_dtype", "optimizer", "adapter", "moe_dispatcher"}
+)
 
 
 class NotStated(BadInput):
@@ -143,6 +146,7 @@ def facts_of(plan: Plan, workload: Workload, runtime: Runtime, layers: int) -> F
     facts: Facts = {name: getattr(plan, name) for name in PLAN_FACTS}
     facts |= {name: getattr(workload, name) for name in WORKLOAD_FACTS}
     facts |= {name: getattr(runtime, name) for name in RUNTIME_FACTS}
+    facts["adapter"] = None if runtime.adapter is None else codec.to_builtins(runtime.adapter)
     if runtime.compute_dtype == TF32:  # a switch of torch's, not of a framework
         facts["compute_dtype"] = runtime.activation_dtype
     return facts | {"gpus": plan.gpus, "layers": layers}

@@ -78,8 +78,9 @@ class Workers:
             return max(0, self._free())
 
     def _free(self) -> int:
-        long = sum(job.runs_s > LONG_S for job in self._running)
-        return self._slots - len(self._running) + min(long, self._slots)
+        counted = [job for job in self._running if not job.reserved]
+        long = sum(job.runs_s > LONG_S for job in counted)
+        return self._slots - len(counted) + min(long, self._slots)
 
     def close(self) -> None:
         """End the processes that wait for work."""
@@ -92,7 +93,7 @@ class Workers:
         """Wait for the turn of a job and return its process; None where it was stopped before."""
         with self._changed:
             while not job.ended:
-                if self._free() > 0:
+                if job.reserved or self._free() > 0:
                     job.began = time.monotonic()
                     self._running.append(job)
                     alive = [one for one in self._idle if one.poll() is None]
@@ -115,7 +116,7 @@ class Workers:
 
 class Job:
     """One request: `result` or `error` is set once `done` is, `early` where the work has given an answer before. `ask`
-    keeps it wanted; `on_progress` is called at each change.
+    keeps it wanted; `on_progress` is called at each change; a `reserved` one begins at once, in none of the slots.
     """
 
     def __init__(
@@ -125,6 +126,7 @@ class Job:
         *arguments: Any,
         bounds: Bounds | None = None,
         on_progress: Callable[[], None] = lambda: None,
+        reserved: bool = False,
     ) -> None:
         self.line = ""
         self.done = threading.Event()
@@ -134,6 +136,7 @@ class Job:
         self.last_request_at = self.started = time.monotonic()
         self.began: float | None = None
         self.slowed = False
+        self.reserved = reserved
         self._workers = workers
         self._bounds = bounds or Bounds()
         self._on_progress = on_progress

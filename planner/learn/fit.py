@@ -242,7 +242,7 @@ class Runs:
         return np.asarray(np.where(np.isnan(measured), 0.0, np.log(predicted / measured)))
 
     def described_memory(self, *, compiled: bool) -> tuple[Floats, Floats]:
-        """Return the bytes of state and all bytes, as described, that compare with what each run measured."""
+        """Return the predicted bytes of state and of everything, to compare with what each run measured."""
         state, whole = [], []
         for run, found in zip(self.runs, self.asked.predicted({}, compiled=compiled, replayed=True), strict=True):
             rank = run.case.measured.get("memory_rank")

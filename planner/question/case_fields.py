@@ -10,6 +10,7 @@ from simulator.config.overlap_sites import canonical
 from simulator.config.plan_schema import MAX_COUNT, Kind, PlanField
 from simulator.pipeline.schedules.registry import SCHEDULES
 from simulator.runtimes.library import RECOMPUTE_SYNONYMS
+from simulator.runtimes.parts import MODULES
 from topology.codec import JsonObject
 from topology.errors import BadPlan
 
@@ -103,6 +104,24 @@ SPELLED: dict[str, Callable[[str], str]] = {
     "recompute": lambda word: RECOMPUTE_SYNONYMS.get(word.lower(), word),
     "tp_overlap": canonical,
 }
+
+
+def with_modules(stated: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any], list[str]]:
+    """Return a plan's fields with the modules of `recompute_modules` as its recompute mode, and what was assumed.
+
+    Modules are what `selective` recomputes; with `full` they change nothing, and with `none` they contradict it.
+    """
+    given = stated_value(stated, "recompute_modules")
+    rest = {name: value for name, value in stated.items() if name != "recompute_modules"}
+    modules = () if given is None else words_of(given, f"{where}.recompute_modules")
+    mode = stated_value(rest, "recompute")
+    if not modules:
+        return rest, []
+    if mode == "none":
+        raise BadPlan(f"{where}.recompute_modules with recompute none", why="nothing is recomputed", remedy="selective")
+    if mode not in (None, "selective"):
+        return rest, [f"recompute_modules {', '.join(modules)} change nothing: recompute {mode} takes whole layers"]
+    return {**rest, "recompute": MODULES.join(modules)}, []
 
 
 def plan_value(known: PlanField, value: Any, where: str) -> Any:

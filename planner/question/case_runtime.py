@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import Any
 
-from planner.question.case_fields import flag, refuse_unknown, section_of, unsaid, word_of
+from planner.question.case_fields import flag, kind_of, refuse_unknown, section_of, unsaid, word_of, words_of
 from planner.question.case_words import RUNTIME_KEYS
-from simulator.config.runtime import DEFAULT_RUNTIME, LOW_PRECISION, Runtime
-from simulator.legality.frameworks import Framework
-from simulator.runtimes.stated import resolve
+from simulator.config.runtime import DEFAULT_RUNTIME, FUSED_KERNELS, LOW_PRECISION, Runtime
+from simulator.legality.frameworks import ANY, Framework, framework_of_runtime
+from simulator.runtimes.library import is_described, runtime_names, runtime_spec
+from simulator.runtimes.stated import WHOLE_GRAPHS, resolve
+from simulator.runtimes.stated_adapter import ADAPTER_KEYS
 from topology.codec import JsonObject
+from topology.errors import BadPlan
 
 _NO_GRAPHS = ("no", "off", "false", "impl none")  # how sources say that there were no CUDA graphs
 
@@ -32,17 +37,15 @@ def runtime_section(data: Mapping[str, Any], name: str, assumed: list[str]) -> J
     """Return what a case says of its runtime, checked; what it leaves out goes to `assumed`. Raises UserError."""
     stated = section_of(data, "runtime", name)
     refuse_unknown(stated, RUNTIME_KEYS, f"case {name}: runtime")
-    graphs = stated.pop("cuda_graph", None)
-    stated["cuda_graph"] = not (unsaid(graphs) or graphs is False or str(graphs).lower().startswith(_NO_GRAPHS))
-    kernels = stated.pop("kernels", None)
-    if not unsaid(kernels) and word_of(kernels, f"case {name}: runtime.kernels").lower() != "none":
-        assumed.append(f"runtime.kernels {kernels}: what they fuse is not described, costed without them")
+    stated |= _graphs(stated.pop("cuda_graph", None), f"case {name}: runtime.cuda_graph")
+    stated |= _fused(stated.pop("kernels", None), f"case {name}: runtime.kernels", assumed)
+    stated["adapter"] = _adapter_section(stated.get("adapter"), f"case {name}: runtime.adapter")
     for key, value in stated.items():
-        if unsaid(value):
+        if unsaid(value) or key == "adapter":
             continue
         if key in {"compile", "cuda_graph"}:
             flag(value, f"case {name}: runtime.{key}")
-        else:
+        elif key not in {"graph_scopes", "fused"}:
             word_of(value, f"case {name}: runtime.{key}")
     recipe = stated.get("low_precision_recipe")
     if not unsaid(recipe):
@@ -54,7 +57,65 @@ def runtime_section(data: Mapping[str, Any], name: str, assumed: list[str]) -> J
     if unsaid(stated.get("name")):
         stated["name"] = DEFAULT_RUNTIME
         assumed.append(f"runtime {DEFAULT_RUNTIME} (not stated)")
-    return stated
+    elif (described := nearest_runtime(stated["name"], section_of(data, "plan", name))) != stated["name"]:
+        assumed.append(f"runtime {stated['name']} is not described: answered as {described}, the nearest that is")
+        stated["name"] = described
+    return _of_release(stated, assumed)
+
+
+def _of_release(stated: JsonObject, assumed: list[str]) -> JsonObject:
+    """Return a runtime as the software that its release names, where that is described as another kind of the same: a
+    loop of PyTorch may run its own layers or those of transformers, unless their kernels were replaced.
+    """
+    words = re.split(r"[^a-z0-9]+", str(stated.get("release") or "").lower())
+    kinds = [word for word in words if is_described(word) and runtime_spec(word).like == stated["name"]]
+    if not kinds or "layers" in stated.get("fused", ()):
+        return stated
+    assumed.append(f"layers of {kinds[0]} (release {stated['release']!r})")
+    return {**stated, "name": kinds[0]}
+
+
+def nearest_runtime(name: str, plan: Mapping[str, Any]) -> str:
+    """Return the runtime that a name means: itself where it is described, else one that is called much like it, else
+    what a plan of its kind usually runs in.
+    """
+    bare = name.partition("@")[0].strip().lower()
+    if is_described(bare) or framework_of_runtime(bare) is not ANY:
+        return name
+    near = get_close_matches(bare.replace("_", "-"), runtime_names(), n=1, cutoff=0.75)
+    inside = any((plan.get(axis) or 1) != 1 for axis in ("tp", "pp"))
+    by_stage = not unsaid(plan.get("zero_stage"))
+    return near[0] if near else "megatron-lm" if inside and by_stage else "deepspeed" if by_stage else "pytorch"
+
+
+def _fused(said: Any, where: str, assumed: list[str]) -> JsonObject:
+    """Return what kernels of others fuse, as far as that is described; what is not goes to `assumed`."""
+    if unsaid(said) or word_of(said, where).lower() == "none":
+        return {}
+    parts = next((fused for word, fused in FUSED_KERNELS.items() if word in said.lower()), ())
+    if not parts:
+        assumed.append(f"runtime.kernels {said}: what they fuse is not described, costed without them")
+    return {"fused": parts}
+
+
+def _adapter_section(stated: Any, where: str) -> JsonObject:
+    """Return what a case says of adapters, without what it leaves open. Raises BadPlan."""
+    if unsaid(stated):
+        return {}
+    if not isinstance(stated, dict):
+        raise BadPlan(f"{where} is {kind_of(stated)}, not an object", remedy='{"kind": "lora", "rank": 16}')
+    refuse_unknown(stated, ADAPTER_KEYS, where)
+    return {key: value for key, value in stated.items() if not unsaid(value)}
+
+
+def _graphs(said: Any, where: str) -> JsonObject:
+    """Return what a source says of CUDA graphs: whether there are any, and of which parts of a layer where it lists
+    them.
+    """
+    if isinstance(said, (list, tuple)):
+        scopes = tuple(word.replace(" ", "_").lower() for word in words_of(said, where))
+        return {"cuda_graph": bool(scopes), "graph_scopes": () if {*scopes} & WHOLE_GRAPHS else scopes}
+    return {"cuda_graph": not (unsaid(said) or said is False or str(said).lower().startswith(_NO_GRAPHS))}
 
 
 def implied_runtime(runtime: JsonObject, plan: Mapping[str, Any], framework: Framework) -> tuple[JsonObject, list[str]]:

@@ -21,7 +21,7 @@ from topology.errors import BadPlan, PlannerError
 # mean.
 ABOUT_KEYS = ("source", "note", "notes", "comment", "url", "date", "peers")
 CASE_KEYS = ("id", "model", "cluster", "workload", "plan", "runtime", "measured", "outcome", *ABOUT_KEYS)
-WORKLOAD_KEYS = ("task", "seq_len", "global_batch_size")
+WORKLOAD_KEYS = ("task", "seq_len", "global_batch_size", "routing", "expert_imbalance", "expert_counts")
 RUNTIME_KEYS = (
     "name",
     "version",
@@ -34,6 +34,9 @@ RUNTIME_KEYS = (
     "low_precision_recipe",
     "cuda_graph",
     "kernels",
+    "adapter",
+    "moe_dispatcher",
+    "expert_products",
 )
 MEASURED_KEYS = (
     "step_s",
@@ -46,7 +49,9 @@ MEASURED_KEYS = (
     "memory_rank",
     "log",
 )
-SECTIONS = {"workload": WORKLOAD_KEYS, "plan": tuple(PLAN_FIELDS), "runtime": RUNTIME_KEYS}
+# `recompute_modules` is what `recompute` names besides a mode (`planner.question.case_fields.with_modules`).
+PLAN_KEYS = (*PLAN_FIELDS, "recompute_modules")
+SECTIONS = {"workload": WORKLOAD_KEYS, "plan": PLAN_KEYS, "runtime": RUNTIME_KEYS}
 _NAMES = frozenset({"name", "version", "task", "log"})  # that say too little without their section
 
 

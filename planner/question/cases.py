@@ -15,14 +15,18 @@ from planner.io.inputs import read_cluster
 from planner.question.case_fields import (
     kind_of,
     plan_value,
+    positive,
     refuse_unknown,
     section_of,
     stated_value,
     unsaid,
     whole_number,
+    whole_numbers,
+    with_modules,
+    word_of,
 )
 from planner.question.case_runtime import implied_runtime, resolve_runtime, runtime_section
-from planner.question.case_words import in_sections
+from planner.question.case_words import PLAN_KEYS, WORKLOAD_KEYS, in_sections
 from planner.question.flags import Flags
 from planner.question.plan_file import PlanFile, load_plan, require_fresh
 from planner.question.question import Question, question_of
@@ -143,7 +147,7 @@ def build_case(
     """
     stated, implied = implied_runtime(dict(runtime), plan, framework)
     resolved, from_runtime = resolve_runtime(stated)
-    chosen, from_plan = complete_plan(plan, workload, framework, where=where)
+    chosen, from_plan = complete_plan(plan, workload, framework, where=where, experts=model.moe is not None)
     verify_lists(chosen, where=where, layers=model.layers, gpus=max(chosen.gpus, cluster.gpu_count))
     verify_workload(workload, where=where)
     verify_runtime(resolved, where=where)
@@ -313,14 +317,15 @@ def case_id(data: Mapping[str, Any]) -> str:
 
 
 def complete_plan(
-    stated: Mapping[str, Any], workload: Workload, framework: Framework, *, where: str
+    stated: Mapping[str, Any], workload: Workload, framework: Framework, *, where: str, experts: bool = False
 ) -> tuple[Plan, list[str]]:
     """Return the Plan that `stated` describes, unstated fields at the framework's defaults, and what was assumed.
 
     An unstated micro batch is one sequence in a pipeline (torchtitan's default) and else the whole share of a
-    data-parallel rank, which is what a run without gradient accumulation does.
+    data-parallel rank, which is what a run without gradient accumulation does. `experts`: the model has some.
     """
-    refuse_unknown(stated, tuple(PLAN_FIELDS), f"{where}: plan")
+    refuse_unknown(stated, PLAN_KEYS, f"{where}: plan")
+    stated, assumed = with_modules(stated, f"{where}: plan")
     values = {
         name: plan_value(known, value, f"{where}: plan.{name}")
         for name, known in PLAN_FIELDS.items()
@@ -329,14 +334,19 @@ def complete_plan(
     unstated = [
         name for name, known in PLAN_FIELDS.items() if known.is_degree and name in stated and name not in values
     ]
-    assumed = [f"{name} 1 (not stated)" for name in unstated]
+    assumed += [f"{name} 1 (not stated)" for name in unstated]
     tp, pp = values.get("tp", 1), values.get("pp", 1)
     if "sequence_parallel" not in values:
-        values["sequence_parallel"] = framework.sequence_parallel_default and tp > 1
+        needed = experts and framework.sequential_experts
+        values["sequence_parallel"] = (framework.sequence_parallel_default or needed) and tp > 1
         if tp > 1:
             assumed.append(
-                f"sequence_parallel {str(values['sequence_parallel']).lower()} ({framework.title}'s default)"
+                f"sequence_parallel {str(values['sequence_parallel']).lower()} ({framework.title}"
+                + ("'s experts need it)" if needed else "'s default)")
             )
+    if experts and framework.splits_experts and "etp" not in values and tp > 1:
+        values["etp"], why = _expert_split(values, tp)
+        assumed.append(why)
     if "schedule" in values and pp == 1:
         del values["schedule"]
         assumed.append(f"schedule {stated_value(stated, 'schedule')} changes nothing: there is no pipeline (pp 1)")
@@ -358,6 +368,18 @@ def complete_plan(
     plan = Plan(**values)
     verify_plan(plan, where=where)
     return plan, assumed
+
+
+def _expert_split(values: Mapping[str, Any], tp: int) -> tuple[int, str]:
+    """Return how many ranks split each expert where a source does not say, and why: all of tensor parallelism, unless
+    the ranks of a stage are too few for that.
+    """
+    ranks = tp
+    for axis in ("dp_replicate", "dp_shard", "cp"):
+        ranks *= values.get(axis, 1)
+    if ranks % (tp * values.get("ep", 1)) == 0:
+        return tp, f"etp {tp} (not stated: that of tensor parallelism)"
+    return 1, f"etp 1 (not stated: tp {tp} x ep {values.get('ep', 1)} are more than the {ranks} ranks of a stage)"
 
 
 # --- one field at a time ------------------------------------------------------------------------------------------
@@ -395,7 +417,7 @@ def _cluster(value: Any, name: str) -> tuple[Cluster, list[str]]:
 def _workload(value: Any, name: str) -> Workload:
     if not isinstance(value, dict):
         raise BadInput(f"case {name}: workload is {kind_of(value)}, not an object with seq_len and global_batch_size")
-    refuse_unknown(value, ("task", "seq_len", "global_batch_size"), f"case {name}: workload")
+    refuse_unknown(value, WORKLOAD_KEYS, f"case {name}: workload")
     task = value.get("task") or "train"
     if task != "train":
         raise UserError(
@@ -407,4 +429,17 @@ def _workload(value: Any, name: str) -> Workload:
         task="train",
         seq_len=whole_number(value.get("seq_len"), f"case {name}: workload.seq_len"),
         global_batch_size=whole_number(value.get("global_batch_size"), f"case {name}: workload.global_batch_size"),
+        **_routing(value, f"case {name}: workload"),
     )
+
+
+def _routing(value: Mapping[str, Any], where: str) -> JsonObject:
+    """Return what a source says of how tokens spread over experts."""
+    said: JsonObject = {}
+    if (word := stated_value(value, "routing")) is not None:
+        said["routing"] = word_of(word, f"{where}.routing")
+    if (load := stated_value(value, "expert_imbalance")) is not None:
+        said["expert_imbalance"] = positive(load, f"{where}.expert_imbalance")
+    if (counts := stated_value(value, "expert_counts")) is not None:
+        said["expert_counts"] = whole_numbers(counts, f"{where}.expert_counts")
+    return said

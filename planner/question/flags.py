@@ -8,7 +8,8 @@ from typing import Any, Protocol
 
 from planner.io.inputs import refuse_empty
 from planner.question.learned_runtime import is_learned
-from planner.requests.training import OnePlan, Suggest
+from planner.requests.training import OnePlan, Suggest, Trained
+from topology.codec import JsonObject
 from topology.errors import UserError
 
 
@@ -51,6 +52,24 @@ class StatesQuestion(Protocol):
     def compute_dtype(self) -> str | None: ...
 
 
+def adapter_stated(trained: Trained) -> JsonObject | None:
+    """Return what flags say of adapters and frozen weights, as a case has it. Raises UserError."""
+    said = {name: value for name in ("lora", "qlora", "freeze") if (value := getattr(trained, name)) is not None}
+    if len(said) > 1:
+        raise UserError(
+            f"--{' and --'.join(said)} are two ways to train", why="a run has one of them", remedy="give one of them"
+        )
+    for name, text in said.items():
+        head, colon, rest = text.partition(":")
+        names = [word.strip() for word in (text if name == "freeze" else rest).split(",") if word.strip()]
+        if name == "freeze":
+            return {"kind": "frozen", "target_modules": names}
+        if not (head.isascii() and head.isdigit()) or (colon and not names):
+            raise UserError(f"--{name} {text[:60]!r} is no rank", remedy=f"--{name} 16, or --{name} 16:q_proj,v_proj")
+        return {"kind": name, "rank": int(head[:9]), **({"target_modules": names} if names else {})}
+    return None
+
+
 def flags_of_question(
     asked: StatesQuestion,
     *,
@@ -73,6 +92,7 @@ def flags_of_question(
             "compile": asked.compile_model,
             "param_dtype": asked.param_dtype,
             "compute_dtype": asked.compute_dtype,
+            "adapter": adapter_stated(trained) if (trained := getattr(asked, "trained", None)) else None,
             **runtime,
         },
     )

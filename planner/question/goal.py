@@ -4,21 +4,60 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 from topology.errors import UserError
 
 TIMES_S = {"h": 3600.0, "d": 86400.0, "w": 604800.0}
+ABOUT_RUNS = ("deadline", "budget", "mtbf", "checkpoint_bandwidth", "restart", "async_checkpoint")
 THOUSANDS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
+
+
+class WholeRunFlags(Protocol):
+    """What a request states of a whole run."""
+
+    @property
+    def tokens(self) -> str | None: ...
+    @property
+    def gpu_price(self) -> float | None: ...
+    @property
+    def deadline(self) -> str | None: ...
+    @property
+    def budget(self) -> str | None: ...
+    @property
+    def mtbf(self) -> str | None: ...
+    @property
+    def checkpoint_bandwidth(self) -> float | None: ...
+    @property
+    def restart(self) -> float | None: ...
+    @property
+    def async_checkpoint(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goal:
-    """A training run of `tokens`. `budget` is in the currency of the price of a GPU for an hour."""
+    """A training run of `tokens`. `budget` is in the currency of the price of a GPU for an hour.
+
+    `mtbf_hours` are between failures of one GPU, or of one node where `mtbf_of` says so; checkpoints go to storage at
+    `checkpoint_bytes_per_s`, alongside steps where they are asynchronous; `restart_s` are from a failure to the next
+    step. What is None is as published runs have it (`simulator.failures.goodput`).
+    """
 
     tokens: float
     gpu_price_per_hour: float | None = None
     deadline_s: float | None = None
     budget: float | None = None
+    mtbf_hours: float | None = None
+    mtbf_of: str = "gpu"
+    checkpoint_bytes_per_s: float | None = None
+    restart_s: float | None = None
+    async_checkpoint: bool = False
+
+    def gpu_hours(self, gpus_per_node: int) -> float | None:
+        """Return the hours of a GPU in which one failure is expected; None where nobody said."""
+        if self.mtbf_hours is None:
+            return None
+        return self.mtbf_hours * (gpus_per_node if self.mtbf_of == "node" else 1)
 
     @property
     def seeks_count(self) -> bool:
@@ -26,12 +65,14 @@ class Goal:
         return self.deadline_s is not None or self.budget is not None
 
 
-def goal_of(tokens: str | None, gpu_price: float | None, deadline: str | None, budget: str | None) -> Goal | None:
+def goal_of(asked: WholeRunFlags) -> Goal | None:
     """Return the goal that flags state; None without tokens. Raises UserError where one flag needs another."""
+    tokens, gpu_price, deadline, budget = asked.tokens, asked.gpu_price, asked.deadline, asked.budget
     if tokens is None:
-        if option := "--deadline" if deadline is not None else "--budget" if budget is not None else "":
+        about = {name: getattr(asked, name) for name in ABOUT_RUNS}
+        if said := next((name for name, value in about.items() if value not in (None, False)), None):
             raise UserError(
-                f"{option} is about a whole run",
+                f"--{said.replace('_', '-')} is about a whole run",
                 why="the number of tokens to train on is not given",
                 remedy="--tokens 2T",
             )
@@ -43,7 +84,25 @@ def goal_of(tokens: str | None, gpu_price: float | None, deadline: str | None, b
         gpu_price_per_hour=gpu_price,
         deadline_s=None if deadline is None else _seconds(deadline),
         budget=None if budget is None else _amount(budget, "--budget", "1M, 250k or 50000"),
+        **_mtbf(asked.mtbf),
+        checkpoint_bytes_per_s=asked.checkpoint_bandwidth,
+        restart_s=asked.restart,
+        async_checkpoint=asked.async_checkpoint,
     )
+
+
+def _mtbf(text: str | None) -> dict[str, Any]:
+    if text is None:
+        return {}
+    match = re.fullmatch(r"\s*([0-9]{1,9}(?:\.[0-9]{1,6})?(?:e[0-9])?)\s*(?::(gpu|node))?\s*", text[:100].lower())
+    hours = float(match[1]) if match else 0.0
+    if match is None or hours <= 0:
+        raise UserError(
+            f"--mtbf {text[:40]!r} is no time between failures",
+            why="it is in hours, of one GPU or of one node",
+            remedy="--mtbf 50000:gpu, or --mtbf 6000:node",
+        )
+    return {"mtbf_hours": hours, "mtbf_of": match[2] or "gpu"}
 
 
 def _amount(text: str, flag: str, examples: str) -> float:

@@ -17,6 +17,7 @@ from planner.question.cases import Case, all_assumed, complete_plan, require_pip
 from planner.question.flags import Flags
 from planner.question.plan_file import require_fresh
 from planner.question.question import Question
+from simulator.config.adapter import Adapter
 from simulator.config.hf_config import load_model
 from simulator.config.plan import MESH_AXES, PLAN_FIELDS, Plan
 from simulator.config.runtime import Runtime
@@ -167,4 +168,6 @@ def _shown(value: Any) -> str:
         return "on" if value else "off"
     if isinstance(value, (list, tuple)):
         return f"a list of {len(value)}" if value else "none"
+    if isinstance(value, Adapter):
+        return value.title
     return "none" if value is None else str(value)

@@ -17,7 +17,8 @@ LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 class Settings:
     """`database` is a URL; None is SQLite in `folder`. `users` has the SHA-256 of each user's token, by user.
 
-    `rate_per_s` is how many jobs a user may submit a second, `limit_s` how long a question may take.
+    `programs` are those that a tuning's command may start: whoever may ask could otherwise run anything as the user of
+    the service. `rate_per_s` is how many jobs a user may submit a second, `limit_s` how long a question may take.
     """
 
     folder: str
@@ -27,6 +28,7 @@ class Settings:
     workers: int = 2
     users: dict[str, str] | None = None
     allowed_hosts: tuple[str, ...] = ()
+    programs: tuple[str, ...] = ()
     limit_s: float = 600.0
     memory_bytes: int = 4 << 30
     rate_per_s: float = 100.0

@@ -28,7 +28,7 @@ def cluster(default: str) -> Any:
 
 
 def gpu() -> Any:
-    return option(None, "--gpu", help="GPU model where a captured text does not name it (h200-sxm).")
+    return option(None, "--gpu", help="GPU model, such as h200-sxm, if a captured text does not name it.")
 
 
 def seq_len() -> Any:
@@ -38,13 +38,13 @@ def seq_len() -> Any:
         "--seq",
         least=1,
         most=1 << 31,
-        help="Tokens in a sequence; default 8192, or as many as the model has positions.",
+        help="Tokens in a sequence; default: 8192, or the model's own limit if that is less.",
     )
 
 
 def global_batch() -> Any:
     return option(
-        None, "--global-batch", least=1, most=1 << 31, help="Sequences in a step; default: a published recipe's."
+        None, "--global-batch", least=1, most=1 << 31, help="Sequences in a step; default: that of a published recipe."
     )
 
 
@@ -53,19 +53,23 @@ def profile() -> Any:
 
 
 def strict() -> Any:
-    return option(False, "--strict", help="Refuse a profile of other GPUs, another driver or long ago.")
+    return option(
+        False, "--strict", help="Refuse a profile that is old, or was made with other GPUs or another driver."
+    )
 
 
 def redact() -> Any:
     return option(
         False,
         "--redact",
-        help="Leave out UUIDs, addresses, folders, host and user names, to show it to others.",
+        help="Leave out UUIDs, addresses, folders, host and user names, so that it can be shared.",
     )
 
 
 def learned_runtime() -> Any:
-    return option(None, "--runtime", help="Learned runtime (planner learn) in the place of the cases' own.")
+    return option(
+        None, "--runtime", help="Learned runtime (from planner learn), instead of the one that the cases name."
+    )
 
 
 def json_flag() -> Any:
@@ -73,26 +77,32 @@ def json_flag() -> Any:
 
 
 def compiled() -> Any:
-    return option(None, "--compile/--no-compile", help="torch.compile the model.")
+    return option(None, "--compile/--no-compile", help="Compile the model with torch.compile.")
 
 
 def tolerance() -> Any:
     return option(
-        None, "--tolerance", percent=True, metavar="PERCENT", help="Exit 4 when an error exceeds this: 5 or 5%."
+        None,
+        "--tolerance",
+        percent=True,
+        metavar="PERCENT",
+        help="Exit with 4 if an error is larger than this: 5 or 5%.",
     )
 
 
 def param_dtype() -> Any:
-    return option(None, "--param-dtype", help="Type parameters are stored in: float32, bfloat16 or float16.")
+    return option(None, "--param-dtype", help="Data type of stored parameters: float32, bfloat16 or float16.")
 
 
 def compute_dtype() -> Any:
     return option(
         None,
         "--compute-dtype",
-        help="Type products compute in: bfloat16, float16, float32, tf32, float8 or float4; default the runtime's.",
+        help="Data type of matrix products: bfloat16, float16, float32, tf32, float8, float4; default: the runtime's.",
     )
 
 
 def time_limit() -> Any:
-    return option(None, "--time-limit", least=0.0, help="Seconds after which the best so far is the answer.")
+    return option(
+        None, "--time-limit", least=0.0, help="Stop searching after this many seconds and answer with the best so far."
+    )

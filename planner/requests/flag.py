@@ -63,6 +63,7 @@ class Flag:
     metavar: str | None = None
     environment: str | None = None  # the variable that says it
     percent: bool = False
+    program: bool = False  # its first word is a program, which is started
     hidden: bool = False
     prints: str = ""  # a switch that prints this and ends
     show_default: bool = True

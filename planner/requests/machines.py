@@ -40,41 +40,51 @@ class Probe(Request):
     sources: list[str] | None = option(
         None,
         "--from",
-        help="Captured nvidia-smi topo -m, nvlink, p2p or NCCL XML, or a catalogue name; again for more; - for stdin.",
+        help="Captured nvidia-smi topo -m, nvlink, p2p or NCCL XML, or a catalogue name; may be repeated; - for stdin.",
     )
-    gpu: str | None = option(None, "--gpu", help="GPU model, where the text does not say it (such as h100-sxm).")
+    gpu: str | None = option(None, "--gpu", help="GPU model, such as h100-sxm, if the text does not name it.")
     out: Path | None = option(None, "--out", help="Save the cluster to this file.")
-    force: bool = option(False, "--force", help="Let --out and --svg replace a file.")
+    force: bool = option(False, "--force", help="Let --out and --svg overwrite files.")
     to: ClusterFormat | None = option(
         None, "--to", help="Print the cluster for another tool instead, or save it with --out."
     )
     svg: Path | None = option(None, "--svg", help="Draw the node and its links to this file.")
-    explain: bool = option(False, "--explain", help="Say in English what is connected how.")
+    explain: bool = option(False, "--explain", help="Describe in words what is connected, and how.")
     redact: bool = common.redact()
     json: bool = common.json_flag()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Doctor(Request):
-    """Compare the machine with its datasheet, its siblings and itself; say what each fault costs.
+    """Compare the machine with its datasheet and its GPUs with each other, and say what each fault costs.
 
-    Exit code 1 when it is unhealthy, 0 when it is healthy or has no GPU. Nothing is changed, no process is ended.
+    The exit code is 1 if it is unhealthy, and 0 if it is healthy or has no GPU. Nothing is changed, and no process is
+    ended.
     """
 
     sources: list[str] | None = option(
-        None, "--from", help="Captured nvidia-smi or NCCL output instead of this machine; again for more."
+        None, "--from", help="Captured nvidia-smi or NCCL output, instead of this machine; may be repeated."
     )
-    cluster: str | None = option(None, "--cluster", help="Judge a cluster file, not this machine.")
-    expect: str | None = option(None, "--expect", help="What it should be: a catalogue name or cluster file.")
-    gpu: str | None = option(None, "--gpu", help="GPU model, where the text does not say it (such as h100-sxm).")
+    cluster: str | None = option(
+        None, "--cluster", help="Check a catalogue name or cluster file, instead of this machine."
+    )
+    expect: str | None = option(None, "--expect", help="What the machine should be: a catalogue name or cluster file.")
+    gpu: str | None = option(None, "--gpu", help="GPU model, such as h100-sxm, if the text does not name it.")
     measure: bool = option(False, "--measure", help="Measure links, GPUs and collectives; needs torch.")
-    measured: Path | None = option(None, "--measured", help="Use a saved measurement.")
+    measured: Path | None = option(None, "--measured", help="Use a measurement that --save-measured wrote.")
+    launcher: str | None = option(
+        None, "--launcher", help="slurm: check what a job needs, on nodes that are free now, instead of this machine."
+    )
+    nodes: int | None = option(None, "--nodes", least=1, most=1024, help="Nodes of such a job; default 2.")
+    gpus_per_node: int | None = option(
+        None, "--gpus-per-node", least=0, most=64, help="GPUs of each; default: as many as nodes declare."
+    )
     budget: str = option("60s", "--budget", help="Time for --measure, such as 60s or 2m.")
-    allow_busy: bool = option(False, "--allow-busy", help="Measure though others use the GPUs.")
+    allow_busy: bool = option(False, "--allow-busy", help="Measure even if others use the GPUs.")
     out: Path | None = option(None, "--out", help="Save the cluster, with measured rates.")
     save_measured: Path | None = option(None, "--save-measured", help="Save the raw measurement.")
     save_profile: Path | None = option(None, "--save-profile", help="Save measured collectives as a profile.")
-    force: bool = option(False, "--force", help="Let --out and --save-... replace files.")
+    force: bool = option(False, "--force", help="Let --out and --save-... overwrite files.")
     redact: bool = common.redact()
     json: bool = common.json_flag()
 
@@ -86,7 +96,9 @@ class Collective(Request):
     cluster: str = common.cluster("dgx-h100")
     gpu: str | None = common.gpu()
     op: str = option("all_reduce", "--op", help="all_reduce, all_gather, reduce_scatter, all_to_all, broadcast.")
-    gpus: int | None = option(None, "--gpus", least=2, most=1 << 20, help="Ranks; default the cluster.")
+    gpus: int | None = option(
+        None, "--gpus", least=2, most=1 << 20, help="Number of ranks; default: all GPUs of the cluster."
+    )
     sizes: str = option(
         "1048576,16777216,268435456",
         "--bytes",
@@ -99,9 +111,11 @@ class Collective(Request):
     algorithm: str | None = option(
         None, "--algorithm", help="ring, tree, nvls, nvls_tree, pat, one_shot, two_shot or copy_engine."
     )
-    launch: Launch | None = option(None, "--launch", help="What a time contains: default queued, device time alone.")
+    launch: Launch | None = option(
+        None, "--launch", help="What a time includes; default: queued, which is device time alone."
+    )
     known_every: int | None = option(
-        None, "--known-every", least=2, help="Give away every Nth row of a table, score the others."
+        None, "--known-every", least=2, help="Calibrate with every Nth row of a table, and score the others."
     )
     profile: Path | None = common.profile()
     strict: bool = common.strict()
@@ -110,17 +124,16 @@ class Collective(Request):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibrate(Request):
-    """Measure layers, operators, collectives, contention and overlap, what decides a question first; fit; say what is
-    left.
+    """Measure layers, operators, collectives, contention and overlap, and save them as a profile.
 
-    With --model the plans that could win are looked for, and measured is what narrows the choice between them most a
-    second. What the profile has already is not measured again, so a run that was cut short is continued by the same
-    command. Exit code 1 when there is no GPU to measure.
+    With --model, it finds the plans that could win, and measures first what narrows the choice between them most per
+    second. What the profile already has is not measured again, so the same command continues a run that was cut short.
+    The exit code is 1 if there is no GPU to measure.
     """
 
     cluster: str = option("local", "--cluster", help="What this machine is: local, a catalogue name or a cluster file.")
     gpu: str | None = common.gpu()
-    out: Path | None = option(None, "--out", help="Profile to write; one that exists is added to.")
+    out: Path | None = option(None, "--out", help="Profile to write; new samples are added to one that exists.")
     budget: str = option("120s", "--budget", help="Time for measuring, such as 60s or 10m.")
     model: str | None = option(None, "--model", "--config", help="Measure what decides between this model's plans.")
     seq_len: int | None = option(
@@ -132,26 +145,30 @@ class Calibrate(Request):
     micro_batch: int | None = option(
         None, "--micro-batch", least=1, most=1 << 20, help="Only plans with this micro batch."
     )
-    framework: str | None = option(None, "--framework", help="Whose plans, with --model; default torchtitan.")
+    framework: str | None = option(
+        None, "--framework", help="Framework whose plans compete, with --model; default: torchtitan."
+    )
     compile_model: bool | None = common.compiled()
     param_dtype: str | None = common.param_dtype()
     compute_dtype: str | None = common.compute_dtype()
     wanted: list[Path] | None = option(
-        None, "--for", help="Plan or case file: measure what its steps rest on; again for more."
+        None, "--for", help="Plan or case file: measure what its steps rest on; may be repeated."
     )
     runtime: list[str] | None = option(
-        None, "--runtime", help="Measure what typical plans of this runtime rest on; again for more."
+        None, "--runtime", help="Measure what typical plans of this runtime rest on; may be repeated."
     )
-    gpus: int | None = option(None, "--gpus", least=1, help="How many GPUs to use; default all.")
+    gpus: int | None = option(None, "--gpus", least=1, help="How many GPUs to use; default: all.")
     operators: bool = option(True, "--operators/--no-operators", help="Measure operators.")
     collectives: bool = option(True, "--collectives/--no-collectives", help="Measure collectives.")
-    text: Path | None = option(None, "--text", help="torchtitan's tokenizer/ and c4_test/, to load data as it does.")
-    store: bool = option(True, "--store/--no-store", help="Also keep the samples among this user's data.")
-    allow_busy: bool = option(False, "--allow-busy", help="Measure though others use the GPUs.")
+    text: Path | None = option(
+        None, "--text", help="Folder with torchtitan's tokenizer/ and c4_test/, to time its data loading."
+    )
+    store: bool = option(True, "--store/--no-store", help="Also keep the samples in the user's data folder.")
+    allow_busy: bool = option(False, "--allow-busy", help="Measure even if others use the GPUs.")
     dry_run: bool = option(
         False,
         "--dry-run",
-        help="Say what would be measured, in which order and how long; --cluster may be another machine.",
+        help="Show what would be measured, in which order and how long; --cluster may be another machine.",
     )
     device: str = option("cuda", "--device", hidden=True)
     json: bool = common.json_flag()

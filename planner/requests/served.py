@@ -4,6 +4,7 @@ from __future__ import annotations
 
 SERVED = ("suggest", "estimate", "explain", "compare", "check", "trace", "apply", "tune")
 RUNS = frozenset({"apply", "tune"})  # commands that use the machine itself: one at a time, never started twice
+SHORT = frozenset({"estimate", "compare"})  # answered within seconds, whatever is asked
 # What commands write in any case: the flag that names it, and a name.
 ALWAYS_WRITTEN = {"apply": ("out", "run"), "trace": ("out", "trace.json"), "tune": ("state", "state.jsonl")}
 CONTINUED = "resume"  # a file that is sent, and goes on in the place of what would be written

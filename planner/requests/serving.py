@@ -93,33 +93,43 @@ def refuse(names: Iterable[str], task: Task, flag_names: Mapping[str, str] | Non
 
 def separate() -> Any:
     """Return the field of `--separate`."""
-    return option(False, "--separate", help="Read prompts and write answers on GPUs of their own, too.")
+    return option(
+        False,
+        "--separate",
+        help="Also try deployments that read prompts (prefill) and write answers (decode) on separate GPUs.",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
     """What a server is asked, and what its clients want; None is what nobody stated."""
 
-    isl: int | None = option(None, "--isl", least=1, most=1 << 24, help="Tokens of a prompt.")
-    osl: int | None = option(None, "--osl", least=1, most=1 << 24, help="Tokens of an answer.")
-    vary: float | None = option(None, "--vary", least=0, most=1, help="Share by which lengths vary; default 0.2.")
+    isl: int | None = option(None, "--isl", least=1, most=1 << 24, help="Tokens in a prompt.")
+    osl: int | None = option(None, "--osl", least=1, most=1 << 24, help="Tokens in an answer.")
+    vary: float | None = option(
+        None, "--vary", least=0, most=1, help="How much these lengths vary, as a share; default: 0.2."
+    )
     concurrency: int | None = option(
-        None, "--concurrency", least=1, most=1 << 16, help="Clients that ask again at once."
+        None,
+        "--concurrency",
+        least=1,
+        most=1 << 16,
+        help="Clients; each sends a request as soon as its last one is answered.",
     )
     request_rate: float | None = option(
-        None, "--request-rate", least=1e-06, most=1000000.0, help="Requests a second, Poisson."
+        None, "--request-rate", least=1e-06, most=1000000.0, help="Requests per second; they arrive as --arrivals says."
     )
     arrivals: str | None = option(
-        None, "--arrivals", help="At --request-rate: constant, poisson, or gamma:CV for bursts."
+        None, "--arrivals", help="How requests arrive: poisson (default), constant, or gamma:CV for bursts."
     )
     requests: str | None = option(
-        None, "--requests", help="File of requests, JSON lines or CSV: arrival_s, prompt, output."
+        None, "--requests", help="File of requests, as JSON lines or CSV with arrival_s, prompt, output."
     )
     cached_prompt: float | None = option(
-        None, "--cached-prompt", least=0, most=1, help="Share of prompts that the prefix cache holds."
+        None, "--cached-prompt", least=0, most=1, help="Share of each prompt that the prefix cache holds."
     )
-    ttft: float | None = option(None, "--ttft", least=0, help="Target: seconds to the first token.")
-    tpot: float | None = option(None, "--tpot", least=0, help="Target: seconds a token after it.")
+    ttft: float | None = option(None, "--ttft", least=0, help="Target: seconds to the first token of an answer.")
+    tpot: float | None = option(None, "--tpot", least=0, help="Target: seconds per token after the first.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,24 +139,32 @@ class Engine:
     engine: str | None = option(
         None,
         "--engine",
-        help="vllm, sglang, trtllm, or meshwright, which planner apply runs; vllm==0.8.3 for a release.",
+        help="vllm, sglang, trtllm, or meshwright, which planner apply runs; with a release: vllm==0.8.3.",
     )
-    weights: str | None = option(None, "--weights", help="bfloat16, float8, float4, int4, or mxfp4 (experts).")
-    kv_cache: str | None = option(None, "--kv-cache", help="bfloat16 or float8.")
+    weights: str | None = option(
+        None, "--weights", help="Data type of weights: bfloat16, float8, float4, int4, or mxfp4 (experts)."
+    )
+    kv_cache: str | None = option(None, "--kv-cache", help="Data type of the KV cache: bfloat16 or float8.")
     max_num_seqs: int | None = option(
-        None, "--max-num-seqs", least=1, most=1 << 16, help="Answers that go on at once; default: the engine's."
+        None,
+        "--max-num-seqs",
+        least=1,
+        most=1 << 16,
+        help="Most requests that an engine answers at a time; default: the engine's own.",
     )
     max_num_batched_tokens: int | None = option(
-        None, "--max-num-batched-tokens", least=16, most=1 << 20, help="Tokens of a step."
+        None, "--max-num-batched-tokens", least=16, most=1 << 20, help="Most tokens in a step of an engine."
     )
     gpu_memory_utilization: float | None = option(
-        None, "--gpu-memory-utilization", least=0.01, most=1, help="Share of a GPU's memory to use."
+        None, "--gpu-memory-utilization", least=0.01, most=1, help="Share of a GPU's memory that an engine may use."
     )
     eager: bool | None = option(
-        None, "--eager/--no-eager", help="The engine captures no CUDA graph and compiles nothing."
+        None, "--eager/--no-eager", help="Run the engine without CUDA graphs and without compilation."
     )
     no_custom_all_reduce: bool | None = option(
-        None, "--no-custom-all-reduce/--custom-all-reduce", help="Sums over GPUs are NCCL's."
+        None,
+        "--no-custom-all-reduce/--custom-all-reduce",
+        help="Let NCCL do all-reduces, instead of the engine's own kernel.",
     )
 
 
@@ -154,10 +172,12 @@ class Engine:
 class Deployment:
     """Parts of one deployment, which a search chooses."""
 
-    replicas: int | None = option(None, "--replicas", least=1, help="Engines; default: as many as the GPUs hold.")
+    replicas: int | None = option(
+        None, "--replicas", least=1, help="Number of engines; default: as many as the GPUs hold."
+    )
     dp_attention: int | None = option(
-        None, "--dp-attention", least=1, help="Ranks whose attention has requests of its own."
+        None, "--dp-attention", least=1, help="Data-parallel degree of attention: ranks that each hold other requests."
     )
     prefill: str | None = option(
-        None, "--prefill", help="Engines that only read prompts, such as 2xtp4; the others write."
+        None, "--prefill", help="Engines that only read prompts, such as 2xtp4; the others write answers."
     )

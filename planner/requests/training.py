@@ -32,6 +32,21 @@ class Objective(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """What of the network is trained, where that is not everything."""
+
+    lora: str | None = option(
+        None, "--lora", metavar="RANK[:MODULES]", help="Train LoRA adapters: 16, 16:q_proj,v_proj or 16:all-linear."
+    )
+    qlora: str | None = option(
+        None, "--qlora", metavar="RANK[:MODULES]", help="The same over frozen weights in NF4 (QLoRA)."
+    )
+    freeze: str | None = option(
+        None, "--freeze", metavar="PATTERNS", help="Modules that are not trained: embed_tokens, mlp, self_attn.q_proj."
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OnePlan:
     """A question with one plan, as flags state it. `plan` is by field of a plan; None is what nobody stated."""
 
@@ -43,25 +58,29 @@ class OnePlan:
         None, "--cluster", help="GPUs (2x8xH100), machine type, catalogue name or cluster file."
     )
     gpu: str | None = common.gpu()
-    gpus: int | None = option(None, "--gpus", least=1, most=1 << 20, help="How many GPUs of it.")
+    gpus: int | None = option(None, "--gpus", least=1, most=1 << 20, help="How many of its GPUs to use.")
     seq_len: int | None = common.seq_len()
     global_batch: int | None = common.global_batch()
     plan: Mapping[str, Any] = plan_flags()
     runtime: str | None = option(
-        None, "--runtime", "--framework", help="The software that runs it, with a version or without: torchtitan@0.2.2."
+        None,
+        "--runtime",
+        "--framework",
+        help="Software that runs the plan, with or without a version: torchtitan@0.2.2.",
     )
     compile_model: bool | None = common.compiled()
     param_dtype: str | None = common.param_dtype()
     compute_dtype: str | None = common.compute_dtype()
+    trained: Trained = group(Trained)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suggest(Request):
     """Rank the legal plans for one training step by predicted time, memory or cost.
 
-    Every legal plan of the framework is bounded, and those that could be best are costed, so the answer is optimal
-    within the model, unless --time-limit cut the search short: then its gap is printed. Defaults that were used are
-    printed as assumed.
+    The search bounds every legal plan of the framework and costs those that could be best. The answer is therefore
+    optimal within the cost model, unless --time-limit ended the search early; then the remaining gap is printed.
+    Defaults that were used are listed as assumed.
     """
 
     model: str = common.model("llama3-8b")
@@ -69,9 +88,9 @@ class Suggest(Request):
     cluster: str = common.cluster("dgx-h100")
     gpu: str | None = common.gpu()
     gpus: str | None = option(
-        None, "--gpus", help="Number of GPUs, several (8,16,32) to compare, or min for the fewest."
+        None, "--gpus", help="Number of GPUs; several (8,16,32) are compared; min finds the fewest that surely fit."
     )
-    task: Task = option(Task.TRAIN, "--task", help="train: a step; serve: answers to requests.")
+    task: Task = option(Task.TRAIN, "--task", help="train: a training step; serve: an inference server.")
     seq_len: int | None = common.seq_len()
     global_batch: int | None = common.global_batch()
     framework: str = option(
@@ -82,36 +101,65 @@ class Suggest(Request):
     objective: Objective = option(
         Objective.TIME,
         "--objective",
-        help="time, memory, or pareto of both; throughput (a GPU) and cost (a token) differ where --gpus compares."
-        " Serving: latency, throughput, cost.",
+        help="time, memory, or pareto for both; throughput (per GPU) and cost (per token) differ from time only if"
+        " --gpus compares several numbers. Serving: latency, throughput, cost.",
     )
     gpu_price: float | None = option(
-        None, "--gpu-price", least=0.0, most=1000000000.0, help="Price of a GPU for an hour, to cost tokens."
+        None, "--gpu-price", least=0.0, most=1000000000.0, help="Price of a GPU-hour, in any currency: adds costs."
     )
-    tokens: str | None = option(None, "--tokens", help="Tokens of the whole run (2T, 300B): its days, energy and cost.")
+    tokens: str | None = option(
+        None, "--tokens", help="Tokens to train on (2T, 300B): adds days, energy and cost of the whole run."
+    )
     deadline: str | None = option(
-        None, "--deadline", help="Time for the whole run (30d, 12h, 6w): the cheapest number of GPUs within it."
+        None,
+        "--deadline",
+        help="Time allowed for the whole run (30d, 12h, 6w): finds the cheapest number of GPUs that meets it.",
     )
     budget: str | None = option(
-        None, "--budget", help="Money for the whole run (1M): the soonest number of GPUs that it pays for."
+        None, "--budget", help="Money for the whole run (1M): finds the number of GPUs that finishes soonest within it."
+    )
+    mtbf: str | None = option(
+        None,
+        "--mtbf",
+        metavar="HOURS[:gpu|node]",
+        help="Hours between failures of a GPU or node, for the whole run; default as Llama 3's.",
+    )
+    checkpoint_bandwidth: float | None = option(
+        None,
+        "--checkpoint-bandwidth",
+        least=1.0,
+        most=1e16,
+        metavar="BYTES_PER_S",
+        help="What storage takes of a checkpoint from all GPUs together.",
+    )
+    restart: float | None = option(
+        None, "--restart", least=0.0, most=1e7, metavar="SECONDS", help="From a failure to the next step; default 600."
+    )
+    async_checkpoint: bool = option(
+        False, "--async-checkpoint/--sync-checkpoint", help="Write checkpoints from host memory, alongside steps."
     )
     top: int = option(5, "--top", least=1, most=100, help="How many plans to list.")
-    all_variants: bool = option(False, "--all", help="List variants of one grid too, not only the best of each.")
+    all_variants: bool = option(False, "--all", help="List all variants of each grid, not only the best one.")
     compile_model: bool | None = common.compiled()
     param_dtype: str | None = common.param_dtype()
     compute_dtype: str | None = common.compute_dtype()
-    max_tp: int | None = option(None, "--max-tp", least=1, help="Largest tensor-parallel degree tried; default a node.")
+    trained: Trained = group(Trained)
+    max_tp: int | None = option(
+        None, "--max-tp", least=1, help="Largest tensor-parallel degree to try; default: the GPUs of a node."
+    )
     fixed: Mapping[str, Any] = search_flags()
     time_limit: float | None = common.time_limit()
-    simulate: bool = option(True, "--simulate/--no-simulate", help="Let the simulation order plans that are close.")
+    simulate: bool = option(
+        True, "--simulate/--no-simulate", help="Simulate plans that are close, and order them by the result."
+    )
     profile: Path | None = common.profile()
     runtime: Path | None = common.learned_runtime()
     strict: bool = common.strict()
     out: Path | None = option(None, "--out", help="Save the best plan to this file.")
     pick: int | None = option(
-        None, "--pick", least=1, most=100, help="Which listed plan --out saves; default the first."
+        None, "--pick", least=1, most=100, help="Which listed plan --out saves; default: the first."
     )
-    force: bool = option(False, "--force", help="Let --out replace a file.")
+    force: bool = option(False, "--force", help="Let --out overwrite a file.")
     json: bool = common.json_flag()
     load: Load = group(Load)
     engine: Engine = group(Engine)
@@ -120,20 +168,20 @@ class Suggest(Request):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate(Request):
-    """Predict step time and memory of one plan, or what clients of a deployment see; and say whether it is legal.
+    """Predict step time and memory of one plan, or latency and throughput of a deployment, and say whether it is legal.
 
-    The data-parallel degree left unsaid fills the GPUs. Flags given with --plan or --case change what the file says,
-    and the answer lists what they changed. Exit code 3 when no plan given is legal; a plan that is legal but does not
-    fit is an answer, and ends with 0.
+    The data-parallel degree defaults to what fills the GPUs. Flags given together with --plan or --case override the
+    file, and the answer lists what they changed. The exit code is 3 if no plan given is legal, and 0 if a plan is legal
+    but does not fit.
     """
 
-    task: Task = option(Task.TRAIN, "--task", help="train: a step; serve: answers to requests.")
+    task: Task = option(Task.TRAIN, "--task", help="train: a training step; serve: an inference server.")
     case: str | None = option(None, "--case", help="Case file: one case or a list; - reads stdin.")
     plan: Path | None = option(None, "--plan", help="Plan file saved by planner suggest --out.")
     profile: Path | None = common.profile()
     strict: bool = common.strict()
     out: Path | None = option(None, "--out", help="Save the plan to this file.")
-    force: bool = option(False, "--force", help="Let --out replace a file.")
+    force: bool = option(False, "--force", help="Let --out overwrite a file.")
     json: bool = common.json_flag()
     stated: OnePlan = group(OnePlan)
     load: Load = group(Load)
@@ -143,17 +191,15 @@ class Estimate(Request):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explain(Request):
-    """Explain a plan: from the peak of the GPU to the achieved step, memory by stage, runners-up, flip points.
+    """Explain a plan: from the peak of the GPU to the predicted step, memory by stage, runners-up, flip points.
 
-    Without a file, the best plan of the question that the flags ask, as planner suggest would answer it. Next to a
-    file, flags change what it says, and the answer lists what they changed.
+    Without a file, it explains the plan that planner suggest would put first for the same flags. Flags given together
+    with a file override the file, and the answer lists what they changed.
     """
 
-    file: str | None = argument(
-        None, help="Plan file of suggest --out, or a case; without one the best plan is explained."
-    )
-    task: Task = option(Task.TRAIN, "--task", help="train: a step; serve: answers to requests.")
-    case_id: str | None = option(None, "--id", help="Which case of a list.")
+    file: str | None = argument(None, help="Plan file from suggest --out, or a case; default: the best plan.")
+    task: Task = option(Task.TRAIN, "--task", help="train: a training step; serve: an inference server.")
+    case_id: str | None = option(None, "--id", help="Which case of a list, by its id.")
     model: str | None = option(
         None, "--model", "--config", help="Model by its name here or on the Hub, config.json or its directory."
     )
@@ -165,24 +211,31 @@ class Explain(Request):
     gpus: str | None = option(None, "--gpus", help="Number of GPUs to use.")
     seq_len: int | None = common.seq_len()
     global_batch: int | None = common.global_batch()
-    framework: str | None = option(None, "--framework", help="Whose rules and kernels; default torchtitan.")
-    top: int = option(4, "--top", least=1, most=20, help="How many runners-up.")
-    memory: bool = option(False, "--memory", help="Memory only, stage by stage.")
-    observed_peak: str | None = option(None, "--observed-peak", help="A peak that was measured: 32GB, 29.8GiB.")
+    framework: str | None = option(
+        None, "--framework", help="Framework whose rules and kernels apply; default: torchtitan."
+    )
+    top: int = option(4, "--top", least=1, most=20, help="How many runners-up to show.")
+    memory: bool = option(False, "--memory", help="Show only memory, stage by stage.")
+    observed_peak: str | None = option(
+        None, "--observed-peak", help="Peak that was measured (32GB, 29.8GiB), to compare with the prediction."
+    )
     measured: str | None = option(
-        None, "--measured", help="A step of the plan that was measured, 9.2s: what could account for the difference."
+        None, "--measured", help="Step time that was measured (9.2s): says what could account for the difference."
     )
     flips: bool = option(
-        False, "--flips/--no-flips", help="Search again on changed machines: takes as long as dozens of answers."
+        False,
+        "--flips/--no-flips",
+        help="Also find flip points by searching again on changed machines; takes as long as dozens of answers.",
     )
     compile_model: bool | None = common.compiled()
     param_dtype: str | None = common.param_dtype()
     compute_dtype: str | None = common.compute_dtype()
+    trained: Trained = group(Trained)
     time_limit: float | None = common.time_limit()
     profile: Path | None = common.profile()
     strict: bool = common.strict()
-    svg: Path | None = option(None, "--svg", help="Draw step and memory to this file.")
-    force: bool = option(False, "--force", help="Let --svg replace a file.")
+    svg: Path | None = option(None, "--svg", help="Draw step and memory into this file.")
+    force: bool = option(False, "--force", help="Let --svg overwrite a file.")
     json: bool = common.json_flag()
     load: Load = group(Load)
     engine: Engine = group(Engine)
@@ -192,13 +245,15 @@ class Explain(Request):
 class Compare(Request):
     """Compare two plans term by term: seconds of the step, bytes of the worst rank, and what the plans set differently.
 
-    Of two serving plans, the time of a token and of the first one. Terms add up to the difference of the two steps.
-    Where the plans are for different questions that is said.
+    The terms add up to the difference of the two steps. Of two serving plans, it compares the time to the first token
+    and the time per token. It says so if the plans answer different questions.
     """
 
-    first: str = required_argument(help="Plan file of suggest --out, or a case.")
-    second: str = required_argument(help="Another, of the same question or a different one.")
-    task: Task | None = option(None, "--task", show_default=False, help="train or serve; default: as the files are.")
+    first: str = required_argument(help="Plan file from suggest --out, or a case.")
+    second: str = required_argument(help="Another plan, for the same question or a different one.")
+    task: Task | None = option(
+        None, "--task", show_default=False, help="train or serve; default: what the files are about."
+    )
     profile: Path | None = common.profile()
     strict: bool = common.strict()
     json: bool = common.json_flag()
@@ -206,19 +261,19 @@ class Compare(Request):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace(Request):
-    """Simulate one step and write what every rank and stream does when.
+    """Simulate one step, and write a timeline of every rank and stream.
 
-    Ranks that behave alike are drawn once. Open the file at https://ui.perfetto.dev or chrome://tracing. Exit code 3
-    when the plan is not legal.
+    Ranks that behave alike are drawn once. Open the file at https://ui.perfetto.dev or chrome://tracing. The exit code
+    is 3 if the plan is not legal.
     """
 
     out: Path = required("--out", help="File to write the trace to.")
     plan: Path | None = option(None, "--plan", help="Plan file saved by planner suggest --out.")
-    case: str | None = option(None, "--case", help="Case file; of a list the first, or --id.")
-    case_id: str | None = option(None, "--id", help="Which case of a list.")
+    case: str | None = option(None, "--case", help="Case file; of a list, the first case or the one that --id names.")
+    case_id: str | None = option(None, "--id", help="Which case of a list, by its id.")
     profile: Path | None = common.profile()
     strict: bool = common.strict()
-    detail: str | None = option(None, "--detail", help="kernel or layer; default layer.")
-    force: bool = option(False, "--force", help="Let --out replace a file.")
+    detail: str | None = option(None, "--detail", help="Level of detail: kernel or layer; default: layer.")
+    force: bool = option(False, "--force", help="Let --out overwrite a file.")
     json: bool = common.json_flag()
     stated: OnePlan = group(OnePlan)

@@ -58,7 +58,7 @@ def lines(document: Mapping[str, Any], comparison: Mapping[str, Any] | None) -> 
     clock_hz = measured.get("sm_clock_hz")
     if clock_hz:
         text_lines.append(
-            f"clocks    {clock_hz / 1e9:.2f} GHz in the mean of a step, on the slowest rank, by its processors' count"
+            f"clocks    {clock_hz / 1e9:.2f} GHz on average over a step, on the slowest rank, by its processors' count"
         )
     change = measured.get("sm_clock_change")
     if change:

@@ -27,6 +27,8 @@ PORT = 29400  # torchrun's own default
 NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,51}[a-z0-9])?")
 PLAIN_PATH = re.compile(r"[A-Za-z0-9_./@+=-]+")
 HOST_PORT = re.compile(r"(\[[0-9A-Fa-f:]+\]|[A-Za-z0-9][A-Za-z0-9.-]*):[0-9]{1,5}")
+JOIN_S = 45.0  # in a job whose nodes start together
+NAMES, NAMED = 'names=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd, -)\n', ' --names="$names"'
 STARTING_S = 300  # beyond the budget, for the scheduler to start the nodes
 
 
@@ -75,8 +77,10 @@ class JobFile:
     advice: tuple[str, ...]
 
 
-def node_command(job: LauncherJob, *, endpoint: str | None) -> list[str]:
-    """Return the command of each node; without an endpoint the agent reads it from its environment."""
+def node_command(job: LauncherJob, *, endpoint: str | None, join_s: float | None = None) -> list[str]:
+    """Return the command of each node; without an endpoint the agent reads it from its environment. It waits `join_s`
+    for the other nodes, by default half of its budget.
+    """
     arguments = [
         job.python,
         "-m",
@@ -86,6 +90,7 @@ def node_command(job: LauncherJob, *, endpoint: str | None) -> list[str]:
         f"--budget={job.budget_s:g}",
         f"--nodes={job.nodes}",
         f"--meeting={job.name}",
+        *([f"--join={join_s:g}"] if join_s else []),
     ]
     return [*arguments, f"--endpoint={endpoint}"] if endpoint else arguments
 
@@ -125,12 +130,14 @@ def slurm(job: LauncherJob) -> JobFile:
     if not PLAIN_PATH.fullmatch(directory):
         raise BadInput(f"{directory!r} cannot be written in an #SBATCH line", remedy="--out with a plain name")
     minutes = math.ceil((job.budget_s + STARTING_S) / 60)
-    agent = shlex.join(node_command(job, endpoint=None)) + f' --endpoint="$head:{PORT}"'
-    options = slurm_options(job.name, nodes=job.nodes, gpus_per_node=job.gpus_per_node)
-    collect = f"{shlex.join(collect_command(job))}\n" if job.nodes > 1 else ""
+    agent = shlex.join(node_command(job, endpoint=None, join_s=JOIN_S)) + f' --endpoint="$head:{PORT}"'
+    # A job that is preempted or loses a node ends: started again, it would measure again what may be reported already.
+    options = {**slurm_options(job.name, nodes=job.nodes, gpus_per_node=job.gpus_per_node), "no-requeue": None}
+    agent, names = (agent + NAMED, NAMES) if job.nodes > 1 else (agent, "")
+    collect = f"{shlex.join(collect_command(job))}{NAMED}\n" if job.nodes > 1 else ""
     text = (
         f"{BASH}\n{directives({**options, 'time': minutes, 'output': f'{directory}/slurm-%j.txt'})}"
-        f'set -uo pipefail\n{FIRST_NODE}srun {agent}\nended=$?\n{collect}exit "$ended"\n'
+        f'set -uo pipefail\n{FIRST_NODE}{names}srun {agent}\nended=$?\n{collect}exit "$ended"\n'
     )
     path = job.directory / "job.sbatch"
     submit = ("sbatch", str(path))

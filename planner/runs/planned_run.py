@@ -25,7 +25,7 @@ from topology.units import in_gib
 # Without a plan: a model that runs on any laptop, with FSDP and tensor parallelism.
 DEFAULT_MODEL = "tiny-llama"
 DEFAULT_SEQ_LEN = 256
-DEFAULT_BATCH = 8
+DEFAULT_BATCH, DEFAULT_MICRO_BATCH = 8, 2
 BYTES_PER_PARAMETER_ON_CPU = 16  # float32 parameter, gradient and AdamW's two moments
 
 
@@ -74,10 +74,19 @@ class PlannedRun:
 
 def default_run(cpus: int) -> PlannedRun:
     """Return the built-in run: tiny-llama on two gloo processes, or on four where there are as many CPUs."""
+    return _built_in(2 if cpus >= 4 else 1, batch=DEFAULT_BATCH)
+
+
+def default_job(nodes: int) -> PlannedRun:
+    """Return the built-in run of several nodes: tensor parallelism over two processes of a node, FSDP over nodes."""
+    return _built_in(nodes, batch=DEFAULT_MICRO_BATCH * nodes)
+
+
+def _built_in(dp_shard: int, *, batch: int) -> PlannedRun:
     return PlannedRun(
-        plan=Plan(dp_shard=2 if cpus >= 4 else 1, tp=2, sequence_parallel=True, micro_batch_size=2),
+        plan=Plan(dp_shard=dp_shard, tp=2, sequence_parallel=True, micro_batch_size=DEFAULT_MICRO_BATCH),
         model=load_model(DEFAULT_MODEL),
-        workload=Workload(seq_len=DEFAULT_SEQ_LEN, global_batch_size=DEFAULT_BATCH),
+        workload=Workload(seq_len=DEFAULT_SEQ_LEN, global_batch_size=batch),
         runtime=Runtime(param_dtype="float32", compute_dtype="float32"),
         device="cpu",
         notes=("no plan given: the built-in one for a CPU",),

@@ -3,8 +3,8 @@
 A record of the submission stands next to the job's file from before the scheduler is asked. So whoever follows the run
 after a crash submits nothing twice, and says so where it cannot be known whether the scheduler took the job.
 
-Sources: squeue(1) and its job state codes, sacct(1), scancel(1); kubectl get; conditions of a TrainJob (Kubeflow
-Trainer).
+Sources: squeue(1) and its job state codes, scontrol(1), sacct(1), scancel(1); kubectl get; conditions of a TrainJob
+(Kubeflow Trainer).
 """
 
 from __future__ import annotations
@@ -49,6 +49,18 @@ SLURM_ACTIVE = frozenset(
         "SPECIAL_EXIT",
     ]
 )
+# Why a job ended that the scheduler ended, by Slurm's word for its state.
+ENDED_BY_SCHEDULER = {
+    "preempted": "the scheduler gave the nodes to another job",
+    "timeout": "the time limit of the job was over",
+    "deadline": "the deadline of the job was over",
+    "node_fail": "a node failed",
+    "boot_fail": "a node did not start",
+    "out_of_memory": "a node had no memory left for the job",
+    "cancelled": "the job was cancelled",
+    "revoked": "the job was revoked",
+}
+ENDED_BY_ITSELF = frozenset({"finished", "out_of_memory", "wrong_numbers", "not_as_requested"})
 ENDINGS = {"Complete": "completed", "Failed": "failed"}  # conditions of a TrainJob that has ended
 
 
@@ -176,7 +188,9 @@ def collected(job: LauncherJob, launcher: str, *, over: bool = False) -> JsonObj
     folder = job.directory
     ended_nodes = len([*folder.glob("agents/*.json")])
     enough = ended_nodes >= (1 if over else job.nodes)
-    if not (folder / "run.json").is_file() and launcher == "trainjob" and job.nodes > 1 and enough:
+    # A Slurm job collects by itself, unless it is ended before.
+    alone = launcher == "trainjob" or over
+    if not (folder / "run.json").is_file() and alone and job.nodes > 1 and enough:
         command = launchers.collect_command(job)
         with (folder / "collect.txt").open("wb") as log:
             child.run_module(command[2], command[3:], budget_s=COLLECT_S, output=log)
@@ -225,7 +239,39 @@ def follow(
                 remedy="--wait longer",
             )
         time.sleep(poll_s)
+    if document["status"] not in ENDED_BY_ITSELF:
+        _add_cause(document, _ended_as(folder, submission, late_s, poll_s))
     return document
+
+
+def _ended_as(folder: Path, submission: Submission, late_s: float, poll_s: float) -> str:
+    """Return the scheduler's word for the end of a job that leaves the queue; nothing where it does not come."""
+    ends = time.monotonic() + late_s
+    while not (found := state(folder, submission)).over:
+        if time.monotonic() > ends:
+            return ""
+        time.sleep(poll_s)
+    return "preempted" if submission.launcher == "slurm" and _was_preempted(submission) else found.word
+
+
+def _was_preempted(submission: Submission) -> bool:
+    """Return whether Slurm took the nodes of a job away: it has "failed" where it ended by itself within its grace."""
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        shown = _run(["scontrol", "show", "job", str(submission.number), "--oneliner"]).stdout
+        return re.search(r"\bPreemptTime=\d", shown) is not None
+    return False
+
+
+def _add_cause(document: JsonObject, word: str) -> None:
+    """Add why a run was ended from outside to its failure."""
+    why = ENDED_BY_SCHEDULER.get(word)
+    if why is None and document["status"] == "interrupted":
+        why = "SIGTERM came from outside, as from a scheduler that needs the nodes or whose time limit is over"
+    if why is None:
+        return
+    failure = document["failure"] or {"rank": None, "message": ""}
+    said = f"; the run says: {failure['message']}" if failure["message"] else ""
+    document["failure"] = {**failure, "rank": None, "message": f"{why} ({word}){said}"}
 
 
 def _log(folder: Path) -> str:

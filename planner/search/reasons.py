@@ -4,6 +4,8 @@ slower.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from planner.io.figures import change_text, gib_text, last_digit_s, seconds_text
 from planner.search.finalists import Finalist, mechanisms
 from simulator.config.estimate import SURE, Estimate, chance
@@ -11,6 +13,7 @@ from topology.units import GIB
 
 LEAST_TERM = 0.01  # of the better plan's step, below which a difference of terms is not named
 TERMS = 2  # that are named at most
+SAME_TIME = 0.005  # relative, below which two steps are said to take the same
 
 
 def why_it_lost(best: Finalist, other: Finalist, objective: str) -> str:
@@ -31,17 +34,22 @@ def _tie_text(best: Finalist, other: Finalist) -> str:
     more = [name for name in mechanisms(other.plan) if name not in mechanisms(best.plan)]
     less = [name for name in mechanisms(best.plan) if name not in mechanisms(other.plan)]
     room = best.estimate.memory.reserved_bytes - other.estimate.memory.reserved_bytes
-    parts = [f"a tie ({change_text(change)} time)"]
-    parts += [f"needs {' and '.join(more)}" + (f" instead of {' and '.join(less)}" if less else "")] if more else []
-    parts += [f"{gib_text(abs(room))} GiB {'more' if room > 0 else 'less'} left free"] if abs(room) >= GIB else []
+    same = abs(change) < SAME_TIME
+    parts = ["a tie (same time)" if same else f"a tie ({change_text(change)} time)"]
+    parts += [f"needs {_listed(more)}" + (f" instead of {_listed(less)}" if less else "")] if more else []
+    parts += [f"leaves {gib_text(abs(room))} GiB {'more' if room > 0 else 'less'} free"] if abs(room) >= GIB else []
     return "; ".join(parts)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
 def lost_because(best: Estimate, other: Estimate, *, objective: str = "time") -> str:
     """Return one line: the terms in which the second plan is slower or faster than the first, largest first."""
     if objective == "memory":
         more = other.memory.reserved_bytes - best.memory.reserved_bytes
-        return f"needs {more / GIB:+.1f} GiB" if more else "needs as much memory; its degrees are listed later"
+        return f"needs {more / GIB:+.1f} GiB" if more else "needs as much memory"
     total, last_s = other.step_s.value - best.step_s.value, last_digit_s(best.step_s)
     change = f"{change_text(total / best.step_s.value)} time" if best.step_s.value else "as fast"
     names = list(dict.fromkeys([*best.breakdown_s, *other.breakdown_s]))

@@ -117,7 +117,7 @@ class SearchResult:
         return NOT_SIMULATED in self.assumed or NOT_EXPLAINED in self.assumed
 
 
-TIED = "too close to the plan before it for the model to tell apart: the simplest comes first"
+TIED = "a tie with the plan above, as far as the model can tell; the simplest comes first"
 
 
 def places(plans: Sequence[RankedPlan]) -> list[str]:

@@ -288,7 +288,7 @@ def _one_per_grid(plans: Sequence[Plan], options: SearchOptions) -> list[Plan]:
     first: dict[object, Plan] = {}
     for plan in plans:
         first.setdefault(
-            plan if options.all_variants else tuple(getattr(plan, axis) for axis in (*MESH_AXES, "ep")), plan
+            plan if options.all_variants else tuple(getattr(plan, axis) for axis in (*MESH_AXES, "ep", "etp")), plan
         )
     return list(first.values())
 

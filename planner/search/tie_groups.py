@@ -71,7 +71,7 @@ def rank_rows(table: PlanColumns, values: NDArray[np.float64], *, top: int, all_
         row = int(candidate)
         if len(rows) >= top:
             break
-        grid = tuple(int(getattr(table, axis)[row]) for axis in (*MESH_AXES, "ep"))
+        grid = tuple(int(getattr(table, axis)[row]) for axis in (*MESH_AXES, "ep", "etp"))
         if all_variants or grid not in seen:
             rows.append(row)
             seen.add(grid)

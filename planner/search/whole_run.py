@@ -20,8 +20,10 @@ from planner.search.deadline import NOT_EXPLAINED, NOT_TRIED, deadline_of, left_
 from planner.search.gpu_counts import objective_value
 from planner.search.infeasible import min_gpus_for_state
 from planner.search.result import SearchResult
+from planner.search.run_failures import run_time
 from planner.search.search import SearchOptions, explained
 from simulator.bounds.screening import Screening
+from simulator.config.estimate import Interval
 from simulator.config.plan import Plan
 from simulator.fitting.calibrations import UNMEASURED, Calibrations
 from topology.cluster import GpuKind
@@ -37,23 +39,34 @@ USELESS = 2  # numbers in a row that make a run neither shorter nor, while it is
 class WholeRun:
     """A run of so many steps on so many GPUs; where there is no plan, `problem` says why and the rest is empty.
 
-    `low_s` and `high_s` are what it takes if every step takes the ends of its range (80%). `energy_j` is that of the
-    GPUs at `power_w` each, the limit of their datasheet: hosts, network and cooling are not in it. The cost is in the
-    currency of the price given.
+    `steps_s` are its steps alone. All else is of the whole time, with failures, restarts and checkpoints, which come
+    every `checkpoint_interval_s` of steps; `lost_s` is no step that counts, `goodput` the share of those that do.
+    Ranges hold 80 %. `energy_j` is that of the GPUs at `power_w` each, the limit of their datasheet: hosts, network and
+    cooling are not in it. The cost is in the currency of the price given.
     """
 
     gpus: int
     plan: Plan | None = None
     steps: float = 0.0
-    seconds: float = 0.0
-    low_s: float = 0.0
-    high_s: float = 0.0
-    gpu_hours: float = 0.0
-    cost: float | None = None
+    days: Interval | None = None
+    gpu_hours: Interval | None = None
+    cost: Interval | None = None
+    steps_s: Interval | None = None
+    goodput: Interval | None = None
+    checkpoint_interval_s: Interval | None = None
+    lost_s: Interval | None = None
+    checkpoint_bytes: float = 0.0
+    failures: float = 0.0
+    assumed: tuple[str, ...] = ()
     power_w: float = 0.0
     power_source: str = ""
     energy_j: float | None = None
     problem: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """How long it is expected to take: for ever without a plan."""
+        return math.inf if self.days is None else self.days.value * DAY_S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,20 +121,28 @@ def whole_run(result: SearchResult, goal: Goal) -> WholeRun:
     best = result.plans[0]
     step, gpus = best.estimate.step_s, best.plan.gpus
     steps = goal.tokens / result.question.workload.tokens_per_step
-    gpu_hours = gpus * steps * step.value / HOUR_S
+    alone = step.at(steps * step.value)
+    time = run_time(result.question, goal, gpus, alone)
+    days = time.total_s.at(time.total_s.value / DAY_S)
+    gpu_hours = days.at(days.value * gpus * DAY_S / HOUR_S)
     kind, price = result.question.cluster.slowest_kind, goal.gpu_price_per_hour
     return WholeRun(
         gpus=gpus,
         plan=best.plan,
         steps=steps,
-        seconds=steps * step.value,
-        low_s=steps * step.low,
-        high_s=steps * step.high,
+        days=days,
         gpu_hours=gpu_hours,
-        cost=None if price is None else gpu_hours * price,
+        cost=None if price is None else gpu_hours.at(gpu_hours.value * price),
+        steps_s=alone,
+        goodput=time.goodput,
+        checkpoint_interval_s=time.checkpoint_interval_s,
+        lost_s=time.lost_s,
+        checkpoint_bytes=time.checkpoint_bytes,
+        failures=time.failures,
+        assumed=time.assumed,
         power_w=kind.power_w,
         power_source=_power_source(kind),
-        energy_j=gpu_hours * HOUR_S * kind.power_w if kind.power_w else None,
+        energy_j=gpu_hours.value * HOUR_S * kind.power_w if kind.power_w else None,
     )
 
 
@@ -215,7 +236,7 @@ def _double(counts: Counts) -> int | None:
                 return before
             if met and until_met:
                 return None  # the first number that works
-            value = run.seconds if until_met or met else run.gpu_hours
+            value = run.seconds if until_met or met else run.seconds * run.gpus
             useless = 0 if value < best else useless + 1
             met_before, best = met, min(best, value)
         if useless >= USELESS:
@@ -251,7 +272,8 @@ def _numbers(counts: Counts) -> tuple[list[int], int]:
 
 def _meets(goal: Goal, run: WholeRun) -> bool:
     in_time = goal.deadline_s is None or run.seconds <= goal.deadline_s
-    return not run.problem and in_time and (goal.budget is None or (run.cost or 0.0) <= goal.budget)
+    paid = goal.budget is None or run.cost is None or run.cost.value <= goal.budget
+    return not run.problem and in_time and paid
 
 
 def _choose(counts: Counts, runs: list[WholeRun]) -> WholeRun:
@@ -259,14 +281,15 @@ def _choose(counts: Counts, runs: list[WholeRun]) -> WholeRun:
     goal = counts.goal
     met = [run for run in runs if _meets(goal, run)]
     if met:
-        return min(
-            met, key=lambda run: (run.gpu_hours, run.gpus) if goal.deadline_s is not None else (run.seconds, run.gpus)
-        )
+        return min(met, key=lambda run: (run.seconds * (run.gpus if goal.deadline_s is not None else 1), run.gpus))
     possible = [run for run in runs if not run.problem]
     if not possible:
         problems = "; ".join(f"{run.gpus} GPUs: {run.problem}" for run in runs[-3:])
         raise Infeasible(f"no plan for {counts.question.model.name} on the numbers of GPUs tried", why=problems)
-    soonest, cheapest = min(possible, key=lambda run: run.seconds), min(possible, key=lambda run: run.gpu_hours)
+    soonest, cheapest = (
+        min(possible, key=lambda run: run.seconds),
+        min(possible, key=lambda run: run.seconds * run.gpus),
+    )
     wanted = [] if goal.deadline_s is None else [f"{goal.deadline_s / DAY_S:.4g} days"]
     wanted += [] if goal.budget is None else [f"a budget of {goal.budget:,.0f}"]
     ends = [f"the soonest takes {_end(soonest)}"]
@@ -282,4 +305,4 @@ def _choose(counts: Counts, runs: list[WholeRun]) -> WholeRun:
 
 def _end(run: WholeRun) -> str:
     gpus = f"{run.gpus} GPU{'s' * (run.gpus > 1)}"
-    return f"{run.seconds / DAY_S:.3g} days on {gpus}" + ("" if run.cost is None else f" for {run.cost:,.0f}")
+    return f"{run.seconds / DAY_S:.3g} days on {gpus}" + ("" if run.cost is None else f" for {run.cost.value:,.0f}")

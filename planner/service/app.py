@@ -1,13 +1,14 @@
 """The service over HTTP: jobs are asked for, followed, read and cancelled."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import Depends, FastAPI, Header, HTTPException, Query, Request, Response
 from fastapi.responses import FileResponse, JSONResponse
+from fastapi.routing import APIRoute
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 from pydantic import BaseModel
 from sqlalchemy.exc import SQLAlchemyError
@@ -16,11 +17,12 @@ from starlette.concurrency import run_in_threadpool
 from planner.io.version import version
 from planner.remote.settings import LOOPBACK, Settings
 from planner.service.documents import Accepted, JobDocument, JobList
-from planner.service.guard import Rates, SameSite, Tokens
+from planner.service.guard import Known, Rates, SameSite, Tokens, WholeBodies
 from planner.service.queue import Queue
 from planner.service.requests import request_type
 from planner.service.store.jobs import ENDED, KeyTaken, TooMany
-from topology.errors import PlannerError, UserError
+from topology import codec
+from topology.errors import BadInput, PlannerError, UserError
 
 MAX_BODY_BYTES = 40 << 20  # a file has at most 32 MiB, and JSON escapes some of it
 POLL_S = 0.1
@@ -41,8 +43,8 @@ class Service:
     def user(self, authorization: str | None) -> str:
         """Return who asks. Raises HTTPException (401)."""
         user = self.tokens.user(authorization)
-        if user is None:
-            raise HTTPException(401, "a token is needed: Authorization: Bearer TOKEN", {"WWW-Authenticate": "Bearer"})
+        if user is None:  # the token was taken away since `Known` let the request in
+            raise HTTPException(401)
         return user
 
     def submit(self, user: str, command: str, request: BaseModel, key: str | None) -> str:
@@ -106,12 +108,35 @@ def create_app(settings: Settings) -> FastAPI:
         redoc_url=None,
         max_body_size=MAX_BODY_BYTES,
     )
+    app.router.route_class = _JsonRoute
+    app.add_middleware(WholeBodies)
+    app.add_middleware(Known, tokens=service.tokens)
     app.add_middleware(SameSite, hosts=LOOPBACK | {settings.host, *settings.allowed_hosts})
     app.add_exception_handler(SQLAlchemyError, _database_away)
     _add_health(app, service)
     _add_commands(app, service)
     _add_jobs(app, service)
     return app
+
+
+class _JsonRequest(Request):
+    """Bodies are JSON as its standard has it: no NaN, no number beyond the largest, no half of a character."""
+
+    async def json(self) -> object:
+        try:
+            return codec.parse_json((await self.body()).decode(), where="the body")
+        except (BadInput, UnicodeDecodeError) as error:
+            raise HTTPException(422, str(error)) from error
+
+
+class _JsonRoute(APIRoute):
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def read(request: Request) -> Response:
+            return await handle(_JsonRequest(request.scope, request.receive))
+
+        return read
 
 
 async def _database_away(_request: Request, _error: Exception) -> Response:
@@ -136,7 +161,7 @@ def _add_command(app: FastAPI, service: Service, command: str, kind: type[BaseMo
         request: BaseModel,
         response: Response,
         authorization: Annotated[str | None, Header()] = None,
-        idempotency_key: Annotated[str | None, Header(max_length=255)] = None,
+        idempotency_key: Annotated[str | None, Header(min_length=1, max_length=255)] = None,
     ) -> Accepted:
         user = service.user(authorization)
         job = service.submit(user, command, request, idempotency_key)
@@ -177,8 +202,12 @@ def _add_jobs(app: FastAPI, service: Service) -> None:
         service.queue.cancel(user, job)
         return service.read(user, job)
 
+    def of_user(job: str, user: User) -> str:
+        service.read(user, job)  # 404 before the stream begins
+        return user
+
     @app.get("/v1/jobs/{job}/events", response_class=EventSourceResponse, tags=["jobs"])
-    async def events(job: str, user: User) -> AsyncIterator[ServerSentEvent]:
+    async def events(job: str, user: Annotated[str, Depends(of_user)]) -> AsyncIterator[ServerSentEvent]:
         """A job's document at each change, as server-sent events named by its state; ends when the job has."""
         async for found in service.changes(user, job):
             yield ServerSentEvent(data=found, event=found.state)

@@ -16,6 +16,7 @@ import uuid
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 
 from sqlalchemy.exc import SQLAlchemyError
@@ -23,7 +24,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from planner.jobs.processes import Bounds, Job, ProcessEnded, Workers
 from planner.remote.settings import Settings
 from planner.requests.flag import Flag
-from planner.requests.served import ALWAYS_WRITTEN, RUNS
+from planner.requests.served import ALWAYS_WRITTEN, RUNS, SHORT
 from planner.runs.scheduled import cancel_below
 from planner.service.outcome import ending, error_text, prepared, scheduled
 from planner.service.store.files import Files
@@ -36,6 +37,7 @@ RUN_LIMIT_S = 24 * 3600.0  # a run keeps to a budget of its own
 FORGET_EVERY_S = 3600.0
 MAX_VERSIONS = 10_000
 MOST_STATE_BYTES = 16 << 20
+MOST_FOLDERS = 5000  # looked at in a pass
 LATE_S = 10.0  # without a turn of the loop for so long, the service is ill
 
 
@@ -44,6 +46,7 @@ class _Running:
     claim: Claim
     folder: Path
     alone: bool  # whether it has the machine to itself
+    reserved: bool  # whether it is in the slot of short questions
     job: Job | None = None
     ending: JobEnd | None = None
     shown: str = ""
@@ -98,7 +101,7 @@ class Dispatcher:
         self._wake.set()
 
     def _cancel_scheduled(self, job: str) -> None:
-        """Cancel what a job has submitted to a scheduler, whoever follows it: once, though both threads come here."""
+        """Cancel what a job submitted to a scheduler, whichever process follows it; once for both threads."""
         with self._cancelling:
             if job in self._cancelled:
                 return
@@ -149,35 +152,58 @@ class Dispatcher:
             self._forget_at = now + FORGET_EVERY_S
         for running in list(self._running.values()):
             self._follow(running)
-        while self._free() > 0:
-            claim = self._jobs.claim(self._server, self._settings.lease_s, without=self._left_out())
-            if claim is None:
-                break
-            self._begin(claim)
+        while self._claim_next():
+            pass
 
     def _forget(self, older_s: float) -> None:
-        """Delete jobs that ended long ago, and files that only they can name."""
+        """Delete jobs that ended long ago, files that only they can name, and folders of questions that nobody works
+        on.
+        """
         self._jobs.forget(older_s)
         self._cancelled.clear()
         self._files.forget(older_s)
-        for folder in self._work.glob("*"):
-            if time.time() - folder.stat().st_mtime > older_s:
-                shutil.rmtree(folder, ignore_errors=True)
+        folders = {folder: folder.name.partition("-")[0] for folder in islice(self._work.glob("*"), MOST_FOLDERS)}
+        left = self._jobs.left(set(folders.values()))  # by a server that was killed
+        for folder, job in folders.items():
+            with suppress(OSError):
+                if job in left or time.time() - folder.stat().st_mtime > older_s:
+                    shutil.rmtree(folder, ignore_errors=True)
+
+    def _claim_next(self) -> bool:
+        """Begin what waits longest, if it may begin; return whether there was something.
+
+        One user's long questions take no more slots than there are workers: as many again are for other users. Short
+        ones have a slot of their own besides, so that they never wait for long ones to end.
+        """
+        server, lease_s, slots = self._server, self._settings.lease_s, self._settings.workers
+        claim = None
+        if self._free() > 0:
+            claim = self._jobs.claim(server, lease_s, without=self._left_out(), most_running=slots)
+        reserved = claim is None and not any(running.reserved for running in self._running.values())
+        if reserved:
+            claim = self._jobs.claim(server, lease_s, without=(), only=SHORT)
+        if claim is None:
+            return False
+        self._begin(claim, reserved=reserved)
+        return True
 
     def _free(self) -> int:
-        starting = sum(running.job is not None and running.job.began is None for running in self._running.values())
+        waits = [one.job for one in self._running.values() if one.job is not None and not one.reserved]
+        starting = sum(job.began is None for job in waits)
         return self._workers.free() - starting
 
     def _left_out(self) -> frozenset[str]:
         """Return the commands that may not start: runs have the machine to themselves, one at a time."""
         return RUNS if any(running.alone for running in self._running.values()) else frozenset()
 
-    def _begin(self, claim: Claim) -> None:
+    def _begin(self, claim: Claim, *, reserved: bool) -> None:
         # What a scheduler was given is found again in the same folder, whoever follows it next.
         elsewhere = scheduled(claim)
         folder = self._work / (claim.job if elsewhere else f"{claim.job}-{claim.fence}")
         runs = claim.command in RUNS
-        running = self._running[claim.job] = _Running(claim=claim, folder=folder, alone=runs and not elsewhere)
+        running = self._running[claim.job] = _Running(
+            claim=claim, folder=folder, alone=runs and not elsewhere, reserved=reserved
+        )
         self._news(claim.job)
         try:
             words = prepared(claim, self._flags[claim.command], self._files, folder)
@@ -199,6 +225,7 @@ class Dispatcher:
             self._data_folder(claim.owner),
             bounds=bounds,
             on_progress=self._wake.set,
+            reserved=reserved,
         )
 
     def _data_folder(self, owner: str) -> str | None:

@@ -1,7 +1,8 @@
-"""Who may ask, and how often: host names, origins, tokens, rates."""
+"""Who may ask, how often, and how slowly: host names, origins, tokens, rates, bodies that do not come."""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import threading
@@ -10,10 +11,13 @@ from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 LOCAL_USER = "local"
+ASKED_BELOW = "/v1/"  # what needs a token
+QUIET_S, BODY_S = 10.0, 120.0  # between two parts of a body, and for all of it
 
 
 class SameSite:
@@ -63,6 +67,52 @@ class Tokens:
             if hmac.compare_digest(given, digest):
                 found = user
         return found
+
+
+class Known:
+    """Refuse (401) requests without a user's token before their bodies are read."""
+
+    def __init__(self, app: ASGIApp, tokens: Tokens) -> None:
+        self._app = app
+        self._tokens = tokens
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or refuse it."""
+        asked = scope["type"] == "http" and scope["path"].startswith(ASKED_BELOW)
+        if asked and self._tokens.user(Headers(scope=scope).get("authorization")) is None:
+            about = {"detail": "a token is needed: Authorization: Bearer TOKEN"}
+            await JSONResponse(about, status_code=401, headers={"WWW-Authenticate": "Bearer"})(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+
+class WholeBodies:
+    """End requests (408) whose bodies stop coming."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        until: float | None = asyncio.get_running_loop().time() + BODY_S
+
+        async def timed() -> Message:
+            nonlocal until
+            if until is None:  # the body has come: what follows is whether the client leaves
+                return await receive()
+            try:
+                async with asyncio.timeout_at(min(until, asyncio.get_running_loop().time() + QUIET_S)):
+                    message = await receive()
+            except TimeoutError as error:
+                raise HTTPException(408, "the body of the request did not come", {"Connection": "close"}) from error
+            if not message.get("more_body"):
+                until = None
+            return message
+
+        await self._app(scope, timed, send)
 
 
 class Rates:

@@ -58,7 +58,8 @@ class Queue:
 
         Raises UserError where it cannot be asked, KeyTaken, TooMany, and PlannerError where there is no room.
         """
-        asked = job_request(command, self.flags[command], request, may_read=self._settings.users is None)
+        trusted = self._settings.users is None
+        asked = job_request(command, self.flags[command], request, may_read=trusted, programs=self._settings.programs)
         text = request_text(asked, self.files)
         job, _ = self.jobs.submit(
             owner=user,

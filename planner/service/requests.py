@@ -7,7 +7,8 @@ list as the content of a JSON file. Names of known models and clusters stay stri
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+import shlex
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -59,8 +60,12 @@ def request_type(command: str, flags: Mapping[str, Flag]) -> type[BaseModel]:
     return create_model(f"{command.title()}Request", __config__=config, __doc__=about, **fields)
 
 
-def job_request(command: str, flags: Mapping[str, Flag], request: BaseModel, *, may_read: bool) -> JobRequest:
-    """Return what a request says. `may_read` lets it name files of this machine by absolute paths. Raises BadInput."""
+def job_request(
+    command: str, flags: Mapping[str, Flag], request: BaseModel, *, may_read: bool, programs: Collection[str] = ()
+) -> JobRequest:
+    """Return what a request says. `may_read` lets it name files of this machine by absolute paths; `programs` are those
+    that it may start. Raises BadInput.
+    """
     values: JsonObject = {}
     files: dict[str, tuple[str, str]] = {}
     for name, flag in flags.items():  # in this order, so that equal requests are equal texts in every process
@@ -74,6 +79,8 @@ def job_request(command: str, flags: Mapping[str, Flag], request: BaseModel, *, 
             continue
         if flag.reads:
             _refuse_path(name, value, may_read=may_read)
+        if flag.program:
+            _refuse_program(name, value, programs)
         values[name] = value
     return JobRequest(command=command, values=values, files=files)
 
@@ -143,6 +150,21 @@ def _file(flag: str, value: File | JsonObject | list[Any]) -> tuple[str, str]:
         )
     name, content = (value.name, value.content) if isinstance(value, File) else (f"{flag}.json", value)
     return name, content if isinstance(content, str) else codec.to_json(content)
+
+
+def _refuse_program(flag: str, value: object, programs: Collection[str]) -> None:
+    """Refuse to start a program that whoever runs the service has not named. Raises BadInput."""
+    try:
+        program = next(iter(shlex.split(str(value))), "")
+    except ValueError as error:
+        raise BadInput(f"{flag} is no command line", why=str(error)) from error
+    if program not in programs:
+        raise BadInput(
+            f"{flag} may not start {program[:80]!r} here",
+            why="it would run as the user of the service, which allows "
+            + (f"only {', '.join(programs)}" if programs else "no program"),
+            remedy="planner tune --command in a terminal, or planner service --allow-program",
+        )
 
 
 def _refuse_path(flag: str, value: str, *, may_read: bool) -> None:

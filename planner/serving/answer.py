@@ -27,12 +27,12 @@ class ServingAnswer:
 
     @property
     def meets(self) -> bool:
-        """Whether the targets hold in the mean."""
+        """Whether the targets hold on average."""
         return self.estimate is not None and meets(self.question, self.estimate)
 
 
 def meets(question: ServingQuestion, estimate: ServingEstimate) -> bool:
-    """Return whether the question's targets hold in the mean."""
+    """Return whether the question's targets hold on average."""
     first = not question.ttft_s or estimate.ttft_s.value <= question.ttft_s
     return first and (not question.tpot_s or estimate.tpot_s.value <= question.tpot_s)
 

@@ -27,7 +27,7 @@ TIE = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingPlan:
-    """One deployment with what clients would see. `meets` says whether the targets hold in the mean."""
+    """One deployment with what clients would see. `meets` says whether the targets hold on average."""
 
     deployment: Deployment
     estimate: ServingEstimate

@@ -21,7 +21,7 @@ from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import norm
+from scipy.special import log_ndtr, ndtr
 
 from planner.tune.candidates import Candidate, Candidates
 from planner.tune.trials import Status, Trial
@@ -96,7 +96,7 @@ class Belief:
         mean, variance = float(self.mean[row]), float(self.covariance[row, row])
         sign, spread = (1.0 if above else -1.0), math.sqrt(max(variance, 1e-18))
         z = sign * (mean - log_limit) / spread
-        ratio = math.exp(norm.logpdf(z) - norm.logcdf(z))  # of the truncated Gaussian's moments
+        ratio = math.exp(-(z**2) / 2 - math.log(2 * math.pi) / 2 - log_ndtr(z))  # of the truncated Gaussian's moments
         moved, shrunk = sign * spread * ratio, variance * (1 - ratio * (ratio + z))
         along = self.covariance[:, row] / max(variance, 1e-18)
         return Belief(
@@ -140,7 +140,7 @@ def believe(candidates: Candidates, trials: Iterable[Trial], *, unknown_machine:
     scales = (means[0], means[1])
     capacity = np.log([one.estimate.memory.capacity_bytes for one in candidates.plans])
     memory = _memory(candidates, made, capacity)
-    fits = norm.cdf((capacity - memory.mean) / memory.spread)
+    fits = ndtr((capacity - memory.mean) / memory.spread)
     for row, trial in made:
         if trial.status is Status.OUT_OF_MEMORY:
             fits[row] = 0.0
@@ -276,7 +276,7 @@ def likeness(plans: Sequence[Candidate]) -> Floats:
 
 
 def _terms(estimates: Sequence[Estimate]) -> tuple[list[str], Floats, Floats]:
-    """Return the terms that steps have, each one's part of each step, (n, terms), and the spread of its error."""
+    """Return the names of a step's terms, their shares of each step (n, terms), and the spread of their errors."""
     named = []
     for one in estimates:
         parts: dict[str, float] = {}

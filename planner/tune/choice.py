@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import norm
+from scipy.special import ndtr
 
 from planner.tune.beliefs import NOISE, Belief, Beliefs, Floats
 from planner.tune.candidates import Candidates
@@ -96,7 +96,7 @@ def gain(step: Belief, rows: Sequence[int], best: Best) -> Floats:
     less = math.log(best.step_s) - step.mean[at]
     spread = np.sqrt(np.square(step.spread[at]) + NOISE**2)
     z = less / spread
-    return np.asarray(less * norm.cdf(z) + spread * norm.pdf(z), dtype=np.float64)
+    return np.asarray(less * ndtr(z) + spread * np.exp(-(z**2) / 2) / math.sqrt(2 * math.pi), dtype=np.float64)
 
 
 def _first(beliefs: Beliefs, rows: Sequence[int]) -> Chosen:
@@ -170,6 +170,6 @@ def _companions(
 
 
 def _why(beliefs: Beliefs, row: int, expected: float, best: Best) -> str:
-    quicker = float(norm.cdf((math.log(best.step_s) - beliefs.step.mean[row]) / beliefs.step.spread[row]))
+    quicker = float(ndtr((math.log(best.step_s) - beliefs.step.mean[row]) / beliefs.step.spread[row]))
     words = f"{quicker:.0%} likely to beat the best measured; expected gain {expected:.1%}"
     return words if beliefs.fits[row] >= SURE else f"{words}; {float(beliefs.fits[row]):.0%} likely to fit"

@@ -111,7 +111,7 @@ def _chosen(view: View, runner: Runner, limits: Limits) -> list[Chosen]:
 
 
 def _counted(view: View) -> int:
-    """Return how many trials were made; those that a person or the clock ended are none."""
+    """Return the number of trials, without those that a person or the time limit ended."""
     return sum(trial.status.blames_plan for trial in view.trials)
 
 

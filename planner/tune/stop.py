@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.stats import norm
+from scipy.special import ndtr
 
 from planner.tune.beliefs import Beliefs
 from planner.tune.candidates import Candidates
@@ -39,7 +39,7 @@ def outlook(candidates: Candidates, beliefs: Beliefs, trials: Sequence[Trial], w
         return Outlook(probability=1.0 if rows else 0.0, expected=0.0, candidate=rows[0] if rows else None)
     chance = beliefs.fits * beliefs.runs
     wanted = math.log(best.step_s) + math.log1p(-within)
-    alone = chance * norm.cdf((wanted - beliefs.step.mean) / beliefs.step.spread)
+    alone = chance * ndtr((wanted - beliefs.step.mean) / beliefs.step.spread)
     rows = [row for row in rows if alone[row] > NEGLIGIBLE]
     if not rows:
         return Outlook(probability=0.0, expected=0.0, candidate=None)

@@ -317,9 +317,9 @@ def _times(inputs: AccountInputs) -> tuple[BlockTimes, TrafficTimes]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineEnd:
-    """What a step through a pipeline has come to. Of each rank, shape (ranks, plans): the `parts` of its step (an axis
-    of them in between), how long it waits at least however long the step is (`idle_s`), and when it would end if only
-    its host took time (`host_s`, of steps from which longer ones follow).
+    """The end of a step through a pipeline. For each rank, shape (ranks, plans): the `parts` of its step, shape
+    (ranks, parts, plans); `idle_s`, for how long it waits at least, whatever the step takes; and `host_s`, when it
+    would end if only its host took time (0 unless longer steps are extrapolated from it).
     """
 
     parts: Floats

@@ -38,7 +38,7 @@ from simulator.overlap.site_costs import SiteRates
 from simulator.pipeline.stages import StageLayout, stage_layout
 from simulator.runtimes.library import ModelOperators, RuntimeSpec, canonical_recompute, operators_for, wraps_one
 from simulator.step.context import CostContext
-from simulator.step.held import local_parameters
+from simulator.step.frozen import local_parameters, trained_flops_per_token
 from simulator.step.host import compiled, graphed
 from topology.cluster import Cluster, Source
 from topology.errors import BadPlan
@@ -127,14 +127,8 @@ def estimate_plans(
     a plan's recompute word.
     """
     model, cluster, workload, runtime = scenario.model, scenario.cluster, scenario.workload, scenario.runtime
-    require_gpus(plans, cluster)
     operators = calibrated_operators(scenario)
-    table = plan_table(
-        [with_canonical_recompute(plan, runtime) for plan in plans],
-        workload,
-        cp_method=operators.spec.context_parallel,
-        wraps_one=wraps_one(operators.spec, runtime),
-    )
+    table = _table_of(scenario, plans, operators)
     context = cost_context(scenario, table, operators, each_on)
     if each_with:
         context = _with_own_costs(context, scenario, each_with)
@@ -157,7 +151,7 @@ def estimate_plans(
     )
     capacity = cluster.gpu_memory_bytes - CONTEXT_BYTES
     reserved = memory.reserved_bytes.max(axis=1)
-    flops = 3.0 * model.forward_flops_per_token(workload.seq_len) * workload.tokens_per_step
+    flops = trained_flops_per_token(model, runtime.adapter, workload.seq_len) * workload.tokens_per_step
     return EstimateTable(
         plans=tuple(plans),
         step_s=account.total_s,
@@ -177,6 +171,29 @@ def estimate_plans(
         clocks=account.clocks,
         distance=distance(cluster, runtime, max((plan.gpus for plan in plans), default=1))[0],
         calibration=context.calibration,
+    )
+
+
+def memory_of_plans(scenario: Scenario, plans: Sequence[Plan]) -> MemoryColumns:
+    """Return the bound of what ranks of every plan hold, as `estimate_plans` does, and no more of it."""
+    operators = calibrated_operators(scenario)
+    table = _table_of(scenario, plans, operators)
+    context = cost_context(scenario, table, operators)
+    blocks = network_blocks(operators, context, table.recompute_modes, moe=scenario.model.moe is not None)
+    layout = stage_layout(scenario.model, table, operators.spec.pipeline)
+    parameters = local_parameters(scenario.model, context)
+    memory = memory_columns(scenario.model, operators, context, layout, blocks, parameters)
+    return memory.scaled(known_costs(scenario))
+
+
+def _table_of(scenario: Scenario, plans: Sequence[Plan], operators: ModelOperators) -> PlanTable:
+    require_gpus(plans, scenario.cluster)
+    return plan_table(
+        [with_canonical_recompute(plan, scenario.runtime) for plan in plans],
+        scenario.workload,
+        cp_method=operators.spec.context_parallel,
+        splits_experts=operators.spec.splits_experts,
+        wraps_one=wraps_one(operators.spec, scenario.runtime),
     )
 
 
@@ -218,7 +235,7 @@ def _calibrated_spec(described: RuntimeSpec, scenario: Scenario) -> RuntimeSpec:
     spec = calibrated_host(described, scenario.gpu_calibration, compiled=scenario.runtime.compile)
     if scenario.runtime.compile:
         spec = replace(spec, host=compiled(spec.host))
-    if scenario.runtime.cuda_graph:
+    if scenario.runtime.cuda_graph and not scenario.runtime.graph_scopes:
         spec = replace(spec, host=graphed(spec.host))
     return spec
 
@@ -256,6 +273,9 @@ def cost_context(
             table,
             autocast_width=autocast_width(scenario.runtime),
             expert_spread=operators.spec.expert_spread,
+            rank=scenario.runtime.adapter.rank if scenario.runtime.adapter is not None else 0,
+            domain=cluster.gpus_per_node,
+            pads="fused_dispatch" not in operators.features,
         ),
         roofline=roofline_of(cluster, scenario.runtime, operators.spec, measured, windowed=windowed),
         groups=GroupTimes(

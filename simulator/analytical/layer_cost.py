@@ -22,6 +22,8 @@ from simulator.step.held import saved_bytes, tensors_bytes
 # has rested they take 0.86 of what they take for a second on end (0.73 to 0.97, five networks on one H100, least where
 # experts have few rows; examples/validation/experts.md), where those take 0.69 (`rested` in efficiency.toml).
 GROUPED_PRODUCTS = 0.45
+# The axis that a collective's time counts to, where that is another than its group.
+ACCOUNTED = {"etp": "tp", "etp_ep": "ep"}
 
 
 @dataclass(slots=True)
@@ -288,7 +290,7 @@ class _Fold:
     def _expose(self, axis: str, seconds: Floats) -> None:
         """Add communication that nothing hides."""
         cost = self.cost
-        cost.expose(axis, seconds)
+        cost.expose(ACCOUNTED.get(axis, axis), seconds)
         after = seconds > 0
         ready_s = np.maximum(cost.behind_s, cost.host_s - self._waited[1])
         cost.behind_s = np.where(after, ready_s + seconds, cost.behind_s)

@@ -138,6 +138,8 @@ def _peaks(ranks: RankMemory) -> tuple[Floats, Floats]:
 
     # At the end each unit's gradient is there, of fully sharded ones the last one's whole.
     last = np.where(ranks.layout.first, ranks.embedding, ranks.layer)
+    if ranks.parameters.trained is not None:  # nothing may be on its way then
+        last = np.zeros_like(last)
     width = ranks.context.dtype_bytes("gathered")
     reduced = np.where(full, gradients * (1 - last / np.maximum(ranks.whole, 1.0)), gradients)
     passing = ranks.passing(last) + np.where(full & (not ranks.flat_units), last * width, 0.0)
@@ -165,7 +167,7 @@ def _turns(ranks: RankMemory) -> Iterator[tuple[Floats, Floats]]:
     yield compute + np.where(reduces, ranks.passing(head), 0.0) - without_head, gather
     before = np.where(last, head * (prefetch > 0), np.minimum(np.maximum(ranks.alike - 1, 0), prefetch) * layer)
     compute, gather = ranks.gathered(layer, waiting=before, buffer=end)
-    sent = np.where(reduces, head * ranks.sent_bytes, 0.0)
+    sent = np.where(reduces & (ranks.parameters.trained is None), head * ranks.sent_bytes, 0.0)
     yield compute + ranks.recomputed + sent - without_head, gather
     without_layer = without_head + ranks.saved_by_layer + layer * ranks.cast_bytes
     yield compute + np.where(reduces, ranks.passing(layer), 0.0) - without_layer, gather

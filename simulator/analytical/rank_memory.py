@@ -47,6 +47,7 @@ class RankMemory:
         self.spec, self.table = operators.spec, context.table
         self.shared, self.experts = parameters.of_stage(layout)
         self.whole = self.shared + self.experts
+        self.trained = np.add(*parameters.of("gradients").of_stage(layout))
         self.full = self.table.fully_sharded[:, None]
         self.piped = (self.table["pp"] > 1)[:, None]
         self.stages = np.maximum(self.table["virtual_stages"], 1.0)[:, None]
@@ -56,7 +57,7 @@ class RankMemory:
         self.layer = np.where(moe > 0, of_moe, (dense > 0) * parameters.dense_layer[:, None])
         self.alike = np.where(moe > 0, moe if model.dense_layers_lead else np.minimum(moe, 1), dense)
         self.embedding, self.head = layout.first * parameters.embedding[:, None], layout.last * parameters.head[:, None]
-        self.zero = zero_buffers(context, self.whole, self.sharded("optimizer"))
+        self.zero = zero_buffers(context, self.trained, self.sharded("optimizer"))
         self.state = {kind: self.sharded(kind) * held_bytes(context, kind)[:, None] for kind in state_bytes(context)}
         # Autocast keeps a 16-bit copy of every weight that products use from its first use to the end of the forward
         # pass, and backward keeps those of layers that are not run again; embeddings are looked up as they are.
@@ -67,8 +68,8 @@ class RankMemory:
 
     def sharded(self, kind: State) -> Floats:
         """Return how many parameters have their `kind` of state on the rank."""
-        shared = self.shared / self.table.state_shard[kind][:, None]
-        return shared + self.experts / self.table.expert_shard[kind][:, None]
+        shared, experts = self.parameters.of(kind).of_stage(self.layout)
+        return shared / self.table.state_shard[kind][:, None] + experts / self.table.expert_shard[kind][:, None]
 
     # --- gradients ----------------------------------------------------------------------------------------------
 
@@ -77,7 +78,7 @@ class RankMemory:
         """What reducing gradients holds all the time besides the gradients themselves."""
         # A data-parallel reduction through buckets may hold them besides the gradients.
         copied = self.spec.ddp.bucket_copy & (self.table["dp_replicate"] > 1)
-        buckets = np.where(copied[:, None], self.whole * state_bytes(self.context)["gradients"], 0.0)
+        buckets = np.where(copied[:, None], self.trained * state_bytes(self.context)["gradients"], 0.0)
         buckets = buckets + _placeholders(self.operators, self.context, *self.layout.layers)
         return np.where(self.full, 0.0, buckets) + self.zero.standing
 
@@ -86,7 +87,7 @@ class RankMemory:
         """Gradients that micro batches of a pipeline add up until the last one: whole, where shards stay of them."""
         scattered = (self.table.state_shard["gradients"] > 1)[:, None] * state_bytes(self.context)["gradients"]
         width = np.where(self.full, self.context.dtype_bytes("reduce"), scattered)
-        return np.where(self.piped & (not self.in_place), self.whole * width, 0.0)
+        return np.where(self.piped & (not self.in_place), self.trained * width, 0.0)
 
     @property
     def in_place(self) -> bool:
@@ -102,7 +103,11 @@ class RankMemory:
         return self.context.dtype_bytes(unsharded if self.spec.fsdp.flat_parameters else "reduce")
 
     def passing(self, unit: Floats) -> Floats:
-        """Return a fully sharded unit's gradients while they are reduced."""
+        """Return a fully sharded unit's gradients while they are reduced; nothing where a network has frozen parts, of
+        which a unit may have no gradients.
+        """
+        if self.parameters.trained is not None:
+            return np.zeros_like(self.whole)
         unsharded = 0.0 if self.in_place else self.context.dtype_bytes(self.spec.state.unsharded_gradient_dtype)
         return np.where(self.full, unit * (unsharded + self.sent_bytes), 0.0)
 

@@ -26,7 +26,7 @@ CONCURRENT = {STREAM: REPLICAS, REPLICAS: STREAM}
 
 
 Ran = dict[int, tuple[PassTimes, Value]]
-Mark = tuple[Floats, dict[str, Floats], dict[str, Floats], Ran, dict[str, Floats], Value]
+Mark = tuple[Floats, Floats, dict[str, Floats], dict[str, Floats], Ran, dict[str, Floats], Value]
 
 
 class RankTimeline:
@@ -53,6 +53,8 @@ class RankTimeline:
         self._recorded = 0
         self._ahead_s: Floats = self._zero
         self.launched: Value = 0.0  # kernels so far
+        self._started: Floats = self._zero  # when the device could run the first of them
+        self._held_up: Floats = self._zero  # how long the host has waited for room in the queue
         self._last: tuple[Floats, PassTimes] | None = None  # when the last pass began
         self._begun, self._sends = (
             self.mark(),
@@ -67,6 +69,7 @@ class RankTimeline:
     def start(self) -> None:
         """The device begins when the host has got so far."""
         self._wait(COMPUTE, self.host, "host")
+        self._started = self.compute
 
     @property
     def done(self) -> Floats:
@@ -93,15 +96,20 @@ class RankTimeline:
 
     def mark(self) -> Mark:
         """Return where the rank is."""
-        return self.host, dict(self.clocks), dict(self.parts), dict(self._ran), dict(self.sent_s), self.launched
+        at = dict(self.clocks), dict(self.parts), dict(self._ran), dict(self.sent_s), self.launched
+        return self.host, self._held_up, *at
 
     def repeat(self, since: Mark, times: Value) -> None:
         """Let what has happened since a mark happen so many `times` more."""
-        host, clocks, parts, ran, sent_s, launched = since
+        host, held_up, clocks, parts, ran, sent_s, launched = since
         self.launched = self.launched + times * (self.launched - launched)
         self.sent_s = {name: sent + times * (sent - sent_s[name]) for name, sent in self.sent_s.items()}
         ahead = {name: times * (clock - clocks.get(name, self._zero)) for name, clock in self.clocks.items()}
-        self.host = self.host + times * (self.host - host)
+        # While it waits for the queue, the host goes on as the device does, however far it was ahead of that before.
+        waited, on = self._held_up - held_up, self.host - host
+        on = np.where(waited > 0, np.maximum(on - waited, self.compute - clocks.get(COMPUTE, self._zero)), on)
+        self.host = self.host + times * on
+        self._held_up = self._held_up + times * waited
         self.clocks = {name: clock + ahead[name] for name, clock in self.clocks.items()}
         self._events = {name: (stream, at + ahead[stream]) for name, (stream, at) in self._events.items()}
         self._busy = {name: (since + ahead[name], to + ahead[name]) for name, (since, to) in self._busy.items()}
@@ -141,13 +149,13 @@ class RankTimeline:
 
     def _repeat_beside(self, since: Mark, times: float) -> None:
         """Repeat what sends nothing itself: what runs alongside it ends, and delays it by that at most."""
-        lost = self.parts["contention"] - since[2]["contention"]
+        lost = self.parts["contention"] - since[3]["contention"]
         left = np.max([self._clock(stream) for stream in WIRES], axis=0) - self.compute
-        lasting = np.clip(left / np.maximum(self.compute - since[1][COMPUTE], TINY), 0.0, times)
+        lasting = np.clip(left / np.maximum(self.compute - since[2][COMPUTE], TINY), 0.0, times)
         wires = {name: self.clocks[name] for name in WIRES if name in self.clocks}
         self.repeat(since, times)
         for name, clock in wires.items():
-            self.clocks[name] = clock + lasting * (clock - since[1].get(name, self._zero))
+            self.clocks[name] = clock + lasting * (clock - since[2].get(name, self._zero))
         self.clocks[COMPUTE] = self.compute - (times - lasting) * lost
         self.parts["contention"] = self.parts["contention"] - (times - lasting) * lost
 
@@ -165,8 +173,10 @@ class RankTimeline:
         where the stream itself has waited meanwhile, of kernels as they came so far.
         """
         if not self.runs_ahead:
-            ahead_s = np.maximum(self._ahead_s, QUEUED_LAUNCHES * self.compute / np.maximum(self.launched, 1.0))
-            self.host = np.maximum(self.host, self.compute - ahead_s)
+            pace_s = (self.compute - self._started) / np.maximum(self.launched, 1.0)
+            ahead_s = np.maximum(self._ahead_s, QUEUED_LAUNCHES * pace_s)
+            late_s = np.maximum(self.compute - ahead_s - self.host, 0.0)
+            self.host, self._held_up = self.host + late_s, self._held_up + late_s
 
     def host_work(self, name: str, seconds: Value) -> None:  # noqa: ARG002 - a Rank is given names
         self.host = self.host + seconds

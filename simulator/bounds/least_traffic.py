@@ -23,25 +23,30 @@ Rows = NDArray[np.bool_]
 
 
 class LeastTraffic:
-    """Seconds of a step on pipeline ranks, shape (plans, ranks), as `simulator.step.traffic` tells of them.
+    """Least seconds of data-parallel traffic in a step, shape (plans, ranks); `simulator.step.traffic` describes it.
 
-    `forward` and `backward` come with those passes, `last_s` after all ranks have met. `waits_for_traffic`, one value a
-    plan: traffic of a pass has ended when the next one begins, where there is no pipeline.
+    `forward` and `backward` happen during those passes, `last_s` after all ranks have met. `waits_for_traffic`, one
+    value a plan: without a pipeline, the next pass starts only when the traffic of this one has ended.
     """
 
     def __init__(self, context: CostContext, layout: StageLayout, parameters: Parameters, lookup_s: Floats) -> None:
         self.context, self.layout, self.table, self.spec = context, layout, context.table, context.spec
-        self.shared, self.experts = parameters.of_stage(layout)
+        trained, rows = parameters.of("gradients"), np.zeros(len(self.table))
+        self.shared, self.experts = trained.of_stage(layout)
         self._compute, self._reduce = context.dtype_bytes("gathered"), context.dtype_bytes("reduce")
         dense, moe = layout.layers
-        rows = np.zeros(len(self.table))
-        self._of_layers = {
-            "dense": (parameters.dense_layer + rows, rows),
-            "moe": (parameters.moe_layer + rows, parameters.experts + rows),
-        }
-        counts = zip((dense, moe), self._of_layers.values(), strict=True)
-        self._layers = tuple((held, *elements) for held, elements in counts if (held > 0).any())
-        self._embedding, self._head = parameters.embedding + rows, parameters.head + rows
+        used, self._blocks = (
+            {
+                "dense": (of.dense_layer + rows, rows),
+                "moe": (of.moe_layer + rows, of.experts + rows),
+                "embedding": (of.embedding + rows, rows),
+                "head": (of.head + rows, rows),
+            }
+            for of in (parameters, trained)
+        )
+        self._used = used
+        counts = {"dense": dense, "moe": moe}
+        self._layers = {name: held for name, held in counts.items() if (held > 0).any()}
         self._m, self._piped = self.table.micro_batches, self.table["pp"] > 1
         self._first, self._last = 1.0 * layout.first, 1.0 * layout.last
         self.last_s = self._update_s()
@@ -62,16 +67,15 @@ class LeastTraffic:
     @cached_property
     def units_s(self) -> dict[str, UnitTraffic]:
         """Seconds of each unit by its block."""
-        nothing = np.zeros(len(self.table))
-        return {
-            "embedding": self._unit(self._embedding, nothing),
-            "head": self._unit(self._head, nothing),
-            **{name: self._unit(*elements) for name, elements in self._of_layers.items()},
-        }
+        return {name: self._unit(name) for name in self._blocks}
 
-    def _unit(self, shared: Floats, experts: Floats) -> UnitTraffic:
+    def _sharded_unit(self, block: str) -> _Sharded:
+        return _Sharded(self, self._used[block], self._blocks[block])
+
+    def _unit(self, block: str) -> UnitTraffic:
         full, spec, table = self.table.fully_sharded, self.spec, self.table
-        unit, elements = _Sharded(self, shared, experts), shared + experts
+        shared, experts = self._blocks[block]
+        unit, elements = self._sharded_unit(block), shared + experts
         sharded, scattered = (table.state_shard[kind] > 1 for kind in ("optimizer", "gradients"))
         behind = (sharded & ~scattered & spec.ddp.sharded_overlap) | (~sharded & spec.ddp.overlap)
         whole = self._reduced(shared, experts, sharded) if not full.all() else 0.0
@@ -97,15 +101,8 @@ class LeastTraffic:
         # Before each pass, unless a unit is still there from the one before, as a stage's last unit is.
         forward, backward = np.where(keeps, 1.0, m), np.where(keeps | off, 0.0, m)
         reductions = np.where(self._piped, 1.0, m)
-        embedding, *layers, head = (
-            _Sharded(self, shared, experts)
-            for _, shared, experts in (
-                (None, self._embedding, 0 * self._embedding),
-                *self._layers,
-                (None, self._head, 0 * self._head),
-            )
-        )
-        held = [self._first, *(held for held, _, _ in self._layers), self._last]
+        embedding, *layers, head = map(self._sharded_unit, ("embedding", *self._layers, "head"))
+        held = [self._first, *self._layers.values(), self._last]
         units = [embedding, *layers, head]
 
         def total(quantity: str) -> Floats:
@@ -117,7 +114,7 @@ class LeastTraffic:
             stages = np.maximum(table["virtual_stages"], 1.0)[:, None]
             return np.asarray(self._last * getattr(head, quantity)[:, None] + (stages - self._last) * layer)
 
-        # Delayed weight gradients leave all of a stage as it was, and the next pass may find it so.
+        # Delayed weight gradients keep a whole stage gathered, so that the next pass need not gather it.
         stay = np.where(off & ~keeps, m - 1.0, 0.0)[:, None]
         out, gathered = total("out_s"), total("gather_s")
         copied_out = np.maximum(forward[:, None] * out - stay * widest("out_s"), 0.0)
@@ -164,9 +161,9 @@ class LeastTraffic:
         if spec.state.gradient_dtype != "reduce":
             width = 3 * self.context.dtype_bytes(spec.state.gradient_dtype) / self.context.roofline.memory_bytes_per_s
             copies = (self.shared + self.experts) * ((self._m - 1) * width)[:, None]
-        layers = [self._reduced(shared, experts, sharded) for _, shared, experts in self._layers]
-        embedding, head = (self._reduced(each, 0 * each, sharded) for each in (self._embedding, self._head))
-        held = [self._first, *(held for held, _, _ in self._layers), self._last]
+        layers = [self._reduced(*self._blocks[name], sharded) for name in self._layers]
+        embedding, head = (self._reduced(*self._blocks[name], sharded) for name in ("embedding", "head"))
+        held = [self._first, *self._layers.values(), self._last]
         each = (count * one[:, None] for count, one in zip(held, [embedding, *layers, head], strict=True))
         reduced = sum(each, np.zeros(copies.shape))
         drain = self._end(embedding, np.min(layers, axis=0))
@@ -209,7 +206,7 @@ class LeastTraffic:
     def send_s(self, op: str, family: str, shared: Floats, experts: Floats, width: float) -> Floats:
         """Return what a collective of some parameters takes, routed experts by themselves."""
         groups = self.context.groups
-        total = groups.time_s(op, family, shared * width)
+        total = np.where(shared > 0, groups.time_s(op, family, shared * width), 0.0)
         if experts.any():
             total = total + np.where(experts > 0, groups.time_s(op, f"expert_{family}", experts * width), 0.0)
         return total
@@ -273,23 +270,28 @@ class PassTraffic:
 
 
 class _Sharded:
-    """Seconds of one fully sharded unit: a gather and the copies out of it, a reduction and the copies into it."""
+    """Seconds of one fully sharded unit: a gather and the copies out of it, a reduction and the copies into it. What is
+    gathered is `used`, what is reduced `trained`, both routed experts apart.
+    """
 
-    def __init__(self, traffic: LeastTraffic, shared: Floats, experts: Floats) -> None:
+    def __init__(self, traffic: LeastTraffic, used: tuple[Floats, Floats], trained: tuple[Floats, Floats]) -> None:
         context, table = traffic.context, traffic.table
         compute, reduce = context.dtype_bytes("gathered"), context.dtype_bytes("reduce")
-        elements = shared + experts
-        rate = context.roofline.packing_bytes_per_s(elements * compute)
+        shared, experts = trained
+        out_rate, in_rate = (
+            context.roofline.packing_bytes_per_s((one + other) * compute) for one, other in (used, trained)
+        )
         whole = np.where(table["pp"] > 1, reduce, context.dtype_bytes(context.spec.state.unsharded_gradient_dtype))
-        copies = elements * (1.0 if context.spec.fsdp.copy_in_copy_out else 0.0)
-        self.out_s, self.in_s = copies * 2 * compute / rate, copies * (whole + reduce) / rate
-        self.gather_s = traffic.send_s("all_gather", "fsdp", shared, experts, compute)
+        copies = 1.0 if context.spec.fsdp.copy_in_copy_out else 0.0
+        self.out_s = copies * sum(used) * 2 * compute / out_rate
+        self.in_s = copies * sum(trained) * (whole + reduce) / in_rate
+        self.gather_s = traffic.send_s("all_gather", "fsdp", *used, compute)
         self.scatter_s = traffic.send_s("reduce_scatter", "fsdp", shared, experts, reduce)
         self.replicate_s = np.zeros(len(table))
         if has_replicas(table).any():
             groups = context.groups
             shard = shared / groups.extent("fsdp")[0] + experts / groups.extent("expert_fsdp")[0]
-            self.replicate_s = groups.time_s("all_reduce", "replicate", shard * reduce)
+            self.replicate_s = np.where(shard > 0, groups.time_s("all_reduce", "replicate", shard * reduce), 0.0)
 
     @property
     def drain_s(self) -> Floats:

@@ -39,7 +39,8 @@ from simulator.pipeline.stages import StageLayout, stage_layout
 from simulator.runtimes.library import ModelOperators, canonical_recompute, wraps_one
 from simulator.runtimes.parts import RecomputeSpec
 from simulator.step.context import CostContext
-from simulator.step.held import Parameters, local_parameters
+from simulator.step.frozen import local_parameters
+from simulator.step.held import Parameters
 from simulator.step.walk import message_bytes
 from topology.time_limit import check_time
 
@@ -125,6 +126,7 @@ class Screening:
             replace(columns, recompute=recompute),
             self.scenario.workload,
             cp_method=spec.context_parallel,
+            splits_experts=spec.splits_experts,
             wraps_one=wraps_one(spec, self.scenario.runtime),
         )
 
@@ -133,7 +135,7 @@ class Screening:
         table = plans if isinstance(plans, PlanTable) else self.table(plans)
         conditions = np.stack([*table.conditions.values()]).T @ (1 << np.arange(len(table.conditions)))
         overlap = np.searchsorted(np.array(words(table.tp_overlap), dtype=np.str_), table.tp_overlap)
-        degrees = [table[name] for name in ("tp", "cp", "ep", "micro_batch_size", "gpus", "placing")]
+        degrees = [table[name] for name in ("tp", "cp", "ep", "etp", "micro_batch_size", "gpus", "placing")]
         rows, which = distinct(*degrees, conditions, overlap, table.capacity_factor)
         context = self._context(table.take(rows))
         modes = [canonical_recompute(word, self.scenario.runtime) for word in recompute]

@@ -52,8 +52,8 @@ class MeasuredOperators:
         return found
 
     def packing_factor(self, nbytes: Floats | float, usual: float) -> Floats:
-        """Return what FSDP's packing of modules of `nbytes` takes over what is counted for it; `usual` where not
-        measured.
+        """Return the measured time of FSDP's packing of modules of `nbytes`, divided by the predicted one; `usual`
+        where not measured.
         """
         if self.packing is None:
             return np.full(1, usual)

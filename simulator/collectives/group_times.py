@@ -23,9 +23,9 @@ REMEMBERED = 256  # plans of one group whose times are remembered by what was as
 class GroupTimes:
     """Where each plan's groups lie on `cluster`, and what collectives cost there.
 
-    Axes: `tp`, `cp`, `ep`, `pp` (neighbouring stages; `pp_across` where they are on different nodes), `pipeline` (all
-    of them), `fsdp` (dp_shard x cp), `replicate` (dp_replicate), `dp` (both, and cp), `expert_fsdp` and `expert_dp`
-    (what expert parallelism leaves of them).
+    Axes: `tp`, `cp`, `etp`, `ep` and `etp_ep` (both), `pp` (neighbouring stages; `pp_across` where they are on
+    different nodes), `pipeline` (all of them), `fsdp` (dp_shard x cp), `replicate` (dp_replicate), `dp` (both, and cp),
+    `expert_fsdp` and `expert_dp` (what expert parallelism leaves of them).
 
     `models_by_plan` has a model for each plan where they run on clusters that differ in the rates of their links.
     `factor`: how many times as long collectives take in a runtime's steps as by themselves, a column where plans
@@ -181,17 +181,20 @@ class GroupTimes:
         t = self.table
         one = np.ones(len(t))
         inner = t["cp"] * t["tp"]
-        # Expert groups are laid over dp_shard x cp x tp, innermost first; without sequence parallelism the
-        # tensor-parallel ranks split each expert instead of holding different ones.
-        expert_stride = np.where(t.sequence_parallel, one, t["tp"])
+        # Expert groups are laid over dp_shard x cp x tp, innermost first: neighbours split an expert.
+        expert_stride = t["etp"]
         everything = t["dp"] * t["cp"] * t["tp"]
         match axis:
             case "tp":
                 return t["tp"], one
             case "cp":
                 return t["cp"], t["tp"]
+            case "etp":
+                return t["etp"], one
             case "ep":
                 return t["ep"], expert_stride
+            case "etp_ep":
+                return t["ep"] * t["etp"], one
             case "tp_pair" | "cp_pair":  # two neighbours of a ring; those that are furthest apart decide
                 size, stride = self.extent(axis.removesuffix("_pair"))
                 node = float(self.cluster.gpus_per_node)
@@ -216,4 +219,7 @@ class GroupTimes:
 
 
 # What a plan's ranks talk along; see `GroupTimes.extent`.
-AXES = ("tp", "cp", "ep", "pp", "pipeline", "fsdp", "replicate", "dp", "expert_fsdp", "expert_dp", "tp_pair", "cp_pair")
+AXES = (
+    *("tp", "cp", "etp", "ep", "etp_ep", "pp", "pipeline", "fsdp", "replicate", "dp", "expert_fsdp", "expert_dp"),
+    *("tp_pair", "cp_pair"),
+)

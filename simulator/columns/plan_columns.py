@@ -40,6 +40,7 @@ class PlanColumns:
     cp: NDArray[np.int64]
     pp: NDArray[np.int64]
     ep: NDArray[np.int64]
+    etp: NDArray[np.int64]
     virtual_stages: NDArray[np.int64]
     schedule: NDArray[np.str_]
     micro_batch_size: NDArray[np.int64]

@@ -6,17 +6,16 @@ well beyond any cluster.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from statistics import NormalDist
 from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
+from simulator.columns.experts import ExpertRanks, expert_sizes, expert_split
 from simulator.columns.plan_columns import PlanColumns, plan_columns, words
-from simulator.config.model import LatentAttention, MixtureOfExperts, Model
+from simulator.config.model import LatentAttention, Model
 from simulator.config.overlap_sites import mode_at, modes_in
 from simulator.config.plan import INTERLEAVED_SCHEDULE, PLAIN_SCHEDULE, SIZES, Plan
 from simulator.config.workload import Workload
@@ -30,6 +29,7 @@ class PlanTable(PlanColumns):
     """Columns of one length: those of the plans, their sizes as floats by name (`table["tp"]`), micro batches, and what
     each kind of state is sharded over. `schedule` is 1F1B where a pipeline has none.
 
+    `columns["etp"]` is how many ranks split each expert, the runtime's default where a plan states none.
     `plans` are the same rows as objects where there are any, for what columns do not carry: layers and recomputation
     listed stage by stage. `state_shard[k]` is the number of ranks that share one copy of k in (`parameters`,
     `gradients`, `optimizer`) for everything but routed experts; `expert_shard[k]` likewise for routed experts, which
@@ -95,14 +95,27 @@ CP_METHODS = ("ring", "all_gather", "all_to_all")
 
 
 def plan_table(
-    plans: Sequence[Plan], workload: Workload, *, cp_method: str = "all_gather", wraps_one: bool = False
+    plans: Sequence[Plan],
+    workload: Workload,
+    *,
+    cp_method: str = "all_gather",
+    wraps_one: bool = False,
+    splits_experts: str = "whole",
 ) -> PlanTable:
     """Return `plans` as columns. Micro batches are fractional where the global batch does not divide evenly.
 
-    `cp_method` is the runtime's own. `wraps_one`: tensor- and pipeline-parallel plans that shard nothing are wrapped as
-    if they did, for the sake of narrow types. Raises BadPlan for a method or an overlap mode that does not exist.
+    `cp_method` is the runtime's own, and so is `splits_experts` (`EXPERT_SPLITS`). `wraps_one`: tensor- and
+    pipeline-parallel plans that shard nothing are wrapped as if they did, for the sake of narrow types. Raises BadPlan
+    for a method or an overlap mode that does not exist.
     """
-    return table_of_columns(plan_columns(plans), workload, cp_method=cp_method, wraps_one=wraps_one, plans=plans)
+    return table_of_columns(
+        plan_columns(plans),
+        workload,
+        cp_method=cp_method,
+        wraps_one=wraps_one,
+        splits_experts=splits_experts,
+        plans=plans,
+    )
 
 
 def table_of_columns(
@@ -111,6 +124,7 @@ def table_of_columns(
     *,
     cp_method: str = "all_gather",
     wraps_one: bool = False,
+    splits_experts: str = "whole",
     plans: Sequence[Plan] = (),
 ) -> PlanTable:
     """Return `plan_table` of plans that are columns already. Raises BadPlan likewise."""
@@ -131,11 +145,10 @@ def table_of_columns(
     columns["placing"] = given.placing.astype(np.float64)
     columns["sharded_over"] = group
     columns["gpus"] = dp * columns["cp"] * columns["tp"] * columns["pp"]
-    # Experts live on ep ranks taken from (dp_shard x cp x tp); what is left of that product shards each expert.
-    # Without sequence parallelism tensor-parallel ranks split each expert, and hold no others between them.
-    apart = np.where(given.sequence_parallel, columns["tp"], 1.0)
-    expert_ranks = np.where(zero < 0, columns["dp_shard"], dp) * columns["cp"] * apart
-    expert_group = np.maximum(expert_ranks / columns["ep"], 1.0)
+    # Experts live on etp x ep ranks taken from (dp_shard x cp x tp); what is left of that product shards each expert.
+    columns["etp"] = expert_split(given, splits_experts).astype(np.float64)
+    expert_ranks = np.where(zero < 0, columns["dp_shard"], dp) * columns["cp"] * columns["tp"]
+    expert_group = np.maximum(expert_ranks / (columns["etp"] * columns["ep"]), 1.0)
     state_shard = {k: np.where(stage >= SHARDED_FROM_STAGE[k], group, 1.0) for k in STATES}
     expert_shard = {k: np.where(stage >= SHARDED_FROM_STAGE[k], expert_group, 1.0) for k in STATES}
     unsharded = (zero == 0) | ((zero < 0) & (group <= 1))
@@ -158,6 +171,7 @@ def table_of_columns(
             **{f"cp_{m}": method == m for m in CP_METHODS},
             "cp": columns["cp"] > 1,
             "ep": columns["ep"] > 1,
+            "etp": columns["etp"] > 1,
         },
         # The default under pipelining is to keep them.
         keeps_gathered=np.where(given.reshard_after_forward < 0, piped, given.reshard_after_forward == 0),
@@ -168,22 +182,34 @@ def table_of_columns(
 
 
 def axis_sizes(
-    model: Model, workload: Workload, table: PlanTable, *, autocast_width: float = 1.0, expert_spread: float = 0.0
+    model: Model,
+    workload: Workload,
+    table: PlanTable,
+    *,
+    autocast_width: float = 1.0,
+    expert_spread: float = 0.0,
+    rank: int = 0,
+    domain: int = 1 << 20,
+    pads: bool = True,
 ) -> dict[str, Floats]:
     """Return the size of every named axis on one rank, one value per plan.
 
     `autocast_width` is how much wider a parameter is than the type of products: autocast leaves what is no product in
     it. `expert_spread` is how far the load of one of two ranks with experts scatters, over the mean, where the workload
-    does not say how uneven ranks are.
+    does not say how uneven ranks are. `domain` is the number of ranks that reach each other without a network.
+    `pads`: experts that have fewer rows than their capacity are given as many for nothing.
 
     b sequences of a micro batch; s query positions, S key positions and j keys a query sees on average; w partial
     results of attention beyond the first, one from each other context-parallel rank's keys; t tokens inside a
     tensor-parallel region and u outside it (fewer with sequence parallelism); h hidden, and hr that of the residual
     stream in numbers of the products' type, in which autocast does not add; d head width; a query and k key/value
-    heads; q, kv and qkv their widths; f feed-forward width and gf with the gate alongside it; v vocabulary. MoE: E
-    experts in all, e on this rank, x rows of each, r routed rows of the rank, fe and gfe expert widths, fs and gfs
-    shared-expert widths. Latent attention: ql, cl compressed ranks (cr with the rotary part), qk and vv total head
-    widths, kx expanded keys/values.
+    heads; q, kv and qkv their widths, qkx where keys are repeated until each
+    rank of an exchange of heads has one; f feed-forward width and gf with the gate alongside it; v vocabulary. MoE: E
+    experts in all, e on this rank, x rows of each, n rows that the rank sends to experts, m those that the busiest
+    receives and r those that its experts compute, fe and gfe expert widths, fs and gfs shared-expert widths; g tokens
+    of all ranks that share experts; z rows that reach a rank where each token is sent once to a rank, and y what an
+    all-to-all that takes as long would move. Latent attention: ql, cl compressed ranks (cr with the rotary part), qk
+    and vv total head widths, kx expanded keys/values. R is the `rank` of adapters.
     """
     tp, cp = table["tp"], table["cp"]
     ones = np.ones(len(table))
@@ -211,15 +237,27 @@ def axis_sizes(
         "q": a * model.head_dim,
         "kv": k * model.head_dim,
         "qkv": a * model.head_dim + 2 * k * model.head_dim,
+        "qkx": a * model.head_dim
+        + 2 * np.maximum(k, np.where(table.conditions["cp_all_to_all"], cp, 0.0)) * model.head_dim,
         "f": model.ffn / tp,
         "gf": gate * model.ffn / tp,
         "v": model.vocab / tp,
         "one": ones,
+        "R": rank,
     }
     if model.latent:
         sizes |= _latent_sizes(model, model.latent, a)
     if model.moe:
-        sizes |= _expert_sizes(workload, table, model.moe, u, gate, expert_spread)
+        ranks = ExpertRanks(
+            tp=tp,
+            ep=table["ep"],
+            etp=table["etp"],
+            apart=table.sequence_parallel,
+            capacity=table.capacity_factor,
+            pads=pads,
+            domain=domain,
+        )
+        sizes |= expert_sizes(workload, model.moe, ranks, tokens=u, gate=gate, spread=expert_spread)
     return {name: value * ones for name, value in sizes.items()}
 
 
@@ -236,54 +274,9 @@ def _latent_sizes(model: Model, latent: LatentAttention, heads: Floats) -> dict[
     }
 
 
-def _expert_sizes(
-    workload: Workload, table: PlanTable, moe: MixtureOfExperts, tokens: Floats, gate: float, spread: float
-) -> dict[str, Floats | float]:
-    """Return the axes of experts, of which a rank sends `tokens`."""
-    tp, ep = table["tp"], table["ep"]
-    # With sequence parallelism every rank dispatches its own tokens to whole experts; without it the tensor-parallel
-    # ranks hold the same tokens and split each expert instead.
-    expert_tp = np.where(table.sequence_parallel, 1.0, tp)
-    # The busiest expert rank decides: its share of the rows, or what its capacity lets through.
-    stated = workload.expert_imbalance
-    uneven = busiest_load(ep, spread) if stated == 1.0 else np.where(ep > 1, stated, 1.0)
-    routed = tokens * moe.experts_per_token * np.where(table.capacity_factor > 0, table.capacity_factor, uneven)
-    local = moe.experts / ep
-    return {
-        "E": moe.experts,
-        "e": local,
-        "r": routed,
-        "x": routed / local,
-        "fe": moe.ffn / expert_tp,
-        "gfe": gate * moe.ffn / expert_tp,
-        "fs": moe.shared_ffn / tp,
-        "gfs": gate * moe.shared_ffn / tp,
-    }
-
-
 def windowed_share(model: Model, seq_len: int) -> float:
     """Return the share of attention's arithmetic in layers whose window is shorter than the sequence."""
     if not 0 < model.sliding_window < seq_len:
         return 0.0
     sliding, whole = model.keys_by_layers(seq_len)
     return sliding / (sliding + whole)
-
-
-# How many more tokens than its share the busiest rank of expert parallelism has.
-
-
-def busiest_load(ranks: Floats, spread: float) -> Floats:
-    """Return the tokens of the busiest of `ranks` ranks that share experts, over the mean; from 1 to `ranks`.
-
-    `spread` is the standard deviation of the load of one of two ranks, over the mean. That of one of more is larger by
-    sqrt(ranks - 1), as if few experts had all the tokens, wherever they are; loads add up to all tokens, and are else
-    taken to be normal. Source of the largest of normal values: Blom (1958).
-    """
-    counts, back = np.unique(ranks, return_inverse=True)
-    loads = np.array([_load(count, spread) if count > 1 else 1.0 for count in counts.tolist()])
-    return loads[back]
-
-
-def _load(ranks: float, spread: float) -> float:
-    largest = NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
-    return min(1.0 + spread * math.sqrt(ranks) * largest, ranks)

@@ -311,8 +311,11 @@ def _experts(reader: ConfigReader, layers: int) -> MixtureOfExperts | None:
     if width is None and reader.family.generic:
         width = reader.size("intermediate_size")
         reader.assumed.append("moe_intermediate_size not stated: experts are as wide as intermediate_size")
+    groups = reader.integer("n_group") or 1
     return MixtureOfExperts(
         experts=experts,
+        groups=groups,
+        groups_per_token=min(reader.integer("topk_group") or groups, groups),
         experts_per_token=per_token,
         ffn=width if width is not None else reader.size(*family.expert_width_keys),
         shared_ffn=shared,

@@ -46,6 +46,8 @@ class MixtureOfExperts:
     router_bias: bool = False  # a per-expert selection bias (deepseek-v3's e_score_correction_bias)
     dense_layers: int = 0
     dense_layer_ids: tuple[int, ...] = ()  # indices from 0, in order
+    groups: int = 1  # of experts, of which a token visits so many at most (deepseek-v3's n_group and topk_group)
+    groups_per_token: int = 1
 
     def __post_init__(self) -> None:
         if self.dense_layer_ids and len(self.dense_layer_ids) != self.dense_layers:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.config.plan_schema import MAX_LAYERS, Kind, PlanField, degree, entry, fields_of
+from simulator.config.plan_schema import MAX_GPUS, MAX_LAYERS, Kind, PlanField, degree, entry, fields_of
 
 # What is kept in host memory: nothing, the optimizer's state, or parameters and gradients as well.
 OFFLOADS = ("none", "optimizer", "parameters")
@@ -46,6 +46,7 @@ class Plan:
     `recompute_per_stage` names a mode for each of the pp * virtual_stages stages and then goes before `recompute`.
     `offload` is what is kept in host memory (`OFFLOADS`), where the CPU updates it: see `simulator.step.offload`.
     `ep_overlap` is how the all-to-all of experts runs alongside compute (`EP_OVERLAPS`).
+    `etp` ranks split each expert; None is the framework's default, which is `tp` in Megatron-LM.
     `tp_overlap` is one overlap mode, or one for each site of a block: see `simulator.config.overlap_sites`. With
     `capacity_factor` every expert computes that multiple of its mean load, padded or dropped; None is dropless.
     """
@@ -54,62 +55,76 @@ class Plan:
         "data parallel (DP)",
         short="dp",
         flag="--dp-replicate",
-        help="Replicas.",
+        help="Data-parallel replicas; default: 1, or what fills the GPUs with --zero.",
         search_help="Only plans with this number of replicas.",
     )
     dp_shard: int = degree(
         "sharded data parallel (FSDP)",
         short="fsdp",
         flag="--dp-shard",
-        help="FSDP shards; default fills the GPUs.",
+        help="FSDP shards; default: what fills the GPUs.",
         search_help="Only plans with this number of FSDP shards.",
     )
     zero_stage: int | None = entry(
-        None, "ZeRO stage", least=0, most=3, flag="--zero", help="ZeRO stage over --dp-replicate."
+        None, "ZeRO stage", least=0, most=3, flag="--zero", help="ZeRO stage over the --dp-replicate ranks."
     )
     tp: int = degree(
         "tensor parallel (TP)",
         short="tp",
         flag="--tp",
-        help="Tensor-parallel degree; default 1.",
-        search_help="Only plans with this tensor-parallel degree: 8, 1,2,4 or 2-8, as all such options.",
+        help="Tensor-parallel degree; default: 1.",
+        search_help="Only plans with this tensor-parallel degree; 8, 1,2,4 or 2-8, as for all such options.",
     )
     sequence_parallel: bool = entry(
-        False, flag="--sequence-parallel/--no-sequence-parallel", help="Default: the framework's.", needs="tp"
+        False,
+        flag="--sequence-parallel/--no-sequence-parallel",
+        help="Divide norms and residuals by tokens; default: the framework's.",
+        needs="tp",
     )
     cp: int = degree(
         "context parallel (CP)",
         short="cp",
         flag="--cp",
-        help="Context-parallel degree; default 1.",
+        help="Context-parallel degree; default: 1.",
         search_help="Only plans with this context-parallel degree.",
     )
     pp: int = degree(
         "pipeline parallel (PP)",
         short="pp",
         flag="--pp",
-        help="Pipeline stages; default 1.",
-        search_help="Only plans with this number of pipeline stages.",
+        help="Pipeline-parallel degree; default: 1.",
+        search_help="Only plans with this pipeline-parallel degree.",
     )
     ep: int = degree(
         "expert parallel (EP)",
         short="ep",
         flag="--ep",
-        help="Expert-parallel degree; default 1.",
+        help="Expert-parallel degree; default: 1.",
         search_help="Only plans with this expert-parallel degree.",
+    )
+    etp: int | None = entry(  # None: the framework's default
+        None,
+        "expert tensor parallel (ETP)",
+        short="etp",
+        least=1,
+        most=MAX_GPUS,
+        flag="--etp",
+        help="Tensor-parallel degree of experts; default: the framework's.",
+        search_help="Only plans with this tensor-parallel degree of experts.",
+        follows=("tp", "ep"),
     )
     virtual_stages: int = degree(
         "stages a rank",
         flag="--virtual-stages",
-        help="Stages a rank holds; default 1.",
-        search_help="Only plans with this number of stages on a pipeline rank.",
+        help="Stages on each pipeline rank; default: 1.",
+        search_help="Only plans with this many stages on each pipeline rank.",
         needs="pp",
     )
     schedule: str | None = entry(
         None,
         flag="--schedule",
         help="Pipeline schedule, such as 1F1B.",
-        search_help="Only plans with this pipeline schedule (words, with commas).",
+        search_help="Only plans with this pipeline schedule (comma-separated).",
         needs="pp",
         follows=("pp", "virtual_stages"),
     )
@@ -123,14 +138,15 @@ class Plan:
     recompute: str = entry(
         "none",
         flag="--recompute",
-        help="none, selective, selective-op, full, or the runtime's own word.",
-        search_help="Only plans with this recomputation (words, with commas).",
+        help="Recomputation: none, selective, selective-op, full, or the runtime's own word.",
+        search_help="Only plans with this recomputation (comma-separated).",
     )
     tp_overlap: str = entry(
         "none",
         "overlap of tensor parallelism",
         flag="--tp-overlap",
-        help="none, ring, fused, async, ...; or by site: attention_in=fused,mlp_out=ring.",
+        help="Overlap of tensor-parallel products with collectives: none, ring, fused, async, ...; or by site:"
+        " attention_in=fused,mlp_out=ring.",
         longest=128,
         needs="tp",
     )
@@ -147,8 +163,8 @@ class Plan:
         "none",
         choices=OFFLOADS,
         flag="--offload",
-        help="Kept in host memory: none, optimizer, or parameters as well; default none.",
-        search_help="Kept in host memory: none, optimizer, or parameters as well (words, with commas).",
+        help="What to keep in host memory: none, optimizer, or parameters as well; default: none.",
+        search_help="What to keep in host memory: none, optimizer, or parameters as well (comma-separated).",
     )
     ep_overlap: str = entry(
         "none",
@@ -157,8 +173,9 @@ class Plan:
         choices=EP_OVERLAPS,
         yes="combined",
         flag="--ep-overlap",
-        help="All-to-all of experts alongside compute: none, combined with another micro batch's passes, delay_wgrad.",
-        search_help="All-to-all of experts alongside compute: none, combined, delay_wgrad (words, with commas).",
+        help="Overlap of the experts' all-to-all with compute: none, combined (with another micro batch's passes),"
+        " delay_wgrad.",
+        search_help="Overlap of the experts' all-to-all with compute: none, combined, delay_wgrad (comma-separated).",
         needs="ep",
     )
 

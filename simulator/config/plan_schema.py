@@ -87,7 +87,7 @@ class PlanField:
     @property
     def is_degree(self) -> bool:
         """Whether it is a number of ranks, or of stages on a rank, which multiplies with others of its kind."""
-        return self.kind is Kind.COUNT and self.most == MAX_GPUS
+        return self.kind is Kind.COUNT and self.most == MAX_GPUS and not self.optional
 
 
 def entry(default: Any, words: str = "", **known: Any) -> Any:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from simulator.config.adapter import Adapter
+
 # Bytes of a number, by the short names of operators and of sharding's text; and of what a run may be configured with.
 ELEMENT_BYTES = {
     "c128": 16,
@@ -27,6 +29,19 @@ TF32 = "tf32"
 COMPUTE_ONLY = (*LOW_PRECISION, TF32)
 
 
+# How tokens reach experts: all ranks gather all tokens; copies are sorted and exchanged; a kernel sends each token once
+# to every rank that has one of its experts (DeepEP), or also sorts it there (its hybrid-ep branch).
+MOE_DISPATCHERS = ("allgather", "alltoall", "deepep", "hybridep")
+# How experts multiply: all in one kernel; one product each on several streams (TransformerEngine's GroupedLinear); one
+# module after another.
+EXPERT_PRODUCTS = ("grouped", "te_grouped", "loop")
+
+# Kernels of others, by the part of a source's word for them that names them, and what they fuse. Liger-Kernel
+# (linkedin/Liger-Kernel, ops/fused_linear_cross_entropy.py) multiplies with the head and computes the loss and its
+# gradient piece by piece; foak (foundation-model-stack/fms-acceleration, plugins/fused-ops-and-kernels, after unsloth)
+# writes the loss's gradient over the logits. Both have norms and rotary positions in a kernel each.
+FUSED_KERNELS = {"liger": ("layers", "linear_loss"), "foak": ("layers", "loss"), "unsloth": ("layers", "loss")}
+
 DEFAULT_RUNTIME = "torchtitan"  # of what names none
 
 
@@ -37,7 +52,10 @@ class Runtime:
     `param_dtype` is what parameters are stored in, `compute_dtype` what matmuls run in, `reduce_dtype` what gradients
     are reduced in. In `tf32` matmuls round float32 tensors to TF32. Where matmuls run in float8 or float4,
     `low_precision_recipe` says how (`simulator.kernels.low_precision`). With `cuda_graph` kernels are launched by
-    replaying graphs.
+    replaying graphs: all of a layer's, or those of the parts that `graph_scopes` names. `moe_dispatcher` sends tokens
+    to experts (`MOE_DISPATCHERS`), `expert_products` multiplies there (`EXPERT_PRODUCTS`); "" is the description's own.
+    `fused` are the kernels of others that were put in the place of its own (`FUSED_KERNELS`).
+    `adapter` says what is trained where that is not everything.
     """
 
     name: str = DEFAULT_RUNTIME
@@ -49,6 +67,11 @@ class Runtime:
     optimizer: str = "adamw"
     low_precision_recipe: str = ""
     cuda_graph: bool = False
+    adapter: Adapter | None = None
+    graph_scopes: tuple[str, ...] = ()
+    moe_dispatcher: str = ""
+    expert_products: str = ""
+    fused: tuple[str, ...] = ()
 
     @property
     def low(self) -> bool:
@@ -72,6 +95,8 @@ class Runtime:
         low = [f"{role} in {dtype}" for role, dtype in stated.items() if dtype in COMPUTE_ONLY]
         if low:
             return f"{', '.join(low)} is not modelled: only products (compute_dtype) may be in low precision or TF32"
+        if self.adapter is not None and self.low:
+            return f"adapters with products in {self.compute_dtype} are not modelled: ask in bfloat16"
         if self.optimizer not in MOMENTS:
             return (
                 f"optimizer {self.optimizer!r} is not modelled: its states and its update are not known; known: "

@@ -11,13 +11,24 @@ import math
 from dataclasses import replace
 from typing import Any
 
+from simulator.config.adapter import (
+    ALL_LINEAR,
+    BASE_BYTES,
+    DORA,
+    FROZEN,
+    KINDS,
+    LORA,
+    MODULES,
+    MOST_RANK,
+    Adapter,
+)
 from simulator.config.estimate import Estimate, Interval
 from simulator.config.model import Model
 from simulator.config.overlap_sites import modes_by_site
 from simulator.config.plan import PLAN_FIELDS, Plan
 from simulator.config.plan_schema import MAX_COUNT, MAX_GPUS, MAX_LAYERS, MAX_WORD, Kind, PlanField
-from simulator.config.runtime import COMPUTE_ONLY, DTYPE_BYTES, Runtime
-from simulator.config.workload import Workload
+from simulator.config.runtime import COMPUTE_ONLY, DTYPE_BYTES, EXPERT_PRODUCTS, MOE_DISPATCHERS, Runtime
+from simulator.config.workload import ROUTINGS, Workload
 from topology.errors import BadModel, BadPlan
 from topology.ranges import Range, out_of_range
 
@@ -146,11 +157,15 @@ def verify_workload(workload: Workload, *, where: str) -> None:
     load = workload.expert_imbalance
     if not (math.isfinite(load) and 1 <= load < MAX_COUNT):
         raise BadPlan(f"{where}: workload.expert_imbalance is {_shown(load)}", why="it must be a number from 1 on")
+    if workload.routing not in {"", *ROUTINGS}:
+        raise BadPlan(f"{where}: workload.routing is {_shown(workload.routing)}", why=f"known: {', '.join(ROUTINGS)}")
+    for index, count in enumerate(workload.expert_counts):
+        _whole(count, f"{where}: workload.expert_counts[{index}]", 0, MAX_COUNT)
 
 
 def verify_runtime(runtime: Runtime, *, where: str) -> None:
     """Raise BadPlan, with the field and what is allowed, unless the number formats of `runtime` are known."""
-    for name in ("name", "version", "optimizer", "low_precision_recipe"):
+    for name in ("name", "version", "optimizer", "low_precision_recipe", "moe_dispatcher", "expert_products"):
         _word(getattr(runtime, name), f"{where}: runtime.{name}")
     for name in ("param_dtype", "compute_dtype", "reduce_dtype"):
         value = getattr(runtime, name)
@@ -159,6 +174,27 @@ def verify_runtime(runtime: Runtime, *, where: str) -> None:
                 f"{where}: runtime.{name} is {_shown(value)}",
                 why=f"known: {', '.join(dict.fromkeys((*DTYPE_BYTES, *COMPUTE_ONLY)))}",
             )
+    for name, known in (("moe_dispatcher", MOE_DISPATCHERS), ("expert_products", EXPERT_PRODUCTS)):
+        if getattr(runtime, name) not in {"", *known}:
+            raise BadPlan(
+                f"{where}: runtime.{name} is {_shown(getattr(runtime, name))}", why=f"known: {', '.join(known)}"
+            )
+    if runtime.adapter is not None:
+        _verify_adapter(runtime.adapter, f"{where}: runtime.adapter")
+
+
+def _verify_adapter(adapter: Adapter, where: str) -> None:
+    for name, known in (("kind", KINDS), ("base_weights", ("", *BASE_BYTES))):
+        if getattr(adapter, name) not in known:
+            raise BadPlan(f"{where}.{name} is {_shown(getattr(adapter, name))}", why=f"known: {', '.join(known)}")
+    if adapter.kind in {LORA, DORA}:
+        _whole(adapter.rank, f"{where}.rank", 1, MOST_RANK)
+    for index, name in enumerate(adapter.target_modules):
+        _word(name, f"{where}.target_modules[{index}]")
+        if adapter.kind != FROZEN and name != ALL_LINEAR and name.lower() not in MODULES:
+            raise BadPlan(f"{where}.target_modules[{index}] is {_shown(name)}", why="it is no matrix of a layer")
+    if not 0 <= adapter.dropout < 1:
+        raise BadPlan(f"{where}.dropout is {_shown(adapter.dropout)}", why="it is a share: from 0 up to 1")
 
 
 def _whole(value: int, where: str, least: int, most: int) -> None:

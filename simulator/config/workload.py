@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+ROUTINGS = ("balanced", "natural")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
     """One optimizer step of training: `global_batch_size` sequences of `seq_len` tokens.
 
     `expert_imbalance` is the load of the busiest expert rank over the mean; it belongs to data and router, not a plan.
+    `routing` is `balanced` where every expert is given as many tokens, `natural` where the router decides, "" where the
+    runtime's description says (`ROUTINGS`). `expert_counts` are the tokens that a router gave to each expert.
     """
 
     task: str = "train"
     seq_len: int
     global_batch_size: int
     expert_imbalance: float = 1.0
+    routing: str = ""
+    expert_counts: tuple[int, ...] = ()
 
     @property
     def tokens_per_step(self) -> int:

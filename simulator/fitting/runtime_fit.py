@@ -199,8 +199,9 @@ def _solve_factors(
 ) -> Floats:
     """Return (factor of layers, factor of others, step's own seconds), least squares with the last within its range.
 
-    One factor stands for both where no pair tells them apart, or where heads are so small that noise decides theirs.
-    Runs of a shape or two move them as far from 1, and from each other, as one shape tells of others.
+    Layers and others get one common factor where no pair of runs separates them, or where heads are so small that noise
+    would decide theirs. With fewer than `FEWEST` shapes both are pulled towards 1 and towards each other, since one
+    shape says little about others.
     """
     if shapes < FEWEST:
         usual = np.array([[0.5, 0.5, 0.0], [1.0, -1.0, 0.0], [0.0, 0.0, 1.0]])

@@ -1,9 +1,9 @@
-"""Operators seen inside training steps, compared with the same operators alone: what a run teaches.
+"""Operators seen inside training steps, compared with the same operators alone.
 
-A kernel in a step runs at other clocks than one that a calibration repeats until the GPU is hot, and alongside
-collectives. What that does is nearly the same for all products of a step, so it is one number, the median
-of the time in the step over the time alone, over the shapes that both have. Shapes that only the step has are then
-known as well as those, after division by that number.
+A kernel in a step runs alongside collectives, and at other clocks than one that a calibration repeats until the GPU is
+hot. The effect is nearly the same for all products of a step. It is therefore one number: the median, over the shapes
+measured both ways, of the time in the step divided by the time alone. Shapes measured only in the step are divided by
+it and are then used like the others.
 """
 
 from __future__ import annotations

@@ -53,7 +53,11 @@ class OperatorSpec:
     forward passes, for all that it has launched. `launches` are kernels (and host dispatches) forward,
     `backward_launches` backward; an operator without reads and writes does nothing forward. `allocates` are the tensors
     that its forward pass asks memory for where they are not what it `writes`: some of its kernels work in place;
-    `backward_allocates` those of its backward pass, none where it writes over the gradient that it is given.
+    `backward_allocates` those of its backward pass, none where it writes over the gradient that it is given. A product
+    whose weight is kept `packed` reads a copy of it (its `reads`) that a `transient` operator makes and that goes after
+    it; products of an `adapter` come next to those of the network. `replayed`: a CUDA graph
+    launches it, with what is before it. Of each expert but the first the host issues `by_expert` more launches, and
+    kernels that run `one_by_one` are one of each expert.
     """
 
     name: str
@@ -78,10 +82,16 @@ class OperatorSpec:
     low: bool = False
     scattered: bool = False
     waits: bool = False
+    packed: bool = False
+    transient: bool = False
+    adapter: bool = False
     units: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     backward_units: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     launches: float = 1.0
     backward_launches: float = 1.0
+    replayed: bool = False
+    by_expert: float = 0.0
+    one_by_one: bool = False
 
 
 def active_rows(operator: OperatorSpec, table: PlanTable) -> Floats:

@@ -79,7 +79,7 @@ TILES = tuple(
         (64.0, 64.0),
     )
 )
-# Without tensor cores operands are reloaded less often for what they are used. Source: assumed.
+# Without tensor cores an operand is used more often before it is loaded again. Source: assumed.
 SIMT_TILES = ((256.0, 128.0, 1.0), (128.0, 256.0, 1.0), (128.0, 128.0, 1.0), (64.0, 256.0, 0.95), (64.0, 64.0, 0.85))
 SIMT_RAMP_K = 32.0  # four loads of eight in flight before the first product
 # A product with few tiles can cut k into pieces and add the partial results, which costs 7 % each time that it is cut
@@ -273,12 +273,12 @@ class Roofline:
 
     @property
     def rested(self) -> float:
-        """What products take where power is left over, over what they take in steps that do nothing else."""
+        """Time of a product in a step whose other kernels leave it power, divided by its time among products alone."""
         return min(efficiency(self.gpu.architecture).rested * max(self.power_supplied, 1.0), 1.0)
 
     @property
     def _power(self) -> float:
-        """How fast tensor cores go that only power limits, over those of the reference part."""
+        """Speed of tensor cores limited by power alone, divided by that of the reference part's."""
         known = efficiency(self.gpu.architecture)
         bf16 = self.gpu.peak_flops.get("bfloat16", self.peak_flops)
         watts = self.gpu.power_w or known.reference_w
@@ -316,7 +316,7 @@ class Roofline:
             work, lambda: np.atleast_1d(self._datasheet(work)), dtype=self._dtype_of(work), runtime=self.runtime
         )
         if np.any(work.grouped_rows):
-            # What is measured, and what curves go through, are products of one size: grouped ones are not among them.
+            # Only products of one size are measured and fitted, never grouped ones: the source is the datasheet.
             return seconds * self.kernel_factor * grouped_tile_factor(work), np.full(seconds.shape, DATASHEET)
         return seconds * self.kernel_factor * self._window_factor(work), source
 

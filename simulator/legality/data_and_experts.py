@@ -4,10 +4,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.columns.plan_columns import PlanColumns
+from simulator.columns.experts import expert_split
+from simulator.columns.plan_columns import PlanColumns, plan_columns
 from simulator.config.plan import Plan
 from simulator.legality.frameworks import ExpertGrid
 from simulator.legality.rule import Grade, Level, Rule, RuleFacts, divisors, one_of, rule, with_nearest
@@ -19,22 +22,26 @@ def _sharding(c: PlanColumns) -> NDArray[np.int64]:
     return np.where(c.zero_stage < 0, 3, c.zero_stage)
 
 
-def _expert_ranks(c: PlanColumns | Plan, q: RuleFacts) -> NDArray[np.int64]:
-    """Return how many ranks expert parallelism may be folded into.
+def _split(c: PlanColumns, q: RuleFacts) -> NDArray[np.int64]:
+    """Return how many ranks split each expert."""
+    return expert_split(c, q.splits_experts)
 
-    Without sequence parallelism tensor-parallel ranks have the same tokens and split each expert, so experts are spread
-    over the other ranks.
-    """
+
+def _etp(p: Plan, q: RuleFacts) -> int:
+    return int(_split(plan_columns([p]), q)[0])
+
+
+def _expert_ranks(c: PlanColumns, q: RuleFacts) -> NDArray[np.int64]:
+    """Return how many ranks expert parallelism may be folded into, with those that split each expert as one."""
     grid = q.framework.expert_grid
-    tensor = np.where(c.sequence_parallel, c.tp, 1)
-    ranks: NDArray[np.int64] | int
-    if grid is ExpertGrid.SHARD_CONTEXT_TENSOR:
-        ranks = c.dp_shard * c.cp * tensor
-    elif grid is ExpertGrid.DATA:
-        ranks = c.dp_replicate * c.dp_shard
-    else:
-        ranks = c.dp_replicate * c.dp_shard * c.cp * tensor
-    return np.asarray(ranks, dtype=np.int64)
+    if grid is ExpertGrid.DATA:
+        return np.asarray(c.dp_replicate * c.dp_shard, dtype=np.int64)
+    replicas = np.ones_like(c.tp) if grid is ExpertGrid.SHARD_CONTEXT_TENSOR else c.dp_replicate
+    return np.asarray(replicas * c.dp_shard * c.cp * c.tp // _split(c, q), dtype=np.int64)
+
+
+def _ranks_for_experts(p: Plan, q: RuleFacts) -> int:
+    return int(_expert_ranks(plan_columns([p]), q)[0])
 
 
 def _ep_overlaps(q: RuleFacts) -> tuple[str, ...]:
@@ -53,9 +60,37 @@ _GRID_WORDS = {
 
 
 def _grid_words(p: Plan, q: RuleFacts) -> str:
-    shared = p.tp > 1 and not p.sequence_parallel and q.framework.expert_grid is not ExpertGrid.DATA
-    without = " without tp, whose ranks split each expert where sequence parallelism is off" if shared else ""
-    return f"{_GRID_WORDS[q.framework.expert_grid]}{without}"
+    split = _etp(p, q)
+    if split == 1 or q.framework.expert_grid is ExpertGrid.DATA:
+        return _GRID_WORDS[q.framework.expert_grid]
+    own = " where sequence parallelism is off" if not p.sequence_parallel and p.etp is None else ""
+    return f"{_GRID_WORDS[q.framework.expert_grid]} / etp {split}, the ranks that split each expert{own},"
+
+
+def _stated_split(c: PlanColumns, q: RuleFacts) -> NDArray[np.int64]:
+    """Return how many ranks split each expert where that is a framework's degree; another rule has the others."""
+    return _split(c, q) if q.framework.splits_experts else np.maximum(c.etp, 1)
+
+
+def _own_split(c: PlanColumns, q: RuleFacts) -> NDArray[np.int64]:
+    """Return how many ranks split each expert where plans do not say."""
+    return expert_split(replace(c, etp=np.full_like(c.etp, -1)), q.splits_experts)
+
+
+def _not_run(q: RuleFacts) -> str:
+    """Return what a runtime states of its experts and kernels besides what it has by itself."""
+    runtime = q.runtime
+    if runtime is None:
+        return ""
+    stated = {
+        f"the dispatcher {runtime.moe_dispatcher}": runtime.moe_dispatcher not in {"", "alltoall"},
+        f"products of experts by {runtime.expert_products}": runtime.expert_products not in {"", "grouped"},
+        f"CUDA graphs of {', '.join(runtime.graph_scopes)}": runtime.graph_scopes,
+        f"kernels that fuse {' and '.join(runtime.fused)}": runtime.fused,
+        "routing that is forced to be balanced": q.workload.routing == "balanced",
+        "tokens by expert as they were counted": q.workload.expert_counts,
+    }
+    return " and ".join(words for words, holds in stated.items() if holds)
 
 
 EXPERT_RULES: list[Rule] = [
@@ -80,8 +115,8 @@ EXPERT_RULES: list[Rule] = [
         lambda c, q: _expert_ranks(c, q) % c.ep != 0,
         lambda p, q: with_nearest(
             "ep",
-            divisors(int(_expert_ranks(p, q))),
-            f"ep {p.ep} must divide {_grid_words(p, q)} = {int(_expert_ranks(p, q))}, so that "
+            divisors(_ranks_for_experts(p, q)),
+            f"ep {p.ep} must divide {_grid_words(p, q)} = {_ranks_for_experts(p, q)}, so that "
             "experts are sharded over whole groups",
         ),
     ),
@@ -105,6 +140,47 @@ EXPERT_RULES: list[Rule] = [
         applies=lambda q: q.framework.whole_expert_groups,
     ),
     rule(
+        "expert-sequence",
+        lambda c, q: (c.tp > 1) & ~c.sequence_parallel,
+        lambda p, q: (
+            f"experts with tp {p.tp} need sequence parallelism: {q.framework.title} stops without it; set"
+            " sequence_parallel"
+        ),
+        applies=lambda q: q.framework.sequential_experts and q.model.moe is not None,
+    ),
+    rule(
+        "expert-tensor",
+        lambda c, q: c.etp > 1,
+        lambda p, q: f"{q.model.name} has no experts to split, etp={p.etp}: leave it out",
+        applies=lambda q: q.model.moe is None,
+    ),
+    rule(
+        "expert-tensor",
+        lambda c, q: (c.etp > 0) & (c.etp != _own_split(c, q)),
+        lambda p, q: with_nearest(
+            "etp",
+            [_etp(p.with_(etp=None), q)],
+            f"etp {p.etp}: {q.framework.title} has no degree of its own for the tensor parallelism of experts",
+        ),
+        applies=lambda q: q.model.moe is not None and not q.framework.splits_experts,
+    ),
+    rule(
+        "expert-tensor",
+        lambda c, q: (q.model.moe.ffn if q.model.moe else 1) % _stated_split(c, q) != 0,
+        lambda p, q: with_nearest(
+            "etp",
+            divisors(q.model.moe.ffn if q.model.moe else 1),
+            f"expert width {q.model.moe.ffn if q.model.moe else 1} % etp {_etp(p, q)} must be 0",
+        ),
+        applies=lambda q: q.model.moe is not None,
+    ),
+    rule(
+        "expert-tensor",
+        lambda c, q: (c.dp_replicate * c.dp_shard * c.cp * c.tp) % _split(c, q) != 0,
+        lambda p, q: f"etp {_etp(p, q)} must divide the {p.gpus // p.pp} ranks of a stage",
+        applies=lambda q: q.model.moe is not None and q.framework.splits_experts,
+    ),
+    rule(
         "capacity",
         lambda c, q: c.capacity_factor > 0,
         lambda p, q: (
@@ -123,14 +199,10 @@ EXPERT_RULES: list[Rule] = [
         applies=lambda q: not q.framework.skews_experts,
     ),
     rule(
-        "expert-tensor",
-        lambda c, q: (c.ep > 1) & (c.tp > 1) & ((_expert_ranks(c, q) // c.tp) % c.ep != 0),
-        lambda p, q: (
-            "world % (etp x ep x pp) is 0 only with --expert-tensor-parallel-size 1, not with the default etp = tp"
-            f" {p.tp}"
-        ),
-        grade=Grade.LEGAL,
-        applies=lambda q: q.framework.expert_grid is ExpertGrid.WORLD,
+        "expert-kernels",
+        lambda c, q: np.full(len(c), bool(_not_run(q))),
+        lambda p, q: f"{q.framework.title} does not run {_not_run(q)}; leave it out",
+        applies=lambda q: q.framework.own_kernels_only,
     ),
 ]
 

@@ -17,11 +17,12 @@ from enum import StrEnum
 from functools import cache
 
 from simulator.columns.plan_table import CP_METHODS
+from simulator.config.adapter import KINDS, PACKED
 from simulator.config.overlap_sites import MODES, NONE, USERBUFFERS
 from simulator.legality.networks import FEATURES
 from simulator.pipeline.schedules.registry import SCHEDULES, schedules_that
-from simulator.runtimes.library import is_described, runtime_spec
-from simulator.runtimes.parts import ToolsSpec
+from simulator.runtimes.library import RuntimeSpec, are_modules, is_described, runtime_spec
+from simulator.runtimes.parts import MODULES, ToolsSpec
 from topology.errors import UserError
 
 
@@ -56,6 +57,8 @@ class Framework:
     costed_as: str = ""  # the runtime in which its plans run, where it is none itself
     kv_heads: KvHeads = KvHeads.REPLICATE
     expert_grid: ExpertGrid = ExpertGrid.STAGE
+    sequential_experts: bool = False  # experts with tensor parallelism need sequence parallelism
+    splits_experts: bool = False  # over as many ranks as a plan says (`etp`), else as its runtime does
     axes: frozenset[str] = frozenset({"tp", "cp", "pp", "ep"})  # what may exceed one
     zero_stages: tuple[int, ...] = ()
     searched_zero_stages: tuple[int, ...] = ()  # empty: all of them
@@ -81,6 +84,7 @@ class Framework:
     uneven_stages: bool = True  # may put different numbers of layers on stages by itself
     pads_vocabulary: bool = False
     ulysses: bool = False  # context parallelism splits heads
+    repeats_keys: bool = False  # and may do so over more ranks than there are key/value heads
     zero_pipeline: bool = True  # ZeRO-2 and 3 work together with pipeline parallelism
     one_axis: bool = False  # of tensor, context and expert parallelism one at a time, and pipelines with tensor alone
     ddp_alone: bool = False  # plain replication refuses company
@@ -90,6 +94,14 @@ class Framework:
     optimizer_offload_stages: tuple[int, ...] = ()  # ZeRO stages with which the optimizer alone may be
     wraps_one_rank: bool = True  # FSDP is there though it shards over one rank
     empty_stages: bool = False  # a stage may hold no layer, or the embedding or the head alone
+    adapters: tuple[str, ...] = ()  # kinds that it trains (`simulator.config.adapter.KINDS`)
+    adapter_dropout: bool = True
+    adapters_whole: bool = (
+        False  # only where tensor parallelism cuts no matrix, and layers are neither sparse nor latent
+    )
+    base_as_stored: bool = False  # frozen weights are of the type that parameters are stored in
+    packed_bases: tuple[str, ...] = ()  # types below 16 bits in which it keeps frozen weights
+    sharded_bases: tuple[str, ...] = ()  # and in which it shards them over data-parallel ranks
     # What follows is asked of the executor alone; of others it is not known, and nothing is refused for it.
     networks_without: frozenset[str] = frozenset()  # keys of `simulator.legality.networks.FEATURES`
     dtypes: tuple[str, ...] = ()  # empty: any
@@ -100,6 +112,7 @@ class Framework:
     tied_pipeline: bool = True  # a tied embedding and head may lie on different stages
     whole_expert_groups: bool = False  # experts are spread over whole tensor-parallel groups: ep is a multiple of tp
     drops_tokens: bool = True  # experts may have a capacity
+    own_kernels_only: bool = False  # dispatchers, products of experts and fused kernels are what it has itself
     skews_experts: bool = True  # how unevenly tokens visit experts can be asked for
     latent_cp_methods: tuple[str, ...] = ()  # methods that latent attention can have; empty: all
     window_cp_methods: tuple[str, ...] = ()  # methods that sliding windows can have; empty: all
@@ -113,7 +126,7 @@ class Framework:
 
     @property
     def tools(self) -> ToolsSpec:
-        """What here runs its plans, writes for it and reads what it logs."""
+        """The runner of its plans, the target of its exports, and the reader of its logs."""
         return ToolsSpec() if self.costed_as else runtime_spec(self.name).tools
 
     @property
@@ -128,6 +141,20 @@ class Framework:
         if self.undescribed_recomputes:
             return self.undescribed_recomputes
         return tuple(word for word in LEANER if word in runtime_spec(self.name).recompute)
+
+    def recomputes_as(self, word: str) -> bool:
+        """Return whether it knows a recompute word: a mode, or modules that are recomputed together."""
+        return word in self.recomputes or (not self.undescribed_recomputes and are_modules(word, self._described))
+
+    @property
+    def modules_text(self) -> str:
+        """How the modules that it can recompute are said."""
+        modules = () if self.undescribed_recomputes else tuple(self._described.recompute_modules)
+        return f", or modules joined by {MODULES}: {', '.join(modules)}" if modules else ""
+
+    @property
+    def _described(self) -> RuntimeSpec:
+        return runtime_spec(self.name)
 
 
 TORCHTITAN = Framework(
@@ -157,6 +184,8 @@ TORCHTITAN = Framework(
     sequence_over_tensor=True,
     parameter_offload=True,  # training.enable_cpu_offload: FSDP2's CPUOffloadPolicy
     wraps_one_rank=False,
+    adapters=("lora",),
+    adapter_dropout=False,
 )
 PYTORCH = Framework(
     name="pytorch",
@@ -171,6 +200,9 @@ PYTORCH = Framework(
     torch_pipelining=True,
     overlap_needs_compile=True,
     parameter_offload=True,
+    adapters=KINDS,
+    packed_bases=PACKED,
+    sharded_bases=("nf4", "gptq"),
 )
 MESHWRIGHT = Framework(
     name="meshwright",
@@ -190,11 +222,16 @@ MESHWRIGHT = Framework(
     optimizers=("adamw",),
     fsdp_by_degree_only=True,
     uneven_widths=True,
+    adapters=("lora", "frozen"),
+    adapter_dropout=False,
+    adapters_whole=True,
+    base_as_stored=True,
     empty_stages=True,
     tied_pipeline=False,
     whole_expert_groups=True,
     drops_tokens=False,
     skews_experts=False,
+    own_kernels_only=True,
     latent_cp_methods=("all_to_all",),  # in a ring, values must be as wide as keys
     window_cp_methods=("all_to_all",),  # parts of a ring are attended to whole
     compiled_context_tensor=False,  # torch 2.13's partitioner fails on some blocks
@@ -205,6 +242,8 @@ MEGATRON = Framework(
     fills="dp_replicate",
     kv_heads=KvHeads.REPLICATE,
     expert_grid=ExpertGrid.WORLD,
+    sequential_experts=True,  # megatron/core/transformer/moe/moe_layer.py: MoELayer.forward
+    splits_experts=True,  # --expert-tensor-parallel-size
     zero_stages=(0, 1, 2, 3),
     searched_zero_stages=(0, 1),  # 2 and 3 mean another implementation (Megatron-FSDP), asked for by name
     schedules=("1F1B", "Interleaved1F1B"),
@@ -218,6 +257,7 @@ MEGATRON = Framework(
     uneven_stages=False,
     pads_vocabulary=True,
     optimizer_offload_stages=(1,),  # --optimizer-cpu-offload, with the precision-aware distributed optimizer
+    adapters=("lora", "dora"),  # by Megatron-Bridge
 )
 DEEPSPEED = Framework(
     name="deepspeed",
@@ -232,6 +272,7 @@ DEEPSPEED = Framework(
     sequence_parallel=False,
     sequence_parallel_default=False,
     ulysses=True,
+    repeats_keys=True,  # deepspeed/runtime/sequence_parallel/ulysses_sp.py: kv_replication_factor
     cp_methods=("all_to_all",),
     zero_pipeline=False,
     parameter_offload=True,  # offload_param, with ZeRO-3
@@ -240,6 +281,9 @@ DEEPSPEED = Framework(
     # neither (module_inject/auto_ep_folding.py, and Transformers' plans for experts). A PipelineModule's topology has
     # ranks for layers that are tensor-parallel by themselves, and for nothing else.
     one_axis=True,
+    adapters=KINDS,  # by peft
+    packed_bases=("nf4", "gptq"),
+    sharded_bases=("nf4",),
 )
 MEGATRON_DEEPSPEED = Framework(
     name="megatron-deepspeed",
@@ -268,6 +312,7 @@ LLM_FOUNDRY = Framework(
     schedules=(),
     sequence_parallel=False,
     sequence_parallel_default=False,
+    adapters=("lora",),
 )
 ANY = Framework(
     name="any",
@@ -283,6 +328,9 @@ ANY = Framework(
     zero_stages=(0, 1, 2, 3),
     parameter_offload=True,
     optimizer_offload_stages=(1, 2, 3),
+    adapters=KINDS,
+    packed_bases=PACKED,
+    sharded_bases=PACKED,
 )
 
 FRAMEWORKS = {

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from simulator.columns.plan_columns import PlanColumns, words
 from simulator.config.overlap_sites import NONE, SITES, USERBUFFERS, mode_at, modes_in
 from simulator.legality.rule import Grade, Mask, Rule, RuleFacts, one_of, policy_rule, rule
+from simulator.runtimes.parts import MODULES
 from topology.errors import BadPlan
 
 
@@ -27,6 +28,20 @@ def _recomputes_beside(q: RuleFacts) -> tuple[str, ...]:
     return ("none",) if q.framework.torch_pipelining else ("none", "selective")
 
 
+def _runs_beside(word: str, q: RuleFacts) -> bool:
+    """Return whether layers of two micro batches can run in turns under a recompute mode; modules may not hold the
+    exchange (Megatron-LM: transformer_config.py).
+    """
+    modules = q.framework.recomputes_as(word) and MODULES in word
+    return word in _recomputes_beside(q) or (bool(modules) and "moe" not in word.split(MODULES))
+
+
+def _keys_divide(c: PlanColumns, q: RuleFacts) -> NDArray[np.bool_]:
+    """Return whether an exchange of heads gives every rank whole key/value heads, or a copy of one."""
+    ranks, heads = c.tp * c.cp, q.model.kv_heads
+    return np.asarray((heads % ranks == 0) | ((ranks % heads == 0) & q.framework.repeats_keys))
+
+
 def _where_overlap(c: PlanColumns, broken: Callable[[str], bool]) -> Mask:
     """Return the rows whose tp_overlap is a text for which `broken` holds."""
     return one_of(c.tp_overlap, [text for text in words(c.tp_overlap) if broken(text)])
@@ -39,8 +54,8 @@ def _overlaps_at(text: str, site: str) -> bool:
         return False  # another rule's business
 
 
-# Modes that cut rows of tokens alone. The others choose how to move a product by its size, which must be the same on
-# all ranks.
+# Modes that divide only the rows of tokens. The others choose a method by the size of the product, so that it must be
+# the same on all ranks.
 ANY_WIDTH = (NONE, "chunked", "ring")
 
 
@@ -66,10 +81,10 @@ POLICY_RULES: list[Rule] = [
     policy_rule(
         "recompute",
         "recompute",
-        lambda c, q: ~one_of(c.recompute, q.framework.recomputes),
+        lambda c, q: ~one_of(c.recompute, [word for word in words(c.recompute) if q.framework.recomputes_as(word)]),
         lambda p, q: (
             f"recompute {p.recompute!r} is not known for {q.framework.title}; known:"
-            f" {', '.join(q.framework.recomputes)}"
+            f" {', '.join(q.framework.recomputes)}{q.framework.modules_text}"
         ),
         applies=lambda q: not q.framework.any_recompute,
     ),
@@ -87,7 +102,10 @@ POLICY_RULES: list[Rule] = [
     policy_rule(
         "ep-overlap-recompute",
         "recompute",
-        lambda c, q: (c.ep_overlap != "none") & ~one_of(c.recompute, _recomputes_beside(q)),
+        lambda c, q: (
+            (c.ep_overlap != "none")
+            & ~one_of(c.recompute, [word for word in words(c.recompute) if _runs_beside(word, q)])
+        ),
         lambda p, q: (
             f"ep_overlap {p.ep_overlap} with recompute {p.recompute!r}: {q.framework.title} cannot run passes of two"
             f" micro batches at the same time with it; {' or '.join(_recomputes_beside(q))} can"
@@ -149,13 +167,12 @@ POLICY_RULES: list[Rule] = [
         "ulysses-heads",
         "cp_method",
         lambda c, q: (
-            (c.cp > 1)
-            & (_method(c, q) == "all_to_all")
-            & ((q.model.heads % (c.tp * c.cp) != 0) | (q.model.kv_heads % (c.tp * c.cp) != 0))
+            (c.cp > 1) & (_method(c, q) == "all_to_all") & ((q.model.heads % (c.tp * c.cp) != 0) | ~_keys_divide(c, q))
         ),
         lambda p, q: (
             f"context parallelism by all-to-all splits {q.model.heads} heads and {q.model.kv_heads} key/value heads"
             f" over tp {p.tp} x cp {p.cp} = {p.tp * p.cp} ranks: the remainders must be 0"
+            + (", or keys repeated for a multiple of their heads" if q.framework.repeats_keys else "")
         ),
     ),
     policy_rule(

@@ -16,7 +16,7 @@ from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
 from simulator.legality.frameworks import Framework
-from simulator.runtimes.library import is_later_version, runtime_spec
+from simulator.runtimes.library import is_described, is_later_version, runtime_spec
 
 Mask = NDArray[np.bool_]
 
@@ -79,6 +79,12 @@ class RuleFacts:
     def cp_method(self) -> str:
         """The runtime's own method of context parallelism."""
         return runtime_spec(self.runtime.name).context_parallel if self.runtime else ""
+
+    @property
+    def splits_experts(self) -> str:
+        """What the runtime's tensor-parallel ranks do with experts where a plan does not say."""
+        name = self.runtime.name if self.runtime else self.framework.runtime_name
+        return runtime_spec(name).splits_experts if is_described(name) else "whole"
 
     @property
     def version(self) -> str | None:

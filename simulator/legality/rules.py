@@ -12,6 +12,7 @@ from contextlib import suppress
 
 from simulator.columns.plan_columns import plan_columns
 from simulator.config.plan import SIZES, Plan
+from simulator.legality.adapters import ADAPTER_RULES
 from simulator.legality.data_and_experts import DATA_RULES, EXPERT_RULES
 from simulator.legality.pipeline import PIPELINE_RULES
 from simulator.legality.policy import POLICY_RULES
@@ -19,7 +20,14 @@ from simulator.legality.rule import Grade, ModelNotKnown, Problem, Rule, RuleFac
 from simulator.legality.shapes import SHAPE_RULES
 from simulator.pipeline.stages import rank_of_stage
 
-RULES: tuple[Rule, ...] = (*SHAPE_RULES, *EXPERT_RULES, *DATA_RULES, *PIPELINE_RULES, *POLICY_RULES)
+RULES: tuple[Rule, ...] = (
+    *SHAPE_RULES,
+    *EXPERT_RULES,
+    *DATA_RULES,
+    *ADAPTER_RULES,
+    *PIPELINE_RULES,
+    *POLICY_RULES,
+)
 
 
 def problems(plan: Plan, facts: RuleFacts) -> tuple[Problem, ...]:

@@ -229,7 +229,9 @@ SHAPE_RULES: list[Rule] = [
         applies=lambda q: q.model.latent is None and q.framework.kv_heads is KvHeads.SLOW,
     ),
     *_width_rules("ffn", "feed-forward width", lambda m: m.ffn if m.dense_layers else 0, lambda c: c.tp > 1),
-    *_width_rules("expert-ffn", "expert width", lambda m: m.moe.ffn if m.moe else 0, lambda c: c.ep == 1),
+    *_width_rules(
+        "expert-ffn", "expert width", lambda m: m.moe.ffn if m.moe else 0, lambda c: (c.ep == 1) & (c.etp < 1)
+    ),
     rule(
         "vocabulary",
         lambda c, q: q.model.vocab % c.tp != 0,

@@ -11,7 +11,7 @@ from simulator.lowering.block_code import BlockCode, block_code
 from simulator.runtimes.library import ModelOperators
 from simulator.runtimes.parts import RecomputeSpec
 from simulator.step.context import CostContext
-from simulator.step.held import local_parameters
+from simulator.step.frozen import local_parameters
 from simulator.step.host import layer_host_s
 from simulator.step.units import Unit, UnitMaker
 

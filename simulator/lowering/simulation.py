@@ -44,8 +44,8 @@ DRAWN_INSTRUCTIONS = 60_000
 
 
 def drawn_micro_batches(model: Model, workload: Workload, plan: Plan) -> int:
-    """Return with how many micro batches a step is drawn: all of them, or of a long one as many as show all that
-    happens.
+    """Return how many micro batches of a step a timeline shows: all, or in a long step enough to show every kind of
+    pass.
     """
     micro_batches = plan.micro_batches(workload.global_batch_size)
     if program_length(model, workload, plan) <= DRAWN_INSTRUCTIONS:

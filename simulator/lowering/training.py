@@ -58,6 +58,7 @@ def plan_context(scenario: Scenario, plan: Plan) -> CostContext:
         [with_canonical_recompute(plan, scenario.runtime)],
         scenario.workload,
         cp_method=operators.spec.context_parallel,
+        splits_experts=operators.spec.splits_experts,
         wraps_one=wraps_one(operators.spec, scenario.runtime),
     )
     return cost_context(scenario, table, operators)
@@ -139,7 +140,7 @@ class _Lowering:
 
 
 # Families of groups besides the pipeline; see GroupTimes for what each is.
-EXPERT_FAMILIES = ("ep", "expert_fsdp", "expert_dp")
+EXPERT_FAMILIES = ("etp", "ep", "etp_ep", "expert_fsdp", "expert_dp")
 FAMILIES = ("tp", "cp", "fsdp", "replicate", "dp", *EXPERT_FAMILIES)
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
+from math import inf
 
 from topology.units import MIB
 
@@ -25,6 +26,10 @@ ROUND_SEGMENT = 2 << 20
 
 class OutOfMemory(Exception):
     """Memory that was given back did not suffice either."""
+
+
+class AboveLimit(Exception):
+    """More is reserved than was asked about."""
 
 
 class Pool:
@@ -162,13 +167,17 @@ class ExpandablePool(Pool):
 
 
 class CachingAllocator:
-    """Blocks for tensors by stream. `capacity_bytes`: what the driver has for it; None is as much as is asked for."""
+    """Blocks for tensors by stream. `capacity_bytes`: what the driver has for it; None is as much as is asked for. More
+    than `limit_bytes` reserved raise AboveLimit.
+    """
 
-    def __init__(self, *, capacity_bytes: float | None = None, expandable: bool = True) -> None:
-        self.capacity_bytes = capacity_bytes
+    def __init__(
+        self, *, capacity_bytes: float | None = None, limit_bytes: float = inf, expandable: bool = True
+    ) -> None:
+        self.capacity_bytes, self.limit_bytes = capacity_bytes, limit_bytes
         self.retries = 0
         self.allocated_bytes = self.peak_allocated_bytes = self.peak_reserved_bytes = 0
-        self._kind = ExpandablePool if expandable else Pool
+        self.expandable = expandable
         self._small: dict[str, Pool] = {}  # by stream
         self._large: dict[str, Pool] = {}
         self._pools: list[tuple[str, Pool]] = []
@@ -192,6 +201,8 @@ class CachingAllocator:
             self._make_room(pool, size)
             pool.grow(size)
             self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
+            if self.peak_reserved_bytes > self.limit_bytes:
+                raise AboveLimit
             place = bisect_left(free, (size,))
         found, address = free[place]
         if address + found in pool.unmapped:
@@ -255,7 +266,7 @@ class CachingAllocator:
             yield stream, sum(pool.reserved_bytes for owner, pool in self._pools if owner == stream)
 
     def _new_pool(self, pools: dict[str, Pool], stream: str) -> Pool:
-        pool = pools[stream] = self._kind(small=pools is self._small)
+        pool = pools[stream] = (ExpandablePool if self.expandable else Pool)(small=pools is self._small)
         self._pools.append((stream, pool))
         return pool
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
+from math import nextafter
 
 import numpy as np
 
-from simulator.analytical.estimates import estimate_plans, known_costs
+from simulator.analytical.estimates import known_costs, memory_of_plans
 from simulator.analytical.memory import CONTEXT_BYTES
 from simulator.analytical.scenario import Scenario
 from simulator.calibration.intervals import replayed_memory_factors
 from simulator.collectives.buffers import communicator_bytes
-from simulator.config.estimate import SURE, fit_probability
+from simulator.config.estimate import RATHER_SURE, SURE, fit_probability, sure_bytes
 from simulator.config.plan import Plan
 from simulator.memory.flushes import FLUSH_S_PER_BYTE, known_flush_s, retry_probability
 from simulator.memory.replay import FORWARDS_FIRST, MemoryReplay, ReservedMemory
@@ -23,11 +24,14 @@ from simulator.pipeline.schedules.registry import schedule_kind
 class PlanMemory:
     """One plan of a scenario. Bytes are those that runs of its runtime took where its description says others."""
 
-    def __init__(self, scenario: Scenario, plan: Plan) -> None:
+    def __init__(self, scenario: Scenario, plan: Plan, fullest: list[int] | None = None) -> None:
+        """`fullest` are ranks that held most of plans through the same pipeline, the last such first."""
         self._scenario, self.plan, self._known = scenario, plan, known_costs(scenario)
+        self._fullest = [] if fullest is None else fullest
         self._replay = MemoryReplay(scenario, plan)
         self._held: dict[int, ReservedMemory] = {}
         self._tried: dict[int, ReservedMemory] = {}
+        self._beyond: set[int] = set()  # ranks that hold more than a plan may that is rather sure to fit
         self.communicator_bytes = float(communicator_bytes(self._replay.context.groups)[0])
         self.capacity_bytes = scenario.cluster.gpu_memory_bytes - CONTEXT_BYTES
         self.left_bytes = self.capacity_bytes - self.communicator_bytes
@@ -46,12 +50,26 @@ class PlanMemory:
             described = self._replay.rank(rank)
             if self._shorter is not None:
                 described = _extrapolated(self._shorter.rank(rank), described, self._replay.micro_batches)
-            self._held[rank] = replace(
-                described,
-                reserved_bytes=round(float(self._known.held_bytes(described.reserved_bytes, self._state[rank]))),
-                allocated_bytes=round(float(self._known.held_bytes(described.allocated_bytes, self._state[rank]))),
-            )
+            self._held[rank] = self._as_known(rank, described)
         return self._held[rank]
+
+    def _as_known(self, rank: int, described: ReservedMemory) -> ReservedMemory:
+        return replace(
+            described,
+            reserved_bytes=round(float(self._known.held_bytes(described.reserved_bytes, self._state[rank]))),
+            allocated_bytes=round(float(self._known.held_bytes(described.allocated_bytes, self._state[rank]))),
+        )
+
+    def _within(self, rank: int, limit_bytes: float) -> bool:
+        """Return whether a rank holds no more than a limit; one that does is replayed no further."""
+        if rank not in self._held and self._shorter is None and rank not in self._beyond:
+            limit = self._known.described_bytes(limit_bytes, self._state[rank])
+            described = self._replay.rank_within(rank, limit)
+            if described is None:
+                self._beyond.add(rank)
+            else:
+                self._held[rank] = self._as_known(rank, described)
+        return rank not in self._beyond and self.rank(rank).reserved_bytes <= limit_bytes
 
     @property
     def ranks(self) -> tuple[ReservedMemory, ...]:
@@ -73,17 +91,11 @@ class PlanMemory:
         )
 
     @property
-    def _by_bound(self) -> list[int]:
-        """Every pipeline rank, first the one that needs most by the lower bound."""
-        if self.plan.pp == 1:
-            return [0]
-        bound = estimate_plans(self._scenario, [self.plan]).memory.reserved_bytes[0, : self.plan.pp]
-        return [int(rank) for rank in np.argsort(-bound, kind="stable")]
-
-    @property
     def _order(self) -> Iterator[int]:
-        """Every pipeline rank, first the ends of the pipeline: mostly one of them holds most."""
-        return iter(dict.fromkeys([0, self.plan.pp - 1, *range(self.plan.pp)]))
+        """Every pipeline rank, first those that held most before and the ends of the pipeline: mostly one of them holds
+        most.
+        """
+        return iter(dict.fromkeys([*self._fullest, 0, self.plan.pp - 1, *range(self.plan.pp)]))
 
     @property
     def peak_bytes(self) -> int:
@@ -117,12 +129,18 @@ class PlanMemory:
 
     def at_most_likely(self, sure: float) -> float:
         """Return a probability above which the plan does not fit: that of its fullest rank, or of the first rank found
-        for which it is below `sure`.
+        for which it is below `sure`; less than RATHER_SURE, whatever it is, where it is below that.
         """
         likely = 1.0
-        for rank in self._by_bound:
-            likely = min(likely, self._holds(float(self.rank(rank).reserved_bytes)))
+        rather_sure = sure_bytes(self.left_bytes, replayed_memory_factors()[1], RATHER_SURE)
+        for rank in self._order:
+            within = self._within(rank, rather_sure)
+            likely = min(
+                likely,
+                self._holds(float(self.rank(rank).reserved_bytes)) if within else nextafter(RATHER_SURE, 0.0),
+            )
             if likely < sure:
+                self._fullest[:] = dict.fromkeys([rank, *self._fullest])
                 break
         return likely
 
@@ -168,7 +186,7 @@ class PlanMemory:
         """Bytes of state on every pipeline rank, as they are described; where nothing tells them from others, none."""
         if self._known.activations == 1.0:
             return [0.0] * self.plan.pp
-        columns = estimate_plans(self._scenario, [self.plan]).memory
+        columns = memory_of_plans(self._scenario, [self.plan])
         return [float(nbytes) / self._known.reserved for nbytes in columns.state_bytes[0, : self.plan.pp]]
 
 
@@ -178,15 +196,17 @@ class Replays:
     def __init__(self, scenario: Scenario) -> None:
         self._scenario = scenario
         self._found: dict[Plan, PlanMemory] = {}
+        self._fullest: dict[object, list[int]] = {}  # ranks by the pipeline that they are of
 
     def __getitem__(self, plan: Plan) -> PlanMemory:
         if plan not in self._found:
-            self._found[plan] = PlanMemory(self._scenario, plan)
+            fullest = self._fullest.setdefault((plan.pp, plan.virtual_stages, plan.schedule_name), [])
+            self._found[plan] = PlanMemory(self._scenario, plan, fullest)
         return self._found[plan]
 
 
 def _extrapolated(few: ReservedMemory, more: ReservedMemory, micro_batches: float) -> ReservedMemory:
-    """Return what a step of so many micro batches holds, all of whose forward passes go first."""
+    """Return the bytes of a step in which all forward passes go first, from those of two shorter steps."""
     less, most = FORWARDS_FIRST
     times = (micro_batches - most) / (most - less)
     return replace(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
-from simulator.memory.tensors import BlockTensors, Passes
+from simulator.memory.tensors import BlockTensors, Passes, Weight
 from simulator.pipeline.schedule_program import last_backwards
 from simulator.pipeline.schedules.table import Schedule
 from simulator.runtimes.library import ModelOperators, head_peaks
@@ -14,6 +15,14 @@ from simulator.step.held import State, state_bytes
 from simulator.step.offload import held_bytes
 from simulator.step.traffic import DataTraffic, data_traffic
 from simulator.step.units import Unit
+
+
+class Held(NamedTuple):
+    """Elements of one parameter: as it is gathered, as it is stored, and as it is trained."""
+
+    used: float
+    stored: float
+    trained: float
 
 
 class PlanTensors:
@@ -60,16 +69,43 @@ class PlanTensors:
                 self._passes[key] = tensors.passes(operators, mode)
         return self._passes[key]
 
-    def elements(self, unit: Unit) -> list[int]:
+    def elements(self, unit: Unit) -> list[Held]:
         """Return the elements of a unit's parameters before sharding: its matrices, and all others together."""
-        whole = float(unit.elements[0])
-        weights = self.passes(unit).weights
-        scale = min(1.0, whole / sum(weights)) if weights else 0.0
-        found = [round(w * scale) for w in weights]
-        return [*found, max(0, round(whole) - sum(found))]
+        weights, bytes_of = self.passes(unit).weights, self.context.dtype_bytes
+        used, stored, trained = (float(each[0]) for each in (unit.elements, unit.stored.all, unit.trained.all))
+        packed, param, compute = (bytes_of(kind) for kind in ("packed", "param", "compute"))
+        wide = self._wide_bytes() / param  # of a frozen weight that is not packed, in numbers of the stored type
+
+        def held(weight: Weight) -> Held:
+            n = weight.elements
+            if weight.packed:
+                return Held(n * packed / compute, n * packed / param, 0)
+            return Held(n, n if weight.trained else n * wide, n if weight.trained else 0)
+
+        each = [held(weight) for weight in weights]
+        total = sum(one.used for one in each)
+        scale = min(1.0, used / total) if total else 0.0
+        found = [Held(*(round(n * scale) for n in one)) for one in each]
+        rest = [round(whole) - sum(one[at] for one in found) for at, whole in enumerate((used, stored, trained))]
+        return [*found, Held(*(max(0, n) for n in rest))]
+
+    def _wide_bytes(self) -> float:
+        """Return the bytes of a frozen weight that products read as it is."""
+        adapter, param = self.context.runtime.adapter, self.context.dtype_bytes("param")
+        return param if adapter is None or adapter.packed else self.context.dtype_bytes("packed")
+
+    def made_by_update(self, units: Sequence[Unit], nbytes: float) -> list[float]:
+        """Return the tensors, `nbytes` in all, that updating `units` makes for a moment: one a parameter, or one under
+        ZeRO.
+        """
+        owned = [one.trained * self.share(unit, "optimizer") for unit in units for one in self.elements(unit)]
+        if self.context.spec.zero is not None or not sum(owned):
+            return [nbytes]
+        return [nbytes * n / sum(owned) for n in owned] if nbytes else []
 
     def share(self, unit: Unit, kind: State) -> float:
         """Return the share of a unit's elements that a rank has of a kind of state."""
-        table, whole = self.context.table, float(unit.elements[0])
-        mine = unit.shared[0] / table.state_shard[kind][0] + unit.experts[0] / table.expert_shard[kind][0]
+        table, own = self.context.table, unit.of(kind)
+        whole = float(own.all[0])
+        mine = own.shared[0] / table.state_shard[kind][0] + own.experts[0] / table.expert_shard[kind][0]
         return float(mine) / whole if whole else 0.0

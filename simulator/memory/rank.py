@@ -28,7 +28,7 @@ import numpy as np
 from simulator.config.runtime import MOMENTS
 from simulator.kernels.operators import tensor_bytes
 from simulator.memory.allocator import Block, CachingAllocator
-from simulator.memory.plan_tensors import PlanTensors
+from simulator.memory.plan_tensors import Held, PlanTensors
 from simulator.memory.tensors import Act
 from simulator.pipeline.schedules.table import Action, Kind
 from simulator.step.cublas import workspace_bytes
@@ -55,7 +55,7 @@ class _Instance:
 class _Wrapped:
     """A unit's parameters: whole ones while they are gathered, gradients on their way, gradients that stay."""
 
-    elements: list[int]
+    elements: list[Held]
     gathered: list[Block] = field(default_factory=list)
     flat: Block | None = None
     whole_gradients: dict[int, Block] = field(default_factory=dict)
@@ -100,15 +100,16 @@ class RankReplay:
         """Ask for what is there before the first step."""
         for unit in self.units:
             for elements in self.wrapped[unit.name].elements:
-                self._taken(elements * self.plan.share(unit, "parameters") * self.plan.state["parameters"], COMPUTE)
+                nbytes = elements.stored * self.plan.share(unit, "parameters") * self.plan.state["parameters"]
+                self._taken(nbytes, COMPUTE)
         workspace = workspace_bytes(self.context.roofline.gpu.architecture)
         for _ in ("forward", "backward"):
             self._taken(workspace, COMPUTE)
-        whole = float(sum(u.elements[0] for u in self.units))
+        whole = float(sum(u.trained.all[0] for u in self.units))
         if not self.traffic.adds_up:  # gradients are added up in place, in buffers that stay
             for unit in self.units:
-                nbytes = float(unit.elements[0]) * self.plan.share(unit, "gradients") * self.plan.state["gradients"]
-                self._taken(nbytes, COMPUTE)
+                shard = float(unit.trained.all[0]) * self.plan.share(unit, "gradients")
+                self._taken(shard * self.plan.state["gradients"], COMPUTE)
         if self.spec.ddp.bucket_copy and not self.traffic.fully_sharded and self.context.table["dp_replicate"][0] > 1:
             bucket = self.spec.ddp.bucket_bytes or whole
             left = whole * state_bytes(self.context)["gradients"]
@@ -123,6 +124,17 @@ class RankReplay:
         self._taken(float(symmetric_bytes(self.context, dense, moe)[0, 0]), PEERS)
         self._take_stage_buffers()
         self._taken(self.zero["standing"], COMPUTE)
+
+    @property
+    def repeats(self) -> bool:
+        """Whether a step asks for what any other does, at the same places but for those of the optimizer's state.
+
+        On the stream of compute nothing of a step is left when the optimizer's state is made, which so lies behind all
+        that was there before. All else that is left is on other streams, and freed before the next step. Where blocks
+        lie does not depend on how far a pool has grown before.
+        """
+        fresh = self.traffic.adds_up or self.traffic.gradients_sharded  # gradients that stay on the stream of compute
+        return not self.spec.layer.metrics_after and (self.traffic.fully_sharded or not fresh)
 
     def step(self) -> None:
         """Run one step."""
@@ -140,8 +152,9 @@ class RankReplay:
             else:
                 deque(chain(*passes), maxlen=0)
         if not self.optimizer:
-            self._make_optimizer()
-        self._give(self._taken(self.zero["update"]))
+            self.make_optimizer()
+        made = self.plan.made_by_update(self.units, self.zero["update"])
+        self._give([block for nbytes in made for block in self._taken(nbytes)])
 
     def _watched(self, units: Iterator[None]) -> Iterator[None]:
         """Note the most that is allocated in each unit's pass."""
@@ -295,7 +308,7 @@ class RankReplay:
         else:
             buffer = []
         for elements in wrapped.elements:
-            wrapped.gathered += self._taken(elements * t.compute_bytes)
+            wrapped.gathered += self._taken(elements.used * t.compute_bytes)
         if forward and buffer:
             self.flat = buffer[0]
         else:
@@ -314,7 +327,7 @@ class RankReplay:
         if unit.block == "head" and place == 0 and self.tied is not None:
             unit = self.tied  # whose own rows are added when they come
         wrapped, t = self.wrapped[unit.name], self.traffic
-        elements = wrapped.elements[place]
+        elements = wrapped.elements[place].trained
         if not elements or not (t.adds_up or t.fully_sharded):
             return
         fresh = self._taken(rows * elements * (t.unsharded_gradient_bytes if t.fully_sharded else self.compute_bytes))
@@ -342,14 +355,14 @@ class RankReplay:
 
     def _reduce(self, unit: Unit) -> None:
         wrapped, t = self.wrapped[unit.name], self.traffic
-        if not t.fully_sharded and not t.gradients_sharded:
+        elements = float(unit.trained.all[0])
+        if not elements or (not t.fully_sharded and not t.gradients_sharded):
             return
         whole, wrapped.whole_gradients = list(wrapped.whole_gradients.values()), {}
         if not t.fully_sharded:
             self._give(whole)
             self._keep_shard(unit, COMPUTE)
             return
-        elements = float(unit.elements[0])
         if self.spec.zero is not None:  # through its buckets to gradients that stay
             self._give(whole)
             if t.adds_up:
@@ -380,7 +393,7 @@ class RankReplay:
             self._give(result)
 
     def _keep_shard(self, unit: Unit, stream: str) -> None:
-        shard = float(unit.elements[0]) * self.plan.share(unit, "gradients") * self.plan.state["gradients"]
+        shard = float(unit.trained.all[0]) * self.plan.share(unit, "gradients") * self.plan.state["gradients"]
         fresh = self._taken(shard, stream)
         if self.wrapped[unit.name].gradients:
             self._give(fresh)
@@ -399,20 +412,20 @@ class RankReplay:
 
     def _zero_buffers(self) -> dict[str, float]:
         """Return the bytes of this rank's buffers under ZeRO by what they are for."""
-        whole = np.array([sum(float(unit.elements[0]) for unit in self.units)])
-        mine = np.array([sum(float(unit.elements[0]) * self.plan.share(unit, "optimizer") for unit in self.units)])
+        whole = np.array([sum(float(unit.trained.all[0]) for unit in self.units)])
+        mine = np.array([sum(float(u.trained.all[0]) * self.plan.share(u, "optimizer") for u in self.units)])
         found = zero_buffers(self.context, whole, mine)
         return {one.name: float(getattr(found, one.name)[0]) for one in fields(found)}
 
-    def _make_optimizer(self) -> None:
-        """Make the optimizer's state in the first step, a tensor a moment and parameter."""
+    def make_optimizer(self) -> None:
+        """Make the optimizer's state, a tensor a moment and parameter, as the first step does at its end."""
         runtime, spec = self.context.runtime, self.spec
         kinds = MOMENTS[runtime.optimizer] + bool(spec.state.master_weights and self.param_bytes < 4)
         for unit in self.units:
             width = self.plan.share(unit, "optimizer") * self.plan.state["optimizer"]
             for elements in self.wrapped[unit.name].elements:
                 for _ in range(kinds):
-                    self.optimizer += self._taken(elements * width / kinds)
+                    self.optimizer += self._taken(elements.trained * width / kinds)
 
     # --- stages -------------------------------------------------------------------------------------------------
 

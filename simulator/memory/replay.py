@@ -8,14 +8,14 @@ from simulator.analytical.scenario import Scenario
 from simulator.config.plan import Plan
 from simulator.lowering.network import Network
 from simulator.lowering.training import plan_context
-from simulator.memory.allocator import CachingAllocator, OutOfMemory
+from simulator.memory.allocator import AboveLimit, CachingAllocator, OutOfMemory
 from simulator.memory.plan_tensors import PlanTensors
 from simulator.memory.rank import RankReplay
 from simulator.pipeline.schedules.registry import schedule_kind, schedule_of_plan
 from simulator.runtimes.library import operators_for
 
 # Optimizer state is made at the end of the first step, so the second places everything anew; a third shows what retries
-# stay.
+# stay. A step that repeats the first one, but for that state, is replayed alone.
 STEPS, LIMITED_STEPS = 2, 3
 ROUNDS = 2  # which show the most that is in flight, unless all micro batches are
 
@@ -76,15 +76,33 @@ class MemoryReplay:
             self.context, operators, network.stages, self.schedule, tied=scenario.model.tied_embeddings
         )
 
-    def rank(self, rank: int, *, capacity_bytes: float | None = None, expandable: bool = True) -> ReservedMemory:
-        """Return what the allocator of pipeline rank `rank` holds."""
-        memory = CachingAllocator(capacity_bytes=capacity_bytes, expandable=expandable)
+    def rank(
+        self, rank: int, *, capacity_bytes: float | None = None, expandable: bool = True, every_step: bool = False
+    ) -> ReservedMemory:
+        """Return what the allocator of pipeline rank `rank` holds; `every_step` is replayed where one shows as much,
+        too.
+        """
+        return self._replayed(
+            rank, CachingAllocator(capacity_bytes=capacity_bytes, expandable=expandable), every_step=every_step
+        )
+
+    def rank_within(self, rank: int, limit_bytes: float) -> ReservedMemory | None:
+        """Return the same, or None as soon as more than a limit is reserved."""
+        try:
+            return self._replayed(rank, CachingAllocator(limit_bytes=limit_bytes))
+        except AboveLimit:
+            return None
+
+    def _replayed(self, rank: int, memory: CachingAllocator, *, every_step: bool = False) -> ReservedMemory:
         replay = RankReplay(self.tensors, rank, memory, micro_batches=self.micro_batches)
-        before = retried = 0
-        full = False
+        limited = memory.capacity_bytes is not None
+        steps, before, retried, full = LIMITED_STEPS if limited else STEPS, 0, 0, False
         try:
             replay.start()
-            for _ in range(STEPS if capacity_bytes is None else LIMITED_STEPS):
+            if replay.repeats and memory.expandable and not limited and not every_step:
+                replay.make_optimizer()
+                steps = 1
+            for _ in range(steps):
                 before = memory.retries
                 replay.step()
                 retried = memory.retries - before
@@ -105,7 +123,9 @@ class MemoryReplay:
         replay = RankReplay(self.tensors, rank, CachingAllocator(), micro_batches=self.micro_batches)
         replay.watches = True
         replay.start()
-        for _ in range(STEPS):
+        if replay.repeats:
+            replay.make_optimizer()
+        for _ in range(1 if replay.repeats else STEPS):
             replay.step()
         return [*replay.highest, replay.memory.allocated_bytes]
 

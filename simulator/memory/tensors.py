@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import NamedTuple
 
 import numpy as np
 
@@ -34,10 +35,18 @@ class Act(IntEnum):
 Event = tuple[Act, int, int]  # what, the slot of a tensor or a weight, bytes
 
 
+class Weight(NamedTuple):
+    """A matrix of a block: its elements, whether it has a gradient, and whether it is kept packed."""
+
+    elements: float
+    trained: bool = True
+    packed: bool = False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Passes:
     """Events of a block's passes. `inward` is the slot of what it is given, in either direction, `outward` and
-    `gradient` of what it gives. `weights` are the elements of its matrices, in the order in which they are used.
+    `gradient` of what it gives. `weights` are its matrices, in the order in which they are used.
     """
 
     forward: tuple[Event, ...]
@@ -46,7 +55,7 @@ class Passes:
     outward: int
     incoming: int
     gradient: int
-    weights: tuple[float, ...]
+    weights: tuple[Weight, ...]
 
 
 @dataclass(slots=True)
@@ -109,7 +118,7 @@ class BlockTensors:
         """Return the passes of a block that runs again as `mode` says; an empty mode runs nothing again."""
         runs = running(operators, self.context, {"": mode})
         active = [run.operator for run in runs]
-        weights = [w for operator in active if (w := self._weight(operator))]
+        weights = self._weights(active)
         again = [bool(run.again[""][0]) for run in runs] if mode.recomputes else []
         tape = _Tape()
         stream = self._size("u hr")
@@ -177,7 +186,7 @@ class BlockTensors:
                 tape.free(slot)
         tape.held.add(slope)
         gradient = self._backward(tape, body, slope)
-        weights = [w for operator in body if (w := self._weight(operator))]
+        weights = self._weights(body)
         return Passes(
             forward=forward,
             backward=tape.take_events(),
@@ -224,7 +233,7 @@ class BlockTensors:
     ) -> int:
         """Run a block of which only what `mode` keeps is held."""
         if mode.drops:  # the operators that save the rest hold what the others run again from
-            return self._forward(tape, active, inward, lambda place: active[place].name not in mode.drops)
+            return self._forward(tape, active, inward, lambda place: not mode.lets_go(active[place].name))
         tape.held.add(inward)
         wanted = self.sizes(mode.keeps)
         if tape.live[inward] in wanted:
@@ -334,10 +343,17 @@ class BlockTensors:
         if operator.matmul:
             right = parse_matmul(operator.matmul)[1]
             return 0.0 if TOKEN_AXES & set(right) else self._elements(right)
-        if _casts_weights(operator):
+        if operator.transient or _casts_weights(operator):
             return 0.0
         weights = [axes for x in operator.backward_writes if not TOKEN_AXES & set(axes := _axes(x))]
         return sum(self._elements(axes) for axes in weights) if operator.matmul == "" and weights else 0.0
+
+    def _weights(self, operators: Sequence[OperatorSpec]) -> list[Weight]:
+        return [
+            Weight(elements, bool(operator.weight_gradient), operator.packed)
+            for operator in operators
+            if (elements := self._weight(operator))
+        ]
 
     def _ranks(self, operator: OperatorSpec) -> float:
         return float(np.asarray(self.context.groups.extent(operator.over)[0]).flat[0])
@@ -357,7 +373,7 @@ class BlockTensors:
     def _operands(self, operator: OperatorSpec) -> list[int]:
         """Return the bytes of what an operator reads."""
         if operator.matmul:
-            return self.sizes([" ".join(parse_matmul(operator.matmul)[0])])
+            return self.sizes([" ".join(parse_matmul(operator.matmul)[0]), *operator.reads])
         if operator.collective:
             back = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather"}
             return self._moved(operator, back.get(operator.collective, operator.collective))
@@ -395,7 +411,7 @@ class BlockTensors:
     def _gradient_operands(self, operator: OperatorSpec) -> list[int]:
         """Return the bytes of what an operator's backward pass reads of gradients."""
         if operator.matmul or operator.attention:
-            return self._results(operator)
+            return self._results(operator) + self.sizes(operator.reads if operator.matmul else ())
         if operator.collective:
             return [] if operator.collective == "all_reduce" else self._moved(operator, operator.collective)
         if operator.backward_allocates == ():  # the gradient that it reads becomes the one that it gives

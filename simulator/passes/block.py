@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from simulator.columns.plan_table import Floats
 from simulator.kernels.operators import OperatorSpec, Work, WorkKind, active_rows, backward_work, forward_work
 from simulator.passes.pairing import paired
 from simulator.passes.steps import WEIGHT_GRADIENT, Kernel, Ring, Rows, Step, Transfer, Wait
@@ -105,7 +106,7 @@ class _Maker:
     def _kernel(self, work: Work, operator: OperatorSpec, rows: Rows) -> Kernel:
         if work.kind is WorkKind.MOVE and not work.launches:
             rows = rows & (np.asarray(work.bytes) > 0)  # elsewhere there is nothing to do
-        seconds, source = self.context.roofline.seconds_and_source(work)
+        seconds, source = self._seconds(work, operator)
         launch_s = self.host.backward_launch_s if work.backward else self.host.launch_s
         reads, gives = _ends(work, operator)
         return Kernel(
@@ -113,10 +114,26 @@ class _Maker:
             work=work,
             alone_s=np.broadcast_to(seconds, rows.shape),
             source=np.broadcast_to(source, rows.shape),
-            launch_s=work.launches * np.where(self.tensors, self.host.dtensor_launch_s, launch_s),
+            launch_s=self._launches(work, operator) * np.where(self.tensors, self.host.dtensor_launch_s, launch_s),
             reads=reads,
             gives=gives,
         )
+
+    def _seconds(self, work: Work, operator: OperatorSpec) -> tuple[Floats, Floats]:
+        """Return the seconds of a work and where they are from; of all experts together where they run one by one."""
+        roofline = self.context.roofline
+        if not operator.one_by_one:
+            return roofline.seconds_and_source(work)
+        experts = self.context.sizes["e"]
+        alone = replace(work, flops=work.flops / experts, bytes=work.bytes / experts, batch=1.0, grouped_rows=0.0)
+        seconds, source = roofline.seconds_and_source(alone)
+        return experts * seconds, source
+
+    def _launches(self, work: Work, operator: OperatorSpec) -> Floats | float:
+        """Return how many launches the host issues for a work."""
+        if operator.replayed or not operator.by_expert:
+            return 0.0 if operator.replayed else work.launches
+        return work.launches * (1.0 + operator.by_expert * (self.context.sizes["e"] - 1.0))
 
     def _moved(self, work: Work, operator: OperatorSpec, rows: Rows) -> Transfer | Ring:
         groups = self.context.groups

@@ -108,8 +108,8 @@ def rank_of_stage(stage: int, pp: int, schedule: str) -> int:
 def stage_layout(model: Model, table: PlanTable, spec: PipelineSpec, *, merged: bool = False) -> StageLayout:
     """Return how many dense and MoE layers pipeline ranks hold under every plan.
 
-    `merged`: a column for each kind of rank instead of each rank. Schedules of which every rank holds another number of
-    micro batches are found by `rank` all the same: merged, they stand by the first.
+    `merged`: a column for each kind of rank instead of one for each rank. Where a schedule keeps a different number of
+    micro batches on every rank, the column of a kind has the first such rank.
     """
     folded = where(table.schedule, lambda kind: kind.v_shaped)
     own = np.arange(len(table)) if any(p.layers_per_stage for p in table.plans) else np.zeros(len(table))

@@ -8,17 +8,22 @@ from __future__ import annotations
 
 import re
 import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from functools import cache
 from importlib import resources
 from itertools import groupby
+from typing import Literal
 
 from simulator.config.model import Model
 from simulator.config.model_families import FAMILIES
 from simulator.config.runtime import DTYPE_BYTES, Runtime
 from simulator.kernels.low_precision import recipe_of
 from simulator.kernels.operators import OperatorSpec
+from simulator.runtimes.adapted import adapted, adapted_ends
 from simulator.runtimes.parts import (
+    MODULES,
     DdpSpec,
     EarlierSpec,
     FsdpSpec,
@@ -26,6 +31,7 @@ from simulator.runtimes.parts import (
     LaterSpec,
     LayerSpec,
     PipelineSpec,
+    RecomputeModes,
     RecomputeSpec,
     RuntimeDefaults,
     StateSpec,
@@ -43,10 +49,13 @@ class RuntimeSpec:
     model is `compiled`, or `always`; see `simulator.runtimes.recomputation`. `attention_kernel` is a curve of
     efficiency.toml, or `unfused` where matrices are multiplied; `attention_kernel_on` names others by GPU architecture,
     `attention_kernel_wide` that for operands of more than 16 bits. `window_kernel`: the attention library for layers
-    with a sliding window, where that is another. `expert_spread`: the standard deviation of the load of one of two
-    ranks with experts, over the mean, where nothing evens what the router chooses. A description that is `like` another
-    says only what differs (operators of a part of the layer under `layer.overrides`), and what was measured of the
-    other goes for it.
+    with a sliding window, where that is another. `recompute_modules` are parts of a layer that can be recomputed
+    together (`simulator.runtimes.parts.RecomputeModes`). `expert_spread`: the standard deviation of the load of one of
+    two ranks with experts, over the mean, where nothing evens what the router chooses. `splits_experts`: what
+    tensor-parallel ranks do with experts (`simulator.columns.experts.EXPERT_SPLITS`). `dispatchers` send tokens to
+    experts, its own first (`simulator.config.runtime.MOE_DISPATCHERS`). `graph_scopes`: the operators of each part of a
+    layer that CUDA graphs may replay. A description that is `like` another says only what differs (operators of a part
+    of the layer under `layer.overrides`), and what was measured of the other goes for it.
     """
 
     names: tuple[str, ...]
@@ -62,11 +71,15 @@ class RuntimeSpec:
     host: HostSpec
     layer: LayerSpec
     recompute: dict[str, RecomputeSpec]
+    recompute_modules: dict[str, RecomputeSpec] = field(default_factory=dict)
     zero: ZeroSpec | None = None
     low_precision: LowPrecisionSpec | None = None  # None: products run in 16 bits or more
     dropout: bool = False
     expert_spread: float = 0.0
     context_parallel: str = "all_gather"
+    splits_experts: Literal["whole", "tp", "alone"] = "whole"
+    dispatchers: tuple[str, ...] = ("alltoall",)
+    graph_scopes: dict[str, tuple[str, ...]] = field(default_factory=dict)
     scores_after: tuple[str, ...] = ()  # families whose experts' results are weighed, where others' tokens are
     recompute_stops: str = "never"
     earlier: EarlierSpec | None = None
@@ -134,7 +147,8 @@ def _read(file: str, generation: str = "") -> RuntimeSpec:
     document = _document(file)
     if generation:
         document = _replaced(document, document[generation]["overrides"])
-    return convert(document, RuntimeSpec, where=f"runtimes/{file}.toml")
+    spec = convert(document, RuntimeSpec, where=f"runtimes/{file}.toml")
+    return replace(spec, recompute=RecomputeModes(spec.recompute, spec.recompute_modules))
 
 
 def _document(file: str) -> JsonObject:
@@ -215,6 +229,9 @@ def head_peaks(runtime: Runtime, *, cut: bool = False) -> tuple[tuple[str, ...],
     `cut`: tensor-parallel ranks have cut the vocabulary.
     """
     layer = spec_for(runtime).layer
+    for part in ("linear_loss", "loss"):
+        if part in runtime.fused and part in layer.fused_head_peaks:
+            return (layer.fused_head_peaks[part],)
     compiled = ((layer.compiled_cut_head_peak if cut else ()) or layer.compiled_head_peak) if runtime.compile else ()
     return compiled or (layer.cut_head_peak if cut else ()) or layer.head_peak
 
@@ -222,7 +239,8 @@ def head_peaks(runtime: Runtime, *, cut: bool = False) -> tuple[tuple[str, ...],
 def head_left(runtime: Runtime) -> tuple[str, ...]:
     """Return the tensors whose blocks the allocator is left with when the loss turns round."""
     layer = spec_for(runtime).layer
-    return () if runtime.compile and layer.compiled_head_peak else layer.head_left
+    fused = {*runtime.fused} & {*layer.fused_head_peaks}
+    return () if fused or (runtime.compile and layer.compiled_head_peak) else layer.head_left
 
 
 def recompute_stops_early(runtime: Runtime) -> bool:
@@ -257,9 +275,19 @@ def canonical_recompute(word: str, runtime: Runtime) -> str:
     """Return the description's own name for a recompute word. Raises BadPlan when the runtime has no such mode."""
     spec = runtime_spec(runtime.name)
     name = RECOMPUTE_SYNONYMS.get(word, word)
-    if name not in spec.recompute:
-        raise BadPlan(f"recompute {word!r} is unknown to {runtime.name}", why=f"known: {', '.join(spec.recompute)}")
+    if name not in spec.recompute and not are_modules(word, spec):
+        modules = f", or modules joined by {MODULES}: {', '.join(spec.recompute_modules)}"
+        raise BadPlan(
+            f"recompute {word!r} is unknown to {runtime.name}",
+            why=f"known: {', '.join(spec.recompute)}{modules if spec.recompute_modules else ''}",
+        )
     return name
+
+
+def are_modules(word: str, spec: RuntimeSpec) -> bool:
+    """Return whether a recompute word names modules of a description, each once: `core_attn+moe_act`."""
+    parts = word.split(MODULES)
+    return len({*parts}) == len(parts) and all(part in spec.recompute_modules for part in parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,7 +306,7 @@ class ModelOperators:
 
 
 CASTS = frozenset({"cast", "rotated"})  # in an operator's `units`
-_PLAN_SIDE = ("sp", "autocast", "cp_ring", "cp_all_gather", "cp_all_to_all", "cp", "ep")
+_PLAN_SIDE = ("sp", "autocast", "cp_ring", "cp_all_gather", "cp_all_to_all", "cp", "ep", "etp")
 PLAN_CONDITIONS = frozenset(_PLAN_SIDE) | {f"!{name}" for name in _PLAN_SIDE}
 
 
@@ -304,19 +332,58 @@ def operators_for(model: Model, runtime: Runtime) -> ModelOperators:
             model_side = [c for c in operator.when if c not in of_plans]
             if all((c[1:] not in features) if c.startswith("!") else (c in features) for c in model_side):
                 kept.append(_cast_at_once(replace(operator, when=plan_side), features))
+        kept = multiplied_as(runtime.expert_products, kept)
+        kept = replayed(kept, [name for scope in runtime.graph_scopes for name in spec.graph_scopes.get(scope, ())])
         recipe = recipe_of(runtime)
+        if in_layer and runtime.adapter is not None:
+            return tuple(adapted(kept, model, runtime.adapter, compiled=runtime.compile))
         if recipe is None or spec.low_precision is None or not in_layer:
             return tuple(kept)
         return quantized(kept, spec.low_precision, recipe)
+
+    embedding, head = active(spec.layer.embedding), active(spec.layer.head)
+    if runtime.adapter is not None:
+        embedding, head = adapted_ends(embedding, head, model, runtime.adapter)
 
     return ModelOperators(
         spec=spec,
         dense_layer=active(attention + mlp, in_layer=True),
         moe_layer=active(attention + spec.layer.moe, in_layer=True),
-        embedding=active(spec.layer.embedding),
-        head=active(spec.layer.head),
+        embedding=embedding,
+        head=head,
         features=features,
     )
+
+
+# Of a launch through Python and autograd, what another product costs the host that TransformerEngine's GroupedLinear
+# issues in a loop of its own (transformer_engine/common/gemm: nvte_multi_stream_cublas_gemm). Source: assumed.
+PRODUCT_LAUNCH = 0.2
+
+
+def multiplied_as(products: str, operators: Sequence[OperatorSpec]) -> list[OperatorSpec]:
+    """Return operators with experts' own in the way that a runtime states (`EXPERT_PRODUCTS`)."""
+    found = []
+    for operator in operators:
+        product = bool(operator.matmul) and operator.matmul.split()[0] == "e"
+        between = operator.name.startswith(("expert_activation", "silu", "gate")) and not operator.collective
+        if product and products == "te_grouped":
+            found.append(replace(operator, by_expert=PRODUCT_LAUNCH))
+        elif (product or between) and products == "loop":
+            found.append(replace(operator, by_expert=1.0, one_by_one=True))
+        else:
+            found.append(operator)
+    return found
+
+
+def replayed(operators: Sequence[OperatorSpec], patterns: Sequence[str]) -> list[OperatorSpec]:
+    """Return operators with those that CUDA graphs hold launched by the first of them in a row."""
+    found: list[OperatorSpec] = []
+    inside = False
+    for operator in operators:
+        held = any(fnmatchcase(operator.name, pattern) for pattern in patterns)
+        found.append(replace(operator, replayed=True) if held and inside else operator)
+        inside = held
+    return found
 
 
 def _cast_at_once(operator: OperatorSpec, features: frozenset[str]) -> OperatorSpec:
@@ -343,8 +410,17 @@ def _with_head_weight(spec: RuntimeSpec, model: Model) -> RuntimeSpec:
     return replace(spec, pipeline=replace(spec.pipeline, head_weight=model.vocab / layer))
 
 
+FUSED_DISPATCH = ("deepep", "hybridep")
+
+
+def dispatcher_of(runtime: Runtime, spec: RuntimeSpec) -> str:
+    """Return how tokens are sent to experts: as stated, where the description has that."""
+    return runtime.moe_dispatcher if runtime.moe_dispatcher in spec.dispatchers else spec.dispatchers[0]
+
+
 def _features(model: Model, runtime: Runtime, spec: RuntimeSpec) -> frozenset[str]:
     family = FAMILIES.get(model.family)
+    dispatcher = dispatcher_of(runtime, spec)
     named = {
         "gated": model.gated_mlp,
         "qk_norm": model.qk_norm,
@@ -357,6 +433,10 @@ def _features(model: Model, runtime: Runtime, spec: RuntimeSpec) -> frozenset[st
         "wide": DTYPE_BYTES[runtime.activation_dtype] > 2,
         "scores_after": model.family in spec.scores_after,
         "q_lora": bool(model.latent and model.latent.q_lora_rank),
+        dispatcher: True,
+        "fused_dispatch": dispatcher in FUSED_DISPATCH,
+        **{f"fused_{part}": part in runtime.fused for part in ("loss", "linear_loss")},
+        "fused": bool({"loss", "linear_loss"} & {*runtime.fused}),
         attention_implementation(runtime): True,
     }
     return frozenset(name for name, holds in named.items() if holds)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -39,6 +40,7 @@ class StateSpec:
     owned_gradient_passes_bytes: float = 0.0
     gradients_freed: bool = False
     whole_embedding_gradient: bool = False
+    update_copies: float = 0.0  # of what a rank updates, that the update makes for a moment
     offloads_gradients: bool = True  # sharded gradients go where an offloaded optimizer is
 
 
@@ -188,6 +190,7 @@ class LayerSpec:
     cut_head_peak: tuple[tuple[str, ...], ...] = ()
     compiled_head_peak: tuple[tuple[str, ...], ...] = ()  # empty: the loss is not compiled
     compiled_cut_head_peak: tuple[tuple[str, ...], ...] = ()
+    fused_head_peaks: dict[str, tuple[str, ...]] = field(default_factory=dict)  # of losses that others fuse
     head_left: tuple[str, ...] = ()
     metrics_after: tuple[str, ...] = ()
 
@@ -196,8 +199,8 @@ class LayerSpec:
 class RecomputeSpec:
     """One recompute mode. `recomputes` are operator name patterns run again in the backward pass.
 
-    With `keeps` the layer stores just those tensors; with `drops` it stores everything except what those operators
-    save. `layers` is the share of layers the mode applies to.
+    With `keeps` the layer stores just those tensors; with `drops`, patterns as well, it stores everything except what
+    those operators save. `layers` is the share of layers the mode applies to.
     """
 
     recomputes: tuple[str, ...] = ()
@@ -207,6 +210,28 @@ class RecomputeSpec:
 
     def runs_again(self, name: str) -> bool:
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.recomputes)
+
+    def lets_go(self, name: str) -> bool:
+        """Return whether what an operator saves is made again instead."""
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.drops)
+
+
+MODULES = "+"  # joins the words of modules that are recomputed together into one mode
+
+
+class RecomputeModes(dict[str, RecomputeSpec]):
+    """The recompute modes of a runtime by name, and those that modules make together: `core_attn+moe_act`."""
+
+    def __init__(self, modes: Mapping[str, RecomputeSpec], modules: Mapping[str, RecomputeSpec]) -> None:
+        super().__init__(modes)
+        self._modules = dict(modules)
+
+    def __missing__(self, word: str) -> RecomputeSpec:
+        parts = [self._modules[part] for part in word.split(MODULES)]
+        return RecomputeSpec(
+            recomputes=tuple(name for part in parts for name in part.recomputes),
+            drops=tuple(name for part in parts for name in part.drops),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,11 +5,15 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from simulator.config.runtime import COMPUTE_ONLY, DTYPE_BYTES, LOW_PRECISION, Runtime
+from simulator.config.runtime import COMPUTE_ONLY, DTYPE_BYTES, LOW_PRECISION, MOE_DISPATCHERS, Runtime
 from simulator.kernels.low_precision import USUAL, recipes
 from simulator.runtimes.library import DATED, RuntimeSpec, runtime_spec
+from simulator.runtimes.stated_adapter import resolve_adapter
 from topology.codec import JsonObject
 from topology.errors import BadPlan
+
+# Scopes of CUDA graphs that hold whole layers or more.
+WHOLE_GRAPHS = frozenset({"full_iteration", "full_iteration_inference", "full"})
 
 
 def resolve(stated: JsonObject) -> tuple[Runtime, tuple[str, ...]]:
@@ -44,12 +48,30 @@ def resolve(stated: JsonObject) -> tuple[Runtime, tuple[str, ...]]:
         chosen["low_precision_recipe"] = recipe
         assumed += why
     chosen["cuda_graph"] = bool(stated.get("cuda_graph"))
+    chosen["adapter"], of_adapter = resolve_adapter(stated.get("adapter") or {})
+    assumed += of_adapter
+    chosen["graph_scopes"] = tuple(stated.get("graph_scopes") or ())
+    chosen["expert_products"] = str(stated.get("expert_products") or "")
+    chosen["fused"] = tuple(stated.get("fused") or ())
+    chosen["moe_dispatcher"] = dispatcher = str(stated.get("moe_dispatcher") or "")
+    if dispatcher in MOE_DISPATCHERS and dispatcher not in spec.dispatchers:
+        assumed.append(f"runtime.moe_dispatcher {dispatcher}: costed as {spec.dispatchers[0]} ({name}'s description)")
+    if chosen["graph_scopes"] and (unknown := [s for s in chosen["graph_scopes"] if s not in spec.graph_scopes]):
+        assumed.append(f"runtime.cuda_graph {', '.join(unknown)}: not described, launched kernel by kernel")
     version, release = stated.get("version"), stated.get("release")
     if release and not version and spec.earlier is not None:
-        version = release if DATED.match(str(release)) else None
+        version = _dated(str(release))
         if version is None:
             assumed.append(f"runtime.version not stated, and release {release!r} is no month: {spec.names[0]} of today")
     return Runtime(name=name, version=str(version) if version else None, **chosen), tuple(assumed)
+
+
+def _dated(release: str) -> str | None:
+    """Return the month that a release names: itself, or the last of the year alone that is among its words."""
+    if DATED.match(release):
+        return release
+    months, years = re.findall(r"\b20\d\d-[01]\d\b", release), re.findall(r"\b20\d\d\b(?!-)", release)
+    return months[0] if len(months) == 1 else f"{years[0]}-12" if len(years) == 1 and not months else None
 
 
 def _recipe(stated: Any, dtype: str, spec: RuntimeSpec) -> tuple[str, list[str]]:

@@ -94,7 +94,7 @@ class ForwardPass:
         self._launch_s = self._unreplayed_s()
 
     def _bend(self, steps: MeasuredSteps) -> None:
-        """Let what was measured of this engine go before what its kernels are priced at."""
+        """Scale the times of kernels so that steps take what was measured of this engine."""
         by_tokens = (*self._of_answers(steps), *steps.by_tokens)
         of_tokens = scaled(by_tokens, self._tokens)
         if steps.tp == self.pool.tp:

@@ -12,6 +12,7 @@ from simulator.calibration.by_plan import taken_host, taken_roofline
 from simulator.calibration.calibration import Calibration
 from simulator.collectives.group_times import GroupTimes
 from simulator.columns.plan_table import Floats, PlanTable
+from simulator.config.adapter import BASE_BYTES
 from simulator.config.runtime import DTYPE_BYTES, Runtime
 from simulator.kernels.low_precision import recipe_of
 from simulator.kernels.operators import FIXED_DTYPE_BYTES
@@ -65,7 +66,8 @@ class CostContext:
 
     def dtype_bytes(self, name: str) -> float:
         """Return the bytes of one number in a type of the description's. In a low type: as products read it (`low`),
-        all copies of it (`low_copies`), and as data-parallel ranks gather parameters (`gathered`).
+        all copies of it (`low_copies`), and as data-parallel ranks gather parameters (`gathered`); of frozen weights as
+        they are kept (`packed`).
         """
         if name in {"low", "low_copies", "gathered"}:
             return self._low_bytes(name)
@@ -74,6 +76,10 @@ class CostContext:
             "param": self.runtime.param_dtype,
             "reduce": self.runtime.reduce_dtype,
         }
+        if name == "packed":
+            adapter = self.runtime.adapter
+            kept = adapter.base_weights if adapter is not None else ""
+            return BASE_BYTES[kept] if kept else self.dtype_bytes("param")
         if name in named:
             return float(DTYPE_BYTES[named[name]])
         return FIXED_DTYPE_BYTES[name]

@@ -18,20 +18,35 @@ from simulator.runtimes.library import head_left, head_peaks
 from simulator.runtimes.parts import RecomputeSpec
 from simulator.step.context import CostContext
 
+State = Literal["parameters", "gradients", "optimizer"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameters:
-    """Parameters of one rank before data-parallel sharding, by part of the network. Columns (constants broadcast)."""
+    """Parameters of one rank before data-parallel sharding, by part of the network. Columns (constants broadcast).
+
+    Where some are frozen (`simulator.step.frozen`), they are counted in numbers of the type that products compute in,
+    as data-parallel ranks gather them; `stored` are the same in numbers of the type that trained parameters are stored
+    in, and `trained` those that have gradients and an optimizer's state.
+    """
 
     dense_layer: Floats
     moe_layer: Floats
     experts: Floats  # routed experts of one MoE layer
     embedding: Floats
     head: Floats
+    stored: Parameters | None = None
+    trained: Parameters | None = None
+
+    def of(self, kind: State) -> Parameters:
+        """Return the parameters that have a kind of state."""
+        return (self.stored if kind == "parameters" else self.trained) or self
 
     def take(self, rows: NDArray[np.intp]) -> Parameters:
         """Return those of some of the plans."""
-        return Parameters(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})
+        parts = {name: getattr(self, name)[rows] for name in PARTS}
+        others = {name: other and other.take(rows) for name in ("stored", "trained") if (other := getattr(self, name))}
+        return Parameters(**parts, **others)
 
     def of_stage(self, layout: StageLayout) -> tuple[Floats, Floats]:
         """Return (everything but routed experts, routed experts) of pipeline ranks, shape (plans, columns)."""
@@ -45,11 +60,13 @@ class Parameters:
         return shared, moe * self.experts[:, None]
 
 
-def local_parameters(model: Model, context: CostContext) -> Parameters:
-    """Return parameters per rank: matrices divided over tensor-parallel ranks, norms and routers replicated."""
+PARTS = tuple(f.name for f in fields(Parameters) if f.name not in {"stored", "trained"})
+
+
+def whole_parameters(model: Model, context: CostContext) -> Parameters:
+    """Return the network's parameters per rank: matrices cut over tensor-parallel ranks, norms and routers whole."""
     table = context.table
-    tp, ep = table["tp"], table["ep"]
-    expert_tp = np.where(table.sequence_parallel, 1.0, tp)
+    tp = table["tp"]
     attention = model.attention_parameters / tp + model.block_norm_parameters
     final_norm = model.norm_parameters if model.final_norm else 0
     # A tied head still exists on the last pipeline rank when the embedding lives on another one.
@@ -57,17 +74,19 @@ def local_parameters(model: Model, context: CostContext) -> Parameters:
     return Parameters(
         dense_layer=attention + model.mlp_parameters(model.ffn) / tp,
         moe_layer=attention + model.moe_shared_parameters + 0 * tp,
-        experts=model.expert_parameters / (ep * expert_tp),
+        experts=model.expert_parameters / (table["ep"] * table["etp"]),
         embedding=model.vocab * model.hidden / tp + model.learned_positions * model.hidden,
         head=model.head_parameters / tp + final_norm + tied_copy,
     )
 
 
-def tensors_bytes(operators: Sequence[OperatorSpec], context: CostContext, *, without: Sequence[str] = ()) -> Floats:
-    """Return the bytes that operators save, those named in `without` left out."""
+def tensors_bytes(
+    operators: Sequence[OperatorSpec], context: CostContext, *, without: RecomputeSpec | None = None
+) -> Floats:
+    """Return the bytes that operators save, what the mode `without` makes again left out."""
     total = np.zeros(len(context.table))
     for operator in operators:
-        if operator.saves and operator.name not in without:
+        if operator.saves and not (without and without.lets_go(operator.name)):
             active = active_rows(operator, context.table)
             for tensor in operator.saves:
                 total = total + active * tensor_bytes(tensor, context.sizes, context.dtype_bytes)
@@ -79,10 +98,7 @@ def saved_bytes(operators: Sequence[OperatorSpec], mode: RecomputeSpec, context:
     if mode.keeps:
         zero = np.zeros(len(context.table))
         return sum((tensor_bytes(x, context.sizes, context.dtype_bytes) for x in mode.keeps), zero)
-    return tensors_bytes(operators, context, without=mode.drops)
-
-
-State = Literal["parameters", "gradients", "optimizer"]
+    return tensors_bytes(operators, context, without=mode)
 
 
 def state_bytes(context: CostContext) -> dict[State, float]:
@@ -162,7 +178,7 @@ def placeholder_bytes(operators: Iterable[OperatorSpec], context: CostContext) -
         return np.zeros(len(context.table))
     shapes = set()
     for operator in operators:
-        if operator.matmul and operator.weight_gradient_dtype != "compute":
+        if operator.matmul and operator.weight_gradient and operator.weight_gradient_dtype != "compute":
             left, right, out = parse_matmul(operator.matmul)
             shapes.add(" ".join(axis for axis in right if axis not in left or axis not in out))
     weights = (tensor_bytes(shape, context.sizes, context.dtype_bytes) for shape in sorted(shapes))

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from simulator.columns.plan_table import Floats, PlanTable
 from simulator.program.program import COMPUTE
 from simulator.step.context import CostContext
+from simulator.step.held import State
 from simulator.step.offload import ADD_PASSES, OFFLOAD, host_gradient_bytes, offloaded
 from simulator.step.rank import Rank, Value
 from simulator.step.units import Unit
@@ -223,10 +224,10 @@ class DataWriter:
         if t.fully_sharded and not t.every_micro_batch:
             # Without a reduction in between, whole gradients add up in the type they are reduced in.
             if t.adds_up:
-                self.rank.copy("accumulate", unit.elements * (t.compute_bytes + 2 * t.reduce_bytes))
+                self.rank.copy("accumulate", unit.trained.all * (t.compute_bytes + 2 * t.reduce_bytes))
         elif further and t.adds_up and not t.fully_sharded:
-            self.rank.copy("accumulate", 3 * unit.elements * t.gradient_bytes)
-        if reducing:
+            self.rank.copy("accumulate", 3 * unit.trained.all * t.gradient_bytes)
+        if reducing and np.any(unit.trained.all):
             self._send_off(unit)
 
     def wait_for_reductions(self) -> None:
@@ -250,8 +251,8 @@ class DataWriter:
         if not t.fully_sharded and not t.reduces_behind_compute and not t.gradients_sharded:
             self.rank.after(STREAM, COMPUTE)
             op = t.scattered_by if t.optimizer_sharded else "all_reduce"
-            self._send(op, "dp", _sum(u.repeats * u.shared for u in units) * t.reduce_bytes)
-            self._send(op, "expert_dp", _sum(u.repeats * u.experts for u in units) * t.reduce_bytes)
+            self._send(op, "dp", _sum(u.repeats * u.trained.shared for u in units) * t.reduce_bytes)
+            self._send(op, "expert_dp", _sum(u.repeats * u.trained.experts for u in units) * t.reduce_bytes)
         self.rank.after(COMPUTE, STREAM)
         if t.replicated_sharding:
             self.rank.after(COMPUTE, REPLICAS)
@@ -261,8 +262,8 @@ class DataWriter:
         t = self.traffic
         if t.optimizer_sharded and not t.fully_sharded and not t.fetches:
             self.rank.after(STREAM, COMPUTE)
-            self._send("all_gather", "dp", _sum(u.repeats * u.shared for u in units) * t.compute_bytes)
-            self._send("all_gather", "expert_dp", _sum(u.repeats * u.experts for u in units) * t.compute_bytes)
+            self._send("all_gather", "dp", _sum(u.repeats * u.trained.shared for u in units) * t.compute_bytes)
+            self._send("all_gather", "expert_dp", _sum(u.repeats * u.trained.experts for u in units) * t.compute_bytes)
             self.rank.after(COMPUTE, STREAM)
 
     def update_on_host(self, owned: Floats, moved_bytes: Value) -> None:
@@ -279,18 +280,18 @@ class DataWriter:
     # --- parts --------------------------------------------------------------------------------------------------
 
     def _send_off(self, unit: Unit) -> None:
-        t = self.traffic
+        t, elements = self.traffic, unit.trained.all
         if t.has_buckets:
             self._in_buckets = True
-            self.rank.copy(f"copy_in {unit.name}", unit.elements * t.bucket_bytes_moved)
+            self.rank.copy(f"copy_in {unit.name}", elements * t.bucket_bytes_moved)
         elif t.copies_buckets:
-            self.rank.copy(f"copy_in {unit.name}", 2 * unit.elements * t.reduce_bytes)
-            self._summed = self._summed + unit.repeats * unit.elements
+            self.rank.copy(f"copy_in {unit.name}", 2 * elements * t.reduce_bytes)
+            self._summed = self._summed + unit.repeats * elements
         if t.fully_sharded:
             width = t.reduce_bytes if not t.every_micro_batch else t.unsharded_gradient_bytes
             if t.copies and not t.has_buckets:
-                moved = unit.elements * (width + t.reduce_bytes)
-                self.rank.copy(f"copy_in {unit.name}", moved, module_bytes=unit.elements * t.compute_bytes)
+                moved = elements * (width + t.reduce_bytes)
+                self.rank.copy(f"copy_in {unit.name}", moved, module_bytes=elements * t.compute_bytes)
             if not t.every_micro_batch:
                 self._accumulated.discard(unit.name)
         fresh = unit.name not in self._with_gradient
@@ -303,18 +304,19 @@ class DataWriter:
         if t.sends:
             last = REPLICAS if t.replicated_sharding else STREAM
             self.rank.after(OFFLOAD, last)
-            moved = self._shard(unit) * t.host_gradient_bytes
+            moved = self._shard(unit, "gradients") * t.host_gradient_bytes
             self.rank.host_copy(f"d2h {unit.name}", moved, stream=OFFLOAD)
             if not fresh and t.every_micro_batch:
                 self.rank.on_host("accumulate", ADD_PASSES * moved, after=OFFLOAD)
 
-    def _shard(self, unit: Unit) -> Floats:
-        """Return the elements of a unit that a rank has of its own."""
-        return np.asarray(unit.shared / self.traffic.shard_ranks + unit.experts / self.traffic.expert_shard_ranks)
+    def _shard(self, unit: Unit, kind: State) -> Floats:
+        """Return the elements of a unit that a rank has of its own of a kind of state."""
+        own, t = unit.of(kind), self.traffic
+        return np.asarray(own.shared / t.shard_ranks + own.experts / t.expert_shard_ranks)
 
     def _reduce(self, unit: Unit) -> None:
         t = self.traffic
-        shared, experts = unit.shared * t.reduce_bytes, unit.experts * t.reduce_bytes
+        shared, experts = unit.trained.shared * t.reduce_bytes, unit.trained.experts * t.reduce_bytes
         if t.fully_sharded:
             self._send("reduce_scatter", "fsdp", shared)
             self._send("reduce_scatter", "expert_fsdp", experts)
@@ -337,7 +339,7 @@ class DataWriter:
             return
         t = self.traffic
         if t.from_host:  # in line with the gathers, which wait for it
-            self.rank.host_copy(f"h2d {unit.name}", self._shard(unit) * t.param_bytes, stream=STREAM)
+            self.rank.host_copy(f"h2d {unit.name}", self._shard(unit, "parameters") * t.param_bytes, stream=STREAM)
         self._send("all_gather", "fsdp", unit.shared * t.compute_bytes)
         self._send("all_gather", "expert_fsdp", unit.experts * t.compute_bytes)
         self._gathered[unit.name] = self.rank.record(STREAM)
@@ -359,10 +361,11 @@ class DataWriter:
     def _send_buckets(self, op: str, unit: Unit, width: float) -> None:
         """Exchange a unit: all of it at once, or as a part of a bucket that is larger."""
         size = self.traffic.bucket_elements
-        elements = np.where(unit.elements > 0, unit.elements, 1.0)
+        own = unit.trained
+        elements = np.where(own.all > 0, own.all, 1.0)
         times = np.minimum(elements / np.maximum(size, 1.0), 1.0)
-        self._send(op, "dp", unit.shared * width / times, times)
-        self._send(op, "expert_dp", unit.experts * width / times, times)
+        self._send(op, "dp", own.shared * width / times, times)
+        self._send(op, "expert_dp", own.experts * width / times, times)
 
     def _send(self, op: str, family: str, nbytes: Value, times: Value = 1.0) -> None:
         self.rank.collective(op, family, nbytes, stream=STREAM, times=times)

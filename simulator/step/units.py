@@ -15,12 +15,26 @@ from simulator.config.plan import Plan
 from simulator.pipeline.stages import stage_layers
 from simulator.runtimes.library import RuntimeSpec
 from simulator.step.context import CostContext
-from simulator.step.held import Parameters
+from simulator.step.held import Parameters, State
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Elements:
+    """Elements of parameters, routed experts apart. Columns."""
+
+    shared: Floats
+    experts: Floats
+
+    @property
+    def all(self) -> Floats:
+        return self.shared + self.experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Unit:
-    """One wrapped module: a block, and elements of its parameters on a rank before sharding, routed experts apart.
+    """One wrapped module: a block, and elements of its parameters on a rank before sharding, routed experts apart:
+    those that data-parallel ranks gather. Where some are frozen, others are `trained`, which have gradients and an
+    optimizer's state, and `stored` (`simulator.step.held.Parameters`).
 
     `words` are the recompute modes it runs under, a column; `wrapped` is whether it runs again under one that
     recomputes. Elements that products use: `kept_cast` of modules that run once, whose narrow copies backward keeps
@@ -37,11 +51,17 @@ class Unit:
     experts: Floats
     kept_cast: Floats
     recast: Floats
+    trained: Elements
+    stored: Elements
     repeats: int = 1
 
     @property
     def elements(self) -> Floats:
         return self.shared + self.experts
+
+    def of(self, kind: State) -> Elements:
+        """Return the elements that have a kind of state."""
+        return self.stored if kind == "parameters" else self.trained
 
 
 def wrapping_period(spec: RuntimeSpec, word: str) -> int:
@@ -82,10 +102,10 @@ class UnitMaker:
         found = []
         if first:
             # Looked up, not multiplied with, unless it is the head as well.
-            found.append(self._end("embedding", self.parameters.embedding, cast=self.model.tied_embeddings))
+            found.append(self._end("embedding", cast=self.model.tied_embeddings))
         found += [self._layer(index, mode) for index in range(start, start + count)]
         if last:
-            found.append(self._end("head", self.parameters.head))
+            found.append(self._end("head"))
         return found
 
     def _layer(self, index: int, word: str) -> Unit:
@@ -103,33 +123,47 @@ class UnitMaker:
         return replace(self._made[key], name=f"layer {index}")
 
     def _new_layer(self, block: str, of: NDArray[np.str_], *, wrapped: bool) -> Unit:
-        p = self.parameters
-        shared, experts = (p.moe_layer, p.experts) if block == "moe" else (p.dense_layer, np.zeros(self._rows))
         again = np.zeros(self._rows, dtype=bool)
         for name in words(of):
             if wrapped and self.context.spec.recompute[name].recomputes:
                 again = again | (of == name)
-        return self._unit(block, of, shared, experts, again)
+        return self._unit(block, of, again)
 
-    def _end(self, block: str, shared: Floats, *, cast: bool = True) -> Unit:
-        unit = self._unit(block, self._none, shared, np.zeros(self._rows), np.zeros(self._rows, dtype=bool))
+    def _end(self, block: str, *, cast: bool = True) -> Unit:
+        unit = self._unit(block, self._none, np.zeros(self._rows, dtype=bool))
         return unit if cast else replace(unit, kept_cast=np.zeros(self._rows))
 
-    def _unit(
-        self, block: str, of: NDArray[np.str_], shared: Floats, experts: Floats, again: NDArray[np.bool_]
-    ) -> Unit:
-        shared, experts = (np.broadcast_to(np.asarray(x, dtype=np.float64), (self._rows,)) for x in (shared, experts))
-        used = shared + experts
+    def _elements(self, block: str, parameters: Parameters) -> Elements:
+        shared, experts = {
+            "moe": (parameters.moe_layer, parameters.experts),
+            "dense": (parameters.dense_layer, 0.0),
+            "embedding": (parameters.embedding, 0.0),
+            "head": (parameters.head, 0.0),
+        }[block]
+        return Elements(*(np.broadcast_to(np.asarray(x, dtype=np.float64), (self._rows,)) for x in (shared, experts)))
+
+    def _unit(self, block: str, of: NDArray[np.str_], again: NDArray[np.bool_]) -> Unit:
+        whole = self._elements(block, self.parameters)
+        stored, trained = (
+            whole if (own := self.parameters.of(kind)) is self.parameters else self._elements(block, own)
+            for kind in KEPT_AND_TRAINED
+        )
+        used = whole.all
         return Unit(
             name=block,
             block=block,
             words=of,
             wrapped=bool(again.any()),
-            shared=shared,
-            experts=experts,
+            shared=whole.shared,
+            experts=whole.experts,
+            stored=stored,
+            trained=trained,
             kept_cast=np.where(again, 0.0, used),
             recast=np.where(again, used, 0.0),
         )
+
+
+KEPT_AND_TRAINED: tuple[State, State] = ("parameters", "gradients")
 
 
 def folded(units: Sequence[Unit]) -> list[Unit]:

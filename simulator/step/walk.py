@@ -117,7 +117,7 @@ class StepWalk:
             rank.synchronize()
             rank.host_work("clip", UPDATE_LAUNCHES * self.spec.host.launch_s)
         owned = self._owned(units)
-        runtime, whole = self.context.runtime, sum(u.repeats * u.elements for u in units)
+        runtime, whole = self.context.runtime, sum(u.repeats * u.trained.all for u in units)
         if self.traffic.updates_on_host:
             rank.update(update_bytes(runtime, 0.0, whole), owned)
             data.update_on_host(owned, update_bytes(runtime, owned, 0.0))
@@ -129,4 +129,4 @@ class StepWalk:
         """Return the elements of some units that a rank updates."""
         table = self.context.table
         shard, expert = table.state_shard["optimizer"], table.expert_shard["optimizer"]
-        return np.asarray(sum(u.repeats * (u.shared / shard + u.experts / expert) for u in units))
+        return np.asarray(sum(u.repeats * (u.trained.shared / shard + u.trained.experts / expert) for u in units))

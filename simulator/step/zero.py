@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulator.columns.plan_table import Floats
+from simulator.config.runtime import MOMENTS
 from simulator.step.context import CostContext
 from simulator.step.held import state_bytes
 
@@ -46,29 +47,33 @@ class ZeroBuffers:
 
 def zero_buffers(context: CostContext, elements: Floats, owned: Floats) -> ZeroBuffers:
     """Return those of ranks with so many `elements` of parameters before data-parallel sharding, and `owned` ones to
-    update. Plans are the first dimension of both, and of the results. Nothing for runtimes without such buckets.
+    update. Plans are the first dimension of both, and of the results. Runtimes without such buckets have what their
+    update makes alone.
     """
     zero, table = context.spec.zero, context.table
     nothing = np.zeros(np.shape(elements))
-    if zero is None:
-        return ZeroBuffers(standing=nothing, buckets=nothing, reducing=nothing, update=nothing)
 
     def column(of: NDArray[Any]) -> NDArray[Any]:
         return np.asarray(of).reshape((-1,) + (1,) * (np.ndim(elements) - 1))
 
     param, reduce = context.dtype_bytes("param"), context.dtype_bytes("reduce")
+    away = column(table.offloaded["optimizer"])
+    if zero is None:
+        made = owned * param * (context.spec.state.update_copies if MOMENTS[context.runtime.optimizer] > 1 else 0.0)
+        return ZeroBuffers(
+            standing=nothing, buckets=nothing, reducing=nothing, update=np.where(away, 0.0, made) + nothing
+        )
     full = column(table.fully_sharded)
     scattered = column(~table.fully_sharded & (table.state_shard["gradients"] > 1))
     sharded = column(~table.fully_sharded & (table.state_shard["optimizer"] > 1))
     cast = reduce if reduce != param else 0.0
     bucket = np.minimum(zero.bucket_elements, elements)
-    # What a rank owns is copied out of the bucket, alongside what earlier micro batches left.
+    # A rank copies its share out of the bucket and adds it to the gradients of earlier micro batches.
     kept = np.where(scattered & (column(table.micro_batches) <= 1), 0.0, owned * context.dtype_bytes("param"))
     out = reduce / column(np.maximum(table["sharded_over"], 1.0))
     copies = np.where(full, bucket * (cast + reduce + out), np.where(sharded, bucket * (param + cast) + kept, 0.0))
     at_once = np.where(full, np.minimum(owned, zero.update_elements), owned)
     widened = state_bytes(context)["optimizer"] > 0 and param < 4
-    away = column(table.offloaded["optimizer"])
     return ZeroBuffers(
         standing=np.where(full, zero.bucket_elements * reduce, nothing),
         buckets=np.where(sharded, zero.buckets * zero.bucket_elements * param, nothing),

@@ -28,11 +28,14 @@ Tell = Callable[[Row], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a part works: its folder, how many GPUs there are, and its seconds."""
+    """Where a part works: its folder, how many GPUs there are, and its seconds: all that it may take (`whole`), or
+    what the budget has left of them.
+    """
 
     out: Path
     gpus: int
     limit_s: float
+    whole: bool = True
     text: Path | None = None  # torchtitan's tokenizer/ and c4_test/
 
     @property
@@ -65,8 +68,14 @@ def planner(place: Place, name: str, *words: str | Path, limit_s: float) -> tupl
     return started(place, name, [sys.executable, "-m", "planner", *words], limit_s)
 
 
-def row(part: str, what: str, code: int | None, text: str, seconds: float, said: str = "", fine: bool = True) -> Row:
-    """Return the row of a command: OK where it ended with 0 and what it left is `fine`."""
+def row(
+    place: Place, part: str, what: str, code: int | None, text: str, seconds: float, said: str = "", fine: bool = True
+) -> Row:
+    """Return the row of a command: OK where it ended with 0 and what it left is `fine`, NO_TIME where the budget
+    ended it.
+    """
+    if code is None and not place.whole:
+        return Row(part=part, what=what, result=NO_TIME, said="the budget ended first", seconds=seconds)
     result = OK if code == 0 and fine else FAILED
     if result == FAILED:
         said = f"{'ended after its time' if code is None else f'exit code {code}'}; {said or text.strip()[-TAIL:]}"
@@ -84,7 +93,7 @@ def commands(place: Place, tell: Tell) -> None:
     words = [*MODEL, "--framework=meshwright", "--cluster=local", f"--gpus={place.ranks}"]
     words += ["--global-batch=4", "--micro-batch=4", *overlapped, "--out=plan.json", "--force"]
     code, text, seconds = planner(place, "estimate", "estimate", *words, limit_s=60)
-    tell(row("commands", "planner estimate", code, text, seconds))
+    tell(row(place, "commands", "planner estimate", code, text, seconds))
     if code:
         return
     code, text, seconds = planner(
@@ -92,9 +101,9 @@ def commands(place: Place, tell: Tell) -> None:
     )
     lines = "; ".join(line for line in text.splitlines() if re.match(r"(status|numbers|step) ", line))
     # 4 is a step outside its range, of which this part does not judge.
-    tell(row("commands", "planner apply", 0 if code == 4 else code, text, seconds, lines))
+    tell(row(place, "commands", "planner apply", 0 if code == 4 else code, text, seconds, lines))
     code, text, seconds = planner(place, "report", "report", "run", "--html=run.html", "--force", limit_s=60)
-    tell(row("commands", "planner report", 0 if code == 4 else code, text, seconds, fine="step" in text))
+    tell(row(place, "commands", "planner report", 0 if code == 4 else code, text, seconds, fine="step" in text))
     code, text, seconds = planner(
         place, "export", "export", "plan.json", "--to=torchrun", "--out=run.sh", "--force", limit_s=60
     )
@@ -107,7 +116,7 @@ def commands(place: Place, tell: Tell) -> None:
         code, text, seconds = started(
             place, "torchrun", ["env", f"PATH={tools}:{os.environ['PATH']}", "sh", "run.sh"], 120
         )
-    tell(row("commands", "planner export --to torchrun, run as it stands", code, text, seconds))
+    tell(row(place, "commands", "planner export --to torchrun, run as it stands", code, text, seconds))
 
 
 def tune(place: Place, tell: Tell) -> None:
@@ -120,7 +129,9 @@ def tune(place: Place, tell: Tell) -> None:
     best = (found.get("best") or {}).get("measured_s")
     said = f"{len(trials)} trials, best {best:.4g} s, {found['stop']['reason']}" if best else text.strip()[-TAIL:]
     said += "".join(f"; {trial['status']}: {trial['cause']}" for trial in bad)
-    tell(row("tune", f"llama3.2-1b on {place.gpus} GPUs", code, text, seconds, said, fine=bool(best) and not bad))
+    tell(
+        row(place, "tune", f"llama3.2-1b on {place.gpus} GPUs", code, text, seconds, said, fine=bool(best) and not bad)
+    )
 
 
 def calibrate(place: Place, tell: Tell) -> None:
@@ -134,7 +145,16 @@ def calibrate(place: Place, tell: Tell) -> None:
     found = json.loads(profile.read_text()) if profile.is_file() else {}
     counts = [f"{len(found.get(kind, ()))} {kind}" for kind in ("layers", "operators", "collectives", "overlap")]
     tell(
-        row("calibrate", f"llama3.2-1b on {place.gpus} GPUs", code, text, seconds, ", ".join(counts), fine=bool(found))
+        row(
+            place,
+            "calibrate",
+            f"llama3.2-1b on {place.gpus} GPUs",
+            code,
+            text,
+            seconds,
+            ", ".join(counts),
+            fine=bool(found),
+        )
     )
 
 
@@ -158,8 +178,11 @@ def serving(place: Place, tell: Tell) -> None:
         checks = [check["ok"] for check in found.get("checks", ())]
         said = f"{found['status']}; {len(checks)} checks, {len(found.get('steps', ()))} steps, "
         said += f"{sum(load['complete'] for load in found.get('loads', ()))} loads answered"
-        fine = found["status"] == "finished" and bool(checks) and all(checks)
-        ended = row("serving", f"llama3.2-1b on {count} GPUs", code, text, seconds, said, fine=fine)
+        answered = any(load["complete"] for load in found.get("loads", ()))
+        fine = found["status"] == "finished" and bool(checks) and all(checks) and answered
+        if not answered and not place.whole and all(checks):
+            code = None  # its own time limit, which is the rest of the budget, came before the loads
+        ended = row(place, "serving", f"llama3.2-1b on {count} GPUs", code, text, seconds, said, fine=fine)
         tell(ended)
 
 
@@ -177,7 +200,7 @@ def sharded(place: Place, tell: Tell) -> None:
         result = FAILED if "failed" in one else NOT_RUN if "skipped" in one else OK
         tell(Row(part="sharded modules", what=one["what"], result=result, said=said[:TAIL], seconds=one["seconds"]))
     if not found:
-        tell(row("sharded modules", "all", code, text, seconds, fine=False))
+        tell(row(place, "sharded modules", "all", code, text, seconds, fine=False))
 
 
 def faults(place: Place, tell: Tell) -> None:
@@ -187,7 +210,7 @@ def faults(place: Place, tell: Tell) -> None:
         return
     words = [sys.executable, ROOT / "tests/bench/record_gpu_faults.py", place.out]
     code, text, seconds = started(place, "faults", words, place.limit_s)
-    tell(row("faults", "ranks stopped, slow, full: examples/validation/faults_2xH200.md", code, text, seconds))
+    tell(row(place, "faults", "ranks stopped, slow, full: examples/validation/faults_2xH200.md", code, text, seconds))
 
 
 def exports(place: Place, tell: Tell) -> None:
@@ -206,7 +229,7 @@ def exports(place: Place, tell: Tell) -> None:
         result = {"ok": OK, "not run": NO_TIME}.get(one["status"], FAILED)
         tell(Row(part="exports", what=f"{one['id']}, {one['target']}", result=result, seconds=one.get("seconds", 0.0)))
     if not found:
-        tell(row("exports", "all", code, text, seconds, fine=False))
+        tell(row(place, "exports", "all", code, text, seconds, fine=False))
 
 
 # --- tests ------------------------------------------------------------------------------------------------------------
@@ -231,7 +254,7 @@ def _tests(place: Place, part: str, where: Sequence[str | Path], tell: Tell) -> 
     ends = re.findall(r"^=*\s*((?:\d+ \w+(?:, )?)+) in [\d.]+s", text, re.MULTILINE)
     failed = re.findall(r"^FAILED (\S+)", text, re.MULTILINE)
     said = "; ".join([*ends[-1:], *(name.rpartition("::")[2] for name in failed)])
-    tell(row(part, 'pytest -m "gpu or multigpu"', code, text, seconds, said))
+    tell(row(place, part, 'pytest -m "gpu or multigpu"', code, text, seconds, said))
 
 
 def _json_in(text: str) -> dict[str, Any]:

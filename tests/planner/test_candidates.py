@@ -49,7 +49,8 @@ def brute_force(model, workload, gpus, name):
             ]
         )
         sequence = (False, True) if tp > 1 and framework.sequence_parallel else (False,)
-        for zero, ep, (schedule, v), sp in itertools.product(zeros, experts, orders, sequence):
+        splits = {1, tp} if model.moe and tp > 1 and framework.splits_experts else {None}
+        for zero, ep, etp, (schedule, v), sp in itertools.product(zeros, experts, splits, orders, sequence):
             for b in range(1, workload.global_batch_size + 1):
                 plan = Plan(
                     dp_replicate=dr,
@@ -60,6 +61,7 @@ def brute_force(model, workload, gpus, name):
                     cp=cp,
                     pp=pp,
                     ep=ep,
+                    etp=etp,
                     virtual_stages=v,
                     schedule=schedule,
                     micro_batch_size=b,
@@ -75,7 +77,8 @@ def brute_force(model, workload, gpus, name):
                 for recompute, reshard, overlap, method in itertools.product(
                     framework.recomputes, reshards, overlaps, methods
                 ):
-                    ulysses = model.heads % (tp * cp) == 0 and model.kv_heads % (tp * cp) == 0
+                    copies = name == "deepspeed" and tp * cp % model.kv_heads == 0  # ulysses_sp.py repeats keys
+                    ulysses = model.heads % (tp * cp) == 0 and (model.kv_heads % (tp * cp) == 0 or copies)
                     by_heads = method == "all_to_all" or (name == "deepspeed" and cp > 1)  # which has no other
                     if by_heads and not ulysses:
                         continue

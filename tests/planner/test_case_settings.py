@@ -177,11 +177,59 @@ def test_learned_positions_end_where_their_table_ends():
         ({"version": "2025-11"}, "cudnn"),
         ({"release": "2024-12"}, "flash2"),
         ({"release": "2024-12", "version": "0.2.0"}, "cudnn"),
-        ({"release": "nightly of 2024-12"}, "cudnn"),
+        ({"release": "nightly of 2024-12"}, "flash2"),
+        ({"release": "nightly of last 2024"}, "flash2"),
+        ({"release": "nightly of 2024-12..2025-11"}, "cudnn"),
     ],
 )
 def test_a_stated_version_or_month_decides_which_software_ran(stated, kernel):
     case = load_case(changed(runtime=stated))
 
     assert attention_kernel(case.question.runtime, "hopper") == kernel
-    assert any("no month" in line for line in case.assumed) == ("nightly" in stated.get("release", ""))
+    assert any("no month" in line for line in case.assumed) == (".." in stated.get("release", ""))
+
+
+@pytest.mark.parametrize(
+    ("name", "plan", "answered"),
+    [
+        ("torchtitn", {}, "torchtitan"),
+        ("somebody's trainer", {"zero_stage": 1, "tp": 2, "dp_replicate": 4}, "megatron-lm"),
+        ("somebody's trainer", {"zero_stage": 3, "dp_replicate": 8}, "deepspeed"),
+        ("somebody's trainer", {}, "pytorch"),
+    ],
+)
+def test_a_runtime_that_is_not_described_is_answered_as_the_nearest(name, plan, answered):
+    case = load_case(changed(runtime={"name": name}, plan=plan))
+
+    assert case.question.runtime.name == answered
+    assert any(f"answered as {answered}" in line for line in case.assumed)
+
+
+def test_layers_are_those_that_a_release_names_unless_their_kernels_were_replaced():
+    stated = {"name": "pytorch", "release": "loop of 2024 with transformers"}
+    replaced = stated | {"kernels": "foak-fast-kernels-liger"}
+
+    assert load_case(changed(runtime=stated)).question.runtime.name == "transformers"
+    assert load_case(changed(runtime=replaced)).question.runtime.fused == ("layers", "linear_loss")
+
+
+def test_experts_are_split_as_megatron_does_where_the_ranks_are_enough():
+    """`--expert-tensor-parallel-size` is that of tensor parallelism unless said; a run that could not have been so was
+    not.
+    """
+    megatron = {"name": "megatron-lm"}
+    plan = {"tp": 2, "dp_replicate": 4, "dp_shard": 1, "zero_stage": 1, "micro_batch_size": 1}
+    split, whole = (
+        load_case(changed(model="mixtral-8x7b", runtime=megatron, plan=plan | {"ep": ep})).plan for ep in (4, 8)
+    )
+
+    assert (split.etp, whole.etp) == (2, 1)
+    assert split.sequence_parallel, "without it Megatron-LM's experts stop"
+
+
+def test_modules_are_a_recompute_mode_of_their_own():
+    plan = {"recompute": "selective", "recompute_modules": ["moe_act", "layernorm"]}
+
+    assert load_case(changed(runtime={"name": "megatron-lm"}, plan=plan)).plan.recompute == "moe_act+layernorm"
+    with pytest.raises(BadPlan, match="recompute_modules"):
+        load_case(changed(plan={"recompute": "none", "recompute_modules": ["moe_act"]}))

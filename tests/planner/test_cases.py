@@ -120,7 +120,6 @@ def test_overlap_by_site_is_read_in_any_order_and_written_in_one():
         ({"model": 7}, BadModel, "model"),
         ({"model": "llama9-9z"}, BadModel, "llama9"),
         ({"runtime": {"compile": "yes"}}, BadPlan, "compile"),
-        ({"runtime": {"name": "torchtitn"}}, BadPlan, "torchtitn"),
         ({"runtime": {"compiled": True}}, BadPlan, "compile"),
         ({"workload": {"seqlen": 4096}}, BadPlan, "seq_len"),
     ],

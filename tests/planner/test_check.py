@@ -107,20 +107,20 @@ def test_arguments_that_name_a_deepspeed_file_ask_for_that_file() -> None:
 
 
 def test_the_command_prints_the_document_of_the_contract(planner) -> None:
-    file = KEPT / "torchtitan_llama3_8b.toml"
+    file = KEPT / "bridge_llama32_1b.yaml"
     done = planner("check", file, "--gpus", "2", "--json")
     found = json.loads(done.stdout)
 
     assert done.returncode == 0
     assert {"framework", "version", "legal", "problems", "unknown", "estimate", "changes", "best"} <= set(found)
-    assert found["framework"] == "torchtitan"
+    assert found["framework"] == "megatron-bridge"
     assert (
         found["estimate"]["step_s"]["value"]
         > found["changes"][0]["step_s"]
         >= found["best"]["estimate"]["step_s"]["value"]
     )
     assert {"what", "diff", "step_s", "fits"} <= set(found["changes"][0])
-    assert found["best"]["diff"].startswith("--- a/torchtitan_llama3_8b.toml\n+++ b/torchtitan_llama3_8b.toml\n@@")
+    assert found["best"]["diff"].startswith("--- a/bridge_llama32_1b.yaml\n+++ b/bridge_llama32_1b.yaml\n@@")
     text = planner("check", file, "--gpus", "2", "--no-search").stdout
     assert "\nchange " in text
     assert planner("check", KEPT / "megatron_gpt3_175b.sh").returncode == 3

@@ -255,26 +255,82 @@ def test_a_change_is_a_diff_of_the_file(framework, change, key, value, tmp_path:
         assert "#" in text
 
 
-@pytest.mark.parametrize(
-    ("text", "why"),
-    [
-        (AXOLOTL + "adapter: qlora\n", "adapter: qlora"),
-        (TORCHTUNE.replace("llama3_1_70b", "lora_llama3_1_70b"), "lora_llama3_1_70b"),
-        (LITGPT + "lora_r: 8\n", "lora_r"),
-        (AUTOMODEL + "peft:\n  dim: 8\n", "peft"),
-        (
-            "per_device_train_batch_size: 1\nmodel_name_or_path: Qwen/Qwen2.5-7B\nfinetuning_type: lora\n",
-            "finetuning_type",
+ARGUMENTS = "per_device_train_batch_size: 1\nmodel_name_or_path: Qwen/Qwen2.5-7B\nbf16: true\n"
+BRIDGE_PEFT = """from megatron.bridge.recipes.common import _peft_common
+
+def llama3_8b_peft_config(peft_scheme="lora"):
+    cfg = _peft_common()
+    cfg.model = AutoBridge.from_hf_pretrained("meta-llama/Meta-Llama-3-8B", load_weights=False).to_megatron_provider()
+    cfg.peft.dim = 16
+    cfg.model.seq_length = 4096
+    cfg.train.global_batch_size = 8
+    cfg.train.micro_batch_size = 1
+    return cfg
+"""
+EVERY = ("all-linear",)
+# What each tool's words mean: kind, rank, modules, frozen weights, dropout.
+ADAPTERS = [
+    (AXOLOTL + "adapter: qlora\nlora_r: 32\nlora_target_linear: true\n", ("lora", 32, EVERY, "nf4", 0.0)),
+    (AXOLOTL + "adapter: lora\nlora_target_modules: [q_proj]\n", ("lora", 8, ("q_proj",), "", 0.0)),
+    (
+        TORCHTUNE.replace(
+            "llama3_1_70b", "qlora_llama3_1_70b\n  lora_attn_modules: ['q_proj', 'output_proj']\n  lora_rank: 16"
         ),
+        ("lora", 16, ("q_proj", "o_proj"), "nf4", 0.0),
+    ),
+    (LITGPT + "lora_r: 8\nquantize: bnb.nf4-dq\n", ("lora", 8, ("q_proj", "v_proj"), "nf4", 0.05)),
+    (AUTOMODEL + "peft:\n  dim: 8\n  match_all_linear: true\n", ("lora", 8, EVERY, "", 0.0)),
+    (ARGUMENTS + "finetuning_type: lora\nlora_target: all\nquantization_bit: 4\n", ("lora", 8, EVERY, "nf4", 0.0)),
+    (ARGUMENTS + "finetuning_type: lora\n", ("lora", 8, EVERY, "bfloat16", 0.0)),
+    (ARGUMENTS + "use_peft: true\nlora_r: 4\nuse_dora: true\n", ("dora", 4, ("q_proj", "v_proj"), "", 0.05)),
+]
+
+
+def described(found) -> tuple[object, ...]:
+    one = found.case.question.runtime.adapter
+    return (one.kind, one.rank, one.target_modules, one.base_weights, one.dropout)
+
+
+@pytest.mark.parametrize(("text", "adapter"), ADAPTERS)
+def test_adapters_of_every_tool_are_read_as_adapters(text: str, adapter: tuple[object, ...]) -> None:
+    found = ask(text, "a.yaml", CheckFlags())
+
+    assert described(found) == adapter
+    assert found.configuration.unknown == ()
+
+
+def test_adapters_take_a_part_of_the_memory_of_full_training() -> None:
+    """8 bytes of gradients and moments, of four in all, go with what is not trained."""
+    full, lora = (
+        check_text(ARGUMENTS + more, "a.yaml", CheckFlags(gpus=1, seq_len=2048), search=False).found.estimate.memory
+        for more in ("finetuning_type: full\n", "finetuning_type: lora\n")
+    )
+
+    assert lora.by_category["optimizer"] + lora.by_category["gradients"] < 0.02 * full.by_category["optimizer"]
+    assert lora.peak_bytes.value < 0.4 * full.peak_bytes.value
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        (AXOLOTL + "adapter: lora\nload_in_8bit: true\n", "load_in_8bit"),
+        (AXOLOTL + "adapter: lora\nlora_modules_to_save: [embed_tokens]\n", "lora_modules_to_save"),
+        (ARGUMENTS + "finetuning_type: freeze\n", "finetuning_type freeze"),
+        (ARGUMENTS + "finetuning_type: lora\nlora_target: conv1\n", "conv1"),
     ],
 )
-def test_adapters_get_a_verdict_and_no_number(text: str, why: str) -> None:
-    """The cost of full training is not theirs: a tenth of the memory or less."""
+def test_adapters_that_are_not_modelled_are_asked_about(text: str, what: str) -> None:
     found = check_text(text, "a.yaml", CheckFlags(), search=False)
 
-    assert found.legal is True
     assert found.found is None
-    assert why in found.questions[0].what
+    assert what in found.questions[0].what
+
+
+def test_a_recipe_of_megatron_bridge_has_its_adapters() -> None:
+    found = ask(BRIDGE_PEFT, "llama3.py", CheckFlags(gpus=8))
+
+    modules = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+    assert described(found) == ("lora", 16, modules, "", 0.0)
 
 
 def test_a_model_that_is_none_of_the_tool_s_own_is_asked_for() -> None:

@@ -11,6 +11,7 @@ import pytest
 from planner.explain.explain import STATE, answer_flips, best_plan, degrees, explain, memory_account
 from planner.question.case_runtime import resolve_runtime
 from planner.question.question import question_of
+from planner.search.plan_space.candidates import Bounds
 from planner.search.search import SearchOptions, suggest
 from simulator.analytical.estimates import estimate_plans
 from simulator.analytical.scenario import Scenario
@@ -28,7 +29,7 @@ RUNTIME = resolve_runtime({"name": "torchtitan"})[0]
 def result():
     return suggest(
         question_of(replace(LLAMA8B, layers=8), make_cluster(2, 2), Workload(seq_len=4096, global_batch_size=16)),
-        SearchOptions(top=4, simulate=False),
+        SearchOptions(top=4, simulate=False, bounds=Bounds(max_micro_batch=2)),
     )
 
 
@@ -159,7 +160,7 @@ def test_plans_of_an_answer_are_plans_of_a_case(planner, tmp_path):
         "--cp",
         "1",
     )
-    few = ("--micro-batch", "1,2", "--tp", "1,8", "--top", "3")
+    few = ("--micro-batch", "1", "--tp", "1,8", "--top", "3")
     answer = json.loads(planner("suggest", *question, *few, "--json").stdout)
     for ranked in answer["plans"]:
         case = {
@@ -187,7 +188,7 @@ def test_text_is_no_more_precise_than_it_can_be_read(planner, tmp_path):
     fit.
     """
     leaner = ("--recompute", "full", "--micro-batch", 1)
-    question = ("--model", "llama3-8b", "--cluster", "dgx-h100", "--gpus", 8, "--global-batch", 64, "--pp", 1)
+    question = ("--model", "llama3.2-1b", "--cluster", "dgx-h100", "--gpus", 2, "--global-batch", 16, "--pp", 1)
     plans = [tmp_path / "a.json", tmp_path / "b.json"]
     assert planner("suggest", *question, "--out", plans[0], "--no-simulate").returncode == 0
     assert planner("suggest", *question, "--out", plans[1], "--no-simulate", *leaner).returncode == 0

@@ -17,10 +17,12 @@ from executor.launch.request import Request
 from planner.export.hosts import hosts_of
 from planner.export.job import ExportJob, export_job
 from planner.export.launchers import torchrun
+from planner.export.planned import planned_in
 from planner.export.schema import schema
 from planner.export.targets.registry import TARGETS, export, find_target
 from planner.question.cases import case_of_file
 from planner.question.question import question_of
+from simulator.config.adapter import Adapter
 from simulator.config.hf_config import load_model
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
@@ -490,3 +492,48 @@ def test_a_recipe_starts_from_the_one_nearest_in_size(model: str, start: str) ->
     done = export(job(FSDP, model=model), find_target("torchtitan@0.3.0"))
 
     assert f"config = {start}()" in done.text
+
+
+QLORA = Adapter(rank=16, target_modules=("q_proj", "v_proj"), base_weights="nf4", dropout=0.1)
+
+
+@pytest.mark.parametrize(
+    ("to", "plan", "framework", "adapter", "said"),
+    [
+        (
+            "accelerate",
+            Plan(dp_shard=8),
+            "pytorch",
+            QLORA,
+            ('LoraConfig(r=16, target_modules=["q_proj", "v_proj"]', "nf4"),
+        ),
+        (
+            "deepspeed",
+            Plan(dp_replicate=8, zero_stage=3),
+            "deepspeed",
+            QLORA,
+            ("lora_dropout=0.1", "BitsAndBytesConfig"),
+        ),
+        (
+            "megatron",
+            Plan(dp_replicate=8),
+            "megatron-lm",
+            replace(QLORA, base_weights="", dropout=0.0),
+            ('CanonicalLoRA(dim=16, target_modules=["linear_q", "linear_v"])',),
+        ),
+        (
+            "torchtitan",
+            Plan(dp_shard=8),
+            "torchtitan",
+            Adapter(rank=8, target_modules=("wq",)),
+            ("LoRAConverter", "wq"),
+        ),
+    ],
+)
+def test_adapters_are_said_to_be_the_programs_to_build(to, plan, framework, adapter, said) -> None:
+    """And are read back from the file's header."""
+    asked = job(plan, framework=framework, param_dtype="bfloat16", adapter=adapter)
+    written = export(asked, find_target(to))
+
+    assert all(word in " ".join(written.needed) for word in said)
+    assert planned_in(written.text).facts["adapter"] == json.loads(codec.to_json(adapter))

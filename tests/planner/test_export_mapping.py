@@ -84,7 +84,9 @@ def plans(draw, name: str):
         if values.get("layers_per_stage"):
             values["schedule"] = default_schedule(values["virtual_stages"])
         values |= {"dp_replicate": draw(few), "zero_stage": draw(st.sampled_from([0, 1, 2, 3])), "ep": draw(few)}
-        values |= {"recompute": draw(st.sampled_from(["none", "selective", "full"]))}
+        values |= {"recompute": draw(st.sampled_from(["none", "selective", "full", "moe_act+layernorm"]))}
+        values |= {"etp": draw(st.sampled_from([1, tp])) if tp > 1 else None}
+        runtime["moe_dispatcher"] = draw(st.sampled_from(["", "allgather", "deepep", "hybridep"]))
         values |= {
             "sequence_parallel": tp > 1 and draw(st.booleans()),
             "tp_overlap": draw(st.sampled_from(["none", "userbuffers"])),

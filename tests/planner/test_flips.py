@@ -165,7 +165,7 @@ def test_of_a_tie_the_reason_is_what_a_person_would_choose_by():
 
     assert [one.plan for one in (first, second, third)] == [BEST, OTHER, slower.plan]
     assert [one.tie for one in (first, second, third)] == [1, 1, 2]
-    assert why_it_lost(first, second, "time") == "a tie (-1% time); needs tensor parallelism; 4.0 GiB less left free"
+    assert why_it_lost(first, second, "time") == "a tie (-1% time); needs tensor parallelism; leaves 4.0 GiB less free"
 
 
 def test_scaling_changes_one_thing_only():

@@ -54,12 +54,17 @@ def reference(plan, model, workload, gpus, framework, *, compiled=False):
     if model.moe:
         if model.moe.experts % p.ep:
             return False
-        if p.ep == 1 and model.moe.ffn % p.tp:
+        if framework == "megatron-lm":
+            split = p.etp or p.tp
+            together = p.dp_replicate * p.dp_shard * p.cp * p.tp
+            if model.moe.ffn % split or together % (split * p.ep) or (p.tp > 1 and not p.sequence_parallel):
+                return False
+        elif p.ep == 1 and model.moe.ffn % p.tp:
             return False
         spread = p.tp if p.sequence_parallel else 1  # else tensor-parallel ranks have the same tokens
         inside = {
             "torchtitan": p.dp_shard * p.cp * spread,
-            "megatron-lm": p.dp_replicate * p.dp_shard * p.cp * spread,
+            "megatron-lm": p.ep,
             "deepspeed": p.dp_replicate * p.dp_shard,
         }[framework]
         if inside % p.ep:
@@ -382,13 +387,31 @@ def test_experts_follow_each_frameworks_grid(mixtral):
     assert rules(Plan(dp_shard=8, ep=8), framework="torchtitan")["experts-dense"].grade is Grade.ILLEGAL
 
 
+def test_ranks_that_split_experts_are_not_those_that_share_them(mixtral) -> None:
+    """Megatron's ranks of a stage are etp x ep x the rest, and etp is tp unless said (core/model_parallel_config.py);
+    others have no such degree.
+    """
+    plan = Plan(tp=8, dp_replicate=2, ep=4, zero_stage=1, sequence_parallel=True)
+
+    assert rules(plan, framework="megatron-lm", model=mixtral)["expert-grid"].nearest == (2,)
+    assert rules(plan.with_(etp=1), framework="megatron-lm", model=mixtral).keys().isdisjoint({"expert-grid"})
+    assert rules(plan.with_(etp=3), framework="megatron-lm", model=mixtral)["expert-tensor"].grade is Grade.ILLEGAL
+    assert (
+        "etp 4"
+        in rules(plan.with_(zero_stage=None, etp=4), framework="pytorch", model=mixtral)["expert-tensor"].message
+    )
+    alone = plan.with_(sequence_parallel=False, etp=1)
+    assert rules(alone, framework="megatron-lm", model=mixtral)["expert-sequence"].grade is Grade.ILLEGAL
+
+
 @pytest.mark.parametrize("framework", ["torchtitan", "pytorch", "megatron-lm", "meshwright"])
 def test_experts_are_not_spread_over_tensor_parallel_ranks_with_the_same_tokens(framework, mixtral) -> None:
     """Without sequence parallelism they split each expert: groups of ep 2 and tp 4 would overlap on four GPUs."""
     plan = Plan(tp=4, ep=2, zero_stage=1 if framework == "megatron-lm" else None)
 
     assert rules(plan, framework=framework, model=mixtral)["expert-grid"].grade is Grade.ILLEGAL
-    spread = rules(plan.with_(sequence_parallel=True, ep=4), framework=framework, model=mixtral)
+    own = {"etp": 1} if framework == "megatron-lm" else {}
+    spread = rules(plan.with_(sequence_parallel=True, ep=4, **own), framework=framework, model=mixtral)
     assert "expert-grid" not in spread
 
 

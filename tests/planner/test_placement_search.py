@@ -29,7 +29,7 @@ def test_no_order_of_the_gpus_is_better_than_those_tried(framework):
     """Every legal plan under each of the 24 orders of four GPUs in two bridged pairs."""
     model = replace(TINY, layers=3, hidden=2048, head_dim=2048 // TINY.heads, ffn=6144, vocab=32000)
     machine, workload = bridged(4), Workload(seq_len=1024, global_batch_size=8)
-    bounds = Bounds(max_micro_batch=1, min_tokens_per_context_rank=256)
+    bounds = Bounds(max_micro_batch=1, min_tokens_per_context_rank=256, max_virtual_stages=1)
     answer = suggest(
         question_of(model, machine, workload, framework=framework),
         SearchOptions(bounds=bounds, simulate=False, top=1, all_variants=True),

@@ -27,6 +27,7 @@ from topology.rates.scaling import scale_nvlink
 # Larger micro batches and more stages a rank make more plans, of which none is another kind of plan.
 SIMPLE = Bounds(max_micro_batch=4, max_virtual_stages=2)
 SHORT = Bounds(max_micro_batch=1, max_virtual_stages=1)
+FULL = replace(SHORT, stated={"recompute": ("full",)})
 TITAN = resolve_runtime({"name": "torchtitan"})[0]
 MEGATRON = resolve_runtime({"name": "megatron-lm"})[0]
 
@@ -85,7 +86,7 @@ def test_pipeline_crosses_the_slow_links():
         question = question_of(model, make_cluster(8, 8, network=network), workload, framework="megatron-lm")
         alone, piped = question.estimate([replicas, stages]).step_s
         gained[network] = alone / piped
-    slow = first(model, make_cluster(8, 8, network=2e9), workload, framework="megatron-lm", bounds=SHORT).plan
+    slow = first(model, make_cluster(8, 8, network=2e9), workload, framework="megatron-lm", bounds=FULL).plan
 
     assert gained[2e9] > 1 > gained[400e9]
     assert slow.pp > 1
@@ -108,7 +109,7 @@ def eight_gpus():
     question = question_of(model, cluster, workload, framework="torchtitan", runtime=runtime)
     plans = [
         plan
-        for plan in enumerate_candidates(question, bounds=Bounds(max_micro_batch=2)).plans()
+        for plan in enumerate_candidates(question, bounds=Bounds(max_micro_batch=1)).plans()
         if plan.dp_replicate == 1 and plan.dp_shard > 1 and plan.tp_overlap == "none" and plan.reshard_after_forward
     ]
     compared = {split(plan) for plan in plans if plan.tp == 1}
@@ -142,7 +143,7 @@ def test_with_faster_links_tensor_parallel_never_gets_relatively_worse(eight_gpu
         if 1 in degrees:
             assert all(degrees[tp] >= degrees[1] * (1 - 1e-9) for tp in degrees)
             compared += len(degrees) - 1
-    assert compared > 50
+    assert compared > 30
 
 
 def test_head_counts_divide():

@@ -150,7 +150,7 @@ def test_s19_a_stale_plan_is_refused_with_the_difference(planner, tmp_path):
 
 
 def test_s21_a_laptop_without_a_gpu(planner):
-    done = planner("suggest", "--model", "llama3-8b", "--cluster", "dgx-h100", "--gpus", "2", "--global-batch", "8")
+    done = planner("suggest", "--model", "llama3.2-1b", "--cluster", "dgx-h100", "--gpus", "2", "--global-batch", "8")
 
     assert done.returncode == 0
     assert "datasheet numbers, uncalibrated" in done.stdout

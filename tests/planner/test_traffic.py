@@ -140,7 +140,7 @@ def test_without_nvlink_bytes_cross_pcie():
 
 
 def test_documents_of_suggest_and_estimate_have_the_traffic_that_explain_has(planner, tmp_path):
-    nodes = {"gpu": "h100-sxm", "gpus_per_node": 2, "nodes": 2, "interconnect": "nvswitch", "nic_gbit_per_gpu": 400}
+    nodes = {"gpu": "h100-sxm", "gpus_per_node": 1, "nodes": 2, "interconnect": "nvswitch", "nic_gbit_per_gpu": 400}
     (tmp_path / "cluster.json").write_text(json.dumps(nodes))
     small = ("--model", "llama3.2-1b", "--cluster", tmp_path / "cluster.json", "--seq-len", 4096, "--global-batch", 8)
     found = json.loads(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from enum import Enum
 from pathlib import Path
 
@@ -25,7 +26,8 @@ TYPES = {command: request_type(command, flags) for command, flags in FLAGS.items
 
 
 def asked(command, said, *, may_read=False):
-    return job_request(command, FLAGS[command], TYPES[command].model_validate_json(json.dumps(said)), may_read=may_read)
+    request = TYPES[command].model_validate_json(json.dumps(said))
+    return job_request(command, FLAGS[command], request, may_read=may_read, programs=("torchrun",))
 
 
 def parsed(words):
@@ -36,6 +38,8 @@ def parsed(words):
 
 def values(flag):
     """Return values that a flag takes."""
+    if flag.program:
+        return st.lists(text(), max_size=3).map(lambda words: shlex.join(["torchrun", *words]))
     if flag.many and not flag.reads:
         return st.lists(text(), min_size=1, max_size=3)
     if flag.choices:

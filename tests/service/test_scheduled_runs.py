@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from planner.question.plan_file import plan_file
+from planner.question.question import question_of
 from planner.runs import runs_store
-from tests.planner.conftest import make_cluster, planned
+from simulator.config.plan import Plan
+from simulator.config.workload import Workload
+from tests.planner.conftest import TINY, make_cluster
 from tests.planner.schedulers import queue
 from tests.service import needs  # noqa: F401 - skips where a package is missing
 from tests.waiting import wait_until
@@ -28,8 +29,9 @@ def scheduler(tmp_path, monkeypatch):
 
 @pytest.fixture
 def asked():
-    found = planned(make_cluster(nodes=2))
-    content = plan_file(found.question(), replace(found.plan, placement=()), found.estimate)
+    workload, plan = Workload(seq_len=512, global_batch_size=8), Plan(dp_shard=4)
+    question = question_of(TINY, make_cluster(2, 2), workload, framework="meshwright")
+    content = plan_file(question, plan, question.estimate([plan]).estimate(0))
     plan = {"name": "plan.json", "content": codec.to_json(content)}
     return {"plan": plan, "launcher": "slurm", "submit": True}
 

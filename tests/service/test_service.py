@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ import psutil
 import pytest
 
 from tests.service import needs  # noqa: F401 - skips where a package is missing
+from tests.service.postgres import binaries
 from tests.waiting import wait_until
 from topology.errors import UserError
 
@@ -24,7 +26,7 @@ from tests.service.running import ROOT, service  # isort: skip
 ESTIMATE = {"model": "llama3-8b", "cluster": "dgx-h100", "gpus": 8, "tp": 2, "global_batch": 64}
 SHORT = {"model": "tiny-llama", "cluster": "h200x4", "gpus": "2", "pp": "1", "global_batch": 8}
 ADA = {"Authorization": "Bearer ada has a long token"}
-SECONDS = {"model": "llama3-8b", "cluster": "dgx-h100", "gpus": "4", "seq_len": 4096, "global_batch": 16}
+SECONDS = {"model": "llama3.2-1b", "cluster": "dgx-h100", "gpus": "4", "seq_len": 4096, "global_batch": 16}
 LONG = {"model": "deepseek-v3", "cluster": "dgx-h100", "gpus": "65536", "framework": "megatron-lm"}
 
 
@@ -141,12 +143,78 @@ def test_cancelling_ends_the_process_at_once(local):
     assert client.wait(job)["state"] == "cancelled"
 
 
+def test_a_short_question_does_not_wait_for_long_ones(local):
+    """However many long searches there are, they have not ended when it has."""
+    _, client = local
+    long = [client.submit("suggest", {**LONG, "global_batch": 4096 * n}) for n in range(1, 7)]
+    assert client.result(client.submit("estimate", ESTIMATE))["legal"] is True
+
+    assert not {client.cancel(job)["state"] for job in long} & {"done", "failed"}
+
+
 def test_requests_by_other_names_and_from_other_sites_are_refused(local):
     running, _ = local
 
     for headers in ({"Host": "evil.example"}, {"Origin": "http://evil.example"}, {"Host": "127.0.0.1.evil.example"}):
         assert httpx.get(f"{running.url}/healthz", headers=headers).status_code == 403
     assert httpx.get(f"{running.url}/healthz", headers={"Origin": running.url}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "body", ['{"gpus": 1e999}', '{"global_batch": Infinity}', '{"model": {"layers": NaN}}', '{"model": "\\ud800"}', "{"]
+)
+def test_a_body_that_is_not_json_is_refused_and_the_connection_stays(local, body):
+    running, _ = local
+    with httpx.Client(base_url=running.url) as client:
+        assert client.post("/v1/suggest", content=body, headers={"Content-Type": "application/json"}).status_code == 422
+        assert client.get("/healthz").status_code == 200
+
+
+def test_what_is_no_job_has_no_events_and_no_key_is_empty(local):
+    running, _ = local
+
+    assert httpx.get(f"{running.url}/v1/jobs/none/events").status_code == 404
+    empty = httpx.post(f"{running.url}/v1/estimate", json=ESTIMATE, headers={"Idempotency-Key": ""})
+    assert empty.status_code == 422
+
+
+def test_whoever_asks_starts_no_program_unless_it_was_allowed(local, tmp_path):
+    _, client = local
+    tuning = {"model": "tiny-llama", "metric": "jsonl"}
+    for command in ("touch made", "/bin/sh -c 'touch made'", "'", ""):
+        with pytest.raises(ServiceError, match="422"):
+            client.submit("tune", {**tuning, "command": command})
+    with (
+        service(tmp_path, programs=("torchrun",)) as allowing,
+        Client(allowing.url) as client,
+    ):
+        with pytest.raises(ServiceError, match="422"):
+            client.submit("tune", {**tuning, "command": "sh torchrun"})
+        assert client.cancel(client.submit("tune", {**tuning, "command": "torchrun train.py {config}"}))
+
+
+def test_requests_that_stop_coming_are_ended(local):
+    """A head without its end, and a body shorter than was said; what is whole is answered meanwhile."""
+    running, _ = local
+    head = b"POST /v1/estimate HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+    started = [head, head + b"Content-Type: application/json\r\nContent-Length: 100\r\n\r\n{", b""]
+    sockets = [socket.create_connection(("127.0.0.1", running.settings.port)) for _ in started]
+    for one, text in zip(sockets, started, strict=True):
+        one.sendall(text)
+    assert httpx.get(f"{running.url}/healthz").status_code == 200
+    for one in sockets:
+        one.settimeout(60)
+        with one, one.makefile("rb") as answer:
+            assert answer.readline().partition(b" ")[2] in {b"", b"408 Request Timeout\r\n"}
+            answer.read()  # ends: the connection is closed
+
+
+def test_a_port_that_is_taken_is_refused(local):
+    running, _ = local
+    found = planner("service", f"--port={running.settings.port}", f"--folder={running.settings.folder}")
+
+    assert found.returncode == 2
+    assert "do: planner service --port" in found.stderr
 
 
 def test_bodies_are_bounded(local):
@@ -160,6 +228,7 @@ def test_with_tokens_users_see_their_own_jobs_and_wait_at_their_rate(tmp_path):
     users = {name: hashlib.sha256(f"{name} has a long token".encode()).hexdigest() for name in ("ada", "bob")}
     with service(tmp_path, users=users, rate_per_s=1.0) as running:
         assert httpx.post(f"{running.url}/v1/estimate", json=ESTIMATE).status_code == 401
+        assert httpx.post(f"{running.url}/v1/estimate", content=b"{").status_code == 401  # before the body is read
         with Client(running.url, token="ada has a long token", patience_s=0) as ada:  # noqa: S106 - a test's own
             job = ada.submit("estimate", ESTIMATE)
             assert ada.wait(job)["state"] == "done"
@@ -192,8 +261,12 @@ def test_a_job_whose_process_is_killed_is_started_once_more_and_then_fails(tmp_p
         assert client.result(client.submit("estimate", ESTIMATE))["legal"] is True
 
 
+@pytest.mark.parametrize("database", ["sqlite" if binaries() is None else "postgresql"], indirect=True)
 def test_jobs_survive_the_death_of_the_server(database, tmp_path):
-    """The server is killed with a job running and one waiting; each ends once, and the worker went with it."""
+    """The server is killed with a job running and one waiting; each ends once, and the worker went with it.
+
+    Either database is enough: test_store.py asks both what a job's row goes through.
+    """
     with service(tmp_path, database=database, workers=1) as running, Client(running.url) as client:
         jobs = [client.submit("suggest", {**SHORT, "global_batch": 8 * n}) for n in (1, 2)]
         workers = running.workers()

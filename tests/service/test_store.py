@@ -104,14 +104,32 @@ def test_only_the_holder_ends_a_job(jobs):
 def test_a_job_is_started_as_often_as_it_may_and_then_fails(jobs, starts, ends_after):
     job = submit(jobs, starts=starts)
     for _ in range(ends_after):
-        jobs.claim("dies", 0.0, without=())
-        time.sleep(0.05)
-        jobs.sweep()
+        jobs.give_back(jobs.claim("its process dies", LEASE_S, without=()), started=True)
 
     assert jobs.claim("next", LEASE_S, without=()) is None
     row = jobs.read("ada", job)
     assert row["state"] == "failed"
     assert "ended before it answered" in row["error"]
+
+
+def test_the_death_of_a_server_costs_a_run_its_start_and_a_question_none(jobs):
+    question, run = submit(jobs, starts=1), submit(jobs, "apply", starts=1)
+    for _ in range(3):
+        while jobs.claim("dies", 0.0, without=()) is not None:
+            pass
+        time.sleep(0.05)
+        jobs.sweep()
+
+    assert jobs.read("ada", question)["state"] == "queued"
+    assert jobs.read("ada", run)["state"] == "failed"
+
+
+def test_folders_of_questions_that_nobody_works_on_are_known(jobs):
+    names = {command: submit(jobs, command) for command in ("estimate", "suggest", "apply")}
+    busy = jobs.claim("busy", LEASE_S, without=()).job
+    jobs.cancel("ada", names["apply"])
+
+    assert jobs.left([*names.values(), "unknown"]) == {names["estimate"], names["suggest"]} - {busy}
 
 
 def test_a_start_that_did_no_work_does_not_count(jobs):
@@ -155,6 +173,18 @@ def test_users_take_turns_and_see_their_own_jobs(jobs):
     assert jobs.read("one", first[0]) is None
     with pytest.raises(TooMany):
         submit(jobs, owner="many", most_waiting=2)
+
+
+def test_a_user_has_a_share_and_short_questions_a_place_of_their_own(jobs):
+    for _ in range(3):
+        submit(jobs, "suggest", owner="many")
+    short, other = submit(jobs, owner="many"), submit(jobs, "suggest", owner="one")
+    claimed = [jobs.claim("busy", LEASE_S, without=(), most_running=2) for _ in range(4)]
+
+    # Two of one's jobs at most, the other's in between.
+    assert [claim and claim.owner for claim in claimed] == ["many", "one", "many", None]
+    assert claimed[1].job == other
+    assert jobs.claim("busy", LEASE_S, without=(), only=("estimate",)).job == short
 
 
 def test_runs_wait_for_each_other(jobs):

@@ -82,7 +82,7 @@ def described_s(case: list[int], types: str) -> float:
     runtime = Runtime(name="torchtitan", param_dtype="float32" if mixed else "bfloat16", compute_dtype="bfloat16")
     held = {"autocast"} if mixed else {"!autocast"}
     counts = {
-        "one": 1, "u": tokens, "r": tokens * chosen, "e": experts, "E": experts, "h": width,
+        "one": 1, "u": tokens, "t": tokens, "r": tokens * chosen, "e": experts, "E": experts, "h": width,
         "hr": 2 * width if mixed else width, "fe": ffn, "gfe": 2 * ffn, "x": tokens * chosen / experts,
     }  # fmt: skip
     sizes = {name: np.array([float(count)]) for name, count in counts.items()}

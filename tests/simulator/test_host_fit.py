@@ -5,6 +5,7 @@ them.
 from __future__ import annotations
 
 import dataclasses
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -26,12 +27,23 @@ from simulator.step.host import SLOWEST, slowest
 from topology import codec
 from topology.catalog.cluster_file import load_cluster
 from topology.catalog.clusters import cluster
+from topology.cluster import Cluster
 from topology.profile.profile import Profile, read_profile
 from topology.profile.samples import LayerSample
 
 PROFILES = Path(__file__).parents[2] / "examples" / "profiles"
 TITAN = runtime_spec("torchtitan").host
 MACHINE = load_cluster("h200x4")
+
+
+@cache
+def measured(name: str) -> tuple[Profile, Cluster, Calibration]:
+    """Return a kept profile, the machine it was taken on, and what is calibrated by it."""
+    profile = read_profile(PROFILES / f"{name}.json")
+    machine = cluster("dgx-h100", 4) if name.startswith("h100") else MACHINE
+    known = calibrated(profile, machine)
+    assert known is not None
+    return profile, machine, known
 
 
 @pytest.mark.parametrize(
@@ -41,9 +53,8 @@ def test_a_calibration_tells_its_own_samples_back(name, own) -> None:
     """Runs of one and two layers of our executor: within 7 % in the mean and 25 % each; of torchtitan, whose ranks wait
     for the slowest of their data loaders on top, within 25 % each.
     """
-    profile = read_profile(PROFILES / f"{name}.json")
-    machine = cluster("dgx-h100", 4) if name.startswith("h100") else load_cluster("h200x4")
-    known, missed = calibrated(profile, machine), {"meshwright": [], "torchtitan": []}
+    profile, machine, known = measured(name)
+    missed = {"meshwright": [], "torchtitan": []}
     for sample in profile.layers:
         run = run_of(sample)
         assert run is not None
@@ -103,18 +114,15 @@ def test_a_runtime_without_runs_is_as_slow_as_the_host_that_others_showed() -> N
     """Two hosts have narrow layers of our executor alone, and one of them is quicker than any other that is
     described.
     """
-    known = calibrated(read_profile(PROFILES / "h100x4_draw2.json"), cluster("dgx-h100", 4))
-    quick = calibrated(read_profile(PROFILES / "h200x2_next.json"), load_cluster("h200x4"))
-    assert known is not None
-    assert quick is not None
-    layers = read_profile(PROFILES / "h100x4_draw2.json").layers
-    run = run_of(next(sample for sample in layers if sample.model["hidden"] == 512))
+    profile, machine, known = measured("h100x4_draw2")
+    _, _, quick = measured("h200x2_next")
+    run = run_of(next(sample for sample in profile.layers if sample.model["hidden"] == 512))
     assert run is not None
 
     def host_s(calibration) -> float:
         scenario = Scenario(
             model=run.model,
-            cluster=cluster("dgx-h100", 4),
+            cluster=machine,
             workload=run.workload,
             runtime=Runtime(name="pytorch"),
             calibration=calibration,

@@ -18,6 +18,7 @@ from simulator.config.plan import Plan
 from simulator.config.workload import Workload
 from simulator.legality.frameworks import FRAMEWORKS
 from simulator.memory.plan_memory import PlanMemory
+from simulator.memory.replay import MemoryReplay
 from simulator.pipeline.schedules.registry import SCHEDULES
 from simulator.runtimes.stated import resolve
 from topology.catalog.clusters import cluster
@@ -84,6 +85,12 @@ def test_the_bound_lies_below_what_the_allocator_holds(runtime: str, data) -> No
     for rank, found in enumerate(held.ranks):
         assert columns.peak_bytes[0, rank] <= found.allocated_bytes
         assert columns.reserved_bytes[0, rank] <= found.reserved_bytes
+    replay = MemoryReplay(question, plan)
+    for rank in {0, plan.pp - 1}:  # of steps that repeat one shows what every one after the other does
+        found = replay.rank(rank)
+        assert found == replay.rank(rank, every_step=True)
+        assert replay.rank_within(rank, found.reserved_bytes) == found
+        assert replay.rank_within(rank, found.reserved_bytes - 1) is None
 
     screening, row = Screening(question), np.zeros(1, dtype=np.intp)
     screened = plan_columns([plan])

@@ -1,4 +1,4 @@
-"""The account of a step on better machines: a faster network slows no plan."""
+"""The account of a step on better machines and of more micro batches."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
 from tests.planner.conftest import make_cluster
+from topology.catalog.clusters import cluster
 
 DEGREES = (
     {"dp_shard": 16},
@@ -51,3 +52,22 @@ def test_a_faster_network_slows_no_plan() -> None:
     slower = np.nonzero((reported[1:] > reported[:-1] * (1 + 1e-9)).any(axis=0))[0]
     assert [PLANS[row] for row in slower] == []
     assert (reported[-1] < reported[0]).mean() > 0.8
+
+
+def test_each_further_micro_batch_takes_as_long() -> None:
+    """Without a pipeline: the host runs ahead until the queue is full, and then as fast as the device."""
+    plan = Plan(cp=4, micro_batch_size=2, reshard_after_forward=False)
+    batches = (4, 8, 32, 1024)
+    asked = Scenario(
+        model=load_model("llama3-8b"),
+        cluster=cluster("dgx-a100", 4),
+        workload=Workload(seq_len=8192, global_batch_size=batches[0]),
+        runtime=Runtime(name="torchtitan"),
+    )
+    by_batch = []
+    for batch in batches:
+        workload = replace(asked.workload, global_batch_size=batch)
+        by_batch.append(float(estimate_plans(replace(asked, workload=workload), [plan]).step_s[0]))
+
+    further = np.diff(by_batch) / np.diff(batches)
+    np.testing.assert_allclose(further, further[0], rtol=1e-3)

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulator.columns.plan_table import axis_sizes, busiest_load, plan_table
+from simulator.columns.experts import busiest_load
+from simulator.columns.plan_table import axis_sizes, plan_table
 from simulator.config.hf_config import load_model
 from simulator.config.plan import Plan, rank_grid
 from simulator.config.workload import Workload

@@ -45,19 +45,27 @@ def running(job):
     return psutil.Process(job._process.pid)
 
 
-def test_a_worker_answers_as_this_process_does(workers):
-    job = jobs.Job(workers, "search", *SHORT)
+@pytest.fixture(scope="module")
+def answered():
+    """Return workers, and a job that one of them has done."""
+    found = jobs.Workers("ui.background.worker")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jobs, "LONG_S", PATIENT_S)  # a busy machine makes every question a long one
+        job = jobs.Job(found, "search", *SHORT)
+        assert job.ask(PATIENT_S)
+        yield found, job
+    found.close()
 
-    assert job.ask(PATIENT_S)
+
+def test_a_worker_answers_as_this_process_does(answered):
+    _, job = answered
     here = answer(*SHORT)
     assert [ranked.plan for ranked in job.result.plans] == [ranked.plan for ranked in here.plans]
     assert [r.estimate.step_s for r in job.result.plans] == [r.estimate.step_s for r in here.plans]
 
 
-def test_the_next_question_finds_the_process_warm(workers, monkeypatch):
-    monkeypatch.setattr(jobs, "LONG_S", PATIENT_S)  # a busy machine makes every question a long one
-    first = jobs.Job(workers, "search", *SHORT)
-    assert first.ask(PATIENT_S)
+def test_the_next_question_finds_the_process_warm(answered):
+    workers, _ = answered
     time.sleep(0.2)
     (idle,) = workers._idle
     second = jobs.Job(workers, "search", *SHORT)
@@ -90,11 +98,9 @@ def test_a_job_ends_at_its_time_limit_and_when_nobody_asks(workers, limit, error
     assert psutil.wait_procs([process], timeout=10)[1] == []
 
 
-def test_a_search_answers_early_by_the_closed_form(workers):
+def test_a_search_answers_early_by_the_closed_form(answered):
     """The same plans, before they are simulated; what they are then said to take is the final answer."""
-    job = jobs.Job(workers, "search", *SHORT)
-
-    assert job.ask(PATIENT_S)
+    _, job = answered
     early, final = job.early, job.result
     assert {one.method for one in early.plans} == {Method.ANALYTICAL}
     assert {one.method for one in final.plans} == {Method.SIMULATION}

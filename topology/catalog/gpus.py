@@ -51,9 +51,9 @@ def _document() -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuNames:
-    """What others call GPUs: `skypilot` by name of a kind; `words` are patterns in a machine's description, the most
-    telling first, each with a name or an alias of a kind. `variants` are the kinds that one short name may mean, the
-    commonest first. `sources` says where they are from.
+    """Names of GPUs elsewhere. `skypilot`: by the name of a kind. `words`: patterns in descriptions of machines, the
+    most specific first, each with the name or alias of a kind. `variants`: the kinds that one short name may mean, the
+    commonest first. `sources`: where these are from.
     """
 
     schema_version: int
@@ -93,7 +93,7 @@ def gpu_kind(name: str) -> GpuKind:
 
 
 def gpu_variants(name: str) -> tuple[str, ...]:
-    """Return other kinds that `name` may mean besides the one that `gpu_kind` takes it for; none for a full name."""
+    """Return the other kinds that an ambiguous `name` may mean, besides the one that `gpu_kind` returns."""
     return gpu_names().variants.get(_key(name), ())[1:]
 
 

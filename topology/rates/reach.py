@@ -90,7 +90,7 @@ def mixed_gpus(cluster: Cluster) -> list[str]:
 
 
 def cluster_caveats(cluster: Cluster) -> list[str]:
-    """Return a sentence for everything about the cluster's parts that a plan takes for granted or at its worst."""
+    """Return a sentence for each part of the cluster that plans assume, or take at its slowest."""
     found = [finding.what for finding in cluster.findings if finding.what.startswith(ASSUMED)]
     caveats = [*(what.removeprefix(ASSUMED) for what in found), *mixed_gpus(cluster)]
     sizes = sorted({len(group.node.gpus) for group in cluster.groups})

@@ -121,7 +121,7 @@ class _TableBuilder:
         read = [(whole, header) for whole in candidates if (header := _read_header(whole, first=True)) is not None]
         if not read:
             return False
-        # The right joint makes the most devices and, next, the fewest words that are no known column.
+        # The right way to join has the most devices and, among equals, the fewest unknown columns.
         self.header, (self.devices, extras) = max(read, key=lambda item: (len(item[1][0]), -len(item[1][1])))
         self.extras = [(column, -1) for column, _ in extras]
         return True

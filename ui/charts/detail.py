@@ -19,7 +19,7 @@ def memory(stages: Sequence[Mapping[str, float]], capacity: float, *, dark: bool
     """Draw bytes by category, one bar per pipeline stage up to what the allocator reserves, and the capacity.
 
     `stages` has one entry per stage (`planner.pictures.memory.stage_parts`); `capacity` is that of one GPU, in bytes.
-    The bars of anything else than stages have `names`.
+    `names` labels the bars where they are not stages.
     """
     labels = names or ([f"stage {i}" for i in range(len(stages))] if len(stages) > 1 else ["every rank"])
     p = paper(dark)

@@ -97,7 +97,7 @@ def _is_nic(cable: Cable, nics: set[str]) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeLoad:
-    """Nodes `first` to `last` that carry the same: the load of each GPU's links inside the node, and of the network."""
+    """The same load on nodes `first` to `last`: of each GPU's links inside the node, and of the network."""
 
     first: int
     last: int

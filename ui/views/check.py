@@ -140,7 +140,7 @@ def _serving_figures(estimate: JsonObject) -> None:
     panels.figures(
         [
             ("First token", in_seconds(first["value"]), "In the mean.", _range(first)),
-            ("A token", in_seconds(token["value"]), "After the first, in the mean.", _range(token)),
+            ("A token", in_seconds(token["value"]), "After the first, on average.", _range(token)),
             ("Tokens/s per GPU", f"{rate['value']:,.0f}", "Of answers.", ""),
             ("Memory of a GPU", f"{held:.0f} GiB", f"Of {room:.1f} GiB, with the KV cache.", ""),
         ]

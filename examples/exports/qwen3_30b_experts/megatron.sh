@@ -1,5 +1,5 @@
 #!/bin/sh
-# meshwright 0.2.0, plan 93ffd5fefb32d052, for Megatron-LM 0.19.2
+# meshwright 0.2.0, plan 3315505f45182664, for Megatron-LM 0.19.2
 # model "qwen3-30b-a3b" on "dgx-h200"
 # 8 = dp 1 x fsdp 8 x tp 1 x pp 1; ep 8, micro batch 1, recompute full
 # ranks: pp x dp_replicate x dp_shard x cp x tp = 1 x 1 x 8 x 1 x 1, the last fastest
@@ -21,11 +21,11 @@ exec torchrun --standalone --nproc-per-node=8 --max-restarts=0 pretrain_gpt.py -
   --position-embedding-type rope --swiglu --disable-bias-linear --qk-layernorm \
   --untie-embeddings-and-output-weights --attention-dropout 0.0 --hidden-dropout 0.0 \
   --no-create-attention-mask-in-dataloader --num-experts 128 --moe-router-topk 8 --moe-ffn-hidden-size \
-  768 --moe-grouped-gemm --moe-token-dispatcher-type alltoall --norm-epsilon 1e-06 --rotary-base \
-  1000000 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.001 \
-  --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --context-parallel-size 1 \
-  --expert-model-parallel-size 8 --expert-tensor-parallel-size 1 --use-distributed-optimizer \
-  --overlap-grad-reduce --overlap-param-gather --use-megatron-fsdp --data-parallel-sharding-strategy \
-  optim_grads_params --ckpt-format fsdp_dtensor --no-gradient-accumulation-fusion --micro-batch-size 1 \
-  --global-batch-size 64 --seq-length 4096 --max-position-embeddings 40960 --recompute-granularity full \
-  --recompute-method uniform --recompute-num-layers 1 --bf16 "$@"
+  768 --moe-grouped-gemm --norm-epsilon 1e-06 --rotary-base 1000000 --moe-router-load-balancing-type \
+  aux_loss --moe-aux-loss-coeff 0.001 --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 \
+  --context-parallel-size 1 --expert-model-parallel-size 8 --expert-tensor-parallel-size 1 \
+  --moe-token-dispatcher-type alltoall --use-distributed-optimizer --overlap-grad-reduce \
+  --overlap-param-gather --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params \
+  --ckpt-format fsdp_dtensor --no-gradient-accumulation-fusion --micro-batch-size 1 --global-batch-size \
+  64 --seq-length 4096 --max-position-embeddings 40960 --recompute-granularity full --recompute-method \
+  uniform --recompute-num-layers 1 --bf16 "$@"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from planner.configs.formats.adapters import AUTOMODEL
 from planner.configs.formats.yaml_format import (
     Described,
     YamlFormat,
@@ -97,12 +98,11 @@ TABLE: Table = (
     Entry(keys=(_TYPE,), write=lambda _: {}, read=_read_types),
     Entry(keys=("optimizer._target_",), write=lambda _: {}, read=_read_optimizer),
     compiled("compile.enabled"),
+    AUTOMODEL,
 )
 
 
 def _describe(settings: Settings) -> Described:
-    if any(key.startswith("peft.") for key in settings):
-        return Described(no_cost="peft trains adapters, whose cost is not modelled")
     found = named(
         settings, "model.pretrained_model_name_or_path", "model.config.pretrained_model_name_or_path", "model.config"
     )

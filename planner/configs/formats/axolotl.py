@@ -6,6 +6,7 @@ model is loaded in it, and FSDP holds it in float32 (accelerate's `fsdp2_prepare
 
 from __future__ import annotations
 
+from planner.configs.formats.adapters import AXOLOTL
 from planner.configs.formats.yaml_format import (
     DATA_PARALLEL,
     FLAT,
@@ -88,13 +89,11 @@ TABLE: Table = (
     Entry(keys=_OFFLOAD, write=lambda _: {}, read=_read_offload),
     Entry(keys=("bf16", "fp16"), write=lambda _: {}, read=_read_types),
     Entry(keys=("optimizer",), write=lambda _: {}, read=_read_optimizer),
+    AXOLOTL,
 )
 
 
 def _describe(settings: Settings) -> Described:
-    if settings.get("adapter"):
-        kind = str(settings["adapter"])
-        return Described(no_cost=f"adapter: {kind[:40]} trains adapters, whose cost is not modelled")
     return named(settings, "base_model")
 
 
@@ -106,7 +105,7 @@ FORMAT = YamlFormat(
     describe=_describe,
     limits={**DATA_PARALLEL, "tp": None, "cp": None},
     harmless=(
-        r"(adapter|lora_\w+|peft\w*|load_in_\dbit|sample_packing|eval_sample_packing"
+        r"(lora_(alpha|fan_in_fan_out|model_dir|\w+_kernel)|peft\w*|sample_packing|eval_sample_packing"
         r"|base_model.*|model_type|tokenizer.*|datasets|test_datasets|pretraining_dataset|dataset_.*|val_set_size|output_dir"
         r"|chat_template.*|wandb_.*|mlflow_.*|comet_.*|hub_.*|num_epochs|max_steps|lr_scheduler.*|learning_rate|weight_decay"
         r"|warmup_\w+|\w+_per_epoch|save_\w+|eval_\w+|logging_steps|special_tokens.*|tokens|resume_from_checkpoint"

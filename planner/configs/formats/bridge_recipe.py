@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from planner.configs.formats import bridge, megatron
+from planner.configs.formats.adapters import adapters, bridge_adapter
 from planner.configs.formats.command_line import CommandLine
 from planner.configs.formats.configuration import MACHINES, CheckFlags, Configuration, unknown_kind
 from planner.configs.formats.documents import Document, bounded
@@ -260,7 +261,6 @@ def read(text: str, where: str, flags: CheckFlags) -> Configuration:
     def edit(changes: Settings) -> str:
         return document.edited(bridge.fields_of(changes, paths))
 
-    adapts = any(path == "peft" or path.startswith("peft.") for path in said.settings) or "peft" in document.name
     found = megatron.configured(
         document,
         {**flags_said, **ends},
@@ -274,6 +274,6 @@ def read(text: str, where: str, flags: CheckFlags) -> Configuration:
         unknown=(*megatron.costly(settings, paths), *said.unread),
         elsewhere=tuple(said.unread),
         assumed=(f"{' '.join(ends)} (the layers do not divide otherwise; another file says how)",) if ends else (),
-        no_cost="a peft recipe trains adapters, whose cost is not modelled" if adapts else "",
     )
-    return replace(found, table=(Entry(keys=(), write=lambda _: {}, read=_read_length), *found.table))
+    trained = adapters(lambda _: bridge_adapter(said.settings, recipe="peft" in document.name))
+    return replace(found, table=(Entry(keys=(), write=lambda _: {}, read=_read_length), *found.table, trained))

@@ -25,7 +25,7 @@ from planner.configs.formats import (
 from planner.configs.formats.configuration import CheckFlags, Configuration, not_understood, unknown_kind
 from planner.configs.formats.documents import YamlDocument
 from planner.configs.formats.launch import launch_facts, started_by
-from planner.configs.formats.transformers_fields import ADAPTERS, LENGTHS, MICRO, MODEL_NAMES, PROGRAM, STEPS
+from planner.configs.formats.transformers_fields import LENGTHS, MICRO, MODEL_NAMES, PROGRAM, STEPS
 from planner.configs.formats.transformers_fields import TABLE as TRANSFORMERS
 from planner.export.frameworks import accelerate_fields, deepspeed_fields
 from planner.export.mapping import Facts, Settings, keys_of
@@ -117,7 +117,7 @@ def _accelerate(document: YamlDocument, flags: CheckFlags) -> Configuration:
     steps = settings.get("deepspeed_config.gradient_accumulation_steps")
     said = {"steps": launch.get("steps", steps if isinstance(steps, int) else None)}
     said |= {"micro_beside": launch.get("micro_batch"), "seq_len": launch.get("seq_len")}
-    said |= {"recompute": launch.get("recompute")}
+    said |= {name: launch.get(name) for name in ("recompute", "adapter")}
     zero = str(settings.get("distributed_type", "")).upper() == "DEEPSPEED"
     harmless = (
         r"compute_environment|debug|downcast_bf16|main_.*|machine_rank|num_machines|rdzv_backend|same_network|tpu_.*|use_cpu"
@@ -193,7 +193,7 @@ def _deepspeed(document: YamlDocument, settings: Settings, flags: CheckFlags) ->
         table=deepspeed_fields.TABLE,
         edit=document.edited,
         gpus=launch.get("gpus"),
-        given={name: launch[name] for name in ("seq_len", "recompute") if name in launch},
+        given={name: launch[name] for name in ("seq_len", "recompute", "adapter") if name in launch},
         leaves_open=frozenset({"seq_len"} - launch.keys())
         | frozenset(
             {"global_batch"} if "micro_batch" not in launch and all(_open(settings, key) for key in SIZES) else ()
@@ -254,7 +254,7 @@ def _transformers(document: YamlDocument, settings: Settings, flags: CheckFlags)
     # on.
     costly = re.compile(
         r"optim_target_modules|neftune.*|tf32|torch_empty_cache_steps|auto_find_batch_size|use_liger_kernel|fp16_full_eval"
-        r"|tp_size|parallelism_config.*|fsdp_config\..*offload.*|half_precision_backend|lora_.*|finetuning_type|packing"
+        r"|tp_size|parallelism_config.*|fsdp_config\..*offload.*|half_precision_backend|packing"
     )
     table = (*deepspeed_fields.TABLE, *PROGRAM) if inner else TRANSFORMERS
     merged = dict(settings)
@@ -268,7 +268,6 @@ def _transformers(document: YamlDocument, settings: Settings, flags: CheckFlags)
                 merged[f"{name}.enabled"] = bool(settings.get(name))
 
     model, unknown_model = model_said(next((settings[key] for key in MODEL_NAMES if settings.get(key)), None))
-    adapter = next((key for key in ADAPTERS if settings.get(key) not in {None, False, "full", ""}), None)
 
     def edit(changes: Settings) -> str:
         return document.edited(
@@ -285,7 +284,6 @@ def _transformers(document: YamlDocument, settings: Settings, flags: CheckFlags)
         edit=edit,
         model=model,
         unknown_model=unknown_model,
-        no_cost=f"{adapter}: {settings[adapter]} trains adapters, whose cost is not modelled" if adapter else "",
         gpus=launch.get("gpus"),
         given={name: launch[name] for name in ("seq_len",) if name in launch},
         leaves_open=frozenset({"seq_len"} - launch.keys() if not any(settings.get(key) for key in LENGTHS) else ()),

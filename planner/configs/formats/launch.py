@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+from planner.configs.formats.adapters import TRAINER
 from planner.configs.formats.command_line import CommandLine, typed
 from planner.configs.formats.configuration import CheckFlags, Configuration
 from planner.configs.formats.transformers_fields import LENGTHS, MICRO, MODEL_NAMES, STEPS
@@ -54,7 +55,8 @@ def started_by(found: Configuration, flags: CheckFlags) -> Configuration:
                     f"the launch line says {launch[fact]} for {key}, and the file {value}",
                     remedy="write the same into both, or auto into the file",
                 )
-    unknown = tuple(name for name in said.settings if COSTLY.fullmatch(name))
+    read = {f"--{key}" for key in TRAINER.keys} if launch.get("adapter") else set()
+    unknown = tuple(name for name in said.settings if COSTLY.fullmatch(name) and name not in read)
     known: JsonObject = {"gpus": gpus, "in_a_comment": False} if gpus else {}
     if gpus and "nodes" in launch:
         known["machines"] = launch["nodes"]
@@ -94,6 +96,9 @@ def launch_of(said: CommandLine) -> JsonObject:
     for name in ("bf16", "fp16"):
         if values.get(f"--{name}") is True:
             found[name] = True
+    program = {name.removeprefix("--"): value for name, value in values.items() if name.startswith("--")}
+    if (trained := TRAINER.read(program, {})["adapter"]) is not None:
+        found["adapter"] = trained
     return found
 
 

@@ -6,6 +6,7 @@ every block; pretraining shards within a host.
 
 from __future__ import annotations
 
+from planner.configs.formats.adapters import LITGPT
 from planner.configs.formats.yaml_format import (
     DATA_PARALLEL,
     FLAT,
@@ -66,12 +67,11 @@ TABLE: Table = (
         write=lambda _: {},
         read=lambda settings, _: {"compile": _pretrains(settings)},
     ),
+    LITGPT,
 )
 
 
 def _describe(settings: Settings) -> Described:
-    if settings.get("lora_r"):
-        return Described(no_cost="lora_r trains adapters, whose cost is not modelled")
     return named(settings, "checkpoint_dir", "model_name")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 
+from planner.configs.formats.adapters import TORCHTUNE
 from planner.configs.formats.yaml_format import (
     DATA_PARALLEL,
     FLAT,
@@ -73,14 +74,13 @@ TABLE: Table = (
     ),
     Entry(keys=("dtype",), write=lambda facts: {"dtype": DTYPES[facts["compute_dtype"]]}, read=_read_types),
     Entry(keys=(_OPTIMIZER,), write=lambda _: {}, read=_read_optimizer),
+    TORCHTUNE,
 )
 
 
 def _describe(settings: Settings) -> Described:
     component = str(settings.get("model._component_", "")).rpartition(".")[2]
-    if re.match(r"q?lora_|dora_|qdora_", component):
-        return Described(no_cost=f"{component} trains adapters, whose cost is not modelled")
-    model = model_spelt(component)
+    model = model_spelt(re.sub(r"^q?(lora|dora)_", "", component))
     if model is not None:
         return Described(model=model)
     found = named(settings, "checkpointer.checkpoint_dir")

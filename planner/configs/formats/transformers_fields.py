@@ -7,11 +7,10 @@ LLaMA-Factory).
 
 from __future__ import annotations
 
+from planner.configs.formats.adapters import TRAINER
 from planner.export.mapping import Entry, Facts, Settings, Table, truth, whole
 
 MICRO, STEPS = "per_device_train_batch_size", "gradient_accumulation_steps"
-# Keys of trainers (LLaMA-Factory, TRL) that train a part of the weights.
-ADAPTERS = ("finetuning_type", "use_peft", "load_in_4bit", "load_in_8bit", "use_dora", "quantization_bit")
 MODEL_NAMES = ("model_name_or_path", "model_name", "pretrained_model_name_or_path", "model_id", "model", "base_model")
 LENGTHS = ("max_length", "max_seq_length", "model_max_length", "cutoff_len", "block_size", "seq_length")
 FSDP_VERSION = ("fsdp_config.fsdp_version", "fsdp_config.version")
@@ -107,6 +106,7 @@ PROGRAM: Table = (
     ),
     Entry(keys=("optim",), write=lambda _: {}, read=_read_optimizer),
     Entry(keys=LENGTHS, write=lambda _: {}, read=read_length),
+    TRAINER,
 )
 
 TABLE: Table = (

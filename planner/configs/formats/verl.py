@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 
 from planner.configs.formats import bridge, megatron
+from planner.configs.formats.adapters import verl_adapters
 from planner.configs.formats.command_line import Overrides
 from planner.configs.formats.configuration import CheckFlags, Configuration, not_understood, unknown_kind
 from planner.configs.formats.documents import Document
@@ -217,7 +218,7 @@ def _read_types(engine: str, settings: Settings, _: Facts) -> Facts:
 
 
 def _table(engine: str, model: str, batch: tuple[Entry, ...]) -> Table:
-    """Return the table of a trainer whose engine's keys, and whose model's, begin with these words."""
+    """Return the table of a trainer; the keys of its engine begin with `engine`, those of its model with `model`."""
     names = ("ulysses_sequence_parallel_size", "fsdp_size", "reshard_after_forward", "offload_policy")
     checkpoints = f"{model}enable_gradient_checkpointing"
     return (
@@ -235,12 +236,11 @@ def _table(engine: str, model: str, batch: tuple[Entry, ...]) -> Table:
         ),
         Entry(keys=(f"{engine}model_dtype", f"{engine}dtype"), write=lambda _: {}, read=partial(_read_types, engine)),
         constant({"optimizer": "adamw", "compile": False}),
+        verl_adapters(_MODEL),
     )
 
 
 def _describe(model: str, assumed: tuple[str, ...], settings: Settings) -> Described:
-    if any(settings.get(f"{model}{key}") for key in ("lora_rank", "lora.rank")):
-        return Described(no_cost=f"{model}lora_rank trains adapters, whose cost is not modelled")
     return replace(named(settings, f"{model}path"), assumed=assumed)
 
 

@@ -14,7 +14,7 @@ from planner.export.script import ShellExpression, started_script
 from simulator.config.model import Model
 from simulator.config.overlap_sites import NONE, USERBUFFERS, tp_overlap_label
 from simulator.runtimes.environment import Variable
-from simulator.runtimes.library import spec_for
+from simulator.runtimes.library import are_modules, runtime_spec, spec_for
 
 VERSION = "0.19.2"
 TITLE = f"Megatron-LM (megatron-core {VERSION})"
@@ -72,7 +72,8 @@ def flag_words(flags: Settings) -> list[str]:
 def program(job: ExportJob) -> tuple[list[str], Draft]:
     """Return the arguments of torchrun, and a draft of what they set. Raises Infeasible."""
     not_expressed = []
-    if job.plan.recompute not in {"none", "full", "selective"}:
+    spec = runtime_spec("megatron-lm")
+    if job.plan.recompute not in spec.recompute and not are_modules(job.plan.recompute, spec):
         not_expressed.append(
             f"recompute {job.plan.recompute!r}: written as selective, which recomputes core attention only"
         )

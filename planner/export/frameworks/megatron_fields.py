@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 
+from planner.export.frameworks.megatron_experts import EXPERT_ENTRIES
 from planner.export.frameworks.megatron_model import set_flags
 from planner.export.mapping import (
     Entry,
@@ -25,16 +26,13 @@ from planner.export.mapping import (
 from simulator.config.overlap_sites import NONE, USERBUFFERS
 from simulator.config.plan import Plan, default_schedule
 from simulator.pipeline.stages import counted_ends, needs_layout, stage_layers
-from simulator.runtimes.library import runtime_spec
+from simulator.runtimes.library import RECOMPUTE_SYNONYMS, are_modules, runtime_spec
+from simulator.runtimes.parts import MODULES
 from topology.errors import BadInput
 
 SHARDING = {2: "optim_grads", 3: "optim_grads_params"}
 CONTEXT = {"ring": "p2p", "all_gather": "all_gather", "all_to_all": "a2a"}
-_TP, _PP, _CP, _EP = (
-    f"--{word}-size"
-    for word in ("tensor-model-parallel", "pipeline-model-parallel", "context-parallel", "expert-model-parallel")
-)
-_ETP = "--expert-tensor-parallel-size"
+_TP, _PP, _CP = (f"--{word}-size" for word in ("tensor-model-parallel", "pipeline-model-parallel", "context-parallel"))
 _LAYOUT = "--pipeline-model-parallel-layout"
 _STAGES, _PER_STAGE = "--num-virtual-stages-per-pipeline-rank", "--num-layers-per-virtual-pipeline-stage"
 _ENDS = ("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers")
@@ -42,7 +40,6 @@ _COUNTED = ("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-
 _SPLITS = (_STAGES, _LAYOUT, _PER_STAGE, *_ENDS, *_COUNTED)
 _GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
 _RAMP, _STEPS = "--rampup-batch-size", "--step-batch-size-schedule"
-_CAPACITY = ("--moe-expert-capacity-factor", "--moe-pad-expert-input-to-capacity")
 _SHARD = (
     "--use-distributed-optimizer",
     "--overlap-grad-reduce",
@@ -58,7 +55,7 @@ _SHARD = (
 _OFFLOAD = ("--optimizer-cpu-offload", "--use-precision-aware-optimizer")
 _FRACTION = "--optimizer-offload-fraction"
 _RECOMPUTE = ("--recompute-granularity", "--recompute-method", "--recompute-num-layers", "--recompute-activations")
-_BESIDE = ("--overlap-moe-expert-parallel-comm", "--delay-wgrad-compute")
+_MODULES = "--recompute-modules"
 _TYPES = ("--bf16", "--fp16", "--fp8-format", "--fp8-param-gather", "--grad-reduce-in-bf16")
 
 
@@ -68,32 +65,6 @@ def _degree(flag: str, fact: str) -> Entry:
         write=lambda facts: {flag: facts[fact]},
         read=lambda settings, _: {fact: whole(settings, flag, 1)},
     )
-
-
-def _write_experts(facts: Facts) -> Settings:
-    if not facts["moe"]:
-        return {}
-    return set_flags(
-        {
-            _EP: facts["ep"],
-            # Without sequence parallelism experts are sharded with the rest.
-            _ETP: 1 if facts["sequence_parallel"] else facts["tp"],
-            _CAPACITY[0]: facts["capacity_factor"],
-            _CAPACITY[1]: facts["capacity_factor"] is not None,
-        }
-    )
-
-
-def _read_experts(settings: Settings, facts: Facts) -> Facts:
-    factor = settings.get(_CAPACITY[0])
-    try:
-        capacity = None if factor is None else float(str(factor))
-    except ValueError:
-        raise BadInput(f"{_CAPACITY[0]} is {str(factor)[:40]!r}", why="it must be a number") from None
-    split = whole(settings, _ETP, 1)
-    if split not in {1, facts["tp"]}:
-        raise NotModelled(f"{_ETP} {split} with tp {facts['tp']} is not modelled", remedy=f"1 or {facts['tp']}")
-    return {"ep": whole(settings, _EP, 1), "capacity_factor": capacity}
 
 
 def pipeline_layout(layers: tuple[int, ...]) -> str:
@@ -342,7 +313,10 @@ def _write_recompute(facts: Facts) -> Settings:
     mode = facts["recompute"]
     if mode == "full":
         return dict(zip(_RECOMPUTE, ("full", "uniform", 1), strict=False))
-    return {_RECOMPUTE[0]: "selective"} if mode == "selective" else {}
+    if mode == "selective":
+        return {_RECOMPUTE[0]: "selective"}
+    modules = are_modules(mode, runtime_spec("megatron-lm"))
+    return {_RECOMPUTE[0]: "selective", _MODULES: mode.replace(MODULES, " ")} if modules else {}
 
 
 def _read_recompute(settings: Settings, facts: Facts) -> Facts:
@@ -362,6 +336,14 @@ def _read_recompute(settings: Settings, facts: Facts) -> Facts:
             why="--recompute-method block recomputes the first layers only",
             remedy="--recompute-method uniform, or no recomputation, in the configuration",
         )
+    modules = settings.get(_MODULES)
+    if mode == "selective" and modules is not None:
+        words = modules if isinstance(modules, list) else re.split(r"[\s,\[\]'\"]+", str(modules))
+        mode = MODULES.join(str(word) for word in words if word)
+        if not are_modules(mode, runtime_spec("megatron-lm")):
+            known = runtime_spec("megatron-lm").recompute_modules
+            raise NotModelled(f"{_MODULES} {mode[:60]} is not modelled", remedy=f"known: {', '.join(known)}")
+        mode = RECOMPUTE_SYNONYMS.get(mode, mode)
     return {"recompute": mode}
 
 
@@ -395,18 +377,6 @@ def _read_overlap(settings: Settings, _: Facts) -> Facts:
     return {"tp_overlap": USERBUFFERS if truth(settings, "--tp-comm-overlap") else NONE}
 
 
-def _write_experts_beside(facts: Facts) -> Settings:
-    word = facts["ep_overlap"]
-    return set_flags({_BESIDE[0]: word != "none", _BESIDE[1]: word == "delay_wgrad"})
-
-
-def _read_experts_beside(settings: Settings, _: Facts) -> Facts:
-    overlaps, later = (truth(settings, flag) for flag in _BESIDE)
-    if later and not overlaps:
-        raise BadInput(f"{_BESIDE[1]} needs {_BESIDE[0]}", why="Megatron-LM puts weight gradients off for nothing else")
-    return {"ep_overlap": "none" if not overlaps else "delay_wgrad" if later else "combined"}
-
-
 TABLE: Table = (
     _degree(_TP, "tp"),
     Entry(
@@ -426,7 +396,7 @@ TABLE: Table = (
         write=lambda facts: {"--cp-comm-type": CONTEXT[facts["cp_method"] or "ring"]} if facts["cp"] > 1 else {},
         read=_read_context,
     ),
-    Entry(keys=(_EP, _ETP, *_CAPACITY), write=_write_experts, read=_read_experts),
+    *EXPERT_ENTRIES,
     Entry(keys=_SHARD, write=_write_sharding, read=_read_sharding),
     Entry(keys=(*_OFFLOAD, _FRACTION), write=_write_offload, read=_read_offload),
     Entry(
@@ -435,13 +405,12 @@ TABLE: Table = (
         read=_read_batch,
     ),
     Entry(keys=(_RAMP,), write=lambda _: {}, read=_read_ramp),
-    Entry(keys=_RECOMPUTE, exclusive=_RECOMPUTE, write=_write_recompute, read=_read_recompute),
+    Entry(keys=(*_RECOMPUTE, _MODULES), exclusive=_RECOMPUTE, write=_write_recompute, read=_read_recompute),
     Entry(
         keys=("--tp-comm-overlap",),
         write=lambda facts: {"--tp-comm-overlap": True} if facts["tp_overlap"] != NONE else {},
         read=_read_overlap,
     ),
-    Entry(keys=_BESIDE, write=_write_experts_beside, read=_read_experts_beside),
     Entry(keys=_TYPES, write=_write_types, read=_read_types),
     Entry(keys=(), write=lambda _: {}, read=lambda *_: {"optimizer": "adamw", "compile": False}),
 )

@@ -72,7 +72,6 @@ def model_flags(model: Model) -> Settings:
             "--moe-router-enable-expert-bias": moe.router_bias,
             "--moe-layer-freq": None if all(routed) else str(routed).replace(" ", ""),  # its parser accepts no blanks
             "--moe-grouped-gemm": True,
-            "--moe-token-dispatcher-type": "alltoall",
         }
     return set_flags(flags)
 
@@ -118,7 +117,6 @@ MODEL_KEYS = frozenset(
         "--moe-router-enable-expert-bias",
         "--moe-layer-freq",
         "--moe-grouped-gemm",
-        "--moe-token-dispatcher-type",
         "--max-position-embeddings",
     }
 )

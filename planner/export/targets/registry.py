@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from difflib import get_close_matches
 
+from planner.export.adapters import adapter_needs
 from planner.export.draft import Draft, Exported, Target
 from planner.export.frameworks import accelerate, deepspeed, megatron, torchtitan_cli, torchtitan_toml
 from planner.export.job import ExportJob
@@ -79,6 +80,7 @@ def export(job: ExportJob, target: Target) -> Exported:
     draft = target.write(job)
     if job.question.runtime.compute_dtype == TF32 and TF32 not in job.question.framework.dtypes:
         draft = replace(draft, not_expressed=(*draft.not_expressed, TF32_NOTE))
+    draft = replace(draft, needed=(*draft.needed, *adapter_needs(target.name, job.question.runtime)))
     run = draft.run or target.run
     facts = header(job, target, replace(draft, needed=(*draft.needed, f"to run: {run}")))
     facts[LABEL] = planned_document(job, target.table, draft.settings)

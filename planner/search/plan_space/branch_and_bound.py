@@ -193,7 +193,7 @@ class BestFirst:
         return rows[np.isin(tables, tables[first[: max(1, size // PLANS_A_TABLE)]])]
 
     def _found(self) -> Explored:
-        """Return what was found."""
+        """Return what was found, without near pipelines."""
         # Plans costed in vain are left out: which those are depends on how many were costed at once.
         needed = np.zeros(len(self.variants), dtype=np.bool_)
         limits = self.threshold.of(self.grid)
@@ -204,13 +204,10 @@ class BestFirst:
         elif self.objective == "time":
             needed[self.within] = (self.costed & (self.step <= limits))[self.within]
         found = np.nonzero(needed & np.isfinite(self.step))[0]
-        near, near_s = self.variants.take(slice(0)), np.empty(0)
         all_nodes_seen = self.screened.all_nodes_seen
         complete = all_nodes_seen and (
             not len(self.left) or (self.objective != "pareto" and (self.bound[self.left] > limits[self.left]).all())
         )
-        if self.nearly > 1.0 and (self.objective == "time" or not len(found)):
-            near, near_s = self._near_pipelines(self.screened.near_misses(self.screening, self.nearly))
         return Explored(
             columns=self.variants.take(found),
             rows=found,
@@ -223,9 +220,16 @@ class BestFirst:
             if all_nodes_seen and len(self.within)
             else floor_s(self.screening, self.screened.nodes.columns),
             complete=bool(complete),
-            near_pipelines=near,
-            near_bound_s=near_s,
+            near_pipelines=self.variants.take(slice(0)),
+            near_bound_s=np.empty(0),
         )
+
+    def with_near_pipelines(self, found: Explored) -> Explored:
+        """Return what `run` found with the pipelines that come near its list, where they were asked for."""
+        if self.nearly <= 1.0 or (self.objective != "time" and len(found)):
+            return found
+        near, near_s = self._near_pipelines(self.screened.near_misses(self.screening, self.nearly))
+        return replace(found, near_pipelines=near, near_bound_s=near_s)
 
     def _cost_by_table(self, rows: Rows) -> None:
         """Cost some plans: with a deadline one schedule table's after another's, until it has passed and one fits.

@@ -35,9 +35,12 @@ from topology.time_limit import check_time
 POLICIES = ("recompute", "reshard_after_forward", "tp_overlap", "cp_method")  # fields that no grid nor batch decides
 NODE_FIELDS = tuple(name for name in CARRIED if name not in POLICIES)
 # Fields whose values a search tries unless they are stated.
-SEARCHED = (*MESH_AXES, "ep", "virtual_stages", "micro_batch_size", "schedule", "recompute", "offload", "ep_overlap")
+SEARCHED = (
+    *(*MESH_AXES, "ep", "etp", "virtual_stages", "micro_batch_size"),
+    *("schedule", "recompute", "offload", "ep_overlap"),
+)
 ENDS = (0, 1, 2)  # that count as layers: neither, the loss, the embedding too
-GRID_FIELDS = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "zero_stage", "sequence_parallel", "offload")
+GRID_FIELDS = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "etp", "zero_stage", "sequence_parallel", "offload")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +111,15 @@ class Nodes:
         """Return the nodes with one recompute mode instead of all."""
         return replace(self, choices={**self.choices, "recompute": ((word, np.ones(len(self), dtype=np.bool_)),)})
 
+    def where(self, mask: Mask) -> Nodes:
+        """Return the nodes of a mask."""
+        if mask.all():
+            return self
+        choices = {
+            name: tuple((value, legal[mask]) for value, legal in values) for name, values in self.choices.items()
+        }
+        return replace(self, columns=self.columns.take(mask), choices=choices)
+
     def leaves(self, rows: NDArray[np.intp]) -> tuple[PlanColumns, NDArray[np.intp]]:
         """Return nodes `rows` with every recompute mode and resharding, and the node of each."""
         return self._multiply(self.columns.take(rows), rows, ("recompute", "reshard_after_forward"))
@@ -167,14 +179,15 @@ def enumerate_nodes(question: Question, *, bounds: Bounds | None = None) -> Node
     table = _remove_illegal(table, facts, Level.BATCH, rejected)
     choices = _policy_choices(table, facts, bounds, rejected)
     choices["placing"] = _placement_choices(table, question)
-    return Nodes(
+    found = Nodes(
         columns=table, choices=choices, rejected=_most_frequent_first(rejected), pruned=_most_frequent_first(pruned)
     )
+    return found.where(found.leaf_counts > 0)
 
 
 def _grids(facts: RuleFacts, bounds: Bounds) -> Iterator[tuple[int, ...]]:
-    """Yield (dp_replicate, dp_shard, tp, cp, pp, ep, zero, sp, number of the offload) for every factorisation of the
-    GPU count into degrees that may be.
+    """Yield (dp_replicate, dp_shard, tp, cp, pp, ep, etp, zero, sp, number of the offload) for every factorisation of
+    the GPU count into degrees that may be.
     """
     framework = facts.framework
     experts = facts.model.moe.experts if facts.model.moe else 1
@@ -191,15 +204,27 @@ def _grids(facts: RuleFacts, bounds: Bounds) -> Iterator[tuple[int, ...]]:
                     alone = dp == 1 and set(bounds.offloads) == {"none"}
                     sharding = [(dp, 1, z) for z in stages if not alone or z == 0]
                 sequence = (0, 1) if tp > 1 and framework.sequence_parallel else (0,)
-                offloads = range(len(bounds.offloads))
-                for (replicate, shard, zero), ep, sp, away in product(sharding, expert_degrees, sequence, offloads):
+                offloads, splits = range(len(bounds.offloads)), _splits(tp, dp * cp * tp, facts, bounds)
+                for (replicate, shard, zero), ep, etp, sp, away in product(
+                    sharding, expert_degrees, splits, sequence, offloads
+                ):
                     useless = dp == 1 and zero > 0 and bounds.offloads[away] == "none"
                     if (
                         not useless
                         and within(replicate, bounds.spans("dp_replicate"))
                         and within(shard, bounds.spans("dp_shard"))
                     ):
-                        yield replicate, shard, tp, cp, pp, ep, zero, sp, away
+                        yield replicate, shard, tp, cp, pp, ep, etp, zero, sp, away
+
+
+def _splits(tp: int, ranks: int, facts: RuleFacts, bounds: Bounds) -> list[int]:
+    """Return over how many ranks each expert may be split: what was stated, else one and all of tensor parallelism,
+    where the framework has a choice. -1 is its default.
+    """
+    stated = bounds.spans("etp")
+    if stated is not None:
+        return [degree for degree in divisors(ranks) if within(degree, stated)]
+    return sorted({1, tp}) if tp > 1 and facts.model.moe and facts.framework.splits_experts else [-1]
 
 
 def _grid_columns(rows: list[tuple[int, ...]], offloads: tuple[str, ...]) -> PlanColumns:
@@ -382,7 +407,7 @@ def _placement_choices(table: PlanColumns, question: Question) -> tuple[tuple[An
     if not orders:
         return ((-1, everywhere),)
     legal = np.zeros((len(orders), len(table)), dtype=np.bool_)
-    degrees = (table.dp_replicate, table.dp_shard, table.tp, table.cp, table.pp, table.ep)
+    degrees = (table.dp_replicate, table.dp_shard, table.tp, table.cp, table.pp, table.ep, table.etp)
     rows, which = distinct(*degrees, table.zero_stage, table.sequence_parallel)
     groups = GroupTimes(cluster, table_of_columns(table.take(rows), question.workload), CollectiveModel(cluster))
     for number in range(len(rows)):

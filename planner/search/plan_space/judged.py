@@ -33,7 +33,7 @@ def explore(search: BestFirst, replays: Replays, listed: Listed) -> Explored:
         rows, late = [int(found.rows[row]) for row in listed(found)], search.expired()
         unknown = [row for row in (rows[:1] if late else rows) if not bounds.judged[row]]
         if not unknown:
-            return found.take(bounds.judged[found.rows]) if late else found
+            return search.with_near_pipelines(found.take(bounds.judged[found.rows]) if late else found)
         with limited(None):
             for row in unknown:
                 bounds.judge(row, replays[plan_of_row(bounds.variants, row, cluster)], search.screening.sure)

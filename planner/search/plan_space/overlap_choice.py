@@ -39,7 +39,9 @@ def with_overlap_by_site(screening: Screening, nodes: Nodes, framework: Framewor
     legal = np.logical_or.reduce([mask for mode, mask in offered if mode != NONE])
     rows = np.nonzero(legal)[0]
     columns = nodes.columns.take(rows)
-    first, which = distinct(columns.tp, columns.cp, columns.ep, columns.micro_batch_size, columns.sequence_parallel)
+    first, which = distinct(
+        columns.tp, columns.cp, columns.ep, columns.etp, columns.micro_batch_size, columns.sequence_parallel
+    )
     tried = [NONE, *modes, *(written({site: mode}) for site in SITES for mode in modes)]
     several = columns.take(np.repeat(first, len(tried)))
     several = replace(several, tp_overlap=np.tile(np.array(tried), len(first)))

@@ -199,13 +199,15 @@ def _fitting_variants(
 
 
 def least_bytes(screening: Screening, held: Floats) -> Floats:
-    """Return of the bytes that are allocated and reserved, shape (plans, 2), those that compare with a limit."""
+    """Return the column of `held` (allocated, reserved; shape (plans, 2)) to compare with the memory limit."""
     return np.asarray(held[:, int(screening.sure > 0)])
 
 
 def grids_of(columns: PlanColumns) -> Rows:
     """Return a number for each plan, equal for plans of equal degrees."""
-    return distinct(columns.dp_replicate, columns.dp_shard, columns.tp, columns.cp, columns.pp, columns.ep)[1]
+    return distinct(
+        columns.dp_replicate, columns.dp_shard, columns.tp, columns.cp, columns.pp, columns.ep, columns.etp
+    )[1]
 
 
 def floor_s(screening: Screening, plans: PlanColumns) -> float:

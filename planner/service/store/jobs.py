@@ -8,13 +8,14 @@ has started again. Times are the database's own, so servers need no common clock
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import ColumnElement, Engine, case, delete, func, insert, literal_column, select, update
 from sqlalchemy.exc import IntegrityError
 
+from planner.requests.served import RUNS
 from planner.service.store.tables import ARTIFACTS, JOBS
 from topology import codec
 from topology.codec import JsonObject
@@ -23,6 +24,7 @@ from topology.errors import PlannerError
 QUEUED, RUNNING, DONE, FAILED, CANCELLED = "queued", "running", "done", "failed", "cancelled"
 ENDED = frozenset({DONE, FAILED, CANCELLED})
 MAX_LINE = 500
+MOST_STARTS = 100  # of a job whose server ends again and again: it may be what ends it
 
 ENDED_TWICE = codec.to_json(
     {
@@ -151,10 +153,19 @@ class Jobs:
 
     # --- who works -----------------------------------------------------------------------------------------------
 
-    def claim(self, server: str, lease_s: float, *, without: Iterable[str]) -> Claim | None:
+    def claim(
+        self,
+        server: str,
+        lease_s: float,
+        *,
+        without: Iterable[str],
+        only: Iterable[str] | None = None,
+        most_running: int | None = None,
+    ) -> Claim | None:
         """Start the oldest waiting job of the user with the fewest running jobs; None where nothing waits.
 
-        Commands named in `without` are left for later.
+        Commands named in `without`, and others than `only`, are left for later, and so are the jobs of users of whom
+        `most_running` run.
         """
         others = JOBS.alias()
         running = (
@@ -162,6 +173,10 @@ class Jobs:
         )
         columns = (JOBS.c.id, JOBS.c.owner, JOBS.c.command, JOBS.c.request, JOBS.c.fence)
         waiting = select(*columns).where(JOBS.c.state == QUEUED, JOBS.c.command.not_in(list(without)))
+        if only is not None:
+            waiting = waiting.where(JOBS.c.command.in_(list(only)))
+        if most_running is not None:
+            waiting = waiting.where(running < most_running)
         first = waiting.order_by(running, JOBS.c.created_s, JOBS.c.id).limit(1)
         with self._engine.begin() as connection:
             row = connection.execute(first.with_for_update(skip_locked=True, of=JOBS)).first()
@@ -215,10 +230,21 @@ class Jobs:
             connection.execute(_held(claim).values(**self._again()))
 
     def sweep(self) -> int:
-        """Give back the jobs whose leases ran out, since their server is gone; return how many."""
-        expired = update(JOBS).where(JOBS.c.state == RUNNING, JOBS.c.lease_until_s < self._now)
+        """Give back the jobs whose leases ran out, since their server is gone; return how many.
+
+        The start of a question does not count, since what ended was the server; a run may have been measuring.
+        """
+        gone = (JOBS.c.state == RUNNING) & (JOBS.c.lease_until_s < self._now)
+        asked = update(JOBS).where(gone, JOBS.c.command.not_in(RUNS), JOBS.c.fence < MOST_STARTS)
         with self._engine.begin() as connection:
-            return int(connection.execute(expired.values(**self._again())).rowcount)
+            connection.execute(asked.values(starts_left=JOBS.c.starts_left + 1))
+            return int(connection.execute(update(JOBS).where(gone).values(**self._again())).rowcount)
+
+    def left(self, jobs: Collection[str]) -> set[str]:
+        """Return the ids, of these, of questions on which no server works."""
+        asked = JOBS.c.id.in_(jobs) & JOBS.c.command.not_in(RUNS) & (JOBS.c.state != RUNNING)
+        with self._reading.connect() as connection:
+            return set(connection.execute(select(JOBS.c.id).where(asked)).scalars())
 
     def forget(self, older_s: float) -> int:
         """Delete jobs that ended more than `older_s` seconds ago; return how many."""

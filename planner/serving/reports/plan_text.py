@@ -23,11 +23,11 @@ from topology.units import two_digits
 NAMES = {
     "attention_products": "attention's products",
     "feed_forward": "feed-forward products",
-    "prompts_between": "prompts of others read between",
+    "prompts_between": "prefill of other prompts in between",
     "outside": "HTTP, tokenizer, queue",
     "reading": "reading the prompt",
     "moving": "moving the cache",
-    "launches": "launches that nothing hides",
+    "launches": "exposed kernel launches",
     "host": "scheduler and sampling on the host",
     "attention": "attention over cached tokens",
     "all_reduce": "all-reduces",
@@ -67,13 +67,13 @@ def print_explained(found: ServingExplanation) -> None:
         for one in found.break_even:
             screen.print(break_even_text(one))
     if found.runners_up:
-        screen.print("\nOthers:")
+        screen.print("\nOther deployments:")
         for plan in found.runners_up:
             estimate = plan.estimate
             why = plan.lost_because or "as good as any"
             figures = (
-                f"{two_digits(estimate.ttft_s.value * 1e3)} ms, then {two_digits(estimate.tpot_s.value * 1e3)} ms a"
-                " token"
+                f"{two_digits(estimate.ttft_s.value * 1e3)} ms, then {two_digits(estimate.tpot_s.value * 1e3)} ms"
+                " per token"
             )
             screen.print(printable(f"  {deployment_text(plan.deployment)}: {figures}; {why}"))
     for sweep in found.sweeps:
@@ -135,13 +135,12 @@ def _print_account(found: ServingAnswer) -> None:
     if found.account is None:
         return
     account = found.account
-    console().print(
-        f"\nA token, {two_digits(account.sequences)} answers in a step with {two_digits(account.context)} tokens each:"
-    )
+    answers, context = two_digits(account.sequences), two_digits(account.context)
+    console().print(f"\nOne token, in a step of {answers} answers with {context} tokens each:")
     _print_parts(account.token_s)
     console().print("\nThe first token:")
     _print_parts(account.first_s)
-    console().print("\nReading one prompt alone:")
+    console().print("\nPrefill of one prompt alone:")
     _print_parts(account.reading_s)
 
 
@@ -157,7 +156,7 @@ def _print_parts(parts: Mapping[str, float]) -> None:
 def _print_sweep(sweep: Sweep) -> None:
     scale, unit = (1e-9, "GB/s") if sweep.unit == "bytes/s" else (1.0, sweep.unit)
     heading = unit if unit == sweep.quantity else f"{sweep.quantity} {unit}"
-    table = grid((heading, "best of those followed", "1st token ms", "a token ms", "tok/s/GPU"), gap=2)
+    table = grid((heading, "best deployment", "1st token ms", "a token ms", "tok/s/GPU"), gap=2)
     for row in sweep.rows:
         estimate = row.estimate
         figures = [estimate.ttft_s.value * 1e3, estimate.tpot_s.value * 1e3, estimate.output_tokens_per_s_per_gpu.value]
@@ -167,4 +166,4 @@ def _print_sweep(sweep: Sweep) -> None:
     console().print(table)
     for one in sweep.crossings:
         below, above = deployment_text(one.below), deployment_text(one.above)
-        console().print(printable(f"From about {two_digits(one.at * scale)} {unit} on, {above} instead of {below}."))
+        console().print(printable(f"From about {two_digits(one.at * scale)} {unit}, {above} is better than {below}."))

@@ -29,7 +29,7 @@ def print_serving(
     screen = console()
     question, best = result.question, result.plans[0]
     sentence = answer_sentence(question, best.deployment, best.estimate, meets=True)
-    short = "" if best.meets else f" No deployment meets the targets; this one comes nearest. {ways_text(ways)}"
+    short = "" if best.meets else f" No deployment meets the targets; this one comes closest. {ways_text(ways)}"
     screen.print(printable(sentence + short))
     screen.print()
     rows = [
@@ -37,7 +37,7 @@ def print_serving(
     ]
     screen.print(grid(("deployment", "1st token ms", "a token ms", "tok/s/GPU", "KV tokens"), rows, gap=2))
     if any(plan.tied for plan in result.plans[:top]):
-        screen.print("= as good as the first within the error of the prediction; the first uses fewer mechanisms.")
+        screen.print("= as good as the first, within the error of the prediction; the first is simpler.")
     screen.print()
     for plan in result.plans[1:top]:
         if plan.lost_because:
@@ -45,7 +45,7 @@ def print_serving(
     print_memory(question, best.estimate)
     _print_break_even(question, best)
     _print_load(load)
-    screen.print(printable(f"Start each engine by: {start}"))
+    screen.print(printable(f"Start each engine with: {start}"))
     for line in _notes(result):
         screen.print(printable(line))
 
@@ -53,14 +53,16 @@ def print_serving(
 def ways_text(ways: Sequence[str]) -> str:
     """Return a sentence with the changes that meet the targets."""
     if not ways:
-        return "Nor does one with fewer clients, more GPUs, weights in float8 or shorter prompts, as far as was tried."
-    return f"They hold with {', or with '.join(ways)}."
+        return (
+            "Fewer clients, more GPUs, weights in float8 and shorter prompts were tried, too: none of them is enough."
+        )
+    return f"The targets hold with {', or with '.join(ways)}."
 
 
 def deployment_text(deployment: Deployment) -> str:
-    """Return a deployment in a few words: `4 x TP 2`, `2 x TP 4 reading, 6 x TP 4 writing`."""
+    """Return a deployment in a few words: `4 x TP 2`, `2 x TP 4 prefill, 6 x TP 4 decode`."""
     if deployment.prefill is not None:
-        return f"{pool_text(deployment.prefill)} reading, {pool_text(deployment.pool)} writing"
+        return f"{pool_text(deployment.prefill)} prefill, {pool_text(deployment.pool)} decode"
     return pool_text(deployment.pool)
 
 
@@ -79,10 +81,10 @@ def answer_sentence(
     """Return a deployment and what clients see of it in one or two sentences."""
     seen = (
         f"first token after {ms_text(estimate.ttft_s)} ms, then one every {ms_text(estimate.tpot_s)} ms, "
-        f"{_number(estimate.output_tokens_per_s_per_gpu)} output tokens/s a GPU"
+        f"{_number(estimate.output_tokens_per_s_per_gpu)} output tokens/s per GPU"
     )
     per_million = price_per_million(question, estimate)
-    price = "" if per_million is None else f", {per_million:.2g} a million output tokens"
+    price = "" if per_million is None else f", {per_million:.2g} per million output tokens"
     engine = engine_of(question.engine).title
     within = "" if meets else " The targets do not hold."
     name = question.model.name
@@ -132,7 +134,7 @@ def break_even_text(found: BreakEven) -> str:
     """Return whether tensor parallelism pays for one answer alone, and up to which all-reduce."""
     return (
         f"For one answer alone, TP {found.tp} is {'faster' if found.pays else 'no faster'} than TP {found.fewer}:"
-        f" {two_digits(found.token_s * 1e3)} and {two_digits(found.fewer_token_s * 1e3)} ms a token."
+        f" {two_digits(found.token_s * 1e3)} and {two_digits(found.fewer_token_s * 1e3)} ms per token."
         f" It pays as long as an all-reduce takes less than {two_digits(max(found.limit_s, 0.0) * 1e6)} us;"
         f" {two_digits(found.all_reduce_s * 1e6)} us are predicted."
     )
@@ -141,7 +143,7 @@ def break_even_text(found: BreakEven) -> str:
 def _print_load(load: Sequence[Row]) -> None:
     if not load:
         return
-    best = "best of those followed"
+    best = "best deployment"
     table = grid(("clients", best, "1st token ms", "a token ms", "tok/s/GPU"), text=(best,), gap=2)
     for row in load:
         estimate = row.estimate

@@ -63,11 +63,11 @@ class BackwardWriter:
     _reduced: dict[str, tuple[str, int]] = field(default_factory=dict)  # sums so far, of how many ranks are to come
 
     def write(self, outputs: Sequence[str]) -> tuple[str, ...]:
-        """Write the backward pass from gradients of `outputs`, which it returns the buffers of.
+        """Write the backward pass that starts from gradients of `outputs`; return the buffers of these gradients.
 
         Raises Infeasible where something on the way has no gradient.
         """
-        # in reverse, what all micro batches share is last, and the first of them is first
+        # The backward pass runs micro batches in order, and what they share at the end.
         works = sorted(self.out.works, key=lambda work: -work.micro_batch if work.micro_batch >= 0 else -inf)
         self._find_needed(works)
         seeds = []

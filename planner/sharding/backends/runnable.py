@@ -219,7 +219,7 @@ def _assembled(
 
 
 def _on_all_stages(do: Kernel | Exchange, stages: PipelineStages, mesh: Mesh) -> Kernel | Exchange:
-    """Return what an instruction does with the ranks of all stages in the place of one's."""
+    """Return an instruction of one stage as carried out by the ranks of all stages."""
     if isinstance(do, Kernel) or do.kind != PERMUTE:
         return do
     whole = stages.whole_mesh(mesh)

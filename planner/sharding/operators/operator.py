@@ -64,8 +64,8 @@ class Operator:
 
     @property
     def likeness(self) -> Hashable:
-        """Equal for operators whose lines are alike but for the names of tensors (`repeated.py`), as long as they are
-        there.
+        """Equal for operators that differ only in the names of their tensors (`repeated.py`). Holds object identities,
+        so it is valid only while the operators exist.
         """
         return id(self.roles), id(self.sizes), self.result.dtype
 

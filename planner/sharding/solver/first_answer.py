@@ -86,9 +86,7 @@ def first_answer(
 
 
 def _slices_between(problem: ShardingProblem, pricing: TimePricing, name: str, source: Layout, target: Layout) -> int:
-    """Return the cost of what slices over one mesh axis after another leave before the last; 0 where the move is no
-    slice.
-    """
+    """Return the cost of the intermediate tensors of a slice over several mesh axes in turn; 0 for any other move."""
     pairs = list(zip(source.dims, target.dims, strict=True))
     if source.pending != target.pending or any(after[: len(before)] != before for before, after in pairs):
         return 0

@@ -43,6 +43,10 @@ class TuneJob:
         )
         return self._slurm(directory) if self.launcher == "slurm" else self._trainjob(directory)
 
+    @property
+    def _gpus(self) -> int:
+        return 0 if self.request.device == "cpu" else self.request.gpus
+
     def _command(self) -> list[str]:
         command = self.request.settings.get("command")
         stated = [] if command is None else ["--command", command]
@@ -55,8 +59,11 @@ class TuneJob:
                 f"{str(directory)!r} cannot be written in an #SBATCH line", remedy="--state with a plain name"
             )
         minutes = math.ceil((self.request.budget_s + STARTING_S) / 60)
-        options = slurm_options(self.name, nodes=1, gpus_per_node=self.request.gpus)
-        heads = directives({**options, "time": minutes, "output": f"{directory}/slurm-%j.txt"})
+        options = slurm_options(self.name, nodes=1, gpus_per_node=self._gpus)
+        # Started again after a preemption or on another node, it goes on with its state file.
+        heads = directives(
+            {**options, "requeue": None, "open-mode": "append", "time": minutes, "output": f"{directory}/slurm-%j.txt"}
+        )
         text = (
             f"{BASH}\n{heads}set -uo pipefail\n"
             f"exec {shlex.join(self._command())} > {shlex.quote(str(directory / 'answer.json'))}\n"
@@ -75,7 +82,7 @@ class TuneJob:
             self.name,
             nodes=1,
             ranks_per_node=1,
-            gpus_per_node=self.request.gpus,
+            gpus_per_node=self._gpus,
             command=self._command(),
             image=self.image,
         )

@@ -1,0 +1,67 @@
+"""What an export says of adapters and frozen weights: no target's file has keys for them, its program builds them."""
+
+from __future__ import annotations
+
+import json
+
+from simulator.config.adapter import ALL_LINEAR, DORA, FROZEN, IA3, MODULES, Adapter
+from simulator.config.runtime import Runtime
+
+# Matrices as Megatron-Bridge's CanonicalLoRA calls them, which adapts each by itself (peft/canonical_lora.py).
+_CANONICAL = {
+    "q": "linear_q",
+    "k": "linear_k",
+    "v": "linear_v",
+    "o": "linear_proj",
+    "gate": "linear_fc1_gate",
+    "up": "linear_fc1_up",
+    "down": "linear_fc2",
+}
+
+
+def adapter_needs(target: str, runtime: Runtime) -> tuple[str, ...]:
+    """Return what the program of a target must build for what the runtime trains; nothing where that is everything."""
+    adapter = runtime.adapter
+    if adapter is None:
+        return ()
+    if adapter.kind == FROZEN:
+        return (f"requires_grad_(False) on the parameters of {', '.join(adapter.target_modules)}",)
+    if target == "megatron":
+        return (f"Megatron-Bridge, whose recipes take cfg.peft = {_bridge(adapter)}",)
+    if target == "torchtitan":
+        where = ", ".join(adapter.target_modules)
+        return (
+            f"a LoRAConverter of rank {adapter.rank} on {where} among the model's converters (torchtitan PR #3264)",
+        )
+    return (f"peft: get_peft_model(model, {_peft(adapter)})", *_loaded(adapter, runtime))
+
+
+def _peft(adapter: Adapter) -> str:
+    modules = ALL_LINEAR if ALL_LINEAR in adapter.target_modules else list(adapter.target_modules)
+    if adapter.kind == IA3:
+        return f"IA3Config(target_modules={json.dumps(modules)})"
+    dora = ", use_dora=True" if adapter.kind == DORA else ""
+    dropout = f", lora_dropout={adapter.dropout:g}" if adapter.dropout else ""
+    return f"LoraConfig(r={adapter.rank}, target_modules={json.dumps(modules)}{dropout}{dora})"
+
+
+def _loaded(adapter: Adapter, runtime: Runtime) -> tuple[str, ...]:
+    """Return how the frozen weights are loaded where they are packed."""
+    compute = f"torch.{runtime.activation_dtype}"
+    if adapter.base_weights == "nf4":
+        kept = f"bnb_4bit_compute_dtype={compute}, bnb_4bit_quant_storage={compute}"
+        kind = 'load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True'
+        return (f"the model loaded with BitsAndBytesConfig({kind}, {kept})",)
+    return (f"the model loaded with its frozen weights in {adapter.base_weights}",) if adapter.packed else ()
+
+
+def _bridge(adapter: Adapter) -> str:
+    dropout = f", dropout={adapter.dropout:g}" if adapter.dropout else ""
+    whole = "DoRA" if adapter.kind == DORA else "LoRA"
+    if ALL_LINEAR in adapter.target_modules:
+        return f"{whole}(dim={adapter.rank}{dropout})"
+    parts = dict.fromkeys(part for word in adapter.target_modules for part in MODULES[word.lower()])
+    if all(word.startswith("linear_") for word in adapter.target_modules):
+        return f"{whole}(dim={adapter.rank}, target_modules={json.dumps(list(adapter.target_modules))}{dropout})"
+    names = [_CANONICAL.get(part, part) for part in parts]
+    return f"CanonicalLoRA(dim={adapter.rank}, target_modules={json.dumps(names)}{dropout})"

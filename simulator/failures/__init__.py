@@ -1,0 +1,1 @@
+"""Runs of days and weeks: what failures, restarts and checkpoints leave of their time."""

@@ -1,0 +1,30 @@
+"""What a checkpoint of a run holds, and how long it stops the run."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from simulator.analytical.estimates import calibrated_operators, cost_context
+from simulator.analytical.scenario import Scenario
+from simulator.columns.plan_table import plan_table
+from simulator.config.plan import Plan
+from simulator.step.frozen import local_parameters
+from simulator.step.held import PARTS, state_bytes
+from topology.rates.host import host_rates
+
+
+def checkpoint_bytes(scenario: Scenario) -> float:
+    """Return the bytes that have to be written to go on from: what is trained, and the optimizer's state of it."""
+    table = plan_table([Plan()], scenario.workload)
+    context = cost_context(scenario, table, calibrated_operators(scenario))
+    model, trained = scenario.model, local_parameters(scenario.model, context).of("gradients")
+    layers = {"dense_layer": model.dense_layers, "moe_layer": model.moe_layers, "experts": model.moe_layers}
+    elements = sum(layers.get(part, 1) * float(np.ravel(getattr(trained, part))[0]) for part in PARTS)
+    state = state_bytes(context)
+    return elements * (state["parameters"] + state["optimizer"])
+
+
+def copy_s(scenario: Scenario, nbytes: float, gpus: int) -> float:
+    """Return the seconds in which every GPU has copied its part of a checkpoint to host memory."""
+    rates = host_rates(scenario.cluster, min(gpus, scenario.cluster.gpus_per_node))
+    return nbytes / gpus / rates.copy_bytes_per_s

@@ -1,0 +1,72 @@
+"""A run with failures on SimPy: one history after another, of which the ends say how far a run may be off its mean."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Generator
+
+import simpy
+
+from simulator.failures.goodput import Failures
+
+HISTORIES = 60
+MOST_FAILURES = 20_000  # of all histories together: what a second or so simulates
+
+
+class _Run:
+    """One history: a trainer, and failures that interrupt it."""
+
+    def __init__(self, failures: Failures, work_s: float, interval_s: float, draw: random.Random) -> None:
+        self.failures, self.left_s, self.interval_s, self.draw = failures, work_s, interval_s, draw
+        self.env = simpy.Environment()
+        self.trainer = self.env.process(self._train())
+        self.env.process(self._fail())
+
+    def end_s(self) -> float:
+        self.env.run(until=self.trainer)
+        return float(self.env.now)
+
+    def _train(self) -> Generator[simpy.Event, None, None]:
+        segment = self.interval_s + self.failures.save_s
+        down = False
+        while self.left_s > 0:
+            begun = self.env.now
+            try:
+                if down:
+                    yield self.env.timeout(self.failures.restart_s)
+                    down, begun = False, self.env.now
+                # A checkpoint follows each whole interval; the last steps need none.
+                yield self.env.timeout(self.left_s + self.failures.save_s * _checkpoints(self.left_s, self.interval_s))
+                self.left_s = 0.0
+            except simpy.Interrupt:
+                if not down:
+                    self.left_s -= self.interval_s * ((self.env.now - begun) // segment)
+                down = True
+
+    def _fail(self) -> Generator[simpy.Event, None, None]:
+        while True:
+            yield self.env.timeout(self.draw.expovariate(1.0 / self.failures.mtbf_s))
+            if self.trainer.is_alive:
+                self.trainer.interrupt()
+
+
+def _checkpoints(left_s: float, interval_s: float) -> int:
+    return max(0, -int(-left_s // interval_s) - 1)
+
+
+def histories(failures: Failures, work_s: float, interval_s: float, *, seed: int = 0) -> list[float]:
+    """Return the seconds of several histories of a run, in order; fewer where each has very many failures."""
+    each = failures.total_s(work_s, interval_s) / failures.mtbf_s
+    count = max(2, min(HISTORIES, int(MOST_FAILURES / max(each, 1.0))))
+    draw = random.Random(seed)  # noqa: S311 - a simulation
+    return sorted(_Run(failures, work_s, interval_s, draw).end_s() for _ in range(count))
+
+
+def spread(failures: Failures, work_s: float, interval_s: float) -> tuple[float, float]:
+    """Return the ends of the range that four of five histories end in, over their mean, which is one of them where few
+    histories have a failure at all.
+    """
+    ends = histories(failures, work_s, interval_s)
+    mean = sum(ends) / len(ends)
+    tenth = len(ends) // 10
+    return min(ends[tenth] / mean, 1.0), max(ends[-1 - tenth] / mean, 1.0)

@@ -1,0 +1,237 @@
+"""The operators of a network of which only adapters, or only some modules, are trained.
+
+A frozen product gives the gradient of its input and none of its weights, so autograd does not keep its input. LoRA adds
+two thin products that read the same input, dropped out before them, and whose scaled result is added to the frozen one
+(peft/tuners/lora/layer.py, `Linear.forward`; torchtune/modules/peft/lora.py does the same). A packed weight is unpacked
+to a 16-bit copy before its product, forward and backward, which is freed after it (bitsandbytes/autograd/_functions.py,
+`MatMul4Bit`; torchao/dtypes/nf4tensor.py, `LinearNF4`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from simulator.config.adapter import (
+    ALL_LINEAR,
+    DORA,
+    IA3,
+    UNPACKING_LAUNCHES,
+    Adapter,
+    frozen_parts,
+    projections_named,
+)
+from simulator.config.adapter import FUSED_FAMILIES as FUSED
+from simulator.config.model import Model
+from simulator.kernels.operators import OperatorSpec, parse_matmul
+
+RANK = "R"  # the axis of an adapter's rank
+TOKENS = frozenset(["b", "s", "S", "j", "w", "t", "u", "x", "r", "a"])
+
+# The projections of products, by the axes of their weights. Where one axis pair means two, the operator's name decides.
+_BY_WEIGHT: dict[tuple[str, ...], tuple[str, ...]] = {
+    ("h", "qkv"): ("q", "k", "v"),
+    ("h", "q"): ("q",),
+    ("h", "qk"): ("q",),
+    ("q", "h"): ("o",),
+    ("vv", "h"): ("o",),
+    ("f", "h"): ("down",),
+    ("fe", "h"): ("down",),
+    ("fs", "h"): ("down",),
+    ("h", "gf"): ("gate", "up"),
+    ("h", "gfe"): ("gate", "up"),
+    ("h", "gfs"): ("gate", "up"),
+    ("h", "ql"): ("q_a",),
+    ("ql", "qk"): ("q_b",),
+    ("h", "cr"): ("kv_a",),
+    ("cl", "kx"): ("kv_b",),
+    ("h", "E"): ("router",),
+}
+# What a projection on its own gives, of a product that is several.
+_OWN_AXIS = {"q": "q", "k": "kv", "v": "kv", "gate": "f", "up": "f"}
+
+
+def projections_of(operator: OperatorSpec, *, gated: bool) -> tuple[str, ...]:
+    """Return the projections whose matrices a product multiplies with; none of what multiplies activations."""
+    if not operator.matmul:
+        return ()
+    left, right, out = parse_matmul(operator.matmul)
+    if TOKENS & set(right):
+        return ()
+    weight = tuple(axis for axis in right if axis not in left or axis not in out)
+    if weight == ("h", "kv"):
+        return ("k",) if operator.name.endswith("k") else ("v",)
+    if weight in {("h", "f"), ("h", "fe"), ("h", "fs")}:
+        return ("gate",) if gated and operator.name.endswith("1") else ("up",)
+    return _BY_WEIGHT.get(weight, ())
+
+
+def adapted(operators: Sequence[OperatorSpec], model: Model, adapter: Adapter, *, compiled: bool) -> list[OperatorSpec]:
+    """Return the operators of a layer with its frozen products, its adapters and the unpacking of its weights."""
+    found: list[OperatorSpec] = []
+    frozen = frozen_projections(model, adapter)
+    for operator in operators:
+        own = projections_of(operator, gated=model.gated_mlp)
+        if not own:
+            found.append(operator)
+            continue
+        adds = [one for out in _adapters(own, model, adapter) for one in _lora(operator, out, adapter, compiled)]
+        routed = "e" in parse_matmul(operator.matmul)[1]
+        still = adapter.freezes_all or ("experts" if routed else own[0]) in frozen
+        product = replace(operator, weight_gradient=False) if still else operator
+        unpacked = _unpacked(product, adapter) if still and adapter.packed and own != ("router",) else [product]
+        # Gradients of the input come from the product and from each adapter.
+        given = " ".join(parse_matmul(operator.matmul)[0])
+        sums = [_backward_only(f"{operator.name}_lora_sum", operator, (f"2*{given}",), (given,))] if adds else []
+        found += [*sums, *unpacked, *adds]
+    return _keeping_what_is_needed(found, adapter)
+
+
+def frozen_projections(model: Model, adapter: Adapter) -> frozenset[str]:
+    """Return the parts of the network that its own training freezes: all, or those that patterns name."""
+    return frozenset() if adapter.freezes_all else frozen_parts(adapter.target_modules, model)
+
+
+def _adapters(own: tuple[str, ...], model: Model, adapter: Adapter) -> list[str]:
+    """Return the axes of the results of the adapters next to a product; "" is the product's own."""
+    if not adapter.freezes_all or adapter.kind == IA3:
+        return []
+    wanted = projections_named(adapter.target_modules, fused=model.family in FUSED)
+    if wanted == (ALL_LINEAR,):
+        if own == ("router",):
+            return []
+        wanted = ("qkv", "o", "gate", "up", "down") if model.family in FUSED else own
+    together = [name for name, last in (("qkv", "v"), ("gate_up", "up")) if name in wanted and last in own]
+    if together:
+        return ["qkv" if together == ["qkv"] else "gf" if model.gated_mlp else "f"]
+    found = [name for name in own if name in wanted]
+    return [""] if len(own) == 1 and found else [_OWN_AXIS[name] for name in found]
+
+
+def _lora(product: OperatorSpec, out_axis: str, adapter: Adapter, compiled: bool) -> list[OperatorSpec]:
+    """Return the operators of one adapter next to a product, in the order in which they run."""
+    left, right, out = parse_matmul(product.matmul)
+    batch = [axis for axis in right if axis in left and axis in out]
+    inner = [axis for axis in left if axis in right and axis not in batch]
+    outer = [out_axis] if out_axis else [axis for axis in right if axis in out and axis not in batch]
+    tokens = [axis for axis in left if axis not in right and axis not in batch]
+    given, thin, result = (" ".join([*batch, *tokens, axes]) for axes in (*inner, RANK, *outer))
+    down, up = (" ".join([*batch, *axes]) for axes in ((*inner, RANK), (RANK, *outer)))
+    name = f"{product.name}_lora{'_' + out_axis if out_axis else ''}"
+    base = OperatorSpec(name=name, when=product.when, adapter=True)
+    found = []
+    if adapter.dropout:
+        mask = f"{given}:mask"
+        # A compiler draws the same numbers again instead of keeping the mask.
+        saved = (given,) if compiled else (given, mask)
+        drop = replace(base, name=f"{name}_dropout", reads=(given,), writes=(given,) if compiled else (given, mask))
+        found.append(replace(drop, saves=saved, backward_reads=saved, backward_writes=(given,)))
+    wide = product.weight_gradient_dtype
+    found += [
+        replace(base, name=f"{name}_a", matmul=f"{given}, {down} -> {thin}", weight_gradient_dtype=wide),
+        replace(base, name=f"{name}_b", matmul=f"{thin}, {up} -> {result}", saves=(thin,), weight_gradient_dtype=wide),
+    ]
+    scale = replace(base, name=f"{name}_scale", reads=(result,), writes=(result,), launches=1.0)
+    scale = replace(scale, backward_reads=(result,), backward_writes=(result,))
+    add = replace(base, name=f"{name}_add", reads=(f"2*{result}",), writes=(result,))
+    if adapter.kind == DORA:
+        return [*found, scale, *_norm_of_columns(base, name, product, result)]
+    return [*found, replace(add, name=f"{name}_scale_add")] if compiled else [*found, scale, add]
+
+
+def _norm_of_columns(base: OperatorSpec, name: str, product: OperatorSpec, result: str) -> list[OperatorSpec]:
+    """Return what DoRA does besides: the weight with its adapter's product added, its norms by column, and the result
+    scaled by the magnitudes over them (peft/tuners/lora/dora.py). Norms have no gradient.
+    """
+    weight = " ".join(parse_matmul(product.matmul)[1])
+    return [
+        replace(
+            base,
+            name=f"{name}_weight_norm",
+            reads=(f"4*{weight}",),
+            writes=(f"2*{weight}",),
+            transient=True,
+            launches=5.0,
+        ),
+        replace(
+            base,
+            name=f"{name}_magnitude",
+            reads=(f"5*{result}",),
+            writes=(f"3*{result}",),
+            saves=(result,),
+            launches=4.0,
+            backward_reads=(f"5*{result}",),
+            backward_writes=(f"3*{result}",),
+            backward_launches=5.0,
+        ),
+    ]
+
+
+def _unpacked(product: OperatorSpec, adapter: Adapter) -> list[OperatorSpec]:
+    """Return a product of a packed weight with the copy that is made before it, forward and backward."""
+    weight = " ".join(parse_matmul(product.matmul)[1])
+    launches = UNPACKING_LAUNCHES[adapter.base_weights]
+    name, packed = f"{product.name}_unpack", f"{weight}:packed"
+    copy = OperatorSpec(
+        name=name,
+        when=product.when,
+        reads=(packed,),
+        writes=(weight,),
+        allocates=(weight,),
+        transient=True,
+        launches=launches,
+    )
+    again = replace(
+        _backward_only(f"{name}_again", product, (packed,), (weight,)),
+        backward_allocates=(weight,),
+        backward_launches=launches,
+        transient=True,
+    )
+    return [copy, replace(product, reads=(weight,), packed=True), again]
+
+
+def _backward_only(name: str, product: OperatorSpec, reads: tuple[str, ...], writes: tuple[str, ...]) -> OperatorSpec:
+    return OperatorSpec(name=name, when=product.when, launches=0.0, backward_reads=reads, backward_writes=writes)
+
+
+def _keeping_what_is_needed(operators: Sequence[OperatorSpec], adapter: Adapter) -> list[OperatorSpec]:
+    """Return operators of which frozen products keep their input only where a gradient of weights needs it.
+
+    A description has the first of the products that read one input keep it for all of them. An adapter without dropout
+    reads that input itself, one with dropout what it left of it, which is kept already.
+    """
+    found = list(operators)
+    group: list[int] = []
+    needed, given = False, ""
+    for place, operator in enumerate([*operators, None]):
+        if operator is not None and (not operator.matmul or TOKENS & set(parse_matmul(operator.matmul)[1])):
+            continue
+        mine = " ".join(parse_matmul(operator.matmul)[0]) if operator is not None else ""
+        if operator is not None and operator.adapter:
+            needed = needed or (not adapter.dropout and mine == given)
+            continue
+        if mine != given:
+            if not needed:
+                for other in group:
+                    found[other] = replace(found[other], saves=())
+            group, needed, given = [], False, mine
+        if operator is not None:
+            group.append(place)
+            needed = needed or operator.weight_gradient
+    return found
+
+
+def adapted_ends(
+    embedding: Sequence[OperatorSpec], head: Sequence[OperatorSpec], model: Model, adapter: Adapter
+) -> tuple[tuple[OperatorSpec, ...], tuple[OperatorSpec, ...]]:
+    """Return the operators of the ends of a network: of a frozen embedding nothing runs backward, a frozen head gives
+    the gradient of its input alone.
+    """
+    frozen = frozen_projections(model, adapter)
+    still = {part: adapter.freezes_all or part in frozen for part in ("embedding", "head")}
+    if still["embedding"]:
+        silent = {"backward_reads": (), "backward_writes": (), "backward_launches": 0.0}
+        embedding = [o if o.collective else replace(o, **silent) for o in embedding]  # type: ignore[arg-type]
+    if still["head"] and (still["embedding"] or not model.tied_embeddings):
+        head = [replace(o, weight_gradient=False, saves=()) if o.matmul else o for o in head]
+    return tuple(embedding), tuple(head)

@@ -1,0 +1,111 @@
+"""The parameters of a rank where some are frozen: what is gathered, what is stored, and what is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from simulator.columns.plan_table import Floats
+from simulator.config.adapter import BASE_BYTES, Adapter
+from simulator.config.model import Model
+from simulator.kernels.operators import OperatorSpec, active_rows, parse_matmul, product
+from simulator.runtimes.adapted import TOKENS, frozen_projections
+from simulator.runtimes.library import operators_for
+from simulator.step.context import CostContext
+from simulator.step.held import PARTS, Parameters, whole_parameters
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Matrices:
+    """Elements of the matrices of a layer, those of routed experts apart: of adapters, frozen, and of these packed."""
+
+    adapters: Floats
+    frozen: Floats
+    packed: Floats
+
+
+def local_parameters(model: Model, context: CostContext) -> Parameters:
+    """Return parameters per rank, with those that are trained and how the others are stored."""
+    whole, adapter = whole_parameters(model, context), context.runtime.adapter
+    if adapter is None:
+        return whole
+    operators = operators_for(model, context.runtime)
+    none = np.zeros(len(context.table))
+    nothing = _Matrices(adapters=none, frozen=none, packed=none)
+    of = {
+        "dense_layer": _matrices(operators.dense_layer, context, routed=False),
+        "moe_layer": _matrices(operators.moe_layer, context, routed=False) if model.moe else nothing,
+        "experts": _matrices(operators.moe_layer, context, routed=True) if model.moe else nothing,
+        "embedding": nothing,
+        "head": nothing,
+    }
+    still = _frozen_elsewhere(model, adapter, whole)
+    packed, param, compute = (context.dtype_bytes(kind) for kind in ("packed", "param", "compute"))
+    wide = param if adapter.packed or not adapter.base_weights else BASE_BYTES[adapter.base_weights]
+    used: dict[str, Floats] = {}
+    stored: dict[str, Floats] = {}
+    trained: dict[str, Floats] = {}
+    for part in PARTS:
+        here, total = of[part], getattr(whole, part) + none
+        frozen = total if adapter.freezes_all else here.frozen + still[part]
+        trained[part] = total - frozen + here.adapters
+        used[part] = total - here.packed + here.packed * packed / compute + here.adapters
+        stored[part] = ((frozen - here.packed) * wide + here.packed * packed) / param + trained[part]
+    found, kept, own = (Parameters(**each) for each in (used, stored, trained))  # type: ignore[arg-type]  # its parts
+    return replace(found, stored=kept, trained=own)
+
+
+def trained_flops_per_token(model: Model, adapter: Adapter | None, seq_len: int) -> float:
+    """Return the FLOPs of a token's step without recomputation: three times its forward pass, of which the weight
+    gradients of frozen matrices are left out. Adapters are not counted, as they are not the network's.
+    """
+    whole = 3.0 * model.forward_flops_per_token(seq_len)
+    if adapter is None:
+        return whole
+    if adapter.freezes_all:
+        return whole - 2.0 * model.matmul_parameters()
+    frozen, h = frozen_projections(model, adapter), model.hidden
+    q, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    of_layer = {
+        "q": h * q,
+        "k": h * kv,
+        "v": h * kv,
+        "o": q * h,
+        **dict.fromkeys(("gate", "up", "down"), h * model.ffn),
+    }
+    dense = sum(size for name, size in of_layer.items() if name in frozen)
+    head = model.vocab * h if "head" in frozen else 0
+    return whole - 2.0 * (model.layers * dense + head)
+
+
+def _matrices(operators: Sequence[OperatorSpec], context: CostContext, *, routed: bool) -> _Matrices:
+    adapters, frozen, packed = (np.zeros(len(context.table)) for _ in range(3))
+    for operator in operators:
+        right = parse_matmul(operator.matmul)[1] if operator.matmul else []
+        if not right or TOKENS & set(right) or ("e" in right) is not routed:
+            continue
+        elements = active_rows(operator, context.table) * product(right, context.sizes)
+        if operator.adapter:
+            adapters = adapters + elements
+        elif not operator.weight_gradient:
+            frozen = frozen + elements
+            packed = packed + elements * operator.packed
+    return _Matrices(adapters=adapters, frozen=frozen, packed=packed)
+
+
+def _frozen_elsewhere(model: Model, adapter: Adapter, whole: Parameters) -> dict[str, Floats | float]:
+    """Return the frozen parameters that are no matrices of layers, by part of the network."""
+    frozen = frozen_projections(model, adapter)
+    norms = model.block_norm_parameters if "norms" in frozen else 0
+    final = model.norm_parameters if model.final_norm else 0
+    tied = model.tied_embeddings and "embedding" not in frozen
+    head = (whole.head - final) if "head" in frozen and not tied else 0.0
+    return {
+        "dense_layer": norms,
+        "moe_layer": norms,
+        "experts": 0.0,
+        "embedding": whole.embedding if "embedding" in frozen else 0.0,
+        "head": head + (final if "final_norm" in frozen else 0),
+    }
