@@ -144,6 +144,12 @@ def shard(
     batches = int((constraints.get("stages") or {}).get("micro_batches", 1))
     first, first_kwargs = pytree.tree_map(lambda leaf: _micro_batches(leaf, batches)[0], (leaves, dict(kwargs or {})))
     captured = capture(module, first, first_kwargs)
+    if captured.written and constraints.get("stages"):
+        raise UserError(
+            f"{type(module).__name__} writes into its buffer {next(iter(captured.written))}",
+            why="with pipeline stages, each micro batch would write into it",
+            remedy="call module.eval(), as for running statistics of batch norms",
+        )
     sizes = _mesh_sizes(mesh)
     given = dict(constraints.pop("placements", None) or {})
     names = [one.name for one in captured.graph.inputs if one.kind == INPUT]
@@ -250,7 +256,11 @@ class ShardedModule(nn.Module):
         Raises BadInput for a call of other shapes, dtypes or flags than were captured.
         """
         values = self._values(args, kwargs)
-        return self._results(_Run.apply(self, tuple(values), *values.values()))
+        found = _Run.apply(self, tuple(values), *values.values())
+        for buffer, name in self.captured.written.items():
+            at = self.captured.graph.outputs.index(name)
+            self.weights.write(buffer, found[at].detach(), self.placements(name), self.program.outputs[at])
+        return self._results(found)
 
     @torch.no_grad()
     def step(self, *args: Any, gradients: Sequence[torch.Tensor], **kwargs: Any) -> Any:

@@ -47,6 +47,7 @@ class Captured:
     call: Signature = field(default_factory=lambda: signature_of((), {}))
     training: bool = False
     autocast: torch.dtype | None = None  # around the capture
+    written: Mapping[str, str] = field(default_factory=dict)  # by buffer of the module, the output that it becomes
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +64,6 @@ def capture(module: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, An
     """
     autocast = autocast_of(args)
     exported = export(module, args, kwargs or {})
-    written = [spec.target for spec in exported.graph_signature.output_specs if spec.kind is OutputKind.BUFFER_MUTATION]
-    if written:
-        raise UserError(
-            f"{type(module).__name__} writes into its buffer {written[0]}",
-            why="programs on ranks leave buffers as they are",
-            remedy="call module.eval(), as for running statistics of batch norms",
-        )
     reader = _Reader(tied=_tied(module), autocast=autocast is not None)
     values = {**dict(exported.named_parameters()), **dict(exported.named_buffers()), **exported.constants}
     specs = {spec.arg.name: spec for spec in exported.graph_signature.input_specs}
@@ -84,6 +78,11 @@ def capture(module: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, An
     for value in returned:
         results.append(Output(len(named)) if isinstance(value, _Tensor) else value)
         named += [value.name] if isinstance(value, _Tensor) else []
+    written = dict[str, str]()
+    for value, spec in zip(outputs, exported.graph_signature.output_specs, strict=True):
+        if spec.kind is OutputKind.BUFFER_MUTATION:
+            written[str(spec.target)] = reader.written(value)
+            named.append(written[str(spec.target)])
     graph = CapturedGraph(inputs=tuple(reader.inputs), nodes=tuple(reader.nodes), outputs=tuple(named))
     return Captured(
         graph=graph,
@@ -93,6 +92,7 @@ def capture(module: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, An
         call=signature_of(args, kwargs or {}),
         training=module.training,
         autocast=autocast,
+        written=written,
     )
 
 
@@ -135,6 +135,8 @@ class _Reader:
             return values[spec.target]
         if not isinstance(value, torch.Tensor):
             return value
+        if kind in {PARAMETER, BUFFER} and not value.numel():
+            return _empty(value)
         target = self.tied.get(spec.target or "", spec.target or "")
         if target and target in self._given:
             return self._given[target]
@@ -148,6 +150,13 @@ class _Reader:
         )
         self._given[target] = _Tensor(name, value)
         return self._given[target]
+
+    def written(self, value: Any) -> str:
+        """Return the name of what a buffer becomes, through which no gradient passes."""
+        if not isinstance(value, _Tensor):
+            raise UserError("a buffer becomes what depends on no tensor", remedy="a module without it")
+        detached = value.fake.detach()
+        return self._add(f"{value.name}_kept", "aten.detach.default", [value], {}, detached, "", None).name
 
     def walk(self, module: torch.fx.GraphModule, environment: Environment) -> list[Any]:
         """Read the nodes of a graph; return its results."""
@@ -180,6 +189,10 @@ class _Reader:
         if not any(isinstance(leaf, _Tensor) for leaf in pytree.tree_leaves((args, kwargs))):
             return _constant(node.target, args, kwargs)
         value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and not value.numel():
+            return _empty(value)
+        if op.startswith("aten.cat."):
+            args = ([one for one in args[0] if not _is_empty(one)], *args[1:])
         if op.endswith("_like.default") and isinstance(value, torch.Tensor):  # of a tensor's shape alone
             return _constant(
                 node.target, [torch.empty(args[0].fake.shape, dtype=args[0].fake.dtype), *args[1:]], kwargs
@@ -196,8 +209,8 @@ class _Reader:
         if isinstance(value, list | tuple):
             return [
                 self._add(f"{node.name}_{i}", op, args, kwargs, one, module, i)
-                if isinstance(one, torch.Tensor)
-                else one
+                if isinstance(one, torch.Tensor) and one.numel()
+                else _empty(one)
                 for i, one in enumerate(value)
             ]
         raise UserError(f"{node.name} makes a number of a tensor's values ({op})", remedy="a module without it")
@@ -288,6 +301,15 @@ class _Reader:
             unique, number = f"{name}_{number}", number + 1
         self.names.add(unique)
         return unique
+
+
+def _empty(value: Any) -> Any:
+    """Return a tensor without elements, which every rank has by its shape alone; anything else as it is."""
+    return torch.empty(tuple(value.shape), dtype=value.dtype) if isinstance(value, torch.Tensor) else value
+
+
+def _is_empty(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not value.numel()
 
 
 def _alike(one: Any, other: Any) -> bool:

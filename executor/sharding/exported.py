@@ -7,15 +7,16 @@
 | autocast, in the module or around `shard` | kept: casts are operators, as the results' dtypes say |
 | in-place writes to intermediate tensors | kept, where autograd is on: operators that make new tensors |
 | tied parameters | kept: one tensor |
+| tensors without elements | kept by their shapes; as an argument of a call they are refused |
 | forward hooks | kept: they run while the module is captured, and what they compute is part of the graph |
 | training mode | kept as it is at the capture; a `ShardedModule` cannot be switched |
 | control flow that depends on values of tensors | refused by torch.export |
 | a number made of a tensor's values (`item`) | refused |
-| writes into buffers, as of batch norms in training | refused |
+| writes into buffers, as of batch norms in training | kept: after every call, the same on all ranks |
 | random numbers, as of dropout in training | refused |
 | `autograd.Function`, and reentrant checkpoints | refused: torch.export drops their backward |
 | hooks of the backward pass, on modules, parameters or tensors | refused |
-| attributes that are numbers, and that a call changes | refused |
+| attributes that are numbers, and that a call changes | refused, unless the next call is the same |
 """
 
 from __future__ import annotations
@@ -26,9 +27,12 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch._decomp import get_decompositions
 
 from topology.errors import UserError
 
+# Batch norms in training become sums, so that ranks which have some of the rows add theirs up.
+_DECOMPOSED = get_decompositions([torch.ops.aten._native_batch_norm_legit_functional.default])  # noqa: SLF001
 _REGIONS = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
 
 
@@ -40,11 +44,10 @@ def export(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     """
     _refuse_backward_hooks(module)
     try:
-        with _no_backward_of_its_own(), _no_number_changed(module):
-            exported = torch.export.export(module, tuple(args), dict(kwargs), strict=False)
+        exported = _traced(module, args, kwargs)
         _detach_regions(exported.graph_module, graded=True)
         if any(_writes_in_place(node.target) for one in exported.graph_module.modules() for node in _nodes(one)):
-            exported = exported.run_decompositions({})
+            exported = exported.run_decompositions(_DECOMPOSED)
     except UserError:
         raise
     except Exception as error:  # torch.export raises many kinds
@@ -70,26 +73,50 @@ def _refuse_backward_hooks(module: nn.Module) -> None:
 
 
 @contextmanager
-def _no_number_changed(module: nn.Module) -> Iterator[None]:
-    """Refuse to change an attribute of a module that is a number: the next call would see another one."""
+def _numbers_changed(module: nn.Module) -> Iterator[dict[tuple[str, str], tuple[nn.Module, Any]]]:
+    """Collect by module and attribute the numbers that a call changes."""
     before = {id(one): (name, dict(vars(one))) for name, one in module.named_modules()}
-    original = nn.Module.__setattr__
+    original, changed = nn.Module.__setattr__, dict[tuple[str, str], tuple[nn.Module, Any]]()
 
     def set_attribute(one: nn.Module, key: str, value: Any) -> None:
         name, had = before.get(id(one), ("", {}))
         if isinstance(value, int | float) and key in had and had[key] != value:
-            raise UserError(
-                f"{name or type(one).__name__} changes its attribute {key} when it is called",
-                why="the graph has the number of one call",
-                remedy="an argument in its place",
-            )
+            changed[name or type(one).__name__, key] = one, value
         original(one, key, value)
 
     nn.Module.__setattr__ = set_attribute  # type: ignore[method-assign, assignment]
     try:
-        yield
+        yield changed
     finally:
         nn.Module.__setattr__ = original  # type: ignore[method-assign]
+
+
+def _traced(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return what torch.export makes of a call. Raises UserError where the next call would be another one.
+
+    A number that a call sets, and that the next one sets to the same, changes nothing: both are captured and compared.
+    """
+    kept = [(one, dict(vars(one))) for one in module.modules()]
+    try:
+        with _no_backward_of_its_own(), _numbers_changed(module) as changed:
+            exported = torch.export.export(module, tuple(args), dict(kwargs), strict=False)
+        if not changed:
+            return exported
+        for (_, key), (one, value) in changed.items():  # torch.export puts back what it saw change
+            vars(one)[key] = value
+        with _no_backward_of_its_own(), _numbers_changed(module) as again:
+            second = torch.export.export(module, tuple(args), dict(kwargs), strict=False)
+    finally:
+        for one, attributes in kept:
+            vars(one).update({key: had for key, had in attributes.items() if isinstance(had, int | float)})
+    if again or str(second.graph) != str(exported.graph):
+        name, key = next(iter(again or changed))
+        raise UserError(
+            f"{name} changes its attribute {key} when it is called",
+            why="the graph has the number of one call",
+            remedy="an argument in its place",
+        )
+    return exported
 
 
 @contextmanager

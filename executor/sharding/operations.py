@@ -112,6 +112,14 @@ def _convolution(
     return torch.convolution(x, weight, None, stride, padding, dilation, transposed, outside, groups)
 
 
+def _put_back(x: torch.Tensor, part: torch.Tensor, dim: int, *where: int | None) -> torch.Tensor:
+    """A copy of `x` with `part` at a number, or at a range of numbers, along a dim; also of complex numbers."""
+    places = slice(*where) if len(where) > 1 else where[0]
+    made = x.clone()
+    made[(slice(None),) * (dim % x.ndim) + (places,)] = part
+    return made
+
+
 def _reshape(context: Context, x: torch.Tensor) -> torch.Tensor:
     return x.reshape(context.shape)
 
@@ -382,6 +390,8 @@ _PLAIN: dict[str, Callable[..., torch.Tensor]] = {
     "groupnorm": _group_norm,
     "cross_entropy": _cross_entropy,
     "topk": _topk,
+    "view_as_complex": lambda x: torch.view_as_complex(x.contiguous()),
+    "put_back": _put_back,
     "loss_rows": _loss_rows,
     "convolution": _convolution,
     "loss_weights": _loss_weights,

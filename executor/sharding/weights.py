@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -82,24 +82,25 @@ class Weights:
         *path, last = name.split(".")
         holder, original = self.root, module
         for part in path:
-            holder = holder._modules.setdefault(part, _Names())  # type: ignore[assignment]
-            original = cast("nn.Module", original._modules[part])
+            holder = _table(holder, "_modules").setdefault(part, _Names())
+            original = cast("nn.Module", _table(original, "_modules")[part])
         if isinstance(value, nn.Parameter):
-            holder._parameters[last] = value
+            _table(holder, "_parameters")[last] = value
             return
-        holder._buffers[last] = value
-        if last in original._non_persistent_buffers_set:
-            holder._non_persistent_buffers_set.add(last)
+        _table(holder, "_buffers")[last] = value
+        if last in _table(original, "_non_persistent_buffers_set"):
+            _table(holder, "_non_persistent_buffers_set").add(last)
 
     def parameter(self, name: str) -> torch.Tensor | None:
         """Return the parameter that is there under a name now: others may have put their own in its place."""
         *path, last = name.split(".")
         holder: nn.Module | None = self.root
         for part in path:
-            holder = None if holder is None else holder._modules.get(part)
+            holder = None if holder is None else _table(holder, "_modules").get(part)
         if holder is None:
             return None
-        return holder._parameters.get(last, holder._buffers.get(last))
+        found: torch.Tensor | None = _table(holder, "_parameters").get(last, _table(holder, "_buffers").get(last))
+        return found
 
     def pieces(self, names: Mapping[str, str]) -> dict[str, torch.Tensor]:
         """Return this rank's pieces by buffer of the program."""
@@ -108,6 +109,21 @@ class Weights:
     def fixed(self) -> dict[str, torch.Tensor]:
         """Return by buffer of the program what no gradient is asked of."""
         return {**self.constants, **self.pieces(self.buffers)}
+
+    @torch.no_grad()
+    def write(self, name: str, piece: torch.Tensor, placements: tuple[Placement, ...], of: str) -> None:
+        """Let a buffer be `piece` of what is placed so, brought to where the buffer lies; `of` is its own buffer of the
+        program.
+        """
+        *path, last = name.split(".")
+        holder = self.root
+        for part in path:
+            holder = cast("nn.Module", _table(holder, "_modules")[part])
+        made = self.placed(piece, placements, self.ranks.program.buffers[of].shape)
+        before = _table(holder, "_buffers")[last]
+        if isinstance(made, DTensor) and isinstance(before, DTensor):
+            made = made.redistribute(before.device_mesh, before.placements)
+        _table(holder, "_buffers")[last] = made
 
     def add_gradients(self, found: Mapping[str, torch.Tensor]) -> None:
         """Add this rank's pieces of gradients, by buffer of the program, to `grad` of the parameters."""
@@ -120,6 +136,11 @@ class Weights:
             about = program.buffers[buffer]
             gradient = self.placed(piece, placements_of(about, program), about.shape)
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+
+def _table(module: nn.Module, name: str) -> Any:
+    """Return a table of torch's of what a module has: by its name, since attributes may have the names of tensors."""
+    return vars(module)[name]
 
 
 def local(value: torch.Tensor) -> torch.Tensor:

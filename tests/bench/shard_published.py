@@ -3,7 +3,7 @@
     python -m tests.bench.shard_published --out examples/validation/sharded_modules.md
 
 The result and all gradients are compared with one process (`tests.executor.sharding.ranks.check`). Packages are no
-dependencies: modules of those that are not installed are left out. What is refused is told with its reason.
+dependencies: modules of those that are not installed are left out. What is refused has its reason.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ def _worker(
 
 
 def text(rows: list[str], endings: Counter[str]) -> str:
-    equal = sum(": " not in one.split("|")[-2] for one in rows)
+    equal = sum(": " not in one.split("|")[-2] for one in rows)  # what is refused or wrong says why
     lines = [
         "# Modules of other packages on ranks",
         "",
@@ -203,7 +203,7 @@ def text(rows: list[str], endings: Counter[str]) -> str:
         "and results, and run on 2 and on 2x2 ranks of gloo; its result and all gradients are compared with one process.",
         "*Opaque* operators are computed whole on every rank.",
         "",
-        f"{equal} of {len(rows)} modules are equal in all runs; runs: "
+        f"{equal} of {len(rows)} modules are equal in all runs. Runs: "
         + ", ".join(f"{n} {ending}" for ending, n in endings.most_common())
         + ".",
         "",

@@ -166,11 +166,13 @@ class ForwardWriter:
     def _phase(self, phase: Phase, step: OperatorStep, operands: dict[str, str], result: str) -> None:
         """Write one part of an operator that exchanges statistics: a kernel, or the reduction of its result."""
         name = result if not phase.name else f"{result}.{phase.name}"
+        axes = tuple(step.collectives[0].axes)
         if phase.name and phase.layout is not None:
-            self.out.add_buffer(name, describe(name, phase.shape, phase.dtype, phase.layout, self.out.mesh))
+            waiting = tuple((axis, phase.waits) for axis in self.out.mesh.names if phase.waits and axis in axes)
+            layout = Layout(phase.layout.dims, (*phase.layout.pending, *waiting))
+            self.out.add_buffer(name, describe(name, phase.shape, phase.dtype, layout, self.out.mesh))
         reads = tuple(operands.get(one) or f"{result}.{one}" for one in phase.reads)
         if phase.reduce:
-            axes = tuple(step.collectives[0].axes)
             do: Kernel | Exchange = Exchange(kind=ALL_REDUCE, axes=axes, reducer=phase.reduce)
         else:
             buffers = dict(zip(phase.reads, reads, strict=True))

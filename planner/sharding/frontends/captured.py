@@ -47,7 +47,7 @@ class CapturedProblem:
 def graph_statements(graph: CapturedGraph) -> tuple[Statement, ...]:
     """Return the statements of all operators that a result of the graph depends on, in order."""
     shapes = {one.name: one.shape for one in graph.inputs} | {one.name: one.shape for one in graph.nodes}
-    dtypes = {one.name: one.dtype for one in (*graph.inputs, *graph.nodes)}
+    dtypes = {one.name: one.dtype for one in graph.inputs} | {one.name: one.dtype for one in graph.nodes}
     needed = set(graph.outputs)
     kept = []
     for node in reversed(graph.nodes):

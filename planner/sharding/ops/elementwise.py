@@ -68,6 +68,7 @@ def _pointwise_of_its_own(call: AtenCall) -> list[Statement]:
     axes = axes_but(rank, [])
     operands = [(name, axes[rank - len(call.shapes[name]) :]) for name in call.node.operands()]
     op = re.sub(r"aten\.__(\w+)__\.", r"aten.bitwise_\1.", call.node.op)  # `__and__` is what Python calls it
+    op = "aten.conj_physical.default" if call.name in {"_conj", "conj", "resolve_conj"} else op
     return annotated(call, operands, axes, op=op)
 
 
@@ -76,7 +77,8 @@ def _capture_pairs(call: AtenCall) -> list[Statement]:
     axes = axes_but(len(call.shape(0)), [])
     if call.name == "view_as_real":
         return annotated(call, [(call.tensor(0), axes)], [*axes, made("r", 2)])
-    return annotated(call, [(call.tensor(0), [*axes[:-1], f"{axes[-1]}^"])], axes[:-1])
+    operands = [(call.tensor(0), [*axes[:-1], f"{axes[-1]}^"])]
+    return annotated(call, operands, axes[:-1], op="view_as_complex", args=(call.argument(0),), kwargs={})
 
 
 def _cast(call: AtenCall) -> list[Statement]:
@@ -265,7 +267,7 @@ OPS = (
     ),
     Op(
         aten="__and__ __or__ __xor__ float_power polar complex real imag angle sgn digamma lgamma erfinv erfc"
-        " logaddexp exp2 acosh asinh atanh hypot copysign hardshrink softshrink",
+        " logaddexp exp2 _conj conj conj_physical resolve_conj acosh asinh atanh hypot copysign hardshrink softshrink",
         capture=_pointwise_of_its_own,
     ),
     Op(aten="view_as_real view_as_complex", capture=_capture_pairs),

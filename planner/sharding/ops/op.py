@@ -98,7 +98,8 @@ class View:
 class Phase:
     """One kernel of an operator that exchanges statistics, or the reduction of one.
 
-    `reads` are operands or the names of earlier phases, `reduce` the reducer. The last phase has no name: it writes the
+    `reads` are operands or the names of earlier phases, `reduce` the reducer; what a kernel writes before its
+    reduction `waits` for the same one. The last phase has no name: it writes the
     operator's result. `shape` and `layout` are of what a phase writes.
     """
 
@@ -107,6 +108,7 @@ class Phase:
     op: str = ""
     args: tuple[Any, ...] = ()
     reduce: str = ""
+    waits: str = ""
     shape: Dims = ()
     layout: Layout | None = None
     dtype: str = "f32"
@@ -184,6 +186,6 @@ def reduced_phase(
 ) -> list[Phase]:
     """Return the kernel of a statistic and its reduction, which is called `name`."""
     return [
-        Phase(name=f"{name}.own", reads=reads, op=op, args=args, share=0.3, **more),
+        Phase(name=f"{name}.own", reads=reads, op=op, args=args, waits=how, share=0.3, **more),
         Phase(name=name, reads=(f"{name}.own",), reduce=how, **more),
     ]

@@ -323,6 +323,14 @@ def _capture_along_one_dim(call: AtenCall) -> list[Statement]:
     return [call.statement(f"{call.name}({call.tensor(0)}, {dim})")]
 
 
+def _capture_sorted(call: AtenCall) -> list[Statement]:
+    """`sort` and the like: one dim is needed whole, and so is what is made of it."""
+    rank = len(call.shape(0))
+    given = call.node.kwargs.get("dim", next((one for one in call.node.args[1:] if type(one) is int), -1))
+    axes = axes_but(rank, [given % rank])
+    return annotated(call, [(call.tensor(0), axes)], axes)
+
+
 def _capture_turned(call: AtenCall) -> list[Statement]:
     """`roll`, `flip`: dims whose elements change places are needed whole."""
     shape = call.shape(0)
@@ -339,25 +347,21 @@ def _capture_put_back(call: AtenCall) -> list[Statement]:
     dim = call.dim(2, len(shape), 0)
     axes = axes_but(len(shape), [dim])
     part = [axis for d, axis in enumerate(axes) if d != dim]
+    where = [call.argument(3)]
     if call.name == "slice_scatter":
         part.insert(dim, "n^")
+        where = [call.argument(3), call.argument(4), call.argument(5, 1)]
     result = [made("r", shape[dim]) if d == dim else axis for d, axis in enumerate(axes)]
-    return annotated(call, [(call.tensor(0), axes), (call.tensor(1), part)], result)
+    args = (call.argument(0), call.argument(1), dim, *where)
+    return annotated(
+        call, [(call.tensor(0), axes), (call.tensor(1), part)], result, op="put_back", args=args, kwargs={}
+    )
 
 
 def _capture_triangle(call: AtenCall) -> list[Statement]:
     rank = len(call.shape(0))
     axes = axes_but(rank, [rank - 2, rank - 1])
     return annotated(call, [(call.tensor(0), axes)], axes)
-
-
-def _capture_windows_of_one_dim(call: AtenCall) -> list[Statement]:
-    """`x.unfold(dim, size, step)`: windows of a dim, and a last dim of what is inside them."""
-    shape = call.shape(0)
-    dim = call.dim(1, len(shape))
-    axes = axes_but(len(shape), [dim])
-    result = [made("r", call.node.shape[dim]) if d == dim else axis for d, axis in enumerate(axes)]
-    return annotated(call, [(call.tensor(0), axes)], [*result, made("s", call.node.shape[-1])])
 
 
 def _narrow_back(text: str, view: View) -> str:
@@ -429,11 +433,11 @@ OPS = (
     Op(names="flip", axes=_ordered, rearranges=True, back=_flip_back, aten="flip", capture=_capture_turned),
     Op(names="roll", axes=_ordered, rearranges=True, back=_roll_back, aten="roll", capture=_capture_turned),
     Op(aten="select_scatter slice_scatter", capture=_capture_put_back),
-    Op(aten="unfold", capture=_capture_windows_of_one_dim),
     Op(names="cumsum", axes=_ordered, gradient=_cumsum_gradient, aten="cumsum", capture=_capture_along_one_dim),
     Op(names="cumprod", axes=_ordered, aten="cumprod", capture=_capture_along_one_dim),
-    Op(names="sort", axes=_ordered, several=True),
-    Op(names="argsort", axes=_ordered, gradient=no_gradient),
+    Op(names="sort", axes=_ordered, several=True, aten="sort", capture=_capture_sorted),
+    Op(names="argsort", axes=_ordered, gradient=no_gradient, aten="argsort", capture=_capture_sorted),
+    Op(aten="cummax cummin", capture=_capture_sorted),
     Op(names="cummax logcumsumexp diff", axes=_ordered, aten="logcumsumexp", capture=_capture_along_one_dim),
     Op(names="tril triu", axes=_triangle, aten="tril triu", capture=_capture_triangle),
     Op(names="zeros ones full zeros_like ones_like", axes=_shaped, gradient=no_gradient),

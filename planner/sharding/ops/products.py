@@ -178,8 +178,8 @@ def _capture_linear(call: AtenCall) -> list[Statement]:
 
 
 def _capture_addmm(call: AtenCall) -> list[Statement]:
-    if call.node.kwargs or len(call.shape(0)) != 1:
-        raise NotKnownError
+    if call.node.kwargs or len(call.shape(0)) != 1 or call.argument(3, 1) != 1 or call.argument(4, 1) != 1:
+        return _capture_batched_sum(call)
     formula = f"{call.tensor(1)} @ {call.tensor(2)}"
     args = (call.argument(1), call.argument(2))
     return with_bias(call, formula, call.tensor(0), 1, op="aten.matmul.default", args=args)

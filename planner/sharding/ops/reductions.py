@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from math import prod
 from typing import Any
 
 from planner.sharding.ops.aten import (
@@ -17,7 +18,8 @@ from planner.sharding.ops.aten import (
     written,
 )
 from planner.sharding.ops.axis_flow import Value
-from planner.sharding.ops.op import Op, Saves, Step, no_gradient
+from planner.sharding.ops.elementwise import FLOATS
+from planner.sharding.ops.op import Op, Saves, Step, no_gradient, tensor
 from planner.sharding.ops.syntax import is_none, number_of
 from planner.sharding.ops.walker import Call, Made, merge_or_keep, position
 
@@ -161,6 +163,47 @@ def _capture_of_all(call: AtenCall) -> list[Statement]:
     return annotated(call, [(call.tensor(0), axes)], result)
 
 
+def _capture_variance(call: AtenCall) -> list[Statement]:
+    """Variances and means over dims, from sums of pieces: mean, squares of what differs from it, their sum.
+
+    Of `var_mean` each result is made by itself, so that one which is not used costs nothing.
+    """
+    shape, (x, given) = call.shape(0), (call.tensor(0), call.argument(1, call.node.kwargs.get("dim")))
+    rank, correction = len(shape), call.node.kwargs.get("correction", 1)
+    keep = bool(call.node.kwargs.get("keepdim", call.argument(3, default=False)))
+    if call.node.op.endswith(".dim"):
+        correction = int(call.argument(2, default=True))
+    elif isinstance(given, bool) or len(call.node.args) > 2:
+        raise NotKnownError  # `var(x, unbiased)`
+    if not rank or call.node.dtype not in FLOATS:
+        raise NotKnownError
+    dims = sorted({d % rank for d in whole_numbers(given)} if given not in (None, []) else set(range(rank)))
+    count = prod(shape[d] for d in dims)
+    kept = tuple(1 if d in dims else n for d, n in enumerate(shape))
+    left = call.node.shape if not keep else tuple(n for d, n in enumerate(shape) if d not in dims)
+    out = list[Statement]()
+
+    def then(suffix: str, formula: str, op: str, args: tuple[Any, ...], shape: tuple[int, ...]) -> str:
+        result = f"{call.node.name}_{suffix}"[-64:]
+        out.append(call.statement(formula, result=result, op=op, args=args, kwargs={}, shape=shape, index=None))
+        return result
+
+    def mean(suffix: str, of: str, by: float) -> str:
+        sums = then(f"{suffix}_sum", f"sum({of}, {dims}, keepdim=True)", "reduce.sum", (tensor(of), dims, True), kept)
+        return then(suffix, f"{sums} / {by!r}", "aten.div.Scalar", (tensor(sums), by), kept)
+
+    found = mean("mean", x, count)
+    if call.name != "var_mean" or not call.node.index:
+        off = then("off", f"{x} - {found}", "aten.sub.Tensor", (tensor(x), tensor(found)), shape)
+        squares = then("squares", f"{off} * {off}", "aten.mul.Tensor", (tensor(off), tensor(off)), shape)
+        found = mean("variance", squares, max(0, count - (1 if correction is None else correction)))
+        if call.name in {"std", "std_mean"}:
+            found = then("deviation", f"sqrt({found})", "aten.sqrt.default", (tensor(found),), kept)
+    last = kept if keep else left
+    out.append(call.statement(f"reshape({found}, {list(last)})", op="reshape", args=(tensor(found),), kwargs={}))
+    return out
+
+
 OPS = (
     Op(
         names="sum",
@@ -198,8 +241,9 @@ OPS = (
     ),
     Op(names="topk", axes=_top_k, kind="topk", merges=True, several=True, aten="topk", capture=_capture_topk),
     Op(
-        aten="linalg_vector_norm norm var std logsumexp prod any all max min median argmax argmin aminmax",
+        aten="linalg_vector_norm norm logsumexp prod any all max min median argmax argmin aminmax",
         capture=_capture_of_all,
     ),
+    Op(aten="var std var_mean", capture=_capture_variance),
     Op(names="argmax argmin", axes=_arg, kind="arg", merges=True, gradient=no_gradient),
 )

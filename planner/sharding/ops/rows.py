@@ -75,9 +75,9 @@ def _capture_indexed(call: AtenCall) -> list[Statement]:
     """Elements by number along some dims, which are needed whole; rows of a matrix as a lookup of embeddings."""
     listed, shape = call.argument(1), call.shape(0)
     if len(shape) == 2 and len(listed) == 1 and call.node.dtype in FLOATS:
-        rows, numbers = call.tensor(0), str(listed[0]["tensor"])
-        args = ({"tensor": rows}, {"tensor": numbers})
-        return [call.statement(f"embedding({numbers}, {rows})", op="rows", args=args, kwargs={})]
+        matrix, lines = call.tensor(0), str(listed[0]["tensor"])
+        args = ({"tensor": matrix}, {"tensor": lines})
+        return [call.statement(f"embedding({lines}, {matrix})", op="rows", args=args, kwargs={})]
     indexed, numbers, axes = _numbered(call, listed)
     picked = axes_but(len(shape), indexed)
     together = indexed == list(range(indexed[0], indexed[-1] + 1))
@@ -118,15 +118,16 @@ def _capture_put(call: AtenCall) -> list[Statement]:
 
 def _capture_along(call: AtenCall) -> list[Statement]:
     """`gather`, `index_select`: the dim that is read by number is needed whole, and the numbers pass."""
-    shape, index = call.shape(0), call.shape(2)
-    dim = call.dim(1, len(shape))
+    at = 1 if call.name == "take_along_dim" else 2  # where the numbers stand
+    shape, index = call.shape(0), call.shape(at)
+    dim = call.dim(3 - at, len(shape))
     picked = axes_but(len(shape), [dim])
     result = ["n" if d == dim else axis for d, axis in enumerate(picked)]
     if call.name == "index_select":
-        return annotated(call, [(call.tensor(0), picked), (call.tensor(2), ["n"][: len(index)])], result)
+        return annotated(call, [(call.tensor(0), picked), (call.tensor(at), ["n"][: len(index)])], result)
     if any(n != index[d] for d, n in enumerate(shape) if d != dim):
         raise NotKnownError
-    return annotated(call, [(call.tensor(0), picked), (call.tensor(2), result)], result)
+    return annotated(call, [(call.tensor(0), picked), (call.tensor(at), result)], result)
 
 
 def _capture_added(call: AtenCall) -> list[Statement]:
@@ -176,7 +177,7 @@ OPS = (
     Op(names="one_hot", axes=_one_hot, gradient=no_gradient),
     Op(aten="index", capture=_capture_indexed),
     Op(aten="index_put", capture=_capture_put),
-    Op(aten="gather index_select", capture=_capture_along),
+    Op(aten="gather index_select take_along_dim", capture=_capture_along),
     Op(aten="index_add index_copy scatter_add", capture=_capture_added),
     Op(aten="one_hot", capture=_capture_one_hot),
     Op(aten="embedding_bag", capture=_capture_bags),

@@ -14,6 +14,7 @@ from planner.sharding.ops.aten import (
     NotKnownError,
     Statement,
     annotated,
+    axes_but,
     letters,
     made,
     result_axes,
@@ -133,7 +134,7 @@ def _in_groups(call: AtenCall, how: tuple[Any, ...], groups: int) -> list[Statem
     """A convolution of groups of channels, which pass with what is made of them; in one group, channels are summed
     over, as in a product.
     """
-    x, w, (*_, transposed, _) = call.shape(0), call.shape(1), how
+    x, (*_, transposed, _) = call.shape(0), how
     space = [LETTERS[d] for d in range(2, len(x))]
     width, each = x[1] // groups, call.node.shape[1] // groups
     sums = f"k_{width}{'+' if groups == 1 else '^'}" if width > 1 else ""
@@ -209,6 +210,15 @@ def _capture_patches(call: AtenCall) -> list[Statement]:
     return annotated(call, [(call.tensor(0), ["a", c or "1", "p^", "q^"])], ["a", rows, made("r", places)])
 
 
+def _capture_windows_of_one_dim(call: AtenCall) -> list[Statement]:
+    """`x.unfold(dim, size, step)`: windows of a dim, and a last dim of what is inside them."""
+    shape = call.shape(0)
+    dim = call.dim(1, len(shape))
+    axes = axes_but(len(shape), [dim])
+    result = [made("r", call.node.shape[dim]) if d == dim else axis for d, axis in enumerate(axes)]
+    return annotated(call, [(call.tensor(0), axes)], [*result, made("s", call.node.shape[-1])])
+
+
 def _capture_over_space(call: AtenCall) -> list[Statement]:
     """Pooling, resampling and padding: the dims that an operator changes are needed whole, those before them pass."""
     shape, after = call.shape(0), call.node.shape
@@ -244,4 +254,5 @@ OPS = (
     Op(aten="convolution", capture=_capture_any_convolution),
     Op(aten="pixel_shuffle pixel_unshuffle", capture=_capture_shuffled),
     Op(aten="im2col", capture=_capture_patches),
+    Op(aten="unfold", capture=_capture_windows_of_one_dim),
 )

@@ -15,6 +15,23 @@ PRODUCTS = [
         [],
         {"y": "P(sum)"},
     ),
+    (  # unannotated, the bias is added after the sum
+        case("bias after", TP, ["y = linear(x, w, b)"], {"x": "t f: S(1)", "w": "h f: S(1)", "b": "h: R"}, S),
+        [("all_reduce", "tp", 2 * 3 / 4 * X)],
+        {"y": "R"},
+    ),
+    (  # of pinned results alone: operators before them are sharded as these need them
+        case(
+            "results pinned",
+            TP,
+            ["a = gelu(x)", "y = linear(a, w)"],
+            {"x": "t h: R", "w": "f h: R"},
+            S,
+            {"y": "S(0)"},
+        ),
+        [],
+        {"a": "S(0)", "y": "S(0)"},
+    ),
     (
         case("sp", TP, MLP, {"x": "t h: S(0)", "w1": "f h: S(0)", "w2": "h f: S(1)"}, S, {"y": "S(0)"}),
         [("all_gather", "tp", 3 / 4 * X), ("reduce_scatter", "tp", 3 / 4 * X)],
