@@ -63,7 +63,8 @@ def verify_types(setup: Setup, *, fault: float = 0.0) -> TypesVerdict:
     model, workload, runtime = setup.model, setup.workload, setup.runtime
     store, compute, _ = setup.dtypes
     trainer = Trainer(setup)
-    run = partial(run_one_process, model, workload, device=setup.device, seed=setup.seed, drawn=store, steps=1)
+    one = partial(run_one_process, model, workload, device=setup.device, seed=setup.seed, adapter=runtime.adapter)
+    run = partial(one, drawn=store, steps=1)
     exact, rounded = run(store=torch.float64, compute=torch.float64), run(store=store, compute=compute)
     unit = torch.finfo(compute).eps
 

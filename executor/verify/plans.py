@@ -164,8 +164,8 @@ def run_one_process(
     drawn: torch.dtype,
     store: torch.dtype,
     compute: torch.dtype,
+    adapter: Adapter | None,
     steps: int = STEPS,
-    adapter: Adapter | None = None,
 ) -> Reference:
     """Run steps on one process with torch's own functions and our decoder, batches and initial weights.
 

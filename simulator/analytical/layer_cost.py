@@ -14,7 +14,7 @@ from simulator.columns.plan_table import Floats
 from simulator.kernels.operators import OperatorSpec, WorkKind
 from simulator.kernels.roofline import FITTED, MEASURED
 from simulator.passes.block import block_passes
-from simulator.passes.steps import Kernel, Pair, Ring, Rows, Step, Transfer, Wait
+from simulator.passes.steps import EXCHANGED_OVER, Kernel, Pair, Ring, Rows, Step, Transfer, Wait
 from simulator.step.context import CostContext
 from simulator.step.held import saved_bytes, tensors_bytes
 
@@ -255,7 +255,7 @@ class _Fold:
 
     def transfer(self, step: Transfer) -> None:
         cost = self.cost
-        if step.over == "ep":
+        if step.over in EXCHANGED_OVER and step.op == "all_to_all":
             self._exchange(step)
         cost.host_s = cost.host_s + np.where(step.rows, step.call_s, 0.0)
         self._expose(step.over, step.seconds)

@@ -14,6 +14,7 @@ from simulator.lowering.network import Network
 from simulator.lowering.steps import KernelStep, Step, TransferStep
 from simulator.lowering.writing import StepWriter
 from simulator.overlap.combined import DELAY_WGRAD
+from simulator.passes.steps import EXCHANGED_OVER
 from simulator.program.cost_model import Cost
 from simulator.program.program import COMPUTE, CodeWriter, Instruction, RecordEvent
 from simulator.step.context import CostContext
@@ -245,7 +246,11 @@ class Parts:
 
 def parts_of(steps: Sequence[Step], name: str, detail: Detail, *, weights_later: bool) -> Parts:
     """Return the parts of a pass, as coarse as `detail` asks for."""
-    exchanges = tuple(step for step in steps if isinstance(step, TransferStep) and step.group == "ep")
+    exchanges = tuple(
+        step
+        for step in steps
+        if isinstance(step, TransferStep) and step.group in EXCHANGED_OVER and step.op == "all_to_all"
+    )
     if len(exchanges) != 2:
         exchanges = ()
     cut: list[list[Step]] = [[]]

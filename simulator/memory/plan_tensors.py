@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import NamedTuple
+
+import numpy as np
 
 from simulator.memory.tensors import BlockTensors, Passes, Weight
 from simulator.pipeline.schedule_program import last_backwards
@@ -15,6 +18,7 @@ from simulator.step.held import State, state_bytes
 from simulator.step.offload import held_bytes
 from simulator.step.traffic import DataTraffic, data_traffic
 from simulator.step.units import Unit
+from simulator.step.zero import zero_buffers
 
 
 class Held(NamedTuple):
@@ -93,6 +97,13 @@ class PlanTensors:
         """Return the bytes of a frozen weight that products read as it is."""
         adapter, param = self.context.runtime.adapter, self.context.dtype_bytes("param")
         return param if adapter is None or adapter.packed else self.context.dtype_bytes("packed")
+
+    def zero_of(self, units: Sequence[Unit]) -> dict[str, float]:
+        """Return the bytes of a rank's buffers under ZeRO, and of what its update makes, by what they are for."""
+        whole = np.array([sum(float(unit.trained.all[0]) for unit in units)])
+        mine = np.array([sum(float(unit.trained.all[0]) * self.share(unit, "optimizer") for unit in units)])
+        found = zero_buffers(self.context, whole, mine)
+        return {one.name: float(getattr(found, one.name)[0]) for one in fields(found)}
 
     def made_by_update(self, units: Sequence[Unit], nbytes: float) -> list[float]:
         """Return the tensors, `nbytes` in all, that updating `units` makes for a moment: one a parameter, or one under

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import fields
 from itertools import chain, zip_longest
 
 import numpy as np
@@ -36,7 +35,6 @@ from simulator.step.cublas import workspace_bytes
 from simulator.step.held import placeholder_bytes, state_bytes
 from simulator.step.symmetric_memory import symmetric_bytes
 from simulator.step.units import Unit, held_kinds
-from simulator.step.zero import zero_buffers
 from topology.time_limit import check_time
 
 COMPUTE, GATHER, REDUCE, REPLICATE, PEERS = "compute", "gather", "reduce", "replicate", "peers"
@@ -62,10 +60,9 @@ class RankReplay:
         self.optimizer: list[Block] = []
         self.watches = False  # whether to note the bytes allocated at most in each pass of a step, unit by unit
         self.highest: list[int] = []
-        bytes_of = self.context.dtype_bytes
-        table = self.context.table
+        bytes_of, table = self.context.dtype_bytes, self.context.table
         self.flat_units = self.spec.fsdp.flat_parameters or self.spec.zero is not None
-        self.zero = self._zero_buffers()
+        self.zero = plan.zero_of(self.units)
         self.buckets: list[Block] = []
         self.compute_bytes, self.param_bytes = bytes_of("compute"), bytes_of("param")
         self.casts = bool(table.conditions["autocast"][0]) and self.param_bytes > self.compute_bytes
@@ -390,13 +387,6 @@ class RankReplay:
             self.memory.free(self.flat)
             self.flat = None
 
-    def _zero_buffers(self) -> dict[str, float]:
-        """Return the bytes of this rank's buffers under ZeRO by what they are for."""
-        whole = np.array([sum(float(unit.trained.all[0]) for unit in self.units)])
-        mine = np.array([sum(float(u.trained.all[0]) * self.plan.share(u, "optimizer") for u in self.units)])
-        found = zero_buffers(self.context, whole, mine)
-        return {one.name: float(getattr(found, one.name)[0]) for one in fields(found)}
-
     def make_optimizer(self) -> None:
         """Make the optimizer's state, a tensor a moment and parameter, as the first step does at its end."""
         runtime, spec = self.context.runtime, self.spec
@@ -404,8 +394,7 @@ class RankReplay:
         for unit in self.units:
             width = self.plan.share(unit, "optimizer") * self.plan.state["optimizer"]
             for elements in self.wrapped[unit.name].elements:
-                for _ in range(kinds):
-                    self.optimizer += self._taken(elements.trained * width / kinds)
+                self.optimizer += [b for _ in range(kinds) for b in self._taken(elements.trained * width / kinds)]
 
     # --- stages -------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,8 @@ from simulator.columns.plan_table import Floats
 from simulator.kernels.operators import Work, WorkKind
 
 Rows = NDArray[np.bool_]
+# The groups in which all-to-alls exchange tokens between ranks with experts.
+EXCHANGED_OVER = ("ep", "etp_ep")
 # The ending of a weight gradient's name.
 WEIGHT_GRADIENT = ".wgrad"
 
