@@ -192,8 +192,12 @@ def collected(job: LauncherJob, launcher: str, *, over: bool = False) -> JsonObj
     alone = launcher == "trainjob" or over
     if not (folder / "run.json").is_file() and alone and job.nodes > 1 and enough:
         command = launchers.collect_command(job)
-        with (folder / "collect.txt").open("wb") as log:
-            child.run_module(command[2], command[3:], budget_s=COLLECT_S, output=log)
+        try:
+            with (folder / "collect.txt").open("wb") as log:
+                child.run_module(command[2], command[3:], budget_s=COLLECT_S, output=log)
+        except KeyboardInterrupt:  # also where it has collected a run that was interrupted
+            if not (folder / "run.json").is_file():
+                raise
     return read_report(folder)
 
 
