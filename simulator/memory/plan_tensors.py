@@ -57,6 +57,17 @@ class PlanTensors:
             "head": operators.head,
         }
 
+    @property
+    def repeats(self) -> bool:
+        """Whether a step asks for what any other does, at the same places but for those of the optimizer's state.
+
+        On the stream of compute nothing of a step is left when the optimizer's state is made, which so lies behind all
+        that was there before. All else that is left is on other streams, and freed before the next step. Where blocks
+        lie does not depend on how far a pool has grown before.
+        """
+        fresh = self.traffic.adds_up or self.traffic.gradients_sharded  # gradients that stay on the stream of compute
+        return not self.context.spec.layer.metrics_after and (self.traffic.fully_sharded or not fresh)
+
     def passes(self, unit: Unit) -> Passes:
         """Return the events of a unit's passes."""
         word = str(unit.words[0]) if unit.wrapped else ""

@@ -99,7 +99,7 @@ class MemoryReplay:
         steps, before, retried, full = LIMITED_STEPS if limited else STEPS, 0, 0, False
         try:
             replay.start()
-            if replay.repeats and memory.expandable and not limited and not every_step:
+            if self.tensors.repeats and memory.expandable and not limited and not every_step:
                 replay.make_optimizer()
                 steps = 1
             for _ in range(steps):
@@ -123,9 +123,9 @@ class MemoryReplay:
         replay = RankReplay(self.tensors, rank, CachingAllocator(), micro_batches=self.micro_batches)
         replay.watches = True
         replay.start()
-        if replay.repeats:
+        if self.tensors.repeats:
             replay.make_optimizer()
-        for _ in range(1 if replay.repeats else STEPS):
+        for _ in range(1 if self.tensors.repeats else STEPS):
             replay.step()
         return [*replay.highest, replay.memory.allocated_bytes]
 
