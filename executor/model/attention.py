@@ -26,6 +26,10 @@ def project_each(x: Tensor, linears: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
 
 
 def apply_linear(x: Tensor, linear: nn.Linear) -> Tensor:
+    """Return a linear layer applied to `x`; one of a kind of its own, such as with an adapter, says how."""
+    if type(linear) is not nn.Linear:
+        adapted: Tensor = linear(x)
+        return adapted
     return product(x, linear.weight, linear.bias)
 
 

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.pipelining.schedules import _PipelineSchedule
 
 from executor.launch import legal
+from executor.model.adapters import train_only
 from executor.model.decoder import Decoder
 from executor.model.init_weights import init_weights
 from executor.model.vocabulary_loss import VocabularyLoss
@@ -89,7 +90,10 @@ def parallelize(setup: Setup) -> ParallelModel:
     table = schedule_of_plan(plan, plan.micro_batches(workload.global_batch_size))
     stages = legal.split(model, plan, table, meshes.coordinate("pp"), runtime=setup.runtime.name)
     with torch.device("meta"):
-        parts = tuple(Decoder(model, s.layers, first=s.first, last=s.last).to(store) for s in stages)
+        parts = tuple(
+            train_only(Decoder(model, s.layers, first=s.first, last=s.last), model, setup.runtime.adapter).to(store)
+            for s in stages
+        )
     for part, stage in zip(parts, stages, strict=True):
         _shard_over_ranks(setup, part)
         _recompute_and_compile(setup, part, stage.index)

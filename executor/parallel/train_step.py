@@ -150,7 +150,8 @@ class Trainer:
         AdamW is elementwise, so it needs no meshes, and parameters of different meshes (experts and the rest) share one
         call. Built after the first backward pass, since FSDP reallocates its shards in the first forward pass.
         """
-        self._local_parameters = [(p, nn.Parameter(local_tensor(p.detach()))) for p in self.parameters()]
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        self._local_parameters = [(p, nn.Parameter(local_tensor(p.detach()))) for p in trained]
         return torch.optim.AdamW(
             [here for _, here in self._local_parameters],
             lr=LEARNING_RATE,

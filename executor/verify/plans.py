@@ -19,12 +19,14 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
+from executor.model.adapters import train_only
 from executor.model.decoder import Decoder
 from executor.model.init_weights import STD, init_weights
 from executor.model.shards import ParameterShard, local_shard, local_tensor
 from executor.parallel.batches import rank_batch
 from executor.parallel.parallelize import Setup
 from executor.parallel.train_step import CLIP, LEARNING_RATE, Trainer
+from simulator.config.adapter import Adapter
 from simulator.config.model import Model
 from simulator.config.plan import Plan
 from simulator.config.workload import Workload
@@ -75,7 +77,14 @@ def verify(setup: Setup, *, fault: float = 0.0) -> Verdict:
     trainer = Trainer(setup)
     _, dtype, _ = setup.dtypes
     wanted = run_one_process(
-        setup.model, setup.workload, device=setup.device, seed=setup.seed, drawn=dtype, store=dtype, compute=dtype
+        setup.model,
+        setup.workload,
+        device=setup.device,
+        seed=setup.seed,
+        drawn=dtype,
+        store=dtype,
+        compute=dtype,
+        adapter=setup.runtime.adapter,
     )
     loss = norm = worst_gradient = worst_parameter = 0.0
     worst, compared = "", 0
@@ -156,19 +165,21 @@ def run_one_process(
     store: torch.dtype,
     compute: torch.dtype,
     steps: int = STEPS,
+    adapter: Adapter | None = None,
 ) -> Reference:
     """Run steps on one process with torch's own functions and our decoder, batches and initial weights.
 
     Weights are drawn in the type `drawn`, stored in `store` (as wide or wider), and used in `compute`.
     """
     with torch.device("meta"):
-        whole = Decoder(model).to(drawn)
+        whole = train_only(Decoder(model), model, adapter).to(drawn)
     whole.to_empty(device=device)
     whole.tie()
     init_weights(whole, seed=seed)
     whole.to(store)
     whole.set_positions(torch.arange(workload.seq_len, device=device), compute)
-    optimizer = torch.optim.AdamW(whole.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1)
+    trained = [parameter for parameter in whole.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1)
     losses, norms, first = [], [], {}
     for step in range(steps):
         tokens, targets = rank_batch(Plan(), workload, vocab=model.vocab, step=step, seed=seed, data_rank=0, cp_rank=0)

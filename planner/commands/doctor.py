@@ -11,6 +11,7 @@ from pathlib import Path
 from click.exceptions import Exit
 
 from planner.calibrate.measure_process import measure as run
+from planner.commands import doctor_jobs
 from planner.commands.probe import probe_cluster
 from planner.io import output
 from planner.io.inputs import read_cluster
@@ -37,6 +38,11 @@ MAX_BUDGET_S = 3600.0
 
 def doctor(asked: Doctor) -> None:
     """Print what `planner doctor` answers."""
+    if asked.launcher is not None:
+        doctor_jobs.doctor_jobs(asked)
+        return
+    if asked.nodes is not None or asked.gpus_per_node is not None:
+        raise UserError("--nodes and --gpus-per-node are for jobs", remedy="--launcher slurm")
     seconds = budget_s(asked.budget)
     if (asked.sources or asked.cluster) and asked.measure:
         raise UserError("--measure needs this machine", why="--from and --cluster describe another", remedy="drop one")

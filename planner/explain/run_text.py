@@ -7,8 +7,8 @@ from planner.io.grids import console, grid
 from planner.io.plan_words import degrees_text
 from planner.io.printable import printable
 from planner.question.goal import Goal
-from planner.search.run_failures import Span
 from planner.search.whole_run import DAY_S, RunAnswer, WholeRun
+from simulator.config.estimate import Interval
 
 MWH_J = 3.6e9
 
@@ -40,11 +40,13 @@ def run_text(run: WholeRun, goal: Goal) -> str:
             f"{run.energy_j / MWH_J:,.3g} MWh at {run.power_w:g} W a GPU (its power limit: {run.power_source}; hosts, "
             "network and cooling are not counted)"
         )
-    parts.append(
-        f"{run.goodput.value:.1%} of the time are steps that count ({run.goodput.low:.1%} to {run.goodput.high:.1%}): "
-        f"{_count_of(run.failures)}, and a checkpoint every {_minutes(run.checkpoint_interval_s.value)}; no time is "
-        "counted for evaluation"
-    )
+    if run.goodput is not None and run.checkpoint_interval_s is not None:
+        parts.append(
+            f"{run.goodput.value:.1%} of the time are steps that count ({run.goodput.low:.1%} to "
+            f"{run.goodput.high:.1%}): {_failures(run.failures)}, and a checkpoint every "
+            f"{_time(run.checkpoint_interval_s.value)}"
+        )
+    parts.append("no time is counted for evaluation")
     return "; ".join(parts)
 
 
@@ -69,7 +71,7 @@ def _meaning(found: RunAnswer) -> str:
         return ""
     which = "soonest" if goal.deadline_s is None else "cheapest"
     doubts = []
-    if goal.deadline_s is not None and run.days.high * DAY_S > goal.deadline_s:
+    if run.days is not None and goal.deadline_s is not None and run.days.high * DAY_S > goal.deadline_s:
         doubts.append(f"takes {_three_digits(run.days.high)} days, which is too long")
     if run.cost is not None and goal.budget is not None and run.cost.high > goal.budget:
         doubts.append(f"costs {_three_digits(run.cost.high)}, which is too much")
@@ -77,25 +79,25 @@ def _meaning(found: RunAnswer) -> str:
     return f"* {run.gpus} GPUs are the {which} of those tried within {' and '.join(limits)}{doubt}"
 
 
-def _range(span: Span | None, unit: str = "") -> str:
-    """Return a value with its unit and 80 % range, or a dash."""
-    if span is None:
-        return "-"
-    return f"{_three_digits(span.value)}{unit} ({_three_digits(span.low)}-{_three_digits(span.high)})"
+def _failures(count: float) -> str:
+    return "less than one failure is expected" if count < 1 else f"{count:,.0f} failures are expected"
 
 
-def _count_of(failures: float) -> str:
-    return "less than one failure is expected" if failures < 1 else f"{failures:,.0f} failures are expected"
-
-
-def _minutes(seconds: float) -> str:
+def _time(seconds: float) -> str:
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
-def _value(span: Span | None) -> str:
-    return "-" if span is None else _three_digits(span.value)
+def _range(interval: Interval | None, unit: str = "") -> str:
+    """Return a value with its unit and 80 % range, or a dash."""
+    if interval is None:
+        return "-"
+    return f"{_three_digits(interval.value)}{unit} ({_three_digits(interval.low)}-{_three_digits(interval.high)})"
+
+
+def _value(interval: Interval | None) -> str:
+    return "-" if interval is None else _three_digits(interval.value)
 
 
 def _three_digits(value: float) -> str:

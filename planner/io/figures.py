@@ -13,9 +13,15 @@ from topology.units import GIB, two_digits
 
 
 def last_digit_s(value: Interval) -> float:
-    """Return the place of the last digit that is known of a time, in seconds: 0.1 for 7.25 s (6.29 to 8.98)."""
+    """Return the place of the last digit that is shown of a time, in seconds: 0.1 for 7.25 s (6.29 to 8.98).
+
+    However wide the range, it is the second one of the time at the latest, or rounding would hide a third of it.
+    """
     half = (value.high - value.low) / 2 or abs(value.value) * 1e-3
-    return 10.0 ** floor(log10(half / 2.5)) if half > 0 else 1e-3
+    if half <= 0:
+        return 1e-3
+    known = floor(log10(half / 2.5))
+    return 10.0 ** (min(known, floor(log10(value.value)) - 1) if value.value > 0 else known)
 
 
 def seconds_text(value_s: float, last_s: float, *, signed: bool = False) -> str:

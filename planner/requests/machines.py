@@ -72,6 +72,13 @@ class Doctor(Request):
     gpu: str | None = option(None, "--gpu", help="GPU model, such as h100-sxm, if the text does not name it.")
     measure: bool = option(False, "--measure", help="Measure links, GPUs and collectives; needs torch.")
     measured: Path | None = option(None, "--measured", help="Use a measurement that --save-measured wrote.")
+    launcher: str | None = option(
+        None, "--launcher", help="slurm: check what a job needs, on nodes that are free now, instead of this machine."
+    )
+    nodes: int | None = option(None, "--nodes", least=1, most=1024, help="Nodes of such a job; default 2.")
+    gpus_per_node: int | None = option(
+        None, "--gpus-per-node", least=0, most=64, help="GPUs of each; default: as many as nodes declare."
+    )
     budget: str = option("60s", "--budget", help="Time for --measure, such as 60s or 2m.")
     allow_busy: bool = option(False, "--allow-busy", help="Measure even if others use the GPUs.")
     out: Path | None = option(None, "--out", help="Save the cluster, with measured rates.")

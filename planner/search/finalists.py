@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from planner.question.prediction import Method, predict
+from planner.question.prediction import Method, Prediction, predict, simulated_length
 from planner.question.question import Question
 from planner.search.deadline import over
 from simulator.config.estimate import SURE, Estimate
@@ -54,7 +54,9 @@ def predict_all(
             return None
         turn = f"simulating plan {number} of {len(finalists)}"
         tell = None if progress is None else partial(_report, progress, turn)
-        plan, prediction = finalist.plan, predict(question, finalist.plan, held=replays[finalist.plan], progress=tell)
+        plan, prediction = finalist.plan, Prediction(estimate=finalist.estimate, method=Method.ANALYTICAL)
+        if simulated_length(question, plan):  # else it would be predicted as it was
+            prediction = predict(question, plan, held=replays[plan], progress=tell)
         plain = replace(plan, placement=())
         same_gpus = tuple(range(plan.gpus)) == tuple(sorted(plan.placement)) != plan.placement
         if same_gpus and all(plain != other.plan for other in finalists):

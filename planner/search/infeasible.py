@@ -21,8 +21,8 @@ from planner.search.plan_space.candidates import Bounds, Nodes, enumerate_nodes
 from planner.search.plan_space.judged import fastest_fitting
 from planner.search.plan_space.screened import NODES_AT_ONCE, PLANS_AT_ONCE, Screened
 from simulator.bounds.screening import Screening
+from simulator.config.optimizers import OPTIMIZERS
 from simulator.config.plan import PLAN_FIELDS, Plan
-from simulator.config.runtime import MOMENTS
 from simulator.config.workload import Workload
 from simulator.legality.frameworks import ANY, Framework
 from simulator.memory.estimate import with_replay
@@ -327,7 +327,8 @@ def min_gpus_for_state(screening: Screening) -> int:
     spec, runtime = screening.operators.spec, screening.scenario.runtime
     param = {"float32": 4.0}.get(runtime.param_dtype, 2.0)
     master = 4.0 if spec.state.master_weights and param < 4 else 0.0
-    moments = MOMENTS.get(runtime.optimizer, 0) * (4.0 if master else param)
+    optimizer = OPTIMIZERS.get(runtime.optimizer)
+    moments = optimizer.state_bytes(4.0 if master else param) if optimizer is not None else 0.0
     return max(
         1, int(np.ceil(screening.scenario.model.parameters * (param + moments + master) / screening.capacity_bytes))
     )

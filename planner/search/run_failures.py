@@ -11,31 +11,20 @@ from simulator.config.estimate import Interval
 from simulator.failures.checkpoint import checkpoint_bytes, copy_s
 from simulator.failures.goodput import GPU_HOURS, GPU_HOURS_RANGE, RESTART_S, STORAGE_BYTES_PER_S, Failures
 from simulator.failures.simulated import spread
+from topology.cluster import Source
 from topology.units import GIB
 
 HOUR_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
-    """A value, and the range that holds it in four of five runs."""
-
-    value: float
-    low: float
-    high: float
-
-    def times(self, factor: float) -> Span:
-        return Span(value=self.value * factor, low=self.low * factor, high=self.high * factor)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RunTime:
     """`total_s` of a run, of which `lost_s` is no step that counts; `assumed` says what was not stated."""
 
-    total_s: Span
-    goodput: Span
-    checkpoint_interval_s: Span
-    lost_s: Span
+    total_s: Interval
+    goodput: Interval
+    checkpoint_interval_s: Interval
+    lost_s: Interval
     checkpoint_bytes: float
     mtbf_s: float
     failures: float
@@ -70,23 +59,27 @@ def run_time(question: Question, goal: Goal, gpus: int, steps_s: Interval) -> Ru
     worst, best = ((one.goodput(one.best_interval_s), one.best_interval_s) for one in others)
     low = _together(steps_s.low / steps_s.value, chance_low, _ratio(goodput, best[0]))
     high = _together(steps_s.high / steps_s.value, chance_high, _ratio(goodput, worst[0]))
-    good = Span(
+    good = _between(
         value=goodput,
         low=min(1.0, goodput / _together(chance_high, _ratio(goodput, worst[0]))),
         high=min(1.0, goodput / _together(chance_low, _ratio(goodput, best[0]))),
     )
-    whole = Span(value=total, low=total * low, high=total * high)
-    lost = Span(value=total * (1 - goodput), low=whole.low * (1 - good.high), high=whole.high * (1 - good.low))
+    whole = _between(value=total, low=total * low, high=total * high)
+    lost = _between(value=total * (1 - goodput), low=whole.low * (1 - good.high), high=whole.high * (1 - good.low))
     return RunTime(
         total_s=whole,
         goodput=good,
-        checkpoint_interval_s=Span(value=interval, low=min(interval, worst[1]), high=max(interval, best[1])),
+        checkpoint_interval_s=_between(value=interval, low=min(interval, worst[1]), high=max(interval, best[1])),
         lost_s=lost,
         checkpoint_bytes=checkpoint_bytes(question),
         mtbf_s=failing.mtbf_s,
         failures=total / failing.mtbf_s,
         assumed=_assumed(question, goal, gpus, stated),
     )
+
+
+def _between(*, value: float, low: float, high: float) -> Interval:
+    return Interval(value=value, low=low, high=high, source=Source.ASSUMED)
 
 
 def _ratio(of: float, other: float) -> float:

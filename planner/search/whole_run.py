@@ -20,7 +20,7 @@ from planner.search.deadline import NOT_EXPLAINED, NOT_TRIED, deadline_of, left_
 from planner.search.gpu_counts import objective_value
 from planner.search.infeasible import min_gpus_for_state
 from planner.search.result import SearchResult
-from planner.search.run_failures import Span, run_time
+from planner.search.run_failures import run_time
 from planner.search.search import SearchOptions, explained
 from simulator.bounds.screening import Screening
 from simulator.config.estimate import Interval
@@ -33,31 +33,28 @@ HOUR_S, DAY_S = 3600.0, 86400.0
 MOST_GPUS = 1 << 17  # tried: more than anyone has joined
 BETWEEN = (1.25, 1.5, 1.75)  # times the smaller of the last two numbers
 USELESS = 2  # numbers in a row that make a run neither shorter nor, while it is too dear, cheaper: more will not
-NO_SPAN = Span(value=math.inf, low=math.inf, high=math.inf)  # without a plan a run takes for ever; null in JSON
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WholeRun:
     """A run of so many steps on so many GPUs; where there is no plan, `problem` says why and the rest is empty.
 
-    `seconds`, `low_s` and `high_s` are its steps alone, the last two if every step takes the ends of its range (80%).
-    All else is of the whole time, with failures, restarts and checkpoints, which come every `checkpoint_interval_s` of
-    steps; `lost_s` is no step that counts. `energy_j` is that of the GPUs at `power_w` each, the limit of their
-    datasheet: hosts, network and cooling are not in it. The cost is in the currency of the price given.
+    `steps_s` are its steps alone. All else is of the whole time, with failures, restarts and checkpoints, which come
+    every `checkpoint_interval_s` of steps; `lost_s` is no step that counts, `goodput` the share of those that do.
+    Ranges hold 80 %. `energy_j` is that of the GPUs at `power_w` each, the limit of their datasheet: hosts, network and
+    cooling are not in it. The cost is in the currency of the price given.
     """
 
     gpus: int
     plan: Plan | None = None
     steps: float = 0.0
-    seconds: float = 0.0
-    low_s: float = 0.0
-    high_s: float = 0.0
-    days: Span = NO_SPAN
-    gpu_hours: Span = NO_SPAN
-    cost: Span | None = None
-    goodput: Span = NO_SPAN
-    checkpoint_interval_s: Span = NO_SPAN
-    lost_s: Span = NO_SPAN
+    days: Interval | None = None
+    gpu_hours: Interval | None = None
+    cost: Interval | None = None
+    steps_s: Interval | None = None
+    goodput: Interval | None = None
+    checkpoint_interval_s: Interval | None = None
+    lost_s: Interval | None = None
     checkpoint_bytes: float = 0.0
     failures: float = 0.0
     assumed: tuple[str, ...] = ()
@@ -65,6 +62,11 @@ class WholeRun:
     power_source: str = ""
     energy_j: float | None = None
     problem: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """How long it is expected to take: for ever without a plan."""
+        return math.inf if self.days is None else self.days.value * DAY_S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,20 +121,19 @@ def whole_run(result: SearchResult, goal: Goal) -> WholeRun:
     best = result.plans[0]
     step, gpus = best.estimate.step_s, best.plan.gpus
     steps = goal.tokens / result.question.workload.tokens_per_step
-    alone = Interval(value=steps * step.value, low=steps * step.low, high=steps * step.high, source=step.source)
+    alone = step.at(steps * step.value)
     time = run_time(result.question, goal, gpus, alone)
-    gpu_hours = time.total_s.times(gpus / HOUR_S)
+    days = time.total_s.at(time.total_s.value / DAY_S)
+    gpu_hours = days.at(days.value * gpus * DAY_S / HOUR_S)
     kind, price = result.question.cluster.slowest_kind, goal.gpu_price_per_hour
     return WholeRun(
         gpus=gpus,
         plan=best.plan,
         steps=steps,
-        seconds=alone.value,
-        low_s=alone.low,
-        high_s=alone.high,
-        days=time.total_s.times(1 / DAY_S),
+        days=days,
         gpu_hours=gpu_hours,
-        cost=None if price is None else gpu_hours.times(price),
+        cost=None if price is None else gpu_hours.at(gpu_hours.value * price),
+        steps_s=alone,
         goodput=time.goodput,
         checkpoint_interval_s=time.checkpoint_interval_s,
         lost_s=time.lost_s,
@@ -151,7 +152,7 @@ def _power_source(kind: GpuKind) -> str:
 
 @dataclass(slots=True)
 class Counts:
-    """Searches for the best plan on each number of GPUs in turn."""
+    """Asks for the best plan on one number of GPUs after the other."""
 
     question: Question
     goal: Goal
@@ -235,7 +236,7 @@ def _double(counts: Counts) -> int | None:
                 return before
             if met and until_met:
                 return None  # the first number that works
-            value = run.days.value if until_met or met else run.gpu_hours.value
+            value = run.seconds if until_met or met else run.seconds * run.gpus
             useless = 0 if value < best else useless + 1
             met_before, best = met, min(best, value)
         if useless >= USELESS:
@@ -270,9 +271,9 @@ def _numbers(counts: Counts) -> tuple[list[int], int]:
 
 
 def _meets(goal: Goal, run: WholeRun) -> bool:
-    in_time = goal.deadline_s is None or run.days.value * DAY_S <= goal.deadline_s
-    cost = 0.0 if run.cost is None else run.cost.value
-    return not run.problem and in_time and (goal.budget is None or cost <= goal.budget)
+    in_time = goal.deadline_s is None or run.seconds <= goal.deadline_s
+    paid = goal.budget is None or run.cost is None or run.cost.value <= goal.budget
+    return not run.problem and in_time and paid
 
 
 def _choose(counts: Counts, runs: list[WholeRun]) -> WholeRun:
@@ -280,16 +281,15 @@ def _choose(counts: Counts, runs: list[WholeRun]) -> WholeRun:
     goal = counts.goal
     met = [run for run in runs if _meets(goal, run)]
     if met:
-        return min(
-            met,
-            key=lambda run: (run.gpu_hours.value if goal.deadline_s is not None else run.days.value, run.gpus),
-        )
+        return min(met, key=lambda run: (run.seconds * (run.gpus if goal.deadline_s is not None else 1), run.gpus))
     possible = [run for run in runs if not run.problem]
     if not possible:
         problems = "; ".join(f"{run.gpus} GPUs: {run.problem}" for run in runs[-3:])
         raise Infeasible(f"no plan for {counts.question.model.name} on the numbers of GPUs tried", why=problems)
-    soonest = min(possible, key=lambda run: run.days.value)
-    cheapest = min(possible, key=lambda run: run.gpu_hours.value)
+    soonest, cheapest = (
+        min(possible, key=lambda run: run.seconds),
+        min(possible, key=lambda run: run.seconds * run.gpus),
+    )
     wanted = [] if goal.deadline_s is None else [f"{goal.deadline_s / DAY_S:.4g} days"]
     wanted += [] if goal.budget is None else [f"a budget of {goal.budget:,.0f}"]
     ends = [f"the soonest takes {_end(soonest)}"]
@@ -305,4 +305,4 @@ def _choose(counts: Counts, runs: list[WholeRun]) -> WholeRun:
 
 def _end(run: WholeRun) -> str:
     gpus = f"{run.gpus} GPU{'s' * (run.gpus > 1)}"
-    return f"{run.days.value:.3g} days on {gpus}" + ("" if run.cost is None else f" for {run.cost.value:,.0f}")
+    return f"{run.seconds / DAY_S:.3g} days on {gpus}" + ("" if run.cost is None else f" for {run.cost.value:,.0f}")

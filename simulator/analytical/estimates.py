@@ -127,15 +127,8 @@ def estimate_plans(
     a plan's recompute word.
     """
     model, cluster, workload, runtime = scenario.model, scenario.cluster, scenario.workload, scenario.runtime
-    require_gpus(plans, cluster)
     operators = calibrated_operators(scenario)
-    table = plan_table(
-        [with_canonical_recompute(plan, runtime) for plan in plans],
-        workload,
-        cp_method=operators.spec.context_parallel,
-        splits_experts=operators.spec.splits_experts,
-        wraps_one=wraps_one(operators.spec, runtime),
-    )
+    table = _table_of(scenario, plans, operators)
     context = cost_context(scenario, table, operators, each_on)
     if each_with:
         context = _with_own_costs(context, scenario, each_with)
@@ -178,6 +171,29 @@ def estimate_plans(
         clocks=account.clocks,
         distance=distance(cluster, runtime, max((plan.gpus for plan in plans), default=1))[0],
         calibration=context.calibration,
+    )
+
+
+def memory_of_plans(scenario: Scenario, plans: Sequence[Plan]) -> MemoryColumns:
+    """Return the bound of what ranks of every plan hold, as `estimate_plans` does, and no more of it."""
+    operators = calibrated_operators(scenario)
+    table = _table_of(scenario, plans, operators)
+    context = cost_context(scenario, table, operators)
+    blocks = network_blocks(operators, context, table.recompute_modes, moe=scenario.model.moe is not None)
+    layout = stage_layout(scenario.model, table, operators.spec.pipeline)
+    parameters = local_parameters(scenario.model, context)
+    memory = memory_columns(scenario.model, operators, context, layout, blocks, parameters)
+    return memory.scaled(known_costs(scenario))
+
+
+def _table_of(scenario: Scenario, plans: Sequence[Plan], operators: ModelOperators) -> PlanTable:
+    require_gpus(plans, scenario.cluster)
+    return plan_table(
+        [with_canonical_recompute(plan, scenario.runtime) for plan in plans],
+        scenario.workload,
+        cp_method=operators.spec.context_parallel,
+        splits_experts=operators.spec.splits_experts,
+        wraps_one=wraps_one(operators.spec, scenario.runtime),
     )
 
 

@@ -235,19 +235,31 @@ def held_sms(
     held = _channels(comm, op, sizes, options)
     if op in {"all_to_all", "send_recv"}:
         return held
-
-    def there(other: Communicator) -> Floats:
-        """Return what takes as many SM seconds as on other links."""
-        found = _evaluate(other, op, sizes, int8=int8, algorithm=algorithm)
-        with np.errstate(invalid="ignore", divide="ignore"):
-            return np.asarray(_channels(other, op, sizes, found) * found.time_s / options.time_s)
-
-    for nccl in _machines_with_fewer_channels(comm.nccl):
-        held = np.fmin(held, there(on_slower_ports(comm, nccl.nic / comm.nccl.nic)))
+    held = _on_any_slower_ports(held, comm, op, sizes, options, int8=int8, algorithm=algorithm)
     if (fitted := on_fitted_links(comm)) is not None:
+        there = _evaluate(fitted, op, sizes, int8=int8, algorithm=algorithm)
+        known = _channels(fitted, op, sizes, there)
+        known = _on_any_slower_ports(known, fitted, op, sizes, there, int8=int8, algorithm=algorithm)
         faster = fitted.link_bytes_per_s < comm.link_bytes_per_s
-        held = (np.fmin if faster else np.fmax)(held, there(fitted))
+        held = (np.fmin if faster else np.fmax)(held, _for_as_long(known, there, options))
     return held
+
+
+def _on_any_slower_ports(
+    held: Floats, comm: Communicator, op: str, sizes: Floats, options: _Options, *, int8: bool, algorithm: str | None
+) -> Floats:
+    """Return the SMs, but for no more SM seconds than over a slower network."""
+    for nccl in _machines_with_fewer_channels(comm.nccl):
+        slower = on_slower_ports(comm, nccl.nic / comm.nccl.nic)
+        there = _evaluate(slower, op, sizes, int8=int8, algorithm=algorithm)
+        held = np.fmin(held, _for_as_long(_channels(slower, op, sizes, there), there, options))
+    return held
+
+
+def _for_as_long(held: Floats, there: _Options, here: _Options) -> Floats:
+    """Return the SMs that take as many SM seconds in the times of `here` as `held` ones in those of `there`."""
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return np.asarray(held * there.time_s / here.time_s)
 
 
 def _channels(comm: Communicator, op: str, sizes: Floats, options: _Options) -> Floats:

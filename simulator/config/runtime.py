@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from simulator.config.adapter import Adapter
+from simulator.config.optimizers import why_no_optimizer
 
 # Bytes of a number, by the short names of operators and of sharding's text; and of what a run may be configured with.
 ELEMENT_BYTES = {
@@ -18,9 +19,6 @@ DTYPE_BYTES = {
     name: ELEMENT_BYTES[short]
     for name, short in {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "float8": "f8"}.items()
 }
-# Moments that an optimizer keeps of every parameter; others are not modelled. SGD is that without momentum, as torch's
-# is by default; Lion keeps one moment (Chen et al., arXiv 2302.06675).
-MOMENTS = {"adamw": 2, "adam": 2, "lion": 1, "sgd": 0}
 # Types that products may compute in while all else stays in 16 bits; nothing is stored or reduced in them by itself.
 LOW_PRECISION = ("float8", "float4")
 # A type that products of float32 tensors may compute in, as torch's float32 matmul precision "high" has it; nothing is
@@ -97,9 +95,4 @@ class Runtime:
             return f"{', '.join(low)} is not modelled: only products (compute_dtype) may be in low precision or TF32"
         if self.adapter is not None and self.low:
             return f"adapters with products in {self.compute_dtype} are not modelled: ask in bfloat16"
-        if self.optimizer not in MOMENTS:
-            return (
-                f"optimizer {self.optimizer!r} is not modelled: its states and its update are not known; known: "
-                f"{', '.join(MOMENTS)}"
-            )
-        return ""
+        return why_no_optimizer(self.optimizer)

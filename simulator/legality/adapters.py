@@ -32,6 +32,10 @@ def _packed(q: RuleFacts) -> bool:
     return _has(q) and _adapter(q).packed
 
 
+def _plain(q: RuleFacts) -> bool:
+    return q.model.moe is None and q.model.latent is None
+
+
 def _all(c: PlanColumns) -> Mask:
     return np.ones(len(c), dtype=np.bool_)
 
@@ -53,6 +57,25 @@ ADAPTER_RULES: tuple[Rule, ...] = (
         lambda c, q: _all(c),
         lambda p, q: f"adapter dropout {_adapter(q).dropout:g}: adapters of {q.framework.title} have none",
         applies=lambda q: _has(q) and _adapter(q).dropout > 0 and not q.framework.adapter_dropout,
+    ),
+    rule(
+        "adapter-cut",
+        lambda c, q: (c.tp > 1) | (not _plain(q)),
+        lambda p, q: (
+            f"adapters of {q.framework.title} are next to whole matrices of dense layers: not with tp {p.tp}"
+            if p.tp > 1
+            else f"adapters of {q.framework.title} are in dense layers with queries, keys and values of their own alone"
+        ),
+        applies=lambda q: _has(q) and q.framework.adapters_whole,
+    ),
+    rule(
+        "base-type",
+        lambda c, q: _all(c),
+        lambda p, q: (
+            f"frozen weights in {_adapter(q).base_weights}: {q.framework.title} stores all parameters in one type "
+            f"({q.dtypes[0]})"
+        ),
+        applies=lambda q: _has(q) and q.framework.base_as_stored and _adapter(q).base_weights not in {"", q.dtypes[0]},
     ),
     rule(
         "packed-base",

@@ -96,6 +96,10 @@ class Framework:
     empty_stages: bool = False  # a stage may hold no layer, or the embedding or the head alone
     adapters: tuple[str, ...] = ()  # kinds that it trains (`simulator.config.adapter.KINDS`)
     adapter_dropout: bool = True
+    adapters_whole: bool = (
+        False  # only where tensor parallelism cuts no matrix, and layers are neither sparse nor latent
+    )
+    base_as_stored: bool = False  # frozen weights are of the type that parameters are stored in
     packed_bases: tuple[str, ...] = ()  # types below 16 bits in which it keeps frozen weights
     sharded_bases: tuple[str, ...] = ()  # and in which it shards them over data-parallel ranks
     # What follows is asked of the executor alone; of others it is not known, and nothing is refused for it.
@@ -218,6 +222,10 @@ MESHWRIGHT = Framework(
     optimizers=("adamw",),
     fsdp_by_degree_only=True,
     uneven_widths=True,
+    adapters=("lora", "frozen"),
+    adapter_dropout=False,
+    adapters_whole=True,
+    base_as_stored=True,
     empty_stages=True,
     tied_pipeline=False,
     whole_expert_groups=True,

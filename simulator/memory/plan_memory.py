@@ -9,7 +9,7 @@ from math import nextafter
 
 import numpy as np
 
-from simulator.analytical.estimates import estimate_plans, known_costs
+from simulator.analytical.estimates import known_costs, memory_of_plans
 from simulator.analytical.memory import CONTEXT_BYTES
 from simulator.analytical.scenario import Scenario
 from simulator.calibration.intervals import replayed_memory_factors
@@ -24,8 +24,10 @@ from simulator.pipeline.schedules.registry import schedule_kind
 class PlanMemory:
     """One plan of a scenario. Bytes are those that runs of its runtime took where its description says others."""
 
-    def __init__(self, scenario: Scenario, plan: Plan) -> None:
+    def __init__(self, scenario: Scenario, plan: Plan, fullest: list[int] | None = None) -> None:
+        """`fullest` are ranks that held most of plans through the same pipeline, the last such first."""
         self._scenario, self.plan, self._known = scenario, plan, known_costs(scenario)
+        self._fullest = [] if fullest is None else fullest
         self._replay = MemoryReplay(scenario, plan)
         self._held: dict[int, ReservedMemory] = {}
         self._tried: dict[int, ReservedMemory] = {}
@@ -89,17 +91,11 @@ class PlanMemory:
         )
 
     @property
-    def _by_bound(self) -> list[int]:
-        """Every pipeline rank, first the one that needs most by the lower bound."""
-        if self.plan.pp == 1:
-            return [0]
-        bound = estimate_plans(self._scenario, [self.plan]).memory.reserved_bytes[0, : self.plan.pp]
-        return [int(rank) for rank in np.argsort(-bound, kind="stable")]
-
-    @property
     def _order(self) -> Iterator[int]:
-        """Every pipeline rank, first the ends of the pipeline: mostly one of them holds most."""
-        return iter(dict.fromkeys([0, self.plan.pp - 1, *range(self.plan.pp)]))
+        """Every pipeline rank, first those that held most before and the ends of the pipeline: mostly one of them holds
+        most.
+        """
+        return iter(dict.fromkeys([*self._fullest, 0, self.plan.pp - 1, *range(self.plan.pp)]))
 
     @property
     def peak_bytes(self) -> int:
@@ -137,11 +133,14 @@ class PlanMemory:
         """
         likely = 1.0
         rather_sure = sure_bytes(self.left_bytes, replayed_memory_factors()[1], RATHER_SURE)
-        for rank in self._by_bound:
-            if not self._within(rank, rather_sure):
-                return min(likely, nextafter(RATHER_SURE, 0.0))
-            likely = min(likely, self._holds(float(self.rank(rank).reserved_bytes)))
+        for rank in self._order:
+            within = self._within(rank, rather_sure)
+            likely = min(
+                likely,
+                self._holds(float(self.rank(rank).reserved_bytes)) if within else nextafter(RATHER_SURE, 0.0),
+            )
             if likely < sure:
+                self._fullest[:] = dict.fromkeys([rank, *self._fullest])
                 break
         return likely
 
@@ -187,7 +186,7 @@ class PlanMemory:
         """Bytes of state on every pipeline rank, as they are described; where nothing tells them from others, none."""
         if self._known.activations == 1.0:
             return [0.0] * self.plan.pp
-        columns = estimate_plans(self._scenario, [self.plan]).memory
+        columns = memory_of_plans(self._scenario, [self.plan])
         return [float(nbytes) / self._known.reserved for nbytes in columns.state_bytes[0, : self.plan.pp]]
 
 
@@ -197,10 +196,12 @@ class Replays:
     def __init__(self, scenario: Scenario) -> None:
         self._scenario = scenario
         self._found: dict[Plan, PlanMemory] = {}
+        self._fullest: dict[object, list[int]] = {}  # ranks by the pipeline that they are of
 
     def __getitem__(self, plan: Plan) -> PlanMemory:
         if plan not in self._found:
-            self._found[plan] = PlanMemory(self._scenario, plan)
+            fullest = self._fullest.setdefault((plan.pp, plan.virtual_stages, plan.schedule_name), [])
+            self._found[plan] = PlanMemory(self._scenario, plan, fullest)
         return self._found[plan]
 
 

@@ -20,16 +20,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from itertools import chain, zip_longest
 
 import numpy as np
 
-from simulator.config.runtime import MOMENTS
+from simulator.config.optimizers import OPTIMIZERS
 from simulator.kernels.operators import tensor_bytes
 from simulator.memory.allocator import Block, CachingAllocator
-from simulator.memory.plan_tensors import Held, PlanTensors
+from simulator.memory.plan_tensors import PlanTensors
 from simulator.memory.tensors import Act
+from simulator.memory.wrapped import Instance, Wrapped
 from simulator.pipeline.schedules.table import Action, Kind
 from simulator.step.cublas import workspace_bytes
 from simulator.step.held import placeholder_bytes, state_bytes
@@ -38,27 +38,6 @@ from simulator.step.units import Unit, held_kinds
 from topology.time_limit import check_time
 
 COMPUTE, GATHER, REDUCE, REPLICATE, PEERS = "compute", "gather", "reduce", "replicate", "peers"
-
-
-@dataclass(slots=True)
-class _Instance:
-    """A unit under one micro batch: its tensors by slot, and what a split backward leaves to its second half."""
-
-    slots: dict[int, Block] = field(default_factory=dict)
-    from_forward: set[int] = field(default_factory=set)
-    later: list[tuple[Act, int]] = field(default_factory=list)
-    casts: list[Block] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class _Wrapped:
-    """A unit's parameters: whole ones while they are gathered, gradients on their way, gradients that stay."""
-
-    elements: list[Held]
-    gathered: list[Block] = field(default_factory=list)
-    flat: Block | None = None
-    whole_gradients: dict[int, Block] = field(default_factory=dict)
-    gradients: list[Block] = field(default_factory=list)
 
 
 class RankReplay:
@@ -70,8 +49,8 @@ class RankReplay:
         self.context, self.spec, self.traffic = plan.context, plan.context.spec, plan.traffic
         self.row = plan.schedule.table[rank]
         self.units = [unit for stage in plan.schedule.stages_of(rank) for unit in plan.stages[stage]]
-        self.wrapped = {unit.name: _Wrapped(elements=plan.elements(unit)) for unit in self.units}
-        self.running: dict[tuple[str, int], _Instance] = {}
+        self.wrapped = {unit.name: Wrapped(elements=plan.elements(unit)) for unit in self.units}
+        self.running: dict[tuple[str, int], Instance] = {}
         self.outputs: dict[tuple[int, int], Block] = {}
         self.logits: list[Block] = []  # what a trainer keeps for metrics until there are others
         self.flat: Block | None = None  # the last gather's buffer, kept until the next one has been copied
@@ -179,7 +158,7 @@ class RankReplay:
         for position, unit in enumerate(units):
             passes = self.plan.passes(unit)
             self._gather(unit, forward=True)
-            instance = self.running[unit.name, micro_batch] = _Instance()
+            instance = self.running[unit.name, micro_batch] = Instance()
             if self.casts:
                 instance.casts = self._taken(unit.kept_cast[0] * self.compute_bytes)
                 again = self._taken(unit.recast[0] * self.compute_bytes)
@@ -252,7 +231,7 @@ class RankReplay:
     def _play(
         self,
         unit: Unit,
-        instance: _Instance,
+        instance: Instance,
         events: Iterable[tuple[Act, int, int]],
         *,
         forward: bool,
@@ -410,7 +389,8 @@ class RankReplay:
 
     def make_optimizer(self) -> None:
         """Make the optimizer's state, a tensor a moment and parameter, as the first step does at its end."""
-        kinds = MOMENTS[self.context.runtime.optimizer] + bool(self.spec.state.master_weights and self.param_bytes < 4)
+        runtime, spec = self.context.runtime, self.spec
+        kinds = len(OPTIMIZERS[runtime.optimizer].states) + bool(spec.state.master_weights and self.param_bytes < 4)
         for unit in self.units:
             width = self.plan.share(unit, "optimizer") * self.plan.state["optimizer"]
             for elements in self.wrapped[unit.name].elements:

@@ -73,7 +73,9 @@ def adapted(operators: Sequence[OperatorSpec], model: Model, adapter: Adapter, *
     for operator in operators:
         own = projections_of(operator, gated=model.gated_mlp)
         if not own:
-            found.append(operator)
+            norm = operator.name.rstrip("_0123456789").endswith("norm")
+            still = adapter.freezes_all or "norms" in frozen
+            found.append(_frozen_norm(operator) if norm and still else operator)
             continue
         adds = [one for out in _adapters(own, model, adapter) for one in _lora(operator, out, adapter, compiled)]
         routed = "e" in parse_matmul(operator.matmul)[1]
@@ -85,6 +87,15 @@ def adapted(operators: Sequence[OperatorSpec], model: Model, adapter: Adapter, *
         sums = [_backward_only(f"{operator.name}_lora_sum", operator, (f"2*{given}",), (given,))] if adds else []
         found += [*sums, *unpacked, *adds]
     return _keeping_what_is_needed(found, adapter)
+
+
+def _frozen_norm(norm: OperatorSpec) -> OperatorSpec:
+    """Return a norm whose weight has no gradient: one of several kernels keeps the normalised tokens in 16 bits, next
+    to the input in float32, for that gradient alone.
+    """
+    wide = [tensor for tensor in norm.saves if tensor.endswith(":f32") and " " in tensor]
+    narrow = [tensor.removesuffix(":f32") for tensor in wide]
+    return replace(norm, saves=tuple(tensor for tensor in norm.saves if tensor not in narrow))
 
 
 def frozen_projections(model: Model, adapter: Adapter) -> frozenset[str]:

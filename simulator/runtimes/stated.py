@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from simulator.config.optimizers import OPTIMIZERS, canonical_optimizer
 from simulator.config.runtime import COMPUTE_ONLY, DTYPE_BYTES, LOW_PRECISION, MOE_DISPATCHERS, Runtime
 from simulator.kernels.low_precision import USUAL, recipes
 from simulator.runtimes.library import DATED, RuntimeSpec, runtime_spec
@@ -37,6 +38,8 @@ def resolve(stated: JsonObject) -> tuple[Runtime, tuple[str, ...]]:
             assumed.append(f"runtime.{key} = {value} ({spec.names[0]} default)")
         if key == "optimizer":
             value = canonical_optimizer(str(value))
+            if value in OPTIMIZERS and OPTIMIZERS[value].paged:
+                assumed.append("states of the paged optimizer stay on the GPU")
         if key.endswith("dtype") and value not in DTYPE_BYTES and value not in COMPUTE_ONLY:
             raise BadPlan(
                 f"runtime.{key} {value!r} is unknown",
@@ -88,8 +91,3 @@ def _recipe(stated: Any, dtype: str, spec: RuntimeSpec) -> tuple[str, list[str]]
     if stated not in known:
         raise BadPlan(f"runtime.low_precision_recipe {stated!r} is none of {dtype}", why=f"known: {', '.join(known)}")
     return str(stated), []
-
-
-def canonical_optimizer(word: str) -> str:
-    """Return an optimizer's name without how it is implemented: `FusedAdam`, `distributed_adam` and `adam` are one."""
-    return re.sub(r"fused|foreach|distributed|apex|torch|optimizer|[^a-z0-9]", "", word.lower()) or word

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.random import Generator
 
 LEAST_SHAPE = 1e-3  # arrivals that vary by less are constant
+MOST_DRAWN = 1 << 18  # requests whose lengths are drawn to find the longest
 
 
 class Request(NamedTuple):
@@ -32,6 +33,10 @@ class Lengths:
     mean: int
     low: float = 1.0
     high: float = 1.0
+
+    @property
+    def longest(self) -> int:
+        return max(1, round(self.mean * self.high))
 
     def draw(self, count: int, random: Generator) -> np.ndarray:
         """Return whole numbers, one a request, at least 1."""
@@ -72,7 +77,9 @@ class Traffic:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest request, prompt and answer."""
+        """Tokens of the longest request, prompt and answer; of very many, the longest that there can be."""
+        if self.count > MOST_DRAWN and not self.trace:
+            return self.prompt.longest + self.output.longest
         return _longest(self)
 
     def _draw(self) -> tuple[Request, ...]:

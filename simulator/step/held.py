@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from simulator.columns.plan_table import Floats
 from simulator.config.model import Model
-from simulator.config.runtime import MOMENTS
+from simulator.config.optimizers import OPTIMIZERS
 from simulator.kernels.operators import OperatorSpec, active_rows, parse_matmul, tensor_bytes
 from simulator.pipeline.stages import StageLayout
 from simulator.runtimes.library import head_left, head_peaks
@@ -108,7 +108,7 @@ def state_bytes(context: CostContext) -> dict[State, float]:
     """
     state, param = context.spec.state, context.dtype_bytes("param")
     master = 4.0 if state.master_weights and param < 4 else 0.0
-    moments = MOMENTS[context.runtime.optimizer] * (4.0 if master else param)
+    moments = OPTIMIZERS[context.runtime.optimizer].state_bytes(4.0 if master else param)
     gradients = context.dtype_bytes(state.gradient_dtype)
     return {"parameters": param, "gradients": gradients, "optimizer": moments + master}
 

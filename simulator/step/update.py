@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from simulator.columns.plan_table import Floats
-from simulator.config.runtime import MOMENTS, Runtime
+from simulator.config.optimizers import OPTIMIZERS
+from simulator.config.runtime import DTYPE_BYTES, Runtime
 from simulator.kernels.low_precision import recipe_of
 from simulator.kernels.roofline import UPDATE_BYTES
 from simulator.runtimes.library import spec_for
@@ -31,7 +32,8 @@ def update_bytes(runtime: Runtime, owned: Floats | float, held: Floats | float) 
     were sharded, and what the runtime does to the gradients of all that it has `held` before.
     """
     state = spec_for(runtime).state
-    per_owned = PLAIN_BYTES + MOMENTS[runtime.optimizer] * MOMENT_BYTES + CLIP_BYTES
+    moved = OPTIMIZERS[runtime.optimizer].moved(float(DTYPE_BYTES[updated_dtype(runtime)]))
+    per_owned = PLAIN_BYTES + moved * MOMENT_BYTES / 2 + CLIP_BYTES
     per_owned += state.owned_gradient_passes_bytes + (COPY_BYTES if state.master_weights else 0.0)
     return owned * per_owned + held * (state.gradient_passes_bytes + weight_cast_bytes(runtime))
 

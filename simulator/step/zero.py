@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulator.columns.plan_table import Floats
-from simulator.config.runtime import MOMENTS
+from simulator.config.optimizers import OPTIMIZERS
 from simulator.step.context import CostContext
 from simulator.step.held import state_bytes
 
@@ -59,7 +59,9 @@ def zero_buffers(context: CostContext, elements: Floats, owned: Floats) -> ZeroB
     param, reduce = context.dtype_bytes("param"), context.dtype_bytes("reduce")
     away = column(table.offloaded["optimizer"])
     if zero is None:
-        made = owned * param * (context.spec.state.update_copies if MOMENTS[context.runtime.optimizer] > 1 else 0.0)
+        kept = OPTIMIZERS[context.runtime.optimizer]
+        foreach = kept.states == (None, None) and not kept.paged  # torch's own; bitsandbytes updates in one kernel
+        made = owned * param * (context.spec.state.update_copies if foreach else 0.0)
         return ZeroBuffers(
             standing=nothing, buckets=nothing, reducing=nothing, update=np.where(away, 0.0, made) + nothing
         )

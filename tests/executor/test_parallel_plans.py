@@ -122,6 +122,22 @@ TWO = {
         },
     ),
     "pp-uneven": ({"model": "four"}, {"pp": 2, "layers_per_stage": [3, 1], "micro_batch_size": 2}),
+    "lora-ddp": (
+        {"adapter": {"rank": 4, "target_modules": ["all-linear"]}},
+        {"dp_replicate": 2, "micro_batch_size": 2},
+    ),
+    "lora-fsdp": (
+        {"adapter": {"rank": 4, "target_modules": ["q_proj", "v_proj"]}},
+        {"dp_shard": 2, "recompute": "selective-op", "micro_batch_size": 2},
+    ),
+    "lora-pp": (
+        {"adapter": {"rank": 4, "target_modules": ["all-linear"]}},
+        {"pp": 2, "schedule": "1F1B", "micro_batch_size": 2},
+    ),
+    "frozen-fsdp": (
+        {"adapter": {"kind": "frozen", "target_modules": ["embed_tokens", "mlp", "norm"]}},
+        {"dp_shard": 2, "recompute": "full", "micro_batch_size": 4},
+    ),
 }
 MIXED = {
     "mixed": "attention_in=ring,mlp_in=fused,mlp_out=chunked",

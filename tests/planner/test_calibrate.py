@@ -188,6 +188,7 @@ def test_every_kind_of_parallelism_has_a_narrow_layer() -> None:
 
     assert {(1, 1, 1, 1, 1), (4, 1, 1, 1, 1), (1, 4, 1, 1, 1), (2, 2, 1, 1, 1), (1, 1, 4, 1, 1)} <= kinds
     assert {(4, 1, 1, 4, 1), (2, 1, 1, 1, 2)} <= kinds
+    assert len({one.workload.seq_len / one.plan.cp for one in requests}) == 1, "as many tokens a rank"
     assert {one.plan.recompute for one in requests} == {"none", "full", "selective-op"}
     assert {one.runtime.compile for one in requests} == {False, True}
     staged = [one for one in requests if one.plan.pp == 2]

@@ -168,9 +168,11 @@ def test_what_was_not_measured_is_told_with_what_it_could_change() -> None:
     wanted = Wanted(steps=(step(Plan(dp_shard=4)), step(Plan(tp=4, sequence_parallel=True))), choice=True)
     agenda = agenda_for(wanted, MACHINE, None, gpus=4, budget_s=120)
 
-    left = {one.name: one for one in agenda.assumed([])}
+    assumed = agenda.assumed([])
+    left = {one.name: one for one in assumed}
     after = {one.name for one in agenda.assumed([one.measurement for one in agenda.chosen])}
 
+    assert assumed == sorted(assumed, key=lambda one: (one.decides, abs(one.change)), reverse=True)
     assert left["host, torchtitan: a layer's tensor parallelism"].plan == "tp 4"
     assert left["host, torchtitan: a layer's tensor parallelism"].spread == pytest.approx(
         np.expm1(1.2816 * np.hypot(0.4, np.log1p(0.35 / 7.8)))

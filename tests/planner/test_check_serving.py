@@ -147,6 +147,11 @@ def test_what_would_not_start_or_not_serve_is_illegal(text: str, words: str) -> 
     assert any(words in problem for problem in found.problems), found.problems
 
 
+def test_a_context_of_all_positions_starts() -> None:
+    assert checked("vllm serve Qwen/Qwen3-8B --max-model-len 40960").legal
+    assert not checked("vllm serve Qwen/Qwen3-8B --max-model-len 40961").legal
+
+
 def test_a_better_deployment_is_a_diff_that_reads_back_as_it() -> None:
     serve = "vllm serve meta-llama/Llama-3.1-8B-Instruct \\\n  -tp $TP --max-model-len 4096\n"
     text = f"#!/bin/bash\nTP=8  # all of them\n{serve}"

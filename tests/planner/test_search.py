@@ -357,6 +357,18 @@ def test_nothing_legal_names_the_rules(llama8b):
     assert caught.value.exit_code == 3
 
 
+def test_stated_recomputation_that_no_degree_allows_is_refused_with_its_rule():
+    stated = Bounds().fixing(tp=((2, 2),), dp_shard=((1, 1),), recompute=("selective-op",))
+    with pytest.raises(Infeasible, match="no legal plan") as caught:
+        suggest(
+            question_of(load_model("qwen3-8b"), make_cluster(1, 2), Workload(seq_len=2048, global_batch_size=2)),
+            SearchOptions(bounds=stated),
+        )
+
+    assert "aten._unsafe_view" in caught.value.why
+    assert "--tp 1" in caught.value.remedy
+
+
 def test_the_fewest_gpus_are_the_fewest(llama8b):
     """Every smaller part of the node misses memory; the answer fits."""
     workload = Workload(seq_len=8192, global_batch_size=64)

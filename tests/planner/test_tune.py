@@ -357,6 +357,7 @@ def test_the_command_answers_as_its_contract_says_and_resumes(tmp_path, planner)
         (("--budget", "soon", "--model", "tiny-llama", "--cluster", "h200x4"), 2),
         ((), 2),
         (("--model", "llama3-405b", "--cluster", "h200x4", "--gpus", "1", "--device", "cpu"), 3),
+        (("--recorded", RECORDED, "--trials", "1", "--submit"), 2),
     ],
 )
 def test_questions_that_cannot_be_tuned_are_refused(flags, code: int, tmp_path, planner) -> None:

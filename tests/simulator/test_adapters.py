@@ -148,6 +148,20 @@ def test_without_dropout_adapters_of_one_input_keep_it_once() -> None:
     assert saved["w1"] == ()
 
 
+def test_a_frozen_norm_of_several_kernels_keeps_its_input_alone() -> None:
+    """Its last product keeps the normalised tokens for the gradient of the weight (torch's `MulBackward0`)."""
+    saved = {
+        name: next(
+            o.saves
+            for o in operators_for(load_model("llama3-8b"), question(of, name="transformers").runtime).dense_layer
+            if o.name == "ffn_norm"
+        )
+        for name, of in (("trained", None), ("frozen", LORA))
+    }
+
+    assert saved == {"trained": ("u h:f32", "u h"), "frozen": ("u h:f32",)}
+
+
 def test_model_flops_leave_out_weight_gradients_of_frozen_matrices() -> None:
     """Of 6 FLOPs for a matrix's number and token, 4 are left: forward, and the gradient of the input."""
     plan = Plan()

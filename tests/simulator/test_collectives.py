@@ -263,10 +263,13 @@ def test_faster_links_inside_a_node_take_no_time_and_no_kernel_from_it(name):
                 assert fast.sms * fast.time_s.value <= slow.sms * slow.time_s.value * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("name", ["dgx-h100", "dgx-a100"])
-def test_a_faster_network_takes_no_more_sm_seconds_from_kernels(name):
-    """Up to four times the rate, where a collective has bytes to send. 240 Gbit/s doubles the channels of 200."""
-    machine, shape = catalog.cluster(name, 32), GroupShape(ranks=32, ranks_per_node=8)
+@pytest.mark.parametrize(("name", "nvlink"), [("dgx-h100", 1.0), ("dgx-a100", 1.0), ("dgx-h100", 0.9)])
+def test_a_faster_network_takes_no_more_sm_seconds_from_kernels(name, nvlink):
+    """Up to four times the rate, where a collective has bytes to send. 240 Gbit/s doubles the channels of 200.
+
+    Also with NVLink that is slower than where curves were fitted.
+    """
+    machine, shape = scale_nvlink(catalog.cluster(name, 32), nvlink), GroupShape(ranks=32, ranks_per_node=8)
     sizes = 2.0 ** np.arange(24, 33)
     least = np.full((len(MONOTONE), len(sizes)), np.inf)
     for factor in np.geomspace(0.25, 1.0, 30):

@@ -188,6 +188,7 @@ def main() -> int:
     if lacking := slurm_nodes.missing():
         print(f"Slurm cannot be started here: {', '.join(lacking)}", file=sys.stderr)
         return 1
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # and so undo what was changed
     folder = options.folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
     names = options.names or [*CASES, "unresolved"]

@@ -141,6 +141,8 @@ def copied(mutants: list[dict], folder: Path) -> Path:
         path = copy / mutant["path"]
         lines = path.read_text("utf-8").split("\n")
         line = lines[mutant["line"] - 1].encode()
+        if line[mutant["start"] : mutant["end"]].decode() != mutant["old"]:
+            raise SystemExit(f"{mutant['path']} has changed since the lines were drawn")
         switch = f"(({mutant['new']}) if {SWITCH}({mutant['number']}) else ({mutant['old']}))"
         lines[mutant["line"] - 1] = (line[: mutant["start"]] + switch.encode() + line[mutant["end"] :]).decode()
         path.write_text("\n".join(lines), "utf-8")
@@ -187,7 +189,8 @@ def find(document: dict, budget_s: float, only: list[int]) -> None:
         mutant["asked"] = len(chosen)
         asked[str(mutant["number"])] = (int(60 + 4 * spent), chosen)
     with tempfile.TemporaryDirectory() as folder:
-        copy, tests, found = copied(document["mutants"], Path(folder)), Path(folder) / "tests", Path(folder) / "found"
+        changes = [mutant for mutant in document["mutants"] if str(mutant["number"]) in asked]
+        copy, tests, found = copied(changes, Path(folder)), Path(folder) / "tests", Path(folder) / "found"
         tests.write_text(json.dumps(asked), "utf-8")
         found.touch()
         files = sorted({test.split("::")[0] for _, chosen in asked.values() for test in chosen})

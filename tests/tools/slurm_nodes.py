@@ -222,6 +222,7 @@ def main() -> int:
     if lacking := missing():
         print(f"cannot be started here: {', '.join(lacking)}", file=sys.stderr)
         return 1
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # and so undo what was changed
     with cluster(options.folder) as running, suppress(KeyboardInterrupt):
         print("".join(f"export {name}={value}\n" for name, value in running.environment.items()), end="", flush=True)
         signal.pause()

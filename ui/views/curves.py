@@ -11,7 +11,6 @@ from planner.io import plan_words
 from planner.io.figures import gib_text, last_digit_s, seconds_text
 from planner.pictures.memory import stage_parts
 from planner.question.goal import Goal
-from planner.search.run_failures import Span
 from planner.search.whole_run import whole_run
 from ui import data, panels, rows
 from ui.charts import curves as charts
@@ -20,6 +19,7 @@ from ui.question import state
 
 if TYPE_CHECKING:
     from planner.search.result import GpuCountRow, RankedPlan, SearchResult
+    from simulator.config.estimate import Interval
 
 MOST = 4.0  # times what it is: nobody plans for a machine further away
 FACTORS = (0.25, 0.35, 0.5, 0.7, 0.85, 1.0, 1.2, 1.4, 2.0, 2.8, 4.0)
@@ -93,10 +93,10 @@ def _whole_run(result: SearchResult, chosen: RankedPlan) -> None:
     billions = left.number_input("Tokens, billions", 0.1, 1e6, 1000.0, key="tokens", bind="query-params")
     price = right.number_input("Price of a GPU hour", 0.0, 1000.0, 2.5, key="price", bind="query-params")
     run = whole_run(replace(result, plans=(chosen,)), Goal(tokens=billions * 1e9, gpu_price_per_hour=price or None))
-    cells: list[panels.Figure] = [
-        ("Days", _two(run.days.value), "With the range that holds 80 % of runs.", _ends(run.days)),
-        ("GPU hours", _two(run.gpu_hours.value), "", f"{run.steps:,.0f} steps"),
-    ]
+    cells: list[panels.Figure] = []
+    if run.days is not None and run.gpu_hours is not None:
+        cells.append(("Days", _two(run.days.value), "With the range that holds 80 % of runs.", _ends(run.days)))
+        cells.append(("GPU hours", _two(run.gpu_hours.value), "", f"{run.steps:,.0f} steps"))
     if run.cost is not None:
         about = f"In the currency of the price, {price:g} an hour, with the range that holds 80 % of runs."
         cells.append(("Cost", _two(run.cost.value), about, _ends(run.cost)))
@@ -111,8 +111,8 @@ def _two(value: float) -> str:
     return f"{float(f'{value:.2g}'):,.10g}"
 
 
-def _ends(span: Span) -> str:
-    return f"{_two(span.low)} to {_two(span.high)}"
+def _ends(interval: Interval) -> str:
+    return f"{_two(interval.low)} to {_two(interval.high)}"
 
 
 def _memory(result: SearchResult) -> None:

@@ -111,6 +111,15 @@ class Nodes:
         """Return the nodes with one recompute mode instead of all."""
         return replace(self, choices={**self.choices, "recompute": ((word, np.ones(len(self), dtype=np.bool_)),)})
 
+    def where(self, mask: Mask) -> Nodes:
+        """Return the nodes of a mask."""
+        if mask.all():
+            return self
+        choices = {
+            name: tuple((value, legal[mask]) for value, legal in values) for name, values in self.choices.items()
+        }
+        return replace(self, columns=self.columns.take(mask), choices=choices)
+
     def leaves(self, rows: NDArray[np.intp]) -> tuple[PlanColumns, NDArray[np.intp]]:
         """Return nodes `rows` with every recompute mode and resharding, and the node of each."""
         return self._multiply(self.columns.take(rows), rows, ("recompute", "reshard_after_forward"))
@@ -170,9 +179,10 @@ def enumerate_nodes(question: Question, *, bounds: Bounds | None = None) -> Node
     table = _remove_illegal(table, facts, Level.BATCH, rejected)
     choices = _policy_choices(table, facts, bounds, rejected)
     choices["placing"] = _placement_choices(table, question)
-    return Nodes(
+    found = Nodes(
         columns=table, choices=choices, rejected=_most_frequent_first(rejected), pruned=_most_frequent_first(pruned)
     )
+    return found.where(found.leaf_counts > 0)
 
 
 def _grids(facts: RuleFacts, bounds: Bounds) -> Iterator[tuple[int, ...]]:

@@ -22,7 +22,7 @@ from planner.search.plan_space.judged import plan_of_row
 from planner.search.plan_space.screened import grids_of
 from planner.search.stages.options import cost_blocks
 from planner.search.stages.solver import StageSolution, solve_stages
-from simulator.analytical.estimates import estimate_plans
+from simulator.analytical.estimates import memory_of_plans
 from simulator.bounds.screening import Screening
 from simulator.columns.plan_columns import PlanColumns, concatenate, distinct
 from simulator.config.plan import Plan
@@ -126,7 +126,7 @@ def _fitting(
         held = replays[found.plan]
         if held.fits and held.fit_probability >= screening.sure:
             return found, found.step_s + held.flush_s
-        bound = float(screening.least_bytes(estimate_plans(screening.scenario, [found.plan]).memory).max())
+        bound = float(screening.least_bytes(memory_of_plans(screening.scenario, [found.plan])).max())
         needed = held.reserved_bytes if screening.sure else held.peak_bytes
         limit_bytes = min(bound * min(1.0, screening.limit_bytes / needed), limit_bytes * LESS_ROOM)
     return replace(found, plan=None), np.inf

@@ -181,7 +181,7 @@ def _traffic(flags: ServingFlags, gpus: int, assumed: list[str]) -> Traffic:
     concurrency = flags.concurrency
     if concurrency is None and flags.request_rate is None:
         concurrency = CLIENTS_PER_GPU * gpus
-        assumed.append(f"{concurrency} clients that ask again at once ({CLIENTS_PER_GPU} a GPU)")
+        assumed.append(f"{concurrency:,} clients ({CLIENTS_PER_GPU} per GPU), each asking again when it is answered")
     vary = VARY if flags.vary is None else flags.vary
     prompt, answer = (
         Lengths(mean=_said(given, default, what, assumed), low=1 - vary, high=1 + vary)
@@ -257,7 +257,7 @@ def number_format(given: str | None, flag: str, known: tuple[str, ...], default:
 def _objective(flags: ServingFlags, assumed: list[str]) -> str:
     given = flags.objective
     if given is None:
-        assumed.append("objective: output tokens a second and GPU")
+        assumed.append("objective: output tokens per second and GPU")
         return "throughput"
     if given not in OBJECTIVES:
         raise UserError(f"--objective {given} is not one of serving's", remedy=f"use one of: {', '.join(OBJECTIVES)}")

@@ -23,6 +23,7 @@ from simulator.config.model import LatentAttention, MixtureOfExperts, Model
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
+from simulator.runtimes.stated_adapter import resolve_adapter
 from topology import codec
 
 LLAMA = {
@@ -111,7 +112,13 @@ def judge(case: dict, plan: Plan, device: torch.device) -> Verdict | TypesVerdic
     """Compare a plan with one process: in one wide type, or with `types` in float32 stored and bfloat16 computed."""
     dtype = case.get("dtype", "float64")
     store, compute = ("float32", "bfloat16") if case.get("types") else (dtype, dtype)
-    runtime = Runtime(param_dtype=store, compute_dtype=compute, reduce_dtype=store, compile=case.get("compile", False))
+    runtime = Runtime(
+        param_dtype=store,
+        compute_dtype=compute,
+        reduce_dtype=store,
+        compile=case.get("compile", False),
+        adapter=resolve_adapter(case.get("adapter", {}))[0],
+    )
     torch.compiler.reset()
     setup = Setup(
         plan=plan,

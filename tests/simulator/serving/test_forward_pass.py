@@ -50,6 +50,7 @@ def test_llama2_70b_on_four_a6000() -> None:
     room = cache_capacity(LLAMA70, a6000, Deployment(), Pool(tp=4))
     assert room.by_category["weights"] == pytest.approx(2 * 68.98e9 / 4, rel=0.001)
     assert room.bytes_per_token == 80 * 2**10
+    assert room.by_category["kv_cache"] == room.tokens * room.bytes_per_token
     left = 0.92 * room.capacity_bytes - 2 * 68.98e9 / 4
     assert 0.8 * left / (80 * 2**10) < room.tokens < left / (80 * 2**10)
 

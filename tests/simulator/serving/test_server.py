@@ -10,6 +10,7 @@ from simulator.config.hf_config import load_model
 from simulator.serving.batch import Answer, Batch
 from simulator.serving.deployment import Deployment, Pool
 from simulator.serving.engine import engine_of, engines
+from simulator.serving.estimate import MANY, equal_parts, estimate_serving
 from simulator.serving.forward_pass import ForwardPass
 from simulator.serving.kv_cache import cache_capacity
 from simulator.serving.server import serve
@@ -160,3 +161,20 @@ def test_pools_apart_never_stop_answers_to_read_prompts() -> None:
 def test_a_request_that_no_cache_holds_is_refused() -> None:
     with pytest.raises(Infeasible, match="does not fit: the KV cache"):
         serve(LLAMA, H100, Deployment(), trace([Request(0.0, 10_000_000, 1)]))
+
+
+def test_a_part_of_many_equal_engines_tells_of_all() -> None:
+    """One that is a little too small to be divided, and one of a hundred thousand, with as many clients an engine."""
+    lengths = {"prompt": Lengths(mean=1024, low=0.8, high=1.2), "output": Lengths(mean=64, low=0.8, high=1.2)}
+    seen = []
+    for engines_, divided in ((MANY - 1, False), (100_000, True)):
+        deployment = Deployment(engine="vllm", pool=Pool(tp=1, engines=engines_))
+        traffic = Traffic(**lengths, concurrency=8 * engines_, requests=32 * engines_)
+        assert (equal_parts(deployment, traffic) > 1) is divided
+        seen.append(estimate_serving(LLAMA, H100, deployment, traffic))
+
+    whole, part = seen
+    assert part.tpot_s.value == pytest.approx(whole.tpot_s.value, rel=0.02)
+    assert part.ttft_s.value == pytest.approx(whole.ttft_s.value, rel=0.03)
+    assert part.output_tokens_per_s_per_gpu.value == pytest.approx(whole.output_tokens_per_s_per_gpu.value, rel=0.03)
+    assert part.latency.requests_per_s == pytest.approx(100_000 / (MANY - 1) * whole.latency.requests_per_s, rel=0.03)

@@ -1,0 +1,42 @@
+"""`planner doctor --launcher`: has the scheduler what a job needs?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from click.exceptions import Exit
+
+from planner.io import output
+from planner.io.printable import printable
+from planner.requests.machines import Doctor
+from planner.runs.slurm_check import ERROR, check_slurm
+from topology import codec
+from topology.errors import UserError
+
+NODES = 2  # so that they have to meet
+OF_MACHINES = ("sources", "cluster", "expect", "gpu", "measure", "measured", "out", "save_measured", "save_profile")
+
+
+def doctor_jobs(asked: Doctor) -> None:
+    """Print what was found, faults first. Exit code 1 where a job would fail."""
+    if asked.launcher != "slurm":
+        raise UserError(f"--launcher is {asked.launcher!r}", remedy="slurm; without it this machine is checked")
+    if others := [name for name in OF_MACHINES if getattr(asked, name)]:
+        named = ", ".join(f"--{name.replace('_', '-')}".replace("--sources", "--from") for name in others)
+        raise UserError(f"{named} not with --launcher", why="it checks a scheduler, no machine", remedy="leave it out")
+    output.progress("asking Slurm ...")
+    found = check_slurm(asked.nodes or NODES, asked.gpus_per_node, folder=Path.cwd())
+    output.end_progress()
+    healthy = not any(one.severity == ERROR for one in found)
+    if asked.json:
+        document = {"schema_version": output.SCHEMA_VERSION, "launcher": asked.launcher, "healthy": healthy}
+        output.emit_json({**document, "items": codec.to_builtins(found)})
+    else:
+        for one in found:
+            print(printable(f"{one.severity:<8}  {one.what}"))
+            for name, text in (("why", one.why), ("do", one.remedy)):
+                if text:
+                    print(printable(f"          {name}: {text}"))
+        print("a job can run" if healthy else "a job would fail")
+    if not healthy:
+        raise Exit(1)

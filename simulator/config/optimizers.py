@@ -1,0 +1,74 @@
+"""Optimizers as data: what each keeps of a parameter, and what its update moves.
+
+Sources: torch.optim (AdamW, Adafactor, SGD: its momentum is off by default); Lion, Chen et al., arXiv 2302.06675: one
+moment; Adafactor, Shazeer and Stern, arXiv 1804.04235: a matrix has a row and a column of second moments, so next to
+nothing a parameter, and torch's makes the whole matrix of them for a moment; 8-bit states, Dettmers et al., arXiv
+2110.02861: a byte and a float32 scale for each block of 256 (bitsandbytes since 0.44). Paged states lie in memory that
+the driver moves to the host where the GPU is full: they are counted as on the GPU.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+EIGHT_BIT = 1.0 + 4.0 / 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Optimizer:
+    """`states` are the tensors that it keeps of every parameter: bytes of a number, None as wide as what is updated.
+
+    `passes` are how often an update reads or writes a tensor of the parameters' size besides those, and besides the
+    parameter, its gradient and the parameter again.
+    """
+
+    states: tuple[float | None, ...] = ()
+    passes: float = 0.0
+    paged: bool = False
+
+    def state_bytes(self, wide: float) -> float:
+        """Return bytes of a parameter's states, `wide` those of a number of what is updated."""
+        return sum(wide if nbytes is None else nbytes for nbytes in self.states)
+
+    def moved(self, wide: float) -> float:
+        """Return how many tensors as wide as what is updated an update reads and writes besides the plain three."""
+        return 2.0 * self.state_bytes(wide) / wide + self.passes
+
+
+_ADAM, _EIGHT = Optimizer(states=(None, None)), Optimizer(states=(EIGHT_BIT, EIGHT_BIT))
+OPTIMIZERS = {
+    "adamw": _ADAM,
+    "adam": _ADAM,
+    "adamw8bit": _EIGHT,
+    "pagedadamw": Optimizer(states=(None, None), paged=True),
+    "pagedadamw8bit": Optimizer(states=(EIGHT_BIT, EIGHT_BIT), paged=True),
+    "adafactor": Optimizer(passes=8.0),  # torch/optim/_adafactor.py: two norms, the matrix of moments, the update
+    "lion": Optimizer(states=(None,)),
+    "sgd": Optimizer(),
+    "sgdmomentum": Optimizer(states=(None,)),
+}
+_SYNONYMS = {
+    **dict.fromkeys(("adam8bit", "adamwbnb8bit", "adambnb8bit", "bnbadamw8bit"), "adamw8bit"),
+    **dict.fromkeys(("pagedadamw32bit", "pagedadam32bit", "pagedadam"), "pagedadamw"),
+    "pagedadam8bit": "pagedadamw8bit",
+}
+# What people name that is known and not modelled, and why.
+NOT_MODELLED = {
+    "shampoo": "its preconditioners are inverted by blocks on some ranks (distributed Shampoo), which has no cost here",
+    "muon": "its Newton-Schulz products and the gathers of whole matrices before them have no cost here",
+}
+
+
+def canonical_optimizer(word: str) -> str:
+    """Return an optimizer's name without how it is implemented: `FusedAdam`, `distributed_adam` and `adam` are one."""
+    plain = re.sub(r"fused|foreach|distributed|apex|torch|optimizer|[^a-z0-9]", "", word.lower()) or word
+    return _SYNONYMS.get(plain, plain)
+
+
+def why_no_optimizer(name: str) -> str:
+    """Return why an optimizer cannot be predicted, or nothing."""
+    if name in OPTIMIZERS:
+        return ""
+    why = next((text for word, text in NOT_MODELLED.items() if word in name), "its states and its update are not known")
+    return f"optimizer {name!r} is not modelled: {why}; known: {', '.join(OPTIMIZERS)}"

@@ -1,0 +1,30 @@
+"""What a rank's replay knows of a unit: its tensors under a micro batch, and its parameters while they are used."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from simulator.memory.allocator import Block
+from simulator.memory.plan_tensors import Held
+from simulator.memory.tensors import Act
+
+
+@dataclass(slots=True)
+class Instance:
+    """A unit under one micro batch: its tensors by slot, and what a split backward leaves to its second half."""
+
+    slots: dict[int, Block] = field(default_factory=dict)
+    from_forward: set[int] = field(default_factory=set)
+    later: list[tuple[Act, int]] = field(default_factory=list)
+    casts: list[Block] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Wrapped:
+    """A unit's parameters: whole ones while they are gathered, gradients on their way, gradients that stay."""
+
+    elements: list[Held]
+    gathered: list[Block] = field(default_factory=list)
+    flat: Block | None = None
+    whole_gradients: dict[int, Block] = field(default_factory=dict)
+    gradients: list[Block] = field(default_factory=list)

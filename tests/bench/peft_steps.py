@@ -1,0 +1,90 @@
+"""Steps of LoRA by peft next to transformers' own decoder on one GPU: seconds, allocated and reserved bytes.
+
+`python tests/bench/peft_steps.py OUT` needs transformers, peft and a GPU; models have random weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM
+
+SHAPES = {
+    "llama3.2-1b": (16, 2048, 32, 8, 64, 8192, 128256, True),
+    "llama3-8b": (32, 4096, 32, 8, 128, 14336, 128256, False),
+}
+# Model, rank (0: all weights are trained), modules, dropout, recomputation, sequence length, micro batch.
+RUNS = [
+    ("llama3.2-1b", 0, "", 0.0, False, 4096, 2),
+    ("llama3.2-1b", 16, "all-linear", 0.0, False, 4096, 2),
+    ("llama3.2-1b", 16, "q_proj,v_proj", 0.1, True, 4096, 2),
+    ("llama3.2-1b", 64, "all-linear", 0.1, False, 4096, 2),
+    ("llama3-8b", 16, "all-linear", 0.0, True, 2048, 4),
+    ("llama3-8b", 16, "all-linear", 0.05, False, 2048, 1),
+    ("llama3-8b", 16, "q_proj,v_proj", 0.0, False, 2048, 2),
+]
+STEPS, WARM_UP = 8, 4
+
+
+def run(name, rank, modules, dropout, recompute, seq_len, batch) -> dict[str, object]:
+    layers, hidden, heads, kv, head_dim, ffn, vocab, tied = SHAPES[name]
+    config = LlamaConfig(
+        num_hidden_layers=layers, hidden_size=hidden, num_attention_heads=heads, num_key_value_heads=kv,
+        head_dim=head_dim, intermediate_size=ffn, vocab_size=vocab, tie_word_embeddings=tied, use_cache=False,
+        attn_implementation="sdpa", max_position_embeddings=seq_len,
+    )  # fmt: skip
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("cuda"):
+        model = LlamaForCausalLM(config)
+    torch.set_default_dtype(torch.float32)
+    if recompute:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if rank:
+        targets = modules if modules == "all-linear" else modules.split(",")
+        known = LoraConfig(r=rank, target_modules=targets, lora_dropout=dropout, task_type="CAUSAL_LM")
+        model = get_peft_model(model, known, autocast_adapter_dtype=False)
+    model.train()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
+    seconds = []
+    for step in range(WARM_UP + STEPS):
+        if step == WARM_UP:
+            torch.cuda.reset_peak_memory_stats()
+        tokens = torch.randint(vocab, (batch, seq_len), device="cuda")
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - begin)
+    return {
+        "step_s": sorted(seconds[WARM_UP:])[STEPS // 2],
+        "allocated_bytes": torch.cuda.max_memory_allocated(),
+        "reserved_bytes": torch.cuda.max_memory_reserved(),
+        "trained": sum(p.numel() for p in trained),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path, help="JSON file to write")
+    out, found = parser.parse_args().out, []
+    for one in RUNS:
+        torch.cuda.empty_cache()
+        try:
+            found.append({"run": one, **run(*one)})
+        except torch.OutOfMemoryError as error:
+            found.append({"run": one, "problem": str(error)[:100]})
+        out.write_text(json.dumps({"device": torch.cuda.get_device_name(), "torch": torch.__version__, "runs": found}))
+        print(found[-1], flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""Optimizers: states and names, against torch and the libraries' own figures."""
+
+from __future__ import annotations
+
+import pytest
+
+from planner.question.question import question_of
+from simulator.analytical.estimates import estimate_plans
+from simulator.config.hf_config import load_model
+from simulator.config.optimizers import OPTIMIZERS, canonical_optimizer, why_no_optimizer
+from simulator.config.plan import Plan
+from simulator.config.runtime import Runtime
+from simulator.config.workload import Workload
+from topology.catalog.clusters import cluster
+
+
+@pytest.mark.parametrize(
+    ("word", "name"),
+    [
+        ("adamw_bnb_8bit", "adamw8bit"),
+        ("bitsandbytes.optim.PagedAdamW8bit".rpartition(".")[2], "pagedadamw8bit"),
+        ("paged_adamw_32bit", "pagedadamw"),
+        ("FusedAdam", "adam"),
+        ("Adafactor", "adafactor"),
+    ],
+)
+def test_words_of_libraries_are_known(word: str, name: str) -> None:
+    assert canonical_optimizer(word) == name
+    assert not why_no_optimizer(name)
+
+
+@pytest.mark.parametrize("name", ["muon", "distributedshampoo"])
+def test_what_is_not_modelled_is_refused_by_its_name_and_reason(name: str) -> None:
+    assert "has no cost here" in why_no_optimizer(name) or "have no cost here" in why_no_optimizer(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "nbytes"), [("adamw", 8.0), ("adamw8bit", 2 * 260 / 256), ("lion", 4.0), ("sgd", 0.0), ("adafactor", 0.0)]
+)
+def test_states_of_a_float32_parameter(name: str, nbytes: float) -> None:
+    """Two moments of four bytes; in 8 bits a byte each, and four for a block of 256."""
+    model, plan = load_model("llama3.2-1b"), Plan()
+    asked = question_of(
+        model,
+        cluster("dgx-h100", gpus=1),
+        Workload(seq_len=1024, global_batch_size=1),
+        framework="pytorch",
+        runtime=Runtime(name="pytorch", optimizer=name),
+        gpus=1,
+    )
+    table = estimate_plans(asked, [plan])
+
+    assert table.memory.categories["optimizer"][0, 0] == pytest.approx(nbytes * model.parameters)
+    assert table.breakdown_s["optimizer"][0] > 0
+
+
+def test_fewer_states_move_less() -> None:
+    moved = {name: one.moved(4.0) for name, one in OPTIMIZERS.items()}
+
+    assert moved["sgd"] < moved["adamw8bit"] < moved["lion"] < moved["adamw"]
+
+
+@pytest.mark.parametrize(
+    ("name", "made"),
+    [
+        ("adamw", lambda torch, p: torch.optim.AdamW(p)),
+        ("sgd", lambda torch, p: torch.optim.SGD(p, lr=0.1)),
+        ("sgdmomentum", lambda torch, p: torch.optim.SGD(p, lr=0.1, momentum=0.9)),
+        ("adafactor", lambda torch, p: torch.optim.Adafactor(p)),
+    ],
+)
+def test_states_are_those_that_torch_keeps(name: str, made) -> None:
+    """Of one matrix, in numbers of its own type; Adafactor's row and column are next to nothing."""
+    torch = pytest.importorskip("torch")
+    weight = torch.nn.Parameter(torch.randn(256, 512))
+    optimizer = made(torch, [weight])
+    weight.grad = torch.randn_like(weight)
+    optimizer.step()
+    kept = sum(v.numel() for v in optimizer.state[weight].values() if isinstance(v, torch.Tensor) and v.numel() > 1)
+
+    assert OPTIMIZERS[name].state_bytes(4.0) * weight.numel() == pytest.approx(4 * kept, abs=4 * (256 + 512))
