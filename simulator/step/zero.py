@@ -59,8 +59,8 @@ def zero_buffers(context: CostContext, elements: Floats, owned: Floats) -> ZeroB
     param, reduce = context.dtype_bytes("param"), context.dtype_bytes("reduce")
     away = column(table.offloaded["optimizer"])
     if zero is None:
-        kept = OPTIMIZERS[context.runtime.optimizer]
-        foreach = kept.states == (None, None) and not kept.paged  # torch's own; bitsandbytes updates in one kernel
+        chosen = OPTIMIZERS[context.runtime.optimizer]
+        foreach = chosen.states == (None, None) and not chosen.paged  # torch's own; bitsandbytes updates in one kernel
         made = owned * param * (context.spec.state.update_copies if foreach else 0.0)
         return ZeroBuffers(
             standing=nothing, buckets=nothing, reducing=nothing, update=np.where(away, 0.0, made) + nothing
