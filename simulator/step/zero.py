@@ -59,11 +59,9 @@ def zero_buffers(context: CostContext, elements: Floats, owned: Floats) -> ZeroB
     param, reduce = context.dtype_bytes("param"), context.dtype_bytes("reduce")
     away = column(table.offloaded["optimizer"])
     if zero is None:
-        made = (
-            owned
-            * param
-            * (context.spec.state.update_copies if len(OPTIMIZERS[context.runtime.optimizer].states) > 1 else 0.0)
-        )
+        chosen = OPTIMIZERS[context.runtime.optimizer]
+        foreach = chosen.states == (None, None) and not chosen.paged  # torch's own; bitsandbytes updates in one kernel
+        made = owned * param * (context.spec.state.update_copies if foreach else 0.0)
         return ZeroBuffers(
             standing=nothing, buckets=nothing, reducing=nothing, update=np.where(away, 0.0, made) + nothing
         )
