@@ -65,7 +65,8 @@ def main() -> None:
         endings.update(done[name][1] if name in done else {})
     print(dict(endings))
     if asked.out is not None:
-        asked.out.write_text(text(rows, endings), encoding="utf-8")
+        missing = [name for name in MODULES if name not in done]
+        asked.out.write_text(text(rows, endings, missing), encoding="utf-8")
 
 
 def row(name: str, draws: int) -> tuple[str, Counter[str]] | None:
@@ -193,7 +194,7 @@ def _worker(
     dist.destroy_process_group()
 
 
-def text(rows: list[str], endings: Counter[str]) -> str:
+def text(rows: list[str], endings: Counter[str], missing: list[str]) -> str:
     equal = sum(": " not in one.split("|")[-2] for one in rows)  # what is refused or wrong says why
     lines = [
         "# Modules of other packages on ranks",
@@ -205,7 +206,8 @@ def text(rows: list[str], endings: Counter[str]) -> str:
         "",
         f"{equal} of {len(rows)} modules are equal in all runs. Runs: "
         + ", ".join(f"{n} {ending}" for ending, n in endings.most_common())
-        + ".",
+        + "."
+        + (f" Not run: {', '.join(missing)}." if missing else ""),
         "",
         "| module | operators | opaque | attention | capture s | runs |",
         "|---|---|---|---|---|---|",

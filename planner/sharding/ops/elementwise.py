@@ -89,6 +89,17 @@ def _cast(call: AtenCall) -> list[Statement]:
     return [call.statement(f"{kind}({operands[0]})", op="cast", args=(call.argument(0),), kwargs={})]
 
 
+def _copied(call: AtenCall) -> list[Statement]:
+    """`copy(x, y)`: the elements of y, with the shape and dtype of x."""
+    name, shape, found = call.tensor(1), call.node.shape, list[Statement]()
+    if call.shape(1) != shape:
+        wide = f"{call.node.name}_wide"[-64:]
+        args = ({"tensor": name},)
+        found.append(call.statement(f"expand({name}, {list(shape)})", result=wide, op="expand", args=args, kwargs={}))
+        name = wide
+    return [*found, call.statement(f"to({name})", op="cast", args=({"tensor": name},), kwargs={})]
+
+
 def same_elements(call: AtenCall) -> list[Statement]:
     return [call.statement(f"contiguous({call.tensor(0)})", op="same", args=(call.argument(0),), kwargs={})]
 
@@ -270,6 +281,7 @@ OPS = (
         " logaddexp exp2 _conj conj conj_physical resolve_conj acosh asinh atanh hypot copysign hardshrink softshrink",
         capture=_pointwise_of_its_own,
     ),
+    Op(aten="copy", capture=_copied),
     Op(aten="view_as_real view_as_complex", capture=_capture_pairs),
     Op(kernels="clone", saves=Saves.NOTHING),
 )

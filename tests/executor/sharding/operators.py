@@ -172,6 +172,7 @@ OPERATORS = {
         real(4, 6, 2),
         real(4, 2),
     ),
+    "copy": (lambda x, y: x.square().index_copy_(0, torch.arange(4), x).copy_(y) * x, real(4, 6), real(6)),
     "expand_as": (lambda x, y: x.expand_as(y) * y, real(4, 1), real(4, 6)),
     "bits": (lambda x, i, j: x * ((i > 2) & (j > 1)), real(4, 6), numbers(6, 4, 6), numbers(6, 1, 6)),
 }
