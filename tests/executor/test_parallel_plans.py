@@ -268,6 +268,8 @@ TYPES = {
         "pp-1f1b",
         "latent-tp",
         "tp-sp-selective-op",
+        "lora-fsdp",
+        "frozen-fsdp",
     )
 }
 # A gradient that is wrong by one part in 1e9 on one rank.

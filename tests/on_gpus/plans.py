@@ -16,6 +16,7 @@ from executor.run.apply_many import Run, read_run, run_many
 from planner.question.plan_file import PlanFile, plan_file
 from planner.question.question import question_of
 from planner.runs.planned_run import PlannedRun, cpu_run, cuda_run
+from simulator.config.adapter import Adapter
 from simulator.config.model import Model
 from simulator.config.overlap_sites import modes_by_site
 from simulator.config.plan import Plan
@@ -44,6 +45,7 @@ class Case:
     seq_len: int = 4096
     compiled: bool = False
     experts: bool = False
+    adapter: Adapter | None = None
     ends: str = "finished"
 
     @property
@@ -51,6 +53,8 @@ class Case:
         return shortened("qwen3-30b-a3b" if self.experts else "llama3-8b", 4)
 
 
+LORA = Adapter(rank=16, target_modules=("all-linear",))
+FROZEN = Adapter(kind="frozen", target_modules=("embed_tokens", "mlp"))
 PAIR: dict[str, Any] = {"micro_batch_size": 2}
 SP: dict[str, Any] = {"tp": 2, "sequence_parallel": True, **PAIR}
 ALL_MODES = ("chunked", "ring", "copy_engine", "fused", "async")
@@ -65,6 +69,9 @@ ONE = {
     "operations recomputed": Case(plan=Plan(recompute="selective-op", **PAIR)),
     "blocks recomputed, compiled": Case(plan=Plan(recompute="full", **PAIR), compiled=True),
     "experts": Case(plan=Plan(**PAIR), experts=True),
+    "LoRA": Case(plan=Plan(**PAIR), adapter=LORA),
+    "LoRA, blocks recomputed, compiled": Case(plan=Plan(recompute="full", **PAIR), adapter=LORA, compiled=True),
+    "embedding and feed-forward frozen": Case(plan=Plan(**PAIR), adapter=FROZEN),
     "memory full": Case(plan=Plan(micro_batch_size=64), batch=64, seq_len=8192, ends="out_of_memory"),
 }
 OVERLAPPED = {
@@ -90,7 +97,8 @@ COMPILED = {
     f"{name}, compiled": replace(PLAIN[name], compiled=True)
     for name in ("DDP", "FSDP", "TP", "CP all-gather", "PP 1F1B", "EP")
 }
-TWO = {**OVERLAPPED, **PLAIN, **COMPILED}
+ADAPTED = {"FSDP, LoRA": Case(plan=Plan(dp_shard=2, **PAIR), batch=4, adapter=LORA)}
+TWO = {**OVERLAPPED, **PLAIN, **ADAPTED, **COMPILED}
 
 
 def not_shared(case: Case) -> str:
@@ -110,7 +118,7 @@ def content_of(case: Case, cluster: Cluster) -> PlanFile:
         cluster,
         Workload(seq_len=case.seq_len, global_batch_size=case.batch),
         framework="meshwright",
-        runtime=Runtime(name="meshwright", compile=case.compiled),
+        runtime=Runtime(name="meshwright", compile=case.compiled, adapter=case.adapter),
     )
     return plan_file(question, case.plan, question.estimate([case.plan]).estimate(0))
 
@@ -143,7 +151,8 @@ def run_shared(cases: Mapping[str, Case], out: Path, budget_s: float, tell: Call
         # A vocabulary that gloo carries in seconds, by way of host memory.
         model = replace(shortened("qwen3-30b-a3b", 2), vocab=NARROW["vocab"]) if case.experts else narrow
         workload = Workload(seq_len=1024, global_batch_size=case.batch)
-        question = question_of(model, cluster, workload, framework="meshwright", runtime=Runtime(name="meshwright"))
+        runtime = Runtime(name="meshwright", adapter=case.adapter)
+        question = question_of(model, cluster, workload, framework="meshwright", runtime=runtime)
         content = plan_file(question, case.plan, question.estimate([case.plan]).estimate(0))
         on_cpu = cpu_run(content, None)  # which asks for no machine; on the GPU after all, in the plan's types
         return replace(on_cpu, device="cuda", gpus=(0, 0), runtime=content.runtime, notes=("two ranks share a GPU",))
