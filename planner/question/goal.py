@@ -94,7 +94,7 @@ def goal_of(asked: WholeRunFlags) -> Goal | None:
 def _mtbf(text: str | None) -> dict[str, Any]:
     if text is None:
         return {}
-    match = re.fullmatch(r"\s*([0-9]{1,9}(?:\.[0-9]{1,6})?(?:e[0-9])?)\s*(?::(gpu|node))?\s*", text[:100].lower())
+    match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,6})?(?:e[0-9])?)(?::(gpu|node))?", text[:100].strip().lower())
     hours = float(match[1]) if match else 0.0
     if match is None or hours <= 0:
         raise UserError(

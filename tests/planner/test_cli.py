@@ -244,7 +244,7 @@ def test_a_price_for_one_count_prints_what_tokens_cost(planner):
     asked = ("suggest", "--gpus", "8", "--gpu-price", "2.5", "--pp", "1", "--top", "1", "--no-simulate")
     rate = json.loads(planner(*asked, "--json").stdout)["plans"][0]["estimate"]["tokens_per_s_per_gpu"]
 
-    assert f"{2.5 / 3600 / rate * 1e6:.3g} for a million tokens" in planner(*asked).stdout
+    assert f"{2.5 / 3600 / rate * 1e6:.3g} per million tokens" in planner(*asked).stdout
 
 
 def test_a_part_too_small_to_matter_is_no_term(planner):

@@ -153,5 +153,5 @@ def test_s21_a_laptop_without_a_gpu(planner):
     done = planner("suggest", "--model", "llama3.2-1b", "--cluster", "dgx-h100", "--gpus", "2", "--global-batch", "8")
 
     assert done.returncode == 0
-    assert "datasheet numbers, uncalibrated" in done.stdout
+    assert "datasheet values, uncalibrated" in done.stdout
     assert "between -" in done.stdout
