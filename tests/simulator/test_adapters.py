@@ -137,6 +137,19 @@ def test_frozen_products_keep_no_input_and_have_no_weight_gradient() -> None:
     assert sum(o.saves == ("t h", "t h:mask") for o in layer if o.adapter) == 2
 
 
+def test_ia3_scales_keys_values_and_what_the_second_product_of_the_feed_forward_reads() -> None:
+    """Liu et al., arXiv 2205.05638, section 3.3: three vectors a layer; all else is frozen."""
+    asked = question(Adapter(kind="ia3", target_modules=("k_proj", "v_proj", "down_proj")))
+    layer = operators_for(asked.model, asked.runtime).dense_layer
+    vectors = [o for o in layer if o.adapter]
+
+    assert [(o.reads, o.saves) for o in vectors] == [(("t kv",),) * 2, (("t kv",),) * 2, (("t f",),) * 2]
+    assert [o.name for o in layer].index(vectors[2].name) < [o.name for o in layer].index("w2")
+    assert not any(o.weight_gradient for o in layer if o.matmul)
+    rank = estimate_plans(question(replace(LORA, target_modules=("k_proj", "v_proj", "down_proj"))), [ALONE])
+    assert estimate_plans(asked, [ALONE]).step_s < rank.step_s < estimate_plans(question(None), [ALONE]).step_s
+
+
 def test_without_dropout_adapters_of_one_input_keep_it_once() -> None:
     asked = question(replace(DROPPED, dropout=0.0, target_modules=("q_proj", "v_proj", "down_proj")), name="torchtitan")
     saved = {
