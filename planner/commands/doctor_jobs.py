@@ -14,14 +14,14 @@ from topology import codec
 from topology.errors import UserError
 
 NODES = 2  # so that they have to meet
-OF_MACHINES = ("sources", "cluster", "expect", "gpu", "measure", "measured", "out", "save_measured", "save_profile")
+OF_JOBS = frozenset({"launcher", "nodes", "gpus_per_node", "json"})
 
 
 def doctor_jobs(asked: Doctor) -> None:
     """Print what was found, faults first. Exit code 1 where a job would fail."""
     if asked.launcher != "slurm":
         raise UserError(f"--launcher is {asked.launcher!r}", remedy="slurm; without it this machine is checked")
-    if others := [name for name in OF_MACHINES if getattr(asked, name)]:
+    if others := sorted(asked.said - OF_JOBS):
         named = ", ".join(f"--{name.replace('_', '-')}".replace("--sources", "--from") for name in others)
         raise UserError(f"{named} not with --launcher", why="it checks a scheduler, no machine", remedy="leave it out")
     output.progress("asking Slurm ...")

@@ -92,7 +92,7 @@ def _uneven(workload: Workload, ep: Floats, moe: MixtureOfExperts, spread: float
 
 
 # A network carries DeepEP's and HybridEP's messages at 0.9 of its rate (43 to 58 GB/s of 50 with 16 to 64 ranks, local
-# copies counted: DeepEP's README, normal kernels with NVLink and RDMA forwarding), NCCL's all-to-all at 0.6
+# copies counted: DeepEP's docs/legacy.md, normal kernels across nodes), NCCL's all-to-all at 0.6
 # (`simulator.collectives.times.NET_PEER`).
 FUSED_NETWORK = 0.6 / 0.9
 
