@@ -210,11 +210,13 @@ def _explore(
     def ask(
         screening: Screening, *, keep: int, stages: bool, sure: Sequence[Plan] = ()
     ) -> tuple[Explored, AssignedPipelines]:
+        tied = not options.all_variants and objective not in {"memory", "pareto"}
         search = BestFirst(
             screening,
             screened,
             objective=objective if objective in {"memory", "pareto"} else "time",
             keep=keep * (1 if options.all_variants or objective == "memory" else PER_TIE_GROUP),
+            tied=keep if tied and not sure else 0,
             one_per_grid=not options.all_variants,
             deadline=deadline,
             progress=progress,
