@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.search.finalists import TIE, mechanisms
-from simulator.columns.plan_columns import PlanColumns, distinct
+from simulator.columns.plan_columns import PlanColumns
 from simulator.config.plan import MESH_AXES, Plan
 
 # Splits of data parallelism into replicas and shards that are costed for each plan listed, and what the simplest of
@@ -40,29 +40,6 @@ def one_of_tie_group(found: Sequence[tuple[float, Plan]]) -> list[Plan]:
         ):
             kept[place] = (kept[place][0], plan)
     return [plan for _, plan in kept]
-
-
-def step_of_last(steps: NDArray[np.float64], groups: NDArray[np.intp], count: int) -> float:
-    """Return up to which step plans decide which `count` are kept by `one_of_tie_group`; infinite where fewer are.
-
-    `steps` are those of the best plans of every grid, infinite where there is none, `groups` their tie groups. Further
-    plans make it no longer: those of a tie group are kept as often as it takes intervals of a tie's width to hold them.
-    """
-    kept: list[tuple[float, int]] = []
-    for grid in np.argsort(steps, kind="stable"):
-        step, group = float(steps[grid]), int(groups[grid])
-        if not np.isfinite(step):
-            break
-        if not any(group == other and step <= best * (1 + TIE) for best, other in kept):
-            kept.append((step, group))
-        if len(kept) == count:
-            return step * (1 + TIE_GROUP_MARGIN)
-    return float("inf")
-
-
-def tie_groups(columns: PlanColumns) -> NDArray[np.intp]:
-    """Return the number of the tie group of every row."""
-    return distinct(columns.dp_replicate * columns.dp_shard, columns.cp, columns.tp, columns.pp, columns.ep)[1]
 
 
 def _tie_group(plan: Plan) -> tuple[int, ...]:

@@ -16,8 +16,9 @@ from planner.question.question import question_of
 from planner.search.finalists import TIE
 from planner.search.infeasible import minimal_gpus
 from planner.search.plan_space.candidates import Bounds
+from planner.search.plan_space.collected import ListedTies
 from planner.search.search import SearchOptions, suggest
-from planner.search.tie_groups import TIE_GROUP_MARGIN, one_of_tie_group, rank_rows, step_of_last
+from planner.search.tie_groups import TIE_GROUP_MARGIN, one_of_tie_group, rank_rows
 from simulator.analytical.estimates import estimate_plans
 from simulator.analytical.scenario import Scenario
 from simulator.config.estimate import Fit
@@ -159,7 +160,7 @@ def test_no_plan_past_the_step_of_the_last_tie_group_changes_the_list():
         groups = np.array([int(np.log2(plan.tp)) for plan in grids])
         count = int(draw.integers(1, 6))
         known = np.where(draw.random(len(grids)) < 0.7, steps, np.inf)
-        limit = step_of_last(known, groups, count)
+        limit = ListedTies(count=count, tie=TIE, margin=TIE_GROUP_MARGIN).last_step(known, groups)
 
         every = sorted(zip(steps.tolist(), grids, strict=True), key=lambda pair: pair[0])
         needed = [(step, plan) for step, plan in every if step <= limit]

@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.search.plan_space.collected import Threshold
+from planner.search.plan_space.collected import ListedTies, Threshold, tie_groups
 from planner.search.plan_space.screened import (
     PLANS_AT_ONCE,
     Progress,
@@ -38,7 +38,6 @@ from planner.search.plan_space.screened import (
     floor_s,
     ignore,
 )
-from planner.search.tie_groups import tie_groups
 from simulator.bounds.screening import Screening
 from simulator.columns.plan_columns import PlanColumns, concatenate, distinct
 from simulator.columns.plan_table import Floats, PlanTable
@@ -107,7 +106,7 @@ class BestFirst:
         *,
         objective: str = "time",
         keep: int = 1,
-        tied: int = 0,
+        ties: ListedTies | None = None,
         one_per_grid: bool = True,
         deadline: float | None = None,
         progress: Progress | None = None,
@@ -123,8 +122,8 @@ class BestFirst:
         self.bound = self.reserved if objective == "memory" else self.step_bound
         self.costed = np.zeros(len(self.variants), dtype=np.bool_)
         self.step = np.full(len(self.variants), np.inf)
-        self.keep, self.tied, self.one_per_grid = keep, tied, one_per_grid
-        self._groups = self._groups_of_grids() if tied else None
+        self.keep, self.ties, self.one_per_grid = keep, ties, one_per_grid
+        self._groups = None if ties is None else self._groups_of_grids()
         self.schedule_table = _schedule_tables(self.table)
         self._begun = False
         self.judged()
@@ -137,7 +136,7 @@ class BestFirst:
         self.left = self._in_order(self.within[~self.costed[self.within]])  # not costed yet, lowest bound first
         grids = int(self.grid.max(initial=-1)) + 1
         self.threshold = Threshold(
-            self.keep, one_per_grid=self.one_per_grid, grids=grids, groups=self._groups, tied=self.tied
+            self.keep, one_per_grid=self.one_per_grid, grids=grids, listed=self.ties, groups=self._groups
         )
         self.step[:] = np.inf
         self._add(self.within[self.costed[self.within]])
