@@ -9,7 +9,7 @@ from click.exceptions import Exit
 from planner.io import output
 from planner.io.printable import printable
 from planner.requests.machines import Doctor
-from planner.runs.slurm_check import ERROR, check_slurm
+from planner.runs.schedulers.slurm_check import ERROR, check_slurm
 from topology import codec
 from topology.errors import UserError
 

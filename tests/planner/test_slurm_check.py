@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from planner.runs.slurm_check import ERROR, _gpus_of, judge_nodes
+from planner.runs.schedulers.slurm_check import ERROR, _gpus_of, judge_nodes
 from tests.tools import slurm_nodes
 
 ROOT = Path(__file__).parents[2]

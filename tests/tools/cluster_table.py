@@ -66,10 +66,10 @@ class Case:
         text = (self.folder / name).read_text(errors="replace").replace("\r", "\n")
         return [line for line in text.splitlines() if line.strip()]
 
-    def wait_for(self, there: Callable[[], bool], limit_s: float = 120.0) -> None:
-        """Wait for something of the job, as long as planner runs."""
+    def wait_for(self, there: Callable[[], bool], limit_s: float = 120.0, *, alone: bool = True) -> None:
+        """Wait for something of the job; if `alone`, as long as planner runs."""
         ends = time.monotonic() + limit_s
-        while not there() and time.monotonic() < ends and self.process.poll() is None:
+        while not there() and time.monotonic() < ends and not (alone and self.process.poll() is not None):
             time.sleep(0.3)
 
 
@@ -99,16 +99,95 @@ def plan(case: Case, cluster: Cluster) -> dict[str, object]:
     return case.ended()
 
 
-def tune(case: Case, cluster: Cluster) -> dict[str, object]:
-    words = ["--model=tiny-llama", "--cluster=4xH100", "--gpus=2", "--seq-len=128", "--global-batch=4", "--device=cpu"]
-    case.started("tune", *words, "--launcher=slurm", "--submit", "--state=state.jsonl", "--trials=2", "--steps=2")
+TUNED = ["--model=tiny-llama", "--seq-len=128", "--global-batch=4", "--device=cpu", "--state=state.jsonl"]
+
+
+def tune_submitted(case: Case, trials: int) -> None:
+    """Submit a tuning on one node, and wait until it is in the queue."""
+    words = [*TUNED, "--cluster=4xH100", "--gpus=2", "--launcher=slurm", "--submit"]
+    case.started("tune", *words, f"--trials={trials}", "--steps=40")
     case.process.wait(PATIENT_S)
+
+
+def tune_ended(case: Case, cluster: Cluster) -> dict[str, object]:
+    """Wait until nothing is in the queue, and ask what was found. A row has how often trials began and ended, too."""
     ends = time.monotonic() + PATIENT_S
     while queue(cluster) and time.monotonic() < ends:
         time.sleep(1.0)
     waited = time.monotonic() - case.began
     case.started("tune", "--resume=state.jsonl", "--show")
-    return case.ended() | {"seconds": round(waited)}
+    return case.ended() | {"seconds": round(waited), "trials": trials_of(case)}
+
+
+def trials_of(case: Case) -> list[str]:
+    """Return what the state file says of each trial, in its order."""
+    lines = [json.loads(line) for line in (case.folder / "state.jsonl").read_text().splitlines()]
+    events = [one for one in lines if one["kind"] in {"began", "trial"}]
+    return [f"{one['key'][:6]} {one['kind'] if one['kind'] == 'began' else one['status']}" for one in events]
+
+
+def trial_runs(case: Case) -> bool:
+    """Return whether ranks of a trial have written their first line."""
+    return bool([*case.folder.glob("trials/**/rank*.jsonl")])
+
+
+def tune(case: Case, cluster: Cluster) -> dict[str, object]:
+    tune_submitted(case, trials=2)
+    return tune_ended(case, cluster)
+
+
+def tune_preempted(case: Case, cluster: Cluster) -> dict[str, object]:
+    tune_submitted(case, trials=3)
+    case.wait_for(lambda: trial_runs(case), alone=False)
+    case.began = time.monotonic()
+    cluster.ask("sbatch", "-p", "urgent", "-N2", "--exclusive", "-o", "/dev/null", "--wrap", "sleep 5")
+    return tune_ended(case, cluster)
+
+
+def tune_node_lost(case: Case, cluster: Cluster) -> dict[str, object]:
+    tune_submitted(case, trials=3)
+    case.wait_for(lambda: trial_runs(case), alone=False)
+    case.began = time.monotonic()
+    lost = queue(cluster)[0].rpartition("|")[2]
+    cluster.kill(lost)
+    row = tune_ended(case, cluster)
+    back(cluster, lost)
+    return row | {"lost": lost}
+
+
+EACH = [*TUNED, "--cluster=2x1xH100", "--gpus=2", "--launcher=slurm", "--each", "--steps=10", "--budget=6m"]
+
+
+def tune_each(case: Case, cluster: Cluster) -> dict[str, object]:
+    case.started("tune", *EACH, "--trials=3")
+    case.wait_for(lambda: len(queue(cluster)) > 1)
+    seen = queue(cluster)
+    return case.ended(queue=seen) | {"trials": trials_of(case)}
+
+
+def tune_each_preempted(case: Case, cluster: Cluster) -> dict[str, object]:
+    case.started("tune", *EACH, "--trials=2")
+    case.wait_for(lambda: trial_runs(case))
+    cluster.ask("sbatch", "-p", "urgent", "-N2", "--exclusive", "-o", "/dev/null", "--wrap", "sleep 5")
+    return case.ended() | {"trials": trials_of(case)}
+
+
+def tune_each_killed(case: Case, cluster: Cluster) -> dict[str, object]:
+    """The tuning is killed while its jobs run, and resumed: it follows them."""
+    case.started("tune", *EACH, "--trials=2")
+    case.wait_for(lambda: trial_runs(case))
+    case.process.kill()
+    case.process.wait()
+    case.started("tune", "--resume=state.jsonl")
+    row = case.ended() | {"trials": trials_of(case)}
+    return row | {"submitted": len([*case.folder.glob("trials/*/submission.json")])}
+
+
+def back(cluster: Cluster, name: str) -> None:
+    """Start a node that was lost."""
+    cluster.start_node(name)
+    with suppress(subprocess.SubprocessError):
+        cluster.ask("scontrol", "update", f"nodename={name}", "state=resume")
 
 
 def cancel(case: Case, cluster: Cluster) -> dict[str, object]:
@@ -127,10 +206,19 @@ def node_lost(case: Case, cluster: Cluster) -> dict[str, object]:
     case.began = time.monotonic()
     cluster.kill("mw2")
     row = case.ended(queue=queue(cluster))
-    cluster.start_node("mw2")
-    with suppress(subprocess.SubprocessError):
-        cluster.ask("scontrol", "update", "nodename=mw2", "state=resume")
+    back(cluster, "mw2")
     return row
+
+
+def controller_killed(case: Case, cluster: Cluster) -> dict[str, object]:
+    """Killed while the job runs, and started again after 15 s."""
+    case.started("apply", *FOLLOWED, "--out", "run", "--steps=100")
+    case.wait_for(lambda: ranks_began(case))
+    case.began = time.monotonic()
+    cluster.kill("slurmctld")
+    time.sleep(15.0)
+    cluster.start_controller()
+    return case.ended()
 
 
 def preempted(case: Case, cluster: Cluster) -> dict[str, object]:
@@ -171,13 +259,57 @@ def rank_killed(case: Case, cluster: Cluster) -> dict[str, object]:
     return case.ended()
 
 
-CASES = {
-    one.__name__: one for one in (smoke, plan, tune, cancel, node_lost, preempted, requeued, time_limit, rank_killed)
-}
+def out_of_memory(case: Case, cluster: Cluster) -> dict[str, object]:
+    return smoke(case, cluster)
+
+
+def node_missing(case: Case, cluster: Cluster) -> dict[str, object]:
+    """One of three nodes is given to the job, but its agent never begins."""
+    case.started("apply", *FOLLOWED, "--nodes=3", "--out", "run")
+    case.wait_for(lambda: bool([*case.folder.glob("run/job.sbatch")]))
+    return case.ended()
 
 
 def unresolved(case: Case, cluster: Cluster) -> dict[str, object]:
     return smoke(case, cluster)
+
+
+# Cases of one cluster, and how that is made.
+CLUSTERS: tuple[tuple[dict[str, object], tuple[Callable[[Case, Cluster], dict[str, object]], ...]], ...] = (
+    (
+        {},
+        (
+            smoke,
+            plan,
+            tune,
+            tune_preempted,
+            tune_node_lost,
+            tune_each,
+            tune_each_preempted,
+            tune_each_killed,
+            cancel,
+            node_lost,
+            preempted,
+            requeued,
+            time_limit,
+            rank_killed,
+            controller_killed,
+        ),
+    ),
+    ({"resolved": False}, (unresolved,)),
+    ({"memory_mib": 500}, (out_of_memory,)),
+    ({"nodes": 3}, (node_missing,)),
+)
+
+
+def environment(cluster: Cluster, folder: Path) -> dict[str, str]:
+    """Return what planner is started with: this checkout, this Python, and a folder of its own for runs."""
+    paths = {
+        "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    }
+    home = {"XDG_DATA_HOME": str(folder / "data"), "NO_COLOR": "1", "COLUMNS": "160"}
+    return {**os.environ, **paths, **home, **cluster.environment}
 
 
 def main() -> int:
@@ -191,22 +323,17 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # and so undo what was changed
     folder = options.folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
-    names = options.names or [*CASES, "unresolved"]
-    for resolved in (True, False):
-        todo = {name: CASES.get(name, unresolved) for name in names if (name != "unresolved") == resolved}
+    for number, (how, cases) in enumerate(CLUSTERS):
+        todo = [one for one in cases if not options.names or one.__name__ in options.names]
         if not todo:
             continue
-        with slurm_nodes.cluster(folder / ("slurm" if resolved else "slurm-unresolved"), resolved=resolved) as cluster:
-            for name, run in todo.items():
+        with slurm_nodes.cluster(folder / f"slurm{number}", **how) as cluster:
+            for run in todo:
                 cluster.wait_ready()
-                before = os.environ.get("PYTHONPATH", "")
-                paths = {
-                    "PYTHONPATH": f"{ROOT}:{before}",
-                    "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-                }
-                home = {"XDG_DATA_HOME": str(folder / "data"), "NO_COLOR": "1", "COLUMNS": "160"}
-                environment = {**os.environ, **paths, **home, **cluster.environment}
-                row = run(Case(name=name, folder=folder / name, environment=environment), cluster)
+                row = run(
+                    Case(name=run.__name__, folder=folder / run.__name__, environment=environment(cluster, folder)),
+                    cluster,
+                )
                 with (folder / "rows.jsonl").open("a") as file:
                     file.write(json.dumps(row) + "\n")
                 print(json.dumps(row, indent=1), flush=True)

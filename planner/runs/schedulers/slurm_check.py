@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from planner.runs.launchers import PORT
+from planner.runs.schedulers.launchers import PORT
 from topology import codec
 from topology.codec import JsonObject
 from topology.errors import PlannerError

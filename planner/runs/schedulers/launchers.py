@@ -9,6 +9,7 @@ Source: torchrun (docs.pytorch.org, elastic/run).
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import shlex
@@ -21,8 +22,10 @@ from planner.export.job_files import BASH, FIRST_NODE, directives, slurm_options
 from planner.export.yaml_text import yaml_text
 from topology.errors import BadInput, PlannerError, UserError
 
-LAUNCHERS = ("local", "torchrun", "slurm", "trainjob")
+LAUNCHERS = ("local", "torchrun", "slurm", "ray", "trainjob")
 PORT = 29400  # torchrun's own default
+PORTS = 1000  # from there on: jobs that share a node meet at ports of their own
+SLURM_PORT = f"$(({PORT} + SLURM_JOB_ID % {PORTS}))"
 # A DNS label, which Kubernetes requires; Slurm accepts any name.
 NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,51}[a-z0-9])?")
 PLAIN_PATH = re.compile(r"[A-Za-z0-9_./@+=-]+")
@@ -45,6 +48,7 @@ class LauncherJob:
     image: str | None = None
     python: str = "python3"
     on_cpus: bool = False
+    exclusive: bool = False  # nothing else on its nodes, which would be timed, too
 
     def __post_init__(self) -> None:
         if not NAME.fullmatch(self.name):
@@ -130,9 +134,10 @@ def slurm(job: LauncherJob) -> JobFile:
     if not PLAIN_PATH.fullmatch(directory):
         raise BadInput(f"{directory!r} cannot be written in an #SBATCH line", remedy="--out with a plain name")
     minutes = math.ceil((job.budget_s + STARTING_S) / 60)
-    agent = shlex.join(node_command(job, endpoint=None, join_s=JOIN_S)) + f' --endpoint="$head:{PORT}"'
+    agent = shlex.join(node_command(job, endpoint=None, join_s=JOIN_S)) + f' --endpoint="$head:{SLURM_PORT}"'
     # A job that is preempted or loses a node ends: started again, it would measure again what may be reported already.
     options = {**slurm_options(job.name, nodes=job.nodes, gpus_per_node=job.gpus_per_node), "no-requeue": None}
+    options |= {"exclusive": None} if job.exclusive else {}
     agent, names = (agent + NAMED, NAMES) if job.nodes > 1 else (agent, "")
     collect = f"{shlex.join(collect_command(job))}{NAMED}\n" if job.nodes > 1 else ""
     text = (
@@ -142,6 +147,58 @@ def slurm(job: LauncherJob) -> JobFile:
     path = job.directory / "job.sbatch"
     submit = ("sbatch", str(path))
     return JobFile(path=path, text=text, submit=submit, advice=(f"submit: {shlex.join(submit)}", save_advice(job)))
+
+
+def slurm_array(jobs: Sequence[LauncherJob], name: str) -> JobFile:
+    """Return one batch script for jobs of equal size, each the script of its own folder."""
+    first = jobs[0]
+    folder = first.directory.parent
+    options = {
+        **slurm_options(name, nodes=first.nodes, gpus_per_node=first.gpus_per_node),
+        "no-requeue": None,
+        "exclusive": None,
+        "array": f"0-{len(jobs) - 1}",
+        "time": math.ceil((max(job.budget_s for job in jobs) + STARTING_S) / 60),
+        "output": "/dev/null",
+    }
+    lines = "".join(
+        f"  {number}) exec bash {slurm(job).path} > {job.directory}/slurm-$SLURM_JOB_ID.txt 2>&1 ;;\n"
+        for number, job in enumerate(jobs)
+    )
+    path = folder / f"array-{first.directory.name}.sbatch"
+    text = f'{BASH}\n{directives(options)}case "$SLURM_ARRAY_TASK_ID" in\n{lines}esac\n'
+    return JobFile(path=path, text=text, submit=("sbatch", str(path)), advice=())
+
+
+def ray_job(job: LauncherJob) -> JobFile:
+    """Return a job of Ray whose entry point takes a bundle on each node and runs the nodes' agents there."""
+    agent = node_command(job, endpoint=None, join_s=JOIN_S)
+    then = ["--names", "--then", json.dumps(collect_command(job))] if job.nodes > 1 else []
+    words = [
+        *(
+            job.python,
+            "-m",
+            "executor.launch.ray_nodes",
+            f"--nodes={job.nodes}",
+            f"--gpus-per-node={job.gpus_per_node}",
+        ),
+        *("--meet", *then, "--", *agent),
+    ]
+    return ray_file(words, job.directory / "job.json", job.name, (save_advice(job),))
+
+
+def ray_file(words: Sequence[str], path: Path, name: str, advice: tuple[str, ...], gpus: int = 0) -> JobFile:
+    """Return the body of a job's submission to Ray; its entry point may need GPUs itself."""
+    needs = {"entrypoint_num_gpus": gpus} if gpus else {}
+    body = {"entrypoint": shlex.join(words), "metadata": {"name": name}, **needs}
+    own = [f"--entrypoint-num-gpus={gpus}"] if gpus else []
+    submit = ("ray", "job", "submit", "--no-wait", *own, "--", *words)
+    return JobFile(
+        path=path,
+        text=json.dumps(body, indent=1) + "\n",
+        submit=submit,
+        advice=(f"submit: {shlex.join(submit)}", *advice),
+    )
 
 
 def trainjob(job: LauncherJob) -> JobFile:
@@ -172,7 +229,7 @@ def trainjob(job: LauncherJob) -> JobFile:
 
 def write_job(launcher: str, job: LauncherJob) -> JobFile:
     """Return the job file of a launcher. Raises UserError for a missing setting."""
-    return {"torchrun": torchrun, "slurm": slurm, "trainjob": trainjob}[launcher](job)
+    return {"torchrun": torchrun, "slurm": slurm, "ray": ray_job, "trainjob": trainjob}[launcher](job)
 
 
 def submit(command: Sequence[str]) -> str:
