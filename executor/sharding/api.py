@@ -242,6 +242,9 @@ class ShardedModule(nn.Module):
         self.mesh = mesh or init_device_mesh(device.type, program.mesh_shape, mesh_dim_names=program.mesh_names)
         self.weights = Weights(self, self.mesh, self.ranks)
         self.weights.fill(module, captured)
+        read = {name for data in program.instructions for name in data.get("reads", ())}
+        leads = read | set(program.gradients.values())
+        self.graded = [name in leads for name in program.seeds] or [False] * len(program.outputs)  # by result
 
     def placements(self, tensor: str) -> tuple[Placement, ...]:
         """Return the DTensor placements of a tensor of the graph: an input's, or an output's."""
@@ -358,19 +361,26 @@ class _Run(torch.autograd.Function):
         state = sharded.ranks.forward(values)
         ctx.sharded, ctx.state, ctx.names = sharded, state, names
         found = tuple(sharded.ranks.everywhere(name, state) for name in sharded.program.outputs)
-        ctx.mark_non_differentiable(*(one for one in found if not one.is_floating_point()))
+        ctx.mark_non_differentiable(*(one for one, graded in zip(found, sharded.graded, strict=True) if not graded))
+        ctx.set_materialize_grads(False)
         return found
 
     @staticmethod
     def backward(ctx: Any, *incoming: torch.Tensor) -> Any:
         sharded, state, program = ctx.sharded, ctx.state, ctx.sharded.program
-        seeds = {}
-        for name, gradient in zip(program.seeds, incoming, strict=True):
+        seeds, given = {}, set()
+        for name, output, gradient in zip(program.seeds, program.outputs, incoming, strict=True):
+            if gradient is not None:
+                given.add(name)
             # a gradient that copies of an output share is counted once
             first = all(sharded.ranks.place.at[axis] == 0 for axis in program.buffers[name].pending)
-            seeds[name] = gradient if first else torch.zeros_like(gradient)
+            seeds[name] = gradient if first and gradient is not None else sharded.ranks.zeros(name, output)
         sharded.ranks.backward(state, seeds)
-        of_input = {program.inputs[tensor]: state.at.get(buffer) for tensor, buffer in program.gradients.items()}
+        reached = sharded.ranks.reached(given)
+        of_input = {
+            program.inputs[tensor]: state.at.get(buffer) if buffer in reached else None
+            for tensor, buffer in program.gradients.items()
+        }
         ctx.state = State(at={})
         return (None, None, *(of_input.get(name) for name in ctx.names))
 

@@ -83,11 +83,14 @@ class Piece(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, whole: torch.Tensor, place: Place, buffer: Buffer) -> torch.Tensor:
         ctx.place, ctx.buffer, ctx.like = place, buffer, whole.new_empty(0)
+        ctx.set_materialize_grads(False)
         return place.piece(whole, buffer)
 
     @staticmethod
     def backward(ctx: Any, *incoming: torch.Tensor) -> Any:
         (gradient,), place, buffer = incoming, ctx.place, ctx.buffer
+        if gradient is None:  # nothing flows back, on no rank
+            return None, None, None
         whole = ctx.like.new_zeros(buffer.shape)
         cut = {item for spec in buffer.dims for item in spec}
         if all(place.at[axis] == 0 for axis in place.sizes if axis not in cut):  # of copies, one counts

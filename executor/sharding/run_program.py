@@ -8,7 +8,7 @@ again in the backward pass is not kept: the graph reads the new one in its place
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -83,6 +83,10 @@ class RankProgram:
         self._backward_start = len(self._code) - len(self.program.code(self.stage, first=started)) if started else 0
         moving = [one for one in self._code if isinstance(one, Launch | Collective | Send | Recv)]
         self.used = frozenset(name for one in moving for name in (*one.reads, *one.writes))
+        if self.stage == 0:  # an input that is a result as it is, and the gradient of such
+            program = self.program
+            self.used |= set(program.inputs.values()) & set(program.outputs)
+            self.used |= set(program.gradients.values()) & set(program.seeds)
         names = {one.stream for one in moving}
         on_gpu = self.device.type == "cuda"
         self._own_streams = {
@@ -160,6 +164,21 @@ class RankProgram:
         state.at.update({name: seeds[name] for name in self.program.seeds if name in self.used})
         self._run(self._backward_start, len(self._code), state)
 
+    def reached(self, seeds: Collection[str]) -> set[str]:
+        """Return the buffers of the backward pass that depend on any of these gradients of outputs."""
+        found = set(seeds)
+        if len(found) == len(self.program.seeds):
+            return found | set(self.program.gradients.values())
+        for one in self._code[self._backward_start :]:
+            if isinstance(one, Launch | Collective | Send | Recv) and found.intersection(one.reads):
+                found.update(one.writes)
+        return found
+
+    def zeros(self, name: str, output: str) -> torch.Tensor:
+        """Return a gradient of an output without any value, which has its dtype."""
+        dtype = DTYPES[self.program.buffers[output].dtype]
+        return torch.zeros(self.place.shape(self.program.buffers[name]), dtype=dtype, device=self.device)
+
     def everywhere(self, name: str, state: State) -> torch.Tensor:
         """Return a result of the forward pass; with pipeline stages, from the stage that has it to the same place of
         all.
@@ -167,7 +186,8 @@ class RankProgram:
         if not self.program.stage_axis:
             return state.at[name]
         buffer, axis = self.program.buffers[name], self.program.stage_axis
-        made = next(data.get("stage", 0) for data in self.program.instructions if name in data.get("writes", ()))
+        making = (data.get("stage", 0) for data in self.program.instructions if name in data.get("writes", ()))
+        made = next(making, 0)
         value = state.at.get(name)
         if value is None:
             value = torch.empty(self.place.shape(buffer), dtype=DTYPES[buffer.dtype], device=self.device)
