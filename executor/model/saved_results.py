@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -69,7 +70,7 @@ class SavedResults:
         wanted = [number for number, saved in enumerate(saves) if not (saved and self.replays)]
         made = dict(zip(wanted, compute(wanted), strict=True)) if wanted else {}
         return tuple(
-            self.save_or_replay(lambda number=number: made[number]) if saved else made[number]
+            self.save_or_replay(partial(made.__getitem__, number)) if saved else made[number]
             for number, saved in enumerate(saves)
         )
 

@@ -41,7 +41,7 @@ PARTS = {
 TOKENS = 4096
 REPEATS, WARM_UP = 8, 3
 BUSY_S, GROUP_S = 0.3, 0.03  # seconds of runs before the first that counts, and of those timed together
-CLUSTER = "h200x4"
+CLUSTERS = {"H100": "dgx-h100", "H200": "h200x4"}  # by a word of the GPU's name
 _BY_HEADS = {
     "args_0": "batch seq embed",
     "x": "batch seq embed",
@@ -148,6 +148,14 @@ def _cases(asked: argparse.Namespace):
         else:
             for share in MEMORY_SHARES:
                 yield f"fully sharded, {share:.0%} of its peak", lambda row, share=share: runs.memory(row, bench, share)
+
+
+def cluster_here() -> str:
+    """Return the machine of the catalogue that predicts: of these GPUs, H200s where there are none."""
+    import torch
+
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    return next((cluster for word, cluster in CLUSTERS.items() if word in name), CLUSTERS["H200"])
 
 
 def _device_name(cpu: bool) -> str:
