@@ -218,6 +218,27 @@ def _device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
+def _place_in(mesh: DeviceMesh | None, program: RunnableProgram) -> tuple[int, bool]:
+    """Return this rank's place in the mesh, and whether the mesh has some of the ranks, as a slice of a larger one.
+
+    Raises BadInput where ranks and mesh do not fit.
+    """
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    if mesh is None and program.ranks not in {1, ranks}:
+        raise BadInput(
+            f"a mesh of {program.ranks} ranks, in a job of {ranks}", remedy="a DeviceMesh that says which ranks it has"
+        )
+    members = list(range(ranks)) if mesh is None else mesh.mesh.flatten().tolist()
+    if members == list(range(ranks)):
+        return rank, False
+    if rank not in members or program.stage_axis:
+        raise BadInput(
+            f"rank {rank} is not in the mesh" if rank not in members else "pipeline stages on a part of the ranks",
+            remedy="a slice of a mesh of all ranks, and stages on all of it",
+        )
+    return members.index(rank), True
+
+
 class ShardedModule(nn.Module):
     """A module as a program on this rank. Parameters and buffers are DTensors under the names that the module has
     (`weights.py`).
@@ -238,7 +259,8 @@ class ShardedModule(nn.Module):
         self.asked = frozenset((*program.gradients, *asked))
         self.program = program
         self.captured = captured
-        self.ranks = RankProgram(program, dist.get_rank() if dist.is_initialized() else 0, device)
+        at, some = _place_in(mesh, program)
+        self.ranks = RankProgram(program, at, device, mesh if some else None)
         self.mesh = mesh or init_device_mesh(device.type, program.mesh_shape, mesh_dim_names=program.mesh_names)
         self.weights = Weights(self, self.mesh, self.ranks)
         self.weights.fill(module, captured)
@@ -348,7 +370,8 @@ class ShardedModule(nn.Module):
                     remedy="redistribute it, or shard the module with these placements",
                 )
             return value.to_local()
-        piece: torch.Tensor = Piece.apply(value.to(self.ranks.device), self.ranks.place, self.program.buffers[buffer])
+        about, ranks = self.program.buffers[buffer], self.ranks
+        piece: torch.Tensor = Piece.apply(value.to(ranks.device), ranks.place, about, ranks.everyone)
         return piece
 
 

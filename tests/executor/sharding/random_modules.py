@@ -475,7 +475,7 @@ def _drawn(
         try:
             step, at = draw.choice(families)(d)
             have = run(module, d.have, [(step, at)])
-        except (IndexError, RuntimeError, ValueError):
+        except (AttributeError, IndexError, RuntimeError, ValueError):
             continue
         if any(one.numel() > LARGEST or not one.numel() or not one.isfinite().all() for one in have):
             continue
