@@ -34,6 +34,7 @@ class Engine:
     host_sequence_s: float
     overlaps_host: bool
     host_exposed_s: float
+    host_exposed_sequence_s: float
     host_request_s: float
     host_launch_s: float
     host_eager_launch_s: float
@@ -56,12 +57,12 @@ class Engine:
         """Return seconds of a step whose kernels take `device_s` and in which so many answers go on."""
         host = self.host_step_s + self.host_sequence_s * sequences
         if self.overlaps_host:
-            return max(device_s, host) + self.host_exposed_s
+            return max(device_s, host) + self.host_exposed_s + self.host_exposed_sequence_s * sequences
         return device_s + host
 
 
 # Engines that are described apart for older releases.
-RELEASES = {"vllm013": "vllm", "tensorrt": "trtllm"}
+RELEASES = {"vllm013": "vllm", "trtllm11": "trtllm", "tensorrt": "trtllm"}
 
 
 @cache

@@ -74,8 +74,14 @@ def activation_bytes(model: Model, deployment: Deployment, pool: Pool) -> float:
     return max(inside, sequences * model.vocab * 4.0 * 2)
 
 
-def cache_capacity(model: Model, cluster: Cluster, deployment: Deployment, pool: Pool) -> CacheCapacity:
-    """Return what memory holds on one GPU of `pool`, and the tokens that its engine's cache has room for."""
+def cache_capacity(
+    model: Model, cluster: Cluster, deployment: Deployment, pool: Pool, *, length: int = 0
+) -> CacheCapacity:
+    """Return what memory holds on one GPU of `pool`, and the tokens that its engine's cache has room for.
+
+    Layers with a window keep no more than it of a request, so requests of `length` tokens take less each token; 0: of
+    no more than the window.
+    """
     engine = engine_of(deployment.engine)
     fraction = deployment.memory_fraction or engine.memory_fraction
     total = float(cluster.slowest_kind.memory_bytes)
@@ -90,7 +96,7 @@ def cache_capacity(model: Model, cluster: Cluster, deployment: Deployment, pool:
     else:
         room = total * fraction - sum(parts.values())
     parts["graphs"] = graphs
-    per_token = cache_bytes_per_token(model, pool, deployment.kv_cache)
+    per_token = cache_bytes_per_token(model, pool, deployment.kv_cache) * _kept(model, length)
     blocks = max(0, int(room / (per_token * engine.block_tokens)))
     tokens = blocks * engine.block_tokens * pool.dp_attention
     parts["kv_cache"] = blocks * engine.block_tokens * per_token
@@ -101,3 +107,14 @@ def cache_capacity(model: Model, cluster: Cluster, deployment: Deployment, pool:
         block_tokens=engine.block_tokens,
         tokens=tokens,
     )
+
+
+def _kept(model: Model, length: int) -> float:
+    """Return the share of keys and values of a request of `length` tokens that its layers keep.
+
+    Engines give layers with a window a pool of their own, whose blocks are freed behind the window (vLLM's hybrid KV
+    cache manager, SGLang's SWAKVPool, TensorRT-LLM's pool for each size of the window).
+    """
+    if length <= model.sliding_window or not model.windowed_layers:
+        return 1.0
+    return 1.0 - model.windowed_layers / model.layers * (1.0 - model.sliding_window / length)

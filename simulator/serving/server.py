@@ -139,19 +139,13 @@ def serve(
             if following is not None:
                 begin(following.prompt, following.output)
 
-    last = _schedulers(env, model, cluster, deployment, deployment.pool, finished, most=len(requests))
+    schedulers = partial(_schedulers, env, model, cluster, deployment, most=len(requests), length=traffic.usual)
+    last = schedulers(deployment.pool, finished)
     first = last
     if deployment.prefill is not None:
         move = move_seconds(model, cluster, deployment)
-        first = _schedulers(
-            env,
-            model,
-            cluster,
-            deployment,
-            deployment.prefill,
-            lambda read: _hand_over(env, read, last, move, finished),
-            most=len(requests),
-            reads_only=True,
+        first = schedulers(
+            deployment.prefill, lambda read: _hand_over(env, read, last, move, finished), reads_only=True
         )
     _refuse_what_never_fits(requests, (*first, *last))
     if traffic.concurrency and not traffic.trace:
@@ -185,15 +179,16 @@ def _schedulers(
     deliver: Sink,
     *,
     most: int,
+    length: int,
     reads_only: bool = False,
 ) -> list[Scheduler]:
     """Return the engines of a pool; the stages of a pipeline work on so many batches at once, one each.
 
     A request goes to the first of those with least to do, so batches beyond the `most` requests that there are would
-    have nothing.
+    have nothing. `length` is that of a usual request.
     """
     costs = ForwardPass(model, cluster, deployment, pool)
-    room = cache_capacity(model, cluster, deployment, pool)
+    room = cache_capacity(model, cluster, deployment, pool, length=length)
     lanes = pool.pp
     return [
         Scheduler(
