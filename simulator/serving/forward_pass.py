@@ -131,7 +131,9 @@ class ForwardPass:
 
     @property
     def max_batched_tokens(self) -> int:
-        return self.deployment.max_num_batched_tokens or self.engine.max_num_batched_tokens
+        return self.deployment.max_num_batched_tokens or self.engine.batched_tokens(
+            self.cluster.slowest_kind.memory_bytes
+        )
 
     # --- a step -------------------------------------------------------------------------------------------------
 

@@ -62,10 +62,11 @@ def weight_bytes(model: Model, pool: Pool, weights: str) -> float:
     return ends + (attention + dense + sparse + norms) / pool.pp
 
 
-def activation_bytes(model: Model, deployment: Deployment, pool: Pool) -> float:
+def activation_bytes(model: Model, cluster: Cluster, deployment: Deployment, pool: Pool) -> float:
     """Return the peak of activations in a step that is full, which engines measure with a trial run at start-up."""
     engine = engine_of(deployment.engine)
-    tokens = float(deployment.max_num_batched_tokens or engine.max_num_batched_tokens)
+    usual = engine.batched_tokens(cluster.slowest_kind.memory_bytes)
+    tokens = float(deployment.max_num_batched_tokens or usual)
     width = (2 if model.gated_mlp else 1) * model.ffn / pool.tp
     if model.moe:
         width = max(width, (model.moe.ffn * 2 + model.hidden) * model.moe.experts_per_token / pool.expert_tp)
@@ -87,7 +88,7 @@ def cache_capacity(
     total = float(cluster.slowest_kind.memory_bytes)
     parts = {
         "weights": weight_bytes(model, pool, deployment.weights),
-        "activations": activation_bytes(model, deployment, pool),
+        "activations": activation_bytes(model, cluster, deployment, pool),
         "context": OUTSIDE_BYTES,
     }
     graphs = 0.0 if deployment.eager else GRAPHS_BYTES
