@@ -188,6 +188,15 @@ def _sharing_clients(row: ServingRow, dp: int, assumed: list[str]) -> int:
     return engines
 
 
+def _clients_of_batches(row: ServingRow, assumed: list[str]) -> int:
+    """Return how many clients fill the batches of the engines that write answers; 0 where a row does not state them."""
+    side = side_of(row, "decode")
+    clients = (side.batch or 0) * side.dp_attention * (side.workers or 0)
+    if clients:
+        assumed.append(f"{clients} clients: as many as the batches of the engines that write answers hold")
+    return clients
+
+
 def _pool_apart(row: ServingRow, name: str) -> Pool:
     side = side_of(row, name)
     if side.workers is None:
@@ -242,8 +251,9 @@ def _traffic(
     if "static" in kind or kind.startswith(("latency of one static", "prefill latency")):
         batch = row.batch_size or 1
         return replace(base, concurrency=batch, requests=batch)
-    if row.concurrency:
-        return replace(base, concurrency=row.concurrency)
+    clients = row.concurrency or (_clients_of_batches(row, assumed) if row.disagg else 0)
+    if clients:
+        return replace(base, concurrency=clients)
     if kind.startswith("max throughput"):
         room = cache_capacity(model, cluster, deployment, deployment.pool, length=base.usual).tokens
         room *= deployment.pool.engines
