@@ -187,7 +187,7 @@ def child_environment(
 ) -> dict[str, str]:
     """Return the environment of the run's processes: the caller's, then `added`, then the forced variables.
 
-    Where Python is told to write no bytecode and torch has none, it is kept in the user's cache.
+    Where Python writes no bytecode and torch has none, it is kept in the user's cache.
     """
     environment = {**(os.environ if base is None else base), **(added or {}), **FORCED_VARIABLES}
     for name in REMOVED_VARIABLES:
