@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from simulator.config.plan import Plan
     from topology.cluster import Cluster
     from topology.health.diagnose import Health
-    from ui.background.waiting import PendingAnswer
+    from ui.background.shared_jobs import PendingAnswer
     from ui.background.work import SimulatedStep
 
 
