@@ -12,6 +12,7 @@ Does not import torch, so that it works (and reports errors) where torch does no
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import json
 import os
@@ -344,7 +345,7 @@ def _first_failure(folder: Path, exit_code: int | None, err_tail: str, *, elasti
     """Return the first failure as the agent reports it, with the message of that rank's error file if there is one."""
     if not elastic:
         message = _message(folder / "error.json") or _last_line(err_tail)
-        return Failure(rank=0, exit_code=_code(exit_code), signal=_name(exit_code), message=message)
+        return Failure(rank=_to_blame(0, message), exit_code=_code(exit_code), signal=_name(exit_code), message=message)
     # The agent prints a block per failure, with the first that it saw under "Root Cause". That may be a peer of a rank
     # that was killed: the killed rank writes no timestamp. So a killed rank takes precedence.
     _, _, verdict = err_tail.rpartition("Root Cause")
@@ -369,12 +370,18 @@ def _first_failure(folder: Path, exit_code: int | None, err_tail: str, *, elasti
         return _ended_by_signal(int(rank[1]), number)
     files = sorted(folder.glob("ranks/**/error.json"), key=_error_time)
     message = _message(folder / "error.json") or next((text for file in files if (text := _message(file))), "")
+    message = message or _last_line(verdict or err_tail)
     return Failure(
-        rank=int(rank[1]) if rank else _rank_of(files),
+        rank=_to_blame(int(rank[1]) if rank else _rank_of(files), message),
         exit_code=_code(number if number is not None else exit_code),
         signal=_name(number),
-        message=message or _last_line(verdict or err_tail),
+        message=message,
     )
+
+
+def _to_blame(rank: int | None, message: str) -> int | None:
+    """Return the rank that failed first, unless it met a limit that all have: then any could be the first."""
+    return None if os.strerror(errno.EMFILE) in message else rank
 
 
 def _ended_by_signal(rank: int, code: int) -> Failure:

@@ -279,6 +279,17 @@ def test_a_killed_agent_is_the_cause_and_not_what_was_printed_last(tmp_path) -> 
 
 
 @needs_torch
+def test_no_rank_is_to_blame_for_a_limit_that_all_have(tmp_path) -> None:
+    limit = "RuntimeError: [enforce fail at device.cc:186] rv != -1. -1 vs -1. Too many open files"
+    for name, message in (("one", limit), ("other", "ValueError: mine")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "error.json").write_text(json.dumps({"message": {"message": message}}))
+    found = _first_failure(tmp_path / "one", 1, "", elastic=False)
+
+    assert (found.rank, found.message) == (None, limit)
+    assert _first_failure(tmp_path / "other", 1, "", elastic=False).rank == 0
+
+
 def test_elastic_passes_on_what_a_rank_said() -> None:
     done = launch("recorded_worker", ranks=2, budget_s=60, environment=WORKERS)
 
