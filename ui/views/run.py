@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from planner.search.result import RankedPlan, SearchResult
 
 COMMANDS = ("apply",)
-LAUNCHERS = {"local": "this machine", "slurm": "Slurm", "trainjob": "Kubernetes TrainJob"}
+LAUNCHERS = {"local": "this machine", "slurm": "Slurm", "ray": "Ray", "trainjob": "Kubernetes TrainJob"}
 
 
 def show() -> None:
@@ -59,14 +59,14 @@ def _form(result: SearchResult, ranked: RankedPlan) -> None:
             "Through",
             list(LAUNCHERS),
             format_func=LAUNCHERS.__getitem__,
-            help="Slurm and Kubernetes run the plan on a cluster.",
+            help="Slurm, Ray and Kubernetes run the plan on a cluster.",
         )
         image = st.text_input(
             "Container image, for Kubernetes", placeholder="registry/image:tag", help="It holds meshwright and torch."
         )
         submit = st.checkbox(
             "Submit the job, follow it, and collect its run",
-            help="With sbatch or kubectl of the machine on which the service runs."
+            help="With sbatch, kubectl or Ray's job API from the machine on which the service runs."
             " Without it, the job's file is only written.",
         )
         if st.form_submit_button("Run", icon=":material/play_arrow:"):
@@ -84,9 +84,9 @@ def _form(result: SearchResult, ranked: RankedPlan) -> None:
 def _contradiction(device: str, by: str, image: str, *, submit: bool) -> str:
     """Return what in the form does not go together, and what to change; nothing where all does."""
     if by == "local":
-        return "A job is submitted to Slurm or Kubernetes: choose one of them under Through." if submit else ""
+        return "A job is submitted to Slurm, Ray or Kubernetes: choose one of them under Through." if submit else ""
     if device == "cpu":
-        return "Jobs of Slurm and Kubernetes run on GPUs: choose cuda, or run it on this machine."
+        return "Jobs of a scheduler run on GPUs here: choose cuda, or run it on this machine."
     if by == "trainjob" and not image.strip():
         return "Kubernetes needs a container image."
     return ""
