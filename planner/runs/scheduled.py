@@ -37,6 +37,7 @@ LATE_S = 15.0  # for a shared file system to show what a job wrote before it end
 # Why a job ended that the scheduler ended, by its word for the job's state.
 ENDED_BY_SCHEDULER = {
     "preempted": "the scheduler gave the nodes to another job",
+    "disrupted": "the scheduler took a node away, or it failed",
     "timeout": "the time limit of the job was over",
     "deadline": "the deadline of the job was over",
     "node_fail": "a node failed",
@@ -45,7 +46,7 @@ ENDED_BY_SCHEDULER = {
     "cancelled": "the job was cancelled",
     "revoked": "the job was revoked",
 }
-TAKEN_AWAY = frozenset({"preempted", "node_fail", "boot_fail", "revoked"})  # which say nothing of what ran
+TAKEN_AWAY = frozenset({"preempted", "disrupted", "node_fail", "boot_fail", "revoked"})  # which say nothing of what ran
 ENDED_BY_ITSELF = frozenset({"finished", "out_of_memory", "wrong_numbers", "not_as_requested"})
 
 

@@ -117,9 +117,9 @@ def test_why_a_job_ended_is_what_kubernetes_says(api, tmp_path, lost):
 
     api.disrupt("a-run", 0, lost=lost)
 
-    with pytest.raises(PlannerError, match="preempted") as caught:
+    with pytest.raises(PlannerError, match="disrupted") as caught:
         scheduled.follow(asked, submission, 30.0, tell=lambda _: None, poll_s=0.1, late_s=0.0)
-    assert "gave the nodes to another job" in caught.value.why
+    assert "took a node away" in caught.value.why
 
 
 def test_a_job_whose_process_fails_or_that_runs_too_long_has_failed(api, tmp_path):

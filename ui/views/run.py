@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from planner.search.result import RankedPlan, SearchResult
 
 COMMANDS = ("apply",)
-LAUNCHERS = {"local": "this machine", "slurm": "Slurm", "trainjob": "Kubernetes TrainJob"}
+LAUNCHERS = {"local": "this machine", "slurm": "Slurm", "ray": "Ray", "trainjob": "Kubernetes TrainJob"}
 
 
 def show() -> None:
@@ -54,7 +54,7 @@ def _form(result: SearchResult, ranked: RankedPlan) -> None:
     if here is not None and here < ranked.plan.gpus:
         st.markdown(
             f":orange[{panels.ICONS['warning']}] {_gpus_words(here)}, and the plan needs {ranked.plan.gpus}: here, its"
-            " numbers can be checked on the CPU; Slurm or Kubernetes run it on a cluster."
+            " numbers can be checked on the CPU; Slurm, Ray or Kubernetes run it on a cluster."
         )
     with st.form("run"):
         first, second, third, fourth = st.columns(4, vertical_alignment="bottom")
@@ -71,20 +71,20 @@ def _form(result: SearchResult, ranked: RankedPlan) -> None:
             "Through",
             list(LAUNCHERS),
             format_func=LAUNCHERS.__getitem__,
-            help="Slurm and Kubernetes run the plan on a cluster.",
+            help="Slurm, Ray and Kubernetes run the plan on a cluster.",
         )
         image = st.text_input(
             "Container image, for Kubernetes", placeholder="registry/image:tag", help="It holds meshwright and torch."
         )
         submit = st.checkbox(
             "Submit the job, follow it, and collect its run",
-            help="With sbatch or kubectl of the machine on which the service runs."
+            help="With sbatch, kubectl or Ray's job API from the machine on which the service runs."
             " Without it, the job's file is only written.",
         )
         if st.form_submit_button("Run", icon=":material/play_arrow:"):
             wrong = _contradiction(str(by), str(image or ""), submit=submit)
             if not wrong and here is not None and device == "cuda" and by == "local" and here < ranked.plan.gpus:
-                wrong = f"{_gpus_words(here)}: choose cpu, or Slurm or Kubernetes under Through."
+                wrong = f"{_gpus_words(here)}: choose cpu, or Slurm, Ray or Kubernetes under Through."
             if wrong:
                 st.warning(wrong)
                 return
@@ -103,7 +103,7 @@ def _gpus_words(count: int) -> str:
 def _contradiction(by: str, image: str, *, submit: bool) -> str:
     """Return what in the form does not go together, and what to change; nothing where all does."""
     if by == "local":
-        return "A job is submitted to Slurm or Kubernetes: choose one of them under Through." if submit else ""
+        return "A job is submitted to Slurm, Ray or Kubernetes: choose one of them under Through." if submit else ""
     if by == "trainjob" and not image.strip():
         return "Kubernetes needs a container image."
     return ""

@@ -72,7 +72,7 @@ def _cause(condition: JsonObject) -> str:
     """Return our word for why a job failed, where Kubernetes ended it."""
     if condition.get("reason") == "DeadlineExceeded":
         return "timeout"
-    return "preempted" if "DisruptionTarget" in str(condition.get("message")) else ""
+    return "disrupted" if "DisruptionTarget" in str(condition.get("message")) else ""
 
 
 def _kubectl(verb: str, folder: Path, submission: Submission) -> list[str]:
