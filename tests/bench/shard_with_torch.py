@@ -1,6 +1,6 @@
-"""A Llama 3 8B block and four ViT-L blocks on GPUs: what `planner shard` chooses compared with `parallelize_module`.
+"""A Llama 3 8B block and four ViT-L blocks on the GPUs of this machine: `planner shard` next to `parallelize_module`.
 
-    torchrun --nproc-per-node=2 -m tests.bench.shard_beside_torch OUT.jsonl [--cpu]
+    torchrun --nproc-per-node=2 -m tests.bench.shard_with_torch OUT.jsonl [--cpu]
 
 Forward and backward in bfloat16, tensor parallelism over all GPUs, inputs and outputs whole on every rank. torch's plan
 is the one of its tutorial: column-parallel, then row-parallel layers. Ours is the same split by hand, then the one that
