@@ -167,9 +167,10 @@ def walked_together(table: PlanTable, context: CostContext, *, traffic: bool = T
         every = wrapping_period(context.spec, word)
         period = np.where(table.recompute == word, np.where(every > 1, every, 0), period)
     own = np.zeros(len(table))
+    stages: dict[object, int] = {}  # layers and modes that are stated stage by stage
     for row, plan in enumerate(table.plans):
-        if plan.layers_per_stage or plan.recompute_per_stage:
-            own[row] = row + 1
+        if any(stated := (plan.layers_per_stage, plan.recompute_per_stage)):
+            own[row] = stages.setdefault(stated, len(stages) + 1)
     schedule = np.unique(table.schedule, return_inverse=True)[1]
     # Of a step without a pipeline only the first few micro batches are walked, of others what does not repeat.
     counted = np.minimum(m, 2.0)

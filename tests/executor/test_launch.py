@@ -202,6 +202,26 @@ def test_the_callers_path_stays_behind_ours() -> None:
     assert got["PYTHONSAFEPATH"] == "1"
 
 
+@pytest.mark.parametrize(
+    ("given", "compiled", "kept"),
+    [
+        ({"PYTHONDONTWRITEBYTECODE": "1"}, False, {"PYTHONPYCACHEPREFIX": "/cache/meshwright/bytecode"}),
+        ({"PYTHONDONTWRITEBYTECODE": "1"}, True, {"PYTHONDONTWRITEBYTECODE": "1"}),
+        ({"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPYCACHEPREFIX": "/own"}, False, {"PYTHONPYCACHEPREFIX": "/own"}),
+        ({}, False, {}),
+    ],
+)
+def test_ranks_do_not_compile_torch_at_every_start(monkeypatch, given, compiled: bool, kept) -> None:
+    """Unless its bytecode is there, or the user has said where it goes."""
+    monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
+    monkeypatch.setattr("executor.launch.local_ranks._compiled", lambda _: compiled)
+
+    got = child_environment(None, run_id="r", base=given)
+
+    assert kept.items() <= got.items()
+    assert ("PYTHONPYCACHEPREFIX" in got) == ("PYTHONPYCACHEPREFIX" in kept)
+
+
 @needs_torch
 def test_elastic_ranks_that_end_well() -> None:
     done = launch("finish_worker", ranks=2, budget_s=60, environment=WORKERS)
