@@ -29,7 +29,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from executor.launch.process_exit import interrupt_on_sigterm
 
 ROOM_S = 300.0  # for the cluster to have room
-PEERS_S = 30.0  # for nodes to end after one was lost
+PEERS_S = 10.0  # for nodes to end by themselves after one was lost
+ENDING_S = 20.0  # for their agents to write how they ended, once asked to end
 LOST = 75  # exit code of a job that lost a node: EX_TEMPFAIL of sysexits.h
 
 
@@ -41,7 +42,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--room", type=float, default=ROOM_S, help="seconds to wait for nodes that are free")
     parser.add_argument("--names", action="store_true", help="add --names, the nodes' names, to the commands")
     parser.add_argument("--meet", action="store_true", help="add --endpoint and --address to the command")
-    parser.add_argument("--port", action="store_true", help="add --port, which is free on the first node")
     parser.add_argument("--then", default="", help="JSON list: a command to run here after that")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     options = parser.parse_args(argv)
@@ -69,7 +69,6 @@ def _run(options: argparse.Namespace, words: list[str]) -> int:
     found = ray.get([_task(look, one, options.gpus_per_node).remote() for one in tasks])
     names = _names([one["host"] for one in found], [one["address"] for one in found])
     shared = [f"--names={','.join(names)}"] if options.names else []
-    shared += [f"--port={found[0]['port']}"] if options.port else []
     if options.meet and options.nodes > 1:
         shared.append(f"--endpoint={found[0]['address']}:{found[0]['port']}")
     running = {}
@@ -105,6 +104,8 @@ def _wait(running: dict[Any, str]) -> int:
             code = code or ended
     for one in left:
         ray.cancel(one)
+    if left:
+        ray.wait(left, num_returns=len(left), timeout=ENDING_S)
     return code
 
 

@@ -25,6 +25,8 @@ def run_kernel(kernel: Kernel, values: Mapping[str, torch.Tensor], context: Cont
     """Return the piece that `kernel` computes from `values` by buffer. Raises BadInput for an operator not in the
     table.
     """
+    if any(not one.numel() for one in values.values()) and 0 in context.shape:
+        return torch.empty(context.shape, dtype=context.dtype, device=next(iter(values.values())).device)
     args = _given(kernel.args, values)
     if kernel.op in _PLAIN:
         return _PLAIN[kernel.op](*args)

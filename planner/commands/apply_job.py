@@ -38,6 +38,7 @@ def write(asked: Apply, *, folder: Path, budget_s: float, wait_s: float, steps: 
         budget_s=budget_s,
         endpoint=asked.endpoint,
         image=asked.image,
+        volume=asked.volume,
         on_cpus=run.device == "cpu",
     )
     written = launchers.write_job(launcher, job)

@@ -38,14 +38,17 @@ class Apply(Request):
     )
     tolerance: float | None = common.tolerance()
     launcher: str = option(
-        "local", "--launcher", help="local, or torchrun, slurm, ray or trainjob to write a job instead."
+        "local", "--launcher", help="local; or torchrun, slurm, ray, kubernetes, jobset, trainjob: a job instead."
     )
     nodes: int | None = option(
         None, "--nodes", least=1, help="Number of nodes of a job; default: the plan's, 2 without a plan."
     )
     endpoint: str | None = option(None, "--endpoint", help="HOST:PORT where torchrun's agents meet.")
     job_name: str = option("meshwright", "--job-name", help="Name of the job.")
-    image: str | None = option(None, "--image", help="Container image, for trainjob.")
+    image: str | None = option(None, "--image", help="Container image, for kubernetes, jobset and trainjob.")
+    volume: str | None = option(
+        None, "--volume", help="CLAIM:/mount/path that all pods mount, for kubernetes and jobset; --out is below it."
+    )
     submit: bool = option(False, "--submit", help="Submit the job with sbatch, kubectl or Ray's job API.")
     wait: str = option("0h", "--wait", help="How long to follow a submitted job, such as 12h, before it is reported.")
     learn: Path | None = option(

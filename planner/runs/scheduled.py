@@ -25,7 +25,11 @@ from topology import codec
 from topology.codec import JsonObject
 from topology.errors import PlannerError
 
-SCHEDULERS: dict[str, Scheduler] = {"slurm": Slurm(), "ray": Ray(), "trainjob": Kubernetes()}
+SCHEDULERS: dict[str, Scheduler] = {
+    "slurm": Slurm(),
+    "ray": Ray(),
+    **dict.fromkeys(("kubernetes", "jobset", "trainjob"), Kubernetes()),
+}
 RECORD = "submission.json"
 POLL_S = 2.0
 COLLECT_S = 60.0
@@ -183,7 +187,7 @@ class Followed:
         folder = self.job.directory
         scheduler = SCHEDULERS[self.submission.launcher]
         words = scheduler.last_words(folder, self.submission)
-        word = scheduler.ended_as(self.submission, word)
+        word = scheduler.ended_as(folder, self.submission, word)
         error = NoReport(
             f"the job ended ({word}) and left no report",
             why="; ".join(filter(None, (ENDED_BY_SCHEDULER.get(word), words)))
@@ -227,7 +231,7 @@ def ended_as(
         if time.monotonic() > ends:
             return ""
         time.sleep(poll_s)
-    return SCHEDULERS[submission.launcher].ended_as(submission, found.word)
+    return SCHEDULERS[submission.launcher].ended_as(folder, submission, found.word)
 
 
 def add_cause(document: JsonObject, word: str) -> None:

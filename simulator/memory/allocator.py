@@ -24,11 +24,6 @@ LARGE_SEGMENT = 20 << 20
 ROUND_SEGMENT = 2 << 20
 
 
-# A free block is kept as one number, which sorts by its bytes and then by its address: sooner compared than a tuple.
-ADDRESS = 48  # bits
-ADDRESSES = (1 << ADDRESS) - 1
-
-
 class OutOfMemory(Exception):
     """Memory that was given back did not suffice either."""
 
@@ -44,7 +39,7 @@ class Pool:
         self.small = small
         self.reserved_bytes = 0
         self.least_rest = BLOCK if small else SMALL + 1  # that is worth a block of its own
-        self.free: list[int] = []  # (bytes, address) as one number
+        self.free: list[tuple[int, int]] = []  # (bytes, address)
         self.starts: dict[int, int] = {}  # bytes of free blocks by their address
         self.ends: dict[int, int] = {}  # addresses of free blocks by where they end
         self.unmapped: dict[int, int] = {}  # bytes of addresses that a block may grow into
@@ -67,7 +62,7 @@ class Pool:
 
     def release(self) -> None:
         """Return to the driver what is not in use: segments that are free as a whole."""
-        for size, address in self._free_blocks():
+        for size, address in list(self.free):
             if self._segments.get(address) == size:
                 self._remove(address)
                 del self._segments[address]
@@ -80,21 +75,17 @@ class Pool:
         return place
 
     def _room(self, place: int) -> int:
-        size, address = self.free[place] >> ADDRESS, self.free[place] & ADDRESSES
+        size, address = self.free[place]
         return size + self.unmapped.get(address + size, 0)
-
-    def _free_blocks(self) -> list[tuple[int, int]]:
-        """Return the (bytes, address) of all free blocks, in their order."""
-        return [(key >> ADDRESS, key & ADDRESSES) for key in self.free]
 
     def _add(self, address: int, size: int) -> None:
         self.starts[address], self.ends[address + size] = size, address
-        insort(self.free, size << ADDRESS | address)
+        insort(self.free, (size, address))
 
     def _remove(self, address: int) -> int:
         """Take a block off the free ones; return its bytes."""
         size = self.starts.pop(address)
-        del self.ends[address + size], self.free[bisect_left(self.free, size << ADDRESS | address)]
+        del self.ends[address + size], self.free[bisect_left(self.free, (size, address))]
         return size
 
 
@@ -132,7 +123,7 @@ class ExpandablePool(Pool):
         self._add(address, at - address)
 
     def release(self) -> None:
-        for size, address in self._free_blocks():
+        for size, address in list(self.free):
             low = -(-address // self._page) * self._page
             high = (address + size) // self._page * self._page
             if low < high:
@@ -205,19 +196,18 @@ class CachingAllocator:
         pools = self._small if size <= SMALL else self._large
         pool = pools.get(stream) or self._new_pool(pools, stream)
         free = pool.free
-        place = bisect_left(free, size << ADDRESS)
+        place = bisect_left(free, (size,))
         if place == len(free):
             self._make_room(pool, size)
             pool.grow(size)
             self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
             if self.peak_reserved_bytes > self.limit_bytes:
                 raise AboveLimit
-            place = bisect_left(free, size << ADDRESS)
-        key = free[place]
-        found, address = key >> ADDRESS, key & ADDRESSES
+            place = bisect_left(free, (size,))
+        found, address = free[place]
         if address + found in pool.unmapped:
             place = pool.least_room(place)
-            found, address = free[place] >> ADDRESS, free[place] & ADDRESSES
+            found, address = free[place]
         del free[place], pool.starts[address]
         rest = found - size
         if rest < pool.least_rest:
@@ -226,7 +216,7 @@ class CachingAllocator:
         else:
             start = address + size
             pool.starts[start], pool.ends[start + rest] = rest, start
-            insort(free, rest << ADDRESS | start)
+            insort(free, (rest, start))
         self.allocated_bytes += size
         if self.allocated_bytes > self.peak_allocated_bytes:  # noqa: PLR1730 - of every tensor, a call less
             self.peak_allocated_bytes = self.allocated_bytes
@@ -245,14 +235,14 @@ class CachingAllocator:
         end = address + size
         after = starts.pop(end, 0)
         if after:
-            del free[bisect_left(free, after << ADDRESS | end)]
+            del free[bisect_left(free, (after, end))]
             end += after
         before = ends.pop(address, None)
         if before is not None:
-            del free[bisect_left(free, starts[before] << ADDRESS | before)]
+            del free[bisect_left(free, (starts[before], before))]
             address = before
         starts[address], ends[end] = end - address, address
-        insort(free, (end - address) << ADDRESS | address)
+        insort(free, (end - address, address))
 
     def record_stream(self, block: Block, stream: str) -> None:
         """Note that a stream other than the block's own uses it: freed, it waits for `reached` of that stream."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,10 +37,10 @@ class Networks:
         """Return this machine's address for the nodes."""
         return f"{self.network}.254"
 
-    def inside(self, name: str, words: Sequence[str]) -> list[str]:
-        """Return the command that runs another one on a node."""
-        named = 'hostname "$1"; shift; exec "$@"'
-        return ["nsenter", f"--net=/run/netns/{name}", "unshare", "--uts", "sh", "-c", named, "sh", name, *words]
+    def inside(self, name: str, words: Sequence[str], *, host: str | None = None) -> list[str]:
+        """Return the command that runs another one on a node, which has its name or that of `host` there."""
+        apart = ["nsenter", f"--net=/run/netns/{name}", "unshare", "--uts", "sh", "-c"]
+        return [*apart, 'hostname "$1"; shift; exec "$@"', "sh", host or name, *words]
 
 
 def missing(programs: Sequence[str] = ()) -> list[str]:
@@ -56,17 +56,24 @@ def missing(programs: Sequence[str] = ()) -> list[str]:
 @contextmanager
 def connected(found: Networks, *, resolved: bool = True) -> Iterator[Networks]:
     """Make the nodes' networks; with `resolved` their names stand in /etc/hosts meanwhile."""
-    lines = "".join(f"{address} {name} # a test of meshwright\n" for name, address in found.addresses.items())
     _disconnect(found)  # what a killed run left
     try:
         _connect(found)
-        if resolved:
-            HOSTS.write_text(HOSTS.read_text() + lines)
-        yield found
+        with named(found.addresses if resolved else {}):
+            yield found
     finally:
         _disconnect(found)
-        if resolved:
-            HOSTS.write_text(HOSTS.read_text().replace(lines, ""))
+
+
+@contextmanager
+def named(addresses: Mapping[str, str]) -> Iterator[None]:
+    """Let names lead to addresses on this machine and its nodes."""
+    lines = "".join(f"{address} {name} # a test of meshwright\n" for name, address in addresses.items())
+    try:
+        HOSTS.write_text(HOSTS.read_text() + lines)
+        yield
+    finally:
+        HOSTS.write_text(HOSTS.read_text().replace(lines, "") if lines else HOSTS.read_text())
 
 
 def _connect(found: Networks) -> None:

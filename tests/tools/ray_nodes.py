@@ -12,6 +12,7 @@ Source: `ray start --help`.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import subprocess
@@ -22,6 +23,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -82,6 +84,12 @@ class RayCluster:
                 if process.environ().get("MESHWRIGHT_TEST_NODE") == name:
                     process.kill()
         self.processes[name].wait()
+
+    def jobs(self) -> list[dict[str, Any]]:
+        """Return the jobs that were submitted."""
+        asked = f"{self.environment['RAY_API_SERVER_ADDRESS']}/api/jobs/"
+        with urllib.request.urlopen(asked, timeout=10) as answer:  # noqa: S310 - our own
+            return [one for one in json.load(answer) if one["submission_id"]]
 
     def wait_ready(self, nodes: int | None = None) -> None:
         ends, asked = time.monotonic() + READY_S, f"{self.environment['RAY_API_SERVER_ADDRESS']}/api/v0/nodes"

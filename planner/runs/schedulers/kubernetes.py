@@ -1,6 +1,6 @@
 """Kubernetes, by kubectl: what a manifest creates.
 
-Sources: kubectl get; conditions of a TrainJob (Kubeflow Trainer).
+Sources: kubectl get; conditions and their reasons of a Job (batch/v1), of a JobSet and of a TrainJob.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from planner.runs.schedulers import launchers
 from planner.runs.schedulers.launchers import JobFile
 from planner.runs.schedulers.scheduler import ASK_S, SchedulerState, Submission, last_line, run
 from topology import codec
+from topology.codec import JsonObject
 
-ENDINGS = {"Complete": "completed", "Failed": "failed"}  # conditions of a TrainJob that has ended
+ENDINGS = {"Complete": "completed", "Completed": "completed", "Failed": "failed"}  # conditions of what has ended
+KINDS = frozenset({"Job", "JobSet", "TrainJob"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,29 +37,42 @@ class Kubernetes:
             if "notfound" in asked.stderr.lower().replace(" ", ""):
                 return SchedulerState(word="gone", over=True)
             return SchedulerState(word=f"kubectl does not answer: {last_line(asked.stderr)}", over=None)
-        document = codec.parse_json(asked.stdout, where="kubectl get")
-        status = document.get("status") if isinstance(document, dict) else None
-        conditions = status.get("conditions") if isinstance(status, dict) else None
-        true = {
-            str(one.get("type"))
-            for one in (conditions if isinstance(conditions, list) else ())
-            if isinstance(one, dict) and one.get("status") == "True"
-        }
+        true = {str(one.get("type")): one for one in _conditions(asked.stdout) if one.get("status") == "True"}
         for name, word in ENDINGS.items():
             if name in true:
-                return SchedulerState(word=word, over=True)
+                return SchedulerState(word=_cause(true[name]) or word, over=True)
         return SchedulerState(word="suspended" if "Suspended" in true else "active", over=False)
 
     def cancel(self, folder: Path, submission: Submission) -> None:
         run([*_kubectl("delete", folder, submission), "--ignore-not-found"])
 
-    def ended_as(self, submission: Submission, word: str) -> str:
-        del submission
+    def ended_as(self, folder: Path, submission: Submission, word: str) -> str:
+        del folder, submission
         return word
 
     def last_words(self, folder: Path, submission: Submission) -> str:
         del folder, submission
         return ""
+
+
+def _conditions(text: str) -> list[JsonObject]:
+    """Return the conditions of the job among what kubectl shows, which is one object or a list."""
+    document = codec.parse_json(text, where="kubectl get")
+    found = document if isinstance(document, dict) else {}
+    items = found.get("items") if found.get("kind") == "List" else [found]
+    for one in items if isinstance(items, list) else ():
+        if isinstance(one, dict) and one.get("kind", "Job") in KINDS:
+            status = one.get("status")
+            conditions = status.get("conditions") if isinstance(status, dict) else None
+            return [each for each in (conditions if isinstance(conditions, list) else ()) if isinstance(each, dict)]
+    return []
+
+
+def _cause(condition: JsonObject) -> str:
+    """Return our word for why a job failed, where Kubernetes ended it."""
+    if condition.get("reason") == "DeadlineExceeded":
+        return "timeout"
+    return "preempted" if "DisruptionTarget" in str(condition.get("message")) else ""
 
 
 def _kubectl(verb: str, folder: Path, submission: Submission) -> list[str]:

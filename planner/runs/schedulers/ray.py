@@ -56,7 +56,8 @@ class Ray:
         del folder
         ask("POST", f"/api/jobs/{quote(str(submission.job))}/stop")
 
-    def ended_as(self, submission: Submission, word: str) -> str:
+    def ended_as(self, folder: Path, submission: Submission, word: str) -> str:
+        del folder
         with contextlib.suppress(PlannerError):
             said = str(ask("GET", f"/api/jobs/{quote(str(submission.job))}").get("message"))
             if word == "failed" and LOST_CODE in said:

@@ -13,7 +13,7 @@ from typing import Protocol
 from planner.runs.schedulers.launchers import JobFile
 
 ASK_S = 30.0  # for a scheduler to answer
-MOST_LOG_BYTES = 4096
+MOST_LOG_BYTES = 16384
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,7 @@ class Scheduler(Protocol):
     def cancel(self, folder: Path, submission: Submission) -> None:
         """End a job; one that has ended stays as it is."""
 
-    def ended_as(self, submission: Submission, word: str) -> str:
+    def ended_as(self, folder: Path, submission: Submission, word: str) -> str:
         """Return why a job ended that is over with `word`, in our words for causes."""
 
     def last_words(self, folder: Path, submission: Submission) -> str:
@@ -77,12 +77,12 @@ def run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(list(command), capture_output=True, text=True, errors="replace", timeout=ASK_S, check=False)
 
 
-def last_of_logs(folder: Path, pattern: str) -> str:
-    """Return the last line of the newest log of a folder."""
+def log_tail(folder: Path, pattern: str) -> str:
+    """Return the end of the newest log of a folder."""
     for path in sorted(folder.glob(pattern), reverse=True):
         with contextlib.suppress(OSError), path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - MOST_LOG_BYTES))
-            return last_line(file.read().decode("utf-8", errors="replace"))
+            return file.read().decode("utf-8", errors="replace")
     return ""
 
 

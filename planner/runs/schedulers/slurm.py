@@ -13,8 +13,10 @@ from pathlib import Path
 
 from planner.runs.schedulers import launchers
 from planner.runs.schedulers.launchers import JobFile
-from planner.runs.schedulers.scheduler import SchedulerState, Submission, last_line, last_of_logs, run
+from planner.runs.schedulers.scheduler import SchedulerState, Submission, last_line, log_tail, run
 
+LOGS = "slurm-*.txt"
+MEMORY = re.compile(r"exceeded memory limit|oom[-_]kill", re.IGNORECASE)  # as slurmstepd says it
 ACTIVE = frozenset(
     [
         "PENDING",
@@ -68,14 +70,23 @@ class Slurm:
         if submission.number is not None:
             run(["scancel", submission.number])
 
-    def ended_as(self, submission: Submission, word: str) -> str:
-        """Slurm says "failed" of a job whose nodes it took away where it ended by itself within its grace."""
+    def ended_as(self, folder: Path, submission: Submission, word: str) -> str:
+        """Slurm says "failed" of a job whose nodes it took away where it ended by itself within its grace, and of one
+        that held more memory than it may where its steps are watched by polling.
+        """
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
             shown = run(["scontrol", "show", "job", str(submission.number), "--oneliner"]).stdout
             if re.search(r"\bPreemptTime=\d", shown):
                 return "preempted"
-        return word
+        return "out_of_memory" if _memory_line(folder) else word
 
     def last_words(self, folder: Path, submission: Submission) -> str:
         del submission
-        return last_of_logs(folder, "slurm-*.txt")
+        tail = log_tail(folder, LOGS)
+        return _memory_line(folder) or (last_line(tail) if tail else "")
+
+
+def _memory_line(folder: Path) -> str:
+    """Return the line in which a job's log says that memory was over; nothing where none does."""
+    lines = log_tail(folder, LOGS).splitlines()
+    return next((line.strip() for line in lines if MEMORY.search(line)), "")

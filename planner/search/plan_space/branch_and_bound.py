@@ -208,7 +208,8 @@ class BestFirst:
         if not self.one_per_grid or self.objective != "time" or not len(rows):
             return rows
         _, first, grid = np.unique(self.grid[rows], return_index=True, return_inverse=True)
-        return rows[self.schedule_table[rows] == self.schedule_table[rows[first]][grid]]
+        leading: Rows = rows[self.schedule_table[rows] == self.schedule_table[rows[first]][grid]]
+        return leading
 
     def _found(self) -> Explored:
         """Return what was found, without near pipelines."""

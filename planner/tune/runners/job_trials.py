@@ -68,6 +68,7 @@ class JobTrials:
     limit_s: float = 300.0
     queue_s: float = 600.0
     timed_steps: int = 10
+    late_s: float = scheduled.LATE_S
     store: Path | None = None
     tell: Callable[[str], None] = lambda _: None
     began: Callable[[TrialStart], None] = lambda _: None
@@ -108,7 +109,7 @@ class JobTrials:
             folder = Path(start.directory)
             with contextlib.suppress(PlannerError):
                 submission = scheduled.recorded(folder)
-                if submission is None or submission.said is None or start.key not in by_key:
+                if submission is None or start.key not in by_key:
                     continue
                 candidate = by_key[start.key]
                 trial = Trial(
@@ -122,7 +123,11 @@ class JobTrials:
                 now = time.monotonic()
                 ends = now + self.limit_s + self.queue_s
                 followed = Followed(
-                    job=self._job(candidate, folder, self.limit_s), submission=submission, ends=ends, tell=self.tell
+                    job=self._job(candidate, folder, self.limit_s),
+                    submission=submission,
+                    ends=ends,
+                    tell=self.tell,
+                    late_s=self.late_s,
                 )
                 begun.append(_Begun(candidate, trial, followed, now, cut=False))
         yield from (trial for _, trial in self._followed(begun) if trial.status is not Status.INTERRUPTED)
@@ -147,6 +152,8 @@ class JobTrials:
                 written.append((candidate, trial))
             except PlannerError as error:  # a plan that cannot be written down is no reason to end
                 yield candidate, _failed(trial, error)
+        for (_, trial), job in zip(written, jobs, strict=True):
+            self.began(started_now(trial.key, job.directory, trial.predicted_s, trial.why))
         try:
             submissions = self._submitted(jobs)
         except PlannerError as error:
@@ -156,8 +163,7 @@ class JobTrials:
         ends = min(until, now + budget_s + self.queue_s)
         begun = []
         for (candidate, trial), job, submission in zip(written, jobs, submissions, strict=True):
-            self.began(started_now(trial.key, job.directory, trial.predicted_s, trial.why))
-            followed = Followed(job=job, submission=submission, ends=ends, tell=self.tell)
+            followed = Followed(job=job, submission=submission, ends=ends, tell=self.tell, late_s=self.late_s)
             begun.append(_Begun(candidate, trial, followed, now, cut=until < now + budget_s + self.queue_s))
         yield from self._followed(begun)
 
@@ -212,7 +218,7 @@ class JobTrials:
 
     def _reported(self, one: _Begun, document: JsonObject) -> Trial:
         folder, took = one.followed.job.directory, time.monotonic() - one.began
-        word = scheduled.ended_as(document, folder, one.followed.submission)
+        word = scheduled.ended_as(document, folder, one.followed.submission, late_s=self.late_s)
         scheduled.add_cause(document, word)
         with contextlib.suppress(PlannerError):
             runs_store.save_run(document, folder, self.store, tell=self.tell)
