@@ -1,4 +1,4 @@
-"""A Llama 3 8B block and four ViT-L blocks on the GPUs of this machine: `planner shard` next to `parallelize_module`.
+"""A Llama 3 8B block and four ViT-L blocks on GPUs: what `planner shard` chooses compared with `parallelize_module`.
 
     torchrun --nproc-per-node=2 -m tests.bench.shard_with_torch OUT.jsonl [--cpu]
 
