@@ -43,15 +43,16 @@ def predict(
     plan: Plan,
     *,
     held: PlanMemory | None = None,
+    counted: Estimate | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Prediction:
-    """Return what a legal plan takes; `held` is its memory where that has been replayed. Raises as `Question.estimate`
-    and `Question.simulate` do.
+    """Return what a legal plan takes; `held` is its memory where that has been replayed, `counted` its estimate by the
+    analytical model where there is one. Raises as `Question.estimate` and `Question.simulate` do.
     """
     if simulated_length(question, plan):
         estimate, method = question.simulate(plan, progress=progress).estimate, Method.SIMULATION
     else:
-        estimate, method = question.estimate([plan]).estimate(0), Method.ANALYTICAL
+        estimate, method = counted or question.estimate([plan]).estimate(0), Method.ANALYTICAL
     return Prediction(estimate=with_replay(question, plan, estimate, held), method=method)
 
 

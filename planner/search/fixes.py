@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from math import inf
 
 from planner.io.figures import change_text, gib_text
 from planner.io.plan_words import plan_in_words
@@ -18,16 +19,20 @@ from planner.question.prediction import predict
 from planner.question.question import Question
 from planner.search.deadline import deadline_of, left_s, over
 from planner.search.finalists import TIE
+from simulator.analytical.estimates import memory_of_plans
+from simulator.analytical.memory import CONTEXT_BYTES
 from simulator.config.estimate import Estimate, Fit, chance, sure_bytes
 from simulator.config.plan import Plan
 from simulator.legality.rule import divisors
 from simulator.memory.plan_memory import PlanMemory
 from topology.errors import UserError
 from topology.rates.scaling import with_gpus
+from topology.units import GIB
 
 MOST_FIXES = (3, 1, 1)  # that are returned: on the same GPUs, on more, in another precision
 MOST_LAYERS = 2048  # of a model; each of hundreds of variants is counted layer by layer
 WIDER = (2, 4)  # factors of tensor and context parallelism, and of the number of GPUs, that are tried
+LEAST_FREED_BYTES = 0.1 * GIB  # less is no reason to change a plan
 SAME_GPUS, MORE_GPUS, PRECISION = range(3)  # what a change is paid with
 
 
@@ -77,14 +82,7 @@ def find_fixes(question: Question, plan: Plan, estimate: Estimate, deadline: flo
     for asked, variants in _by_question(question, plan, half):
         if over(half):
             break
-        legal = [one for one in variants if asked.legal(one.plan)]
-        table = asked.estimate([one.plan for one in legal]) if legal else None
-        for row, one in enumerate(legal):
-            assert table is not None  # noqa: S101 - there is a row
-            high = estimate.memory.reserved_high_bytes / estimate.memory.reserved_bytes
-            reserved = float(table.reserved_bytes[row])
-            may = reserved <= sure_bytes(table.capacity_bytes, high)
-            found.append(_Costed(variant=one, may=may, step_s=float(table.step_s[row]), reserved_bytes=reserved))
+        found += _costed([one for one in variants if asked.legal(one.plan)], asked, estimate)
     # Cheapest first, each judged by its replay, until there are enough that surely fit.
     chosen: list[_Costed] = []
     for costed in sorted((one for one in found if one.may), key=lambda one: one.cost):
@@ -92,23 +90,55 @@ def find_fixes(question: Question, plan: Plan, estimate: Estimate, deadline: flo
         enough = sum(one.variant.paid == variant.paid for one in chosen) == MOST_FIXES[variant.paid]
         if enough or over(half) or any(other.variant.kinds <= variant.kinds for other in chosen):
             continue
-        if PlanMemory(variant.question, variant.plan).surely_fits:
+        held = PlanMemory(variant.question, variant.plan)
+        if held.surely_fits:
             chosen = [one for one in chosen if not (variant.kinds < one.variant.kinds and costed.as_good_as(one))] + [
-                costed
+                replace(costed, held=held)
             ]
-    kept = [one.variant for one in chosen or sorted(found, key=lambda one: one.reserved_bytes)[:1]]
-    fixes = [(one.paid, _fix(one, plan, estimate)) for one in kept if not over(half)]
+    kept = chosen or sorted(found, key=lambda one: one.reserved_bytes)[:1]
+    fixes = [(one.variant.paid, _fix(one, plan, estimate)) for one in kept if not over(half)]
     fixes = [(paid, one) for paid, one in fixes if one.reserved_bytes < estimate.memory.reserved_bytes]
     fixes = [(paid, one) for paid, one in fixes if one.fit is Fit.YES] or fixes[:1]
     return tuple(one for _, one in sorted(fixes, key=lambda pair: (pair[0], pair[1].plan.gpus, pair[1].step_s)))
 
 
+def find_savings(question: Question, plan: Plan, estimate: Estimate) -> tuple[Fix, ...]:
+    """Return the changes of one setting, on the same GPUs, that need less memory, whether the plan fits or not: what
+    frees most first.
+    """
+    compiled = replace(question, runtime=replace(question.runtime, compile=True))
+    kinds = frozenset({"compile"})
+    alone = (
+        []
+        if question.runtime.compile
+        else [_Variant(paid=SAME_GPUS, changes=("compiled",), kinds=kinds, question=compiled, plan=plan)]
+    )
+    single = [one for one in _variants(question, plan) if len(one.kinds) == 1] + alone
+    found = [
+        _fix(_Costed(variant=one, reserved_bytes=estimate.memory.reserved_bytes), plan, estimate)
+        for one in single
+        if one.question.legal(one.plan)
+    ]
+    frees = [one for one in found if estimate.memory.reserved_bytes - one.reserved_bytes >= LEAST_FREED_BYTES]
+    return tuple(sorted(frees, key=lambda one: one.reserved_bytes))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Costed:
+    """A variant and the lower bound of its memory; by that it `may` surely fit, or there is no account of it."""
+
     variant: _Variant
-    may: bool  # surely fit, by the lower bound of its memory
-    step_s: float
     reserved_bytes: float
+    counted: Estimate | None = None
+    held: PlanMemory | None = None
+
+    @property
+    def may(self) -> bool:
+        return self.counted is not None
+
+    @property
+    def step_s(self) -> float:
+        return inf if self.counted is None else self.counted.step_s.value
 
     @property
     def cost(self) -> tuple[int, int, float]:
@@ -123,8 +153,25 @@ class _Costed:
         )
 
 
-def _fix(variant: _Variant, plan: Plan, estimate: Estimate) -> Fix:
-    found = predict(variant.question, variant.plan).estimate
+def _costed(variants: Sequence[_Variant], asked: Question, estimate: Estimate) -> list[_Costed]:
+    """Return variants that are legal under one question, those that may surely fit with their accounts."""
+    if not variants:
+        return []
+    reserved = memory_of_plans(asked, [one.plan for one in variants]).reserved_bytes.max(axis=1).tolist()
+    high = estimate.memory.reserved_high_bytes / estimate.memory.reserved_bytes
+    most = sure_bytes(asked.cluster.gpu_memory_bytes - CONTEXT_BYTES, high)
+    may = [row for row, nbytes in enumerate(reserved) if nbytes <= most]
+    table = asked.estimate([variants[row].plan for row in may]) if may else None
+    counted = {} if table is None else {row: table.estimate(place) for place, row in enumerate(may)}
+    return [
+        _Costed(variant=one, reserved_bytes=nbytes, counted=counted.get(row))
+        for row, (one, nbytes) in enumerate(zip(variants, reserved, strict=True))
+    ]
+
+
+def _fix(costed: _Costed, plan: Plan, estimate: Estimate) -> Fix:
+    variant = costed.variant
+    found = predict(variant.question, variant.plan, held=costed.held, counted=costed.counted).estimate
     return Fix(
         change=" with ".join(variant.changes),
         plan=variant.plan,

@@ -73,10 +73,10 @@ def find_flips(question: Question, best: Finalist, others: Sequence[Finalist]) -
     rivals = [index for index, other in enumerate(others) if certainty(other) <= certainty(best)]
     if not rivals or not changes:
         return [() for _ in others]
-    rows = _Rows(question, best, [others[index] for index in rivals])
+    rows = _Rows(question, best, [others[index] for index in rivals], changes)
     searches = {
         (turn, row): _find_crossing(gaps)
-        for turn, of_turn in zip(changes, rows.gaps_by_octave(changes), strict=True)
+        for turn, of_turn in zip(changes, rows.gaps_by_octave, strict=True)
         for row, gaps in enumerate(of_turn)
     }
     crossings = [(turn, row, x) for (turn, row), x in rows.run(searches).items() if x is not None]
@@ -157,34 +157,35 @@ Search = Generator[float, float, float | None]
 class _Rows:
     """Costs plans by the analytical model on changed clusters, in the proportion to `best` that they have now."""
 
-    def __init__(self, question: Question, best: Finalist, others: Sequence[Finalist]) -> None:
+    def __init__(
+        self, question: Question, best: Finalist, others: Sequence[Finalist], changes: Sequence[RateChange]
+    ) -> None:
         self.question, self.others = question, others
         self.plans = [best.plan, *(other.plan for other in others)]
-        now = self._costs([(question.cluster, plan) for plan in self.plans])
-        first = best.estimate.step_s.value / now[0]
-        # What the analytical model says of a plan times this is its gap to the best, as the list has it.
-        self.scale = [other.estimate.step_s.value / cost / first for other, cost in zip(others, now[1:], strict=True)]
-
-    def _costs(self, pairs: Sequence[tuple[Cluster, Plan]]) -> list[float]:
-        clusters, plans = zip(*pairs, strict=True)
-        return [float(step) for step in self.question.estimate(plans, each_on=clusters).step_s]
-
-    def gaps_by_octave(self, changes: Sequence[RateChange]) -> list[list[list[float]]]:
-        """Return the gap of each plan at every integer exponent of every change, indexed [change][plan][exponent]."""
-        cluster = self.question.cluster
+        cluster, count = question.cluster, len(self.plans)
         changed = [
             knob.scale(cluster, 2.0 ** (sign * octave)) for knob, sign in changes for octave in range(1, OCTAVES + 1)
         ]
         costs = self._costs([(machine, plan) for machine in (cluster, *changed) for plan in self.plans])
-        rows = [costs[start : start + len(self.plans)] for start in range(0, len(costs), len(self.plans))]
+        rows = [costs[start : start + count] for start in range(0, len(costs), count)]
+        first = best.estimate.step_s.value / rows[0][0]
+        # What the analytical model says of a plan times this is its gap to the best, as the list has it.
+        self.scale = [
+            other.estimate.step_s.value / cost / first for other, cost in zip(others, rows[0][1:], strict=True)
+        ]
         gaps = [[cost / row[0] * scale - 1 for cost, scale in zip(row[1:], self.scale, strict=True)] for row in rows]
-        return [
+        # The gap of each plan at every integer exponent of every change, indexed [change][plan][exponent].
+        self.gaps_by_octave = [
             [
                 [gaps[0][index], *(gaps[start + octave][index] for octave in range(OCTAVES))]
-                for index in range(len(self.others))
+                for index in range(len(others))
             ]
             for start in range(1, len(gaps), OCTAVES)
         ]
+
+    def _costs(self, pairs: Sequence[tuple[Cluster, Plan]]) -> list[float]:
+        clusters, plans = zip(*pairs, strict=True)
+        return [float(step) for step in self.question.estimate(plans, each_on=clusters).step_s]
 
     def run(self, searches: dict[tuple[RateChange, int], Search]) -> dict[tuple[RateChange, int], float | None]:
         """Run all searches together and return their results; all plans of one round are costed at once."""

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from planner.question.prediction import Method
 from planner.question.question import Question
 from planner.search.deadline import NOT_EXPLAINED, NOT_SIMULATED, deadline_of, over
-from planner.search.finalists import Finalist, in_order, predict_all
+from planner.search.finalists import TIE, Finalist, in_order, predict_all
 from planner.search.fixes import find_fixes
 from planner.search.flips import FlipPoint, find_flips, memory_flip
 from planner.search.gpu_counts import cost_per_million_tokens
@@ -28,6 +28,7 @@ from planner.search.infeasible import no_fitting_plan, no_legal_plan, nothing_fi
 from planner.search.legal_ways import legal_ways
 from planner.search.plan_space.branch_and_bound import BestFirst, Explored, pareto_rows
 from planner.search.plan_space.candidates import Bounds, Nodes, enumerate_nodes
+from planner.search.plan_space.collected import ListedTies
 from planner.search.plan_space.judged import explore, plan_of_row
 from planner.search.plan_space.overlap_choice import with_overlap_by_site
 from planner.search.plan_space.screened import Screened
@@ -35,7 +36,7 @@ from planner.search.reasons import why_it_lost
 from planner.search.result import MayFit, RankedPlan, SearchResult, SearchStats
 from planner.search.stages.assignment import NEAR_FIT, AssignedPipelines, assign_stages
 from planner.search.stated_parts import contradiction
-from planner.search.tie_groups import PER_TIE_GROUP, one_of_tie_group, rank_rows
+from planner.search.tie_groups import PER_TIE_GROUP, TIE_GROUP_MARGIN, one_of_tie_group, rank_rows
 from simulator.bounds.screening import Screening
 from simulator.config.estimate import RATHER_SURE, SURE, Fit
 from simulator.config.plan import MESH_AXES, Plan
@@ -210,11 +211,13 @@ def _explore(
     def ask(
         screening: Screening, *, keep: int, stages: bool, sure: Sequence[Plan] = ()
     ) -> tuple[Explored, AssignedPipelines]:
+        ties = ListedTies(count=keep, tie=TIE, margin=TIE_GROUP_MARGIN)
         search = BestFirst(
             screening,
             screened,
             objective=objective if objective in {"memory", "pareto"} else "time",
             keep=keep * (1 if options.all_variants or objective == "memory" else PER_TIE_GROUP),
+            ties=None if sure or options.all_variants or objective in {"memory", "pareto"} else ties,
             one_per_grid=not options.all_variants,
             deadline=deadline,
             progress=progress,

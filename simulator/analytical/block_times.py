@@ -249,8 +249,8 @@ class Background:
 
     def stretch(
         self, kernels_s: Floats, exposed_s: Floats, bytes_per_s: Floats, traffic: TrafficTimes, *, copies: bool
-    ) -> tuple[Floats, Floats]:
-        """Return (how many times as long compute takes with this collective, at what speed the collective runs)."""
+    ) -> Stretch:
+        """Return what this collective and compute make of each other."""
         sms = 1.0 if copies else 1.0 - self.sms / traffic.sms
         memory = (traffic.memory_bytes_per_s - self.bytes_per_s) / np.maximum(bytes_per_s, 1.0)
         speed = np.maximum(np.minimum(np.minimum(sms, memory), 1.0), 0.05)
@@ -258,7 +258,19 @@ class Background:
         slow_kernels = kernels_s / speed
         stretched = slow_kernels + exposed_s
         progress = (slow_kernels / self.slowed + exposed_s) / np.maximum(stretched, TINY)
-        return np.where(total > TINY, stretched / np.maximum(total, TINY), 1.0), np.maximum(progress, 0.05)
+        times = np.where(total > TINY, stretched / np.maximum(total, TINY), 1.0)
+        return Stretch(times, 1.0 - 1.0 / times, 1.0 - np.maximum(progress, 0.05))
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Compute takes so many `times` as long alongside a collective, of which that is the part `lost`; the collective
+    runs slower by a part `behind`.
+    """
+
+    times: Floats
+    lost: Floats
+    behind: Floats
 
 
 @dataclass(slots=True)

@@ -111,32 +111,47 @@ class PassCost:
 AMOUNTS = tuple(f.name for f in fields(PassCost) if f.name not in {"communication_s", "waits"})
 
 
-@dataclass(slots=True)
-class BlockCost:
-    """Forward, backward without recomputation, and for each recompute mode what runs again and what is kept. `inward`
-    gives the backward pass without gradients of weights, which schedules that split it ask for.
+@dataclass(slots=True, kw_only=True)
+class BlockMemory:
+    """Bytes that the forward pass of a block keeps of one micro batch: under each recompute mode, one that wraps a
+    share of the layers averaged over layers, and all that it would save without. `bounds`: of no mode, but no more than
+    under any (`simulator.bounds.screening.SharedBlocks.keeping_least`).
+    """
 
-    Bytes are of one micro batch. A mode that wraps a share of the layers is averaged over layers. `bounds`: of no mode,
-    but no more than under any (`simulator.bounds.screening.SharedBlocks.keeping_least`).
+    saved_bytes: dict[str, Floats]
+    everything_bytes: Floats
+    bounds: bool = False
+
+    def kept(self, which: NDArray[np.intp]) -> BlockMemory:
+        """Return the rows that `which` selects of what it keeps alone."""
+        return BlockMemory(
+            saved_bytes={mode: nbytes[which] for mode, nbytes in self.saved_bytes.items()},
+            everything_bytes=self.everything_bytes[which],
+            bounds=self.bounds,
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class BlockCost(BlockMemory):
+    """Forward, backward without recomputation, for each recompute mode what runs again, and what is kept. `inward`
+    gives the backward pass without gradients of weights, which schedules that split it ask for.
     """
 
     forward: PassCost
     backward: PassCost
     inward: Callable[[], PassCost]
     recompute: dict[str, PassCost]
-    saved_bytes: dict[str, Floats]
-    everything_bytes: Floats  # what it would save without recomputation
-    bounds: bool = False
 
     def take(self, which: NDArray[np.intp]) -> BlockCost:
         """Return the rows that `which` selects."""
+        kept = self.kept(which)
         return BlockCost(
             forward=self.forward.take(which),
             backward=self.backward.take(which),
             inward=cache(lambda: self.inward().take(which)),
             recompute={mode: cost.take(which) for mode, cost in self.recompute.items()},
-            saved_bytes={mode: nbytes[which] for mode, nbytes in self.saved_bytes.items()},
-            everything_bytes=self.everything_bytes[which],
+            saved_bytes=kept.saved_bytes,
+            everything_bytes=kept.everything_bytes,
             bounds=self.bounds,
         )
 

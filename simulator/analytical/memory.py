@@ -12,13 +12,13 @@ compute stream, even where they never coincide.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.analytical.layer_cost import BlockCost
+from simulator.analytical.layer_cost import BlockMemory
 from simulator.analytical.rank_memory import RankMemory
 from simulator.calibration.calibration import RuntimeCosts
 from simulator.columns.plan_table import Floats
@@ -84,20 +84,26 @@ def memory_columns(
     operators: ModelOperators,
     context: CostContext,
     layout: StageLayout,
-    blocks: dict[str, BlockCost],
+    blocks: Mapping[str, BlockMemory],
     parameters: Parameters,
 ) -> MemoryColumns:
     """Return the least peak memory of every pipeline rank under every plan."""
     ranks = RankMemory(model, operators, context, layout, blocks, parameters)
-    peak, reserved = _peaks(ranks)
+    peak, reserved = least_bytes(ranks)
     away: list[State] = [kind for kind in state_bytes(context) if offloaded(context, kind).any()]
     on_host = sum((ranks.sharded(kind) * host_bytes(context, kind)[:, None] for kind in away), np.zeros_like(peak))
     return MemoryColumns(
         categories={name: np.where(layout.exists, column, 0.0) for name, column in _categories(ranks).items()},
-        peak_bytes=np.where(layout.exists, peak * ROUNDED, 0.0),
-        reserved_bytes=np.where(layout.exists, reserved * ROUNDED, 0.0),
+        peak_bytes=peak,
+        reserved_bytes=reserved,
         host_bytes=np.where(layout.exists, on_host, 0.0),
     )
+
+
+def least_bytes(ranks: RankMemory) -> tuple[Floats, Floats]:
+    """Return what ranks allocate at least and what the allocator reserves at least, shape (plans, pipeline ranks)."""
+    peak, reserved = (np.where(ranks.layout.exists, nbytes * ROUNDED, 0.0) for nbytes in _peaks(ranks))
+    return peak, reserved
 
 
 def _categories(ranks: RankMemory) -> dict[str, Floats]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.analytical.layer_cost import BlockCost
+from simulator.analytical.layer_cost import BlockMemory
 from simulator.columns.plan_table import Floats
 from simulator.config.model import Model
 from simulator.pipeline.schedules.registry import where
@@ -39,7 +40,7 @@ class RankMemory:
         operators: ModelOperators,
         context: CostContext,
         layout: StageLayout,
-        blocks: dict[str, BlockCost],
+        blocks: Mapping[str, BlockMemory],
         parameters: Parameters,
     ) -> None:
         self.model, self.operators, self.context = model, operators, context

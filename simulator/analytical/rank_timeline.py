@@ -7,9 +7,11 @@ whole: a kernel gives SMs and memory bandwidth to collectives alongside it for a
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
-from simulator.analytical.block_times import TINY, Background, BlockTimes, PassTimes, TrafficTimes
+from simulator.analytical.block_times import TINY, Background, BlockTimes, PassTimes, Stretch, TrafficTimes
 from simulator.columns.plan_table import Floats
 from simulator.program.program import COMPUTE
 from simulator.step.host import QUEUED_LAUNCHES
@@ -60,6 +62,7 @@ class RankTimeline:
             self.mark(),
             False,
         )  # where a unit began that stands for several, and whether it sends anything
+        self._stretches: dict[tuple[int, int], tuple[Stretch, Background, PassTimes]] = {}
         self.paired = False  # passes run alongside those of another micro batch
         self.runs_ahead = False  # the host never waits for the device, whatever the runtime says
         self.at_pass: dict[str, Floats] = self.parts
@@ -186,7 +189,7 @@ class RankTimeline:
         device_s, advance, begun = times.device_s, times.advance, self.compute
         start = np.maximum(begun, self.host)
         idle_s = np.maximum(begun + advance.device_s, self.host + advance.late_s) - start - device_s
-        stretched = self._beside_traffic(start, times.kernels_s, times.exposed_s, times.bytes_per_s, idle_s)
+        stretched = self._beside_traffic(start, times.device_s, idle_s, lambda cost: self._stretch(cost, times))
         self._ran[id(times)] = times, self._ran.get(id(times), (times, 0.0))[1] + 1.0
         longer: Value = 0.0
         done, late_s = begun + advance.device_s, advance.late_s
@@ -214,7 +217,12 @@ class RankTimeline:
         rate = self.traffic.copy_bytes_per_s(module_bytes)
         seconds = np.asarray(moved_bytes / rate)
         self._wait(COMPUTE, self.host, "host")
-        stretched = self._beside_traffic(self.compute, seconds, self._zero, rate, self._zero, copies=True)
+        stretched = self._beside_traffic(
+            self.compute,
+            seconds,
+            self._zero,
+            lambda cost: cost.stretch(seconds, self._zero, rate, self.traffic, copies=True),
+        )
         seconds = seconds if stretched is None else seconds + stretched
         self.parts["copies"] = self.parts["copies"] + seconds
         self.clocks[COMPUTE] = self.compute + seconds
@@ -303,8 +311,7 @@ class RankTimeline:
             return
         begun, times = self._last
         together = np.maximum(np.minimum(end, self.compute) - np.maximum(start, begun), 0.0)
-        stretch, _ = cost.stretch(times.kernels_s, times.exposed_s, times.bytes_per_s, self.traffic, copies=False)
-        lost = together * (1.0 - 1.0 / stretch)
+        lost = together * self._stretch(cost, times).lost
         self.parts["contention"] = self.parts["contention"] + lost
         self.clocks[COMPUTE] = self.compute + lost
 
@@ -326,33 +333,35 @@ class RankTimeline:
             for name, (of, at) in self._events.items()
         }
 
+    def _stretch(self, cost: Background, times: PassTimes) -> Stretch:
+        """Return what a collective and a pass make of each other, found once for each two."""
+        key = id(cost), id(times)
+        if key not in self._stretches:  # with both, so that nothing else gets their numbers
+            stretch = cost.stretch(times.kernels_s, times.exposed_s, times.bytes_per_s, self.traffic, copies=False)
+            self._stretches[key] = stretch, cost, times
+        return self._stretches[key][0]
+
     def _beside_traffic(
-        self,
-        start: Floats,
-        kernels_s: Floats,
-        exposed_s: Floats,
-        bytes_per_s: Floats,
-        idle_s: Floats,
-        *,
-        copies: bool = False,
+        self, start: Floats, total_s: Floats, idle_s: Floats, stretch_of: Callable[[Background], Stretch]
     ) -> Floats | None:
-        """Return how much longer compute takes alongside the traffic under way at `start`, which it delays as well;
-        None where there is none. In between the device is idle for `idle_s`, when traffic has the GPU to itself.
+        """Return how much longer compute of `total_s` takes alongside the traffic under way at `start`, which it delays
+        as well; None where there is none. In between the device is idle for `idle_s`, when traffic has the GPU to
+        itself.
         """
         longer = None
-        total = kernels_s + exposed_s
         for stream, alongside, since, until in self._under_way(start):
             # It may have to wait for another stream itself.
             alone = self._zero if since is None else np.maximum(since - start, 0.0)
-            stretch, progress = alongside.stretch(kernels_s, exposed_s, bytes_per_s, self.traffic, copies=copies)
-            left, rest = np.maximum(until - start - alone, 0.0), np.maximum(total - alone, 0.0)
-            busy = stretch * rest
-            share = busy / np.maximum(busy + idle_s, TINY)
-            together = share * np.minimum(busy + idle_s, left / (1.0 - share * (1.0 - progress)))
-            lost = together * (1.0 - 1.0 / stretch)
+            stretch = stretch_of(alongside)
+            left, rest = np.maximum(until - start - alone, 0.0), np.maximum(total_s - alone, 0.0)
+            busy = stretch.times * rest
+            working = busy + idle_s
+            share = busy / np.maximum(working, TINY)
+            together = share * np.minimum(working, left / (1.0 - share * stretch.behind))
+            lost = together * stretch.lost
             longer = lost if longer is None else longer + lost
             if until is self._clock(stream):
-                self._delay(stream, start, together * (1.0 - progress))
+                self._delay(stream, start, together * stretch.behind)
         return longer
 
     def _under_way(self, start: Floats) -> list[tuple[str, Background, Floats | None, Floats]]:

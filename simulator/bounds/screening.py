@@ -3,7 +3,7 @@
     screening = Screening(scenario)
     shared = screening.blocks(columns, modes)            # operators, once for all plans that run the same
     some = screening.plans(columns.take(rows), shared, rows)
-    some.memory                                          # a lower bound of what ranks allocate and reserve
+    some.allocated_and_reserved_bytes()                  # a lower bound of what ranks allocate and reserve
     some.at_least_s()                                    # a lower bound of the step
     some.step_s()                                        # its account, but for flushes of a full allocator: flush_s
 
@@ -22,8 +22,9 @@ from numpy.typing import NDArray
 
 from simulator.analytical.account import Account, AccountInputs, account_inputs, account_plans
 from simulator.analytical.estimates import calibrated_operators, cost_context, known_costs, network_blocks
-from simulator.analytical.layer_cost import BlockCost
-from simulator.analytical.memory import CONTEXT_BYTES, MemoryColumns, memory_columns
+from simulator.analytical.layer_cost import BlockCost, BlockMemory
+from simulator.analytical.memory import CONTEXT_BYTES, MemoryColumns, least_bytes, memory_columns
+from simulator.analytical.rank_memory import RankMemory
 from simulator.analytical.scenario import Scenario
 from simulator.bounds.lower_bound import LowerBound
 from simulator.bounds.schedule_bound import scheduled_at_least_s
@@ -72,6 +73,11 @@ class SharedBlocks:
         """Return the blocks of some of the plans."""
         mine = self.which[rows]
         return {name: cost.take(mine) for name, cost in self.costs.items()}
+
+    def kept(self, rows: NDArray[np.intp]) -> dict[str, BlockMemory]:
+        """Return what the blocks of some of the plans keep alone."""
+        mine = self.which[rows]
+        return {name: cost.kept(mine) for name, cost in self.costs.items()}
 
 
 @dataclass(frozen=True)  # no slots: what every round of a search needs is found once
@@ -147,7 +153,7 @@ class Screening:
     def plans(self, plans: PlanColumns | PlanTable, shared: SharedBlocks, rows: NDArray[np.intp]) -> ScreenedPlans:
         """Return `plans`, which have the blocks of `rows` of `shared`, ready to be costed."""
         table = plans if isinstance(plans, PlanTable) else self.table(plans)
-        return ScreenedPlans(self, table, shared.take(rows))
+        return ScreenedPlans(self, table, shared, rows)
 
     def _context(self, table: PlanTable) -> CostContext:
         return cost_context(self.scenario, table, self.operators)
@@ -156,10 +162,15 @@ class Screening:
 class ScreenedPlans:
     """Plans of one screening; every figure is one entry a plan."""
 
-    def __init__(self, screening: Screening, table: PlanTable, blocks: dict[str, BlockCost]) -> None:
+    def __init__(self, screening: Screening, table: PlanTable, shared: SharedBlocks, rows: NDArray[np.intp]) -> None:
         check_time()
-        self.screening, self.table, self.blocks = screening, table, blocks
+        self.screening, self.table = screening, table
+        self._shared, self._rows = shared, rows
         self.operators = screening.operators
+
+    @cached_property
+    def blocks(self) -> dict[str, BlockCost]:
+        return self._shared.take(self._rows)
 
     @cached_property
     def context(self) -> CostContext:
@@ -173,19 +184,18 @@ class ScreenedPlans:
     def parameters(self) -> Parameters:
         return local_parameters(self.screening.scenario.model, self.context)
 
-    @cached_property
-    def memory(self) -> MemoryColumns:
-        """What pipeline ranks hold at least."""
-        memory = memory_columns(
-            self.screening.scenario.model, self.operators, self.context, self.layout, self.blocks, self.parameters
-        )
-        return memory.scaled(self.known)
-
     def allocated_and_reserved_bytes(self) -> Floats:
         """Return what is allocated at least on the fullest rank and what the pools of the allocator hold, shape (plans,
         2).
         """
-        return np.stack([self.memory.peak_bytes.max(axis=1), self.memory.reserved_bytes.max(axis=1)], axis=1)
+        held = self._shared.kept(self._rows)
+        parts = (self.screening.scenario.model, self.operators, self.context, self.layout, held, self.parameters)
+        if self.known.reserved == self.known.activations == 1.0:
+            both = least_bytes(RankMemory(*parts))
+        else:
+            memory = memory_columns(*parts).scaled(self.known)
+            both = memory.peak_bytes, memory.reserved_bytes
+        return np.stack([nbytes.max(axis=1) for nbytes in both], axis=1)
 
     @cached_property
     def known(self) -> RuntimeCosts:

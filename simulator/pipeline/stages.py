@@ -37,15 +37,12 @@ class StageLayout:
     last: NDArray[np.bool_]  # holds the head
     largest: NDArray[np.int64]  # layers of the rank's largest stage
     by_mode: dict[str, tuple[Floats, Floats]] = field(default_factory=dict)
+    exists: NDArray[np.bool_] = field(init=False)
+    layers: tuple[NDArray[np.int64], NDArray[np.int64]] = field(init=False)  # (dense, MoE), zero of what does not exist
 
-    @property
-    def exists(self) -> NDArray[np.bool_]:
-        return self.dense >= 0
-
-    @property
-    def layers(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """(dense, MoE) layers, zero where a column does not exist."""
-        return np.maximum(self.dense, 0), np.maximum(self.moe, 0)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "exists", self.dense >= 0)
+        object.__setattr__(self, "layers", (np.maximum(self.dense, 0), np.maximum(self.moe, 0)))
 
 
 def stage_layers(model_layers: int, plan: Plan, spec: PipelineSpec) -> tuple[int, ...]:

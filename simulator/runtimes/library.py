@@ -11,7 +11,7 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from functools import cache
+from functools import cache, lru_cache
 from importlib import resources
 from itertools import groupby
 from typing import Literal
@@ -310,6 +310,7 @@ _PLAN_SIDE = ("sp", "autocast", "cp_ring", "cp_all_gather", "cp_all_to_all", "cp
 PLAN_CONDITIONS = frozenset(_PLAN_SIDE) | {f"!{name}" for name in _PLAN_SIDE}
 
 
+@lru_cache(maxsize=32)
 def operators_for(model: Model, runtime: Runtime) -> ModelOperators:
     """Return the operators `runtime` runs for `model`."""
     spec = _with_head_weight(spec_for(runtime), model)

@@ -16,12 +16,14 @@ from planner.question.question import question_of
 from planner.search.finalists import TIE
 from planner.search.infeasible import minimal_gpus
 from planner.search.plan_space.candidates import Bounds
+from planner.search.plan_space.collected import ListedTies
 from planner.search.search import SearchOptions, suggest
-from planner.search.tie_groups import TIE_GROUP_MARGIN, rank_rows
+from planner.search.tie_groups import TIE_GROUP_MARGIN, one_of_tie_group, rank_rows
 from simulator.analytical.estimates import estimate_plans
 from simulator.analytical.scenario import Scenario
 from simulator.config.estimate import Fit
 from simulator.config.hf_config import load_model
+from simulator.config.plan import Plan
 from simulator.config.workload import Workload
 from simulator.fitting.calibration_fit import calibrated
 from simulator.legality.frameworks import TORCHTITAN
@@ -147,6 +149,22 @@ def test_every_plan_listed_is_next_best(every_plan):
 
 def tie_group(plan):
     return (plan.data_parallel, plan.cp, plan.tp, plan.pp, plan.ep)
+
+
+def test_no_plan_past_the_step_of_the_last_tie_group_changes_the_list():
+    """Whichever plans are known so far: those above the step that they give are not needed."""
+    draw = np.random.default_rng(7)
+    for _ in range(200):
+        grids = [Plan(dp_replicate=1 << i, dp_shard=8 >> i, tp=tp) for i in range(4) for tp in (1, 2, 4)]
+        steps = np.round(draw.choice([1.0, 1.1, 1.5], len(grids)) * draw.uniform(1.0, 1.12, len(grids)), 2)
+        groups = np.array([int(np.log2(plan.tp)) for plan in grids])
+        count = int(draw.integers(1, 6))
+        known = np.where(draw.random(len(grids)) < 0.7, steps, np.inf)
+        limit = ListedTies(count=count, tie=TIE, margin=TIE_GROUP_MARGIN).last_step(known, groups)
+
+        every = sorted(zip(steps.tolist(), grids, strict=True), key=lambda pair: pair[0])
+        needed = [(step, plan) for step, plan in every if step <= limit]
+        assert one_of_tie_group(needed)[:count] == one_of_tie_group(every)[:count]
 
 
 def test_the_pareto_set_is_that_of_all_plans(every_plan):

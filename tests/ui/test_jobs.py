@@ -21,6 +21,7 @@ from tests.ui.conftest import metrics, said
 from topology.errors import Infeasible
 
 from ui.background import waiting  # isort: skip
+from ui.background.shared_jobs import SharedJobs  # isort: skip
 
 WITHOUT_PIPELINES = SearchOptions(bounds=Bounds(max_pp=1))
 SHORT = (Flags(model="tiny-llama", cluster="h200x4", gpus=(2,), global_batch=8), "torchtitan", WITHOUT_PIPELINES)
@@ -121,6 +122,8 @@ def test_the_early_answer_is_shown_while_plans_are_simulated(explorer, monkeypat
         def stop(self):
             pass
 
+    shared = SharedJobs(lambda _: True)
+    monkeypatch.setattr(waiting, "_shared", lambda: shared)
     monkeypatch.setattr(waiting, "Job", lambda *_: Searching())
     test = explorer("plans", model="llama3.2-1b", cluster="h200x4", batch="12")
 
@@ -128,6 +131,40 @@ def test_the_early_answer_is_shown_while_plans_are_simulated(explorer, monkeypat
     assert "simulating plan 1 of 10" in said(test)
     step = found.plans[0].estimate.step_s
     assert metrics(test)["Best step"] == seconds_text(step.value, last_digit_s(step))
+
+
+class Running:
+    """A job that runs until it is stopped."""
+
+    def __init__(self):
+        self.error = None
+
+    def stop(self):
+        self.error = jobs.Stopped("stopped")
+
+
+def test_sessions_share_the_job_of_a_question_and_the_last_to_leave_ends_it():
+    shared = SharedJobs(lambda _: True)
+    first = shared.join("one", "search", "a", Running)
+
+    assert shared.join("two", "search", "a", Running) is first
+    assert shared.join("one", "search", "b", Running) is not first
+    shared.leave("one", "search", "a")
+    assert first.error is None
+    shared.leave("two", "search", "a")
+    assert first.error is not None
+    assert shared.join("two", "search", "a", Running) is not first
+
+
+def test_a_reload_joins_the_search_that_runs_and_what_closed_pages_have_left_ends():
+    pages = {"before"}
+    shared = SharedJobs(lambda session: session in pages)
+    reloaded, left = shared.join("before", "search", "a", Running), shared.join("before", "search", "b", Running)
+    pages = {"after"}
+
+    assert shared.join("after", "search", "a", Running) is reloaded
+    assert reloaded.error is None
+    assert left.error is not None
 
 
 def test_a_short_question_is_answered_while_long_ones_run(workers, monkeypatch):

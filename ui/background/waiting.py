@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import streamlit as st
+from streamlit import runtime
+from streamlit.runtime.scriptrunner import get_script_run_ctx
 
 from planner.jobs.processes import Job, Stopped, Workers
-from topology.errors import PlannerError
+from ui.background.shared_jobs import PendingAnswer, SharedJobs
 from ui.question import state
 
 MAX_RESULTS = {
@@ -22,6 +25,7 @@ MAX_RESULTS = {
     "check": 16,
     "other": 16,
     "simulate": 4,
+    "sizes": 32,
     "serve": 32,
 }  # search results have kilobytes, a long trace tens of megabytes
 PATIENCE_S = 0.8  # before the panel appears, so that fast results come without a flicker
@@ -39,24 +43,23 @@ def _finished() -> dict[tuple[str, str], Any]:
     return {}
 
 
-class PendingAnswer(Protocol):
-    """A job, of a process here (`planner.jobs.processes.Job`) or of a service (`ui.background.remote.RemoteJob`)."""
+@st.cache_resource(show_spinner=False)
+def _shared() -> SharedJobs:
+    """Return the running jobs of all sessions."""
+    return SharedJobs(lambda session: not runtime.exists() or runtime.get_instance().is_active_session(session))
 
-    started: float
-    line: str
-    result: Any
-    early: Any
-    error: PlannerError | None
 
-    def ask(self, patience_s: float) -> bool: ...
-    def stop(self) -> None: ...
+def _session() -> str:
+    """Return the name of the session whose page this is."""
+    context = get_script_run_ctx()
+    return "" if context is None else context.session_id
 
 
 def ask(kind: str, key: str, *arguments: Any, title: str, start: Callable[[], PendingAnswer] | None = None) -> Any:
     """Return the result of a job, or None after showing its progress. Raises what the job raises.
 
-    `start` starts it elsewhere than in a process here. A session has one job of a kind: asking for another key stops
-    it.
+    `start` starts it elsewhere than in a process here. Sessions that ask for the same share a job. A session waits for
+    one of a kind: asking for another key leaves it.
     """
     finished = _finished()
     if (kind, key) in finished:
@@ -67,13 +70,15 @@ def ask(kind: str, key: str, *arguments: Any, title: str, start: Callable[[], Pe
         return None
     job = kept.get(key)
     if job is None or isinstance(job.error, Stopped):
-        for other in kept.values():
-            other.stop()
+        for other in kept:
+            _shared().leave(_session(), kind, other)
         kept.clear()
-        job = kept[key] = Job(workers(), kind, *arguments) if start is None else start()
+        begin = start or partial(Job, workers(), kind, *arguments)
+        job = kept[key] = _shared().join(_session(), kind, key, begin)
     if not job.ask(st.session_state.get("_patience_s", PATIENCE_S)):
         _panel(kind, key, job, title, seen=job.early is not None)
         return None
+    _shared().ended(kind, key)
     if job.error is not None:
         raise job.error
     _share(finished, kind, key, job.result)
@@ -108,7 +113,7 @@ def _panel(kind: str, key: str, job: PendingAnswer, title: str, *, seen: bool) -
             st.markdown(f":material/hourglass_top: **{title}** · {time.monotonic() - job.started:.0f} s")
             st.caption(job.line or "starting")
         if right.button("Stop", key=f"stop_{kind}", icon=":material/stop_circle:", width="stretch"):
-            job.stop()
+            _shared().leave(_session(), kind, key)
             st.session_state[f"_stopped_{kind}"] = key
             st.rerun()
 

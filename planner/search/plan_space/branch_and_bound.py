@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.search.plan_space.collected import Threshold
+from planner.search.plan_space.collected import ListedTies, Threshold, tie_groups
 from planner.search.plan_space.screened import (
     PLANS_AT_ONCE,
     Progress,
@@ -47,7 +47,7 @@ FIRST_PLANS = 64  # plans costed in full at first; the best of them bounds the r
 PLANS_A_TABLE = 16  # of so many plans costed at once, one schedule table's
 # How much slower than the last plan to list a pipeline may be, split evenly, for its stages to be assigned: better
 # stages took off 7 % at most in the searches of tests/bench/search_cost.py, mostly less than 2.
-NEAR_LIST = 0.05
+NEAR_LIST = 0.07
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +106,7 @@ class BestFirst:
         *,
         objective: str = "time",
         keep: int = 1,
+        ties: ListedTies | None = None,
         one_per_grid: bool = True,
         deadline: float | None = None,
         progress: Progress | None = None,
@@ -121,7 +122,8 @@ class BestFirst:
         self.bound = self.reserved if objective == "memory" else self.step_bound
         self.costed = np.zeros(len(self.variants), dtype=np.bool_)
         self.step = np.full(len(self.variants), np.inf)
-        self.keep, self.one_per_grid = keep, one_per_grid
+        self.keep, self.ties, self.one_per_grid = keep, ties, one_per_grid
+        self._groups = None if ties is None else self._groups_of_grids()
         self.schedule_table = _schedule_tables(self.table)
         self._begun = False
         self.judged()
@@ -133,9 +135,16 @@ class BestFirst:
         self.within = np.nonzero(self.bounds.may_fit(self.screening))[0]
         self.left = self._in_order(self.within[~self.costed[self.within]])  # not costed yet, lowest bound first
         grids = int(self.grid.max(initial=-1)) + 1
-        self.threshold = Threshold(self.keep, one_per_grid=self.one_per_grid, grids=grids)
+        self.threshold = Threshold(
+            self.keep, one_per_grid=self.one_per_grid, grids=grids, listed=self.ties, groups=self._groups
+        )
         self.step[:] = np.inf
         self._add(self.within[self.costed[self.within]])
+
+    def _groups_of_grids(self) -> Rows:
+        groups = np.zeros(int(self.grid.max(initial=-1)) + 1, dtype=np.intp)
+        groups[self.grid] = tie_groups(self.variants)
+        return groups
 
     def _in_order(self, rows: Rows) -> Rows:
         return rows[np.argsort(self.bound[rows], kind="stable")]
@@ -153,21 +162,20 @@ class BestFirst:
         if not self._begun:
             self.bounds.find(self.expired, self.report)
             self.left, self._begun = self._in_order(self.left), True
-        size = walked = FIRST_PLANS
+        size = FIRST_PLANS
         while len(self.left):
-            rows = self._promising(walked)
+            rows = self._promising(size)
             if not len(rows):
                 break
             limits = self.threshold.of(self.grid[rows])
             if self.objective == "time" and np.isfinite(limits).all() and not self.bounds.walked[rows].all():
                 self.bounds.walk(rows, float(limits.max()))
-                walked = min(2 * walked, PLANS_AT_ONCE // 8)
                 self.left = self._in_order(self.left)
             else:
-                rows = self._promising(size)
-                self._cost_by_table(rows[:size])
+                self._cost_by_table(self._leading(rows[:size]))
                 self.left = self.left[~self.costed[self.left]]
-                size = min(2 * size, PLANS_AT_ONCE // 8)
+                if np.isfinite(limits).all():
+                    size = min(2 * size, PLANS_AT_ONCE // 8)
             self.report(f"costed {self.costed.sum():,} of {len(self.within):,} plans that fit")
             if self.expired() and np.isfinite(self.step).any():
                 break
@@ -187,10 +195,21 @@ class BestFirst:
         unlimited = rows[~np.isfinite(limits[promising])]
         if len(unlimited):  # plans without a pipeline, as they are cheap, then one of every grid
             alone = unlimited[self.variants.pp[unlimited] == 1]
-            return alone if len(alone) else unlimited[np.sort(np.unique(self.grid[unlimited], return_index=True)[1])]
+            first = np.sort(np.unique(self.grid[unlimited], return_index=True)[1])
+            return alone if len(alone) else unlimited[first[: self.threshold.missing]]
         tables = self.schedule_table[rows]
         first = np.sort(np.unique(tables, return_index=True)[1])
         return rows[np.isin(tables, tables[first[: max(1, size // PLANS_A_TABLE)]])]
+
+    def _leading(self, rows: Rows) -> Rows:
+        """Return of promising plans, lowest bound first, those through the table of the first of their grid, where one
+        of each grid is listed: what that one takes shows which of the others may be faster.
+        """
+        if not self.one_per_grid or self.objective != "time" or not len(rows):
+            return rows
+        _, first, grid = np.unique(self.grid[rows], return_index=True, return_inverse=True)
+        leading: Rows = rows[self.schedule_table[rows] == self.schedule_table[rows[first]][grid]]
+        return leading
 
     def _found(self) -> Explored:
         """Return what was found, without near pipelines."""

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from planner.search.plan_space.candidates import Nodes
 from planner.search.plan_space.collected import Collected
 from simulator.bounds.screening import Screening, SharedBlocks
-from simulator.columns.plan_columns import PlanColumns, concatenate, distinct
+from simulator.columns.plan_columns import PlanColumns, concatenate, distinct, words
 from simulator.columns.plan_table import Floats
 from simulator.memory.plan_memory import PlanMemory
 
@@ -165,21 +165,32 @@ def _screen_memory(
         lowest = least_bytes(screening, screening.plans(trial, least_saved, of_node).allocated_and_reserved_bytes())
         limit = capacity * np.where(nodes.columns.pp[of_node] > 1, nearly, 1.0)
         leaves, of_node = nodes.leaves(np.unique(of_node[lowest <= limit]))
-        for part in batches_of(len(leaves)):
-            some, some_nodes = leaves.take(part), of_node[part]
-            held = screening.plans(some, shared, some_nodes).allocated_and_reserved_bytes()
-            need = least_bytes(screening, held)
-            fit = np.nonzero(need <= capacity)[0]
-            if len(fit):
-                fitting.add(some.take(fit), some_nodes[fit], held[fit])
-            miss = np.nonzero((need > capacity) & (need <= capacity * nearly) & (some.pp > 1))[0]
-            if len(miss):
-                near_misses.add(some.take(miss), some_nodes[miss], held[miss])
+        held = _held(screening, leaves, shared, of_node)
+        need = least_bytes(screening, held)
+        fit = np.nonzero(need <= capacity)[0]
+        if len(fit):
+            fitting.add(leaves.take(fit), of_node[fit], held[fit])
+        miss = np.nonzero((need > capacity) & (need <= capacity * nearly) & (leaves.pp > 1))[0]
+        if len(miss):
+            near_misses.add(leaves.take(miss), of_node[miss], held[miss])
         seen += len(rows)
         report(f"memory of {seen:,} of {len(nodes):,} nodes")
         if expired() and len(fitting):
             break
     return fitting, near_misses, seen
+
+
+def _held(screening: Screening, leaves: PlanColumns, shared: SharedBlocks, of_node: Rows) -> Floats:
+    """Return the bytes that leaves allocate and reserve, shape (leaves, 2): one recompute mode after the other, as what
+    is counted mode by mode has one of them then.
+    """
+    held = np.zeros((len(leaves), 2))
+    for mode in words(leaves.recompute):
+        rows = np.nonzero(leaves.recompute == mode)[0]
+        for part in batches_of(len(rows)):
+            mine = rows[part]
+            held[mine] = screening.plans(leaves.take(mine), shared, of_node[mine]).allocated_and_reserved_bytes()
+    return held
 
 
 def _fitting_variants(
