@@ -7,7 +7,7 @@ import re
 from functools import cache
 from importlib import resources
 
-from simulator.config.hf_config import load_model
+from simulator.config.hf_config import load_model, named_model
 from simulator.config.model import Model
 from topology.catalog.clusters import cluster_from_case
 from topology.catalog.gpus import gpu_kind
@@ -38,11 +38,15 @@ def plain(name: str) -> str:
 
 
 def model_of(name: str) -> Model:
-    """Return the shipped model of a name as a source spells it. Raises BadModel where there is none."""
-    found = _shipped().get(plain(name))
+    """Return the model of a name as a source spells it, or as the Hub does.
+
+    Raises BadModel where there is none, and for a model with a part that is not modelled.
+    """
+    shipped = _shipped().get(plain(name))
+    found = load_model(shipped) if shipped else named_model(name)
     if found is None:
-        raise BadModel(f"model {name!r} is not among the shipped ones", remedy="give a config.json of it")
-    return load_model(found)
+        raise BadModel(f"model {name!r} is not among the known ones", remedy="give a config.json of it")
+    return found
 
 
 def cluster_of(hardware: str, gpus: int) -> Cluster:

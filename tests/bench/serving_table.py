@@ -27,25 +27,40 @@ Points of public sources, each predicted from datasheets by simulating its reque
 (ai-dynamo/aiconfigurator), InferenceX's DeepSeek-R1 runs (SemiAnalysisAI/InferenceX), TensorRT-LLM's performance tables,
 LLM-Inference-Bench (argonne-lcf, static batches of 2024). They were **in view** while the model was made. Fitted to them are
 times of hosts (`simulator/serving/engines.toml`): `host_step_s` and `host_sequence_s` by hand to time per token of three groups
-(Llama 3.1 70B with vLLM and Llama 3.1 8B with TensorRT-LLM on H100, DeepSeek-R1 with SGLang on B200), what passes before the
-first token to two (TensorRT-LLM's `host_request_s` to Llama 3.1 8B on H100, SGLang's `host_launch_s` to DeepSeek-R1 on H200), and
-TensorRT-LLM's `host_launch_s` by hand to first tokens of Llama 3.1 8B and Qwen3 235B on H100; of DeepSeek-R1 on B200, which was
-left out, it brings first tokens nearer too.
-Kernels are priced from datasheets and from kernels measured by themselves, not from these points. The other groups are a test
-of the rest of the model, not a prediction made before the fact.
+(Llama 3.1 70B with vLLM and Llama 3.1 8B with TensorRT-LLM 1.0 on H100, DeepSeek-R1 with SGLang on B200), what passes before the
+first token to three (`host_request_s` of TensorRT-LLM 1.0 to Llama 3.1 8B on H100, of 1.2 to gpt-oss-120b on B200 with four
+clients; SGLang's `host_launch_s` to DeepSeek-R1 on H200: a published prefill of one token takes 82.6 ms of launches,
+sgl-project/sglang pull request 12160, where it gives 90), and TensorRT-LLM's `host_launch_s` by hand to first tokens of Llama
+3.1 8B, Qwen3 235B and gpt-oss-120b. Hosts of TensorRT-LLM from 1.2 on are as published by its makers. Kernels are priced from
+datasheets and from kernels measured by themselves, not from these points. The other groups are a test of the rest of the model,
+not a prediction made before the fact.
 
-What sources leave open decides most of what is off:
+## By cause
 
-- **Time to the first token** depends on the first burst of all clients, which cold kernels and connections slow, and which is
-  a tenth of the requests of InferenceX: DeepSeek-R1 with SGLang on H200, four clients, mean 158 ms, median 85, p99 811;
-  predicted 112. With 64 clients SGLang 0.5.9 has a mean of 419 ms and a median of 178. Llama 3.1 8B with TensorRT-LLM 1.0 on
-  H100 waits, with up to 32 clients and whatever the degree, about as long as an answer takes over the number of clients, as if
-  one place fewer than clients were served; with 128 clients a quarter of an answer. Neither is stated. Exact lengths let all clients of a closed loop ask at once for ever, lengths that vary a little do not; most
-  sources do not say which. Where arrivals are stated (TensorRT-LLM 0.14 online) see below.
-- **Speculative decoding** is stated by InferenceX and skipped here. aiconfigurator's sample does not state it: the same
-  configuration is listed with 6.8 and 11.1 ms a token, 8.6 and 12.8, 9.5 and 16.4.
+The largest term of what is off, by group:
+
+- **The first burst**, which is a tenth of the requests of InferenceX, and cold kernels and connections in it: DeepSeek-R1 with
+  SGLang 0.5.9 on H200, four clients, has a mean of 260 ms, a median of 156 and a p99 of 1,048; predicted 122. TensorRT-LLM 1.1
+  there, eight clients: 291, 106 and 2,002. Medians are predicted nearer than the means that are compared.
+- **Settings of the scheduler that no row states**, read from the scripts of InferenceX: `--scheduler-recv-interval 30` of SGLang
+  on B200 and B300 (a request is seen at each thirtieth step: medians grow by fifteen steps, 308 ms with 16 clients against 71 with
+  one), `batch_wait_timeout_iters 40` of TensorRT-LLM (from 64 clients on), chunks of 32,768 tokens, a limit of 128 requests, an
+  8-bit cache next to 8-bit weights (queues with 256 clients). Engines' defaults are assumed.
+- **Kernels compiled while requests wait**: DeepSeek-R1 in nvfp4 with SGLang of an unstated release on B200 lists first tokens of
+  7 to 9 s whatever the load, SGLang 0.5.10 on B300 tokens of 12 to 180 ms.
+- **Speculative decoding that is not stated**: TensorRT-LLM 1.2.0rc6.post3 on B200 is listed with half the time a token of
+  1.2.0rc6.post2, and part of 1.1.0rc2.post2. Where it is stated (InferenceX) points are skipped.
+- **Clients that ask in step**: Llama 3.1 8B with TensorRT-LLM 1.0 on H100 waits, with up to 32 clients and whatever the degree,
+  about as long as an answer takes over the number of clients, as if one place fewer than clients were served. With 128 clients
+  on four and eight GPUs no more than 9,200 tokens a second leave the server: its process that sends them takes 108 us for each,
+  and first tokens wait for it, 1 to 2 s. Exact lengths let all clients of a closed loop ask at once for ever, lengths that vary a
+  little do not; most sources do not say which.
+- **Kernels for few tokens on Hopper**: DeepSeek-R1 with TensorRT-LLM on H200 (its Cutlass kernels of experts) and Kimi K2.5 in
+  int4 with vLLM take a quarter longer a token than priced at any load.
 - **Prefix caches**: 8-bit Llama 3.1 8B with vLLM on H200 is listed with prompts read at more than what 80 % of the GPU's peak
   would allow.
+- **Separated engines' first tokens**: routers, transfers and the wait for a place on the engine that writes; medians of 0.2 to
+  7 s where 0.1 to 0.3 s are predicted. Attention with requests of its own on each rank and its host decide their tokens.
 - **Releases**: engines of 2024 (LLM-Inference-Bench) are slower by a half than the same engines later.
 
 """
