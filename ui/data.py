@@ -25,6 +25,7 @@ from planner.question.cases import case_from_flags
 from planner.question.plan_file import plan_file
 from planner.runs import runs_store
 from planner.search.answer import search_question
+from planner.search.fixes import find_savings
 from planner.search.flips import KNOBS
 from planner.search.search import SearchOptions
 from simulator.config.hf_config import load_model
@@ -48,7 +49,9 @@ if TYPE_CHECKING:
     from planner.export.draft import Exported, Target
     from planner.question.flags import Flags
     from planner.runs.runs_store import DamagedRun, RunSummary
+    from planner.search.fixes import Fix
     from planner.search.result import RankedPlan, SearchResult
+    from planner.search.size_grid import Size
     from simulator.config.estimate import Estimate
     from simulator.config.model import Model
     from simulator.config.plan import Plan
@@ -250,6 +253,19 @@ def simulated(question: Inputs, result: SearchResult, ranked: RankedPlan) -> Sim
     asked = (result.question, ranked.plan)
     found: SimulatedStep | None = waiting.ask("simulate", key, *asked, title="Simulating the step")
     return found
+
+
+def sizes(question: Inputs, result: SearchResult, ranked: RankedPlan) -> tuple[Size, ...] | None:
+    """Return a plan with other sequences and micro batches, or None after showing progress. Raises PlannerError."""
+    key = f"{question.key} {plan_name(ranked.plan)}"
+    title = "Trying other lengths and micro batches"
+    found: tuple[Size, ...] | None = waiting.ask("sizes", key, result.question, ranked, title=title)
+    return found
+
+
+def savings(result: SearchResult, ranked: RankedPlan) -> tuple[Fix, ...]:
+    """Return the changes of one setting that free memory, the most first. Raises PlannerError."""
+    return find_savings(result.question, ranked.plan, ranked.estimate)
 
 
 def chosen(result: SearchResult, name: str) -> RankedPlan:

@@ -10,6 +10,7 @@ import streamlit as st
 
 from topology.codec import JsonObject
 from topology.errors import PlannerError
+from topology.readers.nvml import read_nvml
 from ui import panels
 from ui.background import service
 from ui.charts.row_types import JobDocument
@@ -47,6 +48,11 @@ def where() -> str:
     """Return where jobs run, in words."""
     there = service.server()
     return f"on the service {there}" if there else "on this machine"
+
+
+def gpus_here() -> int:
+    """Return how many GPUs this machine has."""
+    return len(read_nvml().gpus)
 
 
 def begin(command: str, said: JsonObject) -> None:

@@ -1,9 +1,7 @@
-"""What a node of a job has, as a line of JSON: `python -m executor.launch.node_check --names a,b --file F --port P`.
+"""What a node of a job has, as a line of JSON: `python -m executor.launch.node_check --names a,b --file F`.
 
-`planner doctor --launcher` starts it on every node of a short job. Only the standard library and psutil.
-
-Source: which interface NCCL takes, without NCCL_SOCKET_IFNAME: InfiniBand's, then any but docker's and lo (NCCL's
-documentation of the variable).
+`planner doctor --launcher` starts it on every node of a short job. The first node listens at `--endpoint`, where a run
+would meet, and the others say whether they reach it. Only the standard library and psutil.
 """
 
 from __future__ import annotations
@@ -13,15 +11,17 @@ import json
 import os
 import socket
 import sys
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-import psutil
-
-from executor.launch.nodes import node_name
+from executor.launch.interfaces import interfaces
+from executor.launch.nodes import node_name, why_not_reached
 from executor.launch.versions import driver_version, versions
 
-LAST_CHOICE = ("docker", "lo")
+MEET_S = 20.0  # for the nodes to reach the first
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,16 +29,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="executor.launch.node_check")
     parser.add_argument("--names", default="", help="of all nodes, with commas")
     parser.add_argument("--file", required=True, help="which all nodes must see")
-    parser.add_argument("--port", required=True, type=int, help="of the rendezvous")
+    parser.add_argument("--endpoint", default="", help="HOST:PORT of the rendezvous; nothing for one node")
+    parser.add_argument("--address", default="", help="this node's address in the cluster, where it has one")
     options = parser.parse_args(argv)
+    names = [*filter(None, options.names.split(","))]
+    reached = meet(options.endpoint, first=names[:1] == [node_name()], others=len(names) - 1)
     found = {
         "node": node_name(),
         "host": socket.gethostname(),
         "versions": {**versions(), **({"driver": driver} if (driver := driver_version()) else {})},
         "gpu_devices": len([*Path("/dev").glob("nvidia[0-9]*")]),
         "sees_file": Path(options.file).is_file(),
-        "resolved": {name: addresses(name) for name in filter(None, options.names.split(","))},
-        "port_free": is_free(options.port),
+        "resolved": {name: addresses(name) for name in names},
+        **reached,
         "interfaces": interfaces(),
         "nccl_interface": os.environ.get("NCCL_SOCKET_IFNAME", ""),
     }
@@ -54,24 +57,26 @@ def addresses(name: str) -> list[str]:
         return []
 
 
-def is_free(port: int) -> bool:
-    """Return whether a process of this node can listen on a port."""
+def meet(endpoint: str, *, first: bool, others: int) -> dict[str, Any]:
+    """Listen at the endpoint until the others have come, or reach it; return whether the port was free, and why it is
+    not reached.
+    """
+    if not endpoint or others < 1:
+        return {"port_free": True, "unreached": ""}
+    if not first:
+        return {"port_free": True, "unreached": why_not_reached(endpoint, MEET_S)}
     try:
-        socket.create_server(("", port)).close()
+        server = socket.create_server(("", int(endpoint.rpartition(":")[2])))
     except OSError:
-        return False
-    return True
-
-
-def interfaces() -> list[str]:
-    """Return the names of the interfaces that are up and have an address, in the order in which NCCL takes them."""
-    up = {name for name, state in psutil.net_if_stats().items() if state.isup}
-    named = [
-        name
-        for name, found in psutil.net_if_addrs().items()
-        if name in up and any(one.family in {socket.AF_INET, socket.AF_INET6} for one in found)
-    ]
-    return sorted(named, key=lambda name: (not name.startswith("ib"), name.startswith(LAST_CHOICE), name))
+        return {"port_free": False, "unreached": ""}
+    ends, came = time.monotonic() + MEET_S, 0
+    with server:
+        while came < others and (left := ends - time.monotonic()) > 0:
+            server.settimeout(left)
+            with suppress(TimeoutError):
+                server.accept()[0].close()
+                came += 1
+    return {"port_free": True, "unreached": ""}
 
 
 if __name__ == "__main__":

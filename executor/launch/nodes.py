@@ -44,7 +44,7 @@ class AgentResult:
 
 def node_name() -> str:
     """Return the name that the scheduler has for this node, or its host name."""
-    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    return os.environ.get("MESHWRIGHT_NODE") or os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def not_launched(message: str) -> LaunchResult:

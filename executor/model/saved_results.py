@@ -2,14 +2,16 @@
 
 torch's own selective checkpointing intercepts every operator of both runs in Python (a dispatch mode), which costs the
 host several times the operators themselves. Here only the functions whose results may be saved check for it: `product`
-for linear layers, `attention` for the attention kernel, `save_or_replay` inside autograd functions. Both runs build the
-same graph, as `torch.utils.checkpoint` requires: the second run saves the same tensors in the same order.
+for linear layers, `products` and `scattered_product` for those overlapped with their collective, `attention` for the
+attention kernel, `save_or_replay` inside autograd functions. Both runs build the same graph, as
+`torch.utils.checkpoint` requires: the second run saves the same tensors in the same order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -62,6 +64,16 @@ class SavedResults:
         self.products += 1
         return self.products % 2 == 1
 
+    def several_products(self, compute: Callable[[Sequence[int]], Sequence[Tensor]], count: int) -> tuple[Tensor, ...]:
+        """Return the results of `count` linear layers; `compute` makes those with the numbers that it is given."""
+        saves = [self.saves_next_product() for _ in range(count)]
+        wanted = [number for number, saved in enumerate(saves) if not (saved and self.replays)]
+        made = dict(zip(wanted, compute(wanted), strict=True)) if wanted else {}
+        return tuple(
+            self.save_or_replay(partial(made.__getitem__, number)) if saved else made[number]
+            for number, saved in enumerate(saves)
+        )
+
 
 def _detached(found: Tensor | tuple[Any, ...]) -> Tensor | tuple[Any, ...]:
     """Return detached tensors: those returned to autograd become part of its graph."""
@@ -105,6 +117,25 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return functional.linear(x, weight, bias)
     saved: Tensor = _Product.apply(as_autocast(x), as_autocast(weight), None if bias is None else as_autocast(bias))
     return saved
+
+
+def products(compute: Callable[[Sequence[int]], Sequence[Tensor]], count: int) -> tuple[Tensor, ...]:
+    """Return `compute(range(count))`, results of as many linear layers that share their input.
+
+    Under selective recomputation every second result is saved, and the second run computes the others alone. Call it
+    inside an autograd function's forward.
+    """
+    return tuple(compute(range(count))) if _active is None else _active.several_products(compute, count)
+
+
+def scattered_product(compute: Callable[[], Tensor]) -> Tensor:
+    """Return `compute()`, a linear layer's reduce-scattered result, which selective recomputation saves.
+
+    Call it inside an autograd function's forward.
+    """
+    if _active is not None:
+        _active.saves_next_product()  # counted, whichever it is: the result is smaller than the product
+    return save_or_replay(compute)
 
 
 def as_autocast(x: Tensor) -> Tensor:

@@ -38,8 +38,12 @@ MODES: dict[str, Mode] = {
 NEED_MULTICAST = frozenset({"multimem", "multimem_one_shot", "multimem_two_shot", "nvls"})
 
 
-def mode_named(name: str) -> Mode:
-    """Return a mode. Raises BadPlan for a name that is none, and for one that needs NVLink multicast."""
+def mode_named(name: str | Mode) -> Mode:
+    """Return a mode; `name` may be one already. Raises BadPlan for a name that is none or that needs NVLink
+    multicast.
+    """
+    if isinstance(name, Mode):
+        return name
     if name in MODES:
         return MODES[name]
     modes = ", ".join(MODES)
@@ -53,7 +57,7 @@ def mode_named(name: str) -> Mode:
 
 
 def all_gather_matmul(
-    x: Tensor, weights: tuple[Tensor, ...], group: dist.ProcessGroup, *, mode: str, dim: int = 0
+    x: Tensor, weights: tuple[Tensor, ...], group: dist.ProcessGroup, *, mode: str | Mode, dim: int = 0
 ) -> tuple[Tensor, ...]:
     """Return X @ w^T for each weight (N_i, K), where X is all ranks' `x` (..., K) concatenated along `dim`.
 
@@ -68,7 +72,9 @@ def all_gather_matmul(
     return tuple(_from_rows(out, rest, dim) for out in outs)
 
 
-def matmul_reduce_scatter(x: Tensor, weight: Tensor, group: dist.ProcessGroup, *, mode: str, dim: int = 0) -> Tensor:
+def matmul_reduce_scatter(
+    x: Tensor, weight: Tensor, group: dist.ProcessGroup, *, mode: str | Mode, dim: int = 0
+) -> Tensor:
     """Return this rank's part along `dim` of the sum over ranks of x @ w^T, `x` (..., K), weight (N, K).
 
     Raises ValueError when `dim` cannot be cut into equal parts.
@@ -84,7 +90,7 @@ def matmul_reduce_scatter(x: Tensor, weight: Tensor, group: dist.ProcessGroup, *
     return _from_rows(out, rest, dim)
 
 
-def matmul_all_reduce(x: Tensor, weight: Tensor, group: dist.ProcessGroup, *, mode: str) -> Tensor:
+def matmul_all_reduce(x: Tensor, weight: Tensor, group: dist.ProcessGroup, *, mode: str | Mode) -> Tensor:
     """Return the sum over ranks of x @ w^T, `x` (..., K), weight (N, K)."""
     run, rows = mode_named(mode), x.flatten(0, -2)
     if torch.is_grad_enabled():

@@ -2,20 +2,49 @@
 
 Weights are sharded as in plain tensor parallelism. With sequence parallelism the input projections of attention and
 feed-forward all-gather the tokens and the output projections reduce-scatter their sum; here each runs as one overlapped
-operation. Sites whose mode is `none` are not changed.
+operation. Sites whose mode is `none` are not changed. Selective recomputation saves what it saves of plain layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from executor.model import saved_results
 from executor.model.decoder import Block
-from executor.overlap import all_gather_matmul, matmul_reduce_scatter
+from executor.overlap import all_gather_matmul, matmul_reduce_scatter, mode_named
+from executor.overlap.mode import Mode, Pair
 from simulator.config.overlap_sites import NONE, executor_name, mode_at
+
+
+class SavingMode(Mode):
+    """A mode whose results in a block's forward pass are those that selective recomputation may save."""
+
+    def __init__(self, mode: Mode) -> None:
+        self.mode, self.name, self.half_precision_only = mode, mode.name, mode.half_precision_only
+
+    def gather_matmul(
+        self, x: Tensor, operands: tuple[Tensor, ...], group: dist.ProcessGroup, *, keep: bool = False
+    ) -> tuple[tuple[Tensor, ...], Tensor | None]:
+        if keep:  # the backward pass, where nothing is saved
+            return self.mode.gather_matmul(x, operands, group, keep=keep)
+
+        def compute(numbers: Sequence[int]) -> tuple[Tensor, ...]:
+            return self.mode.gather_matmul(x, tuple(operands[number] for number in numbers), group)[0]
+
+        return saved_results.products(compute, len(operands)), None
+
+    def matmul_scatter(self, pairs: tuple[Pair, ...], group: dist.ProcessGroup) -> Tensor:
+        return saved_results.scattered_product(lambda: self.mode.matmul_scatter(pairs, group))
+
+    def matmul_reduce(self, x: Tensor, operand: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return self.mode.matmul_reduce(x, operand, group)
+
+    def start_gather(self, x: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
+        return self.mode.start_gather(x, group)
 
 
 class OverlappedProducts:
@@ -24,7 +53,8 @@ class OverlappedProducts:
     """
 
     def __init__(self, name: str, group: dist.ProcessGroup) -> None:
-        self.name, self.mode, self.group = name, executor_name(name), group
+        self.name, self.group = name, group
+        self.mode = SavingMode(mode_named(executor_name(name)))
 
     def project_in(self, x: Tensor, linears: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
         """Take this rank's tokens (S / tp, B, h); return all tokens projected to this rank's columns, (S, B, width)."""

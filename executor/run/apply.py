@@ -21,6 +21,7 @@ from pathlib import Path
 from executor.gpu.faults import GpuFault
 from executor.gpu.monitor import GpuMonitor, GpuSummary, Sample, summarise
 from executor.launch.heartbeat import find_suspects, read_heartbeats
+from executor.launch.interfaces import why_no_interface
 from executor.launch.legal import check
 from executor.launch.local_ranks import Failure, LaunchResult, Rendezvous, command, launch
 from executor.launch.nodes import (
@@ -163,7 +164,9 @@ def run_node(request: Request, request_path: str, out: Path, budget_s: float, me
     write_agent_start(out, node)
     ending = min(ENDING_S, 0.3 * budget_s)
     meeting = replace(meeting, join_s=max(1.0, min(meeting.join_s, 0.5 * (budget_s - ending))))
-    if unreached := why_not_reached(meeting.endpoint, meeting.join_s):
+    if not meeting.loopback and (unusable := why_no_interface(request.device)):
+        done = not_launched(f"the interface of {node_name()} cannot be used: {unusable}")
+    elif unreached := why_not_reached(meeting.endpoint, meeting.join_s):
         done = not_launched(f"{node_name()} does not reach {meeting.endpoint}, where the nodes meet: {unreached}")
     else:
         done = launch(

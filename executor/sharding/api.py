@@ -218,6 +218,27 @@ def _device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
+def _place_in(mesh: DeviceMesh | None, program: RunnableProgram) -> tuple[int, bool]:
+    """Return this rank's place in the mesh, and whether the mesh has some of the ranks, as a slice of a larger one.
+
+    Raises BadInput where ranks and mesh do not fit.
+    """
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    if mesh is None and program.ranks not in {1, ranks}:
+        raise BadInput(
+            f"a mesh of {program.ranks} ranks, in a job of {ranks}", remedy="a DeviceMesh that says which ranks it has"
+        )
+    members = list(range(ranks)) if mesh is None else mesh.mesh.flatten().tolist()
+    if members == list(range(ranks)):
+        return rank, False
+    if rank not in members or program.stage_axis:
+        raise BadInput(
+            f"rank {rank} is not in the mesh" if rank not in members else "pipeline stages on a part of the ranks",
+            remedy="a slice of a mesh of all ranks, and stages on all of it",
+        )
+    return members.index(rank), True
+
+
 class ShardedModule(nn.Module):
     """A module as a program on this rank. Parameters and buffers are DTensors under the names that the module has
     (`weights.py`).
@@ -238,10 +259,14 @@ class ShardedModule(nn.Module):
         self.asked = frozenset((*program.gradients, *asked))
         self.program = program
         self.captured = captured
-        self.ranks = RankProgram(program, dist.get_rank() if dist.is_initialized() else 0, device)
+        at, some = _place_in(mesh, program)
+        self.ranks = RankProgram(program, at, device, mesh if some else None)
         self.mesh = mesh or init_device_mesh(device.type, program.mesh_shape, mesh_dim_names=program.mesh_names)
         self.weights = Weights(self, self.mesh, self.ranks)
         self.weights.fill(module, captured)
+        read = {name for data in program.instructions for name in data.get("reads", ())}
+        leads = read | set(program.gradients.values())
+        self.graded = [name in leads for name in program.seeds] or [False] * len(program.outputs)  # by result
 
     def placements(self, tensor: str) -> tuple[Placement, ...]:
         """Return the DTensor placements of a tensor of the graph: an input's, or an output's."""
@@ -345,7 +370,8 @@ class ShardedModule(nn.Module):
                     remedy="redistribute it, or shard the module with these placements",
                 )
             return value.to_local()
-        piece: torch.Tensor = Piece.apply(value.to(self.ranks.device), self.ranks.place, self.program.buffers[buffer])
+        about, ranks = self.program.buffers[buffer], self.ranks
+        piece: torch.Tensor = Piece.apply(value.to(ranks.device), ranks.place, about, ranks.everyone)
         return piece
 
 
@@ -358,19 +384,26 @@ class _Run(torch.autograd.Function):
         state = sharded.ranks.forward(values)
         ctx.sharded, ctx.state, ctx.names = sharded, state, names
         found = tuple(sharded.ranks.everywhere(name, state) for name in sharded.program.outputs)
-        ctx.mark_non_differentiable(*(one for one in found if not one.is_floating_point()))
+        ctx.mark_non_differentiable(*(one for one, graded in zip(found, sharded.graded, strict=True) if not graded))
+        ctx.set_materialize_grads(False)
         return found
 
     @staticmethod
     def backward(ctx: Any, *incoming: torch.Tensor) -> Any:
         sharded, state, program = ctx.sharded, ctx.state, ctx.sharded.program
-        seeds = {}
-        for name, gradient in zip(program.seeds, incoming, strict=True):
+        seeds, given = {}, set()
+        for name, output, gradient in zip(program.seeds, program.outputs, incoming, strict=True):
+            if gradient is not None:
+                given.add(name)
             # a gradient that copies of an output share is counted once
             first = all(sharded.ranks.place.at[axis] == 0 for axis in program.buffers[name].pending)
-            seeds[name] = gradient if first else torch.zeros_like(gradient)
+            seeds[name] = gradient if first and gradient is not None else sharded.ranks.zeros(name, output)
         sharded.ranks.backward(state, seeds)
-        of_input = {program.inputs[tensor]: state.at.get(buffer) for tensor, buffer in program.gradients.items()}
+        reached = sharded.ranks.reached(given)
+        of_input = {
+            program.inputs[tensor]: state.at.get(buffer) if buffer in reached else None
+            for tensor, buffer in program.gradients.items()
+        }
         ctx.state = State(at={})
         return (None, None, *(of_input.get(name) for name in ctx.names))
 

@@ -81,18 +81,23 @@ class Piece(torch.autograd.Function):
     """The piece that a rank has of a tensor that all ranks have; its gradient is whole again, on all of them."""
 
     @staticmethod
-    def forward(ctx: Any, whole: torch.Tensor, place: Place, buffer: Buffer) -> torch.Tensor:
-        ctx.place, ctx.buffer, ctx.like = place, buffer, whole.new_empty(0)
+    def forward(
+        ctx: Any, whole: torch.Tensor, place: Place, buffer: Buffer, group: dist.ProcessGroup | None
+    ) -> torch.Tensor:
+        ctx.place, ctx.buffer, ctx.group, ctx.like = place, buffer, group, whole.new_empty(0)
+        ctx.set_materialize_grads(False)
         return place.piece(whole, buffer)
 
     @staticmethod
     def backward(ctx: Any, *incoming: torch.Tensor) -> Any:
         (gradient,), place, buffer = incoming, ctx.place, ctx.buffer
+        if gradient is None:  # nothing flows back, on no rank
+            return None, None, None, None
         whole = ctx.like.new_zeros(buffer.shape)
         cut = {item for spec in buffer.dims for item in spec}
         if all(place.at[axis] == 0 for axis in place.sizes if axis not in cut):  # of copies, one counts
             indices = [place.indices(buffer, dim).to(whole.device) for dim in range(whole.ndim)]
             whole[torch.meshgrid(*indices, indexing="ij") if indices else ...] = gradient
         if dist.is_initialized():
-            dist.all_reduce(whole)
-        return whole, None, None
+            dist.all_reduce(whole, group=ctx.group)
+        return whole, None, None, None

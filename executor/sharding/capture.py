@@ -83,6 +83,12 @@ def capture(module: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, An
         if spec.kind is OutputKind.BUFFER_MUTATION:
             written[str(spec.target)] = reader.written(value)
             named.append(written[str(spec.target)])
+        elif spec.kind not in {OutputKind.USER_OUTPUT, OutputKind.LOSS_OUTPUT}:
+            raise UserError(
+                f"{type(module).__name__} writes into {spec.target}",
+                why="what a call writes is kept of buffers alone",
+                remedy="a module that writes into a copy, x.clone()",
+            )
     graph = CapturedGraph(inputs=tuple(reader.inputs), nodes=tuple(reader.nodes), outputs=tuple(named))
     return Captured(
         graph=graph,

@@ -14,6 +14,7 @@ from typing import cast
 
 import torch
 from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
 from executor.overlap import all_gather_matmul, matmul_reduce_scatter
@@ -47,9 +48,9 @@ class Group:
         return self.order == tuple(range(self.size))
 
 
-def make_groups(program: RunnableProgram, rank: int) -> dict[tuple[str, ...], Group]:
+def make_groups(program: RunnableProgram, rank: int, mesh: DeviceMesh | None = None) -> dict[tuple[str, ...], Group]:
     """Return the groups of this rank by mesh axes. Every rank of the world calls this, as all take part in making
-    each.
+    each. With a `mesh` of some of the ranks, groups are those of its axes.
     """
     found: dict[tuple[str, ...], Group] = {}
     stages = {(program.stage_axis,)} if program.stage_axis else set()
@@ -59,14 +60,29 @@ def make_groups(program: RunnableProgram, rank: int) -> dict[tuple[str, ...], Gr
         groups = rank_groups(program.mesh_names, program.mesh_shape, axes)
         mine = next(group for group in groups if rank in group)
         if frozenset(axes) not in made:
-            whole = len(mine) == dist.get_world_size()
-            lists = [list(group) for group in groups]
-            own = dist.group.WORLD if whole else dist.new_subgroups_by_enumeration(lists)[0]
-            made[frozenset(axes)] = cast("dist.ProcessGroup", own)
+            made[frozenset(axes)] = _process_group(groups, mesh, axes)
         places = {Place.of(program, member).position(axes)[0]: position for position, member in enumerate(mine)}
         order = tuple(places[index] for index in range(len(mine)))
         found[axes] = Group(made[frozenset(axes)], len(mine), order)
     return found
+
+
+def _process_group(groups: Sequence[Sequence[int]], mesh: DeviceMesh | None, axes: Sequence[str]) -> dist.ProcessGroup:
+    """Return this rank's group among `groups`, which are those over `axes`."""
+    if mesh is not None:
+        return group_of(mesh, axes)
+    whole = len(groups[0]) == dist.get_world_size()
+    own = dist.group.WORLD if whole else dist.new_subgroups_by_enumeration([list(one) for one in groups])[0]
+    return cast("dist.ProcessGroup", own)
+
+
+def group_of(mesh: DeviceMesh, axes: Sequence[str]) -> dist.ProcessGroup:
+    """Return this rank's group over some axes of a mesh."""
+    names = [name for name in mesh.mesh_dim_names or () if name in axes]  # slices are in the mesh's order
+    if len(names) == 1:
+        return mesh.get_group(names[0])
+    part = mesh if len(names) == mesh.ndim else mesh[tuple(names)]
+    return part._flatten().get_group()  # noqa: SLF001 - torch's documentation has it, under this name
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,19 +102,25 @@ class Pieces:
 
 
 def exchange(
-    do: Exchange, x: torch.Tensor, group: Group, pieces: Pieces, rank: int, others: torch.Tensor | None = None
+    do: Exchange,
+    x: torch.Tensor,
+    group: Group,
+    pieces: Pieces,
+    members: Sequence[int],
+    others: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return this rank's piece after the exchange; a mean over ranks is their sum by their number.
+    """Return this rank's piece after the exchange; a mean over ranks is their sum by their number. `members` are the
+    ranks of the mesh.
 
     A reduction to one rank returns, on all other ranks, `others`: what earlier ones have brought them.
     """
     if do.kind in {"broadcast", "reduce"}:
-        return _rooted(do, x, group, rank, others)
-    out = _exchanged(do, x, group, pieces, rank)
+        return _rooted(do, x, group, others)
+    out = _exchanged(do, x, group, pieces, members)
     return out / group.size if do.reducer == "avg" else out
 
 
-def _exchanged(do: Exchange, x: torch.Tensor, group: Group, pieces: Pieces, rank: int) -> torch.Tensor:
+def _exchanged(do: Exchange, x: torch.Tensor, group: Group, pieces: Pieces, members: Sequence[int]) -> torch.Tensor:
     match do.kind:
         case "all_reduce":
             return _all_reduce(do, x, group)
@@ -108,7 +130,7 @@ def _exchanged(do: Exchange, x: torch.Tensor, group: Group, pieces: Pieces, rank
             return _reduce_scatter(do, x, group, pieces.along(do.dim, do.axes, before=False))
         case "all_to_all":
             return _all_to_all(do, x, group, pieces)
-    return _permute(do, x, rank, pieces)
+    return _permute(do, x, members, pieces)
 
 
 def _all_gather(do: Exchange, x: torch.Tensor, group: Group, sizes: tuple[int, ...] | None) -> torch.Tensor:
@@ -155,8 +177,8 @@ def _all_to_all_by_counts(do: Exchange, x: torch.Tensor, group: Group, pieces: P
     )
 
 
-def _rooted(do: Exchange, x: torch.Tensor, group: Group, rank: int, others: torch.Tensor | None) -> torch.Tensor:
-    root = dist.get_global_rank(group.group, group.order[do.root])
+def _rooted(do: Exchange, x: torch.Tensor, group: Group, others: torch.Tensor | None) -> torch.Tensor:
+    rank, root = dist.get_rank(), dist.get_global_rank(group.group, group.order[do.root])
     if do.kind == "broadcast":
         out = x.contiguous() if rank == root else torch.empty_like(x, memory_format=torch.contiguous_format)
         dist.broadcast(out, root, group=group.group)
@@ -190,13 +212,14 @@ def _padded(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
     return functional.pad(x, [0, 0] * (x.ndim - 1 - dim) + [0, size - x.shape[dim]])
 
 
-def _permute(do: Exchange, x: torch.Tensor, rank: int, pieces: Pieces) -> torch.Tensor:
+def _permute(do: Exchange, x: torch.Tensor, members: Sequence[int], pieces: Pieces) -> torch.Tensor:
+    rank = members.index(dist.get_rank())
     source, targets = do.source[rank], [r for r, s in enumerate(do.source) if s == rank]
     if source == rank:
         return x
     x, out = x.contiguous(), x.new_empty(pieces.place.shape(pieces.written))
-    moves = [dist.P2POp(dist.isend, x, target) for target in targets]
-    for work in dist.batch_isend_irecv([*moves, dist.P2POp(dist.irecv, out, source)]):
+    moves = [dist.P2POp(dist.isend, x, members[target]) for target in targets]
+    for work in dist.batch_isend_irecv([*moves, dist.P2POp(dist.irecv, out, members[source])]):
         work.wait()
     return out
 

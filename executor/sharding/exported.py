@@ -13,6 +13,8 @@
 | control flow that depends on values of tensors | refused by torch.export |
 | a number made of a tensor's values (`item`) | refused |
 | writes into buffers, as of batch norms in training | kept: after every call, the same on all ranks |
+| gradients that are zero since all that they pass is overwritten | None |
+| writes into arguments and parameters | refused |
 | random numbers, as of dropout in training | refused |
 | `autograd.Function`, and reentrant checkpoints | refused: torch.export drops their backward |
 | hooks of the backward pass, on modules, parameters or tensors | refused |

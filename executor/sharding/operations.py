@@ -25,6 +25,8 @@ def run_kernel(kernel: Kernel, values: Mapping[str, torch.Tensor], context: Cont
     """Return the piece that `kernel` computes from `values` by buffer. Raises BadInput for an operator not in the
     table.
     """
+    if any(not one.numel() for one in values.values()) and 0 in context.shape:
+        return torch.empty(context.shape, dtype=context.dtype, device=next(iter(values.values())).device)
     args = _given(kernel.args, values)
     if kernel.op in _PLAIN:
         return _PLAIN[kernel.op](*args)
@@ -126,6 +128,12 @@ def _reshape(context: Context, x: torch.Tensor) -> torch.Tensor:
 
 def _expand(context: Context, x: torch.Tensor) -> torch.Tensor:
     return x.expand(context.shape)
+
+
+def _repeat_interleave(context: Context, x: torch.Tensor, times: int, dim: int) -> torch.Tensor:
+    """Every element so many times, or as many of these as this rank's piece of the result has."""
+    before = x.shape[dim]
+    return x.repeat_interleave(context.shape[dim] // before if before else times, dim)
 
 
 def _repeat(context: Context, x: torch.Tensor) -> torch.Tensor:
@@ -376,7 +384,6 @@ _PLAIN: dict[str, Callable[..., torch.Tensor]] = {
     "same": lambda x: x,
     "detach": lambda x: x.detach(),
     "permute": lambda x, order: x.permute(order),
-    "repeat_interleave": lambda x, times, dim: x.repeat_interleave(times, dim),
     "range": _range,
     "select": lambda x, dim, index: x.select(dim, index),
     "piece": _piece,
@@ -402,6 +409,7 @@ _PLACED: dict[str, Callable[..., torch.Tensor]] = {
     "reshape": _reshape,
     "expand": _expand,
     "repeat": _repeat,
+    "repeat_interleave": _repeat_interleave,
     "join_ring": _join_ring,
     "take_ring": _take_ring,
     "cast": lambda context, x: x.to(context.dtype),

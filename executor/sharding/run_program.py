@@ -8,7 +8,7 @@ again in the backward pass is not kept: the graph reads the new one in its place
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import distributed as dist
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.distributed.device_mesh import DeviceMesh
 
-from executor.sharding.exchanges import Group, Pieces, exchange, is_overlapped, make_groups, run_overlapped
+from executor.sharding.exchanges import Group, Pieces, exchange, group_of, is_overlapped, make_groups, run_overlapped
 from executor.sharding.operations import run_kernel
 from executor.sharding.places import DTYPES, Context, Place
 from executor.sharding.saved_tensors import Operand, SavedTensors
@@ -52,11 +53,15 @@ class State:
 
 @dataclass(slots=True)
 class RankProgram:
-    """A program on this rank of the default process group, on `device`. Making one is collective: all ranks do it."""
+    """A program on `device`, at the place `rank` of its mesh: this rank of the default process group, or this one's
+    place in `mesh`, which may have some of the ranks. Making one is collective: all ranks do it.
+    """
 
     program: RunnableProgram
     rank: int
     device: torch.device
+    mesh: DeviceMesh | None = None
+    members: tuple[int, ...] = field(init=False)  # ranks of the default process group, by place in the mesh
     place: Place = field(init=False)
     groups: dict[tuple[str, ...], Group] = field(init=False)
     back: dist.ProcessGroup | None = field(
@@ -73,8 +78,10 @@ class RankProgram:
     _wanted: dict[str, frozenset[str]] = field(init=False)  # by result of a kernel: operands whose gradients are taken
 
     def __post_init__(self) -> None:
+        ranks = range(self.program.ranks) if self.mesh is None else self.mesh.mesh.flatten().tolist()
+        self.members = tuple(ranks)
         self.place = Place.of(self.program, self.rank)
-        self.groups = make_groups(self.program, self.rank)
+        self.groups = make_groups(self.program, self.rank, self.mesh)
         # Of two ranks that send to each other at once, each would wait for the other's message on one communicator.
         self.back = dist.new_group() if self.program.stage_axis and dist.is_initialized() else None
         self.stage = self.program.stage_of(self.rank)
@@ -83,6 +90,10 @@ class RankProgram:
         self._backward_start = len(self._code) - len(self.program.code(self.stage, first=started)) if started else 0
         moving = [one for one in self._code if isinstance(one, Launch | Collective | Send | Recv)]
         self.used = frozenset(name for one in moving for name in (*one.reads, *one.writes))
+        if self.stage == 0:  # an input that is a result as it is, and the gradient of such
+            program = self.program
+            self.used |= set(program.inputs.values()) & set(program.outputs)
+            self.used |= set(program.gradients.values()) & set(program.seeds)
         names = {one.stream for one in moving}
         on_gpu = self.device.type == "cuda"
         self._own_streams = {
@@ -160,6 +171,26 @@ class RankProgram:
         state.at.update({name: seeds[name] for name in self.program.seeds if name in self.used})
         self._run(self._backward_start, len(self._code), state)
 
+    @property
+    def everyone(self) -> dist.ProcessGroup | None:
+        """The group of all ranks of the mesh; None for the default one."""
+        return None if self.mesh is None else group_of(self.mesh, self.mesh.mesh_dim_names or ())
+
+    def reached(self, seeds: Collection[str]) -> set[str]:
+        """Return the buffers of the backward pass that depend on any of these gradients of outputs."""
+        found = set(seeds)
+        if len(found) == len(self.program.seeds):
+            return found | set(self.program.gradients.values())
+        for one in self._code[self._backward_start :]:
+            if isinstance(one, Launch | Collective | Send | Recv) and found.intersection(one.reads):
+                found.update(one.writes)
+        return found
+
+    def zeros(self, name: str, output: str) -> torch.Tensor:
+        """Return a gradient of an output without any value, which has its dtype."""
+        dtype = DTYPES[self.program.buffers[output].dtype]
+        return torch.zeros(self.place.shape(self.program.buffers[name]), dtype=dtype, device=self.device)
+
     def everywhere(self, name: str, state: State) -> torch.Tensor:
         """Return a result of the forward pass; with pipeline stages, from the stage that has it to the same place of
         all.
@@ -167,7 +198,8 @@ class RankProgram:
         if not self.program.stage_axis:
             return state.at[name]
         buffer, axis = self.program.buffers[name], self.program.stage_axis
-        made = next(data.get("stage", 0) for data in self.program.instructions if name in data.get("writes", ()))
+        making = (data.get("stage", 0) for data in self.program.instructions if name in data.get("writes", ()))
+        made = next(making, 0)
         value = state.at.get(name)
         if value is None:
             value = torch.empty(self.place.shape(buffer), dtype=DTYPES[buffer.dtype], device=self.device)
@@ -243,7 +275,7 @@ class RankProgram:
             pieces = Pieces(
                 self.place, self.program.buffers[instruction.reads[0]], self.program.buffers[instruction.writes[0]]
             )
-            at[instruction.writes[0]] = exchange(work, x, self.groups[work.axes], pieces, self.rank, *others)
+            at[instruction.writes[0]] = exchange(work, x, self.groups[work.axes], pieces, self.members, *others)
         elif work.op == "backward":
             self._backward(instruction, work, at, tapes)
         else:

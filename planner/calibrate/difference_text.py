@@ -16,7 +16,7 @@ def difference_lines(found: Difference, file: str) -> list[str]:
     side = "inside" if found.inside else "outside"
     far = abs(math.log1p(apart)) > FAR * math.log1p(found.expected)
     other = (
-        "what is no part of a step: loading data, checkpoints, logging, validation, other jobs on the machine"
+        "work outside the step: loading data, checkpoints, logging, validation, other jobs on the machine"
         if apart > 0
         else "less work than the plan says: fewer tokens in a sequence, a smaller batch, frozen parameters"
     )
@@ -24,14 +24,14 @@ def difference_lines(found: Difference, file: str) -> list[str]:
     lines = [f"measured  {measured}, {apart:+.0%} against the predicted {predicted}: {side} its 80% range"]
     lines += [f"likely    {other}"] if far else []
     lines += [
-        f"{'could be' if place == 0 else '':10s}{one.name}: {one.share:.0%} of it, as far as is known; for all of it"
-        f" they would take {_times(one.times)} as long as predicted"
+        f"{'could be' if place == 0 else '':10s}{one.name}: they are expected to account for {one.share:.0%} of the"
+        f" difference; to account for all of it, they would take {_times(one.times)} as long as predicted"
         for place, one in enumerate(found.accounts)
     ]
     lines += [] if far else [f"or        {other}"]
     lines += [
-        f"{'measure' if place == 0 else '':10s}{one.name}: about {one.seconds:.0f} s, and the step is known within"
-        f" {one.after:.1%}"
+        f"{'measure' if place == 0 else '':10s}{one.name}: this takes about {one.seconds:.0f} s, after which the step"
+        f" is known within {one.after:.1%}"
         for place, one in enumerate(found.next)
     ]
     lines.append(f"start     on the machine: planner calibrate --for {file} --out profile.json")
@@ -39,4 +39,4 @@ def difference_lines(found: Difference, file: str) -> list[str]:
 
 
 def _times(factor: float) -> str:
-    return "more than 20 times" if factor > 20 else "hardly any time, not" if factor < 0.05 else f"{factor:.2g} times"
+    return "more than 20 times" if factor > 20 else "almost no time, not" if factor < 0.05 else f"{factor:.2g} times"

@@ -9,9 +9,10 @@ from planner.io import output
 from planner.io.printable import printable
 from planner.question.plan_file import load_plan
 from planner.requests.runs import Apply
-from planner.runs import launchers, scheduled
-from planner.runs.launchers import JobFile, LauncherJob
+from planner.runs import scheduled
 from planner.runs.planned_run import PlannedRun, cpu_run, default_job, job_run
+from planner.runs.schedulers import launchers
+from planner.runs.schedulers.launchers import JobFile, LauncherJob
 from topology import codec
 from topology.codec import JsonObject
 from topology.errors import BadInput, UserError
@@ -37,6 +38,7 @@ def write(asked: Apply, *, folder: Path, budget_s: float, wait_s: float, steps: 
         budget_s=budget_s,
         endpoint=asked.endpoint,
         image=asked.image,
+        volume=asked.volume,
         on_cpus=run.device == "cpu",
     )
     written = launchers.write_job(launcher, job)
@@ -49,7 +51,7 @@ def write(asked: Apply, *, folder: Path, budget_s: float, wait_s: float, steps: 
         return _followed(job, written, launcher, request, wait_s)
     if not dry_run:
         _write(job, written, request)
-    answer = scheduled.submit(written, launcher).said if submit and not dry_run else None
+    answer = scheduled.submit(written, launcher, name=job.name).said if submit and not dry_run else None
     if asked.json:
         output.emit_json(
             {
@@ -107,7 +109,7 @@ def _followed(job: LauncherJob, written: JobFile, launcher: str, request: JsonOb
     submission = scheduled.recorded(job.directory)
     if submission is None:
         _write(job, written, request)
-        submission = scheduled.submit(written, launcher)
+        submission = scheduled.submit(written, launcher, name=job.name)
     elif codec.to_json(codec.read_json(job.directory / "request.json")) != codec.to_json(request):
         raise BadInput(f"{job.directory} holds another run", why="it was submitted before", remedy="--out elsewhere")
     try:

@@ -9,23 +9,28 @@ from click.exceptions import Exit
 from planner.io import output
 from planner.io.printable import printable
 from planner.requests.machines import Doctor
-from planner.runs.slurm_check import ERROR, check_slurm
+from planner.runs.schedulers.node_answers import ERROR
+from planner.runs.schedulers.ray_check import check_ray
+from planner.runs.schedulers.slurm_check import check_slurm
 from topology import codec
 from topology.errors import UserError
 
+CHECKS = {"slurm": check_slurm, "ray": check_ray}
 NODES = 2  # so that they have to meet
 OF_JOBS = frozenset({"launcher", "nodes", "gpus_per_node", "json"})
 
 
 def doctor_jobs(asked: Doctor) -> None:
     """Print what was found, faults first. Exit code 1 where a job would fail."""
-    if asked.launcher != "slurm":
-        raise UserError(f"--launcher is {asked.launcher!r}", remedy="slurm; without it this machine is checked")
+    check = CHECKS.get(str(asked.launcher))
+    if check is None:
+        remedy = f"{' or '.join(CHECKS)}; without it this machine is checked"
+        raise UserError(f"--launcher is {asked.launcher!r}", remedy=remedy)
     if others := sorted(asked.said - OF_JOBS):
         named = ", ".join(f"--{name.replace('_', '-')}".replace("--sources", "--from") for name in others)
         raise UserError(f"{named} not with --launcher", why="it checks a scheduler, no machine", remedy="leave it out")
-    output.progress("asking Slurm ...")
-    found = check_slurm(asked.nodes or NODES, asked.gpus_per_node, folder=Path.cwd())
+    output.progress(f"asking {str(asked.launcher).title()} ...")
+    found = check(asked.nodes or NODES, asked.gpus_per_node, folder=Path.cwd())
     output.end_progress()
     healthy = not any(one.severity == ERROR for one in found)
     if asked.json:

@@ -17,8 +17,8 @@ from planner.io.printable import printable
 from planner.question.flags import Flags
 from planner.question.plan_file import PlanFile, plan_file, refuse_overwrite, save_plan
 from planner.requests.runs import Tune
+from planner.runs import scheduled
 from planner.runs.apply_process import require_torch
-from planner.runs.launchers import submit as submit_job
 from planner.tune import text
 from planner.tune.candidates import Candidates
 from planner.tune.document import tune_document
@@ -212,7 +212,7 @@ def _write_job(job: TuneJob, *, submit: bool, json: bool) -> None:
     """Write the job of a whole tuning, and hand it to the scheduler if asked."""
     written = job.written()
     codec.write_text(written.path, written.text)
-    submitted = submit_job(written.submit) if submit else None
+    submitted = scheduled.submit(written, job.launcher, name=job.name).said if submit else None
     if json:
         output.emit_json(
             {

@@ -282,7 +282,7 @@ def _complete(facts: Facts, model: Model | None, assumed: list[str]) -> None:
     """Fill in the sequence length and the batch where a configuration leaves them open."""
     if facts.get("seq_len") is None:
         facts["seq_len"] = min(SEQ_LEN, (model.max_positions if model else 0) or SEQ_LEN)
-        assumed.append(f"sequence length {facts['seq_len']} tokens (the file does not say it)")
+        assumed.append(f"sequence length {facts['seq_len']:,} tokens (the file does not say it)")
     if facts.get("global_batch_size") is None:
         facts |= _open_batch(facts, assumed)
 

@@ -164,6 +164,8 @@ def batch_line(plan: Plan, question: Question) -> str:
     ranks = f"{plan.data_parallel:,} data-parallel ranks x " if plan.data_parallel > 1 else ""
     each = f"{turns} {kind} x " if turns > 1 else ""
     size = f"{plan.micro_batch_size} sequence{'s' * (plan.micro_batch_size > 1)}"
+    if not ranks and not each:
+        return f"batch     {size} at once"
     return f"batch     {workload.global_batch_size:,} = {ranks}{each}{size}"
 
 

@@ -130,7 +130,8 @@ def model_line(model: Model) -> str:
 
 def workload_line(workload: Workload) -> str:
     tokens = workload.tokens_per_step
-    return f"train, sequence {workload.seq_len}, global batch {workload.global_batch_size} ({tokens:,} tokens a step)"
+    batch = f"global batch {workload.global_batch_size:,} ({tokens:,} tokens a step)"
+    return f"train, sequences of {workload.seq_len:,} tokens, {batch}"
 
 
 def runtime_line(runtime: Runtime, title: str) -> str:

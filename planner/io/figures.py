@@ -45,7 +45,7 @@ def _scale(last_s: float) -> tuple[float, str]:
 def _digits(value: float, last: float, *, signed: bool = False) -> str:
     places = max(0, -floor(log10(last) + 1e-9))
     rounded = round(value / last) * last + 0.0
-    return f"{rounded:{'+' if signed else ''}.{places}f}"
+    return f"{rounded:{'+' if signed else ''},.{places}f}"
 
 
 def rate_text(estimate: Estimate) -> str:
@@ -61,7 +61,7 @@ def gpus_text(count: int) -> str:
 def gib_text(nbytes: float) -> str:
     """Return bytes in GiB: whole ones from ten on, as predictions of memory are off by several per cent."""
     gib = nbytes / GIB
-    return f"{gib:.0f}" if abs(gib) >= 10 else f"{gib:.1f}"
+    return f"{gib:,.0f}" if abs(gib) >= 10 else f"{gib:.1f}"
 
 
 def change_text(part: float) -> str:

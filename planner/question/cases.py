@@ -262,7 +262,7 @@ def stated_workload(flags: Flags, model: Model, gpus: int) -> tuple[Workload, li
     recommended, whose = default_batch(model, seq_len, gpus)
     workload = Workload(seq_len=seq_len, global_batch_size=flags.global_batch or recommended)
     assumed = [whose] if flags.global_batch is None else []
-    return workload, [*assumed, *([] if flags.seq_len else [f"sequence length {seq_len} tokens"])]
+    return workload, [*assumed, *([] if flags.seq_len else [f"sequence length {seq_len:,} tokens"])]
 
 
 def require_pipeline(flags: Flags, plan: Plan) -> None:

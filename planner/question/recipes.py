@@ -39,12 +39,16 @@ RECIPES = (
 def default_batch(model: Model, seq_len: int, gpus: int) -> tuple[int, str]:
     """Return the sequences of a step, and whose recipe that is.
 
-    It is a multiple of `gpus`, or a power of two where a step has fewer sequences than there are GPUs: both can be
-    shared by many numbers of data-parallel ranks.
+    It is a multiple of `gpus` and of powers of two, or a power of two where a step has fewer sequences than there are
+    GPUs: all can be divided by many numbers of data-parallel ranks and micro batch sizes.
     """
     recipe = min(RECIPES, key=lambda one: abs(log(one.parameters / model.parameters)))
     sequences = recipe.tokens / seq_len
-    batch = max(1, round(sequences / gpus)) * gpus if sequences >= gpus else 1 << max(0, round(log2(max(sequences, 1))))
+    if sequences >= gpus:
+        several = 1 << max(0, int(log2(sequences / gpus)) - 3)
+        batch = max(1, round(sequences / gpus / several)) * several * gpus
+    else:
+        batch = 1 << max(0, round(log2(max(sequences, 1))))
     tokens, theirs = (f"{count / 1e6:.2g}M" for count in (batch * seq_len, recipe.tokens))
     like = f"as {recipe.name}" if tokens == theirs else f"near the {theirs} of {recipe.name}"
     return batch, f"global batch {batch:,} sequences ({tokens} tokens a step, {like}: {recipe.source})"

@@ -37,14 +37,19 @@ class Apply(Request):
         False, "--own-table", help="Order the passes of a pipeline as the simulator does, not as torch's schedule."
     )
     tolerance: float | None = common.tolerance()
-    launcher: str = option("local", "--launcher", help="local, or torchrun, slurm or trainjob to write a job instead.")
+    launcher: str = option(
+        "local", "--launcher", help="local; or torchrun, slurm, ray, kubernetes, jobset, trainjob: a job instead."
+    )
     nodes: int | None = option(
         None, "--nodes", least=1, help="Number of nodes of a job; default: the plan's, 2 without a plan."
     )
     endpoint: str | None = option(None, "--endpoint", help="HOST:PORT where torchrun's agents meet.")
     job_name: str = option("meshwright", "--job-name", help="Name of the job.")
-    image: str | None = option(None, "--image", help="Container image, for trainjob.")
-    submit: bool = option(False, "--submit", help="Submit the job with sbatch or kubectl.")
+    image: str | None = option(None, "--image", help="Container image, for kubernetes, jobset and trainjob.")
+    volume: str | None = option(
+        None, "--volume", help="CLAIM:/mount/path that all pods mount, for kubernetes and jobset; --out is below it."
+    )
+    submit: bool = option(False, "--submit", help="Submit the job with sbatch, kubectl or Ray's job API.")
     wait: str = option("0h", "--wait", help="How long to follow a submitted job, such as 12h, before it is reported.")
     learn: Path | None = option(
         None, "--learn", help="For a serving plan: also time its steps, and add them to this profile."
@@ -103,11 +108,11 @@ class Tune(Request):
     case_id: str | None = option(None, "--id", help="Which recorded run states the question, if there are several.")
     state: Path | None = option(None, "--state", help="State file; default: in a new folder here.")
     resume: Path | None = option(None, "--resume", help="Continue from this state file.")
-    launcher: str = option("local", "--launcher", help="local, or slurm or trainjob to run all trials in one job.")
+    launcher: str = option("local", "--launcher", help="local, or slurm, ray or trainjob to run all trials in one job.")
     each: bool = option(False, "--each", help="With --launcher: submit one job per trial.")
     job_name: str = option("meshwright-tune", "--job-name", help="Name of the job.")
     image: str | None = option(None, "--image", help="Container image, for trainjob.")
-    submit: bool = option(False, "--submit", help="Submit the job with sbatch or kubectl.")
+    submit: bool = option(False, "--submit", help="Submit the job with sbatch, kubectl or Ray's job API.")
     show: bool = option(False, "--show", help="With --resume: answer from the state file, without a trial.")
     learn: Path | None = option(None, "--learn", help="Add the trials' operator times to this profile.")
     html: Path | None = option(None, "--html", help="Write a report with pictures to this file.")

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Mapping
 from typing import Any
 
 from topology.units import GIB, in_gib
+
+NO_MORE_FILES = os.strerror(errno.EMFILE)
 
 
 def lines(document: Mapping[str, Any], comparison: Mapping[str, Any] | None) -> list[str]:
@@ -86,6 +90,8 @@ def _failure_lines(document: Mapping[str, Any]) -> list[str]:
     text_lines = [f"status    {document['status']}: {who}{how}{' ' if how and text else ''}{text}".rstrip(": ")]
     text_lines += [f"          {line}" for line in failure.get("suspects") or ()]
     text_lines += [f"          {line}" for line in failure.get("gpus") or ()]
+    if NO_MORE_FILES in text:
+        text_lines.append("          a process may open no more files: raise the limit (ulimit -n 65536)")
     text_lines += _out_of_memory_lines(
         failure.get("memory") or {}, (document.get("predicted") or {}).get("memory") or {}
     )

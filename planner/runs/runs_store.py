@@ -88,8 +88,8 @@ class RunSummary:
 
     @property
     def step_error(self) -> float | None:
-        """Return predicted / measured - 1 of the step."""
-        return _error(self.predicted_step_s, self.measured_step_s)
+        """Return predicted / measured - 1 of the step; None on a CPU, whose times say nothing of the planned GPUs."""
+        return None if self.device == "cpu" else _error(self.predicted_step_s, self.measured_step_s)
 
     @property
     def memory_error(self) -> float | None:

@@ -2,15 +2,11 @@
 
 A record of the submission stands next to the job's file from before the scheduler is asked. So whoever follows the run
 after a crash submits nothing twice, and says so where it cannot be known whether the scheduler took the job.
-
-Sources: squeue(1) and its job state codes, scontrol(1), sacct(1), scancel(1); kubectl get; conditions of a TrainJob
-(Kubeflow Trainer).
 """
 
 from __future__ import annotations
 
 import contextlib
-import re
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -18,40 +14,30 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from planner.io import child
-from planner.runs import launchers
-from planner.runs.launchers import JobFile, LauncherJob
 from planner.runs.run_document import read_report
+from planner.runs.schedulers import launchers
+from planner.runs.schedulers.kubernetes import Kubernetes
+from planner.runs.schedulers.launchers import JobFile, LauncherJob
+from planner.runs.schedulers.ray import Ray
+from planner.runs.schedulers.scheduler import Scheduler, SchedulerState, Submission
+from planner.runs.schedulers.slurm import Slurm
 from topology import codec
 from topology.codec import JsonObject
 from topology.errors import PlannerError
 
+SCHEDULERS: dict[str, Scheduler] = {
+    "slurm": Slurm(),
+    "ray": Ray(),
+    **dict.fromkeys(("kubernetes", "jobset", "trainjob"), Kubernetes()),
+}
 RECORD = "submission.json"
-ASK_S = 30.0  # for a scheduler to answer
 POLL_S = 2.0
 COLLECT_S = 60.0
 LATE_S = 15.0  # for a shared file system to show what a job wrote before it ended
-MOST_LOG_BYTES = 4096
-SLURM_ACTIVE = frozenset(
-    [
-        "PENDING",
-        "CONFIGURING",
-        "RUNNING",
-        "COMPLETING",
-        "SUSPENDED",
-        "STOPPED",
-        "SIGNALING",
-        "STAGE_OUT",
-        "REQUEUED",
-        "REQUEUE_HOLD",
-        "REQUEUE_FED",
-        "RESIZING",
-        "RESV_DEL_HOLD",
-        "SPECIAL_EXIT",
-    ]
-)
-# Why a job ended that the scheduler ended, by Slurm's word for its state.
+# Why a job ended that the scheduler ended, by its word for the job's state.
 ENDED_BY_SCHEDULER = {
     "preempted": "the scheduler gave the nodes to another job",
+    "disrupted": "the scheduler took a node away, or it failed",
     "timeout": "the time limit of the job was over",
     "deadline": "the deadline of the job was over",
     "node_fail": "a node failed",
@@ -60,31 +46,18 @@ ENDED_BY_SCHEDULER = {
     "cancelled": "the job was cancelled",
     "revoked": "the job was revoked",
 }
+TAKEN_AWAY = frozenset({"preempted", "disrupted", "node_fail", "boot_fail", "revoked"})  # which say nothing of what ran
 ENDED_BY_ITSELF = frozenset({"finished", "out_of_memory", "wrong_numbers", "not_as_requested"})
-ENDINGS = {"Complete": "completed", "Failed": "failed"}  # conditions of a TrainJob that has ended
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Submission:
-    """What a scheduler was given. `said` is its answer; None while it is being asked."""
-
-    launcher: str
-    file: str  # name of the job's file in its folder
-    said: str | None = None
-
-    @property
-    def number(self) -> str | None:
-        """Return Slurm's number of the job."""
-        found = re.search(r"\b(\d+)\b", self.said or "")
-        return found[1] if found else None
+class NotEnded(PlannerError):
+    """A job did not end in the time it was given, and was cancelled."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerState:
-    """What a scheduler says of a job. `over` is None where it did not answer."""
+class NoReport(PlannerError):
+    """A job ended without a report. `taken_away` where the scheduler took its nodes."""
 
-    word: str
-    over: bool | None
+    taken_away = False
 
 
 def recorded(folder: Path) -> Submission | None:
@@ -93,17 +66,30 @@ def recorded(folder: Path) -> Submission | None:
     return codec.convert(codec.read_json(path), Submission, where=str(path)) if path.is_file() else None
 
 
-def submit(file: JobFile, launcher: str) -> Submission:
+def submit(file: JobFile, launcher: str, *, name: str = "meshwright") -> Submission:
     """Hand a job's file to its scheduler, and record it next to the file. Raises PlannerError where it is refused."""
-    folder = file.path.parent
-    asked = Submission(launcher=launcher, file=file.path.name)
-    _record(folder, asked)
+    return submit_array(file, launcher, [file.path.parent], name=name)[0]
+
+
+def submit_array(file: JobFile, launcher: str, folders: Sequence[Path], *, name: str) -> list[Submission]:
+    """Hand over one job file that runs a job in each of `folders`, and record it in each. Raises as `submit`."""
+    scheduler = SCHEDULERS[launcher]
+    one = len(folders) == 1
+    asked = [
+        Submission(launcher=launcher, file=file.path.name, job=scheduler.named(name), task=None if one else number)
+        for number, _ in enumerate(folders)
+    ]
+    for folder, each in zip(folders, asked, strict=True):
+        _record(folder, each)
     try:
-        taken = replace(asked, said=launchers.submit(file.submit))
+        said = scheduler.submit(file, asked[0].job)
     except PlannerError:
-        (folder / RECORD).unlink(missing_ok=True)
+        for folder in folders:
+            (folder / RECORD).unlink(missing_ok=True)
         raise
-    _record(folder, taken)
+    taken = [replace(each, said=said) for each in asked]
+    for folder, each in zip(folders, taken, strict=True):
+        _record(folder, each)
     return taken
 
 
@@ -114,50 +100,9 @@ def _record(folder: Path, submission: Submission) -> None:
 def state(folder: Path, submission: Submission) -> SchedulerState:
     """Ask the scheduler about a job."""
     try:
-        if submission.launcher == "slurm":
-            return _slurm_state(submission)
-        return _trainjob_state(folder, submission)
+        return SCHEDULERS[submission.launcher].state(folder, submission)
     except (OSError, subprocess.TimeoutExpired, PlannerError) as error:
         return SchedulerState(word=f"the scheduler does not answer: {error}", over=None)
-
-
-def _slurm_state(submission: Submission) -> SchedulerState:
-    number = str(submission.number)
-    asked = _run(["squeue", "--noheader", f"--jobs={number}", "--states=all", "--format=%T"])
-    words = asked.stdout.split()
-    if asked.returncode and "invalid job id" not in asked.stderr.lower():
-        return SchedulerState(word=f"squeue does not answer: {_last_line(asked.stderr)}", over=None)
-    if not words:  # squeue forgets a job minutes after its end
-        with contextlib.suppress(OSError):
-            words = _run(
-                ["sacct", "--allocations", "--noheader", "--parsable2", f"--jobs={number}", "--format=State"]
-            ).stdout.split()
-    word = words[0] if words else "ended"
-    return SchedulerState(word=word.lower(), over=word not in SLURM_ACTIVE)
-
-
-def _trainjob_state(folder: Path, submission: Submission) -> SchedulerState:
-    asked = _run([*_kubectl("get", folder, submission), "--output=json"])
-    if asked.returncode:
-        if "notfound" in asked.stderr.lower().replace(" ", ""):
-            return SchedulerState(word="gone", over=True)
-        return SchedulerState(word=f"kubectl does not answer: {_last_line(asked.stderr)}", over=None)
-    document = codec.parse_json(asked.stdout, where="kubectl get")
-    status = document.get("status") if isinstance(document, dict) else None
-    conditions = status.get("conditions") if isinstance(status, dict) else None
-    true = {
-        str(one.get("type"))
-        for one in (conditions if isinstance(conditions, list) else ())
-        if isinstance(one, dict) and one.get("status") == "True"
-    }
-    for name, word in ENDINGS.items():
-        if name in true:
-            return SchedulerState(word=word, over=True)
-    return SchedulerState(word="suspended" if "Suspended" in true else "active", over=False)
-
-
-def _kubectl(verb: str, folder: Path, submission: Submission) -> list[str]:
-    return ["kubectl", verb, f"--filename={folder / submission.file}", f"--request-timeout={ASK_S / 2:.0f}s"]
 
 
 def cancel(folder: Path) -> None:
@@ -166,12 +111,8 @@ def cancel(folder: Path) -> None:
     """
     with contextlib.suppress(PlannerError, OSError, subprocess.TimeoutExpired):
         submission = recorded(folder)
-        if submission is None or submission.said is None:
-            return
-        if submission.launcher != "slurm":
-            _run([*_kubectl("delete", folder, submission), "--ignore-not-found"])
-        elif submission.number is not None:
-            _run(["scancel", submission.number])
+        if submission is not None and submission.said is not None:
+            SCHEDULERS[submission.launcher].cancel(folder, submission)
 
 
 def cancel_below(folder: Path) -> None:
@@ -188,8 +129,7 @@ def collected(job: LauncherJob, launcher: str, *, over: bool = False) -> JsonObj
     folder = job.directory
     ended_nodes = len([*folder.glob("agents/*.json")])
     enough = ended_nodes >= (1 if over else job.nodes)
-    # A Slurm job collects by itself, unless it is ended before.
-    alone = launcher == "trainjob" or over
+    alone = over or not SCHEDULERS[launcher].collects
     if not (folder / "run.json").is_file() and alone and job.nodes > 1 and enough:
         command = launchers.collect_command(job)
         try:
@@ -199,6 +139,64 @@ def collected(job: LauncherJob, launcher: str, *, over: bool = False) -> JsonObj
             if not (folder / "run.json").is_file():
                 raise
     return read_report(folder)
+
+
+@dataclass(slots=True, kw_only=True)
+class Followed:
+    """A job that is followed until `ends`, on time.monotonic()'s clock."""
+
+    job: LauncherJob
+    submission: Submission
+    ends: float
+    tell: Callable[[str], None]
+    late_s: float = LATE_S
+    given_up: float | None = None
+
+    def look(self) -> JsonObject | None:
+        """Return the report, with the scheduler's cause where the run was ended from outside; None while it runs.
+
+        Raises NoReport where it ended without one, NotEnded where its time is over, and PlannerError where nobody knows
+        whether it was submitted.
+        """
+        folder, submission = self.job.directory, self.submission
+        if submission.said is None:
+            raise PlannerError(
+                "it is not known whether the job was submitted",
+                why=f"the process that asked the scheduler ended before its answer; see {folder / RECORD}",
+                remedy=f"look for {self.job.name} in the queue, cancel it, and ask again",
+            )
+        if (document := collected(self.job, submission.launcher)) is not None:
+            return document
+        now = time.monotonic()
+        found = state(folder, submission)
+        self.tell(f"{submission.said}: {found.word}")
+        self.given_up = None if not found.over else self.given_up or now + self.late_s
+        if self.given_up is not None and now >= self.given_up:
+            if (document := collected(self.job, submission.launcher, over=True)) is not None:
+                return document
+            raise self._no_report(found.word)
+        if now > self.ends:
+            cancel(folder)
+            raise NotEnded(
+                "the job did not end within its time, and was cancelled",
+                why=f"{submission.said}: {found.word}",
+                remedy="--wait longer",
+            )
+        return None
+
+    def _no_report(self, word: str) -> NoReport:
+        folder = self.job.directory
+        scheduler = SCHEDULERS[self.submission.launcher]
+        words = scheduler.last_words(folder, self.submission)
+        word = scheduler.ended_as(folder, self.submission, word)
+        error = NoReport(
+            f"the job ended ({word}) and left no report",
+            why="; ".join(filter(None, (ENDED_BY_SCHEDULER.get(word), words)))
+            or "it may have been cancelled before it started",
+            remedy=f"see {folder}",
+        )
+        error.taken_away = word in TAKEN_AWAY
+        return error
 
 
 def follow(
@@ -214,60 +212,33 @@ def follow(
 
     Raises PlannerError where it ended without one, or did not end within `patience_s`.
     """
-    folder, ends = job.directory, time.monotonic() + patience_s
-    if submission.said is None:
-        raise PlannerError(
-            "it is not known whether the job was submitted",
-            why=f"the process that asked the scheduler ended before its answer; see {folder / RECORD}",
-            remedy=f"look for {job.name} in the queue, cancel it, and ask again",
-        )
-    given_up: float | None = None
-    while (document := collected(job, submission.launcher)) is None:
-        now = time.monotonic()
-        found = state(folder, submission)
-        tell(f"{submission.said}: {found.word}")
-        given_up = None if not found.over else given_up or now + late_s
-        if given_up is not None and now >= given_up:
-            if (document := collected(job, submission.launcher, over=True)) is not None:
-                break
-            raise PlannerError(
-                f"the job ended ({found.word}) and left no report",
-                why=_log(folder) or "it may have been cancelled before it started",
-                remedy=f"see {folder}",
-            )
-        if now > ends:
-            cancel(folder)
-            raise PlannerError(
-                f"the job did not end within {patience_s / 60:.0f} minutes, and was cancelled",
-                why=f"{submission.said}: {found.word}",
-                remedy="--wait longer",
-            )
+    followed = Followed(job=job, submission=submission, ends=time.monotonic() + patience_s, tell=tell, late_s=late_s)
+    while (document := followed.look()) is None:
         time.sleep(poll_s)
-    if document["status"] not in ENDED_BY_ITSELF:
-        _add_cause(document, _ended_as(folder, submission, late_s, poll_s))
+    add_cause(document, ended_as(document, job.directory, submission, late_s=late_s, poll_s=poll_s))
     return document
 
 
-def _ended_as(folder: Path, submission: Submission, late_s: float, poll_s: float) -> str:
-    """Return the scheduler's word for the end of a job that leaves the queue; nothing where it does not come."""
+def ended_as(
+    document: JsonObject, folder: Path, submission: Submission, *, late_s: float = LATE_S, poll_s: float = POLL_S
+) -> str:
+    """Return the scheduler's word for the end of a run that did not end by itself, which is waited for `late_s`;
+    nothing where it does not come.
+    """
+    if document["status"] in ENDED_BY_ITSELF:
+        return ""
     ends = time.monotonic() + late_s
     while not (found := state(folder, submission)).over:
         if time.monotonic() > ends:
             return ""
         time.sleep(poll_s)
-    return "preempted" if submission.launcher == "slurm" and _was_preempted(submission) else found.word
+    return SCHEDULERS[submission.launcher].ended_as(folder, submission, found.word)
 
 
-def _was_preempted(submission: Submission) -> bool:
-    """Return whether Slurm took the nodes of a job away: it has "failed" where it ended by itself within its grace."""
-    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        shown = _run(["scontrol", "show", "job", str(submission.number), "--oneliner"]).stdout
-        return re.search(r"\bPreemptTime=\d", shown) is not None
-    return False
-
-
-def _add_cause(document: JsonObject, word: str) -> None:
-    """Add why a run was ended from outside to its failure."""
+def add_cause(document: JsonObject, word: str) -> None:
+    """Add why a run was ended from outside to its failure; `word` is as of `ended_as`."""
+    if document["status"] in ENDED_BY_ITSELF:
+        return
     why = ENDED_BY_SCHEDULER.get(word)
     if why is None and document["status"] == "interrupted":
         why = "SIGTERM came from outside, as from a scheduler that needs the nodes or whose time limit is over"
@@ -275,22 +246,4 @@ def _add_cause(document: JsonObject, word: str) -> None:
         return
     failure = document["failure"] or {"rank": None, "message": ""}
     said = f"; the run says: {failure['message']}" if failure["message"] else ""
-    document["failure"] = {**failure, "rank": None, "message": f"{why} ({word}){said}"}
-
-
-def _log(folder: Path) -> str:
-    """Return the last line that a job printed."""
-    for path in sorted(folder.glob("slurm-*.txt"), reverse=True):
-        with contextlib.suppress(OSError), path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - MOST_LOG_BYTES))
-            return _last_line(file.read().decode("utf-8", errors="replace"))
-    return ""
-
-
-def _last_line(text: str) -> str:
-    lines = text.strip().splitlines()
-    return lines[-1].strip() if lines else "no word"
-
-
-def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(list(command), capture_output=True, text=True, errors="replace", timeout=ASK_S, check=False)
+    document["failure"] = {**failure, "rank": None, "message": f"{why} ({word}){said}" if word else f"{why}{said}"}

@@ -27,10 +27,12 @@ from simulator.legality.rule import divisors
 from simulator.memory.plan_memory import PlanMemory
 from topology.errors import UserError
 from topology.rates.scaling import with_gpus
+from topology.units import GIB
 
 MOST_FIXES = (3, 1, 1)  # that are returned: on the same GPUs, on more, in another precision
 MOST_LAYERS = 2048  # of a model; each of hundreds of variants is counted layer by layer
 WIDER = (2, 4)  # factors of tensor and context parallelism, and of the number of GPUs, that are tried
+LEAST_FREED_BYTES = 0.1 * GIB  # less is no reason to change a plan
 SAME_GPUS, MORE_GPUS, PRECISION = range(3)  # what a change is paid with
 
 
@@ -98,6 +100,27 @@ def find_fixes(question: Question, plan: Plan, estimate: Estimate, deadline: flo
     fixes = [(paid, one) for paid, one in fixes if one.reserved_bytes < estimate.memory.reserved_bytes]
     fixes = [(paid, one) for paid, one in fixes if one.fit is Fit.YES] or fixes[:1]
     return tuple(one for _, one in sorted(fixes, key=lambda pair: (pair[0], pair[1].plan.gpus, pair[1].step_s)))
+
+
+def find_savings(question: Question, plan: Plan, estimate: Estimate) -> tuple[Fix, ...]:
+    """Return the changes of one setting, on the same GPUs, that need less memory, whether the plan fits or not: what
+    frees most first.
+    """
+    compiled = replace(question, runtime=replace(question.runtime, compile=True))
+    kinds = frozenset({"compile"})
+    alone = (
+        []
+        if question.runtime.compile
+        else [_Variant(paid=SAME_GPUS, changes=("compiled",), kinds=kinds, question=compiled, plan=plan)]
+    )
+    single = [one for one in _variants(question, plan) if len(one.kinds) == 1] + alone
+    found = [
+        _fix(_Costed(variant=one, reserved_bytes=estimate.memory.reserved_bytes), plan, estimate)
+        for one in single
+        if one.question.legal(one.plan)
+    ]
+    frees = [one for one in found if estimate.memory.reserved_bytes - one.reserved_bytes >= LEAST_FREED_BYTES]
+    return tuple(sorted(frees, key=lambda one: one.reserved_bytes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -187,8 +187,8 @@ def no_fitting_plan(
     late = over(until)
     return Infeasible(
         f"{question.model.name} does not fit on {gpus_text(question.count)}:"
-        f" the leanest of {int(nodes.leaf_counts.sum())} legal plans needs {in_gib(needed_bytes)} on its worst rank of"
-        f" {in_gib(capacity_bytes)}",
+        f" the leanest of {int(nodes.leaf_counts.sum()):,} legal plans needs {in_gib(needed_bytes)} of"
+        f" {in_gib(capacity_bytes)} on its fullest GPU",
         why=f"{in_gib(needed_bytes - capacity_bytes)} missing, a factor of {needed_bytes / capacity_bytes:.2f},"
         f" with {plan_in_words(plan)}; largest: "
         + ", ".join(f"{name.replace('_', ' ')} {in_gib(size)}" for name, size in largest)

@@ -17,7 +17,7 @@ from planner.serving.overrides import with_serving_flags
 from planner.serving.plan_file import TASK, ServingFile, load_serving, serving_file
 from planner.serving.question.from_flags import ServingFlags, flags_of_search, serving_question
 from planner.serving.question.question import ServingQuestion
-from planner.serving.question.releases import parse_release, vllm_of
+from planner.serving.question.releases import parse_release, trtllm_of, vllm_of
 from planner.serving.search import TIE, ServingPlan, ServingResult, search_serving, value_of
 from planner.serving.stated import MOST, require_pool
 
@@ -53,6 +53,7 @@ __all__ = [
     "serving_file",
     "serving_question",
     "step_rows",
+    "trtllm_of",
     "value_of",
     "vllm_of",
     "with_serving_flags",

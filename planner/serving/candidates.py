@@ -112,8 +112,8 @@ def _engines(question: ServingQuestion, gpus: int) -> Iterator[Pool]:
 
 def exceeds_memory(question: ServingQuestion, pool: Pool) -> str:
     """Return why an engine has no room for the longest request, or nothing."""
-    room = cache_capacity(question.model, question.cluster, question.deployment(pool), pool)
     longest = question.longest
+    room = cache_capacity(question.model, question.cluster, question.deployment(pool), pool, length=longest)
     if not room.tokens:
         return f"weights leave no room for a KV cache on {pool.gpus} GPUs"
     if room.tokens // pool.pp < longest:

@@ -66,7 +66,7 @@ class TuningRequest:
     @property
     def unknown_machine(self) -> bool:
         """Whether steps are measured on something else than what was predicted for: a processor."""
-        return self.device == "cpu" and self.how == "executor"
+        return self.device == "cpu" and self.how in {"executor", "jobs"}
 
     def question(self) -> Question:
         """Return the question, without a calibration: predictions stand in the file."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from planner.serving import vllm_of
+from planner.serving import trtllm_of, vllm_of
 from planner.validate.serving_names import cluster_of, model_of
 from planner.validate.serving_row import ServingRow, read_row, side_of
 from simulator.config.model import Model
@@ -127,9 +127,12 @@ def engine_named(backend: str) -> str:
     found = next((_ENGINES[name] for name in sorted(_ENGINES, key=len, reverse=True) if word.startswith(name)), "")
     if found == "vllm":
         return vllm_of(rest[0].rstrip(","))
-    # Releases with .post are of NVIDIA Dynamo, which counts its own.
-    before = re.fullmatch(r"v?0[0-9.]*|\(2024\)", rest[0]) is not None and not word.startswith("dynamo")
-    return "tensorrt" if found == "trtllm" and before else found
+    if found != "trtllm":
+        return found
+    # Releases 0.x.post are of NVIDIA Dynamo, which counts its own and is younger than TensorRT-LLM 1.2's first.
+    if word.startswith("dynamo") or re.fullmatch(r"v?0[0-9.]*\.post[0-9]+", rest[0]):
+        return "trtllm"
+    return "tensorrt" if rest[0] == "(2024)" else trtllm_of(rest[0].rstrip(","))
 
 
 def _engine(row: ServingRow, assumed: list[str]) -> str:
@@ -169,7 +172,29 @@ def _pool(row: ServingRow, model: Model, assumed: list[str]) -> Pool:
         raise NotCovered(f"the degrees take {taken} GPUs, the row states {row.n_gpus}")
     if row.n_gpus is not None and row.n_gpus > taken:
         assumed.append(f"one engine of {ranks * pp} GPUs, though the row states {row.n_gpus}")
+    if row.replicas is None:
+        engines = _sharing_clients(row, dp, assumed)
     return Pool(engines=engines, tp=tp, pp=pp, ep=ep, dp_attention=dp)
+
+
+def _sharing_clients(row: ServingRow, dp: int, assumed: list[str]) -> int:
+    """Return how many engines share the clients of a row that states the batch of one rank."""
+    batch = (row.batch_size or 0) * dp
+    if not batch or not row.concurrency or row.concurrency % batch:
+        return 1
+    engines = row.concurrency // batch
+    if engines > 1:
+        assumed.append(f"{engines} engines: {row.concurrency} clients in batches of {batch}")
+    return engines
+
+
+def _clients_of_batches(row: ServingRow, assumed: list[str]) -> int:
+    """Return how many clients fill the batches of the engines that write answers; 0 where a row does not state them."""
+    side = side_of(row, "decode")
+    clients = (side.batch or 0) * side.dp_attention * (side.workers or 0)
+    if clients:
+        assumed.append(f"{clients} clients: as many as the batches of the engines that write answers hold")
+    return clients
 
 
 def _pool_apart(row: ServingRow, name: str) -> Pool:
@@ -195,8 +220,9 @@ def _formats(row: ServingRow, model: Model, assumed: list[str]) -> tuple[str, st
         weights = "bfloat16"
         if not re.search(r"bf16|fp16", words):
             assumed.append("weights: 16 bits")
-    # NVIDIA's own quantised checkpoints have an 8-bit cache (kv_cache_quant_algo in their hf_quant_config.json).
-    if "kv" in words or row.model.startswith("nvidia/"):
+    # NVIDIA's own quantised checkpoints have an 8-bit cache (kv_cache_quant_algo in their hf_quant_config.json), and
+    # those in nvfp4 are NVIDIA's.
+    if "kv" in words or row.model.startswith("nvidia/") or weights == "float4":
         return weights, "float8"
     assumed.append("KV cache: 16 bits")
     return weights, "bfloat16"
@@ -225,10 +251,12 @@ def _traffic(
     if "static" in kind or kind.startswith(("latency of one static", "prefill latency")):
         batch = row.batch_size or 1
         return replace(base, concurrency=batch, requests=batch)
-    if row.concurrency:
-        return replace(base, concurrency=row.concurrency)
+    clients = row.concurrency or (_clients_of_batches(row, assumed) if row.disagg else 0)
+    if clients:
+        return replace(base, concurrency=clients)
     if kind.startswith("max throughput"):
-        room = cache_capacity(model, cluster, deployment, deployment.pool).tokens * deployment.pool.engines
+        room = cache_capacity(model, cluster, deployment, deployment.pool, length=base.usual).tokens
+        room *= deployment.pool.engines
         most = engine_of(deployment.engine).max_num_seqs * deployment.pool.engines
         running = max(1, min(most, room // (prompt.mean + output.mean)))
         return replace(base, concurrency=4 * running, requests=4 * running)

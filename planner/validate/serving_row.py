@@ -4,13 +4,18 @@ read.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from msgspec import Meta
 
 from topology.codec import JsonObject, convert
+from topology.errors import BadInput
+
+T = TypeVar("T")
+_FIELD = re.compile(r"(.*) - at `\$\.([a-z_]+)")  # as msgspec says what is wrong, and where
 
 Degree = Annotated[int, Meta(ge=1, le=1024)]
 Tokens = Annotated[float, Meta(ge=1, le=1 << 20)]
@@ -64,6 +69,7 @@ class Side:
     """Engines that only read prompts, or only write answers."""
 
     workers: Degree | None
+    batch: Degree | None = None  # requests of one rank of its attention
     tp: Degree = 1
     pp: Degree = 1
     ep: Degree = 1
@@ -72,23 +78,44 @@ class Side:
 
 def read_row(data: Mapping[str, Any]) -> ServingRow:
     """Return a row. Raises BadInput, naming the field, for a value that cannot be."""
-    return convert(dict(data), ServingRow, where=f"point {str(data.get('id', ''))[:80]}", others=True)
+    return _fields(dict(data), ServingRow, data, {})
 
 
 def side_of(row: ServingRow, name: str) -> Side:
-    """Return the `prefill` or `decode` engines of a row that keeps them apart, in either of the sources' spellings."""
+    """Return the `prefill` or `decode` engines of a row that keeps them apart, in either of the sources' spellings.
+
+    One of them writes 0 for a degree that it does not state. Raises BadInput, naming the field.
+    """
     if isinstance(row.disagg, dict):
-        keys = {
-            "workers": "num_workers",
-            "tp": "tp_size",
-            "pp": "pp_size",
-            "ep": "moe_ep_size",
-            "dp_attention": "attention_dp_size",
+        theirs = {
+            "workers": f"{name}_num_workers",
+            "tp": f"{name}_tp_size",
+            "pp": f"{name}_pp_size",
+            "ep": f"{name}_moe_ep_size",
+            "dp_attention": f"{name}_attention_dp_size",
+            "batch": f"{name}_batch_size",
         }
-        stated = {key: row.disagg.get(f"{name}_{theirs}") for key, theirs in keys.items()}
+        stated = {key: row.disagg.get(field) or None for key, field in theirs.items()}
     else:
-        stated = {key: getattr(row, f"{name}_{key}") for key in ("workers", "tp", "ep")}
+        theirs = {key: f"{name}_{key}" for key in ("workers", "tp", "ep")}
+        stated = {key: getattr(row, field) for key, field in theirs.items()}
         if getattr(row, f"{name}_dp_attention"):  # as SGLang counts: the attention of every rank of `tp` is its own
             stated |= {"dp_attention": stated["tp"], "tp": 1}
     known = {key: value for key, value in stated.items() if value is not None}
-    return convert({"workers": None} | known, Side, where=f"point {row.id[:80]}: {name}")
+    return _fields({"workers": None} | known, Side, {"id": row.id}, theirs)
+
+
+def _fields(values: JsonObject, kind: type[T], row: Mapping[str, Any], theirs: Mapping[str, str]) -> T:
+    """Return `values` as a `kind`. Raises BadInput with the field of a row that cannot be, in the row's own word."""
+    where = f"point {str(row.get('id', ''))[:80]}"
+    try:
+        return convert(values, kind, where=where, others=True)
+    except BadInput as problem:
+        found = _FIELD.search(problem.why)
+        if found is None:
+            raise
+        field = theirs.get(found[2], found[2])
+        said = str(values.get(found[2]))[:40]
+        raise BadInput(
+            f"{where}: field {field} is {said}: {found[1].strip().lower()}", remedy="mend the field, or leave it out"
+        ) from problem

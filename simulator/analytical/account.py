@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from simulator.analytical.block_times import BlockTimes, TrafficTimes
 from simulator.analytical.clocks import Shares, fastest, kernel_shares, working_clocks
 from simulator.analytical.layer_cost import BlockCost
-from simulator.analytical.pipeline_account import Counter, PassCounts, finish, issued, passes_of_ranks
+from simulator.analytical.pipeline_account import Counter, PassCounts, finish, passes_of_ranks
 from simulator.analytical.rank_timeline import PARTS, RankTimeline
 from simulator.analytical.scenario import Scenario
 from simulator.analytical.table_walk import Clocks, Course, Hops, walk_tables
@@ -262,7 +262,9 @@ class PipelinePlans:
     def account(self, clocks: Sequence[Clocks]) -> Account:
         """Return the account of the plans, whose courses end at some clocks."""
         ends = [self._end(*each) for each in zip(self.courses, self._passes, clocks, strict=True)]
-        end = ends[0] if len(ends) == 1 else ends[0].longer_by(self._rounds, ends[1])
+        end = ends[0]
+        if len(ends) > 1:
+            end = end.longer_by(self._rounds, ends[1], clocks[0].held_up(self._rounds, clocks[1]))
         return Account(parts_s=end.parts_s(), clocks=self.inputs.clocks)
 
     def _end(self, course: Course, passes: Sequence[PassCounts], clocks: Clocks) -> PipelineEnd:
@@ -276,9 +278,7 @@ class PipelinePlans:
         for number, part in enumerate(PARTS):
             parts[:, number] += clocks.waits.get(part, 0.0)
         parts[:, BUBBLE] += waiting
-        longer = len(self.courses) > 1
-        host_s = issued(course.table, passes, self._ranks, course.hops) if longer else np.zeros(idle_s.shape)
-        return PipelineEnd(parts=parts, idle_s=idle_s, host_s=host_s)
+        return PipelineEnd(parts=parts, idle_s=idle_s)
 
 
 def account_pipelines(several: Sequence[PipelinePlans]) -> list[Account]:
@@ -319,35 +319,32 @@ def _times(inputs: AccountInputs) -> tuple[BlockTimes, TrafficTimes]:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineEnd:
     """The end of a step through a pipeline. For each rank, shape (ranks, plans): the `parts` of its step, shape
-    (ranks, parts, plans); `idle_s`, for how long it waits at least, whatever the step takes; and `host_s`, when it
-    would end if only its host took time (0 unless longer steps are extrapolated from it).
+    (ranks, parts, plans), and `idle_s`, for how long it waits at least, whatever the step takes.
     """
 
     parts: Floats
     idle_s: Floats
-    host_s: Floats
 
     @property
     def done_s(self) -> Floats:
         return np.asarray(self.parts[0].sum(axis=0))
 
-    def longer_by(self, rounds: Floats, before: PipelineEnd) -> PipelineEnd:
+    def longer_by(self, rounds: Floats, before: PipelineEnd, held_up: Mapping[str, Floats]) -> PipelineEnd:
         """Return the end of a step of so many `rounds` more; `before` is that of one round less.
 
-        A rank with more to do than others waits less with every round, until every round is as long as its own work;
-        so does a host.
+        A rank with more to do than others waits less with every round, until every round is as long as its own work.
+        For how long the rounds are `held_up` comes on top, as seconds of parts.
         """
-
-        def further(quantity: str) -> Floats:
-            there, earlier = getattr(self, quantity), getattr(before, quantity)
-            return np.asarray(there + rounds * (there - earlier))
-
-        parts, host_s = further("parts"), further("host_s")
+        parts = self.parts + rounds * (self.parts - before.parts)
+        done_s = self.done_s + rounds * (self.done_s - before.done_s)
+        for part, late_s in held_up.items():
+            parts[:, PARTS.index(part)] += late_s
         busy_s = parts.sum(axis=1) - parts[:, BUBBLE] - parts[:, HOST]
-        done_s = np.max([further("done_s"), (busy_s + self.idle_s).max(axis=0), host_s.max(axis=0)], axis=0)
+        late_s = np.max(sum(held_up.values(), np.zeros(rounds.shape)), axis=0)
+        done_s = np.maximum(done_s + late_s, (busy_s + self.idle_s).max(axis=0))
         parts[:, HOST] = np.minimum(parts[:, HOST], done_s - busy_s)
         parts[:, BUBBLE] = done_s - busy_s - parts[:, HOST]
-        return PipelineEnd(parts=parts, idle_s=self.idle_s, host_s=host_s)
+        return PipelineEnd(parts=parts, idle_s=self.idle_s)
 
     def parts_s(self) -> dict[str, Floats]:
         """Return the parts of the step as the rank has them that computes longest."""

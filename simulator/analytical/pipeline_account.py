@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from simulator.analytical.rank_timeline import PARTS, RankTimeline
-from simulator.analytical.table_walk import LONG_AGO, Clocks, Hops, PassClocks
+from simulator.analytical.table_walk import LONG_AGO, Clocks, PassClocks
 from simulator.columns.plan_table import Floats
 from simulator.pipeline.schedule_walk import Gathered, PassKind, Table
 from simulator.pipeline.schedules.table import Kind, Schedule
@@ -240,18 +240,6 @@ def passes_of_ranks(table: Table, passes: Sequence[PassCounts]) -> tuple[Floats,
     ranks = [table.schedule.rank_of(kind.stage) for kind in table.kinds]
     np.add.at(times, (ranks, numbers), np.bincount(table.turn_kinds, minlength=len(passes)))
     return times, [passes[numbers.index(number)] for number in range(len(number_of))]
-
-
-def issued(table: Table, passes: Sequence[PassCounts], ranks: Sequence[AlikeRanks], hops: Hops) -> Floats:
-    """Return when ranks would be done that waited for nothing but their hosts, which wait for nothing."""
-    times, different = passes_of_ranks(table, passes)
-    count = table.schedule.ranks
-    messages = np.bincount(table.waves.needs.target, minlength=count) + np.bincount(
-        table.waves.sends.source, minlength=count
-    )
-    host_s = ranks[0].host_s + times @ np.stack([did.host_s for did in different]) + messages[:, None] * hops.host_s
-    long_ago = np.full(host_s.shape, LONG_AGO)
-    return _ends_of(ranks, long_ago, long_ago, host_s).done
 
 
 def _ends_of(

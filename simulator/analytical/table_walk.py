@@ -87,6 +87,20 @@ class Clocks:
     summed: Floats  # when the stream of sums over replicas is done
     filling: Floats  # how long a rank has waited before its first pass
     waits: Mapping[str, Floats]
+    room: Mapping[str, Floats]  # how much later host and wire could be without holding up passes of the second half
+
+    def held_up(self, rounds: Floats, before: Clocks) -> dict[str, Floats]:
+        """Return for how long hosts and wires that are ahead of their devices, but slower, hold up so many further
+        rounds of micro batches, as seconds of parts; `before` are the clocks of one round less.
+
+        They have less room with every round, until there is none.
+        """
+        round_s = (self.compute - before.compute).max(axis=0)
+        host, wire = (
+            np.maximum(rounds * (now - earlier - round_s) - self.room[part], 0.0)
+            for part, now, earlier in (("host", self.host, before.host), ("dp", self.wire, before.wire))
+        )
+        return {"host": host, "dp": np.maximum(wire - host, 0.0)}
 
     @property
     def sent(self) -> Floats:
@@ -95,10 +109,13 @@ class Clocks:
 
     def joined(self, other: Clocks) -> Clocks:
         """Return the clocks of these plans and of others of the same course."""
-        names = [each.name for each in fields(Clocks) if each.name != "waits"]
+        names = [each.name for each in fields(Clocks) if each.name not in ("waits", "room")]
         both = {name: np.concatenate([getattr(self, name), getattr(other, name)], axis=1) for name in names}
-        waits = {part: np.concatenate([these, other.waits[part]], axis=1) for part, these in self.waits.items()}
-        return Clocks(**both, waits=waits)
+        waits, room = (
+            {part: np.concatenate([these, theirs[part]], axis=1) for part, these in mine.items()}
+            for mine, theirs in ((self.waits, other.waits), (self.room, other.room))
+        )
+        return Clocks(**both, waits=waits, room=room)
 
 
 def walk_tables(courses: Sequence[Course]) -> list[Clocks]:
@@ -217,6 +234,7 @@ class TableWalk:
             self.held[sends.state, sends.slot] = sends.held
         # What passes and messages have waited.
         self.waited: dict[str, Floats] = {}
+        self.room: dict[str, Floats] = {}
         self.bubbles = [np.zeros(len(needs.at)) for needs in self.needs]
         self.began = np.zeros(len(self.state))
         self.compute = self.host = self.wire = self.summed = self.begins_s
@@ -264,6 +282,7 @@ class TableWalk:
         leads = _any(self.seconds[SECONDS.index("lead_s")] > 0.5 * LONG_AGO, self.starts)
         waits, synchronizes = _any(self.waits, self.starts), _any(self.synchronizes, self.starts)
         self.waited = {name: np.zeros(len(self.state)) for name in ("host", "dp", "contention")}
+        self.room = {name: np.full(len(self.state), np.inf) for name in ("host", "dp")}
         host_waits, dp_waits, contention = self.waited.values()
         for wave, (first, end) in enumerate(pairwise(self.starts)):
             check_time()
@@ -282,9 +301,11 @@ class TableWalk:
                 arrived = begins + needs.seconds[some]
                 compute[at], host[at], took[message] = arrived, posted, arrived - sent_at
             if leads[wave]:
+                self.room["dp"][here] = np.maximum(compute - (wire + lead), 0.0)
                 begins = np.maximum(np.maximum(wire, host) + lead, compute)
                 dp_waits[here] = begins - compute
                 compute = begins
+            self.room["host"][here] = np.maximum(compute - (host + slack), 0.0)
             begins = np.maximum(compute, host + slack)
             host_waits[here], self.began[here] = begins - compute, begins
             compute = begins + device
@@ -336,15 +357,29 @@ class TableWalk:
             for part, waited in self.waited.items()
         }
         waits |= {"host": waits["host"] + self.begins_s, "bubble": bubble, "pp": pp}
+        room = self._least_room()
         found = []
         for course, plans, start in zip(self.courses, self.plans.tolist(), self.states_of.tolist(), strict=True):
             shape = course.table.schedule.ranks, plans
             mine = slice(start, start + shape[0] * plans)
-            of_rank = {part: seconds[mine].reshape(shape) for part, seconds in waits.items()}
+            of_rank, rooms = (
+                {part: seconds[mine].reshape(shape) for part, seconds in parts.items()} for parts in (waits, room)
+            )
             clocks = [each[mine].reshape(shape) for each in (self.host, self.compute, self.wire, self.summed, filling)]
             host, compute, wire, summed, filled = clocks
-            found.append(Clocks(host, compute, wire, summed, filled, waits=of_rank))
+            found.append(Clocks(host, compute, wire, summed, filled, waits=of_rank, room=rooms))
         return found
+
+    def _least_room(self) -> dict[str, Floats]:
+        """Return for each state the least room that its host and wire have in the second half of its passes."""
+        order = np.argsort(self.state, kind="stable")
+        starts = np.searchsorted(self.state[order], np.arange(self.states + 1))
+        passes = np.diff(starts)
+        second_half = np.arange(len(order)) >= np.repeat(starts[:-1] + passes // 2, passes)
+        return {
+            part: np.minimum.reduceat(np.where(second_half, room[order], np.inf), starts[:-1])
+            for part, room in self.room.items()
+        }
 
 
 def _pass_values(course: Course) -> tuple[Floats, Ints, NDArray[np.bool_]]:

@@ -54,6 +54,16 @@ def _overlaps_at(text: str, site: str) -> bool:
         return False  # another rule's business
 
 
+BY_NCCL = ("chunked", "ring")  # modes that write to no other GPU's memory themselves
+
+
+def _pushes(text: str) -> bool:
+    try:
+        return bool(set(modes_in(text)) - {"async", *BY_NCCL})
+    except BadPlan:
+        return False  # another rule's business
+
+
 # Modes that divide only the rows of tokens. The others choose a method by the size of the product, so that it must be
 # the same on all ranks.
 ANY_WIDTH = (NONE, "chunked", "ring")
@@ -244,6 +254,16 @@ POLICY_RULES: list[Rule] = [
         ),
         grade=Grade.LEGAL,
         applies=lambda q: q.framework.overlap_needs_compile and q.version in {None, "0.2.2"},
+    ),
+    policy_rule(
+        "overlap-peers",
+        "tp_overlap",
+        lambda c, q: (c.tp > 1) & _where_overlap(c, _pushes),
+        lambda p, q: (
+            f"tp_overlap {p.tp_overlap} without NVLink: copies into memory of other GPUs over PCIe are not modelled,"
+            f" but {' and '.join(BY_NCCL)} are"
+        ),
+        applies=lambda q: not q.nvlink,
     ),
     policy_rule(
         "overlap-pcie",

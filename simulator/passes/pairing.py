@@ -230,7 +230,7 @@ class _Pairing:
         """Return a pair of products cut into one piece for each rank, and what adds up its partial results."""
         del at
         size, ranks = transfer.nbytes, self.ranks
-        copy_s = self.context.groups.time_s("send_recv", "tp_pair", size / ranks, algorithm="copy_engine")
+        copy_s = self._copy_s(size / ranks)
         in_pieces, issued = np.zeros(len(rows)), np.zeros(len(rows))
         for kernel in kernels:
             in_pieces = in_pieces + np.where(kernel.rows, self._pieces_s(kernel), 0.0)
@@ -246,6 +246,12 @@ class _Pairing:
         adding = Work(kind=WorkKind.MOVE, name="add_partials", bytes=moved, backward=transfer.backward)
         source = np.full(len(rows), DATASHEET)
         return [pair, Kernel(rows=rows & (moved > 0), work=adding, alone_s=moved / rate, source=source, launch_s=0.0)]
+
+    def _copy_s(self, shard_bytes: Floats) -> Floats:
+        """Return the seconds of a copy to a peer, by NCCL where no copy engine reaches it."""
+        groups = self.context.groups
+        pushed_s = groups.time_s("send_recv", "tp_pair", shard_bytes, algorithm="copy_engine")
+        return np.where(np.isfinite(pushed_s), pushed_s, groups.time_s("send_recv", "tp_pair", shard_bytes))
 
     def _pieces_s(self, kernel: Kernel) -> Floats:
         """Return the seconds of a product cut into one piece for each rank, along tokens; of other kernels their
@@ -268,8 +274,7 @@ class _Pairing:
         copy_s: Floats | None = None,
     ) -> Pair:
         if copy_s is None:
-            shard = transfer.nbytes / self.ranks
-            copy_s = self.context.groups.time_s("send_recv", "tp_pair", shard, algorithm="copy_engine")
+            copy_s = self._copy_s(transfer.nbytes / self.ranks)
         return Pair(
             rows=rows,
             transfer=transfer,

@@ -7,6 +7,7 @@ alone and answers wait meanwhile; a request starts when the cache has room.
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
 from dataclasses import dataclass, field
 from itertools import count
@@ -27,6 +28,7 @@ class Answer:
     first_s: float = -1.0
     done_s: float = -1.0
     tokens: int = 0  # of the whole answer, whatever was stopped or moved
+    queued_s: float = 0.0  # when its scheduler got it
     joined: int = 0  # the batch's count of steps when it began to go on
 
     def __post_init__(self) -> None:
@@ -69,6 +71,7 @@ class Batch:
     held: int = 0  # tokens of the cache in use or, where answers are reserved, promised
     keys: int = 0  # tokens of context of all that write
     preempted: int = 0
+    seen_s: float = math.inf  # requests that came later join the step after the next
     _ends: list[tuple[int, int, Answer]] = field(default_factory=list)  # heap: (step of its last token, order, answer)
     _order: count[int] = field(default_factory=count)
 
@@ -89,6 +92,11 @@ class Batch:
             return False
         return self.held + self._needs(self.waiting[0]) <= self.capacity or not (self.reading or self.writing)
 
+    @property
+    def ready(self) -> bool:
+        """Whether the first request that waits is part of what the next step is put together from."""
+        return self.waiting[0].queued_s <= self.seen_s or not (self.reading or self.writing)
+
     def _needs(self, answer: Answer) -> int:
         if self.reads_only or not self.engine.reserves_output:
             return answer.cached + answer.prompt + 1
@@ -96,7 +104,7 @@ class Batch:
 
     def _admit(self) -> None:
         """Move requests from the queue into the batch while there is room for them."""
-        while self.admits_next():
+        while self.admits_next() and self.ready:
             answer = self.waiting.popleft()
             self.held += self._needs(answer)
             self.reading.append(answer)

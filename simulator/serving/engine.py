@@ -9,6 +9,7 @@ from importlib import resources
 
 from topology.codec import convert
 from topology.errors import BadInput
+from topology.units import GIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +20,7 @@ class Engine:
     title: str
     max_num_seqs: int
     max_num_batched_tokens: int
+    large_batched_tokens: int
     mixes: bool
     chunks: bool
     reserves_output: bool
@@ -32,8 +34,10 @@ class Engine:
     norm_in_all_reduce: bool
     host_step_s: float
     host_sequence_s: float
+    runs_ahead: bool
     overlaps_host: bool
     host_exposed_s: float
+    host_exposed_sequence_s: float
     host_request_s: float
     host_launch_s: float
     host_eager_launch_s: float
@@ -52,16 +56,21 @@ class Engine:
         """The engine that is started: `vllm` for any of its releases."""
         return RELEASES.get(self.name, self.name)
 
+    def batched_tokens(self, memory_bytes: float) -> int:
+        """Return the tokens of one step on a GPU of so much memory."""
+        return self.large_batched_tokens if memory_bytes >= LARGE_BYTES else self.max_num_batched_tokens
+
     def step_s(self, device_s: float, sequences: float) -> float:
         """Return seconds of a step whose kernels take `device_s` and in which so many answers go on."""
         host = self.host_step_s + self.host_sequence_s * sequences
         if self.overlaps_host:
-            return max(device_s, host) + self.host_exposed_s
+            return max(device_s, host) + self.host_exposed_s + self.host_exposed_sequence_s * sequences
         return device_s + host
 
 
+LARGE_BYTES = 160 * GIB
 # Engines that are described apart for older releases.
-RELEASES = {"vllm013": "vllm", "tensorrt": "trtllm"}
+RELEASES = {"vllm013": "vllm", "trtllm11": "trtllm", "tensorrt": "trtllm"}
 
 
 @cache

@@ -65,7 +65,7 @@ def estimate_serving(
             seen.output_tokens_per_s / deployment.gpus, engine.spread_throughput, source
         ),
         latency=seen,
-        room=cache_capacity(model, cluster, deployment, deployment.pool),
+        room=cache_capacity(model, cluster, deployment, deployment.pool, length=traffic.usual),
     )
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from simulator.collectives.cost import CollectiveModel
 from simulator.collectives.measured import MeasuredCollectives
 from simulator.columns.plan_table import Floats
-from simulator.config.model import LayerKind, Model
+from simulator.config.model import LayerKind, MixtureOfExperts, Model
 from simulator.serving.deployment import CACHE_BYTES, Deployment, Pool, dense_format
 from simulator.serving.engine import Engine, engine_of
 from simulator.serving.kernels import Kernels
@@ -23,6 +23,10 @@ from topology.cluster import Cluster
 from topology.rates.groups import GroupShape
 
 SINGLE = 512  # tokens up to which every count is tabulated
+# How many times as often as the least chosen expert the most chosen one is, where nothing balances them. Source: the
+# loads that aiconfigurator measures kernels of experts under (ai-dynamo/aiconfigurator collector/helper.py,
+# sample_power_law from 0.01 to 2 with an exponent of 1.01, for DeepSeek's family).
+POPULAR = 200.0
 
 
 def cache_elements(model: Model) -> float:
@@ -127,7 +131,9 @@ class ForwardPass:
 
     @property
     def max_batched_tokens(self) -> int:
-        return self.deployment.max_num_batched_tokens or self.engine.max_num_batched_tokens
+        return self.deployment.max_num_batched_tokens or self.engine.batched_tokens(
+            self.cluster.slowest_kind.memory_bytes
+        )
 
     # --- a step -------------------------------------------------------------------------------------------------
 
@@ -147,9 +153,10 @@ class ForwardPass:
             time += self._pair_s * pairs / min(readers, ranks)
         if sequences:
             time += self._cache_s(keys / min(sequences, ranks), keys / sequences)
-        if prompt_tokens or sequences > self.engine.graph_batch:
+        here = sequences / ranks  # attention with requests of its own on each rank has a scheduler on each
+        if prompt_tokens or here > self.engine.graph_batch:
             time = max(time, self._launch_s)
-        return self.engine.step_s(time, sequences)
+        return self.engine.step_s(time, here)
 
     def parts(
         self, *, prompt_tokens: int, pairs: float, sequences: float, keys: float, readers: int = 1
@@ -163,10 +170,10 @@ class ForwardPass:
         met = self._pair_s * pairs / min(readers, ranks)
         met += self._cache_s(keys / min(sequences, ranks), keys / sequences) if sequences else 0.0
         found["attention"] = met
-        if prompt_tokens or sequences > self.engine.graph_batch:
+        if prompt_tokens or sequences / ranks > self.engine.graph_batch:
             found["launches"] = max(0.0, self._launch_s - sum(found.values()))
         device = sum(found.values())
-        found["host"] = self.engine.step_s(device, sequences) - device
+        found["host"] = self.engine.step_s(device, sequences / ranks) - device
         return {name: value for name, value in found.items() if value}
 
     def _at(self, tokens: float, seconds: Floats) -> float:
@@ -271,7 +278,7 @@ class ForwardPass:
             return np.zeros_like(tokens)
         h, f = model.hidden, moe.ffn / pool.expert_tp
         here = moe.experts / pool.ep
-        visited = here * (1 - (1 - moe.experts_per_token / moe.experts) ** tokens)
+        visited = here * visited_share(moe, tokens)
         rows = tokens * moe.experts_per_token / pool.ep
         up = (2 if model.gated_mlp else 1) * f
         time = self.kernels.product(local, moe.experts, h, stored="bfloat16")
@@ -353,3 +360,16 @@ def token_grid(most: int) -> Floats:
     small = np.arange(1.0, SINGLE + 1.0)
     large = np.unique(np.rint(np.geomspace(SINGLE, max(most, 2 * SINGLE), 64) / 64) * 64)
     return np.concatenate([small, large[large > SINGLE]])
+
+
+def visited_share(moe: MixtureOfExperts, tokens: Floats) -> Floats:
+    """Return the share of experts that at least one of `tokens` goes to.
+
+    A router with a bias for each expert that balances their loads (DeepSeek-V3's) chooses all alike. Of others, experts
+    are chosen evenly over the logarithm of how often, up to POPULAR times as often as the least.
+    """
+    chosen = moe.experts_per_token / moe.experts
+    balanced = moe.router_bias and not moe.expert_bias  # gpt-oss has the bias of a linear layer
+    popularity = np.ones(1) if balanced else POPULAR ** np.linspace(0.0, 1.0, 65)
+    taken = np.minimum(1.0, chosen * popularity / popularity.mean())
+    return np.asarray(np.mean(1 - (1 - taken[:, None]) ** tokens, axis=0))

@@ -62,10 +62,11 @@ def weight_bytes(model: Model, pool: Pool, weights: str) -> float:
     return ends + (attention + dense + sparse + norms) / pool.pp
 
 
-def activation_bytes(model: Model, deployment: Deployment, pool: Pool) -> float:
+def activation_bytes(model: Model, cluster: Cluster, deployment: Deployment, pool: Pool) -> float:
     """Return the peak of activations in a step that is full, which engines measure with a trial run at start-up."""
     engine = engine_of(deployment.engine)
-    tokens = float(deployment.max_num_batched_tokens or engine.max_num_batched_tokens)
+    usual = engine.batched_tokens(cluster.slowest_kind.memory_bytes)
+    tokens = float(deployment.max_num_batched_tokens or usual)
     width = (2 if model.gated_mlp else 1) * model.ffn / pool.tp
     if model.moe:
         width = max(width, (model.moe.ffn * 2 + model.hidden) * model.moe.experts_per_token / pool.expert_tp)
@@ -74,14 +75,20 @@ def activation_bytes(model: Model, deployment: Deployment, pool: Pool) -> float:
     return max(inside, sequences * model.vocab * 4.0 * 2)
 
 
-def cache_capacity(model: Model, cluster: Cluster, deployment: Deployment, pool: Pool) -> CacheCapacity:
-    """Return what memory holds on one GPU of `pool`, and the tokens that its engine's cache has room for."""
+def cache_capacity(
+    model: Model, cluster: Cluster, deployment: Deployment, pool: Pool, *, length: int = 0
+) -> CacheCapacity:
+    """Return what memory holds on one GPU of `pool`, and the tokens that its engine's cache has room for.
+
+    Layers with a window keep no more than it of a request, so requests of `length` tokens take less each token; 0: of
+    no more than the window.
+    """
     engine = engine_of(deployment.engine)
     fraction = deployment.memory_fraction or engine.memory_fraction
     total = float(cluster.slowest_kind.memory_bytes)
     parts = {
         "weights": weight_bytes(model, pool, deployment.weights),
-        "activations": activation_bytes(model, deployment, pool),
+        "activations": activation_bytes(model, cluster, deployment, pool),
         "context": OUTSIDE_BYTES,
     }
     graphs = 0.0 if deployment.eager else GRAPHS_BYTES
@@ -90,7 +97,7 @@ def cache_capacity(model: Model, cluster: Cluster, deployment: Deployment, pool:
     else:
         room = total * fraction - sum(parts.values())
     parts["graphs"] = graphs
-    per_token = cache_bytes_per_token(model, pool, deployment.kv_cache)
+    per_token = cache_bytes_per_token(model, pool, deployment.kv_cache) * _kept(model, length)
     blocks = max(0, int(room / (per_token * engine.block_tokens)))
     tokens = blocks * engine.block_tokens * pool.dp_attention
     parts["kv_cache"] = blocks * engine.block_tokens * per_token
@@ -101,3 +108,14 @@ def cache_capacity(model: Model, cluster: Cluster, deployment: Deployment, pool:
         block_tokens=engine.block_tokens,
         tokens=tokens,
     )
+
+
+def _kept(model: Model, length: int) -> float:
+    """Return the share of keys and values of a request of `length` tokens that its layers keep.
+
+    Engines give layers with a window a pool of their own, whose blocks are freed behind the window (vLLM's hybrid KV
+    cache manager, SGLang's SWAKVPool, TensorRT-LLM's pool for each size of the window).
+    """
+    if length <= model.sliding_window or not model.windowed_layers:
+        return 1.0
+    return 1.0 - model.windowed_layers / model.layers * (1.0 - model.sliding_window / length)

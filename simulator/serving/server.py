@@ -48,6 +48,7 @@ class Scheduler:
 
     def add(self, answer: Answer) -> None:
         """Queue a request; one that can start ends the stretch in which answers go on."""
+        answer.queued_s = self.env.now
         self.batch.add(answer)
         if not self.wake.triggered and (self.idle or self.batch.admits_next()):
             self.wake.succeed()
@@ -59,10 +60,12 @@ class Scheduler:
                 self.idle, self.wake = True, env.event()
                 yield self.wake
                 self.idle = False
+                batch.seen_s = math.inf
             step = batch.next_step()
             begin = env.now
             if step.prompt_tokens:
                 yield env.timeout(self._reading_s(step))
+                self._saw(begin)
                 left = batch.finish_step(step, env.now)
             else:
                 steps = yield from self._go_on()
@@ -70,6 +73,11 @@ class Scheduler:
             self.busy_s += env.now - begin
             if left:
                 self.deliver(left)
+
+    def _saw(self, began_s: float) -> None:
+        """Note when the last step began: where engines run ahead, the next one is of requests that were there then."""
+        if self.costs.engine.runs_ahead:
+            self.batch.seen_s = began_s
 
     def _reading_s(self, step: Step) -> float:
         return self.costs.seconds(
@@ -82,14 +90,18 @@ class Scheduler:
 
     def _go_on(self) -> Generator[simpy.Event, Any, int]:
         """Let answers go on until one ends or, at the end of a step, a request can start; return the steps taken."""
-        env, begin = self.env, self.env.now
-        steps = self.batch.steps_to_next_end()
+        env, begin, batch = self.env, self.env.now, self.batch
+        ahead = int(self.costs.engine.runs_ahead)
+        steps = batch.steps_to_next_end()
+        if batch.admits_next():  # it came while the step before was put together
+            steps = 1
         took = self._writing_s(steps)
         self.wake = env.event()
         yield env.timeout(took) | self.wake
         if env.now < begin + took:
-            steps = min(steps, int((env.now - begin) / (took / steps)) + 1)
+            steps = min(steps, int((env.now - begin) / (took / steps)) + 1 + ahead)
             yield env.timeout(max(0.0, begin + self._writing_s(steps) - env.now))
+        self._saw(env.now - (env.now - begin) / steps)
         return steps
 
     def _writing_s(self, steps: int) -> float:
@@ -139,19 +151,13 @@ def serve(
             if following is not None:
                 begin(following.prompt, following.output)
 
-    last = _schedulers(env, model, cluster, deployment, deployment.pool, finished, most=len(requests))
+    schedulers = partial(_schedulers, env, model, cluster, deployment, most=len(requests), length=traffic.usual)
+    last = schedulers(deployment.pool, finished)
     first = last
     if deployment.prefill is not None:
         move = move_seconds(model, cluster, deployment)
-        first = _schedulers(
-            env,
-            model,
-            cluster,
-            deployment,
-            deployment.prefill,
-            lambda read: _hand_over(env, read, last, move, finished),
-            most=len(requests),
-            reads_only=True,
+        first = schedulers(
+            deployment.prefill, lambda read: _hand_over(env, read, last, move, finished), reads_only=True
         )
     _refuse_what_never_fits(requests, (*first, *last))
     if traffic.concurrency and not traffic.trace:
@@ -185,15 +191,16 @@ def _schedulers(
     deliver: Sink,
     *,
     most: int,
+    length: int,
     reads_only: bool = False,
 ) -> list[Scheduler]:
     """Return the engines of a pool; the stages of a pipeline work on so many batches at once, one each.
 
     A request goes to the first of those with least to do, so batches beyond the `most` requests that there are would
-    have nothing.
+    have nothing. `length` is that of a usual request.
     """
     costs = ForwardPass(model, cluster, deployment, pool)
-    room = cache_capacity(model, cluster, deployment, pool)
+    room = cache_capacity(model, cluster, deployment, pool, length=length)
     lanes = pool.pp
     return [
         Scheduler(

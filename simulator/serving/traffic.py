@@ -38,6 +38,10 @@ class Lengths:
     def longest(self) -> int:
         return max(1, round(self.mean * self.high))
 
+    @property
+    def usual(self) -> int:
+        return max(1, round(self.mean * (self.low + self.high) / 2))
+
     def draw(self, count: int, random: Generator) -> np.ndarray:
         """Return whole numbers, one a request, at least 1."""
         if self.low == self.high:
@@ -81,6 +85,11 @@ class Traffic:
         if self.count > MOST_DRAWN and not self.trace:
             return self.prompt.longest + self.output.longest
         return _longest(self)
+
+    @property
+    def usual(self) -> int:
+        """Tokens of a usual request, prompt and answer."""
+        return self.prompt.usual + self.output.usual
 
     def _draw(self) -> tuple[Request, ...]:
         if self.trace:

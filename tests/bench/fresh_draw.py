@@ -39,6 +39,8 @@ FAMILIES = {
     "meshwright": {"llama": 4.0, "qwen2": 1.0, "qwen3": 1.0, "windowed": 1.0, "qwen3-experts": 1.0, "mixtral": 1.0, "latent": 1.0},
 }  # fmt: skip
 TYPES = {"mixed": 6.0, "bfloat16": 2.5, "float32": 1.5}
+# Of our executor's tensor parallelism with sequence parallelism.
+OVERLAPS = {"none": 2.0, "fused": 2.0, "copy_engine": 2.0, "ring": 1.0, "chunked": 1.0, "async": 1.0}
 COMPILED = 0.15
 
 
@@ -58,14 +60,19 @@ class Drawn:
         return self.runtime.param_dtype if same else "mixed"
 
 
-def draw(seed: str, cluster: Cluster, count: int) -> list[tuple[Drawn, Estimate]]:
-    """Return `count` runs with their predictions from datasheets. The same seed and machine draw the same runs.
+def draw(
+    seed: str, cluster: Cluster, count: int, runtimes: Sequence[str] = tuple(FAMILIES), overlapped: int = 0
+) -> list[tuple[Drawn, Estimate]]:
+    """Return `count` runs of `runtimes` with their predictions from datasheets. The same arguments draw the same runs.
 
-    Raises RuntimeError where the machine can run next to nothing of what is drawn.
+    The first `overlapped` of them overlap tensor parallelism, which few of all runs do. Raises RuntimeError where
+    the machine can run next to nothing of what is drawn.
     """
     random, found = Random(seed), []
     for _ in range(TRIES):
-        drawn = _one(random, cluster.gpu_count)
+        drawn = _one(random, cluster.gpu_count, runtimes)
+        if drawn is not None and len(found) < overlapped and drawn.plan.tp_overlap == "none":
+            continue
         estimate = predicted_if_runnable(drawn, cluster) if drawn is not None else None
         if drawn is not None and estimate is not None:
             found.append((drawn, estimate))
@@ -134,8 +141,8 @@ def _legal(drawn: Drawn, machine: Cluster) -> bool:
 # --- one run, not yet known to be runnable --------------------------------------------------------------------------
 
 
-def _one(random: Random, gpus: int) -> Drawn | None:
-    name = random.choice(list(FAMILIES))
+def _one(random: Random, gpus: int, runtimes: Sequence[str]) -> Drawn | None:
+    name = random.choice(runtimes)
     counts = [2**power for power in range(gpus.bit_length()) if 2**power <= gpus]
     ranks = random.choices(counts, weights=counts)[0]
     model = _model(random, _weighted(random, FAMILIES[name]), name)
@@ -208,12 +215,14 @@ def _plan(random: Random, gpus: int, model: Model, runtime: str) -> Plan:
     sharded = degrees["dp_shard"] * degrees["cp"] > 1
     # torchtitan 0.2.2 rotates by all-gather whatever its configuration says: only its validation reads the setting.
     ways = ("all_gather",) if runtime == "torchtitan" else ("ring", "all_gather", "all_to_all")
+    by_tokens = degrees["tp"] > 1 and (runtime == "torchtitan" or random.random() < 0.8)
     return Plan(
         **degrees,
         ep=random.choice(experts),
         schedule=schedule,
         virtual_stages=virtual,
-        sequence_parallel=degrees["tp"] > 1 and (runtime == "torchtitan" or random.random() < 0.8),
+        sequence_parallel=by_tokens,
+        tp_overlap=_weighted(random, OVERLAPS) if by_tokens and runtime == "meshwright" else "none",
         micro_batch_size=random.choice((1, 1, 2, 4, 8)),
         recompute=random.choices(("none", "selective-op", "selective", "full"), weights=(3.0, 1.0, 1.0, 2.0))[0],
         reshard_after_forward=random.choice((None, None, True, False)) if sharded else None,
@@ -270,6 +279,8 @@ def _words(drawn: Drawn) -> Iterator[str]:
     yield (
         kind(drawn) + (f" {plan.schedule}" if plan.schedule else "") + (f" {plan.cp_method}" if plan.cp_method else "")
     )
+    if plan.tp_overlap != "none":
+        yield plan.tp_overlap
     yield f"mb {plan.micro_batch_size}"
     if plan.recompute != "none":
         yield plan.recompute

@@ -27,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -66,10 +67,10 @@ OUT_OF_TIME = {"status": "not run", "cause": "out of time", "measured": None, "s
 # --- before anything runs -------------------------------------------------------------------------------------------
 
 
-def calibrated(out: Path, seconds: float, text: str) -> tuple[Profile | None, str]:
+def calibrated(out: Path, seconds: float, text: str, runtimes: Sequence[str] = RUNTIMES) -> tuple[Profile | None, str]:
     """Return the profile that `planner calibrate` makes of this machine within `seconds`, and the command."""
     path = out / "profile.json"
-    command = ["planner", "calibrate", *(f"--runtime={name}" for name in RUNTIMES), f"--budget={seconds:g}s"]
+    command = ["planner", "calibrate", *(f"--runtime={name}" for name in runtimes), f"--budget={seconds:g}s"]
     command += ["--no-store", "--allow-busy", f"--out={path}", *([f"--text={text}"] if text else [])]
     with (out / "calibrate.log").open("wb") as log:
         try:
@@ -181,7 +182,7 @@ def drawn_document(
     if profile is not None:
         profiles["calibrated"] = Calibrations(profile)
     rows = []
-    runs = [drawn for drawn, _ in draw(seed, cluster, options.count)]
+    runs = [drawn for drawn, _ in draw(seed, cluster, options.count, runtimes_of(options), options.overlapped)]
     processes = min(len(runs) // 4, (os.cpu_count() or 1) // 2)
     for index, (drawn, predicted) in enumerate(
         zip(runs, all_predictions(runs, cluster, profiles, processes), strict=True)
@@ -212,6 +213,10 @@ def drawn_document(
         "command": shlex.join(["fresh_runs.py", *_without_folders(sys.argv[1:])]),
         "runs": rows,
     }
+
+
+def runtimes_of(options: argparse.Namespace) -> Sequence[str]:
+    return tuple(options.runtime or RUNTIMES)
 
 
 def _without_folders(words_: list[str]) -> list[str]:
@@ -342,7 +347,7 @@ def whole(options: argparse.Namespace) -> None:
     codec.write_text(out / "cluster.json", codec.to_json(cluster) + "\n")
     profile, made_by = None, ""
     if options.calibrate:
-        profile, made_by = calibrated(out, options.calibrate, options.text)
+        profile, made_by = calibrated(out, options.calibrate, options.text, runtimes_of(options))
     document = drawn_document(options, cluster, profile, made_by)
     codec.write_text(out / "draw.json", json.dumps(document, indent=1) + "\n")
     print(f"{len(document['runs'])} runs drawn and predicted, {until - time.monotonic():.0f} s left", flush=True)
@@ -375,7 +380,9 @@ def shrink_all(document: dict[str, Any]) -> None:
 def show(options: argparse.Namespace) -> None:
     """Print what would be drawn for a machine."""
     cluster = take_gpus(load_cluster(options.cluster), options.gpus)
-    for drawn, estimate in draw(f"{options.date}.{options.number}", cluster, options.count):
+    for drawn, estimate in draw(
+        f"{options.date}.{options.number}", cluster, options.count, runtimes_of(options), options.overlapped
+    ):
         print(f"{drawn.runtime.name:10s} {words(drawn)}: {estimate.step_s.value:.3f} s, {estimate.memory.reserved_bytes / 2**30:.1f} GiB")  # fmt: skip
 
 
@@ -386,6 +393,8 @@ def main() -> None:
     parser.add_argument("--date", default=datetime.now(UTC).date().isoformat())
     parser.add_argument("--number", type=int, default=1, help="of the draw that day")
     parser.add_argument("--count", type=int, default=48, help="runs to draw; time decides how many are run")
+    parser.add_argument("--runtime", action="append", choices=RUNTIMES, help="draw from these alone; may be repeated")
+    parser.add_argument("--overlapped", type=int, default=0, help="of the runs, how many overlap tensor parallelism")
     parser.add_argument("--budget", type=float, default=450.0, help="seconds for everything")
     parser.add_argument("--calibrate", type=float, default=120.0, help="seconds of it; 0: none")
     parser.add_argument("--profile", default="", help="a shipped profile, to predict from as well")

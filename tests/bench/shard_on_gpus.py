@@ -6,6 +6,8 @@
 Rows go to OUT/rows.jsonl as they are made, and to OUT/gpus.md at the end. Every row is a program of `planner shard`:
 its time is predicted first, then it is run, compared with one GPU, and timed launched one by one and as a CUDA graph.
 
+    compared    a Llama block and a vision transformer alongside torch's `parallelize_module`, with its placements and
+      with the best ones for the same boundary and memory
     layers      a Llama 3 8B layer alongside the executor's hand-written tensor parallelism and FSDP2
     modules     modules of transformers and diffusers at published shapes, where those are installed (or under
       --packages)
@@ -31,14 +33,15 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 SECONDS = 150.0
 PARTS = {
-    "layers,modules": 0.5,
-    "ways,memory": 0.8,
+    "compared": 0.3,
+    "layers,modules": 0.6,
+    "ways,memory": 0.85,
     "stages": 1.0,
 }  # what runs in one process group, and until which share of the time
 TOKENS = 4096
 REPEATS, WARM_UP = 8, 3
 BUSY_S, GROUP_S = 0.3, 0.03  # seconds of runs before the first that counts, and of those timed together
-CLUSTER = "h200x4"
+CLUSTERS = {"H100": "dgx-h100", "H200": "h200x4"}  # by a word of the GPU's name
 _BY_HEADS = {
     "args_0": "batch seq embed",
     "x": "batch seq embed",
@@ -124,11 +127,14 @@ def _worker(asked: argparse.Namespace) -> None:
 
 def _cases(asked: argparse.Namespace):
     """Yield what is run, and the function that fills its row."""
+    from tests.bench import sharded_by_torch
     from tests.bench import sharded_runs as runs
 
     bench = runs.Bench(cpu=asked.cpu)
     for part in asked.part.split(","):
-        if part == "layers":
+        if part == "compared":
+            yield from sharded_by_torch.compared(bench)
+        elif part == "layers":
             for name, how in LAYERS.items():
                 yield f"Llama 3 8B layer, {name}", lambda row, how=how: runs.layer(row, bench, *how)
         elif part == "modules":
@@ -142,6 +148,14 @@ def _cases(asked: argparse.Namespace):
         else:
             for share in MEMORY_SHARES:
                 yield f"fully sharded, {share:.0%} of its peak", lambda row, share=share: runs.memory(row, bench, share)
+
+
+def cluster_here() -> str:
+    """Return the machine of the catalogue that predicts: of these GPUs, H200s where there are none."""
+    import torch
+
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    return next((cluster for word, cluster in CLUSTERS.items() if word in name), CLUSTERS["H200"])
 
 
 def _device_name(cpu: bool) -> str:
@@ -183,12 +197,16 @@ def table(rows: Path) -> str:
             f"{1e3 * row['predicted_s']:.3g} ({100 * (row['predicted_s'] / best - 1):+.0f} %)",
             _ms(row.get("graph_s")),
             _ms(row["launched_s"]),
-            f"{1e3 * own:.3g} ({100 * (best / own - 1):+.1f} % of it)" if own else "",
+            f"{1e3 * own:.3g} ({100 * (best / own - 1):+.1f} % of it{_how(row)})" if own else "",
             peak,
             row["exchanges"],
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
+
+
+def _how(row: dict[str, Any]) -> str:
+    return "" if row.get("by_hand_recorded", True) else ", launched one by one"
 
 
 def _ms(seconds: float | None) -> str:

@@ -21,7 +21,7 @@ from planner.sharding.answer import Answer, answer_request
 from planner.sharding.backends.runnable import buffer_limit, simulate_program
 from planner.sharding.plans.report import Limits
 from simulator.config.hf_config import load_model
-from tests.bench.shard_on_gpus import CLUSTER, LAYERS, TOKENS, median_s
+from tests.bench.shard_on_gpus import LAYERS, TOKENS, cluster_here, median_s
 from tests.bench.shard_real_modules import MODULES, FeedForward, Real
 from topology.errors import UserError
 
@@ -51,7 +51,7 @@ def planned(document: Row, memory_bytes: float | None = None) -> tuple[Any, Row]
     if dist.get_rank() == 0:
         try:
             limits = Limits(memory_bytes=memory_bytes)
-            answer = answer_request(document, where="the bench", cluster=read_cluster(CLUSTER), limits=limits)
+            answer = answer_request(document, where="the bench", cluster=read_cluster(cluster_here()), limits=limits)
             said = [(msgspec.json.encode(answer.written.program), _told(answer))]
         except Exception as error:  # noqa: BLE001 - reported to all ranks, which wait
             said = [(b"", {"refused": f"{type(error).__name__}: {error}"[:800]})]
@@ -63,7 +63,7 @@ def planned(document: Row, memory_bytes: float | None = None) -> tuple[Any, Row]
 
 
 def _told(answer: Answer) -> Row:
-    run = simulate_program(answer.written, answer.problem, read_cluster(CLUSTER))
+    run = simulate_program(answer.written, answer.problem, read_cluster(cluster_here()))
     kinds = Counter(one.kind for one in answer.written.program.work.values() if hasattr(one, "kind"))
     kinds.update(
         one.op for one in answer.written.program.work.values() if getattr(one, "op", "").startswith("overlap.")

@@ -41,12 +41,14 @@ from simulator.config.model import MixtureOfExperts, Model  # noqa: E402
 from simulator.config.runtime import Runtime  # noqa: E402
 from simulator.config.workload import Workload  # noqa: E402
 from simulator.fitting.calibration_fit import calibrated  # noqa: E402
+from simulator.fitting.calibrations import UNMEASURED  # noqa: E402
 from topology import codec  # noqa: E402
 from topology.catalog.cluster_file import load_cluster  # noqa: E402
 from topology.catalog.platform import take_gpus  # noqa: E402
 from topology.profile.profile import read_profile  # noqa: E402
 
 PROFILE = ROOT / "examples" / "profiles" / "h200x4.json"
+PROFILED = "h200x4"  # the cluster of PROFILE
 TRIALS = 6
 BEST, RANDOM = 10, 5
 TUNE_S = 75.0  # for the trials of one question
@@ -97,9 +99,11 @@ def tiny(asked: Asked) -> Asked:
     return Asked(model=replace(asked.model, **small, moe=moe), workload=Workload(seq_len=64, global_batch_size=batch))
 
 
-def question(asked: Asked, gpus: int, *, wide: bool) -> Question:
-    """Return a question to our executor, calibrated by the shipped profile; `wide` computes in float32."""
-    cluster = take_gpus(load_cluster("h200x4"), gpus)
+def question(asked: Asked, gpus: int, name: str, *, wide: bool) -> Question:
+    """Return a question to our executor on GPUs of cluster `name`, calibrated by the shipped profile where that is of
+    it; `wide` computes in float32.
+    """
+    cluster = take_gpus(load_cluster(name), gpus)
     types = {"param_dtype": "float32", "compute_dtype": "float32"} if wide else {}
     return question_of(
         asked.model,
@@ -107,7 +111,7 @@ def question(asked: Asked, gpus: int, *, wide: bool) -> Question:
         asked.workload,
         framework="meshwright",
         runtime=Runtime(name="meshwright", **types),
-        calibration=calibrated(read_profile(PROFILE), cluster),
+        calibration=calibrated(read_profile(PROFILE), cluster) if name == PROFILED else UNMEASURED.on(cluster),
     )
 
 
@@ -120,10 +124,16 @@ def whole(options: argparse.Namespace) -> None:
     names = options.questions or list(QUESTIONS)
     asked = {name: tiny(QUESTIONS[name]) if options.tiny else QUESTIONS[name] for name in names}
     gpus = options.gpus or (2 if options.device == "cpu" else 4)
-    plans = predicted(asked, gpus, wide=options.device == "cpu")
+    plans = predicted(asked, gpus, options.cluster, wide=options.device == "cpu")
     for name in asked:
         first = plans[name].plans[0]
-        row = {"question": name, "kind": "candidates", "gpus": gpus, "legal": plans[name].legal}
+        row = {
+            "question": name,
+            "kind": "candidates",
+            "gpus": gpus,
+            "cluster": options.cluster,
+            "legal": plans[name].legal,
+        }
         append(options.out, row | {"candidates": codec.to_builtins(plans[name].plans)})
         print(f"{name}: {len(plans[name])} candidates, fastest {first.estimate.step_s.value:.4f} s", flush=True)
     pool = Pool(options.device)
@@ -137,15 +147,15 @@ def whole(options: argparse.Namespace) -> None:
     append(options.out, {"kind": "end", "left_s": round(end - time.monotonic(), 1)})
 
 
-def predicted(asked: dict[str, Asked], gpus: int, *, wide: bool) -> dict[str, Candidates]:
+def predicted(asked: dict[str, Asked], gpus: int, cluster: str, *, wide: bool) -> dict[str, Candidates]:
     """Return the candidates of every question, found in processes at the same time: they take seconds each."""
     with ProcessPoolExecutor(max_workers=min(len(asked), os.cpu_count() or 1)) as workers:
-        waiting = {name: workers.submit(_predicted, one, gpus, wide=wide) for name, one in asked.items()}
+        waiting = {name: workers.submit(_predicted, one, gpus, cluster, wide=wide) for name, one in asked.items()}
         return {name: one.result(timeout=120) for name, one in waiting.items()}
 
 
-def _predicted(asked: Asked, gpus: int, *, wide: bool) -> Candidates:
-    return candidates_of(question(asked, gpus, wide=wide), fastest=80)
+def _predicted(asked: Asked, gpus: int, cluster: str, *, wide: bool) -> Candidates:
+    return candidates_of(question(asked, gpus, cluster, wide=wide), fastest=80)
 
 
 def answer(name: str, one: Asked, plans: Candidates, pool: Any, options: argparse.Namespace, until: float) -> None:
@@ -280,7 +290,7 @@ def read_answers(out: Path) -> list[Answered]:
         question_ = RecordedQuestion(
             name=name,
             ids=(),
-            question=question(QUESTIONS[name], listed["gpus"], wide=False),
+            question=question(QUESTIONS[name], listed["gpus"], listed.get("cluster", PROFILED), wide=False),
             candidates=in_order(kept, legal=listed["legal"]),
             recorded=recorded,
         )
@@ -336,6 +346,7 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=400.0)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--gpus", type=int, default=0)
+    parser.add_argument("--cluster", default=PROFILED, help="that predicts: without a profile, but for this one")
     parser.add_argument("--limit", type=float, default=40.0, help="seconds for one plan")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--questions", action="append", choices=list(QUESTIONS))

@@ -187,6 +187,7 @@ def cmdline(process: psutil.Process) -> list[str]:
     return []
 
 
+@pytest.mark.nightly  # killed ranks and those stuck are in the gate
 def test_a_stopped_rank_is_named_within_the_budget(tmp_path) -> None:
     process = start(tmp_path)
     pid = pid_when(tmp_path, 1, "step 5")

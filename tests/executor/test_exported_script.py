@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import yaml
 
 pytest.importorskip("torch")
 
@@ -111,3 +112,46 @@ def test_a_host_that_is_not_told_who_it_is_says_so(tmp_path: Path) -> None:
 
     assert run.returncode != 0
     assert "NODE_RANK: set it to 0 on the first host" in run.stderr
+
+
+MEETS = """
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+total = torch.ones(1)
+dist.all_reduce(total)
+open(f"met{dist.get_rank()}", "w").write(f"{total.item():.0f} {dist.get_world_size()}")
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.nightly  # starts two agents of torchrun
+def test_skypilots_machines_run_a_program_that_meets(tmp_path: Path) -> None:
+    """The task's script, started as SkyPilot does: on every machine, with its number and all addresses."""
+    question = question_of(
+        load_model("tiny-llama"), make_cluster(2, 1), Workload(seq_len=64, global_batch_size=4), framework="pytorch"
+    )
+    job = ExportJob(name="exported", plan=Plan(dp_shard=2), question=question)
+    task = yaml.safe_load(export(job, find_target("skypilot")).text)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    text = task["run"].replace("29500", str(port)).replace("YOUR_PROGRAM.py", str(tmp_path / "meets.py"))
+    (tmp_path / "meets.py").write_text(MEETS)
+    with ThreadPoolExecutor() as machines:
+        runs = [
+            machines.submit(
+                start,
+                text,
+                tmp_path / str(number),
+                **task["envs"],
+                SKYPILOT_NODE_RANK=str(number),
+                SKYPILOT_NODE_IPS="127.0.0.1\n127.0.0.1",
+                GLOO_SOCKET_IFNAME="lo",
+            )
+            for number in range(task["num_nodes"])
+        ]
+
+    assert [run.result().returncode for run in runs] == [0, 0], runs[0].result().stderr[-2000:]
+    assert [(tmp_path / str(one) / "here" / f"met{one}").read_text() for one in range(2)] == ["2 2", "2 2"]

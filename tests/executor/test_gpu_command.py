@@ -78,6 +78,9 @@ def test_a_run_becomes_a_row() -> None:
     full = report(status="out_of_memory", failure={"message": "memory is full"})
     assert [plans.row_of("plans", "a", full, ends).result for ends in ("out_of_memory", "finished")] == [OK, FAILED]
     assert plans.row_of("plans", "a", report(status="out_of_time", failure={})).result == NO_TIME
+    cut, hung = ({"message": message} for message in ("the budget ended", "a collective timed out"))
+    found = [plans.row_of("plans", "a", report(status="timeout", failure=failure)).result for failure in (cut, hung)]
+    assert found == [NO_TIME, FAILED]
 
 
 def test_what_ended_is_not_run_again_on_the_same_code_and_machine(tmp_path: Path) -> None:

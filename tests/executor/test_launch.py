@@ -202,6 +202,26 @@ def test_the_callers_path_stays_behind_ours() -> None:
     assert got["PYTHONSAFEPATH"] == "1"
 
 
+@pytest.mark.parametrize(
+    ("given", "compiled", "kept"),
+    [
+        ({"PYTHONDONTWRITEBYTECODE": "1"}, False, {"PYTHONPYCACHEPREFIX": "/cache/meshwright/bytecode"}),
+        ({"PYTHONDONTWRITEBYTECODE": "1"}, True, {"PYTHONDONTWRITEBYTECODE": "1"}),
+        ({"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPYCACHEPREFIX": "/own"}, False, {"PYTHONPYCACHEPREFIX": "/own"}),
+        ({}, False, {}),
+    ],
+)
+def test_ranks_do_not_compile_torch_at_every_start(monkeypatch, given, compiled: bool, kept) -> None:
+    """Unless its bytecode is there, or the user has said where it goes."""
+    monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
+    monkeypatch.setattr("executor.launch.local_ranks._compiled", lambda _: compiled)
+
+    got = child_environment(None, run_id="r", base=given)
+
+    assert kept.items() <= got.items()
+    assert ("PYTHONPYCACHEPREFIX" in got) == ("PYTHONPYCACHEPREFIX" in kept)
+
+
 @needs_torch
 def test_elastic_ranks_that_end_well() -> None:
     done = launch("finish_worker", ranks=2, budget_s=60, environment=WORKERS)
@@ -259,6 +279,17 @@ def test_a_killed_agent_is_the_cause_and_not_what_was_printed_last(tmp_path) -> 
 
 
 @needs_torch
+def test_no_rank_is_to_blame_for_a_limit_that_all_have(tmp_path) -> None:
+    limit = "RuntimeError: [enforce fail at device.cc:186] rv != -1. -1 vs -1. Too many open files"
+    for name, message in (("one", limit), ("other", "ValueError: mine")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "error.json").write_text(json.dumps({"message": {"message": message}}))
+    found = _first_failure(tmp_path / "one", 1, "", elastic=False)
+
+    assert (found.rank, found.message) == (None, limit)
+    assert _first_failure(tmp_path / "other", 1, "", elastic=False).rank == 0
+
+
 def test_elastic_passes_on_what_a_rank_said() -> None:
     done = launch("recorded_worker", ranks=2, budget_s=60, environment=WORKERS)
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from executor.launch import interfaces
 from executor.launch.local_ranks import Failure
 from executor.launch.nodes import combine_agent_results, wait_for_file, write_agent_result, write_agent_start
 from executor.launch.versions import differences
@@ -112,6 +113,28 @@ def test_a_request_that_appears_late_is_waited_for(tmp_path) -> None:
     wait_for_file(path, 10.0)
 
     assert path.is_file()
+
+
+@pytest.mark.parametrize(
+    ("device", "value", "why"),
+    [
+        ("cpu", "", ""),
+        ("cpu", "eth0", ""),
+        ("cpu", "eth", "there are ib0, eth0, lo"),
+        ("cpu", "lo", "no other node reaches"),
+        ("cuda", "eth,ib", ""),
+        ("cuda", "=eth", "there are ib0, eth0, lo"),
+        ("cuda", "^docker", ""),
+        ("cuda", "bond0", "NCCL_SOCKET_IFNAME is bond0"),
+    ],
+)
+def test_interfaces_by_which_ranks_cannot_meet_are_named(monkeypatch, device, value, why) -> None:
+    monkeypatch.setattr(interfaces, "interfaces", lambda: ["ib0", "eth0", "lo"])
+    monkeypatch.setenv(interfaces.VARIABLES[device], value)
+
+    found = interfaces.why_no_interface(device)
+
+    assert (why in found) if why else found == ""
 
 
 def test_versions_that_differ_are_listed_with_their_nodes() -> None:

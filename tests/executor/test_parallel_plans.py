@@ -147,7 +147,13 @@ MIXED = {
 OVERLAP = {
     f"tp-overlap-{name}": (
         {"model": "qk_norm"},
-        {"tp": 2, "sequence_parallel": True, "tp_overlap": text, "micro_batch_size": 8},
+        {
+            "tp": 2,
+            "sequence_parallel": True,
+            "tp_overlap": text,
+            "micro_batch_size": 8,
+            "recompute": "selective-op" if name == "ring" else "none",
+        },
     )
     for name, text in {
         **{mode: mode for mode in ("chunked", "ring", "copy_engine", "fused", "async")},

@@ -9,7 +9,10 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402 - after
 from executor.model.decoder import Decoder  # noqa: E402 - as above
 from executor.model.init_weights import init_weights  # noqa: E402 - as above
 from executor.model.saved_results import ATTENTION  # noqa: E402 - as above
+from executor.overlap.autograd import AllGatherMatmul, MatmulReduceScatter  # noqa: E402 - as above
+from executor.overlap.nccl import Nccl  # noqa: E402 - as above
 from executor.parallel.activation_checkpoint import apply_activation_checkpoint  # noqa: E402 - as above
+from executor.parallel.tensor_overlap import SavingMode  # noqa: E402 - as above
 from tests.executor.workers.verify_worker import MODELS  # noqa: E402 - as above
 
 TOKENS = torch.arange(24).reshape(2, 12)
@@ -61,6 +64,49 @@ def test_attention_and_every_second_product_run_once() -> None:
 
     assert counted.attentions == LAYERS
     assert counted.products == LAYERS * (3 * PRODUCTS + PRODUCTS // 2) + 3
+
+
+class OneRank(Nccl):
+    """Overlapped products of one rank, which has nobody to exchange with. Counts exchanges and products."""
+
+    def __init__(self) -> None:
+        self.gathered: list[int] = []
+        self.scattered: list[int] = []
+
+    def gather_matmul(self, x, operands, group, *, keep=False):
+        self.gathered.append(len(operands))
+        return tuple(x @ operand for operand in operands), x if keep else None
+
+    def matmul_scatter(self, pairs, group):
+        self.scattered.append(len(pairs))
+        return sum(x @ operand for x, operand in pairs)
+
+    def start_gather(self, x, group):
+        return lambda: x
+
+
+def test_overlapped_products_keep_what_plain_ones_keep() -> None:
+    """Per layer, of q k v, o, gate up, down: k and up are computed again; scattered sums are kept."""
+    mode, made = OneRank(), decoder("selective-op")
+    saving = SavingMode(mode)
+
+    def project_in(x, linears):
+        outs = AllGatherMatmul.apply(saving, None, x.flatten(0, 1), *(linear.weight for linear in linears))
+        return tuple(out.unflatten(0, x.shape[:2]) for out in outs)
+
+    def project_out(x, linear):
+        return MatmulReduceScatter.apply(saving, None, x.flatten(0, 1), linear.weight).unflatten(0, x.shape[:2])
+
+    for block in made.layers.values():
+        for module in (block.attention, block.feed_forward):
+            module.project_in, module.project_out = project_in, project_out
+    found, expected = gradients(made), gradients(decoder("none"))
+
+    for name, grad in expected.items():
+        torch.testing.assert_close(found[name], grad, rtol=1e-12, atol=1e-12 * float(grad.abs().max()))
+    # Forward, then from the last layer: once more, and backward the other way round.
+    assert mode.gathered == LAYERS * [3, 2] + LAYERS * [1, 1, 1, 1]
+    assert mode.scattered == LAYERS * [1, 1] + LAYERS * [2, 3]
 
 
 def test_the_second_run_makes_the_nodes_of_the_first() -> None:

@@ -69,6 +69,7 @@ def test_a_node_whose_rank_is_killed_is_named_by_the_run(tmp_path) -> None:
     assert left(tmp_path) == []
 
 
+@pytest.mark.nightly  # a node whose rank is killed is in the gate
 def test_a_node_that_is_lost_is_named_and_its_neighbour_ends(tmp_path) -> None:
     """Its agent and all its processes are gone at once, as with a node that loses power."""
     codec.write_text(tmp_path / "request.json", codec.to_json(request()))

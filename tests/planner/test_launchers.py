@@ -15,7 +15,15 @@ from hypothesis import strategies as st
 
 from executor.launch.request import Request
 from planner.question.plan_file import load_plan, plan_file, save_plan
-from planner.runs.launchers import LauncherJob, collect_command, node_command, slurm, submit, torchrun, trainjob
+from planner.runs.schedulers.launchers import (
+    LauncherJob,
+    collect_command,
+    node_command,
+    slurm,
+    submit,
+    torchrun,
+    trainjob,
+)
 from simulator.config.plan import Plan
 from tests.planner.conftest import make_cluster, planned
 from topology import codec

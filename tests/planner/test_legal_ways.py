@@ -48,7 +48,7 @@ def test_a_model_is_asked_about_at_a_length_that_it_has(planner):
     document = json.loads(planner("suggest", "--model", "gpt2", "--gpus", "1", *BRIEF).stdout)
 
     assert document["question"]["workload"]["seq_len"] == 1024
-    assert "sequence length 1024 tokens" in document["assumed"]
+    assert "sequence length 1,024 tokens" in document["assumed"]
 
 
 @pytest.mark.parametrize(("name", "seq_len", "gpus"), [("gpt3-175b", 8192, 512), ("gpt3-175b", 2048, 64)])

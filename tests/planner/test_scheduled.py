@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 
 from planner.question.plan_file import plan_file, save_plan
-from planner.runs import launchers, runs_store, scheduled
-from planner.runs.launchers import LauncherJob
+from planner.runs import runs_store, scheduled
 from planner.runs.planned_run import job_run
+from planner.runs.schedulers import launchers
+from planner.runs.schedulers.launchers import LauncherJob
 from tests.planner.conftest import make_cluster, planned
 from tests.planner.schedulers import queue
 from topology import codec
@@ -76,10 +77,16 @@ def test_a_run_is_followed_through_the_queue_until_its_report_is_there(submitted
 
 
 @pytest.mark.parametrize(
-    ("word", "accounted", "said"),
-    [("FAILED", "", "failed"), ("CANCELLED", "", "cancelled"), (None, "NODE_FAIL", "node_fail"), (None, "", "ended")],
+    ("word", "accounted", "said", "cause"),
+    [
+        ("FAILED", "", "failed", ""),
+        ("CANCELLED", "", "cancelled", "the job was cancelled; "),
+        ("OUT_OF_MEMORY", "", "out_of_memory", "a node had no memory left for the job; "),
+        (None, "NODE_FAIL", "node_fail", "a node failed; "),
+        (None, "", "ended", ""),
+    ],
 )
-def test_a_job_that_leaves_no_report_says_how_it_ended(submitted, scheduler, word, accounted, said):
+def test_a_job_that_leaves_no_report_says_how_it_ended(submitted, scheduler, word, accounted, said, cause):
     job, submission = submitted()
     if word is None:  # squeue has forgotten it
         scheduler.forgets(SLOT)
@@ -91,7 +98,7 @@ def test_a_job_that_leaves_no_report_says_how_it_ended(submitted, scheduler, wor
     with pytest.raises(PlannerError, match=f"ended \\({said}\\) and left no report") as caught:
         follow(job, submission)
 
-    assert caught.value.why == "srun: error: node0: no such image"
+    assert caught.value.why == f"{cause}srun: error: node0: no such image"
 
 
 def test_a_job_that_waits_too_long_is_cancelled(submitted, scheduler):

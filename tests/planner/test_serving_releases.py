@@ -16,6 +16,7 @@ from planner.serving.candidates import deployments
 from planner.serving.question.from_flags import ServingFlags, serving_question
 from planner.serving.question.releases import WORDS, facts, parse_release, split_engine, too_old
 from planner.serving.stated import problems_of, stated_deployment
+from planner.validate.serving_points import engine_named
 from simulator.serving.deployment import Pool
 from simulator.serving.engine import engine_of
 from simulator.serving.forward_pass import ForwardPass
@@ -98,6 +99,16 @@ def test_an_older_release_schedules_while_the_gpu_waits() -> None:
     host = [engine_of("vllm013").step_s(0.0, n) for n in (1, 256)]
     assert times[0][0] - times[1][0] == pytest.approx(host[0] - engine_of("vllm").host_exposed_s)
     assert times[1][1] >= host[1]
+
+
+def test_releases_of_tensorrt_llm_have_hosts_of_their_own() -> None:
+    """Dynamo counts its own releases 0.x.post, and a release that nobody states is the older one."""
+    named = {
+        "TensorRT-LLM 0.17": "tensorrt", "trtllm 1.0.0rc3": "trtllm11", "trt 1.1.0rc2.post2": "trtllm11",
+        "trtllm 1.2.0rc6.post2": "trtllm", "trtllm 1.3.0rc5": "trtllm", "trtllm 0.8.1.post2": "trtllm",
+        "dynamo-trt": "trtllm", "trt": "trtllm11", "TensorRT-LLM (2024)": "tensorrt", "sglang v0.5.9-cu130": "sglang",
+    }  # fmt: skip
+    assert {name: engine_named(name) for name in named} == named
 
 
 def test_releases_are_told_apart_of_two_engines_only() -> None:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from planner.runs.slurm_check import ERROR, _gpus_of, judge_nodes
+from planner.runs.schedulers.node_answers import ERROR, judge_nodes
+from planner.runs.schedulers.slurm_check import _gpus_of
 from tests.tools import slurm_nodes
 
 ROOT = Path(__file__).parents[2]
@@ -26,6 +27,7 @@ def node(name, **changes):
         "sees_file": True,
         "resolved": {"n1": ["10.0.0.1"], "n2": ["10.0.0.2"]},
         "port_free": True,
+        "unreached": "",
         "interfaces": ["ib0", "eth0"],
         "nccl_interface": "",
     }
@@ -46,6 +48,7 @@ def faults(*answers, nodes=2, gpus=8):
         ({"resolved": {"n1": [], "n2": ["10.0.0.2"]}}, "names"),
         ({"resolved": {"n1": ["127.0.1.1"], "n2": ["127.0.1.1"]}}, "names"),
         ({"nccl_interface": "bond0"}, "interfaces"),
+        ({"unreached": "no answer from 10.0.0.1"}, "port"),
     ],
 )
 def test_a_fault_of_a_node_is_found(changes, code):

@@ -101,6 +101,109 @@ def test_each_trial_is_a_job_of_two_nodes(two_nodes, scheduler, tmp_path, what, 
     assert (cancelled.read_text().split() if cancelled.is_file() else []) == (["4711"] if what == "hang" else [])
 
 
+ARRAY = """#!{python}
+import sys
+from pathlib import Path
+text = Path(sys.argv[1]).read_text()
+assert "#SBATCH --exclusive" in text
+assert ("#SBATCH --array=0-1" in text) == ("array" in sys.argv[1])
+print("Submitted batch job 4711")
+"""
+ARRAY_STATES = """#!{python}
+import os, sys
+number = next(word for word in sys.argv if word.startswith("--jobs="))[7:]
+print("PREEMPTED" if number == "4711_1" and not os.path.exists(os.environ["AGAIN"]) else "RUNNING")
+"""
+
+
+@pytest.fixture
+def array(two_nodes, tmp_path, monkeypatch):
+    """Return a runner whose scheduler takes arrays, and a function that lets the job in a trial's folder end."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name, text in (("sbatch", ARRAY), ("squeue", ARRAY_STATES)):
+        (folder / name).write_text(text.format(python=sys.executable))
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("AGAIN", str(tmp_path / "again"))
+    monkeypatch.setattr("planner.tune.runners.job_trials.POLL_S", 0.05)
+    fields = {"question": two_nodes[0], "launcher": "slurm", "device": "cpu", "late_s": 0.1}
+    runner = JobTrials(**fields, folder=tmp_path / "trials", store=tmp_path / "runs")
+
+    def leave_report(trial: str) -> None:
+        where = tmp_path / "trials" / trial
+        (where / "run.json").write_text(json.dumps(report(json.loads((where / "request.json").read_text()))))
+
+    return runner, leave_report
+
+
+def first_two(plans):
+    return [(one, Chosen(row=row, why="", predicted_s=(1.0, 1.0, 1.0))) for row, one in enumerate(plans.plans[:2])]
+
+
+def report(request):
+    """Return the report of a run on CPUs."""
+    kept = {key: request[key] for key in ("plan", "model", "workload", "runtime", "device", "predicted")}
+    measured = {"steps": 10, "steps_asked": 10, "step_s": {"median": 0.25, "spread": 0.01, "all": [0.25] * 10}}
+    about = {"schema_version": 1, "status": "finished", "taken_at": "2026-01-01T00:00:00+00:00", "exit_code": 0}
+    return {**about, **kept, "seconds": 30.0, "failure": None, "measured": {**measured, "memory_by_rank": []}}
+
+
+def test_plans_that_are_tried_together_are_an_array(two_nodes, array, monkeypatch, tmp_path) -> None:
+    (tmp_path / "again").touch()  # no task is preempted
+    runner, leave_report = array
+    pair = first_two(two_nodes[1])
+    assert runner.shares_start(pair[0][0], pair[1][0])
+    begun = []
+    runner.began = lambda start: (begun.append(start), leave_report(f"trial-{len(begun):03d}"))
+
+    found = list(runner.run(pair, 300.0))
+
+    assert [(one.status, one.step_s) for one in found] == [(Status.FINISHED, 0.25)] * 2
+    assert [one.key for one in begun] == [one.key for one, _ in pair]
+    records = [json.loads((tmp_path / "trials" / name / "submission.json").read_text()) for name in TRIALS]
+    assert [one["task"] for one in records] == [0, 1]
+
+
+TRIALS = ("trial-001", "trial-002")
+
+
+def test_what_a_scheduler_took_away_says_nothing_of_the_plan_and_is_tried_again(two_nodes, array, tmp_path) -> None:
+    runner, leave_report = array
+    pair = first_two(two_nodes[1])
+
+    def began(start) -> None:
+        name = start.directory.rpartition("/")[2]
+        if name == "trial-003":  # the second plan, again
+            (tmp_path / "again").touch()
+        if name != "trial-002":
+            leave_report(name)
+
+    runner.began = began
+    found = list(runner.run(pair, 300.0))
+
+    assert [one.status for one in found] == [Status.FINISHED, Status.INTERRUPTED, Status.FINISHED]
+    assert "gave the nodes to another job" in found[1].cause
+    assert found[2].key == found[1].key == pair[1][0].key
+
+
+def test_jobs_of_a_tuning_that_was_killed_are_followed_and_not_submitted_again(two_nodes, array, tmp_path) -> None:
+    runner, leave_report = array
+    plan = two_nodes[1].plans[0]
+    starts = []
+    runner.began = starts.append
+    runner.tell = lambda _: (_ for _ in ()).throw(SystemExit)  # at its first look at the queue
+    with pytest.raises(SystemExit):
+        list(runner.run(first_two(two_nodes[1])[:1], 300.0))
+    (tmp_path / "bin" / "sbatch").unlink()
+    runner.tell = lambda _: None
+    leave_report("trial-001")
+
+    found = list(runner.left_over(starts, two_nodes[1].plans))
+
+    assert [(one.key, one.step_s) for one in found] == [(plan.key, 0.25)]
+
+
 def asked(question, **changes) -> TuningRequest:
     fields = {name: getattr(question, name) for name in ("model", "cluster", "workload", "runtime")}
     return TuningRequest(**fields, framework="meshwright", gpus=2, budget_s=600.0, within=0.01, **changes)

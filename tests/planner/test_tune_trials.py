@@ -19,7 +19,7 @@ from planner.tune.loop import Limits, tune
 from planner.tune.runners import executor_trials
 from planner.tune.runners.command_trials import CommandTrials, command_words
 from planner.tune.runners.metric import metric_of
-from planner.tune.trials import Chosen, Status
+from planner.tune.trials import Chosen, Status, Trial
 from simulator.config.hf_config import load_model
 from simulator.config.workload import Workload
 from tests.planner.conftest import ROOT, make_cluster
@@ -241,3 +241,25 @@ def test_an_executor_that_cannot_begin_is_a_failure_with_its_words(monkeypatch, 
 
     assert [one.status for one in found] == [Status.FAILED]
     assert "no_such_module" in found[0].cause
+
+
+def test_a_trial_alone_is_expected_to_take_a_whole_start(monkeypatch, tmp_path) -> None:
+    """Two trials shared a start of 27 s; the next, of another mesh, would not end within 30 s."""
+    workload = Workload(seq_len=64, global_batch_size=8)
+    question = question_of(load_model("tiny-llama"), make_cluster(gpus_per_node=2), workload, framework="meshwright")
+    plans = candidates_of(question, fastest=5)
+    seconds = iter([0.0, 41.0])
+    monkeypatch.setattr(executor_trials.time, "monotonic", lambda: next(seconds))
+    monkeypatch.setattr(executor_trials.child, "run_module", lambda *_, **__: 0)
+    runner = executor_trials.ExecutorTrials(question=question, device="cpu", folder=tmp_path, timed_steps=9)
+    ended = iter([12.0, 2.0])
+
+    def trial_of(*_, **__):
+        return Trial(key="", status=Status.FINISHED, step_s=0.2, seconds=next(ended))
+
+    monkeypatch.setattr(executor_trials.ExecutorTrials, "_trial", trial_of)
+    chosen = Chosen(row=0, why="", predicted_s=(1.0, 1.0, 1.0))
+    found = list(runner.run([(plans.plans[0], chosen), (plans.plans[1], chosen)], 60.0))
+
+    assert [one.seconds for one in found] == [39.0, 2.0]
+    assert runner.start_s(plans.plans[2]) == pytest.approx(27.0 + 12.0 - 10 * 0.2)

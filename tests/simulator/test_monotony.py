@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
+from simulator.analytical import account
 from simulator.analytical.estimates import estimate_plans
 from simulator.analytical.scenario import Scenario
 from simulator.config.hf_config import load_model
@@ -71,3 +73,23 @@ def test_each_further_micro_batch_takes_as_long() -> None:
 
     further = np.diff(by_batch) / np.diff(batches)
     np.testing.assert_allclose(further, further[0], rtol=1e-3)
+
+
+@pytest.mark.parametrize("seq_len", [1024, 1920, 2048])
+def test_a_host_that_catches_up_late_holds_up_the_rest_of_a_pipeline(seq_len, monkeypatch) -> None:
+    """A first pass that gathers parameters puts the host ahead; slower than the device, it loses a little of that with
+    every micro batch, until the device waits for it. Rounds that repeat each other take what all of them take.
+    """
+    degrees = {"dp_shard": 2, "tp": 4, "pp": 2, "ep": 4, "schedule": "1F1B"}
+    plan = Plan(**degrees, micro_batch_size=1, sequence_parallel=True, recompute="none", reshard_after_forward=False)
+    asked = Scenario(
+        model=load_model("qwen3-30b-a3b"),
+        cluster=cluster("l40s-x8", 16),
+        workload=Workload(seq_len=seq_len, global_batch_size=32),
+        runtime=Runtime(name="pytorch"),
+    )
+    extrapolated = float(estimate_plans(asked, [plan]).step_s[0])
+    monkeypatch.setattr(account, "walked", lambda _name, _ranks, micro_batches: micro_batches)
+    whole = float(estimate_plans(asked, [plan]).step_s[0])
+
+    assert extrapolated == pytest.approx(whole, rel=1e-6)

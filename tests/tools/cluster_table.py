@@ -1,10 +1,10 @@
 """What a person sees who runs plans through schedulers that are real: the table of examples/cluster/README.md.
 
-    python -m tests.tools.cluster_table FOLDER [NAME ...]      runs the cases named, or all: a line each in rows.jsonl
+    python -m tests.tools.cluster_table FOLDER [--ray BIN] [NAME ...]
 
-Slurm is that of `slurm_nodes`: two nodes on this machine. Every case starts `planner` as a person does, in a folder of
-its own, and does something to the job while it runs. A row has the seconds until planner answered, its exit code, and
-the last lines that it printed.
+It runs the cases named, such as slurm-smoke or ray-cancel, or all, and adds a line for each to FOLDER/rows.jsonl. Slurm
+is that of `slurm_nodes`, Ray that of `ray_nodes`, Kubernetes that of `kube_api`; their nodes have networks of their own
+on this machine.
 """
 
 from __future__ import annotations
@@ -16,203 +16,155 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from tests.tools import slurm_nodes
-from tests.tools.slurm_nodes import Cluster
+from tests.tools import cluster_cases as cases
+from tests.tools import kube_api, ray_nodes, slurm_nodes
+from tests.tools.cluster_cases import Case, Row
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLLOWED = ["--launcher", "slurm", "--submit", "--wait", "5m"]
-PATIENT_S = 400.0
-LAST_LINES = 9
 
+# Cases of one cluster, and how that is made.
+SLURM: tuple[tuple[dict[str, Any], tuple[Callable[[Case, Any], Row], ...]], ...] = (
+    (
+        {},
+        (
+            cases.smoke,
+            cases.plan,
+            cases.tune,
+            cases.tune_preempted,
+            cases.tune_node_lost,
+            cases.tune_each,
+            cases.tune_each_preempted,
+            cases.tune_each_killed,
+            cases.cancel,
+            cases.node_lost,
+            cases.preempted,
+            cases.requeued,
+            cases.time_limit,
+            cases.rank_killed,
+            cases.controller_killed,
+            cases.port_closed,
+            cases.versions_differ,
+            cases.wrong_interface,
+        ),
+    ),
+    ({"resolved": False}, (cases.unresolved,)),
+    ({"memory_mib": 500}, (cases.out_of_memory,)),
+    ({"nodes": 3}, (cases.node_missing,)),
+)
 
-@dataclass
-class Case:
-    """One call of planner: `started` begins it, `ended` waits for it and returns its row."""
+RAY = (
+    cases.smoke,
+    cases.plan,
+    cases.tune,
+    cases.tune_each,
+    cases.cancel,
+    cases.rank_killed,
+    cases.budget_over,
+    cases.no_room,
+    cases.node_lost,
+)
 
-    name: str
-    folder: Path
-    environment: dict[str, str]
-    process: subprocess.Popen[str] = field(init=False)
-    began: float = field(init=False)
-
-    def started(self, *words: str) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.began = time.monotonic()
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "planner", *words],
-            cwd=self.folder,
-            text=True,
-            stdout=(self.folder / "answer.txt").open("w"),
-            stderr=(self.folder / "said.txt").open("w"),
-            env=self.environment,
-            start_new_session=True,
-        )
-
-    def ended(self, **more: object) -> dict[str, object]:
-        code: int | str = self.process.wait(PATIENT_S)
-        said = [*self.printed("said.txt")[-LAST_LINES:], *self.printed("answer.txt")[-LAST_LINES:]]
-        return (
-            {"name": self.name, "seconds": round(time.monotonic() - self.began), "exit_code": code}
-            | more
-            | {"said": said}
-        )
-
-    def printed(self, name: str) -> list[str]:
-        text = (self.folder / name).read_text(errors="replace").replace("\r", "\n")
-        return [line for line in text.splitlines() if line.strip()]
-
-    def wait_for(self, there: Callable[[], bool], limit_s: float = 120.0) -> None:
-        """Wait for something of the job, as long as planner runs."""
-        ends = time.monotonic() + limit_s
-        while not there() and time.monotonic() < ends and self.process.poll() is None:
-            time.sleep(0.3)
-
-
-def ranks_began(case: Case) -> bool:
-    """Return whether all ranks of a run have written their first line."""
-    return len([*case.folder.glob("run/records/rank*.jsonl")]) >= 4
-
-
-def queue(cluster: Cluster) -> list[str]:
-    return [line for line in cluster.ask("squeue", "-h", "-o", "%i|%T|%R").splitlines() if line]
-
-
-def job_of(cluster: Cluster) -> str:
-    return queue(cluster)[0].partition("|")[0]
-
-
-def smoke(case: Case, cluster: Cluster) -> dict[str, object]:
-    case.started("apply", *FOLLOWED, "--out", "run")
-    return case.ended()
-
-
-def plan(case: Case, cluster: Cluster) -> dict[str, object]:
-    words = ["--model=tiny-llama", "--cluster=2x4xH100", "--gpus=8", "--framework=meshwright", "--seq-len=256"]
-    case.started("estimate", *words, "--tp=2", "--dp-shard=4", "--global-batch=8", "--out=plan.json")
-    case.process.wait(PATIENT_S)
-    case.started("apply", "plan.json", *FOLLOWED, "--device=cpu", "--out", "run")
-    return case.ended()
-
-
-def tune(case: Case, cluster: Cluster) -> dict[str, object]:
-    words = ["--model=tiny-llama", "--cluster=4xH100", "--gpus=2", "--seq-len=128", "--global-batch=4", "--device=cpu"]
-    case.started("tune", *words, "--launcher=slurm", "--submit", "--state=state.jsonl", "--trials=2", "--steps=2")
-    case.process.wait(PATIENT_S)
-    ends = time.monotonic() + PATIENT_S
-    while queue(cluster) and time.monotonic() < ends:
-        time.sleep(1.0)
-    waited = time.monotonic() - case.began
-    case.started("tune", "--resume=state.jsonl", "--show")
-    return case.ended() | {"seconds": round(waited)}
-
-
-def cancel(case: Case, cluster: Cluster) -> dict[str, object]:
-    case.started("apply", *FOLLOWED, "--out", "run", "--steps=1000")
-    case.wait_for(lambda: ranks_began(case))
-    case.began = time.monotonic()
-    os.killpg(case.process.pid, signal.SIGINT)
-    row = case.ended()
-    time.sleep(6)
-    return row | {"left in the queue": queue(cluster)}
-
-
-def node_lost(case: Case, cluster: Cluster) -> dict[str, object]:
-    case.started("apply", *FOLLOWED, "--out", "run", "--steps=1000")
-    case.wait_for(lambda: ranks_began(case))
-    case.began = time.monotonic()
-    cluster.kill("mw2")
-    row = case.ended(queue=queue(cluster))
-    cluster.start_node("mw2")
-    with suppress(subprocess.SubprocessError):
-        cluster.ask("scontrol", "update", "nodename=mw2", "state=resume")
-    return row
-
-
-def preempted(case: Case, cluster: Cluster) -> dict[str, object]:
-    case.started("apply", *FOLLOWED, "--out", "run", "--steps=1000")
-    case.wait_for(lambda: ranks_began(case))
-    case.began = time.monotonic()
-    cluster.ask("sbatch", "-p", "urgent", "-N2", "--exclusive", "-o", "/dev/null", "--wrap", "sleep 5")
-    return case.ended(queue=queue(cluster))
-
-
-def time_limit(case: Case, cluster: Cluster) -> dict[str, object]:
-    case.started("apply", *FOLLOWED, "--out", "run", "--steps=1000", "--budget=300s")
-    case.wait_for(lambda: ranks_began(case))
-    case.began = time.monotonic()
-    cluster.ask("scontrol", "update", f"jobid={job_of(cluster)}", "TimeLimit=1")
-    return case.ended()
-
-
-def requeued(case: Case, cluster: Cluster) -> dict[str, object]:
-    case.started("apply", *FOLLOWED, "--out", "run", "--steps=20")
-    case.wait_for(lambda: ranks_began(case))
-    case.began = time.monotonic()
-    with suppress(subprocess.SubprocessError):
-        cluster.ask("scontrol", "requeue", job_of(cluster))
-    return case.ended()
-
-
-def rank_killed(case: Case, cluster: Cluster) -> dict[str, object]:
-    import psutil
-
-    case.started("apply", *FOLLOWED, "--out", "run", "--steps=1000")
-    case.wait_for(lambda: ranks_began(case))
-    case.began = time.monotonic()
-    for process in psutil.process_iter(["cmdline", "environ"]):
-        words, environment = process.info["cmdline"] or [], process.info["environ"] or {}
-        if "executor.run.worker" in words and environment.get("RANK") == "2" and str(case.folder) in " ".join(words):
-            process.kill()
-    return case.ended()
-
-
-CASES = {
-    one.__name__: one for one in (smoke, plan, tune, cancel, node_lost, preempted, requeued, time_limit, rank_killed)
+KUBERNETES = {
+    "kubernetes": (
+        cases.smoke,
+        cases.plan,
+        cases.cancel,
+        cases.pod_lost,
+        cases.pod_preempted,
+        cases.pods_too_long,
+        cases.pod_unresolved,
+    ),
+    "jobset": (cases.smoke, cases.cancel),
+    "trainjob": (cases.smoke, cases.cancel, cases.tune_trainjob),
 }
 
 
-def unresolved(case: Case, cluster: Cluster) -> dict[str, object]:
-    return smoke(case, cluster)
+def environment(cluster: Any, folder: Path) -> dict[str, str]:
+    """Return what planner is started with: this checkout, this Python, and a folder of its own for runs."""
+    paths = {
+        "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    }
+    home = {"XDG_DATA_HOME": str(folder / "data"), "NO_COLOR": "1", "COLUMNS": "160"}
+    return {**os.environ, **paths, **home, **cluster.environment}
+
+
+def run_case(run: Callable[[Case, Any], Row], launcher: str, cluster: Any, folder: Path) -> None:
+    """Run a case and add its row to the file."""
+    name = f"{launcher}-{run.__name__}"
+    case = Case(name=name, folder=folder / name, launcher=launcher, environment=environment(cluster, folder))
+    row = run(case, cluster)
+    with (folder / "rows.jsonl").open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    print(json.dumps(row, indent=1), flush=True)
+
+
+def run_slurm(folder: Path, names: Sequence[str]) -> None:
+    """Run the cases of Slurm that are named, or all."""
+    if lacking := slurm_nodes.missing():
+        print(f"Slurm cannot be started here: {', '.join(lacking)}", file=sys.stderr)
+        return
+    for number, (how, wanted) in enumerate(SLURM):
+        todo = [one for one in wanted if not names or f"slurm-{one.__name__}" in names]
+        if not todo:
+            continue
+        with slurm_nodes.cluster(folder / f"slurm{number}", **how) as cluster:
+            for run in todo:
+                cluster.wait_ready()
+                run_case(run, "slurm", cluster, folder)
+                with suppress(subprocess.SubprocessError):
+                    cluster.ask("scancel", "-u", "root")
+                    time.sleep(2)
+
+
+def run_ray(folder: Path, names: Sequence[str], programs: Path | None) -> None:
+    """Run the cases of Ray that are named, or all."""
+    if programs is None or (lacking := ray_nodes.missing(programs)):
+        print(f"Ray cannot be started here: {', '.join(lacking) if programs else '--ray'}", file=sys.stderr)
+        return
+    todo = [one for one in RAY if not names or f"ray-{one.__name__}" in names]
+    if todo:
+        with ray_nodes.cluster(folder / "ray", programs) as cluster:
+            for run in todo:
+                cluster.wait_ready()
+                run_case(run, "ray", cluster, folder)
+
+
+def run_kubernetes(folder: Path, names: Sequence[str]) -> None:
+    """Run the cases of Kubernetes that are named, or all: a real kubectl, an API server of ours."""
+    if lacking := kube_api.missing():
+        print(f"Kubernetes cannot be imitated here: {', '.join(lacking)}", file=sys.stderr)
+        return
+    os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # of the pods
+    with kube_api.cluster(folder / "kube") as cluster:
+        for launcher, wanted in KUBERNETES.items():
+            for run in wanted:
+                if not names or f"{launcher}-{run.__name__}" in names:
+                    run_case(run, launcher, cluster, folder)
+                    for plural, name in list(cluster.objects):
+                        cluster.delete(plural, name)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("names", nargs="*")
-    options = parser.parse_args()
-    if lacking := slurm_nodes.missing():
-        print(f"Slurm cannot be started here: {', '.join(lacking)}", file=sys.stderr)
-        return 1
+    parser.add_argument("--ray", type=Path, help="folder of the programs of an environment that has ray and torch")
+    options = parser.parse_intermixed_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # and so undo what was changed
     folder = options.folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
-    names = options.names or [*CASES, "unresolved"]
-    for resolved in (True, False):
-        todo = {name: CASES.get(name, unresolved) for name in names if (name != "unresolved") == resolved}
-        if not todo:
-            continue
-        with slurm_nodes.cluster(folder / ("slurm" if resolved else "slurm-unresolved"), resolved=resolved) as cluster:
-            for name, run in todo.items():
-                cluster.wait_ready()
-                before = os.environ.get("PYTHONPATH", "")
-                paths = {
-                    "PYTHONPATH": f"{ROOT}:{before}",
-                    "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-                }
-                home = {"XDG_DATA_HOME": str(folder / "data"), "NO_COLOR": "1", "COLUMNS": "160"}
-                environment = {**os.environ, **paths, **home, **cluster.environment}
-                row = run(Case(name=name, folder=folder / name, environment=environment), cluster)
-                with (folder / "rows.jsonl").open("a") as file:
-                    file.write(json.dumps(row) + "\n")
-                print(json.dumps(row, indent=1), flush=True)
-                with suppress(subprocess.SubprocessError):
-                    cluster.ask("scancel", "-u", "root")
-                    time.sleep(2)
+    if not options.names or any(one.startswith("slurm-") for one in options.names):
+        run_slurm(folder, options.names)
+    if not options.names or any(one.startswith("ray-") for one in options.names):
+        run_ray(folder, options.names, options.ray)
+    if not options.names or any(one.partition("-")[0] in KUBERNETES for one in options.names):
+        run_kubernetes(folder, options.names)
     return 0
 
 

@@ -1,12 +1,13 @@
-"""A real Slurm of two nodes on this machine, from Debian's packages (munge, slurmctld, slurmd), for tests and by hand.
+"""A real Slurm of several nodes on this machine, from Debian's packages, for tests and by hand.
 
+    apt-get install munge slurmctld slurmd iproute2
     python -m tests.tools.slurm_nodes FOLDER            starts it, prints how to use it, ends it with Ctrl-C
 
-The nodes are two slurmd on ports of their own, each with four GPUs that are files. Everything is below FOLDER: key,
-socket, configuration, state and logs. Nothing of the machine's own Slurm is read or changed; the names of the nodes
-stand in /etc/hosts meanwhile. Root is needed for that, and since slurmd starts jobs as their users.
+Each node is a slurmd with a host name and a network of its own (namespaces behind a bridge), and four GPUs that are
+files. Everything else is below FOLDER: key, socket, configuration, state and logs. Nothing of the machine's own Slurm
+is read or changed; the names of the nodes stand in /etc/hosts meanwhile. Root is needed for all of that.
 
-Sources: slurm.conf(5), gres.conf(5), munged(8); several slurmd on a host: "Slurm for multiple nodes per host".
+Sources: slurm.conf(5), gres.conf(5), munged(8).
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from __future__ import annotations
 import argparse
 import os
 import secrets
-import shutil
 import signal
 import socket
 import subprocess
@@ -25,14 +25,31 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "squeue", "scancel", "scontrol", "sinfo", "srun")
-NODES, GPUS = ("mw1", "mw2"), 4
-HOSTS = Path("/etc/hosts")
+import psutil
+
+from tests.tools import node_networks
+from tests.tools.node_networks import Networks
+
+PROGRAMS = (
+    "ip",
+    "unshare",
+    "munged",
+    "slurmctld",
+    "slurmd",
+    "sbatch",
+    "squeue",
+    "scancel",
+    "scontrol",
+    "sinfo",
+    "srun",
+)
+GPUS = 4
 READY_S = 30.0
 CONFIGURATION = """\
 ClusterName=meshwright
 SlurmctldHost={host}({address})
-SlurmctldPort={controller}
+SlurmctldPort=6817
+SlurmdPort=6818
 SlurmUser=root
 AuthType=auth/munge
 AuthInfo=socket={folder}/munge/socket
@@ -45,10 +62,10 @@ SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/%n.log
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
-JobAcctGatherType=jobacct_gather/none
+JobAcctGatherType=jobacct_gather/{gather}
 AccountingStorageType=accounting_storage/none
 SelectType=select/cons_tres
-SelectTypeParameters=CR_Core
+SelectTypeParameters=CR_Core{memory}
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 GresTypes=gpu
@@ -73,6 +90,7 @@ class Cluster:
     """A Slurm that runs. `environment` is what its commands need."""
 
     folder: Path
+    networks: Networks
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     @property
@@ -91,16 +109,34 @@ class Cluster:
                 list(words), stdout=log, stderr=log, env={**os.environ, **self.environment}
             )
 
+    def start_controller(self, *more: str) -> None:
+        """Start slurmctld; without `-c` it goes on with the jobs that it knew."""
+        self.start("slurmctld", ["slurmctld", "-D", *more, "-f", str(self.folder / "slurm.conf")])
+
     def start_node(self, name: str) -> None:
-        self.start(name, ["slurmd", "-D", "-N", name, "-f", str(self.folder / "slurm.conf")])
+        words = ["slurmd", "-D", "-N", name, "-f", str(self.folder / "slurm.conf")]
+        self.start(name, self.networks.inside(name, words))
 
     def kill(self, name: str) -> None:
         """Kill a daemon as `kill -9` does; of a node, the steps of jobs and all that they started, too."""
-        for pid in _below(self.processes[name].pid) if name in NODES else ():
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
         self.processes[name].kill()
         self.processes[name].wait()
+        for pid in self._on(name) if name in self.networks.addresses else ():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def _on(self, name: str) -> Iterator[int]:
+        """Yield the processes of jobs on a node, and those of slurmd that watch them, which leave its group."""
+        mine = {"SLURM_CONF": str(self.folder / "slurm.conf"), "SLURMD_NODENAME": name}
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                found = process.environ()
+                if not all(found.get(key) == value for key, value in mine.items()):
+                    continue
+                parent = process.parent()
+                if parent is not None and "slurmstepd" in parent.name():
+                    yield parent.pid
+                yield process.pid
 
     def states(self) -> dict[str, str]:
         """Return the state of each node."""
@@ -118,8 +154,8 @@ class Cluster:
     def stop(self) -> None:
         for name in reversed(self.processes):
             process = self.processes[name]
-            if name in NODES:
-                for pid in _below(process.pid):
+            if name in self.networks.addresses:
+                for pid in self._on(name):
                     with suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
             if process.poll() is None:
@@ -137,82 +173,77 @@ class Cluster:
 
 def missing() -> list[str]:
     """Return what keeps a cluster from being started here; nothing where it can."""
-    absent = [name for name in PROGRAMS if shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin") is None]
-    return [*absent, *(["root"] if os.geteuid() else [])]
+    return node_networks.missing(PROGRAMS)
 
 
 @contextmanager
-def cluster(folder: Path, *, resolved: bool = True, lost_s: int = 10, grace_s: int = 5) -> Iterator[Cluster]:
+def cluster(
+    folder: Path,
+    *,
+    nodes: int = 2,
+    resolved: bool = True,
+    lost_s: int = 10,
+    grace_s: int = 5,
+    memory_mib: int | None = None,
+) -> Iterator[Cluster]:
     """Start a cluster below a folder and yield it. With `resolved`, the nodes' names stand in /etc/hosts meanwhile.
 
     A node counts as lost after `lost_s`, and a job that is preempted or out of time has `grace_s` between SIGTERM and
-    SIGKILL.
+    SIGKILL. With `memory_mib`, a job that holds more on a node is killed.
     """
     folder = folder.absolute()
     os.environ["PATH"] = f"{os.environ['PATH']}:/usr/sbin"
     (folder / "state").mkdir(parents=True, exist_ok=True)
-    found = Cluster(folder)
-    line = f"127.0.0.1 {' '.join(NODES)} # a test of meshwright\n"
-    _configure(found, lost_s=lost_s, grace_s=grace_s)
-    try:
-        if resolved:
-            HOSTS.write_text(HOSTS.read_text() + line)
-        munge = folder / "munge"
-        munge.mkdir(mode=0o700, exist_ok=True)
-        (munge / "key").write_bytes(secrets.token_bytes(128))
-        (munge / "key").chmod(0o400)
-        files = {name: str(munge / name) for name in ("socket", "key", "log", "seed", "pid")}
-        options = {"socket": "socket", "key-file": "key", "log-file": "log", "seed-file": "seed", "pid-file": "pid"}
-        found.start("munged", ["munged", "-F", "-f", *(f"--{word}={files[name]}" for word, name in options.items())])
-        while not (munge / "socket").exists():
-            time.sleep(0.05)
-        found.start("slurmctld", ["slurmctld", "-D", "-c", "-f", str(folder / "slurm.conf")])
-        for name in NODES:
-            found.start_node(name)
-        found.wait_ready()
-        yield found
-    finally:
-        found.stop()
-        if resolved:
-            HOSTS.write_text(HOSTS.read_text().replace(line, ""))
+    with node_networks.connected(Networks("mw", "10.213.7", nodes), resolved=resolved) as networks:
+        found = Cluster(folder, networks)
+        _configure(found, lost_s=lost_s, grace_s=grace_s, memory_mib=memory_mib)
+        try:
+            _start(found)
+            yield found
+        finally:
+            found.stop()
 
 
-def _configure(found: Cluster, *, lost_s: int, grace_s: int) -> None:
-    folder, host, ports = found.folder, socket.gethostname(), _free_ports(1 + len(NODES))
-    for name in NODES:
+def _start(found: Cluster) -> None:
+    munge = found.folder / "munge"
+    munge.mkdir(mode=0o700, exist_ok=True)
+    (munge / "key").write_bytes(secrets.token_bytes(128))
+    (munge / "key").chmod(0o400)
+    files = {name: str(munge / name) for name in ("socket", "key", "log", "seed", "pid")}
+    options = {"socket": "socket", "key-file": "key", "log-file": "log", "seed-file": "seed", "pid-file": "pid"}
+    found.start("munged", ["munged", "-F", "-f", *(f"--{word}={files[name]}" for word, name in options.items())])
+    while not (munge / "socket").exists():
+        time.sleep(0.05)
+    found.start_controller("-c")
+    for name in found.networks.addresses:
+        found.start_node(name)
+    found.wait_ready()
+
+
+def _configure(found: Cluster, *, lost_s: int, grace_s: int, memory_mib: int | None) -> None:
+    folder, host = found.folder, socket.gethostname()
+    for name in found.networks.addresses:
         for number in range(GPUS):
             (folder / f"{name}-gpu{number}").touch()
     nodes = "\n".join(
-        f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=8 RealMemory=1000 Gres=gpu:{GPUS}"
+        f"NodeName={name} NodeHostname={name} NodeAddr={address} CPUs=8 RealMemory={memory_mib or 1000} Gres=gpu:{GPUS}"
         f" State=UNKNOWN"
-        for name, port in zip(NODES, ports[1:], strict=True)
+        for name, address in found.networks.addresses.items()
     )
     text = CONFIGURATION.format(
-        host=host, address="127.0.0.1", controller=ports[0], folder=folder, nodes=nodes, lost=lost_s, grace=grace_s
+        host=host,
+        address=found.networks.here,
+        folder=folder,
+        nodes=nodes,
+        lost=lost_s,
+        grace=grace_s,
+        gather="none" if memory_mib is None else "linux\nJobAcctGatherParams=OverMemoryKill\nJobAcctGatherFrequency=1",
+        memory="" if memory_mib is None else "_Memory",
     )
     (folder / "slurm.conf").write_text(text)
-    gpus = (f"NodeName={name} Name=gpu File={folder}/{name}-gpu[0-{GPUS - 1}]\n" for name in NODES)
+    gpus = (f"NodeName={name} Name=gpu File={folder}/{name}-gpu[0-{GPUS - 1}]\n" for name in found.networks.addresses)
     (folder / "gres.conf").write_text("".join(gpus))
     (folder / "cgroup.conf").write_text("CgroupAutomount=no\n")
-
-
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for one in sockets:
-        one.bind(("127.0.0.1", 0))
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
-
-
-def _below(pid: int) -> list[int]:
-    """Return the processes that a process has started, and those that they have."""
-    import psutil
-
-    with suppress(psutil.Error):
-        return [one.pid for one in psutil.Process(pid).children(recursive=True)]
-    return []
 
 
 def main() -> int:

@@ -18,7 +18,7 @@ from tests.ui.conftest import ROOT
 from topology.catalog.clusters import catalog_names
 from topology.cluster import LinkState, Source
 from ui.canvas.payload import COLOURS
-from ui.charts import compare, detail, loads, look, measured, model, plans, topology
+from ui.charts import compare, curves, detail, loads, look, measured, model, plans, topology
 from ui.charts.placement_layout import placement_rows
 
 GIB = 2**30
@@ -33,6 +33,12 @@ def row(plan, rank, step_s, peak_gib):
 
 
 ROWS = [row("a", 1, 1.0, 60.0), row("b", 2, 1.1, 40.0), row("c", 3, 1.2, 50.0)]
+
+CELL = {"length": "4,096", "micro_batch": "1", "upper": "u", "lower": "l", "state": "s"}
+SIZES = [
+    {**CELL, "tokens_per_s": 100.0, "here": True},
+    {**CELL, "micro_batch": "2", "tokens_per_s": None, "here": False},
+]
 
 
 @cache
@@ -58,6 +64,10 @@ def specifications(dark):
         "against": measured.against([run], unit="s", dark=dark),
         "errors": measured.errors([run], dark=dark),
         "parameters": model.parameters([{"part": "attention", "parameters": 1e9}], dark=dark),
+        "sizes": curves.size_map(SIZES, dark=dark),
+        "savings": detail.savings(
+            [{"change": "c", "from_gib": 9.0, "to_gib": 4.0, "quicker": True, "text": "t"}], 8.0, dark=dark
+        ),
         "differences": compare.differences([{"name": "bubble", "delta": 1.0, "text": "1 ms"}], unit="ms", dark=dark),
     }
     return {name: chart.to_dict() for name, chart in drawn.items()}

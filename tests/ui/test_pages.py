@@ -278,8 +278,10 @@ def test_changing_a_plan_shows_the_difference_and_what_is_not_legal(explorer):
 
 
 def test_no_run_yet_says_how_to_make_one(explorer):
-    text = said(explorer("measured"))
+    test = explorer("measured")
+    text = said(test)
 
+    assert list(table(test, "draw")["draw"]) == sorted(table(test, "draw")["draw"], reverse=True)
     assert "No runs yet" in text
     assert "planner apply" in text
 

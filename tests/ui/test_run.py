@@ -94,6 +94,16 @@ def test_a_tuning_on_recorded_runs_is_followed_and_ends_with_its_best_plan(explo
     assert len(table(test, "measured, s")) == len(found["result"]["trials"]) == 2
 
 
+def test_a_machine_without_gpus_is_known_before_the_click(explorer, queue, monkeypatch):
+    monkeypatch.setattr("ui.jobs.gpus_here", lambda: 0)
+    test = explorer("run", model="tiny-llama", cluster="h200x4", gpus="2", seq="256", batch="4")
+    assert "This machine has no GPU, and the plan needs 2" in said(test)
+
+    test.button[0].click().run()
+    assert "choose cpu" in test.warning[0].value
+    assert queue.jobs.newest(service.USER, 10) == []
+
+
 def test_a_job_for_a_scheduler_is_written_and_what_does_not_go_together_is_refused(explorer, queue):
     test = explorer("run", model="tiny-llama", cluster="h200x4", gpus="2", seq="256", batch="4")
     test.checkbox[0].check()

@@ -24,7 +24,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -117,9 +118,17 @@ def parse_cluster(document: Any, *, where: str) -> Cluster:
     elif "gpu" in document:
         loaded = _small(document, where)
     else:
-        raise BadInput(f"{where} is not a cluster", why='it has neither "groups" nor "gpu"', remedy=_FORMS)
+        raise BadInput(f"{where} does not say which GPU it has", why=_without_gpu(document), remedy=_FORMS)
     require_possible(loaded, where=where)
     return loaded
+
+
+def _without_gpu(document: JsonObject) -> str:
+    """Return why an object is no cluster, with the fields that its own may have meant."""
+    known = [field.name for field in fields(SmallCluster)]
+    meant = [(name, get_close_matches(name, known, n=1)) for name in document if name not in known]
+    unknown = ", ".join(f"{name[:40]!r} (did you mean {near[0]!r}?)" for name, near in meant if near)
+    return 'neither "gpu" nor "groups" is stated' + (f"; nothing reads {unknown}" if unknown else "")
 
 
 def _refuse_mixed(document: Any, where: str) -> None:

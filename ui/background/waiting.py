@@ -25,6 +25,7 @@ MAX_RESULTS = {
     "check": 16,
     "other": 16,
     "simulate": 4,
+    "sizes": 32,
     "serve": 32,
 }  # search results have kilobytes, a long trace tens of megabytes
 PATIENCE_S = 0.8  # before the panel appears, so that fast results come without a flicker

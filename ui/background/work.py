@@ -15,8 +15,9 @@ from planner.explain.traffic import Traffic, traffic_of
 from planner.question.flags import Flags
 from planner.question.question import Question
 from planner.search.answer import answer, search_question
-from planner.search.result import SearchResult
+from planner.search.result import RankedPlan, SearchResult
 from planner.search.search import SearchOptions
+from planner.search.size_grid import Size, size_grid
 from planner.serving import (
     Account,
     ServingFlags,
@@ -121,6 +122,14 @@ def _busiest_links(run: Run, cluster: Cluster) -> dict[str, Samples]:
     return {names[medium]: kept for medium, (_, kept) in sorted(best.items(), reverse=True)}
 
 
+def sizes(progress: Progress, question: Question, ranked: RankedPlan) -> tuple[Size, ...]:
+    """Return what a plan takes with other sequences and micro batches, powers of two around what it has."""
+    progress("other lengths and micro batches")
+    length, size = question.workload.seq_len, ranked.plan.micro_batch_size
+    lengths = [found for power in range(-2, 3) if (found := int(length * 2.0**power)) * 2.0**-power == length]
+    return size_grid(question, ranked.plan, ranked.estimate, lengths, sorted({1, 2, 4, 8, size, 2 * size}))
+
+
 def check(progress: Progress, text: str, name: str, flags: CheckFlags) -> JsonObject:
     """Return what `planner check --json` answers."""
     found: JsonObject = any_document(name, check_any(text, name, flags, progress=progress))
@@ -151,5 +160,6 @@ WORK: dict[str, Callable[..., Any]] = {
     "check": check,
     "numbers": numbers,
     "simulate": simulate,
+    "sizes": sizes,
     "serve": serve,
 }

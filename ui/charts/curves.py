@@ -7,8 +7,9 @@ from typing import Any
 
 import altair as alt
 
-from planner.pictures.palette import BAD, GOOD, GREY
+from planner.pictures.palette import BAD, BLUE, GOOD, GREY
 from ui.charts.look import Figure, finished, paper
+from ui.charts.row_types import SizeRow
 
 
 def before_and_after(rows: Sequence[Mapping[str, Any]], *, dark: bool) -> Figure:
@@ -60,3 +61,32 @@ def over_gpus(rows: Sequence[Mapping[str, Any]], value: str, title: str, *, dark
     points = base.mark_point(color=GOOD, filled=True, size=80, opacity=1)
     text = base.mark_text(dy=-12, fontSize=11, color=p.ink).encode(text="text:N")
     return finished(alt.layer(line, points, text).properties(height=230), dark)
+
+
+def size_map(rows: Sequence[SizeRow], *, dark: bool) -> Figure:
+    """Draw a plan over lengths and micro batches: the more tokens/s a GPU, the deeper the colour; an empty
+    frame is what does not surely fit. A thick frame is the plan as it is.
+    """
+    p = paper(dark)
+    rates = [row["tokens_per_s"] for row in rows if row["tokens_per_s"] is not None]
+    base = alt.Chart(alt.Data(values=[dict(row) for row in rows])).encode(
+        x=alt.X("micro_batch:N", sort=None, title="sequences a micro batch", axis=alt.Axis(labelAngle=0, orient="top")),
+        y=alt.Y("length:N", sort=None, title="tokens a sequence"),
+        tooltip=[
+            alt.Tooltip("length:N", title="tokens a sequence"),
+            alt.Tooltip("micro_batch:N", title="sequences a micro batch"),
+            alt.Tooltip("upper:N", title="it takes"),
+            alt.Tooltip("lower:N", title="memory"),
+            alt.Tooltip("state:N", title="state"),
+        ],
+    )
+    fits = alt.datum.tokens_per_s > 0
+    filled = base.transform_filter(fits).mark_rect(cornerRadius=3, stroke=p.page, strokeWidth=3, color=BLUE)
+    depth = alt.Scale(domain=[0, max(rates, default=1.0)], range=[0.0, 0.55])
+    filled = filled.encode(opacity=alt.Opacity("tokens_per_s:Q", scale=depth, legend=None))
+    hollow = base.transform_filter(~fits).mark_rect(cornerRadius=3, fillOpacity=0, stroke=BAD, strokeOpacity=0.45)
+    here = base.transform_filter(alt.datum.here).mark_rect(cornerRadius=3, fillOpacity=0, stroke=p.ink, strokeWidth=2.5)
+    upper = base.mark_text(dy=-7, fontSize=12, color=p.ink).encode(text="upper:N")
+    lower = base.mark_text(dy=8, fontSize=11, color=p.quiet).encode(text="lower:N")
+    lengths = len({row["length"] for row in rows})
+    return finished(alt.layer(filled, hollow, here, upper, lower).properties(height=44 * lengths + 60), dark)

@@ -8,9 +8,10 @@ from typing import Any
 import altair as alt
 
 from planner.io.figures import gib_text, seconds_text
-from planner.pictures.palette import BAD, MEMORY
+from planner.pictures.palette import BAD, GOOD, GREY, MEMORY
 from topology.units import GIB
 from ui.charts.look import Figure, finished, ink_on, paper, scale, words
+from ui.charts.row_types import SavingRow
 
 LEAST_SHOWN_BYTES = 0.005 * GIB
 
@@ -70,6 +71,27 @@ def memory(stages: Sequence[Mapping[str, float]], capacity: float, *, dark: bool
     )
     row = 34 if len(stages) <= 16 else 13
     return finished(alt.layer(bars, rule, label).properties(height=row * len(stages) + 150), dark)
+
+
+def savings(rows: Sequence[SavingRow], capacity_gib: float, *, dark: bool) -> Figure:
+    """Draw what changes of one setting free: a bar from what the plan holds down to what it would, in GiB, blue where
+    the step takes no more time; and what a GPU has.
+    """
+    p = paper(dark)
+    most = max([capacity_gib, *(row["from_gib"] for row in rows)]) * 1.04
+    base = alt.Chart(alt.Data(values=[dict(row) for row in rows])).encode(
+        y=alt.Y("change:N", sort=None, title=None, axis=alt.Axis(labelLimit=240, domain=False, ticks=False)),
+        tooltip=[alt.Tooltip("change:N", title="change"), alt.Tooltip("text:N", title="frees")],
+    )
+    bars = base.mark_bar(height=18, cornerRadius=2).encode(
+        x=alt.X("to_gib:Q", title="GiB that the allocator reserves", scale=alt.Scale(domain=[0, most], nice=False)),
+        x2="from_gib:Q",
+        color=alt.condition(alt.datum.quicker, alt.value(GOOD), alt.value(GREY)),
+    )
+    text = base.mark_text(align="right", dx=-6, fontSize=12, color=p.ink).encode(x="to_gib:Q", text="text:N")
+    rule = alt.Chart(alt.Data(values=[{"gib": capacity_gib}]))
+    rule = rule.mark_rule(color=BAD, strokeDash=[5, 4], strokeWidth=1.5).encode(x="gib:Q")
+    return finished(alt.layer(bars, text, rule).properties(height=28 * len(rows) + 50), dark)
 
 
 def waterfall(rows: Sequence[Mapping[str, Any]], *, last_s: float, dark: bool) -> Figure:

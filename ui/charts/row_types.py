@@ -41,6 +41,28 @@ class PlanOnMachine(TypedDict):
     fits: bool
 
 
+class SizeRow(TypedDict):
+    """A plan with one length of sequences and one micro batch: what is drawn of it, and what is said."""
+
+    length: str
+    micro_batch: str
+    tokens_per_s: float | None
+    upper: str
+    lower: str
+    state: str
+    here: bool
+
+
+class SavingRow(TypedDict):
+    """A change of one setting of a plan that frees memory."""
+
+    change: str
+    from_gib: float
+    to_gib: float
+    quicker: bool
+    text: str
+
+
 class RatePoint(TypedDict):
     """The step of a plan at a link rate in bytes/s."""
 

@@ -13,6 +13,7 @@ from planner.pictures.memory import stage_parts
 from planner.question.goal import Goal
 from planner.search.whole_run import whole_run
 from ui import data, panels, rows
+from ui.changed_rows import size_rows
 from ui.charts import curves as charts
 from ui.charts import detail as detail_charts
 from ui.question import state
@@ -34,6 +35,7 @@ def show(question: state.Inputs) -> None:
         _whole_run(result, chosen)
     with right:
         _memory(result)
+    _sizes(question, result, chosen)
     _numbers(question, result)
 
 
@@ -124,6 +126,25 @@ def _memory(result: SearchResult) -> None:
     about = f"Of {len(worst)} plans, #{least.rank} needs least: {gib_text(least.estimate.memory.reserved_bytes)} GiB"
     drawn = detail_charts.memory(worst, capacity, dark=panels.dark(), names=names)
     panels.chart(drawn, key="memories", alt=f"{about} of {gib_text(capacity)}")
+
+
+def _sizes(question: state.Inputs, result: SearchResult, chosen: RankedPlan) -> None:
+    panels.section(
+        "Other lengths and micro batches",
+        f"Plan #{chosen.rank} with as many micro batches a step, by the analytical model: the deeper the colour, the"
+        " more tokens/s a GPU; an empty frame is what does not surely fit or is not legal.",
+    )
+    found = data.sizes(question, result, chosen)
+    if found is None:
+        return
+    drawn = size_rows(found, chosen, result.question.workload.seq_len)
+    best = max((row for row in drawn if row["tokens_per_s"]), key=lambda row: row["tokens_per_s"] or 0.0, default=None)
+    about = "Nothing that was tried fits"
+    if best is not None:
+        size = f"{best['micro_batch']} x {best['length']} tokens a micro batch"
+        about = f"Most tokens/s a GPU of what surely fits: {size}, {best['upper']}"
+    st.markdown(f"**{panels.plain(about)}.**")
+    panels.chart(charts.size_map(drawn, dark=panels.dark()), key="sizes", alt=about)
 
 
 def _numbers(question: state.Inputs, result: SearchResult) -> None:

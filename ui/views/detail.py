@@ -21,6 +21,7 @@ from topology.errors import PlannerError
 from topology.units import GIB
 from ui import data, panels, rows, saved_plans
 from ui.canvas.step import show_step
+from ui.changed_rows import saving_rows
 from ui.charts import detail as charts
 from ui.charts import plans as plan_charts
 from ui.charts import topology as topology_charts
@@ -58,7 +59,7 @@ def show(question: state.Inputs) -> None:
 
 
 def _memory(question: state.Inputs, result: SearchResult, ranked: RankedPlan) -> None:
-    del question, result
+    del question
     memory = ranked.estimate.memory
     peak = memory.peak_bytes
     panels.section(
@@ -82,6 +83,21 @@ def _memory(question: state.Inputs, result: SearchResult, ranked: RankedPlan) ->
             "share": st.column_config.NumberColumn("of its peak, %", format="%.0f"),
         },
     )
+    _savings(result, ranked)
+
+
+def _savings(result: SearchResult, ranked: RankedPlan) -> None:
+    """Show what frees how much."""
+    found = saving_rows(data.savings(result, ranked), ranked.estimate)
+    panels.section(
+        "What frees how much", "One setting changed, on the same GPUs; blue where the step takes no more time."
+    )
+    if not found:
+        st.caption("No setting of this plan frees memory.")
+        return
+    capacity = ranked.estimate.memory.capacity_bytes / GIB
+    about = "; ".join(f"{row['change']} {row['text']}" for row in found)
+    panels.chart(charts.savings(found, capacity, dark=panels.dark()), key="savings", alt=about)
 
 
 def _step(question: state.Inputs, result: SearchResult, ranked: RankedPlan) -> None:

@@ -9,15 +9,34 @@ import streamlit as st
 
 from planner.runs.runs_store import default_path
 from topology.errors import PlannerError
-from ui import data, panels, rows
+from ui import data, ledger, panels, rows
 from ui.charts import measured as charts
 from ui.question import state
+
+SHOWN_DRAWS = 5
 
 
 def show(question: state.Inputs) -> None:
     st.caption("Measured runs compared with their predictions.")
+    _fresh()
     _own()
     _published(question)
+
+
+def _fresh() -> None:
+    """Show the draws of the ledger, whose rows nobody knew when they were predicted."""
+    found = ledger.draws()
+    if not found:
+        return
+    panels.section(
+        "Fresh runs",
+        "Drawn at random, predicted by the version of their day, written down, and only then run: no row was known when"
+        " it was predicted, and none is removed.",
+    )
+    st.dataframe(list(found[:SHOWN_DRAWS]), hide_index=True, width="stretch")
+    if len(found) > SHOWN_DRAWS:
+        with st.expander(f"{len(found) - SHOWN_DRAWS} draws before these"):
+            st.dataframe(list(found[SHOWN_DRAWS:]), hide_index=True, width="stretch")
 
 
 def _own() -> None:
@@ -66,7 +85,8 @@ def _home(path: Path) -> str:
 def _published(question: state.Inputs) -> None:
     panels.section(
         "Published runs",
-        "Predicted by planner validate from datasheets only; nothing was calibrated on these machines.",
+        "Predicted by planner validate from datasheets only; nothing was calibrated on these machines. These rows were"
+        " known while the model was written: only the fresh runs above were not.",
     )
     published = data.published()
     if not published:

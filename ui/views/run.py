@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 import streamlit as st
 
 from planner.io import plan_words
+from planner.io.figures import gpus_text
 from topology.codec import JsonObject
 from ui import data, jobs, panels
+from ui.background import service
 from ui.canvas import measured_run
 from ui.question import state
 
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
     from planner.search.result import RankedPlan, SearchResult
 
 COMMANDS = ("apply",)
-LAUNCHERS = {"local": "this machine", "slurm": "Slurm", "trainjob": "Kubernetes TrainJob"}
+LAUNCHERS = {"local": "this machine", "slurm": "Slurm", "ray": "Ray", "trainjob": "Kubernetes TrainJob"}
 
 
 def show() -> None:
@@ -48,10 +50,20 @@ def _form(result: SearchResult, ranked: RankedPlan) -> None:
         f"{panels.plain(plan_words.plan_settings(ranked.plan))}."
         f" It runs {panels.plain(jobs.where())}; numbers are checked against one process before anything is timed.",
     )
+    here = None if service.server() else jobs.gpus_here()
+    if here is not None and here < ranked.plan.gpus:
+        st.markdown(
+            f":orange[{panels.ICONS['warning']}] {_gpus_words(here)}, and the plan needs {ranked.plan.gpus}: here, its"
+            " numbers can be checked on the CPU; Slurm, Ray or Kubernetes run it on a cluster."
+        )
     with st.form("run"):
         first, second, third, fourth = st.columns(4, vertical_alignment="bottom")
         device = first.segmented_control(
-            "On", ["cuda", "cpu"], default="cuda", required=True, help="cpu checks numbers only, on a small model."
+            "On",
+            ["cuda", "cpu"],
+            default="cuda",
+            required=True,
+            help="cpu checks numbers only, on a small model.",
         )
         minutes = second.number_input("Minutes at most", 1, 60, 2)
         steps = third.number_input("Steps to measure", 1, 1000, 10)
@@ -59,34 +71,39 @@ def _form(result: SearchResult, ranked: RankedPlan) -> None:
             "Through",
             list(LAUNCHERS),
             format_func=LAUNCHERS.__getitem__,
-            help="Slurm and Kubernetes run the plan on a cluster.",
+            help="Slurm, Ray and Kubernetes run the plan on a cluster.",
         )
         image = st.text_input(
             "Container image, for Kubernetes", placeholder="registry/image:tag", help="It holds meshwright and torch."
         )
         submit = st.checkbox(
             "Submit the job, follow it, and collect its run",
-            help="With sbatch or kubectl of the machine on which the service runs."
+            help="With sbatch, kubectl or Ray's job API from the machine on which the service runs."
             " Without it, the job's file is only written.",
         )
         if st.form_submit_button("Run", icon=":material/play_arrow:"):
-            wrong = _contradiction(str(device), str(by), str(image or ""), submit=submit)
+            wrong = _contradiction(str(by), str(image or ""), submit=submit)
+            if not wrong and here is not None and device == "cuda" and by == "local" and here < ranked.plan.gpus:
+                wrong = f"{_gpus_words(here)}: choose cpu, or Slurm, Ray or Kubernetes under Through."
             if wrong:
                 st.warning(wrong)
                 return
             said: JsonObject = {"budget": f"{minutes}m", "steps": int(steps)}
-            said |= {"device": device} if by == "local" else {"launcher": by, "submit": submit}
+            said |= {"device": device} if by == "local" or device == "cpu" else {}
+            said |= {} if by == "local" else {"launcher": by, "submit": submit}
             said |= {"image": image} if by == "trainjob" else {}
             said["plan"] = {"name": "plan.json", "content": data.plan_file_text(result, ranked)}
             jobs.begin("apply", said)
 
 
-def _contradiction(device: str, by: str, image: str, *, submit: bool) -> str:
+def _gpus_words(count: int) -> str:
+    return "This machine has no GPU" if not count else f"This machine has {gpus_text(count)}"
+
+
+def _contradiction(by: str, image: str, *, submit: bool) -> str:
     """Return what in the form does not go together, and what to change; nothing where all does."""
     if by == "local":
-        return "A job is submitted to Slurm or Kubernetes: choose one of them under Through." if submit else ""
-    if device == "cpu":
-        return "Jobs of Slurm and Kubernetes run on GPUs: choose cuda, or run it on this machine."
+        return "A job is submitted to Slurm, Ray or Kubernetes: choose one of them under Through." if submit else ""
     if by == "trainjob" and not image.strip():
         return "Kubernetes needs a container image."
     return ""

@@ -41,14 +41,8 @@ def write(job: ExportJob) -> Draft:
     """Return a shell script that contains its request file. Raises Infeasible."""
     title, named = "meshwright's executor", job.plan_hash
     fsdp, sharding_notes = to_fsdp_degrees(job.plan, title)
-    if fsdp.recompute not in {"none", "full"}:
-        sharding_notes = (
-            *sharding_notes,
-            f"recompute {fsdp.recompute!r}: {title} recomputes whole blocks or nothing; written as full",
-        )
-        fsdp = fsdp.with_(recompute="full")
     job = job.with_plan(fsdp)
-    notes = require_legal(job, "pytorch", title)
+    notes = require_legal(job, "meshwright", title)
     hosts = job.hosts()
     folder = f"meshwright-{named}"
     worker = ["-m", "executor.run.worker", f"--request={folder}/request.json", f"--out={folder}/records"]

@@ -15,9 +15,14 @@ from simulator.serving.engine import engine_of
 from topology.codec import convert
 from topology.errors import BadInput
 
-_RELEASE = re.compile(r"v?([0-9]{1,4}(?:\.[0-9]{1,6}){0,3})(?:\.?(rc|post)([0-9]{1,4}))?")
+# 1.2.0rc6.post2 is sorted as 1.2.0rc6.
+_RELEASE = re.compile(
+    r"v?([0-9]{1,4}(?:\.[0-9]{1,6}){0,3})(?:\.?(?:(rc)([0-9]{1,4})(?:\.post[0-9]{1,4})?|(post)([0-9]{1,4})))?"
+)
 _STAGES = {"rc": -1, None: 0, "post": 1}
 OVERLAPS_FROM = "0.14.0"  # release notes: async scheduling is enabled by default (#27614)
+# From where on the published times of TensorRT-LLM's host are (NVIDIA/TensorRT-LLM pull request 10273, issue 13957).
+HOST_HIDDEN_FROM = "1.2.0rc0"
 WORDS = {
     "pipeline_parallel": "pipeline parallelism",
     "expert_parallel": "experts spread over GPUs",
@@ -59,7 +64,7 @@ def parse_release(text: str) -> Release:
     numbers = [int(part) for part in found[1].split(".")]
     while numbers and numbers[-1] == 0:
         numbers.pop()
-    return tuple(numbers), _STAGES[found[2]], int(found[3] or 0)
+    return tuple(numbers), _STAGES[found[2] or found[4]], int(found[3] or found[5] or 0)
 
 
 def split_engine(text: str) -> tuple[str, str]:
@@ -73,7 +78,8 @@ def split_engine(text: str) -> tuple[str, str]:
         raise BadInput(f"releases of {engine} are not distinguished", remedy=f"of {', '.join(facts())} they are")
     parse_release(release)
     release = release.strip().removeprefix("v")
-    return vllm_of(release) if program == "vllm" else engine, release
+    described = {"vllm": vllm_of, "trtllm": trtllm_of}.get(program, lambda _: engine)
+    return described(release), release
 
 
 def vllm_of(release: str) -> str:
@@ -82,6 +88,17 @@ def vllm_of(release: str) -> str:
         return "vllm" if parse_release(release) >= parse_release(OVERLAPS_FROM) else "vllm013"
     except BadInput:
         return "vllm013"
+
+
+def trtllm_of(release: str) -> str:
+    """Return the engine that describes a release of TensorRT-LLM; one that is not stated, or not readable, is 1.0."""
+    try:
+        found = parse_release(release)
+    except BadInput:
+        return "trtllm11"
+    if found < parse_release("1.0.0rc0"):
+        return "tensorrt"
+    return "trtllm" if found >= parse_release(HOST_HIDDEN_FROM) else "trtllm11"
 
 
 def needed(model: Model, deployment: Deployment) -> Iterator[str]:

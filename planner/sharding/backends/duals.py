@@ -99,6 +99,10 @@ class BackwardWriter:
                 reached = name in self.gradients and name not in self.finished
                 if name in self.wanted and first_use[name] == number and reached:
                     self.finished[name] = self._finish(name, self.wanted[name])
+        for name, layout in self.wanted.items():  # what is a result as it is, and nothing reads
+            if name in self.gradients and name not in self.finished:
+                self.out.stage, self.out.micro_batch = 0 if staged else None, -1
+                self.finished[name] = self._finish(name, layout)
         return tuple(seeds)
 
     def _find_needed(self, works: Sequence[Work]) -> None:

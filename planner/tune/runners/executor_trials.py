@@ -67,11 +67,14 @@ class ExecutorTrials:
     store: Path | None = None
     gpu_processes: Callable[[], set[int]] = _gpu_processes
     others: set[int] | None = None  # processes on the GPUs before the first trial
-    starts_s: list[float] = field(default_factory=list)
+    starts_s: dict[bool, list[float]] = field(default_factory=lambda: {False: [], True: []})  # compiled or not
 
     def start_s(self, candidate: Candidate) -> float:
-        usual = median(self.starts_s) if self.starts_s else START_S[self.device]
-        return usual + (COMPILE_S if candidate.runtime.compile and self.device == "cuda" else 0.0)
+        compiled = candidate.runtime.compile and self.device == "cuda"
+        if seen := self.starts_s[compiled]:
+            return median(seen)
+        eager = median(self.starts_s[False]) if self.starts_s[False] else START_S[self.device]
+        return eager + (COMPILE_S if compiled else 0.0)
 
     def steps(self) -> int:
         return self.timed_steps + (3 if self.device == "cuda" else 1)
@@ -114,7 +117,7 @@ class ExecutorTrials:
         nothing = not any((folder / "run.json").is_file() for *_, folder in folders)
         said = _last_line(log) if nothing and code is not None else ""
         trials = [self._trial(*one, overran=code is None, cut=budget_s >= left_s, said=said) for one in folders]
-        trials = self._with_start(trials, took)
+        trials = self._with_start(trials, took, [candidate for candidate, *_ in folders])
         if self.device == "cuda" and not self._released():
             held = f"its processes still held GPUs after {RELEASE_S:.0f} s"
             trials[-1] = replace(trials[-1], cause="; ".join(filter(None, (trials[-1].cause, held))))
@@ -166,15 +169,22 @@ class ExecutorTrials:
             return replace(trial, status=Status.TIMEOUT, cause=trial.cause or "it did not end within its time")
         return trial
 
-    def _with_start(self, trials: Sequence[Trial], took_s: float) -> list[Trial]:
-        """Return the trials with the seconds of their common start added to the first, and note what a start takes."""
+    def _with_start(self, trials: Sequence[Trial], took_s: float, tried: Sequence[Candidate]) -> list[Trial]:
+        """Return the trials with the seconds of their common start added to the first, and note what a start takes.
+
+        The next trial may have a start of its own, so it counts in full whatever these shared.
+        """
         start_s = max(0.0, took_s - sum(trial.seconds for trial in trials))
         found = [replace(trial, started_together=len(trials)) for trial in trials]
         found[0] = replace(found[0], seconds=found[0].seconds + start_s)
-        timed = [trial for trial in found if trial.step_s]
-        if timed:
-            steps_s = sum(self.steps() * float(trial.step_s or 0.0) for trial in timed)
-            self.starts_s.append(max(1.0, (took_s - steps_s) / len(found)))
+        for compiled in (False, True):
+            own_s = [
+                trial.seconds - self.steps() * trial.step_s
+                for trial, candidate in zip(trials, tried, strict=True)
+                if trial.step_s and (candidate.runtime.compile and self.device == "cuda") == compiled
+            ]
+            if own_s:
+                self.starts_s[compiled].append(max(1.0, start_s + max(own_s)))
         return found
 
 

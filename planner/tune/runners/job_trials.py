@@ -1,74 +1,230 @@
 """Trials as jobs of a scheduler, one job a trial: for plans on several nodes, where this process has no GPUs of its
 own.
 
-The job is that of `planner apply --launcher`: an agent on each node, and their records collected into one report. All
-nodes and this process must see the folder of the trials. A job that leaves no report in its time is cancelled.
+The job is that of `planner apply --launcher`: an agent on each node, and their records collected into one report. Plans
+that are tried together wait for their nodes at the same time, with Slurm as an array. All nodes and this process must
+see the folder of the trials. A job that leaves no report in its time is cancelled. One whose nodes the scheduler took
+away says nothing of its plan and is submitted again.
 """
 
 from __future__ import annotations
 
 import contextlib
+import platform
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import median
 from typing import ClassVar
 
 from planner.question.plan_file import plan_file
-from planner.runs import launchers, runs_store, scheduled
-from planner.runs.launchers import LauncherJob
-from planner.runs.planned_run import job_run
+from planner.question.question import Question
+from planner.runs import runs_store, scheduled
+from planner.runs.planned_run import cpu_run, job_run
+from planner.runs.scheduled import Followed, NoReport, NotEnded
+from planner.runs.schedulers import launchers
+from planner.runs.schedulers.launchers import LauncherJob
+from planner.runs.schedulers.scheduler import Submission
 from planner.tune.candidates import Candidate
-from planner.tune.runners.executor_trials import trial_of_report
-from planner.tune.runners.single_trials import SingleTrials
-from planner.tune.trials import Status, Trial
+from planner.tune.runners.executor_trials import new_folder, trial_of_report
+from planner.tune.state import TrialStart, started_now
+from planner.tune.trials import Chosen, Status, Trial
 from topology import codec
+from topology.codec import JsonObject
 from topology.errors import PlannerError
 
 POLL_S = 1.0
+MOST_TAKEN = 2  # times that a scheduler may take the nodes of one trial away
+
+
+@dataclass(slots=True)
+class _Begun:
+    """A trial whose job was submitted."""
+
+    candidate: Candidate
+    trial: Trial
+    followed: Followed
+    began: float
+    cut: bool  # whether the budget ends before the job's own time
 
 
 @dataclass(slots=True, kw_only=True)
-class JobTrials(SingleTrials):
-    """Submits a job for each plan. `queue_s` is how long a job may wait for its nodes; `launcher` is slurm or trainjob,
-    which needs an `image`.
+class JobTrials:
+    """Submits a job for each plan. `queue_s` is how long a job may wait for its nodes; `launcher` is slurm, ray or
+    trainjob, which needs an `image`.
     """
 
     FIRST_START_S: ClassVar[float] = 60.0  # of a job in a queue that is empty
-    LEAST_S: ClassVar[float] = 30.0
-    WARM_UP: ClassVar[int] = 3
+    LEAST_S: ClassVar[float] = 30.0  # with less left nothing is started
+    WARM_UP: ClassVar[int] = 3  # steps that do not count
 
+    question: Question
+    folder: Path
     launcher: str
     name: str = "meshwright"
     image: str | None = None
+    device: str = "cuda"
     limit_s: float = 300.0
     queue_s: float = 600.0
+    timed_steps: int = 10
+    late_s: float = scheduled.LATE_S
     store: Path | None = None
+    tell: Callable[[str], None] = lambda _: None
+    began: Callable[[TrialStart], None] = lambda _: None
+    starts_s: list[float] = field(default_factory=list)
 
-    def run_one(self, candidate: Candidate, trial: Trial, folder: Path, left_s: float) -> Trial:
-        began = time.monotonic()
-        budget_s = min(self.limit_s, left_s)
-        job = self._written(candidate, folder, budget_s)
-        file = launchers.write_job(self.launcher, job)
-        codec.write_text(file.path, file.text)
-        self.say_begun(trial, folder)
-        said = scheduled.submit(file, self.launcher).said
-        self.tell(f"{folder.name}: {said}")
-        cut = left_s < budget_s + self.queue_s
-        deadline = began + min(left_s, budget_s + self.queue_s)
+    def start_s(self, candidate: Candidate) -> float:
+        del candidate
+        return median(self.starts_s) if self.starts_s else self.FIRST_START_S
+
+    def steps(self) -> int:
+        return self.timed_steps + self.WARM_UP
+
+    def shares_start(self, one: Candidate, other: Candidate) -> bool:
+        """Jobs of equal size wait for their nodes together."""
+        return one.plan.gpus == other.plan.gpus
+
+    def run(self, plans: Sequence[tuple[Candidate, Chosen]], left_s: float) -> Iterator[Trial]:
+        if left_s < self.LEAST_S:
+            return
+        until = time.monotonic() + left_s
+        waiting = [(candidate, self._trial(candidate, chosen)) for candidate, chosen in plans]
+        for _ in range(1 + MOST_TAKEN):
+            taken: list[tuple[Candidate, Trial]] = []
+            for candidate, trial in self._round(waiting, until):
+                yield trial
+                if trial.status is Status.INTERRUPTED:
+                    again = replace(trial, status=Status.FAILED, cause="", directory=str(new_folder(self.folder)))
+                    taken.append((candidate, again))
+            waiting = taken
+            if not waiting or until - time.monotonic() < self.LEAST_S:
+                return
+
+    def left_over(self, starts: Sequence[TrialStart], candidates: Sequence[Candidate]) -> Iterator[Trial]:
+        """Yield the trials that a tuning has submitted whose process was killed: they are followed, not made again."""
+        by_key = {one.key: one for one in candidates}
+        begun = []
+        for start in {one.key: one for one in starts}.values():
+            folder = Path(start.directory)
+            with contextlib.suppress(PlannerError):
+                submission = scheduled.recorded(folder)
+                if submission is None or start.key not in by_key:
+                    continue
+                candidate = by_key[start.key]
+                trial = Trial(
+                    key=start.key,
+                    status=Status.FAILED,
+                    predicted_s=start.predicted_s,
+                    why=start.why,
+                    directory=start.directory,
+                    machine=start.machine,
+                )
+                now = time.monotonic()
+                ends = now + self.limit_s + self.queue_s
+                followed = Followed(
+                    job=self._job(candidate, folder, self.limit_s),
+                    submission=submission,
+                    ends=ends,
+                    tell=self.tell,
+                    late_s=self.late_s,
+                )
+                begun.append(_Begun(candidate, trial, followed, now, cut=False))
+        yield from (trial for _, trial in self._followed(begun) if trial.status is not Status.INTERRUPTED)
+
+    def _trial(self, candidate: Candidate, chosen: Chosen) -> Trial:
+        return Trial(
+            key=candidate.key,
+            status=Status.FAILED,
+            predicted_s=chosen.predicted_s,
+            why=chosen.why,
+            directory=str(new_folder(self.folder)),
+            machine=platform.node(),
+        )
+
+    def _round(self, plans: Sequence[tuple[Candidate, Trial]], until: float) -> Iterator[tuple[Candidate, Trial]]:
+        """Submit the plans' jobs and yield what became of each. Jobs are cancelled when this is interrupted."""
+        budget_s = min(self.limit_s, max(1.0, until - time.monotonic()))
+        written, jobs = [], []
+        for candidate, trial in plans:
+            try:
+                jobs.append(self._written(candidate, Path(trial.directory), budget_s))
+                written.append((candidate, trial))
+            except PlannerError as error:  # a plan that cannot be written down is no reason to end
+                yield candidate, _failed(trial, error)
+        for (_, trial), job in zip(written, jobs, strict=True):
+            self.began(started_now(trial.key, job.directory, trial.predicted_s, trial.why))
         try:
-            while (document := scheduled.collected(job, self.launcher)) is None and time.monotonic() < deadline:
-                time.sleep(POLL_S)
-        except KeyboardInterrupt:
-            scheduled.cancel(folder)
+            submissions = self._submitted(jobs)
+        except PlannerError as error:
+            yield from ((candidate, _failed(trial, error)) for candidate, trial in written)
+            return
+        now = time.monotonic()
+        ends = min(until, now + budget_s + self.queue_s)
+        begun = []
+        for (candidate, trial), job, submission in zip(written, jobs, submissions, strict=True):
+            followed = Followed(job=job, submission=submission, ends=ends, tell=self.tell, late_s=self.late_s)
+            begun.append(_Begun(candidate, trial, followed, now, cut=until < now + budget_s + self.queue_s))
+        yield from self._followed(begun)
+
+    def _submitted(self, jobs: Sequence[LauncherJob]) -> list[Submission]:
+        """Hand over jobs: one array where the scheduler has arrays. Raises PlannerError; none is left then."""
+        files = [launchers.write_job(self.launcher, job) for job in jobs]
+        for file in files:
+            codec.write_text(file.path, file.text)
+        folders = [job.directory for job in jobs]
+        if self.launcher == "slurm" and len(jobs) > 1:
+            array = launchers.slurm_array(jobs, self.name)
+            codec.write_text(array.path, array.text)
+            return scheduled.submit_array(array, self.launcher, folders, name=self.name)
+        found = []
+        try:
+            for job, file in zip(jobs, files, strict=True):
+                found.append(scheduled.submit(file, self.launcher, name=job.name))
+        except (PlannerError, KeyboardInterrupt):
+            for folder in folders[: len(found)]:
+                scheduled.cancel(folder)
             raise
-        took = time.monotonic() - began
-        if document is None:
-            scheduled.cancel(folder)
-            status = Status.OUT_OF_TIME if cut else Status.TIMEOUT
-            return replace(trial, status=status, cause=f"{said}: it left no report in {took:.0f} s", seconds=took)
+        return found
+
+    def _followed(self, begun: Sequence[_Begun]) -> Iterator[tuple[Candidate, Trial]]:
+        left = list(begun)
+        try:
+            while left:
+                for one in list(left):
+                    if (trial := self._looked(one)) is not None:
+                        left.remove(one)
+                        yield one.candidate, trial
+                if left:
+                    time.sleep(POLL_S)
+        finally:
+            for one in left:
+                scheduled.cancel(one.followed.job.directory)
+
+    def _looked(self, one: _Begun) -> Trial | None:
+        """Return what became of a trial; None while its job runs."""
+        try:
+            document = one.followed.look()
+        except NotEnded:
+            took, said = time.monotonic() - one.began, one.followed.submission.said
+            status = Status.OUT_OF_TIME if one.cut else Status.TIMEOUT
+            return replace(one.trial, status=status, cause=f"{said}: it left no report in {took:.0f} s", seconds=took)
+        except PlannerError as error:
+            took = time.monotonic() - one.began
+            away = isinstance(error, NoReport) and error.taken_away
+            failed = replace(_failed(one.trial, error), seconds=took)
+            return replace(failed, status=Status.INTERRUPTED) if away else failed
+        return None if document is None else self._reported(one, document)
+
+    def _reported(self, one: _Begun, document: JsonObject) -> Trial:
+        folder, took = one.followed.job.directory, time.monotonic() - one.began
+        word = scheduled.ended_as(document, folder, one.followed.submission, late_s=self.late_s)
+        scheduled.add_cause(document, word)
         with contextlib.suppress(PlannerError):
             runs_store.save_run(document, folder, self.store, tell=self.tell)
-        found = trial_of_report(document, trial.key, trial.predicted_s, trial.why, folder)
+        found = trial_of_report(document, one.trial.key, one.trial.predicted_s, one.trial.why, folder)
+        if word in scheduled.TAKEN_AWAY:
+            found = replace(found, status=Status.INTERRUPTED)
         if found.step_s:
             self.starts_s.append(max(1.0, took - self.steps() * found.step_s))
         return replace(found, seconds=took)
@@ -77,8 +233,12 @@ class JobTrials(SingleTrials):
         """Write the request and return the job."""
         question = replace(self.question, runtime=candidate.runtime)
         content = plan_file(question, candidate.plan, candidate.estimate)
-        request = job_run(content).request(steps=self.timed_steps, budget_s=budget_s, own_table=False)
+        run = cpu_run(content, None) if self.device == "cpu" else job_run(content)
+        request = run.request(steps=self.timed_steps, budget_s=budget_s, own_table=False)
         codec.write_text(folder / "request.json", codec.to_json(request | {"profile": False}) + "\n")
+        return self._job(candidate, folder, budget_s)
+
+    def _job(self, candidate: Candidate, folder: Path, budget_s: float) -> LauncherJob:
         return LauncherJob(
             name=f"{self.name}-{folder.name}",
             directory=folder,
@@ -86,4 +246,10 @@ class JobTrials(SingleTrials):
             nodes=-(-candidate.plan.gpus // self.question.cluster.gpus_per_node),
             budget_s=budget_s,
             image=self.image,
+            on_cpus=self.device == "cpu",
+            exclusive=True,
         )
+
+
+def _failed(trial: Trial, error: PlannerError) -> Trial:
+    return replace(trial, cause=" ".join(str(error).split())[:400])

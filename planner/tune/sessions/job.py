@@ -9,11 +9,11 @@ from pathlib import Path
 
 from planner.export.job_files import BASH, directives, slurm_options, train_job
 from planner.export.yaml_text import yaml_text
-from planner.runs.launchers import PLAIN_PATH, STARTING_S, JobFile, LauncherJob
+from planner.runs.schedulers.launchers import PLAIN_PATH, STARTING_S, JobFile, LauncherJob, ray_file
 from planner.tune.state import TuningRequest
 from topology.errors import BadInput, UserError
 
-LAUNCHERS = ("slurm", "trainjob")
+LAUNCHERS = ("slurm", "ray", "trainjob")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +41,9 @@ class TuneJob:
         LauncherJob(
             name=self.name, directory=directory, ranks=self.request.gpus, nodes=1, budget_s=self.request.budget_s
         )
+        if self.launcher == "ray":
+            # Ray does not start a job again: resumed by hand, it goes on with its state file.
+            return ray_file(self._command(), directory / "tune.json", self.name, (self._after(),), self._gpus)
         return self._slurm(directory) if self.launcher == "slurm" else self._trainjob(directory)
 
     @property

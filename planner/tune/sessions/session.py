@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +25,8 @@ from topology.health.diagnose import Health, diagnose
 from topology.probe.from_machine import probe_machine
 
 MOST_BEGUN = 2  # times that a plan may begin and never end before it is taken to be the reason
+MOST_RESTARTS = 4  # of a job by its scheduler, each of which cut a trial short that is not to blame
+RESTARTS = "SLURM_RESTART_COUNT"
 
 Tell = Callable[[str], None]
 
@@ -49,14 +52,14 @@ def run_session(
     with writing(path) as journal:
         state = read_state(path)
         trials = list(state.trials)
-        for trial in cut_short(state):
-            journal.ended(trial)
-            trials.append(trial)
         request = state.request
         left_s = max(0.0, request.budget_s - state.spent_s) if budget_s is None else budget_s
         made = runner or runner_for(
             request, path.parent, journal, tell=tell, allow_busy=allow_busy, trial_limit_s=trial_limit_s
         )
+        for trial in _left_over(state, made):
+            journal.ended(trial)
+            trials.append(trial)
         return tune(
             state.candidates,
             made,
@@ -109,6 +112,7 @@ def runner_for(
             folder=(folder / "trials").resolve(),
             name=request.settings.get("name", "meshwright"),
             image=request.settings.get("image"),
+            device=request.device,
             limit_s=trial_limit_s,
             timed_steps=request.steps,
             tell=tell,
@@ -149,6 +153,16 @@ def require_here(request: TuningRequest, here: Cluster, health: Health, *, allow
     require_healthy(health, allow_busy=allow_busy)
 
 
+def _left_over(state: State, runner: Runner) -> Iterator[Trial]:
+    """Yield what became of trials of which no end was written; those that a scheduler may still have are followed."""
+    followed = set()
+    if isinstance(runner, JobTrials):
+        for trial in runner.left_over(state.cut_short, state.candidates.plans):
+            followed.add(trial.key)
+            yield trial
+    yield from cut_short(replace(state, cut_short=tuple(one for one in state.cut_short if one.key not in followed)))
+
+
 def cut_short(state: State) -> list[Trial]:
     """Return what became of trials that began and of which no end was written: their process was killed.
 
@@ -156,6 +170,8 @@ def cut_short(state: State) -> list[Trial]:
     times and never ended.
     """
     found = []
+    restarts = os.environ.get(RESTARTS, "")
+    most = MOST_BEGUN + min(MOST_RESTARTS, int(restarts) if restarts.isdecimal() else 0)
     by_plan: dict[str, list[TrialStart]] = {}
     for one in state.cut_short:
         by_plan.setdefault(one.key, []).append(one)
@@ -167,7 +183,7 @@ def cut_short(state: State) -> list[Trial]:
             if trial.status.blames_plan:
                 found.append(replace(trial, machine=last.machine))
                 continue
-        if len(times) >= MOST_BEGUN:
+        if len(times) >= most:
             found.append(
                 Trial(
                     key=key,

@@ -17,6 +17,7 @@ pytest.importorskip("torch", reason="torch is not installed")
 ROOT = Path(__file__).resolve().parents[3]
 
 
+@pytest.mark.nightly  # served numbers of one rank are in the gate
 def test_two_ranks_serve_what_one_process_computes_and_the_table_has_every_figure(tmp_path: Path) -> None:
     """Torch's own all-reduce on gloo; CUDA graphs and our kernels need GPUs."""
     run = subprocess.run(

@@ -102,6 +102,7 @@ OPERATORS = {
     "roll": (lambda x, y: x.roll((1, -2), (1, 2)) * y, real(4, 6, 8), real(4, 6, 8)),
     "flip": (lambda x, y: x.flip(0, 2) * y, real(4, 6, 8), real(4, 6, 8)),
     "running sum": (lambda x: x.cumsum(1).logcumsumexp(0), real(4, 6)),
+    "repeats": (lambda x, y: x.repeat_interleave(4, 1) * y + x.repeat(1, 4), real(4, 1), real(4, 4)),
     "triangle": (lambda x: x.tril() - x.triu(1), real(2, 4, 6)),
     "windows of a dim": (lambda x: x.unfold(1, 4, 2), real(4, 6, 2)),
     "loss, smoothing": (lambda x, t: F.cross_entropy(x, t, label_smoothing=0.1), real(8, 6), numbers(6, 8)),

@@ -276,6 +276,12 @@ def written_without_grad(self, x):
     return self.b(y)
 
 
+def written_argument(self, x):
+    y = self.a(x)
+    x[:, 0] = 0.0
+    return self.b(y) + x
+
+
 @pytest.mark.parametrize(
     ("module", "what"),
     [
@@ -286,6 +292,7 @@ def written_without_grad(self, x):
         (Two("tensor_hook"), "a hook of a tensor's gradient"),
         (counted(), "changes its attribute calls"),
         (Two("written_without_grad"), "without autograd"),
+        (Two("written_argument"), "writes into x"),
         (Two("branch"), "cannot capture"),
         (Two("number"), "a number of a tensor's values"),
         (Two("noise_like"), "random numbers"),

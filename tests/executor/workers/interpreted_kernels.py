@@ -275,24 +275,22 @@ def main() -> None:
     def say(what: str, value: float) -> None:
         sys.stdout.write(json.dumps({"what": what, "difference": value}) + "\n")
 
-    for world, rank, rows, depth, columns, pieces in (
+    gathers = (
         (2, 0, 32, 48, 64, 2),
         (2, 1, 40, 40, 72, 1),
         (4, 2, 16, 32, 32, 1),
         (3, 1, 72, 24, 40, 3),
         (1, 0, 48, 32, 64, 1),
-    ):
-        for dtype in (torch.float32, torch.float16):
-            for transposed, halves in ((True, False), (False, True)):
-                name = (
-                    f"gather W{world} r{rank} {rows}x{depth}x{columns} {dtype} transposed={transposed} halves={halves}"
-                )
-                say(
-                    name,
-                    gather(
-                        world, rank, rows, depth, columns, pieces, dtype=dtype, transposed=transposed, halves=halves
-                    ),
-                )
+    )
+    for number, (world, rank, rows, depth, columns, pieces) in enumerate(gathers):
+        # Each type with each layout, in turn.
+        for dtype, transposed in ((torch.float32, number % 2 == 0), (torch.float16, number % 2 == 1)):
+            halves = not transposed
+            name = f"gather W{world} r{rank} {rows}x{depth}x{columns} {dtype} transposed={transposed} halves={halves}"
+            say(
+                name,
+                gather(world, rank, rows, depth, columns, pieces, dtype=dtype, transposed=transposed, halves=halves),
+            )
     for world, rank, rows, depth, columns, piece_rows in (
         (2, 0, 64, 48, 64, 32), (2, 1, 40, 40, 72, 40), (4, 3, 16, 32, 32, 16), (3, 1, 72, 24, 40, 40),
     ):  # fmt: skip
@@ -302,13 +300,13 @@ def main() -> None:
                 name, scatter(world, rank, rows, depth, columns, piece_rows, dtype=torch.float32, transposed=transposed)
             )
     for shots in (1, 2):
-        for world, rows, columns, block in ((2, 7, 16, 16), (4, 9, 24, 32), (3, 2, 16, 16)):
+        for number, (world, rows, columns, block) in enumerate(((2, 7, 16, 16), (4, 9, 24, 32), (3, 2, 16, 16))):
             for norm in (False, True):
-                for dtype in (torch.float32, torch.float64):
-                    say(
-                        f"reduce shots={shots} W{world} {rows}x{columns} {norm} {dtype}",
-                        reduce(shots, world, rows, columns, block, norm=norm, dtype=dtype),
-                    )
+                dtype = (torch.float32, torch.float64)[(number + norm) % 2]  # each type with each, in turn
+                say(
+                    f"reduce shots={shots} W{world} {rows}x{columns} {norm} {dtype}",
+                    reduce(shots, world, rows, columns, block, norm=norm, dtype=dtype),
+                )
     for world in (2, 3, 4):
         for dtype, numel in ((torch.float32, 36), (torch.float16, 72), (torch.float16, 16)):
             say(f"flagged words W{world} {numel} {dtype}", words_with_flags(world, numel, dtype))

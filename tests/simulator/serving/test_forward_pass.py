@@ -7,7 +7,7 @@ import pytest
 
 from simulator.config.hf_config import load_model
 from simulator.serving.deployment import Deployment, Pool
-from simulator.serving.forward_pass import ForwardPass, cache_bytes_per_token
+from simulator.serving.forward_pass import ForwardPass, cache_bytes_per_token, visited_share
 from simulator.serving.kernels import Kernels
 from simulator.serving.kv_cache import cache_capacity, weight_bytes
 from topology.catalog.clusters import cluster, cluster_from_case
@@ -137,3 +137,37 @@ def test_a_prompt_is_scored_for_its_last_token_only() -> None:
     passes = costs("llama3-8b", cluster("dgx-h100", 1))
     short, long = (passes.parts(prompt_tokens=n, pairs=1.0, sequences=0, keys=0.0)["head"] for n in (16, 4096))
     assert short == long
+
+
+def test_each_rank_of_attention_has_a_scheduler() -> None:
+    """Eight ranks with requests of their own, behind one server, share what the host does for each sequence."""
+    h200 = cluster("dgx-h200")
+    own = costs("deepseek-v3", h200, engine="sglang", pool=Pool(ep=8, dp_attention=8), weights="float8")
+    step = own.parts(prompt_tokens=0, pairs=0.0, sequences=512, keys=512.0)
+    assert step["host"] == pytest.approx(own.engine.host_step_s + 64 * own.engine.host_sequence_s)
+    assert "launches" not in own.parts(prompt_tokens=0, pairs=0.0, sequences=4096, keys=4096.0), "512 a rank: one graph"
+
+
+def test_layers_with_a_window_keep_no_more_than_it() -> None:
+    """gpt-oss: every other layer meets 128 tokens, so a request of 9,216 takes a little over half of its cache."""
+    model, h100 = load_model("gpt-oss-120b"), cluster("dgx-h100")
+    deployment = Deployment(weights="mxfp4", pool=Pool(tp=2))
+    short, long = (cache_capacity(model, h100, deployment, deployment.pool, length=n).tokens for n in (128, 9216))
+    assert long / short == pytest.approx(1 / (0.5 + 0.5 * 128 / 9216), rel=0.001)
+    dense = [cache_capacity(LLAMA8, h100, Deployment(), Pool(), length=n).tokens for n in (0, 9216)]
+    assert dense[0] == dense[1]
+
+
+def test_balanced_routers_reach_more_experts_than_others() -> None:
+    """One token reaches those it chooses, many reach all; between, 16 tokens of 8 in 256 experts of DeepSeek-V3's
+    balanced router as many as by hand, and of a router without a bias fewer.
+    """
+    tokens = np.array([1.0, 16.0, 100_000.0])
+    balanced, other = (load_model(name).moe for name in ("deepseek-v3", "qwen3-235b-a22b"))
+    assert balanced is not None
+    assert other is not None
+    assert visited_share(balanced, tokens) == pytest.approx([8 / 256, 1 - (1 - 8 / 256) ** 16, 1.0])
+    shares = visited_share(other, tokens)
+    assert shares[0] == pytest.approx(8 / 128)
+    assert shares[1] < 1 - (1 - 8 / 128) ** 16
+    assert shares[2] == pytest.approx(1.0, abs=1e-6)

@@ -9,6 +9,7 @@ Source: torchrun (docs.pytorch.org, elastic/run).
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import shlex
@@ -17,16 +18,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from planner.export.job_files import BASH, FIRST_NODE, directives, slurm_options, train_job
+from planner.export.job_files import BASH, FIRST_NODE, Pods, directives, indexed_job, job_set, slurm_options, train_job
 from planner.export.yaml_text import yaml_text
 from topology.errors import BadInput, PlannerError, UserError
 
-LAUNCHERS = ("local", "torchrun", "slurm", "trainjob")
+LAUNCHERS = ("local", "torchrun", "slurm", "ray", "kubernetes", "jobset", "trainjob")
 PORT = 29400  # torchrun's own default
+PORTS = 1000  # from there on: jobs that share a node meet at ports of their own
+SLURM_PORT = f"$(({PORT} + SLURM_JOB_ID % {PORTS}))"
 # A DNS label, which Kubernetes requires; Slurm accepts any name.
 NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,51}[a-z0-9])?")
 PLAIN_PATH = re.compile(r"[A-Za-z0-9_./@+=-]+")
 HOST_PORT = re.compile(r"(\[[0-9A-Fa-f:]+\]|[A-Za-z0-9][A-Za-z0-9.-]*):[0-9]{1,5}")
+VOLUME = re.compile(r"([a-z0-9](?:[-a-z0-9.]{0,251}[a-z0-9])?):(/[A-Za-z0-9_./@+=-]*)")
 JOIN_S = 45.0  # in a job whose nodes start together
 NAMES, NAMED = 'names=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd, -)\n', ' --names="$names"'
 STARTING_S = 300  # beyond the budget, for the scheduler to start the nodes
@@ -45,6 +49,8 @@ class LauncherJob:
     image: str | None = None
     python: str = "python3"
     on_cpus: bool = False
+    volume: str | None = None  # CLAIM:/mount/path, of a persistent volume claim that all nodes mount
+    exclusive: bool = False  # nothing else on its nodes, which would be timed, too
 
     def __post_init__(self) -> None:
         if not NAME.fullmatch(self.name):
@@ -130,18 +136,71 @@ def slurm(job: LauncherJob) -> JobFile:
     if not PLAIN_PATH.fullmatch(directory):
         raise BadInput(f"{directory!r} cannot be written in an #SBATCH line", remedy="--out with a plain name")
     minutes = math.ceil((job.budget_s + STARTING_S) / 60)
-    agent = shlex.join(node_command(job, endpoint=None, join_s=JOIN_S)) + f' --endpoint="$head:{PORT}"'
+    agent = shlex.join(node_command(job, endpoint=None, join_s=JOIN_S)) + f' --endpoint="$head:{SLURM_PORT}"'
     # A job that is preempted or loses a node ends: started again, it would measure again what may be reported already.
     options = {**slurm_options(job.name, nodes=job.nodes, gpus_per_node=job.gpus_per_node), "no-requeue": None}
+    options |= {"exclusive": None} if job.exclusive else {}
     agent, names = (agent + NAMED, NAMES) if job.nodes > 1 else (agent, "")
     collect = f"{shlex.join(collect_command(job))}{NAMED}\n" if job.nodes > 1 else ""
     text = (
         f"{BASH}\n{directives({**options, 'time': minutes, 'output': f'{directory}/slurm-%j.txt'})}"
-        f'set -uo pipefail\n{FIRST_NODE}{names}srun {agent}\nended=$?\n{collect}exit "$ended"\n'
+        f'set -uo pipefail\n{FIRST_NODE}{names}srun --kill-on-bad-exit=1 {agent}\nended=$?\n{collect}exit "$ended"\n'
     )
     path = job.directory / "job.sbatch"
     submit = ("sbatch", str(path))
     return JobFile(path=path, text=text, submit=submit, advice=(f"submit: {shlex.join(submit)}", save_advice(job)))
+
+
+def slurm_array(jobs: Sequence[LauncherJob], name: str) -> JobFile:
+    """Return one batch script for jobs of equal size, each the script of its own folder."""
+    first = jobs[0]
+    folder = first.directory.parent
+    options = {
+        **slurm_options(name, nodes=first.nodes, gpus_per_node=first.gpus_per_node),
+        "no-requeue": None,
+        "exclusive": None,
+        "array": f"0-{len(jobs) - 1}",
+        "time": math.ceil((max(job.budget_s for job in jobs) + STARTING_S) / 60),
+        "output": "/dev/null",
+    }
+    lines = "".join(
+        f"  {number}) exec bash {slurm(job).path} > {job.directory}/slurm-$SLURM_JOB_ID.txt 2>&1 ;;\n"
+        for number, job in enumerate(jobs)
+    )
+    path = folder / f"array-{first.directory.name}.sbatch"
+    text = f'{BASH}\n{directives(options)}case "$SLURM_ARRAY_TASK_ID" in\n{lines}esac\n'
+    return JobFile(path=path, text=text, submit=("sbatch", str(path)), advice=())
+
+
+def ray_job(job: LauncherJob) -> JobFile:
+    """Return a job of Ray whose entry point takes a bundle on each node and runs the nodes' agents there."""
+    agent = node_command(job, endpoint=None, join_s=JOIN_S)
+    then = ["--names", "--then", json.dumps(collect_command(job))] if job.nodes > 1 else []
+    words = [
+        *(
+            job.python,
+            "-m",
+            "executor.launch.ray_nodes",
+            f"--nodes={job.nodes}",
+            f"--gpus-per-node={job.gpus_per_node}",
+        ),
+        *("--meet", *then, "--", *agent),
+    ]
+    return ray_file(words, job.directory / "job.json", job.name, (save_advice(job),))
+
+
+def ray_file(words: Sequence[str], path: Path, name: str, advice: tuple[str, ...], gpus: int = 0) -> JobFile:
+    """Return the body of a job's submission to Ray; its entry point may need GPUs itself."""
+    needs = {"entrypoint_num_gpus": gpus} if gpus else {}
+    body = {"entrypoint": shlex.join(words), "metadata": {"name": name}, **needs}
+    own = [f"--entrypoint-num-gpus={gpus}"] if gpus else []
+    submit = ("ray", "job", "submit", "--no-wait", *own, "--", *words)
+    return JobFile(
+        path=path,
+        text=json.dumps(body, indent=1) + "\n",
+        submit=submit,
+        advice=(f"submit: {shlex.join(submit)}", *advice),
+    )
 
 
 def trainjob(job: LauncherJob) -> JobFile:
@@ -158,21 +217,65 @@ def trainjob(job: LauncherJob) -> JobFile:
         command=node_command(job, endpoint=None),
         image=job.image,
     )
-    path = job.directory / "job.yaml"
-    text = yaml_text(manifest)
-    submit = ("kubectl", "apply", "--filename", str(path))
-    advice = (
-        f"submit: {shlex.join(submit)}",
-        f"the directory {job.directory} must be a volume that the runtime mounts on every node",
-        *((f"when it has ended: {shlex.join(collect_command(job))}",) if job.nodes > 1 else ()),
-        save_advice(job),
+    mounted = f"the directory {job.directory} must be a volume that the runtime mounts on every node"
+    return _kubectl_job(job, yaml_text(manifest), mounted)
+
+
+def kubernetes(job: LauncherJob) -> JobFile:
+    """Return an Indexed Job and a headless service, which need no operator in the cluster."""
+    names = [f"{job.name}-{number}" for number in range(job.nodes)]
+    manifests = indexed_job(_pods(job, "kubernetes", names))
+    return _kubectl_job(job, "---\n".join(yaml_text(one) for one in manifests))
+
+
+def jobset(job: LauncherJob) -> JobFile:
+    """Return a JobSet, which schedulers such as Kueue admit as a whole."""
+    names = [f"{job.name}-node-0-{number}" for number in range(job.nodes)]
+    return _kubectl_job(job, yaml_text(job_set(_pods(job, "jobset", names))))
+
+
+def _pods(job: LauncherJob, launcher: str, names: Sequence[str]) -> Pods:
+    """Return the pods of a job. Raises UserError where image or volume are missing."""
+    if job.image is None:
+        raise UserError(
+            f"--launcher {launcher} needs --image", why="it runs in a container image with meshwright and torch"
+        )
+    match = VOLUME.fullmatch(job.volume or "")
+    if match is None:
+        raise UserError(
+            f"--launcher {launcher} needs --volume" if job.volume is None else f"--volume is {job.volume!r}",
+            why="all pods and whoever submits write into one folder",
+            remedy="--volume CLAIM:/mount/path, of a persistent volume claim that many pods may mount",
+        )
+    claim, mount = match.groups()
+    if not job.directory.is_relative_to(mount):
+        raise UserError(f"{job.directory} is not below {mount}, where the pods mount it", remedy=f"--out {mount}/run")
+    meeting = f"{names[0]}.{job.name}:{PORT}" if job.nodes > 1 else None
+    command = node_command(job, endpoint=meeting, join_s=JOIN_S)
+    return Pods(
+        name=job.name,
+        nodes=job.nodes,
+        gpus_per_node=job.gpus_per_node,
+        command=[*command, f"--names={','.join(names)}"] if job.nodes > 1 else command,
+        image=job.image,
+        claim=claim,
+        mount=mount,
+        limit_s=math.ceil(job.budget_s + STARTING_S),
     )
-    return JobFile(path=path, text=text, submit=submit, advice=advice)
+
+
+def _kubectl_job(job: LauncherJob, text: str, *advice: str) -> JobFile:
+    path = job.directory / "job.yaml"
+    submit = ("kubectl", "apply", "--filename", str(path))
+    collect = (f"when it has ended: {shlex.join(collect_command(job))}",) if job.nodes > 1 else ()
+    lines = (f"submit: {shlex.join(submit)}", *advice, *collect, save_advice(job))
+    return JobFile(path=path, text=text, submit=submit, advice=lines)
 
 
 def write_job(launcher: str, job: LauncherJob) -> JobFile:
     """Return the job file of a launcher. Raises UserError for a missing setting."""
-    return {"torchrun": torchrun, "slurm": slurm, "trainjob": trainjob}[launcher](job)
+    writers = {"torchrun": torchrun, "slurm": slurm, "ray": ray_job, "kubernetes": kubernetes, "jobset": jobset}
+    return {**writers, "trainjob": trainjob}[launcher](job)
 
 
 def submit(command: Sequence[str]) -> str:

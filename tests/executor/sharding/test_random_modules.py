@@ -1,0 +1,54 @@
+"""Random modules on two ranks, some of every kind; `tests/bench/shard_random_modules.py` runs thousands."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+from torch import nn  # noqa: E402 - after the check for torch
+
+from executor.sharding import api  # noqa: E402 - as above
+from tests.executor.sharding import ranks  # noqa: E402 - as above
+from tests.executor.sharding.random_modules import STRATA  # noqa: E402 - as above
+from tests.executor.sharding.random_runs import Run, check  # noqa: E402 - as above
+from topology.errors import PlannerError  # noqa: E402 - as above
+
+OF_EACH = 3
+
+
+class Returned(nn.Module):
+    """An argument and a parameter as they are among the results, one without a gradient, one that no loss uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.v, self.u = (nn.Parameter(torch.randn(5, 5, dtype=torch.float64)) for _ in range(3))
+
+    def forward(self, x, y):
+        return x @ self.w, y, self.v, (x @ self.u).detach(), x @ self.u, y + self.w.sum()
+
+
+def _worker() -> None:
+    api.plan = ranks.planned_here
+    torch.manual_seed(0)
+    x, y = torch.randn(3, 5, dtype=torch.float64), torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
+    for placed in ({"y": ["S(0)"], "v": ["S(1)"]}, {"y": ["S(1)"], "output1": ["S(0)"]}):
+        check(Returned(), (x, y), {"d": 2}, {"placements": placed})
+    equal = 0
+    for stratum in STRATA:
+        for number in range(OF_EACH):
+            run = Run(stratum, number, mesh="2")
+            if run.refused:
+                continue
+            try:
+                check(run.module, run.args, {"d": 2}, run.asked, captured=run.captured)
+            except PlannerError:
+                continue
+            except AssertionError as error:
+                raise AssertionError(run.name) from error
+            equal += 1
+    assert equal >= 0.9 * OF_EACH * len(STRATA)
+
+
+def test_random_modules_are_those_of_one_process() -> None:
+    ranks._on_ranks(_worker, 2)

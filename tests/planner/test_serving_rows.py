@@ -1,0 +1,47 @@
+"""Rows of published serving points: what they state in words of their source, and which field cannot be read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from planner.validate.serving_points import read_point, validate_point
+from planner.validate.serving_row import read_row
+
+ROW: dict[str, Any] = {
+    "id": "p1", "source_group": "s", "hardware": "H100 SXM 80GB", "model": "Qwen/Qwen3-32B", "backend": "vllm 0.14.0",
+    "tp": 2, "n_gpus": 2, "isl": 100, "osl": 10, "ttft_ms": 100.0, "tpot_ms": 10.0,
+}  # fmt: skip
+APART = {
+    "decode_num_workers": 3, "decode_tp_size": 4, "decode_attention_dp_size": 2, "decode_batch_size": 7,
+    "decode_moe_ep_size": 0, "prefill_num_workers": 1, "prefill_tp_size": 4,
+}  # fmt: skip
+
+
+def test_clients_in_batches_of_one_rank_say_how_many_engines_share_them() -> None:
+    point = read_point(read_row({**ROW, "concurrency": 64, "batch_size": 16}))
+    assert (point.deployment.pool.engines, point.traffic.concurrency) == (4, 64)
+    assert "4 engines: 64 clients in batches of 16" in point.assumed
+    own = {**ROW, "tp": 2, "dp_attention": 4, "n_gpus": 8, "concurrency": 64, "batch_size": 16}
+    assert read_point(read_row(own)).deployment.pool.engines == 1
+
+
+def test_batches_of_engines_that_write_say_how_many_clients_there_are() -> None:
+    """Two ranks of attention with seven requests each, in three engines; 0 is what the source does not state."""
+    point = read_point(read_row({**ROW, "disagg": APART}))
+    assert point.traffic.concurrency == 3 * 2 * 7
+    assert point.deployment.pool.ep == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"isl": "many"}, "field isl is many"),
+        ({"tp": -3}, "field tp is -3"),
+        ({"disagg": {**APART, "decode_tp_size": "x"}}, "field decode_tp_size is x"),
+        ({"disagg": {**APART, "prefill_num_workers": 10**6}}, "field prefill_num_workers is 1000000"),
+    ],
+)
+def test_a_field_that_cannot_be_read_is_named_as_the_row_does(change: dict[str, Any], field: str) -> None:
+    assert f"point p1: {field}: expected" in str(validate_point({**ROW, "concurrency": 4, **change})["skipped"])

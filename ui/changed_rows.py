@@ -1,0 +1,66 @@
+"""Rows of a plan that was changed: other lengths and micro batches, and what frees memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from planner.io.figures import change_text, gib_text
+from simulator.config.estimate import Fit, chance
+from topology.units import GIB
+from ui.charts.row_types import SavingRow, SizeRow
+
+if TYPE_CHECKING:
+    from planner.search.fixes import Fix
+    from planner.search.result import RankedPlan
+    from planner.search.size_grid import Size
+    from simulator.config.estimate import Estimate
+
+LEAST_CHANGE = 0.005  # of a step that is called longer or shorter
+
+
+def size_rows(sizes: Sequence[Size], ranked: RankedPlan, seq_len: int) -> list[SizeRow]:
+    """Return the cells of a plan over lengths and micro batches, as they are drawn: a rate for what surely fits."""
+    return [_size_row(size, ranked, seq_len) for size in sizes]
+
+
+def _size_row(size: Size, ranked: RankedPlan, seq_len: int) -> SizeRow:
+    row: SizeRow = {
+        "length": f"{size.seq_len:,}",
+        "micro_batch": str(size.micro_batch_size),
+        "tokens_per_s": None,
+        "upper": "not legal",
+        "lower": "",
+        "state": size.problem,
+        "here": (size.seq_len, size.micro_batch_size) == (seq_len, ranked.plan.micro_batch_size),
+    }
+    if size.tokens_per_s_per_gpu is None or size.reserved_bytes is None or size.fit is None:
+        return row
+    row["lower"] = f"{gib_text(size.reserved_bytes)} GiB"
+    row["upper"] = f"{float(f'{size.tokens_per_s_per_gpu:.2g}'):,.0f} tokens/s"
+    if size.fit is Fit.YES:
+        row["tokens_per_s"], row["state"] = size.tokens_per_s_per_gpu, "fits"
+    elif size.fit is Fit.NO:
+        row["upper"], row["state"] = "does not fit", "does not fit"
+    else:
+        row["state"] = f"{chance(size.fit_probability)} likely to fit"
+    return row
+
+
+def saving_rows(fixes: Sequence[Fix], estimate: Estimate) -> list[SavingRow]:
+    """Return changes that free memory, as they are drawn."""
+    held = estimate.memory.reserved_bytes
+    return [
+        {
+            "change": fix.change,
+            "from_gib": held / GIB,
+            "to_gib": fix.reserved_bytes / GIB,
+            "quicker": fix.longer < LEAST_CHANGE,
+            "text": f"-{gib_text(held - fix.reserved_bytes)} GiB, {_time_text(fix)}",
+        }
+        for fix in fixes
+    ]
+
+
+def _time_text(fix: Fix) -> str:
+    return f"{change_text(fix.longer)} time" if abs(fix.longer) >= LEAST_CHANGE else "as fast"
