@@ -25,8 +25,9 @@ def run_kernel(kernel: Kernel, values: Mapping[str, torch.Tensor], context: Cont
     """Return the piece that `kernel` computes from `values` by buffer. Raises BadInput for an operator not in the
     table.
     """
-    if any(not one.numel() for one in values.values()) and 0 in context.shape:
-        return torch.empty(context.shape, dtype=context.dtype, device=next(iter(values.values())).device)
+    if any(not one.numel() for one in values.values()) and (0 in context.shape or kernel.op in _CONVOLUTIONS):
+        # nothing, or a sum over no channels
+        return torch.zeros(context.shape, dtype=context.dtype, device=next(iter(values.values())).device)
     args = _given(kernel.args, values)
     if kernel.op in _PLAIN:
         return _PLAIN[kernel.op](*args)
@@ -171,6 +172,8 @@ def _embedding(context: Context, weight: torch.Tensor, ids: torch.Tensor, paddin
     if not buffer.dims[0]:
         return F.embedding(ids, weight)
     here = context.place.indices(buffer, 0).to(ids.device)
+    if not len(here):
+        return weight.new_zeros(*ids.shape, weight.shape[1])
     where = torch.full((buffer.shape[0],), -1, dtype=torch.long, device=ids.device)
     where[here] = torch.arange(len(here), device=ids.device)
     rows = where[ids]
