@@ -60,18 +60,18 @@ def main() -> None:
     for path in sys.argv[1:]:
         rows |= {row["name"]: row for row in map(json.loads, Path(path).read_text().splitlines())}
     print(f"| what | {' | '.join(SCHEDULERS)} |\n|---|{'--:|' * len(SCHEDULERS)}")
-    lines = []
+    seen: dict[tuple[str, str], list[str]] = {}
     for what, names in WHAT.items():
         cells = []
         for scheduler in SCHEDULERS:
             row = next((rows[key] for name in names if (key := f"{scheduler}-{name}") in rows), None)
             cells.append("" if row is None else f"{row['seconds']} ({row['exit_code']})")
             if row is not None:
-                lines.append(f"| {what} | {scheduler} | {sentence(row)} |")
+                seen.setdefault((what, sentence(row)), []).append(scheduler)
         if any(cells):
             print(f"| {what} | {' | '.join(cells)} |")
     print("\n| what | through | what `planner` says |\n|---|---|---|")
-    print("\n".join(lines))
+    print("\n".join(f"| {what} | {', '.join(through)} | {text} |" for (what, text), through in seen.items()))
 
 
 if __name__ == "__main__":

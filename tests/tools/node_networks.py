@@ -91,7 +91,9 @@ def _connect(found: Networks) -> None:
 
 
 def _disconnect(found: Networks) -> None:
-    for words in (*(f"netns del {name}" for name in found.addresses), f"link del {found.name}bridge"):
+    # A network goes when its last process does; its link to the bridge goes at once.
+    links = [*(f"link del {name}" for name in found.addresses), f"link del {found.name}bridge"]
+    for words in (*links, *(f"netns del {name}" for name in found.addresses)):
         with suppress(subprocess.CalledProcessError):
             _ip(words)
 
