@@ -47,7 +47,7 @@ def sentence(row: dict) -> str:
     if found.startswith("error"):
         found += " " + " ".join(one for one in lines if one.startswith("why:"))
     found = re.sub(r"\s+", " ", re.sub(r"^status\s+", "", found)).replace("|", "\\|")
-    found = found if len(found) <= MOST else f"{found[:MOST]} ..."
+    found = found if len(found) <= MOST else f"{found[:MOST].rpartition(' ')[0]} ..."
     if "trials" not in row:
         return found
     ends = [one.partition(" ")[2] for one in row["trials"]]
