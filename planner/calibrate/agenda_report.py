@@ -35,7 +35,8 @@ def announced(agenda: Agenda, budget_s: float) -> list[str]:
         lines.append("  too little time for all of them where torch is not in memory yet: a longer --budget")
     width = max((len(one.measurement.name) for one in agenda.chosen), default=0)
     lines += [
-        f"  {one.measurement.seconds:5.1f} s  {one.measurement.name:<{width}} ±{_wide(one.before)} to ±{_wide(one.after)}"
+        f"  {one.measurement.seconds:5.1f} s  {one.measurement.name:<{width}}"
+        f"  ±{_wide(one.before)} to ±{_wide(one.after)}"
         for one in agenda.chosen
     ]
     return lines

@@ -270,7 +270,7 @@ def test_a_dry_run_for_another_machine_says_what_would_be_measured_and_how_long(
     seconds = [one["expected_s"] for one in answer["agenda"]]
     assert seconds
     assert sum(seconds) <= 60
-    assert f"{len(seconds)} measurements, about" in shown
+    assert f"{len(seconds)} measurements on" in shown
     assert all("fsdp 2 x tp 2" in one["name"] and one["name"] in shown for one in answer["agenda"])
     assert not (tmp_path / "p.json").exists()
 
@@ -375,7 +375,7 @@ def test_a_calibration_for_a_question_runs_and_is_continued(tmp_path, capsys, mo
     captured = capsys.readouterr()
     answer, first = json.loads(captured.out), read_profile(path)
 
-    assert "measurements, about" in captured.err, "it says beforehand what it measures, and for how long"
+    assert "measurements on" in captured.err, "it says beforehand what it measures, and for how long"
     assert len(first.layers) >= 4
     assert first.gpu == "cpu", "a stand-in never claims to be a GPU"
     assert {sample.run for sample in first.layers} <= set(first.runs)
