@@ -238,7 +238,10 @@ def _machine(name: str, gpus: int | None, gpu: str | None, device: str) -> Machi
         raise ProbeError(
             "there is no GPU to measure",
             why="neither NVML nor nvidia-smi shows one",
-            remedy="run this on the machine whose profile you want",
+            remedy=(
+                "run this on the machine whose profile you want; --dry-run --cluster dgx-h100, say, lists what would be"
+                " measured there"
+            ),
         )
     found: Cluster = here if name == "local" else read_cluster(name, gpu=gpu)
     if found.slowest_kind.name != here.slowest_kind.name:

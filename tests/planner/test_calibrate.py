@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import json
+import re
 
 import pytest
 
@@ -249,8 +250,11 @@ def test_without_a_gpu_the_command_says_so(tmp_path, monkeypatch, capsys) -> Non
     monkeypatch.setenv("PATH", str(tmp_path))
 
     assert main(["calibrate", "--out", str(tmp_path / "p.json"), "--no-store"]) == 1
-    assert "there is no GPU to measure" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "there is no GPU to measure" in said
     assert not (tmp_path / "p.json").exists()
+    (remedy,) = re.findall(r"--dry-run --cluster [\w-]+", said)
+    assert main(["calibrate", *remedy.split()]) == 0
 
 
 def test_a_dry_run_for_another_machine_says_what_would_be_measured_and_how_long(tmp_path, capsys) -> None:
