@@ -89,7 +89,7 @@ class Piece(torch.autograd.Function):
         return place.piece(whole, buffer)
 
     @staticmethod
-    def backward(ctx: Any, *incoming: torch.Tensor) -> Any:
+    def backward(ctx: Any, *incoming: torch.Tensor | None) -> Any:
         (gradient,), place, buffer = incoming, ctx.place, ctx.buffer
         if gradient is None:  # nothing flows back, on no rank
             return None, None, None, None
