@@ -93,6 +93,7 @@ def flags_of_question(
             "param_dtype": asked.param_dtype,
             "compute_dtype": asked.compute_dtype,
             "adapter": adapter_stated(trained) if (trained := getattr(asked, "trained", None)) else None,
+            "optimizer": trained.optimizer if trained else None,
             **runtime,
         },
     )

@@ -20,6 +20,7 @@ from planner.requests.flag import (
     search_flags,
 )
 from planner.requests.serving import Deployment, Engine, Load, Task, separate
+from simulator.config.optimizers import OPTIMIZERS
 
 
 class Objective(StrEnum):
@@ -33,7 +34,7 @@ class Objective(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
-    """What of the network is trained, where that is not everything."""
+    """What of the network is trained, where that is not everything, and by which optimizer."""
 
     lora: str | None = option(
         None, "--lora", metavar="RANK[:MODULES]", help="Train LoRA adapters: 16, 16:q_proj,v_proj or 16:all-linear."
@@ -44,6 +45,7 @@ class Trained:
     freeze: str | None = option(
         None, "--freeze", metavar="PATTERNS", help="Modules that are not trained: embed_tokens, mlp, self_attn.q_proj."
     )
+    optimizer: str | None = option(None, "--optimizer", help=f"{', '.join(OPTIMIZERS)}; default: the runtime's.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

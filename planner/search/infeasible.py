@@ -328,7 +328,8 @@ def min_gpus_for_state(screening: Screening) -> int:
     param = {"float32": 4.0}.get(runtime.param_dtype, 2.0)
     master = 4.0 if spec.state.master_weights and param < 4 else 0.0
     optimizer = OPTIMIZERS.get(runtime.optimizer)
-    moments = optimizer.state_bytes(4.0 if master else param) if optimizer is not None else 0.0
+    least = optimizer and (optimizer.matrices or optimizer)  # Muon keeps less of hidden matrices than of the rest
+    moments = least.state_bytes(4.0 if master else param) if least is not None else 0.0
     return max(
         1, int(np.ceil(screening.scenario.model.parameters * (param + moments + master) / screening.capacity_bytes))
     )

@@ -27,7 +27,7 @@ IDLE = 0.2
 POWER_WINDOW_S = 0.02
 ROUNDS = 12
 # Parts of a step in which kernels run.
-BUSY = ("compute", "recompute", "copies", "contention", "optimizer", "exposed_communication")
+BUSY = ("compute", "recompute", "copies", "contention", "optimizer", "orthogonal", "exposed_communication")
 
 Shares = dict[WorkKind, Floats]
 

@@ -201,6 +201,7 @@ def _breakdown(account: Account) -> dict[str, Floats]:
     """Return the parts of every step, exposed communication of all axes together."""
     exposed_s = sum((account.parts_s[axis] for axis in AXES), np.zeros(len(account.clocks)))
     parts = {**account.parts_s, "exposed_communication": exposed_s}
+    parts["optimizer"] = parts["optimizer"] + parts["orthogonal"]
     return {name: parts[name] for name in BREAKDOWN}
 
 

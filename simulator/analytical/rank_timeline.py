@@ -19,8 +19,12 @@ from simulator.step.rank import Pass, Value
 from simulator.step.traffic import REPLICAS, STREAM, WIRES
 from simulator.step.units import Unit
 
-# Parts of a step, as seconds of the compute stream; `dp` waits for data-parallel traffic.
-PARTS = ("compute", "recompute", "copies", "contention", "tp", "cp", "ep", "pp", "dp", "host", "bubble", "optimizer")
+# Parts of a step, as seconds of the compute stream; `dp` waits for data-parallel traffic. Products of an update are
+# `orthogonal`, all else of it `optimizer`.
+PARTS = (
+    *("compute", "recompute", "copies", "contention", "tp", "cp", "ep", "pp", "dp", "host", "bubble", "optimizer"),
+    "orthogonal",
+)
 
 
 # Streams whose collectives may run at once: of shards, and of replicas of them.
@@ -231,6 +235,11 @@ class RankTimeline:
         self._wait(COMPUTE, self.host, "host")
         seconds = np.asarray(moved_bytes / self.traffic.update_bytes_per_s)
         self.parts["optimizer"] = self.parts["optimizer"] + seconds
+        self.clocks[COMPUTE] = self.compute + seconds
+
+    def orthogonalise(self, seconds: Value, elements: Value) -> None:  # noqa: ARG002 - a Rank is given elements
+        self._wait(COMPUTE, self.host, "host")
+        self.parts["orthogonal"] = self.parts["orthogonal"] + seconds
         self.clocks[COMPUTE] = self.compute + seconds
 
     def host_copy(self, name: str, nbytes: Value, *, stream: str) -> None:  # noqa: ARG002 - a Rank is given names

@@ -31,6 +31,7 @@ class LeastTraffic:
 
     def __init__(self, context: CostContext, layout: StageLayout, parameters: Parameters, lookup_s: Floats) -> None:
         self.context, self.layout, self.table, self.spec = context, layout, context.table, context.spec
+        self.parameters = parameters
         trained, rows = parameters.of("gradients"), np.zeros(len(self.table))
         self.shared, self.experts = trained.of_stage(layout)
         self._compute, self._reduce = context.dtype_bytes("gathered"), context.dtype_bytes("reduce")
@@ -213,10 +214,16 @@ class LeastTraffic:
 
     def _update_s(self) -> Floats:
         table, runtime, context = self.table, self.context.runtime, self.context
-        shards = (each["optimizer"][:, None] for each in (table.state_shard, table.expert_shard))
+        shards = [each["optimizer"][:, None] for each in (table.state_shard, table.expert_shard)]
         owned = sum(held / shard for held, shard in zip((self.shared, self.experts), shards, strict=True))
         whole, away = self.shared + self.experts, table.offloaded["optimizer"][:, None]
-        moved = update_bytes(runtime, np.where(away, 0.0, owned), whole)
+        matrices = self.parameters.matrices
+        of_matrices = (
+            sum(held / shard for held, shard in zip(matrices.of_stage(self.layout), shards, strict=True))
+            if (matrices is not None)
+            else 0.0
+        )
+        moved = update_bytes(runtime, np.where(away, 0.0, owned), whole, of_matrices)
         seconds = np.asarray(moved / context.roofline.update_bytes_per_s(updated_dtype(runtime)))
         if away.any():
             seconds = (

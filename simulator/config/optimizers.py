@@ -4,7 +4,10 @@ Sources: torch.optim (AdamW, Adafactor, SGD: its momentum is off by default); Li
 moment; Adafactor, Shazeer and Stern, arXiv 1804.04235: a matrix has a row and a column of second moments, so next to
 nothing a parameter, and torch's makes the whole matrix of them for a moment; 8-bit states, Dettmers et al., arXiv
 2110.02861: a byte and a float32 scale for each block of 256 (bitsandbytes since 0.44). Paged states lie in memory that
-the driver moves to the host where the GPU is full: they are counted as on the GPU.
+the driver moves to the host where the GPU is full: they are counted as on the GPU. Muon, Jordan et al.,
+https://kellerjordan.github.io/posts/muon/, as torch.optim has it (torch/optim/_muon.py of 2.13): one momentum of each
+hidden matrix, orthogonalised by five Newton-Schulz iterations (`simulator.step.muon`); embeddings, head, norms and
+biases are updated by AdamW.
 """
 
 from __future__ import annotations
@@ -20,12 +23,14 @@ class Optimizer:
     """`states` are the tensors that it keeps of every parameter: bytes of a number, None as wide as what is updated.
 
     `passes` are how often an update reads or writes a tensor of the parameters' size besides those, and besides the
-    parameter, its gradient and the parameter again.
+    parameter, its gradient and the parameter again. `matrices` is what hidden matrices have in the place of all this,
+    where they are updated otherwise than the rest, by a momentum that is orthogonalised.
     """
 
     states: tuple[float | None, ...] = ()
     passes: float = 0.0
     paged: bool = False
+    matrices: Optimizer | None = None
 
     def state_bytes(self, wide: float) -> float:
         """Return bytes of a parameter's states, `wide` those of a number of what is updated."""
@@ -47,16 +52,19 @@ OPTIMIZERS = {
     "lion": Optimizer(states=(None,)),
     "sgd": Optimizer(),
     "sgdmomentum": Optimizer(states=(None,)),
+    # _single_tensor_muon: `lerp_` and `lerp` read a gradient more and write an update, which is read to be rounded and
+    # written at half the width; decay reads and writes the parameter once more, and the last addition reads the update.
+    "muon": Optimizer(states=(None, None), matrices=Optimizer(states=(None,), passes=7.0)),
 }
 _SYNONYMS = {
     **dict.fromkeys(("adam8bit", "adamwbnb8bit", "adambnb8bit", "bnbadamw8bit"), "adamw8bit"),
     **dict.fromkeys(("pagedadamw32bit", "pagedadam32bit", "pagedadam"), "pagedadamw"),
     "pagedadam8bit": "pagedadamw8bit",
+    **dict.fromkeys(("distmuon", "muonadamw", "muonwithauxadam", "singledevicemuonwithauxadam"), "muon"),
 }
 # What people name that is known and not modelled, and why.
 NOT_MODELLED = {
     "shampoo": "its preconditioners are inverted by blocks on some ranks (distributed Shampoo), which has no cost here",
-    "muon": "its Newton-Schulz products and the gathers of whole matrices before them have no cost here",
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from simulator.config.adapter import Adapter
-from simulator.config.optimizers import why_no_optimizer
+from simulator.config.optimizers import OPTIMIZERS, why_no_optimizer
 
 # Bytes of a number, by the short names of operators and of sharding's text; and of what a run may be configured with.
 ELEMENT_BYTES = {
@@ -95,4 +95,7 @@ class Runtime:
             return f"{', '.join(low)} is not modelled: only products (compute_dtype) may be in low precision or TF32"
         if self.adapter is not None and self.low:
             return f"adapters with products in {self.compute_dtype} are not modelled: ask in bfloat16"
+        known = OPTIMIZERS.get(self.optimizer)
+        if self.adapter is not None and known is not None and known.matrices is not None:
+            return f"{self.optimizer} of adapters is not modelled: it orthogonalises hidden matrices, which are frozen"
         return why_no_optimizer(self.optimizer)

@@ -17,11 +17,14 @@ def checkpoint_bytes(scenario: Scenario) -> float:
     """Return the bytes that have to be written to go on from: what is trained, and the optimizer's state of it."""
     table = plan_table([Plan()], scenario.workload)
     context = cost_context(scenario, table, calibrated_operators(scenario))
-    model, trained = scenario.model, local_parameters(scenario.model, context).of("gradients")
+    model, held = scenario.model, local_parameters(scenario.model, context)
     layers = {"dense_layer": model.dense_layers, "moe_layer": model.moe_layers, "experts": model.moe_layers}
-    elements = sum(layers.get(part, 1) * float(np.ravel(getattr(trained, part))[0]) for part in PARTS)
+    trained, kept = (
+        sum(layers.get(part, 1) * float(np.ravel(getattr(held.of(kind), part))[0]) for part in PARTS)
+        for kind in ("gradients", "optimizer")
+    )
     state = state_bytes(context)
-    return elements * (state["parameters"] + state["optimizer"])
+    return trained * state["parameters"] + kept * state["optimizer"]
 
 
 def copy_s(scenario: Scenario, nbytes: float, gpus: int) -> float:

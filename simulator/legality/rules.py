@@ -14,6 +14,7 @@ from simulator.columns.plan_columns import plan_columns
 from simulator.config.plan import SIZES, Plan
 from simulator.legality.adapters import ADAPTER_RULES
 from simulator.legality.data_and_experts import DATA_RULES, EXPERT_RULES
+from simulator.legality.muon import MUON_RULES
 from simulator.legality.pipeline import PIPELINE_RULES
 from simulator.legality.policy import POLICY_RULES
 from simulator.legality.rule import Grade, ModelNotKnown, Problem, Rule, RuleFacts
@@ -25,6 +26,7 @@ RULES: tuple[Rule, ...] = (
     *EXPERT_RULES,
     *DATA_RULES,
     *ADAPTER_RULES,
+    *MUON_RULES,
     *PIPELINE_RULES,
     *POLICY_RULES,
 )

@@ -180,6 +180,10 @@ class CodeRank:
         key = ("optimizer", (round(_number(elements)),), "float32")
         self._launch(KernelStep(key=key, cost=Cost(seconds=seconds), host_s=0.0))
 
+    def orthogonalise(self, seconds: Value, elements: Value) -> None:
+        key = ("optimizer", (round(_number(elements)),), "bfloat16")
+        self._launch(KernelStep(key=key, cost=Cost(seconds=_number(seconds)), host_s=0.0))
+
     def host_copy(self, name: str, nbytes: Value, *, stream: str) -> None:
         size = round(_number(nbytes))
         if size:

@@ -19,7 +19,10 @@ from simulator.step.units import Unit, UnitMaker
 class Network:
     """`stages[s]` lists the units of stage s in forward order; `code_of` gives the code of each."""
 
-    def __init__(self, model: Model, operators: ModelOperators, context: CostContext) -> None:
+    def __init__(
+        self, model: Model, operators: ModelOperators, context: CostContext, sustained: CostContext | None = None
+    ) -> None:
+        """Blocks run at the clocks of `context`, updates at those of `sustained`, which long products keep up."""
         self.context = context
         self.operators: Mapping[str, Sequence[OperatorSpec]] = {
             "dense": operators.dense_layer,
@@ -28,7 +31,8 @@ class Network:
         } | ({"moe": operators.moe_layer} if model.moe is not None else {})
         self._blocks: dict[tuple[str, str], BlockCode] = {}
         plan = context.table.plans[0]
-        self.stages = UnitMaker(model, context, local_parameters(model, context)).stages(plan)
+        units = sustained or context
+        self.stages = UnitMaker(model, units, local_parameters(model, units)).stages(plan)
 
     def code_of(self, unit: Unit) -> BlockCode:
         """Return the code of a unit's passes."""

@@ -77,7 +77,7 @@ class _Lowering:
         counted = micro_batches or self.plan.micro_batches(scenario.workload.global_batch_size)
         self.schedule = schedule_of_plan(self.plan, counted)
         operators = operators_for(self.model, self.runtime)
-        self.network = Network(self.model, operators, self.context)
+        self.network = Network(self.model, operators, self.context, sustained=context)
         self.walk = StepWalk(self.context, self.network.stages)
         self.steps = StepWriter()
         self.units = CodeOfUnits(self.network, self.steps, self.context, detail)

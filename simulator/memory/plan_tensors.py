@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from simulator.config.optimizers import OPTIMIZERS, Optimizer
 from simulator.memory.tensors import BlockTensors, Passes, Weight
 from simulator.pipeline.schedule_program import last_backwards
 from simulator.pipeline.schedules.table import Schedule
@@ -15,6 +16,7 @@ from simulator.runtimes.library import ModelOperators, head_peaks
 from simulator.runtimes.parts import RecomputeSpec
 from simulator.step.context import CostContext
 from simulator.step.held import State, state_bytes
+from simulator.step.muon import is_orthogonalised, matrix_state_bytes
 from simulator.step.offload import held_bytes
 from simulator.step.traffic import DataTraffic, data_traffic
 from simulator.step.units import Unit
@@ -120,10 +122,35 @@ class PlanTensors:
         """Return the tensors, `nbytes` in all, that updating `units` makes for a moment: one a parameter, or one under
         ZeRO.
         """
+        if is_orthogonalised(self.context.runtime):
+            return self._made_beside_matrices(units)
         owned = [one.trained * self.share(unit, "optimizer") for unit in units for one in self.elements(unit)]
         if self.context.spec.zero is not None or not sum(owned):
             return [nbytes]
         return [nbytes * n / sum(owned) for n in owned] if nbytes else []
+
+    def optimizers(self, unit: Unit) -> list[tuple[float, Optimizer, float]]:
+        """Return the elements of a unit's parameters, what updates each of them, and the bytes of its state an element:
+        hidden matrices are those of layers.
+        """
+        chosen, width = OPTIMIZERS[self.context.runtime.optimizer], self.state["optimizer"]
+        found = [one.trained for one in self.elements(unit)]
+        if chosen.matrices is None or unit.orthogonal is None:
+            return [(elements, chosen, width) for elements in found]
+        less = matrix_state_bytes(self.context) * (width > 0)
+        return [*((elements, chosen.matrices, less) for elements in found[:-1]), (found[-1], chosen, width)]
+
+    def _made_beside_matrices(self, units: Sequence[Unit]) -> list[float]:
+        """Return what AdamW makes of all that is no hidden matrix, or the largest of these, whichever is more."""
+        copies = self.context.spec.state.update_copies * self.context.dtype_bytes("param")
+        rest = [
+            elements * self.share(unit, "optimizer") * copies
+            for unit in units
+            for elements, chosen, _ in self.optimizers(unit)
+            if chosen.matrices is not None
+        ]
+        largest = max((float(unit.orthogonal.made_bytes[0]) for unit in units if unit.orthogonal), default=0.0)
+        return rest if sum(rest) > largest else [largest]
 
     def share(self, unit: Unit, kind: State) -> float:
         """Return the share of a unit's elements that a rank has of a kind of state."""

@@ -24,7 +24,6 @@ from itertools import chain, zip_longest
 
 import numpy as np
 
-from simulator.config.optimizers import OPTIMIZERS
 from simulator.kernels.operators import tensor_bytes
 from simulator.memory.allocator import Block, CachingAllocator
 from simulator.memory.plan_tensors import PlanTensors
@@ -378,12 +377,12 @@ class RankReplay:
 
     def make_optimizer(self) -> None:
         """Make the optimizer's state, a tensor a moment and parameter, as the first step does at its end."""
-        runtime, spec = self.context.runtime, self.spec
-        kinds = len(OPTIMIZERS[runtime.optimizer].states) + bool(spec.state.master_weights and self.param_bytes < 4)
+        master = bool(self.spec.state.master_weights and self.param_bytes < 4)
         for unit in self.units:
-            width = self.plan.share(unit, "optimizer") * self.plan.state["optimizer"]
-            for elements in self.wrapped[unit.name].elements:
-                self.optimizer += [b for _ in range(kinds) for b in self._taken(elements.trained * width / kinds)]
+            share = self.plan.share(unit, "optimizer")
+            for elements, chosen, width in self.plan.optimizers(unit):
+                kinds, nbytes = len(chosen.states) + master, elements * share * width
+                self.optimizer += [b for _ in range(kinds) for b in self._taken(nbytes / kinds)]
 
     # --- stages -------------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from simulator.runtimes.adapted import TOKENS, frozen_projections
 from simulator.runtimes.library import operators_for
 from simulator.step.context import CostContext
 from simulator.step.held import PARTS, Parameters, whole_parameters
+from simulator.step.muon import with_matrices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +31,7 @@ def local_parameters(model: Model, context: CostContext) -> Parameters:
     """Return parameters per rank, with those that are trained and how the others are stored."""
     whole, adapter = whole_parameters(model, context), context.runtime.adapter
     if adapter is None:
-        return whole
+        return with_matrices(whole, model, context)
     operators = operators_for(model, context.runtime)
     none = np.zeros(len(context.table))
     nothing = _Matrices(adapters=none, frozen=none, packed=none)

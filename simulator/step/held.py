@@ -28,6 +28,9 @@ class Parameters:
     Where some are frozen (`simulator.step.frozen`), they are counted in numbers of the type that products compute in,
     as data-parallel ranks gather them; `stored` are the same in numbers of the type that trained parameters are stored
     in, and `trained` those that have gradients and an optimizer's state.
+
+    Where an optimizer updates hidden `matrices` otherwise than the rest (`simulator.step.muon`), `kept` are all in
+    numbers that have the state of the rest.
     """
 
     dense_layer: Floats
@@ -37,15 +40,19 @@ class Parameters:
     head: Floats
     stored: Parameters | None = None
     trained: Parameters | None = None
+    kept: Parameters | None = None
+    matrices: Parameters | None = None
 
     def of(self, kind: State) -> Parameters:
         """Return the parameters that have a kind of state."""
+        if kind == "optimizer" and self.kept is not None:
+            return self.kept
         return (self.stored if kind == "parameters" else self.trained) or self
 
     def take(self, rows: NDArray[np.intp]) -> Parameters:
         """Return those of some of the plans."""
         parts = {name: getattr(self, name)[rows] for name in PARTS}
-        others = {name: other and other.take(rows) for name in ("stored", "trained") if (other := getattr(self, name))}
+        others = {name: other.take(rows) for name in OTHER_COUNTS if (other := getattr(self, name)) is not None}
         return Parameters(**parts, **others)
 
     def of_stage(self, layout: StageLayout) -> tuple[Floats, Floats]:
@@ -60,7 +67,8 @@ class Parameters:
         return shared, moe * self.experts[:, None]
 
 
-PARTS = tuple(f.name for f in fields(Parameters) if f.name not in {"stored", "trained"})
+OTHER_COUNTS = ("stored", "trained", "kept", "matrices")
+PARTS = tuple(f.name for f in fields(Parameters) if f.name not in OTHER_COUNTS)
 
 
 def whole_parameters(model: Model, context: CostContext) -> Parameters:

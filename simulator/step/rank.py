@@ -54,6 +54,9 @@ class Rank(Protocol):
     def update(self, moved_bytes: Value, elements: Value) -> None:
         """Clip and update the `elements` of parameters that a rank owns."""
 
+    def orthogonalise(self, seconds: Value, elements: Value) -> None:
+        """Have the compute stream orthogonalise the momentum of matrices of so many `elements` on the rank."""
+
     def host_copy(self, name: str, nbytes: Value, *, stream: str) -> None:
         """Have a stream copy bytes between host and GPU."""
 

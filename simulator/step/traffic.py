@@ -23,6 +23,7 @@ from simulator.columns.plan_table import Floats, PlanTable
 from simulator.program.program import COMPUTE
 from simulator.step.context import CostContext
 from simulator.step.held import State
+from simulator.step.muon import Orthogonal
 from simulator.step.offload import ADD_PASSES, OFFLOAD, host_gradient_bytes, offloaded
 from simulator.step.rank import Rank, Value
 from simulator.step.units import Unit
@@ -265,6 +266,13 @@ class DataWriter:
             self._send("all_gather", "dp", _sum(u.repeats * u.trained.shared for u in units) * t.compute_bytes)
             self._send("all_gather", "expert_dp", _sum(u.repeats * u.trained.experts for u in units) * t.compute_bytes)
             self.rank.after(COMPUTE, STREAM)
+
+    def gather_matrices(self, orthogonal: Orthogonal, layers: float) -> None:
+        """Gather the momentum of the hidden matrices of so many `layers`, between what computes before and after."""
+        self.rank.after(STREAM, COMPUTE)
+        for family, nbytes, count in orthogonal.gathers:
+            self._send("all_gather", family, nbytes, count * layers)
+        self.rank.after(COMPUTE, STREAM)
 
     def update_on_host(self, owned: Floats, moved_bytes: Value) -> None:
         """Have the host update the `owned` elements of parameters, which moves bytes of its memory."""

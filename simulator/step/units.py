@@ -16,6 +16,7 @@ from simulator.pipeline.stages import stage_layers
 from simulator.runtimes.library import RuntimeSpec
 from simulator.step.context import CostContext
 from simulator.step.held import Parameters, State
+from simulator.step.muon import Orthogonal, orthogonalised
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,6 +41,7 @@ class Unit:
     recomputes. Elements that products use: `kept_cast` of modules that run once, whose narrow copies backward keeps
     under autocast, `recast` of those that run again.
 
+    `orthogonal` is what an update does to its hidden matrices, where it orthogonalises their momentum.
     `repeats` units in a row are like this one, where it is enough to describe one.
     """
 
@@ -53,6 +55,7 @@ class Unit:
     recast: Floats
     trained: Elements
     stored: Elements
+    orthogonal: Orthogonal | None = None
     repeats: int = 1
 
     @property
@@ -160,6 +163,7 @@ class UnitMaker:
             trained=trained,
             kept_cast=np.where(again, 0.0, used),
             recast=np.where(again, used, 0.0),
+            orthogonal=orthogonalised(self.model, block, self.context),
         )
 
 

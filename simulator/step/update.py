@@ -27,15 +27,20 @@ CLIP_BYTES = UPDATE_BYTES - ADAM_BYTES
 COPY_BYTES = 6.0
 
 
-def update_bytes(runtime: Runtime, owned: Floats | float, held: Floats | float) -> Floats | float:
+def update_bytes(
+    runtime: Runtime, owned: Floats | float, held: Floats | float, matrices: Floats | float = 0.0
+) -> Floats | float:
     """Return bytes that the end of a step moves: clipping and updating the parameters a rank has `owned` since they
-    were sharded, and what the runtime does to the gradients of all that it has `held` before.
+    were sharded, hidden `matrices` among them, and what the runtime does to the gradients of all that it has `held`
+    before.
     """
-    state = spec_for(runtime).state
-    moved = OPTIMIZERS[runtime.optimizer].moved(float(DTYPE_BYTES[updated_dtype(runtime)]))
+    state, optimizer = spec_for(runtime).state, OPTIMIZERS[runtime.optimizer]
+    wide = float(DTYPE_BYTES[updated_dtype(runtime)])
+    moved = optimizer.moved(wide)
     per_owned = PLAIN_BYTES + moved * MOMENT_BYTES / 2 + CLIP_BYTES
     per_owned += state.owned_gradient_passes_bytes + (COPY_BYTES if state.master_weights else 0.0)
-    return owned * per_owned + held * (state.gradient_passes_bytes + weight_cast_bytes(runtime))
+    more = (optimizer.matrices.moved(wide) - moved) * MOMENT_BYTES / 2 if optimizer.matrices is not None else 0.0
+    return matrices * more + owned * per_owned + held * (state.gradient_passes_bytes + weight_cast_bytes(runtime))
 
 
 def weight_cast_bytes(runtime: Runtime) -> float:

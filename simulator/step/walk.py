@@ -17,7 +17,7 @@ from simulator.config.runtime import DTYPE_BYTES
 from simulator.pipeline.schedules.table import Action, Kind
 from simulator.step.context import CostContext
 from simulator.step.host import host_synchronizes, pass_host_s, rest_host_s, step_host_s
-from simulator.step.rank import Pass, Rank
+from simulator.step.rank import Pass, Rank, Value
 from simulator.step.traffic import DataTraffic, DataWriter, data_traffic
 from simulator.step.units import Unit
 from simulator.step.update import NORM_BYTES, UPDATE_LAUNCHES, update_bytes
@@ -118,11 +118,12 @@ class StepWalk:
             rank.host_work("clip", UPDATE_LAUNCHES * self.spec.host.launch_s)
         owned = self._owned(units)
         runtime, whole = self.context.runtime, sum(u.repeats * u.trained.all for u in units)
+        matrices = self._orthogonalise(rank, data, units)
         if self.traffic.updates_on_host:
             rank.update(update_bytes(runtime, 0.0, whole), owned)
             data.update_on_host(owned, update_bytes(runtime, owned, 0.0))
         else:
-            rank.update(update_bytes(runtime, owned, whole), owned)
+            rank.update(update_bytes(runtime, owned, whole, matrices), owned)
         data.redistribute(units)
 
     def _owned(self, units: Sequence[Unit]) -> Floats:
@@ -130,3 +131,19 @@ class StepWalk:
         table = self.context.table
         shard, expert = table.state_shard["optimizer"], table.expert_shard["optimizer"]
         return np.asarray(sum(u.repeats * (u.trained.shared / shard + u.trained.experts / expert) for u in units))
+
+    def _orthogonalise(self, rank: Rank, data: DataWriter, units: Sequence[Unit]) -> Value:
+        """Orthogonalise the momentum of hidden matrices, where the optimizer does, and return the elements of those
+        that a rank updates.
+        """
+        found = [(unit.repeats, unit.orthogonal) for unit in units if unit.orthogonal is not None]
+        if not found:
+            return 0.0
+        shard, expert = (
+            each["optimizer"] for each in (self.context.table.state_shard, self.context.table.expert_shard)
+        )
+        for repeats, each in found:
+            data.gather_matrices(each, repeats)
+            host_s = each.launches * self.spec.host.launch_s
+            rank.orthogonalise(repeats * np.maximum(each.seconds, host_s), repeats * (each.shared + each.experts))
+        return np.asarray(sum(repeats * (each.shared / shard + each.experts / expert) for repeats, each in found))

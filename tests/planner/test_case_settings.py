@@ -71,7 +71,7 @@ def test_unknown_optimizers_are_refused_and_known_ones_recognised():
     """Adam by any spelling is Adam; what has other states is not costed as if it were."""
     assert load_case(changed(runtime={"optimizer": "FusedAdam"})).question.runtime.optimizer == "adam"
     assert answer_plan(load_case(changed(runtime={"optimizer": "distributed_adamw"}))).estimate is not None
-    for word in ("muon", "shampoo", "lamb", "adam8bits"):
+    for word in ("soap", "shampoo", "lamb", "adam8bits"):
         found = answer_plan(load_case(changed(runtime={"optimizer": word})))
         assert found.estimate is None
         assert any(word in one.message for one in found.problems)

@@ -1,0 +1,236 @@
+"""Muon: the hidden matrices of a network, and what orthogonalising their momentum takes and moves.
+
+torch.optim.Muon (torch/optim/_muon.py of 2.13) rounds the momentum of a matrix to bfloat16, transposes it so that it
+has no more rows than columns, divides it by its norm, and runs five iterations of three products each: `A = X X'`,
+`B = b A + c A A`, `X = a X + B X`. The rest is updated by AdamW (Jordan et al.,
+https://kellerjordan.github.io/posts/muon/).
+
+A product needs the whole matrix. Where its momentum is cut over ranks, they gather it once, in bfloat16, and each of
+them runs all iterations (`DTensor.full_tensor`; Liu et al., Muon is Scalable for LLM Training, arXiv 2502.16982,
+section 2.3, gathers it likewise before ranks keep their parts of the result). torch.optim.Muon that is given DTensors
+gathers or sums in every iteration instead, which takes longer. FSDP cuts a stack of experts between experts: a rank
+orthogonalises its own, and gathers only where there are fewer experts than ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from simulator.columns.plan_table import Floats
+from simulator.config.adapter import FUSED_FAMILIES
+from simulator.config.model import Model
+from simulator.config.optimizers import OPTIMIZERS
+from simulator.config.runtime import Runtime
+from simulator.kernels.operators import Work, WorkKind
+from simulator.step.context import CostContext
+from simulator.step.held import PARTS, Parameters, state_bytes
+
+ITERATIONS = 5  # DEFAULT_NS_STEPS
+WIDTH = 2.0  # bytes of bfloat16
+# Kernels of a matrix besides the products: momentum, Nesterov's step, rounding, norm, its lower limit, division; decay
+# and the addition at the end. And those of an iteration.
+OTHER_LAUNCHES, PRODUCTS = 8, 3
+SCALED_BYTES = 3 * WIDTH  # of an element of a whole matrix: read for the norm, read and written to be divided
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Matrix:
+    """A hidden matrix of a layer, of `rows` and `columns` elements; `cut` by tensor parallelism. `of_expert`: there is
+    one for each routed expert.
+    """
+
+    rows: int
+    columns: int
+    cut: bool = True
+    of_expert: bool = False
+
+    @property
+    def elements(self) -> int:
+        return self.rows * self.columns
+
+    @property
+    def short(self) -> int:
+        """The rows of what is orthogonalised, and of its Gram matrix."""
+        return min(self.rows, self.columns)
+
+    @property
+    def long(self) -> int:
+        return max(self.rows, self.columns)
+
+    @property
+    def iteration_flops(self) -> float:
+        """FLOPs of the three products of an iteration."""
+        m, n = float(self.short), float(self.long)
+        return 2 * m * m * n + 2 * m**3 + 2 * m * m * n
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Orthogonal:
+    """What a rank does to the hidden matrices of one layer besides moving momentum and parameters. Columns.
+
+    `shared` and `experts` are their elements on the rank before sharding, `seconds` those of the kernels, of which it
+    launches `launches`. `gathers` are (group, bytes gathered by one, how many). `made_bytes` is what the largest matrix
+    takes for a moment.
+    """
+
+    shared: Floats
+    experts: Floats
+    seconds: Floats
+    launches: Floats
+    gathers: tuple[tuple[str, Floats, Floats], ...]
+    made_bytes: Floats
+
+
+def is_orthogonalised(runtime: Runtime) -> bool:
+    """Return whether the optimizer treats hidden matrices otherwise than the rest."""
+    return OPTIMIZERS[runtime.optimizer].matrices is not None
+
+
+def hidden_matrices(model: Model) -> dict[str, tuple[Matrix, ...]]:
+    """Return the hidden matrices of a layer by the block it is of: projections, routers and experts, all with two
+    dimensions; modules that keep several projections in one matrix have it orthogonalised as one.
+    """
+    attention, h = _attention(model), model.hidden
+    found = {"dense": (*attention, *_feed_forward(model, model.ffn))}
+    if model.moe:
+        moe = model.moe
+        router = [Matrix(rows=moe.experts, columns=h, cut=False)]
+        shared = _feed_forward(model, moe.shared_ffn, cut=False) if moe.shared_ffn else []
+        gate = [Matrix(rows=1, columns=h, cut=False)] if moe.shared_gate else []
+        routed = [replace(matrix, of_expert=True) for matrix in _feed_forward(model, moe.ffn)]
+        found["moe"] = (*attention, *router, *shared, *gate, *routed)
+    return found
+
+
+def _attention(model: Model) -> list[Matrix]:
+    h, queries = model.hidden, model.heads * model.qk_dim
+    if model.latent:
+        m = model.latent
+        down = [(m.q_lora_rank, h), (queries, m.q_lora_rank)] if m.q_lora_rank else [(queries, h)]
+        expanded = model.heads * (m.qk_nope_head_dim + m.v_head_dim)
+        shapes = [*down, (m.kv_lora_rank + m.qk_rope_head_dim, h), (expanded, m.kv_lora_rank)]
+        shapes.append((h, model.heads * m.v_head_dim))
+    else:
+        kv = model.kv_heads * model.head_dim
+        fused = model.family in FUSED_FAMILIES
+        shapes = [*([(queries + 2 * kv, h)] if fused else [(queries, h), (kv, h), (kv, h)]), (h, queries)]
+    return [Matrix(rows=rows, columns=columns) for rows, columns in shapes]
+
+
+def _feed_forward(model: Model, width: int, *, cut: bool = True) -> list[Matrix]:
+    into = [Matrix(rows=width, columns=model.hidden, cut=cut)] * (2 if model.gated_mlp else 1)
+    return [*into, Matrix(rows=model.hidden, columns=width, cut=cut)]
+
+
+def with_matrices(parameters: Parameters, model: Model, context: CostContext) -> Parameters:
+    """Return a rank's parameters with those in hidden matrices, and all of them counted in numbers that have the state
+    of the others.
+    """
+    if not is_orthogonalised(context.runtime):
+        return parameters
+    found, none = hidden_matrices(model), np.zeros(len(context.table))
+    of: dict[str, Floats] = dict.fromkeys(PARTS, none)
+    for block, matrices in found.items():
+        for matrix in matrices:
+            part = "experts" if matrix.of_expert else f"{block}_layer"
+            of[part] = of[part] + _local(matrix, model, context) * matrix.elements
+    less = 1.0 - matrix_state_bytes(context) / state_bytes(context)["optimizer"]
+    kept = {part: getattr(parameters, part) - less * of[part] for part in PARTS}
+    own, held = (Parameters(**each) for each in (of, kept))  # type: ignore[arg-type]  # its parts
+    return replace(parameters, matrices=own, kept=held)
+
+
+def matrix_state_bytes(context: CostContext) -> float:
+    """Return the bytes of an optimizer's state of one element of a hidden matrix, before sharding."""
+    param, chosen = context.dtype_bytes("param"), OPTIMIZERS[context.runtime.optimizer]
+    master = 4.0 if context.spec.state.master_weights and param < 4 else 0.0
+    return (chosen.matrices or chosen).state_bytes(master or param) + master
+
+
+def _local(matrix: Matrix, model: Model, context: CostContext) -> Floats:
+    """Return how many matrices like this a rank holds before data-parallel sharding, parts of them added up."""
+    table = context.table
+    if matrix.of_expert and model.moe:
+        return np.asarray(model.moe.experts / (table["ep"] * table["etp"]))
+    return np.asarray(1.0 / table["tp"] if matrix.cut else np.ones(len(table)))
+
+
+def orthogonalised(model: Model, block: str, context: CostContext) -> Orthogonal | None:
+    """Return what a rank does to the hidden matrices of one layer of a block; None where it has none, or the optimizer
+    does not orthogonalise.
+    """
+    matrices = hidden_matrices(model).get(block, ()) if is_orthogonalised(context.runtime) else ()
+    if not matrices:
+        return None
+    none = np.zeros(len(context.table))
+    local: dict[bool, Floats] = {False: none, True: none}
+    seconds, launches, made = none, none, none
+    gathers: list[tuple[str, Floats, Floats]] = []
+    for matrix in matrices:
+        own, moved = _gathered(matrix, model, context)
+        gathers += moved
+        local[matrix.of_expert] = local[matrix.of_expert] + _local(matrix, model, context) * matrix.elements
+        seconds = seconds + own * matrix_s(matrix, context)
+        launches = launches + own * (OTHER_LAUNCHES + PRODUCTS * ITERATIONS)
+        made = np.maximum(made, _made_bytes(matrix, context))
+    return Orthogonal(
+        shared=local[False],
+        experts=local[True],
+        seconds=seconds,
+        launches=launches,
+        gathers=tuple(gathers),
+        made_bytes=made,
+    )
+
+
+def _gathered(matrix: Matrix, model: Model, context: CostContext) -> tuple[Floats, list[tuple[str, Floats, Floats]]]:
+    """Return how many matrices like this a rank orthogonalises, and what it gathers for that."""
+    table, ones = context.table, np.ones(len(context.table))
+    nbytes = ones * WIDTH * matrix.elements
+    sharded = table.fully_sharded
+    if not matrix.of_expert or not model.moe:
+        tp = table["tp"] if matrix.cut else ones
+        return ones, [("fsdp", np.where(sharded, nbytes / tp, 0.0), ones), ("tp", nbytes * (tp > 1), ones)]
+    local = model.moe.experts / table["ep"]
+    shards = np.where(sharded, context.groups.extent("expert_fsdp")[0], 1.0)
+    whole = local >= shards
+    own = np.where(whole, np.ceil(local / shards), local)
+    over_shards = np.where(whole, 0.0, nbytes * local / table["etp"])
+    return own, [("expert_fsdp", over_shards, ones), ("etp", nbytes * own * (table["etp"] > 1), ones)]
+
+
+def matrix_s(matrix: Matrix, context: CostContext) -> Floats:
+    """Return the seconds that one rank takes to orthogonalise one matrix: its norm, and the products, at the rate that
+    products by themselves keep up.
+    """
+    roofline = replace(context.roofline, dtype="bfloat16", tf32=False, low=None)
+    m, n = float(matrix.short), float(matrix.long)
+    # Products of `addmm` read what they add to besides their operands.
+    shapes = ((m, m, n, 0.0), (m, m, m, m * m), (m, n, m, m * n))
+    scaled = SCALED_BYTES * matrix.elements / roofline.memory_bytes_per_s
+    total = np.zeros(len(context.table)) + scaled
+    for rows, columns, depth, added in shapes:
+        moved = WIDTH * (rows * depth + depth * columns + rows * columns + added)
+        work = Work(
+            kind=WorkKind.MATMUL,
+            name="newton_schulz",
+            flops=2.0 * rows * columns * depth,
+            bytes=moved,
+            m=rows,
+            n=columns,
+            k=depth,
+        )
+        total = total + ITERATIONS * roofline.seconds(work)
+    return np.asarray(total)
+
+
+def _made_bytes(matrix: Matrix, context: CostContext) -> Floats:
+    """Return the bytes of what is there while a matrix is orthogonalised: its update on the rank, the matrix before and
+    after an iteration's last product, the Gram matrix and its polynomial.
+    """
+    table, param = context.table, context.dtype_bytes("param")
+    cut = table["etp"] if matrix.of_expert else table["tp"] if matrix.cut else np.ones(len(table))
+    shards = np.where(table.fully_sharded & (not matrix.of_expert), context.groups.extent("fsdp")[0], 1.0)
+    return np.asarray(param * matrix.elements / (cut * shards) + 2 * WIDTH * (matrix.elements + matrix.short**2))
