@@ -83,6 +83,7 @@ RULE_WORDS = {
     "overlap-mode": "kind of overlap of TP not supported",
     "overlap-domain": "overlap of TP reaches beyond a node",
     "overlap-latent": "overlap of TP not supported with latent attention",
+    "overlap-peers": "this overlap of TP needs NVLink between the GPUs",
     "overlap-width": "overlap of TP not supported with this width",
 }
 

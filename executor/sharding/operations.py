@@ -232,7 +232,7 @@ def _norm(how: str) -> Callable[..., torch.Tensor]:
 def _group_norm(tensors: list[torch.Tensor], width: int, eps: float) -> torch.Tensor:
     x, *affine = tensors
     weight, bias = _weight_and_bias(affine)
-    return F.group_norm(x, x.shape[1] // width, weight, bias, eps=eps)
+    return torch.group_norm(x, x.shape[1] // width, weight, bias, eps)
 
 
 def _weight_and_bias(affine: list[torch.Tensor]) -> tuple[torch.Tensor | None, torch.Tensor | None]:

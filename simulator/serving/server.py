@@ -6,6 +6,7 @@ with the context that they have in the middle.
 
 from __future__ import annotations
 
+import heapq
 import math
 import time
 from collections.abc import Callable, Generator, Iterable
@@ -110,6 +111,36 @@ class Scheduler:
         return steps * self.costs.seconds(prompt_tokens=0, pairs=0.0, sequences=sequences, keys=middle)
 
 
+class EnginePool:
+    """The engines of a pool. A request goes to the first of those with least to do.
+
+    A heap has an entry for each engine with its present load. Entries that are out of date are dropped when they come
+    first, so that a request does not look at each of thousands of engines.
+    """
+
+    def __init__(self) -> None:
+        self.schedulers: list[Scheduler] = []
+        self._loads: list[tuple[int, int]] = []  # heap: (load, place in `schedulers`)
+
+    def start(self, env: simpy.Environment, costs: ForwardPass, batch: Batch, deliver: Sink) -> None:
+        """Add an engine with an empty batch."""
+        place = len(self.schedulers)
+        self.schedulers.append(Scheduler(env, costs, batch, partial(self._left, place, deliver)))
+        self._loads.append((0, place))
+
+    def add(self, answer: Answer) -> None:
+        """Queue a request where there is least to do."""
+        while self._loads[0][0] != self.schedulers[self._loads[0][1]].batch.load:
+            heapq.heappop(self._loads)
+        load, place = self._loads[0]
+        heapq.heapreplace(self._loads, (load + 1, place))
+        self.schedulers[place].add(answer)
+
+    def _left(self, place: int, deliver: Sink, answers: list[Answer]) -> None:
+        heapq.heappush(self._loads, (self.schedulers[place].batch.load, place))
+        deliver(answers)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
     """What clients saw. `answers` in order of completion; `busy` is the share of time in which engines stepped."""
@@ -142,7 +173,7 @@ def serve(
         answer = Answer(arrival_s=env.now, prompt=max(1, prompt - cached), output=output, cached=cached)
         if time.monotonic() > until_s:
             return  # of many thousands that begin at once; the loop below says so
-        _after(env, engine.host_request_s, lambda: _least_loaded(first).add(answer))
+        _after(env, engine.host_request_s, lambda: first.add(answer))
 
     def finished(answers: Iterable[Answer]) -> None:
         for answer in answers:
@@ -151,15 +182,14 @@ def serve(
             if following is not None:
                 begin(following.prompt, following.output)
 
-    schedulers = partial(_schedulers, env, model, cluster, deployment, most=len(requests), length=traffic.usual)
-    last = schedulers(deployment.pool, finished)
+    engines = partial(_engines, env, model, cluster, deployment, most=len(requests), length=traffic.usual)
+    last = engines(deployment.pool, finished)
     first = last
     if deployment.prefill is not None:
         move = move_seconds(model, cluster, deployment)
-        first = schedulers(
-            deployment.prefill, lambda read: _hand_over(env, read, last, move, finished), reads_only=True
-        )
-    _refuse_what_never_fits(requests, (*first, *last))
+        first = engines(deployment.prefill, lambda read: _hand_over(env, read, last, move, finished), reads_only=True)
+    every = list({id(scheduler): scheduler for scheduler in (*first.schedulers, *last.schedulers)}.values())
+    _refuse_what_never_fits(requests, every)
     if traffic.concurrency and not traffic.trace:
         for request in requests[: traffic.concurrency]:
             begin(request.prompt, request.output)
@@ -172,7 +202,6 @@ def serve(
                 remedy="a longer --time-limit, or fewer clients",
             )
         env.step()
-    every = {id(scheduler): scheduler for scheduler in (*first, *last)}.values()
     pools = [deployment.pool, *([] if deployment.prefill is None else [deployment.prefill])]
     return Served(
         answers=tuple(done),
@@ -182,7 +211,7 @@ def serve(
     )
 
 
-def _schedulers(
+def _engines(
     env: simpy.Environment,
     model: Model,
     cluster: Cluster,
@@ -193,7 +222,7 @@ def _schedulers(
     most: int,
     length: int,
     reads_only: bool = False,
-) -> list[Scheduler]:
+) -> EnginePool:
     """Return the engines of a pool; the stages of a pipeline work on so many batches at once, one each.
 
     A request goes to the first of those with least to do, so batches beyond the `most` requests that there are would
@@ -202,21 +231,17 @@ def _schedulers(
     costs = ForwardPass(model, cluster, deployment, pool)
     room = cache_capacity(model, cluster, deployment, pool, length=length)
     lanes = pool.pp
-    return [
-        Scheduler(
-            env,
-            costs,
-            Batch(
-                engine=costs.engine,
-                capacity=room.tokens // lanes,
-                max_sequences=max(1, costs.max_sequences * pool.dp_attention // lanes),
-                max_tokens=costs.max_batched_tokens * pool.dp_attention,
-                reads_only=reads_only,
-            ),
-            deliver,
+    found = EnginePool()
+    for _ in range(min(_batches(pool), most)):
+        batch = Batch(
+            engine=costs.engine,
+            capacity=room.tokens // lanes,
+            max_sequences=max(1, costs.max_sequences * pool.dp_attention // lanes),
+            max_tokens=costs.max_batched_tokens * pool.dp_attention,
+            reads_only=reads_only,
         )
-        for _ in range(min(_batches(pool), most))
-    ]
+        found.start(env, costs, batch, deliver)
+    return found
 
 
 def _batches(pool: Pool) -> int:
@@ -230,10 +255,6 @@ def _after(env: simpy.Environment, delay_s: float, action: Callable[[], None]) -
     event.callbacks.append(lambda _: action())
 
 
-def _least_loaded(schedulers: list[Scheduler]) -> Scheduler:
-    return min(schedulers, key=lambda scheduler: scheduler.batch.load)
-
-
 def _arrive(
     env: simpy.Environment, requests: Iterable[Any], begin: Callable[[int, int], None]
 ) -> Generator[simpy.Event, Any, None]:
@@ -243,7 +264,7 @@ def _arrive(
 
 
 def _hand_over(
-    env: simpy.Environment, read: list[Answer], last: list[Scheduler], move: Callable[[int], float], finished: Sink
+    env: simpy.Environment, read: list[Answer], last: EnginePool, move: Callable[[int], float], finished: Sink
 ) -> None:
     """Move what was read to the engines that write, and let it go on there as a prompt that is cached but for a
     token.
@@ -253,7 +274,7 @@ def _hand_over(
         answer.done_s = -1.0
         answer.cached, answer.prompt, answer.read = answer.context - 1, 1, 0
         answer.output, answer.written = answer.output - 1, 0
-        _least_loaded(last).add(answer)
+        last.add(answer)
 
     for answer in read:
         if answer.output <= 1:

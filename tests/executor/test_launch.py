@@ -290,6 +290,7 @@ def test_no_rank_is_to_blame_for_a_limit_that_all_have(tmp_path) -> None:
     assert _first_failure(tmp_path / "other", 1, "", elastic=False).rank == 0
 
 
+@needs_torch
 def test_elastic_passes_on_what_a_rank_said() -> None:
     done = launch("recorded_worker", ranks=2, budget_s=60, environment=WORKERS)
 

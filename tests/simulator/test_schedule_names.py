@@ -45,7 +45,7 @@ def test_a_schedule_of_another_name_is_predicted_the_same(question, name) -> Non
     for bounds in (
         screened.at_least_s(),
         screened.at_least_by_schedule_s(),
-        screened.memory.reserved_bytes.max(axis=1),
+        *screened.allocated_and_reserved_bytes().T,
         screened.step_s(),
     ):
         assert bounds[0] == bounds[1]
