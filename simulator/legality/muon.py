@@ -18,7 +18,8 @@ from simulator.runtimes.library import runtime_spec
 MODELLED = frozenset({"pytorch"})
 WHY_NOT = {
     "torchtitan": "torchtitan 0.3 has no Muon (pull request 3719 proposes one)",
-    "transformers": "transformers' Trainer has no Muon (pull request 39541 proposes one)",
+    "transformers": "transformers' Trainer has no Muon of its own (pull request 39541 proposes one), and those that"
+    " others give it have no cost here",
     "meshwright": "our executor has AdamW alone",
     "megatron-lm": "Megatron-LM's Muon gives every data-parallel rank whole matrices and orthogonalises the parts that"
     " tensor parallelism cuts (--optimizer muon, --muon-tp-mode blockwise): how evenly has no cost here",

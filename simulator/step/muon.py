@@ -138,7 +138,7 @@ def with_matrices(parameters: Parameters, model: Model, context: CostContext) ->
             of[part] = of[part] + _local(matrix, model, context) * matrix.elements
     less = 1.0 - matrix_state_bytes(context) / state_bytes(context)["optimizer"]
     kept = {part: getattr(parameters, part) - less * of[part] for part in PARTS}
-    own, held = (Parameters(**each) for each in (of, kept))  # type: ignore[arg-type]  # its parts
+    own, held = (Parameters(**each) for each in (of, kept))
     return replace(parameters, matrices=own, kept=held)
 
 

@@ -344,3 +344,24 @@ def test_a_misspelt_key_is_not_understood() -> None:
     found = ask(AXOLOTL + "gradient_acumulation_steps: 2\n", "a.yaml", CheckFlags())
 
     assert found.configuration.unknown == ("gradient_acumulation_steps",)
+
+
+MUON = {
+    "a.yaml": (TORCHTUNE.replace("AdamW", "Muon"), "refuses what is no matrix"),
+    "a.json": ('{"train_batch_size": 8, "bf16": {"enabled": true}, "optimizer": {"type": "Muon"}}', "DeepSpeed's Muon"),
+    "a.sh": (
+        (
+            "torchrun --nproc_per_node 8 pretrain_gpt.py --optimizer muon --num-layers 4 --hidden-size 1024 --bf16"
+            " --num-attention-heads 16 --seq-length 1024 --micro-batch-size 1 --global-batch-size 8"
+        ),
+        "whole matrices",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MUON)
+def test_muon_is_refused_where_it_is_not_modelled(name: str) -> None:
+    text, said = MUON[name]
+    model = None if name == "a.sh" else "llama3-8b"
+
+    assert said in str(check_text(text, name, CheckFlags(model=model, cluster="dgx-h100"), search=False))

@@ -19,6 +19,7 @@ from planner.configs.formats.yaml_format import (
     types,
 )
 from planner.export.mapping import Entry, Facts, NotModelled, Settings, Table, truth, whole
+from simulator.legality.muon import WHY_NOT
 from simulator.pipeline.schedules.registry import SCHEDULES
 from topology.errors import BadInput
 
@@ -80,6 +81,8 @@ def _read_types(settings: Settings, _: Facts) -> Facts:
 
 def _read_optimizer(settings: Settings, _: Facts) -> Facts:
     name = str(settings.get("optimizer._target_", "torch.optim.AdamW")).rpartition(".")[2].lower()
+    if name == "muon":
+        raise NotModelled(WHY_NOT["nemo-automodel"], remedy="optimizer._target_: torch.optim.AdamW")
     return {"optimizer": "adamw" if name in {"adam", "adamw", "fusedadam"} else name}
 
 

@@ -38,7 +38,7 @@ HARMLESS = (
     r"|node.rank|master.*|rdzv.*|standalone|max-restarts|num_gpus|num_nodes|hostfile|moe-(aux|z-loss|router|permute"
     r"|token-drop).*|initial-loss-scale|override-opt.*|exit-.*|manual-gc.*|make-vocab.*|encoder-seq-length"
     r"|dist-ckpt.*|ckpt-.*|async-save|use-dist-ckpt|auto-detect.*|local.ranks.filter|tee|role|log.dir|redirects"
-    r"|untie.*|attention-dropout|hidden-dropout|apply-.*|no-create.*|no-check.*|use-checkpoint-args|optimizer|loss-scale.*"
+    r"|untie.*|attention-dropout|hidden-dropout|apply-.*|no-create.*|no-check.*|use-checkpoint-args|loss-scale.*"
     r"|kv-channels|no-mmap.*|disable-.*|bf16|fp16|sequence-parallel|recompute-activations|accumulate-allreduce.*"
     r"|container.*|nodes|gpus.*|ntasks.*|time|job.*|export|mpi|output|error|help|enable-one-logger|vocab-size"
     r"|use-persistent-ckpt-worker|check-weight-hash.*|enable-experimental|deterministic-mode|decoupled-.*|logging-level)"

@@ -25,6 +25,7 @@ from planner.configs.formats.yaml_format import (
 )
 from planner.export.mapping import Entry, Facts, Settings, Table, data_parallel_rest, one_of, truth
 from planner.export.named_models import model_spelt
+from topology.errors import BadInput
 
 _SHARD = "data_parallel_shard_dim"
 _OPTIMIZER = "optimizer._component_"
@@ -43,6 +44,12 @@ def _read_types(settings: Settings, _: Facts) -> Facts:
 
 def _read_optimizer(settings: Settings, _: Facts) -> Facts:
     name = str(settings.get(_OPTIMIZER, "torch.optim.AdamW")).rpartition(".")[2].lower()
+    if name == "muon":
+        raise BadInput(
+            f"{_OPTIMIZER} is torch.optim.Muon, which refuses what is no matrix",
+            why="torchtune gives all parameters to one optimizer",
+            remedy=f"{_OPTIMIZER}: torch.optim.AdamW",
+        )
     return {"optimizer": name}
 
 

@@ -15,6 +15,7 @@ _CONTEXT = ("sequence_parallel_size", "data_parallel_size")
 _EXPERTS = ("expert_parallel.enabled", "expert_parallel.autoep_size")
 _STAGE = "zero_optimization.stage"
 _HPZ = "zero_optimization.zero_hpz_partition_size"
+_OPTIMIZER = "optimizer.type"
 _OFFLOADS = ("zero_optimization.offload_optimizer", "zero_optimization.offload_param")
 _ON_HOST = {"device": "cpu", "pin_memory": True}
 
@@ -145,6 +146,13 @@ def _without_auto(settings: Settings) -> Settings:
 
 _TP = ("tensor_parallel.autotp_size", "tensor_parallel.tp_overlap_comm")
 
+
+def _read_optimizer(settings: Settings, _: Facts) -> Facts:
+    """Return the optimizer that the file names, if it does: `adam` decouples its weight decay."""
+    word = str(settings.get(_OPTIMIZER) or "auto").lower()
+    return {} if word == "auto" else {"optimizer": "adamw" if word == "adam" else word}
+
+
 TABLE: Table = (
     # In JSON there is no pipeline: the program's PipelineModule has it.
     Entry(
@@ -188,4 +196,5 @@ TABLE: Table = (
         write=_write_types,
         read=_read_types,
     ),
+    Entry(keys=(_OPTIMIZER,), write=lambda _: {}, read=_read_optimizer),
 )

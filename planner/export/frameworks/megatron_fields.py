@@ -54,6 +54,7 @@ _SHARD = (
 # offload).
 _OFFLOAD = ("--optimizer-cpu-offload", "--use-precision-aware-optimizer")
 _FRACTION = "--optimizer-offload-fraction"
+_OPTIMIZER = "--optimizer"
 _RECOMPUTE = ("--recompute-granularity", "--recompute-method", "--recompute-num-layers", "--recompute-activations")
 _MODULES = "--recompute-modules"
 _TYPES = ("--bf16", "--fp16", "--fp8-format", "--fp8-param-gather", "--grad-reduce-in-bf16")
@@ -377,6 +378,12 @@ def _read_overlap(settings: Settings, _: Facts) -> Facts:
     return {"tp_overlap": USERBUFFERS if truth(settings, "--tp-comm-overlap") else NONE}
 
 
+def _read_optimizer(settings: Settings, _: Facts) -> Facts:
+    """Return the optimizer: `adam` decouples its weight decay, and `sgd` has momentum (--sgd-momentum 0.9)."""
+    word = str(settings.get(_OPTIMIZER) or "adam")
+    return {"optimizer": {"adam": "adamw", "sgd": "sgdmomentum"}.get(word, word)}
+
+
 TABLE: Table = (
     _degree(_TP, "tp"),
     Entry(
@@ -412,5 +419,6 @@ TABLE: Table = (
         read=_read_overlap,
     ),
     Entry(keys=_TYPES, write=_write_types, read=_read_types),
-    Entry(keys=(), write=lambda _: {}, read=lambda *_: {"optimizer": "adamw", "compile": False}),
+    Entry(keys=(_OPTIMIZER,), write=lambda _: {}, read=_read_optimizer),
+    Entry(keys=(), write=lambda _: {}, read=lambda *_: {"compile": False}),
 )
