@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import streamlit as st
 
+from planner.explain.answer_text import assumed_parts
 from planner.io.figures import rate_text
 from simulator.config.estimate import Estimate
 from topology.errors import Infeasible, PlannerError
@@ -374,5 +375,6 @@ def assumed(lines: Sequence[str]) -> None:
     """List the defaults that were assumed."""
     if not lines:
         return
-    with st.expander(f"{len(lines)} assumptions", icon=":material/rule:"):
+    lines = assumed_parts(lines)
+    with st.expander(f"{len(lines)} assumption{'s' if len(lines) > 1 else ''}", icon=":material/rule:"):
         st.markdown("\n".join(f"- {plain(line)}" for line in lines))

@@ -284,16 +284,35 @@ def question_lines(question: Question) -> list[str]:
 DEFAULT = re.compile(r"(?:runtime\.|plan\.)?(\w+) = (.+) \(([^()]+ default)\)")
 
 
-def assumed_lines(assumed: Sequence[str]) -> list[str]:
-    """Return one line of what was assumed, each once, the defaults of a runtime together."""
+DEFAULT_WORDS = {
+    "param_dtype": "parameters in {}",
+    "compute_dtype": "compute in {}",
+    "reduce_dtype": "gradients reduced in {}",
+    "optimizer": "optimizer {}",
+}
+
+
+def _default_words(name: str, value: str) -> str:
+    if name == "compile":
+        return "compiled" if value == "True" else "not compiled"
+    return DEFAULT_WORDS.get(name, f"{name.replace('_', ' ')} {{}}").format(value)
+
+
+def assumed_parts(assumed: Sequence[str]) -> list[str]:
+    """Return what was assumed, each once, the defaults of a runtime together."""
     defaults: dict[str, list[str]] = {}
     others = []
     for line in dict.fromkeys(assumed):
         match = DEFAULT.fullmatch(line)
         if match:
             name, value, whose = match.groups()
-            defaults.setdefault(whose, []).append(f"{name} {value}")
+            defaults.setdefault(whose, []).append(_default_words(name, value))
         else:
             others.append(line)
-    parts = [*others, *(f"{whose}s: {', '.join(values)}" for whose, values in defaults.items())]
+    return [*others, *(f"{whose}s: {', '.join(values)}" for whose, values in defaults.items())]
+
+
+def assumed_lines(assumed: Sequence[str]) -> list[str]:
+    """Return one line of what was assumed, or none."""
+    parts = assumed_parts(assumed)
     return [f"assumed   {'; '.join(parts)}"] if parts else []

@@ -341,7 +341,7 @@ def complete_plan(
         values["sequence_parallel"] = (framework.sequence_parallel_default or needed) and tp > 1
         if tp > 1:
             assumed.append(
-                f"sequence_parallel {str(values['sequence_parallel']).lower()} ({framework.title}"
+                f"sequence parallelism {'on' if values['sequence_parallel'] else 'off'} ({framework.title}"
                 + ("'s experts need it)" if needed else "'s default)")
             )
     if experts and framework.splits_experts and "etp" not in values and tp > 1:

@@ -397,7 +397,7 @@ def _search_stats(
     slowest = everything.step_s.max(initial=0.0)
     costed = len(everything) + (0 if explored is everything else int((explored.step_s > slowest).sum()))
     beaten = everything.fitting - costed
-    pruned = {**nodes.pruned, **({"bound above the plans listed": beaten} if beaten else {})}
+    pruned = {**nodes.pruned, **({"slower at best than the plans listed": beaten} if beaten else {})}
     return SearchStats(
         candidates=everything.legal + sum(nodes.rejected.values()) + sum(nodes.pruned.values()),
         legal=everything.legal,

@@ -131,7 +131,7 @@ def test_the_account_adds_up_and_bounds_are_named(llama8b):
     )
 
     assert found.total == len(found) + sum(found.rejected.values()) + sum(found.pruned.values())
-    assert {"tp > 2", "micro batch > 2"} <= set(found.pruned)
+    assert {"tensor parallelism over 2", "micro batch over 2"} <= set(found.pruned)
     assert found.columns.tp.max() == 2
     assert found.columns.micro_batch_size.max() == 2
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import tempfile
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -128,7 +129,8 @@ def test_a_dashboard_that_is_away_or_no_address_is_said(monkeypatch, tmp_path):
     bool(ray_nodes.missing(PROGRAMS)), reason="no Ray: MESHWRIGHT_RAY=BIN, see tests/tools/ray_nodes.py"
 )
 def test_a_real_ray_is_checked_and_runs_a_job_of_two_nodes(tmp_path, planner):
-    with ray_nodes.cluster(tmp_path / "ray", PROGRAMS) as cluster:
+    # A socket's path has at most 107 characters, so Ray's folder is not below pytest's.
+    with tempfile.TemporaryDirectory(prefix="ray-") as folder, ray_nodes.cluster(Path(folder), PROGRAMS) as cluster:
         checked = planner("doctor", "--launcher=ray", "--gpus-per-node=0", "--json", env=cluster.environment)
         assert checked.returncode == 0, checked.stdout
         words = ("--submit", "--wait=4m", "--json", "--out", tmp_path / "run")

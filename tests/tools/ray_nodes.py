@@ -79,6 +79,11 @@ class RayCluster:
 
     def kill(self, name: str) -> None:
         """Kill all processes of a node, as the loss of its power does."""
+        # Ray's agents write their names over their environment: they are known by what started them.
+        with suppress(psutil.Error):
+            for process in psutil.Process(self.processes[name].pid).children(recursive=True):
+                with suppress(psutil.Error):
+                    process.kill()
         for process in psutil.process_iter():
             with suppress(psutil.Error):
                 if process.environ().get("MESHWRIGHT_TEST_NODE") == name:

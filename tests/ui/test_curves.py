@@ -91,7 +91,7 @@ def test_a_whole_run_takes_its_tokens_at_the_rate_of_the_plan(explorer):
     assert float(found["Cost"].replace(",", "")) == pytest.approx(2 * hours, rel=0.06)  # both to two digits
     assert float(found["Days"]) * 24 * 4 == pytest.approx(hours, rel=0.06)
     assert "Memory side by side" in said(test)
-    assert "Most tokens/s a GPU of what surely fits" in said(test)
+    assert "Highest throughput that surely fits" in said(test)
 
 
 def test_curves_fall_with_the_rate_and_cross_where_flips_are_said():

@@ -112,7 +112,7 @@ def test_a_job_for_a_scheduler_is_written_and_what_does_not_go_together_is_refus
     assert queue.jobs.newest(service.USER, 10) == []
 
     test.checkbox[0].uncheck()
-    next(box for box in test.selectbox if box.label == "Through").set_value("slurm")
+    next(box for box in test.selectbox if box.label == "Launcher").set_value("slurm")
     test.button[0].click().run()
     (job,) = (row["id"] for row in queue.jobs.newest(service.USER, 10))
     ends = time.monotonic() + PATIENT_S

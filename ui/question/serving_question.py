@@ -78,9 +78,9 @@ def ask(about: state.Inputs) -> ServingInputs:
     """Draw the question of the page and return it."""
     first = st.columns(4, gap="small")
     with first[0]:
-        isl = state.number("Prompt", "isl", state.MAX_SEQ, "", "Tokens in a prompt, on average.") or 1024
+        isl = state.number("Prompt, tokens", "isl", state.MAX_SEQ, "", "On average.") or 1024
     with first[1]:
-        osl = state.number("Answer", "osl", state.MAX_SEQ, "", "Tokens in an answer, on average.") or 256
+        osl = state.number("Answer, tokens", "osl", state.MAX_SEQ, "", "On average.") or 256
     with first[2]:
         clients = state.number(
             "Clients", "clients", state.MAX_CLIENTS, "8 a GPU", "A closed loop: each asks again when answered."
@@ -98,16 +98,16 @@ def ask(about: state.Inputs) -> ServingInputs:
         cache = state.choice("KV cache", list(CACHE_BYTES), "cache", "The format of keys and values.")
     with second[3]:
         aim = state.choice(
-            "Best by", list(state.SERVING_OBJECTIVES), "aim", "Output tokens a GPU, whole answers, or their price."
+            "Objective", list(state.SERVING_OBJECTIVES), "aim", "Output tokens a GPU, whole answers, or their price."
         )
     with second[4]:
         price = state.number(
             "GPU price, an hour", "price", state.MAX_PRICE, "not given", "Of one GPU, in any currency."
         )
     with second[5]:
-        ttft = state.number("First token, ms", "ttft", state.MAX_TARGET_MS, "no target", "At most, on average.")
+        ttft = state.number("Target: first token, ms", "ttft", state.MAX_TARGET_MS, "none", "At most, on average.")
     with second[6]:
-        tpot = state.number("Further token, ms", "tpot", state.MAX_TARGET_MS, "no target", "At most, on average.")
+        tpot = state.number("Target: further token, ms", "tpot", state.MAX_TARGET_MS, "none", "At most, on average.")
     found = {"isl": isl, "osl": osl, "clients": clients, "rate": rate, "engine": engine, "weights": weights}
     state.write_link(**found, cache=cache, aim=aim, price=price, ttft=ttft, tpot=tpot)
     return ServingInputs(

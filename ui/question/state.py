@@ -272,7 +272,7 @@ def ask(*, row: bool, training: bool) -> Inputs:
         seq_len = number("Sequence", "seq", MAX_SEQ, "", "Tokens in a sequence.") or _DEFAULT.seq_len
         framework = choice("Framework", list(FRAMEWORKS), "framework", "Its rules for legal plans, and its kernels.")
         objective = choice(
-            "Best by", list(OBJECTIVES), "objective", "Least step time, least memory, or the Pareto front of both."
+            "Objective", list(OBJECTIVES), "objective", "Least step time, least memory, or the Pareto front of both."
         )
         compiled = st.toggle("torch.compile", key="compile", persist_state="session")
     write_link(

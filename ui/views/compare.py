@@ -34,7 +34,7 @@ def show(question: state.Inputs) -> None:
 
 
 def _plans(result: SearchResult, first: RankedPlan) -> None:
-    st.caption("This plan compared with another: only the differences.")
+    st.caption("This plan and another; only what differs is shown.")
     others = [plan_words.plan_name(r.plan) for r in result.plans if r.rank != first.rank]
     if not others:
         panels.empty(

@@ -43,8 +43,7 @@ def show(question: state.Inputs) -> None:
 def _machine(result: SearchResult) -> None:
     panels.section(
         "Another machine",
-        "The listed plans if links, memory or arithmetic were so many times what they are:"
-        " by the analytical model, at once.",
+        "The listed plans if links, memory or FLOP/s were several times what they are, by the analytical model.",
     )
     multi = result.question.cluster.node_count > 1
     names = [name for name, _ in data.knobs(result)]
@@ -90,7 +89,7 @@ def _machine(result: SearchResult) -> None:
 
 
 def _whole_run(result: SearchResult, chosen: RankedPlan) -> None:
-    panels.section("A whole run", f"By plan #{chosen.rank}, with failures and checkpoints as published runs had them.")
+    panels.section("A whole run", f"With plan #{chosen.rank}, and failures and checkpoints as in published runs.")
     left, right = st.columns(2)
     billions = left.number_input("Tokens, billions", 0.1, 1e6, 1000.0, key="tokens", bind="query-params")
     price = right.number_input("Price of a GPU hour", 0.0, 1000.0, 2.5, key="price", bind="query-params")
@@ -131,8 +130,8 @@ def _memory(result: SearchResult) -> None:
 def _sizes(question: state.Inputs, result: SearchResult, chosen: RankedPlan) -> None:
     panels.section(
         "Other lengths and micro batches",
-        f"Plan #{chosen.rank} with as many micro batches a step, by the analytical model: the deeper the colour, the"
-        " more tokens/s a GPU; an empty frame is what does not surely fit or is not legal.",
+        f"Plan #{chosen.rank} with the same number of micro batches a step, by the analytical model. A deeper colour is"
+        " more tokens/s per GPU; an empty frame may not fit, or is not legal.",
     )
     found = data.sizes(question, result, chosen)
     if found is None:
@@ -142,7 +141,7 @@ def _sizes(question: state.Inputs, result: SearchResult, chosen: RankedPlan) -> 
     about = "Nothing that was tried fits"
     if best is not None:
         size = f"{best['micro_batch']} x {best['length']} tokens a micro batch"
-        about = f"Most tokens/s a GPU of what surely fits: {size}, {best['upper']}"
+        about = f"Highest throughput that surely fits: {size}, {best['upper']} per GPU"
     st.markdown(f"**{panels.plain(about)}.**")
     panels.chart(charts.size_map(drawn, dark=panels.dark()), key="sizes", alt=about)
 

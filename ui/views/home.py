@@ -63,7 +63,7 @@ def _table(result: SearchResult, chosen: RankedPlan, second: RankedPlan | None) 
     )
     if any(row["place"] != str(row["rank"]) for row in table):
         st.caption(f"= {TIED}.")
-    st.caption("Bars are where 80 % of steps are expected, marks the values. Click one to see its plan.")
+    st.caption("A mark is the predicted step, its bar the range that holds 80 % of steps. Click one to see its plan.")
     panels.plan_chart(
         plan_charts.ranges(table, chosen=shown, dark=panels.dark()),
         key="home_ranges",

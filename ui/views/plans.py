@@ -73,8 +73,8 @@ def show(question: state.Inputs) -> None:
     with left:
         panels.section(
             "Step time",
-            "The bar is where 80 % of steps are expected, the mark the value. Overlapping bars may change places."
-            " Click a mark to choose its plan.",
+            "A mark is the predicted step, its bar the range that holds 80 % of steps. Where bars overlap, plans"
+            " may change places. Click a mark to choose its plan.",
         )
         if shown:
             panels.plan_chart(
@@ -102,9 +102,9 @@ def show(question: state.Inputs) -> None:
     about = f"Rejected candidates by reason; most, {why[most]:,}: {most}" if most else "No candidate was rejected"
     panels.chart(charts.counts(why, dark=panels.dark()), key="rejected", alt=about)
     if result.search.pruned:
-        with st.expander("Bounds of the search"):
+        with st.expander("Candidates that were not costed"):
             st.dataframe(
-                [{"bound": name, "left out": count} for name, count in result.search.pruned.items()],
+                [{"why": name, "candidates": count} for name, count in result.search.pruned.items()],
                 hide_index=True,
                 width="stretch",
             )
@@ -157,7 +157,7 @@ def _about(result: SearchResult) -> str:
 def _left_out(result: SearchResult) -> str:
     total = sum(result.rejected.values())
     return (
-        f"{total:,} candidates broke a rule or did not fit; the search took {result.search.seconds:.1f} s,"
+        f"{total:,} candidates broke a rule or did not fit; the search took {result.search.seconds:.1f} s:"
         f" {result.search.status}."
     )
 

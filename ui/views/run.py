@@ -48,18 +48,18 @@ def _form(result: SearchResult, ranked: RankedPlan) -> None:
     panels.section(
         f"Run #{ranked.rank}  {plan_words.plan_chips(ranked.plan)}",
         f"{panels.plain(plan_words.plan_settings(ranked.plan))}."
-        f" It runs {panels.plain(jobs.where())}; numbers are checked against one process before anything is timed.",
+        f" It runs {panels.plain(jobs.where())}; results are checked against one process before anything is timed.",
     )
     here = None if service.server() else jobs.gpus_here()
     if here is not None and here < ranked.plan.gpus:
         st.markdown(
             f":orange[{panels.ICONS['warning']}] {_gpus_words(here)}, and the plan needs {ranked.plan.gpus}: here, its"
-            " numbers can be checked on the CPU; Slurm, Ray or Kubernetes run it on a cluster."
+            " results can be checked on the CPU; Slurm, Ray or Kubernetes run it on a cluster."
         )
     with st.form("run"):
         first, second, third, fourth = st.columns(4, vertical_alignment="bottom")
         device = first.segmented_control(
-            "On",
+            "Device",
             ["cuda", "cpu"],
             default="cuda",
             required=True,
@@ -68,7 +68,7 @@ def _form(result: SearchResult, ranked: RankedPlan) -> None:
         minutes = second.number_input("Minutes at most", 1, 60, 2)
         steps = third.number_input("Steps to measure", 1, 1000, 10)
         by = fourth.selectbox(
-            "Through",
+            "Launcher",
             list(LAUNCHERS),
             format_func=LAUNCHERS.__getitem__,
             help="Slurm, Ray and Kubernetes run the plan on a cluster.",

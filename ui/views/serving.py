@@ -132,7 +132,9 @@ def _detail(found: ServingAnswers, place: int) -> None:
         ]
     )
     sequences, context = two_digits(account.sequences), two_digits(account.context)
-    panels.section("Each further token", f"{sequences} answers go on in a step, with {context} tokens each.")
+    panels.section(
+        "Each further token", f"A step adds a token to {sequences} answers, each with {context} tokens of context."
+    )
     drawn = charts.parts(account.token_s, dark=panels.dark())
     panels.chart(
         drawn, key="serving_token", alt=f"The {token} of a token by what takes them: {_largest(account.token_s)}"

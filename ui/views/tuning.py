@@ -56,9 +56,9 @@ def _form() -> None:
     panels.section("Tune for this question", f"Trials run {panels.plain(jobs.where())}, one after the other.")
     with st.form("tune"):
         first, second, third, fourth = st.columns(4, vertical_alignment="bottom")
-        framework = first.selectbox("Plans of", list(TRIED))
+        framework = first.selectbox("Framework", list(TRIED))
         device = second.segmented_control(
-            "On", ["cuda", "cpu"], default="cuda", required=True, help="On cpu, times mean little."
+            "Device", ["cuda", "cpu"], default="cuda", required=True, help="On cpu, times mean little."
         )
         minutes = third.number_input("Minutes for all trials", 1, 24 * 60, 10)
         trials = fourth.number_input("Trials at most", 1, 1000, 20)
@@ -112,7 +112,7 @@ def _show(found: State) -> None:
     asked, view = found.request, shown(found)
     _answer(view, asked.within)
     seen = history(view, within=asked.within, unknown_machine=asked.unknown_machine)
-    panels.section("Finalists", "What is believed of a step after each trial: the middle, and a band that holds 80 %.")
+    panels.section("Finalists", "The step expected after each trial: its median, and the range that holds 80 %.")
     best = view.best
     finding = f"the best measured step is {best.step_s:.4g} s" if best is not None else "none could be measured"
     with st.container(horizontal=True, gap="small", key="finalists"):
@@ -123,7 +123,7 @@ def _show(found: State) -> None:
                 panels.chart(drawn, key=f"posterior_{number}", alt=about)
     panels.section("Trials", "In the order in which they were made.")
     st.dataframe(_rows(view), hide_index=True, width="stretch", placeholder="-", column_config=_COLUMNS)
-    panels.section("Is something better left?", "By more than the tuning cares for; it stops at 5 %.")
+    panels.section("Chance that a better plan is left", "One that is worth a further trial; the tuning stops at 5 %.")
     panels.chart(
         charts.better_left(seen.better_plan_left, dark=panels.dark()),
         key="left",

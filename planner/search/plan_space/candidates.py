@@ -258,10 +258,10 @@ def _grid_bound_masks(table: PlanColumns, facts: RuleFacts, bounds: Bounds) -> d
     crumbs = (table.cp > 1) & (facts.workload.seq_len // table.cp < bounds.min_tokens_per_context_rank)
     crumbs &= bounds.spans("cp") is None
     return {
-        f"tp > {bounds.max_tp}": over(table.tp, bounds.max_tp),
-        f"cp > {bounds.max_cp}": over(table.cp, bounds.max_cp),
-        f"pp > {bounds.max_pp}": over(table.pp, bounds.max_pp),
-        f"seq / cp < {bounds.min_tokens_per_context_rank}": crumbs,
+        f"tensor parallelism over {bounds.max_tp}": over(table.tp, bounds.max_tp),
+        f"context parallelism over {bounds.max_cp}": over(table.cp, bounds.max_cp),
+        f"pipeline parallelism over {bounds.max_pp}": over(table.pp, bounds.max_pp),
+        f"under {bounds.min_tokens_per_context_rank:,} tokens of a sequence on a rank": crumbs,
         "sequence parallelism off": off,
     }
 
@@ -299,7 +299,7 @@ def _with_batches(table: PlanColumns, facts: RuleFacts, bounds: Bounds, pruned: 
             pruned["odd virtual stages"] += odd * sum(size <= limit for size in sizes)
         too_large = sum(size > limit for size in sizes)
         if too_large:
-            pruned[f"micro batch > {limit}"] += too_large
+            pruned[f"micro batch over {limit}"] += too_large
         for size in (s for s in sizes if s <= limit):
             modes = _ep_overlaps(int(table.ep[row]), local // size, facts, bounds)
             for (schedule, virtual), overlap in product(orders, modes):

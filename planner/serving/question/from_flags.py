@@ -188,7 +188,7 @@ def _traffic(flags: ServingFlags, gpus: int, assumed: list[str]) -> Traffic:
         for given, default, what in ((flags.isl, PROMPT, "a prompt"), (flags.osl, ANSWER, "an answer"))
     )
     if flags.vary is None:
-        assumed.append(f"lengths vary by {VARY:.0%} around those")
+        assumed.append(f"lengths of prompts and answers vary by {VARY:.0%}")
     if flags.request_rate and flags.arrivals is None:
         assumed.append("arrivals: Poisson")
     return Traffic(
