@@ -217,19 +217,18 @@ class LeastTraffic:
         shards = [each["optimizer"][:, None] for each in (table.state_shard, table.expert_shard)]
         owned = sum(held / shard for held, shard in zip((self.shared, self.experts), shards, strict=True))
         whole, away = self.shared + self.experts, table.offloaded["optimizer"][:, None]
-        matrices = self.parameters.matrices
-        of_matrices = (
-            sum(held / shard for held, shard in zip(matrices.of_stage(self.layout), shards, strict=True))
-            if (matrices is not None)
-            else 0.0
-        )
+        matrices, orthogonal_s = self.parameters.matrices, self.parameters.orthogonal_s
+        of_matrices: Floats | float = 0.0
+        if matrices is not None:
+            of_stage = matrices.of_stage(self.layout)
+            of_matrices = np.asarray(sum(held / shard for held, shard in zip(of_stage, shards, strict=True)))
         moved = update_bytes(runtime, np.where(away, 0.0, owned), whole, of_matrices)
         seconds = np.asarray(moved / context.roofline.update_bytes_per_s(updated_dtype(runtime)))
         if away.any():
             seconds = (
                 seconds + np.where(away, update_bytes(runtime, owned, 0.0), 0.0) / update_bytes_per_s(context)[:, None]
             )
-        return seconds
+        return seconds if orthogonal_s is None else seconds + orthogonal_s.of_stage(self.layout)[0]
 
 
 def stages_of(table: PlanTable) -> Floats:

@@ -30,7 +30,7 @@ class Parameters:
     in, and `trained` those that have gradients and an optimizer's state.
 
     Where an optimizer updates hidden `matrices` otherwise than the rest (`simulator.step.muon`), `kept` are all in
-    numbers that have the state of the rest.
+    numbers that have the state of the rest, and `orthogonal_s` the seconds that matrices of a part take besides.
     """
 
     dense_layer: Floats
@@ -42,6 +42,7 @@ class Parameters:
     trained: Parameters | None = None
     kept: Parameters | None = None
     matrices: Parameters | None = None
+    orthogonal_s: Parameters | None = None
 
     def of(self, kind: State) -> Parameters:
         """Return the parameters that have a kind of state."""
@@ -52,7 +53,7 @@ class Parameters:
     def take(self, rows: NDArray[np.intp]) -> Parameters:
         """Return those of some of the plans."""
         parts = {name: getattr(self, name)[rows] for name in PARTS}
-        others = {name: other.take(rows) for name in OTHER_COUNTS if (other := getattr(self, name)) is not None}
+        others = {name: other.take(rows) for name in OTHERS if (other := getattr(self, name)) is not None}
         return Parameters(**parts, **others)
 
     def of_stage(self, layout: StageLayout) -> tuple[Floats, Floats]:
@@ -67,8 +68,8 @@ class Parameters:
         return shared, moe * self.experts[:, None]
 
 
-OTHER_COUNTS = ("stored", "trained", "kept", "matrices")
-PARTS = tuple(f.name for f in fields(Parameters) if f.name not in OTHER_COUNTS)
+OTHERS = ("stored", "trained", "kept", "matrices", "orthogonal_s")
+PARTS = tuple(f.name for f in fields(Parameters) if f.name not in OTHERS)
 
 
 def whole_parameters(model: Model, context: CostContext) -> Parameters:

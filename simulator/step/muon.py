@@ -82,6 +82,17 @@ class Orthogonal:
     gathers: tuple[tuple[str, Floats, Floats], ...]
     made_bytes: Floats
 
+    def products_s(self, context: CostContext) -> Floats:
+        """Return the seconds of the kernels, or those in which the host launches them, whichever are more."""
+        return np.asarray(np.maximum(self.seconds, self.launches * context.spec.host.launch_s))
+
+    def gathers_s(self, context: CostContext) -> Floats:
+        """Return the seconds of all gathers."""
+        none = np.zeros(len(context.table))
+        return sum(
+            (count * context.groups.time_s("all_gather", family, size) for family, size, count in self.gathers), none
+        )
+
 
 def is_orthogonalised(runtime: Runtime) -> bool:
     """Return whether the optimizer treats hidden matrices otherwise than the rest."""
@@ -138,8 +149,12 @@ def with_matrices(parameters: Parameters, model: Model, context: CostContext) ->
             of[part] = of[part] + _local(matrix, model, context) * matrix.elements
     less = 1.0 - matrix_state_bytes(context) / state_bytes(context)["optimizer"]
     kept = {part: getattr(parameters, part) - less * of[part] for part in PARTS}
-    own, held = (Parameters(**each) for each in (of, kept))
-    return replace(parameters, matrices=own, kept=held)
+    seconds: dict[str, Floats] = dict.fromkeys(PARTS, none)
+    for block in found:
+        if (one := orthogonalised(model, block, context)) is not None:
+            seconds[f"{block}_layer"] = one.products_s(context) + one.gathers_s(context)
+    own, held, taken = (Parameters(**each) for each in (of, kept, seconds))
+    return replace(parameters, matrices=own, kept=held, orthogonal_s=taken)
 
 
 def matrix_state_bytes(context: CostContext) -> float:

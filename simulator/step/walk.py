@@ -144,6 +144,5 @@ class StepWalk:
         )
         for repeats, each in found:
             data.gather_matrices(each, repeats)
-            host_s = each.launches * self.spec.host.launch_s
-            rank.orthogonalise(repeats * np.maximum(each.seconds, host_s), repeats * (each.shared + each.experts))
+            rank.orthogonalise(repeats * each.products_s(self.context), repeats * (each.shared + each.experts))
         return np.asarray(sum(repeats * (each.shared / shard + each.experts / expert) for repeats, each in found))

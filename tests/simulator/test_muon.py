@@ -165,6 +165,9 @@ def test_a_larger_model_never_updates_faster() -> None:
         ("llama3-8b", Plan(dp_shard=4)),
         ("llama3-8b", Plan(dp_shard=2, tp=2)),
         ("llama3-8b", Plan(dp_shard=2, pp=2)),
+        ("llama3-8b", Plan(dp_replicate=2, dp_shard=4)),
+        ("llama3-8b", Plan(dp_shard=2, pp=2, virtual_stages=2, schedule="Interleaved1F1B")),
+        ("mixtral-8x7b", Plan(dp_shard=2, pp=2, ep=2)),
         ("mixtral-8x7b", Plan(dp_shard=8, ep=4)),
     ],
 )
