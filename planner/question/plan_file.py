@@ -132,6 +132,11 @@ def require_folder(path: Path) -> None:
     """Raise BadInput when the folder that `path` lies in does not exist: folders are not created, since the name may be
     misspelt.
     """
+    above = path.parent
+    while not (above.exists() or above.is_symlink() or above == above.parent):
+        above = above.parent
+    if not above.is_dir():
+        raise BadInput(f"cannot write {path}", why=f"{above} is not a folder", remedy="choose another file")
     if not path.parent.is_dir():
         raise BadInput(
             f"cannot write {path}",

@@ -91,6 +91,15 @@ def test_a_missing_folder_is_refused_before_the_work(planner, tmp_path, command)
     assert not (tmp_path / "no").exists()
 
 
+def test_a_path_below_a_file_is_refused_without_advice_that_cannot_help(planner, tmp_path):
+    (tmp_path / "plan.json").touch()
+    done = planner("probe", "--out", tmp_path / "plan.json" / "below" / "file.json")
+
+    assert done.returncode == 2
+    assert f"{tmp_path / 'plan.json'} is not a folder" in done.stderr
+    assert "mkdir" not in done.stderr
+
+
 def test_a_validation_that_compared_nothing_has_not_succeeded(planner, tmp_path):
     """Rows that all were skipped, or no rows at all, are no answer."""
     row = json.loads((CASES / "torchtitan_h200x4.json").read_text(encoding="utf-8"))[0]
@@ -192,7 +201,7 @@ def test_fixing_parts_filters_the_legal_plans(seed):
         (("--pp", "1", "--schedule", "1F1B"), "pp is 1", "--pp 2, 4, 8"),
         (("--schedule", "zigzag"), "has no schedule 'zigzag'", "--schedule 1F1B"),
         (("--dp-shard", "3", "--dp-replicate", "2"), "= 6, but there are 8 GPUs", "--dp-shard 1, 2, 4"),
-        (("--tp", "8", "--max-tp", "4"), "tp > 4", "--tp 1, 2, 4"),
+        (("--tp", "8", "--max-tp", "4"), "tensor parallelism over 4", "--tp 1, 2, 4"),
         (("--virtual-stages", "2", "--pp", "1"), "without a pipeline", "--virtual-stages 1"),
     ],
 )

@@ -362,3 +362,12 @@ def test_targets_that_do_not_hold_come_with_changes_that_meet_them(planner: Call
         first = answered["plans"][0]["estimate"]
         assert first["ttft_s"]["value"] <= 0.1
         assert first["tpot_s"]["value"] <= 0.006
+
+
+def test_answers_of_one_token_have_no_time_between_tokens_to_state(planner: Callable[..., Finished]) -> None:
+    one = planner("suggest", "--task", "serve", *QUICK, "--osl", "1")
+    more = planner("suggest", "--task", "serve", *QUICK)
+
+    assert "the only token after" in " ".join(one.stdout.split())
+    assert "then one every" not in " ".join(one.stdout.split())
+    assert "then one every" in " ".join(more.stdout.split())

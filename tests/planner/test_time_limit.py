@@ -62,6 +62,7 @@ def test_the_plans_found_are_the_answer_where_time_ends_later(monkeypatch, stage
     cut = suggest(small_question(), SearchOptions(simulate=stage == "predict_all"))
 
     assert [one.plan for one in cut.plans] == [one.plan for one in whole.plans]
+    assert [one.estimate.memory for one in cut.plans] == [one.estimate.memory for one in whole.plans]
     assert cut.cut_short is (stage != "assign_stages")
 
 

@@ -22,7 +22,7 @@ def require_plannable(cluster: Cluster) -> None:
         raise BadCluster(f"{cluster.name} shows no GPU", remedy="capture nvidia-smi topo -m, which lists them")
     if not plannable(cluster):
         raise BadCluster(
-            f"the GPUs of {cluster.name} are of an unknown model",
+            f"the GPUs of cluster {cluster.name} are of an unknown model",
             why="without its rates and memory nothing can be predicted, and they are not guessed",
             remedy="name it with the capture, such as --gpu h100-sxm; "
             "planner probe --from CAPTURE --gpu h100-sxm --out cluster.json makes a cluster file",

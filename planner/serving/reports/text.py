@@ -79,10 +79,10 @@ def answer_sentence(
     question: ServingQuestion, deployment: Deployment, estimate: ServingEstimate, *, meets: bool
 ) -> str:
     """Return a deployment and what clients see of it in one or two sentences."""
-    seen = (
-        f"first token after {ms_text(estimate.ttft_s)} ms, then one every {ms_text(estimate.tpot_s)} ms, "
-        f"{_number(estimate.output_tokens_per_s_per_gpu)} output tokens/s per GPU"
-    )
+    further = bool(question.traffic.trace) or question.traffic.output.longest > 1
+    after = f"{'first' if further else 'the only'} token after {ms_text(estimate.ttft_s)} ms, "
+    every = f"then one every {ms_text(estimate.tpot_s)} ms, " if further else ""
+    seen = f"{after}{every}{_number(estimate.output_tokens_per_s_per_gpu)} output tokens/s per GPU"
     per_million = price_per_million(question, estimate)
     price = "" if per_million is None else f", {per_million:.2g} per million output tokens"
     engine = engine_of(question.engine).title
