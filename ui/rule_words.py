@@ -78,6 +78,8 @@ RULE_WORDS = {
     "context-latent": "CP not supported with latent attention",
     "context-window": "CP not supported with sliding windows",
     "context-compile": "CP and TP not supported with torch.compile",
+    "muon": "no Muon, or none that is modelled, in this framework",
+    "muon-state": "Muon with ZeRO-1, ZeRO-2 or an optimizer in host memory is not modelled",
     "overlap": "overlap of TP needs TP with sequence parallelism",
     "overlap-compile": "overlap of TP against the choice of torch.compile",
     "overlap-mode": "kind of overlap of TP not supported",

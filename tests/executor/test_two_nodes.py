@@ -93,11 +93,11 @@ def test_a_rendezvous_that_never_completes_ends_in_time_and_says_who_came(tmp_pa
     endpoint = f"127.0.0.1:{free_port()}"
 
     code = run_node(
-        request(), str(tmp_path / "request.json"), tmp_path, 20.0, Rendezvous(count=2, endpoint=endpoint, run_id="m")
+        request(), str(tmp_path / "request.json"), tmp_path, 40.0, Rendezvous(count=2, endpoint=endpoint, run_id="m")
     )
 
     assert code == 1
-    assert f"2 nodes did not meet at {endpoint} within 7 s: 1 began" in capsys.readouterr().err
+    assert f"2 nodes did not meet at {endpoint} within 15 s: 1 began" in capsys.readouterr().err
     found = collect(request(), str(tmp_path / "request.json"), tmp_path, 2, patience_s=0.1)
     assert (found["status"], found["exit_code"]) == ("failed", 1)
     assert "1 of 2 nodes began" in found["failure"]["message"]
