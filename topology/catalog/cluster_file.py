@@ -45,7 +45,7 @@ from topology.cluster import ASSUMED, SCHEMA_VERSION, Cluster, Finding, Severity
 from topology.codec import JsonObject, convert, parse_json, read_json, to_json, write_text
 from topology.errors import BadCluster, BadInput
 
-_JOINED = re.compile(r"\s*(?:[+,;&]|\band\b)\s*")  # of GPUs of one kind and others
+_JOINED = re.compile(r"[+,;&]|\band\b")  # of GPUs of one kind and others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
