@@ -129,7 +129,7 @@ def mechanisms(bench: Bench) -> None:
             "nccl alone": lambda: dist.reduce_scatter_tensor(part, full),
             "nccl": lambda: overlap.MODES["nccl"].matmul_scatter(((x, operand),), bench.group),
             "torch": lambda: torch_overlap.TorchSymmMem().matmul_scatter(((x, operand),), bench.group),
-            "whole shards, add": lambda: push.scatter_sum(make, shape, x.dtype, bench.group, bench.device),
+            "whole shards, add": lambda: push.start_scatter_sum(make, shape, x.dtype, bench.group, bench.device)(),
             "TMA adds to peers": adding_to_peers(bench, x, weight),
         }
         for pieces in (2, 3, 4):
@@ -174,7 +174,7 @@ def relays(bench: Bench) -> None:
             "cublas": lambda: x @ operand,
             "copy_engine": partial(overlap.MODES["copy_engine"].matmul_scatter, ((x, operand),), bench.group),
             "fused": partial(overlap.MODES["fused"].matmul_scatter, ((x, operand),), bench.group),
-            "whole shards": lambda: push.scatter_sum(make, shape, x.dtype, bench.group, bench.device),
+            "whole shards": lambda: push.start_scatter_sum(make, shape, x.dtype, bench.group, bench.device)(),
         }
         for pieces, unit, lanes in ((2, 1, 1), (2, 1, 2), (3, wave, 1), (3, wave, 2), (4, wave, 1), (4, wave, 2)):
             wanted[f"relay in {pieces}, {lanes} lanes"] = partial(
