@@ -32,7 +32,7 @@ NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,51}[a-z0-9])?")
 PLAIN_PATH = re.compile(r"[A-Za-z0-9_./@+=-]+")
 HOST_PORT = re.compile(r"(\[[0-9A-Fa-f:]+\]|[A-Za-z0-9][A-Za-z0-9.-]*):[0-9]{1,5}")
 VOLUME = re.compile(r"([a-z0-9](?:[-a-z0-9.]{0,251}[a-z0-9])?):(/[A-Za-z0-9_./@+=-]*)")
-JOIN_S = 35.0  # in a job whose nodes start together
+JOIN_S = 30.0  # in a job whose nodes start together
 NAMES, NAMED = 'names=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd, -)\n', ' --names="$names"'
 STARTING_S = 300  # beyond the budget, for the scheduler to start the nodes
 
