@@ -1,4 +1,4 @@
-"""Far more clients than a deployment serves at once: those that wait make its queues longer, and nothing else slower."""
+"""Far more clients than a deployment serves at once: those that wait make queues longer, and nothing else slower."""
 
 from __future__ import annotations
 
