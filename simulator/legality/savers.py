@@ -74,6 +74,14 @@ SAVER_RULES: tuple[Rule, ...] = (
         applies=lambda q: _asks(ACTIVATION_OFFLOAD, q) or _asks(OPTIMIZER_IN_BACKWARD, q) or _asks(CHUNKED_LOSS, q),
     ),
     rule(
+        "saver-tensor",
+        lambda c, q: c.tp > 1,
+        lambda p, q: f"{q.framework.title} has its memory savers without tensor parallelism alone: tp is {p.tp}",
+        applies=lambda q: (
+            not q.framework.cuts_with_savers and (_asks(CHUNKED_LOSS, q) or _asks(OPTIMIZER_IN_BACKWARD, q))
+        ),
+    ),
+    rule(
         "activation-offload",
         lambda c, q: c.recompute != "full",
         lambda p, q: (
