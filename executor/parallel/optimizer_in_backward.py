@@ -2,7 +2,7 @@
 
 FSDP calls hooks of sharded parameters when their gradients have been reduced (torch 2.13, torch/distributed/fsdp/
 _fully_shard/_fsdp_collectives.py: `foreach_reduce`); without it they run as autograd has added a gradient up. All
-gradients are never there at once, so they are not clipped: their norm is only told.
+gradients are never there at once, so they are not clipped: only their norm is reported.
 """
 
 from __future__ import annotations

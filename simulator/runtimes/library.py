@@ -91,9 +91,7 @@ class RuntimeSpec:
     saver_overrides: dict[str, JsonObject] = field(default_factory=dict)
     away_layers: int = 0
     like: str = ""
-    rules: str = (
-        ""  # the framework whose plans it accepts, where it has no rules of its own and not those of what it is like
-    )
+    rules: str = ""  # the framework whose plans it accepts, where it has no rules of its own, nor what it is like
     tools: ToolsSpec = field(default_factory=ToolsSpec)
 
     @property
