@@ -94,6 +94,7 @@ def flags_of_question(
             "compute_dtype": asked.compute_dtype,
             "adapter": adapter_stated(trained) if (trained := getattr(asked, "trained", None)) else None,
             "optimizer": trained.optimizer if trained else None,
+            "savers": trained.saver.split(",") if trained and trained.saver else None,
             **runtime,
         },
     )

@@ -21,6 +21,7 @@ from planner.requests.flag import (
 )
 from planner.requests.serving import Deployment, Engine, Load, Task, separate
 from simulator.config.optimizers import OPTIMIZERS
+from simulator.config.savers import SAVERS
 
 
 class Objective(StrEnum):
@@ -44,6 +45,9 @@ class Trained:
     )
     freeze: str | None = option(
         None, "--freeze", metavar="PATTERNS", help="Modules that are not trained: embed_tokens, mlp, self_attn.q_proj."
+    )
+    saver: str | None = option(
+        None, "--saver", metavar="WORDS", help=f"What saves memory, comma-separated: {', '.join(SAVERS)}."
     )
     optimizer: str | None = option(None, "--optimizer", help=f"{', '.join(OPTIMIZERS)}; default: the runtime's.")
 

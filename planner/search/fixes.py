@@ -2,8 +2,8 @@
 precision.
 
 Changed are recomputation, the micro batch, resharding, sharding over replicas, tensor and context parallelism, what is
-kept in host memory, compilation, the number of GPUs and the type of parameters, one by one and together. A change is
-shown where nothing that is part of it does as well, to within a tie.
+kept in host memory, memory savers that the software has, compilation, the number of GPUs and the type of parameters,
+one by one and together. A change is shown where nothing that is part of it does as well, to within a tie.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ from simulator.analytical.estimates import memory_of_plans
 from simulator.analytical.memory import CONTEXT_BYTES
 from simulator.config.estimate import Estimate, Fit, chance, sure_bytes
 from simulator.config.plan import Plan
+from simulator.config.savers import CHUNKED_LOSS, LINEAR_LOSS, TITLES
 from simulator.legality.rule import divisors
 from simulator.memory.plan_memory import PlanMemory
+from simulator.runtimes.library import spec_for
 from topology.errors import UserError
 from topology.rates.scaling import with_gpus
 from topology.units import GIB
@@ -47,6 +49,7 @@ class Fix:
     change: str
     plan: Plan
     compiled: bool
+    savers: tuple[str, ...]
     param_dtype: str
     step_s: float
     longer: float
@@ -107,12 +110,15 @@ def find_savings(question: Question, plan: Plan, estimate: Estimate) -> tuple[Fi
     frees most first.
     """
     compiled = replace(question, runtime=replace(question.runtime, compile=True))
-    kinds = frozenset({"compile"})
-    alone = (
-        []
-        if question.runtime.compile
-        else [_Variant(paid=SAME_GPUS, changes=("compiled",), kinds=kinds, question=compiled, plan=plan)]
-    )
+    others = [] if question.runtime.compile else [("compiled", "compile", compiled)]
+    for words in _more_savers(question):
+        if len(words) == 1:
+            saving = replace(question, runtime=question.runtime.with_savers(words))
+            others.append((TITLES[words[0]], words[0], saving))
+    alone = [
+        _Variant(paid=SAME_GPUS, changes=(change,), kinds=frozenset({kind}), question=asked, plan=plan)
+        for change, kind, asked in others
+    ]
     single = [one for one in _variants(question, plan) if len(one.kinds) == 1] + alone
     found = [
         _fix(_Costed(variant=one, reserved_bytes=estimate.memory.reserved_bytes), plan, estimate)
@@ -176,6 +182,7 @@ def _fix(costed: _Costed, plan: Plan, estimate: Estimate) -> Fix:
         change=listed(variant.changes),
         plan=variant.plan,
         compiled=variant.question.runtime.compile,
+        savers=variant.question.runtime.all_savers,
         param_dtype=variant.question.runtime.param_dtype,
         step_s=found.step_s.value,
         longer=found.step_s.value / estimate.step_s.value - 1,
@@ -195,6 +202,10 @@ def _by_question(question: Question, plan: Plan, deadline: float | None) -> Iter
     if not question.runtime.compile:
         compiled = replace(question, runtime=replace(question.runtime, compile=True))
         yield compiled, list(_variants(compiled, plan, ("compiled",), frozenset({"compile"})))
+    for words in _more_savers(question):
+        saving = replace(question, runtime=question.runtime.with_savers(words))
+        named, kinds = tuple(TITLES[word] for word in words), frozenset(words)
+        yield saving, list(_variants(saving, plan, named, kinds, degrees=False))
     for count in _more_gpus(question, plan):
         try:
             cluster = question.cluster
@@ -215,6 +226,16 @@ def _by_question(question: Question, plan: Plan, deadline: float | None) -> Iter
         short = replace(question, runtime=replace(question.runtime, param_dtype="bfloat16"))
         named = ("parameters in bfloat16",)
         yield short, list(_variants(short, plan, named, frozenset({"precision"}), paid=PRECISION, degrees=False))
+
+
+def _more_savers(question: Question) -> list[tuple[str, ...]]:
+    """Return the memory savers that could be added, each by itself and all together, losses one at a time."""
+    runtime = question.runtime
+    more = [word for word in spec_for(runtime).savers if word not in runtime.all_savers]
+    if {CHUNKED_LOSS, LINEAR_LOSS} & {*runtime.all_savers}:
+        more = [word for word in more if word not in {CHUNKED_LOSS, LINEAR_LOSS}]
+    together = tuple(word for word in more if word != LINEAR_LOSS or CHUNKED_LOSS not in more)
+    return [*((word,) for word in more), *([together] if len(together) > 1 else [])]
 
 
 def _best_plan(question: Question, deadline: float | None) -> Plan | None:

@@ -54,8 +54,11 @@ class RuntimeSpec:
     two ranks with experts, over the mean, where nothing evens what the router chooses. `splits_experts`: what
     tensor-parallel ranks do with experts (`simulator.columns.experts.EXPERT_SPLITS`). `dispatchers` send tokens to
     experts, its own first (`simulator.config.runtime.MOE_DISPATCHERS`). `graph_scopes`: the operators of each part of a
-    layer that CUDA graphs may replay. A description that is `like` another says only what differs (operators of a part
-    of the layer under `layer.overrides`), and what was measured of the other goes for it.
+    layer that CUDA graphs may replay. `savers` are the memory savers that it has (`simulator.config.savers`), and
+    `saver_overrides` what replaces parts of the description where a run has one; of how many layers that have run what
+    they keep may still be on the GPU on its way to host memory is `away_layers` (`simulator.step.away`). A description
+    that is `like` another says only what differs (operators of a part of the layer under `layer.overrides`), and what
+    was measured of the other goes for it.
     """
 
     names: tuple[str, ...]
@@ -84,10 +87,11 @@ class RuntimeSpec:
     recompute_stops: str = "never"
     earlier: EarlierSpec | None = None
     later: LaterSpec | None = None
+    savers: tuple[str, ...] = ()
+    saver_overrides: dict[str, JsonObject] = field(default_factory=dict)
+    away_layers: int = 0
     like: str = ""
-    rules: str = (
-        ""  # the framework whose plans it accepts, where it has no rules of its own and not those of what it is like
-    )
+    rules: str = ""  # the framework whose plans it accepts, where it has no rules of its own, nor what it is like
     tools: ToolsSpec = field(default_factory=ToolsSpec)
 
     @property
@@ -139,14 +143,16 @@ def spec_for(runtime: Runtime) -> RuntimeSpec:
     """
     spec = runtime_spec(runtime.name)
     generation = "earlier" if is_earlier_version(runtime) else "later" if is_later_version(runtime) else ""
-    return _read(spec.names[0], generation) if generation else spec
+    return _read(spec.names[0], generation, runtime.savers) if generation or runtime.savers else spec
 
 
 @cache
-def _read(file: str, generation: str = "") -> RuntimeSpec:
+def _read(file: str, generation: str = "", savers: tuple[str, ...] = ()) -> RuntimeSpec:
     document = _document(file)
     if generation:
         document = _replaced(document, document[generation]["overrides"])
+    for saver in savers:
+        document = _replaced(document, document.get("saver_overrides", {}).get(saver, {}))
     spec = convert(document, RuntimeSpec, where=f"runtimes/{file}.toml")
     return replace(spec, recompute=RecomputeModes(spec.recompute, spec.recompute_modules))
 
