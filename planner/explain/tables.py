@@ -58,8 +58,8 @@ def basis_lines(estimate: Estimate, method: Method) -> list[str]:
             " TFLOP/s"
         ),
         (
-            f"fits      the probability that {in_gib(memory.capacity_bytes - memory.communicator_bytes)} are enough for"
-            f" the fullest rank; yes means at least {SURE:.0%}"
+            f"fits      the probability that {in_gib(memory.capacity_bytes - memory.communicator_bytes)} (a GPU's less"
+            f" what communicators hold) are enough for the fullest rank; yes means at least {SURE:.0%}"
         ),
     ]
 
@@ -121,10 +121,14 @@ def cluster_line(cluster: Cluster) -> str:
     return " | ".join(parts)
 
 
+def _parameters(model: Model) -> str:
+    return f"{model.parameters / 1e9:.2f} B" if model.parameters >= 1e8 else f"{model.parameters / 1e6:.3g} M"
+
+
 def model_line(model: Model) -> str:
     moe = f", {model.moe.experts} experts ({model.moe.experts_per_token} used)" if model.moe else ""
     return (
-        f"{model.name}: {model.parameters / 1e9:.2f} B parameters, {model.layers} layers, {model.heads} heads / "
+        f"{model.name}: {_parameters(model)} parameters, {model.layers} layers, {model.heads} heads / "
         f"{model.kv_heads} KV{moe}"
     )
 

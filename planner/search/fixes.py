@@ -14,7 +14,7 @@ from itertools import product
 from math import inf
 
 from planner.io.figures import change_text, gib_text
-from planner.io.plan_words import plan_in_words
+from planner.io.plan_words import listed, plan_in_words
 from planner.question.prediction import predict
 from planner.question.question import Question
 from planner.search.deadline import deadline_of, left_s, over
@@ -179,7 +179,7 @@ def _fix(costed: _Costed, plan: Plan, estimate: Estimate) -> Fix:
     variant = costed.variant
     found = predict(variant.question, variant.plan, held=costed.held, counted=costed.counted).estimate
     return Fix(
-        change=" with ".join(variant.changes),
+        change=listed(variant.changes),
         plan=variant.plan,
         compiled=variant.question.runtime.compile,
         savers=variant.question.runtime.all_savers,

@@ -70,6 +70,7 @@ class Engine:
 
 LARGE_BYTES = 160 * GIB
 # Engines that are described apart for older releases.
+COMPARED = ("vllm", "sglang", "trtllm")  # engines that a question is asked of where several are compared
 RELEASES = {"vllm013": "vllm", "trtllm11": "trtllm", "tensorrt": "trtllm"}
 
 

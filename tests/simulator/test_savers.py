@@ -72,8 +72,8 @@ def test_the_account_takes_as_long_as_the_simulation(name, savers, plan, gpus):
 
 @pytest.mark.parametrize("name", ["pytorch", "transformers"])
 def test_checkpoints_in_host_memory_are_layers_by_tokens_by_width_by_two_bytes(name):
-    """Pull request 48444 of transformers measured what leaves the GPU: layers x sequence x hidden x 2, exactly. Those of
-    the last five layers are still there under torchtune's hooks.
+    """Pull request 48444 of transformers measured what leaves the GPU: layers x sequence x hidden x 2, exactly. Those
+    of the last five layers are still there under torchtune's hooks.
     """
     one = asked(name, "activation_offload", "optimizer_in_backward", seq=32768) if name == "pytorch" else None
     without = asked(name, "optimizer_in_backward", seq=32768) if name == "pytorch" else asked(name, seq=32768)

@@ -69,18 +69,11 @@ RAY = (
     cases.node_lost,
 )
 
+POD = (cases.smoke, cases.plan, cases.tune_pod, cases.cancel, cases.pod_lost, cases.pod_preempted, cases.pod_unresolved)
 KUBERNETES = {
-    "kubernetes": (
-        cases.smoke,
-        cases.plan,
-        cases.cancel,
-        cases.pod_lost,
-        cases.pod_preempted,
-        cases.pods_too_long,
-        cases.pod_unresolved,
-    ),
-    "jobset": (cases.smoke, cases.cancel),
-    "trainjob": (cases.smoke, cases.cancel, cases.tune_trainjob),
+    "kubernetes": (*POD, cases.pods_too_long),
+    "jobset": (*POD, cases.pods_too_long),
+    "trainjob": (*POD, cases.budget_over),
 }
 
 

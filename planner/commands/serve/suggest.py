@@ -27,7 +27,7 @@ def suggest(asked: Suggest) -> None:
     if asked.json:
         output.emit_json(found.to_dict())
     else:
-        print_serving(found.result, found.over_clients, top=asked.top, start=_start(found.result), ways=found.ways)
+        print_serving(found.result, found.over_clients, top=asked.top, start=_start(found.result), out=found.out)
     if asked.out is not None:
         _write(found.result, asked.out)
 
