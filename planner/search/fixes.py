@@ -19,14 +19,14 @@ from planner.question.prediction import predict
 from planner.question.question import Question
 from planner.search.deadline import deadline_of, left_s, over
 from planner.search.finalists import TIE
+from planner.search.savers import more_savers
 from simulator.analytical.estimates import memory_of_plans
 from simulator.analytical.memory import CONTEXT_BYTES
 from simulator.config.estimate import Estimate, Fit, chance, sure_bytes
 from simulator.config.plan import Plan
-from simulator.config.savers import CHUNKED_LOSS, LINEAR_LOSS, TITLES
+from simulator.config.savers import TITLES
 from simulator.legality.rule import divisors
 from simulator.memory.plan_memory import PlanMemory
-from simulator.runtimes.library import spec_for
 from topology.errors import UserError
 from topology.rates.scaling import with_gpus
 from topology.units import GIB
@@ -111,7 +111,7 @@ def find_savings(question: Question, plan: Plan, estimate: Estimate) -> tuple[Fi
     """
     compiled = replace(question, runtime=replace(question.runtime, compile=True))
     others = [] if question.runtime.compile else [("compiled", "compile", compiled)]
-    for words in _more_savers(question):
+    for words in more_savers(question.runtime):
         if len(words) == 1:
             saving = replace(question, runtime=question.runtime.with_savers(words))
             others.append((TITLES[words[0]], words[0], saving))
@@ -202,7 +202,7 @@ def _by_question(question: Question, plan: Plan, deadline: float | None) -> Iter
     if not question.runtime.compile:
         compiled = replace(question, runtime=replace(question.runtime, compile=True))
         yield compiled, list(_variants(compiled, plan, ("compiled",), frozenset({"compile"})))
-    for words in _more_savers(question):
+    for words in more_savers(question.runtime):
         saving = replace(question, runtime=question.runtime.with_savers(words))
         named, kinds = tuple(TITLES[word] for word in words), frozenset(words)
         yield saving, list(_variants(saving, plan, named, kinds, degrees=False))
@@ -226,16 +226,6 @@ def _by_question(question: Question, plan: Plan, deadline: float | None) -> Iter
         short = replace(question, runtime=replace(question.runtime, param_dtype="bfloat16"))
         named = ("parameters in bfloat16",)
         yield short, list(_variants(short, plan, named, frozenset({"precision"}), paid=PRECISION, degrees=False))
-
-
-def _more_savers(question: Question) -> list[tuple[str, ...]]:
-    """Return the memory savers that could be added, each by itself and all together, losses one at a time."""
-    runtime = question.runtime
-    more = [word for word in spec_for(runtime).savers if word not in runtime.all_savers]
-    if {CHUNKED_LOSS, LINEAR_LOSS} & {*runtime.all_savers}:
-        more = [word for word in more if word not in {CHUNKED_LOSS, LINEAR_LOSS}]
-    together = tuple(word for word in more if word != LINEAR_LOSS or CHUNKED_LOSS not in more)
-    return [*((word,) for word in more), *([together] if len(together) > 1 else [])]
 
 
 def _best_plan(question: Question, deadline: float | None) -> Plan | None:

@@ -18,7 +18,7 @@ from simulator.config.savers import (
     OPTIMIZER_IN_BACKWARD,
     TITLES,
 )
-from simulator.legality.rule import Rule, RuleFacts, rule
+from simulator.legality.rule import Level, Rule, RuleFacts, policy_rule, rule
 from simulator.runtimes.library import is_described, spec_for
 
 # What software has of a saver that is not modelled, where it says more than that there is none.
@@ -81,8 +81,9 @@ SAVER_RULES: tuple[Rule, ...] = (
             not q.framework.cuts_with_savers and (_asks(CHUNKED_LOSS, q) or _asks(OPTIMIZER_IN_BACKWARD, q))
         ),
     ),
-    rule(
+    policy_rule(
         "activation-offload",
+        "recompute",
         lambda c, q: c.recompute != "full",
         lambda p, q: (
             f"{ACTIVATION_OFFLOAD} moves what checkpoints keep, and needs recompute full (it is {p.recompute}): without"
@@ -97,6 +98,7 @@ SAVER_RULES: tuple[Rule, ...] = (
             f"{OPTIMIZER_IN_BACKWARD} updates with the gradients of one micro batch: global batch"
             f" {q.workload.global_batch_size} is more than {p.data_parallel} ranks x micro batch {p.micro_batch_size}"
         ),
+        level=Level.BATCH,
         applies=lambda q: _asks(OPTIMIZER_IN_BACKWARD, q),
     ),
     rule(

@@ -12,6 +12,7 @@ from planner.export.frameworks import accelerate, deepspeed, megatron, torchtita
 from planner.export.job import ExportJob
 from planner.export.launchers import skypilot, slurm, torchrun, trainjob
 from planner.export.planned import LABEL, SECTION, planned_document, planned_line
+from planner.export.savers import saver_needs
 from planner.export.script import comment
 from planner.io.plan_words import degrees_text, policy_text
 from planner.io.version import version
@@ -80,7 +81,9 @@ def export(job: ExportJob, target: Target) -> Exported:
     draft = target.write(job)
     if job.question.runtime.compute_dtype == TF32 and TF32 not in job.question.framework.dtypes:
         draft = replace(draft, not_expressed=(*draft.not_expressed, TF32_NOTE))
-    draft = replace(draft, needed=(*draft.needed, *adapter_needs(target.name, job.question.runtime)))
+    runtime = job.question.runtime
+    more = (*adapter_needs(target.name, runtime), *saver_needs(target.name, runtime))
+    draft = replace(draft, needed=(*draft.needed, *more))
     run = draft.run or target.run
     facts = header(job, target, replace(draft, needed=(*draft.needed, f"to run: {run}")))
     facts[LABEL] = planned_document(job, target.table, draft.settings)
