@@ -91,7 +91,7 @@ class ForwardPass:
         self.kernels = Kernels(
             gpu=gpu,
             weights=self.deployment.weights,
-            experts_by_triton=self.engine.experts_by_triton,
+            experts=self.engine.experts,
             attention=self.engine.attention,
         )
         measured = self.deployment.measured
@@ -329,7 +329,7 @@ class ForwardPass:
             + self.kernels.expert_products(rows, visited, up, h)
             + self.kernels.expert_products(rows, visited, h, f)
         )
-        time = time + self.kernels.moved(2.0 * rows * h * 2, 0.0)  # sorted and cast, summed
+        time = time + self.kernels.between_experts(rows, here, h)
         if moe.shared_ffn:
             time = time + self._mlp(local, moe.shared_ffn)
         return time
