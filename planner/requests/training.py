@@ -144,6 +144,26 @@ class Suggest(Request):
     async_checkpoint: bool = option(
         False, "--async-checkpoint/--sync-checkpoint", help="Write checkpoints from host memory, alongside steps."
     )
+    spot: float | None = option(
+        None,
+        "--spot",
+        least=1e-3,
+        most=1e9,
+        metavar="HOURS",
+        help="Nodes are rented on the spot, and each is taken back after so many hours on average.",
+    )
+    repair: float | None = option(
+        None,
+        "--repair",
+        least=0.0,
+        most=1e6,
+        metavar="HOURS",
+        help="Until a node that failed or was taken back is there again; default: another takes its place at once.",
+    )
+    spares: int = option(0, "--spares", least=0, most=1 << 16, help="Spare nodes, which are paid for as well.")
+    run_svg: Path | None = option(
+        None, "--svg", help="Draw cost against days for the numbers of GPUs tried into this file."
+    )
     top: int = option(5, "--top", least=1, most=100, help="How many plans to list.")
     all_variants: bool = option(False, "--all", help="List all variants of each grid, not only the best one.")
     compile_model: bool | None = common.compiled()

@@ -40,7 +40,8 @@ class WholeRun:
     """A run of so many steps on so many GPUs; where there is no plan, `problem` says why and the rest is empty.
 
     `steps_s` are its steps alone. All else is of the whole time, with failures, restarts and checkpoints, which come
-    every `checkpoint_interval_s` of steps; `lost_s` is no step that counts, `goodput` the share of those that do.
+    every `checkpoint_interval_s` of steps; `lost_s` is no step that counts, `goodput` the share of those that do, and
+    `waiting` that in which more nodes are out than there are spares, whose hours are among `gpu_hours`.
     Ranges hold 80 %. `energy_j` is that of the GPUs at `power_w` each, the limit of their datasheet: hosts, network and
     cooling are not in it. The cost is in the currency of the price given.
     """
@@ -57,6 +58,7 @@ class WholeRun:
     lost_s: Interval | None = None
     checkpoint_bytes: float = 0.0
     failures: float = 0.0
+    waiting: float = 0.0
     assumed: tuple[str, ...] = ()
     power_w: float = 0.0
     power_source: str = ""
@@ -124,7 +126,8 @@ def whole_run(result: SearchResult, goal: Goal) -> WholeRun:
     alone = step.at(steps * step.value)
     time = run_time(result.question, goal, gpus, alone)
     days = time.total_s.at(time.total_s.value / DAY_S)
-    gpu_hours = days.at(days.value * gpus * DAY_S / HOUR_S)
+    paid = gpus + goal.spare_nodes * result.question.cluster.gpus_per_node
+    gpu_hours = days.at(days.value * paid * DAY_S / HOUR_S)
     kind, price = result.question.cluster.slowest_kind, goal.gpu_price_per_hour
     return WholeRun(
         gpus=gpus,
@@ -139,6 +142,7 @@ def whole_run(result: SearchResult, goal: Goal) -> WholeRun:
         lost_s=time.lost_s,
         checkpoint_bytes=time.checkpoint_bytes,
         failures=time.failures,
+        waiting=time.waiting,
         assumed=time.assumed,
         power_w=kind.power_w,
         power_source=_power_source(kind),
