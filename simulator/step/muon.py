@@ -80,8 +80,8 @@ class Orthogonal:
     """What a rank does to the hidden matrices of one layer besides moving momentum and parameters. Columns.
 
     `shared` and `experts` are their elements on the rank before sharding, `seconds` those of the kernels, of which it
-    launches `launches`. `gathers` are (collective, group, bytes of one, how many). `made_bytes` is what the largest matrix
-    takes for a moment.
+    launches `launches`. `gathers` are (collective, group, bytes of one, how many). `made_bytes` is what the largest
+    matrix takes for a moment.
     """
 
     shared: Floats
