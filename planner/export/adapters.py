@@ -42,8 +42,10 @@ def optimizer_needs(runtime: Runtime) -> tuple[str, ...]:
     if OPTIMIZERS[runtime.optimizer].matrices is None:
         return ()
     return (
-        ("torch.optim.Muon over the two-dimensional weights of layers, which on DTensors gathers or sums in each"
-        " iteration, as it is costed; torch.optim.AdamW over embeddings, head, norms and biases"),
+        (
+            "torch.optim.Muon over the two-dimensional weights of layers, which on DTensors gathers or sums in each"
+            " iteration, as it is costed; torch.optim.AdamW over embeddings, head, norms and biases"
+        ),
     )
 
 

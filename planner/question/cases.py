@@ -260,7 +260,8 @@ def stated_workload(flags: Flags, model: Model, gpus: int) -> tuple[Workload, li
     """Return the workload of flags, and whose batch it is where they leave it open."""
     seq_len = flags.seq_len or min(SEQ_LEN, model.max_positions or SEQ_LEN)
     recommended, whose = default_batch(model, seq_len, gpus)
-    workload = Workload(seq_len=seq_len, global_batch_size=flags.global_batch or recommended)
+    batch = flags.global_batch or recommended
+    workload = Workload(seq_len=seq_len, global_batch_size=batch, routing=flags.routing or "")
     assumed = [whose] if flags.global_batch is None else []
     return workload, [*assumed, *([] if flags.seq_len else [f"sequence length {seq_len:,} tokens"])]
 

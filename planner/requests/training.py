@@ -21,7 +21,9 @@ from planner.requests.flag import (
 )
 from planner.requests.serving import Deployment, Engine, Load, Task, separate
 from simulator.config.optimizers import OPTIMIZERS
+from simulator.config.runtime import EXPERT_PRODUCTS, MOE_DISPATCHERS
 from simulator.config.savers import SAVERS
+from simulator.config.workload import ROUTINGS
 
 
 class Objective(StrEnum):
@@ -35,7 +37,7 @@ class Objective(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
-    """What of the network is trained, where that is not everything, and by which optimizer."""
+    """What of the network is trained, where that is not everything, by which optimizer, and how experts run."""
 
     lora: str | None = option(
         None, "--lora", metavar="RANK[:MODULES]", help="Train LoRA adapters: 16, 16:q_proj,v_proj or 16:all-linear."
@@ -50,6 +52,17 @@ class Trained:
         None, "--saver", metavar="WORDS", help=f"What saves memory, comma-separated: {', '.join(SAVERS)}."
     )
     optimizer: str | None = option(None, "--optimizer", help=f"{', '.join(OPTIMIZERS)}; default: the runtime's.")
+    moe_dispatcher: str | None = option(
+        None,
+        "--moe-dispatcher",
+        help=f"How tokens reach experts: {', '.join(MOE_DISPATCHERS)}; default: the runtime's",
+    )
+    expert_products: str | None = option(
+        None, "--expert-products", help=f"How experts multiply: {', '.join(EXPERT_PRODUCTS)}; default: the runtime's."
+    )
+    routing: str | None = option(
+        None, "--routing", help=f"How tokens visit experts: {' (forced) or '.join(ROUTINGS)}; default: the runtime's."
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
