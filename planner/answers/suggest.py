@@ -66,7 +66,7 @@ def suggest(
 
     Raises UserError for what cannot be asked, Infeasible where no plan is legal or fits.
     """
-    refuse(stated(values_of(asked.load, asked.engine) | {"separate": asked.separate}), Task.TRAIN)
+    refuse(stated(values_of(asked.load, asked.engine, asked.drawn) | {"separate": asked.separate}), Task.TRAIN)
     if asked.out is not None:
         refuse_overwrite(asked.out, force=asked.force)
     elif asked.pick is not None:

@@ -19,7 +19,7 @@ from planner.requests.flag import (
     required_argument,
     search_flags,
 )
-from planner.requests.serving import Deployment, Engine, Load, Task, separate
+from planner.requests.serving import Deployment, Drawn, Engine, Load, Task, separate
 from simulator.config.optimizers import OPTIMIZERS
 from simulator.config.runtime import EXPERT_PRODUCTS, MOE_DISPATCHERS
 from simulator.config.savers import SAVERS
@@ -121,7 +121,7 @@ class Suggest(Request):
         Objective.TIME,
         "--objective",
         help="time, memory, or pareto for both; throughput (per GPU) and cost (per token) differ from time only if"
-        " --gpus compares several numbers. Serving: latency, throughput, cost.",
+        " --gpus compares several numbers. Serving: latency, throughput, cost, or pareto for rates of users and GPUs.",
     )
     gpu_price: float | None = option(
         None, "--gpu-price", least=0.0, most=1000000000.0, help="Price of a GPU-hour, in any currency: adds costs."
@@ -203,6 +203,7 @@ class Suggest(Request):
     load: Load = group(Load)
     engine: Engine = group(Engine)
     separate: bool = separate()
+    drawn: Drawn = group(Drawn)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

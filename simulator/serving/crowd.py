@@ -8,7 +8,7 @@ from dataclasses import replace
 from simulator.serving.latency import Distribution, Latency
 
 FIRST = 4096  # clients that are simulated first, then four times as many, until a deployment is saturated
-MOST = 1 << 16  # clients up to which each is followed by itself
+MOST = 1 << 16  # clients from which on it is enough to follow some
 SATURATED = 0.01  # throughput that half of the clients may lack
 
 

@@ -20,7 +20,13 @@ from executor.overlap.copy_engine import rows_of_a_round
 from executor.overlap.mode import products
 from executor.overlap.relay import relay_sum
 from executor.verify.kernels import difference
+from tests.bench import torch_overlap
 from tests.bench.overlap_bench import Bench
+
+
+def _added_at_the_end(bench: Bench, make: push.ComputePart, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    add = push.start_scatter_sum(make, shape, dtype, bench.group, bench.device)
+    return add()
 
 
 def parts(bench: Bench) -> None:
@@ -127,8 +133,8 @@ def mechanisms(bench: Bench) -> None:
             "cublas": lambda: x @ operand,
             "nccl alone": lambda: dist.reduce_scatter_tensor(part, full),
             "nccl": lambda: overlap.MODES["nccl"].matmul_scatter(((x, operand),), bench.group),
-            "torch": lambda: overlap.MODES["torch_symm_mem"].matmul_scatter(((x, operand),), bench.group),
-            "whole shards, add": lambda: push.scatter_sum(make, shape, x.dtype, bench.group, bench.device),
+            "torch": lambda: torch_overlap.TorchSymmMem().matmul_scatter(((x, operand),), bench.group),
+            "whole shards, add": lambda: _added_at_the_end(bench, make, shape, x.dtype),
             "TMA adds to peers": adding_to_peers(bench, x, weight),
         }
         for pieces in (2, 3, 4):
@@ -173,7 +179,7 @@ def relays(bench: Bench) -> None:
             "cublas": lambda: x @ operand,
             "copy_engine": partial(overlap.MODES["copy_engine"].matmul_scatter, ((x, operand),), bench.group),
             "fused": partial(overlap.MODES["fused"].matmul_scatter, ((x, operand),), bench.group),
-            "whole shards": lambda: push.scatter_sum(make, shape, x.dtype, bench.group, bench.device),
+            "whole shards": lambda: _added_at_the_end(bench, make, shape, x.dtype),
         }
         for pieces, unit, lanes in ((2, 1, 1), (2, 1, 2), (3, wave, 1), (3, wave, 2), (4, wave, 1), (4, wave, 2)):
             wanted[f"relay in {pieces}, {lanes} lanes"] = partial(

@@ -161,7 +161,7 @@ OVERLAP = {
         },
     )
     for name, text in {
-        **{mode: mode for mode in ("chunked", "ring", "copy_engine", "fused", "async")},
+        **{mode: mode for mode in ("chunked", "ring", "copy_engine", "fused")},
         **MIXED,
     }.items()
 }

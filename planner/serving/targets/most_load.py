@@ -14,7 +14,7 @@ from simulator.serving.server import OutOfTime
 from simulator.serving.traffic import with_clients
 from topology.errors import Infeasible
 
-STEP = 1.03  # loads that are nearer to each other count as one
+STEP = 1.03  # loads that are nearer to each other are not distinguished
 MOST_TIMES, MOST_CLIENTS = 16, 1024  # the load that was asked about, and clients, up to which more are tried
 SERVED_AT_ONCE = 64  # clients a GPU that show what can be answered a second
 LEAST_PART = 64  # of a rate that was asked about, how small a part is tried
