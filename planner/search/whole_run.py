@@ -121,17 +121,30 @@ def answer_run(
 def whole_run(result: SearchResult, goal: Goal) -> WholeRun:
     """Return what a run by the best plan of `result` takes."""
     best = result.plans[0]
-    step, gpus = best.estimate.step_s, best.plan.gpus
-    steps = goal.tokens / result.question.workload.tokens_per_step
+    return _run_of(result.question, goal, best.plan, best.estimate.step_s)
+
+
+def runs_of_counts(result: SearchResult, goal: Goal) -> tuple[WholeRun, ...]:
+    """Return the run on each number of GPUs that a result compares, with the range of its first plan's step."""
+    first = result.plans[0].estimate.step_s
+    rows = [(row.plan, row.step_s) for row in result.by_gpus]
+    return tuple(
+        _run_of(result.question, goal, plan, first.at(step_s)) for plan, step_s in rows if plan and step_s is not None
+    )
+
+
+def _run_of(question: Question, goal: Goal, plan: Plan, step: Interval) -> WholeRun:
+    gpus = plan.gpus
+    steps = goal.tokens / question.workload.tokens_per_step
     alone = step.at(steps * step.value)
-    time = run_time(result.question, goal, gpus, alone)
+    time = run_time(question, goal, gpus, alone)
     days = time.total_s.at(time.total_s.value / DAY_S)
-    paid = gpus + goal.spare_nodes * result.question.cluster.gpus_per_node
+    paid = gpus + goal.spare_nodes * question.cluster.gpus_per_node
     gpu_hours = days.at(days.value * paid * DAY_S / HOUR_S)
-    kind, price = result.question.cluster.slowest_kind, goal.gpu_price_per_hour
+    kind, price = question.cluster.slowest_kind, goal.gpu_price_per_hour
     return WholeRun(
         gpus=gpus,
-        plan=best.plan,
+        plan=plan,
         steps=steps,
         days=days,
         gpu_hours=gpu_hours,
