@@ -39,6 +39,7 @@ RULE_WORDS = {
     "adapter": "adapters or frozen weights not supported",
     "adapter-dropout": "dropout of adapters not supported",
     "adapter-cut": "adapters not supported with TP or these layers",
+    "muon-tensor": "Muon of matrices that TP and FSDP both cut is not modelled",
     "saver": "memory saver not supported",
     "saver-losses": "two memory savers of the loss at once",
     "saver-pipeline": "memory savers with pipeline stages are not modelled",

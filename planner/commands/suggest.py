@@ -6,13 +6,17 @@ import sys
 
 from planner.answers import suggest as answers
 from planner.io import output
+from planner.question.plan_file import refuse_overwrite
 from planner.requests.training import Suggest
 from planner.search.result import SearchResult
+from topology import codec
 from topology.errors import UserError
 
 
 def suggest(asked: Suggest) -> None:
     """Print what `planner suggest` answers, whatever came of saving a plan where `--out` asks for it."""
+    if asked.run_svg is not None:
+        refuse_overwrite(asked.run_svg, force=asked.force)
     try:
         found = answers.suggest(asked, output.progress, None if asked.json else _print_early)
     finally:
@@ -21,12 +25,27 @@ def suggest(asked: Suggest) -> None:
     if out is not None and pick > len(found.plans):
         raise UserError(f"--pick {pick}: {len(found.plans)} plans are listed", remedy="--all lists variants too")
     unsaved = None if out is None else output.attempt(lambda: found.save(out, pick=pick, force=asked.force))
+    if asked.run_svg is not None:
+        _draw_run(found, asked)
     if asked.json:
         output.emit_json(found.to_dict())
     else:
         _print(found, None if unsaved is not None or out is None else str(out))
     if unsaved is not None:
         raise unsaved
+
+
+def _draw_run(found: answers.Suggested, asked: Suggest) -> None:
+    """Write the picture of a whole run's cost against its days. Raises UserError where no run was asked for."""
+    from planner.pictures.run_curve import run_curve  # noqa: PLC0415
+
+    if found.run is None or asked.run_svg is None:
+        raise UserError("--svg draws a whole run", why="no tokens were given", remedy="--tokens 2T --gpus 64,128,256")
+    runs, model = found.run.curve or (found.run.run,), found.result.question.model.name
+    title = f"{model} on {found.run.goal.tokens:.3g} tokens: cost against days"
+    text = run_curve(runs, found.run.run.gpus, title=title, unit="in the currency of --gpu-price")
+    codec.write_text(asked.run_svg, text)
+    output.warn(f"saved {asked.run_svg}")
 
 
 def _print_early(found: SearchResult) -> None:

@@ -38,6 +38,8 @@ _SAID = {
     r"|offload(s|ed|ing)? (of )?(activations?|checkpoints?)",
     OPTIMIZER_IN_BACKWARD: r"optimi[sz]er[ -](fused )?in(to)?[ -]b(ack)?wa?r?d|fuses the optimi[sz]er into backward",
 }
+# Others that sources name and that have no cost here.
+_NOT_MODELLED = {"feed-forward networks in tiles": r"(mlp|ffn)s? (tiling|in tiles)|tiled (mlp|ffn)"}
 _NEGATED = re.compile(r"\b(without|no|not|never|off)\b")
 
 
@@ -48,6 +50,11 @@ def canonical_savers(words: Iterable[str]) -> tuple[str, ...]:
         if word not in SAVERS:
             raise BadPlan(f"memory saver {word[:40]!r} is unknown", why=f"known: {', '.join(SAVERS)}")
     return tuple(saver for saver in SAVERS if saver in given)
+
+
+def not_modelled_said(text: str) -> tuple[str, ...]:
+    """Return the savers that a text speaks of and that have no cost here."""
+    return tuple(name for name, said in _NOT_MODELLED.items() if re.search(said, text.lower()))
 
 
 def savers_said(text: str) -> tuple[str, ...]:

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from functools import cache, lru_cache
 from importlib import resources
 from itertools import groupby
@@ -22,6 +20,7 @@ from simulator.config.runtime import DTYPE_BYTES, Runtime
 from simulator.kernels.low_precision import recipe_of
 from simulator.kernels.operators import OperatorSpec
 from simulator.runtimes.adapted import adapted, adapted_ends
+from simulator.runtimes.launched import multiplied_as, replayed
 from simulator.runtimes.parts import (
     MODULES,
     DdpSpec,
@@ -135,6 +134,12 @@ def _files() -> tuple[str, ...]:
     """Return the names of the description files, without their ending."""
     folder = resources.files("simulator") / "runtimes"
     return tuple(sorted(f.name.removesuffix(".toml") for f in folder.iterdir() if f.name.endswith(".toml")))
+
+
+def lineage(name: str) -> tuple[str, ...]:
+    """Return the descriptions that one is `like`, the nearest first."""
+    nearest = str(_load_toml(runtime_spec(name).names[0]).get("like", ""))
+    return (nearest, *lineage(nearest)) if nearest else ()
 
 
 def spec_for(runtime: Runtime) -> RuntimeSpec:
@@ -360,37 +365,6 @@ def operators_for(model: Model, runtime: Runtime) -> ModelOperators:
         head=head,
         features=features,
     )
-
-
-# Of a launch through Python and autograd, what another product costs the host that TransformerEngine's GroupedLinear
-# issues in a loop of its own (transformer_engine/common/gemm: nvte_multi_stream_cublas_gemm). Source: assumed.
-PRODUCT_LAUNCH = 0.2
-
-
-def multiplied_as(products: str, operators: Sequence[OperatorSpec]) -> list[OperatorSpec]:
-    """Return operators with experts' own in the way that a runtime states (`EXPERT_PRODUCTS`)."""
-    found = []
-    for operator in operators:
-        product = bool(operator.matmul) and operator.matmul.split()[0] == "e"
-        between = operator.name.startswith(("expert_activation", "silu", "gate")) and not operator.collective
-        if product and products == "te_grouped":
-            found.append(replace(operator, by_expert=PRODUCT_LAUNCH))
-        elif (product or between) and products == "loop":
-            found.append(replace(operator, by_expert=1.0, one_by_one=True))
-        else:
-            found.append(operator)
-    return found
-
-
-def replayed(operators: Sequence[OperatorSpec], patterns: Sequence[str]) -> list[OperatorSpec]:
-    """Return operators with those that CUDA graphs hold launched by the first of them in a row."""
-    found: list[OperatorSpec] = []
-    inside = False
-    for operator in operators:
-        held = any(fnmatchcase(operator.name, pattern) for pattern in patterns)
-        found.append(replace(operator, replayed=True) if held and inside else operator)
-        inside = held
-    return found
 
 
 def _cast_at_once(operator: OperatorSpec, features: frozenset[str]) -> OperatorSpec:

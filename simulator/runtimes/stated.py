@@ -43,8 +43,8 @@ def resolve(stated: JsonObject) -> tuple[Runtime, tuple[str, ...]]:
                 assumed.append("states of the paged optimizer stay on the GPU")
             if value in OPTIMIZERS and OPTIMIZERS[value].matrices is not None:
                 assumed.append(
-                    f"{value}: AdamW updates embeddings, head, norms and biases; momentum that is cut over ranks is"
-                    " gathered once a matrix, in bfloat16"
+                    f"{value}: AdamW updates embeddings, head, norms and biases; of momentum that is cut over ranks"
+                    " torch.optim.Muon gathers or sums parts in every iteration, in bfloat16"
                 )
         if key.endswith("dtype") and value not in DTYPE_BYTES and value not in COMPUTE_ONLY:
             raise BadPlan(

@@ -23,6 +23,8 @@ from simulator.step.held import saved_bytes
 from simulator.step.offload import OFFLOAD
 from simulator.step.rank import Rank
 from simulator.step.units import Unit
+from topology.cluster import Cluster
+from topology.rates.host import host_rates
 
 
 def goes_away(runtime: Runtime) -> bool:
@@ -36,6 +38,14 @@ def away_bytes(context: CostContext) -> Floats:
     if mode is None or not goes_away(context.runtime):
         return np.zeros(len(context.table))
     return saved_bytes((), mode, context)
+
+
+def away_assumed(runtime: Runtime, cluster: Cluster, gpus: int) -> tuple[str, ...]:
+    """Return what estimates assume of the way to host memory, in words; nothing where activations stay."""
+    if not goes_away(runtime):
+        return ()
+    rate = host_rates(cluster, gpus).copy_bytes_per_s
+    return (f"activations go to host memory and back at {rate / 1e9:.0f} GB/s a GPU; the host has the memory",)
 
 
 @dataclass(slots=True)

@@ -188,9 +188,27 @@ def test_what_a_note_says_is_assumed_and_said():
             "workload": {"seq_len": 4096, "global_batch_size": 8},
             "plan": {"dp_shard": 8, "recompute": "full"},
             "runtime": {"name": "pytorch", "release": "TRL 2026-08"},
-            "note": "checkpoints offloaded to host",
+            "note": "checkpoints offloaded to host, 32B with MLP tiling",
         }
     )
 
     assert case.question.runtime.savers == ("chunked_loss", "activation_offload")
     assert any("the note says so" in line for line in case.assumed)
+    assert any("tiles: not modelled" in line for line in case.assumed)
+
+
+def test_a_release_is_answered_as_the_software_that_it_names():
+    """EasyContext's ring is its own, around DeepSpeed's ZeRO-3."""
+    case = load_case(
+        {
+            "id": "one",
+            "model": "llama2-7b",
+            "cluster": {"gpu": "a100-sxm-80gb", "gpus_per_node": 8, "nodes": 1},
+            "workload": {"seq_len": 65536, "global_batch_size": 1},
+            "plan": {"zero_stage": 3, "cp": 8, "cp_method": "ring", "recompute": "full", "offload": "parameters"},
+            "runtime": {"name": "deepspeed", "release": "EasyContext 2024-04"},
+        }
+    )
+
+    assert case.question.runtime.name == "easycontext"
+    assert is_legal(case.question.problems(case.plan))

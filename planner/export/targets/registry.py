@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 from difflib import get_close_matches
 
-from planner.export.adapters import adapter_needs
+from planner.export.adapters import adapter_needs, optimizer_needs
 from planner.export.draft import Draft, Exported, Target
 from planner.export.frameworks import accelerate, deepspeed, megatron, torchtitan_cli, torchtitan_toml
 from planner.export.job import ExportJob
@@ -82,7 +82,7 @@ def export(job: ExportJob, target: Target) -> Exported:
     if job.question.runtime.compute_dtype == TF32 and TF32 not in job.question.framework.dtypes:
         draft = replace(draft, not_expressed=(*draft.not_expressed, TF32_NOTE))
     runtime = job.question.runtime
-    more = (*adapter_needs(target.name, runtime), *saver_needs(target.name, runtime))
+    more = (*adapter_needs(target.name, runtime), *optimizer_needs(runtime), *saver_needs(target.name, runtime))
     draft = replace(draft, needed=(*draft.needed, *more))
     run = draft.run or target.run
     facts = header(job, target, replace(draft, needed=(*draft.needed, f"to run: {run}")))
