@@ -213,7 +213,10 @@ def _sensitivity(question: state.Inputs, result: SearchResult, ranked: RankedPla
         plans = tuple(r.plan for r in (best, other) if r is not None)
         at = next((flip.at for flip in (other.flips if other else ()) if flip.quantity == quantity), None)
         with column:
-            panels.section(f"Step time over {quantity}")
+            panels.section(
+                f"Step time over {quantity}",
+                "By the analytical model. Above are the crossings that hold where both plans are predicted anew.",
+            )
             drawn = plan_charts.sensitivity(
                 data.rate_curves(result, plans, quantity), quantity=quantity, now=now, flip=at, dark=panels.dark()
             )
