@@ -174,6 +174,12 @@ class Engine:
         "--no-custom-all-reduce/--custom-all-reduce",
         help="Let NCCL do all-reduces, instead of the engine's own kernel.",
     )
+    draft_tokens: int | None = option(
+        None, "--draft-tokens", least=1, most=16, help="Tokens that the model's prediction layer (MTP) drafts a step."
+    )
+    accepted_tokens: float | None = option(
+        None, "--accepted-tokens", least=0, most=16, help="Of --draft-tokens, how many are right on average."
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

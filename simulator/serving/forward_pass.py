@@ -78,6 +78,8 @@ class ForwardPass:
     _head: Floats = field(init=False)  # seconds of the ends by sequences that get a token
     _steps_s: list[float] = field(init=False)  # `_seconds` and `_head` as numbers that are read one by one
     _heads_s: list[float] = field(init=False)
+    _checked: int = field(init=False)  # tokens of an answer in a step, and by how many it goes on
+    _gained: float = field(init=False)
     _key_s: float = field(init=False)
     _pair_s: float = field(init=False)
     _state_s: float = field(init=False)  # of all layers with linear attention, for an answer that goes on
@@ -101,7 +103,9 @@ class ForwardPass:
         most = (self.max_batched_tokens + self.max_sequences) * self.pool.dp_attention
         self._tokens = token_grid(most)
         self._parts = self._by_tokens(self._tokens)
-        self._rows = token_grid(self.max_sequences * self.pool.dp_attention)
+        speculation = self.deployment.speculation
+        self._checked, self._gained = (speculation.checked, speculation.gained) if speculation else (1, 1.0)
+        self._rows = token_grid(self.max_sequences * self.pool.dp_attention * self._checked)
         self._head = self._ends(np.ceil(self._rows / self.pool.dp_attention))
         if steps is not None:
             self._bend(steps)
@@ -157,10 +161,17 @@ class ForwardPass:
     # --- a step -------------------------------------------------------------------------------------------------
 
     def seconds(self, *, prompt_tokens: int, pairs: float, sequences: int, keys: float, readers: int = 1) -> float:
-        """Return seconds of a step that reads `prompt_tokens` of `readers` prompts and continues `sequences` answers.
+        """Return seconds of a step that reads `prompt_tokens` of `readers` prompts and continues `sequences` answers by
+        a token.
 
         `pairs` are the queries of the prompts times the keys each meets, `keys` the cached ones of all answers.
         """
+        if self._checked > 1 and sequences:
+            found = self._speculative(prompt_tokens, pairs, sequences, keys, readers)
+            here = sequences / self.pool.dp_attention
+            if not prompt_tokens:
+                return self.engine.step_s(sum(found.values()), here) / self._gained
+            return self.engine.step_s(max(sum(found.values()), self._launch_s), here)
         tokens = prompt_tokens + sequences
         written = sequences + (readers if prompt_tokens else 0)
         # The grid begins with every count, which most steps have.
@@ -178,10 +189,35 @@ class ForwardPass:
             time = max(time, self._launch_s)
         return self.engine.step_s(time, here)
 
+    def _speculative(
+        self, prompt_tokens: int, pairs: float, sequences: float, keys: float, readers: int
+    ) -> dict[str, float]:
+        """Return a step's kernels where answers bring tokens to check, and those of drafting them: runs of one layer
+        and of the head. Next to prompts, what a token gained takes; alone, a whole step.
+        """
+        share = 1 / self._gained if prompt_tokens else 1.0
+        ranks = self.pool.dp_attention
+        tokens = prompt_tokens + sequences * self._checked * share
+        found = {name: self._at(tokens, values) for name, values in self._parts.items()}
+        written = sequences * self._checked * share + (readers if prompt_tokens else 0)
+        found["head"] = float(np.interp(written, self._rows, self._head))
+        met = self._cache_s(keys / min(sequences, ranks), keys / sequences)
+        met += self._state_s * sequences / min(sequences, ranks)
+        found["attention"] = met * share + self._pair_s * pairs / min(readers, ranks)
+        layer = self._at(sequences, self._seconds) / self.model.layers
+        once = layer + float(np.interp(sequences, self._rows, self._head))
+        found["draft"] = (self._checked - 1) * once * share
+        return found
+
     def parts(
         self, *, prompt_tokens: int, pairs: float, sequences: float, keys: float, readers: int = 1
     ) -> dict[str, float]:
         """Return what a step's seconds are made of: the same step as `seconds`, to which the parts add up."""
+        if self._checked > 1 and sequences and not prompt_tokens:
+            found = self._speculative(0, 0.0, sequences, keys, readers)
+            device = sum(found.values())
+            found["host"] = self.engine.step_s(device, sequences / self.pool.dp_attention) - device
+            return {name: value / self._gained for name, value in found.items() if value}
         tokens = prompt_tokens + sequences
         found = {name: self._at(tokens, values) for name, values in self._parts.items()}
         written = sequences + (readers if prompt_tokens else 0)
@@ -243,9 +279,9 @@ class ForwardPass:
         if model.latent:  # queries meet the compressed vectors themselves
             rank = model.latent.kv_lora_rank
             flops = 2.0 * heads * (2 * rank + model.latent.qk_rope_head_dim)
-            return self.kernels.cached_key_s(flops, cache_elements(model) * width)
+            return self.kernels.cached_key_s(self._checked * flops, cache_elements(model) * width)
         nbytes = 2.0 * max(1.0, model.kv_heads / pool.tp) * model.head_dim * width
-        return self.kernels.cached_key_s(2.0 * heads * 2 * model.head_dim, nbytes)
+        return self.kernels.cached_key_s(self._checked * 2.0 * heads * 2 * model.head_dim, nbytes)
 
     # --- what grows with tokens ---------------------------------------------------------------------------------
 

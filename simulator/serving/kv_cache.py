@@ -87,7 +87,7 @@ def cache_capacity(
     fraction = deployment.memory_fraction or engine.memory_fraction
     total = float(cluster.slowest_kind.memory_bytes)
     parts = {
-        "weights": weight_bytes(model, pool, deployment.weights),
+        "weights": weight_bytes(model, pool, deployment.weights) + _drafting_bytes(model, deployment, pool),
         "activations": activation_bytes(model, cluster, deployment, pool),
         "context": OUTSIDE_BYTES,
     }
@@ -109,6 +109,13 @@ def cache_capacity(
         block_tokens=engine.block_tokens,
         tokens=tokens,
     )
+
+
+def _drafting_bytes(model: Model, deployment: Deployment, pool: Pool) -> float:
+    """Return bytes of prediction layers on one GPU, where they draft tokens."""
+    if deployment.speculation is None:
+        return 0.0
+    return model.multi_token_parameters * WEIGHT_BYTES[deployment.weights] / pool.gpus
 
 
 def _kept(model: Model, length: int) -> float:
