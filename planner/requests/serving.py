@@ -104,7 +104,6 @@ def separate() -> Any:
 class Drawn:
     """Files for a comparison of all deployments."""
 
-    svg: Path | None = option(None, "--svg", help="Serving, --objective pareto: draw rates of users and GPUs.")
     csv: Path | None = option(None, "--csv", help="Serving, --objective pareto: save all of its points as a table.")
 
 

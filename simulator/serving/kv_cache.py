@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from simulator.config.model import Model
 from simulator.serving.deployment import WEIGHT_BYTES, Deployment, Pool, dense_format
 from simulator.serving.engine import engine_of
-from simulator.serving.forward_pass import cache_bytes_per_token, state_bytes
+from simulator.serving.request_bytes import cache_bytes_per_token, state_bytes
 from topology.cluster import Cluster
 from topology.units import GIB
 

@@ -78,7 +78,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("points", nargs="+")
     parser.add_argument("--out", required=True)
-    parser.add_argument("--beside", type=Path, help="the table of tests/bench/beside_aiconfigurator.py")
+    parser.add_argument("--against", type=Path, help="the table of tests/bench/against_aiconfigurator.py")
     options = parser.parse_args()
     points = [data for name in options.points for data in read_points(name)]
     rows = [validate_point(data) | {"engine": engine_named(str(data.get("backend") or ""))} for data in points]
@@ -100,8 +100,8 @@ def main() -> None:
         RANKING,
         *ranking_lines([(raw, row) for raw, row in zip(points, rows, strict=True) if not row["skipped"]]),
     ]
-    if options.beside:
-        lines += [BESIDE, options.beside.read_text()]
+    if options.against:
+        lines += [AGAINST, options.against.read_text()]
     lines += [
         "## Ranges",
         "",
@@ -119,9 +119,9 @@ Loads with several configurations: points that share source, GPU, model, engine 
 (of a static batch: sequences) a GPU. The configuration predicted to be best, against the best measured; "any choice" is the mean
 of all configurations.
 """
-BESIDE = """## Beside aiconfigurator
+AGAINST = """## Compared with aiconfigurator
 
-Points that both answer, up to twelve of a group by chance (`tests/bench/beside_aiconfigurator.py`), engines that read and write
+Points that both answer, up to twelve of a group by chance (`tests/bench/against_aiconfigurator.py`), engines that read and write
 together. aiconfigurator is 0.12.0 with its newest table of each engine. These points are of the samples that both tools were
 made with. vidur is not compared: it answers from profiles of its own, of other GPUs and models.
 """
