@@ -53,7 +53,7 @@ def _host(server: socket.socket, meeting: Rendezvous, node: str, patience_s: flo
     """Wait for the other nodes' names, and tell each of them how that ended."""
     ends = time.monotonic() + patience_s
     with ExitStack() as opened:
-        guests = {}
+        guests: dict[str, socket.socket] = {}
         while 1 + len(guests) < meeting.count and (left := ends - time.monotonic()) > 0:
             server.settimeout(left)
             with suppress(OSError):
@@ -83,9 +83,7 @@ def _visit(meeting: Rendezvous, node: str, patience_s: float) -> str:
             if answer := _line(found):
                 return "" if answer == COMPLETE else answer
         if time.monotonic() >= ends:
-            return (
-                f"{_name(node)} had no answer at {meeting.endpoint}, where nodes meet: another program has the port"
-            )
+            return f"{_name(node)} had no answer at {meeting.endpoint}, where nodes meet: another program has the port"
         time.sleep(POLL_S)
 
 

@@ -16,6 +16,7 @@ from planner.search.result import SearchResult
 from simulator.config.estimate import SURE, Estimate
 from simulator.config.model import Model
 from simulator.config.runtime import Runtime
+from simulator.config.savers import TITLES
 from simulator.config.workload import Workload
 from topology.cluster import Cluster, LinkKind
 from topology.rates.reach import mixed_gpus
@@ -142,6 +143,7 @@ def runtime_line(runtime: Runtime, title: str) -> str:
     mode = "compiled" if runtime.compile else "eager"
     plain = title.rstrip("0123456789.")
     trained = f"; {runtime.adapter.title}" if runtime.adapter is not None else ""
+    trained += "".join(f"; {TITLES[word]}" for word in runtime.savers)
     name = f"{plain}{runtime.version}" if runtime.version and plain != title else title
     return (
         f"{name}, {mode}, parameters {runtime.param_dtype}, compute {runtime.compute_dtype}, gradients reduced in "

@@ -37,6 +37,7 @@ RUNTIME_KEYS = (
     "adapter",
     "moe_dispatcher",
     "expert_products",
+    "savers",
 )
 MEASURED_KEYS = (
     "step_s",

@@ -101,6 +101,14 @@ def separate() -> Any:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Drawn:
+    """Files for a comparison of all deployments."""
+
+    svg: Path | None = option(None, "--svg", help="Serving, --objective pareto: draw rates of users and GPUs.")
+    csv: Path | None = option(None, "--csv", help="Serving, --objective pareto: save all of its points as a table.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
     """What a server is asked, and what its clients want; None is what nobody stated."""
 

@@ -59,6 +59,8 @@ class ServingRow:
     decode_workers: Degree | None = None
     ttft_ms: Milliseconds | None = None
     tpot_ms: Milliseconds | None = None
+    ttft_median_ms: Milliseconds | None = None
+    tpot_median_ms: Milliseconds | None = None
     itl_ms: Milliseconds | None = None
     output_tok_s_per_gpu: Rate | None = None
     total_tok_s_per_gpu: Rate | None = None

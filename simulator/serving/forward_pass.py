@@ -14,7 +14,7 @@ import numpy as np
 from simulator.collectives.cost import CollectiveModel
 from simulator.collectives.measured import MeasuredCollectives
 from simulator.columns.plan_table import Floats
-from simulator.config.model import LayerKind, MixtureOfExperts, Model
+from simulator.config.model import LayerKind, LinearAttention, MixtureOfExperts, Model
 from simulator.serving.deployment import CACHE_BYTES, Deployment, Pool, dense_format
 from simulator.serving.engine import Engine, engine_of
 from simulator.serving.kernels import Kernels
@@ -22,6 +22,10 @@ from simulator.serving.measured import MeasuredSteps, Ratio, scaled
 from topology.cluster import Cluster
 from topology.rates.groups import GroupShape
 
+DELTA_CHUNK = 64  # tokens that the kernels of linear attention take at once (fla-org/flash-linear-attention)
+# More kernels than attention's that linear attention launches over prompts: norms of queries and keys, sums, products
+# and inverses of chunks, states, outputs (fla/ops/gated_delta_rule/chunk.py), a convolution, gates, a gated norm.
+DELTA_KERNELS = 9.0
 SINGLE = 512  # tokens up to which every count is tabulated
 # How many times as often as the least chosen expert the most chosen one is, where nothing balances them. Source: the
 # loads that aiconfigurator measures kernels of experts under (ai-dynamo/aiconfigurator collector/helper.py,
@@ -41,7 +45,19 @@ def cache_elements(model: Model) -> float:
 def cache_bytes_per_token(model: Model, pool: Pool, kv_cache: str) -> float:
     """Return bytes of the cache of one token on one GPU. Latent vectors and single heads are repeated on each rank."""
     share = 1.0 if model.latent else max(1.0, model.kv_heads / pool.tp) / model.kv_heads
-    return cache_elements(model) * share * CACHE_BYTES[kv_cache] * model.layers / pool.pp
+    layers = model.layers - model.linear_layers
+    return cache_elements(model) * share * CACHE_BYTES[kv_cache] * layers / pool.pp
+
+
+def state_bytes(model: Model, pool: Pool) -> float:
+    """Return bytes that linear attention keeps of a request on one GPU: a matrix of 32-bit numbers for each head
+    (mamba_ssm_dtype of Qwen3.5's config.json), and the tokens that the next convolution needs.
+    """
+    linear = model.linear
+    if linear is None:
+        return 0.0
+    matrices = 4.0 * linear.value_heads * linear.key_dim * linear.value_dim
+    return linear.layers * (matrices + 2.0 * (linear.kernel - 1) * linear.mixed) / pool.tp / pool.pp
 
 
 @dataclass(slots=True)
@@ -64,6 +80,7 @@ class ForwardPass:
     _heads_s: list[float] = field(init=False)
     _key_s: float = field(init=False)
     _pair_s: float = field(init=False)
+    _state_s: float = field(init=False)  # of all layers with linear attention, for an answer that goes on
     _layers_met: tuple[int, int, int] = field(init=False)  # layers that see all keys, those with a window, its width
     _launch_s: float = field(init=False)
     _sum_ratios: tuple[Ratio, ...] = ()  # measured over priced all-reduces
@@ -74,7 +91,7 @@ class ForwardPass:
         self.kernels = Kernels(
             gpu=gpu,
             weights=self.deployment.weights,
-            experts_by_triton=self.engine.experts_by_triton,
+            experts=self.engine.experts,
             attention=self.engine.attention,
         )
         measured = self.deployment.measured
@@ -94,7 +111,9 @@ class ForwardPass:
         if steps is not None:
             self._key_s, self._pair_s = self._key_s * steps.cached_ratio, self._pair_s * steps.pair_ratio
         windowed = self.model.windowed_layers
-        self._layers_met = (self.model.layers - windowed, windowed, self.model.sliding_window)
+        self._state_s = 2 * self.pool.pp * state_bytes(self.model, self.pool) / self.kernels.bytes_per_s
+        whole = self.model.layers - windowed - self.model.linear_layers
+        self._layers_met = (whole, windowed, self.model.sliding_window)
         self._launch_s = self._unreplayed_s()
 
     def _bend(self, steps: MeasuredSteps) -> None:
@@ -153,6 +172,7 @@ class ForwardPass:
             time += self._pair_s * pairs / min(readers, ranks)
         if sequences:
             time += self._cache_s(keys / min(sequences, ranks), keys / sequences)
+            time += self._state_s * sequences / min(sequences, ranks)
         here = sequences / ranks  # attention with requests of its own on each rank has a scheduler on each
         if prompt_tokens or here > self.engine.graph_batch:
             time = max(time, self._launch_s)
@@ -168,7 +188,9 @@ class ForwardPass:
         found["head"] = float(np.interp(written, self._rows, self._head))
         ranks = self.pool.dp_attention
         met = self._pair_s * pairs / min(readers, ranks)
-        met += self._cache_s(keys / min(sequences, ranks), keys / sequences) if sequences else 0.0
+        if sequences:
+            met += self._cache_s(keys / min(sequences, ranks), keys / sequences)
+            met += self._state_s * sequences / min(sequences, ranks)
         found["attention"] = met
         if prompt_tokens or sequences / ranks > self.engine.graph_batch:
             found["launches"] = max(0.0, self._launch_s - sum(found.values()))
@@ -188,6 +210,7 @@ class ForwardPass:
         """Return how many kernels and collectives the host launches in a step that no CUDA graph replays."""
         kinds = self.model.layer_kinds
         kernels = sum(self._small_kernels(kind) + (8.0 if kind.sparse else 6.0) for kind in kinds)
+        kernels += self.model.linear_layers * DELTA_KERNELS
         return kernels + (2.0 * len(kinds) if self.pool.ranks > 1 else 0.0)
 
     def _small_kernels(self, kind: LayerKind) -> float:
@@ -203,7 +226,7 @@ class ForwardPass:
     def _one_pair_s(self) -> float:
         """Return seconds that all layers' attention takes for one query of a prompt and one key that it meets."""
         model = self.model
-        heads, met = model.heads / self.pool.tp, model.layers - model.windowed_layers
+        heads, met = model.heads / self.pool.tp, model.layers - model.windowed_layers - model.linear_layers
         return met * float(self.kernels.prompt_attention(heads, model.qk_dim, model.v_dim, np.array(1.0)))
 
     def _cache_s(self, keys: float, mean: float) -> float:
@@ -264,7 +287,26 @@ class ForwardPass:
             expand = product(rows, heads * (m.qk_nope_head_dim + m.v_head_dim), m.kv_lora_rank, stored="bfloat16")
             return down + queries + expand + product(rows, h, heads * m.v_head_dim)
         kv = max(1.0, model.kv_heads / tp)
-        return product(rows, (heads + 2 * kv) * model.head_dim, h) + product(rows, h, heads * model.head_dim)
+        queries = (2 if model.attention_gate else 1) * heads
+        full = product(rows, (queries + 2 * kv) * model.head_dim, h) + product(rows, h, heads * model.head_dim)
+        linear = model.linear
+        if linear is None:
+            return full
+        gate = linear.value_heads * linear.value_dim / tp
+        mixed = product(rows, linear.mixed / tp + gate, h) + product(rows, h, gate)
+        mixed = (
+            mixed + product(rows, 2 * linear.value_heads / tp, h, stored="bfloat16") + self._delta_rule(rows, linear)
+        )
+        return (full * (model.layers - linear.layers) + mixed * linear.layers) / model.layers
+
+    def _delta_rule(self, rows: Floats, linear: LinearAttention) -> Floats:
+        """Return seconds of the gated delta rule over `rows` in chunks of DELTA_CHUNK: each token meets those of its
+        chunk, and the state (Yang et al., arXiv 2412.06464, section 3.3).
+        """
+        heads, width = linear.value_heads / self.pool.tp, linear.key_dim + linear.value_dim
+        inside = 2.0 * DELTA_CHUNK * 1.5 * width
+        state = 2.0 * 3 * linear.key_dim * linear.value_dim
+        return np.asarray(rows * heads * (inside + state) / self.kernels.attention_flops_per_s)
 
     def _mlp(self, rows: Floats, width: float) -> Floats:
         h, f = self.model.hidden, width / self.pool.tp
@@ -287,7 +329,7 @@ class ForwardPass:
             + self.kernels.expert_products(rows, visited, up, h)
             + self.kernels.expert_products(rows, visited, h, f)
         )
-        time = time + self.kernels.moved(2.0 * rows * h * 2, 0.0)  # sorted and cast, summed
+        time = time + self.kernels.between_experts(rows, here, h)
         if moe.shared_ffn:
             time = time + self._mlp(local, moe.shared_ffn)
         return time

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from simulator.config.model import Model
 from simulator.serving.deployment import WEIGHT_BYTES, Deployment, Pool, dense_format
 from simulator.serving.engine import engine_of
-from simulator.serving.forward_pass import cache_bytes_per_token
+from simulator.serving.forward_pass import cache_bytes_per_token, state_bytes
 from topology.cluster import Cluster
 from topology.units import GIB
 
@@ -44,7 +44,7 @@ def weight_bytes(model: Model, pool: Pool, weights: str) -> float:
     """Return bytes of weights on one GPU of an engine. Embedding, head, norms and routers stay 16 bits wide."""
     wide, stored, routed = WEIGHT_BYTES["bfloat16"], WEIGHT_BYTES[dense_format(weights)], WEIGHT_BYTES[weights]
     ends = (model.embedding_parameters + model.head_parameters) * wide / pool.tp
-    attention = model.layers * model.attention_matmul_parameters * stored
+    attention = model.attention_matmul_parameters_of_all * stored
     if model.latent:  # compressing projections are repeated on each rank
         m = model.latent
         repeated = model.layers * model.hidden * (m.q_lora_rank + m.kv_lora_rank + m.qk_rope_head_dim) * stored
@@ -98,6 +98,7 @@ def cache_capacity(
         room = total * fraction - sum(parts.values())
     parts["graphs"] = graphs
     per_token = cache_bytes_per_token(model, pool, deployment.kv_cache) * _kept(model, length)
+    per_token += state_bytes(model, pool) / max(length, 1)  # a request has its state, however long it is
     blocks = max(0, int(room / (per_token * engine.block_tokens)))
     tokens = blocks * engine.block_tokens * pool.dp_attention
     parts["kv_cache"] = blocks * engine.block_tokens * per_token

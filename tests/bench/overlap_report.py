@@ -27,6 +27,8 @@ from topology.catalog.clusters import cluster  # noqa: E402
 from topology.profile.samples import OverlapSample  # noqa: E402
 
 Machine = tuple[Roofline, CollectiveModel]
+RIVAL = "torch_symm_mem"  # PyTorch's operators
+SHOWN = (*EXECUTED, RIVAL)
 Shapes = list[tuple[OverlapSample, list[TimedMode]]]
 
 
@@ -50,7 +52,7 @@ def chosen(shape: tuple[OverlapSample, list[TimedMode]], rates: OverlapRates) ->
     """The mode that the model alone would take, of those that were measured."""
     sample, modes = shape
     predicted = dict(choose(sample.operation, modes[0].parts, rates).seconds)
-    return min(sample.seconds, key=lambda mode: predicted[mode])
+    return min(predicted, key=lambda mode: predicted[mode])
 
 
 def shape_lines(shapes: list[dict[str, Any]], choices: dict[tuple[Any, ...], str]) -> list[str]:

@@ -100,11 +100,11 @@ def flags_of_search(asked: Suggest) -> ServingFlags:
 
 def serving_question(flags: ServingFlags) -> ServingQuestion:
     """Return the question of a command's flags. Raises UserError for what cannot be, naming the flag."""
-    machine = read_cluster(flags.cluster or CLUSTER, flags.gpus, gpu=flags.gpu)
+    whole = read_cluster(flags.cluster or CLUSTER, flags.gpus, gpu=flags.gpu)
+    machine = _cut(whole, flags.gpus)
     defaults = (("model", flags.model, MODEL), ("cluster", flags.cluster, CLUSTER))
     assumed = [f"{name} {default}" for name, said, default in defaults if said is None]
-    if flags.gpus is not None and flags.gpus < machine.gpu_count:  # a node with irregular links comes whole
-        machine = take_gpus(machine, flags.gpus)
+    if machine is not whole:
         assumed.append(f"the first {flags.gpus} GPUs of the node")
     assumed += cluster_caveats(machine)
     traffic = _traffic(flags, machine.gpu_count, assumed)
@@ -137,6 +137,16 @@ def serving_question(flags: ServingFlags) -> ServingQuestion:
         measured=measured,
         assumed=tuple(assumed),
     )
+
+
+def machine_of(flags: ServingFlags, gpus: int) -> Cluster:
+    """Return so many GPUs of the machine of a command's flags. Raises UserError where it does not come in that size."""
+    return _cut(read_cluster(flags.cluster or CLUSTER, gpus, gpu=flags.gpu), gpus)
+
+
+def _cut(machine: Cluster, gpus: int | None) -> Cluster:
+    """Return the first GPUs of a machine that has more: a node with irregular links comes whole."""
+    return machine if gpus is None or gpus >= machine.gpu_count else take_gpus(machine, gpus)
 
 
 def _formats_unsaid(flags: ServingFlags, stored: str) -> list[str]:

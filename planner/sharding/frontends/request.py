@@ -99,7 +99,7 @@ def read_request(data: Mapping[str, Any], *, where: str) -> Request:
         axes=text.axes,
         parameters=text.parameters,
         compute=text.compute,
-        choose=tuple(name for pattern in text.choose for name in matching(graph, pattern)),
+        choose=tuple(n for pattern in text.choose for n in matching(graph, pattern) if n not in placements),
         policy=policy,
         open_outputs=text.open_outputs,
     )
