@@ -12,9 +12,7 @@ from executor.overlap.mode import Mode
 
 
 class AllGatherMatmul(torch.autograd.Function):
-    """Y_i = gather(x) @ w_i^T. Only the shard of x is saved: backward gathers it again, overlapped with dx, whose parts
-    travel while the gradients of weights are computed.
-    """
+    """Y_i = gather(x) @ w_i^T. Only the shard of x is saved: backward gathers it again, overlapped with dx."""
 
     @staticmethod
     def forward(ctx: Any, mode: Mode, group: dist.ProcessGroup, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
@@ -27,14 +25,13 @@ class AllGatherMatmul(torch.autograd.Function):
         x, *weights = ctx.saved_tensors
         grads = tuple(grad.contiguous() for grad in grads)
         needs_x, *needs_w = ctx.needs_input_grad[2:]
-        pairs = tuple(zip(grads, weights, strict=True))
-        if not any(needs_w):
-            return None, None, ctx.mode.matmul_scatter(pairs, ctx.group) if needs_x else None, *(None for _ in weights)
-        gathered = ctx.mode.start_gather(x, ctx.group)
-        dx = ctx.mode.start_scatter(pairs, ctx.group) if needs_x else None
+        gathered = ctx.mode.start_gather(x, ctx.group) if any(needs_w) else None
+        dx = ctx.mode.matmul_scatter(tuple(zip(grads, weights, strict=True)), ctx.group) if needs_x else None
+        if gathered is None:
+            return None, None, dx, *(None for _ in weights)
         whole = gathered()
-        dws = [grad.t() @ whole if needed else None for grad, needed in zip(grads, needs_w, strict=True)]
-        return None, None, dx() if dx else None, *dws
+        dws = (grad.t() @ whole if needed else None for grad, needed in zip(grads, needs_w, strict=True))
+        return None, None, dx, *dws
 
 
 class MatmulReduceScatter(torch.autograd.Function):

@@ -69,26 +69,10 @@ class CopyEngine(Nccl):
             unit = rows_of_a_round(shape[1], processors(x.device))
             return relay_sum(multiply, shape, x.dtype, group, x.device, pieces=4, unit=unit, lanes=2)
 
-        return self._start_adding(pairs, group)()
-
-    def start_scatter(self, pairs: tuple[Pair, ...], group: dist.ProcessGroup) -> Callable[[], Tensor]:
-        x, operand = pairs[0]
-        world = dist.get_world_size(group)
-        if not x.is_cuda or world == 1:
-            return super().start_scatter(pairs, group)
-        if relays(world, shard_rows(x.shape[0], group), operand.shape[1], x.element_size()):
-            return super().start_scatter(pairs, group)
-        return self._start_adding(pairs, group)
-
-    @staticmethod
-    def _start_adding(pairs: tuple[Pair, ...], group: dist.ProcessGroup) -> Callable[[], Tensor]:
-        x, operand = pairs[0]
-        rows = shard_rows(x.shape[0], group)
-
         def make(shard: int, out: Tensor) -> None:
             products(pairs, shard * rows, (shard + 1) * rows, out)
 
-        return push.start_scatter_sum(make, (rows, operand.shape[1]), x.dtype, group, x.device)
+        return push.scatter_sum(make, shape, x.dtype, group, x.device)
 
     def matmul_reduce(self, x: Tensor, operand: Tensor, group: dist.ProcessGroup) -> Tensor:
         """Reduce-scatter during the product, then all-gather; the second half is exposed."""

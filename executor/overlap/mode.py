@@ -39,11 +39,6 @@ class Mode(ABC):
         N).
         """
 
-    def start_scatter(self, pairs: tuple[Pair, ...], group: dist.ProcessGroup) -> Callable[[], Tensor]:
-        """Begin `matmul_scatter`; the function returned ends it. What is multiplied in between may hide its end."""
-        rows = self.matmul_scatter(pairs, group)
-        return lambda: rows
-
     @abstractmethod
     def matmul_reduce(self, x: Tensor, operand: Tensor, group: dist.ProcessGroup) -> Tensor:
         """Return x @ operand, (M, K) x (K, N), summed over ranks."""

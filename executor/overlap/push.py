@@ -70,10 +70,9 @@ class CopyExchange:
     """
 
     what = "an exchange"
-    copies = "copies"  # the stream of its copies
 
     def __init__(self, group: dist.ProcessGroup, purpose: str, device: torch.device, set_bytes: int) -> None:
-        self.current, self.copy_stream = stream_ops.current_stream(device), side_stream(device, self.copies).cuda_stream
+        self.current, self.copy_stream = stream_ops.current_stream(device), side_stream(device).cuda_stream
         self.signal_stream = side_stream(device, "signals").cuda_stream
         self.space: Workspace = symmetric.workspace(group, purpose, device)
         self.captured = self.space.is_capturing()
@@ -235,7 +234,6 @@ class CopyScatter(CopyExchange):
     """A reduce-scatter in progress: parts (R, N) are copied to their owners' slots (W, R, N), in pieces of rows."""
 
     what = "a reduce-scatter"
-    copies = "parts"  # tokens that are gathered meanwhile need not wait for the parts to have gone
 
     def __init__(
         self,
@@ -247,7 +245,6 @@ class CopyScatter(CopyExchange):
         unit: int | None = None,
     ) -> None:
         """Pieces are multiples of `unit` rows, at most MAX_PIECES; None is one piece."""
-        self.sent: Tensor | None = None  # kept until it has been copied
         self.rows, columns = shape
         self.row_bytes, world = columns * dtype.itemsize, dist.get_world_size(group)
         super().__init__(group, "scatter", device, world * self.rows * self.row_bytes)
@@ -292,30 +289,21 @@ class CopyScatter(CopyExchange):
         return PreparedKernel(kernels.add_slots, -(-out.numel() // ADD_BLOCK), args, changing=(0,), num_warps=8)
 
 
-def start_scatter_sum(
+def scatter_sum(
     make: ComputePart, shape: tuple[int, int], dtype: torch.dtype, group: dist.ProcessGroup, device: torch.device
-) -> Callable[[], Tensor]:
-    """Start the reduce-scatter of parts (R, N), each sent while the next is computed by `make(shard, out)`; return a
-    function that waits for those of the other ranks and returns the sum.
-    """
+) -> Tensor:
+    """Return the reduce-scatter of parts (R, N), each sent while the next is computed by `make(shard, out)`."""
     exchange = CopyScatter(shape, dtype, group, device)
     rank, world = exchange.space.rank, exchange.space.world
     parts = torch.empty((world - 1, *shape), dtype=dtype, device=device)
     out = torch.empty(shape, dtype=dtype, device=device)
     exchange.begin()
-    exchange.sent = parts
     for step in range(1, world):
         peer, part = (rank + step) % world, parts[step - 1]
         make(peer, part)
         exchange.space.order(first=exchange.current, then=exchange.copy_stream)
         exchange.push(part.data_ptr(), peer)
     make(rank, out)
-
-    def add() -> Tensor:
-        exchange.current = stream_ops.current_stream(device)
-        exchange.add(out)
-        exchange.finish()
-        exchange.sent = None
-        return out
-
-    return add
+    exchange.add(out)
+    exchange.finish()
+    return out

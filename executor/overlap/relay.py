@@ -39,7 +39,6 @@ class RelayScatter(CopyExchange):
     """A relayed reduce-scatter in progress; not in a graph, where a stream cannot wait for a word."""
 
     what = "a relayed reduce-scatter"
-    copies = "parts"
 
     def __init__(
         self, shape: tuple[int, int], dtype: torch.dtype, group: dist.ProcessGroup, device: torch.device, bounds: Bounds

@@ -40,9 +40,6 @@ class SavingMode(Mode):
     def matmul_scatter(self, pairs: tuple[Pair, ...], group: dist.ProcessGroup) -> Tensor:
         return saved_results.scattered_product(lambda: self.mode.matmul_scatter(pairs, group))
 
-    def start_scatter(self, pairs: tuple[Pair, ...], group: dist.ProcessGroup) -> Callable[[], Tensor]:
-        return self.mode.start_scatter(pairs, group)  # of backward passes, where nothing is saved
-
     def matmul_reduce(self, x: Tensor, operand: Tensor, group: dist.ProcessGroup) -> Tensor:
         return self.mode.matmul_reduce(x, operand, group)
 

@@ -79,8 +79,7 @@ class Parts:
     """One operation's product and collective, each alone; numbers or columns. A shard is what a rank sends each other.
 
     Several products may share a gather, or add up before a scatter: times are of all of them together, `first_s` is the
-    first one's (0: there is one only). `queued_s` is how long the stream that moves is busy already, `later_s` the
-    gradients of weights behind a backward scatter, while which its parts travel.
+    first one's (0: there is one only). `queued_s` is how long the stream that moves is busy already.
     """
 
     ranks: Value
@@ -108,7 +107,6 @@ class Parts:
     rounds: Value = 1.0
     """Whole rounds of the fused kernel's tiles over those that its work would fill; see `rounds_of`."""
     queued_s: Value = 0.0
-    later_s: Value = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -274,8 +272,7 @@ def _copy_engine_s(operation: str, parts: Parts, rates: OverlapRates) -> Value:
         waited = np.maximum(push + others * piece, others * push + piece)
         return np.maximum(parts.ranks * piece, waited) + others * rates.signal_s
     sent = _piped_s(piece, push, others, parts.queued_s)
-    waited = np.maximum(parts.ranks * piece, sent - parts.later_s)
-    at_the_end = waited + rates.signal_s + (parts.ranks + 1) * parts.stream_s
+    at_the_end = np.maximum(parts.ranks * piece, sent) + rates.signal_s + (parts.ranks + 1) * parts.stream_s
     # A half is multiplied on top of what has arrived, and may arrive and leave while the other half is.
     half, leave = (piece + parts.stream_s) / 2, push_s(parts, rates, 2)
     step = np.maximum(2 * half, np.maximum(half + leave + rates.signal_s, 2 * leave))
@@ -291,8 +288,7 @@ def _fused_s(operation: str, parts: Parts, rates: OverlapRates) -> Value:
         bands = np.clip(np.ceil(parts.shard_rows / BAND_ROWS), 1, MOST_BANDS)
         fused = _fused_product_s(parts, parts.product_s, bands, rates, scatter=True)
         fused = fused + rates.fused_sums * (parts.ranks + 1) * parts.stream_s
-        adds_later = (parts.later_s > 0) & ~relayed(parts.ranks, parts.shard_bytes)
-        return np.where((parts.products > 1) | adds_later, _copy_engine_s(operation, parts, rates), fused)
+        return np.where(parts.products > 1, _copy_engine_s(operation, parts, rates), fused)
     first = np.where(parts.products > 1, parts.first_s, parts.product_s)
     pieces = np.where(parts.shard_bytes >= LARGE_BYTES, 2, 1)
     return _fused_product_s(parts, first, pieces, rates, scatter=False) + parts.product_s - first

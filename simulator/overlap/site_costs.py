@@ -166,11 +166,9 @@ def pair_s(mode: str, op: str, parts: Parts, products: Products, *, regathers: b
         queued = parts.collective_s
         if mode == USERBUFFERS:
             return bulk_s(parts, products.weight_s, site.rates)
-        later = products.weight_s if mode in PUSHED_MODES else 0.0
         if mode in PUSHED_MODES:
             queued = (parts.ranks - 1) * (site.rates.copy_latency_s + parts.copy_s)
-        behind = replace(parts, queued_s=queued, later_s=later)
-        return np.maximum(device_s(mode, operation, behind, site.rates), parts.product_s)
+        return np.maximum(device_s(mode, operation, replace(parts, queued_s=queued), site.rates), parts.product_s)
     seconds = device_s(mode, operation, parts, site.rates)
     own = (parts.ranks, products.rows, parts.shard_bytes * parts.ranks, products.elements, products.count)
     for (of, by, *sizes), measured_s in site.measured.items():

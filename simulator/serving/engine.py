@@ -29,7 +29,7 @@ class Engine:
     block_tokens: int
     graph_batch: int
     all_reduce: tuple[str, ...]
-    experts_by_triton: bool
+    experts: str
     attention: str
     norm_in_all_reduce: bool
     host_step_s: float

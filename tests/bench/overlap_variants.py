@@ -24,11 +24,6 @@ from tests.bench import torch_overlap
 from tests.bench.overlap_bench import Bench
 
 
-def _added_at_the_end(bench: Bench, make: push.ComputePart, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    add = push.start_scatter_sum(make, shape, dtype, bench.group, bench.device)
-    return add()
-
-
 def parts(bench: Bench) -> None:
     """What the cost model is calibrated with: products alone by tile, copies by size, signals, a barrier."""
     space = symmetric.workspace(bench.group, "parts", bench.device)
@@ -134,7 +129,7 @@ def mechanisms(bench: Bench) -> None:
             "nccl alone": lambda: dist.reduce_scatter_tensor(part, full),
             "nccl": lambda: overlap.MODES["nccl"].matmul_scatter(((x, operand),), bench.group),
             "torch": lambda: torch_overlap.TorchSymmMem().matmul_scatter(((x, operand),), bench.group),
-            "whole shards, add": lambda: _added_at_the_end(bench, make, shape, x.dtype),
+            "whole shards, add": lambda: push.scatter_sum(make, shape, x.dtype, bench.group, bench.device),
             "TMA adds to peers": adding_to_peers(bench, x, weight),
         }
         for pieces in (2, 3, 4):
@@ -179,7 +174,7 @@ def relays(bench: Bench) -> None:
             "cublas": lambda: x @ operand,
             "copy_engine": partial(overlap.MODES["copy_engine"].matmul_scatter, ((x, operand),), bench.group),
             "fused": partial(overlap.MODES["fused"].matmul_scatter, ((x, operand),), bench.group),
-            "whole shards": lambda: _added_at_the_end(bench, make, shape, x.dtype),
+            "whole shards": lambda: push.scatter_sum(make, shape, x.dtype, bench.group, bench.device),
         }
         for pieces, unit, lanes in ((2, 1, 1), (2, 1, 2), (3, wave, 1), (3, wave, 2), (4, wave, 1), (4, wave, 2)):
             wanted[f"relay in {pieces}, {lanes} lanes"] = partial(

@@ -179,7 +179,7 @@ def test_partial_sums_reach_their_owner(world: int, way: str) -> None:
                 out.copy_(x[shard * rows : (shard + 1) * rows] @ w)
 
             if way == "slots" or (way.startswith("slots") and call % 3 == 0):  # the two share memory and flags
-                found = push.start_scatter_sum(make, (rows, columns), x.dtype, group, CPU)()
+                found = push.scatter_sum(make, (rows, columns), x.dtype, group, CPU)
             else:
                 pieces = int(way.rsplit(maxsplit=1)[-1])
                 found = relay.relay_sum(multiply, (rows, columns), x.dtype, group, CPU, pieces=pieces)

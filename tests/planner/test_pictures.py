@@ -45,7 +45,7 @@ def words(text: str) -> str:
 def test_waterfall_bars_are_to_scale_and_each_begins_where_the_last_ended() -> None:
     terms = [
         ("model FLOPs at peak", 2.0, TIME["compute"]),
-        ("exposed tp communication", 1.0, TIME["exposed_communication"]),
+        ("exposed TP communication", 1.0, TIME["exposed_communication"]),
         ("overlap", -0.5, TIME["copies"]),
         ("bubble", 1.5, TIME["bubble"]),
     ]

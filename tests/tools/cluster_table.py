@@ -149,7 +149,9 @@ def main() -> int:
     parser.add_argument("names", nargs="*")
     parser.add_argument("--ray", type=Path, help="folder of the programs of an environment that has ray and torch")
     options = parser.parse_intermixed_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # and so undo what was changed
+    # So that what was changed is undone, and Ctrl-C reaches planner where a shell in the background ignores it.
+    for one in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(one, signal.default_int_handler)
     folder = options.folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
     if not options.names or any(one.startswith("slurm-") for one in options.names):

@@ -236,7 +236,7 @@ def trainjob(job: LauncherJob, command: Sequence[str] = ()) -> JobFile:
         nodes=job.nodes,
         ranks_per_node=job.ranks_per_node,
         gpus_per_node=job.gpus_per_node,
-        command=command or node_command(job, endpoint=None),
+        command=command or node_command(job, endpoint=None, join_s=JOIN_S),
         image=job.image,
     )
     mounted = f"the directory {job.directory} must be a volume that the runtime mounts on every node"
