@@ -55,7 +55,7 @@ LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
     "tensor parallel": ("model", {"axes": _BY_HEADS, "parameters": _HALVES, "compute": _HALVES}),
     "fully sharded": ("data", {"axes": _BY_ROWS, "parameters": {"rows": "data"}, "compute": {"batch": "data"}}),
 }
-WAYS = ("whole", 4, "ring", "broadcast", "copy_engine", "fused", "torch_symm_mem")
+WAYS = ("whole", 4, "ring", "broadcast", "copy_engine", "fused")
 MEMORY_SHARES = (1.0, 0.8, 0.65)  # of what the program has at its peak when nothing is made again
 
 

@@ -274,7 +274,7 @@ def test_how_pieces_move_beside_a_product_is_chosen_by_time_and_told_with_the_ne
     machine, asked = cluster("h200x4"), large({"d": 4}, SEQUENCE_PARALLEL, backward=False, policy="follow_weights")
     chosen = answer_request(asked, where="rows", cluster=machine)
 
-    ways = {"ring", "broadcast", "copy_engine", "fused", "torch_symm_mem"}
+    ways = {"ring", "broadcast", "copy_engine", "fused"}
     assert set(chosen.written.tried) == {"linear_0_product", "linear_1_product"}
     for name, seconds in chosen.written.tried.items():
         assert set(seconds) == {1, 2, 4, 8} | ways  # the second one's sum is scattered as the result is needed
@@ -369,7 +369,7 @@ def test_copy_engines_do_not_reach_other_nodes() -> None:
     with pytest.raises(Infeasible, match="copy_engine"):
         simulate_program(stated.written, stated.problem, far)
     chosen = answer_request(asked, where="far", cluster=far)
-    assert not {"copy_engine", "fused", "torch_symm_mem"} & set(chosen.written.chunks.values())
+    assert not {"copy_engine", "fused"} & set(chosen.written.chunks.values())
 
 
 def test_chunks_that_cannot_be_are_refused() -> None:
