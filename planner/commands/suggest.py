@@ -15,8 +15,8 @@ from topology.errors import UserError
 
 def suggest(asked: Suggest) -> None:
     """Print what `planner suggest` answers, whatever came of saving a plan where `--out` asks for it."""
-    if asked.run_svg is not None:
-        refuse_overwrite(asked.run_svg, force=asked.force)
+    if asked.svg is not None:
+        refuse_overwrite(asked.svg, force=asked.force)
     try:
         found = answers.suggest(asked, output.progress, None if asked.json else _print_early)
     finally:
@@ -25,7 +25,7 @@ def suggest(asked: Suggest) -> None:
     if out is not None and pick > len(found.plans):
         raise UserError(f"--pick {pick}: {len(found.plans)} plans are listed", remedy="--all lists variants too")
     unsaved = None if out is None else output.attempt(lambda: found.save(out, pick=pick, force=asked.force))
-    if asked.run_svg is not None:
+    if asked.svg is not None:
         _draw_run(found, asked)
     if asked.json:
         output.emit_json(found.to_dict())
@@ -39,13 +39,13 @@ def _draw_run(found: answers.Suggested, asked: Suggest) -> None:
     """Write the picture of a whole run's cost against its days. Raises UserError where no run was asked for."""
     from planner.pictures.run_curve import run_curve  # noqa: PLC0415
 
-    if found.run is None or asked.run_svg is None:
+    if found.run is None or asked.svg is None:
         raise UserError("--svg draws a whole run", why="no tokens were given", remedy="--tokens 2T --gpus 64,128,256")
     runs, model = found.run.curve or (found.run.run,), found.result.question.model.name
     title = f"{model} on {found.run.goal.tokens:.3g} tokens: cost against days"
     text = run_curve(runs, found.run.run.gpus, title=title, unit="in the currency of --gpu-price")
-    codec.write_text(asked.run_svg, text)
-    output.warn(f"saved {asked.run_svg}")
+    codec.write_text(asked.svg, text)
+    output.warn(f"saved {asked.svg}")
 
 
 def _print_early(found: SearchResult) -> None:

@@ -104,7 +104,6 @@ def separate() -> Any:
 class Drawn:
     """Files for a comparison of all deployments."""
 
-    svg: Path | None = option(None, "--svg", help="Serving, --objective pareto: draw rates of users and GPUs.")
     csv: Path | None = option(None, "--csv", help="Serving, --objective pareto: save all of its points as a table.")
 
 
@@ -173,6 +172,12 @@ class Engine:
         None,
         "--no-custom-all-reduce/--custom-all-reduce",
         help="Let NCCL do all-reduces, instead of the engine's own kernel.",
+    )
+    draft_tokens: int | None = option(
+        None, "--draft-tokens", least=1, most=16, help="Tokens that the model's prediction layer (MTP) drafts a step."
+    )
+    accepted_tokens: float | None = option(
+        None, "--accepted-tokens", least=0, most=16, help="Of --draft-tokens, how many are right on average."
     )
 
 

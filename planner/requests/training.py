@@ -174,8 +174,11 @@ class Suggest(Request):
         help="Until a node that failed or was taken back is there again; default: another takes its place at once.",
     )
     spares: int = option(0, "--spares", least=0, most=1 << 16, help="Spare nodes, which are paid for as well.")
-    run_svg: Path | None = option(
-        None, "--svg", help="Draw cost against days for the numbers of GPUs tried into this file."
+    svg: Path | None = option(
+        None,
+        "--svg",
+        help="Draw cost against days for the numbers of GPUs tried into this file; serving, --objective pareto: tokens"
+        " of users and of GPUs.",
     )
     top: int = option(5, "--top", least=1, most=100, help="How many plans to list.")
     all_variants: bool = option(False, "--all", help="List all variants of each grid, not only the best one.")

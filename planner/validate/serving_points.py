@@ -16,7 +16,7 @@ from planner.validate.serving_names import cluster_of, model_of
 from planner.validate.serving_row import ServingRow, read_row, side_of
 from simulator.config.estimate import Interval
 from simulator.config.model import Model
-from simulator.serving.deployment import Deployment, Pool
+from simulator.serving.deployment import Deployment, Pool, Speculation
 from simulator.serving.engine import engine_of
 from simulator.serving.estimate import ServingEstimate, estimate_serving
 from simulator.serving.kv_cache import cache_capacity
@@ -131,10 +131,8 @@ def read_point(row: ServingRow) -> Point:
     assumed: list[str] = []
     if row.isl is None or row.osl is None:
         raise NotCovered(f"{'isl' if row.isl is None else 'osl'} is not stated")
-    if row.spec_decode not in {"none", None, ""}:
-        raise NotCovered(f"speculative decoding ({row.spec_decode}) is not covered")
     model = model_of(row.model)
-    deployment = _deployment(row, model, assumed)
+    deployment = replace(_deployment(row, model, assumed), speculation=_speculation(row, model))
     cluster = cluster_of(row.hardware, deployment.gpus)
     traffic = _traffic(
         row, Lengths(mean=round(row.isl)), Lengths(mean=round(row.osl)), model, cluster, deployment, assumed
@@ -224,6 +222,20 @@ def _pool_apart(row: ServingRow, name: str) -> Pool:
         raise NotCovered("how many engines read prompts and how many write answers is not stated")
     ep = min(side.ep, side.tp * side.dp_attention)
     return Pool(engines=side.workers, tp=side.tp, pp=side.pp, ep=ep, dp_attention=side.dp_attention)
+
+
+def _speculation(row: ServingRow, model: Model) -> Speculation | None:
+    """Return what a row states of drafted tokens. Raises NotCovered where it does not state how many are accepted."""
+    if row.spec_decode in {"none", None, ""} and row.draft_tokens is None:
+        return None
+    if row.spec_decode not in {"mtp", None, ""}:
+        raise NotCovered(f"speculative decoding ({row.spec_decode}) is not covered")
+    missing = [name for name in ("draft_tokens", "accepted_tokens") if getattr(row, name) is None]
+    if missing:
+        raise NotCovered(f"speculative decoding (mtp) without {' and '.join(missing)}")
+    if not model.multi_token_layers:
+        raise NotCovered(f"speculative decoding (mtp) of {row.model}, which has no prediction layer")
+    return Speculation(draft=row.draft_tokens or 1, accepted=row.accepted_tokens or 0.0)
 
 
 def _formats(row: ServingRow, model: Model, assumed: list[str]) -> tuple[str, str]:

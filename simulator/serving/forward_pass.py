@@ -15,10 +15,11 @@ from simulator.collectives.cost import CollectiveModel
 from simulator.collectives.measured import MeasuredCollectives
 from simulator.columns.plan_table import Floats
 from simulator.config.model import LayerKind, LinearAttention, MixtureOfExperts, Model
-from simulator.serving.deployment import CACHE_BYTES, Deployment, Pool, dense_format
+from simulator.serving.deployment import CACHE_BYTES, WEIGHT_BYTES, Deployment, Pool, dense_format
 from simulator.serving.engine import Engine, engine_of
 from simulator.serving.kernels import Kernels
 from simulator.serving.measured import MeasuredSteps, Ratio, scaled
+from simulator.serving.request_bytes import cache_elements, state_bytes
 from topology.cluster import Cluster
 from topology.rates.groups import GroupShape
 
@@ -31,33 +32,6 @@ SINGLE = 512  # tokens up to which every count is tabulated
 # loads that aiconfigurator measures kernels of experts under (ai-dynamo/aiconfigurator collector/helper.py,
 # sample_power_law from 0.01 to 2 with an exponent of 1.01, for DeepSeek's family).
 POPULAR = 200.0
-
-
-def cache_elements(model: Model) -> float:
-    """Return elements of the cache for one token and layer on a rank that holds all heads: keys and values, or the
-    compressed vector of latent attention.
-    """
-    if model.latent:
-        return float(model.latent.kv_lora_rank + model.latent.qk_rope_head_dim)
-    return 2.0 * model.kv_heads * model.head_dim
-
-
-def cache_bytes_per_token(model: Model, pool: Pool, kv_cache: str) -> float:
-    """Return bytes of the cache of one token on one GPU. Latent vectors and single heads are repeated on each rank."""
-    share = 1.0 if model.latent else max(1.0, model.kv_heads / pool.tp) / model.kv_heads
-    layers = model.layers - model.linear_layers
-    return cache_elements(model) * share * CACHE_BYTES[kv_cache] * layers / pool.pp
-
-
-def state_bytes(model: Model, pool: Pool) -> float:
-    """Return bytes that linear attention keeps of a request on one GPU: a matrix of 32-bit numbers for each head
-    (mamba_ssm_dtype of Qwen3.5's config.json), and the tokens that the next convolution needs.
-    """
-    linear = model.linear
-    if linear is None:
-        return 0.0
-    matrices = 4.0 * linear.value_heads * linear.key_dim * linear.value_dim
-    return linear.layers * (matrices + 2.0 * (linear.kernel - 1) * linear.mixed) / pool.tp / pool.pp
 
 
 @dataclass(slots=True)
@@ -78,6 +52,8 @@ class ForwardPass:
     _head: Floats = field(init=False)  # seconds of the ends by sequences that get a token
     _steps_s: list[float] = field(init=False)  # `_seconds` and `_head` as numbers that are read one by one
     _heads_s: list[float] = field(init=False)
+    _checked: int = field(init=False)  # tokens of an answer in a step, and by how many it goes on
+    _gained: float = field(init=False)
     _key_s: float = field(init=False)
     _pair_s: float = field(init=False)
     _state_s: float = field(init=False)  # of all layers with linear attention, for an answer that goes on
@@ -101,7 +77,9 @@ class ForwardPass:
         most = (self.max_batched_tokens + self.max_sequences) * self.pool.dp_attention
         self._tokens = token_grid(most)
         self._parts = self._by_tokens(self._tokens)
-        self._rows = token_grid(self.max_sequences * self.pool.dp_attention)
+        speculation = self.deployment.speculation
+        self._checked, self._gained = (speculation.checked, speculation.gained) if speculation else (1, 1.0)
+        self._rows = token_grid(self.max_sequences * self.pool.dp_attention * self._checked)
         self._head = self._ends(np.ceil(self._rows / self.pool.dp_attention))
         if steps is not None:
             self._bend(steps)
@@ -157,10 +135,17 @@ class ForwardPass:
     # --- a step -------------------------------------------------------------------------------------------------
 
     def seconds(self, *, prompt_tokens: int, pairs: float, sequences: int, keys: float, readers: int = 1) -> float:
-        """Return seconds of a step that reads `prompt_tokens` of `readers` prompts and continues `sequences` answers.
+        """Return seconds of a step that reads `prompt_tokens` of `readers` prompts and continues `sequences` answers by
+        a token.
 
         `pairs` are the queries of the prompts times the keys each meets, `keys` the cached ones of all answers.
         """
+        if self._checked > 1 and sequences:
+            found = self._speculative(prompt_tokens, pairs, sequences, keys, readers)
+            here = sequences / self.pool.dp_attention
+            if not prompt_tokens:
+                return self.engine.step_s(sum(found.values()), here) / self._gained
+            return self.engine.step_s(max(sum(found.values()), self._launch_s), here)
         tokens = prompt_tokens + sequences
         written = sequences + (readers if prompt_tokens else 0)
         # The grid begins with every count, which most steps have.
@@ -178,10 +163,35 @@ class ForwardPass:
             time = max(time, self._launch_s)
         return self.engine.step_s(time, here)
 
+    def _speculative(
+        self, prompt_tokens: int, pairs: float, sequences: float, keys: float, readers: int
+    ) -> dict[str, float]:
+        """Return a step's kernels where answers bring tokens to check, and those of drafting them: runs of one layer
+        and of the head. Next to prompts, what a token gained takes; alone, a whole step.
+        """
+        share = 1 / self._gained if prompt_tokens else 1.0
+        ranks = self.pool.dp_attention
+        tokens = prompt_tokens + sequences * self._checked * share
+        found = {name: self._at(tokens, values) for name, values in self._parts.items()}
+        written = sequences * self._checked * share + (readers if prompt_tokens else 0)
+        found["head"] = float(np.interp(written, self._rows, self._head))
+        met = self._cache_s(keys / min(sequences, ranks), keys / sequences)
+        met += self._state_s * sequences / min(sequences, ranks)
+        found["attention"] = met * share + self._pair_s * pairs / min(readers, ranks)
+        layer = self._at(sequences, self._seconds) / self.model.layers
+        once = layer + float(np.interp(sequences, self._rows, self._head))
+        found["draft"] = (self._checked - 1) * once * share
+        return found
+
     def parts(
         self, *, prompt_tokens: int, pairs: float, sequences: float, keys: float, readers: int = 1
     ) -> dict[str, float]:
         """Return what a step's seconds are made of: the same step as `seconds`, to which the parts add up."""
+        if self._checked > 1 and sequences and not prompt_tokens:
+            found = self._speculative(0, 0.0, sequences, keys, readers)
+            device = sum(found.values())
+            found["host"] = self.engine.step_s(device, sequences / self.pool.dp_attention) - device
+            return {name: value / self._gained for name, value in found.items() if value}
         tokens = prompt_tokens + sequences
         found = {name: self._at(tokens, values) for name, values in self._parts.items()}
         written = sequences + (readers if prompt_tokens else 0)
@@ -243,9 +253,9 @@ class ForwardPass:
         if model.latent:  # queries meet the compressed vectors themselves
             rank = model.latent.kv_lora_rank
             flops = 2.0 * heads * (2 * rank + model.latent.qk_rope_head_dim)
-            return self.kernels.cached_key_s(flops, cache_elements(model) * width)
+            return self.kernels.cached_key_s(self._checked * flops, cache_elements(model) * width)
         nbytes = 2.0 * max(1.0, model.kv_heads / pool.tp) * model.head_dim * width
-        return self.kernels.cached_key_s(2.0 * heads * 2 * model.head_dim, nbytes)
+        return self.kernels.cached_key_s(self._checked * 2.0 * heads * 2 * model.head_dim, nbytes)
 
     # --- what grows with tokens ---------------------------------------------------------------------------------
 
@@ -338,14 +348,29 @@ class ForwardPass:
         """Return seconds of a layer's collectives: an all-reduce after each half, or tokens sent to experts and
         back.
         """
-        pool, h = self.pool, self.model.hidden
+        pool, h, moe = self.pool, self.model.hidden, self.model.moe
         reduced = self._all_reduce(2.0 * local * h, pool.tp)
         if pool.dp_attention == 1 or not sparse:
             return {"all_reduce": 2 * reduced}
+        if moe is not None and pool.ep > moe.experts_per_token:
+            return {"all_reduce": reduced, "expert_exchange": self._dispatched(local, moe)}
         everywhere = 2.0 * tokens * h
         gather = self._collective("all_gather", everywhere, pool.ranks)
         sent = gather + self._collective("reduce_scatter", everywhere, pool.ranks)
         return {"all_reduce": reduced, "expert_exchange": sent}
+
+    def _dispatched(self, local: Floats, moe: MixtureOfExperts) -> Floats:
+        """Return seconds of sending each token to the ranks of its experts, in the format of the weights, and back in
+        16 bits: what engines do where there are more ranks than a token has experts, since all would get what few need
+        (TensorRT-LLM fused_moe's choice of AllToAll by moe_ep_size and top_k; SGLang's and vLLM's DeepEP, which sends
+        8 bits and brings 16 back).
+        """
+        ranks = self.pool.ep
+        copies = ranks * (1 - (1 - 1 / ranks) ** moe.experts_per_token)  # different ranks that a token goes to
+        there = min(2.0, WEIGHT_BYTES[dense_format(self.deployment.weights)])
+        elements = local * copies * self.model.hidden
+        sent = self._collective("all_to_all", there * elements, self.pool.ranks)
+        return sent + self._collective("all_to_all", 2.0 * elements, self.pool.ranks)
 
     def _ends(self, rows: Floats) -> Floats:
         """Return seconds of the head for one token a sequence, and of sampling from its scores."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from simulator.config.model import Model
 from simulator.serving.deployment import WEIGHT_BYTES, Deployment, Pool, dense_format
 from simulator.serving.engine import engine_of
-from simulator.serving.forward_pass import cache_bytes_per_token, state_bytes
+from simulator.serving.request_bytes import cache_bytes_per_token, state_bytes
 from topology.cluster import Cluster
 from topology.units import GIB
 
@@ -87,7 +87,7 @@ def cache_capacity(
     fraction = deployment.memory_fraction or engine.memory_fraction
     total = float(cluster.slowest_kind.memory_bytes)
     parts = {
-        "weights": weight_bytes(model, pool, deployment.weights),
+        "weights": weight_bytes(model, pool, deployment.weights) + _drafting_bytes(model, deployment, pool),
         "activations": activation_bytes(model, cluster, deployment, pool),
         "context": OUTSIDE_BYTES,
     }
@@ -109,6 +109,13 @@ def cache_capacity(
         block_tokens=engine.block_tokens,
         tokens=tokens,
     )
+
+
+def _drafting_bytes(model: Model, deployment: Deployment, pool: Pool) -> float:
+    """Return bytes of prediction layers on one GPU, where they draft tokens."""
+    if deployment.speculation is None:
+        return 0.0
+    return model.multi_token_parameters * WEIGHT_BYTES[deployment.weights] / pool.gpus
 
 
 def _kept(model: Model, length: int) -> float:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -20,6 +20,7 @@ from planner.io.inputs import read_cluster
 from planner.sharding.answer import Answer, answer_request
 from planner.sharding.backends.runnable import buffer_limit, simulate_program
 from planner.sharding.plans.report import Limits
+from planner.sharding.problem.problem import MemoryLimit
 from simulator.config.hf_config import load_model
 from tests.bench.shard_on_gpus import LAYERS, TOKENS, cluster_here, median_s
 from tests.bench.shard_real_modules import MODULES, FeedForward, Real
@@ -68,23 +69,20 @@ def _told(answer: Answer) -> Row:
     kinds.update(
         one.op for one in answer.written.program.work.values() if getattr(one, "op", "").startswith("overlap.")
     )
-    left = 1e15 - buffer_limit(_with_limit(answer, 1e15), answer.plan)
     return {
         "predicted_s": run.step_s,
         "exchanges": ", ".join(f"{n} {kind}" for kind, n in kinds.items()) or "none",
         "chunks": {name: str(way) for name, way in answer.written.chunks.items()},
         "predicted_peak_bytes": answer.written.peak_bytes,
-        "state_bytes": left,
+        "state_bytes": state_bytes(answer),
         "again": len(answer.written.again),
     }
 
 
-def _with_limit(answer: Answer, nbytes: float) -> Any:
-    from dataclasses import replace
-
-    from planner.sharding.problem.problem import MemoryLimit
-
-    return replace(answer.problem, memory=MemoryLimit(limit_bytes=nbytes))
+def state_bytes(answer: Answer) -> float:
+    """Return what a rank holds of parameters and their optimizer besides the program's buffers."""
+    roomy = replace(answer.problem, memory=MemoryLimit(limit_bytes=1e15))
+    return 1e15 - buffer_limit(roomy, answer.plan)
 
 
 def run_row(

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from planner.requests.flag import values_of
 from planner.requests.serving import Task, refuse, stated
 from planner.requests.training import Objective, Suggest
 from planner.serving.crossings import Row, over_clients
@@ -103,7 +102,7 @@ def _compared(asked: Suggest, progress: Callable[[str], None]) -> ComparedDeploy
 
 
 def _refuse_drawn(asked: Suggest) -> None:
-    if names := ["--" + name for name, path in values_of(asked.drawn).items() if path is not None]:
+    if names := ["--" + name for name, path in (("svg", asked.svg), ("csv", asked.drawn.csv)) if path is not None]:
         raise UserError(f"{', '.join(names)}: of --objective pareto alone", remedy="add --objective pareto")
 
 

@@ -23,7 +23,7 @@ from topology.errors import Infeasible
 
 def suggest(asked: Suggest) -> None:
     """Print the answer to a request, and save the best deployment where `--out` asks for it."""
-    for path in (asked.drawn.svg, asked.drawn.csv):
+    for path in (asked.svg, asked.drawn.csv):
         if path is not None:
             refuse_overwrite(path, force=asked.force)
     try:
@@ -43,12 +43,12 @@ def suggest(asked: Suggest) -> None:
 
 def _compared(answer: answers.ComparedDeployments, asked: Suggest) -> None:
     """Print the comparison, and save it where that was asked for."""
-    found, drawn = answer.found, asked.drawn
+    found = answer.found
     if asked.json:
         output.emit_json(answer.to_dict())
     else:
         print_pareto(found)
-    for path, write in ((drawn.svg, pareto_picture), (drawn.csv, pareto_csv)):
+    for path, write in ((asked.svg, pareto_picture), (asked.drawn.csv, pareto_csv)):
         if path is not None:
             codec.write_text(path, write(found))
             output.warn(f"saved {path}")

@@ -8,8 +8,9 @@ from planner.question.flags import Flags
 from planner.search.answer import search_question
 from simulator.config.hf_config import load_model
 from simulator.serving.deployment import Deployment, Pool
-from simulator.serving.forward_pass import ForwardPass, cache_bytes_per_token, state_bytes
+from simulator.serving.forward_pass import ForwardPass
 from simulator.serving.kv_cache import cache_capacity
+from simulator.serving.request_bytes import cache_bytes_per_token, state_bytes
 from topology.catalog.clusters import cluster
 from topology.errors import BadModel
 

@@ -1,7 +1,7 @@
 """Compare predictions of serving with aiconfigurator's on the same published points: a table by group.
 
     python -m venv /tmp/v && /tmp/v/bin/pip install aiconfigurator==0.12.0
-    python tests/bench/beside_aiconfigurator.py POINTS.jsonl.gz --python /tmp/v/bin/python --out beside.md
+    python tests/bench/against_aiconfigurator.py POINTS.jsonl.gz --python /tmp/v/bin/python --out against.md
 
 Points of engines that read and write together, closed loops and no speculative decoding; up to `--each` of a group, by
 chance. aiconfigurator answers from its newest table of the engine on that GPU, with the formats that a point states.
