@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from executor.launch.interfaces import interfaces
-from executor.launch.nodes import node_name, why_not_reached
+from executor.launch.nodes import connect, node_name
 from executor.launch.versions import driver_version, versions
 
 MEET_S = 20.0  # for the nodes to reach the first
@@ -64,7 +64,10 @@ def meet(endpoint: str, *, first: bool, others: int) -> dict[str, Any]:
     if not endpoint or others < 1:
         return {"port_free": True, "unreached": ""}
     if not first:
-        return {"port_free": True, "unreached": why_not_reached(endpoint, MEET_S)}
+        found = connect(endpoint, MEET_S)
+        if isinstance(found, socket.socket):
+            found.close()
+        return {"port_free": True, "unreached": found if isinstance(found, str) else ""}
     try:
         server = socket.create_server(("", int(endpoint.rpartition(":")[2])))
     except OSError:

@@ -24,12 +24,13 @@ from topology.errors import BadInput
 LATE_S = 15.0  # for a shared file system to show what another node wrote
 POLL_S = 0.2
 CONNECT_S = 5.0
+RENDEZVOUS_ERRORS = ("RendezvousTimeoutError", "RendezvousConnectionError")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentResult:
-    """How one agent's ranks ended, and when (seconds since the epoch). `records` are sizes of the ranks' files in
-    bytes.
+    """How one agent's ranks ended, and when (seconds since the epoch). `met` is false where it did not find the other
+    nodes, so that no rank began; `records` are sizes of the ranks' files in bytes.
     """
 
     node: str
@@ -39,6 +40,7 @@ class AgentResult:
     seconds: float
     failure: Failure | None
     survivors: tuple[int, ...]
+    met: bool = True
     records: dict[str, int] = field(default_factory=dict)
 
 
@@ -53,34 +55,29 @@ def not_launched(message: str) -> LaunchResult:
     return LaunchResult(outcome="failed", exit_code=None, seconds=0.0, failure=failure, stdout_tail="", stderr_tail="")
 
 
-def why_not_reached(endpoint: str, patience_s: float) -> str:
-    """Return why the node that hosts `endpoint` (HOST:PORT) is not reached from here, after waiting for it; nothing
-    where it is, or is this node.
-    """
+def connect(endpoint: str, patience_s: float) -> socket.socket | str:
+    """Return a connection to `endpoint` (HOST:PORT), which is waited for, or why there is none."""
     host, _, port = endpoint.rpartition(":")
-    ends, why = time.monotonic() + patience_s, ""
+    ends = time.monotonic() + patience_s
     while True:
         try:
             found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
         except OSError as error:
             why = f"the name {host} leads to no address here ({error.strerror or error})"
         else:
-            addresses = {str(one[4][0]) for one in found}
-            if addresses & _own_addresses():
-                return ""
             try:
-                socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
+                return socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S)
             except OSError as error:
                 said = "no answer" if isinstance(error, TimeoutError) else error.strerror or str(error)
-                why = f"{said} from {', '.join(sorted(addresses))}: a firewall, another network, or it has not begun"
-            else:
-                return ""
+                addresses = ", ".join(sorted({str(one[4][0]) for one in found}))
+                why = f"{said} from {addresses}: a firewall, another network, or it has not begun"
         if time.monotonic() >= ends:
             return why
         time.sleep(POLL_S)
 
 
-def _own_addresses() -> set[str]:
+def own_addresses() -> set[str]:
+    """Return the addresses of this machine's interfaces."""
     return {one.address.partition("%")[0] for each in psutil.net_if_addrs().values() for one in each}
 
 
@@ -89,7 +86,7 @@ def write_agent_start(folder: Path, node: str) -> None:
     codec.write_text(folder / "agents" / f"{node}.began", f"{time.time():.3f}\n")
 
 
-def write_agent_result(folder: Path, node: str, done: LaunchResult) -> None:
+def write_agent_result(folder: Path, node: str, done: LaunchResult, *, met: bool = True) -> None:
     """Write the result of this process's agent."""
     result = AgentResult(
         node=node,
@@ -99,6 +96,7 @@ def write_agent_result(folder: Path, node: str, done: LaunchResult) -> None:
         seconds=done.seconds,
         failure=done.failure,
         survivors=done.survivors,
+        met=met,
         records=_sizes(folder),
     )
     codec.write_text(folder / "agents" / f"{node}.json", codec.to_json(result) + "\n")
@@ -122,21 +120,11 @@ def read_agent_results(folder: Path) -> list[AgentResult]:
     return sorted(results, key=lambda result: result.ended_at)
 
 
-def name_rendezvous(done: LaunchResult, folder: Path, meeting: Rendezvous) -> LaunchResult:
-    """Return the result with the cause in words where the agents did not meet."""
-    began = sorted(path.stem for path in (folder / "agents").glob("*.began"))
-    if done.outcome != "failed":
+def name_rendezvous(done: LaunchResult, meeting: Rendezvous) -> LaunchResult:
+    """Return the result with the cause in words where torch's rendezvous failed of agents that had met before."""
+    if done.outcome != "failed" or not any(name in done.stderr_tail for name in RENDEZVOUS_ERRORS):
         return done
-    absent = _absent(began, meeting.names)
-    if "RendezvousTimeoutError" in done.stderr_tail:
-        what = (
-            f"{meeting.count} nodes did not meet at {meeting.endpoint} within {meeting.join_s:.0f} s:"
-            f" {len(began)} began ({', '.join(began[:8])}){absent}"
-        )
-    elif "RendezvousConnectionError" in done.stderr_tail:
-        what = f"{meeting.endpoint}, where {meeting.count} nodes were to meet, is not reached from this one"
-    else:
-        return done
+    what = f"{meeting.count} nodes met at {meeting.endpoint}, but their ranks did not within {meeting.join_s:.0f} s"
     return replace(done, failure=Failure(rank=None, exit_code=done.exit_code, signal=None, message=what))
 
 
@@ -146,18 +134,19 @@ def combine_agent_results(
     """Return the result of a run of `count` nodes: that of the first agent that failed, else of success. `names` are
     those of all nodes, where known.
 
-    What is not there is waited for. A node that left no result after others have theirs was lost. Raises BadInput where
-    no agent has ended, or ranks still run.
+    What is not there is waited for, unless the nodes did not meet. A node that left no result after others have theirs
+    was lost. Raises BadInput where no agent has ended, or ranks still run.
     """
     end = time.monotonic() + patience_s
     beats = _beats(folder)
     while True:
         results = read_agent_results(folder)
         late = _late(folder, results)
-        if (len(results) >= count and not late) or time.monotonic() > end:
+        apart = [result for result in results if not result.met]
+        if apart or (len(results) >= count and not late) or time.monotonic() > end:
             break
         time.sleep(POLL_S)
-    if not results or (len(results) < count and _beats(folder) != beats):
+    if not results or (not apart and len(results) < count and _beats(folder) != beats):
         raise BadInput(
             f"{len(results)} of {count} agents have ended",
             why="the others still run" if results else "all still run, or none has begun",
@@ -165,7 +154,9 @@ def combine_agent_results(
         )
     first = _first(results)
     outcome, failure = first.outcome, first.failure
-    if len(results) < count:
+    if apart:
+        outcome, failure = "failed", apart[0].failure
+    elif len(results) < count:
         outcome = "failed"
         failure = Failure(rank=None, exit_code=None, signal=None, message=_lost(folder, results, count, names))
     elif late:
@@ -201,7 +192,7 @@ def _beats(folder: Path) -> dict[str, float]:
     return {path.name: path.stat().st_mtime for path in (folder / "records").glob("rank*.beat")}
 
 
-def _absent(began: Sequence[str], names: Sequence[str]) -> str:
+def absent_words(began: Sequence[str], names: Sequence[str]) -> str:
     """Return in words which of the named nodes have not begun."""
     absent = [name for name in names if not any(one.rpartition("-")[0] == name for one in began)]
     return f"; {', '.join(absent[:8])} did not" if absent else ""
@@ -213,7 +204,7 @@ def _lost(folder: Path, results: Sequence[AgentResult], count: int, names: Seque
     lost = sorted(path.stem for path in (folder / "agents").glob("*.began") if path.stem not in ended)
     began = len(ended) + len(lost)
     what = [f"{', '.join(lost[:8])} began and left no result: the node was lost"] if lost else []
-    what += [f"{began} of {count} nodes began{_absent([*ended, *lost], names)}"] if began < count else []
+    what += [f"{began} of {count} nodes began{absent_words([*ended, *lost], names)}"] if began < count else []
     failure = _first(results).failure
     heard = f" (the others say: {failure.message[:200]})" if failure is not None and failure.message else ""
     return "; ".join(what) + heard

@@ -87,8 +87,9 @@ class Decoder(nn.Module):
                 tables[width] = angles.cos().to(wide), angles.sin().to(wide)
             block.attention.cos, block.attention.sin = tables[width]
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Take token ids (B, S), or hidden states (B, S, h) if not first; return hidden states or logits (B, S, V).
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Take token ids (B, S), or hidden states (B, S, h) if not first; return hidden states or logits (B, S, V), or
+        the sum of the loss where `targets` are given to a head that computes it.
 
         With sequence parallelism hidden states and logits have their tokens first, (S, B, ..).
         """
@@ -96,5 +97,6 @@ class Decoder(nn.Module):
         for block in self.layers.values():
             x = block(x)
         if self.norm is not None and self.output is not None:
-            x = self.output(self.norm(x))
+            x = self.norm(x)
+            x = self.output(x) if targets is None else self.output(x, targets)
         return x

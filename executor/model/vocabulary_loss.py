@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 # Logits per piece, 256 MiB in float32: 523 tokens of 128,256 logits, one thread block each, about two per SM; smaller
 # pieces would leave SMs idle.
@@ -42,13 +43,44 @@ class VocabularyLoss(nn.Module):
                 part.compile()
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        flat, wanted = logits.flatten(0, 1), (targets.t() if self.tokens_first else targets).flatten()
+        return self.of_rows(logits.flatten(0, 1), (targets.t() if self.tokens_first else targets).flatten())
+
+    def of_rows(self, flat: Tensor, wanted: Tensor) -> Tensor:
+        """Return the sum over tokens whose logits are rows of `flat`."""
         loss: Tensor
         if not self.compiled:
             loss = _EagerLoss.apply(flat, wanted, self.first_column, self.group)
         else:
             loss = _ShardedLoss.apply(flat, wanted, self) if self.sharded else self.full_loss(flat, wanted)
         return loss
+
+
+class HeadInPieces(nn.Linear):
+    """The head with its loss, for PIECE_LOGITS logits at a time: no more are there, as backward runs each again."""
+
+    loss: VocabularyLoss
+
+    @classmethod
+    def of(cls, head: nn.Linear, loss: VocabularyLoss) -> HeadInPieces:
+        """Return the head with its loss, and the parameters that `head` has."""
+        made = cls(head.in_features, head.out_features, bias=False, device="meta")
+        made.weight, made.loss = head.weight, loss
+        return made
+
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Return the sum of the loss of tokens (B, S, h), or without targets their logits."""
+        if targets is None:
+            return super().forward(x)
+        flat, wanted = x.flatten(0, 1), targets.flatten()
+        rows = max(1, PIECE_LOGITS // self.out_features)
+        parts = [
+            checkpoint(self._piece, some, aims, use_reentrant=False)
+            for some, aims in zip(flat.split(rows), wanted.split(rows), strict=True)
+        ]
+        return torch.stack(parts).sum()
+
+    def _piece(self, x: Tensor, targets: Tensor) -> Tensor:
+        return self.loss.of_rows(super().forward(x), targets)
 
 
 # --- eager ------------------------------------------------------------------------------------------------------------

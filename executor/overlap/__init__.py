@@ -28,12 +28,9 @@ from executor.overlap.fused import Fused
 from executor.overlap.mode import Mode
 from executor.overlap.nccl import Nccl
 from executor.overlap.ring import Ring
-from executor.overlap.torch_symm_mem import TorchSymmMem
 from topology.errors import BadPlan
 
-MODES: dict[str, Mode] = {
-    mode.name: mode for mode in (Nccl(), Chunked(), Ring(), CopyEngine(), Fused(), TorchSymmMem())
-}
+MODES: dict[str, Mode] = {mode.name: mode for mode in (Nccl(), Chunked(), Ring(), CopyEngine(), Fused())}
 # Not implemented, since they need NVLink multicast objects; the simulator may model them.
 NEED_MULTICAST = frozenset({"multimem", "multimem_one_shot", "multimem_two_shot", "nvls"})
 

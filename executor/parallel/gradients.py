@@ -32,6 +32,14 @@ def sum_partial_gradients(
         torch._foreach_copy_(grads, [some.view_as(grad) for some, grad in zip(sums, grads, strict=True)])
 
 
+def cuts_of(grad: Tensor) -> tuple[dist.ProcessGroup, ...]:
+    """Return the groups whose ranks have parts of a gradient that FSDP has cut."""
+    if not isinstance(grad, DTensor):
+        return ()
+    cut = [axis for axis, placement in enumerate(grad.placements) if not placement.is_replicate()]
+    return tuple(grad.device_mesh.get_group(axis) for axis in cut)
+
+
 @torch.no_grad()
 def global_norm(
     parameters: Iterable[tuple[str, nn.Parameter]],
@@ -50,10 +58,7 @@ def global_norm(
             continue
         shard, grad = parameter_shards.get(name), parameter.grad
         groups: tuple[dist.ProcessGroup, ...] = () if shard is None or shard.dim is None else (shard.group,)
-        if isinstance(grad, DTensor):
-            cuts_of_fsdp = [axis for axis, placement in enumerate(grad.placements) if not placement.is_replicate()]
-            groups += tuple(grad.device_mesh.get_group(axis) for axis in cuts_of_fsdp)
-        by_cut.setdefault(groups, []).append(local_tensor(grad))
+        by_cut.setdefault(groups + cuts_of(grad), []).append(local_tensor(grad))
     total = torch.zeros((), dtype=torch.float64, device=device)
     # Every rank of a stage holds the same parameters in the same order, so the collectives match.
     for groups, grads in by_cut.items():

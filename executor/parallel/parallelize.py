@@ -18,7 +18,7 @@ from executor.launch import legal
 from executor.model.adapters import train_only
 from executor.model.decoder import Decoder
 from executor.model.init_weights import init_weights
-from executor.model.vocabulary_loss import VocabularyLoss
+from executor.model.vocabulary_loss import HeadInPieces, VocabularyLoss
 from executor.parallel import pipeline
 from executor.parallel.activation_checkpoint import apply_activation_checkpoint
 from executor.parallel.context_parallel import RingAttention, positions
@@ -30,6 +30,7 @@ from executor.parallel.ulysses import UlyssesAttention
 from simulator.config.model import Model
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
+from simulator.config.savers import CHUNKED_LOSS
 from simulator.config.workload import Workload
 from simulator.pipeline.schedules.registry import schedule_of_plan
 from simulator.runtimes.library import recompute_stops_early
@@ -94,7 +95,12 @@ def parallelize(setup: Setup) -> ParallelModel:
             train_only(Decoder(model, s.layers, first=s.first, last=s.last), model, setup.runtime.adapter).to(store)
             for s in stages
         )
+    loss = VocabularyLoss(
+        model.vocab, _tp_mesh(setup), compiled=setup.runtime.compile, tokens_first=_tokens_first(plan)
+    )
     for part, stage in zip(parts, stages, strict=True):
+        if CHUNKED_LOSS in setup.runtime.savers and part.output is not None:
+            part.output = HeadInPieces.of(part.output, loss)
         _shard_over_ranks(setup, part)
         _recompute_and_compile(setup, part, stage.index)
         if not _is_replicated_only(plan):
@@ -108,9 +114,6 @@ def parallelize(setup: Setup) -> ParallelModel:
     modules: tuple[nn.Module, ...] = parts
     if _is_replicated_only(plan) and plan.dp_replicate > 1:
         modules = tuple(Replica(part, meshes.group("dp_replicate"), setup.device) for part in parts)
-    loss = VocabularyLoss(
-        model.vocab, _tp_mesh(setup), compiled=setup.runtime.compile, tokens_first=_tokens_first(plan)
-    )
     schedule = None
     if plan.pp > 1:
 

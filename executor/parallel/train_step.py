@@ -14,8 +14,10 @@ from executor.model.shards import ParameterShard, local_tensor
 from executor.parallel import gradients, pipeline
 from executor.parallel.batches import rank_batch
 from executor.parallel.data_parallel import Replica
+from executor.parallel.optimizer_in_backward import OptimizerInBackward
 from executor.parallel.parallelize import ParallelModel, Setup, parallelize
 from simulator.config.runtime import TF32
+from simulator.config.savers import CHUNKED_LOSS, OPTIMIZER_IN_BACKWARD
 
 LEARNING_RATE = 3e-4
 CLIP = 1.0
@@ -38,6 +40,12 @@ class Trainer:
         torch.set_float32_matmul_precision("high" if setup.runtime.compute_dtype == TF32 else "highest")
         self.parallel: ParallelModel = parallelize(setup)
         self.micro_batches = self.plan.micro_batches(self.workload.global_batch_size)
+        self.in_backward = (
+            OptimizerInBackward(self.named_parameters(), self._adamw)
+            if OPTIMIZER_IN_BACKWARD in setup.runtime.savers
+            else None
+        )
+        self.in_pieces = CHUNKED_LOSS in setup.runtime.savers
         self._optimizer: torch.optim.Optimizer | None = None
         self._local_parameters: list[tuple[nn.Parameter, nn.Parameter]] = []
 
@@ -105,15 +113,23 @@ class Trainer:
             # DDP would all-reduce accumulated gradients again, so it synchronises in the last micro batch only.
             quiet = module.no_sync() if isinstance(module, Replica) and not last else nullcontext()
             with quiet:
-                with self._precision():
-                    logits = module(some)
-                loss = self.parallel.loss(logits, wanted) / self.workload.tokens_per_step
-                del logits
+                loss = self._loss(module, some, wanted) / self.workload.tokens_per_step
                 loss.backward()
             total = total + loss.detach()
         if isinstance(module, Replica):
             module.wait_for_reductions()
         return total
+
+    def _loss(self, module: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Return the sum of the loss over a micro batch; in pieces, the head has computed it with its products."""
+        with self._precision():
+            given = module(tokens, targets) if self.in_pieces else module(tokens)
+        loss: Tensor = given if self.in_pieces else self.parallel.loss(given, targets)
+        return loss
+
+    def gradient(self, name: str, parameter: nn.Parameter) -> Tensor | None:
+        """Return a parameter's gradient after a backward pass, kept where it has been updated with by then."""
+        return parameter.grad if self.in_backward is None else self.in_backward.seen.get(name)
 
     def _precision(self) -> AbstractContextManager[object]:
         kind = self.parallel.autocast
@@ -130,6 +146,8 @@ class Trainer:
 
     def update(self) -> Tensor:
         """Clip the gradients, step the optimizer and clear the gradients; return their norm before clipping."""
+        if self.in_backward is not None:  # which has done so
+            return self.in_backward.norm(self.device)
         stages = self.meshes.group("pp") if self.plan.pp > 1 else None
         norm = gradients.global_norm(self.named_parameters(), self.parameter_shards, stages, self.device)
         if self._optimizer is None:
@@ -152,8 +170,11 @@ class Trainer:
         """
         trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
         self._local_parameters = [(p, nn.Parameter(local_tensor(p.detach()))) for p in trained]
+        return self._adamw([here for _, here in self._local_parameters])
+
+    def _adamw(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.AdamW(
-            [here for _, here in self._local_parameters],
+            parameters,
             lr=LEARNING_RATE,
             betas=(0.9, 0.95),
             weight_decay=0.1,

@@ -31,12 +31,12 @@ from executor.launch.nodes import (
     node_name,
     not_launched,
     wait_for_file,
-    why_not_reached,
     write_agent_result,
     write_agent_start,
 )
 from executor.launch.process_exit import interrupt_on_sigterm
 from executor.launch.request import Request
+from executor.launch.roll_call import why_no_meeting
 from executor.launch.versions import versions
 from executor.parallel.facts import MeshFacts, ModelFacts
 from executor.run.effects import operator_table, read_back
@@ -163,29 +163,38 @@ def run_node(request: Request, request_path: str, out: Path, budget_s: float, me
     node = f"{node_name()}-{os.getpid()}"
     write_agent_start(out, node)
     ending = min(ENDING_S, 0.3 * budget_s)
-    meeting = replace(meeting, join_s=max(1.0, min(meeting.join_s, 0.5 * (budget_s - ending))))
-    if not meeting.loopback and (unusable := why_no_interface(request.device)):
-        done = not_launched(f"the interface of {node_name()} cannot be used: {unusable}")
-    elif unreached := why_not_reached(meeting.endpoint, meeting.join_s):
-        done = not_launched(f"{node_name()} does not reach {meeting.endpoint}, where the nodes meet: {unreached}")
-    else:
-        done = launch(
+    ends, most_s = time.time() + budget_s, max(1.0, 0.5 * (budget_s - ending))
+    apart = _apart(request, node, replace(meeting, join_s=min(meeting.join_s, most_s)))
+    done = apart or name_rendezvous(
+        launch(
             MODULE,
-            worker_arguments(request_path, records, time.time() + budget_s - ending),
+            worker_arguments(request_path, records, ends - ending),
             ranks=request.plan.gpus // meeting.count,
-            budget_s=max(1.0, budget_s - 0.5 * ending),
+            budget_s=max(1.0, ends - time.time() - 0.5 * ending),
             grace_s=min(GRACE_S, 0.25 * ending),
             environment=environment(request, records, one_host=meeting.loopback),
             directory=out / "logs" / node,
-            nodes=meeting,
-        )
-        done = name_rendezvous(done, out, meeting)
-    write_agent_result(out, node, done)
+            nodes=replace(meeting, join_s=most_s),
+        ),
+        meeting,
+    )
+    write_agent_result(out, node, done, met=apart is None or apart.outcome == "interrupted")
     if done.outcome == "interrupted":
         return 130
     if not done.ok:
         print(f"error: {done.failure.message if done.failure else done.outcome}", file=sys.stderr)
     return 0 if done.ok else 1
+
+
+def _apart(request: Request, node: str, meeting: Rendezvous) -> LaunchResult | None:
+    """Return how a run ends whose nodes do not meet; None where they do."""
+    try:
+        if not meeting.loopback and (unusable := why_no_interface(request.device)):
+            return not_launched(f"the interface of {node_name()} cannot be used: {unusable}")
+        why = why_no_meeting(meeting, node, meeting.join_s)
+    except KeyboardInterrupt:
+        return replace(not_launched(""), outcome="interrupted", failure=None)
+    return not_launched(why) if why else None
 
 
 def collect(

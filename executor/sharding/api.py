@@ -8,8 +8,8 @@
 
 The module is captured, rank 0 asks the planner (as a process of its own) for placements and a program, and every rank
 keeps its pieces of the parameters. Inputs are whole tensors that all ranks have, or DTensors in the placements that the
-plan has; outputs are DTensors. A call is of the shapes, dtypes and flags that were captured; `exported.py` lists what
-else is kept of a module, and what is refused.
+plan has; outputs are DTensors. A call is of the dtypes and flags that were captured. Its sizes may be others: each set
+of sizes has a program, made at its first call. `exported.py` lists what else is kept of a module, and what is refused.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +33,13 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.utils import _pytree as pytree
 
 from executor.launch.local_ranks import child_environment
-from executor.sharding.call import Piece, ambient_autocast, check_call, signature_of
+from executor.sharding.call import Piece, ambient_autocast, check_call, is_shaped, of_one_batch, signature_of
 from executor.sharding.capture import Captured, Output, capture
+from executor.sharding.exported import skeleton
 from executor.sharding.places import placements_of, tokens_of
 from executor.sharding.run_program import RankProgram, State
 from executor.sharding.weights import Weights, as_dtensor
-from simulator.sharded.graph import INPUT
+from simulator.sharded.graph import BUFFER, CONSTANT, INPUT, PARAMETER
 from simulator.sharded.program import RunnableProgram, read_program
 from topology.codec import JsonObject
 from topology.errors import BadInput, PlannerError, UserError
@@ -126,6 +129,7 @@ def shard(
     mesh: DeviceMesh | Mapping[str, int],
     cluster: str | None = None,
     memory_limit: float | None = None,
+    dynamic: bool = True,
     **constraints: Any,
 ) -> ShardedModule:
     """Return `module`, called with `args` and `kwargs` of these shapes, on the ranks of `mesh`.
@@ -137,13 +141,12 @@ def shard(
     in the backward pass: gathered, or computed. DTensors among `args` say their own placements. With `stages`
     (`{"axis": "pp", "of": {"layers.1": 1}, "micro_batches": 4}`) modules run on coordinates of a mesh axis, and the
     first dim of every argument is cut into micro batches; results are handed from their stage to all ranks. Arguments
-    that require gradients have them. Collective: every rank calls it. Raises UserError where the module cannot be
+    that require gradients have them. With `dynamic`, calls may have other sizes of arguments. Collective: every rank
+    calls it, and at the first call of other sizes. Raises UserError where the module cannot be
     captured or the planner has no program.
     """
-    leaves = pytree.tree_map(lambda leaf: leaf.full_tensor() if isinstance(leaf, DTensor) else leaf, list(args))
-    batches = int((constraints.get("stages") or {}).get("micro_batches", 1))
-    first, first_kwargs = pytree.tree_map(lambda leaf: _micro_batches(leaf, batches)[0], (leaves, dict(kwargs or {})))
-    captured = capture(module, first, first_kwargs)
+    again = skeleton(module) if dynamic else None
+    captured = _captured(module, args, kwargs or {}, int((constraints.get("stages") or {}).get("micro_batches", 1)))
     if captured.written and constraints.get("stages"):
         raise UserError(
             f"{type(module).__name__} writes into its buffer {next(iter(captured.written))}",
@@ -160,11 +163,65 @@ def shard(
             given.setdefault(name, tokens_of(leaf.placements))
         asked += [name] if leaf.requires_grad else []
     constraints["gradients"] = [*constraints.get("gradients", ()), *asked]
-    document = request(captured, sizes, placements=given, **constraints)
-    program = _planned_once(document, cluster, memory_limit)
-    return ShardedModule(
+    question = _Question(again, sizes, {**constraints, "placements": given}, cluster, memory_limit)
+    program = question.program(captured)
+    made = ShardedModule(
         module, captured, program, mesh if isinstance(mesh, DeviceMesh) else None, constraints["gradients"]
     )
+    made.question = question if again is not None else None
+    return made
+
+
+def _captured(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], micro_batches: int) -> Captured:
+    """Return the graph of a call of whole tensors, of one of its micro batches."""
+
+    def first(leaf: Any) -> Any:
+        if isinstance(leaf, DTensor):
+            leaf = torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device, requires_grad=leaf.requires_grad)
+        return _micro_batches(leaf, micro_batches)[0]
+
+    return capture(module, *pytree.tree_map(first, (list(args), dict(kwargs))))
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    """What is asked of a module's sharding: the mesh, and what `request` takes. `module` is one to capture again."""
+
+    module: nn.Module | None
+    mesh: Mapping[str, int]
+    constraints: Mapping[str, Any]
+    cluster: str | None
+    memory_limit: float | None
+
+    def captured(self, args: Sequence[Any], kwargs: Mapping[str, Any], like: Captured) -> Captured:
+        """Return the graph of a call of other sizes. Raises UserError where it has other parameters than `like`."""
+        assert self.module is not None  # noqa: S101 - by the caller
+        batches = int((self.constraints.get("stages") or {}).get("micro_batches", 1))
+        found = _captured(self.module, args, kwargs, batches)
+        names = [{one.target for one in each.graph.inputs if one.kind in {PARAMETER, BUFFER}} for each in (found, like)]
+        if names[0] != names[1]:
+            raise UserError(
+                f"a call of other sizes uses other parameters ({', '.join(sorted(names[0] ^ names[1])[:3])})",
+                remedy="shard the module once more with these arguments",
+            )
+        return found
+
+    def program(self, captured: Captured, like: ShardedModule | None = None) -> RunnableProgram:
+        """Return the program of a graph, on every rank; its inputs lie as those of `like` do, which has other sizes."""
+        placements = {**self.constraints["placements"], **({} if like is None else self._chosen(like))}
+        document = request(captured, self.mesh, **{**self.constraints, "placements": placements})
+        return _planned_once(document, self.cluster, self.memory_limit)
+
+    def _chosen(self, like: ShardedModule) -> dict[str, Sequence[str]]:
+        """Return the placements of inputs that the planner chose."""
+        patterns, program = self.constraints.get("choose", ()), like.program
+        return {
+            one.name: tokens_of(placements_of(program.buffers[program.inputs[one.name]], program))
+            for one in like.captured.graph.inputs
+            if one.kind != CONSTANT
+            and one.name in program.inputs
+            and any(fnmatchcase(name, pattern) for name in (one.name, one.target) for pattern in patterns)
+        }
 
 
 def _micro_batches(leaf: Any, number: int) -> Sequence[Any]:
@@ -246,13 +303,16 @@ class ShardedModule(nn.Module):
 
     def __init__(
         self,
-        module: nn.Module,
+        module: nn.Module | None,
         captured: Captured,
         program: RunnableProgram,
         mesh: DeviceMesh | None = None,
         asked: Collection[str] = (),
+        like: ShardedModule | None = None,
     ) -> None:
-        """`asked` names inputs that have gradients, besides those that the program has."""
+        """`asked` names inputs that have gradients, besides those that the program has. The parameters are those of
+        `like`, where it is the same module at other sizes.
+        """
         super().__init__()
         self.training = captured.training
         device = _device()
@@ -260,10 +320,15 @@ class ShardedModule(nn.Module):
         self.program = program
         self.captured = captured
         at, some = _place_in(mesh, program)
-        self.ranks = RankProgram(program, at, device, mesh if some else None)
+        self.ranks = RankProgram(program, at, device, mesh if some else None, None if like is None else like.ranks)
         self.mesh = mesh or init_device_mesh(device.type, program.mesh_shape, mesh_dim_names=program.mesh_names)
-        self.weights = Weights(self, self.mesh, self.ranks)
-        self.weights.fill(module, captured)
+        self.weights = Weights(self if like is None else like, self.mesh, self.ranks)
+        if module is not None:
+            self.weights.fill(module, captured)
+        else:
+            self.weights.share(captured)
+        self.question: _Question | None = None
+        self._sized: dict[Any, ShardedModule] = {}  # by shapes of the arguments
         read = {name for data in program.instructions for name in data.get("reads", ())}
         leads = read | set(program.gradients.values())
         self.graded = [name in leads for name in program.seeds] or [False] * len(program.outputs)  # by result
@@ -278,8 +343,13 @@ class ShardedModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the module's results as DTensors. Inputs are whole tensors, or DTensors placed as the plan has them.
 
-        Raises BadInput for a call of other shapes, dtypes or flags than were captured.
+        A call of other sizes has a program of its own: the first one of these sizes asks the planner for it, on all
+        ranks. Raises BadInput for sizes for which the module has another graph, and for other dtypes or flags than were
+        captured.
         """
+        own = self._of_sizes(args, kwargs)
+        if own is not self:
+            return own.forward(*args, **kwargs)
         values = self._values(args, kwargs)
         found = _Run.apply(self, tuple(values), *values.values())
         for buffer, name in self.captured.written.items():
@@ -293,6 +363,9 @@ class ShardedModule(nn.Module):
 
         For a module with pipeline stages in 1F1B, whose passes take turns; others may run so, too. Returns the results.
         """
+        own = self._of_sizes(args, kwargs)
+        if own is not self:
+            return own.step(*args, gradients=gradients, **kwargs)
         batches, names = self.program.micro_batches, self.captured.graph.outputs
         if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves((args, kwargs))):
             raise BadInput(
@@ -309,6 +382,19 @@ class ShardedModule(nn.Module):
         self.weights.add_gradients(found)
         state = State(at=found)
         return self._results([self.ranks.everywhere(name, state) for name in self.program.outputs])
+
+    def _of_sizes(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ShardedModule:
+        """Return this module, or the same one at the sizes of a call, where they are all that is not as captured."""
+        batches, captured = self.program.micro_batches, self.captured
+        call = of_one_batch(signature_of(args, kwargs), batches)
+        if self.question is None or call is None or not call.differs_in_sizes(captured.call):
+            return self
+        shapes = tuple(one[0] if is_shaped(one) else None for one in call.leaves)
+        if shapes not in self._sized:
+            other = self.question.captured(args, kwargs, like=captured)
+            program = self.question.program(other, like=self)
+            self._sized[shapes] = ShardedModule(None, other, program, self.mesh, self.asked, like=self)
+        return self._sized[shapes]
 
     def train(self, mode: bool = True) -> ShardedModule:
         """Return the module. Raises UserError for another mode than the captured one: the graph is that of one mode."""
@@ -433,7 +519,8 @@ class ShardedFunction:
             }
             module = _Function(self.function)
             constraints["backward"] = bool(constraints["gradients"])
-            self._made[key] = shard(module, whole, mesh=args[0].device_mesh, placements=placements, **constraints)
+            mesh = args[0].device_mesh
+            self._made[key] = shard(module, whole, mesh=mesh, placements=placements, dynamic=False, **constraints)
         return self._made[key](*args)
 
 

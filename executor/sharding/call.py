@@ -24,6 +24,35 @@ class Signature:
     tree: Any
     leaves: tuple[Any, ...]
 
+    def differs_in_sizes(self, other: Signature) -> bool:
+        """Return whether sizes of tensors are all that differs, and some do."""
+        if self.tree != other.tree:
+            return False
+        both = list(zip(self.leaves, other.leaves, strict=True))
+        tensors = [(one, two) for one, two in both if is_shaped(one) and is_shaped(two)]
+        alike = all(len(one[0]) == len(two[0]) and one[1] == two[1] for one, two in tensors)
+        rest = all(one is two or one == two for one, two in both if not (is_shaped(one) and is_shaped(two)))
+        return alike and rest and any(one != two for one, two in tensors)
+
+
+def is_shaped(leaf: Any) -> bool:
+    """Return whether a leaf of a signature is a tensor's."""
+    return (
+        isinstance(leaf, tuple) and len(leaf) == 2 and isinstance(leaf[0], tuple) and isinstance(leaf[1], torch.dtype)
+    )
+
+
+def of_one_batch(call: Signature, micro_batches: int) -> Signature | None:
+    """Return the signature of one of so many micro batches, along the first dim; None where they do not divide it."""
+    if micro_batches == 1:
+        return call
+    leaves = []
+    for one in call.leaves:
+        if is_shaped(one) and (not one[0] or one[0][0] % micro_batches):
+            return None
+        leaves.append(((one[0][0] // micro_batches, *one[0][1:]), one[1]) if is_shaped(one) else one)
+    return Signature(call.tree, tuple(leaves))
+
 
 def signature_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Signature:
     """Return the signature of a call. DTensors have the shape of the whole tensor."""
@@ -53,7 +82,7 @@ def check_call(
     if found.tree != wanted.tree:
         raise BadInput("a call with other arguments than were captured", remedy=f"arguments as in {wanted.tree}")
     for number, (mine, one) in enumerate(zip(found.leaves, wanted.leaves, strict=True)):
-        if isinstance(one, tuple) and isinstance(one[0], tuple) and one[0]:
+        if is_shaped(one) and one[0]:
             (first, *rest), dtype = one
             one = ((first * micro_batches, *rest), dtype)  # noqa: PLW2901 - of all micro batches
         if mine is not one and mine != one:
@@ -72,7 +101,7 @@ def check_call(
 
 def _said(leaf: Any) -> str:
     """Return what an argument is, in words."""
-    if isinstance(leaf, tuple) and len(leaf) == 2 and isinstance(leaf[1], torch.dtype):
+    if is_shaped(leaf):
         return f"a tensor of {list(leaf[0])}, {leaf[1]}"
     return repr(leaf)[:60]
 

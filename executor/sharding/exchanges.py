@@ -48,15 +48,22 @@ class Group:
         return self.order == tuple(range(self.size))
 
 
-def make_groups(program: RunnableProgram, rank: int, mesh: DeviceMesh | None = None) -> dict[tuple[str, ...], Group]:
+def make_groups(
+    program: RunnableProgram,
+    rank: int,
+    mesh: DeviceMesh | None = None,
+    known: Mapping[tuple[str, ...], Group] | None = None,
+) -> dict[tuple[str, ...], Group]:
     """Return the groups of this rank by mesh axes. Every rank of the world calls this, as all take part in making
-    each. With a `mesh` of some of the ranks, groups are those of its axes.
+    each that is not `known`. With a `mesh` of some of the ranks, groups are those of its axes.
     """
-    found: dict[tuple[str, ...], Group] = {}
+    found = dict(known or {})
     stages = {(program.stage_axis,)} if program.stage_axis else set()
     wanted = sorted(stages | {axes for one in program.work.values() if (axes := axes_used(one))})
-    made: dict[frozenset[str], dist.ProcessGroup] = {}
+    made = {frozenset(axes): one.group for axes, one in found.items()}
     for axes in wanted:
+        if axes in found:
+            continue
         groups = rank_groups(program.mesh_names, program.mesh_shape, axes)
         mine = next(group for group in groups if rank in group)
         if frozenset(axes) not in made:

@@ -9,6 +9,7 @@
 | tied parameters | kept: one tensor |
 | tensors without elements | kept by their shapes; as an argument of a call they are refused |
 | forward hooks | kept: they run while the module is captured, and what they compute is part of the graph |
+| sizes of arguments, and decisions on them | kept: other sizes are captured at their first call (`skeleton`) |
 | training mode | kept as it is at the capture; a `ShardedModule` cannot be switched |
 | control flow that depends on values of tensors | refused by torch.export |
 | a number made of a tensor's values (`item`) | refused |
@@ -23,6 +24,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
@@ -59,6 +61,19 @@ def export(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
             remedy="a module whose control flow does not depend on values of tensors",
         ) from error
     return exported
+
+
+def skeleton(module: nn.Module) -> nn.Module | None:
+    """Return the module with parameters that have no memory, to be captured once more; None where it has no copy."""
+    own: dict[int, Any] = {id(one): one for one in module.buffers()}
+    for one in module.parameters():
+        empty = nn.Parameter(torch.empty_like(one, requires_grad=False), requires_grad=one.requires_grad)
+        empty.untyped_storage().resize_(0)
+        own[id(one)] = empty
+    try:
+        return copy.deepcopy(module, own)
+    except Exception:  # noqa: BLE001 - modules may hold anything, and what cannot be copied has its first sizes alone
+        return None
 
 
 def _refuse_backward_hooks(module: nn.Module) -> None:
@@ -100,13 +115,13 @@ def _traced(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     """
     kept = [(one, dict(vars(one))) for one in module.modules()]
     try:
-        with _no_backward_of_its_own(), _numbers_changed(module) as changed:
+        with _recorded(), _numbers_changed(module) as changed:
             exported = torch.export.export(module, tuple(args), dict(kwargs), strict=False)
         if not changed:
             return exported
         for (_, key), (one, value) in changed.items():  # torch.export puts back what it saw change
             vars(one)[key] = value
-        with _no_backward_of_its_own(), _numbers_changed(module) as again:
+        with _recorded(), _numbers_changed(module) as again:
             second = torch.export.export(module, tuple(args), dict(kwargs), strict=False)
     finally:
         for one, attributes in kept:
@@ -122,9 +137,9 @@ def _traced(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 
 @contextmanager
-def _no_backward_of_its_own() -> Iterator[None]:
-    """Refuse functions with a backward of their own, and hooks of tensors: torch.export keeps what is computed
-    alone.
+def _recorded() -> Iterator[None]:
+    """Let autograd be on, as where a module is trained: its regions without it are seen only then. Refuse functions
+    with a backward of their own, and hooks of tensors: torch.export keeps what is computed alone.
     """
     applied, register = torch.autograd.Function.__dict__["apply"], torch.Tensor.register_hook
 
@@ -150,7 +165,8 @@ def _no_backward_of_its_own() -> Iterator[None]:
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
     torch.Tensor.register_hook = register_hook  # type: ignore[method-assign]
     try:
-        yield
+        with torch.inference_mode(mode=False), torch.enable_grad():
+            yield
     finally:
         torch.autograd.Function.apply = applied  # type: ignore[method-assign]
         torch.Tensor.register_hook = register  # type: ignore[method-assign]

@@ -61,6 +61,7 @@ class RankProgram:
     rank: int
     device: torch.device
     mesh: DeviceMesh | None = None
+    like: RankProgram | None = None  # another program of the same mesh, with which groups are shared
     members: tuple[int, ...] = field(init=False)  # ranks of the default process group, by place in the mesh
     place: Place = field(init=False)
     groups: dict[tuple[str, ...], Group] = field(init=False)
@@ -81,9 +82,12 @@ class RankProgram:
         ranks = range(self.program.ranks) if self.mesh is None else self.mesh.mesh.flatten().tolist()
         self.members = tuple(ranks)
         self.place = Place.of(self.program, self.rank)
-        self.groups = make_groups(self.program, self.rank, self.mesh)
+        known = {} if self.like is None else self.like.groups
+        self.groups = make_groups(self.program, self.rank, self.mesh, known)
         # Of two ranks that send to each other at once, each would wait for the other's message on one communicator.
-        self.back = dist.new_group() if self.program.stage_axis and dist.is_initialized() else None
+        self.back = None if self.like is None else self.like.back
+        if self.like is None and self.program.stage_axis and dist.is_initialized():
+            self.back = dist.new_group()
         self.stage = self.program.stage_of(self.rank)
         self._code = self.program.code(self.stage)
         started = self.program.backward_start

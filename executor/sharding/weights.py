@@ -21,6 +21,7 @@ from executor.sharding.capture import Captured
 from executor.sharding.places import placements_of
 from executor.sharding.run_program import RankProgram
 from simulator.sharded.graph import BUFFER, CONSTANT, PARAMETER
+from topology.errors import UserError
 
 
 class _Names(nn.Module):
@@ -66,6 +67,24 @@ class Weights:
             if id(whole) in done:
                 self._register(name, done[id(whole)], module)
 
+    def share(self, captured: Captured) -> None:
+        """Take what `root` has, of the same module at other sizes. Raises UserError where it lies otherwise."""
+        program, ranks = self.ranks.program, self.ranks
+        for one in captured.graph.inputs:
+            buffer = program.inputs.get(one.name)
+            if buffer is None or buffer not in ranks.used or one.kind not in {PARAMETER, BUFFER, CONSTANT}:
+                continue
+            about = program.buffers[buffer]
+            if one.kind == CONSTANT:
+                self.constants[buffer] = ranks.place.piece(captured.constants[one.name].to(ranks.device), about)
+                continue
+            have = self.parameter(one.target)
+            if isinstance(have, DTensor) and tuple(have.placements) != self._on_stage(placements_of(about, program)):
+                raise UserError(
+                    f"{one.target} lies otherwise at these sizes", remedy="a placement for it, or shard the module anew"
+                )
+            (self.parameters if one.kind == PARAMETER else self.buffers)[buffer] = one.target
+
     def placed(self, piece: torch.Tensor, placements: tuple[Placement, ...], shape: tuple[int, ...]) -> torch.Tensor:
         """Return this rank's piece as part of a DTensor of `shape` on the ranks that have it; none is a copy on all."""
         names, stages = self.ranks.program.mesh_names, self.ranks.program.stage_axis
@@ -73,9 +92,13 @@ class Weights:
         if not kept:
             return piece
         mesh = self.mesh[tuple(kept)] if stages else self.mesh
-        placements = placements or (Replicate(),) * len(names)
-        own = [one for name, one in zip(names, placements, strict=True) if name != stages]
-        return as_dtensor(piece, mesh, own, shape)
+        return as_dtensor(piece, mesh, self._on_stage(placements or (Replicate(),) * len(names)), shape)
+
+    def _on_stage(self, placements: tuple[Placement, ...]) -> tuple[Placement, ...]:
+        """Return placements without that of the axis of stages."""
+        program = self.ranks.program
+        both = zip(program.mesh_names, placements, strict=True)
+        return tuple(one for name, one in both if name != program.stage_axis)
 
     def _register(self, name: str, value: torch.Tensor, module: nn.Module) -> None:
         """Register `value` where `module` has it. Tables are written directly: names may be those of our attributes."""

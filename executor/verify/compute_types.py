@@ -63,6 +63,8 @@ def verify_types(setup: Setup, *, fault: float = 0.0) -> TypesVerdict:
     model, workload, runtime = setup.model, setup.workload, setup.runtime
     store, compute, _ = setup.dtypes
     trainer = Trainer(setup)
+    if trainer.in_backward is not None:
+        trainer.in_backward.keeps = True
     one = partial(run_one_process, model, workload, device=setup.device, seed=setup.seed, adapter=runtime.adapter)
     run = partial(one, drawn=store, steps=1)
     exact, rounded = run(store=torch.float64, compute=torch.float64), run(store=store, compute=compute)
@@ -76,7 +78,9 @@ def verify_types(setup: Setup, *, fault: float = 0.0) -> TypesVerdict:
             continue
         if fault and dist.get_rank() == 0 and parameter.grad is not None:
             parameter.grad.mul_(1 + fault)
-        found = relative_difference(parameter.grad, exact.gradients[name], trainer.parameter_shards.get(name))
+        found = relative_difference(
+            trainer.gradient(name, parameter), exact.gradients[name], trainer.parameter_shards.get(name)
+        )
         most = ROUNDING_FACTOR * relative_difference(rounded.gradients[name], exact.gradients[name]) + UNITS * unit
         if not found / most <= used:
             used, difference, allowed, worst = found / most, found, most, name

@@ -101,9 +101,17 @@ def _refuse_unused(asked: Shard) -> None:
     if stated & {"gpus", "gpu", "profile"}:
         raise UserError("--gpus, --gpu and --profile are about a machine", remedy="name it with --cluster")
     if stated & {"time_limit", "memory_limit"}:
-        raise UserError("--time-limit and --memory-limit are about time on a machine", remedy="name it with --cluster")
+        raise UserError(
+            "--time-limit and --memory-limit need --cluster",
+            why="without a machine the bytes that ranks send decide alone",
+            remedy="--cluster dgx-h100, say",
+        )
     if "model" in stated:
-        raise UserError("--model is placed by time", remedy="name a machine with --cluster")
+        raise UserError(
+            "--model needs --cluster",
+            why="the placements of its layers are chosen by their time on a machine",
+            remedy="--cluster dgx-h100, say",
+        )
 
 
 def _model_case(model: str, asked: Shard) -> JsonObject:

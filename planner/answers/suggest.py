@@ -57,9 +57,16 @@ class Suggested:
         return search_document(self.result) | {name: codec.to_builtins(getattr(self.run, name)) for name in run}
 
 
-def suggest(asked: Suggest, progress: Callable[[str], None] | None = None) -> Suggested:
-    """Return the answer. Raises UserError for what cannot be asked, Infeasible where no plan is legal or fits."""
-    refuse(stated(values_of(asked.load, asked.engine) | {"separate": asked.separate}), Task.TRAIN)
+def suggest(
+    asked: Suggest,
+    progress: Callable[[str], None] | None = None,
+    early: Callable[[SearchResult], None] | None = None,
+) -> Suggested:
+    """Return the answer; `early` receives the plans of a single search before they are simulated.
+
+    Raises UserError for what cannot be asked, Infeasible where no plan is legal or fits.
+    """
+    refuse(stated(values_of(asked.load, asked.engine, asked.drawn) | {"separate": asked.separate}), Task.TRAIN)
     if asked.out is not None:
         refuse_overwrite(asked.out, force=asked.force)
     elif asked.pick is not None:
@@ -75,7 +82,7 @@ def suggest(asked: Suggest, progress: Callable[[str], None] | None = None) -> Su
         if goal:
             run = answer_run(*search, goal, measured=measured, progress=progress)
             return Suggested(result=run.result, run=run)
-        return Suggested(result=answer(*search, measured=measured, progress=progress))
+        return Suggested(result=answer(*search, measured=measured, progress=progress, early=early))
 
 
 def _flags(asked: Suggest, learned: LearnedRuntime | None) -> tuple[Flags, str]:

@@ -54,10 +54,10 @@ def limits_s(asked: Apply) -> tuple[float, float]:
     seconds, wait_s = budget_s(asked.budget), patience_s(asked.wait)
     if asked.device is not None and asked.device not in DEVICES:
         raise UserError(f"--device is {asked.device!r}", remedy=f"one of {', '.join(DEVICES)}")
-    of_jobs = asked.nodes is not None or asked.endpoint is not None or asked.image is not None or asked.submit or wait_s
-    if asked.launcher == "local" and of_jobs:
+    stated = any(one is not None for one in (asked.nodes, asked.endpoint, asked.image, asked.volume))
+    if asked.launcher == "local" and (stated or asked.submit or wait_s):
         raise UserError(
-            "--nodes, --endpoint, --image, --submit and --wait are for jobs", remedy="--launcher slurm, say"
+            "--nodes, --endpoint, --image, --volume, --submit and --wait are for jobs", remedy="--launcher slurm, say"
         )
     return seconds, wait_s
 

@@ -29,6 +29,7 @@ def write(asked: Apply, *, folder: Path, budget_s: float, wait_s: float, steps: 
     launcher, submit, dry_run = asked.launcher, asked.submit, asked.dry_run
     if launcher not in launchers.LAUNCHERS:
         raise UserError(f"--launcher is {launcher!r}", remedy=f"one of {', '.join(launchers.LAUNCHERS)}")
+    launchers.require_settings(launcher, image=asked.image, volume=asked.volume, endpoint=asked.endpoint)
     run, nodes = _run(asked)
     job = LauncherJob(
         name=asked.job_name,

@@ -44,8 +44,8 @@ def trace(asked: Trace) -> None:
     for line in loaded.changed:
         print(f"changed: {line}")
     drawn, every = written["drawn_micro_batches"], written["micro_batches"]
-    with_some = f" with {drawn} of its {every} micro batches, after which it repeats itself" if drawn < every else ""
+    some = f"; {drawn} of its {every} micro batches are drawn, as the others repeat them" if drawn < every else ""
     print(
-        f"{asked.out}: {written['spans']} spans of {len(written['drawn_ranks'])} of {written['ranks']} ranks, "
-        f"a step of {written['step']}{with_some}, {written['detail']} by {written['detail']}"
+        f"{asked.out}: {written['spans']:,} spans of {len(written['drawn_ranks'])} of {written['ranks']} ranks, "
+        f"{written['detail']} by {written['detail']}, of a step of {written['step']}{some}"
     )

@@ -55,7 +55,14 @@ def tune(asked: Tune) -> None:
     path, known, runner = _new_session(asked) if asked.resume is None else _continued(asked, asked.resume)
     if asked.launcher != "local" and not asked.each:
         _write_job(
-            TuneJob(request=known.request, state=path, launcher=asked.launcher, name=asked.job_name, image=asked.image),
+            TuneJob(
+                request=known.request,
+                state=path,
+                launcher=asked.launcher,
+                name=asked.job_name,
+                image=asked.image,
+                volume=asked.volume,
+            ),
             submit=asked.submit,
             json=asked.json,
         )
@@ -135,7 +142,7 @@ def _request(asked: Tune, within_percent: float) -> tuple[TuningRequest, Candida
         "device": asked.device,
         "steps": asked.steps,
         **(
-            job_settings(asked.launcher, asked.job_name, asked.image)
+            job_settings(asked.launcher, asked.job_name, image=asked.image, volume=asked.volume)
             if asked.each
             else trial_settings(framework, asked.command, asked.metric)
         ),
@@ -190,8 +197,8 @@ def _refuse(asked: Tune) -> None:
         if getattr(asked, wanted) is not None:
             refuse_overwrite(getattr(asked, wanted), force=asked.force)
     launcher, device, objective = asked.launcher, asked.device, asked.objective
-    if launcher == "local" and (asked.each or asked.submit or asked.image is not None):
-        raise UserError("--each, --submit and --image are for jobs", remedy="--launcher slurm, say")
+    if launcher == "local" and (asked.each or asked.submit or asked.image or asked.volume):
+        raise UserError("--each, --submit, --image and --volume are for jobs", remedy="--launcher slurm, say")
     if launcher != "local" and (asked.recorded is not None or (asked.command is not None and asked.each)):
         raise UserError(
             "--launcher runs our executor's trials, or one job for a --command", remedy="leave --recorded out"

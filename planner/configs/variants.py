@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from planner.io.plan_words import changed_fields
+from planner.io.plan_words import changed_fields, value_words
 from planner.question.question import Question
 from simulator.config.plan import Plan, default_schedule
 from simulator.config.runtime import Runtime
@@ -104,6 +104,7 @@ def _sharded_otherwise(plan: Plan, question: Question) -> Iterator[Plan]:
 
 
 def _named(before: Plan, after: Plan) -> str:
-    # Sequence parallelism goes with tensor parallelism: without the one, the other says nothing.
-    same = after.with_(sequence_parallel=before.sequence_parallel) if after.tp == 1 else after
-    return ", ".join(f"{what} from {old} to {new}" for what, old, new in changed_fields(before, same))
+    return ", ".join(
+        f"{what} {new}" if old == value_words(None) else f"{what} from {old} to {new}"
+        for what, old, new in changed_fields(before, after)
+    )

@@ -46,6 +46,9 @@ def run_text(run: WholeRun, goal: Goal) -> str:
             f"{run.goodput.high:.1%}): {_failures(run.failures)}, and a checkpoint every "
             f"{_time(run.checkpoint_interval_s.value)}"
         )
+    if goal.repair_hours:
+        spares = f"{goal.spare_nodes} spare node{'s' * (goal.spare_nodes != 1)}"
+        parts.append(f"with {spares} it waits {run.waiting:.2%} of the time for nodes that are out")
     parts.append("no time is counted for evaluation")
     return "; ".join(parts)
 

@@ -16,6 +16,7 @@ from planner.search.result import SearchResult
 from simulator.config.estimate import SURE, Estimate
 from simulator.config.model import Model
 from simulator.config.runtime import Runtime
+from simulator.config.savers import TITLES
 from simulator.config.workload import Workload
 from topology.cluster import Cluster, LinkKind
 from topology.rates.reach import mixed_gpus
@@ -57,8 +58,8 @@ def basis_lines(estimate: Estimate, method: Method) -> list[str]:
             " TFLOP/s"
         ),
         (
-            f"fits      the probability that {in_gib(memory.capacity_bytes - memory.communicator_bytes)} are enough for"
-            f" the fullest rank; yes means at least {SURE:.0%}"
+            f"fits      the probability that {in_gib(memory.capacity_bytes - memory.communicator_bytes)} (a GPU's less"
+            f" what communicators hold) are enough for the fullest rank; yes means at least {SURE:.0%}"
         ),
     ]
 
@@ -120,10 +121,14 @@ def cluster_line(cluster: Cluster) -> str:
     return " | ".join(parts)
 
 
+def _parameters(model: Model) -> str:
+    return f"{model.parameters / 1e9:.2f} B" if model.parameters >= 1e8 else f"{model.parameters / 1e6:.3g} M"
+
+
 def model_line(model: Model) -> str:
     moe = f", {model.moe.experts} experts ({model.moe.experts_per_token} used)" if model.moe else ""
     return (
-        f"{model.name}: {model.parameters / 1e9:.2f} B parameters, {model.layers} layers, {model.heads} heads / "
+        f"{model.name}: {_parameters(model)} parameters, {model.layers} layers, {model.heads} heads / "
         f"{model.kv_heads} KV{moe}"
     )
 
@@ -138,6 +143,7 @@ def runtime_line(runtime: Runtime, title: str) -> str:
     mode = "compiled" if runtime.compile else "eager"
     plain = title.rstrip("0123456789.")
     trained = f"; {runtime.adapter.title}" if runtime.adapter is not None else ""
+    trained += "".join(f"; {TITLES[word]}" for word in runtime.savers)
     name = f"{plain}{runtime.version}" if runtime.version and plain != title else title
     return (
         f"{name}, {mode}, parameters {runtime.param_dtype}, compute {runtime.compute_dtype}, gradients reduced in "

@@ -122,7 +122,7 @@ def _by_axis(exposed: float, by_axis: dict[str, float]) -> list[tuple[str, float
         return [("exposed communication", exposed, "collectives that nothing hides")]
     scale = exposed / known
     return [
-        (f"exposed {axis} communication", seconds * scale, _AXES.get(axis, f"collectives along {axis}"))
+        (f"exposed {axis.upper()} communication", seconds * scale, _AXES.get(axis, f"collectives along {axis}"))
         for axis, seconds in sorted(by_axis.items(), key=lambda item: (-item[1], item[0]))
     ]
 

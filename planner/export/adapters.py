@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 from simulator.config.adapter import ALL_LINEAR, DORA, FROZEN, IA3, MODULES, Adapter
+from simulator.config.optimizers import OPTIMIZERS
 from simulator.config.runtime import Runtime
 
 # Matrices as Megatron-Bridge's CanonicalLoRA calls them, which adapts each by itself (peft/canonical_lora.py).
@@ -34,6 +35,18 @@ def adapter_needs(target: str, runtime: Runtime) -> tuple[str, ...]:
             f"a LoRAConverter of rank {adapter.rank} on {where} among the model's converters (torchtitan PR #3264)",
         )
     return (f"peft: get_peft_model(model, {_peft(adapter)})", *_loaded(adapter, runtime))
+
+
+def optimizer_needs(runtime: Runtime) -> tuple[str, ...]:
+    """Return which optimizers a program builds where hidden matrices have one of their own."""
+    if OPTIMIZERS[runtime.optimizer].matrices is None:
+        return ()
+    return (
+        (
+            "torch.optim.Muon over the two-dimensional weights of layers, which on DTensors gathers or sums in each"
+            " iteration, as it is costed; torch.optim.AdamW over embeddings, head, norms and biases"
+        ),
+    )
 
 
 def _peft(adapter: Adapter) -> str:

@@ -30,7 +30,10 @@ _FACTS = (PLAN_FACTS | WORKLOAD_FACTS | RUNTIME_FACTS | {"gpus"}) - {"placement"
 
 # Fields of a plan whose default depends on the framework or on other fields.
 _SAID = frozenset({"recompute", "sequence_parallel", "micro_batch_size"})
-_DEFAULTS = {one.name: one.default for one in fields(Plan) if one.name not in _SAID} | {"moe_dispatcher": ""}
+_DEFAULTS = {one.name: one.default for one in fields(Plan) if one.name not in _SAID} | {
+    "moe_dispatcher": "",
+    "savers": (),
+}
 _SIZES = ("layers", "hidden", "heads", "kv_heads", "vocab")  # that every framework's own words for a model give
 
 

@@ -97,6 +97,13 @@ def progress(text: str) -> None:
         print(f"\r\033[K{printable(text)}", end="", file=sys.stderr, flush=True)
 
 
+def early_answer(text: str) -> None:
+    """Show on standard error, if that is a terminal, what is known before the answer; it stays above it."""
+    if _listener is None and sys.stderr.isatty():
+        end_progress()
+        print(printable(text), file=sys.stderr, flush=True)
+
+
 def end_progress() -> None:
     """Clear the progress line."""
     if sys.stderr.isatty():

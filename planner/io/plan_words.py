@@ -199,11 +199,14 @@ def plan_name(plan: Plan) -> str:
 
 
 def changed_fields(before: Plan, after: Plan) -> list[tuple[str, str, str]]:
-    """Return the fields in which two plans differ: what it is, before, after, all in words."""
+    """Return the fields in which two plans differ: what it is, before, after, all in words. A field that says nothing
+    in the second plan, such as the schedule of no pipeline, is left out.
+    """
     return [
         (known.words, value_words(old), value_words(new))
         for name, known in PLAN_FIELDS.items()
         if (old := getattr(before, name)) != (new := getattr(after, name))
+        and not (known.needs and getattr(after, known.needs) == 1)
     ]
 
 
@@ -225,6 +228,11 @@ def differences_text(before: Plan, after: Plan) -> str:
     if changed == ["placement"]:
         parts.append("another order of GPUs" if after.placement else "ranks in the order of GPUs")
     return ", ".join(parts)
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return names as prose: `a, b and c`."""
+    return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
 
 
 def value_words(value: object) -> str:

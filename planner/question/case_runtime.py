@@ -10,8 +10,9 @@ from typing import Any
 from planner.question.case_fields import flag, kind_of, refuse_unknown, section_of, unsaid, word_of, words_of
 from planner.question.case_words import RUNTIME_KEYS
 from simulator.config.runtime import DEFAULT_RUNTIME, FUSED_KERNELS, LOW_PRECISION, Runtime
+from simulator.config.savers import not_modelled_said, savers_said
 from simulator.legality.frameworks import ANY, Framework, framework_of_runtime
-from simulator.runtimes.library import is_described, runtime_names, runtime_spec
+from simulator.runtimes.library import is_described, lineage, runtime_names
 from simulator.runtimes.stated import WHOLE_GRAPHS, resolve
 from simulator.runtimes.stated_adapter import ADAPTER_KEYS
 from topology.codec import JsonObject
@@ -39,9 +40,18 @@ def runtime_section(data: Mapping[str, Any], name: str, assumed: list[str]) -> J
     refuse_unknown(stated, RUNTIME_KEYS, f"case {name}: runtime")
     stated |= _graphs(stated.pop("cuda_graph", None), f"case {name}: runtime.cuda_graph")
     stated |= _fused(stated.pop("kernels", None), f"case {name}: runtime.kernels", assumed)
+    if unsaid(stated.get("savers")) and (said := savers_said(str(data.get("note") or ""))):
+        stated["noted_savers"] = said
+        assumed.append(f"runtime.savers has {', '.join(said)} (the note says so)")
+    assumed += [
+        f"{name}: not modelled (the note speaks of it)" for name in not_modelled_said(str(data.get("note") or ""))
+    ]
     stated["adapter"] = _adapter_section(stated.get("adapter"), f"case {name}: runtime.adapter")
     for key, value in stated.items():
-        if unsaid(value) or key == "adapter":
+        if unsaid(value) or key in {"adapter", "noted_savers"}:
+            continue
+        if key == "savers":
+            stated[key] = words_of(value, f"case {name}: runtime.savers")
             continue
         if key in {"compile", "cuda_graph"}:
             flag(value, f"case {name}: runtime.{key}")
@@ -68,7 +78,7 @@ def _of_release(stated: JsonObject, assumed: list[str]) -> JsonObject:
     loop of PyTorch may run its own layers or those of transformers, unless their kernels were replaced.
     """
     words = re.split(r"[^a-z0-9]+", str(stated.get("release") or "").lower())
-    kinds = [word for word in words if is_described(word) and runtime_spec(word).like == stated["name"]]
+    kinds = [word for word in words if is_described(word) and stated["name"] in lineage(word)]
     if not kinds or "layers" in stated.get("fused", ()):
         return stated
     assumed.append(f"layers of {kinds[0]} (release {stated['release']!r})")

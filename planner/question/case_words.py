@@ -37,6 +37,7 @@ RUNTIME_KEYS = (
     "adapter",
     "moe_dispatcher",
     "expert_products",
+    "savers",
 )
 MEASURED_KEYS = (
     "step_s",
@@ -67,6 +68,7 @@ def _words() -> dict[str, tuple[str, str]]:
     found |= {f"measured_{key}": ("measured", key) for key in MEASURED_KEYS}
     return found | {
         "global_batch": ("workload", "global_batch_size"),
+        "seq": ("workload", "seq_len"),
         "framework": ("runtime", "name"),
         "runtime_version": ("runtime", "version"),
         "log": ("measured", "log"),

@@ -42,6 +42,7 @@ from simulator.config.verify import verify_lists, verify_plan, verify_runtime, v
 from simulator.config.workload import Workload
 from simulator.fitting.calibrations import UNMEASURED, Calibrations
 from simulator.legality.frameworks import Framework, framework_of_runtime
+from simulator.step.away import away_assumed
 from simulator.step.offload import offload_assumed
 from topology import codec
 from topology.catalog.cluster_file import load_cluster, parse_cluster
@@ -260,7 +261,8 @@ def stated_workload(flags: Flags, model: Model, gpus: int) -> tuple[Workload, li
     """Return the workload of flags, and whose batch it is where they leave it open."""
     seq_len = flags.seq_len or min(SEQ_LEN, model.max_positions or SEQ_LEN)
     recommended, whose = default_batch(model, seq_len, gpus)
-    workload = Workload(seq_len=seq_len, global_batch_size=flags.global_batch or recommended)
+    batch = flags.global_batch or recommended
+    workload = Workload(seq_len=seq_len, global_batch_size=batch, routing=flags.routing or "")
     assumed = [whose] if flags.global_batch is None else []
     return workload, [*assumed, *([] if flags.seq_len else [f"sequence length {seq_len:,} tokens"])]
 
@@ -287,6 +289,7 @@ def all_assumed(
         *distance_text(question.cluster, question.runtime, max((plan.gpus for plan in plans), default=1)),
         *overlap_assumed([plan.tp_overlap for plan in plans], question.calibration),
         *offload_assumed(plans, question.cluster),
+        *away_assumed(question.runtime, question.cluster, max((plan.gpus for plan in plans), default=1)),
     )
     return tuple(dict.fromkeys(lines))
 

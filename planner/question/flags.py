@@ -29,6 +29,7 @@ class Flags:
     global_batch: int | None = None
     runtime: Mapping[str, Any] = field(default_factory=dict)
     plan: Mapping[str, Any] = field(default_factory=dict)
+    routing: str | None = None
 
     def __post_init__(self) -> None:
         """Raise UserError for a model or cluster that is said and empty: a shell's unset variable."""
@@ -88,12 +89,16 @@ def flags_of_question(
         seq_len=asked.seq_len,
         global_batch=asked.global_batch,
         plan=plan or {},
+        routing=trained.routing if (trained := getattr(asked, "trained", None)) else None,
         runtime={
             "compile": asked.compile_model,
             "param_dtype": asked.param_dtype,
             "compute_dtype": asked.compute_dtype,
-            "adapter": adapter_stated(trained) if (trained := getattr(asked, "trained", None)) else None,
+            "adapter": adapter_stated(trained) if trained else None,
             "optimizer": trained.optimizer if trained else None,
+            "moe_dispatcher": trained.moe_dispatcher if trained else None,
+            "expert_products": trained.expert_products if trained else None,
+            "savers": trained.saver.split(",") if trained and trained.saver else None,
             **runtime,
         },
     )

@@ -9,7 +9,9 @@ from typing import Any, Protocol
 from topology.errors import UserError
 
 TIMES_S = {"h": 3600.0, "d": 86400.0, "w": 604800.0}
-ABOUT_RUNS = ("deadline", "budget", "mtbf", "checkpoint_bandwidth", "restart", "async_checkpoint")
+ABOUT_RUNS = (
+    *("deadline", "budget", "mtbf", "checkpoint_bandwidth", "restart", "async_checkpoint", "spot", "repair", "spares"),
+)
 THOUSANDS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 
 
@@ -32,6 +34,12 @@ class WholeRunFlags(Protocol):
     def restart(self) -> float | None: ...
     @property
     def async_checkpoint(self) -> bool: ...
+    @property
+    def spot(self) -> float | None: ...
+    @property
+    def repair(self) -> float | None: ...
+    @property
+    def spares(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +48,9 @@ class Goal:
 
     `mtbf_hours` are between failures of one GPU, or of one node where `mtbf_of` says so; checkpoints go to storage at
     `checkpoint_bytes_per_s`, alongside steps where they are asynchronous; `restart_s` are from a failure to the next
-    step. What is None is as published runs have it (`simulator.failures.goodput`).
+    step. Nodes that are rented on the spot are taken back every `spot_hours` of one of them. A node that failed or was
+    taken back is there again after `repair_hours`; `spare_nodes` are paid for, and take its place. What is None is as
+    published runs have it (`simulator.failures.goodput`).
     """
 
     tokens: float
@@ -52,12 +62,21 @@ class Goal:
     checkpoint_bytes_per_s: float | None = None
     restart_s: float | None = None
     async_checkpoint: bool = False
+    spot_hours: float | None = None
+    repair_hours: float | None = None
+    spare_nodes: int = 0
 
     def gpu_hours(self, gpus_per_node: int) -> float | None:
         """Return the hours of a GPU in which one failure is expected; None where nobody said."""
         if self.mtbf_hours is None:
             return None
         return self.mtbf_hours * (gpus_per_node if self.mtbf_of == "node" else 1)
+
+    def interrupted_gpu_hours(self, failing: float, gpus_per_node: int) -> float:
+        """Return the hours of a GPU between interruptions of either kind, of which failures come every `failing`."""
+        if self.spot_hours is None:
+            return failing
+        return 1 / (1 / failing + 1 / (self.spot_hours * gpus_per_node))
 
     @property
     def seeks_count(self) -> bool:
@@ -70,7 +89,7 @@ def goal_of(asked: WholeRunFlags) -> Goal | None:
     tokens, gpu_price, deadline, budget = asked.tokens, asked.gpu_price, asked.deadline, asked.budget
     if tokens is None:
         about = {name: getattr(asked, name) for name in ABOUT_RUNS}
-        if said := next((name for name, value in about.items() if value not in (None, False)), None):
+        if said := next((name for name, value in about.items() if value not in (None, False, 0)), None):
             raise UserError(
                 f"--{said.replace('_', '-')} is about a whole run",
                 why="the number of tokens to train on is not given",
@@ -88,6 +107,9 @@ def goal_of(asked: WholeRunFlags) -> Goal | None:
         checkpoint_bytes_per_s=asked.checkpoint_bandwidth,
         restart_s=asked.restart,
         async_checkpoint=asked.async_checkpoint,
+        spot_hours=asked.spot,
+        repair_hours=asked.repair,
+        spare_nodes=asked.spares or 0,
     )
 
 

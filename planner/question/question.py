@@ -26,7 +26,7 @@ from simulator.lowering.block_code import Detail
 from simulator.lowering.simulation import Simulated, simulate_plan
 from simulator.runtimes.stated import resolve
 from topology.cluster import Cluster, LinkKind
-from topology.errors import Infeasible
+from topology.errors import BadModel, Infeasible
 from topology.rates.known import require_plannable
 from topology.rates.reach import reach
 
@@ -39,8 +39,16 @@ class Question(Scenario):
     gpus: int | None = None
 
     def __post_init__(self) -> None:
-        """Raise BadCluster where nothing can be predicted, since rates of the GPUs are not known."""
+        """Raise BadCluster where nothing can be predicted, since rates of the GPUs are not known, and BadModel for a
+        network whose training is not modelled.
+        """
         require_plannable(self.cluster)
+        if self.model.linear is not None:
+            raise BadModel(
+                f"{self.model.name} is described for serving only",
+                why=f"training of linear attention, which {self.model.linear_layers} layers have, is not modelled",
+                remedy="--task serve, or a model whose layers all have attention",
+            )
 
     @property
     def count(self) -> int:

@@ -23,7 +23,7 @@ from topology.errors import UserError
 
 # Flags that name something known or a file.
 NAMES_OR_FILES = frozenset({"model", "cluster", "case", "file", "first", "second", "runtime", "requests"})
-WRITTEN = frozenset({"out", "state", "svg"})  # flags that name what is written
+WRITTEN = frozenset({"out", "state", "svg", "csv"})  # flags that name what is written
 _KEY = "flag"  # of the metadata of a dataclass field
 _PLAIN = (bool, int, float, str)
 

@@ -108,10 +108,15 @@ class Tune(Request):
     case_id: str | None = option(None, "--id", help="Which recorded run states the question, if there are several.")
     state: Path | None = option(None, "--state", help="State file; default: in a new folder here.")
     resume: Path | None = option(None, "--resume", help="Continue from this state file.")
-    launcher: str = option("local", "--launcher", help="local, or slurm, ray or trainjob to run all trials in one job.")
+    launcher: str = option(
+        "local", "--launcher", help="local; or slurm, ray, kubernetes, jobset, trainjob: all trials in one job."
+    )
     each: bool = option(False, "--each", help="With --launcher: submit one job per trial.")
     job_name: str = option("meshwright-tune", "--job-name", help="Name of the job.")
-    image: str | None = option(None, "--image", help="Container image, for trainjob.")
+    image: str | None = option(None, "--image", help="Container image, for kubernetes, jobset and trainjob.")
+    volume: str | None = option(
+        None, "--volume", help="CLAIM:/mount/path that all pods mount, for kubernetes and jobset; --state is below it."
+    )
     submit: bool = option(False, "--submit", help="Submit the job with sbatch, kubectl or Ray's job API.")
     show: bool = option(False, "--show", help="With --resume: answer from the state file, without a trial.")
     learn: Path | None = option(None, "--learn", help="Add the trials' operator times to this profile.")

@@ -101,6 +101,13 @@ def separate() -> Any:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Drawn:
+    """Files for a comparison of all deployments."""
+
+    csv: Path | None = option(None, "--csv", help="Serving, --objective pareto: save all of its points as a table.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
     """What a server is asked, and what its clients want; None is what nobody stated."""
 
@@ -165,6 +172,12 @@ class Engine:
         None,
         "--no-custom-all-reduce/--custom-all-reduce",
         help="Let NCCL do all-reduces, instead of the engine's own kernel.",
+    )
+    draft_tokens: int | None = option(
+        None, "--draft-tokens", least=1, most=16, help="Tokens that the model's prediction layer (MTP) drafts a step."
+    )
+    accepted_tokens: float | None = option(
+        None, "--accepted-tokens", least=0, most=16, help="Of --draft-tokens, how many are right on average."
     )
 
 

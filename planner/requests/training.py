@@ -19,8 +19,11 @@ from planner.requests.flag import (
     required_argument,
     search_flags,
 )
-from planner.requests.serving import Deployment, Engine, Load, Task, separate
+from planner.requests.serving import Deployment, Drawn, Engine, Load, Task, separate
 from simulator.config.optimizers import OPTIMIZERS
+from simulator.config.runtime import EXPERT_PRODUCTS, MOE_DISPATCHERS
+from simulator.config.savers import SAVERS
+from simulator.config.workload import ROUTINGS
 
 
 class Objective(StrEnum):
@@ -34,7 +37,7 @@ class Objective(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
-    """What of the network is trained, where that is not everything, and by which optimizer."""
+    """What of the network is trained, where that is not everything, by which optimizer, and how experts run."""
 
     lora: str | None = option(
         None, "--lora", metavar="RANK[:MODULES]", help="Train LoRA adapters: 16, 16:q_proj,v_proj or 16:all-linear."
@@ -45,7 +48,21 @@ class Trained:
     freeze: str | None = option(
         None, "--freeze", metavar="PATTERNS", help="Modules that are not trained: embed_tokens, mlp, self_attn.q_proj."
     )
+    saver: str | None = option(
+        None, "--saver", metavar="WORDS", help=f"What saves memory, comma-separated: {', '.join(SAVERS)}."
+    )
     optimizer: str | None = option(None, "--optimizer", help=f"{', '.join(OPTIMIZERS)}; default: the runtime's.")
+    moe_dispatcher: str | None = option(
+        None,
+        "--moe-dispatcher",
+        help=f"How tokens reach experts: {', '.join(MOE_DISPATCHERS)}; default: the runtime's",
+    )
+    expert_products: str | None = option(
+        None, "--expert-products", help=f"How experts multiply: {', '.join(EXPERT_PRODUCTS)}; default: the runtime's."
+    )
+    routing: str | None = option(
+        None, "--routing", help=f"How tokens visit experts: {' (forced) or '.join(ROUTINGS)}; default: the runtime's."
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +121,7 @@ class Suggest(Request):
         Objective.TIME,
         "--objective",
         help="time, memory, or pareto for both; throughput (per GPU) and cost (per token) differ from time only if"
-        " --gpus compares several numbers. Serving: latency, throughput, cost.",
+        " --gpus compares several numbers. Serving: latency, throughput, cost, or pareto for rates of users and GPUs.",
     )
     gpu_price: float | None = option(
         None, "--gpu-price", least=0.0, most=1000000000.0, help="Price of a GPU-hour, in any currency: adds costs."
@@ -140,6 +157,29 @@ class Suggest(Request):
     async_checkpoint: bool = option(
         False, "--async-checkpoint/--sync-checkpoint", help="Write checkpoints from host memory, alongside steps."
     )
+    spot: float | None = option(
+        None,
+        "--spot",
+        least=1e-3,
+        most=1e9,
+        metavar="HOURS",
+        help="Nodes are rented on the spot, and each is taken back after so many hours on average.",
+    )
+    repair: float | None = option(
+        None,
+        "--repair",
+        least=0.0,
+        most=1e6,
+        metavar="HOURS",
+        help="Until a node that failed or was taken back is there again; default: another takes its place at once.",
+    )
+    spares: int = option(0, "--spares", least=0, most=1 << 16, help="Spare nodes, which are paid for as well.")
+    svg: Path | None = option(
+        None,
+        "--svg",
+        help="Draw cost against days for the numbers of GPUs tried into this file; serving, --objective pareto: tokens"
+        " of users and of GPUs.",
+    )
     top: int = option(5, "--top", least=1, most=100, help="How many plans to list.")
     all_variants: bool = option(False, "--all", help="List all variants of each grid, not only the best one.")
     compile_model: bool | None = common.compiled()
@@ -166,6 +206,7 @@ class Suggest(Request):
     load: Load = group(Load)
     engine: Engine = group(Engine)
     separate: bool = separate()
+    drawn: Drawn = group(Drawn)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

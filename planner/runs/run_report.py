@@ -158,7 +158,7 @@ def _rank_of(path: Path) -> int:
 def _simulated(document: Mapping[str, Any], measured: Calibrations | None) -> tuple[Trace | None, str]:
     """Return the predicted timeline, simulated from the report, or the reason why there is none."""
     if not document.get("predicted") or not document.get("cluster"):
-        return None, "no predicted timeline: the run was not predicted"
+        return None, "no predicted timeline: only runs of saved plans on the planned GPUs are predicted"
     try:
         cluster = codec.convert(document["cluster"], Cluster, where="the run's cluster")
         simulated = simulate_plan(

@@ -17,6 +17,7 @@ from planner.question.question import Question, question_of
 from planner.search.deadline import deadline_of, left_s, over
 from planner.search.gpu_counts import best_gpu_count, fewest_gpus
 from planner.search.infeasible import MAX_GPUS, MAX_NODES_TRIED, gpu_counts, minimal_gpus
+from planner.search.mixed import is_mixed, with_parts
 from planner.search.off_fabric import with_or_without_off_fabric
 from planner.search.result import SearchResult
 from planner.search.search import SearchOptions, explained, suggest
@@ -70,6 +71,13 @@ def answer(
         found = best_gpu_count(run, counts, objective=options.objective, gpu_price_per_hour=price, deadline=deadline)
     elif unsound:
         found = with_or_without_off_fabric(run, gpus=machine.gpu_count, off_fabric=unsound, objective=options.objective)
+    elif counts is None and is_mixed(machine):
+
+        def of_part(part: Cluster) -> SearchResult:
+            brief = replace(options, time_limit_s=left_s(deadline))
+            return suggest(replace(question, cluster=part, gpus=part.gpu_count), brief, grow=grow, progress=progress)
+
+        found = with_parts(lambda: run(machine.gpu_count), of_part, machine, options.objective)
     else:
         found = run(counts[0] if counts else machine.gpu_count)
     return _with_assumed(found, assumed, measured)

@@ -2,8 +2,8 @@
 precision.
 
 Changed are recomputation, the micro batch, resharding, sharding over replicas, tensor and context parallelism, what is
-kept in host memory, compilation, the number of GPUs and the type of parameters, one by one and together. A change is
-shown where nothing that is part of it does as well, to within a tie.
+kept in host memory, memory savers that the software has, compilation, the number of GPUs and the type of parameters,
+one by one and together. A change is shown where nothing that is part of it does as well, to within a tie.
 """
 
 from __future__ import annotations
@@ -14,15 +14,17 @@ from itertools import product
 from math import inf
 
 from planner.io.figures import change_text, gib_text
-from planner.io.plan_words import plan_in_words
+from planner.io.plan_words import listed, plan_in_words
 from planner.question.prediction import predict
 from planner.question.question import Question
 from planner.search.deadline import deadline_of, left_s, over
 from planner.search.finalists import TIE
+from planner.search.savers import more_savers
 from simulator.analytical.estimates import memory_of_plans
 from simulator.analytical.memory import CONTEXT_BYTES
 from simulator.config.estimate import Estimate, Fit, chance, sure_bytes
 from simulator.config.plan import Plan
+from simulator.config.savers import TITLES
 from simulator.legality.rule import divisors
 from simulator.memory.plan_memory import PlanMemory
 from topology.errors import UserError
@@ -47,6 +49,7 @@ class Fix:
     change: str
     plan: Plan
     compiled: bool
+    savers: tuple[str, ...]
     param_dtype: str
     step_s: float
     longer: float
@@ -107,12 +110,15 @@ def find_savings(question: Question, plan: Plan, estimate: Estimate) -> tuple[Fi
     frees most first.
     """
     compiled = replace(question, runtime=replace(question.runtime, compile=True))
-    kinds = frozenset({"compile"})
-    alone = (
-        []
-        if question.runtime.compile
-        else [_Variant(paid=SAME_GPUS, changes=("compiled",), kinds=kinds, question=compiled, plan=plan)]
-    )
+    others = [] if question.runtime.compile else [("compiled", "compile", compiled)]
+    for words in more_savers(question.runtime):
+        if len(words) == 1:
+            saving = replace(question, runtime=question.runtime.with_savers(words))
+            others.append((TITLES[words[0]], words[0], saving))
+    alone = [
+        _Variant(paid=SAME_GPUS, changes=(change,), kinds=frozenset({kind}), question=asked, plan=plan)
+        for change, kind, asked in others
+    ]
     single = [one for one in _variants(question, plan) if len(one.kinds) == 1] + alone
     found = [
         _fix(_Costed(variant=one, reserved_bytes=estimate.memory.reserved_bytes), plan, estimate)
@@ -173,9 +179,10 @@ def _fix(costed: _Costed, plan: Plan, estimate: Estimate) -> Fix:
     variant = costed.variant
     found = predict(variant.question, variant.plan, held=costed.held, counted=costed.counted).estimate
     return Fix(
-        change=" with ".join(variant.changes),
+        change=listed(variant.changes),
         plan=variant.plan,
         compiled=variant.question.runtime.compile,
+        savers=variant.question.runtime.all_savers,
         param_dtype=variant.question.runtime.param_dtype,
         step_s=found.step_s.value,
         longer=found.step_s.value / estimate.step_s.value - 1,
@@ -195,6 +202,10 @@ def _by_question(question: Question, plan: Plan, deadline: float | None) -> Iter
     if not question.runtime.compile:
         compiled = replace(question, runtime=replace(question.runtime, compile=True))
         yield compiled, list(_variants(compiled, plan, ("compiled",), frozenset({"compile"})))
+    for words in more_savers(question.runtime):
+        saving = replace(question, runtime=question.runtime.with_savers(words))
+        named, kinds = tuple(TITLES[word] for word in words), frozenset(words)
+        yield saving, list(_variants(saving, plan, named, kinds, degrees=False))
     for count in _more_gpus(question, plan):
         try:
             cluster = question.cluster

@@ -1,6 +1,6 @@
 """The flip points of a plan that lost: the link rate or memory size at which it would win.
 
-That of a link rate is found by costing both plans on clusters with scaled links, by factors of two and then by root
+That of a link rate is found by costing both plans on clusters with scaled links, twice an octave and then by root
 finding, in the proportion that the two have now where they were simulated. Then both are predicted anew at that rate: a
 flip point that does not hold is looked for further on, and left out where it is not found. That of memory follows from
 what the two plans need. Flip points beyond a factor of four are not reported: nobody will re-plan for them.
@@ -26,7 +26,8 @@ from topology.rates.scaling import (
     scale_nvlink,
 )
 
-OCTAVES = 2  # factors 2 and 4 in each direction
+OCTAVES = 2  # factors up to 4 in each direction
+STEPS = 2  # at which plans are costed in each octave: one may win in less than an octave
 PRECISION = 1 / 512  # of the exponent of two: 0.14% of the rate
 PAST = 1 / 64  # of the exponent of two, past a rate that was found: where both plans are predicted anew, 1.1 % on
 TRIES = 3  # predictions of one flip point
@@ -76,7 +77,7 @@ def find_flips(question: Question, best: Finalist, others: Sequence[Finalist]) -
     rows = _Rows(question, best, [others[index] for index in rivals], changes)
     searches = {
         (turn, row): _find_crossing(gaps)
-        for turn, of_turn in zip(changes, rows.gaps_by_octave, strict=True)
+        for turn, of_turn in zip(changes, rows.gaps_by_step, strict=True)
         for row, gaps in enumerate(of_turn)
     }
     crossings = [(turn, row, x) for (turn, row), x in rows.run(searches).items() if x is not None]
@@ -164,7 +165,9 @@ class _Rows:
         self.plans = [best.plan, *(other.plan for other in others)]
         cluster, count = question.cluster, len(self.plans)
         changed = [
-            knob.scale(cluster, 2.0 ** (sign * octave)) for knob, sign in changes for octave in range(1, OCTAVES + 1)
+            knob.scale(cluster, 2.0 ** (sign * step / STEPS))
+            for knob, sign in changes
+            for step in range(1, OCTAVES * STEPS + 1)
         ]
         costs = self._costs([(machine, plan) for machine in (cluster, *changed) for plan in self.plans])
         rows = [costs[start : start + count] for start in range(0, len(costs), count)]
@@ -174,13 +177,11 @@ class _Rows:
             other.estimate.step_s.value / cost / first for other, cost in zip(others, rows[0][1:], strict=True)
         ]
         gaps = [[cost / row[0] * scale - 1 for cost, scale in zip(row[1:], self.scale, strict=True)] for row in rows]
-        # The gap of each plan at every integer exponent of every change, indexed [change][plan][exponent].
-        self.gaps_by_octave = [
-            [
-                [gaps[0][index], *(gaps[start + octave][index] for octave in range(OCTAVES))]
-                for index in range(len(others))
-            ]
-            for start in range(1, len(gaps), OCTAVES)
+        # The gap of each plan at every step of every change, from none on, indexed [change][plan][step].
+        many = OCTAVES * STEPS
+        self.gaps_by_step = [
+            [[gaps[0][index], *(gaps[start + step][index] for step in range(many))] for index in range(len(others))]
+            for start in range(1, len(gaps), many)
         ]
 
     def _costs(self, pairs: Sequence[tuple[Cluster, Plan]]) -> list[float]:
@@ -211,14 +212,15 @@ class _Rows:
 
 
 def _find_crossing(gaps: Sequence[float]) -> Search:
-    """Search for the first exponent at which a plan wins; `gaps` are those at integer exponents, from zero on.
+    """Search for the first exponent at which a plan wins; `gaps` are those at each of STEPS an octave, from zero on.
 
     None where it never wins, and where it already does (it was put behind by the simulation).
     """
-    winning = [octave for octave, gap in enumerate(gaps) if gap < 0]
+    winning = [step for step, gap in enumerate(gaps) if gap < 0]
     if not winning or winning[0] == 0:
         return None
-    return (yield from _find_root(winning[0] - 1, winning[0], gaps[winning[0] - 1], gaps[winning[0]]))
+    first = winning[0]
+    return (yield from _find_root((first - 1) / STEPS, first / STEPS, gaps[first - 1], gaps[first]))
 
 
 def _find_root(low: float, high: float, before: float, after: float) -> Generator[float, float, float]:

@@ -20,6 +20,7 @@ from planner.search.deadline import over
 from planner.search.plan_space.candidates import Bounds, Nodes, enumerate_nodes
 from planner.search.plan_space.judged import fastest_fitting
 from planner.search.plan_space.screened import NODES_AT_ONCE, PLANS_AT_ONCE, Screened
+from planner.search.savers import more_savers
 from simulator.bounds.screening import Screening
 from simulator.config.optimizers import OPTIMIZERS
 from simulator.config.plan import PLAN_FIELDS, Plan
@@ -287,6 +288,11 @@ def _relaxed(
         stages = ", ".join(map(str, sharded.zero_stages))
         words = f"sharding of parameters and gradients (ZeRO stages {stages}) instead of the optimizer alone"
         yield words, constrained.ask(framework=sharded)
+    for savers in more_savers(s.runtime):
+        yield (
+            f"--saver {','.join((*s.runtime.savers, *savers))}",
+            constrained.ask(runtime=s.runtime.with_savers(savers)),
+        )
     if not s.runtime.compile:
         yield "--compile", constrained.ask(runtime=replace(s.runtime, compile=True))
     if s.runtime.param_dtype == "float32":

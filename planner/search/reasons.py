@@ -4,9 +4,8 @@ slower.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from planner.io.figures import change_text, gib_text, last_digit_s, seconds_text
+from planner.io.plan_words import listed
 from planner.search.finalists import Finalist, mechanisms
 from simulator.config.estimate import SURE, Estimate, chance
 from topology.units import GIB
@@ -36,13 +35,9 @@ def _tie_text(best: Finalist, other: Finalist) -> str:
     room = best.estimate.memory.reserved_bytes - other.estimate.memory.reserved_bytes
     same = abs(change) < SAME_TIME
     parts = ["a tie (same time)" if same else f"a tie ({change_text(change)} time)"]
-    parts += [f"needs {_listed(more)}" + (f" instead of {_listed(less)}" if less else "")] if more else []
+    parts += [f"needs {listed(more)}" + (f" instead of {listed(less)}" if less else "")] if more else []
     parts += [f"leaves {gib_text(abs(room))} GiB {'more' if room > 0 else 'less'} free"] if abs(room) >= GIB else []
     return "; ".join(parts)
-
-
-def _listed(names: Sequence[str]) -> str:
-    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
 def lost_because(best: Estimate, other: Estimate, *, objective: str = "time") -> str:

@@ -70,9 +70,9 @@ class SearchStats:
     `fitting` plans were not shown to need too much memory, `costed` of them were costed in full, as no bound ruled them
     out, and `simulated` were simulated. `bound_s` is a lower bound of the step over all legal plans that are as sure to
     fit as the first; `gap` is how far the best of them may be above the optimum by the objective, relative, both by the
-    analytical model. Both are for stages as the runtime splits
-    them. For the `filled` fastest pipelines, layers, recomputation, overlap and placement were decided together, which
-    can only improve them; none of those can be better than what was found by more than `filled_gap`, relative.
+    analytical model. Both are for stages as the runtime splits them, unless the time was over before others were tried.
+    For the `filled` fastest pipelines, layers, recomputation, overlap and placement were decided together, which can
+    only improve them; none of those can be better than what was found by more than `filled_gap`, relative.
     """
 
     candidates: int

@@ -28,6 +28,7 @@ class RunTime:
     checkpoint_bytes: float
     mtbf_s: float
     failures: float
+    waiting: float
     assumed: tuple[str, ...]
 
 
@@ -38,8 +39,11 @@ def failures_of(question: Question, goal: Goal, gpus: int, *, gpu_hours: float) 
     write_s = nbytes / rate
     blocked = copy_s(question, nbytes, gpus) if goal.async_checkpoint else write_s
     restart = RESTART_S if goal.restart_s is None else goal.restart_s
+    between = goal.interrupted_gpu_hours(gpu_hours, question.cluster.gpus_per_node)
     return Failures(
-        mtbf_s=gpu_hours * HOUR_S / gpus,
+        mtbf_s=between * HOUR_S / gpus,
+        repair_s=(goal.repair_hours or 0.0) * HOUR_S,
+        spares=goal.spare_nodes,
         restart_s=restart + write_s,  # it is read at the rate at which it was written
         save_s=min(blocked, write_s),
         least_interval_s=write_s if goal.async_checkpoint else 0.0,
@@ -73,7 +77,8 @@ def run_time(question: Question, goal: Goal, gpus: int, steps_s: Interval) -> Ru
         lost_s=lost,
         checkpoint_bytes=checkpoint_bytes(question),
         mtbf_s=failing.mtbf_s,
-        failures=total / failing.mtbf_s,
+        failures=total * (1 - failing.waiting) / failing.mtbf_s,
+        waiting=failing.waiting,
         assumed=_assumed(question, goal, gpus, stated),
     )
 
@@ -106,5 +111,7 @@ def _assumed(question: Question, goal: Goal, gpus: int, stated: float | None) ->
         found.append(f"checkpoints at {rate / 1e9:.3g} GB/s (Llama 3's storage by GPU); --checkpoint-bandwidth")
     if goal.restart_s is None:
         found.append(f"{RESTART_S / 60:.0f} minutes from a failure to the next step (MegaScale); --restart")
+    if goal.spot_hours is not None and goal.repair_hours is None:
+        found.append("a node that is taken back is replaced at once; --repair says after how many hours")
     size = checkpoint_bytes(question)
     return (*found, f"checkpoints of {size / GIB:,.3g} GiB: what is trained, and the optimizer's state")

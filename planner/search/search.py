@@ -233,8 +233,10 @@ def _explore(
             return [rows[plan] for plan in dict.fromkeys([*added, *plans[: 1 if sure else 0]])]
 
         explored = explore(search, replays, listed)
-        if not stages or (len(explored) and (objective in {"memory", "pareto"} or over(deadline))):
+        if not stages or (len(explored) and objective in {"memory", "pareto"}):
             return explored, AssignedPipelines()
+        if len(explored) and over(deadline):
+            return explored, AssignedPipelines(left_s=explored.least_near_s)
         try:
             assigned = assign_stages(
                 screening,
@@ -248,7 +250,7 @@ def _explore(
                 progress=progress,
             )
         except Unproved:
-            assigned = AssignedPipelines()
+            assigned = AssignedPipelines(left_s=explored.least_near_s)
         return explored, assigned
 
     if objective in {"memory", "pareto"}:
@@ -384,7 +386,10 @@ def _search_stats(
 ) -> SearchStats:
     """Return the account of the search, with the gap to the optimum."""
     memory, explored, everything = objective == "memory", found.asked, found.everything
-    listed = min(finalist.estimate.step_s.value for finalist in finalists)
+    if not memory and found.assigned.left_s < explored.bound:  # pipelines with other stages that nobody has tried
+        explored = replace(explored, complete=False, bound=found.assigned.left_s)
+    fit = finalists[0].estimate.memory.fit
+    listed = min(one.estimate.step_s.value for one in finalists if one.estimate.memory.fit is fit)
     status = "optimal within the model" if explored.complete else "best found within the time limit"
     if not len(explored):  # only pipelines with other stages than the runtime's fit, of which not all were tried
         status = "best of the pipelines tried"

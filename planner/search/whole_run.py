@@ -40,7 +40,8 @@ class WholeRun:
     """A run of so many steps on so many GPUs; where there is no plan, `problem` says why and the rest is empty.
 
     `steps_s` are its steps alone. All else is of the whole time, with failures, restarts and checkpoints, which come
-    every `checkpoint_interval_s` of steps; `lost_s` is no step that counts, `goodput` the share of those that do.
+    every `checkpoint_interval_s` of steps; `lost_s` is no step that counts, `goodput` the share of those that do, and
+    `waiting` that in which more nodes are out than there are spares, whose hours are among `gpu_hours`.
     Ranges hold 80 %. `energy_j` is that of the GPUs at `power_w` each, the limit of their datasheet: hosts, network and
     cooling are not in it. The cost is in the currency of the price given.
     """
@@ -57,6 +58,7 @@ class WholeRun:
     lost_s: Interval | None = None
     checkpoint_bytes: float = 0.0
     failures: float = 0.0
+    waiting: float = 0.0
     assumed: tuple[str, ...] = ()
     power_w: float = 0.0
     power_source: str = ""
@@ -119,16 +121,30 @@ def answer_run(
 def whole_run(result: SearchResult, goal: Goal) -> WholeRun:
     """Return what a run by the best plan of `result` takes."""
     best = result.plans[0]
-    step, gpus = best.estimate.step_s, best.plan.gpus
-    steps = goal.tokens / result.question.workload.tokens_per_step
+    return _run_of(result.question, goal, best.plan, best.estimate.step_s)
+
+
+def runs_of_counts(result: SearchResult, goal: Goal) -> tuple[WholeRun, ...]:
+    """Return the run on each number of GPUs that a result compares, with the range of its first plan's step."""
+    first = result.plans[0].estimate.step_s
+    rows = [(row.plan, row.step_s) for row in result.by_gpus]
+    return tuple(
+        _run_of(result.question, goal, plan, first.at(step_s)) for plan, step_s in rows if plan and step_s is not None
+    )
+
+
+def _run_of(question: Question, goal: Goal, plan: Plan, step: Interval) -> WholeRun:
+    gpus = plan.gpus
+    steps = goal.tokens / question.workload.tokens_per_step
     alone = step.at(steps * step.value)
-    time = run_time(result.question, goal, gpus, alone)
+    time = run_time(question, goal, gpus, alone)
     days = time.total_s.at(time.total_s.value / DAY_S)
-    gpu_hours = days.at(days.value * gpus * DAY_S / HOUR_S)
-    kind, price = result.question.cluster.slowest_kind, goal.gpu_price_per_hour
+    paid = gpus + goal.spare_nodes * question.cluster.gpus_per_node
+    gpu_hours = days.at(days.value * paid * DAY_S / HOUR_S)
+    kind, price = question.cluster.slowest_kind, goal.gpu_price_per_hour
     return WholeRun(
         gpus=gpus,
-        plan=best.plan,
+        plan=plan,
         steps=steps,
         days=days,
         gpu_hours=gpu_hours,
@@ -139,6 +155,7 @@ def whole_run(result: SearchResult, goal: Goal) -> WholeRun:
         lost_s=time.lost_s,
         checkpoint_bytes=time.checkpoint_bytes,
         failures=time.failures,
+        waiting=time.waiting,
         assumed=time.assumed,
         power_w=kind.power_w,
         power_source=_power_source(kind),

@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import sqrt
 
-from planner.serving.answer import estimate_of
+from planner.serving.answer import estimate_of, meets
 from planner.serving.question.question import ServingQuestion
 from planner.serving.search import TIE, ServingPlan, ServingResult, value_of
 from simulator.serving.deployment import Deployment
 from simulator.serving.estimate import ServingEstimate
 from simulator.serving.server import OutOfTime
-from simulator.serving.traffic import Lengths, steady_requests
+from simulator.serving.traffic import Lengths, with_clients
 from topology.cluster import Cluster
 from topology.errors import Infeasible
 
@@ -56,8 +56,8 @@ class Sweep:
 def over_clients(result: ServingResult, *, cross: bool = False, until_s: float = math.inf) -> Sweep:
     """Follow the best deployments over clients in a closed loop, from 1 on; no rows for open loops.
 
-    Only the objective decides, not the targets. Deployments are those that were best for latency or for throughput at
-    what was asked about, so a row is the best of few, not of all. `cross` looks for the crossings between rows too.
+    Deployments are those that were best for latency or for throughput at what was asked about, so a row is the best of
+    few, not of all; those that meet the targets go first. `cross` looks for the crossings between rows too.
     Rows that are not simulated by `until_s` of `time.monotonic` are left out.
     """
     question = result.question
@@ -66,8 +66,7 @@ def over_clients(result: ServingResult, *, cross: bool = False, until_s: float =
     values = [float(clients) for clients in sorted({*powers, *([asked] if asked else [])})]
 
     def at(clients: float) -> ServingQuestion:
-        count = round(clients)
-        return replace(question, traffic=replace(question.traffic, concurrency=count, requests=steady_requests(count)))
+        return replace(question, traffic=with_clients(question.traffic, round(clients)))
 
     values = [] if question.traffic.trace else values
     return _sweep(result, "clients", "clients", float(asked), values, at, cross=cross, until_s=until_s)
@@ -142,7 +141,7 @@ def _between(low: Row, high: Row, ask: Callable[[float], ServingQuestion], follo
 
 
 def _followed(result: ServingResult) -> list[Deployment]:
-    found: list[Deployment] = []
+    found = [result.plans[0].deployment]
     for objective in ("latency", "throughput"):
         question = replace(result.question, objective=objective)
         ranked = sorted(result.plans, key=partial(value_of, question))
@@ -165,7 +164,7 @@ def _best_at(
     until_s: float = math.inf,
 ) -> Row | None:
     """Return the best at one value; one that is better by less than a tie does not replace the one before."""
-    found: dict[Deployment, tuple[float, Row]] = {}
+    found: dict[Deployment, tuple[bool, float, Row]] = {}
     for deployment in followed:
         try:
             estimate = estimate_of(question, deployment, until_s=until_s)
@@ -173,12 +172,12 @@ def _best_at(
             raise
         except Infeasible:
             continue
-        plan = ServingPlan(deployment=deployment, estimate=estimate, meets=True)
+        plan = ServingPlan(deployment=deployment, estimate=estimate, meets=meets(question, estimate))
         row = Row(value=value, deployment=deployment, estimate=estimate)
-        found[deployment] = (value_of(question, plan), row)
+        found[deployment] = (not plan.meets, value_of(question, plan), row)
     if not found:
         return None
-    least, best = min(found.values(), key=lambda one: one[0])
-    if incumbent in found and found[incumbent][0] <= least * (1 + TIE):
-        return found[incumbent][1]
+    late, least, best = min(found.values(), key=lambda one: one[:2])
+    if incumbent in found and found[incumbent][:2] <= (late, least * (1 + TIE)):
+        return found[incumbent][2]
     return best

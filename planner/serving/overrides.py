@@ -6,7 +6,13 @@ from dataclasses import replace
 
 from planner.serving.compare import differences
 from planner.serving.plan_file import ServingFile
-from planner.serving.question.from_flags import ServingFlags, arrival_shape, measured_serving, number_format
+from planner.serving.question.from_flags import (
+    ServingFlags,
+    arrival_shape,
+    measured_serving,
+    number_format,
+    speculation_of,
+)
 from planner.serving.question.question import ServingQuestion
 from planner.serving.question.releases import split_engine
 from planner.serving.stated import read_pool, require_pool
@@ -54,6 +60,8 @@ def with_serving_flags(
         custom_all_reduce=content.question.custom_all_reduce
         if flags.no_custom_all_reduce is None
         else not flags.no_custom_all_reduce,
+        speculation=speculation_of(flags.draft_tokens, flags.accepted_tokens, content.question.model)
+        or content.question.speculation,
         ttft_s=content.question.ttft_s if flags.ttft is None else flags.ttft,
         tpot_s=content.question.tpot_s if flags.tpot is None else flags.tpot,
     )

@@ -8,6 +8,7 @@ from functools import cache
 from importlib import resources
 
 from simulator.config.hf_config import load_model, named_model
+from simulator.config.hub_models import hub_table
 from simulator.config.model import Model
 from topology.catalog.clusters import cluster_from_case
 from topology.catalog.gpus import gpu_kind
@@ -20,12 +21,18 @@ _MODEL_NOISE = re.compile(r"[-_ ](instruct|hf|fp8|nvfp4|mxfp4|awq|chat|0528|v0\.
 
 @cache
 def _shipped() -> dict[str, str]:
-    """Return shipped models by their name on the hub and by other names of the same shapes, both plain."""
+    """Return models by their name on the Hub and by other names of the same shapes, both plain."""
     text = (resources.files("simulator") / "models" / "SOURCES.json").read_text("utf-8")
     names: dict[str, str] = {}
     for name, entry in json.loads(text).items():
         for spelled in (name, entry.get("hub", ""), *entry.get("same_shapes", ())):
             names[plain(spelled)] = name
+    for row in hub_table().rows:
+        for spelled in (*row.ids, *row.also):
+            names.setdefault(plain(spelled), row.ids[0])
+    for refused in hub_table().refused:  # loading them says why
+        for spelled in refused.ids:
+            names.setdefault(plain(spelled), spelled)
     return names
 
 

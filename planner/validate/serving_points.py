@@ -7,18 +7,20 @@ open is assumed and listed. A row that describes something the simulation does n
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from planner.serving import trtllm_of, vllm_of
 from planner.validate.serving_names import cluster_of, model_of
 from planner.validate.serving_row import ServingRow, read_row, side_of
+from simulator.config.estimate import Interval
 from simulator.config.model import Model
-from simulator.serving.deployment import Deployment, Pool
+from simulator.serving.deployment import Deployment, Pool, Speculation
 from simulator.serving.engine import engine_of
 from simulator.serving.estimate import ServingEstimate, estimate_serving
 from simulator.serving.kv_cache import cache_capacity
+from simulator.serving.latency import Distribution
 from simulator.serving.traffic import Lengths, Traffic
 from topology.cluster import Cluster
 from topology.codec import JsonObject
@@ -54,17 +56,17 @@ def validate_point(data: Mapping[str, Any]) -> JsonObject:
     nothing = dict.fromkeys(QUANTITIES)
     result: JsonObject = {
         "id": str(data.get("id", "")), "group": "", "measured": None, "predicted": None, "error": nothing,
-        "held": nothing, "within_interval": None, "skipped": None, "assumed": [],
+        "held": nothing, "within_interval": None, "skipped": None, "assumed": [], "medians": [],
     }  # fmt: skip
     try:
         row = read_row(data)
         found = _measured(row)
-        result |= {"group": _group(row), "measured": found}
+        result |= {"group": _group(row), "measured": found, "medians": _medians(row)}
         point = read_point(row)
         estimate = estimate_serving(point.model, point.cluster, point.deployment, point.traffic)
     except (NotCovered, UserError, Infeasible) as problem:
         return result | {"skipped": str(problem).splitlines()[0]}
-    return result | _compared(estimate, found) | {"assumed": list(point.assumed)}
+    return result | _compared(estimate, found, result["medians"]) | {"assumed": list(point.assumed)}
 
 
 def _group(row: ServingRow) -> str:
@@ -74,8 +76,14 @@ def _group(row: ServingRow) -> str:
     return f"{row.source_group} | {row.hardware} | {model} | {engine}"
 
 
-def _compared(estimate: ServingEstimate, found: Mapping[str, float | None]) -> JsonObject:
-    intervals = (estimate.ttft_s, estimate.tpot_s, estimate.output_tokens_per_s_per_gpu)
+def _compared(estimate: ServingEstimate, found: Mapping[str, float | None], medians: Sequence[str]) -> JsonObject:
+    seen = estimate.latency
+    first, token = estimate.ttft_s, estimate.tpot_s
+    intervals = (
+        _around_median(first, seen.ttft_s) if "ttft" in medians else first,
+        _around_median(token, seen.tpot_s) if "tpot" in medians else token,
+        estimate.output_tokens_per_s_per_gpu,
+    )
     errors: dict[str, float | None] = {}
     held: dict[str, bool | None] = {}
     for (name, key), interval in zip(QUANTITIES.items(), intervals, strict=True):
@@ -91,15 +99,28 @@ def _compared(estimate: ServingEstimate, found: Mapping[str, float | None]) -> J
     }
 
 
+def _around_median(mean: Interval, seen: Distribution) -> Interval:
+    """Return the range of a mean, moved to the median."""
+    scale = seen.p50 / mean.value if mean.value else 1.0
+    return replace(mean, value=seen.p50, low=mean.low * scale, high=mean.high * scale)
+
+
+def _medians(row: ServingRow) -> list[str]:
+    """Return of which times a row states the median alone."""
+    named = {"ttft": (row.ttft_ms, row.ttft_median_ms), "tpot": (row.tpot_ms, row.tpot_median_ms)}
+    return [name for name, (mean, median) in named.items() if mean is None and median is not None]
+
+
 def _measured(row: ServingRow) -> dict[str, float | None]:
     """Return what a row measured, in seconds and output tokens a second and GPU."""
     throughput = row.output_tok_s_per_gpu
     if throughput is None and row.total_tok_s_per_gpu and row.isl and row.osl:
         throughput = row.total_tok_s_per_gpu * row.osl / (row.isl + row.osl)
     # In a closed loop the gap between streamed pieces, which may hold several tokens, is not the time of a token.
-    between = row.tpot_ms or (None if row.concurrency else row.itl_ms)
+    between = row.tpot_ms or row.tpot_median_ms or (None if row.concurrency else row.itl_ms)
+    first = row.ttft_ms or row.ttft_median_ms
     return {
-        "ttft_s": row.ttft_ms and row.ttft_ms / 1e3,
+        "ttft_s": first and first / 1e3,
         "tpot_s": between and between / 1e3,
         "output_tokens_per_s_per_gpu": throughput,
     }
@@ -110,10 +131,8 @@ def read_point(row: ServingRow) -> Point:
     assumed: list[str] = []
     if row.isl is None or row.osl is None:
         raise NotCovered(f"{'isl' if row.isl is None else 'osl'} is not stated")
-    if row.spec_decode not in {"none", None, ""}:
-        raise NotCovered(f"speculative decoding ({row.spec_decode}) is not covered")
     model = model_of(row.model)
-    deployment = _deployment(row, model, assumed)
+    deployment = replace(_deployment(row, model, assumed), speculation=_speculation(row, model))
     cluster = cluster_of(row.hardware, deployment.gpus)
     traffic = _traffic(
         row, Lengths(mean=round(row.isl)), Lengths(mean=round(row.osl)), model, cluster, deployment, assumed
@@ -203,6 +222,20 @@ def _pool_apart(row: ServingRow, name: str) -> Pool:
         raise NotCovered("how many engines read prompts and how many write answers is not stated")
     ep = min(side.ep, side.tp * side.dp_attention)
     return Pool(engines=side.workers, tp=side.tp, pp=side.pp, ep=ep, dp_attention=side.dp_attention)
+
+
+def _speculation(row: ServingRow, model: Model) -> Speculation | None:
+    """Return what a row states of drafted tokens. Raises NotCovered where it does not state how many are accepted."""
+    if row.spec_decode in {"none", None, ""} and row.draft_tokens is None:
+        return None
+    if row.spec_decode not in {"mtp", None, ""}:
+        raise NotCovered(f"speculative decoding ({row.spec_decode}) is not covered")
+    missing = [name for name in ("draft_tokens", "accepted_tokens") if getattr(row, name) is None]
+    if missing:
+        raise NotCovered(f"speculative decoding (mtp) without {' and '.join(missing)}")
+    if not model.multi_token_layers:
+        raise NotCovered(f"speculative decoding (mtp) of {row.model}, which has no prediction layer")
+    return Speculation(draft=row.draft_tokens or 1, accepted=row.accepted_tokens or 0.0)
 
 
 def _formats(row: ServingRow, model: Model, assumed: list[str]) -> tuple[str, str]:

@@ -44,6 +44,8 @@ class ServingRow:
     replicas: Degree | None = None
     disagg: bool | JsonObject | None = None
     spec_decode: str | None = None
+    draft_tokens: Annotated[int, Meta(ge=1, le=16)] | None = None
+    accepted_tokens: Annotated[float, Meta(ge=0, le=16)] | None = None
     isl: Tokens | None = None
     osl: Tokens | None = None
     concurrency: Requests | None = None
@@ -59,6 +61,8 @@ class ServingRow:
     decode_workers: Degree | None = None
     ttft_ms: Milliseconds | None = None
     tpot_ms: Milliseconds | None = None
+    ttft_median_ms: Milliseconds | None = None
+    tpot_median_ms: Milliseconds | None = None
     itl_ms: Milliseconds | None = None
     output_tok_s_per_gpu: Rate | None = None
     total_tok_s_per_gpu: Rate | None = None

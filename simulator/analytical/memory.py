@@ -96,7 +96,7 @@ def memory_columns(
         categories={name: np.where(layout.exists, column, 0.0) for name, column in _categories(ranks).items()},
         peak_bytes=peak,
         reserved_bytes=reserved,
-        host_bytes=np.where(layout.exists, on_host, 0.0),
+        host_bytes=np.where(layout.exists, on_host + ranks.away, 0.0),
     )
 
 

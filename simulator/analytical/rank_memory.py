@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
@@ -11,9 +12,11 @@ from numpy.typing import NDArray
 from simulator.analytical.layer_cost import BlockMemory
 from simulator.columns.plan_table import Floats
 from simulator.config.model import Model
+from simulator.config.savers import OPTIMIZER_IN_BACKWARD
 from simulator.pipeline.schedules.registry import where
 from simulator.pipeline.stages import StageLayout, beside_gradients, in_flight
 from simulator.runtimes.library import ModelOperators
+from simulator.step.away import away_bytes, goes_away
 from simulator.step.context import CostContext
 from simulator.step.held import (
     Parameters,
@@ -59,6 +62,8 @@ class RankMemory:
         self.alike = np.where(moe > 0, moe if model.dense_layers_lead else np.minimum(moe, 1), dense)
         self.embedding, self.head = layout.first * parameters.embedding[:, None], layout.last * parameters.head[:, None]
         self.zero = zero_buffers(context, self.trained, self.sharded("optimizer"))
+        if OPTIMIZER_IN_BACKWARD in context.runtime.savers:  # nothing is made of all parameters at once
+            self.zero = replace(self.zero, update=0.0 * self.zero.update)
         self.state = {kind: self.sharded(kind) * held_bytes(context, kind)[:, None] for kind in state_bytes(context)}
         # Autocast keeps a 16-bit copy of every weight that products use from its first use to the end of the forward
         # pass, and backward keeps those of layers that are not run again; embeddings are looked up as they are.
@@ -301,6 +306,8 @@ class RankMemory:
         results are there of `heads`.
         """
         saved, of_layer = self._saved
+        if goes_away(self.context.runtime):  # all but those of a layer
+            return self.head_saved * heads + np.minimum(saved, of_layer)
         # Where nearly all micro batches are in flight on all stages: all of them without the passes that are not.
         by_all, by_one = self._saved_by_all
         micro_batches = self.table.micro_batches[:, None]
@@ -316,6 +323,11 @@ class RankMemory:
             + cached * np.where(self._all_first, heads, np.minimum(heads, 1.0))
             + between_stages_bytes(self.context, self.layout.first, self.layout.last, held)
         )
+
+    @cached_property
+    def away(self) -> Floats:
+        """What layers of micro batches in flight keep in host memory."""
+        return sum(self.layout.layers) * away_bytes(self.context)[:, None] * self.in_flight
 
     def _parameters(self, layers: tuple[Floats, Floats] | None) -> Floats | float:
         """Return the parameters of so many dense layers and layers with experts; both of shape (plans, ranks)."""

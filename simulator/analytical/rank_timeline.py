@@ -243,6 +243,7 @@ class RankTimeline:
         self.clocks[COMPUTE] = self.compute + seconds
 
     def host_copy(self, name: str, nbytes: Value, *, stream: str) -> None:  # noqa: ARG002 - a Rank is given names
+        self._sends = True
         start = np.maximum(self._clock(stream), self.host)
         self.clocks[stream] = np.asarray(start + nbytes / self.traffic.host_copy_bytes_per_s)
 

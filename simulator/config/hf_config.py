@@ -12,17 +12,18 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+from simulator.config.attention_kinds import latent_attention, layers_of_type, linear_attention
 from simulator.config.config_reader import MAX_LAYERS, ConfigReader, show
 from simulator.config.hub_models import ON_THE_HUB, SHIPPED, hub_model, hub_names_near, name_of_file
 from simulator.config.model import LatentAttention, MixtureOfExperts, Model, evenly
-from simulator.config.model_families import FAMILIES, LATENT_DEFAULTS
+from simulator.config.model_families import FAMILIES
 from simulator.config.verify import verify_model
 from topology.codec import JsonObject, read_json
 from topology.errors import BadModel
 
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 _STEP_KEYS = ("interleave_moe_layer_step",)  # Llama4TextConfig's word for decoder_sparse_step
-_NEXT_TOKEN_KEYS = ("num_nextn_predict_layers", "num_mtp_layers")
+_NEXT_TOKEN_KEYS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 
 
 def model_from_config(config: JsonObject, *, name: str) -> Model:
@@ -164,12 +165,13 @@ def _read(reader: ConfigReader) -> Model:
     hidden = reader.size("hidden_size", *(["n_embd"] if family.positions_default else []))
     vocab = reader.size("vocab_size")
     heads = reader.size("num_attention_heads", *(["n_head"] if family.positions_default else []))
-    latent = _latent(reader) if family.latent else None
+    latent = latent_attention(reader) if family.latent else None
     kv_heads, head_dim = _heads(reader, hidden, heads, latent)
     moe = _experts(reader, layers)
     gated = reader.flag("gated_mlp", default=family.gated_mlp) if reader.family.generic else family.gated_mlp
     ffn = _feed_forward(reader, hidden, moe, gated=gated, all_sparse=moe is not None and not moe.dense_layers)
-    window, sliding = _sliding(reader, layers)
+    linear = linear_attention(reader, layers) if family.linear else None
+    window, sliding = (0, ()) if linear else _sliding(reader, layers)
     max_positions = reader.count("max_position_embeddings", *(["n_positions"] if family.positions_default else []))
     norm, norm_bias = _norm(reader)
     qkv_bias, out_bias, mlp_bias = _biases(reader)
@@ -206,7 +208,10 @@ def _read(reader: ConfigReader) -> Model:
         qkv_bias=qkv_bias,
         attention_out_bias=out_bias,
         mlp_bias=mlp_bias,
+        head_bias=family.head_bias,
         latent=latent,
+        attention_gate=family.attention_gate,
+        linear=linear,
         moe=moe,
         sliding_window=window,
         sliding_layers=len(sliding) if sliding == evenly(len(sliding), layers) else sliding,
@@ -217,29 +222,10 @@ def _read(reader: ConfigReader) -> Model:
     )
 
 
-def _latent(reader: ConfigReader) -> LatentAttention:
-    def width(key: str) -> int:
-        value = reader.integer(key)
-        if value is None:
-            value = LATENT_DEFAULTS[key]
-            reader.assume(key, value)
-        return value
-
-    # An explicit null or 0 says that queries are not compressed (DeepSeek-V2-Lite); an absent key does not.
-    direct = "q_lora_rank" in reader.config and not reader.stated("q_lora_rank")
-    return LatentAttention(
-        q_lora_rank=0 if direct and reader.count("q_lora_rank") == 0 else width("q_lora_rank"),
-        kv_lora_rank=width("kv_lora_rank"),
-        qk_nope_head_dim=width("qk_nope_head_dim"),
-        qk_rope_head_dim=width("qk_rope_head_dim"),
-        v_head_dim=width("v_head_dim"),
-    )
-
-
 def _heads(reader: ConfigReader, hidden: int, heads: int, latent: LatentAttention | None) -> tuple[int, int]:
     """Return (key/value heads, head width)."""
     family = reader.family
-    stated_kv, stated_dim = reader.integer("num_key_value_heads"), reader.integer("head_dim")
+    stated_kv, stated_dim = reader.integer("num_key_value_heads", "num_kv_heads"), reader.integer("head_dim")
     if latent:
         # Keys and values are expanded for every query head; `head_dim`, where written, is only the rotary part.
         return heads, latent.qk_nope_head_dim + latent.qk_rope_head_dim
@@ -295,7 +281,7 @@ def _experts(reader: ConfigReader, layers: int) -> MixtureOfExperts | None:
         reader.assume("first_k_dense_replace", first)
     every = reader.integer("moe_layer_freq", high=MAX_LAYERS) or 1
     dense = tuple(i for i in range(layers) if i in only_dense or (i + 1) % step or i < first or i % every)
-    listed = _layers_of_type(reader, layers, "mlp_layer_types", ("sparse", "dense"))
+    listed = layers_of_type(reader, layers, "mlp_layer_types", ("sparse", "dense"))
     dense = dense if listed is None else listed
     per_token = reader.integer("num_experts_per_tok", "num_experts_per_token", "moe_topk", "experts_per_token")
     width = reader.integer(*family.expert_width_keys)
@@ -362,7 +348,7 @@ def _sliding(reader: ConfigReader, layers: int) -> tuple[int, tuple[int, ...]]:
     the first; `three-of-four`; `five-of-six`. `layer_types`, where the family knows it, is the last word.
     """
     family, kind = reader.family, reader.family.sliding
-    stated = _layers_of_type(reader, layers, "layer_types", ("full_attention", "sliding_attention"))
+    stated = layers_of_type(reader, layers, "layer_types", ("full_attention", "sliding_attention"))
     if kind == "none":
         if stated:
             raise reader.bad(
@@ -389,19 +375,6 @@ def _sliding(reader: ConfigReader, layers: int) -> tuple[int, tuple[int, ...]]:
         chosen = [i for i in range(layers) if (i + 1) % pattern]
     ids = tuple(chosen) if stated is None else stated
     return (window, ids) if window and ids else (0, ())
-
-
-def _layers_of_type(reader: ConfigReader, layers: int, key: str, known: tuple[str, str]) -> tuple[int, ...] | None:
-    """Return which layers a list of types, one a layer, says are of the second of two; None when it is absent."""
-    types = reader.stated(key)
-    if types is None:
-        return None
-    if type(types) is not list or len(types) != layers or any(kind not in known for kind in types):
-        raise reader.bad(
-            f"{key!r} is {show(types)}",
-            why=f"it must name each of the {layers} layers {' or '.join(known)}",
-        )
-    return tuple(i for i, kind in enumerate(types) if kind == known[1])
 
 
 def _norm(reader: ConfigReader) -> tuple[str, bool]:

@@ -29,7 +29,8 @@ class HubModel:
 
     `like` is a shipped model, `config` the fields of a config.json or those that differ from it. `parameters` is the
     count that `counted` describes, as published, with the digits that were stated. `left_out` names parts that the
-    shape does not have; `weights` is the format of its checkpoint where that is not 16 bits (of `like`, when not said).
+    shape does not have; `weights` is the format of its checkpoint where that is not 16 bits (of `like`, when not said),
+    `also` other spellings.
     """
 
     ids: tuple[str, ...]
@@ -40,6 +41,7 @@ class HubModel:
     left_out: str = ""
     counted: str = ""
     weights: str = ""
+    also: tuple[str, ...] = ()
 
     def shape(self) -> JsonObject:
         """Return the config.json that says the shape."""

@@ -31,6 +31,32 @@ class LatentAttention:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LinearAttention:
+    """Gated delta networks in the place of attention (transformers' Qwen3NextGatedDeltaNet). Widths in elements."""
+
+    layers: int  # of the model, how many have it
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int  # tokens of the convolution before it
+
+    @property
+    def mixed(self) -> int:
+        """Width of queries, keys and values of a token, which the convolution runs over."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    def matmul_parameters(self, hidden: int) -> int:
+        """Weights of one layer's projections: queries, keys, values and their gate, two scalars a head, the output."""
+        gate = self.value_heads * self.value_dim
+        return hidden * (self.mixed + gate + 2 * self.value_heads) + gate * hidden
+
+    def parameters(self, hidden: int) -> int:
+        """Parameters of one layer: projections, convolution, decay and step of each head, the norm of the output."""
+        return self.matmul_parameters(hidden) + self.kernel * self.mixed + 2 * self.value_heads + self.value_dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MixtureOfExperts:
     """Sparse feed-forward layers. `dense_layer_ids` names the layers that stay dense; where only their number
     `dense_layers` is given, they come first, as in DeepSeek's networks. What each layer is, `Model.layer_kinds`
@@ -86,6 +112,8 @@ class Model:
     mlp_bias: bool = False
     head_bias: bool = False
     latent: LatentAttention | None = None
+    attention_gate: bool = False  # attention's output is gated, by as many more columns as queries have (qwen3-next)
+    linear: LinearAttention | None = None  # of the layers that have it in the place of attention
     moe: MixtureOfExperts | None = None
     sliding_window: int = 0
     sliding_layers: int | tuple[int, ...] = (
@@ -155,7 +183,18 @@ class Model:
             expand = m.kv_lora_rank * self.heads * (m.qk_nope_head_dim + m.v_head_dim)
             return query + compress + expand + self.heads * m.v_head_dim * h
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        return h * (q + 2 * kv) + q * h
+        return h * ((2 if self.attention_gate else 1) * q + 2 * kv) + q * h
+
+    @property
+    def linear_layers(self) -> int:
+        """How many layers have linear attention."""
+        return self.linear.layers if self.linear else 0
+
+    @property
+    def attention_matmul_parameters_of_all(self) -> int:
+        """Weights of the matrices of all layers' attention, be it linear."""
+        linear = self.linear.layers * self.linear.matmul_parameters(self.hidden) if self.linear else 0
+        return (self.layers - self.linear_layers) * self.attention_matmul_parameters + linear
 
     @property
     def attention_sinks(self) -> bool:
@@ -244,6 +283,8 @@ class Model:
             + self.moe_layers * self.moe_layer_parameters
             + (self.norm_parameters if self.final_norm else 0)
             + self.head_parameters
+            + self.linear_layers
+            * ((self.linear.parameters(self.hidden) if self.linear else 0) - self.attention_parameters)
         )
 
     @property
@@ -281,7 +322,7 @@ class Model:
     @property
     def layer_matmul_parameters(self) -> int:
         """Matrix weights of all layers that one token is multiplied with: chosen experts only, head left out."""
-        total = self.layers * self.attention_matmul_parameters
+        total = self.attention_matmul_parameters_of_all
         total += self.dense_layers * self.mlp_matmul_parameters(self.ffn)
         if self.moe:
             moe = self.moe
@@ -304,7 +345,7 @@ class Model:
         full, windowed = float(seq_len), float(window)
         if causal and seq_len:
             full, windowed = seq_len / 2, window - window * window / (2 * seq_len)
-        return (self.layers - self.windowed_layers) * full + self.windowed_layers * windowed
+        return (self.layers - self.windowed_layers - self.linear_layers) * full + self.windowed_layers * windowed
 
     def keys_by_layers(self, seq_len: int) -> tuple[float, float]:
         """Return the parts of layers with windows and of others in the mean number of keys that a causal query meets.

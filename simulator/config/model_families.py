@@ -41,10 +41,13 @@ class Family:
     out_bias_key: str = ""
     mlp_bias: bool = False
     mlp_bias_key: str = ""
+    head_bias: bool = False
     multi_head_only: bool = False  # no grouped queries: heads and key/value heads are the same
     latent: bool = False
     experts: str = "optional"  # optional (dense without the keys), required
     expert_width_keys: tuple[str, ...] = ("moe_intermediate_size",)
+    attention_gate: bool = False
+    linear: bool = False  # most layers have linear attention, see attention_kinds
     shared_gate: bool = False
     router_bias: bool = False
     expert_bias: bool = False
@@ -116,6 +119,31 @@ FAMILIES: dict[str, Family] = {
         sliding_window=4096,
         experts="required",
     ),
+    "qwen3_next": Family(
+        config_class="Qwen3NextConfig",
+        kv_heads=2,
+        head_dim=256,
+        qk_norm=True,
+        attention_gate=True,
+        linear=True,
+        experts="required",
+        shared_gate=True,
+        shared_expert_width=512,
+    ),
+    "qwen3_5_moe_text": Family(
+        config_class="Qwen3_5MoeTextConfig",
+        kv_heads=2,
+        head_dim=256,
+        qk_norm=True,
+        attention_gate=True,
+        linear=True,
+        experts="required",
+        shared_gate=True,
+        shared_expert_width=512,
+    ),
+    "qwen3_5_text": Family(
+        config_class="Qwen3_5TextConfig", kv_heads=4, head_dim=256, qk_norm=True, attention_gate=True, linear=True
+    ),
     "deepseek_v2": Family(
         config_class="DeepseekV2Config",
         latent=True,
@@ -160,6 +188,28 @@ FAMILIES: dict[str, Family] = {
         out_bias_key="attention_bias",
         mlp_bias=True,
         multi_head_only=True,
+    ),
+    "gptj": Family(
+        config_class="GPTJConfig",
+        head_bias=True,
+        gated_mlp=False,
+        norm="layernorm",
+        norms_per_layer=1,
+        parallel_residual=True,
+        mlp_bias=True,
+        multi_head_only=True,
+        inner_is_4h=True,
+    ),
+    "falcon": Family(
+        config_class="FalconConfig",
+        tied=True,
+        gated_mlp=False,
+        norm="layernorm",
+        parallel_residual=True,
+        qkv_bias_key="bias",
+        out_bias_key="bias",
+        mlp_bias_key="bias",
+        inner_is_4h=True,
     ),
     "gpt": Family(
         config_class="Megatron-LM GPTModel",
@@ -341,6 +391,7 @@ IRRELEVANT = frozenset({
     "embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling",
     "no_rope_layers", "no_rope_layer_interval", "rotary_dim", "use_routing_bias", "qk_norm_type",
     "qk_head_dim", "embd_layer_norm", "tf_legacy_loss", "use_bfloat16", "trust_remote_code",
+    "mtp_use_dedicated_embeddings",
 })  # fmt: skip
 
 # Keys that do change shapes. A family that does not know one of these refuses it rather than answer for a network

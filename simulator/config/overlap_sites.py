@@ -24,13 +24,15 @@ from functools import lru_cache
 
 from topology.errors import BadPlan
 
-# What each does: simulator.overlap.modes, and for async simulator.overlap.torch_async. All of them run in our executor.
-MODES = ("none", "chunked", "ring", "copy_engine", "fused", "async")
-# What `executor.overlap` calls those that have no implementation of ours: NCCL and then the product, and torch's own.
-EXECUTOR_NAMES = {"none": "nccl", "async": "torch_symm_mem"}
-# Modes that plans may name and our executor does not have: Transformer Engine's (`simulator.overlap.site_costs`).
+# What our executor runs; what each does: simulator.overlap.modes.
+MODES = ("none", "chunked", "ring", "copy_engine", "fused")
+# What `executor.overlap` calls NCCL and then the product.
+EXECUTOR_NAMES = {"none": "nccl"}
+# Modes that plans may name and our executor does not have: Transformer Engine's (`simulator.overlap.site_costs`)
+# and torch's.
 USERBUFFERS = "userbuffers"
-WORDS = (*MODES, USERBUFFERS)
+ASYNC = "async"  # a pass of torch's over a compiled graph (`simulator.overlap.torch_async`)
+WORDS = (*MODES, ASYNC, USERBUFFERS)
 SITES = ("attention_in", "attention_out", "mlp_in", "mlp_out")
 NONE = "none"
 
@@ -82,7 +84,7 @@ def mode_at(tp_overlap: str, site: str) -> str:
     each = modes_by_site(tp_overlap)
     if site:
         return each[SITES.index(site)]
-    return each[0] if set(each) == {"async"} else NONE
+    return each[0] if set(each) == {ASYNC} else NONE
 
 
 def modes_in(tp_overlap: str) -> tuple[str, ...]:

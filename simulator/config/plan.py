@@ -156,7 +156,7 @@ class Plan:
     placement: tuple[int, ...] = entry(
         (), follows=("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "virtual_stages")
     )
-    cp_method: str | None = entry(None, "context parallelism by", needs="cp")  # None: the runtime's own
+    cp_method: str | None = entry(None, "method of context parallelism", needs="cp")  # None: the runtime's own
     recompute_per_stage: tuple[str, ...] = entry((), follows=("pp", "virtual_stages", "recompute"))
     capacity_factor: float | None = entry(None)
     offload: str = entry(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from simulator.config.adapter import Adapter
 from simulator.config.optimizers import OPTIMIZERS, why_no_optimizer
+from simulator.config.savers import BF16_GRADIENTS, LINEAR_LOSS, SAVERS
 
 # Bytes of a number, by the short names of operators and of sharding's text; and of what a run may be configured with.
 ELEMENT_BYTES = {
@@ -53,7 +55,8 @@ class Runtime:
     replaying graphs: all of a layer's, or those of the parts that `graph_scopes` names. `moe_dispatcher` sends tokens
     to experts (`MOE_DISPATCHERS`), `expert_products` multiplies there (`EXPERT_PRODUCTS`); "" is the description's own.
     `fused` are the kernels of others that were put in the place of its own (`FUSED_KERNELS`).
-    `adapter` says what is trained where that is not everything.
+    `adapter` says what is trained where that is not everything. `savers` take less memory (`simulator.config.savers`):
+    those that were asked for; `all_savers` are all.
     """
 
     name: str = DEFAULT_RUNTIME
@@ -70,11 +73,29 @@ class Runtime:
     moe_dispatcher: str = ""
     expert_products: str = ""
     fused: tuple[str, ...] = ()
+    savers: tuple[str, ...] = ()
 
     @property
     def low(self) -> bool:
         """Whether products run in fewer than 16 bits."""
         return self.compute_dtype in LOW_PRECISION
+
+    @property
+    def all_savers(self) -> tuple[str, ...]:
+        """All memory savers, those among them that are kernels of others or a type of gradients."""
+        also = {LINEAR_LOSS: "linear_loss" in self.fused, BF16_GRADIENTS: self.reduce_dtype == "bfloat16"}
+        return tuple(word for word in SAVERS if word in self.savers or also.get(word))
+
+    def with_savers(self, words: Iterable[str]) -> Runtime:
+        """Return the runtime with more memory savers."""
+        given = {*words}
+        kernels = {*self.fused, "linear_loss"} if LINEAR_LOSS in given else {*self.fused}
+        return replace(
+            self,
+            savers=tuple(word for word in SAVERS if word in {*self.savers, *given}),
+            fused=tuple(sorted(kernels)),
+            reduce_dtype="bfloat16" if BF16_GRADIENTS in given else self.reduce_dtype,
+        )
 
     @property
     def activation_dtype(self) -> str:

@@ -27,12 +27,28 @@ STORAGE_BYTES_PER_S = 2e12 / 16_384
 class Failures:
     """A run is interrupted every `mtbf_s` on average and computes again `restart_s` later; a checkpoint stops it for
     `save_s`, and another cannot begin within `least_interval_s`.
+
+    What interrupted it is back after `repair_s`: a node that is repaired, or one that a provider has to give again. One
+    of `spares` takes its place meanwhile; where none is left, the run waits.
     """
 
     mtbf_s: float
     restart_s: float
     save_s: float
     least_interval_s: float = 0.0
+    repair_s: float = 0.0
+    spares: int = 0
+
+    @property
+    def waiting(self) -> float:
+        """The share of the time in which more is out than there are spares. While the run computes, failures come at a
+        constant rate, and while it waits none: of a queue of as many servers as spares and one more, whose lost calls
+        these are, the share of lost calls (Erlang's B).
+        """
+        load, share = self.repair_s / self.mtbf_s, 1.0
+        for servers in range(1, self.spares + 2):
+            share = load * share / (servers + load * share)
+        return share if load else 0.0
 
     def total_s(self, work_s: float, interval_s: float) -> float:
         """Return the expected time of a run with `work_s` of steps and a checkpoint after each `interval_s` of them;
@@ -41,7 +57,10 @@ class Failures:
         mtbf, segment = self.mtbf_s, (interval_s + self.save_s) / self.mtbf_s
         if max(segment, self.restart_s / mtbf) > MOST_EXPONENT:
             return math.inf
-        return mtbf * math.exp(self.restart_s / mtbf) * math.expm1(segment) * work_s / interval_s
+        if self.waiting >= 1.0:
+            return math.inf
+        up = mtbf * math.exp(self.restart_s / mtbf) * math.expm1(segment) * work_s / interval_s
+        return up / (1.0 - self.waiting)
 
     def goodput(self, interval_s: float) -> float:
         """Return the share of the time that is spent on steps that count."""

@@ -19,6 +19,7 @@ class _Run:
     def __init__(self, failures: Failures, work_s: float, interval_s: float, draw: random.Random) -> None:
         self.failures, self.left_s, self.interval_s, self.draw = failures, work_s, interval_s, draw
         self.env = simpy.Environment()
+        self.out, self.back, self.waits = 0, self.env.event(), False
         self.trainer = self.env.process(self._train())
         self.env.process(self._fail())
 
@@ -33,6 +34,10 @@ class _Run:
             begun = self.env.now
             try:
                 if down:
+                    self.waits = True
+                    while self.out > self.failures.spares:
+                        yield self.back
+                    self.waits = False
                     yield self.env.timeout(self.failures.restart_s)
                     down, begun = False, self.env.now
                 # A checkpoint follows each whole interval; the last steps need none.
@@ -46,8 +51,17 @@ class _Run:
     def _fail(self) -> Generator[simpy.Event, None, None]:
         while True:
             yield self.env.timeout(self.draw.expovariate(1.0 / self.failures.mtbf_s))
-            if self.trainer.is_alive:
+            if self.trainer.is_alive and not self.waits:
                 self.trainer.interrupt()
+                if self.failures.repair_s:
+                    self.out += 1
+                    self.env.process(self._repair())
+
+    def _repair(self) -> Generator[simpy.Event, None, None]:
+        yield self.env.timeout(self.draw.expovariate(1.0 / self.failures.repair_s))
+        self.out -= 1
+        self.back.succeed()
+        self.back = self.env.event()
 
 
 def _checkpoints(left_s: float, interval_s: float) -> int:

@@ -30,7 +30,6 @@ OLDER_NAMES = {
     f"{kind}_beside".lstrip("_"): name
     for kind, name in {
         "": "product_slowdown",
-        "torch": "torch_product_slowdown",
         "fused": "fused_product_slowdown",
         "collective": "late_product_slowdown",
         "behind": "early_product_slowdown",

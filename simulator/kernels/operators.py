@@ -57,7 +57,8 @@ class OperatorSpec:
     whose weight is kept `packed` reads a copy of it (its `reads`) that a `transient` operator makes and that goes after
     it; products of an `adapter` come next to those of the network. `replayed`: a CUDA graph
     launches it, with what is before it. Of each expert but the first the host issues `by_expert` more launches, and
-    kernels that run `one_by_one` are one of each expert.
+    kernels that run `one_by_one` are one of each expert. A product that runs `again` does so in its backward pass
+    first.
     """
 
     name: str
@@ -92,6 +93,7 @@ class OperatorSpec:
     replayed: bool = False
     by_expert: float = 0.0
     one_by_one: bool = False
+    again: bool = False
 
 
 def active_rows(operator: OperatorSpec, table: PlanTable) -> Floats:
@@ -191,7 +193,8 @@ def backward_work(spec: OperatorSpec, sizes: Mapping[str, Floats], dtype_bytes: 
     if spec.matmul:
         left, right, out = parse_matmul(spec.matmul)
         low = spec.low
-        work = [_matmul(f"{spec.name}.dgrad", out, right, left, sizes, dtype_bytes, backward=True, low=low)]
+        work = [replace(one, backward=True) for one in forward_work(spec, sizes, dtype_bytes) if spec.again]
+        work.append(_matmul(f"{spec.name}.dgrad", out, right, left, sizes, dtype_bytes, backward=True, low=low))
         if spec.weight_gradient:
             extra = product(right, sizes) * (dtype_bytes(spec.weight_gradient_dtype) - dtype_bytes("compute"))
             wgrad = _matmul(

@@ -117,6 +117,7 @@ class Framework:
     latent_cp_methods: tuple[str, ...] = ()  # methods that latent attention can have; empty: all
     window_cp_methods: tuple[str, ...] = ()  # methods that sliding windows can have; empty: all
     norm_recomputed_unsharded: bool = True  # recomputes operators around norms of query heads under tp without FSDP
+    cuts_with_savers: bool = True  # has its memory savers with tensor parallelism
     compiled_context_tensor: bool = True  # compiled blocks may have both context and tensor parallelism
 
     @property
@@ -234,6 +235,7 @@ MESHWRIGHT = Framework(
     own_kernels_only=True,
     latent_cp_methods=("all_to_all",),  # in a ring, values must be as wide as keys
     window_cp_methods=("all_to_all",),  # parts of a ring are attended to whole
+    cuts_with_savers=False,
     compiled_context_tensor=False,  # torch 2.13's partitioner fails on some blocks
 )
 MEGATRON = Framework(

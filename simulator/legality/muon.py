@@ -49,6 +49,15 @@ MUON_RULES: tuple[Rule, ...] = (
         applies=lambda q: _orthogonalises(q) and _runtime(q) not in MODELLED,
     ),
     rule(
+        "muon-tensor",
+        lambda c, q: (c.tp > 1) & (c.dp_shard * c.cp > 1),
+        lambda p, q: (
+            f"Muon of matrices that both tp {p.tp} and {p.dp_shard * p.cp} shards cut is not modelled: replicate, or"
+            " leave one of them"
+        ),
+        applies=_orthogonalises,
+    ),
+    rule(
         "muon-state",
         lambda c, q: (c.offload != "none") | ((c.zero_stage > 0) & (c.zero_stage < 3)),
         lambda p, q: (

@@ -18,6 +18,7 @@ from simulator.legality.muon import MUON_RULES
 from simulator.legality.pipeline import PIPELINE_RULES
 from simulator.legality.policy import POLICY_RULES
 from simulator.legality.rule import Grade, ModelNotKnown, Problem, Rule, RuleFacts
+from simulator.legality.savers import SAVER_RULES
 from simulator.legality.shapes import SHAPE_RULES
 from simulator.pipeline.stages import rank_of_stage
 
@@ -27,6 +28,7 @@ RULES: tuple[Rule, ...] = (
     *DATA_RULES,
     *ADAPTER_RULES,
     *MUON_RULES,
+    *SAVER_RULES,
     *PIPELINE_RULES,
     *POLICY_RULES,
 )

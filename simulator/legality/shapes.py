@@ -193,8 +193,8 @@ SHAPE_RULES: list[Rule] = [
         lambda p, q: with_nearest(
             "tp",
             _tensor_degrees(q),
-            f"{q.model.kv_heads} key/value heads % tp {p.tp} = {q.model.kv_heads % p.tp}: {q.framework.title} needs 0 "
-            "(Megatron-LM would replicate them)",
+            f"{q.model.kv_heads} key/value heads % tp {p.tp} = {q.model.kv_heads % p.tp}: {q.framework.title} needs 0"
+            + ("" if p.tp % q.model.kv_heads else " (Megatron-LM would replicate them)"),
         ),
         applies=lambda q: q.model.latent is None and q.framework.kv_heads is KvHeads.DIVIDE,
     ),

@@ -13,6 +13,7 @@ from itertools import accumulate
 
 import numpy as np
 
+from simulator.config.overlap_sites import ASYNC
 from simulator.kernels.operators import OperatorSpec, Work, WorkKind
 from simulator.lowering.steps import (
     AsyncStep,
@@ -25,7 +26,6 @@ from simulator.lowering.steps import (
     piece_of,
     summed,
 )
-from simulator.overlap.torch_async import ASYNC
 from simulator.passes.block import block_passes
 from simulator.passes.steps import Kernel, Pair, Ring, Transfer, Wait
 from simulator.passes.steps import Step as PassStep

@@ -9,11 +9,13 @@ from typing import NamedTuple
 import numpy as np
 
 from simulator.config.optimizers import OPTIMIZERS, Optimizer
+from simulator.config.savers import OPTIMIZER_IN_BACKWARD
 from simulator.memory.tensors import BlockTensors, Passes, Weight
 from simulator.pipeline.schedule_program import last_backwards
 from simulator.pipeline.schedules.table import Schedule
 from simulator.runtimes.library import ModelOperators, head_peaks
 from simulator.runtimes.parts import RecomputeSpec
+from simulator.step.away import goes_away
 from simulator.step.context import CostContext
 from simulator.step.held import State, state_bytes
 from simulator.step.muon import is_orthogonalised, matrix_state_bytes
@@ -51,6 +53,7 @@ class PlanTensors:
         self.state = {kind: float(held_bytes(context, kind)[0]) for kind in state_bytes(context)}
         self._tensors, self._inside = BlockTensors(context), BlockTensors(context.in_layers)
         self._passes: dict[tuple[str, str], Passes] = {}
+        self.away, self.in_backward = goes_away(context.runtime), OPTIMIZER_IN_BACKWARD in context.runtime.savers
         self.metrics = self._tensors.sizes(context.spec.layer.metrics_after)
         self._of_block = {
             "dense": operators.dense_layer,
@@ -122,6 +125,8 @@ class PlanTensors:
         """Return the tensors, `nbytes` in all, that updating `units` makes for a moment: one a parameter, or one under
         ZeRO.
         """
+        if self.in_backward:  # parameter by parameter, as their gradients come
+            return []
         if is_orthogonalised(self.context.runtime):
             return self._made_beside_matrices(units)
         owned = [one.trained * self.share(unit, "optimizer") for unit in units for one in self.elements(unit)]

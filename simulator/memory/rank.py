@@ -57,6 +57,7 @@ class RankReplay:
         self.passing: list[Block] = []  # freed by the host, and not yet used by the device
         self.summed: list[Block] = []  # what replicas sum, in the type of reductions
         self.optimizer: list[Block] = []
+        self.leaving: list[Instance] = []  # layers whose tensors are on their way to host memory
         self.watches = False  # whether to note the bytes allocated at most in each pass of a step, unit by unit
         self.highest: list[int] = []
         bytes_of, table = self.context.dtype_bytes, self.context.table
@@ -158,6 +159,8 @@ class RankReplay:
             self._play(unit, instance, passes.forward, forward=True)
             instance.from_forward = set(instance.slots)
             given = instance.slots.pop(passes.outward, None)
+            if self.plan.away and unit.wrapped:
+                self._send_away(instance)
             if position + 1 < len(units) and unit is not self.tied:
                 self._reshard(unit, last_use=False)
             yield
@@ -179,9 +182,12 @@ class RankReplay:
         if not self.buckets:
             self.buckets = self._taken(self.zero["buckets"]) + self._taken(self.zero["reducing"], REDUCE)
         gradient: Block | None = None
-        for unit in reversed(units):
+        for position, unit in reversed([*enumerate(units)]):
             passes, instance = self.plan.passes(unit), self.running[unit.name, micro_batch]
             self._gather(unit, forward=False)
+            self._fetch(instance)
+            if self.spec.away_layers and position:  # that of the next is fetched meanwhile
+                self._fetch(self.running[units[position - 1].name, micro_batch])
             if gradient is not None:
                 instance.slots[passes.incoming] = gradient
             again = self._taken(unit.recast[0] * self.compute_bytes) if self.casts and unit.wrapped else []
@@ -248,6 +254,26 @@ class RankReplay:
             self._weight_gradient(unit, len(self.wrapped[unit.name].elements) - 1)
         if self.traffic.reduces(last_micro_batch=last):
             self._reduce(unit)
+        if self.plan.in_backward and not self.traffic.fully_sharded and not (unit.block == "head" and self.tied):
+            self.wrapped[unit.name].whole_gradients.clear()
+            self._give(self.wrapped[unit.name].gradients)
+
+    def _send_away(self, instance: Instance) -> None:
+        """A layer has run forward: what it keeps goes to host memory, after that of layers before it."""
+        self.leaving.append(instance)
+        while len(self.leaving) > self.spec.away_layers:
+            gone = self.leaving.pop(0)
+            gone.away = {slot: size for slot, (_, _, size) in gone.slots.items()}
+            self._give([*gone.slots.values()])
+            gone.slots.clear()
+
+    def _fetch(self, instance: Instance) -> None:
+        """Have what a layer keeps back on the GPU."""
+        if instance in self.leaving:
+            self.leaving.remove(instance)
+        for slot, nbytes in instance.away.items():
+            instance.slots[slot] = self.memory.allocate(nbytes, COMPUTE)
+        instance.away = {}
 
     # --- parameters and gradients -------------------------------------------------------------------------------
 
@@ -296,6 +322,9 @@ class RankReplay:
         if not elements or not (t.adds_up or t.fully_sharded):
             return
         fresh = self._taken(rows * elements * (t.unsharded_gradient_bytes if t.fully_sharded else self.compute_bytes))
+        if self.plan.in_backward and not t.fully_sharded and unit is not self.tied:  # updated with, and gone
+            self._give(fresh)
+            return
         if rows > 1 and t.fully_sharded:  # FSDP sums it over tensor-parallel ranks first
             mine = self._taken(elements * t.unsharded_gradient_bytes)
             self._give(fresh)
@@ -348,6 +377,9 @@ class RankReplay:
         result = self._taken(shard * t.reduce_bytes, REDUCE)
         # What replicas sum on a stream of their own is kept to the end of the backward pass (`_all_reduce_state`).
         kept = self.summed if t.replicated_sharding else []
+        if self.plan.in_backward:
+            self._give(result)
+            return
         if t.gradient_bytes != t.reduce_bytes and not t.sends:
             self._keep_shard(unit, REPLICATE if t.replicated_sharding else REDUCE)
         elif not wrapped.gradients and not t.sends:

@@ -9,7 +9,7 @@ from simulator.memory.plan_tensors import Held
 from simulator.memory.tensors import Act
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Instance:
     """A unit under one micro batch: its tensors by slot, and what a split backward leaves to its second half."""
 
@@ -17,6 +17,7 @@ class Instance:
     from_forward: set[int] = field(default_factory=set)
     later: list[tuple[Act, int]] = field(default_factory=list)
     casts: list[Block] = field(default_factory=list)
+    away: dict[int, int] = field(default_factory=dict)  # bytes of tensors that wait in host memory, by slot
 
 
 @dataclass(slots=True)

@@ -8,7 +8,6 @@ alone.
       end,
                     or, for large shards, as its products are made: partial sums go round in halves
     fused           one kernel, tiles in the order in which pieces arrive; a reduce-scatter adds in the last tiles
-    torch_symm_mem  as copy_engine, from a copy in symmetric memory and with a barrier before every shard
     one_shot, two_shot   all-reduce of a small tensor in one or two exchanges
     multimem        one_shot in the switch: modelled only, the executor refuses it (NVLink multicast stays off)
 
@@ -66,10 +65,8 @@ HOST_CALLS = {
     (SCATTER, "fused"): (2.2, 0.6),
     (GATHER, USERBUFFERS): (2, 0.4),  # launches and copies are issued by C++, as our own pushes are
     (SCATTER, USERBUFFERS): (2, 0.4),
-    (GATHER, "torch_symm_mem"): (9, 2),
-    (SCATTER, "torch_symm_mem"): (7, 2),
 }
-REGATHER_CALLS = {"chunked": (2, 0), "ring": (2, 0), "nccl": (2, 0), "torch_symm_mem": (4, 2)}  # others as below
+REGATHER_CALLS = {"chunked": (2, 0), "ring": (2, 0), "nccl": (2, 0)}  # others as below
 REGATHER_PUSHED = (1.5, 0.7)
 # Of W + 1 shards that copy_engine adds up at the end; larger ones it relays. On two H200 the two ways were equally fast
 # at 3 x 67 MB, the relay slower at 3 x 34 MB (249 and 189 us at 8192 x 4096 x 1024;
@@ -135,8 +132,6 @@ class OverlapRates:
     product_slowdown: float = 0.07
     """Seconds that the library's products lose for each second of copies alongside them: memory and power are shared.
     """
-    torch_product_slowdown: float = 0.38
-    """The same in torch's operator, which also has its products on two streams by turns."""
     fused_product_slowdown: float = 0.02
     """The same for the fused kernel."""
     late_product_slowdown: float = 1.0
@@ -193,9 +188,6 @@ def device_s(mode: str, operation: str, parts: Parts, rates: OverlapRates) -> Va
         together = _copy_engine_s(operation, parts, rates)
     elif mode == USERBUFFERS:
         together = _copy_engine_s(operation, replace(parts, shard_product_s=parts.streamed_product_s), rates)
-    elif mode == "torch_symm_mem":
-        copied_in = 2 * parts.stream_s if operation == GATHER else 0.0
-        together = copied_in + _copy_engine_s(operation, parts, rates, by_torch=True)
     else:
         together = _fused_s(operation, parts, rates)
     return np.where(parts.ranks > 1, together, parts.product_s)
@@ -271,22 +263,16 @@ def _ring_s(operation: str, parts: Parts, rates: OverlapRates) -> Value:
     return np.maximum(piece, parts.queued_s) + (parts.ranks - 1) * (step + adding)
 
 
-def _copy_engine_s(operation: str, parts: Parts, rates: OverlapRates, *, by_torch: bool = False) -> Value:
-    """`by_torch`: with a barrier before every shard, and partial results added up at the end only."""
-    others, push = parts.ranks - 1, push_s(parts, rates) + (rates.signal_s if by_torch else 0.0)
+def _copy_engine_s(operation: str, parts: Parts, rates: OverlapRates) -> Value:
+    others, push = parts.ranks - 1, push_s(parts, rates)
     copied = np.minimum(others * parts.copy_s, parts.ranks * parts.shard_product_s)
-    piece = (
-        parts.shard_product_s
-        + (rates.torch_product_slowdown if by_torch else rates.product_slowdown) * copied / parts.ranks
-    )
+    piece = parts.shard_product_s + rates.product_slowdown * copied / parts.ranks
     if operation == GATHER:
         # Shard after shard is pushed; each is multiplied when its flag is seen, the own one meanwhile.
         waited = np.maximum(push + others * piece, others * push + piece)
         return np.maximum(parts.ranks * piece, waited) + others * rates.signal_s
     sent = _piped_s(piece, push, others, parts.queued_s)
     at_the_end = np.maximum(parts.ranks * piece, sent) + rates.signal_s + (parts.ranks + 1) * parts.stream_s
-    if by_torch:
-        return at_the_end
     # A half is multiplied on top of what has arrived, and may arrive and leave while the other half is.
     half, leave = (piece + parts.stream_s) / 2, push_s(parts, rates, 2)
     step = np.maximum(2 * half, np.maximum(half + leave + rates.signal_s, 2 * leave))

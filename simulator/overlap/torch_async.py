@@ -22,8 +22,6 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-ASYNC = "async"
-
 # Source: yifuwang/symm-mem-recipes README, nine all-gather products on 8 H100, shards moved by copy engines: what the
 # fused kernel takes longer than the same product alone, over the seconds copied, is 0.35 at the median (0.24 to 0.55).
 # torch 2.11's fused operators on 4 H200 agree: over 18 products with 4k to 16k rows the predicted gain over NCCL and

@@ -17,10 +17,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from simulator.columns.plan_table import Floats
+from simulator.config.overlap_sites import ASYNC
 from simulator.kernels.operators import Work, WorkKind
 from simulator.kernels.roofline import DATASHEET
 from simulator.overlap.site_costs import SITE_MODES, Products, pair_issue_s, pair_s, parts_of, product_of
-from simulator.overlap.torch_async import ASYNC, extra_calls, launch_s, partials_bytes, together_s
+from simulator.overlap.torch_async import extra_calls, launch_s, partials_bytes, together_s
 from simulator.passes.steps import Kernel, Pair, Ring, Rows, Step, Transfer
 from simulator.step.context import CostContext
 

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from functools import cache, lru_cache
 from importlib import resources
 from itertools import groupby
@@ -22,6 +20,7 @@ from simulator.config.runtime import DTYPE_BYTES, Runtime
 from simulator.kernels.low_precision import recipe_of
 from simulator.kernels.operators import OperatorSpec
 from simulator.runtimes.adapted import adapted, adapted_ends
+from simulator.runtimes.launched import multiplied_as, replayed
 from simulator.runtimes.parts import (
     MODULES,
     DdpSpec,
@@ -54,8 +53,11 @@ class RuntimeSpec:
     two ranks with experts, over the mean, where nothing evens what the router chooses. `splits_experts`: what
     tensor-parallel ranks do with experts (`simulator.columns.experts.EXPERT_SPLITS`). `dispatchers` send tokens to
     experts, its own first (`simulator.config.runtime.MOE_DISPATCHERS`). `graph_scopes`: the operators of each part of a
-    layer that CUDA graphs may replay. A description that is `like` another says only what differs (operators of a part
-    of the layer under `layer.overrides`), and what was measured of the other goes for it.
+    layer that CUDA graphs may replay. `savers` are the memory savers that it has (`simulator.config.savers`), and
+    `saver_overrides` what replaces parts of the description where a run has one; of how many layers that have run what
+    they keep may still be on the GPU on its way to host memory is `away_layers` (`simulator.step.away`). A description
+    that is `like` another says only what differs (operators of a part of the layer under `layer.overrides`), and what
+    was measured of the other goes for it.
     """
 
     names: tuple[str, ...]
@@ -84,10 +86,11 @@ class RuntimeSpec:
     recompute_stops: str = "never"
     earlier: EarlierSpec | None = None
     later: LaterSpec | None = None
+    savers: tuple[str, ...] = ()
+    saver_overrides: dict[str, JsonObject] = field(default_factory=dict)
+    away_layers: int = 0
     like: str = ""
-    rules: str = (
-        ""  # the framework whose plans it accepts, where it has no rules of its own and not those of what it is like
-    )
+    rules: str = ""  # the framework whose plans it accepts, where it has no rules of its own, nor what it is like
     tools: ToolsSpec = field(default_factory=ToolsSpec)
 
     @property
@@ -133,20 +136,28 @@ def _files() -> tuple[str, ...]:
     return tuple(sorted(f.name.removesuffix(".toml") for f in folder.iterdir() if f.name.endswith(".toml")))
 
 
+def lineage(name: str) -> tuple[str, ...]:
+    """Return the descriptions that one is `like`, the nearest first."""
+    nearest = str(_load_toml(runtime_spec(name).names[0]).get("like", ""))
+    return (nearest, *lineage(nearest)) if nearest else ()
+
+
 def spec_for(runtime: Runtime) -> RuntimeSpec:
     """Return the description of a runtime in its version: what is read of a run that states none is the description's
     own.
     """
     spec = runtime_spec(runtime.name)
     generation = "earlier" if is_earlier_version(runtime) else "later" if is_later_version(runtime) else ""
-    return _read(spec.names[0], generation) if generation else spec
+    return _read(spec.names[0], generation, runtime.savers) if generation or runtime.savers else spec
 
 
 @cache
-def _read(file: str, generation: str = "") -> RuntimeSpec:
+def _read(file: str, generation: str = "", savers: tuple[str, ...] = ()) -> RuntimeSpec:
     document = _document(file)
     if generation:
         document = _replaced(document, document[generation]["overrides"])
+    for saver in savers:
+        document = _replaced(document, document.get("saver_overrides", {}).get(saver, {}))
     spec = convert(document, RuntimeSpec, where=f"runtimes/{file}.toml")
     return replace(spec, recompute=RecomputeModes(spec.recompute, spec.recompute_modules))
 
@@ -354,37 +365,6 @@ def operators_for(model: Model, runtime: Runtime) -> ModelOperators:
         head=head,
         features=features,
     )
-
-
-# Of a launch through Python and autograd, what another product costs the host that TransformerEngine's GroupedLinear
-# issues in a loop of its own (transformer_engine/common/gemm: nvte_multi_stream_cublas_gemm). Source: assumed.
-PRODUCT_LAUNCH = 0.2
-
-
-def multiplied_as(products: str, operators: Sequence[OperatorSpec]) -> list[OperatorSpec]:
-    """Return operators with experts' own in the way that a runtime states (`EXPERT_PRODUCTS`)."""
-    found = []
-    for operator in operators:
-        product = bool(operator.matmul) and operator.matmul.split()[0] == "e"
-        between = operator.name.startswith(("expert_activation", "silu", "gate")) and not operator.collective
-        if product and products == "te_grouped":
-            found.append(replace(operator, by_expert=PRODUCT_LAUNCH))
-        elif (product or between) and products == "loop":
-            found.append(replace(operator, by_expert=1.0, one_by_one=True))
-        else:
-            found.append(operator)
-    return found
-
-
-def replayed(operators: Sequence[OperatorSpec], patterns: Sequence[str]) -> list[OperatorSpec]:
-    """Return operators with those that CUDA graphs hold launched by the first of them in a row."""
-    found: list[OperatorSpec] = []
-    inside = False
-    for operator in operators:
-        held = any(fnmatchcase(operator.name, pattern) for pattern in patterns)
-        found.append(replace(operator, replayed=True) if held and inside else operator)
-        inside = held
-    return found
 
 
 def _cast_at_once(operator: OperatorSpec, features: frozenset[str]) -> OperatorSpec:

@@ -18,6 +18,7 @@ class RuntimeDefaults:
     reduce_dtype: str
     optimizer: str
     compile: bool
+    savers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,8 +7,9 @@ from typing import Any
 
 from simulator.config.optimizers import OPTIMIZERS, canonical_optimizer
 from simulator.config.runtime import COMPUTE_ONLY, DTYPE_BYTES, LOW_PRECISION, MOE_DISPATCHERS, Runtime
+from simulator.config.savers import canonical_savers
 from simulator.kernels.low_precision import USUAL, recipes
-from simulator.runtimes.library import DATED, RuntimeSpec, runtime_spec
+from simulator.runtimes.library import DATED, RuntimeSpec, runtime_spec, spec_for
 from simulator.runtimes.stated_adapter import resolve_adapter
 from topology.codec import JsonObject
 from topology.errors import BadPlan
@@ -42,8 +43,8 @@ def resolve(stated: JsonObject) -> tuple[Runtime, tuple[str, ...]]:
                 assumed.append("states of the paged optimizer stay on the GPU")
             if value in OPTIMIZERS and OPTIMIZERS[value].matrices is not None:
                 assumed.append(
-                    f"{value}: AdamW updates embeddings, head, norms and biases; momentum that is cut over ranks is"
-                    " gathered once a matrix, in bfloat16"
+                    f"{value}: AdamW updates embeddings, head, norms and biases; of momentum that is cut over ranks"
+                    " torch.optim.Muon gathers or sums parts in every iteration, in bfloat16"
                 )
         if key.endswith("dtype") and value not in DTYPE_BYTES and value not in COMPUTE_ONLY:
             raise BadPlan(
@@ -71,7 +72,11 @@ def resolve(stated: JsonObject) -> tuple[Runtime, tuple[str, ...]]:
         version = _dated(str(release))
         if version is None:
             assumed.append(f"runtime.version not stated, and release {release!r} is no month: {spec.names[0]} of today")
-    return Runtime(name=name, version=str(version) if version else None, **chosen), tuple(assumed)
+    runtime = Runtime(name=name, version=str(version) if version else None, **chosen)
+    savers = stated.get("savers")
+    if savers is None and (savers := spec_for(runtime).defaults.savers):
+        assumed.append(f"runtime.savers = {', '.join(savers)} ({spec.names[0]} default)")
+    return runtime.with_savers(canonical_savers([*(savers or ()), *(stated.get("noted_savers") or ())])), tuple(assumed)
 
 
 def _dated(release: str) -> str | None:

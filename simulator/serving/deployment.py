@@ -59,6 +59,26 @@ class Pool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Speculation:
+    """Answers go on by more than a token a step: a prediction layer of the model drafts `draft` tokens for each, the
+    model checks them, and `accepted` of them are right on average.
+    """
+
+    draft: int
+    accepted: float
+
+    @property
+    def checked(self) -> int:
+        """Tokens of an answer in a step."""
+        return 1 + self.draft
+
+    @property
+    def gained(self) -> float:
+        """Tokens by which an answer goes on in a step."""
+        return 1 + self.accepted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Deployment:
     """A serving plan. Where `prefill` is given, prompts are read there and `pool` writes the answers.
 
@@ -78,6 +98,7 @@ class Deployment:
     max_model_len: int = 0
     eager: bool = False
     custom_all_reduce: bool = True
+    speculation: Speculation | None = None
     measured: MeasuredServing | None = None
 
     @property

@@ -29,7 +29,7 @@ class Engine:
     block_tokens: int
     graph_batch: int
     all_reduce: tuple[str, ...]
-    experts_by_triton: bool
+    experts: str
     attention: str
     norm_in_all_reduce: bool
     host_step_s: float
@@ -70,6 +70,7 @@ class Engine:
 
 LARGE_BYTES = 160 * GIB
 # Engines that are described apart for older releases.
+COMPARED = ("vllm", "sglang", "trtllm")  # engines that a question is asked of where several are compared
 RELEASES = {"vllm013": "vllm", "trtllm11": "trtllm", "tensorrt": "trtllm"}
 
 

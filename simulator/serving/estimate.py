@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 from simulator.config.estimate import Interval
 from simulator.config.model import Model
 from simulator.legality.rule import divisors
+from simulator.serving.crowd import latency_of
 from simulator.serving.deployment import Deployment, Pool
 from simulator.serving.engine import engine_of
 from simulator.serving.kv_cache import CacheCapacity, cache_capacity
 from simulator.serving.latency import Latency, latency
 from simulator.serving.server import serve
-from simulator.serving.traffic import Traffic
+from simulator.serving.traffic import Traffic, with_clients
 from topology.cluster import Cluster, Source
 
 # Batches that the engines of a pool work on: from how many on a part is simulated, and how many it has at least.
@@ -47,9 +48,14 @@ def estimate_serving(
     Raises Infeasible where nothing fits, OutOfTime at `until_s` of `time.monotonic`.
     """
     parts = equal_parts(deployment, traffic)
-    served = serve(model, cluster, *one_part(deployment, traffic, parts), until_s=until_s)
+    part, sent = one_part(deployment, traffic, parts)
+
+    def simulated(clients: int) -> Latency:
+        asked = with_clients(sent, clients) if clients != sent.concurrency else sent
+        return latency(serve(model, cluster, part, asked, until_s=until_s), ttft_s=ttft_s, tpot_s=tpot_s)
+
     engine = engine_of(deployment.engine)
-    seen = latency(served, ttft_s=ttft_s, tpot_s=tpot_s)
+    seen = latency_of(0 if traffic.trace else sent.concurrency, simulated)
     seen = replace(
         seen,
         output_tokens_per_s=parts * seen.output_tokens_per_s,

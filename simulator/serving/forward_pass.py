@@ -14,34 +14,24 @@ import numpy as np
 from simulator.collectives.cost import CollectiveModel
 from simulator.collectives.measured import MeasuredCollectives
 from simulator.columns.plan_table import Floats
-from simulator.config.model import LayerKind, MixtureOfExperts, Model
-from simulator.serving.deployment import CACHE_BYTES, Deployment, Pool, dense_format
+from simulator.config.model import LayerKind, LinearAttention, MixtureOfExperts, Model
+from simulator.serving.deployment import CACHE_BYTES, WEIGHT_BYTES, Deployment, Pool, dense_format
 from simulator.serving.engine import Engine, engine_of
 from simulator.serving.kernels import Kernels
 from simulator.serving.measured import MeasuredSteps, Ratio, scaled
+from simulator.serving.request_bytes import cache_elements, state_bytes
 from topology.cluster import Cluster
 from topology.rates.groups import GroupShape
 
+DELTA_CHUNK = 64  # tokens that the kernels of linear attention take at once (fla-org/flash-linear-attention)
+# More kernels than attention's that linear attention launches over prompts: norms of queries and keys, sums, products
+# and inverses of chunks, states, outputs (fla/ops/gated_delta_rule/chunk.py), a convolution, gates, a gated norm.
+DELTA_KERNELS = 9.0
 SINGLE = 512  # tokens up to which every count is tabulated
 # How many times as often as the least chosen expert the most chosen one is, where nothing balances them. Source: the
 # loads that aiconfigurator measures kernels of experts under (ai-dynamo/aiconfigurator collector/helper.py,
 # sample_power_law from 0.01 to 2 with an exponent of 1.01, for DeepSeek's family).
 POPULAR = 200.0
-
-
-def cache_elements(model: Model) -> float:
-    """Return elements of the cache for one token and layer on a rank that holds all heads: keys and values, or the
-    compressed vector of latent attention.
-    """
-    if model.latent:
-        return float(model.latent.kv_lora_rank + model.latent.qk_rope_head_dim)
-    return 2.0 * model.kv_heads * model.head_dim
-
-
-def cache_bytes_per_token(model: Model, pool: Pool, kv_cache: str) -> float:
-    """Return bytes of the cache of one token on one GPU. Latent vectors and single heads are repeated on each rank."""
-    share = 1.0 if model.latent else max(1.0, model.kv_heads / pool.tp) / model.kv_heads
-    return cache_elements(model) * share * CACHE_BYTES[kv_cache] * model.layers / pool.pp
 
 
 @dataclass(slots=True)
@@ -62,8 +52,11 @@ class ForwardPass:
     _head: Floats = field(init=False)  # seconds of the ends by sequences that get a token
     _steps_s: list[float] = field(init=False)  # `_seconds` and `_head` as numbers that are read one by one
     _heads_s: list[float] = field(init=False)
+    _checked: int = field(init=False)  # tokens of an answer in a step, and by how many it goes on
+    _gained: float = field(init=False)
     _key_s: float = field(init=False)
     _pair_s: float = field(init=False)
+    _state_s: float = field(init=False)  # of all layers with linear attention, for an answer that goes on
     _layers_met: tuple[int, int, int] = field(init=False)  # layers that see all keys, those with a window, its width
     _launch_s: float = field(init=False)
     _sum_ratios: tuple[Ratio, ...] = ()  # measured over priced all-reduces
@@ -74,7 +67,7 @@ class ForwardPass:
         self.kernels = Kernels(
             gpu=gpu,
             weights=self.deployment.weights,
-            experts_by_triton=self.engine.experts_by_triton,
+            experts=self.engine.experts,
             attention=self.engine.attention,
         )
         measured = self.deployment.measured
@@ -84,7 +77,9 @@ class ForwardPass:
         most = (self.max_batched_tokens + self.max_sequences) * self.pool.dp_attention
         self._tokens = token_grid(most)
         self._parts = self._by_tokens(self._tokens)
-        self._rows = token_grid(self.max_sequences * self.pool.dp_attention)
+        speculation = self.deployment.speculation
+        self._checked, self._gained = (speculation.checked, speculation.gained) if speculation else (1, 1.0)
+        self._rows = token_grid(self.max_sequences * self.pool.dp_attention * self._checked)
         self._head = self._ends(np.ceil(self._rows / self.pool.dp_attention))
         if steps is not None:
             self._bend(steps)
@@ -94,7 +89,9 @@ class ForwardPass:
         if steps is not None:
             self._key_s, self._pair_s = self._key_s * steps.cached_ratio, self._pair_s * steps.pair_ratio
         windowed = self.model.windowed_layers
-        self._layers_met = (self.model.layers - windowed, windowed, self.model.sliding_window)
+        self._state_s = 2 * self.pool.pp * state_bytes(self.model, self.pool) / self.kernels.bytes_per_s
+        whole = self.model.layers - windowed - self.model.linear_layers
+        self._layers_met = (whole, windowed, self.model.sliding_window)
         self._launch_s = self._unreplayed_s()
 
     def _bend(self, steps: MeasuredSteps) -> None:
@@ -138,10 +135,17 @@ class ForwardPass:
     # --- a step -------------------------------------------------------------------------------------------------
 
     def seconds(self, *, prompt_tokens: int, pairs: float, sequences: int, keys: float, readers: int = 1) -> float:
-        """Return seconds of a step that reads `prompt_tokens` of `readers` prompts and continues `sequences` answers.
+        """Return seconds of a step that reads `prompt_tokens` of `readers` prompts and continues `sequences` answers by
+        a token.
 
         `pairs` are the queries of the prompts times the keys each meets, `keys` the cached ones of all answers.
         """
+        if self._checked > 1 and sequences:
+            found = self._speculative(prompt_tokens, pairs, sequences, keys, readers)
+            here = sequences / self.pool.dp_attention
+            if not prompt_tokens:
+                return self.engine.step_s(sum(found.values()), here) / self._gained
+            return self.engine.step_s(max(sum(found.values()), self._launch_s), here)
         tokens = prompt_tokens + sequences
         written = sequences + (readers if prompt_tokens else 0)
         # The grid begins with every count, which most steps have.
@@ -153,22 +157,50 @@ class ForwardPass:
             time += self._pair_s * pairs / min(readers, ranks)
         if sequences:
             time += self._cache_s(keys / min(sequences, ranks), keys / sequences)
+            time += self._state_s * sequences / min(sequences, ranks)
         here = sequences / ranks  # attention with requests of its own on each rank has a scheduler on each
         if prompt_tokens or here > self.engine.graph_batch:
             time = max(time, self._launch_s)
         return self.engine.step_s(time, here)
 
+    def _speculative(
+        self, prompt_tokens: int, pairs: float, sequences: float, keys: float, readers: int
+    ) -> dict[str, float]:
+        """Return a step's kernels where answers bring tokens to check, and those of drafting them: runs of one layer
+        and of the head. Next to prompts, what a token gained takes; alone, a whole step.
+        """
+        share = 1 / self._gained if prompt_tokens else 1.0
+        ranks = self.pool.dp_attention
+        tokens = prompt_tokens + sequences * self._checked * share
+        found = {name: self._at(tokens, values) for name, values in self._parts.items()}
+        written = sequences * self._checked * share + (readers if prompt_tokens else 0)
+        found["head"] = float(np.interp(written, self._rows, self._head))
+        met = self._cache_s(keys / min(sequences, ranks), keys / sequences)
+        met += self._state_s * sequences / min(sequences, ranks)
+        found["attention"] = met * share + self._pair_s * pairs / min(readers, ranks)
+        layer = self._at(sequences, self._seconds) / self.model.layers
+        once = layer + float(np.interp(sequences, self._rows, self._head))
+        found["draft"] = (self._checked - 1) * once * share
+        return found
+
     def parts(
         self, *, prompt_tokens: int, pairs: float, sequences: float, keys: float, readers: int = 1
     ) -> dict[str, float]:
         """Return what a step's seconds are made of: the same step as `seconds`, to which the parts add up."""
+        if self._checked > 1 and sequences and not prompt_tokens:
+            found = self._speculative(0, 0.0, sequences, keys, readers)
+            device = sum(found.values())
+            found["host"] = self.engine.step_s(device, sequences / self.pool.dp_attention) - device
+            return {name: value / self._gained for name, value in found.items() if value}
         tokens = prompt_tokens + sequences
         found = {name: self._at(tokens, values) for name, values in self._parts.items()}
         written = sequences + (readers if prompt_tokens else 0)
         found["head"] = float(np.interp(written, self._rows, self._head))
         ranks = self.pool.dp_attention
         met = self._pair_s * pairs / min(readers, ranks)
-        met += self._cache_s(keys / min(sequences, ranks), keys / sequences) if sequences else 0.0
+        if sequences:
+            met += self._cache_s(keys / min(sequences, ranks), keys / sequences)
+            met += self._state_s * sequences / min(sequences, ranks)
         found["attention"] = met
         if prompt_tokens or sequences / ranks > self.engine.graph_batch:
             found["launches"] = max(0.0, self._launch_s - sum(found.values()))
@@ -188,6 +220,7 @@ class ForwardPass:
         """Return how many kernels and collectives the host launches in a step that no CUDA graph replays."""
         kinds = self.model.layer_kinds
         kernels = sum(self._small_kernels(kind) + (8.0 if kind.sparse else 6.0) for kind in kinds)
+        kernels += self.model.linear_layers * DELTA_KERNELS
         return kernels + (2.0 * len(kinds) if self.pool.ranks > 1 else 0.0)
 
     def _small_kernels(self, kind: LayerKind) -> float:
@@ -203,7 +236,7 @@ class ForwardPass:
     def _one_pair_s(self) -> float:
         """Return seconds that all layers' attention takes for one query of a prompt and one key that it meets."""
         model = self.model
-        heads, met = model.heads / self.pool.tp, model.layers - model.windowed_layers
+        heads, met = model.heads / self.pool.tp, model.layers - model.windowed_layers - model.linear_layers
         return met * float(self.kernels.prompt_attention(heads, model.qk_dim, model.v_dim, np.array(1.0)))
 
     def _cache_s(self, keys: float, mean: float) -> float:
@@ -220,9 +253,9 @@ class ForwardPass:
         if model.latent:  # queries meet the compressed vectors themselves
             rank = model.latent.kv_lora_rank
             flops = 2.0 * heads * (2 * rank + model.latent.qk_rope_head_dim)
-            return self.kernels.cached_key_s(flops, cache_elements(model) * width)
+            return self.kernels.cached_key_s(self._checked * flops, cache_elements(model) * width)
         nbytes = 2.0 * max(1.0, model.kv_heads / pool.tp) * model.head_dim * width
-        return self.kernels.cached_key_s(2.0 * heads * 2 * model.head_dim, nbytes)
+        return self.kernels.cached_key_s(self._checked * 2.0 * heads * 2 * model.head_dim, nbytes)
 
     # --- what grows with tokens ---------------------------------------------------------------------------------
 
@@ -264,7 +297,26 @@ class ForwardPass:
             expand = product(rows, heads * (m.qk_nope_head_dim + m.v_head_dim), m.kv_lora_rank, stored="bfloat16")
             return down + queries + expand + product(rows, h, heads * m.v_head_dim)
         kv = max(1.0, model.kv_heads / tp)
-        return product(rows, (heads + 2 * kv) * model.head_dim, h) + product(rows, h, heads * model.head_dim)
+        queries = (2 if model.attention_gate else 1) * heads
+        full = product(rows, (queries + 2 * kv) * model.head_dim, h) + product(rows, h, heads * model.head_dim)
+        linear = model.linear
+        if linear is None:
+            return full
+        gate = linear.value_heads * linear.value_dim / tp
+        mixed = product(rows, linear.mixed / tp + gate, h) + product(rows, h, gate)
+        mixed = (
+            mixed + product(rows, 2 * linear.value_heads / tp, h, stored="bfloat16") + self._delta_rule(rows, linear)
+        )
+        return (full * (model.layers - linear.layers) + mixed * linear.layers) / model.layers
+
+    def _delta_rule(self, rows: Floats, linear: LinearAttention) -> Floats:
+        """Return seconds of the gated delta rule over `rows` in chunks of DELTA_CHUNK: each token meets those of its
+        chunk, and the state (Yang et al., arXiv 2412.06464, section 3.3).
+        """
+        heads, width = linear.value_heads / self.pool.tp, linear.key_dim + linear.value_dim
+        inside = 2.0 * DELTA_CHUNK * 1.5 * width
+        state = 2.0 * 3 * linear.key_dim * linear.value_dim
+        return np.asarray(rows * heads * (inside + state) / self.kernels.attention_flops_per_s)
 
     def _mlp(self, rows: Floats, width: float) -> Floats:
         h, f = self.model.hidden, width / self.pool.tp
@@ -287,7 +339,7 @@ class ForwardPass:
             + self.kernels.expert_products(rows, visited, up, h)
             + self.kernels.expert_products(rows, visited, h, f)
         )
-        time = time + self.kernels.moved(2.0 * rows * h * 2, 0.0)  # sorted and cast, summed
+        time = time + self.kernels.between_experts(rows, here, h)
         if moe.shared_ffn:
             time = time + self._mlp(local, moe.shared_ffn)
         return time
@@ -296,14 +348,29 @@ class ForwardPass:
         """Return seconds of a layer's collectives: an all-reduce after each half, or tokens sent to experts and
         back.
         """
-        pool, h = self.pool, self.model.hidden
+        pool, h, moe = self.pool, self.model.hidden, self.model.moe
         reduced = self._all_reduce(2.0 * local * h, pool.tp)
         if pool.dp_attention == 1 or not sparse:
             return {"all_reduce": 2 * reduced}
+        if moe is not None and pool.ep > moe.experts_per_token:
+            return {"all_reduce": reduced, "expert_exchange": self._dispatched(local, moe)}
         everywhere = 2.0 * tokens * h
         gather = self._collective("all_gather", everywhere, pool.ranks)
         sent = gather + self._collective("reduce_scatter", everywhere, pool.ranks)
         return {"all_reduce": reduced, "expert_exchange": sent}
+
+    def _dispatched(self, local: Floats, moe: MixtureOfExperts) -> Floats:
+        """Return seconds of sending each token to the ranks of its experts, in the format of the weights, and back in
+        16 bits: what engines do where there are more ranks than a token has experts, since all would get what few need
+        (TensorRT-LLM fused_moe's choice of AllToAll by moe_ep_size and top_k; SGLang's and vLLM's DeepEP, which sends
+        8 bits and brings 16 back).
+        """
+        ranks = self.pool.ep
+        copies = ranks * (1 - (1 - 1 / ranks) ** moe.experts_per_token)  # different ranks that a token goes to
+        there = min(2.0, WEIGHT_BYTES[dense_format(self.deployment.weights)])
+        elements = local * copies * self.model.hidden
+        sent = self._collective("all_to_all", there * elements, self.pool.ranks)
+        return sent + self._collective("all_to_all", 2.0 * elements, self.pool.ranks)
 
     def _ends(self, rows: Floats) -> Floats:
         """Return seconds of the head for one token a sequence, and of sampling from its scores."""

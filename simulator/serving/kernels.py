@@ -30,6 +30,16 @@ FLOAT8_FROM = 89
 # assumed alike.
 GROUPED = {("hopper", "float8"): 0.52, ("blackwell", "float8"): 0.38, ("blackwell", "float4"): 0.38}
 
+# The same of TensorRT-LLM's Cutlass kernels on Hopper, as a share of the peak: its releases 1.2 and 1.3 by themselves
+# (ai-dynamo/aiconfigurator systems/data/h200_sxm/moe/trtllm, moe_perf.parquet, balanced, 8,192 to 16,384 tokens). The
+# time of a row is one part that grows with the share of an expert on a GPU and one that does not, for degrees of 1 to 8
+# and two widths alike: 870 TFLOP/s in blocks of float8, 450 in mxfp4; and of each element of the row 8.6 ps in
+# blocks of float8, 3.1 ps else, which are bytes at the rate of memory. One token alone takes 26 to 54 us with 16 to 32
+# experts on a GPU, 90 to 180 with 128 and 256.
+CUTLASS = {("hopper", "float8"): 0.44, ("hopper", "mxfp4"): 0.46}
+PASSED = {"float8": 35.0, "other": 13.0}  # bytes an element
+SORTED_S, SORTED_EXPERT_S = 2e-5, 2e-7
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernels:
@@ -37,7 +47,7 @@ class Kernels:
 
     gpu: GpuKind
     weights: str
-    experts_by_triton: bool = True
+    experts: str = "triton"  # whose kernels multiply them, see engines.toml
     attention: str = "cudnn"
 
     @property
@@ -94,17 +104,29 @@ class Kernels:
         out.
 
         In Triton's kernels tiles of an expert wait for its weights, so that reading them and multiplying add up; see
-        GROUPED.
+        GROUPED. Cutlass' kernels have a rate of their own for narrow formats on Hopper; see CUTLASS.
         """
-        filling = 1 + efficiency(self.gpu.architecture).ramp_k / depth  # a tile starts slowly along its depth
-        known = GROUPED if self.experts_by_triton else {}
-        share = known.get((self.gpu.architecture.split()[0].lower(), self.multiplied_in), 1.0)
-        arithmetic = 2 * rows * columns * depth * filling / (self.flops_per_s * share)
+        generation = self.gpu.architecture.split()[0].lower()
         touched = np.minimum(experts, rows)
         moved = touched * columns * depth * WEIGHT_BYTES[self.weights] + 2.0 * rows * (columns + depth)
         reading = moved / self.bytes_per_s
-        time = arithmetic + reading if self.experts_by_triton else np.maximum(arithmetic, reading)
+        filling = 1 + efficiency(self.gpu.architecture).ramp_k / depth  # a tile starts slowly along its depth
+        rate = self.flops_per_s
+        if self.experts == "triton":
+            rate *= GROUPED.get((generation, self.multiplied_in), 1.0)
+        elif self.experts == "cutlass" and (generation, self.weights) in CUTLASS:
+            rate, filling = CUTLASS[generation, self.weights] * self.gpu.peak_flops[self.multiplied_in], 1.0
+        arithmetic = 2 * rows * columns * depth * filling / rate
+        time = arithmetic + reading if self.experts == "triton" else np.maximum(arithmetic, reading)
         return np.asarray(np.where(rows > 0, time + self.start_s, 0.0))
+
+    def between_experts(self, rows: Floats, experts: float, hidden: float) -> Floats:
+        """Return seconds of sorting `rows` to so many experts on a GPU, casting them, and summing what comes back."""
+        plain = self.moved(2.0 * rows * hidden * 2, 0.0)
+        if self.experts != "cutlass" or self.gpu.architecture.split()[0].lower() != "hopper":
+            return plain
+        passed = PASSED["float8" if self.weights == "float8" else "other"]
+        return self.moved(passed * rows * hidden, 0.0) + np.where(rows > 0, SORTED_S + SORTED_EXPERT_S * experts, 0.0)
 
     def moved(self, nbytes: Floats, launches: float) -> Floats:
         """Return seconds of `launches` kernels that read and write `nbytes` together."""

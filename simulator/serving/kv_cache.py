@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from simulator.config.model import Model
 from simulator.serving.deployment import WEIGHT_BYTES, Deployment, Pool, dense_format
 from simulator.serving.engine import engine_of
-from simulator.serving.forward_pass import cache_bytes_per_token
+from simulator.serving.request_bytes import cache_bytes_per_token, state_bytes
 from topology.cluster import Cluster
 from topology.units import GIB
 
@@ -44,7 +44,7 @@ def weight_bytes(model: Model, pool: Pool, weights: str) -> float:
     """Return bytes of weights on one GPU of an engine. Embedding, head, norms and routers stay 16 bits wide."""
     wide, stored, routed = WEIGHT_BYTES["bfloat16"], WEIGHT_BYTES[dense_format(weights)], WEIGHT_BYTES[weights]
     ends = (model.embedding_parameters + model.head_parameters) * wide / pool.tp
-    attention = model.layers * model.attention_matmul_parameters * stored
+    attention = model.attention_matmul_parameters_of_all * stored
     if model.latent:  # compressing projections are repeated on each rank
         m = model.latent
         repeated = model.layers * model.hidden * (m.q_lora_rank + m.kv_lora_rank + m.qk_rope_head_dim) * stored
@@ -87,7 +87,7 @@ def cache_capacity(
     fraction = deployment.memory_fraction or engine.memory_fraction
     total = float(cluster.slowest_kind.memory_bytes)
     parts = {
-        "weights": weight_bytes(model, pool, deployment.weights),
+        "weights": weight_bytes(model, pool, deployment.weights) + _drafting_bytes(model, deployment, pool),
         "activations": activation_bytes(model, cluster, deployment, pool),
         "context": OUTSIDE_BYTES,
     }
@@ -98,6 +98,7 @@ def cache_capacity(
         room = total * fraction - sum(parts.values())
     parts["graphs"] = graphs
     per_token = cache_bytes_per_token(model, pool, deployment.kv_cache) * _kept(model, length)
+    per_token += state_bytes(model, pool) / max(length, 1)  # a request has its state, however long it is
     blocks = max(0, int(room / (per_token * engine.block_tokens)))
     tokens = blocks * engine.block_tokens * pool.dp_attention
     parts["kv_cache"] = blocks * engine.block_tokens * per_token
@@ -108,6 +109,13 @@ def cache_capacity(
         block_tokens=engine.block_tokens,
         tokens=tokens,
     )
+
+
+def _drafting_bytes(model: Model, deployment: Deployment, pool: Pool) -> float:
+    """Return bytes of prediction layers on one GPU, where they draft tokens."""
+    if deployment.speculation is None:
+        return 0.0
+    return model.multi_token_parameters * WEIGHT_BYTES[deployment.weights] / pool.gpus
 
 
 def _kept(model: Model, length: int) -> float:

@@ -21,8 +21,9 @@ from simulator.config.model import Model
 from simulator.serving.batch import Answer, Batch, Step
 from simulator.serving.deployment import Deployment, Pool
 from simulator.serving.engine import engine_of
-from simulator.serving.forward_pass import ForwardPass, cache_bytes_per_token
+from simulator.serving.forward_pass import ForwardPass
 from simulator.serving.kv_cache import cache_capacity
+from simulator.serving.request_bytes import cache_bytes_per_token
 from simulator.serving.traffic import Traffic
 from topology.cluster import Cluster
 from topology.errors import Infeasible

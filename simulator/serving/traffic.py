@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -109,6 +109,11 @@ class Traffic:
             return np.arange(self.count) * mean
         spread = self.shape**2
         return np.cumsum(random.gamma(1 / spread, mean * spread, self.count))
+
+
+def with_clients(traffic: Traffic, clients: int) -> Traffic:
+    """Return the same requests from a closed loop of so many clients, followed until figures are steady."""
+    return replace(traffic, concurrency=clients, request_rate=0.0, requests=steady_requests(clients))
 
 
 @lru_cache(maxsize=1)  # every deployment of a search is asked for the same, which may be hundreds of thousands

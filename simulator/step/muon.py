@@ -5,11 +5,12 @@ has no more rows than columns, divides it by its norm, and runs five iterations 
 `B = b A + c A A`, `X = a X + B X`. The rest is updated by AdamW (Jordan et al.,
 https://kellerjordan.github.io/posts/muon/).
 
-A product needs the whole matrix. Where its momentum is cut over ranks, they gather it once, in bfloat16, and each of
-them runs all iterations (`DTensor.full_tensor`; Liu et al., Muon is Scalable for LLM Training, arXiv 2502.16982,
-section 2.3, gathers it likewise before ranks keep their parts of the result). torch.optim.Muon that is given DTensors
-gathers or sums in every iteration instead, which takes longer. FSDP cuts a stack of experts between experts: a rank
-orthogonalises its own, and gathers only where there are fewer experts than ranks.
+Of a matrix that is cut over ranks, DTensor divides the products and communicates in every iteration. Cut along its
+longer side, `X X'` are parts of sums, which are summed twice, for the second product and for the third. Cut along its
+shorter side, all of `X` is gathered for the first product and again for the third, and `A` for the second. FSDP cuts
+rows, tensor parallelism what a layer is cut by; of a matrix that both cut nothing is known here (rule `muon-tensor`).
+FSDP cuts a stack of experts between experts: a rank orthogonalises its own, and gathers only where there are fewer
+experts than ranks.
 """
 
 from __future__ import annotations
@@ -37,13 +38,14 @@ SCALED_BYTES = 3 * WIDTH  # of an element of a whole matrix: read for the norm, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Matrix:
-    """A hidden matrix of a layer, of `rows` and `columns` elements; `cut` by tensor parallelism. `of_expert`: there is
-    one for each routed expert.
+    """A hidden matrix of a layer, of `rows` and `columns` elements; `cut` by tensor parallelism, by its rows or not
+    (`cut_rows`). `of_expert`: there is one for each routed expert.
     """
 
     rows: int
     columns: int
     cut: bool = True
+    cut_rows: bool = True
     of_expert: bool = False
 
     @property
@@ -59,6 +61,10 @@ class Matrix:
     def long(self) -> int:
         return max(self.rows, self.columns)
 
+    def cut_along(self, *, rows: bool) -> str:
+        """Return which side of the matrix is cut where its rows are, or its columns."""
+        return "long" if rows == (self.rows > self.columns) else "short"
+
     @property
     def iteration_flops(self) -> float:
         """FLOPs of the three products of an iteration."""
@@ -66,20 +72,23 @@ class Matrix:
         return 2 * m * m * n + 2 * m**3 + 2 * m * m * n
 
 
+Moved = tuple[str, str, Floats, Floats]  # a collective, its group, bytes, how many
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Orthogonal:
     """What a rank does to the hidden matrices of one layer besides moving momentum and parameters. Columns.
 
     `shared` and `experts` are their elements on the rank before sharding, `seconds` those of the kernels, of which it
-    launches `launches`. `gathers` are (group, bytes gathered by one, how many). `made_bytes` is what the largest matrix
-    takes for a moment.
+    launches `launches`. `gathers` are (collective, group, bytes of one, how many). `made_bytes` is what the largest
+    matrix takes for a moment.
     """
 
     shared: Floats
     experts: Floats
     seconds: Floats
     launches: Floats
-    gathers: tuple[tuple[str, Floats, Floats], ...]
+    gathers: tuple[Moved, ...]
     made_bytes: Floats
 
     def products_s(self, context: CostContext) -> Floats:
@@ -89,9 +98,7 @@ class Orthogonal:
     def gathers_s(self, context: CostContext) -> Floats:
         """Return the seconds of all gathers."""
         none = np.zeros(len(context.table))
-        return sum(
-            (count * context.groups.time_s("all_gather", family, size) for family, size, count in self.gathers), none
-        )
+        return sum((count * context.groups.time_s(op, family, size) for op, family, size, count in self.gathers), none)
 
 
 def is_orthogonalised(runtime: Runtime) -> bool:
@@ -127,12 +134,13 @@ def _attention(model: Model) -> list[Matrix]:
         kv = model.kv_heads * model.head_dim
         fused = model.family in FUSED_FAMILIES
         shapes = [*([(queries + 2 * kv, h)] if fused else [(queries, h), (kv, h), (kv, h)]), (h, queries)]
-    return [Matrix(rows=rows, columns=columns) for rows, columns in shapes]
+    last = len(shapes) - 1  # the output projection, which is cut by what it reads
+    return [Matrix(rows=rows, columns=columns, cut_rows=at < last) for at, (rows, columns) in enumerate(shapes)]
 
 
 def _feed_forward(model: Model, width: int, *, cut: bool = True) -> list[Matrix]:
     into = [Matrix(rows=width, columns=model.hidden, cut=cut)] * (2 if model.gated_mlp else 1)
-    return [*into, Matrix(rows=model.hidden, columns=width, cut=cut)]
+    return [*into, Matrix(rows=model.hidden, columns=width, cut=cut, cut_rows=False)]
 
 
 def with_matrices(parameters: Parameters, model: Model, context: CostContext) -> Parameters:
@@ -182,7 +190,7 @@ def orthogonalised(model: Model, block: str, context: CostContext) -> Orthogonal
     none = np.zeros(len(context.table))
     local: dict[bool, Floats] = {False: none, True: none}
     seconds, launches, made = none, none, none
-    gathers: list[tuple[str, Floats, Floats]] = []
+    gathers: list[Moved] = []
     for matrix in matrices:
         own, moved = _gathered(matrix, model, context)
         gathers += moved
@@ -200,41 +208,63 @@ def orthogonalised(model: Model, block: str, context: CostContext) -> Orthogonal
     )
 
 
-def _gathered(matrix: Matrix, model: Model, context: CostContext) -> tuple[Floats, list[tuple[str, Floats, Floats]]]:
-    """Return how many matrices like this a rank orthogonalises, and what it gathers for that."""
+def _cuts(matrix: Matrix, context: CostContext) -> list[tuple[str, Floats, str]]:
+    """Return the groups that cut a matrix that is no expert's: (group, ranks, along which side)."""
+    table, ones = context.table, np.ones(len(context.table))
+    shards = np.where(table.fully_sharded, context.groups.extent("fsdp")[0], 1.0)
+    tp = table["tp"] * ones if matrix.cut else ones
+    by_rows, by_layer = matrix.cut_along(rows=True), matrix.cut_along(rows=matrix.cut_rows)
+    return [("fsdp", shards, by_rows), ("tp", tp, by_layer)]
+
+
+def _gathered(matrix: Matrix, model: Model, context: CostContext) -> tuple[Floats, list[Moved]]:
+    """Return how many matrices like this a rank orthogonalises, and what it gathers or sums for that."""
     table, ones = context.table, np.ones(len(context.table))
     nbytes = ones * WIDTH * matrix.elements
-    sharded = table.fully_sharded
     if not matrix.of_expert or not model.moe:
-        tp = table["tp"] if matrix.cut else ones
-        return ones, [("fsdp", np.where(sharded, nbytes / tp, 0.0), ones), ("tp", nbytes * (tp > 1), ones)]
+        moved: list[Moved] = []
+        square = ones * WIDTH * matrix.short**2
+        for family, ranks, along in _cuts(matrix, context):
+            on = ranks > 1
+            if along == "long":
+                moved.append(("all_reduce", family, square * on, 2.0 * ITERATIONS * ones))
+            else:
+                moved.append(("all_gather", family, nbytes * on, 2.0 * ITERATIONS * ones))
+                moved.append(("all_gather", family, square * on, 1.0 * ITERATIONS * ones))
+        return ones, moved
+    sharded = table.fully_sharded
     local = model.moe.experts / table["ep"]
     shards = np.where(sharded, context.groups.extent("expert_fsdp")[0], 1.0)
     whole = local >= shards
     own = np.where(whole, np.ceil(local / shards), local)
     over_shards = np.where(whole, 0.0, nbytes * local / table["etp"])
-    return own, [("expert_fsdp", over_shards, ones), ("etp", nbytes * own * (table["etp"] > 1), ones)]
+    over_parts = nbytes * own * (table["etp"] > 1)
+    return own, [("all_gather", "expert_fsdp", over_shards, ones), ("all_gather", "etp", over_parts, ones)]
 
 
 def matrix_s(matrix: Matrix, context: CostContext) -> Floats:
-    """Return the seconds that one rank takes to orthogonalise one matrix: its norm, and the products, at the rate that
-    products by themselves keep up.
+    """Return the seconds that one rank takes to orthogonalise one matrix, or its part of one that is cut: its norm, and
+    the products, at the rate that products by themselves keep up.
     """
     roofline = replace(context.roofline, dtype="bfloat16", tf32=False, low=None)
     m, n = float(matrix.short), float(matrix.long)
+    ones = np.ones(len(context.table))
+    rows, long = m * ones, n * ones  # of the short side and of the long one, what is a rank's own
+    for _, ranks, along in () if matrix.of_expert else _cuts(matrix, context):
+        rows, long = (rows, long / ranks) if along == "long" else (rows / ranks, long)
     # Products of `addmm` read what they add to besides their operands.
-    shapes = ((m, m, n, 0.0), (m, m, m, m * m), (m, n, m, m * n))
+    shapes = ((rows, m, long, 0.0), (rows, m, m, rows * m), (rows, long, m, rows * long))
     scaled = SCALED_BYTES * matrix.elements / roofline.memory_bytes_per_s
     total = np.zeros(len(context.table)) + scaled
-    for rows, columns, depth, added in shapes:
-        moved = WIDTH * (rows * depth + depth * columns + rows * columns + added)
+    for height, width, depth, added in shapes:
+        moved = WIDTH * (height * depth + depth * width + height * width + added)
         work = Work(
             kind=WorkKind.MATMUL,
             name="newton_schulz",
-            flops=2.0 * rows * columns * depth,
+            flops=2.0 * height * width * depth,
             bytes=moved,
-            m=rows,
-            n=columns,
+            m=height,
+            n=width,
             k=depth,
         )
         total = total + ITERATIONS * roofline.seconds(work)

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from simulator.columns.plan_table import Floats
 from simulator.config.plan import Plan
+from simulator.config.savers import OPTIMIZER_IN_BACKWARD
 from simulator.step.context import CostContext
 from simulator.step.held import State, state_bytes
 from topology.cluster import Cluster
@@ -39,7 +40,9 @@ def offloaded(context: CostContext, kind: State) -> NDArray[np.bool_]:
 
 def held_bytes(context: CostContext, kind: State) -> Floats:
     """Return bytes of GPU memory per parameter of a kind of state, before sharding, one value a plan."""
-    return np.where(offloaded(context, kind), 0.0, state_bytes(context)[kind])
+    # With an optimizer in backward, gradients go as soon as their parameter has been updated.
+    gone = kind == "gradients" and OPTIMIZER_IN_BACKWARD in context.runtime.savers
+    return np.where(offloaded(context, kind) | gone, 0.0, state_bytes(context)[kind])
 
 
 def host_bytes(context: CostContext, kind: State) -> Floats:

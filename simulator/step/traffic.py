@@ -268,10 +268,10 @@ class DataWriter:
             self.rank.after(COMPUTE, STREAM)
 
     def gather_matrices(self, orthogonal: Orthogonal, layers: float) -> None:
-        """Gather the momentum of the hidden matrices of so many `layers`, between what computes before and after."""
+        """Gather and sum what hidden matrices of so many `layers` need, between what computes before and after."""
         self.rank.after(STREAM, COMPUTE)
-        for family, nbytes, count in orthogonal.gathers:
-            self._send("all_gather", family, nbytes, count * layers)
+        for op, family, nbytes, count in orthogonal.gathers:
+            self._send(op, family, nbytes, count * layers)
         self.rank.after(COMPUTE, STREAM)
 
     def update_on_host(self, owned: Floats, moved_bytes: Value) -> None:

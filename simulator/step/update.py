@@ -5,6 +5,7 @@ from __future__ import annotations
 from simulator.columns.plan_table import Floats
 from simulator.config.optimizers import OPTIMIZERS
 from simulator.config.runtime import DTYPE_BYTES, Runtime
+from simulator.config.savers import OPTIMIZER_IN_BACKWARD
 from simulator.kernels.low_precision import recipe_of
 from simulator.kernels.roofline import UPDATE_BYTES
 from simulator.runtimes.library import spec_for
@@ -37,7 +38,9 @@ def update_bytes(
     state, optimizer = spec_for(runtime).state, OPTIMIZERS[runtime.optimizer]
     wide = float(DTYPE_BYTES[updated_dtype(runtime)])
     moved = optimizer.moved(wide)
-    per_owned = PLAIN_BYTES + moved * MOMENT_BYTES / 2 + CLIP_BYTES
+    # Gradients that are updated with as they come are never there together, and so not clipped.
+    clipped = 0.0 if OPTIMIZER_IN_BACKWARD in runtime.savers else CLIP_BYTES
+    per_owned = PLAIN_BYTES + moved * MOMENT_BYTES / 2 + clipped
     per_owned += state.owned_gradient_passes_bytes + (COPY_BYTES if state.master_weights else 0.0)
     more = (optimizer.matrices.moved(wide) - moved) * MOMENT_BYTES / 2 if optimizer.matrices is not None else 0.0
     return matrices * more + owned * per_owned + held * (state.gradient_passes_bytes + weight_cast_bytes(runtime))

@@ -14,7 +14,9 @@ import numpy as np
 
 from simulator.columns.plan_table import Floats
 from simulator.config.runtime import DTYPE_BYTES
+from simulator.config.savers import OPTIMIZER_IN_BACKWARD
 from simulator.pipeline.schedules.table import Action, Kind
+from simulator.step.away import AwayWriter, away_bytes, goes_away
 from simulator.step.context import CostContext
 from simulator.step.host import host_synchronizes, pass_host_s, rest_host_s, step_host_s
 from simulator.step.rank import Pass, Rank, Value
@@ -44,6 +46,8 @@ class StepWalk:
         # A pipeline is given all its tokens at once.
         self.waits_for_tokens = self.spec.host.synchronizes == "micro_batch" and bool(context.table["pp"][0] == 1)
         self.synchronizes = bool(host_synchronizes(self.spec.host, context.table)[0])
+        self.away = away_bytes(context) if goes_away(context.runtime) else None
+        self.in_backward = OPTIMIZER_IN_BACKWARD in context.runtime.savers
 
     def with_stages(self, stages: Sequence[Sequence[Unit]]) -> StepWalk:
         """Return a walk of the same plans with other units on their stages."""
@@ -80,29 +84,42 @@ class StepWalk:
         rank.end_pair()
 
     def _forward(self, rank: Rank, data: DataWriter, units: Sequence[Unit]) -> None:
+        away = self._away(rank)
         for position, unit in enumerate(units):
             following = units[position + 1] if position + 1 < len(units) else None
             rank.begin(unit)
             data.before(unit, following)
             rank.run(unit, Pass.FORWARD)
+            if away is not None:
+                away.forward(unit)
             if following is not None:  # the last unit is needed again at once
                 data.after(unit, last_use=False)
             rank.ended(unit)
 
     def _backward(self, rank: Rank, data: DataWriter, units: Sequence[Unit], kind: Kind, *, last: bool) -> None:
         reducing = self.traffic.reduces(last_micro_batch=last) and kind is not Kind.INPUT_GRAD
+        away = self._away(rank)
         for position in reversed(range(len(units))):
             unit = units[position]
             rank.begin(unit)
             if kind is Kind.WEIGHT_GRAD:
                 rank.run(unit, Pass.WEIGHT)
             else:
-                data.before(unit, units[position - 1] if position else None)
+                following = units[position - 1] if position else None
+                data.before(unit, following)
+                if away is not None:
+                    away.backward(unit, following)
                 rank.run(unit, Pass.BACKWARD if kind is Kind.BACKWARD else Pass.INPUT)
             if kind is not Kind.INPUT_GRAD:
                 data.after_backward(unit, reducing=reducing)
                 data.after(unit, last_use=last)
             rank.ended(unit)
+
+    def _away(self, rank: Rank) -> AwayWriter | None:
+        """Return what tells the copies of layers' activations to host memory, where they go there."""
+        if self.away is None:
+            return None
+        return AwayWriter(rank=rank, nbytes=self.away, waits=self.spec.away_layers == 0)
 
     def end(self, rank: Rank, data: DataWriter, stages: Sequence[int]) -> None:
         """Join what is under way, sum the gradient norm over all that share it, and update the parameters of a rank's
@@ -111,7 +128,7 @@ class StepWalk:
         units = [unit for stage in stages for unit in self.stages[stage]]
         rank.host_work("rest", rest_host_s(self.spec.host, self.context.table))
         data.finish(units)
-        for family, stream in NORM_STREAMS:
+        for family, stream in () if self.in_backward else NORM_STREAMS:
             rank.blocking("all_reduce", family, NORM_BYTES, stream=stream)
         if self.spec.host.norm_to_host:
             rank.synchronize()

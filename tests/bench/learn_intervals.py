@@ -2,15 +2,16 @@
 simulator/calibration/intervals.json.
 
     python tests/bench/learn_intervals.py CASES.json … [--calibrated PROFILE=CASES.json]… [--held-out CASES.json]…
-    [--judged DRAW]… [--keep FACTORS]… [--out FILE]
+    [--judged DRAW]… [--keep FACTORS]… [--only FACTORS] [--out FILE]
 
 CASES are case files; a source is what a case's `source` names up to the first `@`, `:`, `,` or `(`. `--calibrated`
 files are predicted with a profile of the very host too, and so are the runs of examples/validation/apply_*.json whose
 hosts' layers were measured. The draws of examples/validation/fresh.jsonl are a source each, from datasheets and, where
 the profile made on their host is shipped, calibrated. Draws that `--judged` names (by default the last) are judged and
 not learned from, and so are `--held-out` files. `--keep` leaves factors as they are shipped, where predictions were
-made with their rows in view. What the factors mean: `simulator/calibration/intervals.py`. Memory is learned twice, from
-sums and from the allocator's replay.
+made with their rows in view; `--only` learns one kind of uncalibrated steps, from CASES alone, and leaves all else.
+What the factors mean: `simulator/calibration/intervals.py`. Memory is learned twice, from sums and from the
+allocator's replay.
 """
 
 from __future__ import annotations
@@ -87,8 +88,12 @@ def main() -> None:
     parser.add_argument("--held-out", action="append", default=[], type=Path)
     parser.add_argument("--judged", action="append", default=[])
     parser.add_argument("--keep", action="append", default=[], choices=sorted(interval_table().factors))
+    parser.add_argument("--only", choices=("low_precision", "node", "nodes"))
     parser.add_argument("--out", type=Path, default=ROOT / "simulator/calibration/intervals.json")
     asked = parser.parse_args()
+    if asked.only:
+        relearn(asked)
+        return
 
     found = fresh_rows()
     judged = {draw: found.pop(draw) for draw in asked.judged or list(found)[-1:]}
@@ -119,6 +124,16 @@ def main() -> None:
             "other files, memory": held(other_memory, factors),
         }
     write(asked, measured_on(steps), factors, held_out)
+
+
+def relearn(asked: argparse.Namespace) -> None:
+    """Learn the factors that `--only` names anew."""
+    known, steps = interval_table(), rows_of(cases(asked.cases), None, memory=False)[0]
+    learned = learned_factors([row for row in steps if row.basis == asked.only], [], [], [])[asked.only]
+    command = f"python tests/bench/learn_intervals.py {' '.join(path.name for path in asked.cases)} --only {asked.only}"
+    found = replace(known, command=f"{known.command}; {command}", factors=known.factors | {asked.only: learned})
+    asked.out.write_text(json.dumps(asdict(found), indent=1) + "\n", encoding="utf-8")
+    print(table(found))
 
 
 def measured_on(steps: list[Row]) -> Measured:

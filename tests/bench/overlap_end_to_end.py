@@ -23,13 +23,19 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--budget", type=float, default=240)
     parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--ours-alone", action="store_true", help="without DTensor and async TP, which compile")
     options = parser.parse_args()
     folder = Path(options.out)
     folder.mkdir(parents=True, exist_ok=True)
     records = folder / "end_to_end.jsonl"
     done = launch(
         "tests.bench.overlap_end_to_end_worker",
-        [str(records), f"--seconds={options.budget - 5}", f"--tokens={options.tokens}"],
+        [
+            str(records),
+            f"--seconds={options.budget - 5}",
+            f"--tokens={options.tokens}",
+            *(["--ours-alone"] if options.ours_alone else []),
+        ],
         ranks=options.ranks,
         budget_s=options.budget,
         directory=folder / "logs",

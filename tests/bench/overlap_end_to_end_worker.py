@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import median
 
@@ -29,6 +29,8 @@ from torch.distributed.tensor.parallel import (
 from executor import overlap
 from executor.gpu import symmetric_memory as symmetric
 from executor.launch.records import Deadline, Recorder
+from executor.overlap.mode import Mode
+from tests.bench.overlap_alone import Alone
 
 ROUNDS, STEPS = 5, 3
 FUSED = ("symm_mem::fused_all_gather_matmul", "symm_mem::fused_matmul_reduce_scatter")
@@ -118,7 +120,7 @@ class AsynchronousBlock(Block):
 class OverlappedBlock(nn.Module):
     """The same from this rank's parts of the weights, its four products in the modes named."""
 
-    def __init__(self, block: Block, modes: dict[str, str], group: dist.ProcessGroup) -> None:
+    def __init__(self, block: Block, modes: Mapping[str, str | Mode], group: dist.ProcessGroup) -> None:
         super().__init__()
         rank, world = dist.get_rank(group), dist.get_world_size(group)
         self.modes, self.group, self.depth = modes, group, block.attention.depth
@@ -261,7 +263,7 @@ def left(deadline: Deadline, seconds: float) -> bool:
     return bool(flag > 0)
 
 
-def measure(size: Size, tokens: int, recorder: Recorder, deadline: Deadline) -> None:
+def measure(size: Size, tokens: int, recorder: Recorder, deadline: Deadline, *, ours_alone: bool) -> None:
     group, world, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
     mesh = init_device_mesh("cuda", (world,))
     torch.manual_seed(2)
@@ -273,13 +275,14 @@ def measure(size: Size, tokens: int, recorder: Recorder, deadline: Deadline) -> 
     recorder.write("sites", model=size.name, tokens=tokens, seconds=times)
     recorder.write("chosen", model=size.name, modes=modes)
 
-    def ours(modes: dict[str, str]) -> Steps:
+    def ours(modes: Mapping[str, str | Mode]) -> Steps:
         return Steps([OverlappedBlock(block, modes, group) for block in blocks_of(size)], x, angles)
 
     steps: dict[str, Steps] = {"chosen modes": ours(modes), "nccl mode": ours(dict.fromkeys(modes, "nccl"))}
+    steps["nothing moved"] = ours(dict.fromkeys(modes, Alone()))
     losses = {name: float(step()) for name, step in steps.items()}
     for name, kind in (("DTensor", Block), ("async TP", AsynchronousBlock)):
-        if not left(deadline, 25):
+        if ours_alone or not left(deadline, 25):
             recorder.missing(f"{size.name}: {name}")
             continue
         blocks = with_dtensor(blocks_of(size, kind), mesh, asynchronous=kind is AsynchronousBlock)
@@ -298,6 +301,7 @@ def main() -> None:
     parser.add_argument("out")
     parser.add_argument("--seconds", type=float, default=200)
     parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--ours-alone", action="store_true", help="without DTensor and async TP, which compile")
     options = parser.parse_args()
     rank = int(os.environ["LOCAL_RANK"])
     torch.cuda.set_device(rank)
@@ -312,10 +316,10 @@ def main() -> None:
     enable_symm_mem_for_group(dist.group.WORLD.group_name)
     recorder, deadline = Recorder(options.out if rank == 0 else None), Deadline.since_launch(options.seconds)
     for size in SIZES:
-        if not left(deadline, 40):
+        if not left(deadline, 15 if options.ours_alone else 40):
             recorder.missing(size.name)
             continue
-        measure(size, options.tokens, recorder, deadline)
+        measure(size, options.tokens, recorder, deadline, ours_alone=options.ours_alone)
         torch.cuda.empty_cache()
     symmetric.release()
     recorder.close()

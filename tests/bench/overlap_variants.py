@@ -20,6 +20,7 @@ from executor.overlap.copy_engine import rows_of_a_round
 from executor.overlap.mode import products
 from executor.overlap.relay import relay_sum
 from executor.verify.kernels import difference
+from tests.bench import torch_overlap
 from tests.bench.overlap_bench import Bench
 
 
@@ -127,7 +128,7 @@ def mechanisms(bench: Bench) -> None:
             "cublas": lambda: x @ operand,
             "nccl alone": lambda: dist.reduce_scatter_tensor(part, full),
             "nccl": lambda: overlap.MODES["nccl"].matmul_scatter(((x, operand),), bench.group),
-            "torch": lambda: overlap.MODES["torch_symm_mem"].matmul_scatter(((x, operand),), bench.group),
+            "torch": lambda: torch_overlap.TorchSymmMem().matmul_scatter(((x, operand),), bench.group),
             "whole shards, add": lambda: push.scatter_sum(make, shape, x.dtype, bench.group, bench.device),
             "TMA adds to peers": adding_to_peers(bench, x, weight),
         }

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,10 +18,14 @@ from torch import Tensor
 
 from executor import overlap
 from executor.gpu import symmetric_memory as symmetric
-from executor.overlap import all_reduce, fused, torch_symm_mem
+from executor.overlap import all_reduce, fused
+from executor.overlap.mode import Mode
+from tests.bench import torch_overlap
 from tests.bench.overlap_bench import Bench
 from tests.bench.overlap_variants import alone, host, mechanisms, parts, relays, tiles, tiles_of_scatter
 from tests.executor.workers import overlap_checks_worker as checks
+
+BACKWARD_ROWS = 8192  # from here on gradients are timed, too
 
 
 def shapes(world: int) -> list[tuple[str, str, int, int, int]]:
@@ -73,22 +78,55 @@ def table(bench: Bench) -> None:
         else:
             calls["collective"] = lambda: dist.reduce_scatter_tensor(part, full)
         run = overlap.all_gather_matmul if gathers else overlap.matmul_reduce_scatter
-        for mode in overlap.MODES:
-            argument = (weight,) if gathers else weight
-            calls[mode] = lambda mode=mode, argument=argument: run(x, argument, bench.group, mode=mode)
+        argument = (weight,) if gathers else weight
+        modes: dict[str, Mode] = {**overlap.MODES, "torch_symm_mem": torch_overlap.TorchSymmMem()}
+        for mode, how in modes.items():
+            calls[mode] = lambda how=how: run(x, argument, bench.group, mode=how)
         with torch.no_grad():
             done = bench.times(calls)
-        bench.recorder.write(
-            "shape",
-            operation=operation,
-            name=name,
-            rows=rows,
-            columns=columns,
-            depth=depth,
-            world=bench.world,
-            seconds=done,
-        )
+        of = {"operation": operation, "name": name, "rows": rows, "columns": columns, "depth": depth}
+        bench.recorder.write("shape", **of, world=bench.world, seconds=done)
+        if rows >= BACKWARD_ROWS:
+            done = bench.times(backward(bench, whole, weight, x, full, run, modes))
+            bench.recorder.write("backward", **of, world=bench.world, seconds=done)
         symmetric.check_delivered()
+
+
+def backward(
+    bench: Bench,
+    whole: Tensor,
+    weight: Tensor,
+    x: Tensor,
+    full: Tensor,
+    run: Callable[..., Any],
+    modes: dict[str, Mode],
+) -> dict[str, Callable[[], object]]:
+    """Return the gradients of both operands by mode; both products alone; and what moves alone: the tokens again and
+    the gradient back for a gather, the gradient once for a scatter.
+    """
+    gathers = run is overlap.all_gather_matmul
+    seed = bench.draw(whole.shape[0] if gathers else whole.shape[0] // bench.world, weight.shape[0])
+    grad = seed if gathers else bench.draw(whole.shape[0], weight.shape[0])
+    back, part = torch.empty_like(whole), torch.empty_like(x)
+
+    def products() -> None:
+        grad @ weight
+        grad.t() @ whole
+
+    def collective() -> None:
+        if gathers:
+            dist.all_gather_into_tensor(back, part)
+            dist.reduce_scatter_tensor(part, back)
+        else:
+            dist.all_gather_into_tensor(full, seed)
+
+    calls: dict[str, Callable[[], object]] = {"cublas": products, "collective": collective}
+    for mode, how in modes.items():
+        operands = tuple(one.detach().requires_grad_() for one in (x, weight))
+        out = run(operands[0], (operands[1],) if gathers else operands[1], bench.group, mode=how)
+        out = out[0] if gathers else out
+        calls[mode] = lambda out=out, operands=operands: torch.autograd.grad(out, operands, seed, retain_graph=True)
+    return calls
 
 
 def sums(bench: Bench) -> None:
@@ -100,7 +138,7 @@ def sums(bench: Bench) -> None:
         x = bench.draw(nbytes // 2)
         calls: dict[str, Callable[[], object]] = {
             "nccl": lambda x=x: dist.all_reduce(x),
-            "torch": lambda x=x: torch_symm_mem.all_reduce(x, bench.group),
+            "torch": lambda x=x: torch_overlap.all_reduce(x, bench.group),
         }
         held = symmetric.workspace(bench.group, "torch", bench.device)
         held.reserve(nbytes, 1)

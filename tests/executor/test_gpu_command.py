@@ -11,7 +11,7 @@ import pytest
 from executor.launch.legal import check
 from simulator.config.overlap_sites import MODES, modes_in
 from simulator.config.plan import MESH_AXES
-from tests.on_gpus import plans, rows
+from tests.on_gpus import parts, plans, rows
 from tests.on_gpus.__main__ import Results, out_of_time
 from tests.on_gpus.rows import FAILED, NO_TIME, NOT_RUN, OK, Machine, Row
 from topology.catalog.cluster_file import load_cluster
@@ -41,7 +41,7 @@ def test_every_parallelism_and_every_overlap_mode_is_among_them() -> None:
 
 def test_what_two_ranks_on_one_gpu_cannot_do_is_said() -> None:
     left_out = {name for name, case in plans.TWO.items() if plans.not_shared(case)}
-    assert {"TP ring", "TP async", "CP ring", "PP 1F1B"} <= left_out
+    assert {"TP ring", "CP ring", "PP 1F1B"} <= left_out
     assert {"TP fused", "TP copy_engine", "TP fused and copy_engine", "DDP", "FSDP", "EP"} <= set(plans.TWO) - left_out
 
 
@@ -81,6 +81,14 @@ def test_a_run_becomes_a_row() -> None:
     cut, hung = ({"message": message} for message in ("the budget ended", "a collective timed out"))
     found = [plans.row_of("plans", "a", report(status="timeout", failure=failure)).result for failure in (cut, hung)]
     assert found == [NO_TIME, FAILED]
+
+
+def test_a_sharded_module_that_computes_something_else_is_no_good_row() -> None:
+    def row(**one: Any) -> str:
+        return parts.sharded_row({"what": "block", "seconds": 1.0, **one}).result
+
+    assert [row(error_of_largest=off) for off in (0.008, 1.3, float("nan"))] == [OK, FAILED, FAILED]
+    assert [row(failed="a rank died"), row(skipped="no transformers")] == [FAILED, NOT_RUN]
 
 
 def test_what_ended_is_not_run_again_on_the_same_code_and_machine(tmp_path: Path) -> None:

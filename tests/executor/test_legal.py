@@ -44,7 +44,6 @@ def test_legal_plans_pass() -> None:
         (Plan(virtual_stages=2), "without a pipeline"),
         (Plan(dp_shard=3), "global batch 8 % (data parallel 3 x micro batch 1) = 2"),
         (Plan(zero_stage=3, dp_replicate=2), "say dp_shard"),
-        (Plan(tp=2, tp_overlap="async"), "with sequence parallelism"),
         (Plan(tp=2, tp_overlap="hope"), "modes none, chunked"),
         (Plan(tp=2, tp_overlap="mlp_in=ring"), "with sequence parallelism"),
         (Plan(tp_overlap="ring"), "needs tp > 1"),

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Shard  # noqa: E402 - after the sk
 from torch.distributed.tensor.parallel import loss_parallel  # noqa: E402 - after the skip
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402 - after the skip
 from torch.utils._pytree import tree_flatten  # noqa: E402 - after the skip
+from torch.utils.checkpoint import checkpoint  # noqa: E402 - after the skip
 
 TOKENS, WIDTH, VOCABULARY = 2048, 32, 8192
 SCALE = 64  # bytes are counted so many times, so that no block is a small one
@@ -92,3 +93,36 @@ def test_a_loss_over_a_cut_vocabulary_holds_what_its_description_says():
 
     peak = max(per_logit(moment) for moment in head_peaks(Runtime(name="torchtitan"), cut=True))
     assert found.pool.peak_allocated_bytes / (SCALE * TOKENS * VOCABULARY) == pytest.approx(peak, rel=0.02)
+
+
+def test_losses_in_pieces_hold_what_their_descriptions_say():
+    """LinearCrossEntropyLoss of torchtune keeps all log-probabilities; TRL's runs pieces of 256 tokens again."""
+    found = {}
+    for name in ("torchtune", "trl"):
+        weight = torch.zeros(VOCABULARY, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+        tokens = torch.zeros(TOKENS, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+        labels = torch.zeros(TOKENS, dtype=torch.int64)
+
+        def piece(some, wanted, weight=weight):
+            logits = torch.nn.functional.linear(some, weight)
+            return torch.nn.functional.cross_entropy(logits.float(), wanted, reduction="sum")
+
+        with Allocated() as seen:
+            losses = [
+                piece(some, wanted) if name == "torchtune" else checkpoint(piece, some, wanted, use_reentrant=False)
+                for some, wanted in zip(tokens.split(256), labels.split(256), strict=True)
+            ]
+            sum(losses).backward()
+        found[name] = seen.pool.peak_allocated_bytes / (SCALE * TOKENS * VOCABULARY)
+
+    tune, trl = (
+        max(
+            per_logit(x.replace("256*one v", "0.125*t v") for x in moment if "v" in x and "h" not in x)
+            for moment in head_peaks(Runtime(name=name, savers=("chunked_loss",)))
+        )
+        for name in ("torchtune", "trl")
+    )
+    weights = 2 * 2.0 * WIDTH / TOKENS  # the gradient of the head, and one of a piece of it
+    assert found["torchtune"] == pytest.approx(tune + weights, rel=0.03)
+    # Its counts of right tokens and their entropy, which are not run here, make one piece more.
+    assert found["trl"] == pytest.approx(trl - 0.125 * 4 + weights, rel=0.05)

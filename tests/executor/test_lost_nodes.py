@@ -1,17 +1,20 @@
 """What is made of a run whose nodes do not all leave a result, or leave it late."""
 
 import json
-import threading
+import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from threading import Thread
 
 import pytest
 
-from executor.launch import interfaces
-from executor.launch.local_ranks import Failure
-from executor.launch.nodes import combine_agent_results, wait_for_file, write_agent_result, write_agent_start
+from executor.launch import interfaces, roll_call
+from executor.launch.local_ranks import Failure, Rendezvous
+from executor.launch.nodes import combine_agent_results, connect, wait_for_file, write_agent_result, write_agent_start
+from executor.launch.roll_call import why_no_meeting
 from executor.launch.versions import differences
-from executor.run.apply import collect
+from executor.run.apply import collect, run_node
 from tests.executor.test_apply_run import DONE, REQUEST, step, write
 from topology.errors import BadInput
 
@@ -54,6 +57,56 @@ def test_a_node_that_never_came_is_counted(tmp_path) -> None:
     assert "1 of 2 nodes began" in combine_agent_results(tmp_path, 2, 0.1).failure.message
 
 
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def met(meeting: Rendezvous, nodes: list[str], patience_s: float) -> list[str]:
+    """Return what each of the nodes, which begin together, says of their meeting."""
+    with ThreadPoolExecutor(len(nodes)) as pool:
+        return [*pool.map(lambda node: why_no_meeting(meeting, f"{node}-1", patience_s), nodes)]
+
+
+def test_nodes_meet_whatever_else_comes_to_the_port(monkeypatch) -> None:
+    monkeypatch.setattr(roll_call, "CONNECT_S", 0.1)
+    meeting = Rendezvous(count=3, endpoint=f"127.0.0.1:{free_port()}", run_id="m", names=("a", "b", "c"))
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(why_no_meeting, meeting, "a-1", 20.0)
+        for said in (b"GET / HTTP/1.1\r\n\r\n", b"another 9\n", b"", b"m b-1\n"):
+            stranger = connect(meeting.endpoint, 10.0)
+            stranger.sendall(said)
+            stranger.close()
+
+        assert met(meeting, ["b", "c"], 20.0) == ["", ""]
+        assert first.result() == ""
+
+
+def test_nodes_that_do_not_meet_say_who_is_missing(tmp_path, monkeypatch, capsys) -> None:
+    """Neither they nor who collects wait for more than that."""
+    monkeypatch.setattr(roll_call, "HOST_S", 0.1)
+    monkeypatch.setenv("MESHWRIGHT_NODE", "a")
+    meeting = Rendezvous(count=2, endpoint=f"127.0.0.1:{free_port()}", run_id="m", names=("a", "b"), join_s=0.2)
+
+    assert run_node(REQUEST, "request.json", tmp_path, 60.0, meeting) == 1
+
+    assert "1 of 2 nodes began within 0 s (a); b did not" in capsys.readouterr().err
+    found = collect(REQUEST, "request.json", tmp_path, 2, patience_s=60.0)
+    assert (found["status"], found["exit_code"]) == ("failed", 1)
+    assert "b did not" in found["failure"]["message"]
+    three = replace(meeting, count=3, names=("a", "b", "c"))
+    assert all("c did not" in one for one in met(three, ["a", "b"], 0.2))
+
+
+def test_a_port_that_another_program_has_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        endpoint = f"127.0.0.1:{server.getsockname()[1]}"
+        Thread(target=lambda: [server.accept()[0].close() for _ in range(9)], daemon=True).start()
+        found = why_no_meeting(Rendezvous(count=2, endpoint=endpoint, run_id="m"), "a-1", 0.3)
+
+    assert found == f"a had no answer at {endpoint}, where nodes meet: another program has the port"
+
+
 def test_a_run_that_is_not_over_is_not_collected(tmp_path) -> None:
     (tmp_path / "records").mkdir()
     with pytest.raises(BadInput, match="0 of 2 agents"):
@@ -66,7 +119,7 @@ def test_a_run_that_is_not_over_is_not_collected(tmp_path) -> None:
 
 
 def later(work) -> None:
-    threading.Thread(target=lambda: (time.sleep(0.3), work()), daemon=True).start()
+    Thread(target=lambda: (time.sleep(0.3), work()), daemon=True).start()
 
 
 def test_files_that_a_shared_file_system_shows_late_are_waited_for(tmp_path) -> None:

@@ -186,7 +186,7 @@ def needs_more(plan: dict) -> str:
     modes = modes_by_site(plan.get("tp_overlap", "none"))
     if plan.get("pp", 1) > 1 or (plan.get("cp", 1) > 1 and plan.get("cp_method", "ring") == "ring") or "ring" in modes:
         return "gloo sends and receives no CUDA tensors"
-    return "torch's fused operators wait without a limit" if "async" in modes else ""
+    return ""
 
 
 def sharing(name: str) -> object:

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.slow
 
 WORKER = "tests.executor.workers.verify_worker"
 
+BOTH = ["chunked_loss", "optimizer_in_backward"]
 # id, what differs from the default case, plan. Two layers, 8 sequences of 16 tokens, float64, if nothing else is said.
 TWO = {
     "ddp": ({}, {"dp_replicate": 2, "micro_batch_size": 2}),
@@ -138,6 +139,10 @@ TWO = {
         {"adapter": {"kind": "frozen", "target_modules": ["embed_tokens", "mlp", "norm"]}},
         {"dp_shard": 2, "recompute": "full", "micro_batch_size": 4},
     ),
+    # Head and loss piece by piece, with gradients added up and for a tied head; parameters updated as gradients come.
+    "pieces-ddp": ({"savers": ["chunked_loss"]}, {"dp_replicate": 2, "micro_batch_size": 2}),
+    "pieces-fsdp-tied": ({"model": "tied", "savers": BOTH}, {"dp_shard": 2, "micro_batch_size": 4}),
+    "pieces-cp": ({"savers": BOTH}, {"cp": 2, "recompute": "full", "micro_batch_size": 8, "cp_method": "ring"}),
 }
 MIXED = {
     "mixed": "attention_in=ring,mlp_in=fused,mlp_out=chunked",
@@ -156,7 +161,7 @@ OVERLAP = {
         },
     )
     for name, text in {
-        **{mode: mode for mode in ("chunked", "ring", "copy_engine", "fused", "async")},
+        **{mode: mode for mode in ("chunked", "ring", "copy_engine", "fused")},
         **MIXED,
     }.items()
 }
@@ -169,6 +174,7 @@ COMPILED = {
 SELDOM = COMPILED.keys() - {"compiled-tp-sp-selective-op", "compiled-cp", "compiled-ep"}
 TWO |= COMPILED
 FOUR = {
+    "pieces-hsdp": ({"savers": BOTH}, {"dp_replicate": 2, "dp_shard": 2, "micro_batch_size": 2}),
     "hsdp": ({}, {"dp_replicate": 2, "dp_shard": 2, "micro_batch_size": 1}),
     "fsdp-selective": ({}, {"dp_shard": 4, "recompute": "selective", "micro_batch_size": 2}),
     "replicate-tp": ({}, {"dp_replicate": 2, "tp": 2, "sequence_parallel": True, "micro_batch_size": 4}),
@@ -276,6 +282,7 @@ TYPES = {
         "tp-sp-selective-op",
         "lora-fsdp",
         "frozen-fsdp",
+        "pieces-fsdp-tied",
     )
 }
 # A gradient that is wrong by one part in 1e9 on one rank.

@@ -20,7 +20,7 @@ from tests.executor.workers.overlap_checks_worker import parser, read
 
 def test_a_shared_gpu_checks_the_modes_that_move_data_themselves() -> None:
     assert read(parser(), ["out", "--share-gpu"]).modes == ("copy_engine", "fused")
-    assert len(read(parser(), ["out"]).modes) == 6
+    assert len(read(parser(), ["out"]).modes) == 5
 
 
 @pytest.mark.parametrize("given", ["--stages=check,sums", "--modes=fused,ring", "--modes=nccl", "--stages=everything"])
@@ -34,7 +34,7 @@ def test_plans_that_send_and_receive_do_not_share_a_gpu() -> None:
     left_out = {name for name, (_, plan) in ON_TWO.items() if needs_more(plan)}
     assert left_out == {
         *("pp-zbv", "pp-zbv-own-table", "pp-zbv-selective-op", "pp-dualpipev", "bf16-pp-1f1b", "bf16-cp"),
-        *(f"{kind}tp-overlap-{mode}" for kind in ("", "float64-") for mode in ("ring", "mixed", "one-gather", "async")),
+        *(f"{kind}tp-overlap-{mode}" for kind in ("", "float64-") for mode in ("ring", "mixed", "one-gather")),
     }
     assert len(ON_TWO) - len(left_out) == 18
 

@@ -13,8 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from executor.launch.local_ranks import Rendezvous
-from executor.run.apply import collect, run_node
 from tests.executor.test_apply_faults import left, pid_when, request
 from tests.waiting import wait_until
 from topology import codec
@@ -86,22 +84,6 @@ def test_a_node_that_is_lost_is_named_and_its_neighbour_ends(tmp_path) -> None:
     assert f"-{agents[1].pid} began and left no result: the node was lost" in report["failure"]["message"]
     assert report["measured"]["steps"] >= 2
     wait_until(lambda: left(tmp_path) == [], 30)
-
-
-def test_a_rendezvous_that_never_completes_ends_in_time_and_says_who_came(tmp_path, capsys) -> None:
-    codec.write_text(tmp_path / "request.json", codec.to_json(request()))
-    endpoint = f"127.0.0.1:{free_port()}"
-
-    code = run_node(
-        request(), str(tmp_path / "request.json"), tmp_path, 40.0, Rendezvous(count=2, endpoint=endpoint, run_id="m")
-    )
-
-    assert code == 1
-    assert f"2 nodes did not meet at {endpoint} within 15 s: 1 began" in capsys.readouterr().err
-    found = collect(request(), str(tmp_path / "request.json"), tmp_path, 2, patience_s=0.1)
-    assert (found["status"], found["exit_code"]) == ("failed", 1)
-    assert "1 of 2 nodes began" in found["failure"]["message"]
-    assert left(tmp_path) == []
 
 
 @contextmanager

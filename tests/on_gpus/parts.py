@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,9 @@ from tests.on_gpus.rows import FAILED, NO_TIME, NOT_RUN, OK, Row
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ["--model", "llama3.2-1b", "--seq-len", "2048"]
 TAIL = 300  # characters of what a command said last
+# Of the largest number, in bfloat16. The most that was seen is 0.07: gradients of biases that softmax all but cancels
+# (examples/sharding/gpus.md).
+SHARDED_OFF = 0.15
 Tell = Callable[[Row], None]
 
 
@@ -196,11 +199,18 @@ def sharded(place: Place, tell: Tell) -> None:
     lines = place.out / "rows.jsonl"
     found = [json.loads(line) for line in lines.read_text().splitlines()] if lines.is_file() else []
     for one in found:
-        said = one.get("failed") or one.get("skipped") or f"off by {one['error_of_largest']:.1e} of the largest number"
-        result = FAILED if "failed" in one else NOT_RUN if "skipped" in one else OK
-        tell(Row(part="sharded modules", what=one["what"], result=result, said=said[:TAIL], seconds=one["seconds"]))
-    if not found:
-        tell(row(place, "sharded modules", "all", code, text, seconds, fine=False))
+        tell(sharded_row(one))
+    if not found or code is None:
+        tell(row(place, "sharded modules", "the rest" if found else "all", code, text, seconds, fine=False))
+
+
+def sharded_row(one: Mapping[str, Any]) -> Row:
+    """Return the row of a module: FAILED where its largest difference is no rounding of half precision."""
+    off = one.get("error_of_largest", 0.0)
+    said = one.get("failed") or one.get("skipped") or f"off by {off:.1e} of the largest number"
+    wrong = "failed" in one or not off <= SHARDED_OFF
+    result = FAILED if wrong else NOT_RUN if "skipped" in one else OK
+    return Row(part="sharded modules", what=one["what"], result=result, said=said[:TAIL], seconds=one["seconds"])
 
 
 def faults(place: Place, tell: Tell) -> None:
@@ -228,8 +238,8 @@ def exports(place: Place, tell: Tell) -> None:
     for one in found:
         result = {"ok": OK, "not run": NO_TIME}.get(one["status"], FAILED)
         tell(Row(part="exports", what=f"{one['id']}, {one['target']}", result=result, seconds=one.get("seconds", 0.0)))
-    if not found:
-        tell(row(place, "exports", "all", code, text, seconds, fine=False))
+    if not found or code is None:
+        tell(row(place, "exports", "the rest" if found else "all", code, text, seconds, fine=False))
 
 
 # --- tests ------------------------------------------------------------------------------------------------------------

@@ -58,7 +58,7 @@ LORA = Adapter(rank=16, target_modules=("all-linear",))
 FROZEN = Adapter(kind="frozen", target_modules=("embed_tokens", "mlp"))
 PAIR: dict[str, Any] = {"micro_batch_size": 2}
 SP: dict[str, Any] = {"tp": 2, "sequence_parallel": True, **PAIR}
-ALL_MODES = ("chunked", "ring", "copy_engine", "fused", "async")
+ALL_MODES = ("chunked", "ring", "copy_engine", "fused")
 MIXED = {
     "fused and copy_engine": "attention_in=fused,attention_out=copy_engine,mlp_in=copy_engine,mlp_out=fused",
     "one site": "mlp_in=fused",
@@ -107,8 +107,6 @@ def not_shared(case: Case) -> str:
     plan, modes = case.plan, modes_by_site(case.plan.tp_overlap)
     if plan.pp > 1 or (plan.cp > 1 and plan.cp_method == "ring") or "ring" in modes:
         return "needs two GPUs: gloo sends and receives no CUDA tensors"
-    if "async" in modes:
-        return "needs two GPUs: torch's fused operators wait without a limit"
     return "needs two GPUs: two ranks that compile on one take a minute" if case.compiled else ""
 
 

@@ -322,6 +322,22 @@ def test_every_ending_has_its_code(monkeypatch, capsys, error, code):
         assert "Traceback" in capsys.readouterr().err
 
 
+def test_a_terminal_shows_the_plan_before_it_is_simulated(monkeypatch, capsys):
+    """The plan and its step stand on standard error while simulations run; a file or pipe gets the answer alone."""
+    assert cli.main([*SUGGEST]) == 0
+    answer = capsys.readouterr()
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert cli.main([*SUGGEST]) == 0
+    shown = capsys.readouterr()
+
+    early, _, rest = shown.err.partition("Before simulation: ")[2].partition("\n")
+    assert early.startswith("Use ")
+    assert "simulating plan 1" in rest
+    # Between runs only the time of the search differs.
+    assert re.sub(r"[\d.]+ s;", "s;", shown.out) == re.sub(r"[\d.]+ s;", "s;", answer.out)
+    assert answer.err == ""
+
+
 def test_a_closed_pipe_is_quiet(planner_process):
     """`planner ... | head` has its answer: no traceback, and nothing failed."""
     reader, writer = os.pipe()

@@ -488,6 +488,7 @@ def test_megatron_gets_the_numbers_of_a_known_model() -> None:
     deepseek = flags("deepseek-v3")
     assert (deepseek["--moe-router-num-groups"], deepseek["--moe-router-group-topk"]) == (8, 4)
     assert (deepseek["--moe-router-topk-scaling-factor"], deepseek["--moe-aux-loss-coeff"]) == (2.5, 1e-4)
+    assert (deepseek["--rotary-scaling-factor"], deepseek["--mscale"], deepseek["--mscale-all-dim"]) == (40, 1.0, 1.0)
     assert "--rotary-base" not in flags("Qwen/Qwen2.5-14B-Instruct-1M")  # like another model, but for its positions
 
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from executor.launch.request import Request
 from planner.question.plan_file import load_plan, plan_file, save_plan
 from planner.runs.schedulers.launchers import (
+    JOIN_S,
     LauncherJob,
     collect_command,
     node_command,
@@ -81,7 +82,7 @@ def test_any_path_reaches_the_nodes_as_it_is(part: str) -> None:
     words = shlex.split("".join(text[2:]))
     assert words == ["exec", *node_command(asked, endpoint="node0:29400")]
     manifest = yaml.safe_load(trainjob(asked).text)
-    assert manifest["spec"]["trainer"]["command"] == node_command(asked, endpoint=None)
+    assert manifest["spec"]["trainer"]["command"] == node_command(asked, endpoint=None, join_s=JOIN_S)
 
 
 def test_a_trainjob_names_image_nodes_and_gpus() -> None:

@@ -12,16 +12,19 @@ from hypothesis import strategies as st
 from planner.explain.waterfall import waterfall as waterfall_of
 from planner.pictures.memory import memory
 from planner.pictures.palette import BAD, LINKS, MEMORY, TIME
+from planner.pictures.run_curve import run_curve
 from planner.pictures.topology import topology
 from planner.pictures.waterfall import estimate_picture, waterfall
+from planner.search.whole_run import WholeRun
 from simulator.analytical.estimates import estimate_plans
 from simulator.analytical.scenario import Scenario
+from simulator.config.estimate import Interval
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
 from tests.planner.conftest import LLAMA8B, ROOT, make_cluster
 from topology.catalog import clusters as catalog
-from topology.cluster import Finding, LinkKind, LinkState, NodeGroup, Severity
+from topology.cluster import Finding, LinkKind, LinkState, NodeGroup, Severity, Source
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -42,7 +45,7 @@ def words(text: str) -> str:
 def test_waterfall_bars_are_to_scale_and_each_begins_where_the_last_ended() -> None:
     terms = [
         ("model FLOPs at peak", 2.0, TIME["compute"]),
-        ("exposed tp communication", 1.0, TIME["exposed_communication"]),
+        ("exposed TP communication", 1.0, TIME["exposed_communication"]),
         ("overlap", -0.5, TIME["copies"]),
         ("bubble", 1.5, TIME["bubble"]),
     ]
@@ -215,3 +218,19 @@ def test_explain_draws_what_it_prints(planner, tmp_path, only) -> None:
 def test_kept_pictures_are_what_is_drawn_today(path) -> None:
     """Made again by `planner probe --from NAME --svg examples/pictures/NAME.svg --force`."""
     assert path.read_text() == topology(catalog.cluster(path.stem))
+
+
+def test_a_whole_runs_cost_is_drawn_against_its_days():
+    def point(gpus: int, days: float, cost: float) -> WholeRun:
+        ends = [Interval(value=v, low=0.8 * v, high=1.2 * v, source=Source.ASSUMED) for v in (days, cost)]
+        return WholeRun(gpus=gpus, days=ends[0], gpu_hours=ends[1], cost=ends[1])
+
+    runs = [point(16, 80.0, 60_000.0), point(64, 23.0, 48_000.0), WholeRun(gpus=128, problem="no plan")]
+
+    text = run_curve(runs, 64, title="run", unit="EUR")
+
+    root = ElementTree.fromstring(text)
+    words = [element.text for element in root.iter() if element.text]
+    assert {"16 GPUs", "64 GPUs", "days", "EUR"} <= set(words)
+    assert not any("128" in str(word) for word in words)
+    assert run_curve([WholeRun(gpus=8, problem="no plan")], 8, title="run", unit="EUR").startswith("<svg")

@@ -183,9 +183,10 @@ def test_the_pareto_set_is_that_of_all_plans(every_plan):
     assert np.array(listed) == pytest.approx(np.array(front), rel=1e-12)
 
 
-def test_a_search_cut_short_says_how_far_it_may_be_off(llama8b, workload):
-    """No time at all: still a plan that runs and fits, a true bound, and the gap between them."""
-    question = question_of(llama8b, make_cluster(2, 4), workload)
+@pytest.mark.parametrize("framework", ["torchtitan", "megatron-lm"])
+def test_a_search_cut_short_says_how_far_it_may_be_off(llama8b, workload, framework):
+    """No time at all: still a plan that runs and fits, a true bound, and the gap between them, judged by one limit."""
+    question = question_of(llama8b, make_cluster(2, 4), workload, framework=framework)
     cut = suggest(question, SearchOptions(time_limit_s=0.0, simulate=False))
     whole = suggest(question, SearchOptions(top=1, simulate=False))
     best = whole.plans[0].estimate.step_s.value
@@ -193,6 +194,8 @@ def test_a_search_cut_short_says_how_far_it_may_be_off(llama8b, workload):
     assert cut.search.bound_s <= best <= cut.plans[0].estimate.step_s.value
     assert cut.plans[0].estimate.step_s.value <= cut.search.bound_s * (1 + cut.search.gap) * (1 + 1e-12)
     assert cut.plans[0].estimate.memory.fits
+    limits = {one.plans[0].estimate.memory.capacity_bytes for one in (cut, whole)}
+    assert len(limits) == 1
 
 
 def test_every_plan_listed_is_simulated_and_in_that_order():

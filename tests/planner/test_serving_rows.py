@@ -45,3 +45,15 @@ def test_batches_of_engines_that_write_say_how_many_clients_there_are() -> None:
 )
 def test_a_field_that_cannot_be_read_is_named_as_the_row_does(change: dict[str, Any], field: str) -> None:
     assert f"point p1: {field}: expected" in str(validate_point({**ROW, "concurrency": 4, **change})["skipped"])
+
+
+def test_a_median_is_compared_with_the_median() -> None:
+    """Of a closed loop that all clients begin at once: the first prompts wait for each other, later ones do not."""
+    asked = {**ROW, "concurrency": 16, "isl": 1024, "osl": 32, "ttft_ms": None, "tpot_ms": 10.0, "ttft_median_ms": 50.0}
+    mean = validate_point({**asked, "ttft_ms": 50.0})
+    median = validate_point(asked)
+
+    assert (mean["medians"], median["medians"]) == ([], ["ttft"])
+    assert median["measured"]["ttft_s"] == 0.05
+    assert median["predicted"]["ttft_s"] < mean["predicted"]["ttft_s"]
+    assert median["predicted"]["tpot_s"] == mean["predicted"]["tpot_s"]

@@ -69,7 +69,7 @@ def test_s10_what_mfu_to_expect():
     assert 20e12 / fall.peak_flops == pytest.approx(0.064, abs=0.001)
     assert fall.peak_flops == 312e12  # dense bfloat16, not the sparse 624
     assert estimate.mfu > 4 * 0.064
-    assert fall.top_loss.name in {"compute inefficiency", "recompute", "exposed tp communication"}
+    assert fall.top_loss.name in {"compute inefficiency", "recompute", "exposed TP communication"}
     assert cluster("dgx-h100", 8).slowest_kind.peak_flops["bfloat16"] == pytest.approx(989e12, rel=0.001)  # not 1979
 
 

@@ -15,11 +15,13 @@ from planner.question.question import question_of
 from planner.tune.candidates import candidates_of
 from planner.tune.runners.job_trials import JobTrials
 from planner.tune.sessions.job import TuneJob
+from planner.tune.sessions.start import job_settings
 from planner.tune.state import TuningRequest
 from planner.tune.trials import Chosen, Status
 from simulator.config.hf_config import load_model
 from simulator.config.workload import Workload
 from tests.planner.conftest import ROOT, make_cluster
+from tests.tools.kube_api import faults
 from topology.errors import UserError
 
 RECORDED = ROOT / "tests" / "data" / "tune" / "vtrain_two_questions.json"
@@ -215,16 +217,40 @@ def test_one_job_for_all_trials_is_refused_where_plans_need_several_nodes(two_no
         TuneJob(request=wide, state=tmp_path / "state", launcher="slurm").written()
 
 
-def test_a_trainjob_resumes_the_state_in_its_container(two_nodes, tmp_path) -> None:
-    job = TuneJob(
-        request=asked(two_nodes[0]), state=tmp_path / "state", launcher="trainjob", image="registry/meshwright:1"
-    )
+@pytest.mark.parametrize("launcher", ["kubernetes", "jobset", "trainjob"])
+def test_a_container_resumes_the_state(two_nodes, tmp_path, launcher) -> None:
+    volume = None if launcher == "trainjob" else f"shared:{tmp_path}"
+    state = tmp_path / "state"
+    job = TuneJob(request=asked(two_nodes[0]), state=state, launcher=launcher, image="ours:1", volume=volume)
 
-    manifest = yaml.safe_load(job.written().text)
+    manifests = list(yaml.safe_load_all(job.written().text))
 
-    trainer = manifest["spec"]["trainer"]
-    assert trainer["command"][:6] == ["python3", "-m", "planner", "tune", "--resume", str(tmp_path / "state")]
-    assert trainer["resourcesPerNode"]["limits"] == {"nvidia.com/gpu": 2}
+    assert [faults(one) for one in manifests] == [[]] * len(manifests)
+    text = json.dumps(manifests[-1])
+    assert json.dumps(["python3", "-m", "planner", "tune", "--resume", str(state)])[1:-1] in text
+    assert '{"limits": {"nvidia.com/gpu": 2}}' in text
+    assert "planner tune --resume" in job.written().advice[-1]
+    if volume:
+        with pytest.raises(UserError, match="is not below /elsewhere"):
+            replace(job, volume="shared:/elsewhere").written()
+
+
+@pytest.mark.parametrize(
+    ("launcher", "more", "what"),
+    [
+        ("slurm", {"volume": "shared:/a"}, "slurm has no use for --volume"),
+        ("ray", {"image": "ours:1"}, "ray has no use for --image"),
+        ("trainjob", {"image": "ours:1", "volume": "shared:/a"}, "trainjob has no use for --volume"),
+        ("jobset", {"image": "ours:1"}, "jobset needs --volume"),
+        ("kubernetes", {"volume": "shared:/a"}, "kubernetes needs --image"),
+        ("torchrun", {}, "--launcher is 'torchrun'"),
+    ],
+)
+def test_settings_that_a_launcher_lacks_or_has_no_use_for_are_named(two_nodes, tmp_path, launcher, more, what) -> None:
+    with pytest.raises(UserError, match=what):
+        job_settings(launcher, "tuned", **more)
+    with pytest.raises(UserError, match=what):
+        TuneJob(request=asked(two_nodes[0]), state=tmp_path / "state", launcher=launcher, **more).written()
 
 
 def test_a_batch_job_runs_all_trials_of_a_state_on_its_node(tmp_path, planner) -> None:

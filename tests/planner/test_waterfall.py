@@ -45,7 +45,7 @@ def test_the_fall_from_peak_to_step_adds_up(estimates):
 def test_communication_is_split_by_axis(estimates):
     names = {term.name for term in waterfall(estimates[2]).terms}
 
-    assert {"exposed cp communication", "exposed pp communication", "recompute", "bubble"} <= names
+    assert {"exposed CP communication", "exposed PP communication", "recompute", "bubble"} <= names
 
 
 def test_two_plans_differ_by_their_terms(estimates):

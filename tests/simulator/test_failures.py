@@ -7,6 +7,7 @@ from statistics import fmean, stdev
 
 import pytest
 
+from planner.question.goal import Goal
 from simulator.failures.goodput import GPU_HOURS, RESTART_S, STORAGE_BYTES_PER_S, Failures
 from simulator.failures.simulated import histories
 
@@ -79,3 +80,29 @@ def test_the_ratio_of_effective_time_is_that_of_the_research_clusters(interval_s
     found = goodput(gpus=16_000, gpu_hours=node_days * 24 * 8, interval_s=interval_s, restart_s=300.0)
 
     assert found == pytest.approx(published, abs=0.03)
+
+
+@pytest.mark.parametrize("spares", [0, 1, 3])
+def test_a_run_that_waits_for_repairs_takes_as_long_as_its_histories(spares):
+    """Erlang's loss formula against nodes that fail and come back one by one."""
+    failing = Failures(mtbf_s=20_000.0, restart_s=600.0, save_s=60.0, repair_s=30_000.0, spares=spares)
+    interval = failing.best_interval_s
+
+    ends = histories(failing, 2e6, interval)
+
+    assert failing.total_s(2e6, interval) == pytest.approx(sum(ends) / len(ends), rel=0.03)
+
+
+def test_spares_only_help_and_nobody_waits_for_what_is_there_at_once():
+    waits = [Failures(mtbf_s=1e4, restart_s=0.0, save_s=1.0, repair_s=4e4, spares=n).waiting for n in range(12)]
+
+    assert waits == sorted(waits, reverse=True)
+    assert waits[0] == pytest.approx(4 / 5)  # one node that is out stops all: load / (1 + load)
+    assert Failures(mtbf_s=1e4, restart_s=0.0, save_s=1.0).waiting == 0.0
+
+
+def test_nodes_on_the_spot_are_interrupted_by_both():
+    goal = Goal(tokens=1e9, spot_hours=100.0)
+
+    assert goal.interrupted_gpu_hours(800.0, 8) == pytest.approx(400.0)
+    assert Goal(tokens=1e9).interrupted_gpu_hours(800.0, 8) == 800.0

@@ -390,6 +390,9 @@ def test_any_config_is_a_model_or_a_bad_model(family, config, sane):
     assert 0 < len(message) < 1000
 
 
+LINEAR = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
+
+
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 @settings(max_examples=15, deadline=None)
 @given(
@@ -420,6 +423,8 @@ def test_sane_configs_are_read_and_round_trip(family, layers, head_dim, groups, 
         config |= {"num_experts": experts, "num_experts_per_tok": 1}
         if "intermediate_size" not in spec.expert_width_keys:  # where it is, experts have no width of their own
             config |= {"moe_intermediate_size": expert_ffn}
+    if spec.linear:
+        config |= {f"linear_{name}": groups for name in LINEAR}
     model = model_from_config(config, name="sane")
     assert (model.layers, model.hidden, model.heads, model.ffn, model.vocab) == (
         layers, heads * head_dim, heads, ffn, vocab,

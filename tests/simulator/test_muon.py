@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ from simulator.engine.simulate import simulate
 from simulator.lowering.training import lower_training
 from simulator.memory.plan_memory import PlanMemory
 from simulator.step.context import CostContext
-from simulator.step.muon import ITERATIONS, Matrix, hidden_matrices, matrix_s, orthogonalised
+from simulator.step.muon import ITERATIONS, Matrix, _gathered, hidden_matrices, matrix_s, orthogonalised
 from topology.catalog.clusters import cluster
 
 NAMES = ("llama3-8b", "gpt2", "deepseek-v2-lite", "mixtral-8x7b", "qwen2.5-7b")
@@ -101,7 +102,7 @@ def test_hidden_matrices_keep_one_moment_and_the_rest_two(name: str, plan: Plan)
     assert held["adamw"] - held["muon"] == pytest.approx(4.0 * hidden / plan.gpus)
 
 
-@pytest.mark.parametrize("plan", [Plan(), Plan(dp_shard=2), Plan(dp_shard=2, tp=2), Plan(dp_replicate=2)])
+@pytest.mark.parametrize("plan", [Plan(), Plan(dp_shard=2), Plan(tp=2), Plan(dp_replicate=2)])
 def test_ranks_hold_less_than_with_adamw(plan: Plan) -> None:
     model = replace(load_model("llama3.2-1b"), layers=3)
     muon, adamw = (PlanMemory(asked(model, name, plan.gpus), plan).rank(0) for name in ("muon", "adamw"))
@@ -110,17 +111,65 @@ def test_ranks_hold_less_than_with_adamw(plan: Plan) -> None:
     assert least.reserved_bytes[0, 0] <= muon.reserved_bytes < adamw.reserved_bytes
 
 
-def test_whole_matrices_are_gathered_in_two_bytes_an_element() -> None:
-    """FSDP's shards of what a tensor-parallel rank has, then its parts; experts lie whole on their ranks."""
-    model = load_model("llama3-8b")
-    gathers = orthogonalised(model, "dense", context_of(model, Plan(dp_shard=4, tp=2))).gathers
-    moved = {
-        family: sum(float((nbytes * count)[0]) for one, nbytes, count in gathers if one == family)
-        for family in ("fsdp", "tp")
-    }
-    elements = model.attention_matmul_parameters + model.mlp_matmul_parameters(model.ffn)
-    assert moved == {"fsdp": elements, "tp": 2 * elements}
+@pytest.mark.parametrize("rows_cut", [True, False])
+@pytest.mark.parametrize(("rows", "columns"), [(24, 64), (64, 24), (32, 32)])
+def test_what_is_cut_moves_and_multiplies_as_torchs_own_does(rows: int, columns: int, *, rows_cut: bool) -> None:
+    """torch.optim.Muon on a DTensor over four ranks that exchange nothing: what it asks them to."""
+    torch = pytest.importorskip("torch", minversion="2.9")
+    seen = _run_on_four_ranks(torch, rows, columns, dim=0 if rows_cut else 1)
+    matrix, plan = Matrix(rows=rows, columns=columns, cut_rows=rows_cut), Plan(dp_shard=4) if rows_cut else Plan(tp=4)
+    context = context_of(load_model("llama3-8b"), plan)
 
+    _, moved = _gathered(matrix, load_model("llama3-8b"), context)
+    ours: dict[str, float] = {}
+    for op, _, nbytes, count in moved:
+        ours[op] = ours.get(op, 0.0) + float((nbytes * count)[0])
+
+    assert {op: nbytes for op, nbytes in ours.items() if nbytes} == seen["bytes"]
+    whole, part = matrix.iteration_flops, sum(seen["flops"])
+    along = matrix.cut_along(rows=rows_cut)
+    kept = 2 * matrix.short**3 if along == "long" else 0.0  # the second product is whole on every rank
+    assert part == ITERATIONS * (kept + (whole - kept) / 4)
+
+
+def _run_on_four_ranks(torch: Any, rows: int, columns: int, *, dim: int) -> dict[str, Any]:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    found: dict[str, Any] = {"bytes": {}, "flops": []}
+    names = {"all_reduce": "all_reduce", "all_gather_into_tensor": "all_gather"}
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if any(issubclass(kind, DTensor) for kind in types):
+                return NotImplemented
+            name, out = str(func).split(".")[1], func(*args, **(kwargs or {}))
+            if name in names and out.dim():
+                op = names[name]
+                found["bytes"][op] = found["bytes"].get(op, 0.0) + out.numel() * out.element_size()
+            if name in {"mm", "addmm"}:
+                left = args[-2]
+                found["flops"].append(2.0 * out.numel() * left.shape[-1])
+            return out
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        mesh = init_device_mesh("cpu", (4,))
+        weight = torch.nn.Parameter(distribute_tensor(torch.randn(rows, columns), mesh, [Shard(dim)]))
+        weight.grad = distribute_tensor(torch.randn(rows, columns), mesh, [Shard(dim)])
+        optimizer = torch.optim.Muon([weight])
+        optimizer.step()  # DTensor has found out how each operator is divided
+        with Seen():
+            optimizer.step()
+    finally:
+        dist.destroy_process_group()
+    return found
+
+
+def test_experts_lie_whole_on_their_ranks() -> None:
     sparse = load_model("mixtral-8x7b")
     for plan, experts, gathered in (
         (Plan(dp_shard=8), 1, 0),
@@ -131,7 +180,7 @@ def test_whole_matrices_are_gathered_in_two_bytes_an_element() -> None:
         found = orthogonalised(sparse, "moe", context)
         matrices = hidden_matrices(sparse)["moe"]
         alone = sum(matrix_s(one, context) * (experts if one.of_expert else 1) for one in matrices)
-        moved_bytes = sum(float((nbytes * count)[0]) for one, nbytes, count in found.gathers if one == "expert_fsdp")
+        moved_bytes = sum(float((nbytes * count)[0]) for _, one, nbytes, count in found.gathers if one == "expert_fsdp")
         assert found.seconds[0] == pytest.approx(alone[0])
         assert moved_bytes == 2 * gathered * sparse.one_expert_parameters
 
@@ -163,7 +212,7 @@ def test_a_larger_model_never_updates_faster() -> None:
     [
         ("llama3-8b", Plan()),
         ("llama3-8b", Plan(dp_shard=4)),
-        ("llama3-8b", Plan(dp_shard=2, tp=2)),
+        ("llama3-8b", Plan(dp_replicate=2, tp=2)),
         ("llama3-8b", Plan(dp_shard=2, pp=2)),
         ("llama3-8b", Plan(dp_replicate=2, dp_shard=4)),
         ("llama3-8b", Plan(dp_shard=2, pp=2, virtual_stages=2, schedule="Interleaved1F1B")),

@@ -35,7 +35,6 @@ FREE = OverlapRates(
     gap_s=1e-12,
     step_gap_s=1e-12,
     product_slowdown=1e-12,
-    torch_product_slowdown=1e-12,
     fused_product_slowdown=1e-12,
     late_product_slowdown=1e-12,
     early_product_slowdown=1e-12,

@@ -55,11 +55,15 @@ class Case:
             start_new_session=True,
         )
 
+    @property
+    def places(self) -> list[str]:
+        """Return flags for where the launcher's containers come from, and what they mount."""
+        image = ["--image=any"] if self.launcher in {"kubernetes", "jobset", "trainjob"} else []
+        return [*image, *([f"--volume=shared:{self.folder}"] if self.launcher in {"kubernetes", "jobset"} else [])]
+
     def applied(self, *words: str) -> None:
         """Begin `planner apply` of a job that is submitted and followed."""
-        flags = [f"--launcher={self.launcher}", "--submit", "--wait=5m", "--out=run"]
-        if self.launcher in {"kubernetes", "jobset", "trainjob"}:
-            flags += ["--image=any", *([] if self.launcher == "trainjob" else [f"--volume=shared:{self.folder}"])]
+        flags = [f"--launcher={self.launcher}", "--submit", "--wait=5m", "--out=run", *self.places]
         self.started(
             "apply",
             *(one for one in words if not one.startswith("-")),
@@ -339,8 +343,8 @@ def no_room(case: Case, cluster: RayCluster) -> Row:
     return case.ended()
 
 
-def budget_over(case: Case, cluster: RayCluster) -> Row:
-    """Ray has no time limit of jobs: the run's own ends it."""
+def budget_over(case: Case, cluster: Any) -> Row:
+    """Jobs of Ray and TrainJobs have no time limit: the run's own ends it."""
     case.applied("--steps=1000", "--budget=60s")
     case.wait_for(lambda: ranks_began(case))
     return case.ended()
@@ -379,9 +383,9 @@ def pod_unresolved(case: Case, cluster: KubeApi) -> Row:
         cluster.resolves = True
 
 
-def tune_trainjob(case: Case, cluster: KubeApi) -> Row:
+def tune_pod(case: Case, cluster: KubeApi) -> Row:
     words = [*TUNED, "--cluster=4xH100", "--gpus=2", "--trials=2", "--steps=10"]
-    case.started("tune", *words, "--launcher=trainjob", "--image=any", "--submit", "--job-name=tuned")
+    case.started("tune", *words, f"--launcher={case.launcher}", *case.places, "--submit", "--job-name=tuned")
     case.process.wait(PATIENT_S)
     case.wait_for(lambda: not cluster.active("tuned"), PATIENT_S, alone=False)
     waited = time.monotonic() - case.began

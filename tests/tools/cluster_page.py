@@ -14,7 +14,7 @@ SCHEDULERS = ("slurm", "ray", "kubernetes", "jobset", "trainjob")
 WHAT = {  # what is done, and the names of its cases
     "no plan: the tiny model on two nodes": ("smoke",),
     "a plan of 8 ranks, `--device cpu`": ("plan",),
-    "a tuning as one job": ("tune", "tune_trainjob"),
+    "a tuning as one job": ("tune", "tune_pod"),
     "a tuning, a job a trial: three as an array, or side by side": ("tune_each",),
     "Ctrl-C": ("cancel",),
     "a node is lost": ("node_lost", "pod_lost"),

@@ -69,18 +69,11 @@ RAY = (
     cases.node_lost,
 )
 
+POD = (cases.smoke, cases.plan, cases.tune_pod, cases.cancel, cases.pod_lost, cases.pod_preempted, cases.pod_unresolved)
 KUBERNETES = {
-    "kubernetes": (
-        cases.smoke,
-        cases.plan,
-        cases.cancel,
-        cases.pod_lost,
-        cases.pod_preempted,
-        cases.pods_too_long,
-        cases.pod_unresolved,
-    ),
-    "jobset": (cases.smoke, cases.cancel),
-    "trainjob": (cases.smoke, cases.cancel, cases.tune_trainjob),
+    "kubernetes": (*POD, cases.pods_too_long),
+    "jobset": (*POD, cases.pods_too_long),
+    "trainjob": (*POD, cases.budget_over),
 }
 
 
@@ -156,7 +149,9 @@ def main() -> int:
     parser.add_argument("names", nargs="*")
     parser.add_argument("--ray", type=Path, help="folder of the programs of an environment that has ray and torch")
     options = parser.parse_intermixed_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # and so undo what was changed
+    # So that what was changed is undone, and Ctrl-C reaches planner where a shell in the background ignores it.
+    for one in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(one, signal.default_int_handler)
     folder = options.folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
     if not options.names or any(one.startswith("slurm-") for one in options.names):

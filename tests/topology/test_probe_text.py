@@ -212,9 +212,9 @@ def test_english_names_cliques_and_detours():
             "X \n"
         )
     )
-    assert "0,1,2,3 fully connected by NV4" in said
+    assert "GPUs 0-3 are fully connected by NV4" in said
     assert "only by SYS (across CPU sockets): 0-4 1-4 2-4 3-4" in said
-    assert "nearest NIC of 0,1,2,3,4: NIC0" in said
+    assert "nearest NIC of GPUs 0-4: NIC0" in said
 
 
 def test_english_says_that_a_hub_is_not_a_clique():

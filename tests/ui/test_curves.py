@@ -11,6 +11,9 @@ from tests.ui import needs  # noqa: F401 - skips where a package is missing
 from tests.ui.conftest import metrics, said
 
 from planner.question.flags import Flags  # isort: skip
+from planner.question.goal import Goal
+from planner.search.whole_run import runs_of_counts
+
 from planner.search.answer import answer  # isort: skip
 from topology.rates.scaling import scale_flops, scale_network, scale_nvlink  # isort: skip
 from planner.search.plan_space.candidates import Bounds  # isort: skip
@@ -80,6 +83,12 @@ def test_other_numbers_of_gpus_have_the_same_batch():
         )
         assert row.step_s == pytest.approx(alone.plans[0].estimate.step_s.value)
         assert row.cost_per_million_tokens == pytest.approx(1000 / row.tokens_per_s_per_gpu)
+    runs = runs_of_counts(found, Goal(tokens=1e9, gpu_price_per_hour=3.6))
+    steps = 1e9 / found.question.workload.tokens_per_step
+    assert [run.gpus for run in runs] == [1, 2, 4]
+    assert [run.steps_s.value for run in runs if run.steps_s] == [
+        pytest.approx(steps * r.step_s) for r in found.by_gpus
+    ]
 
 
 def test_a_whole_run_takes_its_tokens_at_the_rate_of_the_plan(explorer):

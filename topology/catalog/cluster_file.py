@@ -17,7 +17,11 @@ form is for people:
 | `oversubscription` | downlink over uplink capacity of a leaf switch, 1 or more |
 | `nodes_per_leaf` | nodes that share a leaf switch |
 | `pcie` | slot generation, `gen3` to `gen6`, when the slot is slower than the card |
+| `slow_gpus` | GPUs of the first node that compute slower, each with the share of its rate: `[[3, 0.8]]` |
+| `slow_links`, `slow_ports` | the same of the NVLink of GPUs, and of their network ports |
 | `name` | what to call it |
+
+A list of such objects, `{"groups": [...]}` of them, or `8xH100+8xA100-80GB`: machines of several kinds on one fabric.
 """
 
 from __future__ import annotations
@@ -38,6 +42,7 @@ from topology.catalog.clusters import (
     one_port_per_gpu,
 )
 from topology.catalog.gpus import gpu_kind
+from topology.catalog.joined import joined, with_slow_parts
 from topology.catalog.platform import build, take_gpus
 from topology.catalog.spoken import FORMS, is_spoken, spoken_cluster
 from topology.catalog.verify import require_possible
@@ -62,6 +67,9 @@ class SmallCluster:
     nodes_per_leaf: int | None = None
     fabric: str | None = None
     pcie: str | None = None
+    slow_gpus: tuple[tuple[float, ...], ...] = ()
+    slow_links: tuple[tuple[float, ...], ...] = ()
+    slow_ports: tuple[tuple[float, ...], ...] = ()
     name: str | None = None
 
 
@@ -76,7 +84,8 @@ def load_cluster(name_or_path: str | Path, gpus: int | None = None) -> Cluster:
     if isinstance(name_or_path, str) and is_catalog_name(text):
         return cluster(text, gpus)
     if len(parts := _JOINED.split(text)) > 1 and not _looks_like_path(text) and all(map(is_spoken, parts)):
-        raise _mixed(f"{text[:60]!r}")
+        both = joined([_said(part) or cluster(part) for part in parts], where=f"{text[:60]!r}")
+        return both if gpus is None else take_gpus(both, gpus)
     if isinstance(name_or_path, str) and (said := _said(text)):
         return said if gpus is None else take_gpus(said, gpus)
     if isinstance(name_or_path, str) and not _looks_like_path(text):
@@ -110,7 +119,10 @@ def _said(text: str) -> Cluster | None:
 
 def parse_cluster(document: Any, *, where: str) -> Cluster:
     """Return the cluster of a decoded JSON document of either form, verified. Raises BadInput or BadCluster."""
-    _refuse_mixed(document, where)
+    if isinstance(document, dict) and isinstance(document.get("gpu"), list):
+        raise _listed(where)
+    if several := _several(document):
+        return joined([parse_cluster(one, where=f"{where}, part {n}") for n, one in enumerate(several, 1)], where=where)
     if not isinstance(document, dict):
         raise BadInput(f"{where} is not a cluster", why="expected a JSON object", remedy=_FORMS)
     if "groups" in document or "schema_version" in document:
@@ -131,19 +143,18 @@ def _without_gpu(document: JsonObject) -> str:
     return 'neither "gpu" nor "groups" is stated' + (f"; nothing reads {unknown}" if unknown else "")
 
 
-def _refuse_mixed(document: Any, where: str) -> None:
-    """Raise BadCluster for GPUs of several kinds as people write them: in lists."""
+def _several(document: Any) -> list[Any]:
+    """Return the machines of several kinds that a document lists in the small form, or nothing."""
     several = document if isinstance(document, list) else document.get("groups") if isinstance(document, dict) else None
-    listed = isinstance(document, dict) and isinstance(document.get("gpu"), list)
-    if listed or (isinstance(several, list) and any(isinstance(one, dict) and "gpu" in one for one in several)):
-        raise _mixed(where)
+    small = isinstance(several, list) and any(isinstance(one, dict) and "gpu" in one for one in several)
+    return list(several) if small and several else []
 
 
-def _mixed(where: str) -> BadCluster:
+def _listed(where: str) -> BadCluster:
     return BadCluster(
-        f"{where} has GPUs of several kinds",
-        why="every rank of a step waits for the slowest kind, so plans are made for GPUs of one kind",
-        remedy="ask for as many GPUs of the slowest kind, for example 2x8xA100-80GB in the place of 8xH100 and 8xA100",
+        f"{where} has GPUs of several kinds in one node",
+        why="which of them is where was not said",
+        remedy='one object for each kind of node: [{"gpu": "h100"}, {"gpu": "a100-80gb"}]',
     )
 
 
@@ -210,7 +221,9 @@ def _small(document: JsonObject, where: str) -> Cluster:
     changes.setdefault("name", f"{nodes} x {per_node} {kind.name}")
     built = build(replace(platform, **changes), nodes=nodes)
     findings = _findings(assumed, where, "state it in the file")
-    return replace(built, findings=(*built.findings, *findings))
+    built = replace(built, findings=(*built.findings, *findings))
+    slow = {"gpus": small.slow_gpus, "links": small.slow_links, "ports": small.slow_ports}
+    return with_slow_parts(built, **slow, where=where) if any(slow.values()) else built
 
 
 def _findings(assumed: Iterable[str], where: str, remedy: str) -> tuple[Finding, ...]:

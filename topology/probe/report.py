@@ -148,7 +148,15 @@ def _title(cluster: Cluster, node: Node) -> str:
 
 
 def _ids(gpus: list[int]) -> str:
-    return ",".join(map(str, gpus))
+    """Return the numbers of GPUs, three and more in a row as a range: `GPUs 0-3, 6`."""
+    runs: list[list[int]] = []
+    for one in sorted(gpus):
+        if runs and one == runs[-1][-1] + 1:
+            runs[-1].append(one)
+        else:
+            runs.append([one])
+    parts = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
+    return f"GPU{'s' if len(gpus) > 1 else ''} {', '.join(parts)}"
 
 
 def _rate(link: Link) -> str:
@@ -171,12 +179,12 @@ def _island(node: Node, group: list[int], hub_of: dict[str, str]) -> str:
     labels = sorted({link.label for link in cables}, key=lambda label: (len(label), label), reverse=True)
     full = len(cables) == len(group) * (len(group) - 1) // 2
     if full and len(labels) == 1:
-        return f"{_ids(group)} fully connected by {labels[0]}{_rate(cables[0])} per pair"
+        return f"{_ids(group)} are fully connected by {labels[0]}{_rate(cables[0])} per pair"
     pairs = "; ".join(
         f"{label}: {' '.join(f'{link.a[3:]}-{link.b[3:]}' for link in cables if link.label == label)}"
         for label in labels
     )
-    return f"{_ids(group)} {'fully' if full else 'partly'} connected by NVLink: {pairs}"
+    return f"{_ids(group)} are {'fully' if full else 'partly'} connected by NVLink: {pairs}"
 
 
 def _between(node: Node, inside: list[set[int]]) -> list[str]:
@@ -224,8 +232,8 @@ def _hosts(node: Node) -> list[str]:
     for vertex in node.vertices:
         if vertex.kind is VertexKind.NVSWITCH or vertex.id not in children:
             continue
-        what = {"cpu_unknown": "a CPU that is not known"}.get(vertex.id, vertex.id)
-        lines.append(f"below {what}: {', '.join(children[vertex.id])}")
+        what = {"cpu_unknown": "a CPU that nothing names"}.get(vertex.id, vertex.id)
+        lines.append(f"attached to {what}: {', '.join(children[vertex.id])}")
     return lines
 
 

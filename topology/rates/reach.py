@@ -120,6 +120,11 @@ def _unlisted(rates: NodeRates) -> list[str]:
             f"the links of GPU {', '.join(map(str, bare[:8]))} to the host are not listed:"
             " taken as a slot of the card's own rate"
         )
+    weak = sorted({end for link in node.links if link.state is LinkState.DEGRADED for end in (link.a, link.b)})
+    if weak := [end for end in weak if end.startswith("gpu")]:
+        caveats.append(
+            f"links of {', '.join(weak[:8])} are degraded: groups with them go by the slowest of their links"
+        )
     absent = sum(link.state is LinkState.ABSENT for link in node.links)
     if absent:
         caveats.append(f"{absent} links of a node are absent: planned without them")

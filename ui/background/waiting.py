@@ -27,6 +27,7 @@ MAX_RESULTS = {
     "simulate": 4,
     "sizes": 32,
     "serve": 32,
+    "pareto": 16,
 }  # search results have kilobytes, a long trace tens of megabytes
 PATIENCE_S = 0.8  # before the panel appears, so that fast results come without a flicker
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from planner.configs.any_kind import any_document, check_any
@@ -28,12 +29,17 @@ from planner.serving import (
     serving_account,
     serving_question,
 )
+from planner.serving.pareto import Pareto
+from planner.serving.pareto import pareto as compare_deployments
+from planner.serving.question.from_flags import machine_of
+from planner.serving.targets.ways import WayOut, way_out
 from simulator.config.plan import Plan
 from simulator.engine.simulate import Run
 from simulator.lowering.simulation import drawn_micro_batches
 from simulator.memory.over_time import with_memory
 from simulator.program.chrome_trace import to_chrome
 from simulator.program.critical_path import critical_path, path_parts_s
+from simulator.serving.engine import COMPARED
 from topology import codec
 from topology.cluster import Cluster
 from topology.codec import JsonObject
@@ -71,11 +77,12 @@ class SimulatedStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingAnswers:
-    """A serving search; `accounts` are of its first SERVING_LISTED plans, `load` follows the best over clients."""
+    """A serving search: `accounts` of its first SERVING_LISTED plans, the best over clients, what targets allow."""
 
     result: ServingResult
     accounts: tuple[Account, ...]
     load: Sweep
+    out: WayOut
 
 
 def search(progress: Progress, flags: Flags, framework: str, options: SearchOptions) -> SearchResult:
@@ -150,7 +157,15 @@ def serve(progress: Progress, flags: ServingFlags) -> ServingAnswers:
     progress("the best over numbers of clients")
     listed = result.plans[:SERVING_LISTED]
     accounts = tuple(serving_account(result.question, plan.deployment, plan.estimate) for plan in listed)
-    return ServingAnswers(result=result, accounts=accounts, load=over_clients(result))
+    load = over_clients(result)
+    progress("what would meet the targets")
+    return ServingAnswers(result=result, accounts=accounts, load=load, out=way_out(result, partial(machine_of, flags)))
+
+
+def pareto(progress: Progress, flags: ServingFlags) -> Pareto:
+    """Return what `planner suggest --task serve --objective pareto` compares."""
+    question = serving_question(replace(flags, objective="throughput"))
+    return compare_deployments(question, tuple(dict.fromkeys((question.engine, *COMPARED))), progress=progress)
 
 
 WORK: dict[str, Callable[..., Any]] = {
@@ -162,4 +177,5 @@ WORK: dict[str, Callable[..., Any]] = {
     "simulate": simulate,
     "sizes": sizes,
     "serve": serve,
+    "pareto": pareto,
 }

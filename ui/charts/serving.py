@@ -1,15 +1,17 @@
-"""The chart of where the time of a token, or of the first one, goes."""
+"""Charts of serving: where the time of a token goes, and what users get against what a GPU gives."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import altair as alt
 
 from planner.pictures.palette import BLUE
+from planner.pictures.pareto import colours
 from planner.serving.reports.plan_text import words
 from topology.units import two_digits
-from ui.charts.look import Figure, finished, paper
+from ui.charts.look import Figure, finished, paper, picked
 
 LABEL_PX = 90  # of the words next to a bar
 
@@ -37,3 +39,30 @@ def parts(seconds: Mapping[str, float], *, dark: bool) -> Figure:
     bars = base.mark_bar(color=BLUE, height=18, cornerRadiusEnd=3)
     text = base.mark_text(align="left", dx=6, fontSize=12, color=p.ink).encode(text="text:N")
     return finished(alt.layer(bars, text).properties(height=28 * max(1, len(values)) + 30), dark)
+
+
+def pareto(rows: Sequence[Mapping[str, Any]], y_title: str, chosen: str, *, log: bool, dark: bool) -> Figure:
+    """Draw points with a line an engine through those that none of its own beats, and a ring around the chosen one.
+
+    Rows have `plan` (a name), `engine`, `user` and `value` (numbers), `first` (whether it is on the line), and `words`.
+    """
+    p = paper(dark)
+    values = [dict(row) for row in rows]
+    engines = list(dict.fromkeys(row["engine"] for row in values))
+    colour = alt.Color("engine:N", title=None, scale=alt.Scale(domain=engines, range=list(colours(engines).values())))
+    y = alt.Y("value:Q", title=y_title, scale=alt.Scale(type="log" if log else "linear", nice=False))
+    base = alt.Chart(alt.Data(values=values)).encode(x=alt.X("user:Q", title="tokens/s a user"), y=y)
+    line = (
+        alt.Chart(alt.Data(values=[row for row in values if row["first"]]))
+        .mark_line(strokeWidth=2, opacity=0.7)
+        .encode(x="user:Q", y=y, color=colour, order="user:Q")
+    )
+    points = base.mark_point(filled=True, opacity=0.9, stroke=p.page, strokeWidth=1).encode(
+        color=colour,
+        size=alt.condition("datum.first", alt.value(90), alt.value(24)),
+        tooltip=[alt.Tooltip("words:N", title="deployment")],
+    )
+    ring = base.mark_point(size=260, strokeWidth=2, color=p.ink).transform_filter(
+        alt.FieldOneOfPredicate(field="plan", oneOf=[chosen])
+    )
+    return finished(alt.layer(line, points.add_params(picked()), ring).properties(height=330), dark)

@@ -10,8 +10,9 @@ import streamlit as st
 from planner.io import plan_words
 from planner.io.figures import gib_text, last_digit_s, seconds_text
 from planner.pictures.memory import stage_parts
+from planner.pictures.run_curve import run_curve
 from planner.question.goal import Goal
-from planner.search.whole_run import whole_run
+from planner.search.whole_run import runs_of_counts, whole_run
 from ui import data, panels, rows
 from ui.changed_rows import size_rows
 from ui.charts import curves as charts
@@ -174,6 +175,11 @@ def _numbers(question: state.Inputs, result: SearchResult) -> None:
                     key=f"over_{name}",
                     alt=f"{title}: {about}",
                 )
+    billions = float(st.session_state.get("tokens") or 0.0)
+    if drawn and billions:
+        runs = runs_of_counts(found, Goal(tokens=billions * 1e9, gpu_price_per_hour=price))
+        title, unit = "A whole run: cost against days", "in the currency of the price"
+        st.image(run_curve(runs, found.plans[0].plan.gpus, title=title, unit=unit))
     for row in found.by_gpus:
         if row.problem:
             st.caption(f"{row.gpus} GPUs: {panels.plain(row.problem)}")

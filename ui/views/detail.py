@@ -189,7 +189,7 @@ def _sensitivity(question: state.Inputs, result: SearchResult, ranked: RankedPla
             st.markdown(f":material/swap_vert: {panels.plain(flip_text(flip))}")
         if not ranked.flips:
             st.markdown(
-                ":material/block: No link rate or memory within a factor of 16 of the present one would make it win."
+                ":material/block: No link rate or memory within a factor of 4 of the present one would make it win."
             )
     else:
         panels.section("This is the best plan", "Another one wins in these cases:")
@@ -199,7 +199,7 @@ def _sensitivity(question: state.Inputs, result: SearchResult, ranked: RankedPla
             st.markdown(f":material/swap_vert: **{panels.plain(names[0])}**{more}: {panels.plain(text)}")
         if not flips:
             st.markdown(
-                ":material/verified: No listed plan wins with link rates within a factor of 16, or with other memory."
+                ":material/verified: No listed plan wins with link rates within a factor of 4, or with other memory."
             )
     varied = data.knobs(result)
     if not varied:
@@ -213,7 +213,10 @@ def _sensitivity(question: state.Inputs, result: SearchResult, ranked: RankedPla
         plans = tuple(r.plan for r in (best, other) if r is not None)
         at = next((flip.at for flip in (other.flips if other else ()) if flip.quantity == quantity), None)
         with column:
-            panels.section(f"Step time over {quantity}")
+            panels.section(
+                f"Step time over {quantity}",
+                "By the analytical model. Above are the crossings that hold where both plans are predicted anew.",
+            )
             drawn = plan_charts.sensitivity(
                 data.rate_curves(result, plans, quantity), quantity=quantity, now=now, flip=at, dark=panels.dark()
             )

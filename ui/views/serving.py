@@ -9,7 +9,7 @@ import streamlit as st
 from planner.export.serving.files import serving_files
 from planner.serving import serving_file
 from planner.serving.reports.documents import price_per_million
-from planner.serving.reports.text import answer_sentence, deployment_text, ms_text
+from planner.serving.reports.text import answer_sentence, deployment_text, ms_text, way_out_lines
 from simulator.config.hf_config import hub_name
 from topology import codec
 from topology.errors import Infeasible
@@ -18,6 +18,7 @@ from ui import panels
 from ui.background import waiting
 from ui.charts import serving as charts
 from ui.question import serving_question, state
+from ui.views import serving_pareto
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -47,6 +48,8 @@ def show(about: state.Inputs) -> None:
     best = found.result.plans[0]
     asked = found.result.question
     st.markdown(f"#### {panels.plain(answer_sentence(asked, best.deployment, best.estimate, meets=best.meets))}")
+    for line in way_out_lines(found.out, meets=best.meets):
+        st.caption(panels.plain(line))
     left, right = st.columns([11, 9], gap="large")
     with left:
         chosen = _table(found)
@@ -54,6 +57,8 @@ def show(about: state.Inputs) -> None:
     with right:
         _detail(found, chosen)
     _next(question, found, found.result.plans[chosen])
+    if asked.traffic.concurrency:
+        serving_pareto.show(question)
 
 
 def _table(found: ServingAnswers) -> int:

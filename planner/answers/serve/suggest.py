@@ -5,16 +5,20 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 from planner.requests.serving import Task, refuse, stated
-from planner.requests.training import Suggest
+from planner.requests.training import Objective, Suggest
 from planner.serving.crossings import Row, over_clients
-from planner.serving.question.from_flags import flags_of_search, serving_question
-from planner.serving.reports.documents import serving_document
+from planner.serving.pareto import Pareto, pareto
+from planner.serving.question.from_flags import flags_of_search, machine_of, serving_question
+from planner.serving.reports.documents import serving_document, way_out_document
+from planner.serving.reports.pareto import pareto_document
 from planner.serving.search import ServingPlan, ServingResult, search_serving
-from planner.serving.ways import ways_to_meet
+from planner.serving.targets.ways import NOTHING, WayOut, way_out
 from simulator.config.plan import PLAN_FIELDS
+from simulator.serving.engine import COMPARED
 from topology.codec import JsonObject
 from topology.errors import UserError
 
@@ -36,7 +40,7 @@ class SuggestedDeployments:
     result: ServingResult
     over_clients: Sequence[Row]
     top: int
-    ways: Sequence[str] = ()  # flags with which targets that do not hold would
+    out: WayOut = NOTHING
 
     @property
     def plans(self) -> Sequence[ServingPlan]:
@@ -45,21 +49,61 @@ class SuggestedDeployments:
 
     def to_dict(self) -> JsonObject:
         """Return the JSON document of the command."""
-        return serving_document(self.result, self.over_clients, top=self.top) | {"ways": list(self.ways)}
+        return serving_document(self.result, self.over_clients, top=self.top) | way_out_document(self.out)
 
 
-def suggest(asked: Suggest, progress: Callable[[str], None] = lambda _: None) -> SuggestedDeployments:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparedDeployments:
+    """The answer of `planner suggest --task serve --objective pareto`."""
+
+    found: Pareto
+
+    @property
+    def plans(self) -> Sequence[ServingPlan]:
+        """Deployments that none beats, those with the fastest users first."""
+        return [point.plan for point in self.found.best]
+
+    def to_dict(self) -> JsonObject:
+        """Return the JSON document of the command."""
+        return pareto_document(self.found)
+
+
+def suggest(
+    asked: Suggest, progress: Callable[[str], None] = lambda _: None
+) -> SuggestedDeployments | ComparedDeployments:
     """Return the answer. Raises UserError for options that only training has, Infeasible where nothing fits."""
     refuse(_of_training(asked), Task.SERVE, SPELLED)
-    question = serving_question(flags_of_search(asked))
+    if asked.objective is Objective.PARETO:
+        return _compared(asked, progress)
+    _refuse_drawn(asked)
+    flags = flags_of_search(asked)
+    question = serving_question(flags)
     if asked.out is not None and asked.out.exists() and not asked.force:
         raise UserError(f"{asked.out} is there already", remedy="choose another name, or pass --force")
     limit_s = asked.time_limit
     until_s = time.monotonic() + (math.inf if limit_s is None else limit_s)
     result = search_serving(question, progress=progress, time_limit_s=limit_s)
     load = over_clients(result, until_s=until_s).rows
-    ways = ways_to_meet(result, until_s=until_s)
-    return SuggestedDeployments(result=result, over_clients=load, top=asked.top, ways=ways)
+    progress("what would meet the targets")
+    out = way_out(result, partial(machine_of, flags), until_s=until_s)
+    return SuggestedDeployments(result=result, over_clients=load, top=asked.top, out=out)
+
+
+def _compared(asked: Suggest, progress: Callable[[str], None]) -> ComparedDeployments:
+    """Return all deployments under the engine that was asked about, or under each that is compared."""
+    if asked.out is not None:
+        raise UserError("--out saves one plan", remedy="--csv and --svg save the comparison, or choose an objective")
+    flags = flags_of_search(replace(asked, objective=Objective.THROUGHPUT))
+    question = serving_question(flags)
+    engines = COMPARED if flags.engine is None else (question.engine,)
+    limit_s = asked.time_limit
+    until_s = time.monotonic() + (math.inf if limit_s is None else limit_s)
+    return ComparedDeployments(found=pareto(question, engines, progress=progress, until_s=until_s))
+
+
+def _refuse_drawn(asked: Suggest) -> None:
+    if names := ["--" + name for name, path in (("svg", asked.svg), ("csv", asked.drawn.csv)) if path is not None]:
+        raise UserError(f"{', '.join(names)}: of --objective pareto alone", remedy="add --objective pareto")
 
 
 def _of_training(asked: Suggest) -> list[str]:

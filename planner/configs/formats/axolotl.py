@@ -7,6 +7,7 @@ model is loaded in it, and FSDP holds it in float32 (accelerate's `fsdp2_prepare
 from __future__ import annotations
 
 from planner.configs.formats.adapters import AXOLOTL
+from planner.configs.formats.savers import AXOLOTL as SAVERS
 from planner.configs.formats.yaml_format import (
     DATA_PARALLEL,
     FLAT,
@@ -90,6 +91,7 @@ TABLE: Table = (
     Entry(keys=("bf16", "fp16"), write=lambda _: {}, read=_read_types),
     Entry(keys=("optimizer",), write=lambda _: {}, read=_read_optimizer),
     AXOLOTL,
+    SAVERS,
 )
 
 

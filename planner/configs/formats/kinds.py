@@ -25,6 +25,7 @@ from planner.configs.formats import (
 from planner.configs.formats.configuration import CheckFlags, Configuration, not_understood, unknown_kind
 from planner.configs.formats.documents import YamlDocument
 from planner.configs.formats.launch import launch_facts, started_by
+from planner.configs.formats.savers import TRL_KEYS
 from planner.configs.formats.transformers_fields import LENGTHS, MICRO, MODEL_NAMES, PROGRAM, STEPS
 from planner.configs.formats.transformers_fields import TABLE as TRANSFORMERS
 from planner.export.frameworks import accelerate_fields, deepspeed_fields
@@ -253,7 +254,7 @@ def _transformers(document: YamlDocument, settings: Settings, flags: CheckFlags)
     # TrainingArguments have some 130 fields, most of which cost nothing; these are what a step or its memory depends
     # on.
     costly = re.compile(
-        r"optim_target_modules|neftune.*|tf32|torch_empty_cache_steps|auto_find_batch_size|use_liger_kernel|fp16_full_eval"
+        r"optim_target_modules|neftune.*|tf32|torch_empty_cache_steps|auto_find_batch_size|fp16_full_eval"
         r"|tp_size|parallelism_config.*|fsdp_config\..*offload.*|half_precision_backend|packing"
     )
     table = (*deepspeed_fields.TABLE, *PROGRAM) if inner else TRANSFORMERS
@@ -277,7 +278,7 @@ def _transformers(document: YamlDocument, settings: Settings, flags: CheckFlags)
     return Configuration(
         framework="transformers",
         version=str(settings["transformers_version"]) if "transformers_version" in settings else None,
-        rules="deepspeed" if inner else "transformers",
+        rules="deepspeed" if inner else "trl" if TRL_KEYS & settings.keys() else "transformers",
         document=document,
         settings=merged,
         table=table,

@@ -200,14 +200,12 @@ def costly(fields: Settings, paths: dict[str, str]) -> tuple[str, ...]:
 def _taken_for_granted(flags: Settings) -> Iterator[str]:
     """Yield what Megatron-LM's step is predicted with although no flag asks for it."""
     if not flags.get("--overlap-grad-reduce"):
-        yield (
-            "gradients are reduced while backward runs (--overlap-grad-reduce is not set; without it a step is longer)"
-        )
+        yield "gradients are reduced while backward runs, though --overlap-grad-reduce is not set: a step may be longer"
     sharded = flags.get("--use-distributed-optimizer") or flags.get("--use-megatron-fsdp")
     if sharded and not flags.get("--overlap-param-gather"):
-        yield "parameters are gathered while forward runs (--overlap-param-gather is not set)"
+        yield "parameters are gathered while forward runs, though --overlap-param-gather is not set"
     if sharded and flags.get("--fp8-format") and not flags.get("--fp8-param-gather"):
-        yield "parameters are gathered in float8 (--fp8-param-gather is not set)"
+        yield "parameters are gathered in float8, though --fp8-param-gather is not set"
 
 
 def _flag_model(flags: Settings, where: str) -> tuple[Model | None, str, tuple[str, ...]]:

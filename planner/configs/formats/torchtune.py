@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 
 from planner.configs.formats.adapters import TORCHTUNE
+from planner.configs.formats.savers import TORCHTUNE as SAVERS
 from planner.configs.formats.yaml_format import (
     DATA_PARALLEL,
     FLAT,
@@ -82,6 +83,7 @@ TABLE: Table = (
     Entry(keys=("dtype",), write=lambda facts: {"dtype": DTYPES[facts["compute_dtype"]]}, read=_read_types),
     Entry(keys=(_OPTIMIZER,), write=lambda _: {}, read=_read_optimizer),
     TORCHTUNE,
+    SAVERS,
 )
 
 
@@ -96,7 +98,7 @@ def _describe(settings: Settings) -> Described:
 
 FORMAT = YamlFormat(
     framework="torchtune",
-    runtime="pytorch",
+    runtime="torchtune",
     marks=(frozenset({"model._component_", "batch_size", "optimizer._component_"}),),
     table=TABLE,
     describe=_describe,

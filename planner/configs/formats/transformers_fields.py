@@ -8,6 +8,7 @@ LLaMA-Factory).
 from __future__ import annotations
 
 from planner.configs.formats.adapters import TRAINER
+from planner.configs.formats.savers import TRAINER as SAVERS
 from planner.export.mapping import Entry, Facts, Settings, Table, truth, whole
 
 MICRO, STEPS = "per_device_train_batch_size", "gradient_accumulation_steps"
@@ -107,6 +108,7 @@ PROGRAM: Table = (
     Entry(keys=("optim",), write=lambda _: {}, read=_read_optimizer),
     Entry(keys=LENGTHS, write=lambda _: {}, read=read_length),
     TRAINER,
+    SAVERS,
 )
 
 TABLE: Table = (

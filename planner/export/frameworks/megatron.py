@@ -140,7 +140,7 @@ def _model_not_expressed(model: Model) -> list[str]:
     if model.gated_mlp and model.family.startswith("gemma"):
         not_expressed.append("the GELU in its gates: written as --swiglu, which costs the same")
     if model.multi_token_layers:
-        not_expressed.append(f"{model.multi_token_layers} multi-token prediction layers: add --mtp-num-layers")
+        not_expressed.append(f"layers that predict several tokens: add --mtp-num-layers {model.multi_token_layers}")
     return not_expressed
 
 

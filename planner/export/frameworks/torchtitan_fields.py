@@ -22,6 +22,7 @@ from planner.export.mapping import (
     words,
 )
 from simulator.config.plan import Plan
+from simulator.config.savers import OPTIMIZER_IN_BACKWARD
 from simulator.pipeline.schedules.registry import SCHEDULES, schedules_that
 from simulator.pipeline.stages import stage_layers
 from simulator.runtimes.library import runtime_spec
@@ -312,6 +313,12 @@ def _read_converters(settings: Settings, facts: Facts) -> Facts:
     return {"compute_dtype": "float8" if low else facts["compute_dtype"]}
 
 
+_IN_BACKWARD = "optimizer.early_step_in_backward"  # of 0.2.2, gone in 0.3
+SAVERS = Entry(
+    keys=(_IN_BACKWARD,),
+    write=lambda facts: {_IN_BACKWARD: True} if OPTIMIZER_IN_BACKWARD in facts["savers"] else {},
+    read=lambda settings, _: {"savers": (OPTIMIZER_IN_BACKWARD,) if truth(settings, _IN_BACKWARD) else ()},
+)
 TOML: Table = (
     *DEGREES,
     *BATCH,
@@ -322,6 +329,7 @@ TOML: Table = (
     Entry(keys=(_AC_MODE, _AC_OPTION), write=_write_recompute, read=_read_recompute),
     COMPILE,
     # Converters swap layers for such of low precision; which of them to name depends on torchao, so none is written.
+    SAVERS,
     Entry(keys=("model.converters",), write=lambda _: {}, read=_read_converters),
     # 0.2.2 has no switch: tensor parallelism is always with sequence parallelism.
     Entry(keys=(), write=lambda _: {}, read=lambda _, facts: {"sequence_parallel": facts["tp"] > 1}),

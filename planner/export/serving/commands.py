@@ -5,6 +5,8 @@ Flags: vLLM vllm/engine/arg_utils.py; SGLang sglang/srt/arg_groups/fields/; Tens
 
 from __future__ import annotations
 
+import json
+
 from simulator.serving.deployment import Deployment, Pool
 from simulator.serving.engine import engine_of
 from topology.errors import Infeasible
@@ -25,6 +27,12 @@ def command(deployment: Deployment, pool: Pool, model: str, *, longest: int, por
             why="only the steps of that engine are modelled",
             remedy=f"use --engine {', '.join(writers)}",
         )
+    if deployment.speculation is not None and program == "trtllm":
+        raise Infeasible(
+            "trtllm-serve takes speculative decoding from a YAML file only",
+            why="the command line has no flag for it",
+            remedy="write speculative_config into its --extra_llm_api_options, or use --engine vllm or sglang",
+        )
     return writers[program](deployment, pool, model, longest, port)
 
 
@@ -42,6 +50,9 @@ def _vllm(deployment: Deployment, pool: Pool, model: str, longest: int, port: in
     words += ["--gpu-memory-utilization", f"{deployment.memory_fraction or engine.memory_fraction:g}"]
     words += ["--enforce-eager"] if deployment.eager else []
     words += [] if deployment.custom_all_reduce else ["--disable-custom-all-reduce"]
+    if deployment.speculation is not None:
+        said = {"method": "mtp", "num_speculative_tokens": deployment.speculation.draft}
+        words += ["--speculative-config", json.dumps(said)]
     if deployment.weights == "float8":
         words += ["--quantization", "fp8"]
     return words + (["--kv-cache-dtype", "fp8"] if deployment.kv_cache == "float8" else [])
@@ -61,6 +72,10 @@ def _sglang(deployment: Deployment, pool: Pool, model: str, longest: int, port: 
     words += ["--mem-fraction-static", f"{deployment.memory_fraction or engine.memory_fraction:g}"]
     words += ["--disable-cuda-graph"] if deployment.eager else []
     words += [] if deployment.custom_all_reduce else ["--disable-custom-all-reduce"]
+    if deployment.speculation is not None:
+        drafted = deployment.speculation.draft
+        words += ["--speculative-algorithm", "EAGLE", "--speculative-eagle-topk", "1"]
+        words += ["--speculative-num-steps", str(drafted), "--speculative-num-draft-tokens", str(drafted + 1)]
     if deployment.weights == "float8":
         words += ["--quantization", "fp8"]
     return words + (["--kv-cache-dtype", "fp8_e4m3"] if deployment.kv_cache == "float8" else [])

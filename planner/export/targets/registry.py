@@ -6,12 +6,13 @@ import json
 from dataclasses import replace
 from difflib import get_close_matches
 
-from planner.export.adapters import adapter_needs
+from planner.export.adapters import adapter_needs, optimizer_needs
 from planner.export.draft import Draft, Exported, Target
 from planner.export.frameworks import accelerate, deepspeed, megatron, torchtitan_cli, torchtitan_toml
 from planner.export.job import ExportJob
 from planner.export.launchers import skypilot, slurm, torchrun, trainjob
 from planner.export.planned import LABEL, SECTION, planned_document, planned_line
+from planner.export.savers import saver_needs
 from planner.export.script import comment
 from planner.io.plan_words import degrees_text, policy_text
 from planner.io.version import version
@@ -80,7 +81,9 @@ def export(job: ExportJob, target: Target) -> Exported:
     draft = target.write(job)
     if job.question.runtime.compute_dtype == TF32 and TF32 not in job.question.framework.dtypes:
         draft = replace(draft, not_expressed=(*draft.not_expressed, TF32_NOTE))
-    draft = replace(draft, needed=(*draft.needed, *adapter_needs(target.name, job.question.runtime)))
+    runtime = job.question.runtime
+    more = (*adapter_needs(target.name, runtime), *optimizer_needs(runtime), *saver_needs(target.name, runtime))
+    draft = replace(draft, needed=(*draft.needed, *more))
     run = draft.run or target.run
     facts = header(job, target, replace(draft, needed=(*draft.needed, f"to run: {run}")))
     facts[LABEL] = planned_document(job, target.table, draft.settings)

@@ -23,6 +23,7 @@ from planner.export.yaml_text import yaml_text
 from topology.errors import BadInput, PlannerError, UserError
 
 LAUNCHERS = ("local", "torchrun", "slurm", "ray", "kubernetes", "jobset", "trainjob")
+IN_CONTAINERS, ON_VOLUMES = ("kubernetes", "jobset", "trainjob"), ("kubernetes", "jobset")
 PORT = 29400  # torchrun's own default
 PORTS = 1000  # from there on: jobs that share a node meet at ports of their own
 SLURM_PORT = f"$(({PORT} + SLURM_JOB_ID % {PORTS}))"
@@ -31,7 +32,7 @@ NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,51}[a-z0-9])?")
 PLAIN_PATH = re.compile(r"[A-Za-z0-9_./@+=-]+")
 HOST_PORT = re.compile(r"(\[[0-9A-Fa-f:]+\]|[A-Za-z0-9][A-Za-z0-9.-]*):[0-9]{1,5}")
 VOLUME = re.compile(r"([a-z0-9](?:[-a-z0-9.]{0,251}[a-z0-9])?):(/[A-Za-z0-9_./@+=-]*)")
-JOIN_S = 45.0  # in a job whose nodes start together
+JOIN_S = 30.0  # in a job whose nodes start together
 NAMES, NAMED = 'names=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd, -)\n', ' --names="$names"'
 STARTING_S = 300  # beyond the budget, for the scheduler to start the nodes
 
@@ -121,8 +122,7 @@ def save_advice(job: LauncherJob) -> str:
 
 def torchrun(job: LauncherJob) -> JobFile:
     """Return a script to be run on every node. Raises UserError without an endpoint."""
-    if job.endpoint is None:
-        raise UserError("--launcher torchrun needs --endpoint", why="its agents need the address of their rendezvous")
+    require_settings("torchrun", endpoint=job.endpoint)
     path = job.directory / "node.sh"
     text = "#!/bin/sh\nset -eu\nexec " + shlex.join(node_command(job, endpoint=job.endpoint)) + "\n"
     collect = shlex.join(collect_command(job))
@@ -203,61 +203,78 @@ def ray_file(words: Sequence[str], path: Path, name: str, advice: tuple[str, ...
     )
 
 
-def trainjob(job: LauncherJob) -> JobFile:
-    """Return a Kubernetes TrainJob of the runtime torch-distributed, which provides the rendezvous."""
-    if job.image is None:
+def require_settings(
+    launcher: str, *, image: str | None = None, volume: str | None = None, endpoint: str | None = None
+) -> None:
+    """Raise UserError where a launcher needs one of these settings and has it not, or has no use for it."""
+    uses = {"image": (image, IN_CONTAINERS), "volume": (volume, ON_VOLUMES), "endpoint": (endpoint, ("torchrun",))}
+    for name, (value, launchers) in uses.items():
+        if value is not None and launcher not in launchers:
+            raise UserError(f"--launcher {launcher} has no use for --{name}", why=f"it is for {', '.join(launchers)}")
+    if launcher == "torchrun" and endpoint is None:
+        raise UserError("--launcher torchrun needs --endpoint", why="its agents need the address of their rendezvous")
+    if launcher in IN_CONTAINERS and image is None:
         raise UserError(
-            "--launcher trainjob needs --image", why="it runs in a container image with meshwright and torch"
+            f"--launcher {launcher} needs --image", why="it runs in a container image with meshwright and torch"
         )
+    if launcher in ON_VOLUMES and not VOLUME.fullmatch(volume or ""):
+        raise UserError(
+            f"--launcher {launcher} needs --volume" if volume is None else f"--volume is {volume!r}",
+            why="all pods and whoever submits write into one folder",
+            remedy="--volume CLAIM:/mount/path, of a persistent volume claim that many pods may mount",
+        )
+
+
+def trainjob(job: LauncherJob, command: Sequence[str] = ()) -> JobFile:
+    """Return a Kubernetes TrainJob of the runtime torch-distributed, which provides the rendezvous.
+
+    It runs the agent of a run on each node, or `command`.
+    """
+    require_settings("trainjob", image=job.image)
     manifest = train_job(
         job.name,
         nodes=job.nodes,
         ranks_per_node=job.ranks_per_node,
         gpus_per_node=job.gpus_per_node,
-        command=node_command(job, endpoint=None),
+        command=command or node_command(job, endpoint=None, join_s=JOIN_S),
         image=job.image,
     )
     mounted = f"the directory {job.directory} must be a volume that the runtime mounts on every node"
     return _kubectl_job(job, yaml_text(manifest), mounted)
 
 
-def kubernetes(job: LauncherJob) -> JobFile:
-    """Return an Indexed Job and a headless service, which need no operator in the cluster."""
+def kubernetes(job: LauncherJob, command: Sequence[str] = ()) -> JobFile:
+    """Return an Indexed Job and a headless service, which need no operator; `command` as of `trainjob`."""
     names = [f"{job.name}-{number}" for number in range(job.nodes)]
-    manifests = indexed_job(_pods(job, "kubernetes", names))
+    manifests = indexed_job(_pods(job, "kubernetes", names, command))
     return _kubectl_job(job, "---\n".join(yaml_text(one) for one in manifests))
 
 
-def jobset(job: LauncherJob) -> JobFile:
-    """Return a JobSet, which schedulers such as Kueue admit as a whole."""
+def jobset(job: LauncherJob, command: Sequence[str] = ()) -> JobFile:
+    """Return a JobSet, which schedulers such as Kueue admit as a whole; `command` as of `trainjob`."""
     names = [f"{job.name}-node-0-{number}" for number in range(job.nodes)]
-    return _kubectl_job(job, yaml_text(job_set(_pods(job, "jobset", names))))
+    return _kubectl_job(job, yaml_text(job_set(_pods(job, "jobset", names, command))))
 
 
-def _pods(job: LauncherJob, launcher: str, names: Sequence[str]) -> Pods:
+def _pods(job: LauncherJob, launcher: str, names: Sequence[str], command: Sequence[str]) -> Pods:
     """Return the pods of a job. Raises UserError where image or volume are missing."""
-    if job.image is None:
-        raise UserError(
-            f"--launcher {launcher} needs --image", why="it runs in a container image with meshwright and torch"
-        )
-    match = VOLUME.fullmatch(job.volume or "")
-    if match is None:
-        raise UserError(
-            f"--launcher {launcher} needs --volume" if job.volume is None else f"--volume is {job.volume!r}",
-            why="all pods and whoever submits write into one folder",
-            remedy="--volume CLAIM:/mount/path, of a persistent volume claim that many pods may mount",
-        )
-    claim, mount = match.groups()
+    require_settings(launcher, image=job.image, volume=job.volume)
+    claim, _, mount = str(job.volume).partition(":")
     if not job.directory.is_relative_to(mount):
-        raise UserError(f"{job.directory} is not below {mount}, where the pods mount it", remedy=f"--out {mount}/run")
-    meeting = f"{names[0]}.{job.name}:{PORT}" if job.nodes > 1 else None
-    command = node_command(job, endpoint=meeting, join_s=JOIN_S)
+        raise UserError(
+            f"{job.directory} is not below {mount}, where the pods mount it",
+            remedy=f"--out {mount}/run, or --state {mount}/tune/state.jsonl",
+        )
+    if not command:
+        meeting = f"{names[0]}.{job.name}:{PORT}" if job.nodes > 1 else None
+        command = node_command(job, endpoint=meeting, join_s=JOIN_S)
+        command += [f"--names={','.join(names)}"] if job.nodes > 1 else []
     return Pods(
         name=job.name,
         nodes=job.nodes,
         gpus_per_node=job.gpus_per_node,
-        command=[*command, f"--names={','.join(names)}"] if job.nodes > 1 else command,
-        image=job.image,
+        command=command,
+        image=str(job.image),
         claim=claim,
         mount=mount,
         limit_s=math.ceil(job.budget_s + STARTING_S),

@@ -74,6 +74,11 @@ class Explored:
     near_pipelines: PlanColumns
     near_bound_s: Floats
 
+    @property
+    def least_near_s(self) -> float:
+        """The seconds below which no near pipeline comes, if stages take off no more than NEAR_LIST."""
+        return float(self.near_bound_s.min(initial=np.inf)) / (1 + NEAR_LIST)
+
     def __len__(self) -> int:
         return len(self.step_s)
 

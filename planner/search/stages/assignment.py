@@ -47,11 +47,15 @@ NEAR_FIT = 1.15  # times the capacity, that a pipeline may need with the runtime
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AssignedPipelines:
-    """(plan, step in seconds) with assigned stages, how many pipelines were `solved`, and the largest remaining gap."""
+    """(plan, step in seconds) with assigned stages, how many pipelines were `solved`, and the largest remaining gap.
+
+    `left_s` is a lower bound in seconds of the steps of those that were not begun before the deadline.
+    """
 
     plans: tuple[tuple[Plan, float], ...] = ()
     solved: int = 0
     gap: float = 0.0
+    left_s: float = np.inf
 
 
 def assign_stages(
@@ -83,9 +87,12 @@ def assign_stages(
     grid = grids_of(concatenate([explored.columns, columns]))
     best = np.full(int(grid.max()) + 1, np.inf)
     np.minimum.at(best, grid[: len(explored)], explored.step_s)
-    better, gap, solved = [], 0.0, 0
+    better, gap, solved, left_s = [], 0.0, 0, np.inf
     for row, own_grid in enumerate(grid[len(explored) :]):
-        if solved == MAX_SOLVED or (row and deadline is not None and time.monotonic() > deadline):
+        if solved == MAX_SOLVED:
+            break
+        if row and deadline is not None and time.monotonic() > deadline:
+            left_s = explored.least_near_s
             break
         if progress is not None:
             progress(f"pipeline {row + 1} of {len(columns)} at most: layers and recomputation by stage")
@@ -101,13 +108,14 @@ def assign_stages(
         try:
             found, step_s = _fitting(screening, solve, replays)
         except Unproved:
+            left_s = explored.least_near_s
             break
         solved += found.has_room
         gap = max(gap, found.gap)
         if found.plan is not None and step_s < limit:
             better.append((found.plan, step_s))
             best[own_grid] = step_s
-    return AssignedPipelines(plans=tuple(better), solved=solved, gap=gap)
+    return AssignedPipelines(plans=tuple(better), solved=solved, gap=gap, left_s=left_s)
 
 
 def _fitting(

@@ -12,9 +12,10 @@ from planner.serving.question.question import OBJECTIVES, ServingQuestion
 from planner.serving.question.releases import split_engine
 from planner.serving.question.trace_file import read_trace
 from simulator.config.hf_config import load_model
+from simulator.config.model import Model
 from simulator.config.stored_weights import stored_weights
 from simulator.fitting.calibrations import same_gpu
-from simulator.serving.deployment import CACHE_BYTES, WEIGHT_BYTES
+from simulator.serving.deployment import CACHE_BYTES, WEIGHT_BYTES, Speculation
 from simulator.serving.engine import engine_of
 from simulator.serving.fit_steps import fit_serving
 from simulator.serving.measured import MeasuredServing
@@ -63,6 +64,8 @@ class ServingFlags:
     gpu_memory_utilization: float | None = None
     eager: bool | None = None
     no_custom_all_reduce: bool | None = None
+    draft_tokens: int | None = None
+    accepted_tokens: float | None = None
     gpu_price: float | None = None
     separate: bool = False
     replicas: int | None = None
@@ -100,11 +103,11 @@ def flags_of_search(asked: Suggest) -> ServingFlags:
 
 def serving_question(flags: ServingFlags) -> ServingQuestion:
     """Return the question of a command's flags. Raises UserError for what cannot be, naming the flag."""
-    machine = read_cluster(flags.cluster or CLUSTER, flags.gpus, gpu=flags.gpu)
+    whole = read_cluster(flags.cluster or CLUSTER, flags.gpus, gpu=flags.gpu)
+    machine = _cut(whole, flags.gpus)
     defaults = (("model", flags.model, MODEL), ("cluster", flags.cluster, CLUSTER))
     assumed = [f"{name} {default}" for name, said, default in defaults if said is None]
-    if flags.gpus is not None and flags.gpus < machine.gpu_count:  # a node with irregular links comes whole
-        machine = take_gpus(machine, flags.gpus)
+    if machine is not whole:
         assumed.append(f"the first {flags.gpus} GPUs of the node")
     assumed += cluster_caveats(machine)
     traffic = _traffic(flags, machine.gpu_count, assumed)
@@ -116,8 +119,9 @@ def serving_question(flags: ServingFlags) -> ServingQuestion:
         raise UserError(
             f"--eager: {engine_of(engine).title} does not run so", remedy="leave it out, or use --engine vllm or sglang"
         )
+    model = load_model(flags.model or MODEL)
     return ServingQuestion(
-        model=load_model(flags.model or MODEL),
+        model=model,
         cluster=machine,
         traffic=traffic,
         engine=engine,
@@ -129,6 +133,7 @@ def serving_question(flags: ServingFlags) -> ServingQuestion:
         memory_fraction=flags.gpu_memory_utilization or 0.0,
         eager=bool(flags.eager),
         custom_all_reduce=not flags.no_custom_all_reduce,
+        speculation=speculation_of(flags.draft_tokens, flags.accepted_tokens, model),
         objective=_objective(flags, assumed),
         ttft_s=flags.ttft or 0.0,
         tpot_s=flags.tpot or 0.0,
@@ -137,6 +142,35 @@ def serving_question(flags: ServingFlags) -> ServingQuestion:
         measured=measured,
         assumed=tuple(assumed),
     )
+
+
+def machine_of(flags: ServingFlags, gpus: int) -> Cluster:
+    """Return so many GPUs of the machine of a command's flags. Raises UserError where it does not come in that size."""
+    return _cut(read_cluster(flags.cluster or CLUSTER, gpus, gpu=flags.gpu), gpus)
+
+
+def _cut(machine: Cluster, gpus: int | None) -> Cluster:
+    """Return the first GPUs of a machine that has more: a node with irregular links comes whole."""
+    return machine if gpus is None or gpus >= machine.gpu_count else take_gpus(machine, gpus)
+
+
+def speculation_of(draft: int | None, accepted: float | None, model: Model) -> Speculation | None:
+    """Return what is stated of drafted tokens. Raises UserError where a half of it is, or cannot be."""
+    if draft is None and accepted is None:
+        return None
+    if draft is None or accepted is None or accepted > draft:
+        raise UserError(
+            f"--draft-tokens {draft or 'not stated'}, --accepted-tokens {accepted or 'not stated'}",
+            why="how much drafted tokens bring depends on how many are right, which no configuration says",
+            remedy="state both, the accepted ones at most the drafted, as the engine's log reports them",
+        )
+    if not model.multi_token_layers:
+        raise UserError(
+            f"--draft-tokens: {model.name} has no prediction layer",
+            why="draft models of their own are not described",
+            remedy="leave it out",
+        )
+    return Speculation(draft=draft, accepted=accepted)
 
 
 def _formats_unsaid(flags: ServingFlags, stored: str) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from simulator.config.model import Model
-from simulator.serving.deployment import Deployment, Pool
+from simulator.serving.deployment import Deployment, Pool, Speculation
 from simulator.serving.measured import MeasuredServing
 from simulator.serving.traffic import Traffic
 from topology.cluster import Cluster
@@ -35,6 +35,7 @@ class ServingQuestion:
     memory_fraction: float = 0.0
     eager: bool = False
     custom_all_reduce: bool = True
+    speculation: Speculation | None = None
     objective: str = "throughput"
     ttft_s: float = 0.0
     tpot_s: float = 0.0
@@ -65,5 +66,6 @@ class ServingQuestion:
             memory_fraction=self.memory_fraction,
             eager=self.eager,
             custom_all_reduce=self.custom_all_reduce,
+            speculation=self.speculation,
             measured=self.measured,
         )

@@ -13,6 +13,7 @@ from planner.serving.explain import ServingExplanation
 from planner.serving.plan_file import TASK
 from planner.serving.question.question import ServingQuestion
 from planner.serving.search import ServingPlan, ServingResult
+from planner.serving.targets.ways import WayOut
 from simulator.config.estimate import Interval
 from simulator.serving.deployment import Deployment, Pool
 from simulator.serving.estimate import ServingEstimate
@@ -39,7 +40,7 @@ def serving_document(result: ServingResult, load: Sequence[Row], *, top: int) ->
         "objective": question.objective,
         "assumed": list(question.assumed),
         "plans": [listed_document(rank, plan) for rank, plan in enumerate(result.plans[:top], 1)],
-        "by_clients": [{"clients": round(row.value), **_row(row)} for row in load],
+        "by_clients": [{"clients": round(row.value), **_shown(row)} for row in load],
         "rejected": dict(result.rejected),
     }
 
@@ -133,7 +134,7 @@ def _account(account: Account) -> JsonObject:
     }
 
 
-def _row(row: Row) -> JsonObject:
+def _shown(row: Row | ServingPlan) -> JsonObject:
     return {
         "plan": plan_document(row.deployment),
         "ttft_s": interval(row.estimate.ttft_s),
@@ -142,12 +143,26 @@ def _row(row: Row) -> JsonObject:
     }
 
 
+def way_out_document(out: WayOut) -> JsonObject:
+    """Return what the targets allow: the most load within them and, where they do not hold, what would meet them."""
+    most = None
+    if out.most is not None:
+        quantity = "clients" if out.most.question.traffic.concurrency else "requests_per_s"
+        most = {quantity: out.most.load, "more_not_tried": out.most.more, "flag": out.most.flag}
+        most |= _shown(out.most.plan)
+    return {
+        "most_load": most,
+        "ways": [way.flags for way in out.ways],
+        "way_estimates": [{"flags": way.flags, **_shown(way.plan)} for way in out.ways],
+    }
+
+
 def _sweep(sweep: Sweep) -> JsonObject:
     return {
         "quantity": sweep.quantity,
         "unit": sweep.unit,
         "now": sweep.now,
-        "rows": [{"value": row.value, **_row(row)} for row in sweep.rows],
+        "rows": [{"value": row.value, **_shown(row)} for row in sweep.rows],
         "crossings": [
             {"at": one.at, "below": plan_document(one.below), "above": plan_document(one.above)}
             for one in sweep.crossings
@@ -173,6 +188,7 @@ def plan_document(deployment: Deployment) -> JsonObject:
         "decode": None if deployment.prefill is None else _pool(pool),
         "weights": deployment.weights,
         "kv_cache": deployment.kv_cache,
+        **({"speculation": codec.to_builtins(deployment.speculation)} if deployment.speculation else {}),
     }
 
 

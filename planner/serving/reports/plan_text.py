@@ -32,6 +32,7 @@ NAMES = {
     "attention": "attention over cached tokens",
     "all_reduce": "all-reduces",
     "head": "output scores and sampling",
+    "draft": "drafting tokens",
 }
 
 

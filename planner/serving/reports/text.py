@@ -12,6 +12,7 @@ from planner.serving.crossings import Row
 from planner.serving.question.question import ServingQuestion
 from planner.serving.reports.documents import price_per_million
 from planner.serving.search import ServingPlan, ServingResult
+from planner.serving.targets.ways import NOTHING, WayOut
 from simulator.config.estimate import Interval
 from simulator.serving.deployment import Deployment, Pool
 from simulator.serving.engine import engine_of
@@ -20,17 +21,15 @@ from simulator.serving.traffic import Traffic
 from topology.units import GIB, two_digits
 
 
-def print_serving(
-    result: ServingResult, load: Sequence[Row], *, top: int, start: str, ways: Sequence[str] = ()
-) -> None:
-    """Print the answer; times have as many digits as their range leaves. `start` starts one engine; `ways` would meet
-    targets that do not hold.
-    """
+def print_serving(result: ServingResult, load: Sequence[Row], *, top: int, start: str, out: WayOut = NOTHING) -> None:
+    """Print the answer; times have as many digits as their range leaves. `start` starts one engine."""
     screen = console()
     question, best = result.question, result.plans[0]
     sentence = answer_sentence(question, best.deployment, best.estimate, meets=True)
-    short = "" if best.meets else f" No deployment meets the targets; this one comes closest. {ways_text(ways)}"
+    short = "" if best.meets else " No deployment meets the targets; this one comes closest."
     screen.print(printable(sentence + short))
+    for line in way_out_lines(out, meets=best.meets):
+        screen.print(printable(line))
     screen.print()
     rows = [
         (deployment_text(plan.deployment) + (" =" if plan.tied else ""), *_cells(plan)) for plan in result.plans[:top]
@@ -50,13 +49,26 @@ def print_serving(
         screen.print(printable(line))
 
 
-def ways_text(ways: Sequence[str]) -> str:
-    """Return a sentence with the changes that meet the targets."""
-    if not ways:
-        return (
-            "Fewer clients, more GPUs, weights in float8 and shorter prompts were tried, too: none of them is enough."
+def way_out_lines(out: WayOut, *, meets: bool) -> list[str]:
+    """Return the most load within the targets and, where they do not hold, each change that meets them."""
+    lines = []
+    most = out.most
+    if most is not None and meets:
+        more = ", and more was not tried" if most.more else ""
+        lines.append(
+            f"Most load within the targets: {load_text(most.question.traffic)}{more}, {_seen_text(most.plan)}."
         )
-    return f"The targets hold with {', or with '.join(ways)}."
+    if not meets:
+        lines += [f"With {way.flags} they hold: {_seen_text(way.plan)}." for way in out.ways]
+    if not (meets or out.ways):
+        tried = "Less load, more GPUs, narrower weights and caches, other engines, shorter prompts and answers"
+        lines.append(f"{tried} were tried, too: none is enough, alone or with less load.")
+    return lines if out.whole else [*lines, "The time limit ended before all changes were tried."]
+
+
+def _seen_text(plan: ServingPlan) -> str:
+    first, token = ms_text(plan.estimate.ttft_s), ms_text(plan.estimate.tpot_s)
+    return f"{deployment_text(plan.deployment)}, first token {first} ms, {token} ms a token"
 
 
 def deployment_text(deployment: Deployment) -> str:
@@ -157,7 +169,8 @@ def _print_load(load: Sequence[Row]) -> None:
 
 def _notes(result: ServingResult) -> list[str]:
     """Return what the answer rests on, each once."""
-    lines = [f"{len(result.plans)} deployments simulated, all that are legal; {result.seconds:.1f} s."]
+    many = len(result.plans)
+    lines = [f"{many:,} deployment{'s' if many != 1 else ''} simulated, all that are legal; {result.seconds:.1f} s."]
     if result.rejected:
         lines.append(f"Not possible: {reasons_text(result.rejected)}.")
     if result.question.assumed:

@@ -24,7 +24,7 @@ from planner.sharding.problem.problem import ShardingProblem
 COUNTS = (2, 4, 8)
 RING = "ring"  # instead of a number of chunks
 BROADCAST_WAY = "broadcast"
-KERNELS = ("copy_engine", "fused", "torch_symm_mem")  # modes of `executor.overlap`
+KERNELS = ("copy_engine", "fused")  # modes of `executor.overlap`
 Chunks = Mapping[str, int | str]  # by result of a product: in how many chunks it runs, or which way
 Tried = Mapping[
     str, Mapping[int | str, float]

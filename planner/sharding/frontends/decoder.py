@@ -22,6 +22,7 @@ def decoder_case(model: Model, mesh: Mapping[str, int], *, layers: int | None, b
     strange = {
         "experts": model.moe is not None,
         "latent attention": model.latent is not None,
+        "linear attention": model.linear is not None,
         "a sliding window": model.windowed_layers > 0,
         "learned positions": model.learned_positions > 0,
         "other than two norms a layer": model.norms_per_layer != (1 if model.parallel_residual else 2),

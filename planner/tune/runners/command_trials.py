@@ -7,15 +7,16 @@ is over. What it printed says why it failed.
 from __future__ import annotations
 
 import os
+import platform
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import IO, ClassVar
@@ -27,11 +28,12 @@ from planner.export.targets.registry import export, find_target
 from planner.io.child import ROOT
 from planner.question.question import Question
 from planner.tune.candidates import Candidate
+from planner.tune.runners.executor_trials import new_folder
 from planner.tune.runners.metric import OUT_OF_MEMORY, Metric, Sample, metric_of
-from planner.tune.runners.single_trials import SingleTrials
-from planner.tune.trials import Status, Trial
+from planner.tune.state import TrialStart, started_now
+from planner.tune.trials import Chosen, Status, Trial
 from topology import codec
-from topology.errors import UserError
+from topology.errors import PlannerError, UserError
 from topology.processes import end_tree, kill
 from topology.units import MIB
 
@@ -43,21 +45,63 @@ PLACES = ("{config}", "{folder}", "{gpus}")
 
 
 @dataclass(slots=True, kw_only=True)
-class CommandTrials(SingleTrials):
-    """Runs `words` for each plan; `target` is whose words the export has."""
+class CommandTrials:
+    """Runs `words` for each plan of `question`, one after the other; `target` is whose words the export has. Other
+    fields are as of `ExecutorTrials`.
+    """
 
-    FIRST_START_S: ClassVar[float] = 30.0
-    LEAST_S: ClassVar[float] = 10.0
-    WARM_UP: ClassVar[int] = 2
+    FIRST_START_S: ClassVar[float] = 30.0  # until a trial has shown what a start takes here
+    LEAST_S: ClassVar[float] = 10.0  # with less left nothing is started
+    WARM_UP: ClassVar[int] = 2  # steps that do not count
 
     words: tuple[str, ...]
     metric: Metric
     target: str
+    question: Question
+    folder: Path
     limit_s: float = 120.0
+    timed_steps: int = 10
+    tell: Callable[[str], None] = lambda _: None
+    began: Callable[[TrialStart], None] = lambda _: None
+    starts_s: list[float] = field(default_factory=list)
 
-    def run_one(self, candidate: Candidate, trial: Trial, folder: Path, left_s: float) -> Trial:
+    def start_s(self, candidate: Candidate) -> float:
+        del candidate
+        return median(self.starts_s) if self.starts_s else self.FIRST_START_S
+
+    def steps(self) -> int:
+        return self.timed_steps + self.WARM_UP
+
+    def shares_start(self, one: Candidate, other: Candidate) -> bool:
+        del one, other
+        return False
+
+    def run(self, plans: Sequence[tuple[Candidate, Chosen]], left_s: float) -> Iterator[Trial]:
+        until = time.monotonic() + left_s
+        for candidate, chosen in plans:
+            left = until - time.monotonic()
+            if left < self.LEAST_S:
+                return
+            folder = new_folder(self.folder)
+            trial = Trial(
+                key=candidate.key,
+                status=Status.FAILED,
+                predicted_s=chosen.predicted_s,
+                why=chosen.why,
+                directory=str(folder),
+                machine=platform.node(),
+            )
+            try:
+                yield self._run_one(candidate, trial, folder, left)
+            except PlannerError as error:  # a plan that cannot be written down or submitted is no reason to end
+                yield replace(trial, cause=" ".join(str(error).split())[:400])
+
+    def _run_one(self, candidate: Candidate, trial: Trial, folder: Path, left_s: float) -> Trial:
+        """Return what became of `trial`, in `folder`, within `left_s`. Raises PlannerError where it cannot be
+        started.
+        """
         words = self._command(candidate, folder)
-        self.say_begun(trial, folder)
+        self.began(started_now(trial.key, folder, trial.predicted_s, trial.why))
         return self._run(trial, words, min(left_s, self.limit_s), cut=left_s < self.limit_s)
 
     def _command(self, candidate: Candidate, folder: Path) -> list[str]:

@@ -51,8 +51,8 @@ class _Begun:
 
 @dataclass(slots=True, kw_only=True)
 class JobTrials:
-    """Submits a job for each plan. `queue_s` is how long a job may wait for its nodes; `launcher` is slurm, ray or
-    trainjob, which needs an `image`.
+    """Submits a job for each plan. `queue_s` is how long a job may wait for its nodes; fields such as `launcher` and
+    `volume` are as of `LauncherJob`.
     """
 
     FIRST_START_S: ClassVar[float] = 60.0  # of a job in a queue that is empty
@@ -64,6 +64,7 @@ class JobTrials:
     launcher: str
     name: str = "meshwright"
     image: str | None = None
+    volume: str | None = None
     device: str = "cuda"
     limit_s: float = 300.0
     queue_s: float = 600.0
@@ -246,6 +247,7 @@ class JobTrials:
             nodes=-(-candidate.plan.gpus // self.question.cluster.gpus_per_node),
             budget_s=budget_s,
             image=self.image,
+            volume=self.volume,
             on_cpus=self.device == "cpu",
             exclusive=True,
         )

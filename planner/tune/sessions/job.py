@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from planner.export.job_files import BASH, directives, slurm_options, train_job
-from planner.export.yaml_text import yaml_text
+from planner.export.job_files import BASH, directives, slurm_options
+from planner.runs.schedulers import launchers
 from planner.runs.schedulers.launchers import PLAIN_PATH, STARTING_S, JobFile, LauncherJob, ray_file
 from planner.tune.state import TuningRequest
 from topology.errors import BadInput, UserError
 
-LAUNCHERS = ("slurm", "ray", "trainjob")
+ON_KUBERNETES = {"kubernetes": launchers.kubernetes, "jobset": launchers.jobset, "trainjob": launchers.trainjob}
+LAUNCHERS = ("slurm", "ray", *ON_KUBERNETES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +26,7 @@ class TuneJob:
     launcher: str
     name: str = "meshwright-tune"
     image: str | None = None
+    volume: str | None = None
     python: str = "python3"
 
     def written(self) -> JobFile:
@@ -37,14 +39,25 @@ class TuneJob:
                 why="one job runs all trials on one node",
                 remedy="--each: a job for every trial, submitted from a machine that sees the folder of the nodes",
             )
+        launchers.require_settings(self.launcher, image=self.image, volume=self.volume)
         directory = self.state.parent.resolve()
-        LauncherJob(
-            name=self.name, directory=directory, ranks=self.request.gpus, nodes=1, budget_s=self.request.budget_s
+        job = LauncherJob(
+            name=self.name,
+            directory=directory,
+            ranks=self.request.gpus,
+            nodes=1,
+            budget_s=self.request.budget_s,
+            image=self.image,
+            volume=self.volume,
+            on_cpus=self.request.device == "cpu",
         )
         if self.launcher == "ray":
             # Ray does not start a job again: resumed by hand, it goes on with its state file.
             return ray_file(self._command(), directory / "tune.json", self.name, (self._after(),), self._gpus)
-        return self._slurm(directory) if self.launcher == "slurm" else self._trainjob(directory)
+        if self.launcher == "slurm":
+            return self._slurm(directory)
+        made = ON_KUBERNETES[self.launcher](job, self._command())
+        return replace(made, advice=(*made.advice[:-1], self._after()))  # it leaves no run to save
 
     @property
     def _gpus(self) -> int:
@@ -75,25 +88,6 @@ class TuneJob:
         return JobFile(
             path=path, text=text, submit=("sbatch", str(path)), advice=(f"submit: sbatch {path}", self._after())
         )
-
-    def _trainjob(self, directory: Path) -> JobFile:
-        if self.image is None:
-            raise UserError(
-                "--launcher trainjob needs --image", why="it runs in a container image with meshwright and torch"
-            )
-        manifest = train_job(
-            self.name,
-            nodes=1,
-            ranks_per_node=1,
-            gpus_per_node=self._gpus,
-            command=self._command(),
-            image=self.image,
-        )
-        path = directory / "tune.yaml"
-        mounted = f"the directory {directory} must be a volume that the runtime mounts"
-        submit = ("kubectl", "apply", "--filename", str(path))
-        advice = (f"submit: {shlex.join(submit)}", mounted, self._after())
-        return JobFile(path=path, text=yaml_text(manifest), submit=submit, advice=advice)
 
     def _after(self) -> str:
         return f"what it has found so far, at any time: planner tune --resume {shlex.quote(str(self.state))} --show"

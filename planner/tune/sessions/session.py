@@ -112,6 +112,7 @@ def runner_for(
             folder=(folder / "trials").resolve(),
             name=request.settings.get("name", "meshwright"),
             image=request.settings.get("image"),
+            volume=request.settings.get("volume"),
             device=request.device,
             limit_s=trial_limit_s,
             timed_steps=request.steps,

@@ -10,6 +10,7 @@ from typing import Any
 from planner.io import output
 from planner.question.cases import read_cases
 from planner.question.flags import Flags
+from planner.runs.schedulers.launchers import require_settings
 from planner.search.answer import search_question
 from planner.tune.candidates import Candidates, candidates_of
 from planner.tune.runners.command_trials import command_metric, command_words
@@ -42,16 +43,13 @@ def trial_settings(framework: str, command: str | None, metric: str | None) -> d
     return {"how": "executor"}
 
 
-def job_settings(launcher: str, name: str, image: str | None) -> dict[str, Any]:
-    """Return the settings of a tuning with a job for each trial. Raises UserError."""
+def job_settings(launcher: str, name: str, **places: str | None) -> dict[str, Any]:
+    """Return the settings of a tuning with a job a trial; `places` are its image and volume. Raises UserError."""
     if launcher not in LAUNCHERS:
         raise UserError(f"--launcher is {launcher!r}", remedy=f"one of {', '.join(LAUNCHERS)}")
-    if launcher == "trainjob" and image is None:
-        raise UserError(
-            "--launcher trainjob needs --image", why="it runs in a container image with meshwright and torch"
-        )
-    settings = {"launcher": launcher, "name": name} | ({} if image is None else {"image": image})
-    return {"how": "jobs", "settings": settings}
+    require_settings(launcher, **places)
+    stated = {key: value for key, value in places.items() if value is not None}
+    return {"how": "jobs", "settings": {"launcher": launcher, "name": name, **stated}}
 
 
 def tuning_request(

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from executor.model import vocabulary_loss
 from executor.parallel.meshes import meshes_for
 from executor.parallel.parallelize import Setup
 from executor.verify.compute_types import TypesVerdict, verify_types
@@ -79,6 +80,7 @@ def capture_only() -> None:
 def main() -> None:
     cases, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     torch.set_num_threads(1)
+    vocabulary_loss.PIECE_LOGITS = 1024  # the loss goes through several pieces
     where = sys.argv[3] if len(sys.argv) > 3 else "cpu"
     if where == "share":
         from tests.executor import shared_gpu
@@ -113,11 +115,13 @@ def judge(case: dict, plan: Plan, device: torch.device) -> Verdict | TypesVerdic
     dtype = case.get("dtype", "float64")
     store, compute = ("float32", "bfloat16") if case.get("types") else (dtype, dtype)
     runtime = Runtime(
+        name="meshwright",
         param_dtype=store,
         compute_dtype=compute,
         reduce_dtype=store,
         compile=case.get("compile", False),
         adapter=resolve_adapter(case.get("adapter", {}))[0],
+        savers=tuple(case.get("savers", ())),
     )
     torch.compiler.reset()
     setup = Setup(

@@ -1,4 +1,4 @@
-"""PyTorch's symmetric-memory operators (asynchronous tensor parallelism). Without CUDA this is the reference."""
+"""PyTorch's own symmetric-memory operators, which the executor's overlap modes are compared with."""
 
 from __future__ import annotations
 
@@ -12,41 +12,29 @@ from executor.gpu import symmetric_memory as symmetric
 from executor.overlap.mode import Pair
 from executor.overlap.nccl import Nccl
 
-# Where its two-shot kernel stops beating NCCL on four H200 (examples/validation/overlap_2xH200.md has two).
-LARGEST_ALL_REDUCE_BYTES = 16 * 2**20
 ONE_SHOT_BYTES = 128 * 2**10
 
 
 class TorchSymmMem(Nccl):
+    """Asynchronous tensor parallelism: torch.ops.symm_mem's fused operators."""
+
     name = "torch_symm_mem"
 
     def gather_matmul(
         self, x: Tensor, operands: tuple[Tensor, ...], group: dist.ProcessGroup, *, keep: bool = False
     ) -> tuple[tuple[Tensor, ...], Tensor | None]:
-        if not x.is_cuda:
-            return super().gather_matmul(x, operands, group, keep=keep)
         # return_A=True keeps torch away from its multicast branch.
         gathered, outs = torch.ops.symm_mem.fused_all_gather_matmul(x.contiguous(), list(operands), 0, group.group_name)
         return tuple(outs), gathered if keep else None
 
     def matmul_scatter(self, pairs: tuple[Pair, ...], group: dist.ProcessGroup) -> Tensor:
-        if not pairs[0][0].is_cuda or len(pairs) > 1:  # it knows one product
-            return super().matmul_scatter(pairs, group)
-        x, operand = pairs[0]
+        x, operand = pairs[0]  # it knows one product
         rows: Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(x, operand, "sum", 0, group.group_name)
         return rows
 
-    def matmul_reduce(self, x: Tensor, operand: Tensor, group: dist.ProcessGroup) -> Tensor:
-        nbytes = x.shape[0] * operand.shape[1] * x.element_size()
-        if not x.is_cuda or nbytes > LARGEST_ALL_REDUCE_BYTES or x.dtype not in {torch.bfloat16, torch.float32}:
-            return super().matmul_reduce(x, operand, group)
-        return all_reduce(x @ operand, group)
-
     def start_gather(self, x: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
-        if not x.is_cuda:
-            return super().start_gather(x, group)
-        gathered = torch.ops.symm_mem._low_contention_all_gather(x.contiguous(), group.group_name)  # noqa: SLF001
-        return lambda: torch.ops._c10d_functional.wait_tensor(gathered)  # noqa: SLF001
+        gathered = torch.ops.symm_mem._low_contention_all_gather(x.contiguous(), group.group_name)
+        return lambda: torch.ops._c10d_functional.wait_tensor(gathered)
 
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:

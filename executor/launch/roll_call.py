@@ -1,0 +1,107 @@
+"""The nodes of a run meet before their ranks start, so that who is missing is known by name and soon.
+
+The node that hosts the rendezvous listens at its port until every other node has said its name, and then tells all of
+them. torch's own rendezvous at the same port follows: it can wait for slow imports, since all nodes are there.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+
+from executor.launch.local_ranks import Rendezvous
+from executor.launch.nodes import CONNECT_S, POLL_S, absent_words, connect, own_addresses
+
+HOST_S = 8.0  # the host waits longer than its guests, so that theirs is the first word on a closed port
+MOST_BYTES = 1024  # of a name, or of why the nodes do not meet
+COMPLETE = "complete"
+
+
+def why_no_meeting(meeting: Rendezvous, node: str, patience_s: float) -> str:
+    """Return why not all nodes meet at the endpoint within about `patience_s` seconds; nothing when they do.
+
+    `node` is this agent's name, NAME-PID.
+    """
+    host, _, port = meeting.endpoint.rpartition(":")
+    ours = meeting.address == host if meeting.address else _leads_here(host, int(port))
+    server = _listen(int(port)) if ours else None
+    if server is None:  # also on a second agent of one machine
+        return _visit(meeting, node, patience_s)
+    with server:
+        return _host(server, meeting, node, patience_s + HOST_S)
+
+
+def _listen(port: int) -> socket.socket | None:
+    """Return a socket that listens at a port of all addresses; None where the port is taken."""
+    with suppress(OSError):
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+    with suppress(OSError):
+        return socket.create_server(("", port))
+    return None
+
+
+def _leads_here(host: str, port: int) -> bool:
+    with suppress(OSError):
+        found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
+        return bool({str(one[4][0]) for one in found} & own_addresses())
+    return False
+
+
+def _host(server: socket.socket, meeting: Rendezvous, node: str, patience_s: float) -> str:
+    """Wait for the other nodes' names, and tell each of them how that ended."""
+    ends = time.monotonic() + patience_s
+    with ExitStack() as opened:
+        guests: dict[str, socket.socket] = {}
+        while 1 + len(guests) < meeting.count and (left := ends - time.monotonic()) > 0:
+            server.settimeout(left)
+            with suppress(OSError):
+                guest = opened.enter_context(server.accept()[0])
+                guest.settimeout(CONNECT_S)
+                word, _, name = _line(guest).partition(" ")
+                if word == meeting.run_id and name:  # what else comes by is no node of this run
+                    guests[name] = guest
+        absent = _absent_words([node, *guests], meeting, patience_s)
+        for guest in guests.values():
+            with suppress(OSError):
+                guest.sendall(f"{absent or COMPLETE}\n".encode())
+                guest.recv(1)  # guests close first: nothing of theirs keeps the port busy here
+        return absent
+
+
+def _visit(meeting: Rendezvous, node: str, patience_s: float) -> str:
+    """Say this node's name to the host and return its answer."""
+    ends = time.monotonic() + patience_s
+    while True:
+        found = connect(meeting.endpoint, ends - time.monotonic())
+        if isinstance(found, str):
+            return f"{_name(node)} does not reach {meeting.endpoint}, where the nodes meet: {found}"
+        with found, suppress(OSError):
+            found.settimeout(patience_s + 2 * HOST_S)
+            found.sendall(f"{meeting.run_id} {node}\n".encode())
+            if answer := _line(found):
+                return "" if answer == COMPLETE else answer
+        if time.monotonic() >= ends:
+            return f"{_name(node)} had no answer at {meeting.endpoint}, where nodes meet: another program has the port"
+        time.sleep(POLL_S)
+
+
+def _line(source: socket.socket) -> str:
+    """Return the first line that arrives; nothing where it does not end within bounds."""
+    text = b""
+    while not text.endswith(b"\n") and len(text) < MOST_BYTES and (more := source.recv(MOST_BYTES)):
+        text += more
+    return text.decode(errors="replace").strip() if text.endswith(b"\n") else ""
+
+
+def _absent_words(here: Sequence[str], meeting: Rendezvous, waited_s: float) -> str:
+    """Return in words which nodes have not come; nothing where all have."""
+    if len(here) >= meeting.count:
+        return ""
+    what = f"{len(here)} of {meeting.count} nodes began within {waited_s:.0f} s"
+    return f"{what} ({', '.join(map(_name, here[:8]))}){absent_words(here, meeting.names)}"
+
+
+def _name(node: str) -> str:
+    return node.rpartition("-")[0]

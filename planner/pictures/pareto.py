@@ -1,0 +1,96 @@
+"""Draw what users of a server get against what a GPU gives: a line an engine through deployments that none beats."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import exp, log
+
+from planner.pictures.palette import BLUE, GREEN, GREY, VERMILION
+from planner.pictures.svg import MARGIN, Picture, legend, stacked
+from planner.serving.pareto import Pareto
+from planner.serving.reports.pareto import ENERGY, GPU, PRICE, USER, about, title, values_of
+from simulator.serving.engine import engine_of
+from topology.units import two_digits
+
+WIDTH, HEIGHT = 960.0, 420.0
+LEFT, TOP, BOTTOM = 96.0, 96.0, 56.0
+TICKS = 5
+COLOURS = (BLUE, VERMILION, GREEN)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dot:
+    """A point of the picture; `first` marks those that none of its group beats. `about` is shown on it."""
+
+    group: str
+    x: float
+    y: float
+    about: str
+    first: bool
+
+
+def pareto_picture(found: Pareto) -> str:
+    """Return the SVG: tokens of a GPU, their price and their energy, each against tokens of a user."""
+    groups = [(name, engine_of(name).title) for name in dict.fromkeys(point.engine for point in found.points)]
+    known = [name for name in (GPU, PRICE, ENERGY) if all(name in values_of(point) for point in found.points)]
+    parts = [scatter(list(_dots(found, name)), title=title(found), x=USER, y=name, groups=groups) for name in known]
+    return parts[0].text() if len(parts) == 1 else stacked(*parts)
+
+
+def _dots(found: Pareto, name: str) -> Iterator[Dot]:
+    for point in found.points:
+        known = values_of(point)
+        yield Dot(group=point.engine, x=known[USER], y=known[name], about=about(point), first=point.best_of_engine)
+
+
+def colours(groups: Sequence[str]) -> dict[str, str]:
+    """Return the colour of each group."""
+    return {name: COLOURS[place] if place < len(COLOURS) else GREY for place, name in enumerate(groups)}
+
+
+def scatter(dots: Sequence[Dot], *, title: str, x: str, y: str, groups: Sequence[tuple[str, str]]) -> Picture:
+    """Return a picture of dots, x from 0, y in proportion where it spans decades; `groups` are (name, label)."""
+    picture = Picture(WIDTH, HEIGHT, title, f"{y} against {x}")
+    shades = colours([name for name, _ in groups])
+    legend(picture, MARGIN, MARGIN + 32, [(label, shades[name]) for name, label in groups])
+    wide = 1.05 * max((dot.x for dot in dots), default=1.0)
+    at = _axes(picture, wide, [dot.y for dot in dots], x, y)
+    for dot in dots:
+        if not dot.first:
+            picture.box(*_around(at(dot.x, dot.y), 2.0), shades[dot.group], about=dot.about)
+    for name, _ in groups:
+        line = sorted((dot for dot in dots if dot.group == name and dot.first), key=lambda dot: dot.x)
+        picture.line([at(dot.x, dot.y) for dot in line], shades[name], 2.0)
+        for dot in line:
+            picture.box(*_around(at(dot.x, dot.y), 4.5), shades[name], about=dot.about)
+    return picture
+
+
+def _around(point: tuple[float, float], half: float) -> tuple[float, float, float, float]:
+    return point[0] - half, point[1] - half, 2 * half, 2 * half
+
+
+def _axes(
+    picture: Picture, wide: float, ys: Sequence[float], x: str, y: str
+) -> Callable[[float, float], tuple[float, float]]:
+    """Draw both axes with their ticks; return where a point lies."""
+    right, bottom = WIDTH - MARGIN, HEIGHT - BOTTOM
+    least, most = min(ys, default=1.0), 1.05 * max(ys, default=1.0)
+    decades = log(most / least) if y in {PRICE, ENERGY} and least > 0 else 0.0
+
+    def at(value_x: float, value_y: float) -> tuple[float, float]:
+        share = log(max(value_y, least) / least) / decades if decades else value_y / most
+        return LEFT + value_x / wide * (right - LEFT), bottom - share * (bottom - TOP)
+
+    for tick in range(TICKS + 1):
+        share = tick / TICKS
+        value_y = least * exp(decades * share) if decades else most * share
+        picture.line([at(0, value_y), at(wide, value_y)], "", 1.0)
+        picture.write(LEFT - 8, at(0, value_y)[1] + 4, two_digits(value_y), kind="quiet", anchor="end")
+        picture.write(
+            at(wide * share, value_y)[0], bottom + 20, two_digits(wide * share), kind="quiet", anchor="middle"
+        )
+    picture.write(right, bottom + 40, x, kind="quiet", anchor="end")
+    picture.write(MARGIN, TOP - 14, y, kind="quiet")
+    return at

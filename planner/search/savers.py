@@ -1,0 +1,16 @@
+"""The memory savers that could be added to a run: each by itself, and all together."""
+
+from __future__ import annotations
+
+from simulator.config.runtime import Runtime
+from simulator.config.savers import CHUNKED_LOSS, LINEAR_LOSS
+from simulator.runtimes.library import spec_for
+
+
+def more_savers(runtime: Runtime) -> list[tuple[str, ...]]:
+    """Return what its software has and the run does not use; of two that replace the loss one at a time."""
+    more = [word for word in spec_for(runtime).savers if word not in runtime.all_savers]
+    if {CHUNKED_LOSS, LINEAR_LOSS} & {*runtime.all_savers}:
+        more = [word for word in more if word not in {CHUNKED_LOSS, LINEAR_LOSS}]
+    together = tuple(word for word in more if word != LINEAR_LOSS or CHUNKED_LOSS not in more)
+    return [*((word,) for word in more), *([together] if len(together) > 1 else [])]

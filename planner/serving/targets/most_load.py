@@ -1,0 +1,146 @@
+"""The most load under which a deployment holds the targets of a question."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from planner.serving.answer import estimate_of, meets
+from planner.serving.question.question import ServingQuestion
+from planner.serving.search import ServingPlan
+from simulator.serving.deployment import Deployment
+from simulator.serving.server import OutOfTime
+from simulator.serving.traffic import with_clients
+from topology.errors import Infeasible
+
+STEP = 1.03  # loads that are nearer to each other are not distinguished
+MOST_TIMES, MOST_CLIENTS = 16, 1024  # the load that was asked about, and clients, up to which more are tried
+SERVED_AT_ONCE = 64  # clients a GPU that show what can be answered a second
+LEAST_PART = 64  # of a rate that was asked about, how small a part is tried
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MostLoad:
+    """`load` is clients of a closed loop or requests a second; `more` says that more than it was not tried."""
+
+    question: ServingQuestion
+    plan: ServingPlan
+    load: float
+    more: bool
+
+    @property
+    def flag(self) -> str:
+        """The flag that asks about this load."""
+        return load_flag(self.question)
+
+
+def load_flag(question: ServingQuestion) -> str:
+    """Return the flag of a question's load."""
+    traffic = question.traffic
+    return f"--concurrency {traffic.concurrency}" if traffic.concurrency else f"--request-rate {traffic.request_rate:g}"
+
+
+def asked_load(question: ServingQuestion) -> float:
+    """Return the clients or the requests a second of a question."""
+    return float(question.traffic.concurrency or question.traffic.request_rate)
+
+
+def at_load(question: ServingQuestion, load: float) -> ServingQuestion:
+    """Return the question with so many clients or, where it asks of a rate, requests a second of three digits."""
+    traffic = question.traffic
+    if traffic.concurrency:
+        return replace(question, traffic=with_clients(traffic, max(1, math.floor(load))))
+    return replace(question, traffic=replace(traffic, request_rate=float(f"{load:.3g}")))
+
+
+def most_load(
+    question: ServingQuestion, deployments: Iterable[Deployment], *, until_s: float = math.inf
+) -> MostLoad | None:
+    """Return the most load under which one of the deployments holds the targets, and which.
+
+    None for a file of requests, a question without targets, and where even one client, or a 64th of the rate, is too
+    much. Ends with what is known at `until_s` of `time.monotonic`.
+    """
+    if question.traffic.trace or not (question.ttft_s or question.tpot_s):
+        return None
+    best: MostLoad | None = None
+    for deployment in deployments:
+        try:
+            best = _more(question, deployment, best, until_s) or best
+        except OutOfTime:
+            break
+    return best
+
+
+def _more(question: ServingQuestion, deployment: Deployment, best: MostLoad | None, until_s: float) -> MostLoad | None:
+    """Return the most load that a deployment holds where that is more than the best of others, or None."""
+    asked, whole = asked_load(question), bool(question.traffic.concurrency)
+    begin = asked if best is None else max(best.load * STEP, best.load + whole)
+    found = _holds(question, deployment, begin, until_s)
+    if found is None:
+        return None if best else _less(question, deployment, asked, until_s)
+    most = _limit(question, deployment, until_s)
+    while found.load * STEP < most:
+        high = min(most, 2 * found.load)
+        further = _holds(question, deployment, high, until_s)
+        if further is None:
+            return _between(found, high, until_s)
+        found = further
+    return replace(found, more=whole)
+
+
+def _less(question: ServingQuestion, deployment: Deployment, asked: float, until_s: float) -> MostLoad | None:
+    """Return the most load below what was asked about, from one client or a part of the rate on."""
+    low = 1.0 if question.traffic.concurrency else asked / LEAST_PART
+    found = _holds(question, deployment, low, until_s) if low < asked else None
+    while found is not None:
+        high = min(asked, 2 * found.load)
+        further = _holds(question, deployment, high, until_s) if high < asked else None
+        if further is None:
+            return _between(found, high, until_s)
+        found = further
+    return None
+
+
+def _between(found: MostLoad, high: float, until_s: float) -> MostLoad:
+    """Halve the interval between what holds and what does not."""
+    whole = bool(found.question.traffic.concurrency)
+    while high > found.load * STEP and not (whole and high <= found.load + 1):
+        middle = (high + found.load) / 2
+        further = _holds(found.question, found.plan.deployment, middle, until_s)
+        if further is None:
+            high = math.floor(middle) if whole else middle
+        else:
+            found = further
+    return found
+
+
+def _limit(question: ServingQuestion, deployment: Deployment, until_s: float) -> float:
+    """Return the load up to which a deployment is asked: of a rate, what it can answer a second; beyond, requests would
+    wait longer and longer.
+    """
+    if question.traffic.concurrency:
+        return float(max(MOST_CLIENTS, MOST_TIMES * question.traffic.concurrency))
+    clients = min(SERVED_AT_ONCE * deployment.gpus, MOST_CLIENTS)
+    closed = replace(question, traffic=replace(with_clients(question.traffic, clients), requests=2 * clients))
+    try:
+        return estimate_of(closed, deployment, until_s=until_s).latency.requests_per_s
+    except OutOfTime:
+        raise
+    except Infeasible:
+        return 0.0
+
+
+def _holds(question: ServingQuestion, deployment: Deployment, load: float, until_s: float) -> MostLoad | None:
+    asked = at_load(question, load)
+    try:
+        estimate = estimate_of(asked, deployment, until_s=until_s)
+    except OutOfTime:
+        raise
+    except Infeasible:
+        return None
+    if not meets(asked, estimate):
+        return None
+    plan = ServingPlan(deployment=deployment, estimate=estimate, meets=True)
+    return MostLoad(question=asked, plan=plan, load=asked_load(asked), more=False)

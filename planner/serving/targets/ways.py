@@ -1,0 +1,141 @@
+"""What would meet targets that no deployment meets: changes of one thing, each simulated before it is listed."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from planner.serving.question.question import ServingQuestion
+from planner.serving.search import ServingPlan, ServingResult, search_serving
+from planner.serving.targets.most_load import MostLoad, load_flag, most_load
+from simulator.serving.deployment import CACHE_BYTES, WEIGHT_BYTES, dense_format
+from simulator.serving.engine import COMPARED, engine_of
+from simulator.serving.server import OutOfTime
+from topology.cluster import Cluster
+from topology.errors import UserError
+
+HALVINGS = 6  # of prompts and answers that are tried
+GROWTHS = (2, 4, 8)  # factors of the number of GPUs that are tried
+NARROWER = ("float8", "float4")  # formats of weights that are tried where they take less
+
+Change = tuple[str, ServingQuestion]
+Machine = Callable[[int], Cluster]  # so many GPUs of the machine that was asked about
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """Flags to add, the question that they make, and its best deployment, which meets the targets."""
+
+    flags: str
+    question: ServingQuestion
+    plan: ServingPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WayOut:
+    """`most` is the most load within the targets, of any deployment; `ways` would meet targets that do not hold.
+
+    `whole` says that all changes were tried within the time.
+    """
+
+    most: MostLoad | None = None
+    ways: tuple[Way, ...] = ()
+    whole: bool = True
+
+
+NOTHING = WayOut()
+
+
+def way_out(result: ServingResult, machine: Machine, *, until_s: float = math.inf) -> WayOut:
+    """Return the most load within the targets and, where they do not hold, the nearest change of each kind with which
+    they do. Where none does by itself, changes are tried together with less load.
+
+    What is not simulated by `until_s` of `time.monotonic` is left out.
+    """
+    question = result.question
+    if not (question.ttft_s or question.tpot_s):
+        return NOTHING
+    most = most_load(question, [plan.deployment for plan in result.plans], until_s=until_s)
+    if result.plans[0].meets:
+        return WayOut(most=most, whole=time.monotonic() < until_s)
+    found = [] if most is None else [Way(flags=most.flag, question=most.question, plan=most.plan)]
+    for changes in _changes(question, machine):
+        for flags, asked in changes:
+            searched = _searched(asked, until_s)
+            if searched is not None and searched.plans[0].meets:
+                found.append(Way(flags=flags, question=asked, plan=searched.plans[0]))
+                break
+    for changes in [] if found else _changes(question, machine):
+        for flags, asked in changes:
+            searched = _searched(asked, until_s)
+            less = searched and most_load(asked, [plan.deployment for plan in searched.plans], until_s=until_s)
+            if less:
+                alone = flags.removesuffix(load_flag(question)).strip()
+                found.append(Way(flags=f"{alone} {less.flag}", question=less.question, plan=less.plan))
+                break
+    return WayOut(most=most, ways=tuple(found), whole=time.monotonic() < until_s)
+
+
+def _searched(question: ServingQuestion, until_s: float) -> ServingResult | None:
+    limit = None if until_s == math.inf else max(0.0, until_s - time.monotonic())
+    try:
+        return None if limit == 0.0 else search_serving(question, time_limit_s=limit)
+    except (UserError, OutOfTime):
+        return None
+
+
+def _changes(question: ServingQuestion, machine: Machine) -> Iterator[Iterator[Change]]:
+    """Yield changes of one kind, the nearest first."""
+    yield _more_gpus(question, machine)
+    yield _narrower(question)
+    if CACHE_BYTES[question.kv_cache] > CACHE_BYTES["float8"]:
+        yield iter([("--kv-cache float8", replace(question, kv_cache="float8"))])
+    for change in _other_engines(question):
+        yield iter([change])
+    if not question.separate:
+        yield iter([("--separate", replace(question, separate=True))])
+    if not question.traffic.trace:
+        yield _shorter_prompts(question)
+        yield _shorter_answers(question)
+
+
+def _narrower(question: ServingQuestion) -> Iterator[Change]:
+    for weights in NARROWER:
+        if WEIGHT_BYTES[weights] < WEIGHT_BYTES[dense_format(question.weights)]:
+            yield f"--weights {weights}", replace(question, weights=weights)
+
+
+def _other_engines(question: ServingQuestion) -> Iterator[Change]:
+    """Yield the other engines; what a profile says is of the one that was asked about."""
+    for name in COMPARED:
+        if name != engine_of(question.engine).program and not (question.eager and not engine_of(name).may_be_eager):
+            yield f"--engine {name}", replace(question, engine=name, release="", measured=None)
+
+
+def _more_gpus(question: ServingQuestion, machine: Machine) -> Iterator[Change]:
+    """Yield larger machines under the load that was asked about, which is said, as it may have been assumed by GPU."""
+    load = "" if question.traffic.trace else f" {load_flag(question)}"
+    for factor in GROWTHS:
+        gpus = question.cluster.gpu_count * factor
+        try:
+            yield f"--gpus {gpus}{load}", replace(question, cluster=machine(gpus))
+        except (UserError, ValueError):
+            continue  # the machine does not come in this size
+
+
+def _shorter_prompts(question: ServingQuestion) -> Iterator[Change]:
+    traffic = question.traffic
+    for halving in range(1, HALVINGS + 1):
+        if tokens := traffic.prompt.mean >> halving:
+            shorter = replace(traffic, prompt=replace(traffic.prompt, mean=tokens))
+            yield f"--isl {tokens}", replace(question, traffic=shorter)
+
+
+def _shorter_answers(question: ServingQuestion) -> Iterator[Change]:
+    traffic = question.traffic
+    for halving in range(1, HALVINGS + 1):
+        if tokens := traffic.output.mean >> halving:
+            shorter = replace(traffic, output=replace(traffic.output, mean=tokens))
+            yield f"--osl {tokens}", replace(question, traffic=shorter)

@@ -1,0 +1,63 @@
+"""Memory savers: what a run is configured with that takes less memory for the same step, and what each of them is.
+
+`chunked_loss` computes head and loss for a piece of the tokens at a time (torchtune's LinearCrossEntropyLoss, TRL's
+chunked_nll, torchtitan's ChunkedLossWrapper); `fused_linear_loss` in kernels that give the gradients of tokens and head
+at once (Liger-Kernel). `activation_offload` has what layers save for backward in host memory meanwhile
+(`simulator.step.away`). `optimizer_in_backward` updates parameters as soon as their gradients are there, which then go
+(`torch.Tensor.register_post_accumulate_grad_hook`; torchtune's optimizer_in_bwd). `bf16_gradients` adds gradients up
+and reduces them in bfloat16 (Megatron-LM's --grad-reduce-in-bf16). How each runs, and which software has it, its
+description says (`simulator/runtimes/*.toml`: savers).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from topology.errors import BadPlan
+
+CHUNKED_LOSS, LINEAR_LOSS, ACTIVATION_OFFLOAD, OPTIMIZER_IN_BACKWARD, BF16_GRADIENTS = SAVERS = (
+    "chunked_loss",
+    "fused_linear_loss",
+    "activation_offload",
+    "optimizer_in_backward",
+    "bf16_gradients",
+)
+TITLES = {
+    CHUNKED_LOSS: "loss in pieces",
+    LINEAR_LOSS: "fused product and loss",
+    ACTIVATION_OFFLOAD: "activations in host memory",
+    OPTIMIZER_IN_BACKWARD: "optimizer in backward",
+    BF16_GRADIENTS: "gradients added up in bfloat16",
+}
+# How sources say it, in the words of one clause.
+_SAID = {
+    CHUNKED_LOSS: r"chunked[ -_]?(ce|nll|loss|losses|cross[ -_]entropy|output loss)\b",
+    LINEAR_LOSS: r"(fused )?linear cross[ -_]entropy|\bliger\b",
+    ACTIVATION_OFFLOAD: r"(activations?|checkpoints?) (cpu )?offload|(activations?|checkpoints?) (are )?offloaded"
+    r"|offload(s|ed|ing)? (of )?(activations?|checkpoints?)",
+    OPTIMIZER_IN_BACKWARD: r"optimi[sz]er[ -](fused )?in(to)?[ -]b(ack)?wa?r?d|fuses the optimi[sz]er into backward",
+}
+# Others that sources name and that have no cost here.
+_NOT_MODELLED = {"feed-forward networks in tiles": r"(mlp|ffn)s? (tiling|in tiles)|tiled (mlp|ffn)"}
+_NEGATED = re.compile(r"\b(without|no|not|never|off)\b")
+
+
+def canonical_savers(words: Iterable[str]) -> tuple[str, ...]:
+    """Return savers in the order of `SAVERS`, each once. Raises BadPlan for a word that is none."""
+    given = [word.strip().lower().replace("-", "_") for word in words]
+    for word in given:
+        if word not in SAVERS:
+            raise BadPlan(f"memory saver {word[:40]!r} is unknown", why=f"known: {', '.join(SAVERS)}")
+    return tuple(saver for saver in SAVERS if saver in given)
+
+
+def not_modelled_said(text: str) -> tuple[str, ...]:
+    """Return the savers that a text speaks of and that have no cost here."""
+    return tuple(name for name, said in _NOT_MODELLED.items() if re.search(said, text.lower()))
+
+
+def savers_said(text: str) -> tuple[str, ...]:
+    """Return the savers that a text in plain words says a run had; what a clause denies is not among them."""
+    clauses = [clause for clause in re.split(r"[;,()]", text.lower()) if not _NEGATED.search(clause)]
+    return tuple(saver for saver, said in _SAID.items() if any(re.search(said, clause) for clause in clauses))

@@ -1,0 +1,39 @@
+"""How kernels of a layer are launched where a run says so: products of experts, what CUDA graphs replay."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+
+from simulator.kernels.operators import OperatorSpec
+
+# Of a launch through Python and autograd, what another product costs the host that TransformerEngine's GroupedLinear
+# issues in a loop of its own (transformer_engine/common/gemm: nvte_multi_stream_cublas_gemm). Source: assumed.
+PRODUCT_LAUNCH = 0.2
+
+
+def multiplied_as(products: str, operators: Sequence[OperatorSpec]) -> list[OperatorSpec]:
+    """Return operators with experts' own in the way that a runtime states (`EXPERT_PRODUCTS`)."""
+    found = []
+    for operator in operators:
+        product = bool(operator.matmul) and operator.matmul.split()[0] == "e"
+        between = operator.name.startswith(("expert_activation", "silu", "gate")) and not operator.collective
+        if product and products == "te_grouped":
+            found.append(replace(operator, by_expert=PRODUCT_LAUNCH))
+        elif (product or between) and products == "loop":
+            found.append(replace(operator, by_expert=1.0, one_by_one=True))
+        else:
+            found.append(operator)
+    return found
+
+
+def replayed(operators: Sequence[OperatorSpec], patterns: Sequence[str]) -> list[OperatorSpec]:
+    """Return operators with those that CUDA graphs hold launched by the first of them in a row."""
+    found: list[OperatorSpec] = []
+    inside = False
+    for operator in operators:
+        held = any(fnmatchcase(operator.name, pattern) for pattern in patterns)
+        found.append(replace(operator, replayed=True) if held and inside else operator)
+        inside = held
+    return found

@@ -1,0 +1,51 @@
+"""Far more clients than a deployment serves at once: those that wait make queues longer, and nothing else slower."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from simulator.serving.latency import Distribution, Latency
+
+FIRST = 4096  # clients that are simulated first, then four times as many, until a deployment is saturated
+MOST = 1 << 16  # clients from which on it is enough to follow some
+SATURATED = 0.01  # throughput that half of the clients may lack
+
+
+def latency_of(clients: int, simulated: Callable[[int], Latency]) -> Latency:
+    """Return what so many clients of a closed loop see, `simulated` where they are few.
+
+    A deployment that is saturated answers no faster with more clients, so each that is added waits for one answer more
+    (Little's law): times grow in proportion, as do counts of requests. Twice as many clients show by how much.
+    """
+    for most in _sizes(clients):
+        half, whole = simulated(most // 2), simulated(most)
+        if whole.output_tokens_per_s <= half.output_tokens_per_s * (1 + SATURATED):
+            return _continued(half, whole, most, clients)
+    return simulated(clients)
+
+
+def _sizes(clients: int) -> Iterator[int]:
+    most = FIRST
+    while clients > MOST and most <= clients // 4:
+        yield most
+        most *= 4
+
+
+def _continued(half: Latency, whole: Latency, most: int, clients: int) -> Latency:
+    """Return the figures of `clients` on the line through those of `most` clients and of half of them."""
+    further = (clients - most) / (most - most // 2)
+
+    def on(low: float, high: float) -> float:
+        return max(0.0, high + (high - low) * further)
+
+    def all_of(low: Distribution, high: Distribution) -> Distribution:
+        return Distribution(**{name: on(getattr(low, name), getattr(high, name)) for name in Distribution.__slots__})
+
+    return replace(
+        whole,
+        ttft_s=all_of(half.ttft_s, whole.ttft_s),
+        e2e_s=all_of(half.e2e_s, whole.e2e_s),
+        goodput=min(1.0, on(half.goodput * (most // 2), whole.goodput * most) / clients),
+        preempted=round(on(half.preempted, whole.preempted)),
+    )

@@ -1,0 +1,214 @@
+"""Memory savers: bytes and seconds by hand and as they were published, and the account against the simulation."""
+
+from __future__ import annotations
+
+import pytest
+
+from planner.question.cases import load_case
+from planner.question.question import Question, question_of
+from planner.search.fixes import find_fixes
+from simulator.analytical.estimates import estimate_plans
+from simulator.config.hf_config import load_model
+from simulator.config.plan import Plan
+from simulator.config.runtime import Runtime
+from simulator.config.savers import SAVERS, canonical_savers, savers_said
+from simulator.config.workload import Workload
+from simulator.engine.simulate import simulate
+from simulator.legality.frameworks import framework_of_runtime
+from simulator.legality.rules import is_legal
+from simulator.lowering.training import lower_training
+from simulator.memory.estimate import with_replay
+from simulator.memory.plan_memory import PlanMemory
+from simulator.runtimes.library import runtime_spec
+from simulator.runtimes.stated import resolve
+from simulator.step.update import CLIP_BYTES
+from topology.catalog.clusters import cluster
+from topology.errors import BadPlan
+from topology.rates.host import host_rates
+from topology.units import GIB
+
+FULL = Plan(recompute="full", micro_batch_size=2)
+
+
+def asked(name: str, *savers: str, gpus: int = 1, seq: int = 4096, batch: int = 2, **runtime: object) -> Question:
+    said = Runtime(name=name, param_dtype="bfloat16", reduce_dtype="bfloat16", **runtime)  # type: ignore[arg-type]
+    return question_of(
+        load_model("llama3-8b"),
+        cluster("dgx-h100", gpus=gpus),
+        Workload(seq_len=seq, global_batch_size=batch),
+        framework=framework_of_runtime(name),
+        runtime=said.with_savers(savers),
+        gpus=gpus,
+    )
+
+
+def step_s(question: Question, plan: Plan) -> float:
+    return float(estimate_plans(question, [plan]).estimate(0).step_s.value)
+
+
+def held(question: Question, plan: Plan) -> float:
+    return float(PlanMemory(question, plan).peak_bytes)
+
+
+@pytest.mark.parametrize(
+    ("name", "savers", "plan", "gpus"),
+    [
+        ("transformers", ("activation_offload",), FULL, 1),
+        ("pytorch", ("activation_offload",), FULL.with_(dp_shard=8), 8),
+        ("pytorch", ("activation_offload", "chunked_loss", "optimizer_in_backward"), FULL, 1),
+        ("pytorch", ("optimizer_in_backward",), FULL.with_(dp_shard=8), 8),
+        ("trl", ("chunked_loss",), FULL.with_(dp_shard=8), 8),
+    ],
+)
+def test_the_account_takes_as_long_as_the_simulation(name, savers, plan, gpus):
+    question = asked(name, *savers, gpus=gpus, batch=2 * gpus)
+
+    table = estimate_plans(question, [plan])
+    lowered = lower_training(question, plan, clocks=float(table.clocks[0]))
+    account_s = float(table.step_s[0] - table.breakdown_s["allocator"][0])
+
+    assert account_s == pytest.approx(simulate(lowered.program, lowered.costs, spans=False).step_s, rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["pytorch", "transformers"])
+def test_checkpoints_in_host_memory_are_layers_by_tokens_by_width_by_two_bytes(name):
+    """Pull request 48444 of transformers measured what leaves the GPU: layers x sequence x hidden x 2, exactly. Those
+    of the last five layers are still there under torchtune's hooks.
+    """
+    one = asked(name, "activation_offload", "optimizer_in_backward", seq=32768) if name == "pytorch" else None
+    without = asked(name, "optimizer_in_backward", seq=32768) if name == "pytorch" else asked(name, seq=32768)
+    one = one or asked(name, "activation_offload", seq=32768)
+    layer = 2 * 32768 * 4096 * 2.0
+    kept = runtime_spec(name).away_layers
+
+    estimate = estimate_plans(one, [FULL]).estimate(0)
+
+    assert estimate.memory.host_bytes == pytest.approx(32 * layer)
+    # The fullest moment is the loss: all layers have run, and one is fetched ahead where copies have a stream.
+    assert held(without, FULL) - held(one, FULL) == pytest.approx((32 - kept) * layer, rel=0.04)
+
+
+def test_copies_hide_behind_compute_or_stop_it():
+    """With a stream, copies cost nothing where layers take longer than they do; without, all of them are waited for."""
+    layer = 2 * 4096 * 4096 * 2.0
+    copies = 2 * 32 * layer / host_rates(cluster("dgx-h100", gpus=1), 1).copy_bytes_per_s
+
+    hidden = step_s(asked("pytorch", "activation_offload"), FULL) - step_s(asked("pytorch"), FULL)
+    waited = step_s(asked("transformers", "activation_offload"), FULL) - step_s(asked("transformers"), FULL)
+
+    assert 0 <= hidden < 0.1 * copies
+    assert waited == pytest.approx(copies, rel=0.02)
+
+
+def test_an_optimizer_in_backward_holds_no_gradients_and_does_not_clip():
+    question, plain = asked("torchtune", "optimizer_in_backward", seq=512), asked("torchtune", seq=512)
+    gradients = load_model("llama3-8b").parameters * 2.0
+
+    freed = held(plain, FULL) - held(question, FULL)
+    saved = step_s(plain, FULL) - step_s(question, FULL)
+
+    # What is fullest afterwards is the loss, with the gradient of the head.
+    head = 128256 * 4096 * 2.0
+    assert gradients - 2.1 * head < freed <= gradients
+    assert saved == pytest.approx(load_model("llama3-8b").parameters * CLIP_BYTES / 2 / 2.4e12, rel=0.25)
+
+
+def test_bounds_of_memory_stay_below_what_is_held():
+    for savers in (("activation_offload",), ("optimizer_in_backward",), ("chunked_loss",), SAVERS[2:4]):
+        for plan in (FULL, FULL.with_(dp_shard=8)):
+            question = asked("pytorch", *savers, gpus=plan.gpus, batch=2 * plan.gpus)
+            bound = estimate_plans(question, [plan]).estimate(0)
+            assert bound.memory.reserved_bytes <= with_replay(question, plan, bound).memory.reserved_bytes * 1.0001
+
+
+def test_no_logits_are_whole_where_the_loss_is_in_pieces():
+    """TRL runs 256 tokens at a time and again in backward: 16 times the tokens take no more for the loss."""
+    logits = 2 * 32768 * load_model("llama3-8b").vocab * 4.0
+    peaks = {word: held(asked("trl", *word, seq=32768), FULL) for word in ((), ("chunked_loss",))}
+
+    assert peaks[()] - peaks["chunked_loss",] > 2 * logits
+
+
+def test_software_that_lacks_a_saver_refuses_it_by_name():
+    for name in ("torchtitan", "megatron-lm", "transformers", "meshwright", "nemo-automodel"):
+        for saver in SAVERS:
+            if saver in runtime_spec(name).savers:
+                continue
+            found = asked(name, saver).problems(FULL)
+            assert not is_legal(found), (name, saver)
+            assert any(saver in one.message for one in found if one.rule == "saver"), (name, saver)
+
+
+@pytest.mark.parametrize(
+    ("saver", "plan", "batch", "rule"),
+    [
+        ("activation_offload", Plan(), 1, "activation-offload"),
+        ("optimizer_in_backward", Plan(), 8, "optimizer-in-backward"),
+        ("optimizer_in_backward", Plan(dp_replicate=8), 8, "optimizer-in-backward"),
+        ("chunked_loss", Plan(pp=8), 8, "saver-pipeline"),
+    ],
+)
+def test_what_a_saver_cannot_be_combined_with_is_refused(saver, plan, batch, rule):
+    found = asked("pytorch", saver, gpus=plan.gpus, batch=batch).problems(plan)
+
+    assert rule in {one.rule for one in found}
+
+
+def test_a_plan_that_does_not_fit_is_offered_what_its_software_has():
+    question = asked("pytorch", seq=65536, batch=1)
+    plan = Plan(recompute="full")
+    estimate = estimate_plans(question, [plan]).estimate(0)
+    assert estimate.memory.reserved_bytes > 80 * GIB
+
+    found = find_fixes(question, plan, with_replay(question, plan, estimate))
+
+    assert any({"fused_linear_loss"} <= {*one.savers} for one in found), [one.change for one in found]
+    assert all(one.reserved_bytes < estimate.memory.reserved_bytes for one in found)
+
+
+def test_defaults_words_and_notes():
+    assert resolve({"name": "trl"})[0].savers == ("chunked_loss",)
+    assert resolve({"name": "trl", "release": "TRL 2026-05"})[0].savers == ()
+    assert resolve({"name": "trl", "savers": []})[0].savers == ()
+    assert resolve({"name": "pytorch", "savers": ["fused-linear-loss"]})[0].fused == ("linear_loss",)
+    assert resolve({"name": "megatron-lm", "savers": ["bf16_gradients"]})[0].reduce_dtype == "bfloat16"
+    with pytest.raises(BadPlan, match="known: chunked_loss"):
+        canonical_savers(["tiling"])
+    assert savers_said("+chunked ce; batch 2 (LoRA without optimizer-in-backward)") == ("chunked_loss",)
+    assert savers_said("activations offloaded to the host, optimizer in backward") == SAVERS[2:4]
+    assert savers_said("no activation offload, parameters offloaded") == ()
+
+
+def test_what_a_note_says_is_assumed_and_said():
+    case = load_case(
+        {
+            "id": "one",
+            "model": "llama3-8b",
+            "cluster": {"gpu": "h100-sxm", "gpus_per_node": 8, "nodes": 1},
+            "workload": {"seq_len": 4096, "global_batch_size": 8},
+            "plan": {"dp_shard": 8, "recompute": "full"},
+            "runtime": {"name": "pytorch", "release": "TRL 2026-08"},
+            "note": "checkpoints offloaded to host, 32B with MLP tiling",
+        }
+    )
+
+    assert case.question.runtime.savers == ("chunked_loss", "activation_offload")
+    assert any("the note says so" in line for line in case.assumed)
+    assert any("tiles: not modelled" in line for line in case.assumed)
+
+
+def test_a_release_is_answered_as_the_software_that_it_names():
+    """EasyContext's ring is its own, around DeepSpeed's ZeRO-3."""
+    case = load_case(
+        {
+            "id": "one",
+            "model": "llama2-7b",
+            "cluster": {"gpu": "a100-sxm-80gb", "gpus_per_node": 8, "nodes": 1},
+            "workload": {"seq_len": 65536, "global_batch_size": 1},
+            "plan": {"zero_stage": 3, "cp": 8, "cp_method": "ring", "recompute": "full", "offload": "parameters"},
+            "runtime": {"name": "deepspeed", "release": "EasyContext 2024-04"},
+        }
+    )
+
+    assert case.question.runtime.name == "easycontext"
+    assert is_legal(case.question.problems(case.plan))
