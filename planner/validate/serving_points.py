@@ -77,11 +77,10 @@ def _group(row: ServingRow) -> str:
 
 
 def _compared(estimate: ServingEstimate, found: Mapping[str, float | None], medians: Sequence[str]) -> JsonObject:
-    seen = estimate.latency
-    first, token = estimate.ttft_s, estimate.tpot_s
+    latency, first, token = estimate.latency, estimate.ttft_s, estimate.tpot_s
     intervals = (
-        _around_median(first, seen.ttft_s) if "ttft" in medians else first,
-        _around_median(token, seen.tpot_s) if "tpot" in medians else token,
+        _around_median(first, latency.ttft_s) if "ttft" in medians else first,
+        _around_median(token, latency.tpot_s) if "tpot" in medians else token,
         estimate.output_tokens_per_s_per_gpu,
     )
     errors: dict[str, float | None] = {}

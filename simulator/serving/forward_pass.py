@@ -297,13 +297,13 @@ class ForwardPass:
             expand = product(rows, heads * (m.qk_nope_head_dim + m.v_head_dim), m.kv_lora_rank, stored="bfloat16")
             return down + queries + expand + product(rows, h, heads * m.v_head_dim)
         kv = max(1.0, model.kv_heads / tp)
-        queries = (2 if model.attention_gate else 1) * heads
-        full = product(rows, (queries + 2 * kv) * model.head_dim, h) + product(rows, h, heads * model.head_dim)
+        gated = (2 if model.attention_gate else 1) * heads
+        full = product(rows, (gated + 2 * kv) * model.head_dim, h) + product(rows, h, heads * model.head_dim)
         linear = model.linear
         if linear is None:
             return full
-        gate = linear.value_heads * linear.value_dim / tp
-        mixed = product(rows, linear.mixed / tp + gate, h) + product(rows, h, gate)
+        inner = linear.value_heads * linear.value_dim / tp
+        mixed = product(rows, linear.mixed / tp + inner, h) + product(rows, h, inner)
         mixed = (
             mixed + product(rows, 2 * linear.value_heads / tp, h, stored="bfloat16") + self._delta_rule(rows, linear)
         )

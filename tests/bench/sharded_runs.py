@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import torch
 from torch import distributed as dist
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
 from executor.sharding import api, capture
@@ -103,7 +104,10 @@ def run_row(
     leaves = [leaf for leaf in pytree.tree_leaves((list(args), kwargs)) if isinstance(leaf, torch.Tensor)]
     values = own_weights(sharded)
     values |= sharded.ranks.pieces({n: leaf for n, leaf in zip(names, leaves, strict=True) if n in program.inputs})
-    whole, *others = pytree.tree_leaves(module(*args, **kwargs))
+    # torch 2.11's cuDNN attention reads a gradient as the first one lay that came with queries, keys and values like
+    # these (executor/sharding/operations.py): rows before this one may have had such in another layout.
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+        whole, *others = pytree.tree_leaves(module(*args, **kwargs))
     torch.manual_seed(2)
     weight = torch.randn(whole.shape, device=bench.device).to(whole.dtype) / whole.shape[-2]
     values |= sharded.ranks.seeds([weight, *(torch.zeros_like(one) for one in others)])

@@ -188,6 +188,7 @@ def plan_document(deployment: Deployment) -> JsonObject:
         "decode": None if deployment.prefill is None else _pool(pool),
         "weights": deployment.weights,
         "kv_cache": deployment.kv_cache,
+        **({"speculation": codec.to_builtins(deployment.speculation)} if deployment.speculation else {}),
     }
 
 
