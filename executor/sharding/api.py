@@ -18,7 +18,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -33,11 +33,20 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.utils import _pytree as pytree
 
 from executor.launch.local_ranks import child_environment
-from executor.sharding.call import Piece, ambient_autocast, check_call, is_shaped, of_one_batch, signature_of
+from executor.sharding.call import (
+    Piece,
+    Run,
+    ambient_autocast,
+    check_call,
+    is_shaped,
+    micro_batches_of,
+    of_one_batch,
+    signature_of,
+)
 from executor.sharding.capture import Captured, Output, capture
 from executor.sharding.exported import skeleton
 from executor.sharding.places import placements_of, tokens_of
-from executor.sharding.run_program import RankProgram, State
+from executor.sharding.run_program import RankProgram, State, place_in
 from executor.sharding.weights import Weights, as_dtensor
 from simulator.sharded.graph import BUFFER, CONSTANT, INPUT, PARAMETER
 from simulator.sharded.program import RunnableProgram, read_program
@@ -178,7 +187,7 @@ def _captured(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any],
     def first(leaf: Any) -> Any:
         if isinstance(leaf, DTensor):
             leaf = torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device, requires_grad=leaf.requires_grad)
-        return _micro_batches(leaf, micro_batches)[0]
+        return micro_batches_of(leaf, micro_batches)[0]
 
     return capture(module, *pytree.tree_map(first, (list(args), dict(kwargs))))
 
@@ -224,18 +233,6 @@ class _Question:
         }
 
 
-def _micro_batches(leaf: Any, number: int) -> Sequence[Any]:
-    """Return the parts of an argument's first dim. Raises UserError where they are not equal."""
-    if number == 1 or not isinstance(leaf, torch.Tensor):
-        return [leaf] * number
-    if leaf.ndim == 0 or leaf.shape[0] % number:
-        raise UserError(
-            f"an argument of shape {tuple(leaf.shape)} does not divide into {number} micro batches",
-            remedy="micro batches that divide the first dim of every argument",
-        )
-    return leaf.chunk(number)
-
-
 def _mesh_sizes(mesh: DeviceMesh | Mapping[str, int]) -> dict[str, int]:
     if not isinstance(mesh, DeviceMesh):
         return dict(mesh)
@@ -275,27 +272,6 @@ def _device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
-def _place_in(mesh: DeviceMesh | None, program: RunnableProgram) -> tuple[int, bool]:
-    """Return this rank's place in the mesh, and whether the mesh has some of the ranks, as a slice of a larger one.
-
-    Raises BadInput where ranks and mesh do not fit.
-    """
-    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    if mesh is None and program.ranks not in {1, ranks}:
-        raise BadInput(
-            f"a mesh of {program.ranks} ranks, in a job of {ranks}", remedy="a DeviceMesh that says which ranks it has"
-        )
-    members = list(range(ranks)) if mesh is None else mesh.mesh.flatten().tolist()
-    if members == list(range(ranks)):
-        return rank, False
-    if rank not in members or program.stage_axis:
-        raise BadInput(
-            f"rank {rank} is not in the mesh" if rank not in members else "pipeline stages on a part of the ranks",
-            remedy="a slice of a mesh of all ranks, and stages on all of it",
-        )
-    return members.index(rank), True
-
-
 class ShardedModule(nn.Module):
     """A module as a program on this rank. Parameters and buffers are DTensors under the names that the module has
     (`weights.py`).
@@ -319,8 +295,10 @@ class ShardedModule(nn.Module):
         self.asked = frozenset((*program.gradients, *asked))
         self.program = program
         self.captured = captured
-        at, some = _place_in(mesh, program)
-        self.ranks = RankProgram(program, at, device, mesh if some else None, None if like is None else like.ranks)
+        at, some = place_in(mesh, program)
+        self.ranks: RankProgram = RankProgram(
+            program, at, device, mesh if some else None, None if like is None else like.ranks
+        )
         self.mesh = mesh or init_device_mesh(device.type, program.mesh_shape, mesh_dim_names=program.mesh_names)
         self.weights = Weights(self if like is None else like, self.mesh, self.ranks)
         if module is not None:
@@ -351,7 +329,7 @@ class ShardedModule(nn.Module):
         if own is not self:
             return own.forward(*args, **kwargs)
         values = self._values(args, kwargs)
-        found = _Run.apply(self, tuple(values), *values.values())
+        found = Run.apply(self, tuple(values), *values.values())
         for buffer, name in self.captured.written.items():
             at = self.captured.graph.outputs.index(name)
             self.weights.write(buffer, found[at].detach(), self.placements(name), self.program.outputs[at])
@@ -376,7 +354,7 @@ class ShardedModule(nn.Module):
                 f"{len(gradients)} gradients for {len(names)} results",
                 remedy="one for each, and a program with a backward pass",
             )
-        parts = [_micro_batches(one, batches) for one in gradients]
+        parts = [micro_batches_of(one, batches) for one in gradients]
         seeds = self.ranks.seeds(parts[at][number] for number in range(batches) for at in range(len(names)))
         found = self.ranks.run({**self._values(args, kwargs), **self.weights.fixed(), **seeds})
         self.weights.add_gradients(found)
@@ -428,7 +406,7 @@ class ShardedModule(nn.Module):
         for one, leaf in zip(graph_inputs, leaves, strict=True):
             self._check_gradient(one.name, leaf)
             whole = leaf.full_tensor() if isinstance(leaf, DTensor) and batches > 1 else leaf
-            for number, part in enumerate(_micro_batches(whole, batches)):
+            for number, part in enumerate(micro_batches_of(whole, batches)):
                 buffer = self.program.inputs.get(f"{one.name}[{number}]" if batches > 1 else one.name)
                 if buffer is not None:
                     values[buffer] = self._local(one.name, part, buffer)
@@ -459,77 +437,3 @@ class ShardedModule(nn.Module):
         about, ranks = self.program.buffers[buffer], self.ranks
         piece: torch.Tensor = Piece.apply(value.to(ranks.device), ranks.place, about, ranks.everyone)
         return piece
-
-
-class _Run(torch.autograd.Function):
-    """The program's forward and backward pass as one function of pieces."""
-
-    @staticmethod
-    def forward(ctx: Any, sharded: ShardedModule, names: tuple[str, ...], *pieces: torch.Tensor) -> Any:
-        values = dict(zip(names, (piece.detach() for piece in pieces), strict=True)) | sharded.weights.fixed()
-        state = sharded.ranks.forward(values)
-        ctx.sharded, ctx.state, ctx.names = sharded, state, names
-        found = tuple(sharded.ranks.everywhere(name, state) for name in sharded.program.outputs)
-        ctx.mark_non_differentiable(*(one for one, graded in zip(found, sharded.graded, strict=True) if not graded))
-        ctx.set_materialize_grads(False)
-        return found
-
-    @staticmethod
-    def backward(ctx: Any, *incoming: torch.Tensor) -> Any:
-        sharded, state, program = ctx.sharded, ctx.state, ctx.sharded.program
-        seeds, given = {}, set()
-        for name, output, gradient in zip(program.seeds, program.outputs, incoming, strict=True):
-            if gradient is not None:
-                given.add(name)
-            # a gradient that copies of an output share is counted once
-            first = all(sharded.ranks.place.at[axis] == 0 for axis in program.buffers[name].pending)
-            seeds[name] = gradient if first and gradient is not None else sharded.ranks.zeros(name, output)
-        sharded.ranks.backward(state, seeds)
-        reached = sharded.ranks.reached(given)
-        of_input = {
-            program.inputs[tensor]: state.at.get(buffer) if buffer in reached else None
-            for tensor, buffer in program.gradients.items()
-        }
-        ctx.state = State(at={})
-        return (None, None, *(of_input.get(name) for name in ctx.names))
-
-
-class ShardedFunction:
-    """A function of tensors, as for one GPU, that takes DTensors and returns DTensors, as nvFuser's wrapped definitions
-    do.
-
-        mlp = ShardedFunction(lambda x, up, down: F.linear(F.gelu(F.linear(x, up)), down))
-        y = mlp(x, up, down)         # DTensors in, the placements found for the result out
-
-    A program is made for every new set of shapes and placements. Weights stay: activations move to them.
-    """
-
-    def __init__(self, function: Callable[..., Any], **constraints: Any) -> None:
-        self.function, self.constraints = function, {"policy": "follow_weights", "open_outputs": True, **constraints}
-        self._made: dict[Any, ShardedModule] = {}
-
-    def __call__(self, *args: DTensor) -> Any:
-        key = tuple((one.shape, one.dtype, one.device_mesh, one.placements) for one in args)
-        if key not in self._made:
-            whole = [torch.empty(one.shape, dtype=one.dtype) for one in args]
-            placements = {f"args_{i}": tokens_of(one.placements) for i, one in enumerate(args)}
-            constraints = {
-                "gradients": [n for n, one in zip(placements, args, strict=True) if one.requires_grad],
-                **self.constraints,
-            }
-            module = _Function(self.function)
-            constraints["backward"] = bool(constraints["gradients"])
-            mesh = args[0].device_mesh
-            self._made[key] = shard(module, whole, mesh=mesh, placements=placements, dynamic=False, **constraints)
-        return self._made[key](*args)
-
-
-class _Function(nn.Module):
-    """A function as a module."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, *args: torch.Tensor) -> Any:
-        return self.function(*args)

@@ -1,4 +1,6 @@
-"""A call of a sharded module: checks that it has the form that was captured, and takes this rank's pieces of it."""
+"""A call of a sharded module: checks that it has the form that was captured, takes this rank's pieces of it, and runs
+the program as one function for autograd.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,9 @@ from torch import distributed as dist
 from torch.utils import _pytree as pytree
 
 from executor.sharding.places import Place
+from executor.sharding.run_program import State
 from simulator.sharded.program import Buffer
-from topology.errors import BadInput
+from topology.errors import BadInput, UserError
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,3 +133,48 @@ class Piece(torch.autograd.Function):
         if dist.is_initialized():
             dist.all_reduce(whole, group=ctx.group)
         return whole, None, None, None
+
+
+def micro_batches_of(leaf: Any, number: int) -> Sequence[Any]:
+    """Return the parts of an argument's first dim. Raises UserError where they are not equal."""
+    if number == 1 or not isinstance(leaf, torch.Tensor):
+        return [leaf] * number
+    if leaf.ndim == 0 or leaf.shape[0] % number:
+        raise UserError(
+            f"an argument of shape {tuple(leaf.shape)} does not divide into {number} micro batches",
+            remedy="micro batches that divide the first dim of every argument",
+        )
+    return leaf.chunk(number)
+
+
+class Run(torch.autograd.Function):
+    """The program's forward and backward pass as one function of pieces."""
+
+    @staticmethod
+    def forward(ctx: Any, sharded: Any, names: tuple[str, ...], *pieces: torch.Tensor) -> Any:
+        values = dict(zip(names, (piece.detach() for piece in pieces), strict=True)) | sharded.weights.fixed()
+        state = sharded.ranks.forward(values)
+        ctx.sharded, ctx.state, ctx.names = sharded, state, names
+        found = tuple(sharded.ranks.everywhere(name, state) for name in sharded.program.outputs)
+        ctx.mark_non_differentiable(*(one for one, graded in zip(found, sharded.graded, strict=True) if not graded))
+        ctx.set_materialize_grads(False)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *incoming: torch.Tensor) -> Any:
+        sharded, state, program = ctx.sharded, ctx.state, ctx.sharded.program
+        seeds, given = {}, set()
+        for name, output, gradient in zip(program.seeds, program.outputs, incoming, strict=True):
+            if gradient is not None:
+                given.add(name)
+            # a gradient that copies of an output share is counted once
+            first = all(sharded.ranks.place.at[axis] == 0 for axis in program.buffers[name].pending)
+            seeds[name] = gradient if first and gradient is not None else sharded.ranks.zeros(name, output)
+        sharded.ranks.backward(state, seeds)
+        reached = sharded.ranks.reached(given)
+        of_input = {
+            program.inputs[tensor]: state.at.get(buffer) if buffer in reached else None
+            for tensor, buffer in program.gradients.items()
+        }
+        ctx.state = State(at={})
+        return (None, None, *(of_input.get(name) for name in ctx.names))

@@ -24,7 +24,7 @@ from executor.sharding.places import DTYPES, Context, Place
 from executor.sharding.saved_tensors import Operand, SavedTensors
 from simulator.program.program import COMPUTE, Collective, Free, Launch, RecordEvent, Recv, Send, WaitEvent
 from simulator.sharded.program import Buffer, Exchange, Kernel, RunnableProgram, rank_at
-from topology.errors import UserError
+from topology.errors import BadInput, UserError
 
 
 @dataclass(slots=True)
@@ -335,6 +335,27 @@ class RankProgram:
 
     def _zeros(self, buffer: Buffer, like: torch.Tensor) -> torch.Tensor:
         return like.new_zeros(self.place.shape(buffer), dtype=DTYPES[buffer.dtype])
+
+
+def place_in(mesh: DeviceMesh | None, program: RunnableProgram) -> tuple[int, bool]:
+    """Return this rank's place in the mesh, and whether the mesh has some of the ranks, as a slice of a larger one.
+
+    Raises BadInput where ranks and mesh do not fit.
+    """
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    if mesh is None and program.ranks not in {1, ranks}:
+        raise BadInput(
+            f"a mesh of {program.ranks} ranks, in a job of {ranks}", remedy="a DeviceMesh that says which ranks it has"
+        )
+    members = list(range(ranks)) if mesh is None else mesh.mesh.flatten().tolist()
+    if members == list(range(ranks)):
+        return rank, False
+    if rank not in members or program.stage_axis:
+        raise BadInput(
+            f"rank {rank} is not in the mesh" if rank not in members else "pipeline stages on a part of the ranks",
+            remedy="a slice of a mesh of all ranks, and stages on all of it",
+        )
+    return members.index(rank), True
 
 
 def _started(work: dist.Work | None) -> dist.Work:
