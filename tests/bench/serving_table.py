@@ -60,10 +60,9 @@ The largest term of what is off, by group:
   on Hopper are priced as aiconfigurator's tables have them by themselves; throughput of gpt-oss-120b on H200, 74 % too high, is not
   explained by them. That of Qwen3 235B in 8 bits there is 20 % too low: its source does not say whether scales are of blocks, as
   assumed, or of whole matrices, as in NVIDIA's own checkpoints, whose kernels take half as long.
-- **Hybrid networks in SGLang before 0.5.10**: Qwen3.5 takes a fifth longer a token and three times as long to the first one with
-  0.5.9 and nightly builds on B200, while with 0.5.10 on B300 tokens are within 3 % in 16 and 4 bits. SGLang turns its overlap schedule
-  off for such networks where their prefix cache has no buffer (server_args.py, "Disabling overlap schedule since mamba
-  no_buffer is not compatible"); which way a server was started is not stated.
+- **Hybrid networks in SGLang**: first tokens of Qwen3.5 take three times as long as predicted with 0.5.9 and nightly builds, twice
+  with 0.5.10; tokens of 0.5.10 on B300 are within 3 % in 16 and 4 bits. With four GPUs in 8 bits 0.5.9 lists tokens sooner than with
+  eight: speculative decoding, probably, which is not stated.
 - **Prefix caches**: 8-bit Llama 3.1 8B with vLLM on H200 is listed with prompts read at more than what 80 % of the GPU's peak
   would allow.
 - **Separated engines' first tokens**: routers, transfers and the wait for a place on the engine that writes; medians of 0.2 to
