@@ -25,6 +25,7 @@ from topology.catalog.gpus import gpu_names
 ROOT = Path(__file__).parents[1]
 SHORT, LONG = 8, 24  # repeats
 CALLS = {"compile", "search", "match", "fullmatch", "sub", "split", "findall", "finditer"}
+SEARCHES = CALLS - {"compile", "match", "fullmatch"}
 RUNS = (" ", "\t", "0", "a")
 END = "\x01"
 REPEATS = (code.MAX_REPEAT, code.MIN_REPEAT, code.POSSESSIVE_REPEAT)
@@ -36,17 +37,31 @@ class TooMany(Exception):
 
 @dataclass(frozen=True)
 class Pattern:
-    """A pattern of the product; `whole` where some call needs all of its input to match."""
+    """A pattern of the product; `whole` where some call needs all of its input to match, `anywhere` where some call
+    looks for it from every character on.
+    """
 
     where: str
     text: str
     whole: bool
+    anywhere: bool = False
 
 
 def test_every_pattern_is_linear_in_its_input():
-    slow = [f"{pattern.where}: {pattern.text}" for pattern in patterns() if grows(pattern)]
+    slow = [f"{pattern.where}: {pattern.text}" for pattern in patterns() if grows(pattern) or searches_grow(pattern)]
 
     assert not slow, "\n".join(slow)
+
+
+@pytest.mark.parametrize("text", [r"(?m)^\s*--", r"(\w+)=", r"\s*[+,]\s*", r"\(.*?\)", r"x:.*?y"])
+def test_the_count_sees_searches_that_begin_again_and_again(text):
+    assert not grows(Pattern("here", text, whole=False, anywhere=True))
+    assert searches_grow(Pattern("here", text, whole=False, anywhere=True))
+
+
+@pytest.mark.parametrize("text", [r"(?m)^[ \t]*--", r"\b(\w+)=", r"[+,]", r"\([^()]*\)", r"x:(?:(?!x:).)*?y"])
+def test_the_count_passes_searches_that_go_on(text):
+    assert not searches_grow(Pattern("here", text, whole=False, anywhere=True))
 
 
 @pytest.mark.parametrize("text", [r"\s*(.*?)\s*(?:x)?\s*", r"(a+)+b", r"\d+\.?\d*x", r"(?:a|a)*b", r".*?a.*?b"])
@@ -102,8 +117,9 @@ def patterns() -> tuple[Pattern, ...]:
                 continue
             text = text_of(node.args[0], words) if called.attr in CALLS else None
             if text is not None:
-                whole = called.attr == "fullmatch" or f"{names.get(node)}.fullmatch(" in source
-                found.append(Pattern(f"{path.relative_to(ROOT)}:{node.lineno}", text, whole))
+                used = {name for name in CALLS if f"{names.get(node)}.{name}(" in source} | {called.attr}
+                where = f"{path.relative_to(ROOT)}:{node.lineno}"
+                found.append(Pattern(where, text, whole="fullmatch" in used, anywhere=bool(used & SEARCHES)))
     return tuple(found)
 
 
@@ -141,6 +157,33 @@ def grows(pattern: Pattern) -> bool:
         if few is None or many is None or many / len(long) > 1.6 * few / len(short) + 1:
             return True
     return False
+
+
+def searches_grow(pattern: Pattern) -> bool:
+    """Return whether looking for it from every character on takes more steps for a character of a longer input.
+
+    Inputs are runs, and beginnings of what matches, which promise a match again and again.
+    """
+    tree = parser.parse(pattern.text)
+    open_ended = [value for value in repeats(tree) if value[1] is code.MAXREPEAT]
+    if not (pattern.anywhere and open_ended):
+        return False
+    begun = (example(tree, {}, until=repeat) for repeat in open_ended)
+    for unit in dict.fromkeys((*RUNS, "\n", "(", *begun)):
+        times = 1 + SHORT // len(unit)
+        few, many = (sum(searched(pattern, text)) / len(text) for text in (unit * times, unit * 3 * times))
+        if many > 1.6 * few + 1:
+            return True
+    return False
+
+
+def searched(pattern: Pattern, text: str) -> Iterator[int]:
+    """Yield the steps of each attempt to find it, after what was found."""
+    at, compiled = 0, re.compile(pattern.text)
+    while at < len(text):
+        yield counted(pattern, text, at) or 10**6
+        found = compiled.match(text, at)
+        at = max(found.end() if found else 0, at + 1)
 
 
 def inputs(tree: Any) -> Iterator[Callable[[int], str]]:
@@ -236,15 +279,15 @@ def accepts(op: Any, value: Any, c: str) -> bool:
     return any(accepts(*one, c) for one in value if one[0] is not code.NEGATE) != negated
 
 
-def counted(pattern: Pattern, text: str) -> int | None:
-    """Return the steps from the first character on; None for more than any linear walk of the pattern takes."""
+def counted(pattern: Pattern, text: str, start: int = 0) -> int | None:
+    """Return the steps from a character on; None for more than any linear walk of the pattern takes."""
     try:
-        return steps(pattern, text, count=True)
+        return steps(pattern, text, start, count=True)
     except (TooMany, RecursionError):
         return None
 
 
-def steps(pattern: Pattern, text: str, *, count: bool = False) -> int | None:
+def steps(pattern: Pattern, text: str, start: int = 0, *, count: bool = False) -> int | None:
     taken = 0
     most = 60 * (len(text) + 20)
 
@@ -334,7 +377,7 @@ def steps(pattern: Pattern, text: str, *, count: bool = False) -> int | None:
         word = [0 <= i < len(text) and (text[i].isalnum() or text[i] == "_") for i in (at - 1, at)]
         return (word[0] != word[1]) == (where is code.AT_BOUNDARY)
 
-    for end in walk(list(parser.parse(pattern.text)), 0):
+    for end in walk(list(parser.parse(pattern.text)), start):
         if not (count and pattern.whole) or end == len(text):
             return taken
     return taken if count else None

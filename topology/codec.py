@@ -118,9 +118,9 @@ def convert(data: Any, kind: type[T], *, where: str, others: bool = False) -> T:
         raise BadInput(
             f"{where} has {'unknown keys' if len(unknown) > 1 else 'an unknown key'}: {', '.join(unknown[:8])}",
             why="a misspelt key would otherwise be ignored silently",
-            remedy="remove or rename them"
-            + (f"; did you mean {', '.join(near)}?" if near else "")
-            + (f" Known: {', '.join(known)}" if top and len(known) <= MOST_NAMED else ""),
+            remedy=f"remove or rename {'them' if len(unknown) > 1 else 'it'}"
+            + (f"; known: {', '.join(known)}" if top and len(known) <= MOST_NAMED else "")
+            + (f"; did you mean {', '.join(near)}?" if near else ""),
         )
     return value
 

@@ -350,7 +350,9 @@ def _first_failure(folder: Path, exit_code: int | None, err_tail: str, *, elasti
     # that was killed: the killed rank writes no timestamp. So a killed rank takes precedence.
     _, _, verdict = err_tail.rpartition("Root Cause")
     blocks = re.findall(
-        r"^\s*time\s*:\s*(\S+)\n.*\n\s*rank\s*:\s*(\d+)(?!\d).*\n\s*exitcode\s*:\s*(-?\d+)", err_tail, re.MULTILINE
+        r"^[ \t]*time\s*:\s*(\S+)\n.*\n[ \t]*rank\s*:\s*(\d+)(?!\d).*\n[ \t]*exitcode\s*:\s*(-?\d+)",
+        err_tail,
+        re.MULTILINE,
     )
     if not blocks and exit_code is not None and exit_code < 0:
         name = _name(exit_code)
@@ -358,10 +360,10 @@ def _first_failure(folder: Path, exit_code: int | None, err_tail: str, *, elasti
     for _, rank_text, code_text in blocks:
         if -int(code_text) in KILL_SIGNALS:
             return _ended_by_signal(int(rank_text), int(code_text))
-    rank = re.search(r"^\s*rank\s*:\s*(\d+)", verdict, re.MULTILINE)
-    code = re.search(r"^\s*exitcode\s*:\s*(-?\d+)", verdict, re.MULTILINE)
+    rank = re.search(r"^[ \t]*rank\s*:\s*(\d+)", verdict, re.MULTILINE)
+    code = re.search(r"^[ \t]*exitcode\s*:\s*(-?\d+)", verdict, re.MULTILINE)
     number = int(code[1]) if code else None
-    root_time = re.search(r"^\s*time\s*:\s*(\S+)", verdict, re.MULTILINE)
+    root_time = re.search(r"^[ \t]*time\s*:\s*(\S+)", verdict, re.MULTILINE)
     if any(words in verdict.lower() for words in LOST_PEER):
         for at, rank_text, code_text in blocks:
             if int(code_text) == -signal.SIGTERM and root_time and at <= root_time[1]:  # before the agent sent its own

@@ -13,6 +13,7 @@ from planner.requests.machines import Collective
 from planner.validate.collective_rows import predicted_rows, table_rows
 from topology.codec import JsonObject
 from topology.errors import UserError
+from topology.rates.known import require_plannable
 from topology.rates.reach import cluster_caveats
 
 
@@ -28,6 +29,7 @@ def collective(asked: Collective) -> None:
         )
     else:
         machine = read_cluster(asked.cluster, asked.gpus, gpu=asked.gpu)
+        require_plannable(machine)
         for doubt in (*cluster_caveats(machine), *measured.check(machine)):
             output.warn(f"warning: {doubt}")
         rows = predicted_rows(

@@ -7,14 +7,17 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from functools import cache
+from typing import Any, get_type_hints
 
 from planner.export.job import ExportJob
 from planner.export.mapping import PLAN_FACTS, RUNTIME_FACTS, WORKLOAD_FACTS, Facts, Settings, Table, read
 from planner.export.named_models import model_said
 from simulator.config.model import Model
 from simulator.config.plan import Plan
+from simulator.config.runtime import Runtime
 from simulator.config.verify import verify_model
+from simulator.config.workload import Workload
 from topology import codec
 from topology.errors import BadInput, PlannerError
 
@@ -105,12 +108,21 @@ def planned_of(document: object) -> Planned:
             verify_model(codec.convert(said, Model, where="model"), where=LABEL)
         else:
             model, _ = model_said(said)
+        facts = {name: _typed(name, value) for name, value in document.items() if name in _FACTS}
     except PlannerError as error:
         raise BadInput(f"the header's line {LABEL!r} is damaged", why=error.what, remedy="take it out") from error
-    facts = {name: value for name, value in document.items() if name in _FACTS}
-    return Planned(
-        model=model, facts={name: tuple(value) if isinstance(value, list) else value for name, value in facts.items()}
-    )
+    return Planned(model=model, facts=facts)
+
+
+def _typed(name: str, value: object) -> Any:
+    """Return a fact as the field of that name has it; an adapter stays a document. Raises BadInput for another type."""
+    read = codec.convert(value, _types().get(name, int), where=f"{LABEL}: {name}")
+    return value if name == "adapter" else read
+
+
+@cache
+def _types() -> dict[str, Any]:
+    return {**get_type_hints(Runtime), **get_type_hints(Workload), **get_type_hints(Plan)}
 
 
 def planned_line(document: dict[str, Any]) -> str:

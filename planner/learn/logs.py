@@ -49,13 +49,19 @@ class _Read:
 
 
 Line = Callable[[str, _Read], None]
-TITAN = re.compile(rf"step:\s*(\d+)\s.*?memory:\s*{NUMBER}GiB.*?tps:\s*{NUMBER}")
-MEGATRON = re.compile(rf"iteration\s+(\d+)/\s*\d+ \|.*?elapsed time per iteration \(ms\): {NUMBER}")
+# What is between two words of a line holds no word that begins a match, so that a line is walked once.
+_STEP = r"(?:(?!step:|memory:).)*?"
+TITAN = re.compile(rf"step:\s*(\d+)\s{_STEP}memory:\s*{NUMBER}GiB{_STEP}tps:\s*{NUMBER}")
+MEGATRON = re.compile(
+    rf"iteration\s+(\d+)/\s*\d+ \|(?:(?!iteration\s+\d).)*?elapsed time per iteration \(ms\): {NUMBER}"
+)
 MEGATRON_MEMORY = re.compile(
-    rf"(?:\[Rank (\d+)\] \()?after \d+ iterations\)? memory \(MB\) \|.*?max reserved: {NUMBER}"
+    r"(?:\[Rank (\d+)\] \()?after \d+ iterations\)? memory \(MB\) \|"
+    rf"(?:(?!memory \(MB\)).)*?max reserved: {NUMBER}"
 )
 DEEPSPEED = re.compile(
-    rf"(?:global_step=|\d+/)(\d+), .*?(?:Curr|\b)SamplesPerSec={NUMBER}, .*?MaxMemAllocated={NUMBER}GB"
+    r"(?:global_step=|(?<!\d)\d+/)(\d+), (?:(?!_step=|\d/).)*?"
+    rf"(?:Curr|\b)SamplesPerSec={NUMBER}, (?:(?!_step=|\d/|SamplesPerSec).)*?MaxMemAllocated={NUMBER}GB"
 )
 
 

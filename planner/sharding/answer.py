@@ -10,6 +10,7 @@ from typing import Any
 
 from msgspec.structs import replace as replace_fields
 
+from planner.sharding.backends.chunks import RING
 from planner.sharding.backends.duals import FLOATS
 from planner.sharding.backends.runnable import (
     Written,
@@ -164,11 +165,13 @@ def _written(request: Request, captured: CapturedProblem, plan: ShardingPlan) ->
     """Return the program: chunks as the request says, else those that make it shorter on the machine."""
     graph, gradients, backward = request.graph, request.gradients, request.backward
     machine = captured.problem.machine
-    if machine is not None and request.chunks is None:
+    if machine is not None and request.chunks is None and not request.streamed:
         return fastest_program(captured, graph, plan, machine, gradients=gradients, backward=backward)
     chunks: dict[str, int | str] = {}
-    sites = chunk_sites(captured, plan) if request.chunks else {}
-    for name, count in (request.chunks or {}).items():
+    streams = {name: RING if one.ring else one.chunks for name, one in request.streamed.items()}
+    asked = {**(request.chunks or {}), **streams}
+    sites = chunk_sites(captured, plan) if asked else {}
+    for name, count in asked.items():
         site = sites.get(name) or sites.get(f"{name}_product")
         if site is None or not site.allows(count):
             raise BadInput(
@@ -178,6 +181,12 @@ def _written(request: Request, captured: CapturedProblem, plan: ShardingPlan) ->
                 if site is None
                 else f"a rank has {site.rows} rows of it",
                 remedy=f"one of {', '.join(sites) or 'none'}",
+            )
+        if name in request.streamed and request.streamed[name].dim != site.result_dim:
+            raise BadInput(
+                f"{name[:60]!r} has a stream along dim {request.streamed[name].dim}",
+                why=f"it is gathered or summed in pieces of dim {site.result_dim}",
+                remedy=f"a split of dim {site.result_dim}",
             )
         chunks[site.result] = count
     if machine is not None:

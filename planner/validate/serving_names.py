@@ -58,8 +58,9 @@ def model_of(name: str) -> Model:
 
 def cluster_of(hardware: str, gpus: int) -> Cluster:
     """Return a cluster of so many of the named GPUs, in nodes as they are sold. Raises UserError for an unknown GPU."""
-    words = re.sub(r"\(.*?\)|nvidia|virtualized|geforce", " ", hardware, flags=re.IGNORECASE)
-    words = re.sub(r"\b(\d+\s*GB( HBM\w*)?|GPU|CTS|NVL72)\b|-(?=\d)|-CTS", " ", words, flags=re.IGNORECASE)
+    hardware = hardware[:200]
+    words = re.sub(r"\([^)]{0,200}\)|nvidia|virtualized|geforce", " ", hardware, flags=re.IGNORECASE)
+    words = re.sub(r"\b(\d{1,4}\s{0,4}GB( HBM\w{0,9})?|GPU|CTS|NVL72)\b|-(?=\d)|-CTS", " ", words, flags=re.IGNORECASE)
     kind = _gpu(" ".join(words.replace("-", " ").split()))
     rack = 72 if "NVL72" in hardware.upper() else 8
     per_node = min(gpus, rack)

@@ -115,7 +115,7 @@ def _fields(values: JsonObject, kind: type[T], row: Mapping[str, Any], theirs: M
     try:
         return convert(values, kind, where=where, others=True)
     except BadInput as problem:
-        found = _FIELD.search(problem.why)
+        found = _FIELD.match(problem.why)
         if found is None:
             raise
         field = theirs.get(found[2], found[2])

@@ -45,8 +45,8 @@ class Count:
     part: int
     answered: int = 0
     refused: int = 0
-    internal: Counter[str] = field(default_factory=Counter)
-    wrong: Counter[str] = field(default_factory=Counter)
+    internal: dict[str, int] = field(default_factory=dict)  # how often, by what and where
+    wrong: dict[str, int] = field(default_factory=dict)
     slowest_s: float = 0.0
     seconds: float = 0.0
     peak_gib: float = 0.0
@@ -93,8 +93,8 @@ def attack(name: str, part: int, inputs: int = PART) -> Count:
     return count
 
 
-def _keep(count: Count, found: Counter[str], what: str, text: str) -> None:
-    found[what] += 1
+def _keep(count: Count, found: dict[str, int], what: str, text: str) -> None:
+    found[what] = found.get(what, 0) + 1
     count.kept.setdefault(what, text[:200_000])
 
 

@@ -6,8 +6,6 @@
 Rows go to OUT/rows.jsonl as they are made, and to OUT/gpus.md at the end. Every row is a program of `planner shard`:
 its time is predicted first, then it is run, compared with one GPU, and timed launched one by one and as a CUDA graph.
 
-    compared    a Llama block and a vision transformer alongside torch's `parallelize_module`, with its placements and
-      with the best ones for the same boundary and memory
     layers      a Llama 3 8B layer alongside the executor's hand-written tensor parallelism and FSDP2
     modules     modules of transformers and diffusers at published shapes, where those are installed (or under
       --packages)
@@ -33,9 +31,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 SECONDS = 150.0
 PARTS = {
-    "compared": 0.3,
-    "layers,modules": 0.6,
-    "ways,memory": 0.85,
+    "layers,modules": 0.5,
+    "ways,memory": 0.8,
     "stages": 1.0,
 }  # what runs in one process group, and until which share of the time
 TOKENS = 4096
@@ -127,14 +124,11 @@ def _worker(asked: argparse.Namespace) -> None:
 
 def _cases(asked: argparse.Namespace):
     """Yield what is run, and the function that fills its row."""
-    from tests.bench import sharded_by_torch
     from tests.bench import sharded_runs as runs
 
     bench = runs.Bench(cpu=asked.cpu)
     for part in asked.part.split(","):
-        if part == "compared":
-            yield from sharded_by_torch.compared(bench)
-        elif part == "layers":
+        if part == "layers":
             for name, how in LAYERS.items():
                 yield f"Llama 3 8B layer, {name}", lambda row, how=how: runs.layer(row, bench, *how)
         elif part == "modules":

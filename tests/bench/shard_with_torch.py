@@ -4,7 +4,8 @@
 
 Forward and backward in bfloat16, tensor parallelism over all GPUs, inputs and outputs whole on every rank. torch's plan
 is the one of its tutorial: column-parallel, then row-parallel layers. Ours is the same split by hand, then the one that
-is found by time; each is predicted first, from datasheets, and compared with one GPU.
+is found by time for the same boundary within the memory of that split; each is predicted first, from datasheets, and
+compared with one GPU.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import copy
 import json
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from executor.sharding import api
 from tests.bench.shard_on_gpus import median_s
 from tests.bench.sharded_runs import Bench, run_row
 
+BOUNDARY = {"x": ["R"], "output0": ["R"]}
 COLUMNS, ROWS = ("wq", "wk", "wv", "w1", "w3"), ("wo", "w2")
 
 
@@ -119,7 +122,7 @@ def by_torch(module: nn.Module, x: torch.Tensor, bench: Bench) -> dict[str, Any]
 
 def placed(module: nn.Module) -> dict[str, list[str]]:
     """Return torch's split as placements."""
-    found = {"x": ["R"], "output0": ["R"]}
+    found = dict(BOUNDARY)
     for name, parameter in module.named_parameters():
         layer = name.split(".")[-2]
         rows = ["S(1)"] if parameter.dim() == 2 else ["R"]
@@ -146,15 +149,18 @@ def main() -> None:
         ways = {
             "parallelize_module": None,
             "planner shard, the same split": {"placements": split, "policy": "min_time"},
-            "planner shard, found by time": {"choose": ["*"], "policy": "min_time"},
+            "planner shard, found by time": {"choose": ["*"], "policy": "min_time", "placements": BOUNDARY},
         }
+        memory: float | None = None
         for way, constraints in ways.items():
             row: dict[str, Any] = {"what": what, "by": way, "ranks": dist.get_world_size()}
             try:
                 if constraints is None:
                     row |= by_torch(module, x, bench)
                 else:
-                    run_row(row, bench, module, (x,), {}, lambda seen, c=constraints: api.request(seen, mesh, **c))
+                    asked_of = partial(api.request, mesh=mesh, **constraints)
+                    run_row(row, bench, module, (x,), {}, asked_of, memory)
+                    memory = row["state_bytes"] + row["predicted_peak_bytes"]
             except Exception as error:  # noqa: BLE001 - the other rows are still worth their time
                 row["failed"] = f"{type(error).__name__}: {error}"[:1500]
             if dist.get_rank() == 0:

@@ -6,12 +6,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
 import torch
 from torch import distributed as dist
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
 from executor.sharding import api, capture
@@ -20,6 +21,7 @@ from planner.io.inputs import read_cluster
 from planner.sharding.answer import Answer, answer_request
 from planner.sharding.backends.runnable import buffer_limit, simulate_program
 from planner.sharding.plans.report import Limits
+from planner.sharding.problem.problem import MemoryLimit
 from simulator.config.hf_config import load_model
 from tests.bench.shard_on_gpus import LAYERS, TOKENS, cluster_here, median_s
 from tests.bench.shard_real_modules import MODULES, FeedForward, Real
@@ -68,23 +70,20 @@ def _told(answer: Answer) -> Row:
     kinds.update(
         one.op for one in answer.written.program.work.values() if getattr(one, "op", "").startswith("overlap.")
     )
-    left = 1e15 - buffer_limit(_with_limit(answer, 1e15), answer.plan)
     return {
         "predicted_s": run.step_s,
         "exchanges": ", ".join(f"{n} {kind}" for kind, n in kinds.items()) or "none",
         "chunks": {name: str(way) for name, way in answer.written.chunks.items()},
         "predicted_peak_bytes": answer.written.peak_bytes,
-        "state_bytes": left,
+        "state_bytes": state_bytes(answer),
         "again": len(answer.written.again),
     }
 
 
-def _with_limit(answer: Answer, nbytes: float) -> Any:
-    from dataclasses import replace
-
-    from planner.sharding.problem.problem import MemoryLimit
-
-    return replace(answer.problem, memory=MemoryLimit(limit_bytes=nbytes))
+def state_bytes(answer: Answer) -> float:
+    """Return what a rank holds of parameters and their optimizer besides the program's buffers."""
+    roomy = replace(answer.problem, memory=MemoryLimit(limit_bytes=1e15))
+    return 1e15 - buffer_limit(roomy, answer.plan)
 
 
 def run_row(
@@ -105,7 +104,10 @@ def run_row(
     leaves = [leaf for leaf in pytree.tree_leaves((list(args), kwargs)) if isinstance(leaf, torch.Tensor)]
     values = own_weights(sharded)
     values |= sharded.ranks.pieces({n: leaf for n, leaf in zip(names, leaves, strict=True) if n in program.inputs})
-    whole, *others = pytree.tree_leaves(module(*args, **kwargs))
+    # torch 2.11's cuDNN attention reads a gradient as the first one lay that came with queries, keys and values like
+    # these (executor/sharding/operations.py): rows before this one may have had such in another layout.
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+        whole, *others = pytree.tree_leaves(module(*args, **kwargs))
     torch.manual_seed(2)
     weight = torch.randn(whole.shape, device=bench.device).to(whole.dtype) / whole.shape[-2]
     values |= sharded.ranks.seeds([weight, *(torch.zeros_like(one) for one in others)])

@@ -145,6 +145,10 @@ def seeds() -> Iterator[tuple[str, str, str]]:
     yield "runs to learn from", "a cell of 50,000 brackets", "id,model\na," + "[" * 50_000 + "\n"
     yield "runs to learn from", "a carriage return in a heading", "id,model\ry\na,tiny-llama\n"
     yield "requests to serve", "a cell of 200,000 characters", "arrival_s,prompt,output\n" + "1" * 200_000 + ",1,1\n"
+    planned = {"model": "qwen3-30b-a3b", "gpus": 8, "seq_len": {}}
+    stated = {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+    text = json.dumps({"meshwright": {"planned": planned}, **stated})
+    yield "DeepSpeed JSON", "a header's sequence that is no number", text
     yield "serving point", "an engine without a name", json.dumps({**POINT, "backend": " "})
     yield (
         "learned runtime",

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from executor.launch.request import Request
 from planner.question.plan_file import load_plan, plan_file, save_plan
 from planner.runs.schedulers.launchers import (
+    JOIN_S,
     LauncherJob,
     collect_command,
     node_command,

@@ -26,6 +26,7 @@ COMMANDS = (
     ("check", str(ROOT / "examples" / "check" / "torchtitan_llama3_8b.toml"), "--gpus", "4"),
     ("shard", *MODEL, "--layers", "1", "--mesh", "data=4"),
     ("calibrate", "--dry-run"),
+    ("collective", "--op", "all_reduce"),
 )
 
 
@@ -67,12 +68,21 @@ def test_overlap_without_nvlink_is_predicted_where_nccl_moves_the_data_and_refus
     assert ("without NVLink: copies into memory of other GPUs" in shown) == (code == 3)
 
 
-@pytest.mark.parametrize("kind", ["simai", "astra-sim"])
+@pytest.mark.parametrize("kind", ["simai", "astra-sim", "nccl-xml"])
 def test_a_capture_without_gpus_is_no_network(kind, capsys):
     capture = ROOT / "tests" / "data" / "topo" / "p2p" / "h100_8gpu_p2p_r_ok.txt"
 
     assert main(["probe", "--from", str(capture), "--to", kind]) == 3
     assert "shows no GPU" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key", ["gpus_per_node", "nodes"])
+@pytest.mark.parametrize("count", [0, -3])
+def test_a_machine_of_no_gpu_is_refused_with_the_count(key, count, capsys):
+    machine = {"gpu": "gb200", "gpus_per_node": 4, "nodes": 2, key: count}
+
+    assert main(["estimate", *MODEL, "--cluster", json.dumps(machine)]) == 2
+    assert f"{key} is {count}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("where", ["dangling", "file/below"])

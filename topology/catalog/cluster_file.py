@@ -50,7 +50,7 @@ from topology.cluster import ASSUMED, SCHEMA_VERSION, Cluster, Finding, Severity
 from topology.codec import JsonObject, convert, parse_json, read_json, to_json, write_text
 from topology.errors import BadCluster, BadInput
 
-_JOINED = re.compile(r"\s*(?:[+,;&]|\band\b)\s*")  # of GPUs of one kind and others
+_JOINED = re.compile(r"[+,;&]|\band\b")  # of GPUs of one kind and others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +83,11 @@ def load_cluster(name_or_path: str | Path, gpus: int | None = None) -> Cluster:
         raise BadCluster("the name of the cluster is empty", remedy=f"give {FORMS}")
     if isinstance(name_or_path, str) and is_catalog_name(text):
         return cluster(text, gpus)
-    if len(parts := _JOINED.split(text)) > 1 and not _looks_like_path(text) and all(map(is_spoken, parts)):
+    if (
+        len(parts := [part.strip() for part in _JOINED.split(text)]) > 1
+        and not _looks_like_path(text)
+        and all(map(is_spoken, parts))
+    ):
         both = joined([_said(part) or cluster(part) for part in parts], where=f"{text[:60]!r}")
         return both if gpus is None else take_gpus(both, gpus)
     if isinstance(name_or_path, str) and (said := _said(text)):

@@ -101,6 +101,8 @@ def cluster_from_case(
             raise BadCluster(f"{key} is {value!r}", remedy=f"give a {'whole ' if whole else ''}number")
         if abs(value) > MAX_NUMBER:
             raise BadCluster(f"{key} is larger than {MAX_NUMBER:g}", remedy="give a smaller number")
+        if whole and value < 1:
+            raise BadCluster(f"{key} is {value}", remedy="give 1 or more")
         return value
 
     per_node, nodes = number("gpus_per_node", whole=True), number("nodes", whole=True)

@@ -61,8 +61,8 @@ def with_slow_parts(
         changed = tuple(
             replace(
                 link,
-                bytes_per_s=link.bytes_per_s * share,
-                nccl_bytes_per_s=link.nccl_bytes_per_s * share,
+                bytes_per_s=_share(link.bytes_per_s, share),
+                nccl_bytes_per_s=_share(link.nccl_bytes_per_s, share),
                 state=LinkState.DEGRADED,
             )
             if end in {link.a, link.b} and link.label.startswith("NV")
@@ -76,7 +76,7 @@ def with_slow_parts(
         if gpu >= len(node.nics):
             raise BadCluster(f"{where}: slow_ports names port {gpu} of {len(node.nics)}")
         slow_ports = tuple(
-            replace(nic, bytes_per_s=(nic.bytes_per_s or 0.0) * share) if at == gpu else nic
+            replace(nic, bytes_per_s=_share(nic.bytes_per_s, share)) if at == gpu else nic
             for at, nic in enumerate(node.nics)
         )
         node = replace(node, nics=slow_ports)
@@ -86,6 +86,11 @@ def with_slow_parts(
         gpu_kinds=tuple({kind.name: kind for kind in kinds}.values()),
         groups=(NodeGroup(node=node), *rest, *others),
     )
+
+
+def _share(rate: float | None, share: float) -> float | None:
+    """Return a share of a rate; of one that is not known, nothing."""
+    return None if rate is None else rate * share
 
 
 def _pairs(pairs: Sequence[tuple[float, ...]], node: Node, where: str) -> list[tuple[int, float]]:

@@ -21,7 +21,9 @@ FORMS = (
     "a name of the catalogue (dgx-h100), a machine type of a cloud (p5.48xlarge), GPUs (8xH100, H100:8), nodes of GPUs "
     '(2x8xA100-40GB), either with a network (4x8xL40S@100GbE), {"gpu": "h100-sxm", "nodes": 2}, or a file'
 )
-_COUNTED = re.compile(r"(?:(\d{1,7})\s*[x×*]\s*)?(?:(\d{1,7})\s*[x×*]\s*)?([a-z][\w .-]*|\d{4})", re.IGNORECASE | re.ASCII)
+_COUNTED = re.compile(
+    r"(?:(\d{1,7})\s*[x×*]\s*)?(?:(\d{1,7})\s*[x×*]\s*)?([a-z][\w .-]*|\d{4})", re.IGNORECASE | re.ASCII
+)
 _NETWORK = re.compile(
     r"(?:(?P<ports>\d{1,4})\s*[x×*]\s*)?(?:(?P<rate>\d{1,5}(?:\.\d{1,3})?)\s*"
     r"(?P<unit>gbe|g|gb/s|gbit|gbit/s|gbps)?|(?P<word>edr|hdr|ndr|xdr))",

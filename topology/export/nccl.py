@@ -8,7 +8,7 @@ from xml.etree.ElementTree import Element, SubElement  # built here, never parse
 
 from topology.catalog.platform import PCIE_BYTES_PER_S, pcie_generation
 from topology.cluster import Cluster, Gpu, Link, LinkKind, Nic, Node, VertexKind
-from topology.errors import BadCluster
+from topology.errors import BadCluster, Infeasible
 from topology.rates.node_rates import link_rates
 from topology.readers.nccl_xml import BRIDGE_CLASS, GPU_CLASS, NIC_CLASS, SWITCH_CLASS, write_xml
 
@@ -29,6 +29,8 @@ def to_nccl_xml(cluster: Cluster, node: int = 0, tray: int = 0) -> str:
     Bus ids that are not known are invented, in order; NCCL matches GPUs by bus id, so such a file is for simulation.
     A GPU whose NVLinks are gone keeps an `nvlink` element with count 0: without one, NCCL asks the driver again.
     """
+    if not cluster.gpu_count:
+        raise Infeasible(f"{cluster.name} shows no GPU", why="there is no host of GPUs to describe")
     host = _tray(_node_at(cluster, node), tray)
     if not host.gpus:
         raise BadCluster(f"node {node} of {cluster.name} has no tray {tray}")

@@ -85,9 +85,9 @@ def _suffix(text: str) -> str:
     """Return the ending that a file with this text would have, by which configurations are distinguished."""
     if text.lstrip().startswith("{"):
         return ".json"
-    if serving_engine(text) or re.search(r"(?m)^\s*--|^#!", text):
+    if serving_engine(text) or re.search(r"(?m)^[ \t]*--|^#!", text):
         return ".sh"
-    return ".toml" if re.search(r"(?m)^\s*\[[\w.]+\]\s*$", text) else ".yaml"
+    return ".toml" if re.search(r"(?m)^[ \t]*\[[\w.]+\][ \t]*$", text) else ".yaml"
 
 
 def _answer(found: JsonObject, name: str) -> None:

@@ -31,7 +31,7 @@ OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
 SET_BY_DEFAULT = re.compile(r"\$\{(\w+):?=([^{}]*)\}")  # : ${TP:=8}
 ARITHMETIC = re.compile(rf"\$\(\(({_INNER})\)\)")
 MOST_OF_A_SUM = 200  # characters
-HELD = re.compile(r"""(\w+)\+?=(\((?:[^()"']|"[^"]*"|'[^']*')*\)|"(?:\\.|[^"\\])*"|'[^']*')""")
+HELD = re.compile(r"""\b(\w+)\+?=(\((?:[^()"']|"[^"]*"|'[^']*')*\)|"(?:\\.|[^"\\])*"|'[^']*')""")
 PROGRAM = re.compile(r"[\w./${}-]*\.py['\"]?$")
 ALONE = frozenset({"--standalone", "--no-python", "--no_python", "-u", "-O", "--module"})  # before a program
 DIRECTIVE = re.compile(r"^#SBATCH\s+--([a-z-]+)[= ](\S+)", re.MULTILINE)

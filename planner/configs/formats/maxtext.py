@@ -198,7 +198,7 @@ def read_command(text: str, where: str, flags: CheckFlags) -> Configuration:
     """Return what a command says of a configuration file whose name is its model's, such as `llama2_7b.yml`."""
     document = Overrides(text, where, dict(flags.variables))
     settings = {key: value for key, value in document.settings.items() if not key.startswith("--")}
-    file = next((match[1] for word in document.words if (match := re.search(r"(\w[\w.]*)\.yml", word.text))), "")
+    file = next((match[1] for word in document.words if (match := re.search(r"(\w[\w.]{0,200})\.yml", word.text))), "")
     named = {} if "model_name" in settings or file in {"", "base"} else {"model_name": file.replace("_", "-")}
     found = FORMAT.configuration(document, {**named, **settings})
     other = (f"{file}.yml",) if file else ()

@@ -21,7 +21,7 @@ from planner.export.schema import schema
 from simulator.config.model import Model
 
 TRAINER = re.compile(r"(modules\.\w+\.)framework")
-ELSEWHERE = re.compile(r"\$\{(\w+)(?::([^}]*))?\}")
+ELSEWHERE = re.compile(r"\$\{(\w+)(?::([^}]{0,1000}))?\}")
 # What its trainers do where an experiment does not say: `trainer_base.yaml`, `pre_trainer.yaml`, `language_model.yaml`.
 MEGATRON: Settings = {"--bf16": True, "--use-distributed-optimizer": True, "--sequence-parallel": True}
 TORCHTITAN: Settings = {

@@ -31,7 +31,7 @@ def number_flags(model: Model) -> dict[str, Any]:
     scaling = config.get("rope_scaling") or {}
     if scaling.get("rope_type") == "llama3":
         flags |= {"--use-rope-scaling": True, "--rope-scaling-factor": scaling["factor"]}
-    elif scaling.get("type") == "yarn" and model.latent:  # Megatron-LM's rotary embeddings are YaRN's there, by 1 unless said
+    elif scaling.get("type") == "yarn" and model.latent:
         names = {"factor": "--rotary-scaling-factor", "mscale": "--mscale", "mscale_all_dim": "--mscale-all-dim"}
         flags |= {flag: scaling[key] for key, flag in names.items()}
     return flags | (_router_flags(config) if model.moe else {})

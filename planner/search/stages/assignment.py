@@ -8,6 +8,7 @@ pipeline is dropped as soon as memory or bounds show that no assignment of its s
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -15,7 +16,6 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.search.deadline import over
 from planner.search.plan_space.branch_and_bound import Explored
 from planner.search.plan_space.candidates import NODE_FIELDS, Nodes
 from planner.search.plan_space.judged import plan_of_row
@@ -91,7 +91,7 @@ def assign_stages(
     for row, own_grid in enumerate(grid[len(explored) :]):
         if solved == MAX_SOLVED:
             break
-        if row and over(deadline):
+        if row and deadline is not None and time.monotonic() > deadline:
             left_s = explored.least_near_s
             break
         if progress is not None:

@@ -169,7 +169,8 @@ def _print_load(load: Sequence[Row]) -> None:
 
 def _notes(result: ServingResult) -> list[str]:
     """Return what the answer rests on, each once."""
-    lines = [f"{len(result.plans)} deployments simulated, all that are legal; {result.seconds:.1f} s."]
+    many = len(result.plans)
+    lines = [f"{many:,} deployment{'s' if many != 1 else ''} simulated, all that are legal; {result.seconds:.1f} s."]
     if result.rejected:
         lines.append(f"Not possible: {reasons_text(result.rejected)}.")
     if result.question.assumed:

@@ -11,7 +11,7 @@ import msgspec
 from planner.sharding.frontends.captured import Constraints
 from planner.sharding.frontends.stages import Stages, read_stages
 from planner.sharding.layouts.layout import Layout, Mesh, make_mesh
-from planner.sharding.layouts.loop_domain import parse_schedule_of
+from planner.sharding.layouts.loop_domain import Streamed, parse_domain
 from planner.sharding.problem.pipeline_stages import mesh_without_axis, placements_without_stage_axis
 from planner.sharding.problem.problem import POLICIES
 from simulator.sharded.graph import CapturedGraph, read_graph
@@ -61,6 +61,7 @@ class Request(msgspec.Struct, frozen=True):
     gradients: tuple[str, ...]
     chunks: dict[str, int | str] | None = None
     stages: Stages | None = None
+    streamed: dict[str, Streamed] = {}  # by result of a product, how its loop runs
 
 
 def is_request(data: Mapping[str, Any]) -> bool:
@@ -89,11 +90,14 @@ def read_request(data: Mapping[str, Any], *, where: str) -> Request:
     placements: dict[str, list[str] | Layout] = {
         name: tokens for pattern, tokens in text.placements.items() for name in matching(graph, pattern)
     }
-    placements |= {
-        name: parse_schedule_of(calls, shapes[name], mesh, of=name)
-        for pattern, calls in text.domains.items()
-        for name in matching(graph, pattern)
-    }
+    streamed: dict[str, Streamed] = {}
+    for pattern, calls in text.domains.items():
+        for name in matching(graph, pattern):
+            domain = parse_domain(calls, shapes[name], mesh, of=name)
+            if domain.streamed is not None:
+                streamed[name] = domain.streamed
+            if domain.streamed is None or any(domain.layout().dims):  # a stream alone says nothing of devices
+                placements[name] = domain.layout()
     constraints = Constraints(
         placements=placements,
         axes=text.axes,
@@ -114,6 +118,7 @@ def read_request(data: Mapping[str, Any], *, where: str) -> Request:
         if text.chunks is None
         else {name: count for pattern, count in text.chunks.items() for name in matching(graph, pattern)},
         stages=stages,
+        streamed=streamed,
     )
 
 

@@ -13,6 +13,13 @@ outer one, and `axis(0).parallelize(ParallelType.mesh_x)` gives axis 0 to `DIDx`
 the mesh: `DIDx` (in nvFuser's mesh the innermost), `DIDy`, `DIDz`, or any other. Positions count the loop axes at that
 moment. A device inside a split is DTensor's strided shard.
 
+`parallelize(axis, Stream)` is about the loop alone, not about where elements lie: the operator that makes the tensor
+runs in so many chunks, one on its way while the next is computed. With `swizzle1d(axis, DIDx)` before it, ranks take
+the pieces in turns, each beginning with its own: a ring.
+
+    outer_split(0, 4); parallelize(0, Stream)                         four chunks of dim 0
+    outer_split(0, 2); swizzle1d(0, DIDx); parallelize(0, Stream)     a ring of the two devices of DIDx
+
 A split that does not divide its axis leaves the last pieces smaller, or empty, as nvFuser's and torch.chunk do: pieces
 are of ceil(extent / n) elements. Its parts are given to devices or kept, and not split again: nvFuser would go on from
 the padded extent, and DTensor from what a device has. (NVIDIA/Fuser, doc/reading/multigpu.md and
@@ -38,7 +45,9 @@ _SPLIT = re.compile(
 _PARALLELIZE = re.compile(
     rf"(?:parallelize\(\s*{_AXIS}\s*,|axis\(\s*{_AXIS}\s*\)\s*\.\s*parallelize\()\s*{_DEVICE}\s*\)", flags=re.ASCII
 )
+_SWIZZLE = re.compile(rf"swizzle1d\(\s*{_AXIS}\s*,\s*{_DEVICE}\s*\)", flags=re.ASCII)
 _MERGE = re.compile(rf"merge\(\s*{_AXIS}\s*\)", flags=re.ASCII)
+STREAM = "Stream"
 _DEVICES = {"mesh_x": "DIDx", "mesh_y": "DIDy", "mesh_z": "DIDz"}  # nvFuser's Python names of its parallel types
 
 
@@ -46,13 +55,24 @@ _DEVICES = {"mesh_x": "DIDx", "mesh_y": "DIDy", "mesh_z": "DIDz"}  # nvFuser's P
 class _LoopAxis:
     """An axis of the loop domain: the logical dim it comes from, its extent, and the mesh axis it is given to.
 
-    `uneven` parts are those of a split that does not divide.
+    `uneven` parts are those of a split that does not divide. Pieces that are `swizzled` over a mesh axis begin with the
+    rank's own.
     """
 
     dim: int
     extent: int
     device: str = ""
     uneven: bool = False
+    swizzled: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Streamed:
+    """The loop over a dim of a tensor in `chunks`, or around a ring of ranks."""
+
+    dim: int
+    chunks: int
+    ring: bool
 
 
 @dataclass(slots=True)
@@ -96,16 +116,10 @@ class LoopDomain:
 
     def parallelize(self, axis: int, device: str) -> LoopDomain:
         """Give a loop axis to the devices of a mesh axis. Raises BadInput where their numbers differ."""
-        at, device = self._at(axis), device if device in self.mesh.names else _DEVICES.get(device, device)
-        if device not in self.mesh.names:
-            raise BadInput(
-                f"{self.name}: {device[:40]!r} is no axis of the mesh",
-                why="streams and other parallel types are schedules, not placements" if device == "Stream" else "",
-                remedy=f"one of {', '.join(self.mesh.names)}",
-            )
+        at, device = self._at(axis), self._device(device, STREAM)
         if any(one.device == device for one in self.axes):
             raise BadInput(f"{self.name}: two axes are given to {device}", remedy="each mesh axis once a tensor")
-        if at.extent != self.mesh.size(device):
+        if device != STREAM and at.extent != self.mesh.size(device):
             raise BadInput(
                 f"{self.name}: an axis of {at.extent} is given to the {self.mesh.size(device)} devices of {device}",
                 remedy=f"outer_split({axis}, {self.mesh.size(device)}) first",
@@ -113,13 +127,58 @@ class LoopDomain:
         at.device = device
         return self
 
+    def swizzle(self, axis: int, device: str) -> LoopDomain:
+        """Let ranks along a mesh axis take the pieces of a loop axis in turns. Raises BadInput where that cannot be."""
+        at, device = self._at(axis), self._device(device)
+        if at.device or at.uneven or at.extent != self.mesh.size(device):
+            raise BadInput(
+                f"{self.name}: {at.extent} pieces do not go around the {self.mesh.size(device)} devices of {device}",
+                why=f"they are on {at.device}" if at.device else "each device has one piece of a ring, of equal sizes",
+                remedy=f"outer_split({axis}, {self.mesh.size(device)}) first",
+            )
+        at.swizzled = device
+        return self
+
+    @property
+    def streamed(self) -> Streamed | None:
+        """What runs on streams. Raises BadInput where pieces are swizzled that do not."""
+        for one in self.axes:
+            if one.device == STREAM:
+                return Streamed(one.dim, one.extent, ring=bool(one.swizzled))
+            if one.swizzled:
+                raise BadInput(f"{self.name}: swizzled pieces are on no stream", remedy="parallelize(axis, Stream)")
+        return None
+
     def layout(self) -> Layout:
-        """Return the layout that the loop domain says. Raises BadInput where it is none."""
+        """Return the layout that the loop domain says; streams leave elements where they are. Raises BadInput where it
+        is none.
+        """
         dims: list[list[str | int]] = [[] for _ in self.shape]
         for one in self.axes:
-            dims[one.dim].append(one.device or one.extent)
+            if one.device == STREAM and any(other.device not in {"", STREAM} for other in self._later(one)):
+                raise BadInput(
+                    f"{self.name}: devices inside pieces of a stream",
+                    why="each rank runs through its own elements",
+                    remedy="devices first, then the stream inside their pieces",
+                )
+            if one.device != STREAM:
+                dims[one.dim].append(one.device or one.extent)
         layout = Layout(tuple(normalize_spec(spec) for spec in dims))
         return parse_placements(placements_of(layout, self.mesh), self.shape, self.mesh, of=self.name)
+
+    def _later(self, one: _LoopAxis) -> list[_LoopAxis]:
+        """Return the loop axes inside `one`, of the same dim."""
+        return [other for other in self.axes[self.axes.index(one) + 1 :] if other.dim == one.dim]
+
+    def _device(self, name: str, *others: str) -> str:
+        """Return a mesh axis by its own or nvFuser's name, or one of `others`. Raises BadInput for any other."""
+        device = name if name in self.mesh.names else _DEVICES.get(name, name)
+        if device not in {*self.mesh.names, *others}:
+            raise BadInput(
+                f"{self.name}: {device[:40]!r} is no axis of the mesh",
+                remedy=f"one of {', '.join((*self.mesh.names, *others))}",
+            )
+        return device
 
     def _at(self, axis: int) -> _LoopAxis:
         if not -len(self.axes) <= axis < len(self.axes):
@@ -156,13 +215,22 @@ class LoopDomain:
 
 def parse_schedule_of(text: str, shape: Sequence[int], mesh: Mesh, *, of: str) -> Layout:
     """Return the layout that calls in nvFuser's notation make of a tensor. Raises BadInput."""
+    domain = parse_domain(text, shape, mesh, of=of)
+    layout = domain.layout()
+    if domain.streamed is not None:
+        raise BadInput(f"{of}: a stream", why="it says how a captured graph's products run", remedy="a `schedule`")
+    return layout
+
+
+def parse_domain(text: str, shape: Sequence[int], mesh: Mesh, *, of: str) -> LoopDomain:
+    """Return what calls in nvFuser's notation make of a tensor. Raises BadInput."""
     domain = LoopDomain(tuple(shape), mesh, of)
     calls = [part for part in text.split(";") if part.strip()]
     if len(calls) > MAX_CALLS:
         raise BadInput(f"{of}: {len(calls)} calls", why=f"at most {MAX_CALLS} are read")
     for part in calls:
         _call(domain, part.strip(), of)
-    return domain.layout()
+    return domain
 
 
 def _call(domain: LoopDomain, text: str, of: str) -> None:
@@ -176,6 +244,8 @@ def _call(domain: LoopDomain, text: str, of: str) -> None:
         split(int(axis), int(number))
     elif found := _PARALLELIZE.fullmatch(text):
         domain.parallelize(int(found[1] or found[2]), found[3])
+    elif found := _SWIZZLE.fullmatch(text):
+        domain.swizzle(int(found[1]), found[2])
     elif found := _MERGE.fullmatch(text):
         domain.merge(int(found[1]))
     else:

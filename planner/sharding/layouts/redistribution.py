@@ -16,9 +16,12 @@ by construction: no detour through a third layout is cheaper than the direct pat
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count, permutations
+
+import numpy as np
+from numpy.typing import NDArray
 
 from planner.sharding.layouts.collectives import (
     ALL_GATHER,
@@ -37,6 +40,13 @@ from planner.sharding.layouts.layout import DimSpec, Layout, Mesh, divides_evenl
 from topology.errors import Infeasible
 
 MAX_LAYOUTS = 20_000
+CostTable = tuple[NDArray[np.float64], NDArray[np.int64]]
+
+
+def tie_of(cost: Cost) -> int:
+    """Return the order among equal costs: collectives, then ring steps, then slices; five bits are left for others."""
+    _, number, hops, _, slices = cost
+    return (number << 34) + (min(hops, 1 << 20) << 12) + (slices << 5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +77,7 @@ class Redistributor:
     _layouts: list[Layout] = field(default_factory=list)
     _edges: dict[int, list[tuple[Cost, int, RedistributionStep]]] = field(default_factory=dict)
     _paths: dict[int, dict[int, tuple[Cost, int, RedistributionStep | None]]] = field(default_factory=dict)
+    _tables: dict[tuple[tuple[int, ...], tuple[int, ...]], CostTable] = field(default_factory=dict)
 
     def allow_irregular_specs(self, layouts: Iterable[Layout]) -> None:
         """Let paths use the strided and uneven specs of `layouts`."""
@@ -80,13 +91,26 @@ class Redistributor:
             self.irregular_specs |= found
             self._edges.clear()
             self._paths.clear()
+            self._tables.clear()
 
-    def costs_between(
-        self, sources: Collection[Layout], targets: Collection[Layout]
-    ) -> dict[tuple[Layout, Layout], Cost]:
-        """Return the costs of all pairs that have a path."""
-        found = ((source, target, self.cost(source, target)) for source in sources for target in targets)
-        return {(source, target): cost for source, target, cost in found if cost is not None}
+    def costs_between(self, sources: Sequence[Layout], targets: Sequence[Layout]) -> CostTable:
+        """Return the cost of every pair and its rank among equal ones (`tie_of`); infinite where there is no path.
+
+        Tables are made once, and not to be written into.
+        """
+        key = tuple(map(self._number, sources)), tuple(map(self._number, targets))
+        if key not in self._tables:
+            costs = np.full((len(sources), len(targets)), np.inf)
+            ties = np.zeros(costs.shape, dtype=np.int64)
+            for i, source in enumerate(sources):
+                paths = self._paths_from(source)
+                for j, target in enumerate(key[1]):
+                    if target in paths:
+                        costs[i, j], ties[i, j] = paths[target][0][0], tie_of(paths[target][0])
+            costs.setflags(write=False)
+            ties.setflags(write=False)
+            self._tables[key] = costs, ties
+        return self._tables[key]
 
     def cost(self, source: Layout, target: Layout) -> Cost | None:
         """Return the cost of the cheapest path, or None if there is none: a finished sum cannot become pending

@@ -114,7 +114,7 @@ def written(dims: Sequence[str], marks: dict[int, str] | None = None) -> str:
     return " ".join(d + ((marks or {}).get(i, "") if d != "1" else "") for i, d in enumerate(dims))
 
 
-_SIZED = re.compile(r"[a-z]+_(\d+)")
+_SIZED = re.compile(r"(?<![a-z])[a-z]+_(\d+)")
 
 
 def annotated(

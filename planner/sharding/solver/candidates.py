@@ -318,14 +318,21 @@ def _options_without_moves(
 def follow_weights(
     problem: ShardingProblem, all_options: Sequence[Sequence[ShardingOption]]
 ) -> list[list[ShardingOption]]:
-    """Return the options of each operator that follow the sharding of its weight; all of them where none does."""
+    """Return the options of each operator that follow the sharding of its weight; all of them where none does.
+
+    One whose operands say nothing, being copies or sums over ranks, is sharded as its result is: sums are
+    scattered then.
+    """
     layouts = dict(problem.input_layouts)
-    kept = []
-    for operator, options in zip(problem.operators, all_options, strict=True):
+    kept: list[list[ShardingOption]] = []
+    silent: list[int] = []
+    for number, (operator, options) in enumerate(zip(problem.operators, all_options, strict=True)):
         axis_specs = _specs_by_priority(operator, layouts, problem)
+        silent += [] if axis_specs else [number]
         matching = [option for option in options if dict(option.axis_specs) == axis_specs] or list(options)
         kept.append(matching)
         layouts[operator.result.name] = problem.pins.get(operator.result.name, matching[0].result)
+    _shard_as_results(problem, all_options, kept, silent)
     return kept
 
 

@@ -73,7 +73,7 @@ def first_answer(
         moves_of = candidates.redistributor_for(name)
         for source, target in moves:
             if source != target and name in fixed:
-                cost += moves_of.costs_between([source], [target])[source, target][0]
+                cost += int(moves_of.costs_between([source], [target])[0][0, 0])
             elif source != target:  # in `cost`, as over one axis
                 cost += _slices_between(problem, pricing, name, source, target)
     return FirstAnswer(

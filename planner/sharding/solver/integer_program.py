@@ -17,8 +17,9 @@ from math import gcd, log2, prod
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.sharding.layouts.collectives import ALL_REDUCE, Collective, Cost
+from planner.sharding.layouts.collectives import ALL_REDUCE, Collective
 from planner.sharding.layouts.layout import Layout, local_shape
+from planner.sharding.layouts.redistribution import tie_of
 from planner.sharding.solver.candidates import LayoutCandidates
 from planner.sharding.solver.move_times import MoveTimes
 from planner.sharding.solver.pricing import TimePricing
@@ -103,9 +104,7 @@ class IntegerProgram:
             work = pricing.operators(operator, found, tensors, gradients=gradients)
             costs = [cost[0] + own for cost, own in zip(inside, work, strict=True)]
             self.option_costs.append(np.array(costs, dtype=np.int64) * len(same))
-            self.option_ties.append(
-                [_tie(cost, replicated=o.replicated_axes) for cost, o in zip(inside, found, strict=True)]
-            )
+            self.option_ties.append([tie_of(cost) + o.replicated_axes for cost, o in zip(inside, found, strict=True)])
         self.layout_lists = []
         self.layout_costs: list[Integers] = []  # of having a tensor in each of its layouts
         self.producer: list[int | None] = []
@@ -221,15 +220,7 @@ class IntegerProgram:
             duals = name in self.problem.differentiated
             times = self.move_times.between(self.problem.tensors[name], redistributor, sources, targets, duals=duals)
             return times, np.zeros(times.shape, dtype=np.int64)
-        found = redistributor.costs_between(dict.fromkeys(sources), dict.fromkeys(targets))
-        costs = np.full((len(sources), len(targets)), np.inf)
-        ties = np.zeros(costs.shape, dtype=np.int64)
-        for i, source in enumerate(sources):
-            for j, target in enumerate(targets):
-                cost = found.get((source, target))
-                if cost is not None:
-                    costs[i, j], ties[i, j] = cost[0], _tie(cost)
-        return costs, ties
+        return redistributor.costs_between(sources, targets)
 
     def results_of(self, each: int) -> tuple[list[Layout], list[Integers]]:
         """Return the layouts that a class of operators may produce, and the options that produce each."""
@@ -331,7 +322,7 @@ class IntegerProgram:
             found = stages.send_collectives(self.problem.tensors[name], layout, self.mesh)
             cost = self.candidates.pricing.collectives(found)
             for _ in others:
-                send = self._add([cost[0]], [_tie(cost)])
+                send = self._add([cost[0]], [tie_of(cost)])
                 self.equal.add([send, np.array([variable])], [1, -1], 0)
 
     def tied_gradients(self) -> list[tuple[int, int]]:
@@ -401,9 +392,3 @@ class IntegerProgram:
         """Return whether an operator makes its copies again, unless they are kept; without a limit all are kept."""
         start = self.problem.graph.backward_start
         return start is not None and number >= start and self.problem.memory is not None
-
-
-def _tie(cost: Cost, *, replicated: int = 0) -> int:
-    """Return the order among equal costs: collectives, then ring steps, then slices, then late moves."""
-    _, count, hops, _, slices = cost
-    return (count << 34) + (min(hops, 1 << 20) << 12) + (slices << 5) + replicated

@@ -2,6 +2,7 @@
 
 from fractions import Fraction
 from itertools import product
+from math import inf
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from planner.sharding.layouts.collectives import add_costs, cost_of
 from planner.sharding.layouts.layout import Layout, divides_evenly, make_mesh, parse_placements, placements_of
-from planner.sharding.layouts.redistribution import Redistributor
+from planner.sharding.layouts.redistribution import Redistributor, tie_of
 from tests.planner.sharding.virtual_ranks import World
 
 
@@ -215,10 +216,12 @@ def test_every_rank_ends_with_its_part_where_no_mesh_axis_divides(data) -> None:
 
 
 @pytest.mark.parametrize("mesh", [TWO, make_mesh(["a", "b"], [2, 4])], ids=["2x2", "2x4"])
-def test_searching_back_from_the_target_finds_the_same_costs(mesh) -> None:
+def test_a_table_of_costs_has_those_of_every_pair(mesh) -> None:
     forward, back = Redistributor((16, 8), "f32", mesh), Redistributor((16, 8), "f32", mesh)
     layouts = every_layout((16, 8), mesh)
 
     for target in layouts:
-        found = back.costs_between(layouts, [target])
-        assert found == {(at, target): c for at in layouts if (c := forward.cost(at, target)) is not None}
+        costs, ties = back.costs_between(layouts, [target])
+        every = [forward.cost(at, target) for at in layouts]
+        assert costs[:, 0].tolist() == [inf if one is None else one[0] for one in every]
+        assert ties[:, 0].tolist() == [0 if one is None else tie_of(one) for one in every]
